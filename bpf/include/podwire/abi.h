@@ -1,0 +1,246 @@
+/* abi.h: every struct and number that the programs share with the agent, and nothing else.
+ *
+ * podwire/datapath/abi.py is generated from the BTF of these types (scripts/generate-abi); a test fails when it is
+ * stale. Change a layout: raise PW_ABI_VERSION, which moves the pins to another directory (docs/restore.md).
+ * Addresses are 16 bytes, IPv4 as v4-mapped (::ffff:a.b.c.d). _be = network byte order; everything else is host order.
+ * No implicit padding: every hole is a named field, because map keys are compared byte by byte.
+ */
+#ifndef PODWIRE_ABI_H
+#define PODWIRE_ABI_H
+
+#include <linux/bpf.h>
+#include <linux/types.h>
+
+#define PW_ABI_VERSION 1
+#define PW_CONNTRACK_SHARDS 64
+
+/* Seen from the pod: egress = what it sends. */
+enum pw_direction {
+	PW_EGRESS = 0,
+	PW_INGRESS = 1,
+};
+
+enum pw_hook {
+	PW_HOOK_FROM_POD = 0,
+	PW_HOOK_TO_POD = 1,
+	PW_HOOK_FROM_OVERLAY = 2,
+	PW_HOOK_TO_OVERLAY = 3,
+	PW_HOOK_FROM_NETDEV = 4,
+	PW_HOOK_TO_NETDEV = 5,
+};
+
+/* How a flow came, and how its replies must leave (datapath.md rule 2). */
+enum pw_path {
+	PW_PATH_NONE = 0,
+	PW_PATH_LOCAL = 1,
+	PW_PATH_STACK = 2,
+	PW_PATH_TUNNEL = 3,
+	PW_PATH_NATIVE = 4,
+};
+
+enum pw_identity {
+	PW_IDENTITY_UNKNOWN = 0,
+	PW_IDENTITY_HOST = 1,
+	PW_IDENTITY_WORLD = 2,
+	PW_IDENTITY_UNMANAGED = 3,
+	PW_IDENTITY_HEALTH = 4,
+	PW_IDENTITY_INIT = 5,
+	PW_IDENTITY_REMOTE_NODE = 6,
+};
+
+/* Why a packet did not pass. 0 = it passed. Append only; podwire names them by what stands after PW_DROP_. */
+enum pw_drop_reason {
+	PW_DROP_NONE = 0,
+	PW_DROP_NO_ENDPOINT = 1,	/* no row, or the row is still the guard */
+	PW_DROP_TRUNCATED = 2,		/* a header ends before it should */
+	PW_DROP_ETHERTYPE = 3,		/* neither ARP, IPv4 nor IPv6; VLAN tags included */
+	PW_DROP_SOURCE_MAC = 4,
+	PW_DROP_SOURCE_ADDRESS = 5,
+	PW_DROP_DESTINATION_MAC = 6,
+	PW_DROP_ARP = 7,		/* anything but a request of the pod itself */
+	PW_DROP_NEIGHBOUR = 8,		/* neighbour discovery that is not allowed, or forged */
+	PW_DROP_GATEWAY = 9,		/* to the gateway's address, and no echo */
+	PW_DROP_QUIET = 10,		/* multicast chatter: MLD, RS, mDNS, DHCP, broadcast */
+	PW_DROP_HEADER = 11,		/* malformed: version, lengths, extension header chain */
+	PW_DROP_PROTOCOL = 12,
+	PW_DROP_FRAGMENT = 13,		/* a later fragment whose first one was not seen */
+	PW_DROP_POLICY = 14,
+	PW_DROP_CONNTRACK_FULL = 15,
+	PW_DROP_CONNTRACK_QUOTA = 16,
+	PW_DROP_MTU = 17,		/* too big; an ICMP error was sent where that is allowed */
+	PW_DROP_TTL = 18,
+	PW_DROP_NO_POD = 19,		/* an address of an own block that no endpoint has */
+	PW_DROP_TUNNEL_PORT = 20,	/* a pod that talks to a tunnel port */
+	PW_DROP_INTERNAL = 21,		/* a helper failed */
+	PW_DROP_REASONS,
+};
+
+enum pw_event_kind {
+	PW_EVENT_DROP = 1,
+	PW_EVENT_TRACE = 2,
+	PW_EVENT_POLICY = 3,
+};
+
+enum pw_config_flags {
+	PW_CONFIG_OPEN = 1 << 0,		/* unset = guard: everything is dropped */
+	PW_CONFIG_DENY_EGRESS = 1 << 1,		/* default of the direction when no rule matches */
+	PW_CONFIG_DENY_INGRESS = 1 << 2,
+	PW_CONFIG_SHAPED = 1 << 3,		/* reached through the host device's egress queue (rule 7) */
+	PW_CONFIG_AUDIT = 1 << 4,
+	PW_CONFIG_HOST_ALLOWED = 1 << 5,
+	PW_CONFIG_CIDR_EGRESS = 1 << 6,
+	PW_CONFIG_CIDR_INGRESS = 1 << 7,
+	PW_CONFIG_TRACE = 1 << 8,
+};
+
+enum pw_ipcache_flags {
+	PW_IPCACHE_TUNNEL = 1 << 0,
+	PW_IPCACHE_NATIVE = 1 << 1,
+	PW_IPCACHE_LOCAL = 1 << 2,		/* a block of this node: without an endpoint row nobody is there */
+	PW_IPCACHE_NODE_ADDRESS = 1 << 3,
+};
+
+/* node-wide knobs, one row */
+struct pw_settings {
+	__u32 conntrack_quota;		/* entries per endpoint */
+	__u32 tunnel_port;		/* guarded UDP port, 0 = none */
+	__u32 flags;
+	__u32 pad;
+};
+
+struct pw_endpoint_key {
+	__u8 addr[16];
+};
+
+struct pw_endpoint_value {
+	__u32 ifindex;			/* host device */
+	__u32 instance;
+	__u8 pod_mac[6];
+	__u8 host_mac[6];
+	__u32 flags;
+};
+
+/* key: u32 ifindex of the host device. Rows of live endpoints are written with BPF_F_LOCK (rule 20). */
+struct pw_config_value {
+	struct bpf_spin_lock lock;
+	__u32 instance;
+	__u32 identity;
+	__u32 slot;			/* policy slot, 0 = none */
+	__u32 policy_revision;
+	__u32 mtu;
+	__u32 flags;
+	__u32 default_rule_egress;
+	__u32 default_rule_ingress;
+	__u8 ipv4[4];			/* network order, all zero = none */
+	__u8 ipv6[16];			/* all zero = none */
+	__u8 pod_mac[6];
+	__u8 host_mac[6];
+};
+
+struct pw_prefix_key {
+	__u32 prefix_bits;		/* of the 16 bytes: an IPv4 /24 is 120 */
+	__u8 addr[16];
+};
+
+struct pw_ipcache_value {
+	__u32 identity;
+	__u32 node;
+	__u32 flags;
+	__u32 mtu;
+};
+
+struct pw_node_value {
+	__u8 addr[16];
+	__u32 mtu;
+	__u32 flags;
+};
+
+struct pw_conntrack_key {
+	__u32 instance;
+	__u8 direction;
+	__u8 protocol;
+	__u16 pad;
+	__u8 saddr[16];
+	__u8 daddr[16];
+	__be16 sport_be;
+	__be16 dport_be;
+};
+
+struct pw_conntrack_value {
+	__u64 last_seen_ns;		/* bpf_ktime_get_boot_ns */
+	__u64 packets[2];		/* original direction, reply */
+	__u64 bytes[2];
+	__u32 policy_revision;
+	__u32 peer_identity;
+	__u32 rule;
+	__u32 node;
+	__u32 service;
+	__u8 path;
+	__u8 tcp_state;
+	__u16 flags;
+	__u8 nat_addr[16];
+	__be16 nat_sport_be;
+	__be16 nat_dport_be;
+	__u32 lifetime_s;
+};
+
+struct pw_fragment_key {
+	__u32 instance;
+	__u32 id;			/* IPv4 id or IPv6 fragment identification, as on the wire */
+	__u8 saddr[16];
+	__u8 daddr[16];
+	__u8 direction;
+	__u8 protocol;
+	__u16 pad;
+};
+
+struct pw_fragment_value {
+	__be16 sport_be;
+	__be16 dport_be;
+};
+
+/* key: u32 instance */
+struct pw_usage_value {
+	__u32 conntrack_entries;
+	__u32 pad;
+};
+
+struct pw_metrics_key {
+	__u8 hook;
+	__u8 reason;			/* enum pw_drop_reason; 0 = passed */
+	__u8 path;
+	__u8 pad;
+};
+
+struct pw_counter {
+	__u64 packets;
+	__u64 bytes;
+};
+
+struct pw_event {
+	__u64 time_ns;			/* bpf_ktime_get_boot_ns */
+	__u32 instance;			/* the endpoint at whose hook it happened */
+	__u32 source_identity;
+	__u32 destination_identity;
+	__u32 length_bytes;
+	__u32 rule;
+	__u32 ifindex;
+	__u8 kind;
+	__u8 hook;
+	__u8 direction;
+	__u8 reason;
+	__u8 path;
+	__u8 protocol;
+	__u8 tcp_flags;
+	__u8 pad;
+	__u16 ethertype;
+	__u16 pad2;
+	__be16 sport_be;
+	__be16 dport_be;
+	__u8 saddr[16];
+	__u8 daddr[16];
+	__u8 source_mac[6];
+	__u8 pad3[2];
+};
+
+#endif

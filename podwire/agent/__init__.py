@@ -1,0 +1,1 @@
+"""The node agent: doors (sockets, signals, loops) around the decisions of `control`."""

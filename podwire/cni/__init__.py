@@ -1,0 +1,1 @@
+"""CNI formats: configurations, results and errors of every version."""

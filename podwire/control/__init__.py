@@ -1,0 +1,1 @@
+"""Decisions. No system calls: the world comes in through the interfaces of `model`."""

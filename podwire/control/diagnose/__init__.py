@@ -1,0 +1,1 @@
+"""What doctor, status and CNI STATUS look at."""

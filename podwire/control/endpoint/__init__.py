@@ -1,0 +1,1 @@
+"""The life of an endpoint: states, queue, regeneration, restore, check."""

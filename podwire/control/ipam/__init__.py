@@ -1,0 +1,1 @@
+"""Addresses: who holds which, and which comes next."""

@@ -1,0 +1,1 @@
+"""Intent to kernel objects: programs, maps, devices, inventory."""

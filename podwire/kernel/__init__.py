@@ -1,0 +1,1 @@
+"""Linux: one narrow module per kind of system call."""

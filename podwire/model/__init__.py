@@ -1,0 +1,1 @@
+"""Frozen values, ids, errors, configuration: the words every layer shares."""

@@ -1,0 +1,152 @@
+"""What the decisions in `control` ask of the world: clock, journal, datapath.
+
+`agent.main` hands the real ones in; unit tests hand in fakes that pass the same contract suite. Every method is
+synchronous. `create_*` and `open_*` change the world; `remove_*` are idempotent: "already gone" is success.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from podwire.model.endpoint import Bandwidth, Device, EndpointRecord
+from podwire.model.ids import EndpointId, IfIndex, InterfaceName
+
+
+class Clock(Protocol):
+    """Time as the kernel counts it."""
+
+    def boottime_ns(self) -> int:
+        """Give CLOCK_BOOTTIME in nanoseconds."""
+        ...
+
+    def boot_id(self) -> str:
+        """Give the kernel's boot id."""
+        ...
+
+
+class Journal(Protocol):
+    """The node's durable memory. A call that returns has reached the disk; a failure raises StorageFailure."""
+
+    def next_endpoint_id(self) -> EndpointId:
+        """Give a number that no record of this node ever had, across restarts."""
+        ...
+
+    def write(self, record: EndpointRecord) -> None:
+        """Insert or replace the record with this id."""
+        ...
+
+    def remove(self, endpoint_ids: Iterable[EndpointId]) -> None:
+        """Forget records, all in one transaction; absent ones are ignored."""
+        ...
+
+    def list_records(self) -> Sequence[EndpointRecord]:
+        """Give every record, oldest id first."""
+        ...
+
+
+@dataclass(frozen=True)
+class PodNamespace:
+    """An open network namespace of a pod: the descriptor the launcher sent, or one opened from the path."""
+
+    fd: int
+    path: str
+    cookie: int
+
+
+@dataclass(frozen=True)
+class EndpointConfig:
+    """What the programs are told about one endpoint: one row of the map `pw_config`."""
+
+    identity: int = 0
+    slot: int = 0
+    policy_revision: int = 0
+    deny_egress: bool = False
+    deny_ingress: bool = False
+    audit: bool = False
+    host_allowed: bool = True
+    trace: bool = False
+
+
+@dataclass(frozen=True)
+class PresentDevice:
+    """A host device found in the kernel under our mark."""
+
+    endpoint_id: EndpointId
+    host_name: InterfaceName
+    host_ifindex: IfIndex
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What the kernel holds of ours on this node."""
+
+    devices: Sequence[PresentDevice] = ()
+    config_ifindexes: Sequence[IfIndex] = ()
+    """Keys of the map `pw_config`."""
+    endpoint_addresses: Sequence[str] = ()
+    """Keys of the map `pw_endpoints`, in the shortest text form."""
+    usage_instances: Sequence[EndpointId] = ()
+    host_routes: Sequence[str] = ()
+    """Destinations of routes with our protocol number that lead to pod devices."""
+    foreign_names: Sequence[InterfaceName] = field(default=())
+    """Devices that have a name of our form and no mark of ours: never touched."""
+
+
+class Datapath(Protocol):
+    """The kernel's side of endpoints. Raises KernelFailure, Unsupported, ForeignObject, InvalidRequest."""
+
+    def plan_device(
+        self, endpoint_id: EndpointId, host_name: InterfaceName, pod_name: InterfaceName, *, mtu: int, pod_mac: str
+    ) -> Device:
+        """Choose indexes and MACs of a pair that does not exist yet (mtu 0 = the node's, pod_mac "" = derived)."""
+        ...
+
+    def create_guard(self, record: EndpointRecord) -> None:
+        """Write the row that drops everything, under the index the device is going to have."""
+        ...
+
+    def create_device(self, record: EndpointRecord, namespace: PodNamespace) -> None:
+        """Make the pair, the peer directly inside `namespace`, with mark, programs, host routes and neighbours."""
+        ...
+
+    def configure_pod(self, record: EndpointRecord, namespace: PodNamespace) -> None:
+        """Give the pod's side its addresses, gateway, routes, neighbours and sysctls, and set it up."""
+        ...
+
+    def shape(self, device: Device, bandwidth: Bandwidth, namespace: PodNamespace | None) -> None:
+        """Set the limits of both directions, or remove them where they are 0."""
+        ...
+
+    def open_endpoint(self, record: EndpointRecord, config: EndpointConfig) -> None:
+        """Publish the endpoint's addresses and turn its guard row into `config`, in place."""
+        ...
+
+    def close_endpoint(self, record: EndpointRecord) -> None:
+        """Take every row of the endpoint out of the maps: from here on its device passes nothing."""
+        ...
+
+    def remove_routes(self, record: EndpointRecord) -> None:
+        """Take the host's routes and neighbours of the endpoint away."""
+        ...
+
+    def condemn_device(self, record: EndpointRecord) -> None:
+        """Hand the pair to the reaper; returns at once."""
+        ...
+
+    def reap_devices(self) -> Sequence[EndpointId]:
+        """Delete what is condemned, in one batch, and tell whose devices are really gone now."""
+        ...
+
+    def compare_endpoint(
+        self, record: EndpointRecord, config: EndpointConfig, namespace: PodNamespace | None
+    ) -> Sequence[str]:
+        """Name every difference between the record and the kernel; empty = they agree. Changes nothing."""
+        ...
+
+    def read_inventory(self) -> Inventory:
+        """List what the kernel holds of ours."""
+        ...
+
+    def remove_leftovers(self, inventory: Inventory, keep: Iterable[EndpointRecord]) -> Sequence[str]:
+        """Remove what `inventory` has and no record in `keep` accounts for; name what was removed."""
+        ...

@@ -115,6 +115,32 @@ class Cancelled(Unavailable):
     kind = "cancelled"
 
 
+class CannotServe(PodwireError):
+    """STATUS: an ADD would fail now; running pods are unaffected (CNI code 50)."""
+
+    kind = "cannot-serve"
+    retryable = True
+
+
+class Impaired(PodwireError):
+    """STATUS: an ADD would fail now and running pods may be impaired (CNI code 51)."""
+
+    kind = "impaired"
+    retryable = True
+
+
+class CheckFailed(PodwireError):
+    """CHECK found the kernel or the runtime's result different from the journal; `faults` name each (CNI code 104)."""
+
+    kind = "check"
+
+
+class UnknownContainer(PodwireError):
+    """The attachment is not one of ours (CNI code 3)."""
+
+    kind = "unknown-container"
+
+
 class StorageFailure(PodwireError):
     """A file of ours cannot be read or written, a full disk included (CNI code 5)."""
 

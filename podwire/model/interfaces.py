@@ -92,6 +92,26 @@ class Inventory:
     """Devices that have a name of our form and no mark of ours: never touched."""
 
 
+class EndpointDirectories(Protocol):
+    """What people can read about each endpoint below the run directory; nothing is ever restored from it."""
+
+    def publish(self, record: EndpointRecord, config: EndpointConfig) -> None:
+        """Write `<id>_next/` and swap it for `<id>/`."""
+        ...
+
+    def keep_failure(self, record: EndpointRecord, config: EndpointConfig, cause: str) -> None:
+        """Leave what a failed build wanted in `<id>_next_fail/`, with the cause."""
+        ...
+
+    def remove(self, endpoint_id: EndpointId) -> None:
+        """Remove every directory of the endpoint."""
+        ...
+
+    def prune(self, keep: Iterable[EndpointId]) -> None:
+        """Remove the directories of all other endpoints."""
+        ...
+
+
 class Datapath(Protocol):
     """The kernel's side of endpoints. Raises KernelFailure, Unsupported, ForeignObject, InvalidRequest."""
 

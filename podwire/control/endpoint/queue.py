@@ -1,0 +1,98 @@
+"""Which endpoint is built next: one serial queue per endpoint, coalesced triggers, back-off after failures.
+
+Pure: time comes in as a parameter, builders ask `take` and report `finish`. `control.endpoint.regenerate` is the only user.
+A trigger that comes while its endpoint is being built starts another build afterwards; it is never lost and never doubled.
+"""
+
+import enum
+from dataclasses import dataclass
+
+from podwire.model.ids import EndpointId
+
+RETRY_BASE_NS = 500_000_000
+RETRY_CAP_NS = 60_000_000_000
+
+
+class Level(enum.IntEnum):
+    """How much a build does; a higher level includes the lower ones."""
+
+    POLICY = 1
+    """Map entries of the policy slot only."""
+    REWRITE = 2
+    """The endpoint's rows are written again and its programs attached again."""
+    REBUILD = 3
+    """The node's template changed: load it, swap, then as REWRITE."""
+
+
+@dataclass(frozen=True)
+class Build:
+    """One build to do: all triggers since the last one, folded."""
+
+    endpoint_id: EndpointId
+    level: Level
+    causes: tuple[str, ...]
+
+
+@dataclass
+class _Waiting:
+    level: Level
+    causes: list[str]
+    due_ns: int
+
+
+class BuildQueue:
+    """Requests in, builds out, in the order of their first trigger; at most `parallel` at once."""
+
+    def __init__(self, parallel: int = 1) -> None:
+        self._parallel = parallel
+        self._waiting: dict[EndpointId, _Waiting] = {}
+        self._running: dict[EndpointId, Build] = {}
+        self._failures: dict[EndpointId, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    def request(self, endpoint_id: EndpointId, level: Level, cause: str, now_ns: int) -> None:
+        """Ask for a build as soon as possible, also when a retry was to come later."""
+        waiting = self._waiting.get(endpoint_id)
+        if waiting is None:
+            self._waiting[endpoint_id] = _Waiting(level, [cause], now_ns)
+            return
+        waiting.level = max(waiting.level, level)
+        waiting.due_ns = min(waiting.due_ns, now_ns)
+        if cause not in waiting.causes:
+            waiting.causes.append(cause)
+
+    def take(self, now_ns: int) -> Build | None:
+        """Give the next build that is due and whose endpoint is not being built; None when there is none."""
+        if len(self._running) >= self._parallel:
+            return None
+        for endpoint_id, waiting in self._waiting.items():
+            if waiting.due_ns <= now_ns and endpoint_id not in self._running:
+                del self._waiting[endpoint_id]
+                build = Build(endpoint_id, waiting.level, tuple(waiting.causes))
+                self._running[endpoint_id] = build
+                return build
+        return None
+
+    def finish(self, build: Build, *, ok: bool, now_ns: int) -> None:
+        """Report the end of a build. A failed one comes back at its own level after 0.5 s, 1 s, 2 s, ... at most 60 s."""
+        self._running.pop(build.endpoint_id, None)
+        if ok:
+            self._failures.pop(build.endpoint_id, None)
+            return
+        failures = self._failures[build.endpoint_id] = self._failures.get(build.endpoint_id, 0) + 1
+        delay_ns = min(RETRY_CAP_NS, RETRY_BASE_NS << min(failures - 1, 16))
+        waiting = self._waiting.setdefault(
+            build.endpoint_id, _Waiting(build.level, ["retry after failure"], now_ns + delay_ns)
+        )
+        waiting.level = max(waiting.level, build.level)
+
+    def next_due_ns(self) -> int | None:
+        """Give the time of the earliest build that `take` could hand out; None when nothing waits."""
+        return min((waiting.due_ns for waiting in self._waiting.values()), default=None)
+
+    def forget(self, endpoint_id: EndpointId) -> None:
+        """Drop what waits for an endpoint that ends."""
+        self._waiting.pop(endpoint_id, None)
+        self._failures.pop(endpoint_id, None)

@@ -1,0 +1,100 @@
+"""Bring one endpoint's datapath to its desired state, and keep the state machine told.
+
+Called inside ADD for the first build and by the agent's build loop for every later one, always under the node's turn.
+A failed build changes nothing in the kernel: what was in force stays, the endpoint is `not-ready` and the queue retries.
+"""
+
+import logging
+from collections.abc import Callable
+
+from podwire.control.endpoint import states
+from podwire.control.endpoint.queue import Build, BuildQueue, Level
+from podwire.control.endpoint.table import Endpoint, EndpointTable
+from podwire.model.errors import PodwireError
+from podwire.model.ids import EndpointId
+from podwire.model.interfaces import Clock, Datapath, EndpointConfig, EndpointDirectories
+
+_log = logging.getLogger(__name__)
+
+DesiredConfig = Callable[[Endpoint], EndpointConfig]
+"""What the datapath should be told of an endpoint now."""
+
+
+class Regenerator:
+    """Builds endpoints one at a time; owns the queue of what is to be built."""
+
+    def __init__(
+        self,
+        *,
+        table: EndpointTable,
+        datapath: Datapath,
+        directories: EndpointDirectories,
+        clock: Clock,
+        desired: DesiredConfig,
+    ) -> None:
+        self.queue = BuildQueue()
+        self._table = table
+        self._datapath = datapath
+        self._directories = directories
+        self._clock = clock
+        self._desired = desired
+
+    def request(self, endpoint_id: EndpointId, level: Level, cause: str) -> None:
+        """Ask for a build; the state shows it at once."""
+        endpoint = self._table.get(endpoint_id)
+        if endpoint is None or endpoint.state in (
+            states.State.DISCONNECTING,
+            states.State.INVALID,
+        ):
+            return
+        endpoint.report(states.RegenerationRequested(cause))
+        self.queue.request(endpoint_id, level, cause, self._clock.boottime_ns())
+
+    def run_due(self) -> bool:
+        """Do one build that is due; False when there is none. A failure is logged, kept for people, and retried."""
+        build = self.queue.take(self._clock.boottime_ns())
+        if build is None:
+            return False
+        endpoint = self._table.get(build.endpoint_id)
+        ok = endpoint is None or self._try_build(endpoint, build)
+        self.queue.finish(build, ok=ok, now_ns=self._clock.boottime_ns())
+        return True
+
+    def build_now(self, endpoint: Endpoint) -> None:
+        """Do the build of a new or restored endpoint in the caller's turn; raises what made it fail."""
+        endpoint.report(states.BuildStarted())
+        config = self._desired(endpoint)
+        try:
+            self._datapath.open_endpoint(endpoint.record, config)
+            self._directories.publish(endpoint.record, config)
+        except PodwireError as error:
+            self._report_failure(endpoint, config, error)
+            raise
+        endpoint.config = config
+        endpoint.realized_revision = config.policy_revision
+        endpoint.report(states.BuildSucceeded())
+
+    def _try_build(self, endpoint: Endpoint, build: Build) -> bool:
+        if endpoint.state is states.State.NOT_READY:
+            endpoint.report(states.RegenerationRequested(", ".join(build.causes)))
+        try:
+            self.build_now(endpoint)
+        except PodwireError as error:
+            _log.warning(
+                "regenerate endpoint failed; the datapath before it stays in force",
+                extra={"endpoint": endpoint.record.id, "error": error.message},
+            )
+            return False
+        return True
+
+    def _report_failure(
+        self, endpoint: Endpoint, config: EndpointConfig, error: PodwireError
+    ) -> None:
+        endpoint.report(states.BuildFailed(error.message))
+        try:
+            self._directories.keep_failure(endpoint.record, config, error.message)
+        except OSError as failure:
+            _log.warning(
+                "keep the failed build for people to read",
+                extra={"endpoint": endpoint.record.id, "error": str(failure)},
+            )

@@ -1,0 +1,156 @@
+"""The states of an endpoint and the one table of legal moves between them.
+
+Everything that decides which state may follow which lives in this file; nobody else assigns a state. Effects are not
+here: `control.attach` and `control.endpoint.regenerate` do the step and then report what happened as an event. An event
+that the table does not have for a state raises IllegalTransition and changes nothing. Pure.
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from podwire.model.errors import Bug
+
+
+class State(enum.Enum):
+    """Where an endpoint is in its life. The values are the field's own names, as the API shows them."""
+
+    RESTORING = "restoring"
+    """Found in the journal after a restart; its datapath is in force and not yet compared."""
+    WAITING_FOR_IDENTITY = "waiting-for-identity"
+    """Its labels have no number yet: the guard row still drops everything."""
+    WAITING_TO_REGENERATE = "waiting-to-regenerate"
+    """A build is asked for and has not begun; what was in force stays in force."""
+    REGENERATING = "regenerating"
+    READY = "ready"
+    NOT_READY = "not-ready"
+    """The last regeneration failed; the datapath before it stays in force and a retry is due."""
+    DISCONNECTING = "disconnecting"
+    """DEL was accepted: nothing passes any more, the device and addresses are on their way out."""
+    DISCONNECTED = "disconnected"
+    INVALID = "invalid"
+    """Its record and the node no longer fit together; only DEL or GC lead out."""
+
+
+@dataclass(frozen=True)
+class IdentityResolved:
+    """The labels have a number (again)."""
+
+    cause: str = "identity resolved"
+
+
+@dataclass(frozen=True)
+class RegenerationRequested:
+    """Something that the datapath depends on changed."""
+
+    cause: str
+
+
+@dataclass(frozen=True)
+class BuildStarted:
+    """A builder took the endpoint up."""
+
+    cause: str = "build started"
+
+
+@dataclass(frozen=True)
+class BuildSucceeded:
+    """The kernel holds the desired state."""
+
+    cause: str = "build succeeded"
+
+
+@dataclass(frozen=True)
+class BuildFailed:
+    """The kernel still holds the state before; `cause` is the error."""
+
+    cause: str
+
+
+@dataclass(frozen=True)
+class DisconnectAccepted:
+    """DEL, GC or a failed ADD: the endpoint ends."""
+
+    cause: str
+
+
+@dataclass(frozen=True)
+class DeviceGone:
+    """The device pair and every row are out of the kernel."""
+
+    cause: str = "device gone"
+
+
+@dataclass(frozen=True)
+class Invalidated:
+    """The endpoint cannot be brought to its desired state by any build."""
+
+    cause: str
+
+
+Event = (
+    IdentityResolved
+    | RegenerationRequested
+    | BuildStarted
+    | BuildSucceeded
+    | BuildFailed
+    | DisconnectAccepted
+    | DeviceGone
+    | Invalidated
+)
+
+_S = State
+
+TRANSITIONS: Mapping[tuple[State, type[Event]], State] = {
+    (_S.RESTORING, BuildStarted): _S.REGENERATING,
+    (_S.RESTORING, RegenerationRequested): _S.RESTORING,
+    (_S.RESTORING, IdentityResolved): _S.RESTORING,
+    (_S.RESTORING, DisconnectAccepted): _S.DISCONNECTING,
+    (_S.RESTORING, Invalidated): _S.INVALID,
+    (_S.WAITING_FOR_IDENTITY, IdentityResolved): _S.WAITING_TO_REGENERATE,
+    (_S.WAITING_FOR_IDENTITY, RegenerationRequested): _S.WAITING_FOR_IDENTITY,
+    (_S.WAITING_FOR_IDENTITY, DisconnectAccepted): _S.DISCONNECTING,
+    (_S.WAITING_FOR_IDENTITY, Invalidated): _S.INVALID,
+    (_S.WAITING_TO_REGENERATE, BuildStarted): _S.REGENERATING,
+    (_S.WAITING_TO_REGENERATE, RegenerationRequested): _S.WAITING_TO_REGENERATE,
+    (_S.WAITING_TO_REGENERATE, IdentityResolved): _S.WAITING_TO_REGENERATE,
+    (_S.WAITING_TO_REGENERATE, DisconnectAccepted): _S.DISCONNECTING,
+    (_S.WAITING_TO_REGENERATE, Invalidated): _S.INVALID,
+    (_S.REGENERATING, BuildSucceeded): _S.READY,
+    (_S.REGENERATING, BuildFailed): _S.NOT_READY,
+    # A trigger during a build stays in the queue and starts the next one; the state tells of the running one.
+    (_S.REGENERATING, RegenerationRequested): _S.REGENERATING,
+    (_S.REGENERATING, IdentityResolved): _S.REGENERATING,
+    (_S.REGENERATING, DisconnectAccepted): _S.DISCONNECTING,
+    (_S.REGENERATING, Invalidated): _S.INVALID,
+    (_S.READY, RegenerationRequested): _S.WAITING_TO_REGENERATE,
+    (_S.READY, IdentityResolved): _S.WAITING_TO_REGENERATE,
+    (_S.READY, DisconnectAccepted): _S.DISCONNECTING,
+    (_S.READY, Invalidated): _S.INVALID,
+    (_S.NOT_READY, RegenerationRequested): _S.WAITING_TO_REGENERATE,
+    (_S.NOT_READY, IdentityResolved): _S.WAITING_TO_REGENERATE,
+    (_S.NOT_READY, DisconnectAccepted): _S.DISCONNECTING,
+    (_S.NOT_READY, Invalidated): _S.INVALID,
+    (_S.DISCONNECTING, DisconnectAccepted): _S.DISCONNECTING,
+    (_S.DISCONNECTING, DeviceGone): _S.DISCONNECTED,
+    (_S.INVALID, DisconnectAccepted): _S.DISCONNECTING,
+}
+
+TERMINAL = frozenset({State.DISCONNECTED})
+
+
+class IllegalTransition(Bug):
+    """An event came in a state that has no place for it; the state is as before."""
+
+    def __init__(self, state: State, event: Event) -> None:
+        super().__init__(f"move endpoint in state {state.value!r}: no place for event {event!r}")
+        self.state = state
+        self.event = event
+
+
+def next_state(state: State, event: Event) -> State:
+    """Give the state after `event`, or raise IllegalTransition."""
+    try:
+        return TRANSITIONS[state, type(event)]
+    except KeyError:
+        raise IllegalTransition(state, event) from None

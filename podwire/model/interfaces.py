@@ -129,6 +129,11 @@ class Datapath(Protocol):
         """Make the pair, the peer directly inside `namespace`, with mark, programs, host routes and neighbours."""
         ...
 
+    def repair_device(self, record: EndpointRecord) -> None:
+        """Put right what differs on the host's side of an existing pair: the node's current programs (replaced in
+        place, no packet lost), routes, neighbours. Cheap when nothing differs."""
+        ...
+
     def configure_pod(self, record: EndpointRecord, namespace: PodNamespace) -> None:
         """Give the pod's side its addresses, gateway, routes, neighbours and sysctls, and set it up."""
         ...
@@ -150,7 +155,8 @@ class Datapath(Protocol):
         ...
 
     def condemn_device(self, record: EndpointRecord) -> None:
-        """Hand the pair to the reaper; returns at once."""
+        """Hand the pair to the reaper; returns at once. Only a device with our mark and this endpoint's number is
+        touched; one that is absent (or foreign) is reported gone by the next `reap_devices`."""
         ...
 
     def reap_devices(self) -> Sequence[EndpointId]:

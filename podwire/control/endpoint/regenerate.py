@@ -60,16 +60,28 @@ class Regenerator:
         self.queue.finish(build, ok=ok, now_ns=self._clock.boottime_ns())
         return True
 
-    def build_now(self, endpoint: Endpoint) -> None:
-        """Do the build of a new or restored endpoint in the caller's turn; raises what made it fail."""
+    def retry(self, endpoint: Endpoint) -> None:
+        """Put a build that failed outside the queue into it."""
+        self.queue.request(
+            endpoint.record.id, Level.REWRITE, "retry after failure", self._clock.boottime_ns()
+        )
+
+    def build_now(self, endpoint: Endpoint, level: Level = Level.POLICY) -> None:
+        """Do one build in the caller's turn; raises what made it fail.
+
+        A new endpoint needs no more than POLICY: its device was made with the current programs a moment ago.
+        """
         endpoint.report(states.BuildStarted())
         config = self._desired(endpoint)
         try:
+            if level >= Level.REWRITE:
+                self._datapath.repair_device(endpoint.record)
             self._datapath.open_endpoint(endpoint.record, config)
-            self._directories.publish(endpoint.record, config)
         except PodwireError as error:
-            self._report_failure(endpoint, config, error)
+            endpoint.report(states.BuildFailed(error.message))
+            self._tell(lambda: self._directories.keep_failure(endpoint.record, config, str(error)))
             raise
+        self._tell(lambda: self._directories.publish(endpoint.record, config))
         endpoint.config = config
         endpoint.realized_revision = config.policy_revision
         endpoint.report(states.BuildSucceeded())
@@ -78,7 +90,7 @@ class Regenerator:
         if endpoint.state is states.State.NOT_READY:
             endpoint.report(states.RegenerationRequested(", ".join(build.causes)))
         try:
-            self.build_now(endpoint)
+            self.build_now(endpoint, build.level)
         except PodwireError as error:
             _log.warning(
                 "regenerate endpoint failed; the datapath before it stays in force",
@@ -87,14 +99,10 @@ class Regenerator:
             return False
         return True
 
-    def _report_failure(
-        self, endpoint: Endpoint, config: EndpointConfig, error: PodwireError
-    ) -> None:
-        endpoint.report(states.BuildFailed(error.message))
+    @staticmethod
+    def _tell(write: Callable[[], None]) -> None:
+        """Write for people to read: a full run directory must never keep a pod from its network."""
         try:
-            self._directories.keep_failure(endpoint.record, config, error.message)
+            write()
         except OSError as failure:
-            _log.warning(
-                "keep the failed build for people to read",
-                extra={"endpoint": endpoint.record.id, "error": str(failure)},
-            )
+            _log.warning("write the endpoint's directory", extra={"error": str(failure)})

@@ -1,0 +1,126 @@
+"""How an endpoint ends: undone at once, forgotten only when the kernel has really let go of its device.
+
+Used by DEL, GC, a failed ADD and restore, under the node's turn. Between `end` and the `settle` that sees the device gone, the
+endpoint is `disconnecting`: it passes no packet and its addresses stay in quarantine. What could not be undone or
+written (a full disk, say) stays here and is tried again by the next `settle`.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from podwire.control.attach.recipes import RECIPES
+from podwire.control.attach.steps import DEVICE, Context, Step, undo_steps
+from podwire.control.endpoint.states import DeviceGone, DisconnectAccepted
+from podwire.control.endpoint.table import Endpoint, EndpointTable
+from podwire.control.ipam.node import NodeIpam
+from podwire.model.endpoint import EndpointRecord, Phase
+from podwire.model.errors import StorageFailure
+from podwire.model.ids import EndpointId
+from podwire.model.interfaces import EndpointDirectories, Journal
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Ending:
+    record: EndpointRecord
+    undone: bool
+    device_gone: bool = False
+
+
+class Endings:
+    """Endpoints between DEL and the moment when nothing of them is left."""
+
+    def __init__(
+        self,
+        *,
+        table: EndpointTable,
+        journal: Journal,
+        ipam: NodeIpam,
+        context: Context,
+        directories: EndpointDirectories,
+    ) -> None:
+        self._table = table
+        self._journal = journal
+        self._ipam = ipam
+        self._context = context
+        self._directories = directories
+        self._endings: dict[EndpointId, _Ending] = {}
+
+    def __len__(self) -> int:
+        return len(self._endings)
+
+    def end(
+        self, endpoint: Endpoint, cause: str, steps: Sequence[Step] | None = None
+    ) -> EndpointRecord:
+        """Undo `steps` (default: the whole recipe); the addresses are held until `settle` sees the device gone.
+
+        Raises StorageFailure only when the end could be neither written down nor completed on the spot.
+        """
+        endpoint.report(DisconnectAccepted(cause))
+        record = msgspec.structs.replace(endpoint.record, phase=Phase.DELETING)
+        self._table.replace_record(record)
+        unwritten = self._write(record)
+        self._context.regenerator.queue.forget(record.id)
+        self._ipam.quarantine(record.id)
+        done = RECIPES[record.device.kind] if steps is None else steps
+        undone = undo_steps(done, self._context, record)
+        self._directories.remove(record.id)
+        self._endings[record.id] = _Ending(record, undone, device_gone=DEVICE not in done)
+        if unwritten is not None:
+            self._complete_unwritten(record.id, unwritten)
+        return record
+
+    def settle(self) -> int:
+        """Retry what failed, delete condemned devices in one batch, forget what is gone; tells how many were forgotten."""
+        for endpoint_id, ending in self._endings.items():
+            if not ending.undone:
+                undone = undo_steps(
+                    RECIPES[ending.record.device.kind], self._context, ending.record
+                )
+                self._endings[endpoint_id] = replace(ending, undone=undone)
+        for endpoint_id in self._context.datapath.reap_devices():
+            if endpoint_id in self._endings:
+                self._endings[endpoint_id] = replace(
+                    self._endings[endpoint_id], device_gone=True
+                )
+        finished = [
+            endpoint_id
+            for endpoint_id, ending in self._endings.items()
+            if ending.undone and ending.device_gone
+        ]
+        return self._forget(finished)
+
+    def _write(self, record: EndpointRecord) -> StorageFailure | None:
+        try:
+            self._journal.write(record)
+        except StorageFailure as failure:
+            return failure
+        return None
+
+    def _complete_unwritten(self, endpoint_id: EndpointId, failure: StorageFailure) -> None:
+        """Nothing on disk says that this endpoint ends, so it must be over before anybody is told that it is."""
+        self.settle()
+        ending = self._endings.get(endpoint_id)
+        if ending is not None and not (ending.undone and ending.device_gone):
+            raise failure
+
+    def _forget(self, endpoint_ids: Sequence[EndpointId]) -> int:
+        if not endpoint_ids:
+            return 0
+        try:
+            self._journal.remove(endpoint_ids)
+        except StorageFailure as failure:
+            _log.warning("forget ended endpoints; it is retried", extra={"error": failure.message})
+            return 0
+        for endpoint_id in endpoint_ids:
+            del self._endings[endpoint_id]
+            self._ipam.release(endpoint_id)
+            endpoint = self._table.get(endpoint_id)
+            if endpoint is not None:
+                endpoint.report(DeviceGone())
+            self._table.discard(endpoint_id)
+        return len(endpoint_ids)

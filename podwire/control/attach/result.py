@@ -1,0 +1,1 @@
+"""What ADD answers for an attachment, in a form that no CNI version owns. Pure; `cni.result` writes it for each version."""

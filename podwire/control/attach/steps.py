@@ -1,0 +1,106 @@
+"""The steps of an attachment, each with its one undo.
+
+ADD does the steps of its recipe in order; a failed ADD, DEL, GC and restore undo them backwards with the same functions. An
+undo is idempotent: "already gone" is success. Steps change the kernel through `Datapath` only; the journal's intent is on
+disk before the first of them and the address stays held until the last undo is known to be complete.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from podwire.control.endpoint.regenerate import Regenerator
+from podwire.control.endpoint.states import IdentityResolved
+from podwire.control.endpoint.table import Endpoint
+from podwire.model.endpoint import Bandwidth, EndpointRecord
+from podwire.model.errors import Bug, PodwireError
+from podwire.model.interfaces import Datapath, PodNamespace
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a step may use. `namespace` is there on ADD only: no undo needs the pod's namespace."""
+
+    datapath: Datapath
+    regenerator: Regenerator
+    namespace: PodNamespace | None = None
+
+    def required_namespace(self) -> PodNamespace:
+        """Give the namespace of an ADD."""
+        if self.namespace is None:
+            raise Bug("do a step of ADD without the pod's namespace")
+        return self.namespace
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: its name in logs and timings, what it does, and what takes it back."""
+
+    name: str
+    do: Callable[[Context, Endpoint], None]
+    undo: Callable[[Context, EndpointRecord], None] | None = None
+
+
+def _create_guard(context: Context, endpoint: Endpoint) -> None:
+    context.datapath.create_guard(endpoint.record)
+
+
+def _close(context: Context, record: EndpointRecord) -> None:
+    context.datapath.close_endpoint(record)
+
+
+def _create_device(context: Context, endpoint: Endpoint) -> None:
+    context.datapath.create_device(endpoint.record, context.required_namespace())
+
+
+def _condemn_device(context: Context, record: EndpointRecord) -> None:
+    context.datapath.remove_routes(record)
+    context.datapath.condemn_device(record)
+
+
+def _configure_pod(context: Context, endpoint: Endpoint) -> None:
+    context.datapath.configure_pod(endpoint.record, context.required_namespace())
+
+
+def _shape(context: Context, endpoint: Endpoint) -> None:
+    if endpoint.record.bandwidth != Bandwidth():
+        context.datapath.shape(
+            endpoint.record.device, endpoint.record.bandwidth, context.required_namespace()
+        )
+
+
+def _resolve_identity(_context: Context, endpoint: Endpoint) -> None:
+    endpoint.report(IdentityResolved())
+
+
+def _build(context: Context, endpoint: Endpoint) -> None:
+    context.regenerator.build_now(endpoint)
+
+
+GUARD = Step("guard", _create_guard, _close)
+DEVICE = Step("device", _create_device, _condemn_device)
+POD_NETWORK = Step("pod-network", _configure_pod)
+"""Has no undo: everything it makes dies with the device."""
+SHAPING = Step("shaping", _shape)
+"""Has no undo: queues die with the device."""
+IDENTITY = Step("identity", _resolve_identity)
+BUILD = Step("build", _build, _close)
+
+
+def undo_steps(steps: Sequence[Step], context: Context, record: EndpointRecord) -> bool:
+    """Take steps back, last first; True when all of it is done. A failing undo is logged and does not stop the others."""
+    complete = True
+    for step in reversed(steps):
+        if step.undo is None:
+            continue
+        try:
+            step.undo(context, record)
+        except PodwireError as error:
+            complete = False
+            _log.warning(
+                "undo step failed; it is retried",
+                extra={"endpoint": record.id, "step": step.name, "error": error.message},
+            )
+    return complete

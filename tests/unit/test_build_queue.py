@@ -1,0 +1,110 @@
+"""The build queue: serial per endpoint, coalesced, nothing lost, back-off after failures."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from podwire.control.endpoint.queue import (
+    RETRY_BASE_NS,
+    RETRY_CAP_NS,
+    Build,
+    BuildQueue,
+    Level,
+)
+from podwire.model.ids import EndpointId
+
+A, B = EndpointId(1), EndpointId(2)
+
+
+def test_triggers_before_a_build_are_folded_at_the_highest_level() -> None:
+    queue = BuildQueue()
+    queue.request(A, Level.POLICY, "policy changed", 0)
+    queue.request(A, Level.REWRITE, "mtu changed", 1)
+    queue.request(A, Level.POLICY, "policy changed", 2)
+    assert queue.take(2) == Build(A, Level.REWRITE, ("policy changed", "mtu changed"))
+    assert queue.take(2) is None
+
+
+def test_a_trigger_during_a_build_starts_another_one_afterwards() -> None:
+    queue = BuildQueue(parallel=2)
+    queue.request(A, Level.POLICY, "first", 0)
+    build = queue.take(0)
+    assert build is not None
+    queue.request(A, Level.POLICY, "second", 1)
+    assert queue.take(1) is None, "one endpoint is never built twice at once"
+    queue.finish(build, ok=True, now_ns=2)
+    assert queue.take(2) == Build(A, Level.POLICY, ("second",))
+
+
+def test_at_most_the_limit_is_built_at_once() -> None:
+    queue = BuildQueue(parallel=1)
+    queue.request(A, Level.POLICY, "x", 0)
+    queue.request(B, Level.POLICY, "x", 0)
+    first = queue.take(0)
+    assert first is not None
+    assert queue.take(0) is None
+    queue.finish(first, ok=True, now_ns=0)
+    second = queue.take(0)
+    assert second is not None
+    assert second.endpoint_id == B
+
+
+def test_a_failure_backs_off_doubling_to_the_cap() -> None:
+    queue = BuildQueue()
+    now_ns, delays = 0, []
+    queue.request(A, Level.REWRITE, "x", now_ns)
+    for _ in range(12):
+        build = queue.take(now_ns)
+        assert build is not None
+        assert build.level is Level.REWRITE
+        queue.finish(build, ok=False, now_ns=now_ns)
+        due_ns = queue.next_due_ns()
+        assert due_ns is not None
+        assert queue.take(due_ns - 1) is None
+        delays.append(due_ns - now_ns)
+        now_ns = due_ns
+    assert delays[:4] == [RETRY_BASE_NS << n for n in range(4)]
+    assert delays[-1] == RETRY_CAP_NS
+
+
+def test_a_new_trigger_does_not_wait_for_the_retry() -> None:
+    queue = BuildQueue()
+    queue.request(A, Level.REWRITE, "x", 0)
+    build = queue.take(0)
+    assert build is not None
+    queue.finish(build, ok=False, now_ns=0)
+    queue.request(A, Level.POLICY, "policy changed", 5)
+    again = queue.take(5)
+    assert again is not None
+    assert again.level is Level.REWRITE, "the level of the failed build is kept"
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["request", "take", "ok", "fail"]), st.integers(1, 3)),
+        max_size=80,
+    )
+)
+def test_no_trigger_is_ever_lost(script: list[tuple[str, int]]) -> None:
+    queue, running, owed, now_ns = BuildQueue(parallel=2), {}, set(), 0
+    for word, number in script:
+        now_ns += RETRY_CAP_NS
+        endpoint_id = EndpointId(number)
+        if word == "request":
+            queue.request(endpoint_id, Level.POLICY, "x", now_ns)
+            owed.add(endpoint_id)
+        elif word == "take" and (build := queue.take(now_ns)) is not None:
+            assert build.endpoint_id not in running
+            running[build.endpoint_id] = build
+            owed.discard(build.endpoint_id)
+        elif word in ("ok", "fail") and endpoint_id in running:
+            queue.finish(running.pop(endpoint_id), ok=word == "ok", now_ns=now_ns)
+            if word == "fail":
+                owed.add(endpoint_id)
+    for build in running.values():
+        queue.finish(build, ok=True, now_ns=now_ns)
+    now_ns += RETRY_CAP_NS
+    while (build := queue.take(now_ns)) is not None:
+        owed.discard(build.endpoint_id)
+        queue.finish(build, ok=True, now_ns=now_ns)
+    assert not owed
+    assert len(queue) == 0

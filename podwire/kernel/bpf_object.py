@@ -1,0 +1,225 @@
+"""Open a compiled BPF object, set its constants, give it existing maps, load it past the verifier.
+
+Called by `datapath.programs` (and by the packet tests). Never decides where anything is pinned.
+Invariant: an object is opened from bytes already in memory, so what was hashed is what is loaded;
+after `load` its programs and maps are taken out as owned descriptors, and closing the object frees
+the rest.
+"""
+
+import errno
+import fcntl
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, Self
+
+from podwire.kernel import bpf
+from podwire.kernel._libbpf import ffi, lib
+from podwire.kernel.bpf_program import Program
+from podwire.model.errors import KernelFailure
+
+VERIFIER_LOG_BYTES: Final = 16 << 20
+LOG_LINES_SHOWN: Final = 12
+_CONSTANTS_SECTION: Final = ".rodata"
+
+
+class VerifierFailure(KernelFailure):
+    """The kernel refused a program.
+
+    The message ends in the last useful lines, `log` has all of it.
+    """
+
+    def __init__(self, number: int, object_name: str, *, detail: str, log: str) -> None:
+        super().__init__(number, "load", object_name, detail=detail)
+        self.log = log
+
+
+@dataclass(frozen=True)
+class MapShape:
+    """How an object declares a map. Sizes in bytes."""
+
+    name: str
+    type: int
+    key_size: int
+    value_size: int
+    max_entries: int
+    flags: int
+    inner: "MapShape | None" = None
+
+
+class BpfObject:
+    """An opened object file. Context manager; use from one thread at a time."""
+
+    def __init__(self, data: bytes, name: str) -> None:
+        self.name = name
+        self._data = ffi.from_buffer(data)
+        self._loaded = False
+        self._log = ffi.gc(lib.malloc(VERIFIER_LOG_BYTES), lib.free, VERIFIER_LOG_BYTES)
+        self._text = ffi.cast("char *", self._log)
+        self._text[0] = b"\0"
+        lib.pw_messages_reset()
+        self._object = lib.pw_open(
+            self._data, len(data), name.encode(), self._text, VERIFIER_LOG_BYTES
+        )
+        if self._object == ffi.NULL:
+            raise bpf.fail("open object", name, detail=_first_line(_messages()))
+        self._maps = {_text(lib.bpf_map__name(one)): one for one in self._walk_maps()}
+        self._programs = {_text(lib.bpf_program__name(one)): one for one in self._walk_programs()}
+
+    def _walk_maps(self) -> Iterator[object]:
+        one = lib.bpf_object__next_map(self._object, ffi.NULL)
+        while one != ffi.NULL:
+            yield one
+            one = lib.bpf_object__next_map(self._object, one)
+
+    def _walk_programs(self) -> Iterator[object]:
+        one = lib.bpf_object__next_program(self._object, ffi.NULL)
+        while one != ffi.NULL:
+            yield one
+            one = lib.bpf_object__next_program(self._object, one)
+
+    def close(self) -> None:
+        """Free the object and every map and program that nobody took out or pinned."""
+        if self._object != ffi.NULL:
+            lib.bpf_object__close(self._object)
+            self._object = ffi.NULL
+            self._maps, self._programs = {}, {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_object", ffi.NULL) != ffi.NULL:
+            warnings.warn(f"unclosed BpfObject {self.name!r}", ResourceWarning, stacklevel=2)
+            self.close()
+
+    @property
+    def program_names(self) -> tuple[str, ...]:
+        """Names of the C functions that are programs, in the object's order."""
+        return tuple(self._programs)
+
+    @property
+    def map_names(self) -> tuple[str, ...]:
+        """Names of the maps the object declares; those of its data sections are left out."""
+        return tuple(name for name in self._maps if "." not in name)
+
+    def shape(self, map_name: str) -> MapShape:
+        """Tell how the object declares a map."""
+        return _shape(self._map(map_name))
+
+    def _map(self, name: str) -> object:
+        try:
+            return self._maps[name]
+        except KeyError:
+            raise KernelFailure(
+                errno.ENOENT, "find map", name, detail=f"not in {self.name}"
+            ) from None
+
+    def set_constants(self, values: Mapping[str, int]) -> None:
+        """Set `const volatile` variables before the load, so that the verifier prunes by them."""
+        for name, value in values.items():
+            self._set_constant(name, value)
+
+    def _set_constant(self, name: str, value: int) -> None:
+        offset, size = ffi.new("u32 *"), ffi.new("u32 *")
+        if lib.pw_find_variable(
+            self._object, _CONSTANTS_SECTION.encode(), name.encode(), offset, size
+        ):
+            raise bpf.fail("set constant", name, detail=f"not in {self.name}")
+        section = next(one for key, one in self._maps.items() if key.endswith(_CONSTANTS_SECTION))
+        memory = lib.pw_map_memory(section, ffi.new("size_t *"))
+        raw = value.to_bytes(size[0], "little", signed=value < 0)
+        ffi.memmove(memory + offset[0], raw, len(raw))
+
+    def set_max_entries(self, map_name: str, max_entries: int) -> None:
+        """Choose a map's capacity in place of the declared one."""
+        if lib.bpf_map__set_max_entries(self._map(map_name), max_entries):
+            raise bpf.fail("size map", map_name)
+
+    def use_map(self, map_name: str, existing: bpf.Map) -> None:
+        """Make the object use an existing map, after comparing type and row sizes."""
+        shape = self.shape(map_name)
+        info = existing.info
+        if (info.type, info.key_size, info.value_size) != (
+            shape.type,
+            shape.key_size,
+            shape.value_size,
+        ):
+            raise KernelFailure(
+                errno.EINVAL,
+                "use map",
+                map_name,
+                detail=f"{self.name} wants type {shape.type}, rows {shape.key_size}+"
+                f"{shape.value_size} bytes, the map has type {info.type},"
+                f" {info.key_size}+{info.value_size}",
+            )
+        if lib.bpf_map__reuse_fd(self._map(map_name), existing.fd):
+            raise bpf.fail("use map", map_name)
+
+    def select_programs(self, wanted: frozenset[str]) -> None:
+        """Load only these programs of the object."""
+        for name, one in self._programs.items():
+            lib.pw_program_set_autoload(one, name in wanted)
+
+    def load(self) -> None:
+        """Create the maps and load the programs. Raises VerifierFailure with the verifier's log."""
+        lib.pw_messages_reset()
+        if lib.bpf_object__load(self._object):
+            number = int(ffi.errno) or errno.EINVAL
+            log = ffi.string(self._text).decode(errors="replace")
+            lines = useful_lines(log)
+            said = _first_line(_messages())
+            detail = said if not lines else f"{said}\n  " + "\n  ".join(lines)
+            raise VerifierFailure(number, self.name, detail=detail, log=log)
+        self._loaded = True
+
+    def take_map(self, name: str) -> bpf.Map:
+        """Give an own descriptor of a map of the loaded object."""
+        return bpf.Map(_duplicate(lib.bpf_map__fd(self._map(name)), name), name=name)
+
+    def take_program(self, name: str) -> Program:
+        """Give an own descriptor of a program of the loaded object."""
+        if name not in self._programs:
+            raise KernelFailure(errno.ENOENT, "find program", name, detail=f"not in {self.name}")
+        return Program(_duplicate(lib.bpf_program__fd(self._programs[name]), name), name)
+
+
+def useful_lines(log: str) -> list[str]:
+    """Choose the lines of a verifier log that say why: the last ones, without the statistics."""
+    noise = ("processed ", "verification time", "stack depth", "-- END PROG", "-- BEGIN PROG")
+    lines = [line for line in log.splitlines() if line.strip() and not line.startswith(noise)]
+    return lines[-LOG_LINES_SHOWN:]
+
+
+def _shape(one: object) -> MapShape:
+    inner = lib.bpf_map__inner_map(one)
+    return MapShape(
+        name=_text(lib.bpf_map__name(one)),
+        type=lib.pw_map_type(one),
+        key_size=lib.bpf_map__key_size(one),
+        value_size=lib.bpf_map__value_size(one),
+        max_entries=lib.bpf_map__max_entries(one),
+        flags=lib.bpf_map__map_flags(one),
+        inner=None if inner == ffi.NULL else _shape(inner),
+    )
+
+
+def _duplicate(fd: int, name: str) -> int:
+    if fd < 0:
+        raise KernelFailure(errno.EBADF, "take", name, detail="the object is not loaded")
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
+
+
+def _text(raw: object) -> str:
+    return str(ffi.string(raw).decode())
+
+
+def _messages() -> str:
+    return str(ffi.string(lib.pw_messages()).decode(errors="replace"))
+
+
+def _first_line(text: str) -> str:
+    return next((line.removeprefix("libbpf: ") for line in text.splitlines() if line.strip()), "")

@@ -1,0 +1,132 @@
+"""Loaded BPF programs: what the kernel says of them, their pins, and test runs.
+
+Called by `datapath.programs`, by the upgrade, and by the packet tests. Never loads (that is
+`kernel.bpf_object`) and never attaches (that is netlink's). Invariant: a `Program` owns one
+descriptor; a dropped open one raises ResourceWarning. Thread-safe.
+"""
+
+import errno
+import os
+from dataclasses import dataclass
+from typing import Final
+
+from podwire.kernel._libbpf import ffi, lib
+from podwire.kernel.bpf import Descriptor, fail
+from podwire.model.errors import KernelFailure
+
+PACKET_OUT_BYTES: Final = 262144
+"""Room for the packet that comes out of a test run: a GSO packet and what a program adds."""
+
+
+@dataclass(frozen=True)
+class ProgramInfo:
+    """What the kernel says about a loaded program. `tag` is the hash of its instructions."""
+
+    type: int
+    id: int
+    name: str
+    tag: bytes
+    verified_insns: int
+    load_time_ns: int
+
+
+@dataclass(frozen=True)
+class Packet:
+    """Input of a test run: a frame, and the fields of `__sk_buff` that one may choose."""
+
+    data: bytes
+    mark: int = 0
+    priority: int = 0
+    ingress_ifindex: int = 0
+    ifindex: int = 0
+    """Device the packet belongs to, in the caller's network namespace; 0 = its loopback."""
+    gso_size: int = 0
+    gso_segs: int = 0
+    wire_len: int = 0
+    cb: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Outcome of a test run: return value (tc: TC_ACT_*), packet, mark, ns for one run."""
+
+    retval: int
+    data: bytes
+    mark: int
+    priority: int
+    cb: tuple[int, int, int, int, int]
+    duration_ns: int
+
+
+class Program(Descriptor):
+    """A loaded program."""
+
+    @property
+    def info(self) -> ProgramInfo:
+        """What the kernel says about it, asked anew on each call."""
+        return read_program_info(self.fd)
+
+    def run(self, packet: Packet, *, repeat: int = 1) -> RunResult:
+        """Run a tc program over a packet (BPF_PROG_TEST_RUN). Frames under 14 bytes give EINVAL."""
+        with ffi.new("struct pw_run *") as run:
+            data = ffi.from_buffer(packet.data)
+            room = ffi.new("char[]", PACKET_OUT_BYTES)
+            run.use_skb, run.repeat = 1, repeat
+            run.data_in, run.data_size_in = data, len(packet.data)
+            run.data_out, run.data_size_out = room, PACKET_OUT_BYTES
+            run.mark, run.priority = packet.mark, packet.priority
+            run.ingress_ifindex, run.ifindex = packet.ingress_ifindex, packet.ifindex
+            run.gso_size, run.gso_segs = packet.gso_size, packet.gso_segs
+            run.wire_len, run.cb = packet.wire_len, packet.cb
+            if lib.pw_run(self.fd, run):
+                raise fail("test run", self.name)
+            return RunResult(
+                retval=_signed(run.retval),
+                data=bytes(ffi.buffer(room, run.data_size_out)),
+                mark=run.mark,
+                priority=run.priority,
+                cb=tuple(run.cb),
+                duration_ns=run.duration_ns,
+            )
+
+    def call(self, context: bytes = b"") -> int:
+        """Run a program of type "syscall" once; give its return value."""
+        with ffi.new("struct pw_run *") as run:
+            run.ctx_in, run.ctx_size_in = ffi.from_buffer(context), len(context)
+            if lib.pw_run(self.fd, run):
+                raise fail("run", self.name)
+            return _signed(run.retval)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def read_program_info(fd: int) -> ProgramInfo:
+    """Ask the kernel about a program; fails with EINVAL where `fd` is no program."""
+    raw = ffi.new("struct pw_prog_info *")
+    if lib.pw_prog_info(fd, raw):
+        raise fail("describe the program at", f"fd {fd}")
+    return ProgramInfo(
+        type=raw.type,
+        id=raw.id,
+        name=ffi.string(raw.name).decode(),
+        tag=bytes(raw.tag),
+        verified_insns=raw.verified_insns,
+        load_time_ns=raw.load_time_ns,
+    )
+
+
+def open_pinned_program(path: str) -> Program | None:
+    """Open a pinned program, None if there is none."""
+    fd = lib.bpf_obj_get(path.encode())
+    if fd < 0:
+        if ffi.errno == errno.ENOENT:
+            return None
+        raise fail("open pinned program", path)
+    try:
+        read_program_info(fd)
+    except KernelFailure:
+        os.close(fd)
+        raise
+    return Program(fd, os.path.basename(path))

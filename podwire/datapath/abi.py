@@ -1,0 +1,613 @@
+"""Rows and numbers shared with the programs. Made by scripts/generate-abi: do not edit.
+
+Used by `datapath` only. Sizes and places are those of bpf/include/podwire/abi.h, asked of the
+compiler. `pack` writes padding and the spin lock as zero, `unpack` leaves them out; fields named
+`_be` in C are host-order integers here, under the name without the suffix.
+"""
+
+import enum
+import struct
+from collections.abc import Iterator
+from socket import htons, ntohs
+from typing import Any, Final, NamedTuple, Self
+
+ABI_VERSION: Final = 1
+CONNTRACK_SHARDS: Final = 64
+
+
+class Direction(enum.IntEnum):
+    """enum pw_direction"""
+
+    EGRESS = 0
+    INGRESS = 1
+
+
+class Hook(enum.IntEnum):
+    """enum pw_hook"""
+
+    FROM_POD = 0
+    TO_POD = 1
+    FROM_OVERLAY = 2
+    TO_OVERLAY = 3
+    FROM_NETDEV = 4
+    TO_NETDEV = 5
+
+
+class Path(enum.IntEnum):
+    """enum pw_path"""
+
+    NONE = 0
+    LOCAL = 1
+    STACK = 2
+    TUNNEL = 3
+    NATIVE = 4
+
+
+class Identity(enum.IntEnum):
+    """enum pw_identity"""
+
+    UNKNOWN = 0
+    HOST = 1
+    WORLD = 2
+    UNMANAGED = 3
+    HEALTH = 4
+    INIT = 5
+    REMOTE_NODE = 6
+
+
+class DropReason(enum.IntEnum):
+    """enum pw_drop_reason"""
+
+    NONE = 0
+    NO_ENDPOINT = 1
+    TRUNCATED = 2
+    ETHERTYPE = 3
+    SOURCE_MAC = 4
+    SOURCE_ADDRESS = 5
+    DESTINATION_MAC = 6
+    ARP = 7
+    NEIGHBOUR = 8
+    GATEWAY = 9
+    QUIET = 10
+    HEADER = 11
+    PROTOCOL = 12
+    FRAGMENT = 13
+    POLICY = 14
+    CONNTRACK_FULL = 15
+    CONNTRACK_QUOTA = 16
+    MTU = 17
+    TTL = 18
+    NO_POD = 19
+    TUNNEL_PORT = 20
+    INTERNAL = 21
+
+
+DROP_REASONS: Final = 22
+
+
+class EventKind(enum.IntEnum):
+    """enum pw_event_kind"""
+
+    DROP = 1
+    TRACE = 2
+    POLICY = 3
+
+
+class ConfigFlags(enum.IntFlag):
+    """enum pw_config_flags"""
+
+    OPEN = 1
+    DENY_EGRESS = 2
+    DENY_INGRESS = 4
+    SHAPED = 8
+    AUDIT = 16
+    HOST_ALLOWED = 32
+    CIDR_EGRESS = 64
+    CIDR_INGRESS = 128
+    TRACE = 256
+
+
+class IpcacheFlags(enum.IntFlag):
+    """enum pw_ipcache_flags"""
+
+    TUNNEL = 1
+    NATIVE = 2
+    LOCAL = 4
+    NODE_ADDRESS = 8
+
+
+_SETTINGS: Final = struct.Struct("=III4x")
+
+
+class Settings(NamedTuple):
+    """struct pw_settings"""
+
+    conntrack_quota: int
+    tunnel_port: int
+    flags: int
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _SETTINGS.pack(self.conntrack_quota, self.tunnel_port, self.flags)
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls(*_SETTINGS.unpack(row))
+
+
+SETTINGS_BYTES: Final = _SETTINGS.size
+
+
+_ENDPOINT_KEY: Final = struct.Struct("=16s")
+
+
+class EndpointKey(NamedTuple):
+    """struct pw_endpoint_key"""
+
+    addr: bytes
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _ENDPOINT_KEY.pack(self.addr)
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls(*_ENDPOINT_KEY.unpack(row))
+
+
+ENDPOINT_KEY_BYTES: Final = _ENDPOINT_KEY.size
+
+
+_ENDPOINT_VALUE: Final = struct.Struct("=II6s6sI")
+
+
+class EndpointValue(NamedTuple):
+    """struct pw_endpoint_value"""
+
+    ifindex: int
+    instance: int
+    pod_mac: bytes
+    host_mac: bytes
+    flags: int
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _ENDPOINT_VALUE.pack(
+            self.ifindex, self.instance, self.pod_mac, self.host_mac, self.flags
+        )
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls(*_ENDPOINT_VALUE.unpack(row))
+
+
+ENDPOINT_VALUE_BYTES: Final = _ENDPOINT_VALUE.size
+
+
+_CONFIG_VALUE: Final = struct.Struct("=4xIIIIIIII4s16s6s6s")
+
+
+class ConfigValue(NamedTuple):
+    """struct pw_config_value"""
+
+    instance: int
+    identity: int
+    slot: int
+    policy_revision: int
+    mtu: int
+    flags: int
+    default_rule_egress: int
+    default_rule_ingress: int
+    ipv4: bytes
+    ipv6: bytes
+    pod_mac: bytes
+    host_mac: bytes
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _CONFIG_VALUE.pack(
+            self.instance,
+            self.identity,
+            self.slot,
+            self.policy_revision,
+            self.mtu,
+            self.flags,
+            self.default_rule_egress,
+            self.default_rule_ingress,
+            self.ipv4,
+            self.ipv6,
+            self.pod_mac,
+            self.host_mac,
+        )
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls(*_CONFIG_VALUE.unpack(row))
+
+
+CONFIG_VALUE_BYTES: Final = _CONFIG_VALUE.size
+
+
+_PREFIX_KEY: Final = struct.Struct("=I16s")
+
+
+class PrefixKey(NamedTuple):
+    """struct pw_prefix_key"""
+
+    prefix_bits: int
+    addr: bytes
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _PREFIX_KEY.pack(self.prefix_bits, self.addr)
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls(*_PREFIX_KEY.unpack(row))
+
+
+PREFIX_KEY_BYTES: Final = _PREFIX_KEY.size
+
+
+_IPCACHE_VALUE: Final = struct.Struct("=IIII")
+
+
+class IpcacheValue(NamedTuple):
+    """struct pw_ipcache_value"""
+
+    identity: int
+    node: int
+    flags: int
+    mtu: int
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _IPCACHE_VALUE.pack(self.identity, self.node, self.flags, self.mtu)
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls(*_IPCACHE_VALUE.unpack(row))
+
+
+IPCACHE_VALUE_BYTES: Final = _IPCACHE_VALUE.size
+
+
+_NODE_VALUE: Final = struct.Struct("=16sII")
+
+
+class NodeValue(NamedTuple):
+    """struct pw_node_value"""
+
+    addr: bytes
+    mtu: int
+    flags: int
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _NODE_VALUE.pack(self.addr, self.mtu, self.flags)
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls(*_NODE_VALUE.unpack(row))
+
+
+NODE_VALUE_BYTES: Final = _NODE_VALUE.size
+
+
+_CONNTRACK_KEY: Final = struct.Struct("=IBB2x16s16sHH")
+
+
+class ConntrackKey(NamedTuple):
+    """struct pw_conntrack_key"""
+
+    instance: int
+    direction: int
+    protocol: int
+    saddr: bytes
+    daddr: bytes
+    sport: int
+    dport: int
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _CONNTRACK_KEY.pack(
+            self.instance,
+            self.direction,
+            self.protocol,
+            self.saddr,
+            self.daddr,
+            htons(self.sport),
+            htons(self.dport),
+        )
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls._from_values(_CONNTRACK_KEY.unpack(row))
+
+    @classmethod
+    def _from_values(cls, values: tuple[Any, ...]) -> Self:
+        return cls._make(
+            (
+                *values[0:5],
+                ntohs(values[5]),
+                ntohs(values[6]),
+            )
+        )
+
+
+CONNTRACK_KEY_BYTES: Final = _CONNTRACK_KEY.size
+
+
+_CONNTRACK_VALUE: Final = struct.Struct("=Q2Q2QIIIIIBBH16sHHI")
+
+
+class ConntrackValue(NamedTuple):
+    """struct pw_conntrack_value"""
+
+    last_seen_ns: int
+    packets: tuple[int, int]
+    bytes_: tuple[int, int]
+    policy_revision: int
+    peer_identity: int
+    rule: int
+    node: int
+    service: int
+    path: int
+    tcp_state: int
+    flags: int
+    nat_addr: bytes
+    nat_sport: int
+    nat_dport: int
+    lifetime_s: int
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _CONNTRACK_VALUE.pack(
+            self.last_seen_ns,
+            *self.packets,
+            *self.bytes_,
+            self.policy_revision,
+            self.peer_identity,
+            self.rule,
+            self.node,
+            self.service,
+            self.path,
+            self.tcp_state,
+            self.flags,
+            self.nat_addr,
+            htons(self.nat_sport),
+            htons(self.nat_dport),
+            self.lifetime_s,
+        )
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls._from_values(_CONNTRACK_VALUE.unpack(row))
+
+    @classmethod
+    def _from_values(cls, values: tuple[Any, ...]) -> Self:
+        return cls._make(
+            (
+                *values[0:1],
+                (values[1], values[2]),
+                (values[3], values[4]),
+                *values[5:14],
+                ntohs(values[14]),
+                ntohs(values[15]),
+                *values[16:],
+            )
+        )
+
+
+CONNTRACK_VALUE_BYTES: Final = _CONNTRACK_VALUE.size
+
+
+_FRAGMENT_KEY: Final = struct.Struct("=II16s16sBB2x")
+
+
+class FragmentKey(NamedTuple):
+    """struct pw_fragment_key"""
+
+    instance: int
+    id: int
+    saddr: bytes
+    daddr: bytes
+    direction: int
+    protocol: int
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _FRAGMENT_KEY.pack(
+            self.instance, self.id, self.saddr, self.daddr, self.direction, self.protocol
+        )
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls(*_FRAGMENT_KEY.unpack(row))
+
+
+FRAGMENT_KEY_BYTES: Final = _FRAGMENT_KEY.size
+
+
+_FRAGMENT_VALUE: Final = struct.Struct("=HH")
+
+
+class FragmentValue(NamedTuple):
+    """struct pw_fragment_value"""
+
+    sport: int
+    dport: int
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _FRAGMENT_VALUE.pack(htons(self.sport), htons(self.dport))
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls._from_values(_FRAGMENT_VALUE.unpack(row))
+
+    @classmethod
+    def _from_values(cls, values: tuple[Any, ...]) -> Self:
+        return cls._make(
+            (
+                ntohs(values[0]),
+                ntohs(values[1]),
+            )
+        )
+
+
+FRAGMENT_VALUE_BYTES: Final = _FRAGMENT_VALUE.size
+
+
+_USAGE_VALUE: Final = struct.Struct("=I4x")
+
+
+class UsageValue(NamedTuple):
+    """struct pw_usage_value"""
+
+    conntrack_entries: int
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _USAGE_VALUE.pack(self.conntrack_entries)
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls(*_USAGE_VALUE.unpack(row))
+
+
+USAGE_VALUE_BYTES: Final = _USAGE_VALUE.size
+
+
+_METRICS_KEY: Final = struct.Struct("=BBB1x")
+
+
+class MetricsKey(NamedTuple):
+    """struct pw_metrics_key"""
+
+    hook: int
+    reason: int
+    path: int
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _METRICS_KEY.pack(self.hook, self.reason, self.path)
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls(*_METRICS_KEY.unpack(row))
+
+
+METRICS_KEY_BYTES: Final = _METRICS_KEY.size
+
+
+_COUNTER: Final = struct.Struct("=QQ")
+
+
+class Counter(NamedTuple):
+    """struct pw_counter"""
+
+    packets: int
+    bytes_: int
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _COUNTER.pack(self.packets, self.bytes_)
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls(*_COUNTER.unpack(row))
+
+
+COUNTER_BYTES: Final = _COUNTER.size
+
+
+_EVENT: Final = struct.Struct("=QIIIIIIBBBBBBB1xH2xHH16s16s6s2x")
+
+
+class Event(NamedTuple):
+    """struct pw_event"""
+
+    time_ns: int
+    instance: int
+    source_identity: int
+    destination_identity: int
+    length_bytes: int
+    rule: int
+    ifindex: int
+    kind: int
+    hook: int
+    direction: int
+    reason: int
+    path: int
+    protocol: int
+    tcp_flags: int
+    ethertype: int
+    sport: int
+    dport: int
+    saddr: bytes
+    daddr: bytes
+    source_mac: bytes
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _EVENT.pack(
+            self.time_ns,
+            self.instance,
+            self.source_identity,
+            self.destination_identity,
+            self.length_bytes,
+            self.rule,
+            self.ifindex,
+            self.kind,
+            self.hook,
+            self.direction,
+            self.reason,
+            self.path,
+            self.protocol,
+            self.tcp_flags,
+            self.ethertype,
+            htons(self.sport),
+            htons(self.dport),
+            self.saddr,
+            self.daddr,
+            self.source_mac,
+        )
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls._from_values(_EVENT.unpack(row))
+
+    @classmethod
+    def _from_values(cls, values: tuple[Any, ...]) -> Self:
+        return cls._make(
+            (
+                *values[0:15],
+                ntohs(values[15]),
+                ntohs(values[16]),
+                *values[17:],
+            )
+        )
+
+    @classmethod
+    def unpack_all(cls, rows: bytes) -> Iterator[Self]:
+        """Read rows that stand one behind the other."""
+        return map(cls._from_values, _EVENT.iter_unpack(rows))
+
+
+EVENT_BYTES: Final = _EVENT.size

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, Self
 
 ABI_VERSION: Final = 1
 CONNTRACK_SHARDS: Final = 64
+MARK_JUDGED: Final = 1886846977
 
 
 class Direction(enum.IntEnum):
@@ -80,9 +81,10 @@ class DropReason(enum.IntEnum):
     NO_POD = 19
     TUNNEL_PORT = 20
     INTERNAL = 21
+    DESTINATION = 22
 
 
-DROP_REASONS: Final = 22
+DROP_REASONS: Final = 23
 
 
 class EventKind(enum.IntEnum):
@@ -116,7 +118,38 @@ class IpcacheFlags(enum.IntFlag):
     NODE_ADDRESS = 8
 
 
-_SETTINGS: Final = struct.Struct("=III4x")
+class TcpState(enum.IntEnum):
+    """enum pw_tcp_state"""
+
+    NONE = 0
+    OPENING = 1
+    ANSWERED = 2
+    ESTABLISHED = 3
+    HALF_CLOSED = 4
+    CLOSED = 5
+
+
+class ConntrackFlags(enum.IntFlag):
+    """enum pw_conntrack_flags"""
+
+    REPLIED = 1
+    FIN_ORIGINAL = 2
+    FIN_REPLY = 4
+    PICKED_UP = 8
+    EXPIRED = 16
+
+
+class Action(enum.IntEnum):
+    """enum pw_action"""
+
+    DROP = 0
+    STACK = 1
+    PEER = 2
+    EGRESS = 3
+    ANSWER = 4
+
+
+_SETTINGS: Final = struct.Struct("=IIII")
 
 
 class Settings(NamedTuple):
@@ -125,10 +158,11 @@ class Settings(NamedTuple):
     conntrack_quota: int
     tunnel_port: int
     flags: int
+    hash_seed: int
 
     def pack(self) -> bytes:
         """Give the row's bytes."""
-        return _SETTINGS.pack(self.conntrack_quota, self.tunnel_port, self.flags)
+        return _SETTINGS.pack(self.conntrack_quota, self.tunnel_port, self.flags, self.hash_seed)
 
     @classmethod
     def unpack(cls, row: bytes) -> Self:
@@ -187,12 +221,13 @@ class EndpointValue(NamedTuple):
 ENDPOINT_VALUE_BYTES: Final = _ENDPOINT_VALUE.size
 
 
-_CONFIG_VALUE: Final = struct.Struct("=4xIIIIIIII4s16s6s6s")
+_CONFIG_VALUE: Final = struct.Struct("=4xIIIIIIIII4s16s6s6s")
 
 
 class ConfigValue(NamedTuple):
     """struct pw_config_value"""
 
+    ifindex: int
     instance: int
     identity: int
     slot: int
@@ -209,6 +244,7 @@ class ConfigValue(NamedTuple):
     def pack(self) -> bytes:
         """Give the row's bytes."""
         return _CONFIG_VALUE.pack(
+            self.ifindex,
             self.instance,
             self.identity,
             self.slot,
@@ -346,46 +382,46 @@ class ConntrackKey(NamedTuple):
 CONNTRACK_KEY_BYTES: Final = _CONNTRACK_KEY.size
 
 
-_CONNTRACK_VALUE: Final = struct.Struct("=Q2Q2QIIIIIBBH16sHHI")
+_CONNTRACK_VALUE: Final = struct.Struct("=QIIII2Q2QBBHIIHH16s")
 
 
 class ConntrackValue(NamedTuple):
     """struct pw_conntrack_value"""
 
     last_seen_ns: int
-    packets: tuple[int, int]
-    bytes_: tuple[int, int]
     policy_revision: int
     peer_identity: int
+    lifetime_s: int
     rule: int
-    node: int
-    service: int
+    packets: tuple[int, int]
+    bytes_: tuple[int, int]
     path: int
     tcp_state: int
     flags: int
-    nat_addr: bytes
+    node: int
+    service: int
     nat_sport: int
     nat_dport: int
-    lifetime_s: int
+    nat_addr: bytes
 
     def pack(self) -> bytes:
         """Give the row's bytes."""
         return _CONNTRACK_VALUE.pack(
             self.last_seen_ns,
-            *self.packets,
-            *self.bytes_,
             self.policy_revision,
             self.peer_identity,
+            self.lifetime_s,
             self.rule,
-            self.node,
-            self.service,
+            *self.packets,
+            *self.bytes_,
             self.path,
             self.tcp_state,
             self.flags,
-            self.nat_addr,
+            self.node,
+            self.service,
             htons(self.nat_sport),
             htons(self.nat_dport),
-            self.lifetime_s,
+            self.nat_addr,
         )
 
     @classmethod
@@ -397,10 +433,10 @@ class ConntrackValue(NamedTuple):
     def _from_values(cls, values: tuple[Any, ...]) -> Self:
         return cls._make(
             (
-                *values[0:1],
-                (values[1], values[2]),
-                (values[3], values[4]),
-                *values[5:14],
+                *values[0:5],
+                (values[5], values[6]),
+                (values[7], values[8]),
+                *values[9:14],
                 ntohs(values[14]),
                 ntohs(values[15]),
                 *values[16:],
@@ -439,7 +475,7 @@ class FragmentKey(NamedTuple):
 FRAGMENT_KEY_BYTES: Final = _FRAGMENT_KEY.size
 
 
-_FRAGMENT_VALUE: Final = struct.Struct("=HH")
+_FRAGMENT_VALUE: Final = struct.Struct("=HHB3x")
 
 
 class FragmentValue(NamedTuple):
@@ -447,10 +483,11 @@ class FragmentValue(NamedTuple):
 
     sport: int
     dport: int
+    icmp_type: int
 
     def pack(self) -> bytes:
         """Give the row's bytes."""
-        return _FRAGMENT_VALUE.pack(htons(self.sport), htons(self.dport))
+        return _FRAGMENT_VALUE.pack(htons(self.sport), htons(self.dport), self.icmp_type)
 
     @classmethod
     def unpack(cls, row: bytes) -> Self:
@@ -463,6 +500,7 @@ class FragmentValue(NamedTuple):
             (
                 ntohs(values[0]),
                 ntohs(values[1]),
+                *values[2:],
             )
         )
 
@@ -470,17 +508,22 @@ class FragmentValue(NamedTuple):
 FRAGMENT_VALUE_BYTES: Final = _FRAGMENT_VALUE.size
 
 
-_USAGE_VALUE: Final = struct.Struct("=I4x")
+_USAGE_VALUE: Final = struct.Struct("=IIII")
 
 
 class UsageValue(NamedTuple):
     """struct pw_usage_value"""
 
     conntrack_entries: int
+    event_second: int
+    events: int
+    events_lost: int
 
     def pack(self) -> bytes:
         """Give the row's bytes."""
-        return _USAGE_VALUE.pack(self.conntrack_entries)
+        return _USAGE_VALUE.pack(
+            self.conntrack_entries, self.event_second, self.events, self.events_lost
+        )
 
     @classmethod
     def unpack(cls, row: bytes) -> Self:
@@ -489,6 +532,30 @@ class UsageValue(NamedTuple):
 
 
 USAGE_VALUE_BYTES: Final = _USAGE_VALUE.size
+
+
+_COLLECTION: Final = struct.Struct("=QQQI4x")
+
+
+class Collection(NamedTuple):
+    """struct pw_collection"""
+
+    last_tick_ns: int
+    examined: int
+    removed: int
+    next_shard: int
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _COLLECTION.pack(self.last_tick_ns, self.examined, self.removed, self.next_shard)
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls(*_COLLECTION.unpack(row))
+
+
+COLLECTION_BYTES: Final = _COLLECTION.size
 
 
 _METRICS_KEY: Final = struct.Struct("=BBB1x")
@@ -536,7 +603,7 @@ class Counter(NamedTuple):
 COUNTER_BYTES: Final = _COUNTER.size
 
 
-_EVENT: Final = struct.Struct("=QIIIIIIBBBBBBB1xH2xHH16s16s6s2x")
+_EVENT: Final = struct.Struct("=QIIIIIIIIBBBBBBB1xH2xHH16s16s6s2x")
 
 
 class Event(NamedTuple):
@@ -549,6 +616,8 @@ class Event(NamedTuple):
     length_bytes: int
     rule: int
     ifindex: int
+    policy_revision: int
+    lost: int
     kind: int
     hook: int
     direction: int
@@ -573,6 +642,8 @@ class Event(NamedTuple):
             self.length_bytes,
             self.rule,
             self.ifindex,
+            self.policy_revision,
+            self.lost,
             self.kind,
             self.hook,
             self.direction,
@@ -597,10 +668,10 @@ class Event(NamedTuple):
     def _from_values(cls, values: tuple[Any, ...]) -> Self:
         return cls._make(
             (
-                *values[0:15],
-                ntohs(values[15]),
-                ntohs(values[16]),
-                *values[17:],
+                *values[0:17],
+                ntohs(values[17]),
+                ntohs(values[18]),
+                *values[19:],
             )
         )
 
@@ -611,3 +682,44 @@ class Event(NamedTuple):
 
 
 EVENT_BYTES: Final = _EVENT.size
+
+
+_DECISION: Final = struct.Struct("=IIIIIIIIII")
+
+
+class Decision(NamedTuple):
+    """struct pw_decision"""
+
+    action: int
+    reason: int
+    path: int
+    target_ifindex: int
+    instance: int
+    direction: int
+    source_identity: int
+    destination_identity: int
+    rule: int
+    audited: int
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _DECISION.pack(
+            self.action,
+            self.reason,
+            self.path,
+            self.target_ifindex,
+            self.instance,
+            self.direction,
+            self.source_identity,
+            self.destination_identity,
+            self.rule,
+            self.audited,
+        )
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls(*_DECISION.unpack(row))
+
+
+DECISION_BYTES: Final = _DECISION.size

@@ -14,6 +14,9 @@
 #define PW_ABI_VERSION 1
 #define PW_CONNTRACK_SHARDS 64
 
+/* skb->mark between two programs of ours: the sender's one has judged both sides already (rule 7) */
+#define PW_MARK_JUDGED 0x70770001
+
 /* Seen from the pod: egress = what it sends. */
 enum pw_direction {
 	PW_EGRESS = 0,
@@ -72,6 +75,7 @@ enum pw_drop_reason {
 	PW_DROP_NO_POD = 19,		/* an address of an own block that no endpoint has */
 	PW_DROP_TUNNEL_PORT = 20,	/* a pod that talks to a tunnel port */
 	PW_DROP_INTERNAL = 21,		/* a helper failed */
+	PW_DROP_DESTINATION = 22,	/* loopback, unspecified, link-local that is not the gateway */
 	PW_DROP_REASONS,
 };
 
@@ -100,12 +104,38 @@ enum pw_ipcache_flags {
 	PW_IPCACHE_NODE_ADDRESS = 1 << 3,
 };
 
+enum pw_tcp_state {
+	PW_TCP_NONE = 0,		/* not TCP */
+	PW_TCP_OPENING = 1,		/* only the opener has spoken */
+	PW_TCP_ANSWERED = 2,		/* the other side has answered */
+	PW_TCP_ESTABLISHED = 3,		/* and the opener has confirmed */
+	PW_TCP_HALF_CLOSED = 4,		/* one side has sent FIN */
+	PW_TCP_CLOSED = 5,		/* both have, or one has sent RST */
+};
+
+enum pw_conntrack_flags {
+	PW_CONNTRACK_REPLIED = 1 << 0,
+	PW_CONNTRACK_FIN_ORIGINAL = 1 << 1,
+	PW_CONNTRACK_FIN_REPLY = 1 << 2,
+	PW_CONNTRACK_PICKED_UP = 1 << 3,	/* began in mid-stream: stays on the stack (rule 3) */
+	PW_CONNTRACK_EXPIRED = 1 << 4,		/* the collector deletes it on its next round */
+};
+
+/* What a program did with a packet. */
+enum pw_action {
+	PW_ACTION_DROP = 0,
+	PW_ACTION_STACK = 1,		/* on to the host's stack, or, at to_pod, on to the pod */
+	PW_ACTION_PEER = 2,		/* straight into the target pod */
+	PW_ACTION_EGRESS = 3,		/* to the host device of the target pod, past its queue */
+	PW_ACTION_ANSWER = 4,		/* back to the sender, as an answer or an ICMP error */
+};
+
 /* node-wide knobs, one row */
 struct pw_settings {
 	__u32 conntrack_quota;		/* entries per endpoint */
 	__u32 tunnel_port;		/* guarded UDP port, 0 = none */
 	__u32 flags;
-	__u32 pad;
+	__u32 hash_seed;		/* random, chosen once: entries are found under it as long as they live */
 };
 
 struct pw_endpoint_key {
@@ -120,9 +150,12 @@ struct pw_endpoint_value {
 	__u32 flags;
 };
 
-/* key: u32 ifindex of the host device. Rows of live endpoints are written with BPF_F_LOCK (rule 20). */
+/* key: u32 ifindex of the host device. Rows of live endpoints are written with BPF_F_LOCK (rule 20).
+ * The index is in the row too: a program that holds a row which was deleted and given to another device sees it.
+ */
 struct pw_config_value {
 	struct bpf_spin_lock lock;
+	__u32 ifindex;
 	__u32 instance;
 	__u32 identity;
 	__u32 slot;			/* policy slot, 0 = none */
@@ -135,7 +168,7 @@ struct pw_config_value {
 	__u8 ipv6[16];			/* all zero = none */
 	__u8 pod_mac[6];
 	__u8 host_mac[6];
-};
+} __attribute__((aligned(8)));
 
 struct pw_prefix_key {
 	__u32 prefix_bits;		/* of the 16 bytes: an IPv4 /24 is 120 */
@@ -166,22 +199,23 @@ struct pw_conntrack_key {
 	__be16 dport_be;
 };
 
+/* policy_revision and peer_identity are one judgement: written and compared as one 8-byte word (rule 6). */
 struct pw_conntrack_value {
-	__u64 last_seen_ns;		/* bpf_ktime_get_boot_ns */
-	__u64 packets[2];		/* original direction, reply */
-	__u64 bytes[2];
+	__u64 last_seen_ns;		/* CLOCK_MONOTONIC at the last tick */
 	__u32 policy_revision;
 	__u32 peer_identity;
+	__u32 lifetime_s;		/* without a packet */
 	__u32 rule;
+	__u64 packets[2];		/* original direction, reply */
+	__u64 bytes[2];
+	__u8 path;			/* enum pw_path */
+	__u8 tcp_state;			/* enum pw_tcp_state */
+	__u16 flags;			/* enum pw_conntrack_flags */
 	__u32 node;
 	__u32 service;
-	__u8 path;
-	__u8 tcp_state;
-	__u16 flags;
-	__u8 nat_addr[16];
 	__be16 nat_sport_be;
 	__be16 nat_dport_be;
-	__u32 lifetime_s;
+	__u8 nat_addr[16];
 };
 
 struct pw_fragment_key {
@@ -197,11 +231,24 @@ struct pw_fragment_key {
 struct pw_fragment_value {
 	__be16 sport_be;
 	__be16 dport_be;
+	__u8 icmp_type;
+	__u8 pad[3];
 };
 
-/* key: u32 instance */
+/* key: u32 instance. While this row exists the instance may have conntrack entries; without it they are collected. */
 struct pw_usage_value {
 	__u32 conntrack_entries;
+	__u32 event_second;		/* the second that `events` counts, of CLOCK_MONOTONIC */
+	__u32 events;
+	__u32 events_lost;		/* since the last event that was sent */
+};
+
+/* What the collector tells of itself; stands in the map pw_ct_timer behind the 16 bytes of its timer. */
+struct pw_collection {
+	__u64 last_tick_ns;		/* CLOCK_MONOTONIC */
+	__u64 examined;
+	__u64 removed;
+	__u32 next_shard;
 	__u32 pad;
 };
 
@@ -225,6 +272,8 @@ struct pw_event {
 	__u32 length_bytes;
 	__u32 rule;
 	__u32 ifindex;
+	__u32 policy_revision;
+	__u32 lost;			/* events of this endpoint that were not sent since the last one */
 	__u8 kind;
 	__u8 hook;
 	__u8 direction;
@@ -241,6 +290,20 @@ struct pw_event {
 	__u8 daddr[16];
 	__u8 source_mac[6];
 	__u8 pad3[2];
+};
+
+/* Test builds only (map pw_decision): what the last packet came to, for test runs cannot see it (rule 19). */
+struct pw_decision {
+	__u32 action;			/* enum pw_action */
+	__u32 reason;			/* enum pw_drop_reason */
+	__u32 path;			/* enum pw_path */
+	__u32 target_ifindex;
+	__u32 instance;			/* whose verdict was the last one */
+	__u32 direction;
+	__u32 source_identity;
+	__u32 destination_identity;
+	__u32 rule;
+	__u32 audited;
 };
 
 #endif

@@ -1,0 +1,319 @@
+"""Netlink: frames, attributes, and a socket that sends many requests at once and hears one answer
+for each.
+
+Used by `kernel.rtnl` builders and by everyone in `datapath` and `lab` who sends them. A socket
+stays bound to the namespace of the thread that opened it and may be used from any thread
+afterwards. Must never mix up answers: each request has its own sequence number, and late answers of
+an abandoned exchange are dropped. The kernel goes on after a failed request of a batch, so a
+request that must not run without its predecessor belongs in a later send.
+"""
+
+import errno
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Self
+
+from podwire.kernel import netns
+from podwire.model.errors import KernelFailure
+
+# include/uapi/linux/netlink.h
+NLM_F_REQUEST: Final = 0x001
+NLM_F_ACK: Final = 0x004
+NLM_F_DUMP_INTR: Final = 0x010
+NLM_F_REPLACE: Final = 0x100
+NLM_F_EXCL: Final = 0x200
+NLM_F_CREATE: Final = 0x400
+NLM_F_DUMP: Final = 0x300
+NLA_F_NESTED: Final = 0x8000
+_NLA_TYPE_MASK: Final = 0x3FFF
+_NLMSG_ERROR: Final = 2
+_NLMSG_DONE: Final = 3
+_NLM_F_CAPPED: Final = 0x100
+_NLM_F_ACK_TLVS: Final = 0x200
+_NLMSGERR_ATTR_MSG: Final = 1
+_SOL_NETLINK: Final = 270
+_NETLINK_CAP_ACK: Final = 10
+_NETLINK_EXT_ACK: Final = 11
+_NETLINK_GET_STRICT_CHK: Final = 12
+_SO_RCVBUFFORCE: Final = 33
+
+_HEADER: Final = struct.Struct("=IHHII")
+_ATTRIBUTE: Final = struct.Struct("=HH")
+_ERRNO: Final = struct.Struct("=i")
+_ECHOED_BYTES: Final = _ERRNO.size + _HEADER.size
+_RECEIVE_BYTES: Final = 1 << 17
+_RECEIVE_BUFFER_BYTES: Final = 1 << 21
+_RECEIVE_TIMEOUT_S: Final = 30
+_BATCH_REQUESTS: Final = 128
+"""Acknowledgements wait in the receive buffer, so a batch is cut before they could overflow it."""
+_DUMP_TRIES: Final = 10
+
+Attributes = dict[int, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One message to the kernel; `call` and `object_name` are what an error says was tried on
+    what.
+    """
+
+    type: int
+    flags: int
+    body: bytes
+    call: str
+    object_name: str
+
+
+def attribute(kind: int, payload: bytes) -> bytes:
+    """Encode one attribute, padded to four bytes."""
+    length = 4 + len(payload)
+    return _ATTRIBUTE.pack(length, kind) + payload + b"\0" * (-length & 3)
+
+
+def attribute_u32(kind: int, value: int) -> bytes:
+    """Encode an attribute with an unsigned number of 32 bits in host order."""
+    return struct.pack("=HHI", 8, kind, value)
+
+
+def attribute_text(kind: int, text: str) -> bytes:
+    """Encode an attribute with a NUL-terminated string."""
+    return attribute(kind, text.encode() + b"\0")
+
+
+def nested(kind: int, *attributes: bytes) -> bytes:
+    """Encode an attribute that holds attributes."""
+    return attribute(kind | NLA_F_NESTED, b"".join(attributes))
+
+
+def parse_attributes(data: bytes) -> Attributes:
+    """Decode a list of attributes by number, the last of each; KernelFailure(EBADMSG) when it is
+    cut short.
+    """
+    found: Attributes = {}
+    offset, end = 0, len(data)
+    while offset + 4 <= end:
+        length, kind = _ATTRIBUTE.unpack_from(data, offset)
+        if length < 4 or offset + length > end:
+            raise malformed(f"attribute of {length} bytes where {end - offset} are left")
+        found[kind & _NLA_TYPE_MASK] = data[offset + 4 : offset + length]
+        offset += (length + 3) & ~3
+    if offset < end:
+        raise malformed(f"{end - offset} bytes behind the last attribute")
+    return found
+
+
+def unpack_body(layout: struct.Struct, body: bytes) -> tuple[tuple[int, ...], Attributes]:
+    """Split a message's body into its fixed header and its attributes."""
+    if len(body) < layout.size:
+        raise malformed(f"body of {len(body)} bytes where {layout.size} are needed")
+    return layout.unpack_from(body), parse_attributes(body[(layout.size + 3) & ~3 :])
+
+
+def read_u32(attributes: Attributes, kind: int, default: int = 0) -> int:
+    """Read a number of 32 bits in host order."""
+    payload = attributes.get(kind)
+    if payload is None:
+        return default
+    if len(payload) < 4:
+        raise malformed(f"number of {len(payload)} bytes in attribute {kind}")
+    return int.from_bytes(payload[:4], "little" if _LITTLE else "big")
+
+
+def read_text(attributes: Attributes, kind: int) -> str:
+    """Read a string; "" when it is absent."""
+    return attributes.get(kind, b"").split(b"\0", 1)[0].decode(errors="replace")
+
+
+def malformed(detail: str) -> KernelFailure:
+    """Make the error for a message that is not what the protocol says."""
+    return KernelFailure(errno.EBADMSG, "read", "netlink message", detail=detail)
+
+
+_LITTLE: Final = struct.pack("=H", 1) == b"\x01\x00"
+
+
+class NetlinkSocket:
+    """A route socket: `execute` changes, `dump` and `get` look.
+
+    One exchange at a time (it locks itself).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sequence = 0
+        self._socket = socket.socket(
+            socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE
+        )
+        for option in (_NETLINK_CAP_ACK, _NETLINK_EXT_ACK, _NETLINK_GET_STRICT_CHK):
+            self._socket.setsockopt(_SOL_NETLINK, option, 1)
+        self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _RECEIVE_BUFFER_BYTES)
+        self._socket.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", _RECEIVE_TIMEOUT_S, 0)
+        )
+
+    @classmethod
+    def open_in(cls, namespace_fd: int) -> Self:
+        """Open a socket inside a namespace; the calling thread is there only for a moment."""
+        with netns.namespace(namespace_fd):
+            return cls()
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def execute(self, requests: Sequence[Request]) -> None:
+        """Send the requests at once; raise the first failure, after all of them were tried."""
+        for failure in self.attempt(requests):
+            if failure is not None:
+                raise failure
+
+    def attempt(self, requests: Sequence[Request]) -> list[KernelFailure | None]:
+        """Send the requests at once; give for each, in order, its failure or None."""
+        results: list[KernelFailure | None] = []
+        with self._lock:
+            for start in range(0, len(requests), _BATCH_REQUESTS):
+                results += self._exchange(requests[start : start + _BATCH_REQUESTS])
+        return results
+
+    def dump(self, request: Request) -> list[bytes]:
+        """Give the bodies of every message of a dump; one that the kernel calls inconsistent is
+        taken again.
+        """
+        with self._lock:
+            for _ in range(_DUMP_TRIES):
+                bodies = self._dump_once(request)
+                if bodies is not None:
+                    return bodies
+        raise KernelFailure(
+            errno.EAGAIN, request.call, request.object_name, detail="the list changed on every try"
+        )
+
+    def get(self, request: Request) -> bytes:
+        """Give the body of the one message that answers `request`."""
+        with self._lock:
+            sequence = self._send([(request, NLM_F_REQUEST)])
+            for kind, _, number, body in self._receive(request):
+                if number != sequence:
+                    continue
+                if kind == _NLMSG_ERROR:
+                    raise _failure(request, body, 0) or malformed("an acknowledgement, no answer")
+                return body
+        raise malformed("no answer")
+
+    def find(self, request: Request) -> bytes | None:
+        """Like `get`, but None when the kernel says that there is no such device or object."""
+        try:
+            return self.get(request)
+        except KernelFailure as failure:
+            if failure.errno in (errno.ENODEV, errno.ENOENT, errno.ESRCH):
+                return None
+            raise
+
+    def _exchange(self, requests: Sequence[Request]) -> list[KernelFailure | None]:
+        first = self._send([(request, NLM_F_REQUEST | NLM_F_ACK) for request in requests])
+        results: list[KernelFailure | None] = [None] * len(requests)
+        waiting = len(requests)
+        for kind, flags, number, body in self._receive(requests[0]):
+            position = (number - first) & 0xFFFFFFFF
+            if kind != _NLMSG_ERROR or position >= len(requests):
+                continue
+            results[position] = _failure(requests[position], body, flags)
+            waiting -= 1
+            if not waiting:
+                break
+        return results
+
+    def _dump_once(self, request: Request) -> list[bytes] | None:
+        bodies: list[bytes] = []
+        consistent = True
+        sequence = self._send([(request, NLM_F_REQUEST | NLM_F_DUMP)])
+        for kind, flags, number, body in self._receive(request):
+            if number != sequence:
+                continue
+            consistent = consistent and not flags & NLM_F_DUMP_INTR
+            if kind in (_NLMSG_DONE, _NLMSG_ERROR):
+                failure = _failure(request, body, flags)
+                if failure is not None:
+                    raise failure
+                return bodies if consistent else None
+            bodies.append(body)
+        raise malformed("a dump without an end")
+
+    def _send(self, requests: Sequence[tuple[Request, int]]) -> int:
+        """Send in one system call; gives the sequence number of the first request."""
+        first = self._sequence + 1
+        frames = []
+        for number, (request, flags) in enumerate(requests, first):
+            length = _HEADER.size + len(request.body)
+            frames.append(
+                _HEADER.pack(length, request.type, request.flags | flags, number & 0xFFFFFFFF, 0)
+            )
+            frames.append(request.body)
+            frames.append(b"\0" * (-length & 3))
+        self._sequence = (first + len(requests) - 1) & 0xFFFFFFFF
+        request = requests[0][0]
+        try:
+            self._socket.send(b"".join(frames))
+        except OSError as error:
+            raise KernelFailure(
+                error.errno or errno.EIO, request.call, request.object_name, detail=str(error)
+            ) from error
+        return first & 0xFFFFFFFF
+
+    def _receive(self, request: Request) -> Iterator[tuple[int, int, int, bytes]]:
+        """Give messages as (type, flags, sequence number, body) until the caller has enough."""
+        while True:
+            try:
+                data = self._socket.recv(_RECEIVE_BYTES)
+            except OSError as error:
+                number = errno.ETIMEDOUT if error.errno == errno.EAGAIN else error.errno
+                raise KernelFailure(
+                    number or errno.EIO, request.call, request.object_name, detail="no answer"
+                ) from error
+            yield from split_messages(data)
+
+
+def split_messages(data: bytes) -> Iterator[tuple[int, int, int, bytes]]:
+    """Split a datagram into messages: (type, flags, sequence number, body)."""
+    offset, end = 0, len(data)
+    while offset < end:
+        if end - offset < _HEADER.size:
+            raise malformed(f"{end - offset} bytes where a header should be")
+        length, kind, flags, sequence, _ = _HEADER.unpack_from(data, offset)
+        if length < _HEADER.size or offset + length > end:
+            raise malformed(f"message of {length} bytes where {end - offset} are left")
+        yield kind, flags, sequence, data[offset + _HEADER.size : offset + length]
+        offset += (length + 3) & ~3
+
+
+def _failure(request: Request, body: bytes, flags: int) -> KernelFailure | None:
+    """Read an acknowledgement or the end of a dump: None = done, else the error with the kernel's
+    own words.
+    """
+    if len(body) < _ERRNO.size:
+        return None
+    number = -_ERRNO.unpack_from(body)[0]
+    if number <= 0:
+        return None
+    detail = ""
+    if flags & _NLM_F_ACK_TLVS and flags & _NLM_F_CAPPED:
+        detail = read_text(parse_attributes(body[_ECHOED_BYTES:]), _NLMSGERR_ATTR_MSG)
+    return KernelFailure(
+        number, request.call, request.object_name, detail=detail or os.strerror(number).lower()
+    )

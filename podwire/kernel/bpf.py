@@ -19,6 +19,7 @@ from podwire.kernel._libbpf import ffi, lib
 from podwire.model.errors import KernelFailure
 
 BATCH_ROWS: Final = 4096
+_LAYOUT_BYTES: Final = 16384
 
 
 class MapType(enum.IntEnum):
@@ -376,6 +377,48 @@ def open_map_by_id(map_id: int) -> Map | None:
             return None
         raise fail("open map by id", str(map_id))
     return Map(fd)
+
+
+def create_like(existing: Map, name: str, *, max_entries: int) -> Map:
+    """Create a map with the type, row layout and flags of another, and an own capacity."""
+    fd = lib.pw_map_create_like(existing.fd, name.encode()[:15], max_entries)
+    if fd < 0:
+        raise fail("create map", name)
+    return Map(fd, name=name)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A named part of a row, as the kernel knows it from the map's BTF. In bytes."""
+
+    name: str
+    offset: int
+    size: int
+
+
+def read_layout(rows: Map, *, of_value: bool) -> tuple[Member, ...] | None:
+    """List the members of a map's key or value; empty for a number, None without BTF."""
+    text = ffi.new("char[]", _LAYOUT_BYTES)
+    if lib.pw_map_layout(rows.fd, of_value, text, _LAYOUT_BYTES):
+        if ffi.errno == errno.ENODATA:
+            return None
+        raise fail("read the layout of", rows.name)
+    lines = (line.rsplit(" ", 2) for line in ffi.string(text).decode().splitlines())
+    return tuple(Member(name, int(offset), int(size)) for name, offset, size in lines)
+
+
+def is_bpffs(path: str) -> bool:
+    """Tell whether a directory is in a BPF file system; raises where it does not exist."""
+    answer = int(lib.pw_is_bpffs(path.encode()))
+    if answer < 0:
+        raise fail("look at", path)
+    return bool(answer)
+
+
+def mount_bpffs(path: str) -> None:
+    """Mount a BPF file system, readable by root only, on an existing directory."""
+    if lib.pw_mount_bpffs(path.encode()):
+        raise fail("mount a bpf file system on", path)
 
 
 def unpin(path: str) -> bool:

@@ -180,6 +180,14 @@ class BpfObject:
         """Give an own descriptor of a map of the loaded object."""
         return bpf.Map(_duplicate(lib.bpf_map__fd(self._map(name)), name), name=name)
 
+    def create_inner(self, outer: str, name: str, *, max_entries: int) -> bpf.Map:
+        """Create a map of the shape that `outer` declares for its inner maps; after `load` only."""
+        raw = name.encode()[:15]
+        fd = lib.pw_map_create_inner(self._object, self._map(outer), raw, max_entries)
+        if fd < 0:
+            raise bpf.fail("create inner map", name)
+        return bpf.Map(fd, name=name)
+
     def take_program(self, name: str) -> Program:
         """Give an own descriptor of a program of the loaded object."""
         if name not in self._programs:

@@ -25,6 +25,7 @@ struct ring_buffer;
 
 struct pw_map_info {
     u32 type, id, key_size, value_size, max_entries, map_flags;
+    u32 btf_id, btf_key_type, btf_value_type;
     char name[16];
 };
 struct pw_prog_info {
@@ -72,6 +73,12 @@ int pw_find_variable(struct bpf_object *o, const char *section, const char *name
 
 int pw_map_create(u32 type, const char *name, u32 key_size, u32 value_size, u32 max_entries,
                   u32 flags, int inner_fd);
+int pw_map_create_inner(struct bpf_object *o, struct bpf_map *outer, const char *name,
+                        u32 max_entries);
+int pw_map_create_like(int fd, const char *name, u32 max_entries);
+int pw_map_layout(int fd, int of_value, char *out, size_t size);
+int pw_is_bpffs(const char *path);
+int pw_mount_bpffs(const char *path);
 int bpf_map_update_elem(int fd, const void *key, const void *value, u64 flags);
 int bpf_map_lookup_elem_flags(int fd, const void *key, void *value, u64 flags);
 int bpf_map_delete_elem(int fd, const void *key);
@@ -108,9 +115,12 @@ SOURCE = r"""
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mount.h>
 #include <sys/syscall.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 #include <linux/bpf.h>
+#include <linux/magic.h>
 #include <bpf/bpf.h>
 #include <bpf/btf.h>
 #include <bpf/libbpf.h>
@@ -201,6 +211,122 @@ static int pw_map_create(u32 type, const char *name, u32 key_size, u32 value_siz
     return bpf_map_create(type, name, key_size, value_size, max_entries, &opts);
 }
 
+/* Create what an object declares as the inner map of a map of maps, with its BTF, so that another
+ * build can read the layout of its rows from the kernel.
+ */
+static int pw_map_create_inner(struct bpf_object *o, struct bpf_map *outer, const char *name,
+                               u32 max_entries)
+{
+    struct bpf_map *inner = bpf_map__inner_map(outer);
+    LIBBPF_OPTS(bpf_map_create_opts, opts);
+
+    if (!inner) {
+        errno = EINVAL;
+        return -EINVAL;
+    }
+    opts.map_flags = bpf_map__map_flags(inner);
+    opts.btf_fd = bpf_object__btf_fd(o);
+    opts.btf_key_type_id = bpf_map__btf_key_type_id(inner);
+    opts.btf_value_type_id = bpf_map__btf_value_type_id(inner);
+    return bpf_map_create(bpf_map__type(inner), name, bpf_map__key_size(inner),
+                          bpf_map__value_size(inner), max_entries, &opts);
+}
+
+/* Create a map as an existing one, BTF included, with another capacity. */
+static int pw_map_create_like(int fd, const char *name, u32 max_entries)
+{
+    struct bpf_map_info info = {};
+    u32 length = sizeof(info);
+    LIBBPF_OPTS(bpf_map_create_opts, opts);
+    int btf_fd = -1, made;
+
+    if (bpf_obj_get_info_by_fd(fd, &info, &length))
+        return -errno;
+    opts.map_flags = info.map_flags;
+    if (info.btf_id) {
+        btf_fd = bpf_btf_get_fd_by_id(info.btf_id);
+        if (btf_fd < 0)
+            return -errno;
+        opts.btf_fd = btf_fd;
+        opts.btf_key_type_id = info.btf_key_type_id;
+        opts.btf_value_type_id = info.btf_value_type_id;
+    }
+    made = bpf_map_create(info.type, name, info.key_size, info.value_size, max_entries, &opts);
+    if (btf_fd >= 0) {
+        int saved = errno;
+
+        close(btf_fd);
+        errno = saved;
+    }
+    return made;
+}
+
+static int write_members(const struct btf *btf, const struct btf_type *type, char *out, size_t size)
+{
+    const struct btf_member *member = btf_members(type);
+    size_t used = 0;
+    int i;
+
+    for (i = 0; i < btf_vlen(type); i++, member++) {
+        int written = snprintf(out + used, size - used, "%s %u %lld\n",
+                               btf__name_by_offset(btf, member->name_off),
+                               btf_member_bit_offset(type, i) / 8,
+                               (long long)btf__resolve_size(btf, member->type));
+
+        if (written < 0 || (size_t)written >= size - used) {
+            errno = ENOSPC;
+            return -ENOSPC;
+        }
+        used += written;
+    }
+    return 0;
+}
+
+/* Write one line "name offset size" for each member of a map's key or value, as the kernel's BTF
+ * has it. A plain number gives no line.
+ */
+static int pw_map_layout(int fd, int of_value, char *out, size_t size)
+{
+    struct bpf_map_info info = {};
+    const struct btf_type *type;
+    u32 length = sizeof(info);
+    struct btf *btf;
+    int err = 0, id;
+
+    out[0] = 0;
+    if (bpf_obj_get_info_by_fd(fd, &info, &length))
+        return -errno;
+    id = of_value ? info.btf_value_type_id : info.btf_key_type_id;
+    if (!info.btf_id || !id) {
+        errno = ENODATA;
+        return -ENODATA;
+    }
+    btf = btf__load_from_kernel_by_id(info.btf_id);
+    if (!btf)
+        return -errno;
+    type = btf__type_by_id(btf, id);
+    while (type && (btf_is_mod(type) || btf_is_typedef(type)))
+        type = btf__type_by_id(btf, type->type);
+    if (type && btf_is_struct(type))
+        err = write_members(btf, type, out, size);
+    btf__free(btf);
+    return err;
+}
+
+static int pw_is_bpffs(const char *path)
+{
+    struct statfs found;
+
+    if (statfs(path, &found))
+        return -errno;
+    return (u32)found.f_type == BPF_FS_MAGIC;
+}
+
+static int pw_mount_bpffs(const char *path)
+{
+    return mount("bpf", path, "bpf", MS_NOSUID | MS_NODEV | MS_NOEXEC, "mode=0700");
+}
+
 static int pw_lookup_batch(int fd, void *in_batch, void *out_batch, void *keys, void *values,
                            u32 *count, u64 elem_flags)
 {
@@ -223,6 +349,7 @@ static int pw_delete_batch(int fd, const void *keys, u32 *count)
 
 struct pw_map_info {
     u32 type, id, key_size, value_size, max_entries, map_flags;
+    u32 btf_id, btf_key_type, btf_value_type;
     char name[16];
 };
 struct pw_prog_info {
@@ -246,6 +373,9 @@ static int pw_map_info(int fd, struct pw_map_info *out)
     out->value_size = info.value_size;
     out->max_entries = info.max_entries;
     out->map_flags = info.map_flags;
+    out->btf_id = info.btf_id;
+    out->btf_key_type = info.btf_key_type_id;
+    out->btf_value_type = info.btf_value_type_id;
     memcpy(out->name, info.name, sizeof(out->name));
     return 0;
 }

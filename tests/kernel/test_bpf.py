@@ -30,8 +30,10 @@ struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, 4);
 struct { __uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, 16);
          __type(key, __u32); __type(value, struct locked); } pwt_locked SEC(".maps");
 struct { __uint(type, BPF_MAP_TYPE_RINGBUF); __uint(max_entries, 65536); } pwt_ring SEC(".maps");
+struct pair { __u32 first; __u16 second; __u16 third; };
+struct pair pwt_whole_pair;  /* else clang 14 leaves a forward declaration in BTF */
 struct inner { __uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, 8);
-               __type(key, __u32); __type(value, __u32); };
+               __type(key, __u32); __type(value, struct pair); };
 struct { __uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS); __uint(max_entries, 2);
          __type(key, __u32); __array(values, struct inner); } pwt_outer SEC(".maps");
 
@@ -62,11 +64,11 @@ int pwt_inner(struct __sk_buff *skb)
 {
     __u32 key = 1;
     void *inner = bpf_map_lookup_elem(&pwt_outer, &key);
-    __u32 *value;
+    struct pair *value;
     if (!inner)
         return -1;
     value = bpf_map_lookup_elem(inner, &key);
-    return value ? *value : -2;
+    return value ? value->first : -2;
 }
 
 char LICENSE[] SEC("license") = "GPL";
@@ -110,8 +112,9 @@ def loaded(object_bytes: bytes) -> Iterator[bpf_object.BpfObject]:
 def bpffs(directory: Path) -> Iterator[Path]:
     """Mount a BPF file system of our own for the length of a test."""
     directory.mkdir(exist_ok=True)
-    subprocess.run(["mount", "-t", "bpf", "pwt", str(directory)], check=True)
+    bpf.mount_bpffs(str(directory))
     try:
+        assert bpf.is_bpffs(str(directory))
         yield directory
     finally:
         subprocess.run(["umount", str(directory)], check=True)
@@ -223,20 +226,44 @@ def test_inner_maps_are_reached_by_programs_and_by_id(loaded: bpf_object.BpfObje
     with (
         loaded.take_map("pwt_outer") as outer,
         loaded.take_program("pwt_inner") as program,
-        bpf.create_map(
-            bpf.MapType.HASH, "pwt_inner", key_size=4, value_size=4, max_entries=100
-        ) as inner,
+        loaded.create_inner("pwt_outer", "pwt_inner", max_entries=100) as inner,
     ):
         assert program.run(bpf_program.Packet(FRAME)).retval == -1
         outer.update_fd(key(1), inner.fd)
-        inner.update(key(1), key(77))
+        inner.update(key(1), key(77) + bytes(4))
         assert program.run(bpf_program.Packet(FRAME)).retval == 77
         ids = dict(outer.items())
         assert ids == {key(1): key(inner.info.id)}
         reopened = bpf.open_map_by_id(inner.info.id)
         assert reopened is not None
         with reopened:
-            assert reopened.lookup(key(1)) == key(77)
+            assert reopened.lookup(key(1)) == key(77) + bytes(4)
+
+
+def test_layout_of_rows_is_read_from_the_kernel_also_of_a_copy(
+    loaded: bpf_object.BpfObject,
+) -> None:
+    members = (
+        bpf.Member("first", 0, 4),
+        bpf.Member("second", 4, 2),
+        bpf.Member("third", 6, 2),
+    )
+    with (
+        loaded.create_inner("pwt_outer", "pwt_inner", max_entries=100) as inner,
+        bpf.create_like(inner, "pwt_copy", max_entries=7) as copy,
+        hash_map() as plain,
+    ):
+        for rows in (inner, copy):
+            assert bpf.read_layout(rows, of_value=True) == members
+            assert bpf.read_layout(rows, of_value=False) == ()
+        assert (inner.info.max_entries, copy.info.max_entries) == (100, 7)
+        assert bpf.read_layout(plain, of_value=True) is None
+
+
+def test_only_a_map_of_maps_has_inner_maps(loaded: bpf_object.BpfObject) -> None:
+    with pytest.raises(KernelFailure) as failure:
+        loaded.create_inner("pwt_counts", "pwt_inner", max_entries=1)
+    assert failure.value.errno == errno.EINVAL
 
 
 def test_locked_update_needs_a_lock_in_the_row(loaded: bpf_object.BpfObject) -> None:
@@ -301,7 +328,7 @@ def test_declared_shapes_are_told_without_loading(object_bytes: bytes) -> None:
         outer = one.shape("pwt_outer")
         assert outer.type == bpf.MapType.ARRAY_OF_MAPS
         assert outer.inner is not None
-        assert (outer.inner.key_size, outer.inner.value_size) == (4, 4)
+        assert (outer.inner.key_size, outer.inner.value_size) == (4, 8)
         assert sorted(one.map_names) == ["pwt_counts", "pwt_locked", "pwt_outer", "pwt_ring"]
         assert one.program_names == ("pwt_main", "pwt_inner")
 
@@ -351,6 +378,9 @@ def test_pins_survive_their_maker_and_wrong_shapes_are_refused(
 
 
 def test_pin_outside_a_bpf_file_system_says_what_to_look_at(tmp_path: Path) -> None:
+    assert not bpf.is_bpffs(str(tmp_path))
+    with pytest.raises(KernelFailure, match="'/absent'"):
+        bpf.is_bpffs("/absent")
     with hash_map() as rows, pytest.raises(KernelFailure) as failure:
         rows.pin(str(tmp_path / "rows"))
     assert "bpf file system" in failure.value.hint

@@ -61,7 +61,9 @@ class FakeDatapath:
         self._may_fail("create_device")
         device = record.device
         if device.host_name in self.foreign_host:
-            raise ForeignObject(f"create device {device.host_name!r}: a foreign device has the name")
+            raise ForeignObject(
+                f"create device {device.host_name!r}: a foreign device has the name"
+            )
         if (namespace.cookie, device.pod_name) in self.foreign_pod:
             raise InvalidConfiguration(f"create device: interface name {device.pod_name!r} exists")
         assert device.host_ifindex in self.rows, "the guard comes before the device"
@@ -80,9 +82,7 @@ class FakeDatapath:
         self._may_fail("configure_pod")
         self.pods[namespace.cookie, record.device.pod_name] = record
 
-    def shape(
-        self, device: Device, bandwidth: Bandwidth, namespace: PodNamespace | None
-    ) -> None:
+    def shape(self, device: Device, bandwidth: Bandwidth, namespace: PodNamespace | None) -> None:
         self._may_fail("shape")
 
     def open_endpoint(self, record: EndpointRecord, config: EndpointConfig) -> None:

@@ -1,0 +1,136 @@
+"""A node without a kernel: the real control services and journal around a datapath in memory."""
+
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from podwire.control.attach.ending import Endings
+from podwire.control.attach.restore import Restorer, RestoreReport
+from podwire.control.attach.service import AttachService
+from podwire.control.attach.steps import Context
+from podwire.control.endpoint.regenerate import Regenerator
+from podwire.control.endpoint.table import EndpointTable
+from podwire.control.ipam.node import NodeIpam
+from podwire.journal.directories import RunDirectories
+from podwire.journal.records import SqliteJournal
+from podwire.model.endpoint import EndpointRecord
+from podwire.model.errors import StorageFailure
+from podwire.model.interfaces import EndpointConfig
+from tests.fakes.datapath import FakeDatapath
+
+
+class FakeClock:
+    """Time that moves only when asked, one nanosecond a look."""
+
+    def __init__(self) -> None:
+        self.now_ns = 1_000
+        self.boot = "boot-1"
+
+    def boottime_ns(self) -> int:
+        self.now_ns += 1
+        return self.now_ns
+
+    def boot_id(self) -> str:
+        return self.boot
+
+
+class FailingJournal(SqliteJournal):
+    """The real journal, whose n-th next write finds the disk full."""
+
+    _countdown = 0
+
+    def fail_write(self, nth: int) -> None:
+        self._countdown = nth
+
+    def write(self, record: EndpointRecord) -> None:
+        if self._countdown:
+            self._countdown -= 1
+            if self._countdown == 0:
+                raise StorageFailure("write journal: no space left on device")
+        super().write(record)
+
+
+class FakeNode:
+    """Build the object graph as the agent does; `restart` builds it again over the same journal and datapath."""
+
+    def __init__(
+        self, directory: Path, cidrs: tuple[str, ...] = ("10.77.0.0/24", "fd77::/64")
+    ) -> None:
+        self._directory = directory
+        self._cidrs = cidrs
+        self.clock = FakeClock()
+        self.datapath = FakeDatapath()
+        self._build()
+
+    def _build(self) -> None:
+        self.journal = FailingJournal(self._directory / "journal.db")
+        self.table = EndpointTable()
+        self.ipam = NodeIpam(self._cidrs)
+        directories = RunDirectories(self._directory / "endpoints")
+        regenerator = Regenerator(
+            table=self.table,
+            datapath=self.datapath,
+            directories=directories,
+            clock=self.clock,
+            desired=lambda _endpoint: EndpointConfig(policy_revision=1),
+        )
+        context = Context(self.datapath, regenerator)
+        self.endings = Endings(
+            table=self.table,
+            journal=self.journal,
+            ipam=self.ipam,
+            context=context,
+            directories=directories,
+        )
+        self.service = AttachService(
+            journal=self.journal,
+            datapath=self.datapath,
+            ipam=self.ipam,
+            table=self.table,
+            endings=self.endings,
+            context=context,
+            clock=self.clock,
+            turn=threading.RLock(),
+        )
+        self.restorer = Restorer(
+            journal=self.journal,
+            datapath=self.datapath,
+            ipam=self.ipam,
+            table=self.table,
+            endings=self.endings,
+            regenerator=regenerator,
+            directories=directories,
+            clock=self.clock,
+        )
+
+    def restart(self) -> RestoreReport:
+        """Forget everything in memory and come back as after `kill -9`."""
+        self.journal.close()
+        self._build()
+        report = self.restorer.restore()
+        self.service.settle()
+        return report
+
+    def reboot(self) -> None:
+        """Give the machine another boot id and an empty kernel."""
+        self.clock.boot = "boot-2"
+        self.datapath = FakeDatapath()
+
+    def assert_empty(self) -> None:
+        """Fail unless nothing is left in kernel, journal, table and address pool."""
+        assert self.datapath.is_empty(), self.datapath
+        assert list(self.journal.list_records()) == []
+        assert len(self.table) == 0
+        assert not self.ipam.holders()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        self.journal.close()

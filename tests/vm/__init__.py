@@ -1,0 +1,1 @@
+"""The tier `vm`: other kernels under software emulation."""

@@ -1,0 +1,256 @@
+"""Boot one of Debian's own kernels under software emulation and run tests of this tree inside.
+
+`fetch_kernel` unpacks a kernel package below a cache directory (never installed), `build_root` makes one ext4 image with this
+machine's Python, the environment's packages, this tree and the tools the tests need, and `boot` runs a command in it.
+The guest has no network device. Nothing is left running: the emulator ends with the guest or at the deadline.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+GUEST_TREE = "/podwire"
+IMAGE_BYTES = 700 << 20
+MEMORY_MIB = 2048
+
+MODULES_FIRST = ("virtio_pci", "virtio_blk")
+"""What the root needs; built in is fine."""
+MODULES = (
+    *("veth", "cls_bpf", "sch_ingress", "sch_tbf", "vxlan", "nf_tables", "nft_chain_nat"),
+    *("nft_masq", "nf_conntrack", "bridge"),
+)
+TOOLS = ("ip", "tc", "nft", "bpftool", "nsenter", "mount", "umount", "stty", "sh")
+PYTHON_PACKAGES_LEFT_OUT = ("mypy", "ruff", "uv", "grpc_tools", "mypyc", "pip", "setuptools")
+
+INIT = """#!/bin/busybox sh
+/bin/busybox mkdir -p /proc /sys /dev /root
+/bin/busybox mount -t proc proc /proc
+/bin/busybox mount -t sysfs sysfs /sys
+/bin/busybox mount -t devtmpfs dev /dev
+for module in {modules}; do /bin/busybox modprobe $module 2>/dev/null; done
+/bin/busybox mount -t ext4 /dev/vda /root || {{ echo PODWIRE-NO-ROOT; /bin/busybox poweroff -f; }}
+/bin/busybox mount -t proc proc /root/proc
+/bin/busybox mount -t sysfs sysfs /root/sys
+/bin/busybox mount -t devtmpfs dev /root/dev
+/bin/busybox mount -t bpf bpf /root/sys/fs/bpf
+/bin/busybox mount -t tmpfs tmpfs /root/tmp
+/bin/busybox mount -t tmpfs tmpfs /root/run
+/bin/busybox ip link set lo up
+/bin/busybox chroot /root /bin/sh /run.sh
+/bin/busybox poweroff -f
+"""
+
+RUN = """export PATH=/usr/bin:/usr/sbin:/bin:/sbin HOME=/tmp LANG=C.UTF-8 PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH={tree}:{site}
+export PODWIRE_GUEST=1
+stty -F /dev/ttyS1 raw -echo
+cd {tree}
+( {command} ) > /dev/ttyS1 2>&1
+echo "PODWIRE-EXIT $?" > /dev/ttyS1
+"""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An unpacked kernel: its image and the folder `lib/modules/<release>`."""
+
+    release: str
+    image: Path
+    modules: Path
+
+
+class GuestUnavailable(Exception):
+    """Something the tier needs is not to be had here; the message names it."""
+
+
+def fetch_kernel(package: str, cache: Path) -> Kernel:
+    """Unpack the kernel that Debian's meta package `package` stands for; the download is kept in `cache`."""
+    depends = _output("apt-cache", "depends", package)
+    names = [line.split()[1] for line in depends.splitlines() if "Depends: linux-image" in line]
+    if not names:
+        raise GuestUnavailable(f"package {package} is not to be had (apt-get update?)")
+    target = cache / names[0]
+    if not (target / "done").exists():
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        _run("apt-get", "download", "-q", "-o", "APT::Sandbox::User=root", names[0], cwd=target)
+        [archive] = target.glob("*.deb")
+        _run("dpkg", "-x", str(archive), str(target))
+        [modules] = (target / "lib" / "modules").iterdir()
+        for packed in modules.rglob("*.ko.xz"):
+            _run("xz", "-d", str(packed))
+        _run("depmod", "-b", str(target), modules.name)
+        archive.unlink()
+        (target / "done").touch()
+    [image] = (target / "boot").glob("vmlinuz-*")
+    [modules] = (target / "lib" / "modules").iterdir()
+    return Kernel(modules.name, image, modules)
+
+
+def build_root(directory: Path) -> Path:
+    """Make the guest's root below `directory`; gives the path of an ext4 image."""
+    root = directory / "root"
+    for name in ("proc", "sys", "dev", "tmp", "run", "etc", "usr/bin", "usr/lib", "usr/sbin"):
+        (root / name).mkdir(parents=True, exist_ok=True)
+    for link, target in {"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib"}.items():
+        (root / link).symlink_to(target)
+    (root / "lib64").symlink_to("usr/lib64")
+    (root / "etc" / "passwd").write_text("root:x:0:0:root:/tmp:/bin/sh\n")
+    _copy_python(root)
+    _copy_tree(root)
+    for tool in TOOLS:
+        path = shutil.which(tool)
+        if path is None:
+            raise GuestUnavailable(f"program {tool!r} is missing (scripts/setup installs it)")
+        shutil.copy(os.path.realpath(path), root / "usr" / "bin" / tool)
+    _copy_libraries(root)
+    image = directory / "root.ext4"
+    with image.open("wb") as file:
+        file.truncate(IMAGE_BYTES)
+    _run("mke2fs", "-q", "-t", "ext4", "-O", "^has_journal", "-d", str(root), str(image))
+    shutil.rmtree(root)
+    return image
+
+
+def boot(kernel: Kernel, root: Path, command: str, directory: Path, timeout_s: float) -> str:
+    """Run `command` in the tree inside the guest; gives all it printed. TimeoutError at the deadline."""
+    image = directory / f"{kernel.release}.ext4"
+    shutil.copy(root, image)
+    site = sysconfig.get_path("purelib")
+    script = RUN.format(tree=GUEST_TREE, site=site, command=command)
+    (directory / "run.sh").write_text(script)
+    _run("debugfs", "-w", "-R", f"write {directory / 'run.sh'} run.sh", str(image))
+    initramfs = _initramfs(kernel, directory)
+    output = directory / f"{kernel.release}.out"
+    arguments = [
+        *("qemu-system-x86_64", "-accel", "tcg,thread=multi", "-smp", "2", "-m", str(MEMORY_MIB)),
+        *("-nodefaults", "-no-reboot", "-display", "none", "-cpu", "max"),
+        *("-kernel", str(kernel.image), "-initrd", str(initramfs)),
+        *("-append", "console=ttyS0 quiet panic=-1 random.trust_cpu=on"),
+        *("-drive", f"file={image},if=virtio,format=raw,cache=unsafe"),
+        *("-serial", f"file:{directory / 'console.out'}", "-serial", f"file:{output}"),
+    ]
+    try:
+        subprocess.run(arguments, check=True, timeout=timeout_s, capture_output=True)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"the guest did not end within {timeout_s:.0f} s") from None
+    finally:
+        image.unlink()
+    return output.read_text(errors="replace")
+
+
+def _initramfs(kernel: Kernel, directory: Path) -> Path:
+    tree = directory / f"initramfs-{kernel.release}"
+    (tree / "bin").mkdir(parents=True)
+    busybox = shutil.which("busybox")
+    if busybox is None:
+        raise GuestUnavailable("program 'busybox' is missing (package busybox-static)")
+    shutil.copy(busybox, tree / "bin" / "busybox")
+    modules = tree / "lib" / "modules" / kernel.release
+    modules.mkdir(parents=True)
+    for path in kernel.modules.glob("modules.*"):
+        shutil.copy(path, modules / path.name)
+    for relative in _module_closure(kernel, (*MODULES_FIRST, *MODULES)):
+        (modules / relative).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(kernel.modules / relative, modules / relative)
+    init = tree / "init"
+    init.write_text(INIT.format(modules=" ".join((*MODULES_FIRST, *MODULES))))
+    init.chmod(0o755)
+    archive = directory / f"{kernel.release}.cpio"
+    names = "\n".join(str(path.relative_to(tree)) for path in sorted(tree.rglob("*")))
+    with archive.open("wb") as file:
+        subprocess.run(
+            ["cpio", "--quiet", "-o", "-H", "newc"],
+            input=names.encode(),
+            stdout=file,
+            cwd=tree,
+            check=True,
+        )
+    return archive
+
+
+def _module_closure(kernel: Kernel, names: Iterable[str]) -> list[str]:
+    """Give the files of modules and of all they depend on, by modules.dep (`path: path path`)."""
+    wanted = set(names)
+    files: set[str] = set()
+    for line in (kernel.modules / "modules.dep").read_text().splitlines():
+        path, _, dependencies = line.partition(":")
+        if Path(path).stem.replace("-", "_") in wanted:
+            files.update([path, *dependencies.split()])
+    return sorted(files)
+
+
+def _copy_python(root: Path) -> None:
+    """Copy interpreter, standard library and the environment's packages to the same paths."""
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    left_out = shutil.ignore_patterns("test", "idlelib", "tkinter", "__pycache__", "site-packages")
+    shutil.copytree(stdlib, _inside(root, stdlib), ignore=left_out, dirs_exist_ok=True)
+    site = Path(sysconfig.get_path("purelib"))
+    shutil.copytree(
+        site,
+        _inside(root, site),
+        ignore=shutil.ignore_patterns("__pycache__", *PYTHON_PACKAGES_LEFT_OUT),
+        dirs_exist_ok=True,
+    )
+    interpreter = Path(os.path.realpath(sys.executable))
+    _inside(root, interpreter).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(interpreter, _inside(root, interpreter))
+    python = root / "usr" / "bin" / "python3"
+    if not python.exists():
+        python.symlink_to(interpreter)
+
+
+def _copy_tree(root: Path) -> None:
+    tree = root / GUEST_TREE.lstrip("/")
+    for name in ("podwire", "tests", "bpf", "build", "scripts"):
+        if (ROOT / name).exists():
+            shutil.copytree(
+                ROOT / name,
+                tree / name,
+                ignore=shutil.ignore_patterns("__pycache__"),
+                symlinks=True,
+            )
+    shutil.copy(ROOT / "pyproject.toml", tree / "pyproject.toml")
+
+
+def _copy_libraries(root: Path) -> None:
+    """Copy every shared library that anything in the root needs, to where the loader looks."""
+    needed: set[str] = {str(path) for path in Path("/lib64").glob("ld-linux*")}
+    for path in root.rglob("*"):
+        if path.is_symlink() or not path.is_file():
+            continue
+        with path.open("rb") as file:
+            if file.read(4) != b"\x7fELF":
+                continue
+        listed = subprocess.run(["ldd", str(path)], capture_output=True, text=True, check=False)
+        for line in listed.stdout.splitlines():
+            target = line.split("=>")[-1].split()[0]
+            if target.startswith("/") and not target.startswith(str(root)):
+                needed.add(target)
+    for extra in ("libbpf.so.1", "libnftables.so.1"):
+        needed.update(str(path) for path in Path("/usr/lib").glob(f"*/{extra}"))
+    for library in needed:
+        place = _inside(root, Path("/usr/lib64" if "ld-linux" in library else "/usr/lib"))
+        place.mkdir(parents=True, exist_ok=True)
+        shutil.copy(os.path.realpath(library), place / Path(library).name)
+
+
+def _inside(root: Path, path: Path) -> Path:
+    return root / str(path).lstrip("/")
+
+
+def _run(*arguments: str, cwd: Path | None = None) -> None:
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=cwd)
+    if done.returncode:
+        raise GuestUnavailable(f"{' '.join(arguments[:2])} failed: {done.stderr.strip()[-300:]}")
+
+
+def _output(*arguments: str) -> str:
+    done: Sequence[str] = arguments
+    return subprocess.run(done, capture_output=True, text=True, check=False).stdout

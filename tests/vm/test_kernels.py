@@ -1,0 +1,75 @@
+"""Every program passes the verifier of Debian 12's own kernel and of 6.12, and every packet test passes there.
+
+Each kernel is booted once under emulation and runs the tier `packet` inside; a test here stands for one file of it.
+"""
+
+import functools
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.vm.guest import ROOT, GuestUnavailable, boot, build_root, fetch_kernel
+
+pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
+
+KERNELS = {"6.1": "linux-image-cloud-amd64", "6.12": "linux-image-6.12-cloud-amd64"}
+CACHE = ROOT / ".cache" / "vm"
+DEADLINE_S = 800
+COMMAND = (
+    "python3 -m pytest tests/packet -m packet -q -rA --tb=short --color=no -p no:cacheprovider"
+)
+FILES = sorted(path.name for path in (ROOT / "tests" / "packet").glob("test_*.py"))
+_LINE = re.compile(
+    r"^(PASSED|FAILED|ERROR|SKIPPED)\s+(?:\[\d+\] )?(tests/packet/([^:\s]+)\S*)", re.M
+)
+
+
+@dataclass(frozen=True)
+class GuestRun:
+    """What one kernel said."""
+
+    release: str
+    output: str
+    outcomes: Mapping[str, list[tuple[str, str]]]
+    """By file: (outcome, test)."""
+
+
+@pytest.fixture(scope="module")
+def workshop() -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="podwire-vm-"))
+    yield directory
+    shutil.rmtree(directory)
+
+
+@functools.cache
+def _root(directory: Path) -> Path:
+    return build_root(directory)
+
+
+@functools.cache
+def _run(version: str, directory: Path) -> GuestRun:
+    CACHE.mkdir(parents=True, exist_ok=True)
+    try:
+        kernel = fetch_kernel(KERNELS[version], CACHE)
+        output = boot(kernel, _root(directory), COMMAND, directory, DEADLINE_S)
+    except GuestUnavailable as reason:
+        pytest.skip(f"kernel {version}: {reason}")
+    outcomes: dict[str, list[tuple[str, str]]] = {name: [] for name in FILES}
+    for outcome, test, name in _LINE.findall(output):
+        outcomes.setdefault(name, []).append((outcome, test))
+    return GuestRun(kernel.release, output, outcomes)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("version", KERNELS)
+def test_packet_tests_pass_in_kernel(version: str, name: str, workshop: Path) -> None:
+    run = _run(version, workshop)
+    assert run.release.startswith(f"{version}.")
+    bad = [f"{outcome} {test}" for outcome, test in run.outcomes[name] if outcome != "PASSED"]
+    assert not bad, f"on {run.release}:\n" + "\n".join(bad) + "\n" + run.output[-4000:]
+    assert run.outcomes[name], f"no test of {name} ran on {run.release}:\n{run.output[-4000:]}"

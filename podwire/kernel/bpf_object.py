@@ -44,6 +44,8 @@ class MapShape:
     value_size: int
     max_entries: int
     flags: int
+    btf_key_type: int = 0
+    btf_value_type: int = 0
     inner: "MapShape | None" = None
 
 
@@ -64,6 +66,8 @@ class BpfObject:
         if self._object == ffi.NULL:
             raise bpf.fail("open object", name, detail=_first_line(_messages()))
         self._maps = {_text(lib.bpf_map__name(one)): one for one in self._walk_maps()}
+        # libbpf forgets the declaration of inner maps at the load.
+        self._shapes = {name: _shape(one) for name, one in self._maps.items()}
         self._programs = {_text(lib.bpf_program__name(one)): one for one in self._walk_programs()}
 
     def _walk_maps(self) -> Iterator[object]:
@@ -108,7 +112,8 @@ class BpfObject:
 
     def shape(self, map_name: str) -> MapShape:
         """Tell how the object declares a map."""
-        return _shape(self._map(map_name))
+        self._map(map_name)
+        return self._shapes[map_name]
 
     def _map(self, name: str) -> object:
         try:
@@ -182,8 +187,22 @@ class BpfObject:
 
     def create_inner(self, outer: str, name: str, *, max_entries: int) -> bpf.Map:
         """Create a map of the shape that `outer` declares for its inner maps; after `load` only."""
-        raw = name.encode()[:15]
-        fd = lib.pw_map_create_inner(self._object, self._map(outer), raw, max_entries)
+        inner = self.shape(outer).inner
+        if inner is None:
+            raise KernelFailure(
+                errno.EINVAL, "create inner map", name, detail=f"{outer} is no map of maps"
+            )
+        fd = lib.pw_map_create_typed(
+            self._object,
+            inner.type,
+            name.encode()[:15],
+            inner.key_size,
+            inner.value_size,
+            max_entries,
+            inner.flags,
+            inner.btf_key_type,
+            inner.btf_value_type,
+        )
         if fd < 0:
             raise bpf.fail("create inner map", name)
         return bpf.Map(fd, name=name)
@@ -211,6 +230,8 @@ def _shape(one: object) -> MapShape:
         value_size=lib.bpf_map__value_size(one),
         max_entries=lib.bpf_map__max_entries(one),
         flags=lib.bpf_map__map_flags(one),
+        btf_key_type=lib.bpf_map__btf_key_type_id(one),
+        btf_value_type=lib.bpf_map__btf_value_type_id(one),
         inner=None if inner == ffi.NULL else _shape(inner),
     )
 

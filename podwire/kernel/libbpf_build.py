@@ -73,8 +73,10 @@ int pw_find_variable(struct bpf_object *o, const char *section, const char *name
 
 int pw_map_create(u32 type, const char *name, u32 key_size, u32 value_size, u32 max_entries,
                   u32 flags, int inner_fd);
-int pw_map_create_inner(struct bpf_object *o, struct bpf_map *outer, const char *name,
-                        u32 max_entries);
+int pw_map_create_typed(struct bpf_object *o, u32 type, const char *name, u32 key_size,
+                        u32 value_size, u32 max_entries, u32 flags, u32 key_type, u32 value_type);
+u32 bpf_map__btf_key_type_id(const struct bpf_map *map);
+u32 bpf_map__btf_value_type_id(const struct bpf_map *map);
 int pw_map_create_like(int fd, const char *name, u32 max_entries);
 int pw_map_layout(int fd, int of_value, char *out, size_t size);
 int pw_is_bpffs(const char *path);
@@ -211,25 +213,17 @@ static int pw_map_create(u32 type, const char *name, u32 key_size, u32 value_siz
     return bpf_map_create(type, name, key_size, value_size, max_entries, &opts);
 }
 
-/* Create what an object declares as the inner map of a map of maps, with its BTF, so that another
- * build can read the layout of its rows from the kernel.
+/* Create a map with the BTF of a loaded object, so that another build can read the layout of its
+ * rows from the kernel.
  */
-static int pw_map_create_inner(struct bpf_object *o, struct bpf_map *outer, const char *name,
-                               u32 max_entries)
+static int pw_map_create_typed(struct bpf_object *o, u32 type, const char *name, u32 key_size,
+                               u32 value_size, u32 max_entries, u32 flags, u32 key_type,
+                               u32 value_type)
 {
-    struct bpf_map *inner = bpf_map__inner_map(outer);
-    LIBBPF_OPTS(bpf_map_create_opts, opts);
-
-    if (!inner) {
-        errno = EINVAL;
-        return -EINVAL;
-    }
-    opts.map_flags = bpf_map__map_flags(inner);
-    opts.btf_fd = bpf_object__btf_fd(o);
-    opts.btf_key_type_id = bpf_map__btf_key_type_id(inner);
-    opts.btf_value_type_id = bpf_map__btf_value_type_id(inner);
-    return bpf_map_create(bpf_map__type(inner), name, bpf_map__key_size(inner),
-                          bpf_map__value_size(inner), max_entries, &opts);
+    LIBBPF_OPTS(bpf_map_create_opts, opts, .map_flags = flags,
+                .btf_fd = (u32)bpf_object__btf_fd(o), .btf_key_type_id = key_type,
+                .btf_value_type_id = value_type);
+    return bpf_map_create(type, name, key_size, value_size, max_entries, &opts);
 }
 
 /* Create a map as an existing one, BTF included, with another capacity. */

@@ -221,7 +221,7 @@ class EndpointValue(NamedTuple):
 ENDPOINT_VALUE_BYTES: Final = _ENDPOINT_VALUE.size
 
 
-_CONFIG_VALUE: Final = struct.Struct("=4xIIIIIIIII4s16s6s6s")
+_CONFIG_VALUE: Final = struct.Struct("=4xIIIIIIIII16s4s6s6s")
 
 
 class ConfigValue(NamedTuple):
@@ -236,8 +236,8 @@ class ConfigValue(NamedTuple):
     flags: int
     default_rule_egress: int
     default_rule_ingress: int
-    ipv4: bytes
     ipv6: bytes
+    ipv4: bytes
     pod_mac: bytes
     host_mac: bytes
 
@@ -253,8 +253,8 @@ class ConfigValue(NamedTuple):
             self.flags,
             self.default_rule_egress,
             self.default_rule_ingress,
-            self.ipv4,
             self.ipv6,
+            self.ipv4,
             self.pod_mac,
             self.host_mac,
         )

@@ -164,8 +164,8 @@ struct pw_config_value {
 	__u32 flags;
 	__u32 default_rule_egress;
 	__u32 default_rule_ingress;
+	__u8 ipv6[16];			/* network order, all zero = none */
 	__u8 ipv4[4];			/* network order, all zero = none */
-	__u8 ipv6[16];			/* all zero = none */
 	__u8 pod_mac[6];
 	__u8 host_mac[6];
 } __attribute__((aligned(8)));

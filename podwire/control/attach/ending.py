@@ -1,8 +1,8 @@
 """How an endpoint ends: undone at once, forgotten only when the kernel has really let go of its device.
 
-Used by DEL, GC, a failed ADD and restore, under the node's turn. Between `end` and the `settle` that sees the device gone, the
-endpoint is `disconnecting`: it passes no packet and its addresses stay in quarantine. What could not be undone or
-written (a full disk, say) stays here and is tried again by the next `settle`.
+Used by DEL, GC, a failed ADD and restore, under the node's turn. Between `end` and the `settle` that sees the device
+gone, the endpoint is `disconnecting`: it passes no packet and its addresses stay in quarantine. What could not be
+undone or written (a full disk, say) stays here and is tried again by the next `settle`.
 """
 
 import logging
@@ -75,7 +75,7 @@ class Endings:
         return record
 
     def settle(self) -> int:
-        """Retry what failed, delete condemned devices in one batch, forget what is gone; tells how many were forgotten."""
+        """Retry what failed, delete condemned devices in one batch, forget what is gone; tells how many that were."""
         for endpoint_id, ending in self._endings.items():
             if not ending.undone:
                 undone = undo_steps(
@@ -84,9 +84,7 @@ class Endings:
                 self._endings[endpoint_id] = replace(ending, undone=undone)
         for endpoint_id in self._context.datapath.reap_devices():
             if endpoint_id in self._endings:
-                self._endings[endpoint_id] = replace(
-                    self._endings[endpoint_id], device_gone=True
-                )
+                self._endings[endpoint_id] = replace(self._endings[endpoint_id], device_gone=True)
         finished = [
             endpoint_id
             for endpoint_id, ending in self._endings.items()

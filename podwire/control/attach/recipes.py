@@ -10,8 +10,8 @@ from podwire.control.attach import steps
 from podwire.control.attach.steps import Step
 
 RECIPES: Mapping[str, tuple[Step, ...]] = {
-    # The guard row comes before the device, so that no packet ever meets a device without a row that drops it; the build
-    # comes last, so that the first packet that passes meets the whole policy.
+    # The guard row comes before the device, so that no packet ever meets a device without a row that drops it; the
+    # build comes last, so that the first packet that passes meets the whole policy.
     "veth": (
         steps.GUARD,
         steps.DEVICE,

@@ -1,1 +1,1 @@
-"""What ADD answers for an attachment, in a form that no CNI version owns. Pure; `cni.result` writes it for each version."""
+"""What ADD answers for an attachment, in a form that no CNI version owns. Pure; `cni.result` writes each version."""

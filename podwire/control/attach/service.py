@@ -1,14 +1,15 @@
 """ADD, DEL, CHECK, GC and STATUS, as decisions: what to refuse, which steps to take, what to answer.
 
-Called by `agent.dispatch` on a worker thread; implements its protocol. Every change happens under the node's *turn*, one lock
-for all kernel work (four workers side by side were measured slower than one). Never raises anything but PodwireError.
-Invariant: the journal knows of an attachment before the kernel does, and until after the kernel has forgotten it.
+Called by `agent.dispatch` on a worker thread; implements its protocol. Every change happens under the node's *turn*,
+one lock for all kernel work (four workers side by side were measured slower than one). Never raises anything but
+PodwireError. Invariant: the journal knows of an attachment before the kernel does, and until after the kernel has
+forgotten it.
 """
 
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from ipaddress import IPv4Address, IPv6Address
 
@@ -48,35 +49,25 @@ Observe = Callable[[str, str, float], None]
 """Told of each step: operation, step, milliseconds."""
 
 
+def _observe_nothing(_op: str, _step: str, _ms: float) -> None:
+    """Time nothing."""
+
+
+@dataclass(frozen=True)
 class AttachService:
     """The attachments of one node."""
 
-    def __init__(
-        self,
-        *,
-        journal: Journal,
-        datapath: Datapath,
-        ipam: NodeIpam,
-        table: EndpointTable,
-        endings: Endings,
-        context: Context,
-        clock: Clock,
-        turn: threading.RLock,
-        mode: str = "veth",
-        status_on_exhaustion: bool = True,
-        observe: Observe = lambda _op, _step, _ms: None,
-    ) -> None:
-        self._journal = journal
-        self._datapath = datapath
-        self._ipam = ipam
-        self._table = table
-        self._endings = endings
-        self._context = context
-        self._clock = clock
-        self._turn = turn
-        self._mode = mode
-        self._status_on_exhaustion = status_on_exhaustion
-        self._observe = observe
+    journal: Journal
+    datapath: Datapath
+    ipam: NodeIpam
+    table: EndpointTable
+    endings: Endings
+    context: Context
+    clock: Clock
+    turn: threading.RLock
+    mode: str = "veth"
+    status_on_exhaustion: bool = True
+    observe: Observe = _observe_nothing
 
     def add(
         self,
@@ -90,7 +81,7 @@ class AttachService:
                 f"attach {_key(request)}: network namespace {request.netns_path!r} is gone",
                 hint="the runtime must keep CNI_NETNS mounted until ADD has answered",
             )
-        with self._turn:
+        with self.turn:
             self._refuse_second_attachment(_key(request))
             endpoint = self._admit(request, namespace)
             self._build_up(endpoint, namespace, cancelled)
@@ -98,8 +89,8 @@ class AttachService:
 
     def delete(self, request: AttachRequest, _namespace: PodNamespace | None = None) -> None:
         """Detach; success when nothing is there. Older than the attachment it names, it changes nothing."""
-        with self._turn:
-            endpoint = self._table.get_by_key(_key(request))
+        with self.turn:
+            endpoint = self.table.get_by_key(_key(request))
             if endpoint is None or endpoint.state is State.DISCONNECTING:
                 return
             if endpoint.record.taken_boottime_ns > request.started_boottime_ns:
@@ -108,12 +99,12 @@ class AttachService:
                     extra={"container": endpoint.record.key.container_id, "op": "DEL"},
                 )
                 return
-            self._timed("DEL", "end", lambda: self._endings.end(endpoint, "DEL"))
+            self._timed("DEL", "end", lambda: self.endings.end(endpoint, "DEL"))
 
     def check(self, request: AttachRequest, namespace: PodNamespace | None) -> None:
         """Compare kernel, journal and the runtime's result; CheckFailed names every difference."""
-        with self._turn:
-            endpoint = self._table.get_by_key(_key(request))
+        with self.turn:
+            endpoint = self.table.get_by_key(_key(request))
             if endpoint is None or endpoint.state is State.DISCONNECTING:
                 raise UnknownContainer(
                     f"check {_key(request)}: no such attachment",
@@ -122,7 +113,7 @@ class AttachService:
             differences = [
                 *compare_with_result(endpoint.record, request.prev_result),
                 *self._compare_namespace(endpoint.record, namespace),
-                *self._datapath.compare_endpoint(endpoint.record, endpoint.config, namespace),
+                *self.datapath.compare_endpoint(endpoint.record, endpoint.config, namespace),
             ]
         if differences:
             raise CheckFailed(
@@ -137,8 +128,8 @@ class AttachService:
             return
         valid = set(request.valid_attachments)
         failures: list[str] = []
-        with self._turn:
-            for endpoint in self._table:
+        with self.turn:
+            for endpoint in self.table:
                 record = endpoint.record
                 if (
                     record.key.network != request.network
@@ -148,7 +139,7 @@ class AttachService:
                 ):
                     continue
                 try:
-                    self._endings.end(endpoint, "GC: not in the runtime's list")
+                    self.endings.end(endpoint, "GC: not in the runtime's list")
                 except PodwireError as error:
                     failures.append(error.message)
         if failures:
@@ -156,8 +147,8 @@ class AttachService:
 
     def status(self) -> None:
         """Tell whether an ADD would succeed now; CannotServe names the reason."""
-        full = [usage.cidr for usage in self._ipam.usage() if usage.free == 0]
-        if full and self._status_on_exhaustion and not len(self._endings):
+        full = [usage.cidr for usage in self.ipam.usage() if usage.free == 0]
+        if full and self.status_on_exhaustion and not len(self.endings):
             raise CannotServe(
                 f"no address left in {', '.join(str(cidr) for cidr in full)}",
                 hint="give the node another CIDR (node_cidrs) or remove pods; see `podwire ipam show`",
@@ -165,30 +156,30 @@ class AttachService:
 
     def settle(self) -> int:
         """Let the reaper work on what has ended; tells how many endpoints were forgotten."""
-        with self._turn:
-            return self._endings.settle()
+        with self.turn:
+            return self.endings.settle()
 
     def list_attachments(self) -> Sequence[AttachmentKey]:
         """Give the keys of all attachments that are not on their way out."""
         return [
             endpoint.record.key
-            for endpoint in self._table
+            for endpoint in self.table
             if endpoint.state is not State.DISCONNECTING
         ]
 
     def taken_boottime_ns(self, key: AttachmentKey) -> int | None:
         """Give the start of the ADD that made the living attachment, to order it against a spooled DEL."""
-        endpoint = self._table.get_by_key(key)
+        endpoint = self.table.get_by_key(key)
         if endpoint is None or endpoint.state is State.DISCONNECTING:
             return None
         return endpoint.record.taken_boottime_ns
 
     def _refuse_second_attachment(self, key: AttachmentKey) -> None:
         """An ending attachment of the same name is waited for; a living one is an error (specification, ADD)."""
-        holders = self._table.list_by_container(key.container_id, key.if_name)
+        holders = self.table.list_by_container(key.container_id, key.if_name)
         if any(endpoint.state is State.DISCONNECTING for endpoint in holders):
-            self._endings.settle()
-            holders = self._table.list_by_container(key.container_id, key.if_name)
+            self.endings.settle()
+            holders = self.table.list_by_container(key.container_id, key.if_name)
         if not holders:
             return
         holder = holders[0].record.key
@@ -200,16 +191,16 @@ class AttachService:
 
     def _admit(self, request: AttachRequest, namespace: PodNamespace) -> Endpoint:
         """Choose id, addresses and device, and write the intent: from here on the node remembers it."""
-        endpoint_id = self._journal.next_endpoint_id()
+        endpoint_id = self.journal.next_endpoint_id()
         ipv4, ipv6 = self._allocate(endpoint_id, request)
         try:
             record = self._plan(endpoint_id, request, namespace, str(ipv4 or ""), str(ipv6 or ""))
-            self._timed("ADD", "intent", lambda: self._journal.write(record))
+            self._timed("ADD", "intent", lambda: self.journal.write(record))
         except BaseException:
-            self._ipam.release(endpoint_id)
+            self.ipam.release(endpoint_id)
             raise
-        endpoint = Endpoint(record, State.WAITING_FOR_IDENTITY, self._clock, cause="ADD")
-        self._table.insert(endpoint)
+        endpoint = Endpoint(record, State.WAITING_FOR_IDENTITY, self.clock, cause="ADD")
+        self.table.insert(endpoint)
         return endpoint
 
     def _plan(
@@ -225,11 +216,11 @@ class AttachService:
             id=endpoint_id,
             key=key,
             phase=Phase.ADDING,
-            boot_id=self._clock.boot_id(),
+            boot_id=self.clock.boot_id(),
             taken_boottime_ns=request.started_boottime_ns,
             netns_path=namespace.path,
             netns_cookie=namespace.cookie,
-            device=self._datapath.plan_device(
+            device=self.datapath.plan_device(
                 endpoint_id,
                 host_device_name(key.container_id, key.if_name),
                 key.if_name,
@@ -252,20 +243,20 @@ class AttachService:
     ) -> tuple[IPv4Address | None, IPv6Address | None]:
         """Take addresses; when all are in use or resting behind a dying device, let the reaper finish first."""
         try:
-            return self._ipam.allocate(endpoint_id, identity=NO_IDENTITY, wanted=request.wanted_ips)
+            return self.ipam.allocate(endpoint_id, identity=NO_IDENTITY, wanted=request.wanted_ips)
         except (Exhausted, AddressUnavailable):
-            if not self._endings.settle():
+            if not self.endings.settle():
                 raise
-            return self._ipam.allocate(endpoint_id, identity=NO_IDENTITY, wanted=request.wanted_ips)
+            return self.ipam.allocate(endpoint_id, identity=NO_IDENTITY, wanted=request.wanted_ips)
 
     def _build_up(
         self, endpoint: Endpoint, namespace: PodNamespace, cancelled: Callable[[], bool]
     ) -> None:
         """Do the recipe and commit; on any failure, a cancellation included, take back what was begun."""
-        context = replace(self._context, namespace=namespace)
+        context = replace(self.context, namespace=namespace)
         begun: list[Step] = []
         try:
-            for step in RECIPES[self._mode]:
+            for step in RECIPES[self.mode]:
                 if cancelled():
                     raise Cancelled(
                         f"attach {endpoint.record.key}: the caller went away or a DEL overtook it",
@@ -280,13 +271,13 @@ class AttachService:
 
     def _commit(self, endpoint: Endpoint) -> None:
         record = msgspec.structs.replace(endpoint.record, phase=Phase.LIVE)
-        self._journal.write(record)
-        self._table.replace_record(record)
+        self.journal.write(record)
+        self.table.replace_record(record)
 
     def _take_back(self, endpoint: Endpoint, begun: Sequence[Step], error: BaseException) -> None:
         """Undo a failed ADD. Raised from here, a second failure would hide the first: it is logged instead."""
         try:
-            self._endings.end(endpoint, f"ADD failed: {error}", begun)
+            self.endings.end(endpoint, f"ADD failed: {error}", begun)
         except PodwireError as failure:
             _log.warning(
                 "undo of a failed ADD is not complete; it is retried",
@@ -306,9 +297,9 @@ class AttachService:
         return []
 
     def _timed(self, op: str, step: str, do: Callable[[], object]) -> None:
-        begin_ns = self._clock.boottime_ns()
+        begin_ns = self.clock.boottime_ns()
         do()
-        self._observe(op, step, (self._clock.boottime_ns() - begin_ns) / 1e6)
+        self.observe(op, step, (self.clock.boottime_ns() - begin_ns) / 1e6)
 
 
 def _key(request: AttachRequest) -> AttachmentKey:

@@ -1,8 +1,9 @@
 """The steps of an attachment, each with its one undo.
 
-ADD does the steps of its recipe in order; a failed ADD, DEL, GC and restore undo them backwards with the same functions. An
-undo is idempotent: "already gone" is success. Steps change the kernel through `Datapath` only; the journal's intent is on
-disk before the first of them and the address stays held until the last undo is known to be complete.
+ADD does the steps of its recipe in order; a failed ADD, DEL, GC and restore undo them backwards with the same
+functions. An undo is idempotent: "already gone" is success. Steps change the kernel through `Datapath` only; the
+journal's intent is on disk before the first of them and the address stays held until the last undo is known to be
+complete.
 """
 
 import logging
@@ -90,7 +91,7 @@ BUILD = Step("build", _build, _close)
 
 
 def undo_steps(steps: Sequence[Step], context: Context, record: EndpointRecord) -> bool:
-    """Take steps back, last first; True when all of it is done. A failing undo is logged and does not stop the others."""
+    """Take steps back, last first; True when all of it is done. A failing undo is logged and stops no other."""
     complete = True
     for step in reversed(steps):
         if step.undo is None:

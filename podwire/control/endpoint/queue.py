@@ -1,7 +1,8 @@
 """Which endpoint is built next: one serial queue per endpoint, coalesced triggers, back-off after failures.
 
-Pure: time comes in as a parameter, builders ask `take` and report `finish`. `control.endpoint.regenerate` is the only user.
-A trigger that comes while its endpoint is being built starts another build afterwards; it is never lost and never doubled.
+Pure: time comes in as a parameter, builders ask `take` and report `finish`. `control.endpoint.regenerate` is the only
+user. A trigger that comes while its endpoint is being built starts another build afterwards; it is never lost and
+never doubled.
 """
 
 import enum
@@ -76,7 +77,7 @@ class BuildQueue:
         return None
 
     def finish(self, build: Build, *, ok: bool, now_ns: int) -> None:
-        """Report the end of a build. A failed one comes back at its own level after 0.5 s, 1 s, 2 s, ... at most 60 s."""
+        """Report the end of a build. A failed one comes back at its level after 0.5 s, 1 s, 2 s, ... up to 60 s."""
         self._running.pop(build.endpoint_id, None)
         if ok:
             self._failures.pop(build.endpoint_id, None)

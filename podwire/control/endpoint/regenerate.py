@@ -1,11 +1,13 @@
 """Bring one endpoint's datapath to its desired state, and keep the state machine told.
 
 Called inside ADD for the first build and by the agent's build loop for every later one, always under the node's turn.
-A failed build changes nothing in the kernel: what was in force stays, the endpoint is `not-ready` and the queue retries.
+A failed build changes nothing in the kernel: what was in force stays, the endpoint is `not-ready` and the queue
+retries.
 """
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from podwire.control.endpoint import states
 from podwire.control.endpoint.queue import Build, BuildQueue, Level
@@ -79,9 +81,11 @@ class Regenerator:
             self._datapath.open_endpoint(endpoint.record, config)
         except PodwireError as error:
             endpoint.report(states.BuildFailed(error.message))
-            self._tell(lambda: self._directories.keep_failure(endpoint.record, config, str(error)))
+            self._tell(
+                partial(self._directories.keep_failure, endpoint.record, config, error.message)
+            )
             raise
-        self._tell(lambda: self._directories.publish(endpoint.record, config))
+        self._tell(partial(self._directories.publish, endpoint.record, config))
         endpoint.config = config
         endpoint.realized_revision = config.policy_revision
         endpoint.report(states.BuildSucceeded())

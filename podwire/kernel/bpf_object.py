@@ -128,6 +128,12 @@ class BpfObject:
         for name, value in values.items():
             self._set_constant(name, value)
 
+    def has_constant(self, name: str) -> bool:
+        """Tell whether the object declares a `const volatile` variable of this name."""
+        place = ffi.new("u32[2]")
+        section = _CONSTANTS_SECTION.encode()
+        return not lib.pw_find_variable(self._object, section, name.encode(), place, place + 1)
+
     def _set_constant(self, name: str, value: int) -> None:
         offset, size = ffi.new("u32 *"), ffi.new("u32 *")
         if lib.pw_find_variable(

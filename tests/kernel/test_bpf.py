@@ -297,6 +297,7 @@ def test_run_refuses_a_frame_that_is_too_short(loaded: bpf_object.BpfObject) -> 
 
 def test_unknown_constant_map_and_program_are_named(object_bytes: bytes) -> None:
     with bpf_object.BpfObject(object_bytes, "probe") as one:
+        assert [one.has_constant(name) for name in ("verdict", "absent")] == [True, False]
         with pytest.raises(KernelFailure, match=r"'absent'.*not in probe"):
             one.set_constants({"absent": 1})
         with pytest.raises(KernelFailure, match=r"'absent'.*not in probe"):

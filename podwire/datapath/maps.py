@@ -1,0 +1,371 @@
+"""The node's maps as typed rows: endpoints, configuration, ipcache, settings, usage, metrics, conntrack.
+
+Called by `datapath.node`, `datapath.inventory` and the readers behind `podwire bpf ... list`. Never
+opens a pin (that is `datapath.programs`). Invariant: addresses are v4-mapped bytes only inside this
+module and `abi`; a row of a live endpoint is changed in place under its lock and never replaced, and
+a row that belongs to another instance is never removed. Thread-safe as far as the kernel's maps are:
+two writers of one endpoint must take turns, which the caller's lock sees to.
+"""
+
+import ipaddress
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Final, Self
+
+from podwire.datapath import abi
+from podwire.kernel import bpf
+from podwire.model.endpoint import EndpointRecord, IPAddress
+from podwire.model.errors import Bug
+from podwire.model.ids import EndpointId, IfIndex
+from podwire.model.interfaces import EndpointConfig
+
+IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+MAPPED_PREFIX: Final = bytes(10) + b"\xff\xff"
+MAPPED_PREFIX_BITS: Final = 96
+
+
+def to_mapped(address: IPAddress) -> bytes:
+    """Give the 16 bytes under which the maps know an address."""
+    return address.packed if address.version == 6 else MAPPED_PREFIX + address.packed
+
+
+def from_mapped(raw: bytes) -> IPAddress:
+    """Read the 16 bytes of an address; v4-mapped ones are IPv4."""
+    if raw.startswith(MAPPED_PREFIX):
+        return ipaddress.IPv4Address(raw[12:])
+    return ipaddress.IPv6Address(raw)
+
+
+def to_prefix_key(network: IPNetwork) -> bytes:
+    """Give the key of a prefix in a longest-prefix map."""
+    extra = 0 if network.version == 6 else MAPPED_PREFIX_BITS
+    return abi.PrefixKey(network.prefixlen + extra, to_mapped(network.network_address)).pack()
+
+
+def from_prefix_key(raw: bytes) -> IPNetwork:
+    """Read the key of a prefix."""
+    key = abi.PrefixKey.unpack(raw)
+    address = from_mapped(key.addr)
+    if address.version == 4 and key.prefix_bits >= MAPPED_PREFIX_BITS:
+        return ipaddress.ip_network((address, key.prefix_bits - MAPPED_PREFIX_BITS))
+    return ipaddress.ip_network((ipaddress.IPv6Address(key.addr), key.prefix_bits))
+
+
+def mac_bytes(mac: str) -> bytes:
+    """Read a MAC written with colons."""
+    return bytes.fromhex(mac.replace(":", ""))
+
+
+def _u32(number: int) -> bytes:
+    return number.to_bytes(4, "little")
+
+
+@dataclass(frozen=True)
+class IpcacheEntry:
+    """What is known of a prefix: who is there, on which node, how it is reached."""
+
+    network: IPNetwork
+    identity: int
+    node: int = 0
+    flags: int = 0
+    mtu: int = 0
+
+
+@dataclass(frozen=True)
+class MetricRow:
+    """Packets of one outcome at one hook, summed over the CPUs. `reason` NONE = passed."""
+
+    hook: abi.Hook
+    reason: abi.DropReason
+    path: abi.Path
+    packets: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class ConntrackRow:
+    """One remembered flow of one endpoint, seen in the direction it began."""
+
+    instance: EndpointId
+    direction: abi.Direction
+    protocol: int
+    source: IPAddress
+    destination: IPAddress
+    source_port: int
+    destination_port: int
+    value: abi.ConntrackValue
+
+
+@dataclass(frozen=True)
+class NodeMaps:
+    """The open maps of a node. Owner of their descriptors; closing them takes nothing out of the kernel."""
+
+    pw_config: bpf.Map
+    pw_endpoints: bpf.Map
+    pw_ipcache: bpf.Map
+    pw_settings: bpf.Map
+    pw_usage: bpf.Map
+    pw_metrics: bpf.Map
+    pw_conntrack: bpf.Map
+    pw_events: bpf.Map
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Names of the maps the agent itself uses."""
+        return tuple(field.name for field in fields(cls))
+
+    @classmethod
+    def from_opened(cls, opened: Mapping[str, bpf.Map]) -> Self:
+        """Take the maps the agent uses out of all that the programs have, and close the rest."""
+        missing = set(cls.names()) - set(opened)
+        if missing:
+            raise Bug(f"find maps {sorted(missing)!r} in the programs' objects")
+        for name in set(opened) - set(cls.names()):
+            opened[name].close()
+        return cls(**{name: opened[name] for name in cls.names()})
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        for name in self.names():
+            getattr(self, name).close()
+
+
+def config_row(record: EndpointRecord, config: EndpointConfig | None) -> abi.ConfigValue:
+    """Compute an endpoint's row in `pw_config`; None = the guard, which passes nothing."""
+    flags = abi.ConfigFlags(0) if config is None else _config_flags(record, config)
+    config = config or EndpointConfig()
+    return abi.ConfigValue(
+        ifindex=record.device.host_ifindex,
+        instance=record.id,
+        identity=config.identity,
+        slot=config.slot,
+        policy_revision=config.policy_revision,
+        mtu=record.device.mtu,
+        flags=flags,
+        default_rule_egress=0,
+        default_rule_ingress=0,
+        ipv4=ipaddress.IPv4Address(record.ipv4 or 0).packed,
+        ipv6=ipaddress.IPv6Address(record.ipv6 or 0).packed,
+        pod_mac=mac_bytes(record.device.pod_mac),
+        host_mac=mac_bytes(record.device.host_mac),
+    )
+
+
+def _config_flags(record: EndpointRecord, config: EndpointConfig) -> abi.ConfigFlags:
+    chosen = {
+        abi.ConfigFlags.OPEN: True,
+        abi.ConfigFlags.DENY_EGRESS: config.deny_egress,
+        abi.ConfigFlags.DENY_INGRESS: config.deny_ingress,
+        abi.ConfigFlags.SHAPED: record.bandwidth.to_pod_bits_per_s > 0,
+        abi.ConfigFlags.AUDIT: config.audit,
+        abi.ConfigFlags.HOST_ALLOWED: config.host_allowed,
+        abi.ConfigFlags.TRACE: config.trace,
+    }
+    flags = abi.ConfigFlags(0)
+    for flag, wanted in chosen.items():
+        flags |= flag if wanted else flag & 0
+    return flags
+
+
+def endpoint_row(record: EndpointRecord) -> abi.EndpointValue:
+    """Compute an endpoint's row in `pw_endpoints`, the same under each of its addresses."""
+    return abi.EndpointValue(
+        ifindex=record.device.host_ifindex,
+        instance=record.id,
+        pod_mac=mac_bytes(record.device.pod_mac),
+        host_mac=mac_bytes(record.device.host_mac),
+        flags=0,
+    )
+
+
+def write_guard(maps: NodeMaps, record: EndpointRecord) -> None:
+    """Write the row under which a device passes nothing, and let the instance have conntrack."""
+    ensure_usage(maps, record.id)
+    row = config_row(record, None).pack()
+    maps.pw_config.update(_u32(record.device.host_ifindex), row, bpf.Update.LOCK)
+
+
+def ensure_usage(maps: NodeMaps, instance: EndpointId) -> None:
+    """Make the instance's row in `pw_usage` if there is none; a present one counts on."""
+    key = _u32(instance)
+    if maps.pw_usage.lookup(key) is None:
+        maps.pw_usage.update(key, abi.UsageValue(0, 0, 0, 0).pack())
+
+
+def write_endpoint(maps: NodeMaps, record: EndpointRecord, config: EndpointConfig) -> None:
+    """Publish the addresses, then turn the configuration row over, in place."""
+    ensure_usage(maps, record.id)
+    row = endpoint_row(record).pack()
+    for address in record.addresses:
+        key = to_mapped(address)
+        if maps.pw_endpoints.lookup(key) != row:
+            maps.pw_endpoints.update(key, row)
+    maps.pw_config.update(
+        _u32(record.device.host_ifindex), config_row(record, config).pack(), bpf.Update.LOCK
+    )
+
+
+def remove_endpoint(maps: NodeMaps, record: EndpointRecord) -> None:
+    """Take every row of this instance away; rows that a successor has under the same key stay."""
+    row = read_config(maps, record.device.host_ifindex)
+    if row is not None and row.instance == record.id:
+        maps.pw_config.delete(_u32(record.device.host_ifindex))
+    for address in record.addresses:
+        found = read_endpoint(maps, address)
+        if found is not None and found.instance == record.id:
+            maps.pw_endpoints.delete(to_mapped(address))
+    maps.pw_usage.delete(_u32(record.id))
+
+
+def read_config(maps: NodeMaps, ifindex: IfIndex) -> abi.ConfigValue | None:
+    """Read a device's row."""
+    raw = maps.pw_config.lookup(_u32(ifindex), bpf.Update.LOCK)
+    return None if raw is None else abi.ConfigValue.unpack(raw)
+
+
+def read_endpoint(maps: NodeMaps, address: IPAddress) -> abi.EndpointValue | None:
+    """Read the row of a pod's address."""
+    raw = maps.pw_endpoints.lookup(to_mapped(address))
+    return None if raw is None else abi.EndpointValue.unpack(raw)
+
+
+def list_config(maps: NodeMaps) -> Iterator[tuple[IfIndex, abi.ConfigValue]]:
+    """Walk the configuration rows."""
+    for key, row in maps.pw_config.items(bpf.Update.LOCK):
+        yield IfIndex(int.from_bytes(key, "little")), abi.ConfigValue.unpack(row)
+
+
+def list_endpoints(maps: NodeMaps) -> Iterator[tuple[IPAddress, abi.EndpointValue]]:
+    """Walk the rows of pod addresses."""
+    for key, row in maps.pw_endpoints.items():
+        yield from_mapped(key), abi.EndpointValue.unpack(row)
+
+
+def list_usage(maps: NodeMaps) -> Iterator[tuple[EndpointId, abi.UsageValue]]:
+    """Walk what each instance uses."""
+    for key, row in maps.pw_usage.items():
+        yield EndpointId(int.from_bytes(key, "little")), abi.UsageValue.unpack(row)
+
+
+def compare_rows(maps: NodeMaps, record: EndpointRecord, config: EndpointConfig) -> list[str]:
+    """Name every field of the endpoint's rows that is not as it should be."""
+    name = record.device.host_name
+    found = read_config(maps, record.device.host_ifindex)
+    differences = _compare_row(f"row of device {name!r}", found, config_row(record, config))
+    for address in record.addresses:
+        row = read_endpoint(maps, address)
+        differences += _compare_row(f"row of address {address}", row, endpoint_row(record))
+    if maps.pw_usage.lookup(_u32(record.id)) is None:
+        differences.append(f"conntrack quota row of endpoint {record.id} is missing")
+    return differences
+
+
+def _compare_row(
+    what: str,
+    found: abi.ConfigValue | abi.EndpointValue | None,
+    wanted: abi.ConfigValue | abi.EndpointValue,
+) -> list[str]:
+    if found is None:
+        return [f"{what} is missing"]
+    return [
+        f"{what}: {field} is {_shown(is_)}, should be {_shown(should)}"
+        for field, is_, should in zip(wanted._fields, found, wanted, strict=True)
+        if is_ != should
+    ]
+
+
+def _shown(value: object) -> str:
+    return value.hex(":") if isinstance(value, bytes) else f"{value:d}"
+
+
+def write_settings(maps: NodeMaps, *, conntrack_quota: int, tunnel_port: int) -> None:
+    """Write the node's knobs. The hash seed is chosen once: live entries are found under it."""
+    old = read_settings(maps)
+    seed = old.hash_seed or secrets.randbelow(2**32 - 1) + 1
+    new = abi.Settings(conntrack_quota, tunnel_port, 0, seed)
+    if new != old:
+        maps.pw_settings.update(_u32(0), new.pack())
+
+
+def read_settings(maps: NodeMaps) -> abi.Settings:
+    """Read the node's knobs; all zero before they were written for the first time."""
+    raw = maps.pw_settings.lookup(_u32(0))
+    if raw is None:
+        raise Bug("read settings: the array has no element 0")
+    return abi.Settings.unpack(raw)
+
+
+def replace_ipcache(maps: NodeMaps, entries: Iterable[IpcacheEntry]) -> None:
+    """Make the ipcache hold exactly `entries`: what is missing is written before what is too much goes."""
+    wanted = {
+        to_prefix_key(entry.network): abi.IpcacheValue(
+            entry.identity, entry.node, entry.flags, entry.mtu
+        ).pack()
+        for entry in entries
+    }
+    present = dict(maps.pw_ipcache.items())
+    maps.pw_ipcache.update_batch(
+        [(key, row) for key, row in wanted.items() if present.get(key) != row]
+    )
+    maps.pw_ipcache.delete_batch(key for key in present if key not in wanted)
+
+
+def list_ipcache(maps: NodeMaps) -> Iterator[IpcacheEntry]:
+    """Walk the ipcache."""
+    for key, row in maps.pw_ipcache.items():
+        value = abi.IpcacheValue.unpack(row)
+        yield IpcacheEntry(
+            from_prefix_key(key),
+            value.identity,
+            value.node,
+            value.flags,
+            value.mtu,
+        )
+
+
+def read_metrics(maps: NodeMaps) -> list[MetricRow]:
+    """Sum the counters of all CPUs."""
+    rows = []
+    for raw_key, raw in maps.pw_metrics.items():
+        key = abi.MetricsKey.unpack(raw_key)
+        counters = [abi.Counter.unpack(one) for one in maps.pw_metrics.split_cpus(raw)]
+        rows.append(
+            MetricRow(
+                hook=abi.Hook(key.hook),
+                reason=abi.DropReason(key.reason),
+                path=abi.Path(key.path),
+                packets=sum(one.packets for one in counters),
+                size_bytes=sum(one.bytes_ for one in counters),
+            )
+        )
+    return sorted(rows, key=lambda row: (row.hook, row.reason, row.path))
+
+
+def open_conntrack_shards(maps: NodeMaps) -> Iterator[bpf.Map]:
+    """Open the inner hashes one after the other; each is closed before the next is given."""
+    for _, raw_id in sorted(maps.pw_conntrack.items()):
+        shard = bpf.open_map_by_id(int.from_bytes(raw_id, "little"))
+        if shard is not None:
+            with shard:
+                yield shard
+
+
+def list_conntrack(maps: NodeMaps, instance: EndpointId | None = None) -> Iterator[ConntrackRow]:
+    """Walk the remembered flows, of one endpoint or of all. Slow: reads every shard."""
+    wanted = b"" if instance is None else _u32(instance)
+    for shard in open_conntrack_shards(maps):
+        for raw_key, raw in shard.items():
+            if raw_key.startswith(wanted):
+                key = abi.ConntrackKey.unpack(raw_key)
+                yield ConntrackRow(
+                    instance=EndpointId(key.instance),
+                    direction=abi.Direction(key.direction),
+                    protocol=key.protocol,
+                    source=from_mapped(key.saddr),
+                    destination=from_mapped(key.daddr),
+                    source_port=key.sport,
+                    destination_port=key.dport,
+                    value=abi.ConntrackValue.unpack(raw),
+                )

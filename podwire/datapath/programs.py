@@ -1,0 +1,259 @@
+"""The node's programs and maps in the kernel: found by their pins, or loaded, verified and pinned once.
+
+Called by `datapath.node` at the start and by `datapath.upgrade`; nothing here is on the path of an ADD. Never
+attaches a program. Pins: `<bpf_dir>/v<ABI>/maps/<map>`, `<bpf_dir>/v<ABI>/programs/<template>/<program>`.
+Invariant: a map that is pinned is used as it is and never made again; a template's directory is complete or
+absent, because it is filled under another name and renamed.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from podwire.datapath import abi
+from podwire.datapath.maps import NodeMaps
+from podwire.datapath.templates import Template
+from podwire.kernel import bpf, bpf_program
+from podwire.kernel.bpf_object import BpfObject, MapShape
+from podwire.kernel.bpf_program import Program
+from podwire.model.errors import Bug, KernelFailure
+from podwire.model.ids import ABI_DIRECTORY_PREFIX
+
+_log = logging.getLogger(__name__)
+
+BPFFS_ROOT: Final = Path("/sys/fs/bpf")
+_FILLING_SUFFIX: Final = ".new"
+
+
+@dataclass(frozen=True)
+class Pins:
+    """Where one layout version has its pins."""
+
+    directory: Path
+    version: int
+
+    @property
+    def root(self) -> Path:
+        """Directory of the layout version."""
+        return self.directory / f"{ABI_DIRECTORY_PREFIX}{self.version}"
+
+    @property
+    def maps(self) -> Path:
+        """Directory of the maps' pins."""
+        return self.root / "maps"
+
+    @property
+    def programs(self) -> Path:
+        """Directory of the templates' directories."""
+        return self.root / "programs"
+
+
+@dataclass(frozen=True)
+class Capacities:
+    """Sizes of maps that the settings choose."""
+
+    conntrack_entries: int
+
+    @property
+    def shard_entries(self) -> int:
+        """Rows of one conntrack shard: an even share and a quarter more, for hashes are not even."""
+        share = self.conntrack_entries // abi.CONNTRACK_SHARDS
+        return max(64, share + share // 4)
+
+
+@dataclass(frozen=True)
+class LoadedPrograms:
+    """The programs of one template and the maps they use. Owner of the descriptors."""
+
+    template_id: str
+    programs: Mapping[str, Program]
+    maps: NodeMaps
+    reused: bool
+    """True when nothing had to pass the verifier."""
+
+    def fd(self, name: str) -> int:
+        """Descriptor of a program, for attaching it."""
+        return self._program(name).fd
+
+    def id(self, name: str) -> int:
+        """The kernel's id of a program, as filters show it."""
+        return self._program(name).info.id
+
+    def _program(self, name: str) -> Program:
+        if name not in self.programs:
+            raise Bug(f"use program {name!r}: the template has {sorted(self.programs)!r}")
+        return self.programs[name]
+
+    def close(self) -> None:
+        """Give the descriptors back; pins and attached programs stay."""
+        for program in self.programs.values():
+            program.close()
+        self.maps.close()
+
+
+def ensure_bpffs(directory: Path) -> None:
+    """See that `directory` exists and is in a BPF file system; mount one where it is missing."""
+    existing = next(one for one in (directory, *directory.parents) if one.exists())
+    if not bpf.is_bpffs(str(existing)):
+        below_root = directory == BPFFS_ROOT or BPFFS_ROOT in directory.parents
+        target = BPFFS_ROOT if below_root and BPFFS_ROOT.is_dir() else directory
+        target.mkdir(parents=True, exist_ok=True)
+        bpf.mount_bpffs(str(target))
+        _log.info("mounted a bpf file system", extra={"path": str(target)})
+    directory.mkdir(parents=True, exist_ok=True)
+
+
+def list_versions(directory: Path) -> list[int]:
+    """List the layout versions that have pins, lowest first."""
+    prefix = ABI_DIRECTORY_PREFIX
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    return sorted(
+        int(name.removeprefix(prefix))
+        for name in names
+        if name.startswith(prefix) and name.removeprefix(prefix).isdecimal()
+    )
+
+
+def load_programs(template: Template, pins: Pins, capacities: Capacities) -> LoadedPrograms:
+    """Open the template's pinned programs, or load and pin them over the maps that are there."""
+    pins.maps.mkdir(parents=True, exist_ok=True)
+    pins.programs.mkdir(exist_ok=True)
+    home = pins.programs / template.id
+    with ExitStack() as undo:
+        objects = {
+            name: undo.enter_context(BpfObject(data, name))
+            for name, data in sorted(template.objects.items())
+        }
+        shapes = _shapes(objects)
+        reused = home.is_dir()
+        if not reused:
+            _load_and_pin(objects, template, pins, capacities)
+        with ExitStack() as keep:
+            programs = _open_programs(home, keep)
+            opened = {
+                name: keep.enter_context(_open_map(pins, shape)) for name, shape in shapes.items()
+            }
+            maps = NodeMaps.from_opened(opened)
+            keep.pop_all()
+    _remove_other_templates(pins, template.id)
+    return LoadedPrograms(template.id, programs, maps, reused)
+
+
+def _shapes(objects: Mapping[str, BpfObject]) -> dict[str, MapShape]:
+    return {name: one.shape(name) for one in objects.values() for name in one.map_names}
+
+
+def _open_programs(home: Path, keep: ExitStack) -> dict[str, Program]:
+    programs = {}
+    for path in sorted(home.iterdir()):
+        program = bpf_program.open_pinned_program(str(path))
+        if program is not None:
+            programs[path.name] = keep.enter_context(program)
+    return programs
+
+
+def _open_map(pins: Pins, shape: MapShape) -> bpf.Map:
+    found = _find_map(pins, shape)
+    if found is None:
+        raise KernelFailure(
+            errno.ENOENT,
+            "open pinned map",
+            str(pins.maps / shape.name),
+            detail="the pin is gone while the programs that use it are pinned",
+            hint=f"stop the pods of this node or remove {pins.root} to start anew",
+        )
+    return found
+
+
+def _find_map(pins: Pins, shape: MapShape) -> bpf.Map | None:
+    return bpf.open_pinned_map(
+        str(pins.maps / shape.name),
+        kind=bpf.MapType(shape.type),
+        key_size=shape.key_size,
+        value_size=shape.value_size,
+    )
+
+
+def _load_and_pin(
+    objects: Mapping[str, BpfObject], template: Template, pins: Pins, capacities: Capacities
+) -> None:
+    """Load every object, each with the maps of the earlier ones, and pin what came of it."""
+    filling = pins.programs / (template.id + _FILLING_SUFFIX)
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(filling)
+    filling.mkdir()
+    for name, one in objects.items():
+        _set_constants(one, template.constants)
+        _load_object(one, pins, capacities)
+        for program_name in one.program_names:
+            with one.take_program(program_name) as program:
+                program.pin(str(filling / program_name))
+        _log.info("loaded programs", extra={"object": name, "template": template.id})
+    filling.rename(pins.programs / template.id)
+
+
+def _set_constants(one: BpfObject, constants: Mapping[str, int]) -> None:
+    one.set_constants({name: value for name, value in constants.items() if one.has_constant(name)})
+
+
+def _load_object(one: BpfObject, pins: Pins, capacities: Capacities) -> None:
+    fresh = []
+    with ExitStack() as opened:
+        for name in one.map_names:
+            existing = _find_map(pins, one.shape(name))
+            if existing is None:
+                fresh.append(name)
+            else:
+                one.use_map(name, opened.enter_context(existing))
+        one.load()
+    for name in fresh:
+        with one.take_map(name) as made:
+            if one.shape(name).inner is not None:
+                _fill_shards(one, made, capacities.shard_entries)
+            made.pin(str(pins.maps / name))
+
+
+def _fill_shards(one: BpfObject, outer: bpf.Map, shard_entries: int) -> None:
+    for index in range(outer.info.max_entries):
+        with one.create_inner(
+            outer.name, f"{outer.name}_{index}", max_entries=shard_entries
+        ) as inner:
+            outer.update_fd(index.to_bytes(4, "little"), inner.fd)
+
+
+def _remove_other_templates(pins: Pins, keep: str) -> None:
+    """Remove the pins of other templates; programs that devices still have stay alive by their filters."""
+    for path in pins.programs.iterdir():
+        if path.name != keep:
+            shutil.rmtree(path)
+            _log.info("removed the pins of a template", extra={"template": path.name})
+
+
+def remove_version(pins: Pins) -> None:
+    """Remove every pin of a layout version; what devices still use lives until they let go."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(pins.root)
+
+
+def remove_directory(directory: Path) -> list[str]:
+    """Remove every pin of every version and the directory itself; name what was removed."""
+    versions = list_versions(directory)
+    for version in versions:
+        remove_version(Pins(directory, version))
+    with contextlib.suppress(OSError):
+        os.rmdir(directory)
+    return [f"pins {directory}/{ABI_DIRECTORY_PREFIX}{version}" for version in versions]
+
+
+def walk_template_programs(loaded: LoadedPrograms) -> Iterator[tuple[str, int, str]]:
+    """Give name, kernel id and tag of each program, for `status` and `doctor`."""
+    for name, program in loaded.programs.items():
+        info = program.info
+        yield name, info.id, info.tag.hex()

@@ -7,7 +7,7 @@ again in place.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from podwire.control.attach.ending import Endings
@@ -18,6 +18,7 @@ from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.control.ipam.node import NodeIpam
 from podwire.model.endpoint import EndpointRecord, Phase
 from podwire.model.errors import PodwireError
+from podwire.model.ids import EndpointId
 from podwire.model.interfaces import (
     Clock,
     Datapath,
@@ -125,7 +126,7 @@ class Restorer:
             )
 
 
-def _is_alive(record: EndpointRecord, present: dict[int, PresentDevice]) -> bool:
+def _is_alive(record: EndpointRecord, present: Mapping[EndpointId, PresentDevice]) -> bool:
     device = present.get(record.id)
     return (
         record.phase is Phase.LIVE

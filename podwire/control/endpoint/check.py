@@ -14,11 +14,13 @@ def compare_with_result(record: EndpointRecord, remembered: AttachResult | None)
     if remembered is None:
         return []
     device = record.device
+    macs: dict[str, str] = {
+        device.host_name: device.host_mac,
+        device.pod_name: device.pod_mac,
+    }
     differences = []
     for interface in remembered.interfaces:
-        expected = {device.host_name: device.host_mac, device.pod_name: device.pod_mac}.get(
-            interface.name
-        )
+        expected = macs.get(interface.name)
         if expected is None:
             continue  # another plugin of the chain made it
         if interface.mac and interface.mac.lower() != expected:

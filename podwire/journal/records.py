@@ -1,0 +1,141 @@
+"""The journal on disk: one record per attachment, durable when a call returns.
+
+Implements `model.interfaces.Journal` on sqlite (write-ahead log, synchronous FULL: a commit has reached the disk).
+Called by `control` under the node's turn, and for reading by the doors; one lock serialises them. It never deletes or
+repairs a file that it cannot read: that is a person's decision. After a failure, a full disk included, it stays usable.
+"""
+
+import sqlite3
+import threading
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from podwire.journal import schema
+from podwire.model.endpoint import EndpointRecord
+from podwire.model.errors import Bug, NewerData, StorageFailure
+from podwire.model.ids import EndpointId
+
+_UPSERT = """
+INSERT INTO endpoint (id, network, container_id, if_name, phase, ipv4, ipv6, record)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT (id) DO UPDATE SET phase = excluded.phase, ipv4 = excluded.ipv4, ipv6 = excluded.ipv6,
+    record = excluded.record
+"""
+
+
+class SqliteJournal:
+    """The records of one node below its state directory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._encode = msgspec.json.Encoder().encode
+        self._decode = msgspec.json.Decoder(EndpointRecord).decode
+        with self._reported("open"):
+            self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        try:
+            with self._reported("open"):
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                self._connection.execute("PRAGMA synchronous = FULL")
+                schema.prepare(self._connection, str(path))
+                self._last_id = self._read_last_id()
+        except (StorageFailure, NewerData):
+            self._connection.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file; everything written is on disk already."""
+        with self._lock:
+            self._connection.close()
+
+    def next_endpoint_id(self) -> EndpointId:
+        """Give a number that no record ever had. One that is never written may be given again after a restart."""
+        with self._lock:
+            self._last_id += 1
+            return EndpointId(self._last_id)
+
+    def write(self, record: EndpointRecord) -> None:
+        """Insert or replace the record with this id."""
+        row = (
+            record.id,
+            *(record.key.network, record.key.container_id, record.key.if_name),
+            record.phase.value,
+            *(record.ipv4 or None, record.ipv6 or None),
+            self._encode(record),
+        )
+        with self._lock, self._reported("write"):
+            try:
+                self._connection.execute(_UPSERT, row)
+            except sqlite3.IntegrityError as error:
+                raise Bug(f"write record {record.id} of {record.key}: {error}") from error
+
+    def remove(self, endpoint_ids: Iterable[EndpointId]) -> None:
+        """Forget records, all in one transaction."""
+        with self._lock, self._reported("write"):
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                self._connection.executemany(
+                    "DELETE FROM endpoint WHERE id = ?", [(one,) for one in endpoint_ids]
+                )
+                self._connection.execute("COMMIT")
+            except sqlite3.Error:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def list_records(self) -> Sequence[EndpointRecord]:
+        """Give every record, oldest id first. Raises StorageFailure naming a record that cannot be read."""
+        with self._lock, self._reported("read"):
+            rows = self._connection.execute(
+                "SELECT id, record FROM endpoint ORDER BY id"
+            ).fetchall()
+        records = []
+        for endpoint_id, blob in rows:
+            try:
+                records.append(self._decode(blob))
+            except msgspec.MsgspecError as error:
+                raise StorageFailure(
+                    f"read record {endpoint_id} of journal {str(self._path)!r}: {error}",
+                    hint="the file was changed by something else; drain the node and remove it",
+                ) from error
+        return records
+
+    def node_instance(self) -> str:
+        """Give the random name of this state directory, made on first use."""
+        with self._lock, self._reported("write"):
+            self._connection.execute(
+                "INSERT INTO fact VALUES ('instance', ?) ON CONFLICT DO NOTHING",
+                (uuid.uuid4().hex,),
+            )
+            [value] = self._connection.execute(
+                "SELECT value FROM fact WHERE name = 'instance'"
+            ).fetchone()
+        return str(value)
+
+    def _read_last_id(self) -> int:
+        row = self._connection.execute(
+            "SELECT seq FROM sqlite_sequence WHERE name = 'endpoint'"
+        ).fetchone()
+        return int(row[0]) if row else 0
+
+    @contextmanager
+    def _reported(self, verb: str) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            raise StorageFailure(
+                f"{verb} journal {str(self._path)!r}: {error}", hint=_hint(error)
+            ) from error
+
+
+def _hint(error: sqlite3.DatabaseError) -> str:
+    text = str(error)
+    if "full" in text:
+        return "free space below the state directory and try again"
+    if "malformed" in text or "not a database" in text:
+        return "the file is damaged: drain the node, move the file away and start the agent again"
+    return "look at the state directory: does it exist, may root write there, is its disk healthy?"

@@ -12,6 +12,7 @@ from socket import htons, ntohs
 from typing import Any, Final, NamedTuple, Self
 
 ABI_VERSION: Final = 1
+ABI_OLDEST_READER: Final = 1
 CONNTRACK_SHARDS: Final = 64
 MARK_JUDGED: Final = 1886846977
 
@@ -475,7 +476,7 @@ class FragmentKey(NamedTuple):
 FRAGMENT_KEY_BYTES: Final = _FRAGMENT_KEY.size
 
 
-_FRAGMENT_VALUE: Final = struct.Struct("=HHB3x")
+_FRAGMENT_VALUE: Final = struct.Struct("=HHBB2x")
 
 
 class FragmentValue(NamedTuple):
@@ -483,11 +484,14 @@ class FragmentValue(NamedTuple):
 
     sport: int
     dport: int
+    protocol: int
     icmp_type: int
 
     def pack(self) -> bytes:
         """Give the row's bytes."""
-        return _FRAGMENT_VALUE.pack(htons(self.sport), htons(self.dport), self.icmp_type)
+        return _FRAGMENT_VALUE.pack(
+            htons(self.sport), htons(self.dport), self.protocol, self.icmp_type
+        )
 
     @classmethod
     def unpack(cls, row: bytes) -> Self:

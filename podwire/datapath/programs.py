@@ -195,7 +195,7 @@ def _load_and_pin(
         for program_name in one.program_names:
             with one.take_program(program_name) as program:
                 program.pin(str(filling / program_name))
-        _log.info("loaded programs", extra={"object": name, "template": template.id})
+        _log.info("loaded programs", extra={"path": str(filling), "keys": name})
     filling.rename(pins.programs / template.id)
 
 
@@ -233,7 +233,7 @@ def _remove_other_templates(pins: Pins, keep: str) -> None:
     for path in pins.programs.iterdir():
         if path.name != keep:
             shutil.rmtree(path)
-            _log.info("removed the pins of a template", extra={"template": path.name})
+            _log.info("removed the pins of a template", extra={"path": str(path)})
 
 
 def remove_version(pins: Pins) -> None:

@@ -344,15 +344,10 @@ def read_map_info(fd: int) -> MapInfo:
 
 
 def open_pinned_map(path: str, *, kind: MapType, key_size: int, value_size: int) -> Map | None:
-    """Open a pinned map, None if there is none; one of another type or row size is refused
-    (EINVAL).
-    """
-    fd = lib.bpf_obj_get(path.encode())
-    if fd < 0:
-        if ffi.errno == errno.ENOENT:
-            return None
-        raise fail("open pinned map", path)
-    found = Map(fd, name=os.path.basename(path))
+    """Open a pinned map, None if there is none; another type or row size is refused (EINVAL)."""
+    found = open_any_pinned_map(path)
+    if found is None:
+        return None
     info = found.info
     if (info.type, info.key_size, info.value_size) != (kind, key_size, value_size):
         found.close()
@@ -365,6 +360,16 @@ def open_pinned_map(path: str, *, kind: MapType, key_size: int, value_size: int)
             hint="another build wrote it with the same layout version",
         )
     return found
+
+
+def open_any_pinned_map(path: str) -> Map | None:
+    """Open a pinned map whatever its rows are, None if there is none."""
+    fd = lib.bpf_obj_get(path.encode())
+    if fd < 0:
+        if ffi.errno == errno.ENOENT:
+            return None
+        raise fail("open pinned map", path)
+    return Map(fd, name=os.path.basename(path))
 
 
 def open_map_by_id(map_id: int) -> Map | None:

@@ -12,6 +12,11 @@
 #include <linux/types.h>
 
 #define PW_ABI_VERSION 1
+/* The oldest build that may take these rows over, field by field, when a node goes back (docs/restore.md). Raise it
+ * together with the version when a new layout's rows mean something else under an old field's name, or need a field
+ * that may not be dropped. The hash that chooses a conntrack shard is part of this promise.
+ */
+#define PW_ABI_OLDEST_READER 1
 #define PW_CONNTRACK_SHARDS 64
 
 /* skb->mark between two programs of ours: the sender's one has judged both sides already (rule 7) */
@@ -224,15 +229,16 @@ struct pw_fragment_key {
 	__u8 saddr[16];
 	__u8 daddr[16];
 	__u8 direction;
-	__u8 protocol;
+	__u8 protocol;			/* 0 for IPv6 (RFC 8200 4.5: not part of what names a packet) */
 	__u16 pad;
 };
 
 struct pw_fragment_value {
 	__be16 sport_be;
 	__be16 dport_be;
+	__u8 protocol;			/* later IPv6 fragments do not tell it */
 	__u8 icmp_type;
-	__u8 pad[3];
+	__u16 pad;
 };
 
 /* key: u32 instance. While this row exists the instance may have conntrack entries; without it they are collected. */

@@ -1,0 +1,242 @@
+"""Move a node to this build's map layout and its programs, under traffic; also back to an older layout.
+
+Called by `datapath.node` at the start, when pins of another layout version are found. Never interprets a row:
+fields are carried by name, as the kernel's BTF of both maps has them; a field that the target lacks is left
+behind, one that the source lacks is zero. Invariant: the old maps stay as they are until every device has the
+new programs, so a crash at any point is followed by doing it all again. A layout that does not say that this
+build may read it is refused, with both versions named, and nothing is touched.
+
+A version says who may read it by empty directories `readable-by-v<N>` beside its maps: the oldest such N is the
+oldest build that may take its rows over. A new layout names an older N only while all it added may be dropped.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from podwire.datapath import abi
+from podwire.datapath.maps import NodeMaps
+from podwire.datapath.programs import Pins, list_versions, remove_version
+from podwire.kernel import bpf
+from podwire.kernel.bpf import Member
+from podwire.model.errors import KernelFailure, NewerData, Unsupported
+
+_log = logging.getLogger(__name__)
+
+READABLE_PREFIX: Final = "readable-by-v"
+CARRIED_MAPS: Final = ("pw_settings", "pw_ipcache", "pw_usage", "pw_endpoints", "pw_config")
+"""In the order of filling: a device's row comes last, when all that it needs is there."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes that go from one place of the old row to one of the new."""
+
+    source: int
+    target: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """How rows of one layout become rows of another."""
+
+    size: int
+    pieces: tuple[Piece, ...]
+    identical: bool
+
+    def apply(self, row: bytes) -> bytes:
+        """Convert one row."""
+        if self.identical:
+            return row
+        fresh = bytearray(self.size)
+        for piece in self.pieces:
+            fresh[piece.target : piece.target + piece.size] = row[
+                piece.source : piece.source + piece.size
+            ]
+        return bytes(fresh)
+
+
+def plan_conversion(
+    old: Sequence[Member], old_size: int, new: Sequence[Member], new_size: int
+) -> Conversion:
+    """Compute how rows are converted, by the names of their members; sizes in bytes.
+
+    A number may grow or shrink (host order is little-endian on every supported machine, and what does not fit is
+    cut); members without a partner are dropped or zero. Padding is never carried.
+    """
+    if not old and not new:
+        size = min(old_size, new_size)
+        return Conversion(new_size, (Piece(0, 0, size),), old_size == new_size)
+    known = {member.name: member for member in old}
+    pieces = tuple(
+        Piece(known[member.name].offset, member.offset, min(known[member.name].size, member.size))
+        for member in new
+        if member.name in known and not member.name.startswith("pad")
+    )
+    identical = tuple(old) == tuple(new) and old_size == new_size
+    return Conversion(new_size, _join(pieces), identical)
+
+
+def _join(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """Merge pieces that stand side by side in both rows: most layouts differ in one place only."""
+    joined: list[Piece] = []
+    for piece in sorted(pieces, key=lambda one: one.target):
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.source + last.size == piece.source
+            and last.target + last.size == piece.target
+        ):
+            joined[-1] = Piece(last.source, last.target, last.size + piece.size)
+        else:
+            joined.append(piece)
+    return tuple(joined)
+
+
+def _conversion(old: bpf.Map, new: bpf.Map, *, of_value: bool) -> Conversion:
+    old_layout = bpf.read_layout(old, of_value=of_value)
+    new_layout = bpf.read_layout(new, of_value=of_value)
+    old_size = old.info.value_size if of_value else old.info.key_size
+    new_size = new.info.value_size if of_value else new.info.key_size
+    if old_layout is None or new_layout is None:
+        if old_size != new_size:
+            raise Unsupported(
+                f"carry rows of {old.name!r} over: the kernel does not know their layout",
+                hint="the map was made without BTF; restart the node's pods to start anew",
+            )
+        return Conversion(new_size, (), True)
+    return plan_conversion(old_layout, old_size, new_layout, new_size)
+
+
+def carry_rows(old: bpf.Map, new: bpf.Map, *, replace: bool) -> int:
+    """Write the rows of `old` into `new`, converted; give their number.
+
+    Without `replace` a row that `new` already has under the key stays: it is younger.
+    """
+    key_of, value_of = (_conversion(old, new, of_value=of_value) for of_value in (False, True))
+    rows = [(key_of.apply(key), value_of.apply(value)) for key, value in old.items()]
+    if not replace and new.info.type != bpf.MapType.ARRAY:
+        present = {key for key, _ in new.items()}
+        rows = [row for row in rows if row[0] not in present]
+    new.update_batch(rows)
+    return len(rows)
+
+
+def readable_versions(directory: Path) -> list[int]:
+    """List the other layout versions whose rows this build may take over; raises NewerData.
+
+    Refused: a version above ours that names no reader as old as we are, unless our own is there as well and it
+    is only what an interrupted return to us left behind.
+    """
+    versions = [version for version in list_versions(directory) if version != abi.ABI_VERSION]
+    for version in versions:
+        if version > abi.ABI_VERSION and _oldest_reader(directory, version) > abi.ABI_VERSION:
+            raise NewerData(
+                f"use pins below {str(directory)!r}: their layout is version {version},"
+                f" this build knows version {abi.ABI_VERSION}",
+                hint="install the newer podwire again, or remove this node's pods first",
+            )
+    return versions
+
+
+def _oldest_reader(directory: Path, version: int) -> int:
+    readers = [
+        int(path.name.removeprefix(READABLE_PREFIX))
+        for path in Pins(directory, version).root.glob(f"{READABLE_PREFIX}*")
+    ]
+    return min(readers, default=version)
+
+
+def mark_readable(pins: Pins) -> None:
+    """Say which older builds may take this layout's rows over."""
+    for version in range(abi.ABI_OLDEST_READER, pins.version + 1):
+        (pins.root / f"{READABLE_PREFIX}{version}").mkdir(exist_ok=True)
+
+
+class OldLayout:
+    """The maps of another layout version, open for reading. Context manager."""
+
+    def __init__(self, pins: Pins) -> None:
+        self.pins = pins
+        self._stack = ExitStack()
+        self._maps: dict[str, bpf.Map] = {}
+
+    def __enter__(self) -> "OldLayout":
+        with ExitStack() as stack:
+            for name in (*CARRIED_MAPS, "pw_conntrack"):
+                found = bpf.open_any_pinned_map(str(self.pins.maps / name))
+                if found is not None:
+                    self._maps[name] = stack.enter_context(found)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._stack.close()
+
+    def carry_state(self, maps: NodeMaps) -> int:
+        """Fill the node's maps but conntrack; give the number of rows."""
+        carried = 0
+        for name in CARRIED_MAPS:
+            if name in self._maps:
+                replace = name == "pw_settings"
+                carried += carry_rows(self._maps[name], getattr(maps, name), replace=replace)
+        return carried
+
+    def carry_conntrack(self, maps: NodeMaps) -> int:
+        """Fill conntrack shard by shard with the rows that the new one lacks; give their number.
+
+        A tuple's shard is chosen by a hash over tuple and seed; the seed has been carried, and the hash is part
+        of what a layout must not change while an older build may read it.
+        """
+        old_outer = self._maps.get("pw_conntrack")
+        if old_outer is None:
+            return 0
+        carried = 0
+        for key, raw_id in sorted(old_outer.items()):
+            new_id = maps.pw_conntrack.lookup(key)
+            if new_id is not None:
+                carried += _carry_shard(raw_id, new_id)
+        return carried
+
+
+def _carry_shard(old_id: bytes, new_id: bytes) -> int:
+    with ExitStack() as stack:
+        pair = []
+        for raw in (old_id, new_id):
+            shard = bpf.open_map_by_id(int.from_bytes(raw, "little"))
+            if shard is None:
+                return 0
+            pair.append(stack.enter_context(shard))
+        try:
+            return carry_rows(pair[0], pair[1], replace=False)
+        except KernelFailure as failure:
+            # A smaller capacity than before: what fits is carried, the rest is judged anew.
+            _log.warning("conntrack shard is full", extra={"error": failure.message})
+            return 0
+
+
+def take_over(directory: Path, maps: NodeMaps, swap_programs: Callable[[], int]) -> list[int]:
+    """Bring the rows of every other layout version here, swap the programs, and drop the old pins.
+
+    `swap_programs` puts the node's programs onto every living device, in place, and gives the number of devices.
+    Conntrack is carried before the swap, so that open flows are known to the new programs from their first
+    packet on, and again after it, for what the old programs wrote meanwhile. Gives the versions taken over.
+    """
+    versions = readable_versions(directory)
+    for version in reversed(versions):
+        with OldLayout(Pins(directory, version)) as old:
+            rows = old.carry_state(maps)
+            flows = old.carry_conntrack(maps)
+            devices = swap_programs()
+            flows += old.carry_conntrack(maps)
+        remove_version(Pins(directory, version))
+        _log.info(
+            "took over the maps of another layout",
+            extra={"old": version, "new": abi.ABI_VERSION, "count": rows + flows},
+        )
+        _log.debug("swapped programs", extra={"count": devices})
+    return versions

@@ -1,0 +1,62 @@
+"""The CNI code of each kind of error, and the error JSON.
+
+Called by the agent's socket; nobody else knows these numbers.
+
+Sources: CNI specification 1.1.0, "Error"; from 100 on our own (docs: the outer contract).
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Final
+
+from podwire.cni.result import SUPPORTED_VERSIONS
+from podwire.model import errors
+from podwire.model.errors import PodwireError
+
+CODES: Final[Mapping[str, int]] = {
+    errors.IncompatibleVersion.kind: 1,
+    errors.UnsupportedField.kind: 2,
+    errors.UnknownContainer.kind: 3,
+    errors.InvalidEnvironment.kind: 4,
+    errors.StorageFailure.kind: 5,
+    errors.UndecodableRequest.kind: 6,
+    errors.InvalidConfiguration.kind: 7,
+    errors.InvalidRequest.kind: 7,
+    errors.Unavailable.kind: 11,
+    errors.Cancelled.kind: 11,
+    errors.CannotServe.kind: 50,
+    errors.Impaired.kind: 51,
+    errors.Exhausted.kind: 100,
+    errors.AddressUnavailable.kind: 101,
+    errors.PolicyOverflow.kind: 102,
+    errors.Unsupported.kind: 103,
+    errors.CheckFailed.kind: 104,
+    errors.PodwireError.kind: 110,
+    errors.NotFound.kind: 110,
+    errors.Conflict.kind: 110,
+    errors.ForeignObject.kind: 110,
+    errors.NewerData.kind: 110,
+    errors.Bug.kind: 110,
+    errors.KernelFailure.kind: 110,
+}
+
+DETAILS_MAX_CHARACTERS: Final = 4096
+
+
+def code_of(error: PodwireError) -> int:
+    """Give the CNI code of an error."""
+    return CODES[error.kind]
+
+
+def encode_error(version: str, error: PodwireError) -> bytes:
+    """Write the error JSON: what failed in `msg`, every fault and what to do next in `details`."""
+    lines = [f"{fault.path} {fault.message}".strip() for fault in error.faults]
+    if error.hint:
+        lines.append(error.hint)
+    document = {
+        "cniVersion": version if version in SUPPORTED_VERSIONS else SUPPORTED_VERSIONS[-1],
+        "code": code_of(error),
+        "msg": error.message,
+        "details": "\n".join(lines)[:DETAILS_MAX_CHARACTERS],
+    }
+    return json.dumps(document, separators=(",", ":")).encode()

@@ -106,12 +106,12 @@ def namespace(fd: int) -> Iterator[None]:
 
 def run_in(fd: int, action: Callable[[], _T]) -> _T:
     """Run `action` on a new thread inside the namespace and give its result or exception."""
-    return _run_on_thread(lambda: set_namespace(fd, CLONE_NEWNET), action)
+    return run_on_thread(lambda: set_namespace(fd, CLONE_NEWNET), action)
 
 
 def open_new() -> Fd:
     """Make a namespace without a name; it lives as long as the descriptor or a socket inside it."""
-    return _run_on_thread(lambda: _unshare("anonymous"), open_current)
+    return run_on_thread(lambda: _unshare("anonymous"), open_current)
 
 
 def create_named(name: str) -> Fd:
@@ -126,7 +126,7 @@ def create_named(name: str) -> Fd:
     except OSError as error:
         raise KernelFailure(error.errno or errno.EIO, "create namespace", name) from error
     try:
-        _run_on_thread(lambda: _unshare(name), lambda: _bind(_CURRENT, str(path)))
+        run_on_thread(lambda: _unshare(name), lambda: _bind(_CURRENT, str(path)))
     except KernelFailure:
         path.unlink()
         raise
@@ -190,7 +190,10 @@ def _unshare(object_name: str) -> None:
     call_libc("unshare", object_name, CLONE_NEWNET)
 
 
-def _run_on_thread(enter: Callable[[], None], action: Callable[[], _T]) -> _T:
+def run_on_thread(enter: Callable[[], None], action: Callable[[], _T]) -> _T:
+    """Run `enter`, then `action`, on a new thread that ends with them; gives the result or
+    raises.
+    """
     results: list[_T] = []
     failures: list[BaseException] = []
 

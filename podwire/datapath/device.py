@@ -1,0 +1,442 @@
+"""Device pairs of pods, seen from the host: plan, make, repair, compare, list, and delete in
+batches.
+
+`datapath.node` composes these for `model.interfaces.Datapath`. A pair is ours when its alias
+says so; between birth and alias (one system call apart) its group and its MAC say it. Nothing
+without such a mark is ever changed. Invariant: programs sit on the host device before it is up,
+so no packet passes unseen. Indexes derive from the endpoint's number, never from the kernel's
+choice.
+"""
+
+import errno
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from podwire.datapath.routes import (
+    SourceAddresses,
+    compare_host_routes,
+    plan_requests,
+    require_free_destinations,
+)
+from podwire.kernel.netlink import NetlinkSocket, Request
+from podwire.kernel.rtnl.link import (
+    Link,
+    LinkEnd,
+    create_veth,
+    delete_group,
+    delete_link,
+    get_link,
+    list_links,
+    read_link,
+    set_link,
+)
+from podwire.kernel.rtnl.route import RTM_NEWROUTE
+from podwire.kernel.rtnl.tc import (
+    FROM_POD_HOOK,
+    TO_POD_HOOK,
+    add_clsact,
+    list_filters,
+    read_bpf_filter,
+    set_bpf_filter,
+)
+from podwire.kernel.sysctl import ensure_sysctl
+from podwire.model.endpoint import Device, EndpointRecord
+from podwire.model.errors import (
+    Exhausted,
+    ForeignObject,
+    InvalidConfiguration,
+    KernelFailure,
+    Unavailable,
+)
+from podwire.model.ids import (
+    DEVICE_HASH_DIGITS,
+    DEVICE_PREFIX,
+    FILTER_HANDLE,
+    FILTER_PRIORITY,
+    EndpointId,
+    IfIndex,
+    InterfaceName,
+    device_alias,
+    device_mac,
+    parse_device_alias,
+)
+from podwire.model.interfaces import PodNamespace
+
+KIND: Final = "veth"
+LIVE_GROUP: Final = 0x70770001
+CONDEMNED_GROUP: Final = 0x70770002
+"""Group of devices that wait for the reaper: one group delete waits for RCU once, not once per
+device.
+"""
+_FIRST_INDEX: Final = 1 << 20
+"""Well above what the kernel hands out by itself, which counts up from 1."""
+_INDEX_PAIRS: Final = ((1 << 31) - _FIRST_INDEX) // 2 - 1
+_PLAN_TRIES: Final = 64
+_QUEUES: Final = 1
+"""The kernel would make one per CPU, with files in sysfs for each, and use one."""
+_MAC_MARK: Final = device_mac(EndpointId(1), 1)[:5]
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The two programs of a pod's device: descriptors to attach, and the kernel's numbers to
+    recognise them by.
+    """
+
+    from_pod_fd: int
+    to_pod_fd: int
+    from_pod_id: int
+    to_pod_id: int
+
+
+@dataclass(frozen=True)
+class HostSide:
+    """What the node gives to every pair's host end."""
+
+    node_name: str
+    programs: Programs
+    sources: SourceAddresses
+
+
+@dataclass(frozen=True)
+class OwnedDevice:
+    """A host device with our mark."""
+
+    endpoint_id: EndpointId
+    node_name: str
+    """"" when the device died before it got its alias."""
+    name: InterfaceName
+    index: IfIndex
+    condemned: bool
+
+
+class LeftoverDevice(Unavailable):
+    """The name is held by an older device of ours.
+
+    `condemned`: a flush of the reaper frees it at once.
+    """
+
+    def __init__(self, name: str, owner: OwnedDevice) -> None:
+        super().__init__(
+            f"create device pair {name!r}: the device of endpoint {owner.endpoint_id} still exists",
+            hint="it is being deleted; try again",
+        )
+        self.owner = owner
+        self.condemned = owner.condemned
+
+
+def plan_device(
+    netlink: NetlinkSocket,
+    endpoint_id: EndpointId,
+    host_name: InterfaceName,
+    pod_name: InterfaceName,
+    *,
+    mtu: int,
+    pod_mac: str = "",
+) -> Device:
+    """Choose indexes and MACs of a pair that does not exist yet; `mtu` in bytes."""
+    for attempt in range(_PLAN_TRIES):
+        # Both indexes differ: equal ones make the kernel report a pair's loss of carrier up to a second late.
+        host_index = _FIRST_INDEX + 2 * ((int(endpoint_id) + attempt * 7919) % _INDEX_PAIRS)
+        if netlink.find(get_link(host_index)) is None:
+            return Device(
+                kind=KIND,
+                host_name=host_name,
+                host_ifindex=IfIndex(host_index),
+                host_mac=device_mac(endpoint_id, 1),
+                pod_name=pod_name,
+                pod_ifindex=IfIndex(host_index + 1),
+                pod_mac=pod_mac or device_mac(endpoint_id, 0),
+                mtu=mtu,
+            )
+    raise Exhausted(f"choose a device index for endpoint {endpoint_id}: all tried ones are taken")
+
+
+def create_device(
+    netlink: NetlinkSocket, record: EndpointRecord, namespace: PodNamespace, side: HostSide
+) -> None:
+    """Make the pair with its peer inside `namespace`, then programs, mark, routes and neighbours
+    in one send.
+
+    Two sends, because the kernel goes on after a failed request: had the first one failed, the
+    others would hit whatever device has that index. Raises InvalidConfiguration (the pod has an
+    interface of that name), ForeignObject, LeftoverDevice, Unavailable (an index is taken: plan
+    again), KernelFailure; nothing is left then.
+    """
+    device = record.device
+    pair = create_veth(
+        LinkEnd(
+            device.host_name,
+            device.host_ifindex,
+            device.host_mac,
+            device.mtu,
+            group=LIVE_GROUP,
+            queues=_QUEUES,
+        ),
+        LinkEnd(device.pod_name, device.pod_ifindex, device.pod_mac, device.mtu, queues=_QUEUES),
+        namespace.fd,
+    )
+    failure = netlink.attempt([pair])[0]
+    if failure is not None:
+        raise _explain(netlink, record, namespace, failure) from failure
+    try:
+        _furnish(netlink, record, side)
+    except BaseException:
+        netlink.attempt([delete_link(device.host_ifindex)])
+        raise
+
+
+def repair_device(netlink: NetlinkSocket, record: EndpointRecord, side: HostSide) -> list[str]:
+    """Put right what differs on the host's side, programs replaced in place; gives what
+    differed.
+    """
+    differences = compare_device(netlink, record, side)
+    if differences and require_owned(netlink, record) is not None:
+        _furnish(netlink, record, side, replace=True)
+    return differences
+
+
+def compare_device(netlink: NetlinkSocket, record: EndpointRecord, side: HostSide) -> list[str]:
+    """Name what differs between the host's side of a pair and what it should be."""
+    device = record.device
+    body = netlink.find(get_link(device.host_ifindex))
+    if body is None:
+        return [f"host device {device.host_name!r} is missing"]
+    link = read_link(body)
+    wanted = {
+        "name": (link.name, device.host_name),
+        "alias": (link.alias, device_alias(side.node_name, record.id)),
+        "kind": (link.kind, KIND),
+        "mtu": (link.mtu, device.mtu),
+        "mac": (link.mac, device.host_mac),
+        "peer index": (link.peer_index, device.pod_ifindex),
+        "state": ("up" if link.up else "down", "up"),
+    }
+    differences = [
+        f"host device {device.host_name!r}: {name} is {found!r}, wanted {want!r}"
+        for name, (found, want) in wanted.items()
+        if found != want
+    ]
+    differences += _compare_programs(netlink, device, side.programs)
+    return differences + compare_host_routes(netlink, record, side.sources)
+
+
+def require_owned(netlink: NetlinkSocket, record: EndpointRecord) -> OwnedDevice | None:
+    """Give the record's device, None when it is gone; ForeignObject when its index belongs to
+    anything else.
+    """
+    body = netlink.find(get_link(record.device.host_ifindex))
+    if body is None:
+        return None
+    link = read_link(body)
+    owner = read_owner(link)
+    if owner is None or owner.endpoint_id != record.id:
+        raise ForeignObject(
+            f"touch device {link.name!r}: it is not that of endpoint {record.id}",
+            hint=f"see `ip -d link show {link.name}`",
+        )
+    return owner
+
+
+def read_owner(link: Link) -> OwnedDevice | None:
+    """Tell whose pair a device belongs to; None for anything that has no mark of ours."""
+    condemned = link.group == CONDEMNED_GROUP
+    mark = parse_device_alias(link.alias)
+    if mark is not None:
+        node_name, endpoint_id = mark
+    elif not link.alias and link.group in (LIVE_GROUP, CONDEMNED_GROUP) and link.kind == KIND:
+        # Killed between birth and alias: the MAC of the host's end carries the endpoint's number.
+        if not link.mac.startswith(_MAC_MARK):
+            return None
+        node_name, endpoint_id = "", EndpointId(int(link.mac[5:].replace(":", ""), 16))
+    else:
+        return None
+    return OwnedDevice(
+        endpoint_id, node_name, InterfaceName(link.name), IfIndex(link.index), condemned
+    )
+
+
+def list_devices(netlink: NetlinkSocket) -> tuple[list[OwnedDevice], list[InterfaceName]]:
+    """List devices with our mark, and the names of devices that only look like ours."""
+    owned, foreign = [], []
+    for body in netlink.dump(list_links()):
+        link = read_link(body)
+        owner = read_owner(link)
+        if owner is not None:
+            owned.append(owner)
+        elif _has_our_form(link.name):
+            foreign.append(InterfaceName(link.name))
+    return owned, foreign
+
+
+class Reaper:
+    """Condemned devices: `condemn` only marks one, `reap` deletes all that are marked with one
+    grace period.
+
+    What is condemned is in the kernel (the group), so a new agent finds it by `list_devices` and
+    reaps it too.
+    """
+
+    def __init__(self, netlink: NetlinkSocket) -> None:
+        self._netlink = netlink
+        self._condemned: dict[EndpointId, IfIndex] = {}
+
+    def __len__(self) -> int:
+        return len(self._condemned)
+
+    def condemn(self, endpoint_id: EndpointId, index: IfIndex) -> None:
+        """Mark the endpoint's device for deletion; absent and foreign ones are only reported
+        gone by `reap`.
+        """
+        body = self._netlink.find(get_link(index))
+        owner = None if body is None else read_owner(read_link(body))
+        if owner is not None and owner.endpoint_id == endpoint_id:
+            marking = set_link(index, name=owner.name, group=CONDEMNED_GROUP)
+            failure = self._netlink.attempt([marking])[0]
+            # The pod's namespace, and the pair with it, may vanish at any moment.
+            if failure is not None and failure.errno != errno.ENODEV:
+                raise failure
+        self._condemned[endpoint_id] = index
+
+    def reap(self) -> Sequence[EndpointId]:
+        """Delete what is condemned; gives the endpoints whose devices are really gone.
+
+        Raises KernelFailure.
+        """
+        waiting = dict(self._condemned)
+        if not waiting:
+            return ()
+        failure = self._netlink.attempt([delete_group(CONDEMNED_GROUP)])[0]
+        if failure is not None and failure.errno != errno.ENODEV:
+            raise failure
+        gone = [
+            endpoint_id
+            for endpoint_id, index in waiting.items()
+            if self._is_gone(endpoint_id, index)
+        ]
+        for endpoint_id in gone:
+            self._condemned.pop(endpoint_id, None)
+        return gone
+
+    def _is_gone(self, endpoint_id: EndpointId, index: IfIndex) -> bool:
+        body = self._netlink.find(get_link(index))
+        owner = None if body is None else read_owner(read_link(body))
+        return owner is None or owner.endpoint_id != endpoint_id
+
+
+def _furnish(
+    netlink: NetlinkSocket, record: EndpointRecord, side: HostSide, *, replace: bool = False
+) -> None:
+    """Give an existing pair its host side; every request may find its work done."""
+    device = record.device
+    programs = side.programs
+    requests = [
+        add_clsact(device.host_ifindex),
+        set_bpf_filter(device.host_ifindex, FROM_POD_HOOK, programs.from_pod_fd, "from_pod"),
+        set_bpf_filter(device.host_ifindex, TO_POD_HOOK, programs.to_pod_fd, "to_pod"),
+        set_link(
+            device.host_ifindex,
+            name=device.host_name,
+            up=True,
+            alias=device_alias(side.node_name, record.id),
+            mtu=device.mtu if replace else 0,
+            mac=device.host_mac if replace else "",
+            no_link_local=True,
+        ),
+        *plan_requests(record, side.sources, replace=replace),
+    ]
+    if replace:
+        require_free_destinations(netlink, record)
+    failures = netlink.attempt(requests)
+    if replace and failures[0] is not None and failures[0].errno == errno.EEXIST:
+        failures[0] = None
+    again = [
+        request for request, failure in zip(requests, failures, strict=True) if failure is not None
+    ]
+    if again:
+        _furnish_again(netlink, record, side, again, [one for one in failures if one is not None])
+
+
+def _furnish_again(
+    netlink: NetlinkSocket,
+    record: EndpointRecord,
+    side: HostSide,
+    requests: list[Request],
+    failures: list[KernelFailure],
+) -> None:
+    """Remove what can stand in the way (IPv6 off for new devices, a stale route of ours), and
+    try once more.
+    """
+    if all(failure.errno == errno.EEXIST for failure in failures) and all(
+        request.type == RTM_NEWROUTE for request in requests
+    ):
+        require_free_destinations(netlink, record)
+        netlink.execute(plan_requests(record, side.sources, replace=True))
+        return
+    if record.ipv6 and any(failure.errno in (errno.EACCES, errno.EINVAL) for failure in failures):
+        written = ensure_sysctl("0", "ipv6", "conf", record.device.host_name, "disable_ipv6")
+        if written is not None:
+            netlink.execute(requests)
+            return
+    raise failures[0]
+
+
+def _compare_programs(netlink: NetlinkSocket, device: Device, programs: Programs) -> list[str]:
+    differences = []
+    for name, hook, wanted in (
+        ("from_pod", FROM_POD_HOOK, programs.from_pod_id),
+        ("to_pod", TO_POD_HOOK, programs.to_pod_id),
+    ):
+        filters = [
+            found
+            for body in netlink.dump(list_filters(device.host_ifindex, hook))
+            if (found := read_bpf_filter(body)) is not None
+            and (found.priority, found.handle) == (FILTER_PRIORITY, FILTER_HANDLE)
+        ]
+        if not filters:
+            differences.append(f"program {name} is not attached to {device.host_name!r}")
+        elif filters[0].program_id != wanted:
+            differences.append(
+                f"program {name} of {device.host_name!r} is number {filters[0].program_id},"
+                f" wanted {wanted}"
+            )
+    return differences
+
+
+def _explain(
+    netlink: NetlinkSocket, record: EndpointRecord, namespace: PodNamespace, failure: KernelFailure
+) -> Exception:
+    """Find out why the pair could not be made; looked at only after the failure, never before."""
+    if failure.errno not in (errno.EEXIST, errno.EBUSY):
+        return failure
+    device = record.device
+    body = netlink.find(get_link(name=device.host_name))
+    if body is not None:
+        owner = read_owner(read_link(body))
+        if owner is not None:
+            return LeftoverDevice(device.host_name, owner)
+        return ForeignObject(
+            f"create device pair {device.host_name!r}: a device of that name has no mark of ours",
+            hint=f"rename or delete it: ip link del {device.host_name}",
+        )
+    with NetlinkSocket.open_in(namespace.fd) as inside:
+        if inside.find(get_link(name=device.pod_name)) is not None:
+            return InvalidConfiguration(
+                f"create interface {device.pod_name!r} in the pod: the interface name exists",
+                hint="use another CNI_IFNAME, or delete the interface",
+            )
+    return Unavailable(
+        f"create device pair {device.host_name!r}: device index {device.host_ifindex} or"
+        f" {device.pod_ifindex} is taken",
+        hint="try again: other indexes are chosen",
+    )
+
+
+def _has_our_form(name: str) -> bool:
+    digits = name.removeprefix(DEVICE_PREFIX)
+    return (
+        name.startswith(DEVICE_PREFIX)
+        and len(digits) == DEVICE_HASH_DIGITS
+        and all(digit in "0123456789abcdef" for digit in digits)
+    )

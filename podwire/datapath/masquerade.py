@@ -1,0 +1,174 @@
+"""Masquerade: what pods send out of the cluster carries the node's address; what nodes tunnel is
+not tracked twice.
+
+One nftables table of ours, rebuilt whole in one transaction each time, so that applying it twice
+changes nothing and no packet sees half of it. Never translates what stays inside: packets to the
+cluster's networks, to the exceptions, to this host (they do not pass this hook) or to groups.
+`datapath.node` applies, compares and removes it.
+"""
+
+import ipaddress
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from podwire.kernel.nft import Nftables
+from podwire.kernel.rtnl.route import IPNetwork
+from podwire.model.errors import KernelFailure, PodwireError
+from podwire.model.ids import NFT_TABLE
+
+_TABLE: Final = f"inet {NFT_TABLE}"
+_GROUPS: Final[dict[int, IPNetwork]] = {
+    4: ipaddress.ip_network("224.0.0.0/4"),
+    6: ipaddress.ip_network("ff00::/8"),
+}
+_FAMILIES: Final = ((4, "ip", "ipv4_addr"), (6, "ip6", "ipv6_addr"))
+
+
+@dataclass(frozen=True)
+class MasqueradePlan:
+    """What the table must do. Networks of both families mixed; order and overlaps do not matter."""
+
+    pod_cidrs: Sequence[IPNetwork]
+    """Whose packets are translated: this node's own pod networks."""
+    inside: Sequence[IPNetwork]
+    """Where packets keep the pod's address: the cluster's networks and the exceptions."""
+    enabled: bool = True
+    tunnel_port: int = 0
+    """UDP port that connection tracking leaves alone; 0 = none."""
+
+
+def render_table(plan: MasqueradePlan) -> str:
+    """Compute the table as a transaction that replaces whatever was there."""
+    lines = [f"add table {_TABLE}", f"delete table {_TABLE}", f"table {_TABLE} {{"]
+    rules = []
+    for version, keyword, kind in _FAMILIES:
+        pods = _collapse(plan.pod_cidrs, version)
+        if not plan.enabled or not pods:
+            continue
+        inside = _collapse([*plan.inside, *plan.pod_cidrs, _GROUPS[version]], version)
+        lines += _render_set(f"pods{version}", kind, pods)
+        lines += _render_set(f"inside{version}", kind, inside)
+        rules.append(
+            f"{keyword} saddr @pods{version} {keyword} daddr != @inside{version}"
+            " masquerade fully-random"
+        )
+    if rules:
+        lines += _render_chain("leave", "type nat hook postrouting priority srcnat", rules)
+    if plan.tunnel_port:
+        untracked = [f"udp dport {plan.tunnel_port} notrack"]
+        for hook in ("prerouting", "output"):
+            lines += _render_chain(
+                f"tunnel_{hook}", f"type filter hook {hook} priority raw", untracked
+            )
+    return "\n".join([*lines, "}", ""])
+
+
+class Masquerade:
+    """The table of this node; remembers what the kernel shows after its own apply, to notice
+    strangers' changes.
+    """
+
+    def __init__(self, tables: Nftables) -> None:
+        self._tables = tables
+        self._applied: str | None = None
+
+    def apply(self, plan: MasqueradePlan) -> None:
+        """Make the table do what the plan says.
+
+        Raises KernelFailure; the old table then stays in force.
+        """
+        self._tables.run(render_table(plan))
+        self._applied = _fingerprint(self._list())
+
+    def remove(self) -> None:
+        """Remove the table; an absent one is success."""
+        self._tables.run(f"add table {_TABLE}\ndelete table {_TABLE}\n")
+        self._applied = None
+
+    def compare(self) -> list[str]:
+        """Name what differs from the last `apply`; nothing was applied = nothing is wanted."""
+        present = self._list()
+        if self._applied is None:
+            return [f"nftables table {NFT_TABLE!r} exists, wanted none"] if present else []
+        if not present:
+            return [f"nftables table {NFT_TABLE!r} is missing"]
+        if _fingerprint(present) != self._applied:
+            return [f"nftables table {NFT_TABLE!r} is not as podwire made it"]
+        return []
+
+    def _list(self) -> list[dict[str, Any]]:
+        try:
+            return self._tables.list_json(f"list table {_TABLE}")
+        except KernelFailure:
+            return []
+
+
+@dataclass(frozen=True)
+class DroppingChain:
+    """A chain of somebody else that drops forwarded packets unless a rule accepts them."""
+
+    family: str
+    table: str
+    name: str
+
+
+def list_dropping_forward_chains(tables: Nftables) -> list[DroppingChain]:
+    """List chains at the forward hook whose policy is drop (Docker, ufw, firewalld), as far as
+    nftables shows them.
+    """
+    try:
+        objects = tables.list_json("list chains")
+    except PodwireError:
+        return []
+    chains = [item["chain"] for item in objects if "chain" in item]
+    return [
+        DroppingChain(chain["family"], chain["table"], chain["name"])
+        for chain in chains
+        if chain.get("hook") == "forward"
+        and chain.get("policy") == "drop"
+        and chain["table"] != NFT_TABLE
+    ]
+
+
+def _collapse(networks: Iterable[IPNetwork], version: int) -> list[str]:
+    """Give a family's networks without overlaps (nftables refuses those), in order."""
+    if version == 4:
+        four = [network for network in networks if isinstance(network, ipaddress.IPv4Network)]
+        return [str(network) for network in ipaddress.collapse_addresses(four)]
+    six = [network for network in networks if isinstance(network, ipaddress.IPv6Network)]
+    return [str(network) for network in ipaddress.collapse_addresses(six)]
+
+
+def _render_set(name: str, kind: str, elements: Sequence[str]) -> list[str]:
+    return [
+        f"  set {name} {{",
+        f"    type {kind}; flags interval;",
+        f"    elements = {{ {', '.join(elements)} }}",
+        "  }",
+    ]
+
+
+def _render_chain(name: str, hook: str, rules: Sequence[str]) -> list[str]:
+    return [
+        f"  chain {name} {{",
+        f"    {hook}; policy accept;",
+        *(f"    {rule}" for rule in rules),
+        "  }",
+    ]
+
+
+def _fingerprint(objects: list[dict[str, Any]]) -> str:
+    """Reduce a listing to what matters: handles change with every rebuild, counters with every
+    packet.
+    """
+
+    def strip(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: strip(item) for key, item in value.items() if key != "handle"}
+        if isinstance(value, list):
+            return [strip(item) for item in value]
+        return value
+
+    return json.dumps(strip(objects), sort_keys=True)

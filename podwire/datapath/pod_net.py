@@ -1,0 +1,267 @@
+"""The pod's side of a pair: addresses, gateway, routes, neighbours and settings, made in one
+send.
+
+`datapath.node` composes these for `model.interfaces.Datapath`. Works through a netlink socket
+opened in the pod's namespace; the calling thread is inside it only to open that socket and to
+write settings. Never touches what another plugin made. Invariant: the link is the last thing to
+come up before the routes, so a pod that sees its interface running sees its addresses too.
+
+Several networks in one container: the first attachment (per family) owns the default route of
+the main table. A further one gets a default route with its interface index as metric, for what
+binds to the device, and a table of its own (number = interface index) that a rule names for
+everything sent from its addresses: without it, replies would leave through the first interface
+and be dropped there as spoofed.
+"""
+
+import errno
+import ipaddress
+from dataclasses import dataclass
+from typing import Final
+
+from podwire.datapath.routes import dump_routes
+from podwire.kernel import netns
+from podwire.kernel.netlink import NetlinkSocket
+from podwire.kernel.rtnl.link import get_link, read_link, set_link
+from podwire.kernel.rtnl.route import (
+    IPV6_DEFAULT_METRIC,
+    InterfaceAddress,
+    Neighbour,
+    Route,
+    SourceRule,
+    add_address,
+    add_route,
+    add_rule,
+    host_network,
+    list_addresses,
+    list_neighbours,
+    list_rules,
+    read_address,
+    read_neighbour,
+    read_source_rule,
+    set_neighbour,
+)
+from podwire.kernel.sysctl import ensure_sysctl, write_sysctl
+from podwire.model.endpoint import Device, EndpointRecord, IPAddress
+from podwire.model.errors import KernelFailure
+from podwire.model.ids import GATEWAY_IPV4, GATEWAY_IPV6, ROUTE_PROTOCOL
+from podwire.model.interfaces import PodNamespace
+
+RULE_PRIORITY: Final = 1990
+_LOOPBACK_INDEX: Final = 1
+_AF: Final = {4: 2, 6: 10}
+_DEFAULT: Final = {
+    4: ipaddress.ip_network("0.0.0.0/0"),
+    6: ipaddress.ip_network("::/0"),
+}
+_GATEWAY: Final[dict[int, IPAddress]] = {
+    4: ipaddress.ip_address(GATEWAY_IPV4),
+    6: ipaddress.ip_address(GATEWAY_IPV6),
+}
+
+_GATEWAY_NETWORK: Final = {version: host_network(gateway) for version, gateway in _GATEWAY.items()}
+
+
+@dataclass(frozen=True)
+class FamilyPlan:
+    """What one family of one attachment needs in the pod."""
+
+    address: InterfaceAddress
+    neighbour: Neighbour
+    gateway_route: Route
+    default_route: Route
+    further_default_route: Route
+    table_default_route: Route
+    rule: SourceRule
+
+
+def plan_family(device: Device, address: IPAddress, *, route_mtu: int = 0) -> FamilyPlan:
+    """Compute what an address needs in the pod; `route_mtu` in bytes, 0 or the device's own =
+    none on the route.
+    """
+    version = address.version
+    index = int(device.pod_ifindex)
+    gateway = _GATEWAY[version]
+    metric = 0 if version == 4 else IPV6_DEFAULT_METRIC
+    mtu = 0 if route_mtu == device.mtu else route_mtu
+
+    def default(metric: int, table: int) -> Route:
+        return Route(
+            _DEFAULT[version],
+            index=index,
+            gateway=gateway,
+            table=table,
+            protocol=ROUTE_PROTOCOL,
+            metric=metric,
+            mtu=mtu,
+            onlink=True,
+        )
+
+    return FamilyPlan(
+        address=InterfaceAddress(index, address, address.max_prefixlen),
+        neighbour=Neighbour(index, gateway, device.host_mac),
+        gateway_route=Route(
+            _GATEWAY_NETWORK[version], index=index, protocol=ROUTE_PROTOCOL, metric=metric
+        ),
+        default_route=default(metric, 254),
+        further_default_route=default(index, 254),
+        table_default_route=default(metric, index),
+        rule=SourceRule(host_network(address), index, RULE_PRIORITY, ROUTE_PROTOCOL),
+    )
+
+
+def configure_pod(record: EndpointRecord, namespace: PodNamespace, *, route_mtu: int = 0) -> None:
+    """Give the pod's end its addresses, gateway, routes and neighbours, and set it up.
+
+    Raises KernelFailure.
+    """
+    device = record.device
+    with netns.namespace(namespace.fd):
+        netlink = NetlinkSocket()
+        try:
+            _write_settings(record)
+        except BaseException:
+            netlink.close()
+            raise
+    with netlink:
+        families = [
+            plan_family(device, address, route_mtu=route_mtu) for address in record.addresses
+        ]
+        index = device.pod_ifindex
+        netlink.execute(
+            [
+                set_link(_LOOPBACK_INDEX, name="lo", up=True),
+                *(add_address(family.address) for family in families),
+                set_link(index, name=device.pod_name, up=True, no_link_local=True),
+                *(set_neighbour(family.neighbour) for family in families),
+            ]
+        )
+        _add_routes(netlink, families)
+
+
+def compare_namespace(record: EndpointRecord, namespace: PodNamespace) -> list[str]:
+    """Name what differs between the namespace that is open and the one the record was made in."""
+    if netns.cookie(namespace.fd) != record.netns_cookie:
+        return [f"namespace {namespace.path!r} is not the one the pod was attached in"]
+    return []
+
+
+def compare_pod(
+    record: EndpointRecord, namespace: PodNamespace, *, route_mtu: int = 0
+) -> list[str]:
+    """Name what differs inside the pod: device, addresses, routes, neighbours, MTU.
+
+    Changes nothing.
+    """
+    device = record.device
+    with NetlinkSocket.open_in(namespace.fd) as netlink:
+        body = netlink.find(get_link(device.pod_ifindex))
+        if body is None:
+            return [f"pod device {device.pod_name!r} is missing"]
+        link = read_link(body)
+        wanted = {
+            "name": (link.name, device.pod_name),
+            "mtu": (link.mtu, device.mtu),
+            "mac": (link.mac, device.pod_mac),
+            "peer index": (link.peer_index, device.host_ifindex),
+            "state": ("up" if link.up else "down", "up"),
+        }
+        differences = [
+            f"pod device {device.pod_name!r}: {name} is {found!r}, wanted {want!r}"
+            for name, (found, want) in wanted.items()
+            if found != want
+        ]
+        addresses = {
+            read_address(body) for body in netlink.dump(list_addresses(device.pod_ifindex))
+        }
+        neighbours = {
+            read_neighbour(body) for body in netlink.dump(list_neighbours(device.pod_ifindex))
+        }
+        for address in record.addresses:
+            family = plan_family(device, address, route_mtu=route_mtu)
+            if family.address not in addresses:
+                differences.append(f"pod address {address} is missing")
+            if family.neighbour not in neighbours:
+                differences.append(
+                    f"pod neighbour {family.neighbour.address} at {family.neighbour.mac} is missing"
+                )
+            differences += _compare_routes(netlink, family)
+    return differences
+
+
+def _write_settings(record: EndpointRecord) -> None:
+    """Write settings of the pod's device; the calling thread is inside the pod's namespace."""
+    name = record.device.pod_name
+    try:
+        write_sysctl("0", "ipv6", "conf", name, "accept_ra")
+    except KernelFailure as failure:
+        if failure.errno == errno.ENOENT and not record.ipv6:
+            return  # a kernel without IPv6, and nobody wants it
+        raise
+    if record.ipv6:
+        # Some runtimes switch IPv6 off in every new namespace.
+        for device in (name, "lo"):
+            ensure_sysctl("0", "ipv6", "conf", device, "disable_ipv6")
+
+
+def _add_routes(netlink: NetlinkSocket, families: list[FamilyPlan]) -> None:
+    """Add gateway and default routes; where another attachment has the default route, make this
+    one a further one.
+    """
+    requests = [
+        add_route(route)
+        for family in families
+        for route in (family.gateway_route, family.default_route)
+    ]
+    failures = netlink.attempt(requests)
+    further = []
+    for position, family in enumerate(families):
+        of_family = [
+            failure for failure in failures[2 * position : 2 * position + 2] if failure is not None
+        ]
+        for failure in of_family:
+            if failure.errno != errno.EEXIST:
+                raise failure
+        if of_family:
+            further += [
+                add_route(family.further_default_route),
+                add_route(family.table_default_route),
+                add_rule(family.rule),
+            ]
+    netlink.execute(further)
+
+
+def _compare_routes(netlink: NetlinkSocket, family: FamilyPlan) -> list[str]:
+    version = family.address.address.version
+    on_device = dump_routes(netlink, _AF[version], index=family.address.index)
+    if any(_same_route(route, family.default_route) for route in on_device):
+        if any(_same_route(route, family.gateway_route) for route in on_device):
+            return []
+        return [f"pod route to {family.gateway_route.destination} is missing"]
+    differences = [
+        f"pod route to {wanted.destination} in table {wanted.table} is missing or has another mtu"
+        for wanted in (family.further_default_route, family.table_default_route)
+        if not any(_same_route(route, wanted) for route in on_device)
+    ]
+    rules = [read_source_rule(body) for body in netlink.dump(list_rules(_AF[version]))]
+    if differences == [] and family.rule not in rules:
+        differences.append(f"pod rule for source {family.rule.source} is missing")
+    return differences
+
+
+def _same_route(found: Route, wanted: Route) -> bool:
+    """Compare what matters; the kernel drops or adds the on-link flag as it likes."""
+    return (
+        found.destination,
+        found.index,
+        found.gateway,
+        found.table,
+        found.metric,
+        found.mtu,
+    ) == (
+        wanted.destination,
+        wanted.index,
+        wanted.gateway,
+        wanted.table,
+        wanted.metric,
+        wanted.mtu,
+    )

@@ -1,0 +1,205 @@
+"""Routes: how this host reaches its pods, and what it refuses because no pod is there.
+
+Called by `datapath.device` (while a pair is made or repaired) and `datapath.node`. Every route
+carries our protocol number, and nothing without it is ever changed or removed. A pod's route
+names the node's own address as source: without it the kernel picked another bridge's address. A
+permanent neighbour stands beside each route, so that no resolution is needed.
+"""
+
+import errno
+import ipaddress
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from podwire.kernel.netlink import NetlinkSocket, Request
+from podwire.kernel.rtnl.route import (
+    AF_INET,
+    AF_INET6,
+    IPV6_DEFAULT_METRIC,
+    ROUTE_UNREACHABLE,
+    TABLE_MAIN,
+    IPNetwork,
+    Neighbour,
+    Route,
+    add_route,
+    delete_route,
+    host_network,
+    list_neighbours,
+    list_routes,
+    read_neighbour,
+    read_route,
+    set_neighbour,
+)
+from podwire.model.endpoint import EndpointRecord
+from podwire.model.errors import ForeignObject, KernelFailure
+from podwire.model.ids import ROUTE_PROTOCOL
+
+_GONE = (errno.ESRCH, errno.ENODEV, errno.ENOENT)
+_BLOCK_METRIC = 4_000_000_000
+"""Weaker than any route to the same prefix, e.g. one that a cloud or a routing daemon installs."""
+
+
+@dataclass(frozen=True)
+class SourceAddresses:
+    """The node's own address per family: what host processes use towards pods; None = leave it
+    to the kernel.
+    """
+
+    ipv4: ipaddress.IPv4Address | None = None
+    ipv6: ipaddress.IPv6Address | None = None
+
+
+def compute_routes(record: EndpointRecord, sources: SourceAddresses) -> list[Route]:
+    """Compute the host's routes to an endpoint: one /32 and one /128 at most, straight to its
+    device.
+    """
+    routes = []
+    for address in record.addresses:
+        is_ipv4 = address.version == 4
+        routes.append(
+            Route(
+                host_network(address),
+                index=record.device.host_ifindex,
+                source=sources.ipv4 if is_ipv4 else sources.ipv6,
+                protocol=ROUTE_PROTOCOL,
+                metric=0 if is_ipv4 else IPV6_DEFAULT_METRIC,
+            )
+        )
+    return routes
+
+
+def compute_neighbours(record: EndpointRecord) -> list[Neighbour]:
+    """Compute the host's neighbour entries for an endpoint's addresses."""
+    return [
+        Neighbour(record.device.host_ifindex, address, record.device.pod_mac)
+        for address in record.addresses
+    ]
+
+
+def plan_requests(
+    record: EndpointRecord, sources: SourceAddresses, *, replace: bool = False
+) -> list[Request]:
+    """Give the requests that make an endpoint's routes and neighbours."""
+    routes = [add_route(route, replace=replace) for route in compute_routes(record, sources)]
+    return routes + [set_neighbour(neighbour) for neighbour in compute_neighbours(record)]
+
+
+def remove_host_routes(netlink: NetlinkSocket, record: EndpointRecord) -> None:
+    """Take an endpoint's routes away; its neighbours die with the device. Absent ones are
+    success.
+
+    Only routes to this endpoint's own device go: the same address may belong to a successor
+    already.
+    """
+    unwanted = [delete_route(route) for route in compute_routes(record, SourceAddresses())]
+    for failure in netlink.attempt(unwanted):
+        if failure is not None and failure.errno not in _GONE:
+            raise failure
+
+
+def compare_host_routes(
+    netlink: NetlinkSocket, record: EndpointRecord, sources: SourceAddresses
+) -> list[str]:
+    """Name what differs between the routes and neighbours wanted and those present."""
+    index = record.device.host_ifindex
+    differences = []
+    present = {
+        route.destination: route
+        for family in _families(record)
+        for route in dump_routes(netlink, family, index=index)
+    }
+    for wanted in compute_routes(record, sources):
+        found = present.get(wanted.destination)
+        if found is None:
+            differences.append(f"host route to {wanted.destination} is missing")
+        elif found.protocol != wanted.protocol:
+            differences.append(f"host route to {wanted.destination} is not ours")
+        elif found.source != wanted.source:
+            differences.append(
+                f"host route to {wanted.destination} has source {found.source},"
+                f" wanted {wanted.source}"
+            )
+    neighbours = {read_neighbour(body) for body in netlink.dump(list_neighbours(index))}
+    differences += [
+        f"host neighbour {wanted.address} at {wanted.mac} is missing"
+        for wanted in compute_neighbours(record)
+        if wanted not in neighbours
+    ]
+    return differences
+
+
+def require_free_destinations(netlink: NetlinkSocket, record: EndpointRecord) -> None:
+    """Raise ForeignObject when a route without our mark leads where an endpoint's route must go."""
+    wanted = {host_network(address) for address in record.addresses}
+    for family in _families(record):
+        for route in dump_routes(netlink, family, table=TABLE_MAIN):
+            if route.destination in wanted and route.protocol != ROUTE_PROTOCOL:
+                raise ForeignObject(
+                    f"add route to {route.destination}: a route of protocol {route.protocol}"
+                    f" to device index {route.index} has that destination",
+                    hint=f"remove it: ip route del {route.destination}",
+                )
+
+
+def list_pod_routes(netlink: NetlinkSocket) -> list[Route]:
+    """List the routes with our protocol number that lead to one address on a device, both
+    families.
+    """
+    return [
+        route
+        for family in (AF_INET, AF_INET6)
+        for route in dump_routes(netlink, family, table=TABLE_MAIN, protocol=ROUTE_PROTOCOL)
+        if route.index and route.destination.prefixlen == route.destination.max_prefixlen
+    ]
+
+
+def remove_routes(netlink: NetlinkSocket, routes: Iterable[Route]) -> None:
+    """Remove routes of ours by value; absent ones are success."""
+    ours = [delete_route(route) for route in routes if route.protocol == ROUTE_PROTOCOL]
+    for failure in netlink.attempt(ours):
+        if failure is not None and failure.errno not in _GONE:
+            raise failure
+
+
+def compute_block_routes(blocks: Iterable[IPNetwork]) -> list[Route]:
+    """Compute the routes that refuse what no endpoint of the node's own blocks has."""
+    return [
+        Route(block, protocol=ROUTE_PROTOCOL, metric=_BLOCK_METRIC, kind=ROUTE_UNREACHABLE)
+        for block in blocks
+    ]
+
+
+def list_block_routes(netlink: NetlinkSocket) -> list[Route]:
+    """List the unreachable routes that carry our protocol number."""
+    return [
+        route
+        for family in (AF_INET, AF_INET6)
+        for route in dump_routes(netlink, family, table=TABLE_MAIN, protocol=ROUTE_PROTOCOL)
+        if route.kind == ROUTE_UNREACHABLE
+    ]
+
+
+def ensure_block_routes(netlink: NetlinkSocket, blocks: Sequence[IPNetwork]) -> None:
+    """Make the unreachable routes be exactly those of `blocks`."""
+    wanted = {route.destination: route for route in compute_block_routes(blocks)}
+    present = list_block_routes(netlink)
+    remove_routes(netlink, [route for route in present if route.destination not in wanted])
+    have = {route.destination for route in present}
+    netlink.execute([add_route(route) for network, route in wanted.items() if network not in have])
+
+
+def dump_routes(
+    netlink: NetlinkSocket, family: int, *, table: int = 0, protocol: int = 0, index: int = 0
+) -> list[Route]:
+    """List routes; a table that does not exist has none."""
+    request = list_routes(family, table=table, protocol=protocol, index=index)
+    try:
+        return [read_route(body) for body in netlink.dump(request)]
+    except KernelFailure as failure:
+        if failure.errno in _GONE:
+            return []
+        raise
+
+
+def _families(record: EndpointRecord) -> list[int]:
+    return [AF_INET if address.version == 4 else AF_INET6 for address in record.addresses]

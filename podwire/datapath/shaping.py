@@ -1,0 +1,139 @@
+"""Bandwidth limits of a pod, each direction by a token bucket on the device that sends.
+
+Towards the pod: the host device's own queue (such an endpoint carries a flag, and the fast path
+sends through that queue, since a redirect to the peer would skip it). From the pod: the queue of
+the pod's end. Called on ADD, and on a running pod when its limits change. Only buckets with our
+handle are changed or removed. CNI speaks of bits; the kernel of bytes.
+"""
+
+import errno
+from typing import Final
+
+from podwire.kernel.netlink import NetlinkSocket
+from podwire.kernel.rtnl.tc import (
+    SHAPER_HANDLE,
+    QueueDiscipline,
+    TokenBucket,
+    delete_token_bucket,
+    list_queues,
+    read_queue,
+    set_token_bucket,
+)
+from podwire.model.endpoint import Bandwidth, Device
+from podwire.model.errors import KernelFailure
+from podwire.model.ids import IfIndex
+from podwire.model.interfaces import PodNamespace
+
+_NO_BURST_GIVEN_BITS: Final = (1 << 31) - 1
+"""containerd sends 2^32-1 and the kubelet used to send 2^31-1 when nobody asked for a burst:
+half a gigabyte would pass.
+"""
+_DEFAULT_BURST_MS: Final = 25
+_QUEUE_MS: Final = 25
+"""How long a packet may wait: the reference plugin's 25 ms."""
+_HEADER_BYTES: Final = 22
+"""Ethernet header and one VLAN tag: a bucket smaller than one frame passes nothing."""
+_FLOOR_BYTES: Final = 64 * 1024
+_MAX_BURST_BYTES: Final = (1 << 32) - 1
+_GONE: Final = (errno.ENODEV, errno.ENOENT, errno.EINVAL)
+
+
+def compute_bucket(rate_bits_per_s: int, burst_bits: int, mtu: int) -> TokenBucket | None:
+    """Compute the bucket of one direction; None when there is no limit. `mtu` in bytes.
+
+    Without a burst, or with the value that means "none given", 25 ms of the rate and at least 64
+    KiB, so that a segment as big as offloading makes them passes unsplit. A burst below one
+    frame is raised to one.
+    """
+    if rate_bits_per_s <= 0:
+        return None
+    rate = max(1, rate_bits_per_s // 8)
+    if 0 < burst_bits < _NO_BURST_GIVEN_BITS:
+        burst = burst_bits // 8
+    else:
+        burst = max(_FLOOR_BYTES, rate * _DEFAULT_BURST_MS // 1000)
+    burst = min(max(burst, mtu + _HEADER_BYTES), _MAX_BURST_BYTES)
+    limit = min(burst + rate * _QUEUE_MS // 1000, _MAX_BURST_BYTES)
+    return TokenBucket(rate, burst, limit)
+
+
+def shape_device(
+    netlink: NetlinkSocket,
+    device: Device,
+    bandwidth: Bandwidth,
+    namespace: PodNamespace | None,
+) -> None:
+    """Set, change or remove both directions' limits; without a namespace only what concerns the
+    host device.
+
+    Raises KernelFailure when a limit cannot be set; a limit that is to go and is not there is
+    success.
+    """
+    to_pod = compute_bucket(bandwidth.to_pod_bits_per_s, bandwidth.to_pod_burst_bits, device.mtu)
+    _apply(netlink, device.host_ifindex, to_pod)
+    if namespace is None:
+        return
+    from_pod = compute_bucket(
+        bandwidth.from_pod_bits_per_s, bandwidth.from_pod_burst_bits, device.mtu
+    )
+    with NetlinkSocket.open_in(namespace.fd) as inside:
+        _apply(inside, device.pod_ifindex, from_pod)
+
+
+def compare_shaping(
+    netlink: NetlinkSocket,
+    device: Device,
+    bandwidth: Bandwidth,
+    namespace: PodNamespace | None,
+) -> list[str]:
+    """Name what differs between the limits wanted and those in force."""
+    to_pod = compute_bucket(bandwidth.to_pod_bits_per_s, bandwidth.to_pod_burst_bits, device.mtu)
+    differences = _compare(netlink, device.host_ifindex, to_pod, "to the pod")
+    if namespace is not None:
+        from_pod = compute_bucket(
+            bandwidth.from_pod_bits_per_s, bandwidth.from_pod_burst_bits, device.mtu
+        )
+        with NetlinkSocket.open_in(namespace.fd) as inside:
+            differences += _compare(inside, device.pod_ifindex, from_pod, "from the pod")
+    return differences
+
+
+def _apply(netlink: NetlinkSocket, index: IfIndex, wanted: TokenBucket | None) -> None:
+    if wanted is not None:
+        netlink.execute([set_token_bucket(index, wanted)])
+    elif _find_bucket(netlink, index) is not None:
+        failure = netlink.attempt([delete_token_bucket(index)])[0]
+        if failure is not None and failure.errno not in _GONE:
+            raise failure
+
+
+def _compare(
+    netlink: NetlinkSocket, index: IfIndex, wanted: TokenBucket | None, direction: str
+) -> list[str]:
+    found = _find_bucket(netlink, index)
+    if wanted is None:
+        return [] if found is None else [f"a rate limit {direction} is in force, wanted none"]
+    if found is None:
+        return [f"the rate limit {direction} is missing"]
+    if found.rate_bytes_per_s != wanted.rate_bytes_per_s:
+        return [
+            f"the rate limit {direction} is {found.rate_bytes_per_s * 8} bit/s,"
+            f" wanted {wanted.rate_bytes_per_s * 8}"
+        ]
+    if found.limit_bytes != wanted.limit_bytes:
+        return [f"the burst of the rate limit {direction} is not the wanted one"]
+    return []
+
+
+def _find_bucket(netlink: NetlinkSocket, index: IfIndex) -> QueueDiscipline | None:
+    try:
+        bodies = netlink.dump(list_queues(index))
+    except KernelFailure as failure:
+        if failure.errno in _GONE:
+            return None
+        raise
+    for body in bodies:
+        queue = read_queue(body)
+        if (queue.index, queue.kind, queue.handle) == (index, "tbf", SHAPER_HANDLE):
+            return queue
+    return None

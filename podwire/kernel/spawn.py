@@ -1,0 +1,226 @@
+"""Children: started by posix_spawn alone, waited for by descriptor, ended with their whole
+group.
+
+Used for delegated plugins, hooks, `nft` and by the lab for agents and pods. The agent never
+forks: a child that shares nothing but its descriptors cannot run our code. A child that must see
+another network or mount namespace is spawned from a thread that entered it and then ends, so no
+thread of ours stays there. Invariant: no child outlives its deadline, and none is left unreaped.
+"""
+
+import contextlib
+import errno
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from podwire.kernel import netns
+from podwire.kernel.fd import Fd
+from podwire.model.errors import KernelFailure
+
+CLONE_NEWNS: Final = 0x00020000
+_CLONE_FS: Final = 0x00000200
+_OUTPUT_MAX_BYTES: Final = 1 << 20
+_CHUNK_BYTES: Final = 1 << 16
+_DEFAULT_SIGNALS: Final = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a child runs; None = where we are. Descriptors of namespaces, borrowed."""
+
+    network_fd: int | None = None
+    mount_fd: int | None = None
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A child that ended: exit status, negative = signal number."""
+
+    status: int
+    stdout: bytes
+    stderr: bytes
+
+
+@dataclass
+class Child:
+    """A running child; `close` ends and reaps it."""
+
+    pid: int
+    name: str
+    _pidfd: Fd = field(repr=False)
+    _status: int | None = None
+
+    def wait(self, timeout_s: float | None) -> int | None:
+        """Wait for the end; gives the exit status (negative = signal), or None when the time is
+        over.
+        """
+        if self._status is None:
+            limit = None if timeout_s is None else max(0.0, timeout_s)
+            if select.select([self._pidfd.fileno()], [], [], limit)[0]:
+                self._reap()
+        return self._status
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to this very process; one that ended already is success."""
+        if self._status is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd.fileno(), number)
+
+    def kill(self) -> None:
+        """End the child and all of its process group, and reap it."""
+        if self._status is None:
+            # Not reaped yet, so its number, and the group's, cannot belong to anybody else.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self.send_signal(signal.SIGKILL)
+            self._reap()
+
+    def close(self) -> None:
+        """End the child if it still runs, and release the descriptor."""
+        self.kill()
+        self._pidfd.close()
+
+    def _reap(self) -> None:
+        _, status = os.waitpid(self.pid, 0)
+        self._status = os.waitstatus_to_exitcode(status)
+
+
+def start(
+    arguments: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    place: Place = Place(),
+    stdin_fd: int | None = None,
+    stdout_fd: int | None = None,
+    stderr_fd: int | None = None,
+) -> Child:
+    """Start a child in a process group of its own; a missing stream is /dev/null.
+
+    Raises KernelFailure.
+
+    The program is looked up in PATH, inside the place's mount namespace. Other descriptors of
+    ours are close-on-exec and stay behind.
+    """
+    actions: list[tuple[int, int, int] | tuple[int, int, str, int, int]] = []
+    for target, (fd, mode) in enumerate(
+        ((stdin_fd, os.O_RDONLY), (stdout_fd, os.O_WRONLY), (stderr_fd, os.O_WRONLY))
+    ):
+        if fd is None:
+            actions.append((os.POSIX_SPAWN_OPEN, target, os.devnull, mode, 0))
+        else:
+            actions.append((os.POSIX_SPAWN_DUP2, fd, target))
+
+    def spawn() -> int:
+        return os.posix_spawnp(
+            arguments[0],
+            list(arguments),
+            dict(os.environ if environment is None else environment),
+            file_actions=actions,
+            setpgroup=0,
+            setsigmask=(),
+            setsigdef=_DEFAULT_SIGNALS,
+        )
+
+    try:
+        pid = spawn() if place == Place() else netns.run_on_thread(lambda: _enter(place), spawn)
+    except OSError as error:
+        raise KernelFailure(error.errno or errno.EIO, "start", arguments[0]) from error
+    return Child(pid, arguments[0], Fd(os.pidfd_open(pid), f"process {pid}"))
+
+
+def run(
+    arguments: Sequence[str],
+    *,
+    input_bytes: bytes = b"",
+    environment: Mapping[str, str] | None = None,
+    place: Place = Place(),
+    timeout_s: float,
+) -> Completed:
+    """Run a child to its end; at the deadline it is killed and KernelFailure(ETIMEDOUT) raised.
+
+    More than a mebibyte of output on one stream is KernelFailure(EFBIG): it is no plugin's answer.
+    """
+    deadline = time.monotonic() + timeout_s
+    with _pipe() as stdin, _pipe() as stdout, _pipe() as stderr:
+        child = start(
+            arguments,
+            environment=environment,
+            place=place,
+            stdin_fd=stdin.reader.fileno(),
+            stdout_fd=stdout.writer.fileno(),
+            stderr_fd=stderr.writer.fileno(),
+        )
+        with contextlib.closing(child):
+            for used in (stdin.reader, stdout.writer, stderr.writer):
+                used.close()
+            output = _converse(arguments[0], (stdin, stdout, stderr), input_bytes, deadline)
+            status = child.wait(deadline - time.monotonic())
+            if status is None:
+                raise _too_late(arguments[0])
+    return Completed(status, *output)
+
+
+@dataclass(frozen=True)
+class _Pipe:
+    reader: Fd
+    writer: Fd
+
+
+@contextlib.contextmanager
+def _pipe() -> Iterator[_Pipe]:
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    with Fd(reader, "pipe") as read_end, Fd(writer, "pipe") as write_end:
+        yield _Pipe(read_end, write_end)
+
+
+def _converse(
+    name: str, pipes: tuple[_Pipe, _Pipe, _Pipe], input_bytes: bytes, deadline: float
+) -> tuple[bytes, bytes]:
+    """Feed the child's input and take its output until it closed both streams."""
+    stdin, stdout, stderr = pipes
+    os.set_blocking(stdin.writer.fileno(), False)
+    output = {stdout.reader.fileno(): bytearray(), stderr.reader.fileno(): bytearray()}
+    reading = set(output)
+    rest = memoryview(input_bytes)
+    while reading:
+        if not rest:
+            stdin.writer.close()
+        writing = [stdin.writer.fileno()] if rest else []
+        left = deadline - time.monotonic()
+        readable, writable, _ = select.select(list(reading), writing, [], max(0.0, left))
+        if left <= 0 and not readable:
+            raise _too_late(name)
+        if writable:
+            rest = _feed(stdin.writer.fileno(), rest)
+        for fd in readable:
+            chunk = os.read(fd, _CHUNK_BYTES)
+            output[fd] += chunk
+            if not chunk:
+                reading.discard(fd)
+            if len(output[fd]) > _OUTPUT_MAX_BYTES:
+                raise KernelFailure(errno.EFBIG, "read the output of", name)
+    return tuple(bytes(data) for data in output.values())  # type: ignore[return-value]
+
+
+def _feed(fd: int, rest: memoryview) -> memoryview:
+    try:
+        return rest[os.write(fd, rest) :]
+    except BrokenPipeError:  # it does not want to read all of it
+        return rest[:0]
+
+
+def _too_late(name: str) -> KernelFailure:
+    return KernelFailure(errno.ETIMEDOUT, "wait for", name, detail="it did not end in time")
+
+
+def _enter(place: Place) -> None:
+    if place.network_fd is not None:
+        netns.set_namespace(place.network_fd, netns.CLONE_NEWNET)
+    if place.mount_fd is not None:
+        # A mount namespace can only be changed by a thread that shares its root directory with no other.
+        netns.call_libc("unshare", "the thread's root directory", _CLONE_FS)
+        netns.set_namespace(place.mount_fd, CLONE_NEWNS)

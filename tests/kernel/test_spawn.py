@@ -1,0 +1,150 @@
+"""Children are started without a fork of ours, in the right place, and never outlive their
+deadline.
+"""
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from podwire.kernel.fd import Fd
+from podwire.kernel.spawn import Child, Place, run, start
+from podwire.model.errors import KernelFailure
+from tests.kernel.conftest import Namespace
+
+
+def test_output_input_and_status_are_the_childs() -> None:
+    script = "cat; echo problem >&2; exit 3"
+    done = run(["sh", "-c", script], input_bytes=b"hello\n", timeout_s=10)
+    assert (done.status, done.stdout, done.stderr) == (3, b"hello\n", b"problem\n")
+
+
+def test_big_input_and_output_do_not_block_each_other() -> None:
+    data = os.urandom(512 * 1024)
+    assert run(["cat"], input_bytes=data, timeout_s=20).stdout == data
+
+
+def test_input_that_nobody_reads_is_no_error() -> None:
+    assert run(["true"], input_bytes=b"x" * 1_000_000, timeout_s=10).status == 0
+
+
+def test_death_by_signal_is_a_negative_status() -> None:
+    assert run(["sh", "-c", "kill -9 $$"], timeout_s=10).status == -9
+
+
+def test_environment_is_exactly_what_was_given() -> None:
+    done = run(["/usr/bin/env"], environment={"ONLY": "this"}, timeout_s=10)
+    assert done.stdout == b"ONLY=this\n"
+
+
+def test_ignored_signals_are_not_inherited() -> None:
+    status = run(["grep", "SigIgn", "/proc/self/status"], timeout_s=10).stdout
+    assert int(status.split()[1], 16) & (1 << 12) == 0  # SIGPIPE, which Python ignores
+
+
+def test_missing_program_is_named() -> None:
+    with pytest.raises(KernelFailure) as caught:
+        run(["pwt-no-such-program"], timeout_s=10)
+    assert caught.value.errno == errno.ENOENT
+    assert "pwt-no-such-program" in caught.value.message
+
+
+def test_deadline_ends_the_child_and_its_children(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    began = time.monotonic()
+    with pytest.raises(KernelFailure) as caught:
+        run(["sh", "-c", f"sleep 60 & echo $! > {pid_file}; wait"], timeout_s=0.5)
+    assert caught.value.errno == errno.ETIMEDOUT
+    assert time.monotonic() - began < 10
+    grandchild = int(pid_file.read_text(encoding="ascii"))
+    _wait_until_gone(grandchild)
+
+
+def _wait_until_gone(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        status = Path(f"/proc/{pid}/stat")
+        try:
+            if status.read_text(encoding="ascii").split()[2] == "Z":
+                return
+        except OSError:
+            return
+    raise AssertionError(f"process {pid} still runs")
+
+
+def test_endless_output_is_refused() -> None:
+    with pytest.raises(KernelFailure) as caught:
+        run(["cat", "/dev/zero"], timeout_s=20)
+    assert caught.value.errno == errno.EFBIG
+
+
+def test_child_runs_in_the_given_network_namespace(pod: Namespace) -> None:
+    place = Place(network_fd=pod.fd.fileno())
+    done = run(["readlink", "/proc/self/ns/net"], place=place, timeout_s=10)
+    assert done.stdout.strip() == f"net:[{pod.pod.cookie}]".encode()
+    assert os.stat("/proc/self/ns/net").st_ino != pod.pod.cookie
+
+
+def test_child_runs_in_the_given_mount_namespace(tmp_path: Path) -> None:
+    with _mount_namespace_with(tmp_path) as (mounts, marker):
+        place = Place(mount_fd=mounts.fileno())
+        inside = run(["cat", str(marker)], place=place, timeout_s=10)
+        outside = run(["cat", str(marker)], timeout_s=10)
+    assert inside.stdout == b"inside"
+    assert outside.status == 1
+
+
+@contextlib.contextmanager
+def _mount_namespace_with(directory: Path) -> Iterator[tuple[Fd, Path]]:
+    """A mount namespace in which `directory` is another file system with one file on it."""
+    marker = directory / "marker"
+    script = f"mount -t tmpfs pwt {directory} && printf inside > {marker} && echo ok && sleep 60"
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    child = start(["unshare", "--mount", "sh", "-c", script], stdout_fd=writer)
+    os.close(writer)
+    try:
+        assert os.read(reader, 16) == b"ok\n"
+        fd = os.open(f"/proc/{child.pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+        with Fd(fd, "mounts") as mounts:
+            yield mounts, marker
+    finally:
+        os.close(reader)
+        child.close()
+
+
+def test_started_child_is_signalled_and_reaped() -> None:
+    child = start(["sleep", "60"])
+    try:
+        assert child.wait(0) is None
+        child.send_signal(15)
+        assert child.wait(10) == -15
+        child.send_signal(15)
+    finally:
+        child.close()
+
+
+def test_closing_a_running_child_ends_it() -> None:
+    child: Child = start(["sleep", "60"])
+    child.close()
+    assert not Path(f"/proc/{child.pid}").exists()
+
+
+def test_no_descriptor_is_left_behind() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        run(["true"], timeout_s=10)
+    with pytest.raises(KernelFailure):
+        run(["pwt-no-such-program"], timeout_s=10)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_library_is_not_forked() -> None:
+    """A handler for fork never runs: children share no state of this process."""
+    called: list[int] = []
+    os.register_at_fork(before=lambda: called.append(1))
+    run(["true"], timeout_s=10)
+    assert called == []

@@ -121,19 +121,31 @@ static uint32_t load32(const unsigned char *at)
 	return at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24;
 }
 
-static bool is_whole(const struct reply *reply)
+/* The bytes that are still to come; -1 when what came is no reply. */
+static ssize_t missing_bytes(const struct reply *reply)
 {
-	return reply->length >= COMMON_HEADER_BYTES && reply->length == load32(reply->data + 8) &&
-	       !memcmp(reply->data, "PWRP", 4);
+	uint32_t total;
+
+	if (reply->length < COMMON_HEADER_BYTES)
+		return (ssize_t)(COMMON_HEADER_BYTES - reply->length);
+	total = load32(reply->data + 8);
+	if (memcmp(reply->data, "PWRP", 4) || total < reply->length || total > REPLY_MAX_BYTES)
+		return -1;
+	return (ssize_t)(total - reply->length);
 }
 
 static enum outcome receive_reply(int fd, int64_t until_ms, struct reply *reply)
 {
-	reply->length = 0;
-	while (!is_whole(reply)) {
-		ssize_t count = recv(fd, reply->data + reply->length,
-				     sizeof(reply->data) - reply->length, 0);
+	ssize_t missing;
 
+	reply->length = 0;
+	while ((missing = missing_bytes(reply))) {
+		ssize_t count;
+
+		if (missing < 0)
+			return ENDED;
+		count = recv(fd, reply->data + reply->length, sizeof(reply->data) - reply->length,
+			     0);
 		if (count > 0) {
 			reply->length += (size_t)count;
 		} else if (count == 0) {

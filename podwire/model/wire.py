@@ -170,7 +170,7 @@ def encode_frame(frame: Frame) -> bytes:
     )
 
 
-def request_bytes(header: bytes) -> int:
+def request_bytes(header: bytes | bytearray) -> int:
     """Tell how long the frame is that begins with `header` (at least COMMON_HEADER_BYTES)."""
     magic, major, _minor, _flags, total_bytes = _COMMON.unpack_from(header)
     if magic != REQUEST_MAGIC:
@@ -254,7 +254,7 @@ def encode_reply(reply: Reply) -> bytes:
     return _COMMON.pack(REPLY_MAGIC, MAJOR, MINOR, reply.status, total_bytes) + reply.body
 
 
-def reply_bytes(header: bytes) -> int:
+def reply_bytes(header: bytes | bytearray) -> int:
     """Tell how long the reply is that begins with `header` (at least COMMON_HEADER_BYTES)."""
     magic, _major, _minor, _status, total_bytes = _COMMON.unpack_from(header)
     if magic != REPLY_MAGIC or not COMMON_HEADER_BYTES <= total_bytes <= REPLY_MAX_BYTES:

@@ -1,0 +1,81 @@
+"""Tiers, counts and the listing of what was skipped, for every test.
+
+A test belongs to the tier of its folder (tests/lab -> `lab`) or of its marker; `--tiers` says which run, bare `pytest` runs `unit`
+and what needs no privilege. `--full` raises the counts of randomised tests to those of the issues.
+"""
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+
+TIERS = ("unit", "packet", "kernel", "lab", "runtime", "vm")
+_FOLDER_TIERS = {"contract": "unit"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("podwire")
+    group.addoption("--tiers", default="unit", help="comma-separated tiers to run")
+    group.addoption("--full", action="store_true", help="counts of the issues, not the short ones")
+    group.addoption("--seed", type=int, default=None, help="seed of randomised tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--seed") is None:
+        given = os.environ.get("PODWIRE_SEED")
+        config.option.seed = int(given) if given else random.SystemRandom().randrange(1 << 32)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    counts = "full" if config.getoption("--full") else "short"
+    return (
+        f"podwire: tiers {config.getoption('--tiers')}, {counts} counts, "
+        f"seed {config.getoption('--seed')} (repeat with --seed)"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted = set(config.getoption("--tiers").split(","))
+    unknown = wanted - set(TIERS)
+    if unknown:
+        raise pytest.UsageError(f"unknown tiers: {', '.join(sorted(unknown))}")
+    kept, left = [], []
+    for item in items:
+        (kept if _tier(item) in wanted else left).append(item)
+    config.hook.pytest_deselected(items=left)
+    items[:] = sorted(kept, key=lambda item: TIERS.index(_tier(item)))
+
+
+def _tier(item: pytest.Item) -> str:
+    for tier in reversed(TIERS):
+        if item.get_closest_marker(tier):
+            return tier
+    folder = item.nodeid.split("/")[1] if "/" in item.nodeid else "unit"
+    folder = _FOLDER_TIERS.get(folder, folder)
+    return folder if folder in TIERS else "unit"
+
+
+@pytest.fixture
+def full(request: pytest.FixtureRequest) -> bool:
+    """Tell whether the counts of the issues are asked for."""
+    return bool(request.config.getoption("--full"))
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Give the run's seed, printed in the header and again when the test fails."""
+    value = int(request.config.getoption("--seed"))
+    print(f"seed {value}")
+    yield value
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reasons: dict[str, int] = {}
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons[reason] = reasons.get(reason, 0) + 1
+    if reasons:
+        terminalreporter.section("not run on this machine")
+        for reason, count in sorted(reasons.items()):
+            terminalreporter.line(f"{count:5} {reason.removeprefix('Skipped: ')}")

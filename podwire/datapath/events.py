@@ -31,6 +31,16 @@ def hook_name(hook: int) -> str:
     return _HOOKS.get(hook, str(hook))
 
 
+def path_name(path: int) -> str:
+    """Name a path: `local`, `stack`, ..."""
+    return _PATHS.get(path, str(path))
+
+
+def protocol_name(protocol: int) -> str:
+    """Name an IP protocol; a number that has no short name here stays a number."""
+    return _PROTOCOLS.get(protocol, str(protocol))
+
+
 def decode_event(event: abi.Event) -> FlowEvent:
     """Turn a record into a flow event."""
     is_ip = event.ethertype in _ETHERTYPES_IP
@@ -41,13 +51,13 @@ def decode_event(event: abi.Event) -> FlowEvent:
         reason=reason_name(event.reason) if event.reason else "",
         hook=hook_name(event.hook),
         direction="ingress" if event.direction == abi.Direction.INGRESS else "egress",
-        path=_PATHS.get(event.path, str(event.path)),
+        path=path_name(event.path),
         endpoint=EndpointId(event.instance),
         ifindex=IfIndex(event.ifindex),
         source_identity=IdentityId(event.source_identity),
         destination_identity=IdentityId(event.destination_identity),
         ethertype=event.ethertype,
-        protocol=_PROTOCOLS.get(event.protocol, str(event.protocol)) if is_ip else "",
+        protocol=protocol_name(event.protocol) if is_ip else "",
         source=str(from_mapped(event.saddr)) if is_ip else "",
         destination=str(from_mapped(event.daddr)) if is_ip else "",
         source_port=event.sport,

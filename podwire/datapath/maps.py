@@ -211,7 +211,10 @@ def remove_endpoint(maps: NodeMaps, record: EndpointRecord) -> None:
     """Take every row of this instance away; rows that a successor has under the same key stay."""
     row = read_config(maps, record.device.host_ifindex)
     if row is not None and row.instance == record.id:
-        maps.pw_config.delete(_u32(record.device.host_ifindex))
+        # Shut first: a program that has found the row before it goes passes nothing either.
+        key = _u32(record.device.host_ifindex)
+        maps.pw_config.update(key, config_row(record, None).pack(), bpf.Update.LOCK)
+        maps.pw_config.delete(key)
     for address in record.addresses:
         found = read_endpoint(maps, address)
         if found is not None and found.instance == record.id:

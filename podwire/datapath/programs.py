@@ -9,6 +9,7 @@ absent, because it is filled under another name and renamed.
 import contextlib
 import errno
 import logging
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,8 @@ from podwire.model.ids import ABI_DIRECTORY_PREFIX
 _log = logging.getLogger(__name__)
 
 BPFFS_ROOT: Final = Path("/sys/fs/bpf")
-_FILLING_SUFFIX: Final = ".new"
+_FILLING_PREFIX: Final = "filling-"
+"""A bpf file system refuses names with a dot."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,18 @@ class Capacities:
 
     @property
     def shard_entries(self) -> int:
-        """Rows of one conntrack shard: an even share and a quarter more, for hashes are not even."""
+        """Rows of one conntrack shard: an even share and four times its spread, for hashes are not even."""
         share = self.conntrack_entries // abi.CONNTRACK_SHARDS
-        return max(64, share + share // 4)
+        return share + 4 * math.isqrt(share)
+
+
+@dataclass(frozen=True)
+class LoadedProgram:
+    """A program: the C function's name, the kernel's number, the hash of its instructions."""
+
+    name: str
+    id: int
+    tag: str
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,13 @@ class LoadedPrograms:
             raise Bug(f"use program {name!r}: the template has {sorted(self.programs)!r}")
         return self.programs[name]
 
+    def describe(self) -> list[LoadedProgram]:
+        """Tell what is loaded, for `status` and `doctor`."""
+        return [
+            LoadedProgram(name, program.info.id, program.info.tag.hex())
+            for name, program in self.programs.items()
+        ]
+
     def close(self) -> None:
         """Give the descriptors back; pins and attached programs stay."""
         for program in self.programs.values():
@@ -98,16 +116,25 @@ class LoadedPrograms:
         self.maps.close()
 
 
+@contextlib.contextmanager
+def _file_errors(call: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise KernelFailure(error.errno or errno.EIO, call, str(error.filename or path)) from error
+
+
 def ensure_bpffs(directory: Path) -> None:
     """See that `directory` exists and is in a BPF file system; mount one where it is missing."""
-    existing = next(one for one in (directory, *directory.parents) if one.exists())
-    if not bpf.is_bpffs(str(existing)):
-        below_root = directory == BPFFS_ROOT or BPFFS_ROOT in directory.parents
-        target = BPFFS_ROOT if below_root and BPFFS_ROOT.is_dir() else directory
-        target.mkdir(parents=True, exist_ok=True)
-        bpf.mount_bpffs(str(target))
-        _log.info("mounted a bpf file system", extra={"path": str(target)})
-    directory.mkdir(parents=True, exist_ok=True)
+    with _file_errors("make directory", directory):
+        existing = next(one for one in (directory, *directory.parents) if one.exists())
+        if not bpf.is_bpffs(str(existing)):
+            below_root = directory == BPFFS_ROOT or BPFFS_ROOT in directory.parents
+            target = BPFFS_ROOT if below_root and BPFFS_ROOT.is_dir() else directory
+            target.mkdir(parents=True, exist_ok=True)
+            bpf.mount_bpffs(str(target))
+            _log.info("mounted a bpf file system", extra={"path": str(target)})
+        directory.mkdir(parents=True, exist_ok=True)
 
 
 def list_versions(directory: Path) -> list[int]:
@@ -123,8 +150,9 @@ def list_versions(directory: Path) -> list[int]:
 
 def load_programs(template: Template, pins: Pins, capacities: Capacities) -> LoadedPrograms:
     """Open the template's pinned programs, or load and pin them over the maps that are there."""
-    pins.maps.mkdir(parents=True, exist_ok=True)
-    pins.programs.mkdir(exist_ok=True)
+    with _file_errors("make directory", pins.root):
+        pins.maps.mkdir(parents=True, exist_ok=True)
+        pins.programs.mkdir(exist_ok=True)
     home = pins.programs / template.id
     with ExitStack() as undo:
         objects = {
@@ -185,10 +213,10 @@ def _load_and_pin(
     objects: Mapping[str, BpfObject], template: Template, pins: Pins, capacities: Capacities
 ) -> None:
     """Load every object, each with the maps of the earlier ones, and pin what came of it."""
-    filling = pins.programs / (template.id + _FILLING_SUFFIX)
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(filling)
-    filling.mkdir()
+    filling = pins.programs / (_FILLING_PREFIX + template.id)
+    with _file_errors("make directory", filling):
+        _remove_tree(filling)
+        filling.mkdir()
     for name, one in objects.items():
         _set_constants(one, template.constants)
         _load_object(one, pins, capacities)
@@ -196,7 +224,8 @@ def _load_and_pin(
             with one.take_program(program_name) as program:
                 program.pin(str(filling / program_name))
         _log.info("loaded programs", extra={"path": str(filling), "keys": name})
-    filling.rename(pins.programs / template.id)
+    with _file_errors("publish programs", filling):
+        filling.rename(pins.programs / template.id)
 
 
 def _set_constants(one: BpfObject, constants: Mapping[str, int]) -> None:
@@ -232,14 +261,18 @@ def _remove_other_templates(pins: Pins, keep: str) -> None:
     """Remove the pins of other templates; programs that devices still have stay alive by their filters."""
     for path in pins.programs.iterdir():
         if path.name != keep:
-            shutil.rmtree(path)
+            _remove_tree(path)
             _log.info("removed the pins of a template", extra={"path": str(path)})
 
 
 def remove_version(pins: Pins) -> None:
     """Remove every pin of a layout version; what devices still use lives until they let go."""
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(pins.root)
+    _remove_tree(pins.root)
+
+
+def _remove_tree(path: Path) -> None:
+    with _file_errors("remove pins", path), contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(path)
 
 
 def remove_directory(directory: Path) -> list[str]:
@@ -250,10 +283,3 @@ def remove_directory(directory: Path) -> list[str]:
     with contextlib.suppress(OSError):
         os.rmdir(directory)
     return [f"pins {directory}/{ABI_DIRECTORY_PREFIX}{version}" for version in versions]
-
-
-def walk_template_programs(loaded: LoadedPrograms) -> Iterator[tuple[str, int, str]]:
-    """Give name, kernel id and tag of each program, for `status` and `doctor`."""
-    for name, program in loaded.programs.items():
-        info = program.info
-        yield name, info.id, info.tag.hex()

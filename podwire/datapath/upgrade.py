@@ -10,6 +10,7 @@ A version says who may read it by empty directories `readable-by-v<N>` beside it
 oldest build that may take its rows over. A new layout names an older N only while all it added may be dropped.
 """
 
+import errno
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -18,10 +19,13 @@ from pathlib import Path
 from typing import Final
 
 from podwire.datapath import abi
+from podwire.datapath.device import Programs, list_devices
 from podwire.datapath.maps import NodeMaps
 from podwire.datapath.programs import Pins, list_versions, remove_version
 from podwire.kernel import bpf
 from podwire.kernel.bpf import Member
+from podwire.kernel.netlink import NetlinkSocket
+from podwire.kernel.rtnl.tc import FROM_POD_HOOK, TO_POD_HOOK, set_bpf_filter
 from podwire.model.errors import KernelFailure, NewerData, Unsupported
 
 _log = logging.getLogger(__name__)
@@ -240,3 +244,23 @@ def take_over(directory: Path, maps: NodeMaps, swap_programs: Callable[[], int])
         )
         _log.debug("swapped programs", extra={"count": devices})
     return versions
+
+
+def replace_programs(netlink: NetlinkSocket, node_name: str, programs: Programs) -> int:
+    """Put other programs onto every device of a node, in place, so that no packet passes between.
+
+    Gives the number of devices. One that vanishes meanwhile is nobody's loss.
+    """
+    owned = [one for one in list_devices(netlink)[0] if one.node_name == node_name]
+    requests = [
+        set_bpf_filter(one.index, hook, fd, name)
+        for one in owned
+        for hook, fd, name in (
+            (TO_POD_HOOK, programs.to_pod_fd, "to_pod"),
+            (FROM_POD_HOOK, programs.from_pod_fd, "from_pod"),
+        )
+    ]
+    for failure in netlink.attempt(requests):
+        if failure is not None and failure.errno not in (errno.ENODEV, errno.EINVAL):
+            raise failure
+    return len(owned)

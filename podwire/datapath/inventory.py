@@ -1,0 +1,148 @@
+"""What the kernel holds of ours on this node, and the removal of what nobody owns.
+
+Called by `datapath.node` at the start of the agent and by `podwire cleanup`. Never touches a device, route or row
+without a mark of ours, nor one that a record in `keep` accounts for. Invariant: whatever `read_inventory` lists,
+`remove_leftovers` can remove, so both together leave nothing.
+"""
+
+import errno
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from podwire.datapath import maps as rows
+from podwire.datapath.device import CONDEMNED_GROUP, OwnedDevice, list_devices
+from podwire.datapath.maps import NodeMaps
+from podwire.datapath.masquerade import Masquerade
+from podwire.datapath.programs import remove_directory
+from podwire.datapath.routes import list_block_routes, list_pod_routes, remove_routes
+from podwire.kernel.netlink import NetlinkSocket
+from podwire.kernel.nft import Nftables
+from podwire.kernel.rtnl.link import delete_group, set_link
+from podwire.kernel.rtnl.route import Route
+from podwire.model.endpoint import EndpointRecord
+from podwire.model.errors import KernelFailure
+from podwire.model.ids import NFT_TABLE, EndpointId, IfIndex
+from podwire.model.interfaces import Inventory, PresentDevice
+
+
+@dataclass
+class _Keep:
+    """What the records account for."""
+
+    instances: set[EndpointId] = field(default_factory=set)
+    indexes: set[IfIndex] = field(default_factory=set)
+    addresses: set[str] = field(default_factory=set)
+    devices: set[tuple[EndpointId, IfIndex]] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, records: Iterable[EndpointRecord]) -> "_Keep":
+        keep = cls()
+        for record in records:
+            keep.instances.add(record.id)
+            keep.indexes.add(record.device.host_ifindex)
+            keep.addresses.update(str(address) for address in record.addresses)
+            keep.devices.add((record.id, record.device.host_ifindex))
+        return keep
+
+
+def read_inventory(netlink: NetlinkSocket, maps: NodeMaps, node_name: str) -> Inventory:
+    """List devices, rows and routes with this node's mark."""
+    owned, foreign = list_devices(netlink)
+    mine = [one for one in owned if is_of_node(one, node_name)]
+    return Inventory(
+        devices=[PresentDevice(one.endpoint_id, one.name, one.index) for one in mine],
+        config_ifindexes=[index for index, _ in rows.list_config(maps)],
+        endpoint_addresses=[str(address) for address, _ in rows.list_endpoints(maps)],
+        usage_instances=[instance for instance, _ in rows.list_usage(maps)],
+        host_routes=[_destination(route) for route in _routes_to(netlink, mine)],
+        foreign_names=foreign,
+    )
+
+
+def is_of_node(device: OwnedDevice, node_name: str) -> bool:
+    """Tell whether a device is this node's; one that died before it got its alias belongs to anyone."""
+    return device.node_name in ("", node_name)
+
+
+def _routes_to(netlink: NetlinkSocket, devices: Iterable[OwnedDevice]) -> list[Route]:
+    indexes = {device.index for device in devices}
+    return [route for route in list_pod_routes(netlink) if route.index in indexes]
+
+
+def _destination(route: Route) -> str:
+    return str(route.destination.network_address)
+
+
+def remove_leftovers(
+    netlink: NetlinkSocket,
+    maps: NodeMaps,
+    node_name: str,
+    inventory: Inventory,
+    keep_records: Iterable[EndpointRecord],
+) -> list[str]:
+    """Remove what `inventory` lists and no record accounts for; name what was removed.
+
+    Rows go before devices: a device without a row passes nothing.
+    """
+    keep = _Keep.of(keep_records)
+    removed = _remove_rows(maps, inventory, keep)
+    owned = [one for one in list_devices(netlink)[0] if is_of_node(one, node_name)]
+    unwanted = [
+        route for route in _routes_to(netlink, owned) if _destination(route) not in keep.addresses
+    ]
+    remove_routes(netlink, unwanted)
+    removed += [f"route to {_destination(route)}" for route in unwanted]
+    return removed + _remove_devices(netlink, owned, keep)
+
+
+def _remove_rows(maps: NodeMaps, inventory: Inventory, keep: _Keep) -> list[str]:
+    indexes = [index for index in inventory.config_ifindexes if index not in keep.indexes]
+    maps.pw_config.delete_batch(index.to_bytes(4, "little") for index in indexes)
+    removed = [f"row of device index {index}" for index in indexes]
+    lost = [
+        address
+        for address, row in rows.list_endpoints(maps)
+        if str(address) not in keep.addresses or row.instance not in keep.instances
+    ]
+    maps.pw_endpoints.delete_batch(rows.to_mapped(address) for address in lost)
+    removed += [f"row of address {address}" for address in lost]
+    instances = [one for one in inventory.usage_instances if one not in keep.instances]
+    maps.pw_usage.delete_batch(one.to_bytes(4, "little") for one in instances)
+    return removed + [f"quota of endpoint {one}" for one in instances]
+
+
+def _remove_devices(netlink: NetlinkSocket, owned: Sequence[OwnedDevice], keep: _Keep) -> list[str]:
+    """Delete devices in one batch; of an endpoint's devices only the one its record names is kept."""
+    unwanted = [one for one in owned if (one.endpoint_id, one.index) not in keep.devices]
+    if not unwanted:
+        return []
+    for failure in netlink.attempt(
+        [set_link(one.index, name=one.name, group=CONDEMNED_GROUP) for one in unwanted]
+    ):
+        _raise_unless_gone(failure)
+    # A device that a record is waiting to have reaped goes as well: that is what it waits for.
+    _raise_unless_gone(netlink.attempt([delete_group(CONDEMNED_GROUP)])[0])
+    return [f"device {one.name} of endpoint {one.endpoint_id}" for one in unwanted]
+
+
+def _raise_unless_gone(failure: KernelFailure | None) -> None:
+    if failure is not None and failure.errno != errno.ENODEV:
+        raise failure
+
+
+def remove_everything(bpf_dir: Path) -> list[str]:
+    """Remove all that any node name has in this network namespace, and the pins; name what was removed.
+
+    For `podwire cleanup --all` and a lab's end, with no agent running: running pods lose their network.
+    """
+    removed = []
+    with NetlinkSocket() as netlink, Nftables() as nft:
+        owned = list_devices(netlink)[0]
+        removed += _remove_devices(netlink, owned, _Keep())
+        leftover = [*list_pod_routes(netlink), *list_block_routes(netlink)]
+        remove_routes(netlink, leftover)
+        removed += [f"route to {route.destination}" for route in leftover]
+        Masquerade(nft).remove()
+        removed.append(f"nftables table {NFT_TABLE}")
+    return removed + remove_directory(bpf_dir)

@@ -1,0 +1,346 @@
+"""KernelDatapath: the kernel's side of one node, behind `model.interfaces.Datapath`.
+
+Made by `agent.main`, used by `control` under the node's turn (one caller at a time); composes device, pod_net,
+routes, shaping and the maps. Never decides what an endpoint should be: that comes in with record and config.
+Invariant: the row that drops everything precedes the device, rows of a live endpoint change in place, and nothing
+here opens a file, starts a process or passes the verifier after `prepare`.
+
+Thread-safe without the caller's lock: `reap_devices` (own socket, own list), `read_metrics`,
+`list_programs`, reading `maps`. Everything else belongs under the turn.
+"""
+
+import errno
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Final, Self
+
+from podwire.datapath import abi, pod_net, routes, shaping, upgrade
+from podwire.datapath import device as devices
+from podwire.datapath import inventory as inventories
+from podwire.datapath import maps as tables
+from podwire.datapath.device import HostSide, LeftoverDevice, Programs, Reaper
+from podwire.datapath.events import EventReader
+from podwire.datapath.host import (
+    HostWarning,
+    SettingChange,
+    detect_underlay,
+    find_warnings,
+    prepare_host,
+)
+from podwire.datapath.maps import NodeMaps
+from podwire.datapath.masquerade import Masquerade
+from podwire.datapath.plan import (
+    NodePlan,
+    choose_sources,
+    compute_ipcache,
+    compute_masquerade,
+    list_own_addresses,
+)
+from podwire.datapath.programs import (
+    LoadedProgram,
+    LoadedPrograms,
+    Pins,
+    ensure_bpffs,
+    load_programs,
+)
+from podwire.datapath.templates import read_template
+from podwire.kernel.bpf_program import Packet
+from podwire.kernel.netlink import NetlinkSocket
+from podwire.kernel.nft import Nftables
+from podwire.model.endpoint import Bandwidth, Device, EndpointRecord
+from podwire.model.errors import Bug, KernelFailure, Unavailable
+from podwire.model.ids import EndpointId, InterfaceName
+from podwire.model.interfaces import EndpointConfig, Inventory, PodNamespace
+
+_log = logging.getLogger(__name__)
+
+OBJECTS: Final = ("from_pod", "to_pod", "conntrack_gc")
+_COLLECTOR: Final = "conntrack_gc_start"
+_ANY_FRAME: Final = bytes(64)
+_FALLBACK_MTU: Final = 1500
+
+
+@dataclass
+class _Opened:
+    """What `prepare` opens and `close` gives back."""
+
+    netlink: NetlinkSocket
+    reaper: Reaper
+    loaded: LoadedPrograms
+    side: HostSide
+    masquerade: Masquerade
+    nft: Nftables
+    mtu: int
+
+
+class KernelDatapath:
+    """The running kernel as the datapath of one node."""
+
+    def __init__(self, plan: NodePlan) -> None:
+        self.plan = plan
+        self.host_changes: list[SettingChange] = []
+        """Settings of the host that `prepare` changed, for whoever puts them back."""
+        self._opened: _Opened | None = None
+        self._stack = ExitStack()
+        self._gone: list[EndpointId] = []
+        self._reaping = threading.Lock()
+
+    @property
+    def _node(self) -> _Opened:
+        if self._opened is None:
+            raise Bug("use the datapath before it is prepared")
+        return self._opened
+
+    def prepare(self) -> None:
+        """Bring the node's own things into force: host settings, maps, programs, collector, tables.
+
+        Call it once, in the namespace that the node is to serve. Raises KernelFailure, Unavailable (objects are
+        missing), NewerData (the pins belong to a newer podwire; nothing was touched).
+        """
+        with ExitStack() as stack:
+            netlink = stack.enter_context(NetlinkSocket())
+            reaper = Reaper(stack.enter_context(NetlinkSocket()))
+            nft = stack.enter_context(Nftables())
+            self.host_changes = prepare_host(
+                netlink, ipv4=self.plan.has_family(4), ipv6=self.plan.has_family(6)
+            )
+            loaded = self._load(netlink)
+            stack.callback(loaded.close)
+            mtu, side = self._describe_host(netlink, loaded)
+            masquerade = Masquerade(nft)
+            self._opened = _Opened(netlink, reaper, loaded, side, masquerade, nft, mtu)
+            self._apply_plan()
+            self._stack = stack.pop_all()
+
+    def _load(self, netlink: NetlinkSocket) -> LoadedPrograms:
+        """Open or load maps and programs, take another layout's rows over, start the collector."""
+        plan = self.plan
+        ensure_bpffs(plan.bpf_dir)
+        upgrade.readable_versions(plan.bpf_dir)
+        template = read_template(plan.object_dir, OBJECTS, plan.constants)
+        pins = Pins(plan.bpf_dir, abi.ABI_VERSION)
+        loaded = load_programs(template, pins, plan.capacities)
+        try:
+            upgrade.mark_readable(pins)
+            programs = _programs_of(loaded)
+
+            def swap_programs() -> int:
+                return upgrade.replace_programs(netlink, plan.node_name, programs)
+
+            upgrade.take_over(plan.bpf_dir, loaded.maps, swap_programs)
+            tables.write_settings(
+                loaded.maps, conntrack_quota=plan.conntrack_quota, tunnel_port=plan.tunnel_port
+            )
+            loaded.programs[_COLLECTOR].run(Packet(_ANY_FRAME))
+        except BaseException:
+            loaded.close()
+            raise
+        return loaded
+
+    def _describe_host(
+        self, netlink: NetlinkSocket, loaded: LoadedPrograms
+    ) -> tuple[int, HostSide]:
+        try:
+            underlay = detect_underlay(netlink, self.plan.node_address)
+        except Unavailable:
+            underlay = None
+        index = None if underlay is None else underlay.index
+        sources = choose_sources(self.plan, index, list_own_addresses(netlink))
+        mtu = self.plan.mtu or (_FALLBACK_MTU if underlay is None else underlay.mtu)
+        return mtu, HostSide(self.plan.node_name, _programs_of(loaded), sources)
+
+    def _apply_plan(self) -> None:
+        node = self._node
+        own = [address for _, address in list_own_addresses(node.netlink)]
+        tables.replace_ipcache(node.loaded.maps, compute_ipcache(self.plan, own))
+        routes.ensure_block_routes(node.netlink, self.plan.node_cidrs)
+        node.masquerade.apply(compute_masquerade(self.plan))
+
+    def change_plan(self, plan: NodePlan) -> None:
+        """Put another plan for the node's own things into force: masquerade, blocks, peers, quota.
+
+        What the programs were loaded with stays: directories, capacities and constants need a restart.
+        """
+        self.plan = plan
+        tables.write_settings(
+            self._node.loaded.maps,
+            conntrack_quota=plan.conntrack_quota,
+            tunnel_port=plan.tunnel_port,
+        )
+        self._apply_plan()
+
+    def close(self) -> None:
+        """Give descriptors back. Pods keep running: devices, programs, maps and tables stay."""
+        self._opened = None
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        self.prepare()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    # Endpoints: model.interfaces.Datapath
+
+    @property
+    def mtu(self) -> int:
+        """MTU of new pod devices, in bytes."""
+        return self._node.mtu
+
+    def plan_device(
+        self,
+        endpoint_id: EndpointId,
+        host_name: InterfaceName,
+        pod_name: InterfaceName,
+        *,
+        mtu: int,
+        pod_mac: str,
+    ) -> Device:
+        """Choose indexes and MACs of a pair that does not exist yet."""
+        node = self._node
+        return devices.plan_device(
+            node.netlink, endpoint_id, host_name, pod_name, mtu=mtu or node.mtu, pod_mac=pod_mac
+        )
+
+    def create_guard(self, record: EndpointRecord) -> None:
+        """Write the row that drops everything, under the index the device is going to have."""
+        tables.write_guard(self._node.loaded.maps, record)
+
+    def create_device(self, record: EndpointRecord, namespace: PodNamespace) -> None:
+        """Make the pair with everything on the host's side."""
+        node = self._node
+        try:
+            devices.create_device(node.netlink, record, namespace, node.side)
+        except LeftoverDevice as leftover:
+            if not leftover.condemned:
+                raise
+            # A container that was stopped and started again: its old device only waits for the reaper.
+            self._reap()
+            devices.create_device(node.netlink, record, namespace, node.side)
+
+    def repair_device(self, record: EndpointRecord) -> None:
+        """Put right what differs on the host's side of an existing pair."""
+        node = self._node
+        if devices.require_owned(node.netlink, record) is None:
+            raise KernelFailure(errno.ENODEV, "repair device", record.device.host_name)
+        for difference in devices.repair_device(node.netlink, record, node.side):
+            _log.info("repaired device", extra={"endpoint": record.id, "cause": difference})
+
+    def configure_pod(self, record: EndpointRecord, namespace: PodNamespace) -> None:
+        """Give the pod's side its addresses, gateway, routes, neighbours and sysctls."""
+        pod_net.configure_pod(record, namespace)
+
+    def shape(self, device: Device, bandwidth: Bandwidth, namespace: PodNamespace | None) -> None:
+        """Set the limits of both directions, or remove them where they are 0."""
+        shaping.shape_device(self._node.netlink, device, bandwidth, namespace)
+
+    def open_endpoint(self, record: EndpointRecord, config: EndpointConfig) -> None:
+        """Publish the endpoint's addresses and turn its row into `config`, in place."""
+        tables.write_endpoint(self._node.loaded.maps, record, config)
+
+    def close_endpoint(self, record: EndpointRecord) -> None:
+        """Take every row of the endpoint out of the maps."""
+        tables.remove_endpoint(self._node.loaded.maps, record)
+
+    def remove_routes(self, record: EndpointRecord) -> None:
+        """Take the host's routes of the endpoint away; its neighbours go with the device."""
+        routes.remove_host_routes(self._node.netlink, record)
+
+    def condemn_device(self, record: EndpointRecord) -> None:
+        """Hand the pair to the reaper."""
+        self._node.reaper.condemn(record.id, record.device.host_ifindex)
+
+    def reap_devices(self) -> Sequence[EndpointId]:
+        """Delete what is condemned, in one batch, and tell whose devices are really gone."""
+        self._reap()
+        with self._reaping:
+            gone, self._gone = self._gone, []
+        return gone
+
+    def _reap(self) -> None:
+        with self._reaping:
+            self._gone += self._node.reaper.reap()
+
+    def compare_endpoint(
+        self, record: EndpointRecord, config: EndpointConfig, namespace: PodNamespace | None
+    ) -> Sequence[str]:
+        """Name every difference between the record and the kernel; empty = they agree."""
+        node = self._node
+        differences = [
+            *tables.compare_rows(node.loaded.maps, record, config),
+            *devices.compare_device(node.netlink, record, node.side),
+            *shaping.compare_shaping(node.netlink, record.device, record.bandwidth, namespace),
+        ]
+        if namespace is not None:
+            differences += pod_net.compare_pod(record, namespace)
+        return differences
+
+    def read_inventory(self) -> Inventory:
+        """List what the kernel holds of ours."""
+        node = self._node
+        return inventories.read_inventory(node.netlink, node.loaded.maps, self.plan.node_name)
+
+    def remove_leftovers(
+        self, inventory: Inventory, keep: Iterable[EndpointRecord]
+    ) -> Sequence[str]:
+        """Remove what `inventory` has and no record in `keep` accounts for."""
+        node = self._node
+        return inventories.remove_leftovers(
+            node.netlink, node.loaded.maps, self.plan.node_name, inventory, keep
+        )
+
+    # What people and metrics ask
+
+    @property
+    def reused_programs(self) -> bool:
+        """Tell whether `prepare` found the programs pinned, so that nothing passed the verifier."""
+        return self._node.loaded.reused
+
+    @property
+    def template_id(self) -> str:
+        """Name of the template that is in force."""
+        return self._node.loaded.template_id
+
+    def list_programs(self) -> list[LoadedProgram]:
+        """List the loaded programs."""
+        return self._node.loaded.describe()
+
+    @property
+    def maps(self) -> NodeMaps:
+        """The node's maps, for readers."""
+        return self._node.loaded.maps
+
+    def read_metrics(self) -> list[tables.MetricRow]:
+        """Read the packet counters by hook, reason and path."""
+        return tables.read_metrics(self._node.loaded.maps)
+
+    def open_events(self) -> EventReader:
+        """Open the stream of events; one reader at a time."""
+        return EventReader(self._node.loaded.maps)
+
+    def find_host_warnings(self) -> list[HostWarning]:
+        """Name what on this host breaks pods' traffic, and what differs in the node's own table."""
+        node = self._node
+        found = find_warnings(
+            node.netlink,
+            node.nft,
+            ipv4=self.plan.has_family(4),
+            ipv6=self.plan.has_family(6),
+        )
+        return found + [
+            HostWarning(text, "restart the agent to write it anew")
+            for text in node.masquerade.compare()
+        ]
+
+
+def _programs_of(loaded: LoadedPrograms) -> Programs:
+    return Programs(
+        from_pod_fd=loaded.fd("from_pod"),
+        to_pod_fd=loaded.fd("to_pod"),
+        from_pod_id=loaded.id("from_pod"),
+        to_pod_id=loaded.id("to_pod"),
+    )

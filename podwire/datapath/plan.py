@@ -1,0 +1,127 @@
+"""What a node wants of its kernel apart from its pods: settings, ipcache, masquerade, unreachable blocks.
+
+`agent.main` makes a `NodePlan` from the configuration, `datapath.node` applies it. Pure but for `detect_sources`,
+which looks at the node's devices. Invariant: an address inside the cluster is never "world", and the node's own
+blocks are marked as such, so that an address nobody has is refused instead of being sent away (datapath.md rule 10).
+"""
+
+import ipaddress
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from podwire.datapath import abi
+from podwire.datapath.maps import IpcacheEntry, IPNetwork
+from podwire.datapath.masquerade import MasqueradePlan
+from podwire.datapath.programs import Capacities
+from podwire.datapath.routes import SourceAddresses
+from podwire.kernel.netlink import NetlinkSocket
+from podwire.kernel.rtnl.route import list_addresses, read_address
+from podwire.model.endpoint import IPAddress
+
+DEFAULT_OBJECT_DIRECTORY: Final = Path(__file__).resolve().parents[2] / "build" / "bpf"
+"""Where scripts/setup puts the compiled objects."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlan:
+    """One node as its datapath needs to know it. Addresses and networks of both families mixed."""
+
+    node_name: str
+    bpf_dir: Path
+    object_dir: Path = DEFAULT_OBJECT_DIRECTORY
+    mtu: int = 0
+    """Bytes, of pod devices; 0 = that of the device which carries the node's traffic."""
+    node_address: IPAddress | None = None
+    """Address that this host uses towards its pods; None = detected."""
+    cluster_cidrs: tuple[IPNetwork, ...] = ()
+    node_cidrs: tuple[IPNetwork, ...] = ()
+    """Ranges of this node's own pods."""
+    peer_addresses: tuple[IPAddress, ...] = ()
+    """Addresses of other nodes."""
+    masquerade: bool = True
+    masquerade_except: tuple[IPNetwork, ...] = ()
+    tunnel_port: int = 0
+    conntrack_entries: int = 131_072
+    conntrack_quota: int = 16_384
+    constants: dict[str, int] = field(default_factory=dict)
+    """Feature set of the programs: values of their `const volatile` variables."""
+
+    @property
+    def capacities(self) -> Capacities:
+        """Sizes of the maps that the settings choose."""
+        return Capacities(conntrack_entries=self.conntrack_entries)
+
+    @property
+    def inside(self) -> tuple[IPNetwork, ...]:
+        """What belongs to the cluster: its networks, or only the node's own where none are set."""
+        return self.cluster_cidrs or self.node_cidrs
+
+    def has_family(self, version: int) -> bool:
+        """Tell whether pods of this node have addresses of a family."""
+        return any(network.version == version for network in self.node_cidrs)
+
+
+def compute_masquerade(plan: NodePlan) -> MasqueradePlan:
+    """Compute what leaves under the node's address, and what stays untracked."""
+    return MasqueradePlan(
+        pod_cidrs=plan.node_cidrs,
+        inside=(*plan.inside, *plan.masquerade_except),
+        enabled=plan.masquerade,
+        tunnel_port=plan.tunnel_port,
+    )
+
+
+def compute_ipcache(plan: NodePlan, own_addresses: Iterable[IPAddress]) -> list[IpcacheEntry]:
+    """Compute the ipcache of a node that knows no other node's pods one by one.
+
+    The longest prefix wins: a node's address inside a pod range stays a node's address.
+    """
+    entries = {
+        network: IpcacheEntry(network, abi.Identity.UNMANAGED, flags=abi.IpcacheFlags.NATIVE)
+        for network in plan.inside
+    }
+    for network in plan.node_cidrs:
+        entries[network] = IpcacheEntry(
+            network, abi.Identity.UNMANAGED, flags=abi.IpcacheFlags.LOCAL
+        )
+    for identity, addresses in (
+        (abi.Identity.REMOTE_NODE, plan.peer_addresses),
+        (abi.Identity.HOST, own_addresses),
+    ):
+        for address in addresses:
+            network = ipaddress.ip_network(address)
+            entries[network] = IpcacheEntry(network, identity, flags=abi.IpcacheFlags.NODE_ADDRESS)
+    return list(entries.values())
+
+
+def list_own_addresses(netlink: NetlinkSocket) -> list[tuple[int, IPAddress]]:
+    """List the addresses of this host that others can use: (device index, address)."""
+    found = [read_address(body) for body in netlink.dump(list_addresses())]
+    return [
+        (one.index, one.address)
+        for one in found
+        if not (one.address.is_loopback or one.address.is_link_local)
+    ]
+
+
+def choose_sources(
+    plan: NodePlan, underlay_index: int | None, addresses: Sequence[tuple[int, IPAddress]]
+) -> SourceAddresses:
+    """Choose the address per family that host processes use towards pods.
+
+    The configured one for its family; else the first on the device that carries the node's traffic; else the
+    kernel chooses.
+    """
+    chosen: dict[int, IPAddress] = {}
+    if plan.node_address is not None:
+        chosen[plan.node_address.version] = plan.node_address
+    for index, address in addresses:
+        if index == underlay_index:
+            chosen.setdefault(address.version, address)
+    ipv4, ipv6 = chosen.get(4), chosen.get(6)
+    return SourceAddresses(
+        ipv4=ipv4 if isinstance(ipv4, ipaddress.IPv4Address) else None,
+        ipv6=ipv6 if isinstance(ipv6, ipaddress.IPv6Address) else None,
+    )

@@ -1,0 +1,158 @@
+"""A whole node in a namespace: the kernel's datapath for the contract tests and our own."""
+
+import contextlib
+import ipaddress
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from podwire.datapath.inventory import remove_everything
+from podwire.datapath.node import KernelDatapath
+from podwire.datapath.plan import NodePlan
+from podwire.kernel import bpf, netns
+from podwire.kernel.netlink import NetlinkSocket
+from podwire.kernel.rtnl.link import LinkEnd, create_veth, set_link
+from podwire.kernel.rtnl.route import InterfaceAddress, add_address
+from podwire.model.endpoint import AttachmentKey, EndpointRecord, Phase
+from podwire.model.ids import (
+    ContainerId,
+    EndpointId,
+    InterfaceName,
+    NetworkName,
+    host_device_name,
+)
+from podwire.model.interfaces import EndpointConfig, PodNamespace
+from tests.kernel.conftest import NODE, NODE_IPV4, NODE_IPV6, Namespace, new_namespace
+
+PODS_IPV4 = ipaddress.ip_network("10.77.0.0/24")
+PODS_IPV6 = ipaddress.ip_network("fd77::/120")
+OPEN = EndpointConfig(policy_revision=1)
+
+
+def make_plan(bpf_dir: Path) -> NodePlan:
+    """Describe the node of the tests."""
+    return NodePlan(
+        node_name=NODE,
+        bpf_dir=bpf_dir,
+        mtu=1450,
+        node_address=NODE_IPV4,
+        cluster_cidrs=(ipaddress.ip_network("10.77.0.0/16"), ipaddress.ip_network("fd77::/64")),
+        node_cidrs=(PODS_IPV4, PODS_IPV6),
+        conntrack_entries=4096,
+        conntrack_quota=512,
+    )
+
+
+class KernelWorld:
+    """A node with its datapath, and namespaces that play pods."""
+
+    def __init__(self, host: Namespace, plan: NodePlan, stack: ExitStack) -> None:
+        self.host = host
+        self.plan = plan
+        self.datapath = KernelDatapath(plan)
+        self.pods: dict[int, Namespace] = {}
+        self._stack = stack
+
+    def new_namespace(self) -> PodNamespace:
+        namespace = self._stack.enter_context(new_namespace())
+        pod = namespace.pod
+        self.pods[pod.cookie] = namespace
+        return pod
+
+    def add_foreign_host_device(self, name: str) -> None:
+        with NetlinkSocket() as netlink:
+            netlink.execute([create_veth(LinkEnd(name, 5), LinkEnd("pwtother", 6), None)])
+
+    def add_foreign_pod_device(self, namespace: PodNamespace, name: str) -> None:
+        with NetlinkSocket.open_in(namespace.fd) as netlink:
+            netlink.execute([create_veth(LinkEnd(name, 5), LinkEnd("pwtother", 6), None)])
+
+    def close(self) -> None:
+        """Stop the agent of the moment."""
+        self.datapath.close()
+
+    def restart(self, **changes: object) -> None:
+        """Be another agent process: nothing but the kernel is remembered."""
+        self.datapath.close()
+        self.plan = replace(self.plan, **changes)  # type: ignore[arg-type]
+        self.datapath = KernelDatapath(self.plan)
+        self.datapath.prepare()
+
+    def make_record(self, number: int, namespace: PodNamespace) -> EndpointRecord:
+        key = AttachmentKey(NetworkName("net"), ContainerId(f"c{number}"), InterfaceName("eth0"))
+        return EndpointRecord(
+            id=EndpointId(number),
+            key=key,
+            phase=Phase.ADDING,
+            boot_id="boot",
+            taken_boottime_ns=1,
+            netns_path=namespace.path,
+            netns_cookie=namespace.cookie,
+            device=self.datapath.plan_device(
+                EndpointId(number),
+                host_device_name(key.container_id, key.if_name),
+                key.if_name,
+                mtu=0,
+                pod_mac="",
+            ),
+            ipv4=f"10.77.0.{number}",
+            ipv6=f"fd77::{number:x}",
+        )
+
+    def attach(self, number: int) -> tuple[EndpointRecord, Namespace]:
+        """Connect a pod as ADD does."""
+        namespace = self.new_namespace()
+        record = self.make_record(number, namespace)
+        self.datapath.create_guard(record)
+        self.datapath.create_device(record, namespace)
+        self.datapath.configure_pod(record, namespace)
+        self.datapath.open_endpoint(record, OPEN)
+        return record, self.pods[namespace.cookie]
+
+    def detach(self, record: EndpointRecord) -> None:
+        """Disconnect a pod as DEL does."""
+        self.datapath.close_endpoint(record)
+        self.datapath.remove_routes(record)
+        self.datapath.condemn_device(record)
+
+
+@contextlib.contextmanager
+def bpf_directory(tmp_path: Path) -> Iterator[Path]:
+    """Give a directory for pins on a BPF file system of our own."""
+    directory = tmp_path / "bpf"
+    directory.mkdir()
+    bpf.mount_bpffs(str(directory))
+    try:
+        yield directory / "podwire"
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+@contextlib.contextmanager
+def kernel_world(tmp_path: Path) -> Iterator[KernelWorld]:
+    """Be inside a prepared node; everything is gone at the end, also after a failure."""
+    with ExitStack() as stack:
+        bpf_dir = stack.enter_context(bpf_directory(tmp_path))
+        host = stack.enter_context(new_namespace())
+        stack.enter_context(netns.namespace(host.fd.fileno()))
+        with NetlinkSocket() as netlink:
+            netlink.execute(
+                [
+                    set_link(1, up=True),
+                    add_address(InterfaceAddress(1, NODE_IPV4, 24)),
+                    add_address(InterfaceAddress(1, NODE_IPV6, 64)),
+                ]
+            )
+        world = KernelWorld(host, make_plan(bpf_dir), stack)
+        stack.callback(remove_everything, bpf_dir)
+        stack.callback(world.close)
+        world.datapath.prepare()
+        yield world
+
+
+def in_node(namespace: Namespace, *command: str) -> list[str]:
+    """Give the command line that runs `command` inside a namespace."""
+    return ["nsenter", f"--net=/proc/{os.getpid()}/fd/{namespace.fd.fileno()}", *command]

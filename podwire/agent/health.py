@@ -1,0 +1,117 @@
+"""Whether the agent works, from facts that others record, and the file that lets STATUS succeed
+while it restarts.
+
+Every part reports its own checks here when something happens; nothing is probed when somebody asks,
+so asking is always cheap and can never hang. Kubernetes must not see a node as not ready because
+its agent is being upgraded: hence `alive`.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from podwire.model.errors import PodwireError
+from podwire.model.interfaces import Clock
+from podwire.model.wire import ALIVE_FILE, Alive, encode_alive
+
+ALIVE_REFRESH_S = 10.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """The last known state of one thing."""
+
+    name: str
+    ok: bool
+    message: str
+    since_ns: int
+    """CLOCK_BOOTTIME of the last change between ok and not ok."""
+    critical: bool
+
+
+class Health:
+    """The checks of one agent. Safe to use from any thread."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._checks: dict[str, Check] = {}
+        self._warnings: dict[str, str] = {}
+
+    def report(self, name: str, ok: bool, message: str = "", *, critical: bool = True) -> None:
+        """Record a fact. The agent is ready while every critical one is ok."""
+        with self._lock:
+            before = self._checks.get(name)
+            since_ns = (
+                before.since_ns
+                if before is not None and before.ok == ok
+                else self._clock.boottime_ns()
+            )
+            self._checks[name] = Check(name, ok, "" if ok else message, since_ns, critical)
+
+    def warn(self, key: str, message: str) -> None:
+        """Show a warning in `podwire status` until it is taken back with an empty message."""
+        with self._lock:
+            if message:
+                self._warnings[key] = message
+            else:
+                self._warnings.pop(key, None)
+
+    @property
+    def ready(self) -> bool:
+        """Whether every critical check is ok; False before the first report."""
+        with self._lock:
+            return bool(self._checks) and all(
+                check.ok for check in self._checks.values() if check.critical
+            )
+
+    def checks(self) -> list[Check]:
+        """Give every check, by name."""
+        with self._lock:
+            return sorted(self._checks.values(), key=lambda check: check.name)
+
+    def warnings(self) -> list[str]:
+        """Give what people should look at: warnings, and checks that fail without being critical."""
+        with self._lock:
+            failing = [
+                f"{check.name}: {check.message}" for check in self._checks.values() if not check.ok
+            ]
+            return [*failing, *self._warnings.values()]
+
+
+class AliveFile:
+    """The file beside the sockets that says until when STATUS may succeed without the agent."""
+
+    def __init__(self, run_dir: Path, clock: Clock, grace_s: int) -> None:
+        self._path = run_dir / ALIVE_FILE
+        self._clock = clock
+        self._grace_s = grace_s
+
+    def refresh(self, status: Callable[[], None]) -> bool:
+        """Move the deadline on while `status` (what CNI STATUS would do) succeeds, else take it
+        away."""
+        try:
+            status()
+            self.write()
+        except (PodwireError, OSError):
+            self.remove()
+            return False
+        return True
+
+    def write(self) -> None:
+        """Write boot id and deadline (CLOCK_BOOTTIME in ms). Readers find the old line or the new
+        one, never a part."""
+        deadline_ms = self._clock.boottime_ns() // 1_000_000 + self._grace_s * 1000
+        temporary = self._path.with_name(f".{ALIVE_FILE}.tmp")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(encode_alive(Alive(self._clock.boot_id(), deadline_ms)))
+        os.rename(temporary, self._path)
+
+    def remove(self) -> None:
+        """Take the file away: STATUS fails at once when the agent goes."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)

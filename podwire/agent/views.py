@@ -1,0 +1,384 @@
+"""What the API shows: one type for each answer, and how it is made from what the agent knows.
+
+Used by `agent.rest`; `agent.openapi` describes the same types. Pure: never asks the kernel or the
+disk. Field names are those of the outer contract in camel case; adding one is compatible, renaming
+or removing one is not.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from podwire.control.endpoint.table import Endpoint
+from podwire.control.flows.enrich import format_time_ns
+from podwire.model.config import GROUP_OF, SETTINGS, AgentConfig
+
+NOT_ENFORCED = "disabled"
+"""What enforcement is without policies."""
+
+
+class Document(msgspec.Struct, frozen=True, rename="camel"):
+    """Base of all answers."""
+
+
+class FaultView(Document, frozen=True, kw_only=True):
+    """One thing wrong with a request."""
+
+    path: str
+    message: str
+
+
+class ErrorView(Document, frozen=True, kw_only=True):
+    """Why a request failed: a stable word, one line of what, one of what to do."""
+
+    code: str
+    message: str
+    hint: str = ""
+    faults: tuple[FaultView, ...] = ()
+
+
+class ErrorBody(Document, frozen=True, kw_only=True):
+    """Body of every answer from 400 on."""
+
+    error: ErrorView
+
+
+class Enforcement(Document, frozen=True, kw_only=True):
+    """Whether policies restrict a direction: `enabled`, `disabled` or `audit`."""
+
+    ingress: str = NOT_ENFORCED
+    egress: str = NOT_ENFORCED
+
+
+class BandwidthView(Document, frozen=True, kw_only=True):
+    """Limits seen from the pod, in bits per second; 0 = none."""
+
+    to_pod_bits_per_s: int
+    from_pod_bits_per_s: int
+
+
+class EndpointView(Document, frozen=True, kw_only=True):
+    """One endpoint."""
+
+    id: int
+    state: str
+    container_id: str
+    if_name: str
+    network: str
+    namespace: str
+    pod: str
+    pod_uid: str
+    identity: int
+    labels: tuple[str, ...]
+    ipv4: str
+    ipv6: str
+    addresses: tuple[str, ...]
+    host_interface: str
+    host_if_index: int
+    host_mac: str
+    pod_mac: str
+    mtu: int
+    netns: str
+    policy_revision: int
+    policy_enforcement: Enforcement
+    bandwidth: BandwidthView
+    cni_version: str
+
+
+class LogEntryView(Document, frozen=True, kw_only=True):
+    """One transition of an endpoint."""
+
+    time: str
+    old: str
+    """State before; empty for the first entry."""
+    new: str
+    cause: str
+
+
+class EndpointHealth(Document, frozen=True, kw_only=True):
+    """Whether the kernel has what the journal says of an endpoint."""
+
+    id: int
+    ok: bool
+    state: str
+    differences: tuple[str, ...]
+
+
+class LabelsView(Document, frozen=True, kw_only=True):
+    """The labels of an endpoint."""
+
+    labels: tuple[str, ...]
+
+
+class IdentityView(Document, frozen=True, kw_only=True):
+    """One identity."""
+
+    id: int
+    labels: tuple[str, ...]
+    endpoints: int
+    """Endpoints of this node that have it."""
+
+
+class RangeView(Document, frozen=True, kw_only=True):
+    """One range of addresses."""
+
+    cidr: str
+    family: int
+    capacity: int
+    used: int
+    resting: int
+    """Released, and not given out again until the old device is gone and others had their turn."""
+    free: int
+
+
+class AllocationView(Document, frozen=True, kw_only=True):
+    """One address in use."""
+
+    ip: str
+    endpoint: int
+    owner: str
+    """Who holds it: namespace/pod."""
+    state: str
+    """`used`, or `ending` while the old device is on its way out."""
+
+
+class IpamView(Document, frozen=True, kw_only=True):
+    """Addresses of this node."""
+
+    mode: str
+    ranges: tuple[RangeView, ...]
+    allocations: tuple[AllocationView, ...]
+
+
+class IpamFault(Document, frozen=True, kw_only=True):
+    """One address that memory, journal and kernel do not agree about."""
+
+    ip: str
+    problem: str
+    releasable: bool
+
+
+class IpamCheck(Document, frozen=True, kw_only=True):
+    """Result of comparing addresses."""
+
+    ok: bool
+    checked: int
+    faults: tuple[IpamFault, ...]
+
+
+class AddressRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Ask for an address by hand."""
+
+    ip: str = ""
+    family: int = 0
+
+
+class StoreView(Document, frozen=True, kw_only=True):
+    """The store of objects."""
+
+    kind: str
+    ok: bool
+
+
+class DatapathView(Document, frozen=True, kw_only=True):
+    """What carries the packets."""
+
+    mode: str
+    programs: str
+    """Hash of the loaded template."""
+    abi_version: int
+    mtu: int
+
+
+class EndpointTotals(Document, frozen=True, kw_only=True):
+    """Endpoints by state."""
+
+    total: int
+    by_state: dict[str, int]
+
+
+class IpamTotals(Document, frozen=True, kw_only=True):
+    """Addresses, summed up."""
+
+    mode: str
+    ranges: tuple[RangeView, ...]
+
+
+class CheckView(Document, frozen=True, kw_only=True):
+    """One thing that is watched: since when it is so, and what is wrong."""
+
+    name: str
+    ok: bool
+    message: str
+    since: str
+
+
+class StatusView(Document, frozen=True, kw_only=True):
+    """The agent as a whole."""
+
+    ready: bool
+    version: str
+    node: str
+    started: str
+    pid: int
+    store: StoreView
+    datapath: DatapathView
+    endpoints: EndpointTotals
+    ipam: IpamTotals
+    checks: tuple[CheckView, ...]
+    warnings: tuple[str, ...]
+
+
+class HealthView(Document, frozen=True, kw_only=True):
+    """Whether the agent is ready, and what is wrong."""
+
+    ready: bool
+    failing: tuple[CheckView, ...]
+
+
+class SettingView(Document, frozen=True, kw_only=True):
+    """One setting in force."""
+
+    value: Any
+    source: str
+    reloadable: bool
+
+
+class ConfigView(Document, frozen=True, kw_only=True):
+    """Settings in force, by key."""
+
+    settings: dict[str, SettingView]
+
+
+class NodeView(Document, frozen=True, kw_only=True):
+    """This node."""
+
+    name: str
+    addresses: tuple[str, ...]
+    pod_cidrs: tuple[str, ...]
+    cluster_cidrs: tuple[str, ...]
+    mtu: int
+    kernel: str
+    boot_id: str
+
+
+class MapView(Document, frozen=True, kw_only=True):
+    """One BPF map."""
+
+    name: str
+    type: str
+    max_entries: int
+    entries: int
+
+
+class MapRows(Document, frozen=True, kw_only=True):
+    """Rows of one map, decoded."""
+
+    name: str
+    rows: tuple[dict[str, Any], ...]
+    truncated: bool
+
+
+def endpoint_view(endpoint: Endpoint) -> EndpointView:
+    """Show one endpoint. Without policies it has no identity and nothing is enforced."""
+    record = endpoint.record
+    device = record.device
+    return EndpointView(
+        id=record.id,
+        state=endpoint.state.value,
+        container_id=record.key.container_id,
+        if_name=record.key.if_name,
+        network=record.key.network,
+        namespace=record.namespace,
+        pod=record.pod,
+        pod_uid=record.pod_uid,
+        identity=record.identity,
+        labels=record.labels,
+        ipv4=record.ipv4,
+        ipv6=record.ipv6,
+        addresses=tuple(str(address) for address in record.addresses),
+        host_interface=device.host_name,
+        host_if_index=device.host_ifindex,
+        host_mac=device.host_mac,
+        pod_mac=device.pod_mac,
+        mtu=device.mtu,
+        netns=record.netns_path,
+        policy_revision=endpoint.realized_revision,
+        policy_enforcement=Enforcement(),
+        bandwidth=BandwidthView(
+            to_pod_bits_per_s=record.bandwidth.to_pod_bits_per_s,
+            from_pod_bits_per_s=record.bandwidth.from_pod_bits_per_s,
+        ),
+        cni_version=record.cni_version,
+    )
+
+
+def endpoint_log_view(endpoint: Endpoint, wall_offset_ns: int) -> list[LogEntryView]:
+    """Show the transitions of an endpoint, oldest first."""
+    return [
+        LogEntryView(
+            time=format_time_ns(entry.boottime_ns + wall_offset_ns),
+            old=entry.old.value if entry.old else "",
+            new=entry.new.value,
+            cause=entry.cause,
+        )
+        for entry in endpoint.log
+    ]
+
+
+def endpoint_totals(endpoints: Iterable[Endpoint]) -> EndpointTotals:
+    """Count endpoints by state."""
+    counts = Counter(endpoint.state.value for endpoint in endpoints)
+    return EndpointTotals(total=counts.total(), by_state=dict(sorted(counts.items())))
+
+
+def identity_views(
+    reserved: Mapping[int, str], endpoints: Iterable[Endpoint]
+) -> list[IdentityView]:
+    """Show the reserved identities, and how many endpoints have each."""
+    counts = Counter(int(endpoint.record.identity) for endpoint in endpoints)
+    return [
+        IdentityView(id=number, labels=(f"reserved:{name}",), endpoints=counts[number])
+        for number, name in sorted(reserved.items())
+    ]
+
+
+def config_view(config: AgentConfig, sources: Mapping[str, str]) -> ConfigView:
+    """Show every setting with its source."""
+    return ConfigView(
+        settings={
+            key: SettingView(
+                value=plain(config.get(key)),
+                source=sources.get(key, "default"),
+                reloadable=row.reloadable,
+            )
+            for key, row in SETTINGS.items()
+            if key in GROUP_OF
+        }
+    )
+
+
+def plain(value: object) -> Any:
+    """Give a setting's value as JSON has it."""
+    if isinstance(value, tuple):
+        return [plain(item) for item in value]
+    if value is None:
+        return ""
+    return value if isinstance(value, bool | int | str) else str(value)
+
+
+def allocation_views(endpoints: Sequence[Endpoint]) -> tuple[AllocationView, ...]:
+    """Show who holds which address; endpoints on their way out hold theirs until the device is
+    gone."""
+    return tuple(
+        AllocationView(
+            ip=str(address),
+            endpoint=endpoint.record.id,
+            owner=f"{endpoint.record.namespace}/{endpoint.record.pod}",
+            state="ending" if endpoint.state.value == "disconnecting" else "used",
+        )
+        for endpoint in endpoints
+        for address in endpoint.record.addresses
+    )

@@ -1,0 +1,61 @@
+"""Find an endpoint by any form of id that people and runtimes use. Pure; called by the API's handlers."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from podwire.control.endpoint.table import Endpoint, EndpointTable
+from podwire.model.errors import Conflict, NotFound, UndecodableRequest
+from podwire.model.ids import ContainerId, EndpointId, InterfaceName
+
+
+def find_endpoint(table: EndpointTable, text: str) -> Endpoint:
+    """Find by any form of id; NotFound, UndecodableRequest when it is none, Conflict when it names
+    several."""
+    kind, colon, rest = text.partition(":")
+    if text.isascii() and text.isdigit():
+        found = [table.get(EndpointId(int(text)))]
+    elif colon and rest and kind in _FINDERS:
+        found = list(_FINDERS[kind](table, rest))
+    else:
+        raise UndecodableRequest(
+            f"find endpoint {text!r}: this is no endpoint id",
+            hint=f"a number, or one of {', '.join(f'{one}:...' for one in _FINDERS)}",
+        )
+    present = [endpoint for endpoint in found if endpoint is not None]
+    if not present:
+        raise NotFound(f"find endpoint {text!r}: there is none", hint="see `podwire endpoint list`")
+    if len(present) > 1:
+        listed = ", ".join(f"{one.record.id} ({one.record.key.if_name})" for one in present)
+        raise Conflict(
+            f"find endpoint {text!r}: it names several: {listed}",
+            hint="use the number, or cni-attachment-id:CID:IFNAME",
+        )
+    return present[0]
+
+
+def _by_attachment(table: EndpointTable, text: str) -> Iterable[Endpoint]:
+    container_id, _, if_name = text.partition(":")
+    return table.list_by_container(
+        ContainerId(container_id), InterfaceName(if_name) if if_name else None
+    )
+
+
+def _by_pod(table: EndpointTable, text: str) -> Iterable[Endpoint]:
+    namespace, _, pod = text.partition("/")
+    return table.list_by_pod(namespace, pod)[:1]  # the newest owns the name
+
+
+def _by_address(table: EndpointTable, text: str) -> Iterable[Endpoint]:
+    try:
+        found = table.get_by_address(text)
+    except ValueError:
+        raise UndecodableRequest(f"find endpoint: {text!r} is no address") from None
+    return [found] if found else []
+
+
+_FINDERS: Mapping[str, Callable[[EndpointTable, str], Iterable[Endpoint]]] = {
+    "cni-attachment-id": _by_attachment,
+    "container-id": lambda table, text: table.list_by_container(ContainerId(text)),
+    "pod-name": _by_pod,
+    "ipv4": _by_address,
+    "ipv6": _by_address,
+}

@@ -1,0 +1,104 @@
+"""Name the two ends of a packet event: addresses become pods, numbers become words.
+
+Called for each event when it is read, because an endpoint may be gone when somebody looks. Pure:
+who an address belongs to and what time it is are asked of what is handed in.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from podwire.control.flows.flow import Flow, FlowEnd
+from podwire.model.flow import FlowEvent
+
+ETHERTYPE_ARP = 0x0806
+_TCP_FLAGS = ((0x02, "SYN"), (0x10, "ACK"), (0x01, "FIN"), (0x04, "RST"), (0x08, "PSH"))
+_EGRESS = "egress"
+
+
+class NamedEndpoint(Protocol):
+    """What a flow tells of an endpoint."""
+
+    @property
+    def id(self) -> int:
+        """Its number."""
+        ...
+
+    @property
+    def namespace(self) -> str:
+        """Namespace of its pod."""
+        ...
+
+    @property
+    def pod(self) -> str:
+        """Name of its pod."""
+        ...
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Its canonical labels."""
+        ...
+
+
+FindByAddress = Callable[[str], NamedEndpoint | None]
+FindById = Callable[[int], NamedEndpoint | None]
+
+
+class FlowMaker:
+    """Turns events of one node into flows."""
+
+    def __init__(
+        self,
+        node: str,
+        *,
+        by_address: FindByAddress,
+        by_id: FindById,
+        wall_offset_ns: Callable[[], int],
+    ) -> None:
+        self._node = node
+        self._by_address = by_address
+        self._by_id = by_id
+        self._wall_offset_ns = wall_offset_ns
+
+    def make(self, event: FlowEvent) -> Flow:
+        """Describe an event. The end at whose hook it happened is known by number, the other by
+        address."""
+        own = self._by_id(event.endpoint)
+        source = own if event.direction == _EGRESS else self._find(event.source)
+        destination = self._find(event.destination) if event.direction == _EGRESS else own
+        return Flow(
+            time=format_time_ns(event.boottime_ns + self._wall_offset_ns()),
+            node=self._node,
+            type=event.kind,
+            verdict=event.verdict.value,
+            reason=event.reason,
+            direction=event.direction,
+            hook=event.hook,
+            path=event.path,
+            source=_end(source, event.source_identity, event.source, event.source_port),
+            destination=_end(
+                destination, event.destination_identity, event.destination, event.destination_port
+            ),
+            protocol="arp" if event.ethertype == ETHERTYPE_ARP else event.protocol,
+            tcp_flags=",".join(name for bit, name in _TCP_FLAGS if event.tcp_flags & bit),
+            bytes=event.length_bytes,
+            lost=event.lost,
+        )
+
+    def _find(self, address: str) -> NamedEndpoint | None:
+        return self._by_address(address) if address else None
+
+
+def format_time_ns(unix_ns: int) -> str:
+    """Write a Unix time as RFC 3339 in UTC with microseconds."""
+    seconds, rest_ns = divmod(unix_ns, 1_000_000_000)
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    return f"{whole}.{rest_ns // 1000:06d}Z"
+
+
+def _end(endpoint: NamedEndpoint | None, identity: int, ip: str, port: int) -> FlowEnd:
+    if endpoint is None:
+        return FlowEnd(identity=identity, ip=ip, port=port)
+    return FlowEnd(
+        endpoint.id, endpoint.namespace, endpoint.pod, identity, endpoint.labels, ip, port
+    )

@@ -1,0 +1,92 @@
+"""The last flows of the node, and those who follow new ones.
+
+Filled by the agent's event loop, read by the API. A follower that does not keep up loses flows, is
+told how many, and never slows the others or grows: what does not fit into its queue is dropped.
+Used from one thread only.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from podwire.control.flows.filter import FlowFilter
+from podwire.control.flows.flow import Flow
+
+FOLLOWER_QUEUE_FLOWS = 1024
+"""Flows that wait for one follower; a further one is dropped and counted in the next flow's `lost`.
+"""
+
+
+class Follower:
+    """One reader of new flows."""
+
+    def __init__(self, wanted: FlowFilter, wake: Callable[[], None]) -> None:
+        self._wanted = wanted
+        self._wake = wake
+        self._waiting: deque[Flow] = deque()
+        self._lost = 0
+
+    def offer(self, flow: Flow) -> bool:
+        """Queue a flow that is wanted; False when it was dropped because the queue is full."""
+        if not self._wanted.matches(flow):
+            return True
+        if len(self._waiting) >= FOLLOWER_QUEUE_FLOWS:
+            self._lost += 1
+            return False
+        if self._lost:
+            flow = msgspec.structs.replace(flow, lost=flow.lost + self._lost)
+            self._lost = 0
+        self._waiting.append(flow)
+        self._wake()
+        return True
+
+    def take(self) -> list[Flow]:
+        """Give what waits, oldest first, and empty the queue."""
+        taken = list(self._waiting)
+        self._waiting.clear()
+        return taken
+
+
+class FlowRing:
+    """The newest `capacity` flows and the followers."""
+
+    def __init__(self, capacity: int) -> None:
+        self._flows: deque[Flow] = deque(maxlen=capacity)
+        self._followers: list[Follower] = []
+        self.dropped_for_followers = 0
+
+    def __len__(self) -> int:
+        return len(self._flows)
+
+    @property
+    def followers(self) -> int:
+        """How many follow now."""
+        return len(self._followers)
+
+    def append(self, flow: Flow) -> None:
+        """Keep a flow and offer it to every follower."""
+        self._flows.append(flow)
+        for follower in self._followers:
+            if not follower.offer(flow):
+                self.dropped_for_followers += 1
+
+    def last(self, count: int, wanted: FlowFilter) -> list[Flow]:
+        """Give the newest `count` flows that match, oldest first."""
+        found: list[Flow] = []
+        for flow in reversed(self._flows):
+            if len(found) == count:
+                break
+            if wanted.matches(flow):
+                found.append(flow)
+        return found[::-1]
+
+    def follow(self, wanted: FlowFilter, wake: Callable[[], None]) -> Follower:
+        """Begin to follow; `wake` is called when something waits. End it with `leave`."""
+        follower = Follower(wanted, wake)
+        self._followers.append(follower)
+        return follower
+
+    def leave(self, follower: Follower) -> None:
+        """Stop following."""
+        self._followers.remove(follower)

@@ -1,0 +1,194 @@
+"""Flows: naming ends, the ring, followers that do not keep up, filters."""
+
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from podwire.control.flows.enrich import FlowMaker, format_time_ns
+from podwire.control.flows.filter import FlowFilter, parse_filter
+from podwire.control.flows.flow import Flow, FlowEnd
+from podwire.control.flows.ring import FOLLOWER_QUEUE_FLOWS, FlowRing
+from podwire.model.errors import UndecodableRequest
+from podwire.model.flow import FlowEvent, Verdict
+from podwire.model.ids import EndpointId, IdentityId, IfIndex
+
+EVERYTHING = FlowFilter()
+
+
+@dataclass(frozen=True)
+class Named:
+    id: int
+    namespace: str = "shop"
+    pod: str = "web"
+    labels: tuple[str, ...] = ("cni:app=web",)
+
+
+def make_event(**changes: object) -> FlowEvent:
+    event = FlowEvent(
+        boottime_ns=1_000,
+        kind="drop",
+        verdict=Verdict.DROPPED,
+        reason="source-address",
+        hook="from_pod",
+        direction="egress",
+        path="none",
+        endpoint=EndpointId(7),
+        ifindex=IfIndex(3),
+        source_identity=IdentityId(0),
+        destination_identity=IdentityId(2),
+        ethertype=0x0800,
+        protocol="tcp",
+        source="10.0.0.9",
+        destination="10.0.0.8",
+        source_port=4000,
+        destination_port=80,
+        tcp_flags=0x12,
+        length_bytes=60,
+    )
+    return msgspec.structs.replace(event, **changes)
+
+
+def make_flow(**changes: object) -> Flow:
+    maker = FlowMaker(
+        "n1",
+        by_address={"10.0.0.8": Named(8, pod="db", labels=("cni:app=db",))}.get,
+        by_id={7: Named(7)}.get,
+        wall_offset_ns=lambda: 1_767_225_600_000_000_000,
+    )
+    return maker.make(make_event(**changes))
+
+
+def test_the_end_at_the_hook_is_known_by_number_even_with_a_forged_address() -> None:
+    flow = make_flow()
+    assert flow.source == FlowEnd(7, "shop", "web", 0, ("cni:app=web",), "10.0.0.9", 4000)
+    assert flow.destination == FlowEnd(8, "shop", "db", 2, ("cni:app=db",), "10.0.0.8", 80)
+    assert (flow.verdict, flow.reason, flow.tcp_flags) == ("dropped", "source-address", "SYN,ACK")
+    assert flow.time == "2026-01-01T00:00:00.000001Z"
+
+
+def test_an_ingress_event_names_the_endpoint_as_destination() -> None:
+    flow = make_flow(direction="ingress", source="10.0.0.8", destination="10.0.0.7")
+    assert (flow.source.pod, flow.destination.pod) == ("db", "web")
+
+
+def test_arp_and_unknown_ends_have_no_names() -> None:
+    flow = make_flow(ethertype=0x0806, protocol="", source="", destination="", endpoint=0)
+    assert flow.protocol == "arp"
+    assert flow.source == FlowEnd(identity=0, port=4000)
+
+
+def test_json_has_the_names_of_the_contract() -> None:
+    document = msgspec.json.decode(msgspec.json.encode(make_flow()))
+    wanted = {"time", "node", "verdict", "reason", "direction", "from", "to", "protocol"}
+    assert wanted | {"policies", "bytes", "lost"} <= set(document)
+    assert set(document["from"]) == {
+        *("endpoint", "namespace", "pod", "identity", "labels", "ip", "port")
+    }
+
+
+def test_the_ring_keeps_the_newest_in_order() -> None:
+    ring = FlowRing(3)
+    for size in range(5):
+        ring.append(make_flow(length_bytes=size))
+    assert [flow.bytes for flow in ring.last(10, EVERYTHING)] == [2, 3, 4]
+    assert [flow.bytes for flow in ring.last(2, EVERYTHING)] == [3, 4]
+    assert len(ring) == 3
+
+
+def test_a_slow_follower_loses_flows_and_is_told_how_many() -> None:
+    ring = FlowRing(1)
+    slow = ring.follow(EVERYTHING, lambda: None)
+    quick = ring.follow(EVERYTHING, lambda: None)
+    seen = 0
+    for size in range(FOLLOWER_QUEUE_FLOWS + 5):
+        ring.append(make_flow(length_bytes=size))
+        seen += len(quick.take())
+    assert seen == FOLLOWER_QUEUE_FLOWS + 5
+    assert len(slow.take()) == FOLLOWER_QUEUE_FLOWS
+    ring.append(make_flow(lost=2))
+    assert [flow.lost for flow in slow.take()] == [7]
+    assert ring.dropped_for_followers == 5
+    ring.leave(slow)
+    ring.leave(quick)
+    assert ring.followers == 0
+
+
+def test_a_follower_is_woken_only_for_what_it_wants() -> None:
+    ring = FlowRing(4)
+    wakes: list[int] = []
+    follower = ring.follow(parse_filter({"verdict": "dropped"}), lambda: wakes.append(1))
+    ring.append(make_flow(verdict=Verdict.FORWARDED))
+    ring.append(make_flow())
+    assert (len(wakes), len(follower.take())) == (1, 1)
+
+
+MATCHES = {
+    "pod with namespace": ({"from": "shop/web"}, True),
+    "pod alone": ({"to": "db"}, True),
+    "other namespace": ({"from": "other/web"}, False),
+    "wrong end": ({"from": "shop/db"}, False),
+    "either end": ({"pod": "shop/db"}, True),
+    "address": ({"to": "10.0.0.8"}, True),
+    "range": ({"from": "10.0.0.0/24"}, True),
+    "other range": ({"from": "fd00::/8"}, False),
+    "label": ({"from": "app=web"}, True),
+    "label with source": ({"from": "cni:app=web"}, True),
+    "label of another source": ({"from": "k8s:app=web"}, False),
+    "port of either end": ({"port": "80"}, True),
+    "port and protocol": ({"port": "80/tcp"}, True),
+    "port of another protocol": ({"port": "80/udp"}, False),
+    "protocol alone": ({"port": "tcp"}, True),
+    "verdict": ({"verdict": "forwarded"}, False),
+    "type": ({"type": "drop"}, True),
+    "endpoint": ({"endpoint": "8"}, True),
+    "other endpoint": ({"endpoint": "9"}, False),
+    "since before": ({"since": "2026-01-01T00:00:00Z"}, True),
+    "since after": ({"since": "2026-01-01T00:00:00.000002Z"}, False),
+    "all conditions": ({"from": "web", "to": "db", "verdict": "dropped"}, True),
+    "one condition fails": ({"from": "web", "to": "web"}, False),
+}
+
+
+@pytest.mark.parametrize(("words", "matches"), MATCHES.values(), ids=MATCHES.keys())
+def test_filter(words: dict[str, str], matches: bool) -> None:
+    assert parse_filter(words).matches(make_flow()) is matches
+
+
+def test_since_takes_a_duration() -> None:
+    asked: list[int] = []
+
+    def ago(seconds: int) -> str:
+        asked.append(seconds)
+        return "2026-01-01T00:00:00.000000Z"
+
+    assert parse_filter({"since": "5m"}, format_ago=ago).matches(make_flow())
+    assert asked == [300]
+
+
+def test_every_fault_of_a_filter_is_named() -> None:
+    words = {"verdict": "x", "type": "y", "port": "80/", "endpoint": "z", "since": "soon"}
+    with pytest.raises(UndecodableRequest) as caught:
+        parse_filter({**words, "from": "", "bogus": "1"})
+    assert {fault.path for fault in caught.value.faults} == {*words, "from", "bogus"}
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["from", "to", "pod", "port", "since", "endpoint", "verdict"]), st.text()
+    )
+)
+def test_any_words_give_a_filter_or_an_error(words: dict[str, str]) -> None:
+    try:
+        wanted = parse_filter(words)
+    except UndecodableRequest:
+        return
+    assert wanted.matches(make_flow()) in (True, False)
+
+
+@given(st.integers(0, 4 * 10**18), st.integers(0, 4 * 10**18))
+def test_times_sort_as_text(one: int, other: int) -> None:
+    one, other = one // 1000 * 1000, other // 1000 * 1000
+    assert (one < other) == (format_time_ns(one) < format_time_ns(other))

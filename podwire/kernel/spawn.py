@@ -84,6 +84,10 @@ class Child:
         self.kill()
         self._pidfd.close()
 
+    def release(self) -> None:
+        """Let the child run on by itself; whoever starts it this way must know how to end it."""
+        self._pidfd.close()
+
     def _reap(self) -> None:
         _, status = os.waitpid(self.pid, 0)
         self._status = os.waitstatus_to_exitcode(status)

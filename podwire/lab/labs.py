@@ -1,0 +1,230 @@
+"""Labs as a whole: up, run, rm, check, down. All or nothing: what fails half-way is taken back.
+
+The CLI's and the tests' way in. Every command works in a new process, from the lab's file alone; `down` removes
+everything also after agents were killed or the file was lost, because all that a lab makes can be found by its name.
+"""
+
+import contextlib
+import shutil
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import permutations
+from pathlib import Path
+
+import msgspec
+
+from podwire.kernel import netns
+from podwire.lab import node as nodes
+from podwire.lab import pod as pods
+from podwire.lab import state as states
+from podwire.lab import traffic
+from podwire.lab.state import LabState, Pod, changed_state, end_process, locked, read_state
+from podwire.lab.topology import PIN_ROOT, RUN_ROOT, LabPlan, plan_lab
+from podwire.model.errors import Conflict, InvalidRequest, NotFound
+
+Progress = Callable[[str], None]
+CHECK_PORT = 7999
+
+
+@dataclass(frozen=True)
+class CheckedPair:
+    """One cell of the connectivity matrix."""
+
+    source: str
+    target: str
+    address: str
+    protocol: str
+    attempt: traffic.Attempt
+
+
+def up(
+    name: str, *, node_count: int = 2, families: str = "46", progress: Progress = print
+) -> LabState:
+    """Build a lab; Conflict when it is there."""
+    plan = plan_lab(name, node_count, families)
+    directory = plan.directory
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with locked(directory):
+        if (directory / states.STATE_FILE).exists():
+            raise Conflict(f"make lab {name!r}: it is up", hint=f"podwire lab down --lab {name}")
+        state = LabState(name=name, nodes=node_count, families=families)
+        with ExitStack() as undo:
+            undo.callback(_remove_everything, plan, state)
+            progress(f"lab {name}: {node_count} nodes, underlay and world")
+            nodes.create_network(plan)
+            states.write_state(state)
+            _start_agents(plan, state, progress)
+            states.write_state(state)
+            undo.pop_all()
+    return state
+
+
+def _start_agents(plan: LabPlan, state: LabState, progress: Progress) -> None:
+    for node in plan.nodes:
+        nodes.write_config(plan, node)
+        nodes.start_agent(state, node, wait=False)
+        states.write_state(state)
+    for node in plan.nodes:
+        nodes.wait_until_ready(node, state.agents[node.name])
+        progress(f"agent of {node.name} is ready (pod CIDRs {', '.join(node.pod_cidrs)})")
+
+
+def run(
+    lab: str,
+    pod_name: str,
+    node_name: str,
+    *,
+    labels: Mapping[str, str] | None = None,
+    serve: Sequence[str] = (),
+    extra: Mapping[str, object] | None = None,
+) -> Pod:
+    """Start a pod on a node and the servers it is to run."""
+    namespace, _, name = pod_name.rpartition("/")
+    ports = [traffic.parse_port(text) for text in serve]
+    with changed_state(lab) as state:
+        node = state.plan.node(node_name)
+        pod = pods.create_pod(state, node, namespace or "default", name, labels or {}, extra)
+        with ExitStack() as undo:
+            undo.callback(pods.remove_pod, node, pod)
+            servers = traffic.start_servers(pod, ports)
+            undo.pop_all()
+        pod = msgspec.structs.replace(pod, servers=servers)
+        state.pods.append(pod)
+    return pod
+
+
+def remove(lab: str, pod_name: str) -> None:
+    """Remove a pod."""
+    with changed_state(lab) as state:
+        pod = state.find_pod(pod_name)
+        pods.remove_pod(state.plan.node(pod.node), pod)
+        state.pods.remove(pod)
+
+
+def locate(state: LabState, text: str) -> tuple[str, tuple[str, ...]]:
+    """Give namespace and addresses of a pod, a node or `world`."""
+    plan = state.plan
+    if text == "world":
+        return plan.world_namespace, plan.world_addresses
+    for node in plan.nodes:
+        if node.name == text:
+            return node.namespace, node.addresses
+    pod = state.find_pod(text)
+    return pod.netns, pod.addresses
+
+
+def check(lab: str) -> list[CheckedPair]:
+    """Try every pair of pods, nodes and the world, in every family, by TCP and UDP, with the time each took."""
+    state = read_state(lab)
+    places = {pod.full_name: locate(state, pod.full_name) for pod in state.pods}
+    hosts = {node.name: locate(state, node.name) for node in state.plan.nodes}
+    hosts["world"] = locate(state, "world")
+    pairs = []
+    with ExitStack() as stack:
+        for name, (namespace, addresses) in {**places, **hosts}.items():
+            helper = Pod(
+                namespace="check",
+                name=name,
+                node="-",
+                container_id="",
+                netns=namespace,
+                labels={},
+                addresses=addresses,
+            )
+            ports = [(CHECK_PORT, "tcp"), (CHECK_PORT, "udp")]
+            for server in traffic.start_servers(helper, ports)[:1]:
+                stack.callback(end_process, server.process)
+        for source, target in permutations({**places, **hosts}, 2):
+            if _is_meant_to_work(source, target, places):
+                pairs.extend(_check_pair(source, target, {**places, **hosts}))
+    return pairs
+
+
+def _is_meant_to_work(source: str, target: str, pods_there: Mapping[str, object]) -> bool:
+    """Everybody reaches everybody, but the world has no way to pods: nobody outside knows their addresses."""
+    return source != "world" or target not in pods_there
+
+
+def _check_pair(
+    source: str, target: str, places: Mapping[str, tuple[str, tuple[str, ...]]]
+) -> list[CheckedPair]:
+    namespace, _ = places[source]
+    return [
+        CheckedPair(
+            source,
+            target,
+            address,
+            protocol,
+            traffic.connect(namespace, address, CHECK_PORT, protocol),
+        )
+        for address in places[target][1]
+        for protocol in ("tcp", "udp")
+    ]
+
+
+def down(name: str, *, progress: Progress = print) -> None:
+    """Remove a lab and everything that it ever made; one that is half there or not there is removed as well."""
+    directory = RUN_ROOT / name
+    leftovers = [one for one in netns.list_named() if one.startswith(f"pw.{name}.")]
+    if not directory.exists() and not leftovers and not (PIN_ROOT / name).exists():
+        raise NotFound(f"remove lab {name!r}: there is none", hint="podwire lab list")
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with locked(directory):
+        try:
+            state = read_state(name)
+            plan = state.plan
+        except (NotFound, InvalidRequest):
+            state, plan = LabState(name=name, nodes=1, families="46"), plan_lab(name, 1, "46")
+        _remove_everything(plan, state)
+    progress(f"lab {name} is gone")
+
+
+def _remove_everything(plan: LabPlan, state: LabState) -> None:
+    for pod in state.pods:
+        for server in pod.servers:
+            end_process(server.process)
+    for node in plan.nodes:
+        nodes.stop_agent(state, node)
+    # A namespace takes its devices, routes and rules along; maps and programs live as long as their pins.
+    for name in netns.list_named():
+        if name.startswith(f"pw.{plan.name}."):
+            netns.delete_named(name)
+    for root in (PIN_ROOT / plan.name, plan.directory):
+        _remove_tree(root)
+    for root in (PIN_ROOT, RUN_ROOT):
+        _remove_if_empty(root)
+
+
+def _remove_tree(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(path)
+
+
+def _remove_if_empty(root: Path) -> None:
+    """Remove a folder that labs share when the last of them is gone."""
+    with contextlib.suppress(OSError):
+        root.rmdir()
+
+
+def change_agent(lab: str, node_name: str, action: str) -> None:
+    """Stop, start or kill (-9) the agent of a node."""
+    with changed_state(lab) as state:
+        node = state.plan.node(node_name)
+        if action == "start":
+            nodes.start_agent(state, node)
+        elif action == "stop":
+            nodes.stop_agent(state, node)
+        elif action == "kill":
+            end_process(state.agents.get(node.name), signal.SIGKILL)
+        else:
+            raise InvalidRequest(f"change agent: {action!r} is not start, stop or kill")
+
+
+def set_link(lab: str, node_name: str, *, is_up: bool) -> None:
+    """Cut a node from the underlay, or join it again."""
+    state = read_state(lab)
+    node = state.plan.node(node_name)
+    word = "up" if is_up else "down"
+    nodes.run_ip(state.plan.underlay_namespace, [f"link set {node.name} {word}"])

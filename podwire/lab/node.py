@@ -1,0 +1,165 @@
+"""The nodes of a lab: network namespaces on one bridge, each with a real agent that knows of nothing but its own files.
+
+Used by `lab.labs` and `lab.faults`. An agent is started with the same program, configuration file and sockets as on a
+real machine; only its paths are the lab's.
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+from podwire.kernel import netns, spawn
+from podwire.lab.state import LabState, Process, describe_process, end_process, is_running
+from podwire.lab.topology import UPLINK, LabPlan, NodePlan, plan_routes
+from podwire.model.errors import Unavailable
+
+LOG_FILE: Final = "agent.log"
+CONFIG_FILE: Final = "agent.toml"
+START_DEADLINE_S: Final = 20.0
+BRIDGE: Final = "underlay"
+LAB_CONNTRACK_ENTRIES: Final = 65_536
+
+
+def run_ip(namespace: str, commands: list[str]) -> None:
+    """Run commands of `ip` in a namespace, all in one process; Unavailable carries its words."""
+    with netns.open_namespace(netns.named_path(namespace)) as fd:
+        done = spawn.run(
+            ["ip", "-batch", "-"],
+            input_bytes="\n".join(commands).encode() + b"\n",
+            place=spawn.Place(network_fd=fd.fileno()),
+            timeout_s=30,
+        )
+    if done.status:
+        raise Unavailable(f"prepare namespace {namespace!r}: {done.stderr.decode().strip()}")
+
+
+def create_network(plan: LabPlan) -> None:
+    """Make the namespaces of a lab and join them; on failure the caller removes what is there."""
+    for name in (plan.underlay_namespace, plan.world_namespace):
+        netns.create_named(name).close()
+    run_ip(
+        plan.underlay_namespace,
+        [f"link add {BRIDGE} type bridge", f"link set {BRIDGE} up", "link set lo up"],
+    )
+    _join(plan, "world", plan.world_namespace, plan.world_underlay, ["link set lo up"])
+    for node in plan.nodes:
+        create_node_network(plan, node)
+
+
+def create_node_network(plan: LabPlan, node: NodePlan) -> None:
+    """Make one node's namespace, with routes to the pods of all others."""
+    netns.create_named(node.namespace).close()
+    routes = ["link set lo up", *plan_routes(plan, node)]
+    _join(plan, node.name, node.namespace, node.underlay, routes)
+
+
+def _join(
+    plan: LabPlan, port: str, namespace: str, addresses: tuple[str, ...], more: list[str]
+) -> None:
+    run_ip(
+        plan.underlay_namespace,
+        [
+            f"link add {port} type veth peer name {UPLINK} netns {namespace}",
+            f"link set {port} master {BRIDGE} up",
+        ],
+    )
+    run_ip(
+        namespace,
+        [
+            *(f"addr add {one} dev {UPLINK}{' nodad' if ':' in one else ''}" for one in addresses),
+            f"link set {UPLINK} up",
+            *more,
+        ],
+    )
+
+
+def write_config(plan: LabPlan, node: NodePlan) -> None:
+    """Write the agent's configuration file."""
+    node.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    settings: dict[str, object] = {
+        "node_name": node.name,
+        "run_dir": str(node.directory),
+        "state_dir": str(node.directory / "state"),
+        "bpf_dir": str(node.pins),
+        "node_cidrs": list(node.pod_cidrs),
+        "cluster_cidrs": list(plan.cluster_cidrs),
+        "node_address": node.addresses[0],
+        "routing": "native",
+        "conntrack_entries": LAB_CONNTRACK_ENTRIES,
+        "log_format": "json",
+    }
+    # Strings, numbers and lists of strings are written alike in JSON and TOML.
+    text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
+    (node.directory / CONFIG_FILE).write_text(text, encoding="utf-8")
+
+
+def start_agent(state: LabState, node: NodePlan, *, wait: bool = True) -> None:
+    """Start a node's agent and, by default, wait until it answers; its output goes to the node's log."""
+    if is_running(state.agents.get(node.name)):
+        return
+    log = os.open(
+        node.directory / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+    )
+    try:
+        with netns.open_namespace(netns.named_path(node.namespace)) as fd:
+            child = spawn.start(
+                [agent_program(), "--config", str(node.directory / CONFIG_FILE)],
+                place=spawn.Place(network_fd=fd.fileno()),
+                stdout_fd=log,
+                stderr_fd=log,
+            )
+    finally:
+        os.close(log)
+    state.agents[node.name] = describe_process(child.pid)
+    child.release()
+    if wait:
+        wait_until_ready(node, state.agents[node.name])
+
+
+def wait_until_ready(
+    node: NodePlan, process: Process, deadline_s: float = START_DEADLINE_S
+) -> None:
+    """Wait until the agent says that it is ready; Unavailable shows the end of its log."""
+    deadline = time.monotonic() + deadline_s
+    while not answers(node):
+        if not is_running(process) or time.monotonic() > deadline:
+            what = "does not answer" if is_running(process) else "ended"
+            tail = "\n".join(read_log(node)[-5:])
+            raise Unavailable(
+                f"start agent of {node.name!r}: it {what}:\n{tail}",
+                hint=f"podwire lab logs {node.name}",
+            )
+        time.sleep(0.01)
+
+
+def answers(node: NodePlan) -> bool:
+    """Ask a node's agent whether it is ready."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(5)
+            connection.connect(str(node.directory / "api.sock"))
+            connection.sendall(b"GET /v1/healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            return connection.recv(64).split(b" ", 2)[1:2] == [b"200"]
+    except OSError:
+        return False
+
+
+def read_log(node: NodePlan) -> list[str]:
+    """Give the lines of an agent's log."""
+    path = node.directory / LOG_FILE
+    return path.read_text(errors="replace").splitlines() if path.exists() else []
+
+
+def stop_agent(state: LabState, node: NodePlan) -> None:
+    """Stop an agent as a service manager does; pods keep running."""
+    end_process(state.agents.get(node.name))
+
+
+def agent_program() -> str:
+    """Find the agent that belongs to this installation."""
+    beside = Path(sys.executable).parent / "podwire-agent"
+    return str(beside) if beside.exists() else "podwire-agent"

@@ -1,0 +1,182 @@
+"""The pods of a lab: network namespaces attached by executing the real launcher, exactly as a runtime does.
+
+Used by `lab.labs`. The launcher gets environment and configuration and nothing else; what it prints is what a runtime
+would see.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from podwire.kernel import netns, spawn
+from podwire.lab.state import LabState, Pod, end_process
+from podwire.lab.topology import NodePlan, check_pod_name, pod_namespace
+from podwire.model.errors import Conflict, KernelFailure, PodwireError, Unavailable
+
+NETWORK: Final = "podwire"
+INTERFACE: Final = "eth0"
+CALL_TIMEOUT_S: Final = 60
+ROOT: Final = Path(__file__).resolve().parents[2]
+
+
+class AttachFailed(PodwireError):
+    """The launcher reported an error; `reply` is its JSON."""
+
+    kind = "attach"
+
+    def __init__(self, command: str, pod: str, reply: Mapping[str, Any]) -> None:
+        super().__init__(
+            f"{command} pod {pod!r}: code {reply.get('code')}: {reply.get('msg')}",
+            hint=str(reply.get("details", "")),
+        )
+        self.reply = reply
+
+
+def launcher_program() -> str:
+    """Find the launcher: PODWIRE_LAUNCHER, the one built here, or the one in PATH."""
+    built = ROOT / "build" / "bin" / "podwire-cni"
+    return os.environ.get("PODWIRE_LAUNCHER") or (str(built) if built.exists() else "podwire-cni")
+
+
+def network_config(
+    node: NodePlan, labels: Mapping[str, str] | None = None, extra: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Give the network configuration of a lab's node."""
+    config: dict[str, Any] = {
+        "cniVersion": "1.1.0",
+        "name": NETWORK,
+        "type": "podwire-cni",
+        "socket": str(node.directory / "cni.sock"),
+    }
+    if labels:
+        pairs = [{"key": key, "value": value} for key, value in labels.items()]
+        config["args"] = {"cni": {"labels": pairs}}
+    config.update(extra or {})
+    return config
+
+
+def call_launcher(
+    command: str,
+    *,
+    config: Mapping[str, Any],
+    container_id: str = "",
+    netns_path: str = "",
+    pod: tuple[str, str] = ("", ""),
+    interface: str = INTERFACE,
+) -> dict[str, Any]:
+    """Execute the launcher; gives its answer, or raises AttachFailed with its error."""
+    args = "IgnoreUnknown=1"
+    if pod[1]:
+        args += f";K8S_POD_NAMESPACE={pod[0]};K8S_POD_NAME={pod[1]}"
+    environment = {
+        "CNI_COMMAND": command,
+        "CNI_CONTAINERID": container_id,
+        "CNI_NETNS": netns_path,
+        "CNI_IFNAME": interface,
+        "CNI_PATH": str(Path(launcher_program()).parent),
+        "CNI_ARGS": args,
+        "PATH": os.environ.get("PATH", "/usr/bin:/bin"),
+    }
+    if command in ("STATUS", "GC"):
+        for name in ("CNI_CONTAINERID", "CNI_NETNS", "CNI_IFNAME"):
+            environment[name] = ""
+    done = spawn.run(
+        [launcher_program()],
+        input_bytes=json.dumps(config).encode(),
+        environment=environment,
+        timeout_s=CALL_TIMEOUT_S,
+    )
+    reply: dict[str, Any] = json.loads(done.stdout) if done.stdout.strip() else {}
+    if done.status:
+        raise AttachFailed(command, "/".join(filter(None, pod)) or container_id, reply)
+    return reply
+
+
+def create_pod(
+    state: LabState,
+    node: NodePlan,
+    namespace: str,
+    name: str,
+    labels: Mapping[str, str],
+    extra: Mapping[str, Any] | None = None,
+) -> Pod:
+    """Make a pod's namespace and attach it; nothing stays when that fails."""
+    check_pod_name(name)
+    check_pod_name(namespace)
+    netns_name = pod_namespace(state.name, namespace, name)
+    try:
+        fd = netns.create_named(netns_name)
+    except KernelFailure as failure:
+        raise Conflict(f"create pod {namespace}/{name}: {failure.message}") from failure
+    container_id = uuid.uuid4().hex
+    with contextlib.ExitStack() as undo:
+        undo.callback(netns.delete_named, netns_name)
+        undo.callback(fd.close)
+        config = network_config(node, labels, extra)
+        _set_loopback_up(fd.fileno())
+        result = call_launcher(
+            "ADD",
+            config=config,
+            container_id=container_id,
+            netns_path=netns.named_path(netns_name),
+            pod=(namespace, name),
+        )
+        undo.pop_all()
+    fd.close()
+    return Pod(
+        namespace=namespace,
+        name=name,
+        node=node.name,
+        container_id=container_id,
+        netns=netns_name,
+        labels=dict(labels),
+        addresses=_addresses(result),
+    )
+
+
+def remove_pod(node: NodePlan, pod: Pod) -> None:
+    """Detach a pod and remove its namespace, its servers first."""
+    for server in pod.servers:
+        end_process(server.process)
+    path = netns.named_path(pod.netns)
+    call_launcher(
+        "DEL",
+        config=network_config(node),
+        container_id=pod.container_id,
+        netns_path=path if Path(path).exists() else "",
+        pod=(pod.namespace, pod.name),
+    )
+    netns.delete_named(pod.netns)
+
+
+def exec_in_pod(netns_name: str, arguments: Sequence[str]) -> NoReturn:
+    """Become a command inside a namespace, terminal and all; exits with 126 or 127 as a shell does."""
+    with netns.open_namespace(netns.named_path(netns_name)) as fd:
+        netns.set_namespace(fd.fileno(), netns.CLONE_NEWNET)
+    try:
+        os.execvp(arguments[0], list(arguments))
+    except FileNotFoundError:
+        print(f"error: run {arguments[0]!r}: no such program", file=sys.stderr)
+        sys.exit(127)
+    except OSError as error:
+        print(f"error: run {arguments[0]!r}: {error.strerror}", file=sys.stderr)
+        sys.exit(126)
+
+
+def _set_loopback_up(namespace_fd: int) -> None:
+    done = spawn.run(
+        ["ip", "link", "set", "lo", "up"],
+        place=spawn.Place(network_fd=namespace_fd),
+        timeout_s=10,
+    )
+    if done.status:
+        raise Unavailable(f"set lo up: {done.stderr.decode().strip()}")
+
+
+def _addresses(result: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(ip["address"].partition("/")[0] for ip in result.get("ips", ()))

@@ -414,7 +414,7 @@ def _spool(request: _Call) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
         _sync_directory(directory.parent)
     path = directory / wire.record_name(request.frame.started_boottime_ns, os.getpid())
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(wire.temporary_name(path.name))
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with open(fd, "wb", buffering=0) as file:

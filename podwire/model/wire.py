@@ -48,6 +48,7 @@ ENVIRONMENT_PREFIX: Final = "CNI_"
 DEL_WAIT_VARIABLE: Final = "PODWIRE_DEL_TIMEOUT_MS"
 
 SUPPORTED_CNI_VERSIONS: Final = ("0.1.0", "0.2.0", "0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0")
+"""Ascending: comparisons are by index."""
 
 
 class UnsupportedProtocol(Unavailable):
@@ -64,6 +65,7 @@ COMMON_HEADER_BYTES: Final = _COMMON.size
 REQUEST_HEADER_BYTES: Final = _COMMON.size + _REQUEST_REST.size
 
 _RECORD_NAME = re.compile(r"[0-9]{20}-[0-9]+\.del")
+_TEMPORARY_NAME = re.compile(r"\.(?P<started_ns>[0-9]{20})-[0-9]+\.del\.tmp")
 _ALIVE_LINE = re.compile(r"(?P<boot_id>[0-9a-f-]{1,64}) (?P<until_ms>[0-9]{1,19})\n?")
 
 
@@ -239,6 +241,17 @@ def decode_record(data: bytes) -> Frame:
 def record_name(started_boottime_ns: int, pid: int) -> str:
     """Name a spool record, so that the names' order is the order of the launchers' starts."""
     return f"{started_boottime_ns:020d}-{pid}.del"
+
+
+def temporary_name(record: str) -> str:
+    """Name the file in which a record is written before it is renamed."""
+    return f".{record}.tmp"
+
+
+def temporary_started_ns(name: str) -> int | None:
+    """Give the start of the launcher that writes, or wrote, a temporary file; None for others."""
+    match = _TEMPORARY_NAME.fullmatch(name)
+    return int(match["started_ns"]) if match else None
 
 
 def is_record_name(name: str) -> bool:

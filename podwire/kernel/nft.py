@@ -107,7 +107,8 @@ def _load_library() -> ctypes.CDLL | None:
 
 
 def _call_command(commands: str, *, as_json: bool) -> str:
-    arguments = [_COMMAND, *(["-j"] if as_json else []), "-f", "-"]
+    # With -j, a text on standard input prints nothing: what is listed must be an argument.
+    arguments = [_COMMAND, *(["-j", commands] if as_json else ["-f", "-"])]
     try:
         done = run(arguments, input_bytes=commands.encode(), timeout_s=_TIMEOUT_S)
     except KernelFailure as failure:

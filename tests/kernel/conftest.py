@@ -37,14 +37,6 @@ NODE_IPV6: Final = ipaddress.IPv6Address("fd99::1")
 _numbers = itertools.count(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test of this directory: it needs root and network namespaces."""
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.kernel)
-
-
 @dataclass(frozen=True)
 class Namespace:
     """A named namespace of a test, and the oracles looking into it."""

@@ -1,0 +1,415 @@
+"""Pairs from the host's side: born whole or not at all, never somebody else's, deleted in
+batches.
+"""
+
+import errno
+import ipaddress
+
+import pytest
+
+from podwire.datapath.device import (
+    CONDEMNED_GROUP,
+    HostSide,
+    LeftoverDevice,
+    Reaper,
+    compare_device,
+    create_device,
+    list_devices,
+    plan_device,
+    repair_device,
+    require_owned,
+)
+from podwire.datapath.routes import SourceAddresses, list_pod_routes
+from podwire.kernel.netlink import NetlinkSocket, Request
+from podwire.kernel.rtnl.link import LinkEnd, create_veth, delete_group, delete_link, set_link
+from podwire.kernel.sysctl import write_sysctl
+from podwire.model.errors import (
+    ForeignObject,
+    InvalidConfiguration,
+    KernelFailure,
+    Unavailable,
+)
+from podwire.model.ids import EndpointId, IfIndex, InterfaceName, device_alias
+from tests.kernel.conftest import NODE, Namespace, RecordMaker
+
+
+def _links(namespace: Namespace) -> set[str]:
+    return {link["ifname"] for link in namespace.ip("link")}
+
+
+@pytest.mark.parametrize("families", ["4", "6", "46"])
+def test_a_new_pair_is_as_planned_and_compares_equal(
+    host: Namespace,
+    netlink: NetlinkSocket,
+    pod: Namespace,
+    side: HostSide,
+    make_record: RecordMaker,
+    families: str,
+) -> None:
+    record = make_record(1, namespace=pod, families=families)
+    create_device(netlink, record, pod.pod, side)
+    assert compare_device(netlink, record, side) == []
+    shown = host.ip("link", "show", record.device.host_name)[0]
+    assert shown["ifalias"] == device_alias(NODE, record.id)
+    assert shown["inet6_addr_gen_mode"] == "none"
+    assert "UP" in shown["flags"]
+    routes = host.ip("-4", "route", "show", "proto", "199")
+    assert [(one["dst"], one["prefsrc"]) for one in routes] == (
+        [(record.ipv4, "10.9.0.1")] if record.ipv4 else []
+    )
+    neighbours = host.ip("neigh", "show", "dev", record.device.host_name)
+    assert {(one["dst"], one["lladdr"], one["state"][0]) for one in neighbours} == {
+        (str(address), record.device.pod_mac, "PERMANENT") for address in record.addresses
+    }
+    assert host.ip("-6", "addr", "show", "dev", record.device.host_name) == []
+
+
+def test_without_node_addresses_routes_have_no_source(
+    host: Namespace,
+    netlink: NetlinkSocket,
+    pod: Namespace,
+    side: HostSide,
+    make_record: RecordMaker,
+) -> None:
+    bare = HostSide(NODE, side.programs, SourceAddresses())
+    record = make_record(1, namespace=pod)
+    create_device(netlink, record, pod.pod, bare)
+    assert compare_device(netlink, record, bare) == []
+    assert "prefsrc" not in host.ip("-4", "route", "show", "proto", "199")[0]
+
+
+def test_programs_sit_on_the_device_before_it_is_up(
+    netlink: NetlinkSocket,
+    pod: Namespace,
+    side: HostSide,
+    make_record: RecordMaker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[str] = []
+    original = NetlinkSocket.attempt
+
+    def attempt(self: NetlinkSocket, requests: list[Request]) -> list[KernelFailure | None]:
+        sent.extend(request.call.split(" to device")[0] for request in requests)
+        return original(self, requests)
+
+    monkeypatch.setattr(NetlinkSocket, "attempt", attempt)
+    create_device(netlink, make_record(1), pod.pod, side)
+    assert sent.index("change device") > sent.index("attach program to_pod")
+    assert sent.index("add clsact queue") < sent.index("attach program from_pod")
+
+
+def test_an_interface_name_that_exists_in_the_pod_is_the_requests_fault(
+    host: Namespace,
+    netlink: NetlinkSocket,
+    pod: Namespace,
+    side: HostSide,
+    make_record: RecordMaker,
+) -> None:
+    with NetlinkSocket.open_in(pod.fd.fileno()) as inside:
+        inside.execute([create_veth(LinkEnd("eth0"), LinkEnd("other"), None)])
+    with pytest.raises(InvalidConfiguration, match="interface name exists"):
+        create_device(netlink, make_record(1), pod.pod, side)
+    assert _links(host) == {"lo"}
+
+
+def test_a_foreign_device_with_our_name_is_left_alone(
+    host: Namespace,
+    netlink: NetlinkSocket,
+    pod: Namespace,
+    side: HostSide,
+    make_record: RecordMaker,
+) -> None:
+    record = make_record(1)
+    name = record.device.host_name
+    netlink.execute([create_veth(LinkEnd(name), LinkEnd("theirs"), None)])
+    before = host.ip("link", "show", name)
+    with pytest.raises(ForeignObject, match=name):
+        create_device(netlink, record, pod.pod, side)
+    assert host.ip("link", "show", name) == before
+    assert _links(pod) == {"lo"}
+    owned, foreign = list_devices(netlink)
+    assert (owned, foreign) == ([], [name])
+
+
+def test_a_foreign_device_with_our_index_is_left_alone(
+    host: Namespace,
+    netlink: NetlinkSocket,
+    pod: Namespace,
+    side: HostSide,
+    make_record: RecordMaker,
+) -> None:
+    record = make_record(1)
+    stranger = LinkEnd("stranger", record.device.host_ifindex)
+    netlink.execute([create_veth(stranger, LinkEnd("theirs"), None)])
+    with pytest.raises(Unavailable, match="index"):
+        create_device(netlink, record, pod.pod, side)
+    shown = host.ip("link", "show", "stranger")[0]
+    assert "ifalias" not in shown
+    assert host.tc("filter", "show", "dev", "stranger", "ingress") == []
+    again = plan_device(
+        netlink, record.id, record.device.host_name, InterfaceName("eth0"), mtu=1450
+    )
+    assert again.host_ifindex != record.device.host_ifindex
+
+
+def test_an_index_taken_in_the_pod_is_worth_another_try(
+    host: Namespace,
+    netlink: NetlinkSocket,
+    pod: Namespace,
+    side: HostSide,
+    make_record: RecordMaker,
+) -> None:
+    record = make_record(1)
+    with NetlinkSocket.open_in(pod.fd.fileno()) as inside:
+        taken = LinkEnd("taken", record.device.pod_ifindex)
+        inside.execute([create_veth(taken, LinkEnd("other"), None)])
+    with pytest.raises(Unavailable, match="index"):
+        create_device(netlink, record, pod.pod, side)
+    assert _links(host) == {"lo"}
+
+
+def test_our_own_condemned_device_is_told_apart(
+    netlink: NetlinkSocket,
+    pod: Namespace,
+    other_pod: Namespace,
+    side: HostSide,
+    make_record: RecordMaker,
+) -> None:
+    first = make_record(1, container="same")
+    create_device(netlink, first, pod.pod, side)
+    second = make_record(2, container="same")
+    with pytest.raises(LeftoverDevice) as alive:
+        create_device(netlink, second, other_pod.pod, side)
+    assert (alive.value.owner.endpoint_id, alive.value.condemned) == (first.id, False)
+    reaper = Reaper(netlink)
+    reaper.condemn(first.id, first.device.host_ifindex)
+    with pytest.raises(LeftoverDevice) as dying:
+        create_device(netlink, second, other_pod.pod, side)
+    assert dying.value.condemned
+    assert reaper.reap() == [first.id]
+    create_device(netlink, second, other_pod.pod, side)
+
+
+def test_a_failure_after_birth_leaves_no_device(
+    host: Namespace,
+    netlink: NetlinkSocket,
+    pod: Namespace,
+    side: HostSide,
+    make_record: RecordMaker,
+) -> None:
+    broken = HostSide(
+        NODE, side.programs, SourceAddresses(ipv4=None, ipv6=ipaddress.IPv6Address("fd42::42"))
+    )
+    with pytest.raises(KernelFailure, match="add route"):
+        create_device(netlink, make_record(1), pod.pod, broken)
+    assert _links(host) == _links(pod) == {"lo"}
+
+
+def test_a_stale_route_of_ours_is_replaced_and_a_foreign_one_is_not(
+    host: Namespace,
+    netlink: NetlinkSocket,
+    pod: Namespace,
+    other_pod: Namespace,
+    side: HostSide,
+    make_record: RecordMaker,
+) -> None:
+    first, second = make_record(1), make_record(2)
+    host.run("ip", "route", "add", first.ipv4, "dev", "lo", "proto", "199")
+    host.run("ip", "route", "add", second.ipv4, "dev", "lo", "proto", "static")
+    create_device(netlink, first, pod.pod, side)
+    assert compare_device(netlink, first, side) == []
+    with pytest.raises(ForeignObject, match=second.ipv4):
+        create_device(netlink, second, other_pod.pod, side)
+    assert _links(other_pod) == {"lo"}
+    assert host.ip("-4", "route", "show", second.ipv4)[0]["dev"] == "lo"
+
+
+def test_ipv6_switched_off_for_new_devices_is_switched_on_for_ours(
+    host: Namespace,
+    netlink: NetlinkSocket,
+    pod: Namespace,
+    side: HostSide,
+    make_record: RecordMaker,
+) -> None:
+    write_sysctl("1", "ipv6", "conf", "default", "disable_ipv6")
+    record = make_record(1)
+    create_device(netlink, record, pod.pod, side)
+    assert compare_device(netlink, record, side) == []
+
+
+DAMAGES = [
+    pytest.param(["ip", "link", "set", "{dev}", "alias", "podwire:other:1"], "alias", id="alias"),
+    pytest.param(["ip", "link", "set", "{dev}", "mtu", "1300"], "mtu", id="mtu"),
+    pytest.param(["ip", "link", "set", "{dev}", "address", "02:00:00:00:00:09"], "mac", id="mac"),
+    pytest.param(["ip", "link", "set", "{dev}", "down"], "state", id="down"),
+    pytest.param(["tc", "qdisc", "del", "dev", "{dev}", "clsact"], "from_pod", id="no-clsact"),
+    pytest.param(
+        ["tc", "filter", "del", "dev", "{dev}", "egress"], "to_pod is not", id="no-program"
+    ),
+    pytest.param(["ip", "route", "del", "{ipv4}"], "host route to {ipv4}", id="no-route"),
+    pytest.param(["ip", "-6", "route", "del", "{ipv6}"], "host route to {ipv6}", id="no-route6"),
+    pytest.param(
+        ["ip", "route", "replace", "{ipv4}", "dev", "{dev}", "proto", "199"],
+        "source",
+        id="route-without-source",
+    ),
+    pytest.param(
+        ["ip", "neigh", "del", "{ipv4}", "dev", "{dev}"], "neighbour {ipv4}", id="no-neighbour"
+    ),
+    pytest.param(
+        ["ip", "neigh", "replace", "{ipv6}", "dev", "{dev}", "lladdr", "02:00:00:00:00:01"],
+        "neighbour {ipv6}",
+        id="neighbour-elsewhere",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "named"), DAMAGES)
+def test_damage_is_named_and_repaired(
+    host: Namespace,
+    netlink: NetlinkSocket,
+    pod: Namespace,
+    side: HostSide,
+    make_record: RecordMaker,
+    damage: list[str],
+    named: str,
+) -> None:
+    record = make_record(1)
+    create_device(netlink, record, pod.pod, side)
+    words = {"dev": record.device.host_name, "ipv4": record.ipv4, "ipv6": record.ipv6}
+    host.run(*(part.format(**words) for part in damage))
+    differences = compare_device(netlink, record, side)
+    assert any(named.format(**words) in text for text in differences), differences
+    assert repair_device(netlink, record, side) == differences
+    assert compare_device(netlink, record, side) == []
+    assert repair_device(netlink, record, side) == []
+
+
+def test_other_programs_are_named_and_replaced_in_place(
+    netlink: NetlinkSocket, pod: Namespace, side: HostSide, make_record: RecordMaker
+) -> None:
+    record = make_record(1)
+    create_device(netlink, record, pod.pod, side)
+    old = side.programs
+    swapped = HostSide(
+        NODE,
+        type(old)(old.to_pod_fd, old.from_pod_fd, old.to_pod_id, old.from_pod_id),
+        side.sources,
+    )
+    assert len(compare_device(netlink, record, swapped)) == 2
+    repair_device(netlink, record, swapped)
+    assert compare_device(netlink, record, swapped) == []
+
+
+def test_a_missing_device_is_named_and_not_invented(
+    netlink: NetlinkSocket, side: HostSide, make_record: RecordMaker
+) -> None:
+    record = make_record(1)
+    named = compare_device(netlink, record, side)
+    assert named == [f"host device {record.device.host_name!r} is missing"]
+    assert repair_device(netlink, record, side) == named
+    assert require_owned(netlink, record) is None
+
+
+def test_repair_refuses_a_stranger_at_our_index(
+    netlink: NetlinkSocket, side: HostSide, make_record: RecordMaker
+) -> None:
+    record = make_record(1)
+    netlink.execute(
+        [create_veth(LinkEnd("stranger", record.device.host_ifindex), LinkEnd("peer"), None)]
+    )
+    with pytest.raises(ForeignObject, match="stranger"):
+        repair_device(netlink, record, side)
+
+
+def test_a_pair_killed_between_birth_and_alias_is_still_known_as_ours(
+    netlink: NetlinkSocket, pod: Namespace, side: HostSide, make_record: RecordMaker
+) -> None:
+    record = make_record(7)
+    create_device(netlink, record, pod.pod, side)
+    netlink.execute([set_link(record.device.host_ifindex, alias="")])
+    owned, foreign = list_devices(netlink)
+    assert foreign == []
+    assert [(one.endpoint_id, one.node_name) for one in owned] == [(record.id, "")]
+    assert repair_device(netlink, record, side) != []
+    assert list_devices(netlink)[0][0].node_name == NODE
+
+
+def test_reaping_takes_all_condemned_pairs_and_only_those(
+    host: Namespace,
+    netlink: NetlinkSocket,
+    pod: Namespace,
+    side: HostSide,
+    make_record: RecordMaker,
+) -> None:
+    records = [make_record(number, if_name=f"eth{number}") for number in range(1, 6)]
+    for record in records:
+        create_device(netlink, record, pod.pod, side)
+    reaper = Reaper(netlink)
+    for record in records[:3]:
+        reaper.condemn(record.id, record.device.host_ifindex)
+    assert len(reaper) == 3
+    assert list(reaper.reap()) == [record.id for record in records[:3]]
+    assert list(reaper.reap()) == []
+    kept = {record.device.host_name for record in records[3:]}
+    assert _links(host) == {"lo", *kept}
+    assert {str(route.destination.network_address) for route in list_pod_routes(netlink)} == {
+        str(address) for record in records[3:] for address in record.addresses
+    }
+
+
+def test_condemning_what_is_gone_or_foreign_touches_nothing_and_reports_it_gone(
+    host: Namespace, netlink: NetlinkSocket
+) -> None:
+    netlink.execute([create_veth(LinkEnd("stranger", 5001), LinkEnd("peer"), None)])
+    reaper = Reaper(netlink)
+    reaper.condemn(EndpointId(1), IfIndex(5001))
+    reaper.condemn(EndpointId(2), IfIndex(6001))
+    assert set(reaper.reap()) == {1, 2}
+    assert host.ip("link", "show", "stranger")[0]["group"] == "default"
+
+
+def test_a_device_that_vanishes_with_its_namespace_is_reported_gone(
+    netlink: NetlinkSocket, pod: Namespace, side: HostSide, make_record: RecordMaker
+) -> None:
+    record = make_record(1)
+    create_device(netlink, record, pod.pod, side)
+    reaper = Reaper(netlink)
+    reaper.condemn(record.id, record.device.host_ifindex)
+    netlink.execute([delete_link(record.device.host_ifindex)])
+    assert list(reaper.reap()) == [record.id]
+
+
+def test_a_new_agent_finds_what_an_old_one_condemned(
+    netlink: NetlinkSocket, pod: Namespace, side: HostSide, make_record: RecordMaker
+) -> None:
+    record = make_record(1)
+    create_device(netlink, record, pod.pod, side)
+    Reaper(netlink).condemn(record.id, record.device.host_ifindex)
+    found = list_devices(netlink)[0][0]
+    assert found.condemned
+    successor = Reaper(netlink)
+    successor.condemn(found.endpoint_id, found.index)
+    assert list(successor.reap()) == [record.id]
+
+
+def test_an_index_is_never_planned_twice_nor_for_both_ends(netlink: NetlinkSocket) -> None:
+    name = InterfaceName("pw0")
+    devices = [
+        plan_device(netlink, EndpointId(number), name, name, mtu=1500)
+        for number in (1, 2, 3, 1000, 2**30, 2**32 - 1)
+    ]
+    indexes = [index for one in devices for index in (one.host_ifindex, one.pod_ifindex)]
+    assert len(set(indexes)) == len(indexes)
+    assert all(1 << 20 <= index < 1 << 31 for index in indexes)
+
+
+def test_a_given_mac_is_the_pods(netlink: NetlinkSocket) -> None:
+    name = InterfaceName("pw0")
+    device = plan_device(netlink, EndpointId(1), name, name, mtu=1500, pod_mac="02:00:00:00:00:05")
+    assert (device.pod_mac, device.host_mac) == ("02:00:00:00:00:05", "0e:70:00:00:00:01")
+
+
+def test_group_delete_is_refused_quietly_when_nothing_is_condemned(netlink: NetlinkSocket) -> None:
+    failures = netlink.attempt([delete_group(CONDEMNED_GROUP)])
+    assert [failure.errno for failure in failures if failure is not None] == [errno.ENODEV]

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/* conntrack_gc_start: run once by the loader (any frame); attached nowhere. Starts the timer that from then on collects
+ * conntrack by itself (rule 4): one shard each tick, all of them in a round. The timer belongs to the pinned map
+ * pw_ct_timer and keeps this program alive: it goes on without pin, agent or any process.
+ *
+ * An entry that is over is marked on one round and deleted on the next one, if it is still over: so no program holds a
+ * pointer to it any more when its memory is given to another flow. Entries of an instance without a row in pw_usage
+ * are over at once: their endpoint is gone.
+ */
+#include <stdbool.h>
+
+#include <linux/bpf.h>
+
+#include <podwire/maps.h>
+
+#define PW_TICK_NS	 100000000ULL
+#define PW_NS_PER_SECOND 1000000000ULL
+#define PW_CLOCK	 1 /* CLOCK_MONOTONIC */
+
+struct pw_ct_timer_value {
+	struct bpf_timer timer;
+	struct pw_collection state;
+};
+
+/* 0 -> the timer, and what the collection tells of itself. Written here alone; the agent reads it for its health. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct pw_ct_timer_value);
+} pw_ct_timer SEC(".maps");
+
+struct pw_walk {
+	__u64 now_ns;
+	__u32 examined;
+	__u32 removed;
+};
+
+static __always_inline bool is_over(const struct pw_conntrack_value *entry,
+				    const struct pw_usage_value *usage, __u64 now_ns)
+{
+	__u64 age_ns = now_ns - entry->last_seen_ns;
+
+	if (!usage)
+		return true;
+	/* an entry may be younger than this walk */
+	return (__s64)age_ns > (__s64)(entry->lifetime_s * PW_NS_PER_SECOND);
+}
+
+static long visit_entry(void *shard, struct pw_conntrack_key *key,
+			struct pw_conntrack_value *entry, struct pw_walk *walk)
+{
+	__u32 instance = key->instance;
+	struct pw_usage_value *usage = bpf_map_lookup_elem(&pw_usage, &instance);
+
+	walk->examined += 1;
+	if (!is_over(entry, usage, walk->now_ns)) {
+		if (entry->flags & PW_CONNTRACK_EXPIRED)
+			entry->flags &= ~PW_CONNTRACK_EXPIRED;
+		return 0;
+	}
+	if (!(entry->flags & PW_CONNTRACK_EXPIRED)) {
+		entry->flags |= PW_CONNTRACK_EXPIRED;
+		return 0;
+	}
+	if (bpf_map_delete_elem(shard, key))
+		return 0;
+	walk->removed += 1;
+	if (usage)
+		__sync_fetch_and_add(&usage->conntrack_entries, -1);
+	return 0;
+}
+
+static int collect_shard(void *timers, __u32 *index, struct pw_ct_timer_value *value)
+{
+	struct pw_walk walk = {.now_ns = bpf_ktime_get_coarse_ns()};
+	__u32 number = value->state.next_shard % PW_CONNTRACK_SHARDS;
+	void *shard = bpf_map_lookup_elem(&pw_conntrack, &number);
+
+	(void)timers;
+	(void)index;
+	if (shard)
+		bpf_for_each_map_elem(shard, visit_entry, &walk, 0);
+	value->state.next_shard = number + 1;
+	value->state.last_tick_ns = walk.now_ns;
+	value->state.examined += walk.examined;
+	value->state.removed += walk.removed;
+	bpf_timer_start(&value->timer, PW_TICK_NS, 0);
+	return 0;
+}
+
+SEC("tc")
+int conntrack_gc_start(struct __sk_buff *skb)
+{
+	struct pw_ct_timer_value *value;
+	__u32 zero = 0;
+
+	(void)skb;
+	value = bpf_map_lookup_elem(&pw_ct_timer, &zero);
+	if (!value)
+		return -1;
+	/* fails where the timer exists: then only the program behind it changes */
+	bpf_timer_init(&value->timer, &pw_ct_timer, PW_CLOCK);
+	if (bpf_timer_set_callback(&value->timer, collect_shard))
+		return -1;
+	return bpf_timer_start(&value->timer, PW_TICK_NS, 0) ? -1 : 0;
+}
+
+char _license[] SEC("license") = "Dual BSD/GPL";

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/* from_pod: everything a pod sends, at tc ingress of its host device.
+ *
+ * Comes to: drop; straight into the target pod (redirect to the peer, or to the queue of its host device when a rate
+ * is set); on to the host's stack; or back to the pod, as an answer of its gateway or an ICMP error. On the direct way
+ * the target's verdict is made here too, for to_pod is not passed.
+ */
+#include <linux/bpf.h>
+
+#include <podwire/deliver.h>
+#include <podwire/frame.h>
+
+static __always_inline int guard_tunnel_port(const struct pw_flow *flow)
+{
+	__u32 zero = 0;
+	const struct pw_settings *settings;
+
+	if (flow->key.protocol != IPPROTO_UDP)
+		return 0;
+	settings = bpf_map_lookup_elem(&pw_settings, &zero);
+	if (!settings)
+		return PW_DROP_INTERNAL;
+	return settings->tunnel_port && bpf_ntohs(flow->key.dport_be) == settings->tunnel_port ?
+		       PW_DROP_TUNNEL_PORT :
+		       0;
+}
+
+/* The sender's side. Services will be translated between the look-up of the flow and the guard. */
+static __always_inline int judge_sender(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	flow->source_identity = flow->row.identity;
+	flow->there.entry = NULL;
+	look_up_flow(skb, flow, &flow->here);
+	return guard_tunnel_port(flow) ?:
+	       resolve_destination(flow) ?:
+	       judge(flow, &flow->row, &flow->here, flow->destination_identity) ?:
+	       choose_path(skb, flow) ?:
+	       check_size(skb, flow) ?:
+	       remember(flow, &flow->row, &flow->here, flow->destination_identity);
+}
+
+SEC("tc")
+int from_pod(struct __sk_buff *skb)
+{
+	struct pw_flow flow = {.hook = PW_HOOK_FROM_POD};
+	int outcome = copy_row(skb->ifindex, &flow.row) ?:
+		      open_frame(skb, &flow, PW_EGRESS) ?:
+		      check_frame_of_pod(skb, &flow) ?:
+		      parse_packet(skb, &flow) ?:
+		      check_packet_of_pod(skb, &flow) ?:
+		      judge_sender(skb, &flow) ?:
+		      deliver(skb, &flow);
+
+	return finish(skb, &flow, outcome);
+}
+
+char _license[] SEC("license") = "Dual BSD/GPL";

@@ -1,0 +1,132 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/* deliver.h: the last steps of a packet: into a local pod, or out of the program (rules 7, 13). */
+#ifndef PODWIRE_DELIVER_H
+#define PODWIRE_DELIVER_H
+
+#include <podwire/events.h>
+#include <podwire/path.h>
+#include <podwire/remember.h>
+
+#include <linux/if_packet.h>
+#include <linux/pkt_cls.h>
+
+/* One router less to go. Only the checksum's part that changes is computed (RFC 1624). */
+static __always_inline bool decrement_ttl(struct __sk_buff *skb, const struct pw_flow *flow)
+{
+	struct ethhdr *ethernet = (void *)(long)skb->data;
+	void *end = (void *)(long)skb->data_end;
+	struct ipv6hdr *six = (void *)(ethernet + 1);
+	struct iphdr *four = (void *)(ethernet + 1);
+	__u32 check;
+
+	if (flow->ethertype == ETH_P_IPV6) {
+		if ((void *)(six + 1) > end)
+			return false;
+		six->hop_limit -= 1;
+		return true;
+	}
+	if ((void *)(four + 1) > end)
+		return false;
+	check = four->check + bpf_htons(0x0100);
+	four->check = check + (check >= 0xffff);
+	four->ttl -= 1;
+	return true;
+}
+
+static __always_inline bool readdress(struct __sk_buff *skb, const struct pw_flow *flow)
+{
+	struct ethhdr *ethernet = (void *)(long)skb->data;
+
+	if ((void *)(ethernet + 1) > (void *)(long)skb->data_end)
+		return false;
+	__builtin_memcpy(ethernet->h_dest, flow->target.pod_mac, ETH_ALEN);
+	__builtin_memcpy(ethernet->h_source, flow->target.host_mac, ETH_ALEN);
+	return true;
+}
+
+/* Makes the frame one that the target's gateway sends. A sender of raw frames may leave headers out of the linear part. */
+static __always_inline int forward_frame(struct __sk_buff *skb, const struct pw_flow *flow)
+{
+	__u32 headers = ETH_HLEN + (flow->ethertype == ETH_P_IP ? sizeof(struct iphdr) :
+								  sizeof(struct ipv6hdr));
+
+	if ((void *)(long)skb->data + headers > (void *)(long)skb->data_end &&
+	    bpf_skb_pull_data(skb, headers))
+		return PW_DROP_INTERNAL;
+	return decrement_ttl(skb, flow) && readdress(skb, flow) ? 0 : PW_DROP_INTERNAL;
+}
+
+/* The pod must not see a mark of ours, and takes no frame that is not for it. */
+static __always_inline void clean_up(struct __sk_buff *skb)
+{
+	if (skb->mark)
+		skb->mark = 0;
+	if (skb->pkt_type != PACKET_HOST)
+		bpf_skb_change_type(skb, PACKET_HOST);
+}
+
+/* The target's side: its verdict, its entry, its frame. */
+static __always_inline int deliver_to_pod(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	const struct pw_complaint expired = {
+		.ipv4_type_code = PW_ICMPV4_TIME_EXCEEDED << 8,
+		.ipv6_type_code = PW_ICMPV6_TIME_EXCEEDED << 8,
+	};
+	__u32 peer = flow->source_identity;
+	int reason;
+
+	if (flow->ttl <= 1) {
+		complain(skb, flow, &expired);
+		return PW_DROP_TTL;
+	}
+	if (flow->there.entry && flow->there.related)
+		peer = flow->there.entry->peer_identity;
+	stand_at(flow, &flow->target, PW_INGRESS);
+	reason = judge(flow, &flow->target, &flow->there, peer) ?:
+		 remember(flow, &flow->target, &flow->there, peer) ?:
+		 forward_frame(skb, flow);
+	if (!reason)
+		flow->action = flow->target.flags & PW_CONFIG_SHAPED ? PW_ACTION_EGRESS :
+								       PW_ACTION_PEER;
+	return reason;
+}
+
+static __always_inline int deliver(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	if (flow->path == PW_PATH_LOCAL)
+		return deliver_to_pod(skb, flow);
+	flow->action = PW_ACTION_STACK;
+	return 0;
+}
+
+static __always_inline int leave(struct __sk_buff *skb, const struct pw_flow *flow)
+{
+	switch (flow->action) {
+	case PW_ACTION_STACK:
+		return TC_ACT_OK;
+	case PW_ACTION_PEER:
+		clean_up(skb);
+		return bpf_redirect_peer(flow->target.ifindex, 0);
+	case PW_ACTION_ANSWER:
+		clean_up(skb);
+		return bpf_redirect_peer(skb->ifindex, 0);
+	case PW_ACTION_EGRESS:
+		skb->mark = PW_MARK_JUDGED;
+		return bpf_redirect(flow->target.ifindex, 0);
+	default:
+		return TC_ACT_SHOT;
+	}
+}
+
+/* Counts, tells and does what the steps came to. */
+static __always_inline int finish(struct __sk_buff *skb, struct pw_flow *flow, int outcome)
+{
+	__u8 reason = outcome == PW_DONE ? 0 : outcome;
+
+	count_packet(flow, skb->len, reason);
+	tell(skb, flow, reason);
+	record_decision(flow, reason);
+	return leave(skb, flow);
+}
+
+#endif

@@ -1,0 +1,152 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/* flow.h: what a program learns about its packet, from the first step to the last.
+ *
+ * One struct pw_flow lives on the stack of each entry function; every step reads and fills it. A step returns 0 (go
+ * on), PW_DONE (the packet is dealt with), or the drop reason that ends the run. Nothing here looks at a packet or a map.
+ */
+#ifndef PODWIRE_FLOW_H
+#define PODWIRE_FLOW_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#include <bpf/bpf_endian.h>
+
+#include <podwire/maps.h>
+
+#define PW_DONE -1
+
+/* A function that the verifier checks once and by itself, not anew for each way that leads to it. It is given its
+ * arguments as if anything could stand in them, and map pointers do not survive in a struct that is handed to it: so only
+ * for steps before conntrack is asked, or after which nobody asks it any more. Pointers have to be compared with NULL.
+ */
+#define PW_CHECKED_ALONE __attribute__((noinline))
+
+enum pw_packet_flags {
+	PW_PACKET_FRAGMENT = 1 << 0,
+	PW_PACKET_LATER_FRAGMENT = 1 << 1, /* without a transport header */
+	PW_PACKET_DONT_FRAGMENT = 1 << 2,
+	PW_PACKET_ICMP_ERROR = 1 << 3,
+	PW_PACKET_ECHO_REQUEST = 1 << 4,
+	PW_PACKET_ECHO_REPLY = 1 << 5,
+	PW_PACKET_FOREIGN_MAC = 1 << 6, /* the frame is not addressed to the gateway */
+};
+
+enum pw_tcp_flags {
+	PW_TCP_FLAG_FIN = 0x01,
+	PW_TCP_FLAG_SYN = 0x02,
+	PW_TCP_FLAG_RST = 0x04,
+	PW_TCP_FLAG_ACK = 0x10,
+};
+
+/* What conntrack knows of the packet at one endpoint. */
+struct pw_match {
+	struct pw_conntrack_value *entry; /* NULL = a new flow */
+	__be16 port_be;			  /* destination port of the flow's first packet */
+	__u8 protocol;			  /* of the flow; differs from the packet's when related */
+	__u8 direction;			  /* of the flow's first packet, enum pw_direction */
+	bool reply;			  /* the packet goes against that direction */
+	bool related;			  /* an ICMP error about a packet of the flow */
+	bool picked_up;			  /* TCP in mid-stream without an entry (rule 3) */
+	__u8 pad;
+};
+
+struct pw_flow {
+	struct pw_config_value row;    /* the endpoint whose device this is */
+	struct pw_config_value target; /* the local endpoint it goes to, if `local` */
+	struct pw_conntrack_key key;   /* the packet's tuple; instance and direction of the side that is judged */
+	__u32 fragment_id;
+	struct pw_match here;	 /* at `row` */
+	struct pw_match there;	 /* at `target` */
+	__u32 packet_bytes;	 /* from the network header on, as its length field tells */
+	__u32 transport_bytes;	 /* behind the network headers */
+	__u32 source_identity;
+	__u32 destination_identity;
+	__u32 rule;		 /* that decided last */
+	__u32 path_mtu;		 /* towards the destination, 0 = the stack knows */
+	__u32 instance;		 /* whose verdict was the last one */
+	__u16 transport_offset;	 /* from the frame's start */
+	__u16 transport_header_bytes;
+	__u16 ethertype;
+	__u16 flags;		 /* enum pw_packet_flags */
+	__u8 direction;		 /* of the last verdict */
+	__u8 tcp_flags;
+	__u8 icmp_type;
+	__u8 icmp_code;
+	__u8 ttl;
+	__u8 hook;
+	__u8 path;		 /* enum pw_path */
+	__u8 action;		 /* enum pw_action */
+	bool local;
+	bool unreachable;	 /* the destination is a block of ours, and no endpoint has it */
+	bool audited;
+	bool judged_anew;	 /* a policy was asked, not a memory */
+};
+
+/* Addresses are compared and copied as words: every one in a struct here stands at a multiple of four. */
+static __always_inline bool same_address(const void *left, const void *right)
+{
+	const __u32 *a = left, *b = right;
+
+	return !((a[0] ^ b[0]) | (a[1] ^ b[1]) | (a[2] ^ b[2]) | (a[3] ^ b[3]));
+}
+
+/* MACs stand at multiples of two. */
+static __always_inline bool same_mac(const void *left, const void *right)
+{
+	const __u16 *a = left, *b = right;
+
+	return !((a[0] ^ b[0]) | (a[1] ^ b[1]) | (a[2] ^ b[2]));
+}
+
+static __always_inline bool is_unspecified(const void *address)
+{
+	const __u32 *words = address;
+
+	return !(words[0] | words[1] | words[2] | words[3]);
+}
+
+static __always_inline void copy_address(void *to, const void *from)
+{
+	__u32 *a = to;
+	const __u32 *b = from;
+
+	a[0] = b[0];
+	a[1] = b[1];
+	a[2] = b[2];
+	a[3] = b[3];
+}
+
+static __always_inline void map_ipv4(void *to, __be32 address_be)
+{
+	__u32 *words = to;
+
+	words[0] = 0;
+	words[1] = 0;
+	words[2] = bpf_htonl(0xffff);
+	words[3] = address_be;
+}
+
+static __always_inline bool is_mapped_ipv4(const void *address)
+{
+	const __u32 *words = address;
+
+	return !words[0] && !words[1] && words[2] == bpf_htonl(0xffff);
+}
+
+static __always_inline __be32 mapped_ipv4(const void *address)
+{
+	return ((const __u32 *)address)[3];
+}
+
+static __always_inline bool has_address(const struct pw_config_value *row, const void *address)
+{
+	if (is_mapped_ipv4(address)) {
+		__be32 own_be = *(const __be32 *)row->ipv4;
+
+		return own_be && own_be == mapped_ipv4(address);
+	}
+	return same_address(row->ipv6, address);
+}
+
+#endif

@@ -1,0 +1,141 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/* maps.h: every map that more than one program uses.
+ *
+ * What the loader owes the programs, in this order:
+ * 1. Capacities of pw_endpoints, pw_config, pw_usage and pw_ipcache may be chosen before the load. Every map is pinned
+ *    under its own name; a pinned one is reused, never made again while a program uses it.
+ * 2. pw_settings[0] is written before anything else, with a random hash_seed. The seed stays as long as the pin does.
+ * 3. Each of the PW_CONNTRACK_SHARDS slots of pw_conntrack gets a hash of its own (flags 0: preallocated; key
+ *    pw_conntrack_key, value pw_conntrack_value; capacity = conntrack_entries / PW_CONNTRACK_SHARDS). A slot that is
+ *    filled is never replaced: its flows would be forgotten. An empty slot refuses new flows (PW_DROP_INTERNAL).
+ * 4. conntrack_gc_start is run once by a test run (any frame, repeat 1); running it again is harmless, and is how a
+ *    newer collector takes over. From then on collection needs neither the agent nor a pin of the program; it lives as
+ *    long as the pin of pw_ct_timer.
+ * 5. For an endpoint: pw_usage[instance], then the guard row in pw_config (flags 0), then device and filters, then
+ *    pw_endpoints, then the row with PW_CONFIG_OPEN, written with BPF_F_LOCK. When it goes: the row's flags to 0
+ *    (BPF_F_LOCK), pw_endpoints and pw_config rows deleted, then pw_usage[instance]: what it had in conntrack is
+ *    collected within one round, and no number is used twice.
+ * 6. A row whose policy_revision is raised makes every flow of the endpoint be judged again (rule 6).
+ */
+#ifndef PODWIRE_MAPS_H
+#define PODWIRE_MAPS_H
+
+#include <bpf/bpf_helpers.h>
+
+#include <podwire/abi.h>
+
+/* 0 -> knobs of the node. Written by the agent, read for each flow. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct pw_settings);
+} pw_settings SEC(".maps");
+
+/* address -> host device of the pod that has it. Written by the agent; read by from_pod to find local targets, and
+ * never believed alone: the target's config row must carry the address too. Two addresses for each of 4096 pods.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 8192);
+	__type(key, struct pw_endpoint_key);
+	__type(value, struct pw_endpoint_value);
+} pw_endpoints SEC(".maps");
+
+/* index of a host device -> all that the programs know of its endpoint. Written by the agent, live rows in place under
+ * the lock (rule 20); copied once per packet. Kernels limit a device's ports long before 4096.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 4096);
+	__type(key, __u32);
+	__type(value, struct pw_config_value);
+} pw_config SEC(".maps");
+
+/* prefix -> identity, and how to reach it. Written by the agent. Covers the cluster's CIDRs, so that a miss means the
+ * world (rule 10). Sized for 5,000 nodes with 100 pods each; memory is taken as rows come.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_LPM_TRIE);
+	__uint(max_entries, 512000);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct pw_prefix_key);
+	__type(value, struct pw_ipcache_value);
+} pw_ipcache SEC(".maps");
+
+/* number of a node -> its outer address. Written by the agent. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 16384);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, __u32);
+	__type(value, struct pw_node_value);
+} pw_nodes SEC(".maps");
+
+/* What a slot of pw_conntrack holds: tuple -> flow. Written by the programs, emptied by the collector. Preallocated and
+ * no LRU, or one port scan would erase a node's rights to reply (rule 4).
+ */
+struct pw_conntrack_shard {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 2048);
+	__uint(key_size, sizeof(struct pw_conntrack_key));
+	__uint(value_size, sizeof(struct pw_conntrack_value));
+};
+
+/* shard -> hash of flows. 64 of them, so that the collector walks a small one at each tick. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);
+	__uint(max_entries, PW_CONNTRACK_SHARDS);
+	__type(key, __u32);
+	__array(values, struct pw_conntrack_shard);
+} pw_conntrack SEC(".maps");
+
+/* fragmented packet -> the ports that only its first fragment tells. Written and read by the programs; LRU, because
+ * fragments that lose their first one are lost anyway.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 8192);
+	__type(key, struct pw_fragment_key);
+	__type(value, struct pw_fragment_value);
+} pw_fragments SEC(".maps");
+
+/* instance -> how much of the shared things it uses. The row is made and removed by the agent, counted by the programs
+ * and the collector.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 4096);
+	__type(key, __u32);
+	__type(value, struct pw_usage_value);
+} pw_usage SEC(".maps");
+
+/* hook, reason, path -> packets and bytes, on each CPU. Written by the programs, read by the agent. Holds every
+ * combination that can occur.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_HASH);
+	__uint(max_entries, 1024);
+	__type(key, struct pw_metrics_key);
+	__type(value, struct pw_counter);
+} pw_metrics SEC(".maps");
+
+/* Stream of struct pw_event to the agent: drops always, passes where asked for. 10,000 events; when it is full they are
+ * counted as lost, never waited for.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_RINGBUF);
+	__uint(max_entries, 1 << 20);
+} pw_events SEC(".maps");
+
+#ifdef PW_TEST_BUILD
+/* 0 -> what the last packet came to. Written by the programs, read by the packet tests. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct pw_decision);
+} pw_decision SEC(".maps");
+#endif
+
+#endif

@@ -1,0 +1,280 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/* parse.h: from a frame to its tuple. Reads the packet, changes nothing, trusts no length it has not compared. */
+#ifndef PODWIRE_PARSE_H
+#define PODWIRE_PARSE_H
+
+#include <linux/if_ether.h>
+#include <linux/in.h>
+#include <linux/in6.h>
+#include <linux/ip.h>
+#include <linux/ipv6.h>
+
+#include <podwire/fragments.h>
+
+#define PW_IPV4_DONT_FRAGMENT  0x4000
+#define PW_IPV4_MORE_FRAGMENTS 0x2000
+#define PW_IPV4_OFFSET	       0x1fff
+#define PW_IPV6_OFFSET	       0xfff8
+#define PW_IPV6_MORE_FRAGMENTS 0x0001
+#define PW_IPV6_HEADERS_MAX    8
+#define PW_TCP_HEADER_BYTES    20
+#define PW_UDP_HEADER_BYTES    8
+#define PW_SCTP_HEADER_BYTES   12
+
+/* Where a chain of IPv6 headers has got to. */
+struct pw_chain {
+	__u32 offset; /* of the next header, from the frame's start */
+	__u32 fragment_id;
+	__u16 flags; /* enum pw_packet_flags */
+	__u8 protocol;
+	__u8 pad;
+};
+
+/* The two bytes that every extension header begins with, and what a fragment header has behind them. */
+struct pw_extension {
+	__u8 next;
+	__u8 length;
+	__be16 fragment_be;
+	__u32 id;
+};
+
+/* The part of a TCP header that is looked at. */
+struct pw_tcp_start {
+	__be16 sport_be;
+	__be16 dport_be;
+	__u32 sequence;
+	__u32 acknowledged;
+	__u8 header_words;
+	__u8 flags;
+	__u16 window;
+};
+
+/* A later fragment that could replace the TCP header that was judged (RFC 3128). */
+static __always_inline bool overwrites_tcp(__u8 protocol, __u32 offset_bytes)
+{
+	return protocol == IPPROTO_TCP && offset_bytes && offset_bytes < PW_TCP_HEADER_BYTES;
+}
+
+/* Steps over one extension header; 0 with an unchanged offset means: `protocol` is no extension header. */
+static __always_inline int step_ipv6_header(struct __sk_buff *skb, struct pw_chain *chain, bool first)
+{
+	struct pw_extension extension;
+	__u32 bytes;
+
+	switch (chain->protocol) {
+	case IPPROTO_HOPOPTS:
+		if (!first)
+			return PW_DROP_HEADER;
+		break;
+	case IPPROTO_DSTOPTS:
+	case IPPROTO_ROUTING:
+	case IPPROTO_FRAGMENT:
+	case IPPROTO_AH:
+		break;
+	case IPPROTO_NONE:
+		return PW_DROP_PROTOCOL;
+	default:
+		return 0;
+	}
+	if (bpf_skb_load_bytes(skb, chain->offset, &extension, sizeof(extension)))
+		return PW_DROP_TRUNCATED;
+	bytes = (extension.length + 1) * 8;
+	if (chain->protocol == IPPROTO_AH)
+		bytes = (extension.length + 2) * 4;
+	/* with segments left the destination is not the one the policy would judge */
+	if (chain->protocol == IPPROTO_ROUTING && extension.fragment_be & bpf_htons(0x00ff))
+		return PW_DROP_HEADER;
+	if (chain->protocol == IPPROTO_FRAGMENT) {
+		if (chain->flags & PW_PACKET_FRAGMENT)
+			return PW_DROP_HEADER;
+		bytes = sizeof(extension);
+		chain->fragment_id = extension.id;
+		/* "atomic" fragments (RFC 6946) are whole packets */
+		if (extension.fragment_be & bpf_htons(PW_IPV6_OFFSET | PW_IPV6_MORE_FRAGMENTS))
+			chain->flags |= PW_PACKET_FRAGMENT;
+		if (extension.fragment_be & bpf_htons(PW_IPV6_OFFSET))
+			chain->flags |= PW_PACKET_LATER_FRAGMENT;
+		if (overwrites_tcp(extension.next, bpf_ntohs(extension.fragment_be) & PW_IPV6_OFFSET))
+			return PW_DROP_HEADER;
+	}
+	chain->protocol = extension.next;
+	chain->offset += bytes;
+	return 0;
+}
+
+/* Walks to the transport header, or to a later fragment's data. */
+static __noinline int walk_ipv6_headers(struct __sk_buff *skb, struct pw_chain *chain)
+{
+	for (int i = 0; i < PW_IPV6_HEADERS_MAX; i++) {
+		__u32 before = chain->offset;
+		int reason = step_ipv6_header(skb, chain, i == 0);
+
+		if (reason)
+			return reason;
+		if (chain->offset == before || chain->flags & PW_PACKET_LATER_FRAGMENT)
+			return 0;
+	}
+	return PW_DROP_HEADER;
+}
+
+/* Length of the network packet: as its header says, or, where that cannot (BIG TCP), as the buffer says. */
+static __always_inline __u32 wire_bytes(struct __sk_buff *skb, __u32 said, __u32 unsaid)
+{
+	return said == unsaid && skb->gso_size ? skb->len - ETH_HLEN : said;
+}
+
+static __always_inline int parse_ipv4(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	__u32 header_bytes, fragment;
+	struct iphdr ip;
+
+	if (bpf_skb_load_bytes(skb, ETH_HLEN, &ip, sizeof(ip)))
+		return PW_DROP_TRUNCATED;
+	header_bytes = ip.ihl * 4;
+	flow->packet_bytes = wire_bytes(skb, bpf_ntohs(ip.tot_len), 0);
+	if (ip.version != 4 || header_bytes < sizeof(ip) || flow->packet_bytes < header_bytes)
+		return PW_DROP_HEADER;
+	if (flow->packet_bytes > skb->len - ETH_HLEN)
+		return PW_DROP_TRUNCATED;
+	map_ipv4(flow->key.saddr, ip.saddr);
+	map_ipv4(flow->key.daddr, ip.daddr);
+	flow->key.protocol = ip.protocol;
+	flow->ttl = ip.ttl;
+	flow->fragment_id = ip.id;
+	flow->transport_offset = ETH_HLEN + header_bytes;
+	flow->transport_bytes = flow->packet_bytes - header_bytes;
+	fragment = bpf_ntohs(ip.frag_off);
+	if (fragment & PW_IPV4_DONT_FRAGMENT)
+		flow->flags |= PW_PACKET_DONT_FRAGMENT;
+	if (fragment & (PW_IPV4_OFFSET | PW_IPV4_MORE_FRAGMENTS))
+		flow->flags |= PW_PACKET_FRAGMENT;
+	if (fragment & PW_IPV4_OFFSET)
+		flow->flags |= PW_PACKET_LATER_FRAGMENT;
+	return overwrites_tcp(ip.protocol, (fragment & PW_IPV4_OFFSET) * 8) ? PW_DROP_HEADER : 0;
+}
+
+static __always_inline int parse_ipv6(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	struct pw_chain chain = {.offset = ETH_HLEN + sizeof(struct ipv6hdr)};
+	struct {
+		__u8 version;
+		__u8 pad[3];
+		__be16 payload_be;
+		__u8 next;
+		__u8 hop_limit;
+	} ip;
+
+	if (bpf_skb_load_bytes(skb, ETH_HLEN, &ip, sizeof(ip)) ||
+	    bpf_skb_load_bytes(skb, ETH_HLEN + sizeof(ip), flow->key.saddr, 32))
+		return PW_DROP_TRUNCATED;
+	if (ip.version >> 4 != 6)
+		return PW_DROP_HEADER;
+	/* our maps hold IPv4 in this range: on a wire it would be mistaken for it */
+	if (is_mapped_ipv4(flow->key.saddr) || is_mapped_ipv4(flow->key.daddr))
+		return PW_DROP_HEADER;
+	flow->packet_bytes = wire_bytes(skb, bpf_ntohs(ip.payload_be) + sizeof(struct ipv6hdr),
+					sizeof(struct ipv6hdr));
+	if (flow->packet_bytes > skb->len - ETH_HLEN)
+		return PW_DROP_TRUNCATED;
+	chain.protocol = ip.next;
+	if (ip.next != IPPROTO_TCP && ip.next != IPPROTO_UDP) {
+		int reason = walk_ipv6_headers(skb, &chain);
+
+		if (reason)
+			return reason;
+	}
+	if (chain.offset - ETH_HLEN > flow->packet_bytes)
+		return PW_DROP_TRUNCATED;
+	flow->key.protocol = chain.protocol;
+	flow->ttl = ip.hop_limit;
+	flow->fragment_id = chain.fragment_id;
+	flow->flags |= chain.flags | PW_PACKET_DONT_FRAGMENT;
+	flow->transport_offset = chain.offset;
+	flow->transport_bytes = flow->packet_bytes - (chain.offset - ETH_HLEN);
+	return 0;
+}
+
+static __always_inline int parse_tcp(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	struct pw_tcp_start tcp;
+
+	if (flow->transport_bytes < PW_TCP_HEADER_BYTES ||
+	    bpf_skb_load_bytes(skb, flow->transport_offset, &tcp, sizeof(tcp)))
+		return PW_DROP_TRUNCATED;
+	flow->transport_header_bytes = tcp.header_words >> 4 << 2;
+	if (flow->transport_header_bytes < PW_TCP_HEADER_BYTES)
+		return PW_DROP_HEADER;
+	if (flow->transport_header_bytes > flow->transport_bytes)
+		return PW_DROP_TRUNCATED;
+	flow->key.sport_be = tcp.sport_be;
+	flow->key.dport_be = tcp.dport_be;
+	flow->tcp_flags = tcp.flags;
+	return 0;
+}
+
+static __always_inline int parse_ports(struct __sk_buff *skb, struct pw_flow *flow,
+				       __u16 header_bytes)
+{
+	if (flow->transport_bytes < header_bytes ||
+	    bpf_skb_load_bytes(skb, flow->transport_offset, &flow->key.sport_be, 4))
+		return PW_DROP_TRUNCATED;
+	flow->transport_header_bytes = header_bytes;
+	return 0;
+}
+
+static __always_inline int parse_icmp(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	bool six = flow->key.protocol == IPPROTO_ICMPV6;
+	struct pw_icmp_header icmp;
+
+	if (six != (flow->ethertype == ETH_P_IPV6))
+		return PW_DROP_PROTOCOL;
+	if (flow->transport_bytes < sizeof(icmp) ||
+	    bpf_skb_load_bytes(skb, flow->transport_offset, &icmp, sizeof(icmp)))
+		return PW_DROP_TRUNCATED;
+	flow->transport_header_bytes = sizeof(icmp);
+	flow->icmp_type = icmp.type;
+	flow->icmp_code = icmp.code;
+	flow->flags |= icmp_flags(flow->key.protocol, icmp.type);
+	set_icmp_ports(&flow->key, &icmp);
+	return 0;
+}
+
+/* Protocols that are not listed have no ports and are told apart by their addresses alone. */
+static __always_inline int parse_transport(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	switch (flow->key.protocol) {
+	case IPPROTO_TCP:
+		return parse_tcp(skb, flow);
+	case IPPROTO_UDP:
+	case IPPROTO_UDPLITE:
+		return parse_ports(skb, flow, PW_UDP_HEADER_BYTES);
+	case IPPROTO_SCTP:
+		return parse_ports(skb, flow, PW_SCTP_HEADER_BYTES);
+	case IPPROTO_ICMP:
+	case IPPROTO_ICMPV6:
+		return parse_icmp(skb, flow);
+	default:
+		return 0;
+	}
+}
+
+/* Fills the tuple. flow->key.instance and flow->key.direction must be set: fragments are remembered under them. */
+PW_CHECKED_ALONE int parse_packet(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	int reason;
+
+	if (!flow)
+		return PW_DROP_INTERNAL;
+	reason = flow->ethertype == ETH_P_IP ? parse_ipv4(skb, flow) : parse_ipv6(skb, flow);
+	if (reason)
+		return reason;
+	if (flow->flags & PW_PACKET_LATER_FRAGMENT)
+		return recall_ports(flow);
+	reason = parse_transport(skb, flow);
+	if (!reason && flow->flags & PW_PACKET_FRAGMENT)
+		reason = keep_ports(flow);
+	return reason;
+}
+
+#endif

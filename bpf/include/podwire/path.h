@@ -1,0 +1,112 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/* path.h: which way a judged packet of a pod takes, and whether it fits (rules 2, 3, 10, 16). */
+#ifndef PODWIRE_PATH_H
+#define PODWIRE_PATH_H
+
+#include <podwire/icmp_error.h>
+#include <podwire/identity.h>
+#include <podwire/judge.h>
+#include <podwire/related.h>
+
+#define PW_GSO_BY_FRAGMENTS 0xffff /* gso_size where every piece has a size of its own (SCTP) */
+
+/* Which endpoint's edge the packet is about to cross: what conntrack is asked and told from here on. */
+static __always_inline void stand_at(struct pw_flow *flow, const struct pw_config_value *row,
+				     __u8 direction)
+{
+	flow->key.instance = row->instance;
+	flow->key.direction = direction;
+}
+
+/* Does the packet leave through the stack whatever its destination is? An answer takes the way of the question. */
+static __always_inline bool answers_through_stack(const struct pw_match *match)
+{
+	return match->entry && (match->reply || match->related) &&
+	       match->entry->path == PW_PATH_STACK;
+}
+
+/* Fills the identity of the other end, and where it is. What goes back through the stack may be translated there: its
+ * other end is who the entry says.
+ */
+static __always_inline int resolve_destination(struct pw_flow *flow)
+{
+	int reason;
+
+	if (answers_through_stack(&flow->here)) {
+		flow->destination_identity = flow->here.entry->peer_identity;
+		return 0;
+	}
+	reason = find_destination(flow);
+	if (!reason && flow->here.entry && flow->here.related)
+		flow->destination_identity = flow->here.entry->peer_identity;
+	return reason;
+}
+
+/* What began in mid-stream stays on the stack, which alone knows whether it is translated. */
+static __always_inline bool is_bound_to_stack(const struct pw_match *match)
+{
+	if (match->picked_up)
+		return true;
+	return match->entry && !match->reply && match->entry->flags & PW_CONNTRACK_PICKED_UP;
+}
+
+/* The target has its say about the way too: no entry in mid-stream, or one of a flow that it began through the stack. */
+static __always_inline bool target_wants_stack(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	stand_at(flow, &flow->target, PW_INGRESS);
+	look_up_flow(skb, flow, &flow->there);
+	stand_at(flow, &flow->row, PW_EGRESS);
+	if (!flow->there.entry)
+		return is_midstream(flow);
+	return answers_through_stack(&flow->there);
+}
+
+static __always_inline int choose_path(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	const struct pw_complaint nobody = {
+		.ipv4_type_code = PW_ICMPV4_UNREACHABLE << 8 | PW_ICMPV4_HOST_UNREACHABLE,
+		.ipv6_type_code = PW_ICMPV6_UNREACHABLE << 8 | PW_ICMPV6_ADDRESS_UNREACHABLE,
+	};
+
+	flow->path = PW_PATH_STACK;
+	if (flow->unreachable) {
+		complain(skb, flow, &nobody);
+		return PW_DROP_NO_POD;
+	}
+	if (!flow->local || is_bound_to_stack(&flow->here) || target_wants_stack(skb, flow))
+		return 0;
+	flow->path = PW_PATH_LOCAL;
+	return 0;
+}
+
+/* Size of the largest packet that this one is on a wire. */
+static __always_inline __u32 largest_piece(struct __sk_buff *skb, const struct pw_flow *flow)
+{
+	__u32 headers = flow->transport_offset - ETH_HLEN + flow->transport_header_bytes;
+
+	if (!skb->gso_size)
+		return flow->packet_bytes;
+	return skb->gso_size == PW_GSO_BY_FRAGMENTS ? 0 : headers + skb->gso_size;
+}
+
+/* Too big and allowed to be cut: the stack does that. To a local pod through the stack: the stack compares. */
+static __always_inline int check_size(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	struct pw_complaint too_big = {
+		.ipv4_type_code = PW_ICMPV4_UNREACHABLE << 8 | PW_ICMPV4_FRAGMENTATION_NEEDED,
+		.ipv6_type_code = PW_ICMPV6_PACKET_TOO_BIG << 8,
+		.mtu = flow->path_mtu,
+	};
+
+	if (!flow->path_mtu || largest_piece(skb, flow) <= flow->path_mtu ||
+	    (flow->local && flow->path == PW_PATH_STACK))
+		return 0;
+	if (!(flow->flags & PW_PACKET_DONT_FRAGMENT)) {
+		flow->path = PW_PATH_STACK;
+		return 0;
+	}
+	complain(skb, flow, &too_big);
+	return PW_DROP_MTU;
+}
+
+#endif

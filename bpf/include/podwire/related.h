@@ -1,0 +1,102 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/* related.h: which flow an ICMP error is about. It quotes a packet that crossed the endpoint's edge the other way; that
+ * packet's tuple is looked up, and the error passes if the flow may.
+ */
+#ifndef PODWIRE_RELATED_H
+#define PODWIRE_RELATED_H
+
+#include <podwire/conntrack.h>
+#include <podwire/parse.h>
+
+/* The quoted packet. */
+struct pw_quoted {
+	struct pw_conntrack_key key __attribute__((aligned(8)));
+	struct pw_chain chain;
+};
+
+static __always_inline bool quote_ipv4(struct __sk_buff *skb, struct pw_quoted *quoted)
+{
+	struct iphdr ip;
+
+	if (bpf_skb_load_bytes(skb, quoted->chain.offset, &ip, sizeof(ip)))
+		return false;
+	if (ip.version != 4 || ip.ihl < 5 || ip.frag_off & bpf_htons(PW_IPV4_OFFSET))
+		return false;
+	map_ipv4(quoted->key.saddr, ip.saddr);
+	map_ipv4(quoted->key.daddr, ip.daddr);
+	quoted->chain.protocol = ip.protocol;
+	quoted->chain.offset += ip.ihl * 4;
+	return true;
+}
+
+static __always_inline bool quote_ipv6(struct __sk_buff *skb, struct pw_quoted *quoted)
+{
+	__u32 offset = quoted->chain.offset;
+
+	if (bpf_skb_load_bytes(skb, offset + offsetof(struct ipv6hdr, nexthdr),
+			       &quoted->chain.protocol, 1) ||
+	    bpf_skb_load_bytes(skb, offset + offsetof(struct ipv6hdr, saddr), quoted->key.saddr, 32))
+		return false;
+	quoted->chain.offset += sizeof(struct ipv6hdr);
+	return !walk_ipv6_headers(skb, &quoted->chain) &&
+	       !(quoted->chain.flags & PW_PACKET_LATER_FRAGMENT);
+}
+
+/* Every protocol with ports has them in its first four bytes. */
+static __always_inline bool quote_transport(struct __sk_buff *skb, struct pw_quoted *quoted)
+{
+	struct pw_icmp_header start;
+
+	if (bpf_skb_load_bytes(skb, quoted->chain.offset, &start, sizeof(start)))
+		return false;
+	quoted->key.protocol = quoted->chain.protocol;
+	switch (quoted->key.protocol) {
+	case IPPROTO_TCP:
+	case IPPROTO_UDP:
+	case IPPROTO_UDPLITE:
+	case IPPROTO_SCTP:
+		__builtin_memcpy(&quoted->key.sport_be, &start, 4);
+		return true;
+	case IPPROTO_ICMP:
+	case IPPROTO_ICMPV6:
+		set_icmp_ports(&quoted->key, &start);
+		return icmp_flags(quoted->key.protocol, start.type) &
+		       (PW_PACKET_ECHO_REQUEST | PW_PACKET_ECHO_REPLY);
+	default:
+		return true;
+	}
+}
+
+/* Finds the flow at the endpoint whose instance and direction stand in flow->key. */
+static __noinline int find_related(struct __sk_buff *skb, struct pw_flow *flow,
+				   struct pw_match *match)
+{
+	struct pw_quoted quoted = {
+		.key.instance = flow->key.instance,
+		.key.direction = !flow->key.direction,
+		.chain.offset = flow->transport_offset + sizeof(struct pw_icmp_header),
+	};
+	bool read = flow->ethertype == ETH_P_IP ? quote_ipv4(skb, &quoted) :
+						  quote_ipv6(skb, &quoted);
+
+	if (!read || !quote_transport(skb, &quoted))
+		return 0;
+	find_either(&quoted.key, match);
+	if (!match->entry) {
+		describe_match(match, &flow->key, false);
+		return 0;
+	}
+	match->related = true;
+	match->reply = !match->reply;
+	return 0;
+}
+
+static __always_inline void look_up_flow(struct __sk_buff *skb, struct pw_flow *flow,
+					 struct pw_match *match)
+{
+	find_flow(flow, match);
+	if (flow->flags & PW_PACKET_ICMP_ERROR && !(flow->flags & PW_PACKET_LATER_FRAGMENT))
+		find_related(skb, flow, match);
+}
+
+#endif

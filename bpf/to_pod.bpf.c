@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/* to_pod: everything the host's stack, or the queue of the pod's host device, hands to a pod; at tc egress of that device.
+ *
+ * Comes to: drop, or on to the pod. What a program of ours has judged already carries its mark and is let through; the
+ * mark counts only on packets that came in through a device of ours (rule 7).
+ */
+#include <linux/bpf.h>
+
+#include <podwire/deliver.h>
+#include <podwire/frame.h>
+
+static __always_inline int pass_judged(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	__u32 ifindex = skb->ingress_ifindex;
+
+	if (skb->mark != PW_MARK_JUDGED || !bpf_map_lookup_elem(&pw_config, &ifindex))
+		return 0;
+	skb->mark = 0;
+	flow->path = PW_PATH_LOCAL;
+	flow->action = PW_ACTION_STACK;
+	return PW_DONE;
+}
+
+static __always_inline int check_frame_to_pod(const struct pw_flow *flow)
+{
+	if (flow->ethertype == ETH_P_ARP)
+		return PW_DROP_ARP;
+	return is_ip(flow) ? 0 : PW_DROP_ETHERTYPE;
+}
+
+/* The receiver's side. An answer's other end is who the entry says: the stack may have translated it. */
+static __always_inline int judge_receiver(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	flow->path = PW_PATH_STACK;
+	flow->destination_identity = flow->row.identity;
+	look_up_flow(skb, flow, &flow->here);
+	if (flow->here.entry && (flow->here.reply || flow->here.related))
+		flow->source_identity = flow->here.entry->peer_identity;
+	else
+		flow->source_identity = stack_identity(skb, flow, &flow->target);
+	return judge(flow, &flow->row, &flow->here, flow->source_identity) ?:
+	       remember(flow, &flow->row, &flow->here, flow->source_identity);
+}
+
+SEC("tc")
+int to_pod(struct __sk_buff *skb)
+{
+	struct pw_flow flow = {.hook = PW_HOOK_TO_POD};
+	int outcome = copy_row(skb->ifindex, &flow.row) ?:
+		      open_frame(skb, &flow, PW_INGRESS) ?:
+		      pass_judged(skb, &flow) ?:
+		      check_frame_to_pod(&flow) ?:
+		      parse_packet(skb, &flow) ?:
+		      check_packet_to_pod(&flow) ?:
+		      judge_receiver(skb, &flow);
+
+	if (!outcome)
+		flow.action = PW_ACTION_STACK;
+	return finish(skb, &flow, outcome);
+}
+
+char _license[] SEC("license") = "Dual BSD/GPL";

@@ -1,4 +1,8 @@
-"""Addresses and MACs that a request asks for, from all the places where it may ask. Called by `cni.netconf`. Pure."""
+"""Addresses and MACs that a request asks for, from all the places where it may ask. Called by `cni.netconf`. Pure.
+
+A place is a path of the request (`args.cni.ips`, `CNI_ARGS IP`). Places must agree: which of two contradicting wishes
+was meant is not for us to guess.
+"""
 
 import ipaddress
 import re
@@ -7,15 +11,16 @@ from typing import Any, Final
 
 from podwire.cni.faults import Faults, shown
 from podwire.model.endpoint import IPAddress
-from podwire.model.errors import InvalidConfiguration
 
 WANTED_MAX: Final = 16
+_ADDRESS_MAX_CHARACTERS: Final = 64
 
-_MAC = re.compile(r"[0-9a-f]{2}(?::[0-9a-f]{2}){5}")
+_MAC = re.compile(r"[0-9a-f]{2}(?P<separator>[:-])(?:[0-9a-f]{2}(?P=separator)){4}[0-9a-f]{2}")
+_MULTICAST_BIT: Final = 1
 
 
 def read_wanted_ips(places: Mapping[str, Any], faults: Faults) -> tuple[IPAddress, ...]:
-    """Read the wanted addresses of every place; they must agree, and be at most one of each family.
+    """Read the wanted addresses of every place: at most one of each family, IPv4 first.
 
     A prefix length is accepted and dropped: a pod's address is always its own /32 or /128.
     """
@@ -26,40 +31,44 @@ def read_wanted_ips(places: Mapping[str, Any], faults: Faults) -> tuple[IPAddres
             address = _read_ip(item, place, faults)
             if address is None:
                 continue
-            known = by_family.setdefault(address.version, (address, place))
-            if known[0] != address:
-                faults.note(
-                    InvalidConfiguration,
+            known, known_place = by_family.setdefault(address.version, (address, place))
+            if known != address:
+                faults.wrong(
                     place,
-                    f"asks for {address}, {known[1]} for {known[0]}: one IPv{address.version} address at most",
+                    f"asks for {address} and {known_place} for {known}:"
+                    f" a pod has one IPv{address.version} address",
                 )
     return tuple(by_family[family][0] for family in sorted(by_family))
 
 
 def read_mac(places: Mapping[str, Any], faults: Faults) -> str:
-    """Read the wanted MAC; all places that give one must agree, and it must be a unicast address."""
-    found: dict[str, str] = {}
+    """Read the wanted MAC as `aa:bb:cc:dd:ee:ff`; "" = none is asked for. It must be a unicast address."""
+    wanted: tuple[str, str] | None = None
     for path, value in places.items():
-        text = faults.read_text(value, path).lower()
+        text = faults.read_text(value, path)
         if not text:
             continue
-        if not _MAC.fullmatch(text) or int(text[:2], 16) & 1 or text == "00:00:00:00:00:00":
-            faults.note(InvalidConfiguration, path, f"is {shown(text)}, no unicast MAC address")
-            continue
-        found[path] = text
-    if len(set(found.values())) > 1:
-        faults.note(InvalidConfiguration, " and ".join(found), "ask for different MAC addresses")
-    return next(iter(found.values()), "")
+        mac = text.lower().replace("-", ":")
+        if not _MAC.fullmatch(text.lower()):
+            faults.wrong(
+                path, f"is {shown(text)}, no MAC address (six bytes, as 0a:58:0a:f4:01:07)"
+            )
+        elif int(mac[:2], 16) & _MULTICAST_BIT or not int(mac.replace(":", ""), 16):
+            faults.wrong(path, f"is {shown(text)}, no address of one device")
+        elif wanted is not None and wanted[0] != mac:
+            faults.wrong(path, f"asks for {mac} and {wanted[1]} for {wanted[0]}")
+        else:
+            wanted = (mac, path)
+    return wanted[0] if wanted else ""
 
 
 def _read_ip(item: Any, place: str, faults: Faults) -> IPAddress | None:
-    text = faults.read_text(item, place, limit=64)
+    text = faults.read_text(item, place, limit=_ADDRESS_MAX_CHARACTERS)
+    if "%" in text:
+        faults.wrong(place, f"is {shown(text)}: an address of a pod has no scope")
+        return None
     try:
-        address = ipaddress.ip_interface(text).ip
+        return ipaddress.ip_interface(text).ip
     except ValueError:
-        faults.note(InvalidConfiguration, place, f"is {shown(text)}, no IP address")
+        faults.wrong(place, f"is {shown(item)}, no IP address")
         return None
-    if isinstance(address, ipaddress.IPv6Address) and address.scope_id:
-        faults.note(InvalidConfiguration, place, f"is {shown(text)}: a scope makes no sense here")
-        return None
-    return address

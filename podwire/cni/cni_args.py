@@ -1,6 +1,8 @@
 """The environment of a CNI call: which variables must be there, and what CNI_ARGS may say.
 
-Called by `cni.netconf`. Sources: CNI specification 1.1.0, "Parameters"; CONVENTIONS, CNI_ARGS.
+Called by `cni.netconf`. Never reads the process's own environment: it is the launcher's that counts. Only what a
+command uses can make it fail, so CNI_ARGS is read for ADD alone. Sources: CNI specification 1.1.0, "Parameters";
+CONVENTIONS, CNI_ARGS.
 """
 
 from collections.abc import Mapping
@@ -8,18 +10,18 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from podwire.cni.faults import Faults, shown
-from podwire.model.errors import InvalidConfiguration, InvalidEnvironment
+from podwire.model.errors import InvalidEnvironment
 from podwire.model.ids import interface_name_fault, is_valid_container_id
 
 COMMANDS: Final = ("ADD", "DEL", "CHECK", "GC", "STATUS")
 WITH_ATTACHMENT: Final = ("ADD", "DEL", "CHECK")
 WITH_NAMESPACE: Final = ("ADD", "CHECK")
 PATH_MAX_BYTES: Final = 4095
-CONTAINER_ID_MAX_BYTES: Final = 256
+NAME_MAX_BYTES: Final = 253
+"""Of container ids and network names too: libcni makes file names of them."""
 
 KNOWN_ARGS: Final = frozenset(
     {
-        "IgnoreUnknown",
         "K8S_POD_NAME",
         "K8S_POD_NAMESPACE",
         "K8S_POD_UID",
@@ -28,6 +30,8 @@ KNOWN_ARGS: Final = frozenset(
         "MAC",
     }
 )
+_IGNORE_UNKNOWN: Final = "ignoreunknown"
+_TRUTH: Final = {"1": True, "true": True, "0": False, "false": False, "": False}
 
 
 @dataclass(frozen=True)
@@ -39,85 +43,88 @@ class Environment:
     if_name: str = ""
     netns_path: str = ""
     args: Mapping[str, str] = field(default_factory=dict)
+    """Known arguments with a value."""
 
 
 def read_environment(env: Mapping[str, str], faults: Faults) -> Environment:
-    """Read and check the CNI_* variables."""
+    """Read and check the CNI_* variables that the command uses."""
     command = env.get("CNI_COMMAND", "")
     if command not in COMMANDS:
-        faults.note(
-            InvalidEnvironment,
-            "CNI_COMMAND",
-            f"is {shown(command)}, not one of {', '.join(COMMANDS)}",
-        )
-    container_id = env.get("CNI_CONTAINERID", "")
-    if_name = env.get("CNI_IFNAME", "")
+        message = f"is {shown(command)}, not one of {', '.join(COMMANDS)}"
+        faults.note(InvalidEnvironment, "CNI_COMMAND", message)
+    if command not in WITH_ATTACHMENT:
+        return Environment(command)
+    container_id = _read_container_id(env.get("CNI_CONTAINERID", ""), faults)
+    if_name = _read_if_name(env.get("CNI_IFNAME", ""), faults)
     netns_path = env.get("CNI_NETNS", "")
-    if command in WITH_ATTACHMENT:
-        _check_container_id(container_id, faults)
-        _check_if_name(if_name, faults)
-    if command in WITH_NAMESPACE and not netns_path:
-        faults.note(InvalidEnvironment, "CNI_NETNS", f"is missing; {command} needs it")
-    if "\0" in netns_path or len(netns_path.encode()) > PATH_MAX_BYTES:
-        faults.note(InvalidEnvironment, "CNI_NETNS", "is no usable path")
-    args = _read_args(env.get("CNI_ARGS", ""), faults)
-    infra = args.get("K8S_POD_INFRA_CONTAINER_ID", "")
-    if infra and container_id and infra != container_id:
-        faults.note(
-            InvalidEnvironment,
-            "CNI_ARGS",
-            f"names container {shown(infra)} and CNI_CONTAINERID {shown(container_id)}",
-        )
+    if command in WITH_NAMESPACE:
+        _check_netns_path(netns_path, command, faults)
+    args = _read_args(env.get("CNI_ARGS", ""), container_id, faults) if command == "ADD" else {}
     return Environment(command, container_id, if_name, netns_path, args)
 
 
-def _check_container_id(container_id: str, faults: Faults) -> None:
-    if not container_id:
-        faults.note(InvalidEnvironment, "CNI_CONTAINERID", "is missing")
-    elif (
-        not is_valid_container_id(container_id)
-        or len(container_id.encode()) > CONTAINER_ID_MAX_BYTES
-    ):
-        faults.note(
-            InvalidEnvironment,
-            "CNI_CONTAINERID",
-            f"is {shown(container_id)}: it must begin with a letter or digit, go on with those, '_', '.' or '-',"
-            f" and have at most {CONTAINER_ID_MAX_BYTES} bytes",
+def _read_container_id(text: str, faults: Faults) -> str:
+    path = "CNI_CONTAINERID"
+    if not text:
+        faults.note(InvalidEnvironment, path, "is missing")
+    elif not is_valid_container_id(text) or len(text) > NAME_MAX_BYTES:
+        message = (
+            f"is {shown(text)}: it must begin with a letter or digit, go on with those, '_', '.' or '-',"
+            f" and have at most {NAME_MAX_BYTES} bytes"
         )
+        faults.note(InvalidEnvironment, path, message)
+    return text
 
 
-def _check_if_name(if_name: str, faults: Faults) -> None:
-    if not if_name:
-        faults.note(InvalidEnvironment, "CNI_IFNAME", "is missing")
-        return
-    fault = interface_name_fault(if_name)
-    if fault:
-        # An unusable name is a configuration error in our contract, as one that exists already is.
-        faults.note(InvalidConfiguration, "CNI_IFNAME", f"{shown(if_name)} {fault}")
-    elif if_name == "lo":
-        faults.note(InvalidConfiguration, "CNI_IFNAME", "'lo' exists in every namespace")
+def _read_if_name(text: str, faults: Faults) -> str:
+    path = "CNI_IFNAME"
+    if not text:
+        faults.note(InvalidEnvironment, path, "is missing")
+    elif fault := interface_name_fault(text):
+        faults.note(InvalidEnvironment, path, f"is {shown(text)}: it {fault}")
+    elif text == "lo":
+        faults.note(InvalidEnvironment, path, "is 'lo', which every namespace has already")
+    return text
 
 
-def _read_args(text: str, faults: Faults) -> Mapping[str, str]:
+def _check_netns_path(path: str, command: str, faults: Faults) -> None:
+    if not path:
+        faults.note(InvalidEnvironment, "CNI_NETNS", f"is missing; {command} needs it")
+    elif "\0" in path or len(path.encode(errors="surrogateescape")) > PATH_MAX_BYTES:
+        message = f"is {shown(path)}: no path has a NUL byte or more than {PATH_MAX_BYTES} bytes"
+        faults.note(InvalidEnvironment, "CNI_NETNS", message)
+
+
+def _read_args(text: str, container_id: str, faults: Faults) -> Mapping[str, str]:
+    """Read `KEY=VALUE;KEY=VALUE`; podman and containerd write the pairs in any order."""
     args: dict[str, str] = {}
-    for part in filter(None, text.split(";")):
-        key, equals, value = part.partition("=")
+    for pair in filter(None, text.split(";")):
+        key, equals, value = pair.partition("=")
         if not equals or not key:
-            faults.note(
-                InvalidEnvironment, "CNI_ARGS", f"has {shown(part)}, which is not KEY=VALUE"
-            )
-        elif key in args and args[key] != value:
-            faults.note(InvalidEnvironment, "CNI_ARGS", f"says {key} twice, with different values")
-        else:
-            args[key] = value
-    ignore = next((args[key] for key in args if key.lower() == "ignoreunknown"), "")
-    known = {key: value for key, value in args.items() if key in KNOWN_ARGS}
-    if ignore.lower() not in ("1", "true"):
-        for key in sorted(set(args) - KNOWN_ARGS):
-            if key.lower() != "ignoreunknown":
-                faults.note(
-                    InvalidEnvironment,
-                    "CNI_ARGS",
-                    f"has the unknown key {shown(key)} and IgnoreUnknown is not true",
-                )
+            _fault(faults, f"has {shown(pair)}, which is not KEY=VALUE")
+        elif args.setdefault(key, value) != value:
+            _fault(faults, f"gives {shown(key)} two different values")
+    ignore_unknown = _read_ignore_unknown(args, faults)
+    known = {key: value for key, value in args.items() if key in KNOWN_ARGS and value}
+    if not ignore_unknown:
+        for key in sorted(args.keys() - KNOWN_ARGS):
+            _fault(faults, f"has the unknown key {shown(key)}, and IgnoreUnknown is not true")
+    infra = known.get("K8S_POD_INFRA_CONTAINER_ID", container_id)
+    if infra != container_id:
+        _fault(faults, f"names container {shown(infra)}, CNI_CONTAINERID {shown(container_id)}")
     return known
+
+
+def _read_ignore_unknown(args: dict[str, str], faults: Faults) -> bool:
+    """Take IgnoreUnknown out of the arguments, in whatever case it is written."""
+    truth = False
+    for key in [key for key in args if key.lower() == _IGNORE_UNKNOWN]:
+        value = args.pop(key)
+        if value.lower() not in _TRUTH:
+            _fault(faults, f"says {key}={value[:16]!a}; it must be 1, true, 0 or false")
+        truth = truth or _TRUTH.get(value.lower(), False)
+    return truth
+
+
+def _fault(faults: Faults, message: str) -> None:
+    faults.note(InvalidEnvironment, "CNI_ARGS", message)

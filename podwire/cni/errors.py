@@ -9,9 +9,9 @@ import json
 from collections.abc import Mapping
 from typing import Final
 
-from podwire.cni.result import SUPPORTED_VERSIONS
 from podwire.model import errors
 from podwire.model.errors import PodwireError
+from podwire.model.wire import SUPPORTED_CNI_VERSIONS
 
 CODES: Final[Mapping[str, int]] = {
     errors.IncompatibleVersion.kind: 1,
@@ -54,7 +54,7 @@ def encode_error(version: str, error: PodwireError) -> bytes:
     if error.hint:
         lines.append(error.hint)
     document = {
-        "cniVersion": version if version in SUPPORTED_VERSIONS else SUPPORTED_VERSIONS[-1],
+        "cniVersion": version if version in SUPPORTED_CNI_VERSIONS else SUPPORTED_CNI_VERSIONS[-1],
         "code": code_of(error),
         "msg": error.message,
         "details": "\n".join(lines)[:DETAILS_MAX_CHARACTERS],

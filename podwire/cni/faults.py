@@ -1,10 +1,10 @@
 """Collect every fault of a request, then raise them as one error: that of the lowest CNI code, with all in its details.
 
 Used by `cni.netconf` and what it calls. A reader never raises on bad input: it notes the fault and gives a neutral
-value.
+value. Invariant: what can be noted is bounded, so that a request made of faults costs no more than an honest one.
 """
 
-from typing import Any
+from typing import Any, Final
 
 from podwire.model.errors import (
     Fault,
@@ -16,7 +16,7 @@ from podwire.model.errors import (
     UnsupportedField,
 )
 
-_BY_CODE: tuple[type[InvalidRequest], ...] = (
+_BY_CODE: Final[tuple[type[InvalidRequest], ...]] = (
     IncompatibleVersion,
     UnsupportedField,
     InvalidEnvironment,
@@ -25,41 +25,64 @@ _BY_CODE: tuple[type[InvalidRequest], ...] = (
 )
 """The classes in the order of their CNI codes 1, 2, 4, 6, 7."""
 
-SHOWN_BYTES = 80
+SHOWN_CHARACTERS: Final = 80
+NAMED_IN_MESSAGE: Final = 5
+KEPT_OF_EACH_KIND: Final = 32
+
+
+class _Never:
+    """The type of no value."""
 
 
 class Faults:
     """The faults of one request so far."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[type[InvalidRequest], Fault]] = []
+        self._found: dict[type[InvalidRequest], list[Fault]] = {}
+        self._count = 0
 
     def note(self, kind: type[InvalidRequest], path: str, message: str) -> None:
         """Remember that `path` of the input `message` ("is not a number")."""
-        self._found.append((kind, Fault(path, message)))
+        self._count += 1
+        kept = self._found.setdefault(kind, [])
+        if len(kept) < KEPT_OF_EACH_KIND:
+            kept.append(Fault(path, message))
+
+    def wrong(self, path: str, message: str) -> None:
+        """Note a value that is understood and not usable: of the environment when `path` begins so, else of stdin."""
+        self.note(
+            InvalidEnvironment if path.startswith("CNI_") else InvalidConfiguration, path, message
+        )
 
     def raise_if_any(self, *, hint: str) -> None:
         """Raise all that was noted as one error."""
         if not self._found:
             return
-        kind = min((kind for kind, _ in self._found), key=_BY_CODE.index)
-        ordered = sorted(self._found, key=lambda one: _BY_CODE.index(one[0]))
-        faults = tuple(fault for _, fault in ordered)
-        message = "; ".join(f"{fault.path} {fault.message}" for fault in faults[:5])
-        if len(faults) > 5:
-            message += f"; and {len(faults) - 5} more"
-        raise kind(f"decode request: {message}", hint=hint, faults=faults)
+        kinds = sorted(self._found, key=_BY_CODE.index)
+        faults = tuple(fault for kind in kinds for fault in self._found[kind])
+        named = [f"{fault.path} {fault.message}" for fault in faults[:NAMED_IN_MESSAGE]]
+        if self._count > len(named):
+            named.append(f"and {self._count - len(named)} more")
+        raise kinds[0](f"decode request: {'; '.join(named)}", hint=hint, faults=faults)
 
     def read_object(self, value: Any, path: str) -> dict[str, Any]:
         """Give an object; absent and null are an empty one."""
         found: dict[str, Any] = self._read(value, path, dict, "an object", {})
         return found
 
+    def read_folded(self, value: Any, path: str) -> dict[str, Any]:
+        """Give an object with its keys in lower case: some runtimes write them in their own case."""
+        raw = self.read_object(value, path)
+        folded = {key.lower(): one for key, one in raw.items()}
+        if len(folded) != len(raw):
+            self.wrong(path, "has a key twice, in different case")
+        return folded
+
     def read_list(self, value: Any, path: str, *, limit: int) -> list[Any]:
         """Give a list of at most `limit` elements; absent and null are an empty one."""
         found: list[Any] = self._read(value, path, list, "a list", [])
         if len(found) > limit:
-            self.note(InvalidConfiguration, path, f"has {len(found)} elements, more than {limit}")
+            self.wrong(path, f"has {len(found)} elements; at most {limit} are allowed")
             return []
         return found
 
@@ -67,21 +90,23 @@ class Faults:
         """Give a string without NUL; absent and null are ""."""
         found: str = self._read(value, path, str, "a string", "")
         if "\0" in found or len(found) > limit:
-            self.note(InvalidConfiguration, path, f"has a NUL byte or more than {limit} characters")
+            self.wrong(
+                path, f"is {shown(found)}: it has a NUL character or more than {limit} characters"
+            )
             return ""
         return found
 
-    def read_integer(self, value: Any, path: str, *, low: int, high: int) -> int:
-        """Give a whole number from `low` to `high`; absent and null are 0."""
-        if isinstance(value, bool):
-            value = str(value).lower()
-        found: int = self._read(value, path, int, "a whole number", 0)
-        if value is not None and isinstance(value, int) and not low <= found <= high:
-            self.note(InvalidConfiguration, path, f"is {found}, not from {low} to {high}")
-            return 0
-        return found
+    def read_integer(self, value: Any, path: str, *, low: int, high: int) -> int | None:
+        """Give a whole number from `low` to `high`; None when it is absent, null or at fault."""
+        # JSON's true is an int to Python and to nobody else.
+        wanted = _Never if isinstance(value, bool) else int
+        found = self._read(value, path, wanted, "a whole number")
+        if found is not None and not low <= found <= high:
+            self.wrong(path, f"is {found}, not from {low} to {high}")
+            return None
+        return None if found is None else int(found)
 
-    def _read(self, value: Any, path: str, wanted: type, name: str, absent: Any) -> Any:
+    def _read(self, value: Any, path: str, wanted: type, name: str, absent: object = None) -> Any:
         if value is None:
             return absent
         if not isinstance(value, wanted):
@@ -91,6 +116,10 @@ class Faults:
 
 
 def shown(value: object) -> str:
-    """Write a value into a message, cut where it would flood it."""
-    text = repr(value)
-    return text if len(text) <= SHOWN_BYTES else text[:SHOWN_BYTES] + "..."
+    """Write a value into a message: cut where it would flood it, and nothing in it that breaks a line or a terminal."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    text = ascii(value[: SHOWN_CHARACTERS + 1] if isinstance(value, str) else value)
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."

@@ -8,7 +8,10 @@ import ipaddress
 import json
 from typing import Any, Final
 
-from podwire.model.errors import InvalidConfiguration
+import msgspec
+
+from podwire.model.endpoint import IPAddress
+from podwire.model.errors import InvalidConfiguration, UndecodableRequest
 from podwire.model.request import (
     AttachedAddress,
     AttachedRoute,
@@ -16,17 +19,16 @@ from podwire.model.request import (
     Dns,
     Interface,
 )
-
-SUPPORTED_VERSIONS: Final = ("0.1.0", "0.2.0", "0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0")
-"""Ascending: comparisons are by index."""
+from podwire.model.wire import SUPPORTED_CNI_VERSIONS
 
 _OLD_SHAPE: Final = ("0.1.0", "0.2.0")
-_IP_VERSION_UNTIL: Final = SUPPORTED_VERSIONS.index("0.4.0")
-_MTU_SINCE: Final = SUPPORTED_VERSIONS.index("1.1.0")
+_IP_VERSION_UNTIL: Final = SUPPORTED_CNI_VERSIONS.index("0.4.0")
+_MTU_SINCE: Final = SUPPORTED_CNI_VERSIONS.index("1.1.0")
+_HINT: Final = "the runtime must hand back what ADD answered; DEL and ADD the attachment again"
 
 
 def encode_result(version: str, result: AttachResult) -> bytes:
-    """Write `result` as JSON in `version`, which must be one of SUPPORTED_VERSIONS."""
+    """Write `result` as JSON in `version`, which must be one of SUPPORTED_CNI_VERSIONS."""
     shape = _encode_old if version in _OLD_SHAPE else _encode_new
     return json.dumps(shape(version, result), separators=(",", ":")).encode()
 
@@ -34,24 +36,27 @@ def encode_result(version: str, result: AttachResult) -> bytes:
 def encode_versions(version: str) -> bytes:
     """Write the answer to VERSION."""
     return json.dumps(
-        {"cniVersion": version, "supportedVersions": list(SUPPORTED_VERSIONS)}
+        {"cniVersion": version, "supportedVersions": list(SUPPORTED_CNI_VERSIONS)}
     ).encode()
 
 
-def decode_result(version: str, raw: dict[str, Any]) -> AttachResult:
-    """Read a result; its own `cniVersion` beats `version`. Raises InvalidConfiguration naming the field."""
-    version = raw.get("cniVersion") or version
+def decode_result(version: str, raw: object) -> AttachResult:
+    """Read a result of any version from decoded JSON; `version` is only named when it is wrong.
+
+    Null counts as absent everywhere, as Go writes it. Raises UndecodableRequest for a wrong type and
+    InvalidConfiguration for a text that is no address or an index that points nowhere.
+    """
     try:
-        return _decode_old(raw) if version in _OLD_SHAPE else _decode_new(raw)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InvalidConfiguration(
-            f"is no result of CNI {version}: {error}",
-            hint="the runtime must hand back what ADD answered",
-        ) from error
+        shape = msgspec.convert(raw, _Shape)
+        return _decode_old(shape) if shape.ip4 or shape.ip6 else _decode_new(shape)
+    except msgspec.ValidationError as error:
+        raise UndecodableRequest(f"is no result of CNI {version}: {error}", hint=_HINT) from error
+    except ValueError as error:
+        raise InvalidConfiguration(f"is no result of CNI {version}: {error}", hint=_HINT) from error
 
 
 def _encode_new(version: str, result: AttachResult) -> dict[str, Any]:
-    level = SUPPORTED_VERSIONS.index(version)
+    level = SUPPORTED_CNI_VERSIONS.index(version)
     shown: dict[str, Any] = {"cniVersion": version}
     if result.interfaces:
         shown["interfaces"] = [_encode_interface(one, level) for one in result.interfaces]
@@ -125,61 +130,98 @@ def _encode_old(version: str, result: AttachResult) -> dict[str, Any]:
     return shown
 
 
-def _decode_new(raw: dict[str, Any]) -> AttachResult:
+class _Interface(msgspec.Struct):
+    name: str = ""
+    mac: str | None = None
+    mtu: int | None = None
+    sandbox: str | None = None
+
+
+class _Ip(msgspec.Struct):
+    address: str
+    gateway: str | None = None
+    interface: int | None = None
+
+
+class _Route(msgspec.Struct):
+    dst: str
+    gw: str | None = None
+    mtu: int | None = None
+
+
+class _OldIp(msgspec.Struct):
+    ip: str
+    gateway: str | None = None
+    routes: list[_Route] | None = None
+
+
+class _Dns(msgspec.Struct):
+    nameservers: list[str] | None = None
+    domain: str | None = None
+    search: list[str] | None = None
+    options: list[str] | None = None
+
+
+class _Shape(msgspec.Struct):
+    """Every key of every version's result."""
+
+    interfaces: list[_Interface] | None = None
+    ips: list[_Ip] | None = None
+    routes: list[_Route] | None = None
+    ip4: _OldIp | None = None
+    ip6: _OldIp | None = None
+    dns: _Dns | None = None
+
+
+def _decode_new(shape: _Shape) -> AttachResult:
     interfaces = tuple(
-        Interface(
-            name=str(one.get("name", "")),
-            mac=str(one.get("mac", "")),
-            mtu=int(one.get("mtu", 0)),
-            sandbox=str(one.get("sandbox", "")),
-        )
-        for one in raw.get("interfaces") or ()
+        Interface(one.name, one.mac or "", one.mtu or 0, one.sandbox or "")
+        for one in shape.interfaces or ()
     )
-    ips = tuple(
-        AttachedAddress(
-            address=ipaddress.ip_interface(one["address"]),
-            gateway=_gateway(one.get("gateway")),
-            interface=one.get("interface"),
-        )
-        for one in raw.get("ips") or ()
+    return AttachResult(
+        interfaces,
+        tuple(_decode_ip(one, len(interfaces)) for one in shape.ips or ()),
+        _decode_routes(shape.routes),
+        _decode_dns(shape.dns),
     )
-    for ip in ips:
-        if ip.interface is not None and not -1 <= int(ip.interface) < len(interfaces):
-            raise ValueError(f"ips name interface {ip.interface} of {len(interfaces)}")
-    return AttachResult(interfaces, ips, _decode_routes(raw.get("routes")), _decode_dns(raw))
 
 
-def _decode_old(raw: dict[str, Any]) -> AttachResult:
-    ips: list[AttachedAddress] = []
-    routes: list[AttachedRoute] = []
-    for key in ("ip4", "ip6"):
-        one = raw.get(key)
-        if one:
-            ips.append(
-                AttachedAddress(ipaddress.ip_interface(one["ip"]), _gateway(one.get("gateway")))
-            )
-            routes.extend(_decode_routes(one.get("routes")))
-    return AttachResult((), tuple(ips), tuple(routes), _decode_dns(raw))
+def _decode_ip(ip: _Ip, interface_count: int) -> AttachedAddress:
+    """Read one address. Some runtimes write -1 for "of no interface"."""
+    index = None if ip.interface == -1 else ip.interface
+    if index is not None and not 0 <= index < interface_count:
+        raise ValueError(f"ips name interface {index} of {interface_count}")
+    return AttachedAddress(ipaddress.ip_interface(ip.address), _gateway(ip.gateway), index)
 
 
-def _decode_routes(raw: Any) -> tuple[AttachedRoute, ...]:
+def _decode_old(shape: _Shape) -> AttachResult:
+    found = [one for one in (shape.ip4, shape.ip6) if one]
+    return AttachResult(
+        ips=tuple(
+            AttachedAddress(ipaddress.ip_interface(one.ip), _gateway(one.gateway)) for one in found
+        ),
+        routes=tuple(route for one in found for route in _decode_routes(one.routes)),
+        dns=_decode_dns(shape.dns),
+    )
+
+
+def _decode_routes(routes: list[_Route] | None) -> tuple[AttachedRoute, ...]:
     return tuple(
-        AttachedRoute(
-            ipaddress.ip_network(one["dst"]), _gateway(one.get("gw")), int(one.get("mtu") or 0)
-        )
-        for one in raw or ()
+        AttachedRoute(ipaddress.ip_network(one.dst, strict=False), _gateway(one.gw), one.mtu or 0)
+        for one in routes or ()
     )
 
 
-def _decode_dns(raw: dict[str, Any]) -> Dns:
-    dns = raw.get("dns") or {}
+def _decode_dns(dns: _Dns | None) -> Dns:
+    if dns is None:
+        return Dns()
     return Dns(
-        nameservers=tuple(dns.get("nameservers") or ()),
-        domain=str(dns.get("domain") or ""),
-        search=tuple(dns.get("search") or ()),
-        options=tuple(dns.get("options") or ()),
+        nameservers=tuple(dns.nameservers or ()),
+        domain=dns.domain or "",
+        search=tuple(dns.search or ()),
+        options=tuple(dns.options or ()),
     )
 
 
-def _gateway(text: Any) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _gateway(text: str | None) -> IPAddress | None:
     return ipaddress.ip_address(text) if text else None

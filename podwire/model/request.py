@@ -1,7 +1,7 @@
 """A CNI request and its answer, in forms that no CNI version owns.
 
-`cni.netconf` makes requests from environment and configuration, `control.attach` carries them out, `cni.result` writes the
-answer in the asked version. Values only.
+`cni.netconf` makes requests from environment and configuration, `control.attach` carries them out, `cni.result`
+writes the answer in the asked version. Values only.
 """
 
 import ipaddress

@@ -1,0 +1,555 @@
+"""Decoding of CNI calls: what real runtimes send, what is refused, with which code and which words."""
+
+import json
+from collections.abc import Callable
+from ipaddress import IPv4Address, IPv6Address
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from podwire.cni.errors import code_of
+from podwire.cni.faults import KEPT_OF_EACH_KIND
+from podwire.cni.netconf import decode_request, read_answer_version
+from podwire.model.endpoint import AttachmentKey, Bandwidth
+from podwire.model.errors import InvalidRequest, UnsupportedField
+from podwire.model.ids import ContainerId, InterfaceName, NetworkName
+from podwire.model.request import AttachRequest, NamedPort
+from podwire.model.wire import SUPPORTED_CNI_VERSIONS
+
+CONTAINER = "9f3c2a"
+ENV = {
+    "CNI_COMMAND": "ADD",
+    "CNI_CONTAINERID": CONTAINER,
+    "CNI_NETNS": "/var/run/netns/cni-1",
+    "CNI_IFNAME": "eth0",
+    "CNI_PATH": "/opt/cni/bin",
+}
+CONFIG = {"cniVersion": "1.1.0", "name": "podwire", "type": "podwire-cni"}
+
+Object = dict[str, Any]
+
+
+def decode(config: Object | bytes | None = None, **env: str) -> AttachRequest:
+    """Decode CONFIG (or all of `config`) with ENV changed by `env`, whose keys lack the CNI_ prefix."""
+    stdin = config if isinstance(config, bytes) else json.dumps({**CONFIG, **(config or {})})
+    changed = {**ENV, **{f"CNI_{name}": value for name, value in env.items()}}
+    return decode_request(changed, stdin if isinstance(stdin, bytes) else stdin.encode(), 42)
+
+
+def refuse(config: Object | bytes | None = None, **env: str) -> InvalidRequest:
+    """Give the error that the call is refused with."""
+    with pytest.raises(InvalidRequest) as caught:
+        decode(config, **env)
+    assert caught.value.hint
+    return caught.value
+
+
+def test_a_plain_add_names_its_attachment_and_nothing_more() -> None:
+    request = decode()
+    assert request.key == AttachmentKey(
+        NetworkName("podwire"), ContainerId(CONTAINER), InterfaceName("eth0")
+    )
+    assert (request.pod, request.namespace, request.started_boottime_ns) == (
+        CONTAINER,
+        "default",
+        42,
+    )
+    assert (request.wanted_ips, request.wanted_mac, request.mtu) == ((), "", 0)
+    assert request.unknown_keys == ()
+
+
+# What real runtimes were seen to send. Keys of runtimeConfig come in Go's own case from containerd.
+CONTAINERD_ARGS = (
+    "K8S_POD_UID=1c5e-77;IgnoreUnknown=1;K8S_POD_NAMESPACE=shop;"
+    f"K8S_POD_INFRA_CONTAINER_ID={CONTAINER};K8S_POD_NAME=web-0"
+)
+CRIO_ARGS = (
+    f"IgnoreUnknown=1;K8S_POD_NAMESPACE=shop;K8S_POD_NAME=web-0;"
+    f"K8S_POD_INFRA_CONTAINER_ID={CONTAINER};K8S_POD_UID=1c5e-77"
+)
+PODMAN_ARGS = "IgnoreUnknown=1;K8S_POD_NAME=db_1"
+
+RUNTIMES: list[tuple[str, Object, str, Object]] = [
+    (
+        "containerd",
+        {
+            "capabilities": {"bandwidth": True},
+            "runtimeConfig": {"bandwidth": {"IngressRate": 8000, "EgressRate": 16000}},
+        },
+        CONTAINERD_ARGS,
+        {
+            "namespace": "shop",
+            "pod": "web-0",
+            "pod_uid": "1c5e-77",
+            "bandwidth": Bandwidth(to_pod_bits_per_s=8000, from_pod_bits_per_s=16000),
+        },
+    ),
+    (
+        "cri-o",
+        {"runtimeConfig": {"cgroupPath": "/pod1", "io.kubernetes.cri-o.pod-annotations": {}}},
+        CRIO_ARGS,
+        {"namespace": "shop", "pod": "web-0", "pod_uid": "1c5e-77"},
+    ),
+    (
+        "podman",
+        {"runtimeConfig": {"aliases": {"podwire": ["9f3c2a"]}, "ips": ["10.88.0.9"]}},
+        f"{PODMAN_ARGS};IP=10.88.0.9;MAC=0A-58-0a-58-00-09",
+        {
+            "pod": "db_1",
+            "namespace": "default",
+            "wanted_ips": (IPv4Address("10.88.0.9"),),
+            "wanted_mac": "0a:58:0a:58:00:09",
+        },
+    ),
+    (
+        "the contract's example",
+        {
+            "socket": "/run/podwire/cni.sock",
+            "agent-wait": 30,
+            "ipam": {},
+            "mtu": 1400,
+            "chaining-mode": "",
+            "log-level": "info",
+            "args": {
+                "cni": {
+                    "labels": [{"key": "app", "value": "web"}],
+                    "ips": ["10.244.1.7"],
+                    "ports": [{"name": "http", "port": 8080, "protocol": "TCP"}],
+                    "pools": [],
+                }
+            },
+            "runtimeConfig": {"ips": [], "mac": "", "portMappings": [], "bandwidth": {}},
+        },
+        "",
+        {
+            "mtu": 1400,
+            "log_level": "info",
+            "wanted_ips": (IPv4Address("10.244.1.7"),),
+            "ports": (NamedPort("http", 8080, "TCP"),),
+            "unknown_keys": (),
+        },
+    ),
+    (
+        "nulls, as Go writes empty values",
+        {"args": None, "runtimeConfig": None, "ipam": None, "prevResult": None, "mtu": None},
+        "",
+        {"mtu": 0, "wanted_ips": ()},
+    ),
+    (
+        "two families with prefix lengths",
+        {"runtimeConfig": {"IPs": ["fd00::5/64", "10.1.2.3/24"]}},
+        "IgnoreUnknown=TRUE;FOO=bar;",
+        {"wanted_ips": (IPv4Address("10.1.2.3"), IPv6Address("fd00::5"))},
+    ),
+    (
+        "unknown keys are accepted and listed",
+        {"ipMasq": True, "zeta": 1, "cniVersions": ["1.0.0"]},
+        "",
+        {"unknown_keys": ("ipMasq", "zeta")},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "args", "expected"), [row[1:] for row in RUNTIMES], ids=[row[0] for row in RUNTIMES]
+)
+def test_an_add_of_a_runtime_is_understood(config: Object, args: str, expected: Object) -> None:
+    request = decode(config, ARGS=args)
+    assert {name: getattr(request, name) for name in expected} == expected
+
+
+def test_labels_are_canonical_and_carry_network_and_namespace() -> None:
+    given_labels = [{"key": "b"}, {"key": "a.io/x", "value": "1"}, {"key": "a.io/x", "value": "1"}]
+    request = decode({"args": {"cni": {"labels": given_labels}}}, ARGS="K8S_POD_NAME=web")
+    assert request.labels == (
+        "cni:a.io/x=1",
+        "cni:b=",
+        "cni:podwire.io/name=web",
+        "cni:podwire.io/network=podwire",
+        "k8s:io.cilium.k8s.namespace.labels.kubernetes.io/metadata.name=default",
+        "k8s:io.kubernetes.pod.namespace=default",
+    )
+
+
+@pytest.mark.parametrize("version", SUPPORTED_CNI_VERSIONS)
+def test_every_version_is_accepted_for_add_and_del(version: str) -> None:
+    for command in ("ADD", "DEL"):
+        assert decode({"cniVersion": version}, COMMAND=command).cni_version == version
+
+
+EMPTY_ENV = {"CONTAINERID": "", "NETNS": "", "IFNAME": "", "ARGS": ""}
+DUMMY_ENV = {name: "dummy" for name in EMPTY_ENV}
+
+
+@pytest.mark.parametrize("env", [EMPTY_ENV, DUMMY_ENV], ids=["empty", "dummy"])
+@pytest.mark.parametrize("command", ["STATUS", "GC"])
+def test_status_and_gc_do_not_look_at_the_attachment(command: str, env: dict[str, str]) -> None:
+    request = decode({}, COMMAND=command, **env)
+    assert (request.key, request.netns_path) == (None, "")
+
+
+# A DEL must get through with whatever ADD was refused for, with no namespace, and with what spools keep.
+DELS: list[tuple[str, Object, dict[str, str]]] = [
+    ("empty namespace", {}, {"NETNS": ""}),
+    ("vanished namespace", {}, {"NETNS": "/run/netns/gone"}),
+    ("prevResult of another plugin", {"prevResult": {"ips": "no list"}}, {}),
+    ("unsupported fields", {"chaining-mode": "x", "ipam": {"type": "host-local"}}, {}),
+    ("port mappings", {"runtimeConfig": {"portMappings": [{"hostPort": 80}]}}, {}),
+    ("wrong types", {"mtu": "big", "args": 5, "runtimeConfig": [], "type": None}, {}),
+    ("unknown arguments", {}, {"ARGS": "FOO=bar;garbage"}),
+    ("another container in the arguments", {}, {"ARGS": "K8S_POD_INFRA_CONTAINER_ID=other"}),
+]
+
+
+@pytest.mark.parametrize(("config", "env"), [row[1:] for row in DELS], ids=[r[0] for r in DELS])
+def test_del_needs_nothing_but_its_key(config: Object, env: dict[str, str]) -> None:
+    request = decode(config, COMMAND="DEL", **env)
+    assert request.key is not None
+    assert request.key.container_id == CONTAINER
+
+
+def cni(**values: Any) -> Object:
+    """Configuration with these keys in args.cni."""
+    return {"args": {"cni": values}}
+
+
+def capability(**values: Any) -> Object:
+    """Configuration with these capability arguments."""
+    return {"runtimeConfig": values}
+
+
+LABEL_FLOOD = [{"key": f"k{number}", "value": "v"} for number in range(10_000)]
+DEEP = b'{"cniVersion":"1.1.0","name":"n","type":"t","x":' + b"[" * 50_000 + b"]" * 50_000 + b"}"
+
+# (id, code, words that the message must have, configuration, environment)
+REFUSED: list[tuple[str, int, str, Object | bytes, dict[str, str]]] = [
+    ("unknown version", 1, "9.9.9", {"cniVersion": "9.9.9"}, {}),
+    ("version with a patch that is not ours", 1, "0.3.2", {"cniVersion": "0.3.2"}, {}),
+    ("CHECK too early", 1, "0.4.0", {"cniVersion": "0.3.1"}, {"COMMAND": "CHECK"}),
+    ("GC too early", 1, "1.1.0", {"cniVersion": "1.0.0"}, {"COMMAND": "GC"}),
+    ("STATUS too early", 1, "1.1.0", {"cniVersion": "1.0.0"}, {"COMMAND": "STATUS"}),
+    ("port mappings", 2, "portmap plugin", capability(portMappings=[{"hostPort": 80}]), {}),
+    ("port mappings, Go's case", 2, "portMappings", capability(PortMappings=[{"HostPort": 1}]), {}),
+    ("address ranges", 2, "ipRanges", capability(ipRanges=[[{"subnet": "10.0.0.0/8"}]]), {}),
+    ("delegated IPAM", 2, "host-local", {"ipam": {"type": "host-local"}}, {}),
+    ("delegated IPAM, STATUS", 2, "dhcp", {"ipam": {"type": "dhcp"}}, {"COMMAND": "STATUS"}),
+    ("chaining mode", 2, "first plugin", {"chaining-mode": "generic-veth"}, {}),
+    ("ADD after another plugin", 2, "first plugin", {"prevResult": {"ips": []}}, {}),
+    ("pools", 2, "args.cni.pools", cni(pools=["fast"]), {}),
+    ("no command", 4, "CNI_COMMAND", {}, {"COMMAND": ""}),
+    ("unknown command", 4, "'add'", {}, {"COMMAND": "add"}),
+    ("no container id", 4, "CNI_CONTAINERID is missing", {}, {"CONTAINERID": ""}),
+    ("container id with a path", 4, "CNI_CONTAINERID", {}, {"CONTAINERID": "../../etc"}),
+    ("container id with NUL", 4, "\\x00", {}, {"CONTAINERID": "a\0b"}),
+    ("container id with a line end", 4, "CNI_CONTAINERID", {}, {"CONTAINERID": "abc\n"}),
+    ("container id of a novel", 4, "253", {}, {"CONTAINERID": "a" * 100_000}),
+    ("no interface name", 4, "CNI_IFNAME is missing", {}, {"IFNAME": ""}),
+    ("interface name too long", 4, "15 bytes", {}, {"IFNAME": "eth0123456789abc"}),
+    ("interface name too long in bytes", 4, "15 bytes", {}, {"IFNAME": "ü" * 8}),
+    ("interface name with a path", 4, "CNI_IFNAME", {}, {"IFNAME": "../eth0"}),
+    ("interface name with a blank", 4, "CNI_IFNAME", {}, {"IFNAME": "eth 0"}),
+    ("interface name with NUL", 4, "CNI_IFNAME", {}, {"IFNAME": "eth\0"}),
+    ("loopback", 4, "'lo'", {}, {"IFNAME": "lo"}),
+    ("no namespace on ADD", 4, "CNI_NETNS is missing; ADD", {}, {"NETNS": ""}),
+    ("no namespace on CHECK", 4, "CHECK", {"prevResult": {}}, {"NETNS": "", "COMMAND": "CHECK"}),
+    ("namespace path with NUL", 4, "CNI_NETNS", {}, {"NETNS": "/run/\0"}),
+    ("namespace path too long", 4, "CNI_NETNS", {}, {"NETNS": "/" + "a" * 5000}),
+    ("unknown argument", 4, "'FOO'", {}, {"ARGS": "FOO=bar"}),
+    ("unknown argument, IgnoreUnknown=0", 4, "'FOO'", {}, {"ARGS": "IgnoreUnknown=0;FOO=bar"}),
+    ("IgnoreUnknown nonsense", 4, "IgnoreUnknown", {}, {"ARGS": "IgnoreUnknown=maybe"}),
+    ("argument without value", 4, "KEY=VALUE", {}, {"ARGS": "IgnoreUnknown=1;K8S_POD_NAME"}),
+    ("argument twice", 4, "two different", {}, {"ARGS": "IP=10.0.0.1;IP=10.0.0.2"}),
+    ("pod name with a path", 4, "K8S_POD_NAME", {}, {"ARGS": "K8S_POD_NAME=../x"}),
+    ("pod name with NUL", 4, "K8S_POD_NAME", {}, {"ARGS": "K8S_POD_NAME=a\0"}),
+    ("pod name too long", 4, "K8S_POD_NAME", {}, {"ARGS": f"K8S_POD_NAME={'a' * 254}"}),
+    ("namespace with a path", 4, "K8S_POD_NAMESPACE", {}, {"ARGS": "K8S_POD_NAMESPACE=a/b"}),
+    ("uid with a label separator", 4, "K8S_POD_UID", {}, {"ARGS": "K8S_POD_UID=a:b"}),
+    ("another container", 4, "'other'", {}, {"ARGS": "K8S_POD_INFRA_CONTAINER_ID=other"}),
+    ("IP is no address", 4, "CNI_ARGS IP", {}, {"ARGS": "IP=ten"}),
+    ("IP against ips", 4, "10.0.0.9", cni(ips=["10.0.0.1"]), {"ARGS": "IP=10.0.0.9"}),
+    ("MAC is multicast", 4, "CNI_ARGS MAC", {}, {"ARGS": "MAC=01:00:5e:00:00:01"}),
+    (
+        "MAC against mac",
+        4,
+        "CNI_ARGS MAC",
+        capability(mac="0a:00:00:00:00:01"),
+        {"ARGS": "MAC=0a:00:00:00:00:02"},
+    ),
+    ("nothing on stdin", 6, "stdin is no JSON", b"", {}),
+    ("half an object", 6, "no JSON", b'{"cniVersion":"1.1.0","name"', {}),
+    ("two objects", 6, "no JSON", b"{}{}", {}),
+    ("no object", 6, "a list of 0, not a JSON object", b"[]", {}),
+    ("null", 6, "None, not a JSON object", b"null", {}),
+    ("not UTF-8", 6, "no JSON", b'{"name":"\xff"}', {}),
+    ("UTF-16", 6, "no JSON", '{"name":"x"}'.encode("utf-16"), {}),
+    ("byte order mark", 6, "BOM", b"\xef\xbb\xbf{}", {}),
+    ("not a number", 6, "NaN", b'{"mtu":NaN}', {}),
+    ("a number of 5000 digits", 6, "no JSON", b'{"mtu":' + b"1" * 5000 + b"}", {}),
+    ("half a surrogate pair", 6, "surrogate", b'{"name":"\\ud800"}', {}),
+    ("a key twice", 6, "'mtu' comes twice", b'{"mtu":1400,"mtu":1500}', {}),
+    ("a key twice, deep inside", 6, "twice", b'{"args":{"cni":{"ips":[],"ips":[]}}}', {}),
+    ("nested too deeply", 6, "too deeply", DEEP, {}),
+    ("version is a number", 6, "cniVersion is 1.1", {"cniVersion": 1.1}, {}),
+    ("name is a list", 6, "name is a list of 1", {"name": ["x"]}, {}),
+    ("mtu is text", 6, "mtu is '1500'", {"mtu": "1500"}, {}),
+    ("mtu is a float", 6, "mtu is 1500.5", {"mtu": 1500.5}, {}),
+    ("mtu is a truth", 6, "mtu is True", {"mtu": True}, {}),
+    ("ips is text", 6, "args.cni.ips is '10.0.0.1'", cni(ips="10.0.0.1"), {}),
+    ("an address is a number", 6, "args.cni.ips[0] is 5", cni(ips=[5]), {}),
+    ("args is a list", 6, "args is a list", {"args": [1]}, {}),
+    ("runtimeConfig is text", 6, "runtimeConfig", {"runtimeConfig": "x"}, {}),
+    ("labels is an object", 6, "labels is an object", cni(labels={"app": "web"}), {}),
+    (
+        "a label value is a number",
+        6,
+        "labels[0].value is 1",
+        cni(labels=[{"key": "a", "value": 1}]),
+        {},
+    ),
+    ("ipam is a number", 6, "ipam is 5", {"ipam": 5}, {}),
+    ("a rate is text", 6, "ingressRate", capability(bandwidth={"ingressRate": "1M"}), {}),
+    ("prevResult of CHECK is text", 6, "prevResult", {"prevResult": "x"}, {"COMMAND": "CHECK"}),
+    (
+        "prevResult has a wrong type inside",
+        6,
+        "prevResult",
+        {"prevResult": {"ips": [{"address": 5}]}},
+        {"COMMAND": "CHECK"},
+    ),
+    (
+        "GC list is text",
+        6,
+        "valid-attachments",
+        {"cni.dev/valid-attachments": "x"},
+        {"COMMAND": "GC"},
+    ),
+    ("no version", 7, "cniVersion is missing", b'{"name":"n","type":"t"}', {}),
+    ("empty object", 7, "name is missing", b"{}", {}),
+    ("no name", 7, "name is missing", {"name": ""}, {}),
+    ("name with a path", 7, "name is '../x'", {"name": "../x"}, {}),
+    ("name with NUL", 7, "name", {"name": "a\0b"}, {}),
+    ("name too long", 7, "253", {"name": "a" * 254}, {}),
+    ("no type", 7, "type is missing", {"type": ""}, {}),
+    ("type is a path", 7, "not a path", {"type": "/opt/cni/bin/podwire-cni"}, {}),
+    ("mtu too small", 7, "mtu is 100", {"mtu": 100}, {}),
+    ("mtu too large", 7, "mtu is 70000", {"mtu": 70_000}, {}),
+    ("mtu negative", 7, "mtu is -1", {"mtu": -1}, {}),
+    ("log level", 7, "'loud'", {"log-level": "loud"}, {}),
+    ("no address", 7, "args.cni.ips[0]", cni(ips=["10.0.0.256"]), {}),
+    ("empty address", 7, "args.cni.ips[0]", cni(ips=[""]), {}),
+    ("address is null", 7, "args.cni.ips[0]", cni(ips=[None]), {}),
+    ("address with a scope", 7, "scope", cni(ips=["fe80::1%eth0"]), {}),
+    ("two IPv4 addresses", 7, "one IPv4 address", cni(ips=["10.0.0.1", "10.0.0.2"]), {}),
+    (
+        "ips against ips",
+        7,
+        "runtimeConfig.ips[0]",
+        {**cni(ips=["10.0.0.1"]), **capability(ips=["10.0.0.2"])},
+        {},
+    ),
+    ("a thousand addresses", 7, "1000 elements", cni(ips=["10.0.0.1"] * 1000), {}),
+    ("no MAC", 7, "no MAC", capability(mac="0a:00"), {}),
+    ("MAC with mixed separators", 7, "no MAC", capability(mac="0a:00-00:00-00:01"), {}),
+    ("MAC of all devices", 7, "one device", capability(mac="ff:ff:ff:ff:ff:ff"), {}),
+    ("MAC of none", 7, "one device", capability(mac="00:00:00:00:00:00"), {}),
+    ("10,000 labels", 7, "10000 elements", cni(labels=LABEL_FLOOD), {}),
+    ("label key with a path", 7, "labels[0].key", cni(labels=[{"key": "../a"}]), {}),
+    ("label key with NUL", 7, "labels[0].key", cni(labels=[{"key": "a\0"}]), {}),
+    ("label key with a source", 7, "labels[0].key", cni(labels=[{"key": "reserved:host"}]), {}),
+    ("label key of podwire", 7, "reserved", cni(labels=[{"key": "podwire.io/name"}]), {}),
+    ("label without key", 7, "labels[0].key", cni(labels=[{"value": "x"}]), {}),
+    ("label value with a separator", 7, "value", cni(labels=[{"key": "a", "value": "b;c"}]), {}),
+    ("label value too long", 7, "value", cni(labels=[{"key": "a", "value": "b" * 64}]), {}),
+    (
+        "two values of a label",
+        7,
+        "second value",
+        cni(labels=[{"key": "a", "value": "1"}, {"key": "a", "value": "2"}]),
+        {},
+    ),
+    ("port without number", 7, "port is missing", cni(ports=[{"name": "http"}]), {}),
+    ("port 0", 7, "port is 0", cni(ports=[{"name": "http", "port": 0}]), {}),
+    ("port 65536", 7, "port is 65536", cni(ports=[{"name": "http", "port": 65_536}]), {}),
+    ("port name of digits", 7, "'80'", cni(ports=[{"name": "80", "port": 80}]), {}),
+    ("protocol", 7, "'ICMP'", cni(ports=[{"name": "a", "port": 1, "protocol": "icmp"}]), {}),
+    (
+        "two numbers of a port",
+        7,
+        "second number",
+        cni(ports=[{"name": "a", "port": 1}, {"name": "a", "port": 2}]),
+        {},
+    ),
+    ("capability twice", 7, "different case", capability(ips=[], IPs=[]), {}),
+    ("negative rate", 7, "ingressRate", capability(bandwidth={"ingressRate": -1}), {}),
+    ("burst without rate", 7, "egressRate", capability(bandwidth={"egressBurst": 9}), {}),
+    ("rate of seven bits", 7, "ingressRate is 7", capability(bandwidth={"ingressRate": 7}), {}),
+    ("CHECK without prevResult", 7, "prevResult is missing", {}, {"COMMAND": "CHECK"}),
+    (
+        "prevResult points nowhere",
+        7,
+        "interface 3 of 0",
+        {"prevResult": {"ips": [{"address": "10.0.0.1/32", "interface": 3}]}},
+        {"COMMAND": "CHECK"},
+    ),
+    (
+        "GC entry without ifname",
+        7,
+        "ifname",
+        {"cni.dev/valid-attachments": [{"containerID": "a"}]},
+        {"COMMAND": "GC"},
+    ),
+    (
+        "GC entry with a path",
+        7,
+        "containerID",
+        {"cni.dev/valid-attachments": [{"containerID": "../a", "ifname": "eth0"}]},
+        {"COMMAND": "GC"},
+    ),
+    (
+        "GC lists differ",
+        7,
+        "different attachments",
+        {
+            "cni.dev/valid-attachments": [],
+            "cni.dev/attachments": [{"containerID": "a", "ifname": "eth0"}],
+        },
+        {"COMMAND": "GC"},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "config", "env"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED]
+)
+def test_bad_input_is_refused_with_its_code_and_reason(
+    code: int, words: str, config: Object | bytes, env: dict[str, str]
+) -> None:
+    error = refuse(config, **env)
+    assert code_of(error) == code, error.message
+    assert words in error.message
+    assert "\0" not in error.message
+    assert len(error.message) < 4096
+
+
+def test_all_faults_come_in_one_error_lowest_code_first() -> None:
+    error = refuse(
+        {"cniVersion": "9.0.0", "mtu": "x", "log-level": "loud", "chaining-mode": "y"}, IFNAME=""
+    )
+    assert code_of(error) == 1
+    assert [fault.path for fault in error.faults] == [
+        "cniVersion",
+        "chaining-mode",
+        "CNI_IFNAME",
+        "mtu",
+        "log-level",
+    ]
+
+
+def test_environment_and_broken_json_are_reported_together() -> None:
+    error = refuse(b"{", IFNAME="")
+    assert code_of(error) == 4
+    assert {fault.path for fault in error.faults} == {"CNI_IFNAME", "stdin"}
+
+
+def test_an_input_made_of_faults_gives_a_short_error() -> None:
+    flood = {"cni.dev/valid-attachments": [{"containerID": "/", "ifname": "/"}] * 20_000}
+    error = refuse(flood, COMMAND="GC")
+    assert len(error.faults) == KEPT_OF_EACH_KIND
+    assert "and 39995 more" in error.message
+
+
+LIVING = [{"containerID": "a", "ifname": "eth0"}, {"containerID": "b", "ifname": "net1"}]
+GC_LISTS: list[tuple[str, Object, object]] = [
+    ("no list at all", {}, None),
+    ("null, as CRI-O says when nothing runs", {"cni.dev/valid-attachments": None}, ()),
+    ("empty", {"cni.dev/valid-attachments": []}, ()),
+    (
+        "both keys",
+        {"cni.dev/valid-attachments": LIVING, "cni.dev/attachments": LIVING[::-1]},
+        (("a", "eth0"), ("b", "net1")),
+    ),
+    ("the older key alone", {"cni.dev/attachments": LIVING}, (("a", "eth0"), ("b", "net1"))),
+    (
+        "keys in another case",
+        {"cni.dev/valid-attachments": [{"ContainerID": "a", "IfName": "eth0"}]},
+        (("a", "eth0"),),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"), [row[1:] for row in GC_LISTS], ids=[row[0] for row in GC_LISTS]
+)
+def test_gc_tells_no_list_from_an_empty_one(config: Object, expected: object) -> None:
+    assert decode(config, COMMAND="GC", **EMPTY_ENV).valid_attachments == expected
+
+
+ANSWERS: list[tuple[str, bytes, str]] = [
+    ("ours", b'{"cniVersion":"0.3.1"}', "0.3.1"),
+    ("not ours", b'{"cniVersion":"7.0.0"}', "1.1.0"),
+    ("no text", b'{"cniVersion":[1]}', "1.1.0"),
+    ("no JSON", b'{"cniVersion"', "1.1.0"),
+    ("no object", b"[]", "1.1.0"),
+    ("a bomb", b"[" * 100_000, "1.1.0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("stdin", "version"), [r[1:] for r in ANSWERS], ids=[r[0] for r in ANSWERS]
+)
+def test_an_error_is_answered_in_the_asked_version_if_we_speak_it(
+    stdin: bytes, version: str
+) -> None:
+    assert read_answer_version(stdin) == version
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+KEYS = [
+    *("cniVersion", "name", "type", "mtu", "ipam", "args", "runtimeConfig", "prevResult"),
+    *("log-level", "chaining-mode", "cni.dev/valid-attachments", "cni.dev/attachments"),
+]
+CNI_KEYS = ["labels", "ips", "ports", "pools"]
+RUNTIME_KEYS = ["ips", "mac", "bandwidth", "portMappings", "ipRanges"]
+
+
+@st.composite
+def calls(draw: Callable[..., Any]) -> tuple[dict[str, str], bytes]:
+    """Calls whose every value may be anything."""
+    config = {**CONFIG, **draw(st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4))}
+    if draw(st.booleans()):
+        config["args"] = {"cni": draw(st.dictionaries(st.sampled_from(CNI_KEYS), JSON))}
+        config["runtimeConfig"] = draw(st.dictionaries(st.sampled_from(RUNTIME_KEYS), JSON))
+    names = st.sampled_from([*ENV, "CNI_ARGS"])
+    env = {**ENV, **draw(st.dictionaries(names, st.text(), max_size=3))}
+    env["CNI_COMMAND"] = draw(st.sampled_from(["ADD", "DEL", "CHECK", "GC", "STATUS"]))
+    return env, json.dumps(config).encode()
+
+
+@given(calls())
+@settings(max_examples=300, deadline=None)
+def test_any_call_is_decoded_or_refused(call: tuple[dict[str, str], bytes]) -> None:
+    env, stdin = call
+    try:
+        request = decode_request(env, stdin, 1)
+    except InvalidRequest:
+        return
+    assert request.command == env["CNI_COMMAND"]
+    assert all(label.isprintable() for label in request.labels)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_decoded_or_refused(stdin: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        decode_request(ENV, stdin, 1)
+
+
+def test_what_is_not_built_names_key_and_value() -> None:
+    error = refuse({"ipam": {"type": "host-local"}})
+    assert isinstance(error, UnsupportedField)
+    assert "ipam.type is 'host-local'" in error.message

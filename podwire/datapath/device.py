@@ -338,12 +338,12 @@ def _furnish(
         set_link(
             device.host_ifindex,
             name=device.host_name,
-            up=True,
             alias=device_alias(side.node_name, record.id),
             mtu=device.mtu if replace else 0,
             mac=device.host_mac if replace else "",
             no_link_local=True,
         ),
+        set_link(device.host_ifindex, name=device.host_name, up=True),
         *plan_requests(record, side.sources, replace=replace),
     ]
     if replace:

@@ -130,8 +130,10 @@ def configure_pod(record: EndpointRecord, namespace: PodNamespace, *, route_mtu:
         netlink.execute(
             [
                 set_link(_LOOPBACK_INDEX, name="lo", up=True),
+                # By itself: in one message the kernel would set it up first, and make the address.
+                set_link(index, name=device.pod_name, no_link_local=True),
                 *(add_address(family.address) for family in families),
-                set_link(index, name=device.pod_name, up=True, no_link_local=True),
+                set_link(index, name=device.pod_name, up=True),
                 *(set_neighbour(family.neighbour) for family in families),
             ]
         )

@@ -50,13 +50,18 @@ def code_of(error: PodwireError) -> int:
 
 def encode_error(version: str, error: PodwireError) -> bytes:
     """Write the error JSON: what failed in `msg`, every fault and what to do next in `details`."""
-    lines = [f"{fault.path} {fault.message}".strip() for fault in error.faults]
-    if error.hint:
-        lines.append(error.hint)
     document = {
         "cniVersion": version if version in SUPPORTED_CNI_VERSIONS else SUPPORTED_CNI_VERSIONS[-1],
         "code": code_of(error),
         "msg": error.message,
-        "details": "\n".join(lines)[:DETAILS_MAX_CHARACTERS],
+        "details": _write_details(error),
     }
     return json.dumps(document, separators=(",", ":")).encode()
+
+
+def _write_details(error: PodwireError) -> str:
+    """Give one line for each fault and the hint as the last one, which is never cut off."""
+    hint = error.hint[:DETAILS_MAX_CHARACTERS]
+    faults = "\n".join(f"{fault.path} {fault.message}".strip() for fault in error.faults)
+    room = max(0, DETAILS_MAX_CHARACTERS - len(hint) - 1)
+    return "\n".join(filter(None, (faults[:room], hint)))

@@ -159,7 +159,7 @@ class DatapathSettings:
         built=lambda value: value != "overlay",
         built_note='"native" and "auto" (without an overlay they are the same)',
     )
-    tunnel_port: int = setting(
+    tunnel_port: int = only_default(
         integer(1, 65535), 8472, "UDP port of the overlay; pods may not talk to it."
     )
     tunnel_mode: str = only_default(

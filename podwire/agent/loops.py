@@ -1,0 +1,244 @@
+"""What the agent does unasked: reap devices, build endpoints, read events, look after the node.
+
+`agent.main` runs each as a named task of its one task group. A loop only decides when; `control` and `datapath`
+do the work, on a thread, because it waits for the kernel. A loop that fails is reported, waits and goes on: one
+broken duty must not stop the others, and running pods need none of them. An idle node wakes a few times a second
+and does nothing.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from podwire.agent.health import ALIVE_REFRESH_S, AliveFile, Health
+from podwire.agent.metrics import Metrics
+from podwire.control.endpoint.queue import Level
+from podwire.control.endpoint.regenerate import Regenerator
+from podwire.control.endpoint.states import State
+from podwire.control.endpoint.table import Endpoint, EndpointTable
+from podwire.control.flows.enrich import FlowMaker
+from podwire.control.flows.ring import FlowRing
+from podwire.model.errors import PodwireError
+from podwire.model.flow import FlowEvent
+from podwire.model.interfaces import Datapath
+
+REAP_LOOK_S = 0.25
+REAP_RETRY_S = 2.0
+BUILD_LOOK_S = 0.25
+SPOOL_LOOK_S = 1.0
+RECONCILE_S = 300.0
+WARNINGS_S = 60.0
+EVENT_PAUSE_S = 0.02
+"""Pause after each read of the ring: under a flood this many bytes at a time, the rest is lost and counted."""
+RESTART_BASE_S = 1.0
+RESTART_CAP_S = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+class EventSource(Protocol):
+    """The ring of events."""
+
+    fd: int
+
+    def read(self) -> list[FlowEvent]:
+        """Give the events that are there, up to one buffer full."""
+        ...
+
+
+class Attachments(Protocol):
+    """What the loops ask of `control.attach.service`."""
+
+    def settle(self) -> int:
+        """Let go of what has ended; tells how many were forgotten."""
+        ...
+
+    def status(self) -> None:
+        """Raise what CNI STATUS would answer."""
+        ...
+
+
+@dataclass(frozen=True)
+class Duties:
+    """What the loops work on."""
+
+    attachments: Attachments
+    table: EndpointTable
+    regenerator: Regenerator
+    datapath: Datapath
+    turn: threading.RLock
+    health: Health
+    metrics: Metrics
+    alive: AliveFile
+    backlog: Callable[[], int]
+    """How many endpoints have ended and are not yet gone."""
+    list_warnings: Callable[[], Sequence[str]]
+    replay: Callable[[], Awaitable[tuple[int, int]]]
+    """Carry out spooled DELs: how many were done, how many failed."""
+    threads: ThreadPoolExecutor
+
+    async def on_thread(self, work: Callable[[], object]) -> object:
+        """Run what waits for kernel or disk off the loop."""
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
+
+
+Loop = Callable[[Duties], Awaitable[None]]
+
+
+async def supervise(name: str, loop: Loop, duties: Duties) -> None:
+    """Run a loop for ever; when it fails, say so, wait (1 s, 2 s, ... at most a minute) and start it again."""
+    delay_s = RESTART_BASE_S
+    clock = asyncio.get_running_loop().time
+    while True:
+        begin_s = clock()
+        try:
+            await loop(duties)
+        except PodwireError as error:
+            message = error.message
+            _log.warning("a task failed; it goes on", extra={"task": name, "error": message})
+        except Exception as error:  # the door: a bug in one duty must not end the agent
+            message = repr(error)
+            _log.exception("a task failed; it goes on", extra={"task": name})
+        duties.health.report(name, ok=False, message=message, critical=False)
+        if clock() - begin_s > RESTART_CAP_S:
+            delay_s = RESTART_BASE_S
+        await asyncio.sleep(delay_s)
+        delay_s = min(RESTART_CAP_S, delay_s * 2)
+
+
+async def reap(duties: Duties) -> None:
+    """Let go of what has ended, in batches, soon after it ended; what cannot be let go is tried again."""
+    while True:
+        await asyncio.sleep(REAP_LOOK_S)
+        if not duties.backlog():
+            continue
+        forgotten = await duties.on_thread(duties.attachments.settle)
+        duties.health.report("reaper", ok=True, critical=False)
+        if not forgotten:
+            await asyncio.sleep(REAP_RETRY_S)
+
+
+async def build(duties: Duties) -> None:
+    """Do the builds that are due: retries, changed settings, repairs."""
+    while True:
+        await asyncio.sleep(BUILD_LOOK_S)
+        if len(duties.regenerator.queue):
+            await duties.on_thread(partial(_run_builds, duties))
+
+
+def _run_builds(duties: Duties) -> None:
+    """One build per turn, so that no ADD waits for a queue of them."""
+    done = True
+    while done:
+        with duties.turn:
+            done = duties.regenerator.run_due()
+
+
+async def reconcile(duties: Duties) -> None:
+    """Compare every endpoint with the kernel now and then, and have repaired what differs."""
+    while True:
+        await asyncio.sleep(RECONCILE_S)
+        for endpoint in duties.table:
+            await duties.on_thread(partial(compare, duties, endpoint))
+        duties.health.report("reconciliation", ok=True, critical=False)
+
+
+def compare(duties: Duties, endpoint: Endpoint) -> None:
+    """Compare one endpoint with the kernel; a difference asks for a build."""
+    with duties.turn:
+        if endpoint.state is not State.READY:
+            return
+        record = endpoint.record
+        differences = duties.datapath.compare_endpoint(record, endpoint.config, None)
+        duties.metrics.count("reconciliations", ("differs" if differences else "agrees",))
+        if not differences:
+            return
+        cause = f"reconciliation: {differences[0]}"
+        duties.regenerator.request(record.id, Level.REWRITE, cause)
+    _log.warning(
+        "endpoint differs from the journal; it is repaired",
+        extra={"endpoint": record.id, "cause": "; ".join(differences)},
+    )
+
+
+async def stay_alive(duties: Duties) -> None:
+    """Keep the file `alive` current while an ADD would succeed, and record whether it would."""
+    while True:
+        ok = await duties.on_thread(partial(duties.alive.refresh, duties.attachments.status))
+        duties.health.report(
+            "addresses", bool(ok), "an ADD would fail now: see CNI STATUS", critical=False
+        )
+        await asyncio.sleep(ALIVE_REFRESH_S)
+
+
+async def watch_host(duties: Duties) -> None:
+    """Look now and then for what somebody else changed on this host that breaks pods' traffic."""
+    shown: set[str] = set()
+    while True:
+        found = await duties.on_thread(duties.list_warnings)
+        assert isinstance(found, Sequence)
+        for message in found:
+            if message not in shown:
+                _log.warning("the host stands in the way of pods", extra={"cause": message})
+            duties.health.warn(message, message)
+        for message in shown.difference(found):
+            duties.health.warn(message, "")
+        shown = set(found)
+        await asyncio.sleep(WARNINGS_S)
+
+
+async def replay_spool(duties: Duties) -> None:
+    """Carry out DELs that launchers wrote down because they found nobody."""
+    while True:
+        await asyncio.sleep(SPOOL_LOOK_S)
+        done, failed = await duties.replay()
+        for outcome, count in (("done", done), ("failed", failed)):
+            if count:
+                duties.metrics.count("spool_replayed", (outcome,), count)
+
+
+LOOPS: dict[str, Loop] = {
+    "reaper": reap,
+    "builds": build,
+    "reconciliation": reconcile,
+    "alive": stay_alive,
+    "host": watch_host,
+    "spool": replay_spool,
+}
+"""Name of the task -> what it does."""
+
+
+class EventPump:
+    """Moves events from the ring to the flows whenever the ring's descriptor says that there are some."""
+
+    def __init__(self, source: EventSource, maker: FlowMaker, ring: FlowRing) -> None:
+        self._source = source
+        self._maker = maker
+        self._ring = ring
+        self.lost = 0
+        """Events that the ring had no room for."""
+        self._resume: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Begin to listen; on the loop."""
+        self._resume = None
+        asyncio.get_running_loop().add_reader(self._source.fd, self._drain)
+
+    def stop(self) -> None:
+        """Stop listening."""
+        if self._resume is not None:
+            self._resume.cancel()
+        asyncio.get_running_loop().remove_reader(self._source.fd)
+
+    def _drain(self) -> None:
+        for event in self._source.read():
+            self.lost += event.lost
+            self._ring.append(self._maker.make(event))
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._source.fd)
+        self._resume = loop.call_later(EVENT_PAUSE_S, self.start)

@@ -19,7 +19,9 @@ from podwire.datapath.routes import (
     plan_requests,
     require_free_destinations,
 )
+from podwire.kernel import netns
 from podwire.kernel.netlink import NetlinkSocket, Request
+from podwire.kernel.probe import Feature, explain_failure
 from podwire.kernel.rtnl.link import (
     Link,
     LinkEnd,
@@ -46,6 +48,7 @@ from podwire.model.errors import (
     Exhausted,
     ForeignObject,
     InvalidConfiguration,
+    InvalidEnvironment,
     KernelFailure,
     Unavailable,
 )
@@ -159,11 +162,18 @@ def create_device(
     """Make the pair with its peer inside `namespace`, then programs, mark, routes and neighbours
     in one send.
 
-    Two sends, because the kernel goes on after a failed request: had the first one failed, the
-    others would hit whatever device has that index. Raises InvalidConfiguration (the pod has an
-    interface of that name), ForeignObject, LeftoverDevice, Unavailable (an index is taken: plan
-    again), KernelFailure; nothing is left then.
+    The calling thread must be in the host's namespace. Two sends, because the kernel goes on
+    after a failed request: had the first one failed, the others would hit whatever device has
+    that index. Raises InvalidConfiguration (the pod has an interface of that name),
+    ForeignObject, LeftoverDevice, Unavailable (an index is taken: plan again), KernelFailure;
+    nothing is left then.
     """
+    if namespace.cookie == netns.current_cookie():
+        raise InvalidEnvironment(
+            f"create device pair {record.device.host_name!r}: the pod's namespace"
+            f" {namespace.path!r} is the host's own",
+            hint="CNI_NETNS must name the container's namespace",
+        )
     device = record.device
     pair = create_veth(
         LinkEnd(
@@ -278,8 +288,10 @@ class Reaper:
     reaps it too.
     """
 
-    def __init__(self, netlink: NetlinkSocket) -> None:
+    def __init__(self, netlink: NetlinkSocket, deleting: NetlinkSocket) -> None:
         self._netlink = netlink
+        # A delete keeps its socket busy for tens of milliseconds; marking must not wait for it.
+        self._deleting = deleting
         self._condemned: dict[EndpointId, IfIndex] = {}
 
     def __len__(self) -> int:
@@ -307,7 +319,7 @@ class Reaper:
         waiting = dict(self._condemned)
         if not waiting:
             return ()
-        failure = self._netlink.attempt([delete_group(CONDEMNED_GROUP)])[0]
+        failure = self._deleting.attempt([delete_group(CONDEMNED_GROUP)])[0]
         if failure is not None and failure.errno != errno.ENODEV:
             raise failure
         gone = [
@@ -379,6 +391,8 @@ def _furnish_again(
         if written is not None:
             netlink.execute(requests)
             return
+    if failures[0].errno in (errno.EOPNOTSUPP, errno.ENOENT):
+        raise explain_failure(failures[0], Feature.CLSACT_BPF)
     raise failures[0]
 
 
@@ -408,6 +422,8 @@ def _explain(
     netlink: NetlinkSocket, record: EndpointRecord, namespace: PodNamespace, failure: KernelFailure
 ) -> Exception:
     """Find out why the pair could not be made; looked at only after the failure, never before."""
+    if failure.errno == errno.EOPNOTSUPP:
+        return explain_failure(failure, Feature.VETH)
     if failure.errno not in (errno.EEXIST, errno.EBUSY):
         return failure
     device = record.device

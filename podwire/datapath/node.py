@@ -102,7 +102,7 @@ class KernelDatapath:
         """
         with ExitStack() as stack:
             netlink = stack.enter_context(NetlinkSocket())
-            reaper = Reaper(stack.enter_context(NetlinkSocket()))
+            reaper = Reaper(netlink, stack.enter_context(NetlinkSocket()))
             nft = stack.enter_context(Nftables())
             self.host_changes = prepare_host(
                 netlink, ipv4=self.plan.has_family(4), ipv6=self.plan.has_family(6)

@@ -10,6 +10,7 @@ import errno
 from typing import Final
 
 from podwire.kernel.netlink import NetlinkSocket
+from podwire.kernel.probe import Feature, explain_failure
 from podwire.kernel.rtnl.tc import (
     SHAPER_HANDLE,
     QueueDiscipline,
@@ -100,7 +101,10 @@ def compare_shaping(
 
 def _apply(netlink: NetlinkSocket, index: IfIndex, wanted: TokenBucket | None) -> None:
     if wanted is not None:
-        netlink.execute([set_token_bucket(index, wanted)])
+        failure = netlink.attempt([set_token_bucket(index, wanted)])[0]
+        if failure is not None:
+            unknown = failure.errno in (errno.ENOENT, errno.EOPNOTSUPP)
+            raise explain_failure(failure, Feature.TOKEN_BUCKET) if unknown else failure
     elif _find_bucket(netlink, index) is not None:
         failure = netlink.attempt([delete_token_bucket(index)])[0]
         if failure is not None and failure.errno not in _GONE:

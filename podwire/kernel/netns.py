@@ -88,6 +88,11 @@ def cookie(fd: int) -> int:
     return os.fstat(fd).st_ino
 
 
+def current_cookie() -> int:
+    """Give the cookie of the calling thread's own namespace."""
+    return os.stat(_CURRENT).st_ino
+
+
 @contextlib.contextmanager
 def namespace(fd: int) -> Iterator[None]:
     """Be in the namespace of `fd` with the calling thread only; what is opened inside stays bound

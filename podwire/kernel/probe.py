@@ -27,7 +27,7 @@ from podwire.kernel.rtnl.tc import (
     set_bpf_filter,
     set_token_bucket,
 )
-from podwire.model.errors import KernelFailure, PodwireError
+from podwire.model.errors import KernelFailure, PodwireError, Unsupported
 
 _SYS_BPF: Final = {"x86_64": 321, "aarch64": 280}
 _BPF_PROG_LOAD: Final = 5
@@ -240,6 +240,13 @@ _PROBES: Final[Mapping[Feature, Callable[[], Answer]]] = {
 }
 
 
-def explain_failure(failure: KernelFailure, probe: Probe, feature: Feature) -> str:
-    """Say in words whether a missing feature may be why something failed, for an error's hint."""
-    return f"needs {feature.value}; kernel probe: {probe.ask(feature).value} ({failure.message})"
+def explain_failure(failure: KernelFailure, feature: Feature) -> PodwireError:
+    """Give the error to raise: Unsupported when the kernel certainly lacks `feature`, else the
+    failure itself.
+    """
+    if Probe().ask(feature) is not Answer.NO:
+        return failure
+    return Unsupported(
+        f"{failure.message}: this kernel has no {feature.value}",
+        hint="use a kernel that has it, or load its module",
+    )

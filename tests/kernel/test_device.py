@@ -4,9 +4,12 @@ batches.
 
 import errno
 import ipaddress
+import os
+from collections.abc import Iterator
 
 import pytest
 
+from podwire.datapath import device
 from podwire.datapath.device import (
     CONDEMNED_GROUP,
     HostSide,
@@ -19,18 +22,37 @@ from podwire.datapath.device import (
     repair_device,
     require_owned,
 )
-from podwire.datapath.routes import SourceAddresses, list_pod_routes
+from podwire.datapath.pod_net import configure_pod
+from podwire.datapath.routes import SourceAddresses, list_pod_routes, remove_host_routes
+from podwire.kernel import probe
 from podwire.kernel.netlink import NetlinkSocket, Request
-from podwire.kernel.rtnl.link import LinkEnd, create_veth, delete_group, delete_link, set_link
+from podwire.kernel.probe import Feature
+from podwire.kernel.rtnl.link import (
+    LinkEnd,
+    create_link,
+    create_veth,
+    delete_group,
+    delete_link,
+    set_link,
+)
 from podwire.kernel.sysctl import write_sysctl
 from podwire.model.errors import (
     ForeignObject,
     InvalidConfiguration,
+    InvalidEnvironment,
     KernelFailure,
     Unavailable,
+    Unsupported,
 )
 from podwire.model.ids import EndpointId, IfIndex, InterfaceName, device_alias
-from tests.kernel.conftest import NODE, Namespace, RecordMaker
+from tests.kernel.conftest import NODE, Namespace, RecordMaker, new_namespace
+
+
+@pytest.fixture
+def deleting(host: Namespace) -> Iterator[NetlinkSocket]:
+    """The reaper's own socket."""
+    with NetlinkSocket() as opened:
+        yield opened
 
 
 def _links(namespace: Namespace) -> set[str]:
@@ -171,6 +193,7 @@ def test_an_index_taken_in_the_pod_is_worth_another_try(
 
 def test_our_own_condemned_device_is_told_apart(
     netlink: NetlinkSocket,
+    deleting: NetlinkSocket,
     pod: Namespace,
     other_pod: Namespace,
     side: HostSide,
@@ -182,7 +205,7 @@ def test_our_own_condemned_device_is_told_apart(
     with pytest.raises(LeftoverDevice) as alive:
         create_device(netlink, second, other_pod.pod, side)
     assert (alive.value.owner.endpoint_id, alive.value.condemned) == (first.id, False)
-    reaper = Reaper(netlink)
+    reaper = Reaper(netlink, deleting)
     reaper.condemn(first.id, first.device.host_ifindex)
     with pytest.raises(LeftoverDevice) as dying:
         create_device(netlink, second, other_pod.pod, side)
@@ -339,6 +362,7 @@ def test_a_pair_killed_between_birth_and_alias_is_still_known_as_ours(
 def test_reaping_takes_all_condemned_pairs_and_only_those(
     host: Namespace,
     netlink: NetlinkSocket,
+    deleting: NetlinkSocket,
     pod: Namespace,
     side: HostSide,
     make_record: RecordMaker,
@@ -346,7 +370,7 @@ def test_reaping_takes_all_condemned_pairs_and_only_those(
     records = [make_record(number, if_name=f"eth{number}") for number in range(1, 6)]
     for record in records:
         create_device(netlink, record, pod.pod, side)
-    reaper = Reaper(netlink)
+    reaper = Reaper(netlink, deleting)
     for record in records[:3]:
         reaper.condemn(record.id, record.device.host_ifindex)
     assert len(reaper) == 3
@@ -360,10 +384,10 @@ def test_reaping_takes_all_condemned_pairs_and_only_those(
 
 
 def test_condemning_what_is_gone_or_foreign_touches_nothing_and_reports_it_gone(
-    host: Namespace, netlink: NetlinkSocket
+    host: Namespace, netlink: NetlinkSocket, deleting: NetlinkSocket
 ) -> None:
     netlink.execute([create_veth(LinkEnd("stranger", 5001), LinkEnd("peer"), None)])
-    reaper = Reaper(netlink)
+    reaper = Reaper(netlink, deleting)
     reaper.condemn(EndpointId(1), IfIndex(5001))
     reaper.condemn(EndpointId(2), IfIndex(6001))
     assert set(reaper.reap()) == {1, 2}
@@ -371,25 +395,33 @@ def test_condemning_what_is_gone_or_foreign_touches_nothing_and_reports_it_gone(
 
 
 def test_a_device_that_vanishes_with_its_namespace_is_reported_gone(
-    netlink: NetlinkSocket, pod: Namespace, side: HostSide, make_record: RecordMaker
+    netlink: NetlinkSocket,
+    deleting: NetlinkSocket,
+    pod: Namespace,
+    side: HostSide,
+    make_record: RecordMaker,
 ) -> None:
     record = make_record(1)
     create_device(netlink, record, pod.pod, side)
-    reaper = Reaper(netlink)
+    reaper = Reaper(netlink, deleting)
     reaper.condemn(record.id, record.device.host_ifindex)
     netlink.execute([delete_link(record.device.host_ifindex)])
     assert list(reaper.reap()) == [record.id]
 
 
 def test_a_new_agent_finds_what_an_old_one_condemned(
-    netlink: NetlinkSocket, pod: Namespace, side: HostSide, make_record: RecordMaker
+    netlink: NetlinkSocket,
+    deleting: NetlinkSocket,
+    pod: Namespace,
+    side: HostSide,
+    make_record: RecordMaker,
 ) -> None:
     record = make_record(1)
     create_device(netlink, record, pod.pod, side)
-    Reaper(netlink).condemn(record.id, record.device.host_ifindex)
+    Reaper(netlink, deleting).condemn(record.id, record.device.host_ifindex)
     found = list_devices(netlink)[0][0]
     assert found.condemned
-    successor = Reaper(netlink)
+    successor = Reaper(netlink, deleting)
     successor.condemn(found.endpoint_id, found.index)
     assert list(successor.reap()) == [record.id]
 
@@ -414,3 +446,63 @@ def test_a_given_mac_is_the_pods(netlink: NetlinkSocket) -> None:
 def test_group_delete_is_refused_quietly_when_nothing_is_condemned(netlink: NetlinkSocket) -> None:
     failures = netlink.attempt([delete_group(CONDEMNED_GROUP)])
     assert [failure.errno for failure in failures if failure is not None] == [errno.ENODEV]
+
+
+def test_a_namespace_that_is_the_hosts_own_is_refused(
+    host: Namespace, netlink: NetlinkSocket, side: HostSide, make_record: RecordMaker
+) -> None:
+    with pytest.raises(InvalidEnvironment, match="host's own"):
+        create_device(netlink, make_record(1), host.pod, side)
+    assert _links(host) == {"lo"}
+
+
+def test_a_kernel_without_pairs_is_unsupported(
+    netlink: NetlinkSocket,
+    pod: Namespace,
+    side: HostSide,
+    make_record: RecordMaker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kind that no kernel knows stands for the one that this kernel lacks."""
+    monkeypatch.setattr(device, "create_veth", lambda host, *_: create_link("pwnosuch", host))
+    missing = {Feature.VETH: lambda: probe._probe_kind("pwnosuch")}
+    monkeypatch.setattr(probe, "_PROBES", missing)
+    with pytest.raises(Unsupported, match="Unknown device type"):
+        create_device(netlink, make_record(1), pod.pod, side)
+
+
+def test_marking_does_not_wait_for_a_delete_that_runs(
+    netlink: NetlinkSocket,
+    deleting: NetlinkSocket,
+    pod: Namespace,
+    side: HostSide,
+    make_record: RecordMaker,
+) -> None:
+    record = make_record(1)
+    create_device(netlink, record, pod.pod, side)
+    reaper = Reaper(netlink, deleting)
+    with deleting._lock:  # as while a delete waits for the kernel
+        reaper.condemn(record.id, record.device.host_ifindex)
+    assert list(reaper.reap()) == [record.id]
+
+
+def test_lives_leave_no_descriptor_and_no_object(
+    host: Namespace,
+    netlink: NetlinkSocket,
+    deleting: NetlinkSocket,
+    side: HostSide,
+    make_record: RecordMaker,
+) -> None:
+    reaper = Reaper(netlink, deleting)
+    before = (len(os.listdir("/proc/self/fd")), host.ip("route"), host.ip("-6", "route"))
+    for number in range(1, 21):
+        with new_namespace() as pod:
+            record = make_record(number, container="same")
+            create_device(netlink, record, pod.pod, side)
+            configure_pod(record, pod.pod)
+            remove_host_routes(netlink, record)
+            reaper.condemn(record.id, record.device.host_ifindex)
+            assert list(reaper.reap()) == [record.id]
+    assert _links(host) == {"lo"}
+    after = (len(os.listdir("/proc/self/fd")), host.ip("route"), host.ip("-6", "route"))
+    assert after == before

@@ -3,7 +3,9 @@
 import errno
 import gc
 import os
+import signal
 import subprocess
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -135,3 +137,24 @@ def test_entering_what_is_no_namespace_fails() -> None:
     with Fd(_pipe_end(), "pipe") as fd, pytest.raises(KernelFailure) as caught:
         netns.run_in(fd.fileno(), lambda: None)
     assert caught.value.errno == errno.EINVAL
+
+
+def test_a_visitor_that_cannot_return_ends_the_process(pod: Namespace) -> None:
+    """Whatever it did afterwards would hit the wrong machine."""
+    script = f"""
+from podwire.kernel import netns
+from podwire.model.errors import KernelFailure
+with netns.namespace({pod.fd.fileno()}):
+    def refuse(fd, kind):
+        raise KernelFailure(1, "setns", str(fd))
+    netns.set_namespace = refuse
+print("went on")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        pass_fds=[pod.fd.fileno()],
+        capture_output=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGABRT, b"")

@@ -71,11 +71,16 @@ def test_probing_leaves_nothing_in_this_namespace(host: Namespace) -> None:
     assert host.run("nft", "list", "tables") == ""
 
 
-def test_a_hint_says_what_the_probe_found() -> None:
+def test_a_failure_is_explained_only_by_a_feature_that_is_certainly_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     failure = KernelFailure(errno.EOPNOTSUPP, "create device pair", "pw1")
-    text = probe.explain_failure(failure, Probe(), Feature.VETH)
-    assert "veth device pairs" in text
-    assert "yes" in text
+    assert probe.explain_failure(failure, Feature.VETH) is failure
+    changed = {Feature.VETH: lambda: probe._probe_kind("pwnosuch")}
+    monkeypatch.setattr(probe, "_PROBES", changed)
+    explained = probe.explain_failure(failure, Feature.VETH)
+    assert isinstance(explained, Unsupported)
+    assert "has no veth device pairs" in explained.message
 
 
 @pytest.fixture(params=[True, False], ids=["library", "command"])

@@ -301,6 +301,12 @@ class KernelDatapath:
         return self._node.loaded.reused
 
     @property
+    def node_addresses(self) -> tuple[str, ...]:
+        """Addresses that this host uses towards its pods, IPv4 first."""
+        sources = self._node.side.sources
+        return tuple(str(one) for one in (sources.ipv4, sources.ipv6) if one is not None)
+
+    @property
     def template_id(self) -> str:
         """Name of the template that is in force."""
         return self._node.loaded.template_id

@@ -30,6 +30,7 @@ from podwire.model.ids import ABI_DIRECTORY_PREFIX
 _log = logging.getLogger(__name__)
 
 BPFFS_ROOT: Final = Path("/sys/fs/bpf")
+_CONNTRACK_STRUCTS: Final = ("pw_conntrack_key", "pw_conntrack_value")
 _FILLING_PREFIX: Final = "filling-"
 """A bpf file system refuses names with a dot."""
 
@@ -250,11 +251,18 @@ def _load_object(one: BpfObject, pins: Pins, capacities: Capacities) -> None:
 
 
 def _fill_shards(one: BpfObject, outer: bpf.Map, shard_entries: int) -> None:
-    for index in range(outer.info.max_entries):
-        with one.create_inner(
-            outer.name, f"{outer.name}_{index}", max_entries=shard_entries
-        ) as inner:
-            outer.update_fd(index.to_bytes(4, "little"), inner.fd)
+    """Give every slot its hash, in one batch: each single update of a slot waits for RCU."""
+    with ExitStack() as opened:
+        slots = []
+        for index in range(outer.info.max_entries):
+            name = f"{outer.name}_{index}"
+            inner = opened.enter_context(
+                one.create_inner(
+                    outer.name, name, max_entries=shard_entries, rows=_CONNTRACK_STRUCTS
+                )
+            )
+            slots.append((index.to_bytes(4, "little"), inner.fd.to_bytes(4, "little")))
+        outer.update_batch(slots)
 
 
 def _remove_other_templates(pins: Pins, keep: str) -> None:

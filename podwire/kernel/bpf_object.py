@@ -44,8 +44,6 @@ class MapShape:
     value_size: int
     max_entries: int
     flags: int
-    btf_key_type: int = 0
-    btf_value_type: int = 0
     inner: "MapShape | None" = None
 
 
@@ -191,13 +189,21 @@ class BpfObject:
         """Give an own descriptor of a map of the loaded object."""
         return bpf.Map(_duplicate(lib.bpf_map__fd(self._map(name)), name), name=name)
 
-    def create_inner(self, outer: str, name: str, *, max_entries: int) -> bpf.Map:
-        """Create a map of the shape that `outer` declares for its inner maps; after `load` only."""
+    def create_inner(
+        self, outer: str, name: str, *, max_entries: int, rows: tuple[str, str] | None = None
+    ) -> bpf.Map:
+        """Create a map of the shape that `outer` declares for its inner maps; after `load` only.
+
+        `rows`: names of the structs of key and value, so that the kernel knows their layout. (The
+        declaration itself cannot carry them: clang 14 leaves types that only an inner map uses
+        undefined.)
+        """
         inner = self.shape(outer).inner
         if inner is None:
             raise KernelFailure(
                 errno.EINVAL, "create inner map", name, detail=f"{outer} is no map of maps"
             )
+        key_type, value_type = (self._find_struct(one) for one in rows) if rows else (0, 0)
         fd = lib.pw_map_create_typed(
             self._object,
             inner.type,
@@ -206,12 +212,18 @@ class BpfObject:
             inner.value_size,
             max_entries,
             inner.flags,
-            inner.btf_key_type,
-            inner.btf_value_type,
+            key_type,
+            value_type,
         )
         if fd < 0:
             raise bpf.fail("create inner map", name)
         return bpf.Map(fd, name=name)
+
+    def _find_struct(self, name: str) -> int:
+        number = int(lib.pw_find_struct(self._object, name.encode()))
+        if not number:
+            raise KernelFailure(errno.ENOENT, "find struct", name, detail=f"not in {self.name}")
+        return number
 
     def take_program(self, name: str) -> Program:
         """Give an own descriptor of a program of the loaded object."""
@@ -236,8 +248,6 @@ def _shape(one: object) -> MapShape:
         value_size=lib.bpf_map__value_size(one),
         max_entries=lib.bpf_map__max_entries(one),
         flags=lib.bpf_map__map_flags(one),
-        btf_key_type=lib.bpf_map__btf_key_type_id(one),
-        btf_value_type=lib.bpf_map__btf_value_type_id(one),
         inner=None if inner == ffi.NULL else _shape(inner),
     )
 

@@ -75,8 +75,7 @@ int pw_map_create(u32 type, const char *name, u32 key_size, u32 value_size, u32 
                   u32 flags, int inner_fd);
 int pw_map_create_typed(struct bpf_object *o, u32 type, const char *name, u32 key_size,
                         u32 value_size, u32 max_entries, u32 flags, u32 key_type, u32 value_type);
-u32 bpf_map__btf_key_type_id(const struct bpf_map *map);
-u32 bpf_map__btf_value_type_id(const struct bpf_map *map);
+u32 pw_find_struct(const struct bpf_object *o, const char *name);
 int pw_map_create_like(int fd, const char *name, u32 max_entries);
 int pw_map_layout(int fd, int of_value, char *out, size_t size);
 int pw_is_bpffs(const char *path);
@@ -211,6 +210,13 @@ static int pw_map_create(u32 type, const char *name, u32 key_size, u32 value_siz
     LIBBPF_OPTS(bpf_map_create_opts, opts, .map_flags = flags,
                 .inner_map_fd = inner_fd < 0 ? 0 : (u32)inner_fd);
     return bpf_map_create(type, name, key_size, value_size, max_entries, &opts);
+}
+
+static u32 pw_find_struct(const struct bpf_object *o, const char *name)
+{
+    int id = btf__find_by_name_kind(bpf_object__btf(o), name, BTF_KIND_STRUCT);
+
+    return id > 0 ? id : 0;
 }
 
 /* Create a map with the BTF of a loaded object, so that another build can read the layout of its

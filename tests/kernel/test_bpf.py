@@ -33,7 +33,7 @@ struct { __uint(type, BPF_MAP_TYPE_RINGBUF); __uint(max_entries, 65536); } pwt_r
 struct pair { __u32 first; __u16 second; __u16 third; };
 struct pair pwt_whole_pair;  /* else clang 14 leaves a forward declaration in BTF */
 struct inner { __uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, 8);
-               __type(key, __u32); __type(value, struct pair); };
+               __uint(key_size, 8); __uint(value_size, 8); };
 struct { __uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS); __uint(max_entries, 2);
          __type(key, __u32); __array(values, struct inner); } pwt_outer SEC(".maps");
 
@@ -62,8 +62,9 @@ int pwt_main(struct __sk_buff *skb)
 SEC("tc")
 int pwt_inner(struct __sk_buff *skb)
 {
-    __u32 key = 1;
-    void *inner = bpf_map_lookup_elem(&pwt_outer, &key);
+    __u32 slot = 1;
+    struct pair key = {1, 2, 3};
+    void *inner = bpf_map_lookup_elem(&pwt_outer, &slot);
     struct pair *value;
     if (!inner)
         return -1;
@@ -228,16 +229,17 @@ def test_inner_maps_are_reached_by_programs_and_by_id(loaded: bpf_object.BpfObje
         loaded.take_program("pwt_inner") as program,
         loaded.create_inner("pwt_outer", "pwt_inner", max_entries=100) as inner,
     ):
+        pair = bytes([1, 0, 0, 0, 2, 0, 3, 0])
         assert program.run(bpf_program.Packet(FRAME)).retval == -1
         outer.update_fd(key(1), inner.fd)
-        inner.update(key(1), key(77) + bytes(4))
+        inner.update(pair, key(77) + bytes(4))
         assert program.run(bpf_program.Packet(FRAME)).retval == 77
         ids = dict(outer.items())
         assert ids == {key(1): key(inner.info.id)}
         reopened = bpf.open_map_by_id(inner.info.id)
         assert reopened is not None
         with reopened:
-            assert reopened.lookup(key(1)) == key(77) + bytes(4)
+            assert reopened.lookup(pair) == key(77) + bytes(4)
 
 
 def test_layout_of_rows_is_read_from_the_kernel_also_of_a_copy(
@@ -249,15 +251,22 @@ def test_layout_of_rows_is_read_from_the_kernel_also_of_a_copy(
         bpf.Member("third", 6, 2),
     )
     with (
-        loaded.create_inner("pwt_outer", "pwt_inner", max_entries=100) as inner,
+        loaded.create_inner(
+            "pwt_outer", "pwt_inner", max_entries=100, rows=("pair", "pair")
+        ) as inner,
         bpf.create_like(inner, "pwt_copy", max_entries=7) as copy,
         hash_map() as plain,
     ):
         for rows in (inner, copy):
             assert bpf.read_layout(rows, of_value=True) == members
-            assert bpf.read_layout(rows, of_value=False) == ()
+            assert bpf.read_layout(rows, of_value=False) == members
         assert (inner.info.max_entries, copy.info.max_entries) == (100, 7)
         assert bpf.read_layout(plain, of_value=True) is None
+
+
+def test_layout_of_an_unknown_struct_is_refused(loaded: bpf_object.BpfObject) -> None:
+    with pytest.raises(KernelFailure, match="find struct 'absent'"):
+        loaded.create_inner("pwt_outer", "pwt_inner", max_entries=1, rows=("pair", "absent"))
 
 
 def test_only_a_map_of_maps_has_inner_maps(loaded: bpf_object.BpfObject) -> None:
@@ -329,7 +338,7 @@ def test_declared_shapes_are_told_without_loading(object_bytes: bytes) -> None:
         outer = one.shape("pwt_outer")
         assert outer.type == bpf.MapType.ARRAY_OF_MAPS
         assert outer.inner is not None
-        assert (outer.inner.key_size, outer.inner.value_size) == (4, 8)
+        assert (outer.inner.key_size, outer.inner.value_size) == (8, 8)
         assert sorted(one.map_names) == ["pwt_counts", "pwt_locked", "pwt_outer", "pwt_ring"]
         assert one.program_names == ("pwt_main", "pwt_inner")
 

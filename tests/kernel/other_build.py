@@ -1,0 +1,93 @@
+"""Another build of podwire: this tree with another map layout, compiled and run as a process of its own.
+
+Run as a script it prepares a node and prints what it found, with whatever `podwire` package is in its path.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Build:
+    """A tree with its own layout version."""
+
+    tree: Path
+    version: int
+
+    def prepare_node(self, bpf_dir: Path, *, die_before_swap: bool = False) -> dict[str, Any]:
+        """Let this build take the node over, in the caller's namespace; gives what it says about it."""
+        done = subprocess.run(
+            [sys.executable, __file__, str(bpf_dir), "die" if die_before_swap else ""],
+            env=dict(os.environ, PYTHONPATH=str(self.tree)),
+            cwd=self.tree,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == (9 if die_before_swap else 0), done.stderr
+        return {} if die_before_swap else dict(json.loads(done.stdout))
+
+
+def make_build(directory: Path, version: int, *, oldest_reader: int) -> Build:
+    """Compile this tree with one field more in the rows of flows, devices and addresses."""
+    tree = directory / f"build-{version}-{oldest_reader}"
+    for name in ("podwire", "bpf", "scripts", "tests"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    header = tree / "bpf" / "include" / "podwire" / "abi.h"
+    text = header.read_text()
+    for pattern, replacement in (
+        (r"(#define PW_ABI_VERSION) \d+", rf"\1 {version}"),
+        (r"(#define PW_ABI_OLDEST_READER) \d+", rf"\1 {oldest_reader}"),
+        (r"(struct pw_conntrack_value \{\n[^\n]*\n)", r"\1\t__u64 zone;\n"),
+        (r"(struct pw_endpoint_value \{\n[^\n]*\n)", r"\1\t__u32 zone;\n"),
+        (r"(\t__u32 policy_revision;\n\t__u32 mtu;\n)", r"\1\t__u32 zone;\n\t__u32 region;\n"),
+    ):
+        text, count = re.subn(pattern, replacement, text, count=1)
+        assert count == 1, pattern
+    header.write_text(text)
+    python = sys.executable
+    subprocess.run([python, "scripts/generate-abi"], cwd=tree, check=True)
+    subprocess.run(["make", "-s", "-C", "bpf"], cwd=tree, check=True)
+    return Build(tree, version)
+
+
+def _run(bpf_dir: Path, *, die: bool) -> None:
+    from podwire.datapath import abi, maps, upgrade  # noqa: PLC0415 (another build's)
+    from podwire.datapath.node import KernelDatapath  # noqa: PLC0415
+    from tests.kernel.node_world import make_plan  # noqa: PLC0415
+
+    if die:
+        upgrade.replace_programs = lambda *_: os._exit(9)
+    with KernelDatapath(make_plan(bpf_dir)) as datapath:
+        flows = [
+            [flow.instance, flow.direction, str(flow.source), flow.source_port, flow.value.packets]
+            for flow in maps.list_conntrack(datapath.maps)
+        ]
+        print(
+            json.dumps(
+                {
+                    "version": abi.ABI_VERSION,
+                    "programs": [one.id for one in datapath.list_programs()],
+                    "seed": maps.read_settings(datapath.maps).hash_seed,
+                    "usage": {
+                        str(key): row.conntrack_entries
+                        for key, row in maps.list_usage(datapath.maps)
+                    },
+                    "flows": flows,
+                }
+            )
+        )
+
+
+if __name__ == "__main__":
+    _run(Path(sys.argv[1]), die=sys.argv[2] == "die")

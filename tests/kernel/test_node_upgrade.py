@@ -1,0 +1,207 @@
+"""Another map layout takes a running node over, and gives it back, while traffic flows."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from podwire.datapath import abi
+from podwire.datapath import maps as tables
+from podwire.datapath.node import KernelDatapath
+from podwire.datapath.programs import Pins, list_versions
+from podwire.datapath.upgrade import Conversion, Piece, plan_conversion
+from podwire.kernel.bpf import Member
+from podwire.model.errors import NewerData
+from tests.kernel.conftest import NODE_IPV4
+from tests.kernel.node_world import OPEN, KernelWorld, kernel_world
+from tests.kernel.other_build import Build, make_build
+from tests.kernel.traffic import Datagrams, Stream, continuous_traffic
+
+THIS = abi.ABI_VERSION
+NEXT = THIS + 1
+SOME_TRAFFIC_S = 0.3
+
+
+@pytest.fixture(scope="module")
+def next_build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    return make_build(tmp_path_factory.mktemp("next"), NEXT, oldest_reader=THIS)
+
+
+@pytest.fixture(scope="module")
+def closed_build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    return make_build(tmp_path_factory.mktemp("closed"), NEXT, oldest_reader=NEXT)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[KernelWorld]:
+    with kernel_world(tmp_path) as made:
+        yield made
+
+
+def let_flow(flows: list[Datagrams | Stream]) -> None:
+    """Return when every flow has carried something more."""
+    before = [flow.sent for flow in flows]
+    deadline = time.monotonic() + 10
+    while any(flow.sent < old + 200 for flow, old in zip(flows, before, strict=True)):
+        assert time.monotonic() < deadline, "traffic has stopped"
+        time.sleep(0.01)  # the traffic's threads need the interpreter
+
+
+def test_a_longer_layout_takes_over_and_gives_back_under_traffic(
+    world: KernelWorld, next_build: Build
+) -> None:
+    first, first_pod = world.attach(2)
+    second, second_pod = world.attach(3)
+    ways = [
+        (first_pod, second_pod, second.ipv4),
+        (second_pod, first_pod, first.ipv6),
+        (first_pod, world.host, str(NODE_IPV4)),
+        (world.host, second_pod, second.ipv6),
+    ]
+    with continuous_traffic(ways) as flows:
+        let_flow(flows)
+        before = world.datapath.maps, tables.read_settings(world.datapath.maps)
+        known = {(flow.instance, flow.source_port) for flow in tables.list_conntrack(before[0])}
+        world.datapath.close()
+        upgraded = next_build.prepare_node(world.plan.bpf_dir)
+        let_flow(flows)
+        assert list_versions(world.plan.bpf_dir) == [NEXT]
+        assert upgraded["version"] == NEXT
+        assert upgraded["seed"] == before[1].hash_seed
+        assert {(row[0], row[3]) for row in upgraded["flows"]} >= known
+        world.restart()
+        let_flow(flows)
+        assert list_versions(world.plan.bpf_dir) == [THIS]
+        assert not set(upgraded["programs"]) & {one.id for one in world.datapath.list_programs()}
+        assert {
+            (flow.instance, flow.source_port) for flow in tables.list_conntrack(world.datapath.maps)
+        } >= known
+        results = [flow.finish() for flow in flows]
+    assert results == [[] if isinstance(flow, Datagrams) else "" for flow in flows]
+    for record, pod in ((first, first_pod), (second, second_pod)):
+        assert world.datapath.compare_endpoint(record, OPEN, pod.pod) == []
+
+
+def test_counters_of_open_flows_go_on_in_the_other_layout(
+    world: KernelWorld, next_build: Build
+) -> None:
+    first, first_pod = world.attach(4)
+    second, second_pod = world.attach(5)
+    with continuous_traffic([(first_pod, second_pod, second.ipv4)]) as flows:
+        let_flow(flows)
+        before = {
+            (flow.instance, flow.source_port): flow.value.packets[0]
+            for flow in tables.list_conntrack(world.datapath.maps, first.id)
+        }
+        world.datapath.close()
+        upgraded = next_build.prepare_node(world.plan.bpf_dir)
+    after = {(row[0], row[3]): row[4][0] for row in upgraded["flows"]}
+    assert before
+    assert all(after[key] >= count for key, count in before.items())
+
+
+def test_an_upgrade_that_died_before_the_swap_is_done_again(
+    world: KernelWorld, next_build: Build
+) -> None:
+    first, first_pod = world.attach(6)
+    second, second_pod = world.attach(7)
+    with continuous_traffic([(first_pod, second_pod, second.ipv4)]) as flows:
+        let_flow(flows)
+        world.datapath.close()
+        next_build.prepare_node(world.plan.bpf_dir, die_before_swap=True)
+        assert list_versions(world.plan.bpf_dir) == [THIS, NEXT]
+        let_flow(flows)
+        upgraded = next_build.prepare_node(world.plan.bpf_dir)
+        assert list_versions(world.plan.bpf_dir) == [NEXT]
+        let_flow(flows)
+        results = [flow.finish() for flow in flows]
+    assert results == [[], ""]
+    assert {row[0] for row in upgraded["flows"]} >= {first.id, second.id}
+
+
+def test_an_upgrade_that_died_may_also_be_given_up(world: KernelWorld, next_build: Build) -> None:
+    first, first_pod = world.attach(8)
+    world.datapath.close()
+    next_build.prepare_node(world.plan.bpf_dir, die_before_swap=True)
+    world.restart()
+    assert list_versions(world.plan.bpf_dir) == [THIS]
+    assert world.datapath.compare_endpoint(first, OPEN, first_pod.pod) == []
+
+
+def test_a_layout_that_forbids_the_way_back_is_refused_with_both_versions(
+    world: KernelWorld, closed_build: Build
+) -> None:
+    _, pod = world.attach(9)
+    world.datapath.close()
+    closed_build.prepare_node(world.plan.bpf_dir)
+    with pytest.raises(NewerData) as refusal:
+        KernelDatapath(world.plan).prepare()
+    assert f"version {NEXT}" in refusal.value.message
+    assert f"version {THIS}" in refusal.value.message
+    assert list_versions(world.plan.bpf_dir) == [NEXT]
+    assert "1 received" in pod.run("ping", "-c", "1", "-W", "1", str(NODE_IPV4))
+
+
+def test_rows_taken_over_make_room_for_nothing_twice(world: KernelWorld, next_build: Build) -> None:
+    record, _ = world.attach(10)
+    world.datapath.close()
+    first = next_build.prepare_node(world.plan.bpf_dir)
+    second = next_build.prepare_node(world.plan.bpf_dir)
+    assert first["usage"].keys() == second["usage"].keys() == {str(record.id)}
+    assert Pins(world.plan.bpf_dir, NEXT).maps.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "row", "wanted"),
+    [
+        pytest.param(
+            [("a", 0, 4), ("b", 4, 4)],
+            [("a", 0, 4), ("c", 4, 4), ("b", 8, 4)],
+            b"AAAABBBB",
+            b"AAAA\0\0\0\0BBBB",
+            id="field-added-in-the-middle",
+        ),
+        pytest.param(
+            [("a", 0, 4), ("c", 4, 4), ("b", 8, 4)],
+            [("a", 0, 4), ("b", 4, 4)],
+            b"AAAACCCCBBBB",
+            b"AAAABBBB",
+            id="field-dropped",
+        ),
+        pytest.param(
+            [("a", 0, 2), ("b", 2, 2)],
+            [("b", 0, 4), ("a", 4, 4)],
+            b"\1\2\3\4",
+            b"\3\4\0\0\1\2\0\0",
+            id="numbers-grown-and-moved",
+        ),
+        pytest.param(
+            [("a", 0, 4), ("pad", 4, 4)],
+            [("a", 0, 4), ("pad", 4, 4), ("z", 8, 4)],
+            b"AAAAPPPP",
+            b"AAAA" + bytes(8),
+            id="padding-is-not-carried",
+        ),
+        pytest.param([], [], b"ABCD", b"ABCD", id="plain-number"),
+        pytest.param([("a", 0, 4)], [("a", 0, 4)], b"AAAA", b"AAAA", id="same-layout"),
+    ],
+)
+def test_rows_are_converted_by_the_names_of_their_fields(
+    old: list[tuple[str, int, int]],
+    new: list[tuple[str, int, int]],
+    row: bytes,
+    wanted: bytes,
+) -> None:
+    plan = plan_conversion(
+        [Member(*one) for one in old], len(row), [Member(*one) for one in new], len(wanted)
+    )
+    assert plan.apply(row) == wanted
+
+
+def test_neighbouring_fields_are_carried_in_one_piece() -> None:
+    old = [Member("a", 0, 4), Member("b", 4, 4), Member("c", 8, 4)]
+    new = [Member("a", 0, 4), Member("b", 4, 4), Member("x", 8, 4), Member("c", 12, 4)]
+    assert plan_conversion(old, 12, new, 16) == Conversion(
+        16, (Piece(0, 0, 8), Piece(8, 12, 4)), False
+    )

@@ -1,0 +1,157 @@
+"""Traffic that notices every loss: numbered datagrams and a numbered byte stream between two namespaces."""
+
+import contextlib
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+from podwire.kernel import netns
+from tests.kernel.conftest import Namespace
+
+_NUMBER = struct.Struct("!Q")
+INTERVAL_S = 0.001
+DRAIN_S = 5.0
+PORT = 7000
+
+
+def open_socket(namespace: Namespace, address: str, kind: socket.SocketKind) -> socket.socket:
+    """Open a socket inside a namespace; it may be used from outside."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with netns.namespace(namespace.fd.fileno()):
+        return socket.socket(family, kind)
+
+
+class Datagrams:
+    """A client that sends a number each millisecond, and a server that sends each one back."""
+
+    def __init__(self, client: Namespace, server: Namespace, address: str, port: int) -> None:
+        self._server = open_socket(server, address, socket.SOCK_DGRAM)
+        self._server.bind((address, port))
+        self._client = open_socket(client, address, socket.SOCK_DGRAM)
+        self._client.connect((address, port))
+        self._stop = threading.Event()
+        self.sent = 0
+        self.returned: set[int] = set()
+        self._threads = [
+            threading.Thread(target=target) for target in (self._send, self._echo, self._receive)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _send(self) -> None:
+        while not self._stop.wait(INTERVAL_S):
+            self._client.send(_NUMBER.pack(self.sent))
+            self.sent += 1
+
+    def _echo(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                data, peer = self._server.recvfrom(64)
+                if not data:
+                    return
+                self._server.sendto(data, peer)
+
+    def _receive(self) -> None:
+        with contextlib.suppress(OSError):
+            while data := self._client.recv(64):
+                self.returned.add(_NUMBER.unpack(data)[0])
+
+    def finish(self) -> list[int]:
+        """Stop sending, wait for what is under way, and give the numbers that were lost."""
+        if self._stop.is_set():
+            return self._lost()
+        self._stop.set()
+        self._threads[0].join()
+        deadline = time.monotonic() + DRAIN_S
+        while len(self.returned) < self.sent and time.monotonic() < deadline:
+            select.select([], [], [], 0.01)
+        for one in (self._client, self._server):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+        for thread in self._threads[1:]:
+            thread.join()
+        return self._lost()
+
+    def _lost(self) -> list[int]:
+        return sorted(set(range(self.sent)) - self.returned)
+
+
+class Stream:
+    """A TCP connection over which numbers flow one way without a pause."""
+
+    def __init__(self, client: Namespace, server: Namespace, address: str, port: int) -> None:
+        listener = open_socket(server, address, socket.SOCK_STREAM)
+        with listener:
+            listener.bind((address, port))
+            listener.listen(1)
+            self._client = open_socket(client, address, socket.SOCK_STREAM)
+            self._client.connect((address, port))
+            self._server, _ = listener.accept()
+        self._stop = threading.Event()
+        self.sent = 0
+        self.received = 0
+        self.error = ""
+        self._threads = [threading.Thread(target=run) for run in (self._send, self._receive)]
+        for thread in self._threads:
+            thread.start()
+
+    def _send(self) -> None:
+        try:
+            while not self._stop.is_set():
+                block = b"".join(_NUMBER.pack(self.sent + n) for n in range(512))
+                self._client.sendall(block)
+                self.sent += 512
+                select.select([], [], [], INTERVAL_S)
+            self._client.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            self.error = f"send: {error}"
+
+    def _receive(self) -> None:
+        rest = b""
+        try:
+            while data := self._server.recv(1 << 16):
+                rest += data
+                whole = len(rest) // _NUMBER.size * _NUMBER.size
+                for (number,) in _NUMBER.iter_unpack(rest[:whole]):
+                    if number != self.received:
+                        self.error = f"got {number}, wanted {self.received}"
+                        return
+                    self.received += 1
+                rest = rest[whole:]
+        except OSError as error:
+            self.error = f"receive: {error}"
+
+    def finish(self) -> str:
+        """Stop and give what went wrong; "" when every number arrived in order."""
+        if self._stop.is_set():
+            return self.error
+        self._stop.set()
+        for one in (self._client, self._server):
+            one.settimeout(DRAIN_S)
+        for thread in self._threads:
+            thread.join()
+        self._client.close()
+        self._server.close()
+        if not self.error and self.received != self.sent:
+            self.error = f"{self.sent - self.received} numbers were lost"
+        return self.error
+
+
+@contextlib.contextmanager
+def continuous_traffic(
+    ways: list[tuple[Namespace, Namespace, str]],
+) -> Iterator[list[Datagrams | Stream]]:
+    """Run datagrams and a stream on each way (client, server, server's address); the caller asks how it went."""
+    flows: list[Datagrams | Stream] = []
+    try:
+        for number, (client, server, address) in enumerate(ways):
+            flows.append(Datagrams(client, server, address, PORT + number))
+            flows.append(Stream(client, server, address, PORT + number))
+        yield flows
+    finally:
+        for flow in flows:
+            flow.finish()

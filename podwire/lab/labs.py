@@ -5,6 +5,7 @@ everything also after agents were killed or the file was lost, because all that 
 """
 
 import contextlib
+import ipaddress
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -113,6 +114,14 @@ def locate(state: LabState, text: str) -> tuple[str, tuple[str, ...]]:
             return node.namespace, node.addresses
     pod = state.find_pod(text)
     return pod.netns, pod.addresses
+
+
+def find_addresses(state: LabState, text: str) -> tuple[str, ...]:
+    """Give the addresses of a pod, node or `world`; an address stands for itself."""
+    try:
+        return (str(ipaddress.ip_address(text)),)
+    except ValueError:
+        return locate(state, text)[1]
 
 
 def check(lab: str) -> list[CheckedPair]:
@@ -228,3 +237,18 @@ def set_link(lab: str, node_name: str, *, is_up: bool) -> None:
     node = state.plan.node(node_name)
     word = "up" if is_up else "down"
     nodes.run_ip(state.plan.underlay_namespace, [f"link set {node.name} {word}"])
+
+
+def list_leftovers(*, running_too: bool) -> list[str]:
+    """Name the labs that are not whole any more (no agent of theirs runs), or, `running_too`, all of them."""
+    names = {path.name for root in (RUN_ROOT, PIN_ROOT) if root.is_dir() for path in root.iterdir()}
+    names |= {one.split(".")[1] for one in netns.list_named() if one.startswith("pw.")}
+    return sorted(name for name in names if running_too or not _is_up(name))
+
+
+def _is_up(name: str) -> bool:
+    try:
+        state = read_state(name)
+    except NotFound:
+        return False
+    return any(states.is_running(process) for process in state.agents.values())

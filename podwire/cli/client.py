@@ -1,0 +1,160 @@
+"""The API socket, spoken raw: one request per connection, JSON back. Nothing is imported that a list could do without.
+
+Used by every command that talks to an agent. Errors become CliError with the exit code of the contract: 3 out of
+reach, 4 not found, 5 conflict, 6 refused, 70 internal.
+"""
+
+import json
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import quote, urlencode
+
+EXIT_NOT_SO = 1
+EXIT_USAGE = 2
+EXIT_UNREACHABLE = 3
+EXIT_NOT_FOUND = 4
+EXIT_CONFLICT = 5
+EXIT_REFUSED = 6
+EXIT_INTERNAL = 70
+
+_EXIT_BY_STATUS = {400: 6, 404: 4, 405: 6, 409: 5, 413: 6, 429: 3, 500: 70, 503: 3, 507: 70}
+_TIMEOUT_S = 30.0
+_HEAD_MAX_BYTES = 65_536
+
+
+class CliError(Exception):
+    """What a command ends with: exit code, what failed, what to do."""
+
+    def __init__(self, exit_code: int, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.message = message
+        self.hint = hint
+
+
+def request(
+    path: str, method: str, resource: str, body: Any = None, timeout_s: float = _TIMEOUT_S
+) -> Any:
+    """Do one request on the agent's socket at `path`; gives the decoded body, text if it is not JSON."""
+    with _open(path, timeout_s) as connection:
+        reader = _send(connection, path, method, resource, body)
+        with reader:
+            status, headers = _read_head(reader, path)
+            try:
+                data = _read_body(reader, headers)
+            except OSError as error:
+                raise _unreachable(path, error) from error
+    document = _decode(data, headers)
+    if status >= 400:
+        raise _refusal(status, document)
+    return document
+
+
+def stream(path: str, resource: str, query: Mapping[str, Any]) -> Iterator[Any]:
+    """Give the documents of a JSON-lines resource as they come, until the agent ends or is gone."""
+    wanted = {key: value for key, value in query.items() if value not in (None, "", ())}
+    if wanted:
+        resource += "?" + urlencode(wanted, quote_via=quote)
+    with (
+        _open(path, _TIMEOUT_S) as connection,
+        _send(connection, path, "GET", resource, None) as reader,
+    ):
+        status, headers = _read_head(reader, path)
+        if status >= 400:
+            raise _refusal(status, _decode(_read_body(reader, headers), headers))
+        connection.settimeout(None)
+        for line in _lines(_chunks(reader, headers)):
+            yield json.loads(line)
+
+
+def segment(text: str) -> str:
+    """Write text as one segment of a path."""
+    return quote(text, safe=":")
+
+
+def _open(path: str, timeout_s: float) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(path)
+    except OSError as error:
+        connection.close()
+        raise _unreachable(path, error) from error
+    return connection
+
+
+def _send(connection: socket.socket, path: str, method: str, resource: str, body: Any) -> Any:
+    data = b"" if body is None else json.dumps(body).encode()
+    head = (
+        f"{method} /v1{resource} HTTP/1.1\r\nHost: podwire\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
+    try:
+        connection.sendall(head.encode() + data)
+    except OSError as error:
+        raise _unreachable(path, error) from error
+    return connection.makefile("rb")
+
+
+def _read_head(reader: Any, path: str) -> tuple[int, dict[str, str]]:
+    try:
+        first = reader.readline(_HEAD_MAX_BYTES).split()
+        headers: dict[str, str] = {}
+        while (line := reader.readline(_HEAD_MAX_BYTES).strip()) != b"":
+            name, _, value = line.decode("latin-1").partition(":")
+            headers[name.lower()] = value.strip()
+        return int(first[1]), headers
+    except (OSError, IndexError, ValueError) as error:
+        raise _unreachable(path, error) from error
+
+
+def _read_body(reader: Any, headers: Mapping[str, str]) -> bytes:
+    if headers.get("transfer-encoding", "").lower() == "chunked":
+        return b"".join(_chunks(reader, headers))
+    if "content-length" in headers:
+        return bytes(reader.read(int(headers["content-length"])))
+    return bytes(reader.read())
+
+
+def _chunks(reader: Any, headers: Mapping[str, str]) -> Iterator[bytes]:
+    if headers.get("transfer-encoding", "").lower() != "chunked":
+        while data := reader.read1(65_536):
+            yield data
+        return
+    while size := int(reader.readline().split(b";")[0] or b"0", 16):
+        yield reader.read(size)
+        reader.readline()
+
+
+def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from filter(None, lines)
+
+
+def _decode(data: bytes, headers: Mapping[str, str]) -> Any:
+    if "json" in headers.get("content-type", "") and data:
+        return json.loads(data)
+    return data.decode(errors="replace")
+
+
+def _refusal(status: int, document: Any) -> CliError:
+    error = document.get("error", {}) if isinstance(document, dict) else {}
+    message = str(error.get("message") or f"the agent answered {status}")
+    for fault in error.get("faults") or ():
+        line = f"{fault.get('path', '')} {fault.get('message', '')}".strip()
+        if line not in message:
+            message += f"; {line}"
+    exit_code = _EXIT_BY_STATUS.get(status, EXIT_INTERNAL)
+    return CliError(exit_code, message, str(error.get("hint", "")))
+
+
+def _unreachable(path: str, error: Exception) -> CliError:
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return CliError(
+        EXIT_UNREACHABLE,
+        f"reach the agent at {path}: {reason}",
+        "is podwire-agent running? another socket is named with --agent, a lab's node with --lab and --node",
+    )

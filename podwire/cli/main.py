@@ -1,0 +1,106 @@
+"""The `podwire` command: its groups, loaded when they are asked for, and the way every error ends.
+
+An error is two lines on stderr: what failed, and what to do. Exit codes are those of the contract (docs: interfaces).
+"""
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from podwire import __version__
+from podwire.cli.client import EXIT_INTERNAL, EXIT_USAGE, CliError
+
+_COMMANDS = {
+    "bpf": ("podwire.cli.bpf", "bpf", "Rows of the BPF maps."),
+    "cleanup": ("podwire.cli.cleanup", "cleanup", "Remove what podwire left on this machine."),
+    "completion": ("podwire.cli.completion", "completion", "Completion for bash, zsh or fish."),
+    "config": ("podwire.cli.status", "config", "Settings in force."),
+    "doctor": ("podwire.cli.doctor", "doctor", "Look at this machine: can podwire work here?"),
+    "endpoint": ("podwire.cli.endpoint", "endpoint", "The endpoints of a node."),
+    "identity": ("podwire.cli.identity", "identity", "Identities and their labels."),
+    "ipam": ("podwire.cli.ipam", "ipam", "Addresses: who holds which."),
+    "lab": ("podwire.cli.lab", "lab", "Nodes and pods on this one machine."),
+    "monitor": ("podwire.cli.observe", "monitor", "Packets as the programs see them, live."),
+    "node": ("podwire.cli.node", "node", "Nodes."),
+    "observe": ("podwire.cli.observe", "observe", "Flows of the last minutes, and live."),
+    "status": ("podwire.cli.status", "status", "The agent as a whole."),
+    "version": ("podwire.cli.status", "version", "The version of podwire."),
+}
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module only when that command runs or is completed."""
+
+    def list_commands(self, _ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, _ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, name, _ = _COMMANDS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
+
+    def format_commands(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry[2]) for name, entry in sorted(_COMMANDS.items())])
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Example: podwire lab up && podwire lab run web --node node1 --serve 80/tcp",
+)
+@click.version_option(__version__, prog_name="podwire")
+def podwire() -> None:
+    """Pod networking with an eBPF datapath: look at a node, or build a lab on this machine."""
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Run the command line; never returns."""
+    try:
+        podwire.main(args=arguments, prog_name="podwire", standalone_mode=False)
+    except CliError as error:
+        _fail(error.exit_code, error.message, error.hint)
+    except click.UsageError as error:
+        usage = error.ctx.get_usage() if error.ctx else ""
+        _fail(EXIT_USAGE, error.format_message(), usage or "podwire -h")
+    except click.exceptions.Exit as leave:
+        sys.exit(leave.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader has seen enough. Python would complain again when it flushes at exit.
+        sys.stdout = None
+        sys.exit(0)
+    except Exception as error:  # the door: nothing may leave as a traceback but our own bugs
+        _fail(*_explain(error))
+    sys.exit(0)
+
+
+def _explain(error: Exception) -> tuple[int, str, str]:
+    from podwire.model import errors  # noqa: PLC0415 (start-up time)
+
+    if isinstance(error, errors.PodwireError):
+        exit_code = {
+            errors.NotFound.kind: 4,
+            errors.Conflict.kind: 5,
+            errors.Unavailable.kind: 3,
+        }.get(error.kind, 6 if isinstance(error, errors.InvalidRequest) else 1)
+        return exit_code, error.message, error.hint
+    if isinstance(error, PermissionError):
+        return EXIT_INTERNAL, str(error), "podwire works on kernel objects: run it as root"
+    return EXIT_INTERNAL, f"{type(error).__name__}: {error}", "this is a bug: please report it"
+
+
+def _fail(exit_code: int, message: str, hint: str) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    if hint:
+        print(f"hint: {hint}", file=sys.stderr)
+    sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    main()

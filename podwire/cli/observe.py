@@ -1,0 +1,125 @@
+"""`podwire observe` (flows) and `podwire monitor` (every event of the programs, live)."""
+
+import json
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import click
+
+from podwire.cli import client
+from podwire.cli.client import EXIT_UNREACHABLE, CliError
+from podwire.cli.options import Agent, Common, common
+from podwire.cli.output import GREEN, RED, YELLOW, Style, colour, print_json, print_yaml
+
+_QUEUE_LINES = 1024
+_LAST = 20
+
+
+@click.command(epilog="Example: podwire observe -f --pod default/web --verdict dropped")
+@click.option("-f", "--follow", is_flag=True, help="Go on with new flows.")
+@click.option("--last", type=click.IntRange(0), metavar="N", help="Begin with the last N.")
+@click.option("--since", metavar="5m", help="Begin with those since then.")
+@click.option("--from", "source", metavar="X", help="NS/POD, address, range or label.")
+@click.option("--to", "target", metavar="X", help="NS/POD, address, range or label.")
+@click.option("--pod", metavar="X", help="Either end.")
+@click.option("--verdict", type=click.Choice(["forwarded", "dropped", "audit"]))
+@click.option("--port", metavar="P/proto", help="On either end.")
+@common
+def observe(opts: Common, follow: bool, last: int | None, **conditions: str | None) -> None:
+    """Show flows: who talked to whom, and what became of it."""
+    query = {
+        "follow": "true" if follow else None,
+        "last": _LAST if last is None and not conditions["since"] else last,
+        **{name: value for name, value in conditions.items() if name not in ("source", "target")},
+        "from": conditions["source"],
+        "to": conditions["target"],
+    }
+    _show(opts, query)
+
+
+@click.command(epilog="Example: podwire monitor --type drop --endpoint default/web")
+@click.option("--type", "kind", type=click.Choice(["drop", "trace", "policy"]), help="Only these.")
+@click.option("--endpoint", "endpoint_id", metavar="ID", help="Only at this endpoint.")
+@common
+def monitor(opts: Common, kind: str | None, endpoint_id: str | None) -> None:
+    """Show what the programs report from now on, until interrupted."""
+    query: dict[str, Any] = {"follow": "true", "last": 0, "type": kind}
+    agents = opts.agents()
+    if endpoint_id is not None:
+        from podwire.cli.endpoint import find_endpoint  # noqa: PLC0415
+
+        agent, row = find_endpoint(agents, endpoint_id)
+        agents, query["endpoint"] = [agent], row["id"]
+    _show(opts, query, agents)
+
+
+def _show(opts: Common, query: Mapping[str, Any], agents: Sequence[Agent] | None = None) -> None:
+    flows = _merge(opts.agents() if agents is None else agents, query)
+    if opts.style.form in ("json", "yaml") and not query.get("follow"):
+        documents = list(flows)
+        (print_json if opts.style.form == "json" else print_yaml)(documents)
+        return
+    for flow in flows:
+        print(_line(flow, opts.style), flush=True)
+
+
+def _merge(agents: Sequence[Agent], query: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Read all agents at once; an agent that ends ends only its own part."""
+    if len(agents) == 1:
+        yield from client.stream(agents[0].socket, "/flows", query)
+        return
+    lines: queue.Queue[dict[str, Any] | CliError | None] = queue.Queue(_QUEUE_LINES)
+
+    def read(agent: Agent) -> None:
+        try:
+            for flow in client.stream(agent.socket, "/flows", query):
+                lines.put(flow)
+        except CliError as error:
+            lines.put(error)
+        except OSError as error:
+            lines.put(CliError(EXIT_UNREACHABLE, f"follow {agent.node}: {error}"))
+        finally:
+            lines.put(None)
+
+    for agent in agents:
+        threading.Thread(target=read, args=(agent,), daemon=True).start()
+    running = len(agents)
+    while running:
+        line = lines.get()
+        if line is None:
+            running -= 1
+        elif isinstance(line, CliError):
+            raise line
+        else:
+            yield line
+
+
+def _line(flow: dict[str, Any], style: Style) -> str:
+    if style.form in ("json", "jsonl", "yaml"):
+        return json.dumps(flow)
+    verdict = str(flow.get("verdict"))
+    code = {"forwarded": GREEN, "dropped": RED}.get(verdict, YELLOW)
+    reason = f" ({flow['reason']})" if flow.get("reason") else ""
+    lost = f"  [{flow['lost']} events lost before]" if flow.get("lost") else ""
+    return (
+        f"{flow.get('time')}  {flow.get('node') or '-':8} {colour(verdict + reason, code)}"
+        f"  {_end(flow.get('from') or {})} -> {_end(flow.get('to') or {})}"
+        f"  {flow.get('protocol') or '-'} {flow.get('direction') or ''} {flow.get('bytes', 0)} bytes{lost}"
+    )
+
+
+def _end(end: Mapping[str, Any]) -> str:
+    address = str(end.get("ip") or "?")
+    port = end.get("port")
+    place = (
+        f"[{address}]:{port}"
+        if port and ":" in address
+        else f"{address}:{port}"
+        if port
+        else address
+    )
+    if end.get("pod"):
+        return f"{end.get('namespace')}/{end['pod']} {place}"
+    return place

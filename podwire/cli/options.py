@@ -1,0 +1,118 @@
+"""Options that every command has, and which agents a command means.
+
+`--agent` names a socket; `--lab` and `--node` name nodes of a lab; without any of them the machine's agent is meant,
+or, where there is none, the only lab. Lists ask all nodes of a lab and add a column.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from podwire.cli.client import EXIT_NOT_FOUND, EXIT_USAGE, CliError
+from podwire.cli.output import FORMATS, Style
+
+DEFAULT_SOCKET = "/run/podwire/api.sock"
+LAB_ROOT = Path("/run/podwire/lab")
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Agent:
+    """One agent to ask: its socket, and the node's name where several are asked."""
+
+    socket: str
+    node: str = ""
+
+
+@dataclass(frozen=True)
+class Common:
+    """What the options of every command say."""
+
+    style: Style
+    agents: Callable[[], Sequence[Agent]]
+    lab: str | None = None
+    """The lab that was named, if any."""
+
+    def one_agent(self) -> Agent:
+        """Give the only agent that is meant; CliError when it could be several."""
+        agents = self.agents()
+        if len(agents) > 1:
+            names = ", ".join(agent.node for agent in agents)
+            raise CliError(EXIT_USAGE, f"choose a node: there are {names}", "say --node NODE")
+        return agents[0]
+
+
+def common(command: _F) -> _F:
+    """Add the options of every command; the command gets them as one Common."""
+
+    @functools.wraps(command)
+    def with_common(
+        output: str,
+        quiet: bool,
+        agent: str | None,
+        lab: str | None,
+        node: str | None,
+        no_headers: bool = False,
+        **rest: Any,
+    ) -> Any:
+        style = Style(output, headers=not no_headers, quiet=quiet)
+        chosen = lab or os.environ.get("PODWIRE_LAB")
+        return command(Common(style, lambda: find_agents(agent, lab, node), chosen), **rest)
+
+    for option in (
+        click.option("-o", "--output", type=click.Choice(FORMATS), default="table", help="Form."),
+        click.option("-q", "--quiet", is_flag=True, help="Only names, or only the exit code."),
+        click.option("--agent", metavar="SOCKET", help="The agent's api.sock (PODWIRE_AGENT)."),
+        click.option("--lab", metavar="LAB", help="A lab (PODWIRE_LAB)."),
+        click.option("--node", metavar="NODE", help="A node of the lab."),
+    ):
+        with_common = option(with_common)
+    return with_common  # type: ignore[return-value]
+
+
+def listing(command: _F) -> _F:
+    """Add the option of lists."""
+    return click.option("--no-headers", is_flag=True, help="Leave the header line out.")(command)
+
+
+def find_agents(agent: str | None, lab: str | None, node: str | None) -> list[Agent]:
+    """Find the sockets that the options mean."""
+    agent = agent or (None if lab else os.environ.get("PODWIRE_AGENT"))
+    if agent:
+        return [Agent(agent)]
+    lab = lab or os.environ.get("PODWIRE_LAB")
+    if lab is None and node is None and Path(DEFAULT_SOCKET).exists():
+        return [Agent(DEFAULT_SOCKET)]
+    labs = sorted(path.parent.name for path in LAB_ROOT.glob("*/lab.json"))
+    if lab is None:
+        if len(labs) > 1:
+            raise CliError(
+                EXIT_USAGE, f"choose a lab: there are {', '.join(labs)}", "say --lab LAB"
+            )
+        if not labs:
+            return [Agent(DEFAULT_SOCKET)]
+        lab = labs[0]
+    if lab not in labs:
+        raise CliError(
+            EXIT_NOT_FOUND,
+            f"find lab {lab!r}: there is {', '.join(labs) or 'none'}",
+            "podwire lab up",
+        )
+    return _lab_agents(lab, node)
+
+
+def _lab_agents(lab: str, node: str | None) -> list[Agent]:
+    nodes = sorted(
+        (path.parent.name for path in (LAB_ROOT / lab).glob("*/agent.toml")),
+        key=lambda name: (len(name), name),
+    )
+    if node is not None and node not in nodes:
+        raise CliError(EXIT_NOT_FOUND, f"find node {node!r}: lab {lab!r} has {', '.join(nodes)}")
+    chosen = [node] if node is not None else nodes
+    return [Agent(str(LAB_ROOT / lab / name / "api.sock"), name) for name in chosen]

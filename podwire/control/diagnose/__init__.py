@@ -1,1 +1,0 @@
-"""What doctor, status and CNI STATUS look at."""

@@ -1,0 +1,102 @@
+"""Look at a machine without an agent: what the kernel can do, what stands in the way, what of ours is there.
+
+For `podwire doctor` and `podwire cleanup`. Changes nothing. Every finding says what is wrong and what to do next.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from podwire.datapath import host
+from podwire.datapath.device import list_devices
+from podwire.datapath.inventory import remove_everything
+from podwire.datapath.programs import list_versions
+from podwire.datapath.templates import read_template
+from podwire.kernel.netlink import NetlinkSocket
+from podwire.kernel.nft import Nftables
+from podwire.kernel.probe import REQUIRED, Answer, Feature, Probe
+from podwire.model.errors import PodwireError
+
+__all__ = ["Finding", "remove_everything", "survey_host", "survey_kernel", "survey_leftovers"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. `level` is `ok`, `warning` or `failure`."""
+
+    check: str
+    level: str
+    message: str
+    hint: str = ""
+
+
+def survey_kernel() -> list[Finding]:
+    """Probe the features of the running kernel; a missing one that is required is a failure."""
+    probe = Probe()
+    release = os.uname().release
+    findings = []
+    for feature in Feature:
+        answer = probe.ask(feature)
+        needed = feature in REQUIRED
+        level = "ok" if answer is Answer.YES or not needed else "failure"
+        if needed and answer is Answer.UNKNOWN:
+            level = "warning"
+        findings.append(
+            Finding(
+                f"kernel: {feature.value}",
+                level,
+                f"{answer.value} (kernel {release}{'' if needed else ', optional'})",
+                "" if level == "ok" else "podwire needs a kernel from 6.1 on with this feature",
+            )
+        )
+    return findings
+
+
+def survey_host() -> list[Finding]:
+    """Look for what breaks pods' traffic on this host, and for the files that a datapath needs."""
+    findings = [_look_at_bpffs(), _look_at_programs()]
+    with NetlinkSocket() as netlink, Nftables() as tables:
+        for warning in host.find_warnings(netlink, tables, ipv4=True, ipv6=True):
+            findings.append(Finding("host", "warning", warning.message, warning.hint))
+        foreign = list_devices(netlink)[1]
+    findings.extend(
+        Finding(
+            "host",
+            "warning",
+            f"device {name!r} has a name of our form and no mark of ours",
+            "rename or remove it: an attachment that needs this name will be refused",
+        )
+        for name in foreign
+    )
+    return findings
+
+
+def survey_leftovers(bpf_dir: Path) -> Sequence[str]:
+    """Name what `cleanup --all` would remove here."""
+    with NetlinkSocket() as netlink:
+        owned = list_devices(netlink)[0]
+    found = [f"device {device.name} of endpoint {device.endpoint_id}" for device in owned]
+    if bpf_dir.is_dir():
+        found.extend(f"pins {bpf_dir}/v{version}" for version in list_versions(bpf_dir))
+    return found
+
+
+def _look_at_bpffs() -> Finding:
+    mounts = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
+    if any(line.split()[2] == "bpf" for line in mounts):
+        return Finding("bpf file system", "ok", "mounted")
+    return Finding(
+        "bpf file system",
+        "warning",
+        "none is mounted",
+        "the agent mounts one where it is allowed to; or: mount -t bpf bpf /sys/fs/bpf",
+    )
+
+
+def _look_at_programs() -> Finding:
+    try:
+        template = read_template()
+    except PodwireError as error:
+        return Finding("programs", "failure", error.message, error.hint or "run scripts/setup")
+    return Finding("programs", "ok", f"template {template.id[:12]}")

@@ -2,33 +2,42 @@
 
 `control.ipam.node` is the only user. The journal is what survives; after a restart every held address is taken again.
 An address that came back rests at the end of the line: the next one given is one that the same identity had before
-(others still know it under that identity), else one never used, else the one that rested longest. Memory is
-proportional to what was ever used, not to the CIDR, so an IPv6 /64 costs nothing. No address is ever held twice:
-`take` refuses.
+(others still know it under that identity), else one never used, else the one that rested longest. What rests is
+bounded, so memory does not grow with the CIDR nor with time, and an IPv6 /64 costs nothing. No address is ever held
+twice: `take` refuses.
 """
 
 import ipaddress
 from collections import OrderedDict
+from typing import Final
 
 from podwire.model.endpoint import IPAddress
+from podwire.model.errors import Bug
 from podwire.model.ids import IdentityId
 from podwire.model.request import IPNetwork
 
-NO_IDENTITY = IdentityId(0)
+NO_IDENTITY: Final = IdentityId(0)
 """An owner whose identity is not known yet has no claim to anybody's rested address."""
+RESTED_MAX: Final = 1 << 16
+"""So many may rest before the oldest is given again although others were never used."""
+SMALLEST_CIDR: Final = 4
+"""Network (or anycast) address, the node's own, one pod's, and IPv4's broadcast address."""
 
 
 class AddressFifo:
-    """One CIDR. IPv4: network and broadcast address are never given, nor the first host address (the node's own);
-    IPv6: the subnet-router anycast address and the first one after it."""
+    """One CIDR of at least SMALLEST_CIDR addresses.
+
+    IPv4: network and broadcast address are never given, nor the first host address (the node's own); IPv6: neither the
+    subnet-router anycast address nor the first one after it.
+    """
 
     def __init__(self, cidr: IPNetwork) -> None:
         self.cidr = cidr
-        span = cidr.num_addresses
         self._base = int(cidr.network_address)
-        self._first = 2 if span > 2 else 0
-        self._end = span - 1 if cidr.version == 4 and span > 2 else span
-        self._fresh = self._first
+        self._first = 2
+        self._end = cidr.num_addresses - (1 if cidr.version == 4 else 0)
+        self._fresh_next = self._first
+        self._fresh_left = self.capacity
         self._held: set[int] = set()
         self._rested: OrderedDict[int, IdentityId] = OrderedDict()
         self._rested_of: dict[IdentityId, OrderedDict[int, None]] = {}
@@ -36,7 +45,7 @@ class AddressFifo:
     @property
     def router(self) -> IPAddress:
         """The address that stands for the node itself."""
-        return self._address(min(1, self.cidr.num_addresses - 1))
+        return self._address(1)
 
     @property
     def capacity(self) -> int:
@@ -53,32 +62,35 @@ class AddressFifo:
         """How many addresses could be given out now."""
         return self.capacity - len(self._held)
 
-    def __contains__(self, address: IPAddress) -> bool:
-        return address.version == self.cidr.version and address in self.cidr
-
     def is_assignable(self, address: IPAddress) -> bool:
         """Tell whether the address may be given to a pod at all."""
-        return address in self and self._first <= int(address) - self._base < self._end
+        offset = int(address) - self._base
+        return self._first <= offset < self._end and address.version == self.cidr.version
 
-    def is_held(self, address: IPAddress) -> bool:
-        """Tell whether somebody has the address."""
-        return int(address) - self._base in self._held
+    def find_rested_of(self, identity: IdentityId) -> IPAddress | None:
+        """Name the address that rested longest of those that `identity` had; None when there is none."""
+        own = self._rested_of.get(identity) if identity != NO_IDENTITY else None
+        return self._address(next(iter(own))) if own else None
 
-    def take_next(self, identity: IdentityId = NO_IDENTITY) -> IPAddress | None:
-        """Give an address out; None when all are held."""
-        offset = self._choose(identity)
+    def find_next(self) -> IPAddress | None:
+        """Name an address never used, else the one that rested longest; None when all are held."""
+        offset = self._find_fresh() if len(self._rested) < RESTED_MAX else None
         if offset is None:
-            return None
-        self._mark_held(offset)
-        return self._address(offset)
+            offset = next(iter(self._rested), None)
+        return None if offset is None else self._address(offset)
 
-    def take(self, address: IPAddress) -> bool:
-        """Give this very address out; False when it is held. It must be assignable."""
+    def take(self, address: IPAddress) -> None:
+        """Give this very address out. It must be assignable; raises Bug when it is held."""
         offset = int(address) - self._base
         if offset in self._held:
-            return False
-        self._mark_held(offset)
-        return True
+            raise Bug(f"take {address}: it is held already")
+        self._held.add(offset)
+        identity = self._rested.pop(offset, None)
+        if identity is not None:
+            line = self._rested_of[identity]
+            del line[offset]
+            if not line:
+                del self._rested_of[identity]
 
     def release(self, address: IPAddress, identity: IdentityId = NO_IDENTITY) -> None:
         """Let an address rest at the end of the line, remembered as that of `identity`; not held is no error."""
@@ -89,24 +101,25 @@ class AddressFifo:
         self._rested[offset] = identity
         self._rested_of.setdefault(identity, OrderedDict())[offset] = None
 
-    def _choose(self, identity: IdentityId) -> int | None:
-        own = self._rested_of.get(identity) if identity != NO_IDENTITY else None
-        if own:
-            return next(iter(own))
-        while self._fresh < self._end:
-            if self._fresh not in self._held and self._fresh not in self._rested:
-                return self._fresh
-            self._fresh += 1
-        return next(iter(self._rested), None)
+    def continue_after(self, address: IPAddress) -> None:
+        """Look for addresses never used behind this one first, and come round to the others later.
 
-    def _mark_held(self, offset: int) -> None:
-        self._held.add(offset)
-        identity = self._rested.pop(offset, None)
-        if identity is not None:
-            line = self._rested_of[identity]
-            del line[offset]
-            if not line:
-                del self._rested_of[identity]
+        After a restart nobody knows which ones rested; what was given last is the best guess at what did not.
+        """
+        self._fresh_next = self._following(int(address) - self._base)
+        self._fresh_left = self.capacity
+
+    def _find_fresh(self) -> int | None:
+        while self._fresh_left:
+            offset = self._fresh_next
+            if offset not in self._held and offset not in self._rested:
+                return offset
+            self._fresh_next = self._following(offset)
+            self._fresh_left -= 1
+        return None
+
+    def _following(self, offset: int) -> int:
+        return offset + 1 if offset + 1 < self._end else self._first
 
     def _address(self, offset: int) -> IPAddress:
         if self.cidr.version == 4:

@@ -7,12 +7,12 @@ quarantine, which only changes what is shown. An address never has two holders: 
 
 import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import IPv4Address, IPv6Address
 
-from podwire.control.ipam.fifo import NO_IDENTITY, AddressFifo
+from podwire.control.ipam.fifo import NO_IDENTITY, SMALLEST_CIDR, AddressFifo
 from podwire.model.endpoint import IPAddress
-from podwire.model.errors import AddressUnavailable, Bug, Exhausted
+from podwire.model.errors import AddressUnavailable, Bug, Exhausted, InvalidConfiguration
 from podwire.model.ids import EndpointId, IdentityId
 from podwire.model.request import IPNetwork
 
@@ -40,11 +40,17 @@ class Holding:
 
 
 class NodeIpam:
-    """The addresses of one node. `cidrs` must not overlap; several of one family are used in their order."""
+    """The addresses of one node; several CIDRs of one family are used in their order.
+
+    Raises InvalidConfiguration for CIDRs that overlap or are too small to hold a pod.
+    """
 
     def __init__(self, cidrs: Iterable[str | IPNetwork]) -> None:
-        self._pools = [AddressFifo(ipaddress.ip_network(cidr)) for cidr in cidrs]
+        networks = [ipaddress.ip_network(cidr) for cidr in cidrs]
+        _refuse_unusable(networks)
+        self._pools = [AddressFifo(network) for network in networks]
         self._holdings: dict[EndpointId, Holding] = {}
+        self._owners: dict[IPAddress, EndpointId] = {}
 
     @property
     def families(self) -> Sequence[int]:
@@ -69,21 +75,14 @@ class NodeIpam:
         """
         if owner in self._holdings:
             raise Bug(f"allocate addresses for endpoint {owner}: it has some already")
-        taken: list[IPAddress] = []
-        try:
-            for address in wanted:
-                taken.append(self._take_wanted(address))
-            for family in self.families:
-                if all(address.version != family for address in wanted):
-                    taken.append(self._take_next(family, identity))
-        except (Exhausted, AddressUnavailable):
-            for address in taken:
-                self._pool_of(address).release(address, identity)
-            raise
-        taken.sort(key=lambda address: address.version)
-        self._holdings[owner] = Holding(owner, tuple(taken), identity)
-        ipv4 = next((one for one in taken if isinstance(one, IPv4Address)), None)
-        ipv6 = next((one for one in taken if isinstance(one, IPv6Address)), None)
+        chosen = [self._check_wanted(address) for address in wanted]
+        for family in self.families:
+            if all(address.version != family for address in wanted):
+                chosen.append(self._choose_next(family, identity))
+        # Nothing was taken so far, so a refusal above leaves the lines as they were.
+        self._hold(Holding(owner, tuple(sorted(chosen, key=_version)), identity))
+        ipv4 = next((one for one in chosen if isinstance(one, IPv4Address)), None)
+        ipv6 = next((one for one in chosen if isinstance(one, IPv6Address)), None)
         return ipv4, ipv6
 
     def adopt(
@@ -94,31 +93,45 @@ class NodeIpam:
         identity: IdentityId = NO_IDENTITY,
         quarantined: bool = False,
     ) -> None:
-        """Hold again what a record says. Addresses of CIDRs that the node no longer has are held by name only.
+        """Hold again what a record says; called in the order in which the endpoints were made.
 
-        Raises Bug when somebody holds one of them: the journal gave one address twice.
+        Addresses that the node may no longer give out are held by name only. Raises Bug, changing nothing, when
+        somebody holds one of them: the journal gave one address twice.
         """
+        if owner in self._holdings:
+            raise Bug(f"adopt addresses for endpoint {owner}: it has some already")
+        for address in addresses:
+            if address in self._owners:
+                raise Bug(
+                    f"adopt {address} for endpoint {owner}: endpoint {self._owners[address]} holds it",
+                    hint="see `podwire endpoint list`; delete one of both pods",
+                )
+        self._hold(Holding(owner, tuple(addresses), identity, quarantined))
         for address in addresses:
             pool = self._find_pool(address)
-            if pool is not None and not pool.take(address):
-                raise Bug(f"adopt {address} for endpoint {owner}: it is held already")
-        self._holdings[owner] = Holding(owner, tuple(addresses), identity, quarantined)
+            if pool is not None:
+                pool.continue_after(address)
 
     def quarantine(self, owner: EndpointId) -> None:
         """Show the addresses of an ending endpoint as such; they stay held."""
         holding = self._holdings.get(owner)
         if holding is not None:
-            self._holdings[owner] = Holding(
-                owner, holding.addresses, holding.identity, quarantined=True
-            )
+            self._holdings[owner] = replace(holding, quarantined=True)
 
     def release(self, owner: EndpointId) -> None:
         """Let the addresses of an endpoint rest; an unknown owner is no error."""
         holding = self._holdings.pop(owner, None)
-        for address in holding.addresses if holding else ():
+        if holding is None:
+            return
+        for address in holding.addresses:
+            del self._owners[address]
             pool = self._find_pool(address)
             if pool is not None:
-                pool.release(address, holding.identity if holding else NO_IDENTITY)
+                pool.release(address, holding.identity)
+
+    def find_owner(self, address: IPAddress) -> EndpointId | None:
+        """Tell which endpoint holds an address."""
+        return self._owners.get(address)
 
     def holders(self) -> Mapping[EndpointId, Holding]:
         """Give a copy of what every endpoint holds."""
@@ -138,34 +151,42 @@ class NodeIpam:
                 router=pool.router,
                 capacity=pool.capacity,
                 held=pool.held,
-                quarantined=sum(address in pool for address in waiting),
+                quarantined=sum(pool.is_assignable(address) for address in waiting),
                 free=pool.free,
             )
             for pool in self._pools
         ]
 
-    def _take_wanted(self, address: IPAddress) -> IPAddress:
-        pool = self._find_pool(address)
-        if pool is None or not pool.is_assignable(address):
+    def _hold(self, holding: Holding) -> None:
+        self._holdings[holding.owner] = holding
+        for address in holding.addresses:
+            self._owners[address] = holding.owner
+            pool = self._find_pool(address)
+            if pool is not None:
+                pool.take(address)
+
+    def _check_wanted(self, address: IPAddress) -> IPAddress:
+        if self._find_pool(address) is None:
             cidrs = ", ".join(str(one.cidr) for one in self._pools) or "none"
             raise AddressUnavailable(
                 f"take address {address}: it is outside what the node may give out ({cidrs})",
-                hint="ask for an address of the node's CIDRs that is not its first or last one",
+                hint="ask for an address of the node's CIDRs that is neither of their first two nor their last one",
             )
-        if not pool.take(address):
-            owner = next((one for one in self._holdings.values() if address in one.addresses), None)
+        if address in self._owners:
             raise AddressUnavailable(
-                f"take address {address}: endpoint {owner.owner if owner else '?'} holds it",
-                hint="see `podwire ipam show --ip ADDRESS`",
+                f"take address {address}: endpoint {self._owners[address]} holds it",
+                hint=f"see `podwire ipam show --ip {address}`",
             )
         return address
 
-    def _take_next(self, family: int, identity: IdentityId) -> IPAddress:
+    def _choose_next(self, family: int, identity: IdentityId) -> IPAddress:
         pools = [pool for pool in self._pools if pool.cidr.version == family]
+        found = [pool.find_rested_of(identity) for pool in pools]
+        address = next((one for one in found if one is not None), None)
         for pool in pools:
-            address = pool.take_next(identity)
-            if address is not None:
-                return address
+            address = address or pool.find_next()
+        if address is not None:
+            return address
         full = ", ".join(f"{pool.cidr} ({pool.held} of {pool.capacity} held)" for pool in pools)
         raise Exhausted(
             f"take an IPv{family} address: none left in {full}",
@@ -173,9 +194,25 @@ class NodeIpam:
         )
 
     def _find_pool(self, address: IPAddress) -> AddressFifo | None:
-        return next((pool for pool in self._pools if address in pool), None)
+        """Give the CIDR that may give the address to a pod."""
+        return next((pool for pool in self._pools if pool.is_assignable(address)), None)
 
-    def _pool_of(self, address: IPAddress) -> AddressFifo:
-        pool = self._find_pool(address)
-        assert pool is not None
-        return pool
+
+def _version(address: IPAddress) -> int:
+    return address.version
+
+
+def _refuse_unusable(networks: Sequence[IPNetwork]) -> None:
+    for index, network in enumerate(networks):
+        if network.num_addresses < SMALLEST_CIDR:
+            raise InvalidConfiguration(
+                f"use {network} for pods: it has {network.num_addresses} addresses, and"
+                f" {SMALLEST_CIDR} are needed for one pod",
+                hint="give the node a larger range (node_cidrs)",
+            )
+        for other in networks[:index]:
+            if network.version == other.version and network.overlaps(other):
+                raise InvalidConfiguration(
+                    f"use {other} and {network} for pods: they overlap",
+                    hint="give the node ranges of its own (node_cidrs)",
+                )

@@ -11,6 +11,8 @@ from pathlib import Path
 from podwire.datapath import host
 from podwire.datapath.device import list_devices
 from podwire.datapath.inventory import remove_everything
+from podwire.datapath.node import OBJECTS
+from podwire.datapath.plan import DEFAULT_OBJECT_DIRECTORY
 from podwire.datapath.programs import list_versions
 from podwire.datapath.templates import read_template
 from podwire.kernel.netlink import NetlinkSocket
@@ -96,7 +98,7 @@ def _look_at_bpffs() -> Finding:
 
 def _look_at_programs() -> Finding:
     try:
-        template = read_template()
+        template = read_template(DEFAULT_OBJECT_DIRECTORY, OBJECTS)
     except PodwireError as error:
         return Finding("programs", "failure", error.message, error.hint or "run scripts/setup")
     return Finding("programs", "ok", f"template {template.id[:12]}")

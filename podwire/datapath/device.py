@@ -36,13 +36,14 @@ from podwire.kernel.rtnl.link import (
 from podwire.kernel.rtnl.route import RTM_NEWROUTE
 from podwire.kernel.rtnl.tc import (
     FROM_POD_HOOK,
+    RTM_NEWQDISC,
     TO_POD_HOOK,
     add_clsact,
     list_filters,
     read_bpf_filter,
     set_bpf_filter,
 )
-from podwire.kernel.sysctl import ensure_sysctl
+from podwire.kernel.sysctl import ensure_sysctl, sysctl_exists
 from podwire.model.endpoint import Device, EndpointRecord
 from podwire.model.errors import (
     Exhausted,
@@ -51,6 +52,7 @@ from podwire.model.errors import (
     InvalidEnvironment,
     KernelFailure,
     Unavailable,
+    Unsupported,
 )
 from podwire.model.ids import (
     DEVICE_HASH_DIGITS,
@@ -76,6 +78,8 @@ _FIRST_INDEX: Final = 1 << 20
 """Well above what the kernel hands out by itself, which counts up from 1."""
 _INDEX_PAIRS: Final = ((1 << 31) - _FIRST_INDEX) // 2 - 1
 _PLAN_TRIES: Final = 64
+_IPV6_MIN_MTU: Final = 1280
+"""RFC 8200, section 5; below it the kernel switches IPv6 off on the device."""
 _QUEUES: Final = 1
 """The kernel would make one per CPU, with files in sysfs for each, and use one."""
 _MAC_MARK: Final = device_mac(EndpointId(1), 1)[:5]
@@ -164,9 +168,9 @@ def create_device(
 
     The calling thread must be in the host's namespace. Two sends, because the kernel goes on
     after a failed request: had the first one failed, the others would hit whatever device has
-    that index. Raises InvalidConfiguration (the pod has an interface of that name),
-    ForeignObject, LeftoverDevice, Unavailable (an index is taken: plan again), KernelFailure;
-    nothing is left then.
+    that index. Raises InvalidConfiguration (the pod has an interface of that name, the MTU is
+    too small), ForeignObject, LeftoverDevice, Unavailable (an index is taken: plan again),
+    KernelFailure; nothing is left then.
     """
     if namespace.cookie == netns.current_cookie():
         raise InvalidEnvironment(
@@ -175,6 +179,12 @@ def create_device(
             hint="CNI_NETNS must name the container's namespace",
         )
     device = record.device
+    if record.ipv6 and device.mtu < _IPV6_MIN_MTU:
+        raise InvalidConfiguration(
+            f"create device pair {device.host_name!r}: MTU {device.mtu} is below IPv6's minimum"
+            f" of {_IPV6_MIN_MTU}",
+            hint="raise `mtu`, or give the pod IPv4 only",
+        )
     pair = create_veth(
         LinkEnd(
             device.host_name,
@@ -189,7 +199,10 @@ def create_device(
     )
     failure = netlink.attempt([pair])[0]
     if failure is not None:
-        raise _explain(netlink, record, namespace, failure) from failure
+        cause = _explain(netlink, record, namespace, failure)
+        # What had the name may be gone by now: a pair dies with its namespace, whenever the kernel likes.
+        if not isinstance(cause, Unavailable) or netlink.attempt([pair])[0] is not None:
+            raise cause from failure
     try:
         _furnish(netlink, record, side)
     except BaseException:
@@ -340,60 +353,75 @@ class Reaper:
 def _furnish(
     netlink: NetlinkSocket, record: EndpointRecord, side: HostSide, *, replace: bool = False
 ) -> None:
-    """Give an existing pair its host side; every request may find its work done."""
+    """Give an existing pair its host side; with `replace`, every request may find its work done."""
     device = record.device
+    index, name = device.host_ifindex, device.host_name
     programs = side.programs
     requests = [
-        add_clsact(device.host_ifindex),
-        set_bpf_filter(device.host_ifindex, FROM_POD_HOOK, programs.from_pod_fd, "from_pod"),
-        set_bpf_filter(device.host_ifindex, TO_POD_HOOK, programs.to_pod_fd, "to_pod"),
+        add_clsact(index),
+        set_bpf_filter(index, FROM_POD_HOOK, programs.from_pod_fd, "from_pod"),
+        set_bpf_filter(index, TO_POD_HOOK, programs.to_pod_fd, "to_pod"),
+        set_link(index, name=name, no_link_local=True),
         set_link(
-            device.host_ifindex,
-            name=device.host_name,
+            index,
+            name=name,
+            up=True,
             alias=device_alias(side.node_name, record.id),
             mtu=device.mtu if replace else 0,
             mac=device.host_mac if replace else "",
-            no_link_local=True,
         ),
-        set_link(device.host_ifindex, name=device.host_name, up=True),
         *plan_requests(record, side.sources, replace=replace),
     ]
     if replace:
         require_free_destinations(netlink, record)
-    failures = netlink.attempt(requests)
-    if replace and failures[0] is not None and failures[0].errno == errno.EEXIST:
-        failures[0] = None
     again = [
-        request for request, failure in zip(requests, failures, strict=True) if failure is not None
+        (request, failure)
+        for request, failure in zip(requests, netlink.attempt(requests), strict=True)
+        if failure is not None and not _is_harmless(record, request, failure, replace=replace)
     ]
     if again:
-        _furnish_again(netlink, record, side, again, [one for one in failures if one is not None])
+        _furnish_again(netlink, record, side, again)
+
+
+def _is_harmless(
+    record: EndpointRecord, request: Request, failure: KernelFailure, *, replace: bool
+) -> bool:
+    """Tell whether a request failed because nothing was to do: hooks in place, or a host without
+    IPv6.
+    """
+    if failure.errno == errno.EEXIST:
+        return replace and request.type == RTM_NEWQDISC
+    return failure.errno == errno.EAFNOSUPPORT and not record.ipv6
 
 
 def _furnish_again(
     netlink: NetlinkSocket,
     record: EndpointRecord,
     side: HostSide,
-    requests: list[Request],
-    failures: list[KernelFailure],
+    failed: list[tuple[Request, KernelFailure]],
 ) -> None:
-    """Remove what can stand in the way (IPv6 off for new devices, a stale route of ours), and
-    try once more.
+    """Remove what can stand in the way (IPv6 off for new devices, a stale route of ours), try
+    once more.
     """
-    if all(failure.errno == errno.EEXIST for failure in failures) and all(
-        request.type == RTM_NEWROUTE for request in requests
-    ):
+    first = failed[0][1]
+    numbers = {failure.errno for _, failure in failed}
+    if numbers == {errno.EEXIST} and all(request.type == RTM_NEWROUTE for request, _ in failed):
         require_free_destinations(netlink, record)
         netlink.execute(plan_requests(record, side.sources, replace=True))
         return
-    if record.ipv6 and any(failure.errno in (errno.EACCES, errno.EINVAL) for failure in failures):
-        written = ensure_sysctl("0", "ipv6", "conf", record.device.host_name, "disable_ipv6")
-        if written is not None:
-            netlink.execute(requests)
+    if record.ipv6 and numbers <= {errno.EACCES, errno.EINVAL, errno.EAFNOSUPPORT}:
+        path = ("ipv6", "conf", record.device.host_name, "disable_ipv6")
+        if not sysctl_exists(*path):
+            raise Unsupported(
+                f"give pod device {record.device.host_name!r} an IPv6 route: this host has no IPv6",
+                hint="give pods IPv4 only, or boot without ipv6.disable",
+            ) from first
+        if ensure_sysctl("0", *path) is not None:
+            netlink.execute([request for request, _ in failed])
             return
-    if failures[0].errno in (errno.EOPNOTSUPP, errno.ENOENT):
-        raise explain_failure(failures[0], Feature.CLSACT_BPF)
-    raise failures[0]
+    if first.errno in (errno.EOPNOTSUPP, errno.ENOENT):
+        raise explain_failure(first, Feature.CLSACT_BPF)
+    raise first
 
 
 def _compare_programs(netlink: NetlinkSocket, device: Device, programs: Programs) -> list[str]:

@@ -34,7 +34,10 @@ from podwire.kernel.sysctl import ensure_sysctl, read_sysctl, sysctl_exists, wri
 from podwire.model.endpoint import IPAddress
 from podwire.model.errors import KernelFailure, Unavailable
 
-_LEGACY_TABLES: Final = {4: "/proc/net/ip_tables_names", 6: "/proc/net/ip6_tables_names"}
+_LEGACY_TABLES: Final = {
+    4: "/proc/thread-self/net/ip_tables_names",
+    6: "/proc/thread-self/net/ip6_tables_names",
+}
 _LEGACY_COMMANDS: Final = {4: "iptables-legacy", 6: "ip6tables-legacy"}
 _RTPROT_RA: Final = 9
 _RTPROT_KERNEL: Final = 2

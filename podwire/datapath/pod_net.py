@@ -126,17 +126,7 @@ def configure_pod(record: EndpointRecord, namespace: PodNamespace, *, route_mtu:
         families = [
             plan_family(device, address, route_mtu=route_mtu) for address in record.addresses
         ]
-        index = device.pod_ifindex
-        netlink.execute(
-            [
-                set_link(_LOOPBACK_INDEX, name="lo", up=True),
-                # By itself: in one message the kernel would set it up first, and make the address.
-                set_link(index, name=device.pod_name, no_link_local=True),
-                *(add_address(family.address) for family in families),
-                set_link(index, name=device.pod_name, up=True),
-                *(set_neighbour(family.neighbour) for family in families),
-            ]
-        )
+        _set_up(netlink, record, families)
         _add_routes(netlink, families)
 
 
@@ -203,6 +193,24 @@ def _write_settings(record: EndpointRecord) -> None:
         # Some runtimes switch IPv6 off in every new namespace.
         for device in (name, "lo"):
             ensure_sysctl("0", "ipv6", "conf", device, "disable_ipv6")
+
+
+def _set_up(netlink: NetlinkSocket, record: EndpointRecord, families: list[FamilyPlan]) -> None:
+    """Addresses first, then up, so that nobody sees the interface run without them."""
+    device = record.device
+    # By itself: in one message the kernel would set the device up first, and make the address.
+    quiet = set_link(device.pod_ifindex, name=device.pod_name, no_link_local=True)
+    requests = [
+        set_link(_LOOPBACK_INDEX, name="lo", up=True),
+        quiet,
+        *(add_address(family.address) for family in families),
+        set_link(device.pod_ifindex, name=device.pod_name, up=True),
+        *(set_neighbour(family.neighbour) for family in families),
+    ]
+    for request, failure in zip(requests, netlink.attempt(requests), strict=True):
+        without_ipv6 = failure is not None and failure.errno == errno.EAFNOSUPPORT
+        if failure is not None and not (request is quiet and without_ipv6 and not record.ipv6):
+            raise failure
 
 
 def _add_routes(netlink: NetlinkSocket, families: list[FamilyPlan]) -> None:

@@ -3,7 +3,8 @@
 Towards the pod: the host device's own queue (such an endpoint carries a flag, and the fast path
 sends through that queue, since a redirect to the peer would skip it). From the pod: the queue of
 the pod's end. Called on ADD, and on a running pod when its limits change. Only buckets with our
-handle are changed or removed. CNI speaks of bits; the kernel of bytes.
+handle are changed or removed. CNI speaks of bits; the kernel of bytes. A pod with NET_ADMIN can
+lift the limit on what it sends itself: it owns that queue.
 """
 
 import errno

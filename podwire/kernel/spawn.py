@@ -54,6 +54,10 @@ class Child:
     _pidfd: Fd = field(repr=False)
     _status: int | None = None
 
+    def fileno(self) -> int:
+        """Give the descriptor that becomes readable when the child ends."""
+        return self._pidfd.fileno()
+
     def wait(self, timeout_s: float | None) -> int | None:
         """Wait for the end; gives the exit status (negative = signal), or None when the time is
         over.
@@ -161,7 +165,7 @@ def run(
         with contextlib.closing(child):
             for used in (stdin.reader, stdout.writer, stderr.writer):
                 used.close()
-            output = _converse(arguments[0], (stdin, stdout, stderr), input_bytes, deadline)
+            output = _converse(child, (stdin, stdout, stderr), input_bytes, deadline)
             status = child.wait(deadline - time.monotonic())
             if status is None:
                 raise _too_late(arguments[0])
@@ -182,9 +186,13 @@ def _pipe() -> Iterator[_Pipe]:
 
 
 def _converse(
-    name: str, pipes: tuple[_Pipe, _Pipe, _Pipe], input_bytes: bytes, deadline: float
+    child: Child, pipes: tuple[_Pipe, _Pipe, _Pipe], input_bytes: bytes, deadline: float
 ) -> tuple[bytes, bytes]:
-    """Feed the child's input and take its output until it closed both streams."""
+    """Feed the child's input and take its output until it closed both streams or ended.
+
+    A grandchild may keep the streams open for long: what the child itself wrote is in the pipes
+    when it has ended.
+    """
     stdin, stdout, stderr = pipes
     os.set_blocking(stdin.writer.fileno(), False)
     output = {stdout.reader.fileno(): bytearray(), stderr.reader.fileno(): bytearray()}
@@ -194,20 +202,30 @@ def _converse(
         if not rest:
             stdin.writer.close()
         writing = [stdin.writer.fileno()] if rest else []
-        left = deadline - time.monotonic()
-        readable, writable, _ = select.select(list(reading), writing, [], max(0.0, left))
-        if left <= 0 and not readable:
-            raise _too_late(name)
+        ended = child.wait(0) is not None
+        limit = 0.0 if ended else max(0.0, deadline - time.monotonic())
+        watched = [*reading, *([] if ended else [child.fileno()])]
+        readable, writable, _ = select.select(watched, writing, [], limit)
+        if ended and not readable:
+            break
+        if not readable and not writable:
+            raise _too_late(child.name)
         if writable:
             rest = _feed(stdin.writer.fileno(), rest)
-        for fd in readable:
-            chunk = os.read(fd, _CHUNK_BYTES)
-            output[fd] += chunk
-            if not chunk:
+        for fd in reading.intersection(readable):
+            if not _take(child.name, fd, output[fd]):
                 reading.discard(fd)
-            if len(output[fd]) > _OUTPUT_MAX_BYTES:
-                raise KernelFailure(errno.EFBIG, "read the output of", name)
-    return tuple(bytes(data) for data in output.values())  # type: ignore[return-value]
+    first, second = output.values()
+    return bytes(first), bytes(second)
+
+
+def _take(name: str, fd: int, output: bytearray) -> bool:
+    """Add what is there to read to `output`; False at the end of the stream."""
+    chunk = os.read(fd, _CHUNK_BYTES)
+    output += chunk
+    if len(output) > _OUTPUT_MAX_BYTES:
+        raise KernelFailure(errno.EFBIG, "read the output of", name)
+    return bool(chunk)
 
 
 def _feed(fd: int, rest: memoryview) -> memoryview:

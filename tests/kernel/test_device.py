@@ -22,7 +22,7 @@ from podwire.datapath.device import (
     repair_device,
     require_owned,
 )
-from podwire.datapath.pod_net import configure_pod
+from podwire.datapath.pod_net import compare_pod, configure_pod
 from podwire.datapath.routes import SourceAddresses, list_pod_routes, remove_host_routes
 from podwire.kernel import probe
 from podwire.kernel.netlink import NetlinkSocket, Request
@@ -454,6 +454,22 @@ def test_a_namespace_that_is_the_hosts_own_is_refused(
     with pytest.raises(InvalidEnvironment, match="host's own"):
         create_device(netlink, make_record(1), host.pod, side)
     assert _links(host) == {"lo"}
+
+
+def test_an_mtu_that_ipv6_cannot_use_is_the_requests_fault(
+    host: Namespace,
+    netlink: NetlinkSocket,
+    pod: Namespace,
+    side: HostSide,
+    make_record: RecordMaker,
+) -> None:
+    with pytest.raises(InvalidConfiguration, match="1280"):
+        create_device(netlink, make_record(1, mtu=1279), pod.pod, side)
+    assert _links(host) == {"lo"}
+    small = make_record(2, namespace=pod, mtu=1279, families="4")
+    create_device(netlink, small, pod.pod, side)
+    configure_pod(small, pod.pod)
+    assert compare_device(netlink, small, side) == compare_pod(small, pod.pod) == []
 
 
 def test_a_kernel_without_pairs_is_unsupported(

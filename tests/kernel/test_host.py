@@ -1,6 +1,7 @@
 """The host is prepared once and put back, obstacles are named with what to do, the MTU is found."""
 
 import ipaddress
+import shutil
 
 import pytest
 
@@ -101,6 +102,22 @@ def test_a_forward_chain_that_drops_is_named_with_dockers_way_out(
     assert len(found) == 1
     assert "FORWARD" in found[0].message
     assert "DOCKER-USER" in found[0].hint
+
+
+@pytest.mark.skipif(shutil.which("iptables-legacy") is None, reason="iptables-legacy is missing")
+@pytest.mark.parametrize(
+    ("command", "version"), [("iptables-legacy", 4), ("ip6tables-legacy", 6)], ids=["ipv4", "ipv6"]
+)
+def test_a_legacy_forward_policy_is_named(
+    host: Namespace, netlink: NetlinkSocket, command: str, version: int
+) -> None:
+    families = {"ipv4": version == 4, "ipv6": version == 6}
+    prepare_host(netlink, **families)
+    with Nftables() as tables:
+        assert find_warnings(netlink, tables, **families) == []
+        host.run(command, "-P", "FORWARD", "DROP")
+        found = find_warnings(netlink, tables, **families)
+    assert [command in warning.message for warning in found] == [True]
 
 
 def test_a_learnt_default_route_that_will_expire_is_named(

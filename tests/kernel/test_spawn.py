@@ -148,3 +148,17 @@ def test_library_is_not_forked() -> None:
     os.register_at_fork(before=lambda: called.append(1))
     run(["true"], timeout_s=10)
     assert called == []
+
+
+def test_a_daemon_that_keeps_the_streams_open_does_not_hold_up_the_answer() -> None:
+    began = time.monotonic()
+    done = run(["sh", "-c", "sleep 30 & echo $!; echo answer"], timeout_s=20)
+    assert time.monotonic() - began < 10
+    pid, answer = done.stdout.split()
+    os.kill(int(pid), 9)
+    assert (done.status, answer) == (0, b"answer")
+
+
+def test_a_closed_output_does_not_end_the_wait_for_the_child() -> None:
+    done = run(["sh", "-c", "exec >&- 2>&-; sleep 0.2; exit 7"], timeout_s=20)
+    assert done.status == 7

@@ -24,7 +24,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from podwire.agent.metrics import CONTENT_TYPE
+from podwire.agent.metrics import CONTENT_TYPE, Metrics
 from podwire.agent.openapi import PATH_PARTS, PREFIX, Call, Parameter, Route
 from podwire.agent.rest import ROUTES, Api, error_answer, make_refusal
 from podwire.control.flows.filter import FlowFilter
@@ -258,6 +258,32 @@ class ApiServer:
         finally:
             for one in waits:
                 one.cancel()
+
+
+@contextlib.asynccontextmanager
+async def serving_metrics(listen: str, metrics: Metrics) -> AsyncIterator[None]:
+    """Serve `/metrics` alone on a TCP address, for a scraper that has no access to the API socket."""
+
+    async def answer(_request: web.Request) -> web.Response:
+        text = await asyncio.get_running_loop().run_in_executor(None, metrics.render)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
+
+    application = web.Application(client_max_size=0)
+    application.router.add_get("/metrics", answer)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        host, _, port = listen.rpartition(":")
+        try:
+            await web.TCPSite(runner, host.strip("[]"), int(port)).start()
+        except OSError as error:
+            raise StorageFailure(
+                f"listen on {listen!r} for metrics: {error.strerror or error}",
+                hint="see the setting metrics_listen",
+            ) from error
+        yield
+    finally:
+        await runner.cleanup()
 
 
 class _Refusal(asyncio.Protocol):

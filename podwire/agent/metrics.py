@@ -163,7 +163,7 @@ def _read_or_skip(gauge: Gauge) -> Mapping[tuple[str, ...], float]:
 
 HISTOGRAMS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "cni_request_seconds": (
-        "CNI requests, from being taken up by a thread to the outcome",
+        "CNI requests, from the whole frame to the reply",
         ("command", "outcome"),
     ),
     "operation_step_seconds": ("Steps of ADD and DEL", ("operation", "step")),

@@ -71,9 +71,6 @@ OTHER_VALUES: dict[str, tuple[str, Any]] = {
     "conntrack_quota": ("100", 100),
     "status_grace_s": ("120", 120),
     "status_on_exhaustion": ("false", False),
-    "cni_install": ("true", True),
-    "cni_conf_dir": ("/x/net.d", Path("/x/net.d")),
-    "cni_bin_dir": ("/x/bin", Path("/x/bin")),
     "flow_ring": ("16", 16),
     "log_level": ("debug", "debug"),
     "log_format": ("json", "json"),
@@ -108,6 +105,7 @@ def test_a_key_of_a_later_capability_takes_only_what_works(key: str) -> None:
         "list of strings": '["x"]',
         "boolean": "true",
         "string": '"x"',
+        "path": '"/x"',
     }.get(row.kind.name) or {
         "ipam": '"pool"',
         "datapath": '"netkit"',

@@ -77,7 +77,12 @@ def test_an_ingress_event_names_the_endpoint_as_destination() -> None:
 def test_arp_and_unknown_ends_have_no_names() -> None:
     flow = make_flow(ethertype=0x0806, protocol="", source="", destination="", endpoint=0)
     assert flow.protocol == "arp"
-    assert flow.source == FlowEnd(identity=0, port=4000)
+    assert flow.source == FlowEnd(identity=0)
+
+
+def test_the_type_of_an_icmp_message_is_no_port() -> None:
+    flow = make_flow(protocol="icmp", source_port=8)
+    assert (flow.source.port, flow.destination.port) == (0, 0)
 
 
 def test_json_has_the_names_of_the_contract() -> None:

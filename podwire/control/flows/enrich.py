@@ -14,6 +14,7 @@ from podwire.model.flow import FlowEvent
 ETHERTYPE_ARP = 0x0806
 _TCP_FLAGS = ((0x02, "SYN"), (0x10, "ACK"), (0x01, "FIN"), (0x04, "RST"), (0x08, "PSH"))
 _EGRESS = "egress"
+_WITH_PORTS = frozenset({"tcp", "udp", "sctp"})
 
 
 class NamedEndpoint(Protocol):
@@ -64,6 +65,7 @@ class FlowMaker:
         """Describe an event. The end at whose hook it happened is known by number, the other by
         address."""
         own = self._by_id(event.endpoint)
+        has_ports = event.protocol in _WITH_PORTS
         source = own if event.direction == _EGRESS else self._find(event.source)
         destination = self._find(event.destination) if event.direction == _EGRESS else own
         return Flow(
@@ -75,9 +77,12 @@ class FlowMaker:
             direction=event.direction,
             hook=event.hook,
             path=event.path,
-            source=_end(source, event.source_identity, event.source, event.source_port),
+            source=_end(source, event.source_identity, event.source, has_ports * event.source_port),
             destination=_end(
-                destination, event.destination_identity, event.destination, event.destination_port
+                destination,
+                event.destination_identity,
+                event.destination,
+                has_ports * event.destination_port,
             ),
             protocol="arp" if event.ethertype == ETHERTYPE_ARP else event.protocol,
             tcp_flags=",".join(name for bit, name in _TCP_FLAGS if event.tcp_flags & bit),

@@ -1,0 +1,474 @@
+"""The agent's entry: builds the object graph, opens every long-lived resource in one stack, runs one task group.
+
+`podwire-agent` calls `main`. Order matters and is this file's only subject: settings, locks, journal, kernel,
+restore, spool, sockets. The sockets open last, so that nobody is answered from half a node; they close first.
+Stopping leaves pods running: programs, maps, devices and records stay. Nothing here decides about endpoints.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import monotonic
+
+from podwire import __version__
+from podwire.agent import loops, measured
+from podwire.agent.api_socket import ApiServer, open_unix_socket, serving_metrics
+from podwire.agent.cni_requests import CniRequests
+from podwire.agent.cni_socket import CniServer
+from podwire.agent.config_reload import LiveConfig
+from podwire.agent.dispatch import Dispatcher
+from podwire.agent.health import AliveFile, Health
+from podwire.agent.loops import Duties, EventPump
+from podwire.agent.metrics import Metrics
+from podwire.agent.rest import Api, MapReaders, NodeFacts
+from podwire.agent.spool import Spool
+from podwire.cni.netconf import decode_request
+from podwire.control.attach.ending import Endings
+from podwire.control.attach.restore import Restorer, RestoreReport
+from podwire.control.attach.service import AttachService
+from podwire.control.attach.steps import Context
+from podwire.control.endpoint.regenerate import Regenerator
+from podwire.control.endpoint.table import EndpointTable
+from podwire.control.flows.enrich import FlowMaker
+from podwire.control.flows.ring import FlowRing
+from podwire.control.ipam.node import NodeIpam
+from podwire.datapath import abi, rows
+from podwire.datapath.events import hook_name, reason_name
+from podwire.datapath.node import KernelDatapath
+from podwire.datapath.plan import NodePlan
+from podwire.journal.directories import RunDirectories
+from podwire.journal.lock import locked_state_directory
+from podwire.kernel.clock import KernelClock
+from podwire.model import log
+from podwire.model.config import AgentConfig
+from podwire.model.config_help import help_text
+from podwire.model.config_sources import (
+    CONFIG_FILE_MAX_BYTES,
+    DEFAULT_CONFIG_FILE,
+    Arguments,
+    Settled,
+    parse_arguments,
+    settle,
+)
+from podwire.model.endpoint import EndpointRecord
+from podwire.model.errors import (
+    Bug,
+    Conflict,
+    InvalidConfiguration,
+    PodwireError,
+)
+from podwire.model.ids import EndpointId
+from podwire.model.interfaces import EndpointConfig
+from podwire.model.request import AttachRequest
+from podwire.model.wire import SPOOL_DIRECTORY, Frame
+
+EXIT_OF: Mapping[type[PodwireError], int] = {
+    InvalidConfiguration: 2,
+    Conflict: 5,
+    Bug: 70,
+    PodwireError: 1,
+}
+"""Exit code of a start that failed, by the nearest class of its error."""
+CONFIG_VARIABLE = "PODWIRE_CONFIG"
+STOP_DEADLINE_S = 10.0
+"""How long requests may still run after SIGTERM; then ADDs are cancelled and undone."""
+THREADS = 2
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One agent's parts, opened and restored, before anybody can ask for anything."""
+
+    live: LiveConfig
+    clock: KernelClock
+    journal: measured.MeasuredJournal
+    datapath: KernelDatapath
+    table: EndpointTable
+    ipam: NodeIpam
+    endings: Endings
+    regenerator: Regenerator
+    attachments: AttachService
+    directories: RunDirectories
+    turn: threading.RLock
+    health: Health
+    metrics: Metrics
+    flows: FlowRing
+    started_boottime_ns: int
+
+    @property
+    def config(self) -> AgentConfig:
+        """The settings in force."""
+        return self.live.current
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the agent until SIGTERM or SIGINT; gives the exit code. Failing to start is one line on stderr and a hint."""
+    begin_s = monotonic()
+    parsed = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    if parsed.wants_help or parsed.wants_version:
+        print(help_text() if parsed.wants_help else f"podwire-agent {__version__}")
+        return 0
+    try:
+        settled = read_settings(parsed)
+        log.configure(settled.config.report.log_level, settled.config.report.log_format)
+        for warning in settled.warnings:
+            _log.warning("an environment variable is no setting", extra={"cause": warning})
+        with ExitStack() as stack:
+            node = open_node(settled, stack)
+            asyncio.run(serve(node, partial(read_settings, parsed), begin_s))
+    except PodwireError as error:
+        print(f"podwire-agent: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"podwire-agent: hint: {error.hint}", file=sys.stderr)
+        return next(EXIT_OF[kind] for kind in type(error).__mro__ if kind in EXIT_OF)
+    return 0
+
+
+def read_settings(parsed: Arguments) -> Settled:
+    """Read file and environment; raises InvalidConfiguration with every fault. A named file must be there."""
+    named = parsed.config or os.environ.get(CONFIG_VARIABLE)
+    path = Path(named or DEFAULT_CONFIG_FILE)
+    text = ""
+    try:
+        raw = path.read_bytes()
+        if len(raw) > CONFIG_FILE_MAX_BYTES:
+            raise InvalidConfiguration(
+                f"read settings {str(path)!r}: larger than {CONFIG_FILE_MAX_BYTES} bytes"
+            )
+        text = raw.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        if named or not isinstance(error, FileNotFoundError):
+            raise InvalidConfiguration(
+                f"read settings {str(path)!r}: {getattr(error, 'strerror', None) or error}",
+                hint="name the file with --config FILE; docs/configuration.md lists its keys",
+            ) from error
+    return settle(
+        host_name=socket.gethostname(),
+        arguments=parsed,
+        environment=os.environ,
+        text=text,
+        file_name=str(path),
+    )
+
+
+def open_node(settled: Settled, stack: ExitStack) -> Node:
+    """Open state and kernel and bring them together; what is opened is closed by `stack`."""
+    config = settled.config
+    clock, health, metrics = KernelClock(), Health(KernelClock()), Metrics()
+    started_ns = clock.boottime_ns()
+    stack.enter_context(locked_state_directory(config.files.state_dir))
+    stack.enter_context(locked_state_directory(config.files.run_dir))
+    journal = measured.MeasuredJournal(
+        config.files.state_dir / "journal.db", metrics=metrics, health=health
+    )
+    stack.callback(journal.close)
+    live = LiveConfig(settled)
+    datapath = stack.enter_context(KernelDatapath(plan_node(config)))
+    node = _compose(live, journal, datapath, clock, health, metrics, started_ns)
+    _prepare_reload(node)
+    _report_restore(_restore(node), node)
+    return node
+
+
+def plan_node(config: AgentConfig) -> NodePlan:
+    """Say what the node's datapath is to be. There is no overlay: no tunnel port is guarded."""
+    return NodePlan(
+        node_name=config.node.node_name,
+        bpf_dir=config.files.bpf_dir,
+        mtu=config.datapath.mtu,
+        node_address=config.node.node_address,
+        cluster_cidrs=config.node.cluster_cidrs,
+        node_cidrs=config.node.node_cidrs,
+        masquerade=config.datapath.masquerade,
+        masquerade_except=config.datapath.masquerade_except,
+        conntrack_entries=config.datapath.conntrack_entries,
+        conntrack_quota=config.datapath.conntrack_quota,
+    )
+
+
+def _compose(
+    live: LiveConfig,
+    journal: measured.MeasuredJournal,
+    datapath: KernelDatapath,
+    clock: KernelClock,
+    health: Health,
+    metrics: Metrics,
+    started_ns: int,
+) -> Node:
+    config = live.current
+    table = EndpointTable()
+    ipam = NodeIpam(config.node.node_cidrs)
+    directories = RunDirectories(config.files.run_dir / "endpoints")
+    regenerator = Regenerator(
+        table=table,
+        datapath=datapath,
+        directories=directories,
+        clock=clock,
+        desired=lambda _endpoint: EndpointConfig(host_allowed=live.current.datapath.host_access),
+    )
+    context = Context(datapath, regenerator)
+    endings = Endings(
+        table=table, journal=journal, ipam=ipam, context=context, directories=directories
+    )
+    turn = threading.RLock()
+    attachments = AttachService(
+        journal=journal,
+        datapath=datapath,
+        ipam=ipam,
+        table=table,
+        endings=endings,
+        context=context,
+        clock=clock,
+        turn=turn,
+        mode=config.datapath.datapath,
+        status_on_exhaustion=config.cni.status_on_exhaustion,
+        observe=metrics.observe_step,
+    )
+    flows = FlowRing(config.report.flow_ring)
+    return Node(
+        live,
+        clock,
+        journal,
+        datapath,
+        table,
+        ipam,
+        endings,
+        regenerator,
+        attachments,
+        directories,
+        turn,
+        health,
+        metrics,
+        flows,
+        started_ns,
+    )
+
+
+def _restore(node: Node) -> RestoreReport:
+    restorer = Restorer(
+        journal=node.journal,
+        datapath=node.datapath,
+        ipam=node.ipam,
+        table=node.table,
+        endings=node.endings,
+        regenerator=node.regenerator,
+        directories=node.directories,
+        clock=node.clock,
+    )
+    with node.turn:
+        return restorer.restore()
+
+
+def _report_restore(report: RestoreReport, node: Node) -> None:
+    for name in report.removed:
+        _log.info("removed what no record owns", extra={"cause": name})
+    _log.info(
+        "restored endpoints",
+        extra={
+            "count": report.adopted,
+            "cause": f"ended {report.ended}, gone {report.gone}, of another boot {report.rebooted}",
+        },
+    )
+    node.health.report("restore", ok=True)
+
+
+def _prepare_reload(node: Node) -> None:
+    def apply_masquerade(config: AgentConfig) -> None:
+        with node.turn:
+            node.datapath.change_plan(plan_node(config))
+
+    node.live.apply_with("log_level", lambda config: log.set_level(config.report.log_level))
+    node.live.apply_with("masquerade", apply_masquerade)
+
+
+async def serve(node: Node, read_again: Callable[[], Settled], begin_s: float) -> None:
+    """Open the sockets, run the loops until a signal comes, then close in reverse."""
+    stop = asyncio.Event()
+    _handle_signals(node, stop, read_again)
+    async with AsyncExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(THREADS, thread_name_prefix="duty"))
+        files = node.config.files
+        spool = Spool(files.run_dir / SPOOL_DIRECTORY, node.clock, _decode_spooled)
+        dispatcher = Dispatcher(node.attachments, spool, node.clock)
+        stack.push_async_callback(dispatcher.close, STOP_DEADLINE_S)
+        await dispatcher.replay()
+        pump = _start_events(node, stack)
+        duties = _make_duties(node, dispatcher, threads)
+        await _open_doors(node, dispatcher, pump, stack)
+        node.health.report("agent", ok=True)
+        ms = (monotonic() - begin_s) * 1000
+        _log.info(
+            "ready",
+            extra={
+                "node": node.config.node.node_name,
+                "version": __version__,
+                "pid": os.getpid(),
+                "ms": ms,
+            },
+        )
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(loops.supervise(name, run, duties), name=name)
+                for name, run in loops.LOOPS.items()
+            ]
+            await stop.wait()
+            for task in running:
+                task.cancel()
+    _log.info("stopped; pods keep running", extra={"count": len(node.table)})
+
+
+async def _open_doors(
+    node: Node, dispatcher: Dispatcher, pump: EventPump, stack: AsyncExitStack
+) -> None:
+    files, metrics = node.config.files, node.metrics
+    api = ApiServer(_make_api(node, pump))
+    listener = open_unix_socket(files.api_socket)
+    await stack.enter_async_context(api.serving(listener, files.api_socket))
+    if node.config.report.metrics_listen:
+        listen = node.config.report.metrics_listen
+        await stack.enter_async_context(serving_metrics(listen, metrics))
+    cni = CniServer(
+        CniRequests(dispatcher, metrics).answer,
+        lambda limit: metrics.count("refused_requests", ("cni", limit)),
+    )
+    listener = open_unix_socket(files.cni_socket)
+    await stack.enter_async_context(cni.serving(listener, files.cni_socket, STOP_DEADLINE_S))
+
+
+def _handle_signals(node: Node, stop: asyncio.Event, read_again: Callable[[], Settled]) -> None:
+    loop = asyncio.get_running_loop()
+
+    def end(name: str) -> None:
+        _log.info("stopping", extra={"signal": name})
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end, number.name)
+    # On a thread: a changed setting may wait for the node's turn.
+    loop.add_signal_handler(
+        signal.SIGHUP, lambda: loop.run_in_executor(None, node.live.reload, read_again)
+    )
+
+
+def _start_events(node: Node, stack: AsyncExitStack) -> EventPump:
+    def by_id(number: int) -> EndpointRecord | None:
+        endpoint = node.table.get(EndpointId(number))
+        return None if endpoint is None else endpoint.record
+
+    def by_address(address: str) -> EndpointRecord | None:
+        endpoint = node.table.get_by_address(address)
+        return None if endpoint is None else endpoint.record
+
+    maker = FlowMaker(
+        node.config.node.node_name,
+        by_address=by_address,
+        by_id=by_id,
+        wall_offset_ns=lambda: time.time_ns() - node.clock.boottime_ns(),
+    )
+    source = stack.enter_context(node.datapath.open_events())
+    pump = EventPump(source, maker, node.flows)
+    pump.start()
+    stack.callback(pump.stop)
+    return pump
+
+
+def _make_duties(node: Node, dispatcher: Dispatcher, threads: ThreadPoolExecutor) -> Duties:
+    def list_warnings() -> Sequence[str]:
+        with node.turn:
+            found = node.datapath.find_host_warnings()
+        return [f"{one.message}; {one.hint}" for one in found]
+
+    return Duties(
+        attachments=node.attachments,
+        table=node.table,
+        regenerator=node.regenerator,
+        datapath=node.datapath,
+        turn=node.turn,
+        health=node.health,
+        metrics=node.metrics,
+        alive=AliveFile(node.config.files.run_dir, node.clock, node.config.cni.status_grace_s),
+        backlog=lambda: len(node.endings),
+        list_warnings=list_warnings,
+        replay=dispatcher.replay,
+        threads=threads,
+    )
+
+
+def _make_api(node: Node, pump: EventPump) -> Api:
+    datapath = node.datapath
+    node.metrics.look_up(
+        measured.list_gauges(
+            measured.Measured(
+                table=node.table,
+                ipam=node.ipam,
+                backlog=lambda: len(node.endings),
+                flows=node.flows,
+                events_lost=lambda: pump.lost,
+                health=node.health,
+                packets=lambda: _count_packets(datapath),
+                maps=lambda: rows.describe_maps(datapath.maps),
+                started_unix_s=time.time(),
+            )
+        )
+    )
+    return Api(
+        config=node.live,
+        table=node.table,
+        ipam=node.ipam,
+        journal=node.journal,
+        datapath=datapath,
+        flows=node.flows,
+        health=node.health,
+        metrics=node.metrics,
+        clock=node.clock,
+        turn=node.turn,
+        maps=MapReaders(
+            describe=lambda: rows.describe_maps(datapath.maps),
+            rows=lambda name, limit: rows.read_rows(datapath.maps, name, limit),
+        ),
+        facts=NodeFacts(
+            addresses=datapath.node_addresses,
+            mtu=datapath.mtu,
+            template=datapath.template_id,
+            abi_version=abi.ABI_VERSION,
+            reserved_identities={
+                one.value: one.name.lower().replace("_", "-") for one in abi.Identity if one.value
+            },
+        ),
+        detach=lambda record: node.attachments.delete(_deletion(record, node.clock)),
+        started_boottime_ns=node.started_boottime_ns,
+    )
+
+
+def _deletion(record: EndpointRecord, clock: KernelClock) -> AttachRequest:
+    """The DEL that a runtime would send for an attachment now."""
+    return AttachRequest(
+        command="DEL",
+        network=record.key.network,
+        cni_version=record.cni_version,
+        key=record.key,
+        started_boottime_ns=clock.boottime_ns(),
+    )
+
+
+def _count_packets(datapath: KernelDatapath) -> Iterator[measured.PacketCount]:
+    for row in datapath.read_metrics():
+        reason = reason_name(row.reason) if row.reason else ""
+        yield measured.PacketCount(hook_name(row.hook), reason, row.path.name.lower(), row.packets)
+
+
+def _decode_spooled(frame: Frame) -> AttachRequest:
+    return decode_request(frame.environment, frame.stdin, frame.started_boottime_ns)

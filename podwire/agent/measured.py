@@ -1,0 +1,169 @@
+"""What is measured: the journal as it works, and the figures that are looked up at each scrape.
+
+`agent.main` opens the journal through it. Adds figures and facts, never changes what is done or raised.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from podwire import __version__
+from podwire.agent.health import Health
+from podwire.agent.metrics import Gauge, Metrics
+from podwire.control.endpoint.states import State
+from podwire.control.endpoint.table import EndpointTable
+from podwire.control.flows.ring import FlowRing
+from podwire.control.ipam.node import NodeIpam
+from podwire.journal.records import SqliteJournal
+from podwire.model.endpoint import EndpointRecord
+from podwire.model.errors import StorageFailure
+from podwire.model.ids import EndpointId
+
+
+@dataclass(frozen=True)
+class PacketCount:
+    """Packets of one outcome at one hook; `reason` is empty for those that passed."""
+
+    hook: str
+    reason: str
+    path: str
+    packets: int
+
+
+class MeasuredJournal(SqliteJournal):
+    """The journal, whose writes are timed and whose last write tells whether the agent is healthy."""
+
+    def __init__(self, path: Path, *, metrics: Metrics, health: Health) -> None:
+        self._metrics = metrics
+        self._health = health
+        super().__init__(path)
+        health.report("journal", ok=True)
+
+    def write(self, record: EndpointRecord) -> None:
+        """Insert or replace the record with this id."""
+        self._watched(lambda: super(MeasuredJournal, self).write(record))
+
+    def remove(self, endpoint_ids: Iterable[EndpointId]) -> None:
+        """Forget records."""
+        self._watched(lambda: super(MeasuredJournal, self).remove(endpoint_ids))
+
+    def _watched(self, write: Callable[[], None]) -> None:
+        begin_s = monotonic()
+        try:
+            write()
+        except StorageFailure as failure:
+            self._health.report("journal", ok=False, message=failure.message)
+            raise
+        self._metrics.observe_journal(monotonic() - begin_s)
+        self._health.report("journal", ok=True)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the looked-up figures look at."""
+
+    table: EndpointTable
+    ipam: NodeIpam
+    backlog: Callable[[], int]
+    flows: FlowRing
+    events_lost: Callable[[], int]
+    health: Health
+    packets: Callable[[], Iterable[PacketCount]]
+    maps: Callable[[], Iterable[Mapping[str, Any]]]
+    started_unix_s: float
+
+
+def list_gauges(measured: Measured) -> list[Gauge]:
+    """Give the figures that are looked up when somebody scrapes."""
+    return [
+        Gauge("build_info", "Version of the agent", ("version",), lambda: {(__version__,): 1.0}),
+        Gauge(
+            "start_time_seconds",
+            "Unix time of the agent's start",
+            (),
+            lambda: {(): measured.started_unix_s},
+        ),
+        Gauge(
+            "ready", "1 while the agent is ready", (), lambda: {(): float(measured.health.ready)}
+        ),
+        Gauge("endpoints", "Endpoints by state", ("state",), lambda: _by_state(measured.table)),
+        Gauge(
+            "reaper_backlog",
+            "Endpoints that ended and whose device is not gone yet",
+            (),
+            lambda: {(): float(measured.backlog())},
+        ),
+        Gauge(
+            "ipam_addresses",
+            "Addresses of the node's ranges by what they are: used, resting, free",
+            ("cidr", "state"),
+            lambda: _addresses(measured.ipam),
+        ),
+        Gauge(
+            "events_lost",
+            "Events of the programs that the ring had no room for",
+            (),
+            lambda: {(): float(measured.events_lost())},
+            counter=True,
+        ),
+        Gauge(
+            "flows_dropped",
+            "Flows that a follower did not fetch in time",
+            (),
+            lambda: {(): float(measured.flows.dropped_for_followers)},
+            counter=True,
+        ),
+        Gauge(
+            "drops",
+            "Packets dropped, by reason and hook",
+            ("reason", "hook"),
+            lambda: _packets(measured.packets(), dropped=True),
+            counter=True,
+        ),
+        Gauge(
+            "forwarded_packets",
+            "Packets passed on, by path and hook",
+            ("path", "hook"),
+            lambda: _packets(measured.packets(), dropped=False),
+            counter=True,
+        ),
+        Gauge(
+            "map_entries",
+            "Entries of a BPF map",
+            ("map",),
+            lambda: {(str(row["name"]),): float(row["entries"]) for row in measured.maps()},
+        ),
+        Gauge(
+            "map_capacity",
+            "Entries that a BPF map has room for",
+            ("map",),
+            lambda: {(str(row["name"]),): float(row["max_entries"]) for row in measured.maps()},
+        ),
+    ]
+
+
+def _by_state(table: EndpointTable) -> dict[tuple[str, ...], float]:
+    counts = Counter(endpoint.state for endpoint in table)
+    return {(state.value,): float(counts[state]) for state in State}
+
+
+def _addresses(ipam: NodeIpam) -> dict[tuple[str, ...], float]:
+    found: dict[tuple[str, ...], float] = {}
+    for usage in ipam.usage():
+        cidr = str(usage.cidr)
+        found[cidr, "used"] = usage.held - usage.quarantined
+        found[cidr, "resting"] = usage.quarantined
+        found[cidr, "free"] = usage.free
+    return found
+
+
+def _packets(counts: Iterable[PacketCount], *, dropped: bool) -> dict[tuple[str, ...], float]:
+    found: dict[tuple[str, ...], float] = {}
+    for count in counts:
+        if bool(count.reason) is dropped:
+            key = (count.reason if dropped else count.path, count.hook)
+            found[key] = found.get(key, 0) + count.packets
+    return found

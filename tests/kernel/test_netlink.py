@@ -3,6 +3,7 @@
 import errno
 import ipaddress
 import struct
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -23,7 +24,9 @@ from podwire.kernel.netlink import (
 )
 from podwire.kernel.rtnl.link import (
     LinkEnd,
+    create_link,
     create_veth,
+    delete_link,
     get_link,
     list_links,
     read_link,
@@ -186,3 +189,26 @@ def test_socket_stays_in_the_namespace_it_was_opened_in(host: Namespace, pod: Na
         inside.execute([create_veth(LinkEnd("pwa"), LinkEnd("pwb"), None)])
     assert {link["ifname"] for link in pod.ip("link")} == {"lo", "pwa", "pwb"}
     assert {link["ifname"] for link in host.ip("link")} == {"lo"}
+
+
+def test_a_dump_is_whole_while_devices_come_and_go(host: Namespace, netlink: NetlinkSocket) -> None:
+    """A list that changed under way is taken again, so what stays is always in it."""
+    staying = [f"stay{number}" for number in range(40)]
+    netlink.execute([create_link("bridge", LinkEnd(name)) for name in staying])
+    stop = threading.Event()
+
+    def disturb() -> None:
+        with NetlinkSocket.open_in(host.fd.fileno()) as other:
+            while not stop.is_set():
+                other.execute([create_link("bridge", LinkEnd("passing", 7777))])
+                other.execute([delete_link(7777)])
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        for _ in range(100):
+            names = {read_link(body).name for body in netlink.dump(list_links())}
+            assert names >= {"lo", *staying}
+    finally:
+        stop.set()
+        thread.join()

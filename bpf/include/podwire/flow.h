@@ -146,7 +146,7 @@ static __always_inline bool has_address(const struct pw_config_value *row, const
 
 		return own_be && own_be == mapped_ipv4(address);
 	}
-	return same_address(row->ipv6, address);
+	return same_address(row->ipv6, address) && !is_unspecified(address);
 }
 
 #endif

@@ -1,0 +1,352 @@
+"""The world the packets meet: programs of the test build, their maps, endpoints, and devices that exist only as numbers.
+
+Used by the packet tests. A `Rig` loads the programs once and owns their maps; `reset` gives each test the same rows and
+an empty memory; `Outcome` is what a test run came to. Devices are pairs in a namespace of its own, made because test
+runs want an index that exists; nothing is attached to them here.
+"""
+
+import errno
+import ipaddress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from podwire.datapath import abi
+from podwire.datapath.abi import Action, ConfigFlags, Direction, DropReason, IpcacheFlags
+from podwire.datapath.maps import mac_bytes, to_mapped, to_prefix_key
+from podwire.kernel import bpf, netns
+from podwire.kernel.bpf_object import BpfObject
+from podwire.kernel.bpf_program import Packet, Program
+from podwire.kernel.bpf_ring import RingReader
+from podwire.kernel.fd import Fd
+from podwire.kernel.netlink import NetlinkSocket
+from podwire.kernel.rtnl.link import LinkEnd, create_veth
+from tests.packet import frames
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+OBJECTS: Final = ROOT / "build" / "bpf"
+SHARD_ROWS: Final = 64
+QUOTA: Final = 100
+TUNNEL_PORT: Final = 8472
+GATEWAY_4: Final = "169.254.1.1"
+GATEWAY_6: Final = "fe80::1"
+GSO_BY_FRAGMENTS: Final = 0xFFFF
+ALLOW: Final = ConfigFlags.OPEN | ConfigFlags.HOST_ALLOWED
+ZERO: Final = bytes(4)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An endpoint of the rig's node, as its rows say."""
+
+    name: str
+    ifindex: int
+    instance: int
+    identity: int
+    ipv4: str
+    ipv6: str
+    mtu: int = 1500
+    flags: ConfigFlags = ALLOW
+    revision: int = 1
+
+    @property
+    def pod_mac(self) -> str:
+        """MAC of the pod's side."""
+        return f"0a:70:00:00:00:{self.instance:02x}"
+
+    @property
+    def host_mac(self) -> str:
+        """MAC of the host's side, which the pod takes for its gateway's."""
+        return f"0e:70:00:00:00:{self.instance:02x}"
+
+    def address(self, version: int) -> str:
+        """Give its address of a family."""
+        return self.ipv4 if version == 4 else self.ipv6
+
+    def row(self) -> abi.ConfigValue:
+        """Give its row in `pw_config`."""
+        return abi.ConfigValue(
+            ifindex=self.ifindex,
+            instance=self.instance,
+            identity=self.identity,
+            slot=0,
+            policy_revision=self.revision,
+            mtu=self.mtu,
+            flags=self.flags,
+            default_rule_egress=900,
+            default_rule_ingress=901,
+            ipv6=ipaddress.IPv6Address(self.ipv6 or 0).packed,
+            ipv4=ipaddress.IPv4Address(self.ipv4 or 0).packed,
+            pod_mac=mac_bytes(self.pod_mac),
+            host_mac=mac_bytes(self.host_mac),
+        )
+
+    def frame(self, packet: bytes, **ends: str) -> bytes:
+        """Frame a packet as this pod sends it to its gateway; `source` and `destination` are MACs."""
+        ethertype = frames.ETH_P_IPV6 if packet[0] >> 4 == 6 else frames.ETH_P_IP
+        return frames.ethernet(
+            ends.get("destination", self.host_mac), ends.get("source", self.pod_mac), ethertype, packet
+        )
+
+    def frame_in(self, packet: bytes) -> bytes:
+        """Frame a packet as the host's stack sends it to this pod."""
+        return self.frame(packet, source=self.host_mac, destination=self.pod_mac)
+
+
+A: Final = Endpoint("a", 1001, 11, 3001, "10.7.0.10", "fd07::10")
+B: Final = Endpoint("b", 1002, 12, 3002, "10.7.0.11", "fd07::11")
+SMALL: Final = Endpoint("small", 1003, 13, 3003, "10.7.0.12", "fd07::12", mtu=1400)
+SHAPED: Final = Endpoint("shaped", 1004, 14, 3004, "10.7.0.13", "fd07::13", flags=ALLOW | ConfigFlags.SHAPED)
+GUARD: Final = Endpoint("guard", 1005, 15, 0, "10.7.0.14", "fd07::14", flags=ConfigFlags(0))
+ONLY_4: Final = Endpoint("only4", 1006, 16, 3006, "10.7.0.15", "")
+ONLY_6: Final = Endpoint("only6", 1007, 17, 3007, "", "fd07::16")
+ENDPOINTS: Final = (A, B, SMALL, SHAPED, GUARD, ONLY_4, ONLY_6)
+OUTSIDE: Final = 1008
+"""Index of a device that is not ours."""
+
+WORLD_4: Final = "198.51.100.7"
+WORLD_6: Final = "2001:db8::7"
+NODE_4: Final = "192.0.2.1"
+NODE_6: Final = "2001:db8:1::1"
+REMOTE_POD_4: Final = "10.7.5.5"
+REMOTE_POD_6: Final = "fd07:5::5"
+REMOTE_IDENTITY: Final = 2005
+NARROW_4: Final = "10.7.6.6"
+NARROW_6: Final = "fd07:6::6"
+"""A destination whose path the ipcache calls narrower than the pod's device."""
+NARROW_MTU: Final = 1300
+NOBODY_4: Final = "10.7.0.99"
+NOBODY_6: Final = "fd07::99"
+"""Addresses of an own block that no endpoint has."""
+
+IPCACHE: Final[Mapping[str, abi.IpcacheValue]] = {
+    "10.7.0.0/16": abi.IpcacheValue(3, 0, 0, 0),
+    "fd07::/32": abi.IpcacheValue(3, 0, 0, 0),
+    "10.7.0.0/24": abi.IpcacheValue(3, 0, IpcacheFlags.LOCAL, 0),
+    "fd07::/64": abi.IpcacheValue(3, 0, IpcacheFlags.LOCAL, 0),
+    "10.7.5.0/24": abi.IpcacheValue(REMOTE_IDENTITY, 2, 0, 0),
+    "fd07:5::/64": abi.IpcacheValue(REMOTE_IDENTITY, 2, 0, 0),
+    "10.7.6.0/24": abi.IpcacheValue(2006, 3, 0, NARROW_MTU),
+    "fd07:6::/64": abi.IpcacheValue(2006, 3, 0, NARROW_MTU),
+    "192.0.2.1/32": abi.IpcacheValue(1, 1, IpcacheFlags.NODE_ADDRESS, 0),
+    "2001:db8:1::1/128": abi.IpcacheValue(1, 1, IpcacheFlags.NODE_ADDRESS, 0),
+    "192.0.2.2/32": abi.IpcacheValue(6, 2, IpcacheFlags.NODE_ADDRESS, 0),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a program did with one packet."""
+
+    action: Action
+    reason: DropReason
+    path: abi.Path
+    data: bytes
+    mark: int
+    retval: int
+    decision: abi.Decision = field(repr=False)
+
+
+@dataclass
+class Rig:
+    """Programs, maps and devices. `maps` are those of the programs; `shards` what pw_conntrack holds."""
+
+    namespace: Fd
+    programs: Mapping[str, Program]
+    maps: Mapping[str, bpf.Map]
+    shards: list[bpf.Map]
+    events: RingReader
+
+    def reset(self) -> None:
+        """Put every row back and forget every flow."""
+        self.write_settings()
+        for name in ("pw_config", "pw_endpoints", "pw_usage", "pw_ipcache", "pw_fragments", "pw_metrics"):
+            self.maps[name].clear()
+        for shard in self.shards:
+            shard.clear()
+        for network, value in IPCACHE.items():
+            self.maps["pw_ipcache"].update(to_prefix_key(ipaddress.ip_network(network)), value.pack())
+        for endpoint in ENDPOINTS:
+            self.write(endpoint)
+            self.publish(endpoint)
+        while self.events.take()[0]:
+            pass
+
+    def write_settings(self, *, quota: int = QUOTA, tunnel_port: int = TUNNEL_PORT) -> None:
+        """Write the node's knobs."""
+        self.maps["pw_settings"].update(ZERO, abi.Settings(quota, tunnel_port, 0, 0x5EED).pack())
+
+    def write(self, endpoint: Endpoint) -> Endpoint:
+        """Write an endpoint's row as the agent does, and its usage row if there is none."""
+        key = endpoint.instance.to_bytes(4, "little")
+        if self.maps["pw_usage"].lookup(key) is None:
+            self.maps["pw_usage"].update(key, abi.UsageValue(0, 0, 0, 0).pack())
+        index = endpoint.ifindex.to_bytes(4, "little")
+        self.maps["pw_config"].update(index, endpoint.row().pack(), bpf.Update.LOCK)
+        return endpoint
+
+    def publish(self, endpoint: Endpoint) -> None:
+        """Write the rows of an endpoint's addresses."""
+        macs = mac_bytes(endpoint.pod_mac), mac_bytes(endpoint.host_mac)
+        value = abi.EndpointValue(endpoint.ifindex, endpoint.instance, *macs, 0).pack()
+        for text in (endpoint.ipv4, endpoint.ipv6):
+            if text:
+                self.maps["pw_endpoints"].update(to_mapped(ipaddress.ip_address(text)), value)
+
+    def change(self, endpoint: Endpoint, **changes: object) -> Endpoint:
+        """Rewrite an endpoint's row with some fields changed."""
+        return self.write(replace(endpoint, **changes))  # type: ignore[arg-type]
+
+    def run(self, hook: str, ifindex: int, frame: bytes, **fields: int) -> Outcome:
+        """Run a program over one frame at a device."""
+        self.maps["pw_decision"].update(ZERO, bytes(abi.DECISION_BYTES))
+        with netns.namespace(self.namespace.fileno()):
+            result = self.programs[hook].run(Packet(frame, ifindex=ifindex, **fields))
+        raw = self.maps["pw_decision"].lookup(ZERO)
+        assert raw is not None
+        decision = abi.Decision.unpack(raw)
+        return Outcome(
+            Action(decision.action),
+            DropReason(decision.reason),
+            abi.Path(decision.path),
+            result.data,
+            result.mark,
+            result.retval,
+            decision,
+        )
+
+    def sent(self, endpoint: Endpoint, packet: bytes, **fields: int) -> Outcome:
+        """Let an endpoint send a packet to its gateway."""
+        return self.run("from_pod", endpoint.ifindex, endpoint.frame(packet), **fields)
+
+    def received(self, endpoint: Endpoint, packet: bytes, **fields: int) -> Outcome:
+        """Let the host's stack send a packet to an endpoint."""
+        return self.run("to_pod", endpoint.ifindex, endpoint.frame_in(packet), **fields)
+
+    def entries(self, endpoint: Endpoint | None = None) -> dict[abi.ConntrackKey, abi.ConntrackValue]:
+        """Give the remembered flows, of all endpoints or of one."""
+        return {
+            key: abi.ConntrackValue.unpack(value)
+            for shard in self.shards
+            for raw, value in shard.items()
+            for key in [abi.ConntrackKey.unpack(raw)]
+            if endpoint is None or key.instance == endpoint.instance
+        }
+
+    def entry(self, endpoint: Endpoint) -> tuple[abi.ConntrackKey, abi.ConntrackValue]:
+        """Give the only flow of an endpoint."""
+        [found] = self.entries(endpoint).items()
+        return found
+
+    def change_entry(self, key: abi.ConntrackKey, **changes: int) -> None:
+        """Rewrite some fields of a remembered flow, in whichever shard it is."""
+        for shard in self.shards:
+            found = shard.lookup(key.pack())
+            if found is not None:
+                value = abi.ConntrackValue.unpack(found)._replace(**changes)
+                shard.update(key.pack(), value.pack(), bpf.Update.EXIST)
+                return
+        raise KeyError(key)
+
+    def forget(self, endpoint: Endpoint) -> None:
+        """Lose every flow of an endpoint, as after a crash of the machine's memory of them."""
+        for key in self.entries(endpoint):
+            for shard in self.shards:
+                shard.delete(key.pack())
+        usage = abi.UsageValue(0, 0, 0, 0).pack()
+        self.maps["pw_usage"].update(endpoint.instance.to_bytes(4, "little"), usage)
+
+    def usage(self, endpoint: Endpoint) -> int:
+        """Give how many flows an endpoint is charged with."""
+        raw = self.maps["pw_usage"].lookup(endpoint.instance.to_bytes(4, "little"))
+        assert raw is not None
+        return abi.UsageValue.unpack(raw).conntrack_entries
+
+    def metrics(self) -> dict[tuple[abi.Hook, DropReason, abi.Path], tuple[int, int]]:
+        """Give (packets, bytes) of each outcome, summed over the CPUs."""
+        table = self.maps["pw_metrics"]
+        found = {}
+        for raw, values in table.items():
+            key = abi.MetricsKey.unpack(raw)
+            counters = [abi.Counter.unpack(value) for value in table.split_cpus(values)]
+            where = abi.Hook(key.hook), DropReason(key.reason), abi.Path(key.path)
+            found[where] = (sum(one.packets for one in counters), sum(one.bytes_ for one in counters))
+        return found
+
+    def take_events(self) -> list[abi.Event]:
+        """Give the events since the last call."""
+        taken = []
+        while True:
+            data, _ = self.events.take()
+            if not data:
+                return taken
+            taken += list(abi.Event.unpack_all(data))
+
+
+def make_shards(outer: bpf.Map, rows: int) -> list[bpf.Map]:
+    """Fill every slot of pw_conntrack with a hash of its own, as the loader has to."""
+    shards = []
+    for number in range(abi.CONNTRACK_SHARDS):
+        shard = bpf.create_map(
+            bpf.MapType.HASH,
+            "pw_ct_shard",
+            key_size=abi.CONNTRACK_KEY_BYTES,
+            value_size=abi.CONNTRACK_VALUE_BYTES,
+            max_entries=rows,
+        )
+        outer.update_fd(number.to_bytes(4, "little"), shard.fd)
+        shards.append(shard)
+    return shards
+
+
+def load_objects(
+    names: tuple[str, ...], stack: ExitStack
+) -> tuple[dict[str, Program], dict[str, bpf.Map]]:
+    """Load objects of the test build that share their maps. Everything is given back with `stack`."""
+    programs: dict[str, Program] = {}
+    maps: dict[str, bpf.Map] = {}
+    for name in names:
+        path = OBJECTS / f"{name}.test.bpf.o"
+        if not path.exists():
+            raise FileNotFoundError(errno.ENOENT, "run `make -C bpf` first", str(path))
+        with BpfObject(path.read_bytes(), name) as opened:
+            for shared in set(opened.map_names) & set(maps):
+                opened.use_map(shared, maps[shared])
+            opened.load()
+            for own in set(opened.map_names) - set(maps):
+                maps[own] = stack.enter_context(opened.take_map(own))
+            for program in opened.program_names:
+                programs[program] = stack.enter_context(opened.take_program(program))
+    return programs, maps
+
+
+def make_devices(namespace: Fd) -> None:
+    """Make a pair for every index that the tests speak of; both ends stay in the rig's namespace."""
+    ends = [(endpoint.ifindex, endpoint.host_mac) for endpoint in ENDPOINTS]
+    ends.append((OUTSIDE, "0e:70:00:00:00:ff"))
+    with NetlinkSocket.open_in(namespace.fileno()) as netlink:
+        netlink.execute(
+            [
+                create_veth(LinkEnd(f"pwt{index}", index, host_mac, 9000), LinkEnd(f"pwx{index}"), None)
+                for index, host_mac in ends
+            ]
+        )
+
+
+@contextmanager
+def open_rig(names: tuple[str, ...] = ("from_pod", "to_pod")) -> Iterator[Rig]:
+    """Load the programs and make the devices; everything goes at the end."""
+    with ExitStack() as stack:
+        namespace = stack.enter_context(netns.open_new())
+        make_devices(namespace)
+        programs, maps = load_objects(names, stack)
+        shards = [stack.enter_context(shard) for shard in make_shards(maps["pw_conntrack"], SHARD_ROWS)]
+        events = stack.enter_context(RingReader(maps["pw_events"], record_bytes=abi.EVENT_BYTES))
+        yield Rig(namespace, programs, maps, shards, events)
+
+
+def egress(instance: int) -> tuple[int, Direction]:
+    """Name the side of an entry that its endpoint began."""
+    return instance, Direction.EGRESS

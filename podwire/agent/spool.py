@@ -154,6 +154,9 @@ class Spool:
                 self._unlink(name)
                 _log.info("removed a spooled DEL of another boot", extra={"path": name})
                 return None
+            if frame.program == wire.IPAM_PROGRAM:
+                self._unlink(name)  # it never gave an address, so there is nothing to release
+                return None
             request = self._decode(frame)
             if request.command != "DEL" or request.key is None:
                 raise UndecodableRequest(

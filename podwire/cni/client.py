@@ -88,7 +88,9 @@ class _Refused(Exception):
         self.outcome = _fail(version, code, message, hint)
 
 
-def call(environment: Mapping[str, str], stdin: bytes, *, program: str = "podwire-cni") -> Outcome:
+def call(
+    environment: Mapping[str, str], stdin: bytes, *, program: str = wire.CNI_PROGRAM
+) -> Outcome:
     """Do what `program` does when it is executed with this environment and stdin."""
     started_boottime_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     command = environment.get("CNI_COMMAND", "")

@@ -41,6 +41,10 @@ REPLY_WAIT_MS: Final = 120_000
 DEL_WAIT_MS: Final = 20_000
 STATUS_WAIT_MS: Final = 200
 
+CNI_PROGRAM: Final = "podwire-cni"
+IPAM_PROGRAM: Final = "podwire-ipam"
+"""The launcher's second name: addresses for other main plugins."""
+
 DEFAULT_SOCKET: Final = "/run/podwire/cni.sock"
 SPOOL_DIRECTORY: Final = "spool"
 ALIVE_FILE: Final = "alive"
@@ -110,7 +114,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
     stdin: bytes
     started_boottime_ns: int
     boot_id: str
-    program: str = "podwire-cni"
+    program: str = CNI_PROGRAM
     """The name that the launcher was called under."""
     has_netns: bool = False
     has_mntns: bool = False

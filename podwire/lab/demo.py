@@ -1,5 +1,4 @@
-"""The demo: everything podwire can do so far, once, on a lab of two nodes, with what was measured in a table at the
-end.
+"""The demo: everything podwire can do so far, on a lab of two nodes; ends in a table of what held.
 
 Run by `scripts/demo`. Nothing in it is simulated: pods are attached by the launcher, agents are real processes, and a
 fact is in the table only when it was seen to hold in this run.

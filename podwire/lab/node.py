@@ -43,7 +43,7 @@ def create_network(plan: LabPlan) -> None:
         netns.create_named(name).close()
     run_ip(
         plan.underlay_namespace,
-        [f"link add {BRIDGE} type bridge", f"link set {BRIDGE} up", "link set lo up"],
+        [f"link add {BRIDGE} type bridge mcast_snooping 0", f"link set {BRIDGE} up", "link set lo up"],
     )
     _join(plan, "world", plan.world_namespace, plan.world_underlay, ["link set lo up"])
     for node in plan.nodes:

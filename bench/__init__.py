@@ -1,0 +1,1 @@
+"""Side-by-side measurements against peers on one machine; run by scripts/bench, never as tests."""

@@ -6,6 +6,7 @@ wanted stays in `<id>_next_fail/`.
 """
 
 import contextlib
+import logging
 import os
 import shutil
 from collections.abc import Iterable
@@ -16,6 +17,8 @@ import msgspec
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import EndpointConfig
+
+_log = logging.getLogger(__name__)
 
 _SUFFIXES = ("", "_next", "_next_fail", "_old")
 
@@ -32,6 +35,7 @@ class RunDirectories:
         target, following = self._path(record.id), self._path(record.id, "_next")
         _write(following, record, config)
         old = self._path(record.id, "_old")
+        _remove(old)
         with contextlib.suppress(FileNotFoundError):
             os.rename(target, old)
         os.rename(following, target)
@@ -53,7 +57,7 @@ class RunDirectories:
     def prune(self, keep: Iterable[EndpointId]) -> None:
         """Remove the directories of all other endpoints, and what an interrupted swap left."""
         kept = {str(endpoint_id) for endpoint_id in keep}
-        for path in self._root.iterdir():
+        for path in list(self._root.iterdir()):
             if path.name not in kept:
                 _remove(path)
 
@@ -91,5 +95,13 @@ def _header(record: EndpointRecord, config: EndpointConfig) -> str:
 
 
 def _remove(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(path)
+    """Remove a directory, or a file that lies in its place; what cannot be removed is for the next prune."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning(
+            "remove an endpoint's directory failed", extra={"path": str(path), "error": str(error)}
+        )

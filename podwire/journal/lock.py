@@ -3,6 +3,7 @@
 Taken by `agent.main` before anything else is opened. The kernel frees it when the holder dies, however it dies.
 """
 
+import contextlib
 import fcntl
 import os
 from collections.abc import Iterator
@@ -35,8 +36,10 @@ def locked_state_directory(state_dir: Path) -> Iterator[None]:
                 f"lock state directory {str(state_dir)!r}: the agent with pid {holder} holds it",
                 hint="stop that agent, or give this one another state_dir",
             ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        # Who holds it is only good to know: a full disk must not keep the agent from starting.
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(fd)

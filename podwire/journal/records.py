@@ -5,12 +5,14 @@ Called by `control` under the node's turn, and for reading by the doors; one loc
 repairs a file that it cannot read: that is a person's decision. After a failure, a full disk included, it stays usable.
 """
 
+import os
 import sqlite3
 import threading
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -18,6 +20,12 @@ from podwire.journal import schema
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Bug, NewerData, StorageFailure
 from podwire.model.ids import EndpointId
+
+ENDPOINT_ID_MAX: Final = (1 << 32) - 1
+"""The maps carry the number in 32 bits."""
+FILE_MODE: Final = 0o600
+BUSY_TIMEOUT_S: Final = 2.0
+"""Only a person's sqlite shell can hold the file; a write must not wait for it longer than a runtime would."""
 
 _UPSERT = """
 INSERT INTO endpoint (id, network, container_id, if_name, phase, ipv4, ipv6, record)
@@ -36,12 +44,13 @@ class SqliteJournal:
         self._encode = msgspec.json.Encoder().encode
         self._decode = msgspec.json.Decoder(EndpointRecord).decode
         with self._reported("open"):
-            self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            self._connection = _connect(path)
         try:
             with self._reported("open"):
+                schema.prepare(self._connection, str(path))
+                # Only now: the journal mode is kept in the file, and a foreign file must stay as it is.
                 self._connection.execute("PRAGMA journal_mode = WAL")
                 self._connection.execute("PRAGMA synchronous = FULL")
-                schema.prepare(self._connection, str(path))
                 self._last_id = self._read_last_id()
         except (StorageFailure, NewerData):
             self._connection.close()
@@ -55,6 +64,11 @@ class SqliteJournal:
     def next_endpoint_id(self) -> EndpointId:
         """Give a number that no record ever had. One that is never written may be given again after a restart."""
         with self._lock:
+            if self._last_id >= ENDPOINT_ID_MAX:
+                raise StorageFailure(
+                    f"number an endpoint: all {ENDPOINT_ID_MAX} numbers of this node were used",
+                    hint="drain the node, run `podwire cleanup --all` and start the agent again",
+                )
             self._last_id += 1
             return EndpointId(self._last_id)
 
@@ -126,16 +140,29 @@ class SqliteJournal:
     def _reported(self, verb: str) -> Iterator[None]:
         try:
             yield
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, OSError) as error:
             raise StorageFailure(
                 f"{verb} journal {str(self._path)!r}: {error}", hint=_hint(error)
             ) from error
 
 
-def _hint(error: sqlite3.DatabaseError) -> str:
+def _connect(path: Path) -> sqlite3.Connection:
+    """Open the file so that only root can read it: the mode is set before anything is in it.
+
+    sqlite gives its side files the same mode.
+    """
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
+    return sqlite3.connect(
+        path, timeout=BUSY_TIMEOUT_S, check_same_thread=False, isolation_level=None
+    )
+
+
+def _hint(error: Exception) -> str:
     text = str(error)
-    if "full" in text:
+    if "full" in text or "No space" in text:
         return "free space below the state directory and try again"
     if "malformed" in text or "not a database" in text:
         return "the file is damaged: drain the node, move the file away and start the agent again"
+    if "locked" in text:
+        return "another program has the file open: close it"
     return "look at the state directory: does it exist, may root write there, is its disk healthy?"

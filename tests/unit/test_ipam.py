@@ -274,9 +274,7 @@ def test_memory_does_not_grow_with_the_range_nor_with_time(
     assert take(ipam, 1)[0] < "fd00::ffff"
 
 
-def test_a_million_allocations_never_give_one_address_twice() -> None:
-    seed = random.SystemRandom().randrange(1 << 32)
-    print(f"seed {seed}")
+def test_a_million_allocations_never_give_one_address_twice(seed: int) -> None:
     choose = random.Random(seed)
     ipam = NodeIpam(["10.0.0.0/22", "fd00::/64"])
     living: dict[int, tuple[IPAddress, IPAddress]] = {}

@@ -1,0 +1,82 @@
+"""One agent per state directory, however the one before ended."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from podwire.journal.lock import LOCK_FILE, locked_state_directory
+from podwire.model.errors import Conflict, StorageFailure
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from podwire.journal.lock import locked_state_directory
+with locked_state_directory(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_second_agent_learns_who_holds_the_directory(tmp_path: Path) -> None:
+    with (
+        locked_state_directory(tmp_path),
+        pytest.raises(Conflict, match=f"pid {os.getpid()} holds it") as caught,
+        locked_state_directory(tmp_path),
+    ):
+        pytest.fail("both hold it")
+    assert "state_dir" in caught.value.hint
+
+
+def test_the_directory_is_made_for_root_alone(tmp_path: Path) -> None:
+    state = tmp_path / "a" / "b"
+    with locked_state_directory(state):
+        assert stat.S_IMODE(state.stat().st_mode) == 0o700
+        assert stat.S_IMODE((state / LOCK_FILE).stat().st_mode) == 0o600
+
+
+def test_the_lock_is_free_after_its_holder_was_killed(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "held\n"
+            with (
+                pytest.raises(Conflict, match=f"pid {holder.pid} "),
+                locked_state_directory(tmp_path),
+            ):
+                pytest.fail("both hold it")
+        finally:
+            holder.send_signal(signal.SIGKILL)
+            holder.wait()
+    with locked_state_directory(tmp_path):
+        assert (tmp_path / LOCK_FILE).read_text() == f"{os.getpid()}\n"
+
+
+def test_children_do_not_keep_the_lock(tmp_path: Path) -> None:
+    with locked_state_directory(tmp_path):
+        child = subprocess.Popen(["sleep", "60"], close_fds=False)
+    try:
+        with locked_state_directory(tmp_path):
+            pass
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(StorageFailure, match="lock state directory") as caught,
+        locked_state_directory(tmp_path / "file" / "state"),
+    ):
+        pytest.fail("it was made")
+    assert "state_dir" in caught.value.hint

@@ -238,29 +238,32 @@ def _load_object(one: BpfObject, pins: Pins, capacities: Capacities) -> None:
     with ExitStack() as opened:
         for name in one.map_names:
             existing = _find_map(pins, one.shape(name))
-            if existing is None:
-                fresh.append(name)
-            else:
+            if existing is not None:
                 one.use_map(name, opened.enter_context(existing))
+                continue
+            fresh.append(name)
+            if one.shape(name).inner is not None:
+                one.model_inner(name, opened.enter_context(_create_shard(one, name, 0, capacities)))
         one.load()
     for name in fresh:
         with one.take_map(name) as made:
             if one.shape(name).inner is not None:
-                _fill_shards(one, made, capacities.shard_entries)
+                _fill_shards(one, made, capacities)
             made.pin(str(pins.maps / name))
 
 
-def _fill_shards(one: BpfObject, outer: bpf.Map, shard_entries: int) -> None:
+def _create_shard(one: BpfObject, outer: str, index: int, capacities: Capacities) -> bpf.Map:
+    return one.create_inner(
+        outer, f"{outer}_{index}", max_entries=capacities.shard_entries, rows=_CONNTRACK_STRUCTS
+    )
+
+
+def _fill_shards(one: BpfObject, outer: bpf.Map, capacities: Capacities) -> None:
     """Give every slot its hash, in one batch: each single update of a slot waits for RCU."""
     with ExitStack() as opened:
         slots = []
         for index in range(outer.info.max_entries):
-            name = f"{outer.name}_{index}"
-            inner = opened.enter_context(
-                one.create_inner(
-                    outer.name, name, max_entries=shard_entries, rows=_CONNTRACK_STRUCTS
-                )
-            )
+            inner = opened.enter_context(_create_shard(one, outer.name, index, capacities))
             slots.append((index.to_bytes(4, "little"), inner.fd.to_bytes(4, "little")))
         outer.update_batch(slots)
 

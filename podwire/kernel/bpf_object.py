@@ -8,6 +8,7 @@ the rest.
 
 import errno
 import fcntl
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class BpfObject:
     def __init__(self, data: bytes, name: str) -> None:
         self.name = name
         self._data = ffi.from_buffer(data)
-        self._loaded = False
+        self._btf_fd = -1
         self._log = ffi.gc(lib.malloc(VERIFIER_LOG_BYTES), lib.free, VERIFIER_LOG_BYTES)
         self._text = ffi.cast("char *", self._log)
         self._text[0] = b"\0"
@@ -86,6 +87,9 @@ class BpfObject:
             lib.bpf_object__close(self._object)
             self._object = ffi.NULL
             self._maps, self._programs = {}, {}
+        if self._btf_fd >= 0:
+            os.close(self._btf_fd)
+            self._btf_fd = -1
 
     def __enter__(self) -> Self:
         return self
@@ -183,16 +187,15 @@ class BpfObject:
             said = _first_line(_messages())
             detail = said if not lines else f"{said}\n  " + "\n  ".join(lines)
             raise VerifierFailure(number, self.name, detail=detail, log=log)
-        self._loaded = True
 
     def take_map(self, name: str) -> bpf.Map:
         """Give an own descriptor of a map of the loaded object."""
         return bpf.Map(_duplicate(lib.bpf_map__fd(self._map(name)), name), name=name)
 
     def create_inner(
-        self, outer: str, name: str, *, max_entries: int, rows: tuple[str, str] | None = None
+        self, outer: str, name: str, *, max_entries: int, rows: tuple[str, str]
     ) -> bpf.Map:
-        """Create a map of the shape that `outer` declares for its inner maps; after `load` only.
+        """Create a map of the shape that `outer` declares for its inner maps.
 
         `rows`: names of the structs of key and value, so that the kernel knows their layout. (The
         declaration itself cannot carry them: clang 14 leaves types that only an inner map uses
@@ -203,21 +206,33 @@ class BpfObject:
             raise KernelFailure(
                 errno.EINVAL, "create inner map", name, detail=f"{outer} is no map of maps"
             )
-        key_type, value_type = (self._find_struct(one) for one in rows) if rows else (0, 0)
+        key_type, value_type = (self._find_struct(one) for one in rows)
+        if self._btf_fd < 0:
+            self._btf_fd = lib.pw_load_btf(self._object)
+            if self._btf_fd < 0:
+                raise bpf.fail("load the types of", self.name)
         fd = lib.pw_map_create_typed(
-            self._object,
             inner.type,
             name.encode()[:15],
             inner.key_size,
             inner.value_size,
             max_entries,
             inner.flags,
+            self._btf_fd,
             key_type,
             value_type,
         )
         if fd < 0:
             raise bpf.fail("create inner map", name)
         return bpf.Map(fd, name=name)
+
+    def model_inner(self, outer: str, inner: bpf.Map) -> None:
+        """Make `inner` the model that every map put into `outer` must be like; before `load` only.
+
+        Kernel 6.1 counts a map with types and one without as different.
+        """
+        if lib.bpf_map__set_inner_map_fd(self._map(outer), inner.fd):
+            raise bpf.fail("model the inner maps of", outer)
 
     def _find_struct(self, name: str) -> int:
         number = int(lib.pw_find_struct(self._object, name.encode()))

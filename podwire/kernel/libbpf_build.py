@@ -73,8 +73,10 @@ int pw_find_variable(struct bpf_object *o, const char *section, const char *name
 
 int pw_map_create(u32 type, const char *name, u32 key_size, u32 value_size, u32 max_entries,
                   u32 flags, int inner_fd);
-int pw_map_create_typed(struct bpf_object *o, u32 type, const char *name, u32 key_size,
-                        u32 value_size, u32 max_entries, u32 flags, u32 key_type, u32 value_type);
+int pw_map_create_typed(u32 type, const char *name, u32 key_size, u32 value_size,
+                        u32 max_entries, u32 flags, int btf_fd, u32 key_type, u32 value_type);
+int pw_load_btf(const struct bpf_object *o);
+int bpf_map__set_inner_map_fd(struct bpf_map *map, int fd);
 u32 pw_find_struct(const struct bpf_object *o, const char *name);
 int pw_map_create_like(int fd, const char *name, u32 max_entries);
 int pw_map_layout(int fd, int of_value, char *out, size_t size);
@@ -219,16 +221,28 @@ static u32 pw_find_struct(const struct bpf_object *o, const char *name)
     return id > 0 ? id : 0;
 }
 
-/* Create a map with the BTF of a loaded object, so that another build can read the layout of its
- * rows from the kernel.
- */
-static int pw_map_create_typed(struct bpf_object *o, u32 type, const char *name, u32 key_size,
-                               u32 value_size, u32 max_entries, u32 flags, u32 key_type,
+/* Give the kernel an object's types before the object itself is loaded. */
+static int pw_load_btf(const struct bpf_object *o)
+{
+    const struct btf *btf = bpf_object__btf(o);
+    const void *raw;
+    u32 size;
+
+    raw = btf ? btf__raw_data(btf, &size) : NULL;
+    if (!raw) {
+        errno = ENODATA;
+        return -ENODATA;
+    }
+    return bpf_btf_load(raw, size, NULL);
+}
+
+/* Create a map with types, so that another build can read the layout of its rows. */
+static int pw_map_create_typed(u32 type, const char *name, u32 key_size, u32 value_size,
+                               u32 max_entries, u32 flags, int btf_fd, u32 key_type,
                                u32 value_type)
 {
-    LIBBPF_OPTS(bpf_map_create_opts, opts, .map_flags = flags,
-                .btf_fd = (u32)bpf_object__btf_fd(o), .btf_key_type_id = key_type,
-                .btf_value_type_id = value_type);
+    LIBBPF_OPTS(bpf_map_create_opts, opts, .map_flags = flags, .btf_fd = (u32)btf_fd,
+                .btf_key_type_id = key_type, .btf_value_type_id = value_type);
     return bpf_map_create(type, name, key_size, value_size, max_entries, &opts);
 }
 

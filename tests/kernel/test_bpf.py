@@ -85,6 +85,7 @@ SEC("tc") int pwt_wild(struct __sk_buff *skb)
 char LICENSE[] SEC("license") = "GPL";
 """
 
+PAIRS = ("pair", "pair")
 FRAME = bytes(12) + b"\x08\x00" + bytes(50)
 
 
@@ -105,7 +106,9 @@ def object_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def loaded(object_bytes: bytes) -> Iterator[bpf_object.BpfObject]:
     with bpf_object.BpfObject(object_bytes, "probe") as one:
         one.set_constants({"verdict": 2})
-        one.load()
+        with one.create_inner("pwt_outer", "pwt_model", max_entries=1, rows=PAIRS) as model:
+            one.model_inner("pwt_outer", model)
+            one.load()
         yield one
 
 
@@ -227,7 +230,7 @@ def test_inner_maps_are_reached_by_programs_and_by_id(loaded: bpf_object.BpfObje
     with (
         loaded.take_map("pwt_outer") as outer,
         loaded.take_program("pwt_inner") as program,
-        loaded.create_inner("pwt_outer", "pwt_inner", max_entries=100) as inner,
+        loaded.create_inner("pwt_outer", "pwt_inner", max_entries=100, rows=PAIRS) as inner,
     ):
         pair = bytes([1, 0, 0, 0, 2, 0, 3, 0])
         assert program.run(bpf_program.Packet(FRAME)).retval == -1
@@ -251,9 +254,7 @@ def test_layout_of_rows_is_read_from_the_kernel_also_of_a_copy(
         bpf.Member("third", 6, 2),
     )
     with (
-        loaded.create_inner(
-            "pwt_outer", "pwt_inner", max_entries=100, rows=("pair", "pair")
-        ) as inner,
+        loaded.create_inner("pwt_outer", "pwt_inner", max_entries=100, rows=PAIRS) as inner,
         bpf.create_like(inner, "pwt_copy", max_entries=7) as copy,
         hash_map() as plain,
     ):
@@ -271,7 +272,7 @@ def test_layout_of_an_unknown_struct_is_refused(loaded: bpf_object.BpfObject) ->
 
 def test_only_a_map_of_maps_has_inner_maps(loaded: bpf_object.BpfObject) -> None:
     with pytest.raises(KernelFailure) as failure:
-        loaded.create_inner("pwt_counts", "pwt_inner", max_entries=1)
+        loaded.create_inner("pwt_counts", "pwt_inner", max_entries=1, rows=PAIRS)
     assert failure.value.errno == errno.EINVAL
 
 

@@ -1,5 +1,4 @@
-"""The launchers' door: frames and descriptors in, replies out, with limits that answer instead of
-hanging.
+"""The launchers' door: frames and descriptors in, replies out; its limits answer, nothing hangs.
 
 Opened by `agent.main`; what is asked is answered by `agent.cni_requests`. Never blocks the loop,
 never interprets a request. Invariants: every descriptor that arrives is closed exactly once; a

@@ -74,7 +74,9 @@ class Attachments(Protocol):
 class Limits:
     """How much is taken on at once, and how long anything may last."""
 
-    threads: int = 16
+    threads: int = 4
+    """All kernel work happens in one turn: more threads only fight for it. Sixteen launchers at
+    once, work that does nothing: 16 threads 1685 requests/s, 4 threads 2080, 1 thread 2266."""
     requests_max: int = 512
     """Running and queued; above it requests are refused."""
     queue_max: int = 16

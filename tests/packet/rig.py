@@ -123,7 +123,7 @@ NOBODY_6: Final = "fd07::99"
 
 IPCACHE: Final[Mapping[str, abi.IpcacheValue]] = {
     "10.7.0.0/16": abi.IpcacheValue(3, 0, 0, 0),
-    "fd07::/32": abi.IpcacheValue(3, 0, 0, 0),
+    "fd07::/16": abi.IpcacheValue(3, 0, 0, 0),
     "10.7.0.0/24": abi.IpcacheValue(3, 0, IpcacheFlags.LOCAL, 0),
     "fd07::/64": abi.IpcacheValue(3, 0, IpcacheFlags.LOCAL, 0),
     "10.7.5.0/24": abi.IpcacheValue(REMOTE_IDENTITY, 2, 0, 0),

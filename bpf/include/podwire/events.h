@@ -48,7 +48,7 @@ static __always_inline bool take_event(struct pw_usage_value *usage, __u64 now_n
 static __always_inline void fill_event(struct __sk_buff *skb, const struct pw_flow *flow,
 				       struct pw_event *event)
 {
-	event->instance = flow->instance;
+	event->instance = flow->instance ? flow->instance : flow->row.instance;
 	event->source_identity = flow->source_identity;
 	event->destination_identity = flow->destination_identity;
 	event->length_bytes = skb->len;

@@ -42,12 +42,17 @@ static __always_inline int resolve_destination(struct pw_flow *flow)
 	return reason;
 }
 
-/* What began in mid-stream stays on the stack, which alone knows whether it is translated. */
-static __always_inline bool is_bound_to_stack(const struct pw_match *match)
+/* What began in mid-stream stays on the stack, which alone knows whether it is translated, until its ports are used
+ * for a new connection.
+ */
+static __always_inline bool is_bound_to_stack(const struct pw_flow *flow)
 {
+	const struct pw_match *match = &flow->here;
+
 	if (match->picked_up)
 		return true;
-	return match->entry && !match->reply && match->entry->flags & PW_CONNTRACK_PICKED_UP;
+	return match->entry && !match->reply && match->entry->flags & PW_CONNTRACK_PICKED_UP &&
+	       !opens_tcp(flow->tcp_flags);
 }
 
 /* The target has its say about the way too: no entry in mid-stream, or one of a flow that it began through the stack. */
@@ -73,7 +78,7 @@ static __always_inline int choose_path(struct __sk_buff *skb, struct pw_flow *fl
 		complain(skb, flow, &nobody);
 		return PW_DROP_NO_POD;
 	}
-	if (!flow->local || is_bound_to_stack(&flow->here) || target_wants_stack(skb, flow))
+	if (!flow->local || is_bound_to_stack(flow) || target_wants_stack(skb, flow))
 		return 0;
 	flow->path = PW_PATH_LOCAL;
 	return 0;

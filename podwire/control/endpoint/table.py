@@ -54,6 +54,7 @@ class EndpointTable:
         self._by_id: dict[EndpointId, Endpoint] = {}
         self._by_key: dict[AttachmentKey, EndpointId] = {}
         self._by_address: dict[IPAddress, EndpointId] = {}
+        self._by_container: dict[ContainerId, set[EndpointId]] = {}
 
     def __iter__(self) -> Iterator[Endpoint]:
         """Go over a snapshot, lowest id first."""
@@ -69,6 +70,7 @@ class EndpointTable:
             raise Bug(f"insert endpoint {record.id}: the id is taken")
         self._by_id[record.id] = endpoint
         self._by_key[record.key] = record.id
+        self._by_container.setdefault(record.key.container_id, set()).add(record.id)
         for address in record.addresses:
             self._by_address[address] = record.id
 
@@ -81,8 +83,13 @@ class EndpointTable:
         endpoint = self._by_id.pop(endpoint_id, None)
         if endpoint is None:
             return
-        if self._by_key.get(endpoint.record.key) == endpoint_id:
-            del self._by_key[endpoint.record.key]
+        key = endpoint.record.key
+        if self._by_key.get(key) == endpoint_id:
+            del self._by_key[key]
+        siblings = self._by_container[key.container_id]
+        siblings.discard(endpoint_id)
+        if not siblings:
+            del self._by_container[key.container_id]
         for address in endpoint.record.addresses:
             if self._by_address.get(address) == endpoint_id:
                 del self._by_address[address]
@@ -106,10 +113,9 @@ class EndpointTable:
     ) -> list[Endpoint]:
         """Find all endpoints of a container, or those of one of its interfaces (one for each network)."""
         return [
-            endpoint
-            for endpoint in self
-            if endpoint.record.key.container_id == container_id
-            and if_name in (None, endpoint.record.key.if_name)
+            self._by_id[endpoint_id]
+            for endpoint_id in sorted(self._by_container.get(container_id, ()))
+            if if_name in (None, self._by_id[endpoint_id].record.key.if_name)
         ]
 
     def list_by_pod(self, namespace: str, pod: str) -> list[Endpoint]:

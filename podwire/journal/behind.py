@@ -1,0 +1,58 @@
+"""Endpoint directories written behind the caller's back, in order, by one thread: an ADD need not wait for them.
+
+Wraps `journal.directories.RunDirectories` for `agent.main`. They are for people; a moment's delay harms nobody, and a
+caller that is faster than the disk waits when the line is full. `close` writes what is still waiting.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Final
+
+from podwire.model.endpoint import EndpointRecord
+from podwire.model.ids import EndpointId
+from podwire.model.interfaces import EndpointConfig, EndpointDirectories
+
+_log = logging.getLogger(__name__)
+
+LINE_MAX: Final = 4096
+
+
+class WrittenBehind:
+    """Implements `model.interfaces.EndpointDirectories`; every call returns at once."""
+
+    def __init__(self, directories: EndpointDirectories) -> None:
+        self._directories = directories
+        self._line: queue.Queue[Callable[[], None] | None] = queue.Queue(LINE_MAX)
+        self._thread = threading.Thread(target=self._write, name="directories", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write what is waiting and end the thread."""
+        self._line.put(None)
+        self._thread.join()
+
+    def publish(self, record: EndpointRecord, config: EndpointConfig) -> None:
+        """Write `<id>_next/` and swap it for `<id>/`."""
+        self._line.put(partial(self._directories.publish, record, config))
+
+    def keep_failure(self, record: EndpointRecord, config: EndpointConfig, cause: str) -> None:
+        """Leave what a failed build wanted in `<id>_next_fail/`, with the cause."""
+        self._line.put(partial(self._directories.keep_failure, record, config, cause))
+
+    def remove(self, endpoint_id: EndpointId) -> None:
+        """Remove every directory of the endpoint."""
+        self._line.put(partial(self._directories.remove, endpoint_id))
+
+    def prune(self, keep: Iterable[EndpointId]) -> None:
+        """Remove the directories of all other endpoints."""
+        self._line.put(partial(self._directories.prune, tuple(keep)))
+
+    def _write(self) -> None:
+        while (write := self._line.get()) is not None:
+            try:
+                write()
+            except OSError as failure:
+                _log.warning("write an endpoint's directory", extra={"error": str(failure)})

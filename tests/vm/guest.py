@@ -1,8 +1,9 @@
 """Boot one of Debian's own kernels under software emulation and run tests of this tree inside.
 
-`fetch_kernel` unpacks a kernel package below a cache directory (never installed), `build_root` makes one ext4 image with this
-machine's Python, the environment's packages, this tree and the tools the tests need, and `boot` runs a command in it.
-The guest has no network device. Nothing is left running: the emulator ends with the guest or at the deadline.
+`fetch_kernel` unpacks a kernel package below a cache directory (never installed), `build_root` makes one ext4 image
+with this machine's Python, the environment's packages, this tree and the tools the tests need, and `boot` runs a
+command in it. The guest has no network device. Nothing is left running: the emulator ends with the guest or at the
+deadline.
 """
 
 import os
@@ -23,9 +24,9 @@ MODULES_FIRST = ("virtio_pci", "virtio_blk")
 """What the root needs; built in is fine."""
 MODULES = (
     *("veth", "cls_bpf", "sch_ingress", "sch_tbf", "vxlan", "nf_tables", "nft_chain_nat"),
-    *("nft_masq", "nf_conntrack", "bridge"),
+    *("nft_masq", "nft_ct", "nf_conntrack", "bridge"),
 )
-TOOLS = ("ip", "tc", "nft", "bpftool", "nsenter", "mount", "umount", "stty", "sh")
+TOOLS = ("ip", "tc", "nft", "ping", "bpftool", "nsenter", "mount", "umount", "stty", "sh")
 PYTHON_PACKAGES_LEFT_OUT = ("mypy", "ruff", "uv", "grpc_tools", "mypyc", "pip", "setuptools")
 
 INIT = """#!/bin/busybox sh

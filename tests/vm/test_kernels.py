@@ -1,6 +1,7 @@
-"""Every program passes the verifier of Debian 12's own kernel and of 6.12, and every packet test passes there.
+"""Programs pass the verifier of Debian 12's own kernel and of 6.12, and do there what they do here.
 
-Each kernel is booted once under emulation and runs the tier `packet` inside; a test here stands for one file of it.
+Each kernel is booted once under emulation and runs the tier `packet` and the datapath's contract (real
+pods, the programs as they are shipped) inside; a test here stands for one file of those.
 """
 
 import functools
@@ -20,13 +21,15 @@ pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
 KERNELS = {"6.1": "linux-image-cloud-amd64", "6.12": "linux-image-6.12-cloud-amd64"}
 CACHE = ROOT / ".cache" / "vm"
 DEADLINE_S = 800
+FILES = (
+    *sorted(f"tests/packet/{path.name}" for path in (ROOT / "tests" / "packet").glob("test_*.py")),
+    "tests/contract/test_datapath.py",
+)
 COMMAND = (
-    "python3 -m pytest tests/packet -m packet -q -rA --tb=short --color=no -p no:cacheprovider"
+    f"python3 -m pytest {' '.join(FILES)} --tiers packet,kernel"
+    " -q -rA --tb=short --color=no -p no:cacheprovider"
 )
-FILES = sorted(path.name for path in (ROOT / "tests" / "packet").glob("test_*.py"))
-_LINE = re.compile(
-    r"^(PASSED|FAILED|ERROR|SKIPPED)\s+(?:\[\d+\] )?(tests/packet/([^:\s]+)\S*)", re.M
-)
+_LINE = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED)\s+(?:\[\d+\] )?((tests/[^:\s]+\.py)\S*)", re.M)
 
 
 @dataclass(frozen=True)

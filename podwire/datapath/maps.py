@@ -346,13 +346,20 @@ def read_metrics(maps: NodeMaps) -> list[MetricRow]:
     return sorted(rows, key=lambda row: (row.hook, row.reason, row.path))
 
 
-def open_conntrack_shards(maps: NodeMaps) -> Iterator[bpf.Map]:
-    """Open the inner hashes one after the other; each is closed before the next is given."""
+def open_shards(maps: NodeMaps) -> Iterator[bpf.Map]:
+    """Open the hashes of conntrack, in order; the caller closes each."""
     for _, raw_id in sorted(maps.pw_conntrack.items()):
         shard = bpf.open_map_by_id(int.from_bytes(raw_id, "little"))
-        if shard is not None:
-            with shard:
-                yield shard
+        if shard is None:
+            raise Bug("open conntrack shards: a slot was replaced meanwhile")
+        yield shard
+
+
+def open_conntrack_shards(maps: NodeMaps) -> Iterator[bpf.Map]:
+    """Open the hashes of conntrack one after the other; each is closed before the next is given."""
+    for shard in open_shards(maps):
+        with shard:
+            yield shard
 
 
 def list_conntrack(maps: NodeMaps, instance: EndpointId | None = None) -> Iterator[ConntrackRow]:

@@ -131,6 +131,7 @@ class KernelDatapath:
                 return upgrade.replace_programs(netlink, plan.node_name, programs)
 
             upgrade.take_over(plan.bpf_dir, loaded.maps, swap_programs)
+            upgrade.resize_conntrack(loaded.maps, plan.capacities)
             tables.write_settings(
                 loaded.maps, conntrack_quota=plan.conntrack_quota, tunnel_port=plan.tunnel_port
             )

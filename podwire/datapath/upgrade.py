@@ -1,4 +1,4 @@
-"""Move a node to this build's map layout and its programs, under traffic; also back to an older layout.
+"""Move a node to this build's map layout and programs under traffic; also back to an older one.
 
 Called by `datapath.node` at the start, when pins of another layout version are found. Never interprets a row:
 fields are carried by name, as the kernel's BTF of both maps has them; a field that the target lacks is left
@@ -12,6 +12,7 @@ oldest build that may take its rows over. A new layout names an older N only whi
 
 import errno
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from typing import Final
 
 from podwire.datapath import abi
 from podwire.datapath.device import Programs, list_devices
-from podwire.datapath.maps import NodeMaps
-from podwire.datapath.programs import Pins, list_versions, remove_version
+from podwire.datapath.maps import NodeMaps, list_conntrack, list_usage, open_shards
+from podwire.datapath.programs import Capacities, Pins, list_versions, remove_version
 from podwire.kernel import bpf
 from podwire.kernel.bpf import Member
 from podwire.kernel.netlink import NetlinkSocket
@@ -215,12 +216,57 @@ def _carry_shard(old_id: bytes, new_id: bytes) -> int:
             if shard is None:
                 return 0
             pair.append(stack.enter_context(shard))
-        try:
-            return carry_rows(pair[0], pair[1], replace=False)
-        except KernelFailure as failure:
-            # A smaller capacity than before: what fits is carried, the rest is judged anew.
-            _log.warning("conntrack shard is full", extra={"error": failure.message})
-            return 0
+        return _carry_flows(*pair)
+
+
+def _carry_flows(old: bpf.Map, new: bpf.Map) -> int:
+    try:
+        return carry_rows(old, new, replace=False)
+    except KernelFailure as failure:
+        # A smaller capacity than before: what fits is carried, the rest is judged anew.
+        _log.warning("conntrack shard is full", extra={"error": failure.message})
+        return 0
+
+
+def resize_conntrack(maps: NodeMaps, capacities: Capacities) -> bool:
+    """Give conntrack the capacity that the settings ask for, with its flows; False if it has it.
+
+    Copied before and after the slots are turned over: the update of a slot returns when no program
+    uses the old hash any more, so the second copy misses nothing.
+    """
+    wanted = capacities.shard_entries
+    with ExitStack() as stack:
+        old = [stack.enter_context(one) for one in open_shards(maps)]
+        if all(one.info.max_entries == wanted for one in old):
+            return False
+        new = [
+            stack.enter_context(bpf.create_like(one, one.name, max_entries=wanted)) for one in old
+        ]
+        pairs = list(zip(old, new, strict=True))
+        flows = sum(_carry_flows(*pair) for pair in pairs)
+        maps.pw_conntrack.update_batch(
+            [
+                (index.to_bytes(4, "little"), one.fd.to_bytes(4, "little"))
+                for index, one in enumerate(new)
+            ]
+        )
+        flows += sum(_carry_flows(*pair) for pair in pairs)
+    recount_usage(maps)
+    _log.info("resized conntrack", extra={"new": capacities.conntrack_entries, "count": flows})
+    return True
+
+
+def recount_usage(maps: NodeMaps) -> None:
+    """Set what each endpoint is charged with to the flows that it really has.
+
+    After rows were copied while programs and collector went on; a flow that opens or ends in this
+    very moment is miscounted by one.
+    """
+    counts = Counter(flow.instance for flow in list_conntrack(maps))
+    for instance, row in list_usage(maps):
+        if row.conntrack_entries != counts[instance]:
+            fresh = row._replace(conntrack_entries=counts[instance])
+            maps.pw_usage.update(instance.to_bytes(4, "little"), fresh.pack())
 
 
 def take_over(directory: Path, maps: NodeMaps, swap_programs: Callable[[], int]) -> list[int]:
@@ -238,6 +284,7 @@ def take_over(directory: Path, maps: NodeMaps, swap_programs: Callable[[], int])
             devices = swap_programs()
             flows += old.carry_conntrack(maps)
         remove_version(Pins(directory, version))
+        recount_usage(maps)
         _log.info(
             "took over the maps of another layout",
             extra={"old": version, "new": abi.ABI_VERSION, "count": rows + flows},

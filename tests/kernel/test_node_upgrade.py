@@ -1,6 +1,7 @@
 """Another map layout takes a running node over, and gives it back, while traffic flows."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -150,6 +151,39 @@ def test_rows_taken_over_make_room_for_nothing_twice(world: KernelWorld, next_bu
     second = next_build.prepare_node(world.plan.bpf_dir)
     assert first["usage"].keys() == second["usage"].keys() == {str(record.id)}
     assert Pins(world.plan.bpf_dir, NEXT).maps.is_dir()
+
+
+@pytest.mark.parametrize("entries", [65_536, 4096], ids=["grown", "as-small-as-its-flows-allow"])
+def test_conntrack_is_resized_under_traffic_with_its_flows(
+    world: KernelWorld, entries: int
+) -> None:
+    world.restart(conntrack_entries=16_384)
+    first, first_pod = world.attach(11)
+    second, second_pod = world.attach(12)
+    with continuous_traffic([(first_pod, second_pod, second.ipv4)]) as flows:
+        let_flow(flows)
+        before = conntrack_keys(world)
+        world.restart(conntrack_entries=entries)
+        sizes = [
+            shard.info.max_entries for shard in tables.open_conntrack_shards(world.datapath.maps)
+        ]
+        let_flow(flows)
+        after = conntrack_keys(world)
+        results = [flow.finish() for flow in flows]
+    assert set(sizes) == {world.plan.capacities.shard_entries}
+    assert sum(sizes) >= entries
+    assert after >= before
+    assert results == [[], ""]
+    counted = Counter(instance for instance, *_ in after)
+    usage = {key: row.conntrack_entries for key, row in tables.list_usage(world.datapath.maps)}
+    assert {first.id: counted[first.id], second.id: counted[second.id]} == usage
+
+
+def conntrack_keys(world: KernelWorld) -> set[tuple[int, str, int, int]]:
+    return {
+        (flow.instance, flow.direction.name, flow.protocol, flow.source_port)
+        for flow in tables.list_conntrack(world.datapath.maps)
+    }
 
 
 @pytest.mark.parametrize(

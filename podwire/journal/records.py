@@ -1,8 +1,8 @@
 """The journal on disk: one record per attachment, safe from any death of this process when a call returns.
 
-Implements `model.interfaces.Journal` on sqlite with a write-ahead log. An intent has reached the disk (synchronous
-FULL); a later phase and a removal have reached the kernel, which is enough: losing them takes a crash of the whole
-machine, after which the boot id differs and every record is dropped anyway (docs/decisions/0004-what-is-synced.md).
+Implements `model.interfaces.Journal` on sqlite with a write-ahead log. What is written has reached the kernel; losing
+it takes a crash of the whole machine, after which the boot id differs and every record is dropped anyway. Only facts
+that outlive a boot wait for the disk (docs/decisions/0004-what-is-synced.md).
 Called by `control` under the node's turn, and for reading by the doors; one lock serialises them. It never deletes or
 repairs a file that it cannot read: that is a person's decision. After a failure, a full disk included, it stays usable.
 """
@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from podwire.journal import schema
-from podwire.model.endpoint import EndpointRecord, Phase
+from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Bug, NewerData, StorageFailure
 from podwire.model.ids import EndpointId
 
@@ -52,8 +52,7 @@ class SqliteJournal:
                 schema.prepare(self._connection, str(path))
                 # Only now: the journal mode is kept in the file, and a foreign file must stay as it is.
                 self._connection.execute("PRAGMA journal_mode = WAL")
-                self._synced = True
-                self._connection.execute("PRAGMA synchronous = FULL")
+                self._connection.execute("PRAGMA synchronous = NORMAL")
                 self._last_id = self._read_last_id()
         except (StorageFailure, NewerData):
             self._connection.close()
@@ -85,7 +84,6 @@ class SqliteJournal:
             self._encode(record),
         )
         with self._lock, self._reported("write"):
-            self._set_synced(record.phase is Phase.ADDING)
             try:
                 self._connection.execute(_UPSERT, row)
             except sqlite3.IntegrityError as error:
@@ -94,7 +92,6 @@ class SqliteJournal:
     def remove(self, endpoint_ids: Iterable[EndpointId]) -> None:
         """Forget records, all in one transaction."""
         with self._lock, self._reported("write"):
-            self._set_synced(False)
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 self._connection.executemany(
@@ -126,21 +123,16 @@ class SqliteJournal:
     def node_instance(self) -> str:
         """Give the random name of this state directory, made on first use."""
         with self._lock, self._reported("write"):
-            self._set_synced(True)
+            self._connection.execute("PRAGMA synchronous = FULL")
             self._connection.execute(
                 "INSERT INTO fact VALUES ('instance', ?) ON CONFLICT DO NOTHING",
                 (uuid.uuid4().hex,),
             )
+            self._connection.execute("PRAGMA synchronous = NORMAL")
             [value] = self._connection.execute(
                 "SELECT value FROM fact WHERE name = 'instance'"
             ).fetchone()
         return str(value)
-
-    def _set_synced(self, synced: bool) -> None:
-        """Choose whether the next commit waits for the disk."""
-        if synced != self._synced:
-            self._connection.execute(f"PRAGMA synchronous = {'FULL' if synced else 'NORMAL'}")
-            self._synced = synced
 
     def _read_last_id(self) -> int:
         row = self._connection.execute(

@@ -45,7 +45,7 @@ from podwire.control.flows.enrich import FlowMaker
 from podwire.control.flows.ring import FlowRing
 from podwire.control.ipam.node import NodeIpam
 from podwire.datapath import abi, rows
-from podwire.datapath.events import hook_name, reason_name
+from podwire.datapath.events import hook_name, path_name, reason_name
 from podwire.datapath.node import KernelDatapath
 from podwire.datapath.plan import NodePlan
 from podwire.journal.behind import WrittenBehind
@@ -487,7 +487,7 @@ def _deletion(record: EndpointRecord, clock: KernelClock) -> AttachRequest:
 def _count_packets(datapath: KernelDatapath) -> Iterator[measured.PacketCount]:
     for row in datapath.read_metrics():
         reason = reason_name(row.reason) if row.reason else ""
-        yield measured.PacketCount(hook_name(row.hook), reason, row.path.name.lower(), row.packets)
+        yield measured.PacketCount(hook_name(row.hook), reason, path_name(row.path), row.packets)
 
 
 def _decode_spooled(frame: Frame) -> AttachRequest:

@@ -75,11 +75,14 @@ class IpcacheEntry:
 
 @dataclass(frozen=True)
 class MetricRow:
-    """Packets of one outcome at one hook, summed over the CPUs. `reason` NONE = passed."""
+    """Packets of one outcome at one hook, summed over the CPUs. `reason` NONE = passed.
 
-    hook: abi.Hook
-    reason: abi.DropReason
-    path: abi.Path
+    Numbers, not enums: after a return to an older build the map may hold what it has no name for.
+    """
+
+    hook: int
+    reason: int
+    path: int
     packets: int
     size_bytes: int
 
@@ -336,9 +339,9 @@ def read_metrics(maps: NodeMaps) -> list[MetricRow]:
         counters = [abi.Counter.unpack(one) for one in maps.pw_metrics.split_cpus(raw)]
         rows.append(
             MetricRow(
-                hook=abi.Hook(key.hook),
-                reason=abi.DropReason(key.reason),
-                path=abi.Path(key.path),
+                hook=key.hook,
+                reason=key.reason,
+                path=key.path,
                 packets=sum(one.packets for one in counters),
                 size_bytes=sum(one.bytes_ for one in counters),
             )

@@ -13,7 +13,7 @@ from typing import Any
 
 from podwire.datapath import abi
 from podwire.datapath import maps as typed
-from podwire.datapath.events import hook_name, reason_name
+from podwire.datapath.events import hook_name, path_name, reason_name
 from podwire.datapath.maps import NodeMaps
 from podwire.kernel import bpf
 from podwire.model.errors import NotFound
@@ -69,7 +69,7 @@ def _metrics(maps: NodeMaps) -> Iterator[Row]:
         yield {
             "hook": hook_name(row.hook),
             "reason": reason_name(row.reason) if row.reason else "",
-            "path": row.path.name.lower(),
+            "path": path_name(row.path),
             "packets": row.packets,
             "bytes": row.size_bytes,
         }

@@ -1,12 +1,11 @@
 """Tiers, counts and the listing of what was skipped, for every test.
 
-A test belongs to the tier of its folder (tests/lab -> `lab`) or of its marker; `--tiers` says which run, bare `pytest` runs `unit`
-and what needs no privilege. `--full` raises the counts of randomised tests to those of the issues.
+A test belongs to the tier of its folder (tests/lab -> `lab`) or of its marker; `--tiers` says which run, bare `pytest`
+runs `unit`, which needs no privilege. `--full` raises the counts of randomised tests to those of the issues.
 """
 
 import os
 import random
-from collections.abc import Iterator
 
 import pytest
 
@@ -40,7 +39,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     unknown = wanted - set(TIERS)
     if unknown:
         raise pytest.UsageError(f"unknown tiers: {', '.join(sorted(unknown))}")
-    kept, left = [], []
+    kept: list[pytest.Item] = []
+    left: list[pytest.Item] = []
     for item in items:
         (kept if _tier(item) in wanted else left).append(item)
     config.hook.pytest_deselected(items=left)
@@ -63,11 +63,11 @@ def full(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def seed(request: pytest.FixtureRequest) -> Iterator[int]:
+def seed(request: pytest.FixtureRequest) -> int:
     """Give the run's seed, printed in the header and again when the test fails."""
     value = int(request.config.getoption("--seed"))
     print(f"seed {value}")
-    yield value
+    return value
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

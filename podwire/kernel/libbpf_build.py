@@ -14,6 +14,7 @@ from pathlib import Path
 
 from cffi import FFI
 
+# size: two thirds of this file are C, which belongs to one translation unit
 DECLARATIONS = """
 typedef unsigned int u32;
 typedef unsigned long long u64;

@@ -1,0 +1,194 @@
+"""kill -9 at every side effect of ADD, of DEL and of a start: afterwards nothing is leaked, nothing is given twice.
+
+The agent of `tests.lab.crash_agent` dies at the n-th point, n = 1, 2, ... until the operation gets through: so every
+point is visited, also ones that a later version adds. The next agent starts on what is left of the one before.
+"""
+
+import re
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from tests.lab.rig import Outcome, Rig, run, wait_for
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(1800)]
+POINTS_MAX = 500
+KEPT, VICTIM = "kept", "victim"
+ADD_WAISTS = ("journal write", "netlink", "map update", "os.rename")
+DEL_WAISTS = ("journal write", "netlink", "map delete", "journal remove", "os.rmdir")
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with Rig() as made:
+        yield made
+
+
+def keep_a_pod(rig: Rig) -> str:
+    """Make the pod that no crash of another one's operation may touch; gives its namespace."""
+    rig.start()
+    namespace = rig.make_pod_namespace()
+    outcome = rig.cni("ADD", KEPT, namespace)
+    assert outcome.ok, outcome.document
+    rig.stop()
+    return namespace
+
+
+def containers(rig: Rig) -> set[str]:
+    """Check that everything agrees, and tell who is there."""
+    records = rig.assert_consistent().records.values()
+    return {record["key"]["container_id"] for record in records}
+
+
+def has_interface(namespace: str) -> bool:
+    return "eth0" in run("ip", "-n", namespace, "-br", "link", "show")
+
+
+def assert_reachable(namespace: str) -> None:
+    run("ip", "netns", "exec", namespace, "ping", "-c1", "-W2", "169.254.1.1")
+
+
+def provoke(rig: Rig, command: str, namespace: str) -> Outcome:
+    """Call the launcher; wait until its request is answered and done, or has killed the agent."""
+    rig.arm()
+    outcome = rig.cni(command, VICTIM, namespace)
+    wait_until_over(rig)
+    rig.arm(False)
+    return outcome
+
+
+def wait_until_over(rig: Rig) -> None:
+    """Wait until all is done, also what goes on in the background, or the agent is dead."""
+
+    def over() -> bool:
+        try:
+            states = rig.get("/status")[1]["endpoints"]["byState"]
+        except (OSError, ValueError, IndexError):
+            return not rig.is_running()
+        return "disconnecting" not in states
+
+    wait_for(over, 30, "the operation to end or to kill the agent")
+
+
+def assert_all_visited(visited: list[str], points: list[str], waists: tuple[str, ...]) -> None:
+    """Every point of the run that got through killed one before; a waist that is never met counts nothing any more."""
+    print(f"{len(visited)} points:", *visited, sep="\n  ")
+    names = [{re.sub(r"[0-9]+", "N", point) for point in some} for some in (points, visited)]
+    assert names[0] <= names[1]
+    for waist in waists:
+        assert any(waist in point for point in visited), waist
+
+
+def test_add_dies_at_every_point(rig: Rig) -> None:
+    kept = keep_a_pod(rig)
+    namespace = rig.make_pod_namespace()
+    visited: list[str] = []
+    while True:
+        rig.start(crash_at=len(visited) + 1, crash_command="ADD")
+        rig.settle()
+        assert containers(rig) in ({KEPT}, {KEPT, VICTIM})
+        deleted = rig.cni("DEL", VICTIM, namespace)
+        assert deleted.ok, deleted.document
+        rig.settle()
+        assert containers(rig) == {KEPT}
+        assert not has_interface(namespace)
+        assert_reachable(kept)
+        added = provoke(rig, "ADD", namespace)
+        points = rig.crash_points()
+        if rig.is_running():
+            break
+        assert not added.ok
+        assert added.document["code"] == 11
+        visited.append(points[-1])
+        assert len(visited) < POINTS_MAX
+    assert added.ok, added.document
+    assert_all_visited(visited, points, ADD_WAISTS)
+
+
+def test_del_dies_at_every_point(rig: Rig) -> None:
+    kept = keep_a_pod(rig)
+    namespace = rig.make_pod_namespace()
+    visited: list[str] = []
+    while True:
+        rig.start(crash_at=len(visited) + 1, crash_command="DEL")
+        rig.settle()
+        assert containers(rig) == {KEPT}
+        assert not has_interface(namespace)
+        assert_reachable(kept)
+        added = rig.cni("ADD", VICTIM, namespace)
+        assert added.ok, added.document
+        assert containers(rig) == {KEPT, VICTIM}
+        deleted = provoke(rig, "DEL", namespace)
+        assert deleted.ok, deleted.document
+        points = rig.crash_points()
+        if rig.is_running():
+            break
+        visited.append(points[-1])
+        assert len(visited) < POINTS_MAX
+    assert containers(rig) == {KEPT}
+    assert_all_visited(visited, points, DEL_WAISTS)
+
+
+def leave_a_mess(rig: Rig, namespaces: tuple[str, str]) -> None:
+    """Kill an agent in the middle of an ADD, and write a DEL into the spool while it is away."""
+    torn, doomed = namespaces
+    rig.start(crash_at=20, crash_command="ADD")
+    rig.settle()
+    assert rig.cni("DEL", VICTIM, torn).ok
+    assert rig.cni("ADD", "doomed", doomed).ok
+    rig.settle()
+    provoke(rig, "ADD", torn)
+    assert not rig.is_running(), "the ADD has fewer points than that"
+    rig.crash_points()
+    assert rig.cni("DEL", "doomed", doomed).ok
+    assert rig.spooled()
+
+
+def test_a_start_over_a_mess_dies_at_every_point(rig: Rig, full: bool) -> None:
+    """Short runs visit each fifth point; --full visits all."""
+    kept = keep_a_pod(rig)
+    namespaces = (rig.make_pod_namespace(), rig.make_pod_namespace())
+    at, visited = 1, []
+    while True:
+        leave_a_mess(rig, namespaces)
+        rig.start(crash_at=at, crash_command="START", wait=False)
+        wait_until_over(rig)
+        if rig.is_running():
+            rig.settle()
+            assert containers(rig) == {KEPT}
+            break
+        visited.append(rig.crash_points()[-1])
+        rig.start()
+        rig.settle()
+        assert containers(rig) == {KEPT}
+        assert not any(map(has_interface, namespaces))
+        assert_reachable(kept)
+        rig.stop()
+        at += 1 if full else 5
+        assert at < POINTS_MAX
+    assert_all_visited(visited, [], ("journal write", "netlink", "map"))
+
+
+def test_a_first_start_dies_at_every_point(rig: Rig, full: bool) -> None:
+    """Programs are loaded and pinned, maps are made, the journal is laid out. Short runs visit each eighth point."""
+    at, visited = 1, []
+    namespace = rig.make_pod_namespace()
+    while True:
+        shutil.rmtree(rig.bpf, ignore_errors=True)
+        shutil.rmtree(rig.directory / "state", ignore_errors=True)
+        rig.start(crash_at=at, crash_command="START", wait=False)
+        wait_until_over(rig)
+        if rig.is_running():
+            break
+        visited.append(rig.crash_points()[-1])
+        rig.start()
+        assert containers(rig) == set()
+        assert rig.cni("ADD", VICTIM, namespace).ok
+        assert rig.cni("DEL", VICTIM, namespace).ok
+        rig.settle()
+        assert containers(rig) == set()
+        rig.stop()
+        at += 1 if full else 8
+        assert at < POINTS_MAX
+    assert_all_visited(visited, [], ("pin", "map update"))

@@ -1,10 +1,11 @@
 """ADD and DEL against Go `ptp` + `host-local`: paired and alternating, then sixteen at once."""
 
 import argparse
-import threading
+import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 from bench import results_file
@@ -14,6 +15,8 @@ from bench.stats import quantile, ratio_of
 SETTLE_S = 0.08
 """Between two turns: both leave work behind in the kernel (device deletion) that holds the lock both need."""
 BURST = 16
+GATHER_S = 0.5
+"""Until all tracers of a burst stand at the gate."""
 
 
 def main() -> None:
@@ -50,34 +53,28 @@ def one_life(contestant: Contestant, samples: dict[str, list[float]]) -> None:
     container_id = uuid.uuid4().hex
     with pod_namespace() as namespace:
         for command in ("ADD", "DEL"):
-            elapsed_ms = contestant.call(command, container_id, namespace)
-            samples.setdefault(f"{contestant.name} {command}", []).append(elapsed_ms)
+            begin_ms, end_ms = contestant.call(command, container_id, namespace)
+            samples.setdefault(f"{contestant.name} {command}", []).append(end_ms - begin_ms)
 
 
 def burst(contestant: Contestant) -> float:
     """Do BURST ADDs at once; gives ADDs per second from the first start to the last end."""
     with ExitStack() as stack:
         namespaces = [stack.enter_context(pod_namespace()) for _ in range(BURST)]
-        ids = [uuid.uuid4().hex for _ in namespaces]
-        gate = threading.Barrier(BURST + 1)
-
-        def add(container_id: str, namespace: str) -> None:
-            gate.wait()
-            contestant.call("ADD", container_id, namespace)
-
-        threads = [
-            threading.Thread(target=add, args=pair) for pair in zip(ids, namespaces, strict=True)
-        ]
-        for thread in threads:
-            thread.start()
-        gate.wait()
-        begin = time.perf_counter()
-        for thread in threads:
-            thread.join()
-        rate = BURST / (time.perf_counter() - begin)
-        for container_id, namespace in zip(ids, namespaces, strict=True):
-            contestant.call("DEL", container_id, namespace)
-    return rate
+        jobs = [(uuid.uuid4().hex, namespace) for namespace in namespaces]
+        gate = contestant.directory / "gate"
+        os.mkfifo(gate)
+        with ThreadPoolExecutor(BURST) as threads:
+            calls = [threads.submit(contestant.call, "ADD", *job, str(gate)) for job in jobs]
+            time.sleep(GATHER_S)
+            os.close(os.open(gate, os.O_WRONLY))
+            times_ms = [call.result() for call in calls]
+        gate.unlink()
+        for job in jobs:
+            contestant.call("DEL", *job)
+    first_ms = min(begin_ms for begin_ms, _ in times_ms)
+    last_ms = max(end_ms for _, end_ms in times_ms)
+    return BURST / (last_ms - first_ms) * 1e3
 
 
 def _figures() -> dict[str, Callable[[Sequence[float]], float]]:

@@ -35,8 +35,13 @@ class Contestant:
     tracer: str
     directory: Path
 
-    def call(self, command: str, container_id: str, pod_namespace: str) -> float:
-        """Execute the plugin once; gives milliseconds. RuntimeError shows what it said when it failed."""
+    def call(
+        self, command: str, container_id: str, pod_namespace: str, gate: str = "-"
+    ) -> tuple[float, float]:
+        """Execute the plugin once; gives begin and end in milliseconds of one clock for all calls.
+
+        `gate` is a FIFO that the call waits for. RuntimeError shows what the plugin said when it failed.
+        """
         stdin = self.directory / f"{self.name}.json"
         if not stdin.exists():
             stdin.write_text(json.dumps(self.config), encoding="utf-8")
@@ -53,18 +58,18 @@ class Contestant:
         done = subprocess.run(
             [
                 *("nsenter", f"--net={netns.named_path(self.node_namespace)}", self.tracer),
-                *(str(stdin), str(answer), self.program),
+                *(str(stdin), str(answer), gate, self.program),
             ],
             env=environment,
             capture_output=True,
             text=True,
             check=True,
         )
-        elapsed_ns, status = done.stdout.split()
+        begin_ns, end_ns, status = done.stdout.split()
         if status != "0":
             raise RuntimeError(f"{self.name} {command}: {answer.read_text()} {done.stderr}")
         answer.unlink()
-        return int(elapsed_ns) / 1e6
+        return int(begin_ns) / 1e6, int(end_ns) / 1e6
 
 
 @contextmanager
@@ -102,7 +107,7 @@ def two_contestants() -> Iterator[tuple[Contestant, Contestant]]:
 
 
 def reference_config(directory: Path) -> dict[str, Any]:
-    """Give the reference's configuration: routed, addresses from host-local; no masquerade, which would slow it down."""
+    """Give the reference's configuration: routed, addresses of host-local, no masquerade to slow it down."""
     return {
         "cniVersion": "1.0.0",
         "name": "reference",

@@ -1,12 +1,15 @@
-/* trace.c: run one command and print the nanoseconds from just before its spawn to just after its end.
+/* trace.c: run one command and print when it was spawned and when it had ended.
  *
- * Usage: trace STDIN-FILE STDOUT-FILE COMMAND... ; the figure and the exit status go to stdout as "NS STATUS". A process this small
- * adds as little as possible around what it measures.
+ * Usage: trace STDIN-FILE STDOUT-FILE GATE COMMAND...; "BEGIN END STATUS" goes to stdout, the times in
+ * nanoseconds of CLOCK_MONOTONIC. GATE is "-", or a FIFO: then the command is spawned when somebody opens it
+ * for writing, so that many tracers begin together. A process this small adds as little as possible around
+ * what it measures.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <spawn.h>
 #include <stdio.h>
+#include <string.h>
 #include <sys/wait.h>
 #include <time.h>
 
@@ -27,17 +30,19 @@ int main(int argc, char **argv)
 	int status;
 	pid_t pid;
 
-	if (argc < 4)
+	if (argc < 5)
 		return 2;
+	if (strcmp(argv[3], "-") != 0 && open(argv[3], O_RDONLY) < 0)
+		return 5;
 	posix_spawn_file_actions_init(&actions);
 	posix_spawn_file_actions_addopen(&actions, 0, argv[1], O_RDONLY, 0);
 	posix_spawn_file_actions_addopen(&actions, 1, argv[2], O_WRONLY | O_CREAT | O_TRUNC, 0600);
 	begin = now_ns();
-	if (posix_spawn(&pid, argv[3], &actions, NULL, argv + 3, environ))
+	if (posix_spawn(&pid, argv[4], &actions, NULL, argv + 4, environ))
 		return 3;
 	if (waitpid(pid, &status, 0) != pid)
 		return 4;
 	end = now_ns();
-	printf("%lld %d\n", end - begin, WIFEXITED(status) ? WEXITSTATUS(status) : 128);
+	printf("%lld %lld %d\n", begin, end, WIFEXITED(status) ? WEXITSTATUS(status) : 128);
 	return 0;
 }

@@ -1,0 +1,231 @@
+"""A real containerd with files, sockets and mounts of its own, driven through the container runtime interface.
+
+The messages are compiled from cri.proto at the first use. Settings that matter on small machines: without
+CAP_SYS_RESOURCE runc cannot lower its OOM score, and there is no registry to pull from.
+"""
+
+import functools
+import importlib
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from tests.lab.rig import wait_for
+from tests.runtime.machine import Machine
+from tests.runtime.oci import BUSYBOX_IMAGE, PAUSE_IMAGE, write_layout
+
+START_DEADLINE_S: Final = 30.0
+CALL_DEADLINE_S: Final = 60.0
+
+_CONFIG = """
+version = 2
+root = "{base}/root"
+state = "{base}/state"
+disabled_plugins = ["io.containerd.snapshotter.v1.aufs", "io.containerd.snapshotter.v1.btrfs",
+  "io.containerd.snapshotter.v1.devmapper", "io.containerd.snapshotter.v1.zfs",
+  "io.containerd.internal.v1.opt"]
+[grpc]
+  address = "{base}/c.sock"
+[plugins."io.containerd.grpc.v1.cri"]
+  sandbox_image = "{pause}"
+  restrict_oom_score_adj = true
+  stream_server_address = "127.0.0.1"
+  stream_server_port = "0"
+  [plugins."io.containerd.grpc.v1.cri".cni]
+    bin_dir = "{bin}"
+    conf_dir = "{conf}"
+    max_conf_num = {networks}
+  [plugins."io.containerd.grpc.v1.cri".containerd]
+    default_runtime_name = "runc"
+    [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+      runtime_type = "io.containerd.runc.v2"
+      [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
+        SystemdCgroup = false
+"""
+
+
+@functools.cache
+def load_messages() -> tuple[Any, Any, Any]:
+    """Compile cri.proto; gives grpc, the messages and the stubs."""
+    source = Path(__file__).parent
+    protoc = importlib.import_module("grpc_tools.protoc")
+    with tempfile.TemporaryDirectory(prefix="pwt-cri-") as output:
+        outputs = [f"--python_out={output}", f"--grpc_python_out={output}"]
+        assert protoc.main(["", f"-I{source}", *outputs, "cri.proto"]) == 0
+        sys.path.insert(0, output)
+        try:
+            names = ("grpc", "cri_pb2", "cri_pb2_grpc")
+            grpc, messages, stubs = (importlib.import_module(name) for name in names)
+        finally:
+            sys.path.remove(output)
+    return grpc, messages, stubs
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """A pod's sandbox."""
+
+    id: str
+    config: Any
+    pid: int
+    addresses: tuple[str, ...]
+    """As the runtime reports them: that of its preferred family first."""
+
+
+class Containerd:
+    """One containerd, in the place where its machine's runtimes live."""
+
+    def __init__(self, machine: Machine, *, networks: int = 1) -> None:
+        self.machine = machine
+        self._base = machine.directory / "containerd"
+        self._base.mkdir()
+        self._log = self._base / "log"
+        config = self._base / "config.toml"
+        config.write_text(
+            _CONFIG.format(
+                base=self._base,
+                pause=PAUSE_IMAGE,
+                bin=machine.bin,
+                conf=machine.conf,
+                networks=networks,
+            )
+        )
+        self._grpc, self._messages, stubs = load_messages()
+        self._process = machine.popen("containerd", "--config", str(config), log=self._log)
+        self._channel = self._grpc.insecure_channel(f"unix://{self._base}/c.sock")
+        self._stub = stubs.RuntimeServiceStub(self._channel)
+        try:
+            wait_for(self._answers, START_DEADLINE_S, "containerd to answer")
+            self._import_images()
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, method: str, **values: Any) -> Any:
+        """Call a method of the runtime with its request's fields."""
+        request = getattr(self._messages, f"{method}Request")(**values)
+        return getattr(self._stub, method)(request, timeout=CALL_DEADLINE_S)
+
+    def _answers(self) -> bool:
+        assert self._process.poll() is None, f"containerd ended:\n{self.log_tail()}"
+        try:
+            self.call("Version")
+        except self._grpc.RpcError:
+            return False
+        return True
+
+    def _import_images(self) -> None:
+        layout = self._base / "images.tar"
+        write_layout(layout, [BUSYBOX_IMAGE, PAUSE_IMAGE])
+        self.machine.run(
+            *("ctr", "-a", f"{self._base}/c.sock", "-n", "k8s.io", "images", "import"),
+            str(layout),
+        )
+
+    def log_tail(self, lines: int = 30) -> str:
+        """Give the end of containerd's log."""
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
+
+    def conditions(self) -> dict[str, str]:
+        """Give the runtime's conditions: "" = true, else why not."""
+        found = self.call("Status").status.conditions
+        return {one.type: "" if one.status else one.message or one.reason for one in found}
+
+    def wait_network_ready(self) -> None:
+        """Wait until the runtime has read its network configuration."""
+        wait_for(lambda: self.conditions().get("NetworkReady") == "", 20, "the runtime's network")
+
+    def describe_pod(
+        self,
+        name: str,
+        *,
+        namespace: str = "shop",
+        annotations: Mapping[str, str] | None = None,
+        ports: Sequence[tuple[int, int]] = (),
+    ) -> Any:
+        """Make a sandbox configuration; `ports` are (host port, container port), TCP."""
+        messages = self._messages
+        return messages.PodSandboxConfig(
+            metadata=messages.PodSandboxMetadata(
+                name=name, uid=f"uid-{name}", namespace=namespace, attempt=0
+            ),
+            hostname=name,
+            annotations=dict(annotations or {}),
+            port_mappings=[
+                messages.PortMapping(protocol=messages.TCP, host_port=host, container_port=port)
+                for host, port in ports
+            ],
+            linux=messages.LinuxPodSandboxConfig(cgroup_parent=f"/{self.machine.node.name}"),
+        )
+
+    def run_pod(self, name: str, **options: Any) -> Sandbox:
+        """Start a pod's sandbox."""
+        config = self.describe_pod(name, **options)
+        sandbox_id = self.call("RunPodSandbox", config=config).pod_sandbox_id
+        reply = self.call("PodSandboxStatus", pod_sandbox_id=sandbox_id, verbose=True)
+        network = reply.status.network
+        others = [one.ip for one in network.additional_ips]
+        pid = json.loads(reply.info["info"])["pid"]
+        return Sandbox(sandbox_id, config, pid, tuple(filter(None, [network.ip, *others])))
+
+    def stop_pod(self, sandbox: Sandbox) -> None:
+        """Stop a pod; may be repeated, as the kubelet does."""
+        self.call("StopPodSandbox", pod_sandbox_id=sandbox.id)
+
+    def remove_pod(self, sandbox: Sandbox) -> None:
+        """Remove a stopped pod."""
+        self.call("RemovePodSandbox", pod_sandbox_id=sandbox.id)
+
+    def run_container(self, sandbox: Sandbox, name: str, *command: str) -> str:
+        """Start a container of busybox in a pod and give its id."""
+        messages = self._messages
+        made = self.call(
+            "CreateContainer",
+            pod_sandbox_id=sandbox.id,
+            sandbox_config=sandbox.config,
+            config=messages.ContainerConfig(
+                metadata=messages.ContainerMetadata(name=name),
+                image=messages.ImageSpec(image=BUSYBOX_IMAGE),
+                command=list(command),
+            ),
+        )
+        self.call("StartContainer", container_id=made.container_id)
+        return str(made.container_id)
+
+    def execute(self, container_id: str, *command: str) -> str:
+        """Run a command in a container; its failure is the test's."""
+        reply = self.call("ExecSync", container_id=container_id, cmd=list(command), timeout=20)
+        assert reply.exit_code == 0, f"{' '.join(command)}: {reply.stdout}{reply.stderr}"
+        return bytes(reply.stdout).decode()
+
+    def close(self) -> None:
+        """Remove every pod, then end the daemon."""
+        try:
+            if self._process.poll() is None and self._answers():
+                for item in self.call("ListPodSandbox").items:
+                    self.call("StopPodSandbox", pod_sandbox_id=item.id)
+                    self.call("RemovePodSandbox", pod_sandbox_id=item.id)
+        finally:
+            self._channel.close()
+            self._process.terminate()
+            try:
+                self._process.wait(20)
+            finally:
+                self._process.kill()
+                self._process.wait(20)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        self.close()

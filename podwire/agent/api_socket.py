@@ -13,7 +13,6 @@ import functools
 import logging
 import os
 import socket
-import stat
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,7 +38,6 @@ IDLE_TIMEOUT_S = 30.0
 IN_FLIGHT_MAX = 64
 FOLLOWERS_MAX = 32
 CONNECTIONS_MAX = 256
-BACKLOG = 128
 THREADS = 2
 RETRY_AFTER_S = 1
 FOLLOW_FLUSH_S = 15.0
@@ -47,44 +45,6 @@ FOLLOW_FLUSH_S = 15.0
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
-
-
-def open_unix_socket(path: Path) -> socket.socket:
-    """Make a root-only socket in place of what a dead agent left; listens, so it can be connected
-    to at once.
-
-    Raises StorageFailure when something that is no socket is in the way, or the directory cannot be
-    written.
-    """
-    try:
-        _remove_stale_socket(path)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            listener.bind(os.fspath(path))
-            os.chmod(path, 0o600)
-            listener.listen(BACKLOG)
-        except BaseException:
-            listener.close()
-            raise
-    except OSError as error:
-        raise StorageFailure(
-            f"open socket {str(path)!r}: {error.strerror or error}",
-            hint="the agent must be able to write the directory; see the setting run_dir",
-        ) from error
-    return listener
-
-
-def _remove_stale_socket(path: Path) -> None:
-    """The caller holds the directory's lock: a socket that is here has no owner any more."""
-    try:
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise StorageFailure(
-                f"open socket {str(path)!r}: a file that is no socket has its name",
-                hint="look what it is and move it away",
-            )
-        os.unlink(path)
-    except FileNotFoundError:
-        return
 
 
 class ApiServer:

@@ -51,7 +51,7 @@ from podwire.kernel.bpf_program import Packet
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.nft import Nftables
 from podwire.model.endpoint import Bandwidth, Device, EndpointRecord
-from podwire.model.errors import Bug, KernelFailure, Unavailable
+from podwire.model.errors import Bug, InvalidConfiguration, KernelFailure, Unavailable
 from podwire.model.ids import EndpointId, InterfaceName
 from podwire.model.interfaces import EndpointConfig, Inventory, PodNamespace
 
@@ -216,11 +216,13 @@ class KernelDatapath:
         node = self._node
         try:
             devices.create_device(node.netlink, record, namespace, node.side)
-        except LeftoverDevice as leftover:
-            if not leftover.condemned:
+        except (LeftoverDevice, InvalidConfiguration) as taken:
+            # A container, or a namespace with another container, that was stopped and started again: the old
+            # device, or its end in the namespace, only waits for the reaper.
+            if isinstance(taken, LeftoverDevice) and not taken.condemned:
                 raise
-            # A container that was stopped and started again: its old device only waits for the reaper.
-            self._reap()
+            if not self._reap():
+                raise
             devices.create_device(node.netlink, record, namespace, node.side)
 
     def repair_device(self, record: EndpointRecord) -> None:
@@ -262,9 +264,11 @@ class KernelDatapath:
             gone, self._gone = self._gone, []
         return gone
 
-    def _reap(self) -> None:
+    def _reap(self) -> bool:
         with self._reaping:
-            self._gone += self._node.reaper.reap()
+            gone = self._node.reaper.reap()
+            self._gone += gone
+        return bool(gone)
 
     def compare_endpoint(
         self, record: EndpointRecord, config: EndpointConfig, namespace: PodNamespace | None

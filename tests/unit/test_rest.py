@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from podwire.agent import api_socket, rest
-from podwire.agent.api_socket import ApiServer, open_unix_socket
+from podwire.agent.api_socket import ApiServer
 from podwire.agent.config_reload import LiveConfig
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
+from podwire.agent.unix_socket import open_unix_socket
 from podwire.control.flows.ring import FlowRing
 from podwire.model.config_sources import settle
 from podwire.model.endpoint import EndpointRecord

@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -172,6 +173,11 @@ class Containerd:
         others = [one.ip for one in network.additional_ips]
         pid = json.loads(reply.info["info"])["pid"]
         return Sandbox(sandbox_id, config, pid, tuple(filter(None, [network.ip, *others])))
+
+    def run_pods(self, names: Sequence[str]) -> list[Sandbox]:
+        """Start several pods at the same time."""
+        with ThreadPoolExecutor(len(names)) as threads:
+            return list(threads.map(self.run_pod, names))
 
     def stop_pod(self, sandbox: Sandbox) -> None:
         """Stop a pod; may be repeated, as the kubelet does."""

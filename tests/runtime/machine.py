@@ -100,6 +100,11 @@ class Machine:
         for address in WORLD_ADDRESSES:
             run("ip", "-n", node, "route", "add", "default", "via", address)
 
+    def world_route(self, destination: str) -> None:
+        """Let the world reach pods by way of the node."""
+        via = NODE_ADDRESSES[1 if ":" in destination else 0]
+        run("ip", "-n", self.world, "route", "add", destination, "via", via)
+
     # Commands and configurations
 
     @property
@@ -133,12 +138,14 @@ class Machine:
         name: str = "podwire",
         version: str = "1.0.0",
         file_name: str = "05-podwire.conflist",
+        agent_wait_s: int = 30,
         **settings: object,
     ) -> None:
         """Write a network of podwire and the plugins chained after it."""
         own = {
             "type": RECORDED_TYPE,
             "socket": str(self.directory / "cni.sock"),
+            "agent-wait": agent_wait_s,
             "capabilities": {"bandwidth": True, "ips": True, "mac": True},
             **settings,
         }

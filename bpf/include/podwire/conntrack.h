@@ -153,7 +153,7 @@ static __noinline int insert_entry(const struct pw_conntrack_key *key,
 	struct pw_usage_value *usage;
 	__u32 instance = key->instance, zero = 0;
 	void *shard = find_shard(key);
-	long failure;
+	int failure; /* not long: before Linux 6.4 a map's functions set the lower half only */
 
 	settings = bpf_map_lookup_elem(&pw_settings, &zero);
 	usage = bpf_map_lookup_elem(&pw_usage, &instance);

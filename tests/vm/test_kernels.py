@@ -74,5 +74,14 @@ def test_packet_tests_pass_in_kernel(version: str, name: str, workshop: Path) ->
     run = _run(version, workshop)
     assert run.release.startswith(f"{version}.")
     bad = [f"{outcome} {test}" for outcome, test in run.outcomes[name] if outcome != "PASSED"]
-    assert not bad, f"on {run.release}:\n" + "\n".join(bad) + "\n" + run.output[-4000:]
+    assert not bad, f"on {run.release}:\n" + "\n".join(bad) + "\n" + _failures(run.output)
     assert run.outcomes[name], f"no test of {name} ran on {run.release}:\n{run.output[-4000:]}"
+
+
+def _failures(output: str) -> str:
+    """Cut the tracebacks out of what the guest's pytest printed."""
+    started = re.search(r"^=+ (?:FAILURES|ERRORS) =+$", output, re.M)
+    ended = re.search(r"^=+ (?:PASSES|short test summary info) =+$", output, re.M)
+    if started is None or ended is None:
+        return output[-4000:]
+    return output[started.start() : ended.start()][-8000:]

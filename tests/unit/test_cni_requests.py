@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from podwire.agent.api_socket import open_unix_socket
 from podwire.agent.cni_requests import INLINE_MAX_BYTES, CniRequests
 from podwire.agent.cni_socket import CniServer, Received
 from podwire.agent.dispatch import Caller, Dispatcher
 from podwire.agent.metrics import Metrics
 from podwire.agent.spool import Spool
+from podwire.agent.unix_socket import open_unix_socket
 from podwire.cni import client
 from podwire.cni.netconf import decode_request
 from podwire.kernel.clock import KernelClock

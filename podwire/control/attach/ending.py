@@ -74,15 +74,19 @@ class Endings:
             self._complete_unwritten(record.id, unwritten)
         return record
 
-    def settle(self) -> int:
-        """Retry what failed, delete condemned devices in one batch, forget what is gone; tells how many that were."""
+    def settle(self, gone: Sequence[EndpointId] = ()) -> int:
+        """Retry what failed, delete condemned devices in one batch, forget what is gone; tells how many that were.
+
+        `gone` are endpoints whose devices the caller has reaped already, without the turn; what is still condemned
+        after that is left to the next time.
+        """
         for endpoint_id, ending in self._endings.items():
             if not ending.undone:
                 undone = undo_steps(
                     RECIPES[ending.record.device.kind], self._context, ending.record
                 )
                 self._endings[endpoint_id] = replace(ending, undone=undone)
-        for endpoint_id in self._context.datapath.reap_devices():
+        for endpoint_id in gone or self._context.datapath.reap_devices():
             if endpoint_id in self._endings:
                 self._endings[endpoint_id] = replace(self._endings[endpoint_id], device_gone=True)
         finished = [

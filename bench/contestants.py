@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,10 +18,12 @@ from typing import Any, Final
 from podwire.kernel import netns
 from podwire.lab import labs
 from podwire.lab.pod import launcher_program, network_config
+from podwire.lab.state import LabState
 
 REFERENCE_PLUGINS: Final = Path("/usr/lib/cni")
 SUBNET: Final = "10.99.0.0/16"
 LAB: Final = "bench"
+HERE: Final = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
@@ -42,77 +44,109 @@ class Contestant:
 
         `gate` is a FIFO that the call waits for. RuntimeError shows what the plugin said when it failed.
         """
+        begin_ms, end_ms, _ = self.execute(command, container_id, pod_namespace, gate)
+        return begin_ms, end_ms
+
+    def execute(
+        self, command: str, container_id: str, pod_namespace: str, gate: str = "-"
+    ) -> tuple[float, float, dict[str, Any]]:
+        """Execute the plugin once, as `call` does; gives its answer as well."""
         stdin = self.directory / f"{self.name}.json"
         if not stdin.exists():
             stdin.write_text(json.dumps(self.config), encoding="utf-8")
         answer = self.directory / f"{self.name}.{container_id}.out"
-        environment = {
-            "CNI_COMMAND": command,
-            "CNI_CONTAINERID": container_id,
-            "CNI_NETNS": netns.named_path(pod_namespace),
-            "CNI_IFNAME": "eth0",
-            "CNI_PATH": str(REFERENCE_PLUGINS),
-            "CNI_ARGS": f"IgnoreUnknown=1;K8S_POD_NAMESPACE=bench;K8S_POD_NAME=p{container_id[:8]}",
-            "PATH": os.environ["PATH"],
-        }
         done = subprocess.run(
             [
                 *("nsenter", f"--net={netns.named_path(self.node_namespace)}", self.tracer),
                 *(str(stdin), str(answer), gate, self.program),
             ],
-            env=environment,
+            env=_environment(command, container_id, pod_namespace),
             capture_output=True,
             text=True,
             check=True,
         )
         begin_ns, end_ns, status = done.stdout.split()
-        if status != "0":
-            raise RuntimeError(f"{self.name} {command}: {answer.read_text()} {done.stderr}")
+        said = answer.read_text(encoding="utf-8")
         answer.unlink()
-        return int(begin_ns) / 1e6, int(end_ns) / 1e6
+        if status != "0":
+            raise RuntimeError(f"{self.name} {command}: {said} {done.stderr}")
+        return int(begin_ns) / 1e6, int(end_ns) / 1e6, json.loads(said) if said.strip() else {}
+
+
+def _environment(command: str, container_id: str, pod_namespace: str) -> dict[str, str]:
+    return {
+        "CNI_COMMAND": command,
+        "CNI_CONTAINERID": container_id,
+        "CNI_NETNS": netns.named_path(pod_namespace) if pod_namespace else "",
+        "CNI_IFNAME": "eth0",
+        "CNI_PATH": str(REFERENCE_PLUGINS),
+        "CNI_ARGS": f"IgnoreUnknown=1;K8S_POD_NAMESPACE=bench;K8S_POD_NAME=p{container_id[:8]}",
+        "PATH": os.environ["PATH"],
+    }
+
+
+@contextmanager
+def one_node() -> Iterator[LabState]:
+    """Give a lab of one node, IPv4 only; on leaving, every namespace whose name begins like the lab's goes as well."""
+    state = labs.up(LAB, node_count=1, families="4", progress=lambda _line: None)
+    try:
+        yield state
+    finally:
+        labs.down(LAB, progress=lambda _line: None)
 
 
 @contextmanager
 def two_contestants() -> Iterator[tuple[Contestant, Contestant]]:
     """Give podwire and the reference, each on its node; both are gone afterwards."""
+    with ExitStack() as stack:
+        directory = stack.enter_context(scratch())
+        state = stack.enter_context(one_node())
+        yield podwire_on(state, directory), reference("ptp", directory)
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """Give a directory for what is compiled and said."""
     with tempfile.TemporaryDirectory(prefix="podwire-bench-") as text:
-        directory = Path(text)
-        tracer = build_tracer(directory)
-        state = labs.up(LAB, node_count=1, families="4", progress=lambda _line: None)
-        reference_node = f"pw.{LAB}.reference"
-        netns.create_named(reference_node).close()
-        try:
-            node = state.plan.nodes[0]
-            subprocess.run(["ip", "-n", reference_node, "link", "set", "lo", "up"], check=True)
-            yield (
-                Contestant(
-                    name="podwire",
-                    program=launcher_program(),
-                    config=network_config(node),
-                    node_namespace=node.namespace,
-                    tracer=tracer,
-                    directory=directory,
-                ),
-                Contestant(
-                    name="ptp",
-                    program=str(REFERENCE_PLUGINS / "ptp"),
-                    config=reference_config(directory),
-                    node_namespace=reference_node,
-                    tracer=tracer,
-                    directory=directory,
-                ),
-            )
-        finally:
-            labs.down(LAB, progress=lambda _line: None)
+        yield Path(text)
 
 
-def reference_config(directory: Path) -> dict[str, Any]:
-    """Give the reference's configuration: routed, addresses of host-local, no masquerade to slow it down."""
+def podwire_on(state: LabState, directory: Path) -> Contestant:
+    """Give podwire, as the lab's one node has it."""
+    node = state.plan.nodes[0]
+    return Contestant(
+        name="podwire",
+        program=launcher_program(),
+        config=network_config(node),
+        node_namespace=node.namespace,
+        tracer=compile_c("trace", directory),
+        directory=directory,
+    )
+
+
+def reference(plugin: str, directory: Path) -> Contestant:
+    """Give a reference plugin (`ptp` or `bridge`) on a node of its own, which goes with the lab."""
+    namespace = f"pw.{LAB}.{plugin}"
+    netns.create_named(namespace).close()
+    subprocess.run(["ip", "-n", namespace, "link", "set", "lo", "up"], check=True)
+    return Contestant(
+        name=plugin,
+        program=str(REFERENCE_PLUGINS / plugin),
+        config=reference_config(plugin, directory),
+        node_namespace=namespace,
+        tracer=compile_c("trace", directory),
+        directory=directory,
+    )
+
+
+def reference_config(plugin: str, directory: Path) -> dict[str, Any]:
+    """Give a reference's configuration: addresses from host-local; no masquerade, which would slow it down."""
     return {
         "cniVersion": "1.0.0",
-        "name": "reference",
-        "type": "ptp",
+        "name": f"reference-{plugin}",
+        "type": plugin,
         "ipMasq": False,
+        "isGateway": True,
         "ipam": {
             "type": "host-local",
             "ranges": [[{"subnet": SUBNET}]],
@@ -122,11 +156,12 @@ def reference_config(directory: Path) -> dict[str, Any]:
     }
 
 
-def build_tracer(directory: Path) -> str:
-    """Compile the tracer."""
-    source = Path(__file__).with_name("trace.c")
-    target = directory / "trace"
-    subprocess.run(["gcc", "-O2", "-o", str(target), str(source)], check=True)
+def compile_c(name: str, directory: Path) -> str:
+    """Compile one of the C programs beside this file."""
+    target = directory / name
+    if not target.exists():
+        source = str(HERE / f"{name}.c")
+        subprocess.run(["gcc", "-O2", "-pthread", "-o", str(target), source], check=True)
     return str(target)
 
 

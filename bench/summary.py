@@ -1,0 +1,97 @@
+"""What the results say against the bars that podwire sets itself; the table at the end of scripts/bench."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from bench.results_file import RESULTS
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One promise: where its figure stands in the results, and what it must not exceed, or must reach."""
+
+    what: str
+    benchmark: str
+    path: tuple[str, ...]
+    at_most: float | None = None
+    at_least: float | None = None
+    reached_by: str = "value"
+    """`value`, or the end of the interval that decides."""
+
+
+BARS = (
+    Bar("ADD p50 / ptp", "cni_latency", ("ADD p50",), at_most=0.5),
+    Bar("ADD p90 / ptp", "cni_latency", ("ADD p90",), at_most=0.5),
+    Bar("ADD p99 / ptp", "cni_latency", ("ADD p99",), at_most=1.5),
+    Bar("DEL p50 / ptp", "cni_latency", ("DEL p50",), at_most=0.2),
+    Bar("DEL p90 / ptp", "cni_latency", ("DEL p90",), at_most=0.2),
+    Bar("DEL p99 / ptp", "cni_latency", ("DEL p99",), at_most=1.5),
+    Bar("16 ADDs at once, per s / ptp", "cni_latency", ("burst",), at_least=2.0),
+    Bar(
+        "throughput / empty redirect",
+        "throughput",
+        ("Gbit/s", "ratio to redirect"),
+        at_least=0.95,
+        reached_by="high",
+    ),
+    Bar(
+        "round trip p50 / empty redirect",
+        "throughput",
+        ("round trip p50 us", "ratio to redirect"),
+        at_most=1.15,
+    ),
+    Bar("throughput / ptp", "throughput", ("Gbit/s", "ratio to ptp"), at_least=1.0),
+    Bar("throughput / bridge", "throughput", ("Gbit/s", "ratio to bridge"), at_least=1.0),
+    Bar("round trip p50 / ptp", "throughput", ("round trip p50 us", "ratio to ptp"), at_most=1.0),
+    Bar(
+        "round trip p50 / bridge",
+        "throughput",
+        ("round trip p50 us", "ratio to bridge"),
+        at_most=1.0,
+    ),
+    Bar("agent with 250 pods, MB", "agent", ("MB after as many ADDs",), at_most=80),
+    Bar("agent idle, % of a CPU", "agent", ("idle CPU, %",), at_most=1),
+    Bar("start to answer with 250 pods, ms", "agent", ("start to answer, ms",), at_most=1000),
+)
+
+
+def main() -> None:
+    """Print the bars of the named benchmarks, or of all that have results."""
+    width = max(len(bar.what) for bar in BARS)
+    for bar in BARS:
+        if len(sys.argv) > 1 and bar.benchmark not in sys.argv[1:]:
+            continue
+        for found in _find(bar):
+            print(f"{bar.what.ljust(width)}  {_judge(bar, found)}")
+
+
+def _find(bar: Bar) -> Iterator[dict[str, float]]:
+    path = RESULTS / f"{bar.benchmark}.json"
+    if not path.exists():
+        return
+    found: Any = json.loads(path.read_text(encoding="utf-8"))["summary"]
+    for key in bar.path:
+        found = found.get(key, {})
+    if "ratio" in found:
+        low, high = found["interval"]
+        yield {"value": found["ratio"], "low": low, "high": high}
+    elif "value" in found:
+        yield found
+
+
+def _judge(bar: Bar, found: dict[str, float]) -> str:
+    figure = found[bar.reached_by]
+    if bar.at_most is not None:
+        held, wanted = figure <= bar.at_most, f"at most {bar.at_most:g}"
+    else:
+        assert bar.at_least is not None
+        held, wanted = figure >= bar.at_least, f"at least {bar.at_least:g}"
+    shown = f"{found['value']:.3g} ({found['low']:.3g} to {found['high']:.3g})"
+    return f"{'yes' if held else 'NO '}  {shown:28} {wanted}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,33 +1,50 @@
 """`podwire bpf`: rows of the maps, decoded."""
 
-from typing import Any
-
 import click
 
 from podwire.cli import client
-from podwire.cli.options import Common, common, listing
-from podwire.cli.output import Column, Row, key, show_rows
+from podwire.cli.lists import NODE, show_list
+from podwire.cli.options import Agent, Common, common, listing
+from podwire.cli.output import Column, Row, cell, key
 
-MAPS = {
-    "endpoint": "endpoints",
-    "config": "config",
-    "ipcache": "ipcache",
-    "ct": "conntrack",
-    "metrics": "metrics",
+_ABOUT = {
+    "endpoint": "Addresses of this node's pods and their devices.",
+    "config": "What the programs know of each device.",
+    "ipcache": "Prefixes, their identities and nodes.",
+    "ct": "Remembered flows (conntrack).",
+    "metrics": "Packets and bytes by hook, reason of a drop, and path.",
+    "settings": "What holds for the whole node.",
+    "usage": "Remembered flows per endpoint, for its quota.",
 }
+_LABELS = {
+    "endpoint": ("address",),
+    "config": ("ifindex",),
+    "ipcache": ("prefix",),
+    "ct": (
+        "endpoint",
+        "direction",
+        "protocol",
+        "source",
+        "source_port",
+        "destination",
+        "destination_port",
+    ),
+    "metrics": ("hook", "reason", "path"),
+    "settings": (),
+    "usage": ("endpoint",),
+}
+"""Fields that tell a row from the others of its map."""
 
 
-@click.group()
+@click.group(epilog="Example: podwire bpf metrics list")
 def bpf() -> None:
     """Rows of the BPF maps."""
 
 
-def _add(noun: str, name: str) -> None:
-    @click.group(noun)
+def _add(noun: str) -> None:
+    @click.group(noun, help=_ABOUT[noun], epilog=f"Example: podwire bpf {noun} list")
     def group() -> None:
         pass
-
-    group.help = f"Rows of the map {name}."
 
     @group.command("list", epilog=f"Example: podwire bpf {noun} list -o jsonl")
     @click.option("--limit", type=click.IntRange(1), default=1000, show_default=True, help="Rows.")
@@ -35,23 +52,42 @@ def _add(noun: str, name: str) -> None:
     @common
     def list_rows(opts: Common, limit: int) -> None:
         """List the rows."""
-        rows: list[Row] = []
         truncated = False
-        for agent in opts.agents():
-            answer: dict[str, Any] = client.request(
-                agent.socket, "GET", f"/map/{name}?limit={limit}"
-            )
+        columns: list[Column] = []
+
+        def read(agent: Agent) -> list[Row]:
+            nonlocal truncated
+            answer = client.request(agent.socket, "GET", f"/map/{noun}?limit={limit}")
             truncated = truncated or answer["truncated"]
-            mark = {"node": agent.node} if agent.node else {}
-            rows.extend({**mark, **row} for row in answer["rows"])
-        fields = list(dict.fromkeys(field for row in rows for field in row))
-        columns = [Column(field.upper(), key(field)) for field in fields]
-        show_rows(rows, columns, opts.style, lambda row: str(next(iter(row.values()))))
+            rows = [_renamed(row) for row in answer["rows"]]
+            known = {column.header for column in columns}
+            fields = dict.fromkeys(field for row in rows for field in row)
+            columns.extend(
+                Column(_header(field), key(field))
+                for field in fields
+                if _header(field) not in known
+            )
+            return rows
+
+        show_list(opts, read, columns, lambda row: _name(noun, row))
         if truncated:
             click.echo(f"only the first {limit} rows of each map are shown (--limit)", err=True)
 
     bpf.add_command(group)
 
 
-for _noun, _name in MAPS.items():
-    _add(_noun, _name)
+def _renamed(row: Row) -> Row:
+    """A row's `node` is a number of the datapath; in lists `node` is the name of who answered."""
+    return {"node_number" if field == NODE else field: value for field, value in row.items()}
+
+
+def _header(field: str) -> str:
+    return field.upper().replace("_", " ")
+
+
+def _name(noun: str, row: Row) -> str:
+    return " ".join(cell(row[field]) for field in _LABELS[noun]) or noun
+
+
+for _noun in _ABOUT:
+    _add(_noun)

@@ -18,7 +18,12 @@ EXIT_CONFLICT = 5
 EXIT_REFUSED = 6
 EXIT_INTERNAL = 70
 
-_EXIT_BY_STATUS = {400: 6, 404: 4, 405: 6, 409: 5, 413: 6, 429: 3, 500: 70, 503: 3, 507: 70}
+_EXIT_BY_STATUS = {
+    **dict.fromkeys((400, 405, 413, 501), EXIT_REFUSED),
+    404: EXIT_NOT_FOUND,
+    409: EXIT_CONFLICT,
+    **dict.fromkeys((408, 429, 503), EXIT_UNREACHABLE),
+}
 _TIMEOUT_S = 30.0
 _HEAD_MAX_BYTES = 65_536
 
@@ -42,17 +47,16 @@ def request(
         with reader:
             status, headers = _read_head(reader, path)
             try:
-                data = _read_body(reader, headers)
-            except OSError as error:
+                document = _decode(_read_body(reader, headers), headers)
+            except (OSError, ValueError) as error:
                 raise _unreachable(path, error) from error
-    document = _decode(data, headers)
     if status >= 400:
         raise _refusal(status, document)
     return document
 
 
 def stream(path: str, resource: str, query: Mapping[str, Any]) -> Iterator[Any]:
-    """Give the documents of a JSON-lines resource as they come, until the agent ends or is gone."""
+    """Give the documents of a JSON-lines resource as they come, until the agent ends; CliError when it is gone."""
     wanted = {key: value for key, value in query.items() if value not in (None, "", ())}
     if wanted:
         resource += "?" + urlencode(wanted, quote_via=quote)
@@ -64,8 +68,11 @@ def stream(path: str, resource: str, query: Mapping[str, Any]) -> Iterator[Any]:
         if status >= 400:
             raise _refusal(status, _decode(_read_body(reader, headers), headers))
         connection.settimeout(None)
-        for line in _lines(_chunks(reader, headers)):
-            yield json.loads(line)
+        try:
+            for line in _lines(_chunks(reader, headers)):
+                yield json.loads(line)
+        except (OSError, ValueError) as error:
+            raise _unreachable(path, error) from error
 
 
 def segment(text: str) -> str:
@@ -113,18 +120,30 @@ def _read_body(reader: Any, headers: Mapping[str, str]) -> bytes:
     if headers.get("transfer-encoding", "").lower() == "chunked":
         return b"".join(_chunks(reader, headers))
     if "content-length" in headers:
-        return bytes(reader.read(int(headers["content-length"])))
+        length = int(headers["content-length"])
+        data = bytes(reader.read(length))
+        if len(data) < length:
+            raise ConnectionResetError("the agent ended in the middle of its answer")
+        return data
     return bytes(reader.read())
 
 
 def _chunks(reader: Any, headers: Mapping[str, str]) -> Iterator[bytes]:
+    """Give the parts of a body as they come; ConnectionError when it breaks off."""
     if headers.get("transfer-encoding", "").lower() != "chunked":
         while data := reader.read1(65_536):
             yield data
         return
-    while size := int(reader.readline().split(b";")[0] or b"0", 16):
-        yield reader.read(size)
-        reader.readline()
+    while line := reader.readline(_HEAD_MAX_BYTES):
+        size = int(line.split(b";")[0], 16)
+        data = reader.read(size)
+        if not size:
+            return
+        if len(data) < size:
+            break
+        yield data
+        reader.readline(_HEAD_MAX_BYTES)
+    raise ConnectionResetError("the agent ended in the middle of its answer")
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
@@ -153,8 +172,9 @@ def _refusal(status: int, document: Any) -> CliError:
 
 def _unreachable(path: str, error: Exception) -> CliError:
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return CliError(
-        EXIT_UNREACHABLE,
-        f"reach the agent at {path}: {reason}",
-        "is podwire-agent running? another socket is named with --agent, a lab's node with --lab and --node",
+    hint = (
+        "the socket is for root only: run the command as root"
+        if isinstance(error, PermissionError)
+        else "is podwire-agent running? --agent names another socket, --lab and --node a lab's node"
     )
+    return CliError(EXIT_UNREACHABLE, f"reach the agent at {path}: {reason}", hint)

@@ -10,9 +10,9 @@ from podwire.cli.client import EXIT_USAGE, CliError
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
     """Print the completion script of a shell."""
-    from podwire.cli.main import podwire  # noqa: PLC0415
+    from podwire.cli.main import COMPLETION, podwire  # noqa: PLC0415
 
     made = get_completion_class(shell)
     if made is None:
         raise CliError(EXIT_USAGE, f"complete for {shell!r}: unknown shell")
-    print(made(podwire, {}, "podwire", "_PODWIRE_COMPLETE").source())
+    print(made(podwire, {}, "podwire", COMPLETION).source())

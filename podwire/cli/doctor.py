@@ -3,14 +3,14 @@
 import click
 
 from podwire.cli.client import EXIT_NOT_SO
-from podwire.cli.options import Common, common, listing
+from podwire.cli.options import Common, common, table
 from podwire.cli.output import GREEN, RED, YELLOW, Column, Row, colour, key, show_rows
 
 _COLOURS = {"ok": GREEN, "warning": YELLOW, "failure": RED}
 
 
 @click.command(epilog="Example: podwire doctor -o json")
-@listing
+@table
 @common
 def doctor(opts: Common) -> None:
     """Look at kernel, host and files; exit code 1 when something required is missing."""

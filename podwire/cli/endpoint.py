@@ -1,15 +1,22 @@
 """`podwire endpoint`: list, get, log."""
 
 import re
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
 
 from podwire.cli import client
-from podwire.cli.client import EXIT_NOT_FOUND, EXIT_USAGE, CliError, segment
-from podwire.cli.options import Agent, Common, common, listing
+from podwire.cli.client import (
+    EXIT_CONFLICT,
+    EXIT_NOT_FOUND,
+    EXIT_UNREACHABLE,
+    EXIT_USAGE,
+    CliError,
+    segment,
+)
+from podwire.cli.lists import show_list
+from podwire.cli.options import Agent, Common, common, listing, table
 from podwire.cli.output import (
     GREEN,
     RED,
@@ -24,11 +31,13 @@ from podwire.cli.output import (
 )
 
 _PREFIXES = ("cni-attachment-id:", "container-id:", "pod-name:", "ipv4:", "ipv6:")
-_REQUIREMENT = re.compile(r"(!?)([^=!]+?)(?:(!=|==?)(.*))?$")
-_WATCH_S = 1.0
+_REQUIREMENT = re.compile(r"(!?)([^=!\s]+)(?:(!=|==?)([^=!\s]*))?")
+
+Requirement = tuple[str, str | None, bool]
+"""Key, value (None = the key alone), and whether it must not hold."""
 
 
-@click.group()
+@click.group(epilog="Example: podwire endpoint list")
 def endpoint() -> None:
     """The endpoints of a node: one for each interface of a pod."""
 
@@ -37,41 +46,48 @@ def endpoint() -> None:
 @click.option("-n", "--namespace", metavar="NS", help="Only pods of this namespace.")
 @click.option("-A", "--all-namespaces", is_flag=True, help="Pods of every namespace (the default).")
 @click.option("-l", "--selector", metavar="SELECTOR", help="k=v, k!=v, k, !k, joined by commas.")
-@click.option("-w", "--watch", is_flag=True, help="Go on, and show what changes.")
 @listing
 @common
 def list_endpoints(
-    opts: Common, namespace: str | None, all_namespaces: bool, selector: str | None, watch: bool
+    opts: Common, namespace: str | None, all_namespaces: bool, selector: str | None
 ) -> None:
     """List endpoints."""
     if namespace and all_namespaces:
-        raise CliError(EXIT_USAGE, "-n and -A exclude each other")
-    shown: list[Row] = []
-    while True:
-        rows = [row for row in _read_all(opts.agents()) if _wanted(row, namespace, selector)]
-        fresh = [row for row in rows if row not in shown]
-        if fresh or not watch:
-            show_rows(fresh if watch else rows, _columns(rows), opts.style, _name)
-        if not watch:
-            return
-        shown = rows
-        time.sleep(_WATCH_S)
+        raise CliError(EXIT_USAGE, "-n and -A exclude each other", "leave one of them out")
+    wanted = read_selector(selector or "")
+
+    def read(agent: Agent) -> list[Row]:
+        rows: list[Row] = client.request(agent.socket, "GET", "/endpoint")
+        return [
+            row
+            for row in rows
+            if (not namespace or row["namespace"] == namespace)
+            and matches(wanted, row.get("labels") or ())
+        ]
+
+    show_list(opts, read, _COLUMNS, _name)
 
 
 @endpoint.command("get", epilog="Example: podwire endpoint get default/web -o json")
 @click.argument("endpoint_id", metavar="ID")
 @common
 def get_endpoint(opts: Common, endpoint_id: str) -> None:
-    """Show one endpoint. ID: a number, NS/NAME, an address, or the beginning of a container id."""
+    """Show one endpoint, and whether the kernel agrees with it.
+
+    ID: a number, NS/NAME, an address, the beginning of a container id, or as the API has it: container-id:CID,
+    cni-attachment-id:CID:IFNAME, pod-name:NS/NAME, ipv4:A, ipv6:A.
+    """
     agent, row = find_endpoint(opts.agents(), endpoint_id)
     health = client.request(agent.socket, "GET", f"/endpoint/{row['id']}/healthz")
     document = {**row, "differences": health["differences"]}
+    if agent.node:
+        document = {"node": agent.node, **document}
     show_one(document, opts.style, lambda: _describe(document), _name(row))
 
 
 @endpoint.command("log", epilog="Example: podwire endpoint log default/web")
 @click.argument("endpoint_id", metavar="ID")
-@listing
+@table
 @common
 def log(opts: Common, endpoint_id: str) -> None:
     """Show how an endpoint moved from state to state, and why."""
@@ -89,76 +105,113 @@ def log(opts: Common, endpoint_id: str) -> None:
 def find_endpoint(agents: Sequence[Agent], text: str) -> tuple[Agent, Row]:
     """Find the one endpoint that `text` means, on any of the agents."""
     found: list[tuple[Agent, Row]] = []
+    away: CliError | None = None
     for agent in agents:
         try:
             found.extend((agent, row) for row in _lookup(agent, text))
         except CliError as error:
-            if error.exit_code != EXIT_NOT_FOUND:
+            if error.exit_code == EXIT_UNREACHABLE:
+                away = error
+            elif error.exit_code != EXIT_NOT_FOUND:
                 raise
-    if not found:
-        raise CliError(EXIT_NOT_FOUND, f"find endpoint {text!r}", "podwire endpoint list")
-    if len(found) > 1:
+    if len(found) == 1:
+        return found[0]
+    if found:
         ids = ", ".join(f"{agent.node} {row['id']}".strip() for agent, row in found)
-        raise CliError(EXIT_USAGE, f"find endpoint {text!r}: it could be {ids}", "say its number")
-    return found[0]
+        raise CliError(
+            EXIT_CONFLICT,
+            f"find endpoint {text!r}: it could be {ids}",
+            "say its number" + (", and --node NODE" if len(agents) > 1 else ""),
+        )
+    raise away or CliError(
+        EXIT_NOT_FOUND, f"find endpoint {text!r}: there is none", "podwire endpoint list"
+    )
 
 
 def _lookup(agent: Agent, text: str) -> list[Row]:
-    if text.isdigit() or text.startswith(_PREFIXES):
-        return [client.request(agent.socket, "GET", f"/endpoint/{segment(text)}")]
+    if text.startswith(_PREFIXES):
+        return [_get(agent, text)]
     if "/" in text:
-        return [client.request(agent.socket, "GET", f"/endpoint/{segment(f'pod-name:{text}')}")]
+        return [_get(agent, f"pod-name:{text}")]
+    if text.isascii() and text.isdigit():
+        try:
+            return [_get(agent, text)]
+        except CliError as error:
+            if error.exit_code != EXIT_NOT_FOUND:
+                raise
+    # A container id may consist of digits only.
     rows: list[Row] = client.request(agent.socket, "GET", "/endpoint")
-    by_address = [row for row in rows if text in row["addresses"]]
-    return by_address or [row for row in rows if row["containerId"].startswith(text)]
+    address = _normal_address(text)
+    if address is not None:
+        return [row for row in rows if address in row["addresses"]]
+    if by_container := [row for row in rows if row["containerId"].startswith(text)]:
+        return by_container
+    return [row for row in rows if (row["namespace"], row["pod"]) == ("default", text)]
 
 
-def _read_all(agents: Sequence[Agent]) -> list[Row]:
-    rows = []
-    for agent in agents:
-        for row in client.request(agent.socket, "GET", "/endpoint"):
-            rows.append({"node": agent.node, **row} if agent.node else row)
-    return rows
+def _get(agent: Agent, text: str) -> Row:
+    row: Row = client.request(agent.socket, "GET", f"/endpoint/{segment(text)}")
+    return row
 
 
-def _wanted(row: Row, namespace: str | None, selector: str | None) -> bool:
-    if namespace and row["namespace"] != namespace:
-        return False
-    labels = dict(label.partition(":")[2].partition("=")[::2] for label in row.get("labels") or ())
-    for part in filter(None, (selector or "").split(",")):
-        match = _REQUIREMENT.match(part.strip())
+def _normal_address(text: str) -> str | None:
+    """Give the canonical form of an address, None for what is none."""
+    if ":" not in text and "." not in text:
+        return None
+    import ipaddress  # noqa: PLC0415 (start-up time)
+
+    try:
+        return str(ipaddress.ip_address(text))
+    except ValueError:
+        return None
+
+
+def read_selector(text: str) -> list[Requirement]:
+    """Read `k=v,k!=v,k,!k`; CliError for what is none of them."""
+    requirements: list[Requirement] = []
+    for part in filter(None, (one.strip() for one in text.split(","))):
+        match = _REQUIREMENT.fullmatch(part)
         if match is None or (match[1] and match[3]):
             raise CliError(EXIT_USAGE, f"read selector {part!r}", "write k=v, k!=v, k or !k")
-        negated, name, operator, value = match.groups()
-        if operator is None:
-            holds = (name in labels) != bool(negated)
-        else:
-            holds = (labels.get(name) == value) != (operator == "!=")
-        if not holds:
-            return False
-    return True
+        negated = bool(match[1]) or match[3] == "!="
+        requirements.append((match[2], match[4] if match[3] else None, negated))
+    return requirements
 
 
-def _columns(rows: Sequence[Row]) -> list[Column]:
-    columns = [
-        Column("ID", key("id")),
-        Column("POD", lambda row: f"{row['namespace']}/{row['pod']}"),
-        Column("STATE", lambda row: paint_state(row["state"])),
-        Column("IPV4", key("ipv4")),
-        Column("IPV6", key("ipv6")),
-        Column("IDENTITY", key("identity")),
-        Column("ENFORCED", lambda row: _enforcement(row["policyEnforcement"])),
-        Column("INTERFACE", key("hostInterface")),
-        Column("IN POD", key("ifName"), wide=True),
-        Column("NETWORK", key("network"), wide=True),
-        Column("MTU", key("mtu"), wide=True),
-        Column("REVISION", key("policyRevision"), wide=True),
-        Column("LABELS", key("labels"), wide=True),
-        Column("CONTAINER", lambda row: row["containerId"][:12], wide=True),
-    ]
-    if any("node" in row for row in rows):
-        columns.insert(0, Column("NODE", key("node")))
-    return columns
+def matches(requirements: Sequence[Requirement], labels: Sequence[str]) -> bool:
+    """Tell whether labels `source:key=value` fulfil all requirements; a key may be written with its source.
+
+    A key without a source means that of any source but `reserved`.
+    """
+    known: dict[str, str] = {}
+    for label in labels:
+        name, _, value = label.partition("=")
+        known[name] = value
+        source, colon, bare = name.partition(":")
+        if colon and source != "reserved":
+            known.setdefault(bare, value)
+    return all(
+        (name in known if value is None else known.get(name) == value) != negated
+        for name, value, negated in requirements
+    )
+
+
+_COLUMNS = [
+    Column("ID", key("id")),
+    Column("POD", lambda row: f"{row['namespace']}/{row['pod']}"),
+    Column("STATE", lambda row: paint_state(row["state"])),
+    Column("IPV4", key("ipv4")),
+    Column("IPV6", key("ipv6")),
+    Column("IDENTITY", key("identity")),
+    Column("ENFORCED", lambda row: _enforcement(row["policyEnforcement"])),
+    Column("INTERFACE", key("hostInterface")),
+    Column("IN POD", key("ifName"), wide=True),
+    Column("NETWORK", key("network"), wide=True),
+    Column("MTU", key("mtu"), wide=True),
+    Column("REVISION", key("policyRevision"), wide=True),
+    Column("LABELS", key("labels"), wide=True),
+    Column("CONTAINER", lambda row: row["containerId"][:12], wide=True),
+]
 
 
 def paint_state(state: str) -> str:

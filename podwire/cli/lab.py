@@ -1,20 +1,39 @@
 """`podwire lab`: nodes and pods on this one machine."""
 
+import re
 import sys
-from collections.abc import Iterator
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from podwire.cli.client import EXIT_NOT_SO, EXIT_USAGE, CliError
-from podwire.cli.options import Common, common, listing
-from podwire.cli.output import GREEN, RED, Column, Row, colour, key, show_one, show_rows
+from podwire.cli.lists import show_watched
+from podwire.cli.options import Common, common, listing, table
+from podwire.cli.output import (
+    GREEN,
+    RED,
+    Column,
+    Row,
+    Style,
+    colour,
+    key,
+    show_document,
+    show_one,
+    show_rows,
+)
+
+if TYPE_CHECKING:
+    from podwire.lab.state import LabState, Pod
+    from podwire.lab.topology import LabPlan
 
 _EXEC_FAILED = 125
+_TARGET = re.compile(
+    r"(?:\[(?P<bracketed>[^\[\]]+)\]|(?P<plain>[^\[\]:]+))(?::(?P<port>[^:]*))?|(?P<bare>[0-9a-fA-F:.]*:[0-9a-fA-F:.]*:[0-9a-fA-F:.]*)"
+)
 
 
-@click.group()
+@click.group(epilog="Example: podwire lab up && podwire lab run web --node node1 --serve 80/tcp")
 def lab() -> None:
     """Build nodes with real agents in network namespaces, and pods by real CNI calls."""
 
@@ -23,7 +42,8 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-_LAB = click.option("--lab", metavar="LAB", envvar="PODWIRE_LAB", help="The lab (PODWIRE_LAB).")
+def _progress(opts: Common) -> Callable[[str], None]:
+    return (lambda _line: None) if opts.style.quiet else _say
 
 
 def _choose(name: str | None) -> str:
@@ -32,47 +52,111 @@ def _choose(name: str | None) -> str:
     return choose_lab(name)
 
 
+_LAB = click.option("--lab", metavar="LAB", envvar="PODWIRE_LAB", help="The lab (PODWIRE_LAB).")
+
+
+def _complete_nodes(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
+    return [name for name in _names(ctx)[0] if name.startswith(incomplete)]
+
+
+def _complete_places(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
+    nodes, pods = _names(ctx)
+    return [name for name in (*pods, *nodes, "world") if name.startswith(incomplete)]
+
+
+def _names(ctx: click.Context) -> tuple[list[str], list[str]]:
+    """Name nodes and pods of the lab that is meant; none when that cannot be said."""
+    from podwire.lab.state import read_state  # noqa: PLC0415
+    from podwire.model.errors import PodwireError  # noqa: PLC0415
+
+    try:
+        state = read_state(_choose(ctx.params.get("lab")))
+    except PodwireError:
+        return [], []
+    pods = [pod.full_name.removeprefix("default/") for pod in state.pods]
+    return [node.name for node in state.plan.nodes], pods
+
+
+_NODE_ARGUMENT = click.argument("name", metavar="NODE", shell_complete=_complete_nodes)
+_POD_ARGUMENT = click.argument("pod", shell_complete=_complete_places)
+
+
 @lab.command(epilog="Example: podwire lab up --nodes 3 --families 46")
 @click.option("--nodes", type=int, default=2, show_default=True, help="How many nodes.")
 @click.option("--families", type=click.Choice(["4", "6", "46"]), default="46", show_default=True)
-@click.option("--name", default="lab", show_default=True, metavar="LAB", help="The lab's name.")
+@click.option("--name", metavar="LAB", help="The lab's name (PODWIRE_LAB, else `lab`).")
 @click.option("--routing", type=click.Choice(["native"]), default="native", show_default=True)
 @click.option("--store", type=click.Choice(["sqlite"]), default="sqlite", show_default=True)
-def up(nodes: int, families: str, name: str, routing: str, store: str) -> None:
+@common
+def up(opts: Common, nodes: int, families: str, name: str | None, **_only: str) -> None:
     """Build a lab: nodes on an underlay, and a world outside."""
     from podwire.lab import labs  # noqa: PLC0415
+    from podwire.lab.topology import DEFAULT_LAB  # noqa: PLC0415
 
-    del routing, store  # one value each until the overlay and other stores are built
-    labs.up(name, node_count=nodes, families=families, progress=_say)
-    print(f"lab {name} is up; next: podwire lab run web --node node1 --serve 80/tcp")
+    made = labs.up(
+        name or opts.lab or DEFAULT_LAB,
+        node_count=nodes,
+        families=families,
+        progress=_progress(opts),
+    )
+    line = f"lab {made.name} is up; next: podwire lab run web --node node1 --serve 80/tcp"
+    show_one(_describe_lab(made), opts.style, lambda: [line], made.name)
 
 
 @lab.command(epilog="Example: podwire lab run web --node node1 --label app=web --serve 80/tcp")
 @click.argument("pod")
-@click.option("--node", required=True, metavar="NODE", help="The node it runs on.")
-@click.option("-n", "--namespace", default="default", show_default=True, metavar="NS")
+@click.option("-n", "--namespace", metavar="NS", help="The pod's namespace (default: default).")
 @click.option("--label", "labels", multiple=True, metavar="K=V", help="A label; may be repeated.")
 @click.option("--serve", multiple=True, metavar="PORT/tcp|udp", help="A server; may be repeated.")
-@_LAB
+@common
 def run(
-    pod: str,
-    node: str,
-    namespace: str,
-    labels: tuple[str, ...],
-    serve: tuple[str, ...],
-    lab: str | None,
+    opts: Common, pod: str, namespace: str | None, labels: tuple[str, ...], serve: tuple[str, ...]
 ) -> None:
-    """Start a pod and attach it by executing the launcher."""
+    """Start a pod on --node and attach it by executing the launcher."""
     from podwire.lab import labs  # noqa: PLC0415
+    from podwire.lab.state import read_state  # noqa: PLC0415
 
+    if namespace is not None and "/" in pod:
+        raise CliError(EXIT_USAGE, f"say where {pod!r} is only once", "write NS/POD, or -n NS POD")
+    for text in serve:
+        _read_port(text)
+    chosen = _choose(opts.lab)
+    made = labs.run(
+        chosen,
+        pod if namespace is None else f"{namespace}/{pod}",
+        opts.node or _only_node(read_state(chosen).plan),
+        labels=_read_labels(labels),
+        serve=serve,
+    )
+    line = f"pod {made.full_name} runs on {made.node}: {', '.join(made.addresses)}"
+    show_one(_describe_pod(made), opts.style, lambda: [line], made.full_name)
+
+
+def _read_labels(texts: Sequence[str]) -> dict[str, str]:
     pairs = {}
-    for text in labels:
+    for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise CliError(EXIT_USAGE, f"read label {text!r}", "write K=V")
         pairs[name] = value
-    made = labs.run(_choose(lab), f"{namespace}/{pod}", node, labels=pairs, serve=serve)
-    print(f"pod {made.full_name} runs on {made.node}: {', '.join(made.addresses)}")
+    return pairs
+
+
+def _read_port(text: str) -> tuple[int, str]:
+    from podwire.lab.traffic import parse_port  # noqa: PLC0415
+    from podwire.model.errors import InvalidRequest  # noqa: PLC0415
+
+    try:
+        return parse_port(text)
+    except InvalidRequest as error:
+        raise CliError(EXIT_USAGE, error.message, error.hint) from error
+
+
+def _only_node(plan: "LabPlan") -> str:
+    if len(plan.nodes) > 1:
+        names = ", ".join(node.name for node in plan.nodes)
+        raise CliError(EXIT_USAGE, f"choose a node: there are {names}", "say --node NODE")
+    return plan.nodes[0].name
 
 
 @lab.command(
@@ -80,7 +164,7 @@ def run(
     context_settings={"ignore_unknown_options": True},
     epilog="Example: podwire lab exec web -- ip addr",
 )
-@click.argument("pod")
+@_POD_ARGUMENT
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @_LAB
 def exec_(pod: str, command: tuple[str, ...], lab: str | None) -> None:
@@ -89,7 +173,7 @@ def exec_(pod: str, command: tuple[str, ...], lab: str | None) -> None:
 
 
 @lab.command(epilog="Example: podwire lab shell web")
-@click.argument("pod")
+@_POD_ARGUMENT
 @_LAB
 def shell(pod: str, lab: str | None) -> None:
     """Open a shell inside a pod (or a node, or `world`)."""
@@ -110,48 +194,54 @@ def _enter(lab: str | None, place: str, command: tuple[str, ...]) -> None:
 
 
 @lab.command(epilog="Example: podwire lab rm web")
-@click.argument("pod")
-@_LAB
-def rm(pod: str, lab: str | None) -> None:
+@_POD_ARGUMENT
+@click.option("-n", "--namespace", metavar="NS", help="The pod's namespace (default: default).")
+@common
+def rm(opts: Common, pod: str, namespace: str | None) -> None:
     """Detach a pod and remove it."""
     from podwire.lab import labs  # noqa: PLC0415
 
-    labs.remove(_choose(lab), pod)
-    print(f"pod {pod} is gone")
+    name = pod if namespace is None else f"{namespace}/{pod}"
+    labs.remove(_choose(opts.lab), name)
+    show_one({"removed": name}, opts.style, lambda: [f"pod {name} is gone"], name)
 
 
 @lab.command(epilog="Example: podwire lab logs node1 | tail")
-@click.argument("node")
+@_NODE_ARGUMENT
 @_LAB
-def logs(node: str, lab: str | None) -> None:
+def logs(name: str, lab: str | None) -> None:
     """Print the log of a node's agent."""
     from podwire.lab import node as nodes  # noqa: PLC0415
     from podwire.lab.state import read_state  # noqa: PLC0415
 
-    for line in nodes.read_log(read_state(_choose(lab)).plan.node(node)):
+    for line in nodes.read_log(read_state(_choose(lab)).plan.node(name)):
         print(line)
 
 
 @lab.command(epilog="Example: podwire lab connect client web:80 --count 3 --every 200")
-@click.argument("source", metavar="FROM")
-@click.argument("target", metavar="TO[:PORT[/udp]]")
+@click.argument("source", metavar="FROM", shell_complete=_complete_places)
+@click.argument("target", metavar="TO[:PORT[/udp]]", shell_complete=_complete_places)
 @click.option("--count", type=click.IntRange(0), default=1, show_default=True, help="0 = for ever.")
 @click.option("--every", type=click.IntRange(1), default=1000, show_default=True, metavar="MS")
 @common
 def connect(opts: Common, source: str, target: str, count: int, every: int) -> None:
-    """Connect from a pod, node, `world` to another, or to an address; exit code 1 when an attempt fails."""
+    """Connect from a pod, node or `world` to another, or to an address; exit code 1 when an attempt fails.
+
+    FROM and TO: POD, NS/POD, NODE, `world`; TO may be an address, one of IPv6 in brackets when a port follows. Every
+    address of TO is tried. Without a port it is 80/tcp.
+    """
     from podwire.lab import labs, traffic  # noqa: PLC0415
     from podwire.lab.state import read_state  # noqa: PLC0415
 
-    state = read_state(_choose(opts.lab))
     destination, port, protocol = _read_target(target)
+    state = read_state(_choose(opts.lab))
     namespace, _ = labs.locate(state, source)
     addresses = labs.find_addresses(state, destination)
+    rows: list[Row] = []
     failed = 0
-    for address in addresses:
-        attempt_one = partial(traffic.connect, namespace, address, port, protocol)
-        attempts = traffic.repeat(attempt_one, count, every)
-        for attempt in attempts:
+    for _ in traffic.every(count, every):
+        for address in addresses:
+            attempt = traffic.connect(namespace, address, port, protocol)
             failed += not attempt.ok
             row: Row = {
                 "from": source,
@@ -163,23 +253,36 @@ def connect(opts: Common, source: str, target: str, count: int, every: int) -> N
                 "ms": round(attempt.ms, 3),
                 "answer": attempt.answer,
             }
-            show_one(row, opts.style, partial(_attempt_lines, row), address)
+            if opts.style.form in ("json", "yaml") and count:
+                rows.append(row)
+            else:
+                _show_attempt(row, opts.style)
+    if rows:
+        show_document(rows, opts.style.form)
     if failed:
         raise SystemExit(EXIT_NOT_SO)
 
 
-def _read_target(text: str) -> tuple[str, int, str]:
-    """Split TO[:PORT[/udp]]; the address of an IPv6 target stands in brackets. Without a port it is 80/tcp."""
-    from podwire.lab.traffic import parse_port  # noqa: PLC0415
+def _show_attempt(row: Row, style: Style) -> None:
+    """Show one attempt at once: somebody may be watching."""
+    if style.for_programs:
+        show_document(row, "jsonl" if style.form == "json" else style.form, more=True)
+    elif style.form == "name":
+        print(row["address"], flush=True)
+    elif not style.quiet:
+        print(*_attempt_lines(row), sep="\n", flush=True)
 
-    if text.startswith("["):
-        place, _, rest = text[1:].partition("]")
-        port = rest.lstrip(":")
-    elif text.count(":") > 1:
-        place, port = text, ""
-    else:
-        place, _, port = text.partition(":")
-    return (place, *(parse_port(port) if port else (80, "tcp")))
+
+def _read_target(text: str) -> tuple[str, int, str]:
+    """Split TO[:PORT[/udp]]; the address of an IPv6 target with a port stands in brackets."""
+    match = _TARGET.fullmatch(text)
+    if match is None:
+        raise CliError(
+            EXIT_USAGE, f"read target {text!r}", "write POD:80, 10.0.0.1:53/udp or [fd10::7]:80/tcp"
+        )
+    place = match["bracketed"] or match["bare"] or match["plain"]
+    port, protocol = _read_port(match["port"]) if match["port"] is not None else (80, "tcp")
+    return place, port, protocol
 
 
 def _attempt_lines(row: Row) -> Iterator[str]:
@@ -188,7 +291,7 @@ def _attempt_lines(row: Row) -> Iterator[str]:
 
 
 @lab.command(epilog="Example: podwire lab check -o json")
-@listing
+@table
 @common
 def check(opts: Common) -> None:
     """Try every pair of pods, nodes and the world, with the time each took; exit code 1 when one fails."""
@@ -224,10 +327,18 @@ def check(opts: Common) -> None:
 @common
 def status(opts: Common) -> None:
     """Show the nodes and pods of a lab."""
-    from podwire.lab.state import is_running, read_state  # noqa: PLC0415
+    from podwire.lab.state import read_state  # noqa: PLC0415
 
     state = read_state(_choose(opts.lab))
-    document = {
+    document = _describe_lab(state)
+    show_one(document, opts.style, lambda: _describe(document), state.name)
+
+
+def _describe_lab(state: "LabState") -> dict[str, Any]:
+    from podwire.lab.node import answers  # noqa: PLC0415
+    from podwire.lab.state import is_running  # noqa: PLC0415
+
+    return {
         "name": state.name,
         "families": state.families,
         "nodes": [
@@ -236,23 +347,27 @@ def status(opts: Common) -> None:
                 "addresses": node.addresses,
                 "podCidrs": node.pod_cidrs,
                 "agent": "running" if is_running(state.agents.get(node.name)) else "stopped",
-                "namespace": node.namespace,
+                "ready": answers(node),
+                "socket": str(node.directory / "api.sock"),
+                "networkNamespace": node.namespace,
             }
             for node in state.plan.nodes
         ],
-        "pods": [
-            {
-                "namespace": pod.namespace,
-                "name": pod.name,
-                "node": pod.node,
-                "addresses": pod.addresses,
-                "serves": [f"{server.port}/{server.protocol}" for server in pod.servers],
-                "networkNamespace": pod.netns,
-            }
-            for pod in state.pods
-        ],
+        "pods": [_describe_pod(pod) for pod in state.pods],
     }
-    show_one(document, opts.style, lambda: _describe(document), state.name)
+
+
+def _describe_pod(pod: "Pod") -> dict[str, Any]:
+    return {
+        "namespace": pod.namespace,
+        "name": pod.name,
+        "node": pod.node,
+        "addresses": pod.addresses,
+        "labels": pod.labels,
+        "serves": [f"{server.port}/{server.protocol}" for server in pod.servers],
+        "containerId": pod.container_id,
+        "networkNamespace": pod.netns,
+    }
 
 
 def _describe(document: dict[str, Any]) -> Iterator[str]:
@@ -270,64 +385,82 @@ def _describe(document: dict[str, Any]) -> Iterator[str]:
 @common
 def list_(opts: Common) -> None:
     """List the labs of this machine."""
-    from podwire.lab.state import list_labs, read_state  # noqa: PLC0415
-
-    states = [read_state(name) for name in list_labs()]
-    rows: list[Row] = [
-        {"name": one.name, "nodes": one.nodes, "families": one.families, "pods": len(one.pods)}
-        for one in states
-    ]
     columns = [
         Column("NAME", key("name")),
         Column("NODES", key("nodes")),
         Column("FAMILIES", key("families")),
         Column("PODS", key("pods")),
     ]
-    show_rows(rows, columns, opts.style, lambda row: str(row["name"]))
+    show_watched(opts, _read_labs, columns, lambda row: str(row["name"]))
+
+
+def _read_labs() -> tuple[list[Row], None]:
+    from podwire.lab.state import list_labs, read_state  # noqa: PLC0415
+    from podwire.model.errors import NotFound  # noqa: PLC0415
+
+    rows: list[Row] = []
+    for name in list_labs():
+        try:
+            one = read_state(name)
+        except NotFound:
+            continue  # it went down meanwhile
+        rows.append(
+            {"name": name, "nodes": one.nodes, "families": one.families, "pods": len(one.pods)}
+        )
+    return rows, None
 
 
 @lab.command(epilog="Example: podwire lab down")
-@_LAB
-def down(lab: str | None) -> None:
+@common
+def down(opts: Common) -> None:
     """Remove a lab and everything it made, also what is left of one that was killed."""
     from podwire.lab import labs  # noqa: PLC0415
 
-    labs.down(lab or _choose(None), progress=_say)
+    chosen = opts.lab or _choose(None)
+    labs.down(chosen, progress=_progress(opts))
+    if opts.style.for_programs or opts.style.form == "name":
+        show_one({"removed": chosen}, opts.style, lambda: [], chosen)
 
 
-@lab.group()
+@lab.group(epilog="Example: podwire lab node kill node1 && podwire lab node start node1")
 def node() -> None:
     """Stop, start or kill the agent of a node; its pods keep running."""
 
 
-def _add_agent_command(action: str, about: str) -> None:
+def _add_agent_command(action: str, done: str, about: str) -> None:
     @node.command(action, help=about, epilog=f"Example: podwire lab node {action} node1")
-    @click.argument("name", metavar="NODE")
-    @_LAB
-    def change(name: str, lab: str | None) -> None:
+    @_NODE_ARGUMENT
+    @common
+    def change(opts: Common, name: str) -> None:
         from podwire.lab import labs  # noqa: PLC0415
 
-        labs.change_agent(_choose(lab), name, action)
+        labs.change_agent(_choose(opts.lab), name, action)
+        show_one(
+            {"node": name, "agent": done}, opts.style, lambda: [f"agent of {name}: {done}"], name
+        )
 
 
-_add_agent_command("start", "Start the agent of a node and wait until it is ready.")
-_add_agent_command("stop", "Stop the agent of a node as a service manager does.")
-_add_agent_command("kill", "Kill the agent of a node (SIGKILL).")
+_add_agent_command("start", "running", "Start the agent of a node and wait until it is ready.")
+_add_agent_command("stop", "stopped", "Stop the agent of a node as a service manager does.")
+_add_agent_command("kill", "stopped", "Kill the agent of a node (SIGKILL).")
 
 
-@lab.group()
+@lab.group(epilog="Example: podwire lab link down node1 && podwire lab link up node1")
 def link() -> None:
     """Cut a node from the underlay, or join it again."""
 
 
 def _add_link_command(word: str, about: str) -> None:
     @link.command(word, help=about, epilog=f"Example: podwire lab link {word} node1")
-    @click.argument("name", metavar="NODE")
-    @_LAB
-    def change(name: str, lab: str | None) -> None:
+    @_NODE_ARGUMENT
+    @common
+    def change(opts: Common, name: str) -> None:
         from podwire.lab import labs  # noqa: PLC0415
 
-        labs.set_link(_choose(lab), name, is_up=word == "up")
+        labs.set_link(_choose(opts.lab), name, is_up=word == "up")
+        show_one(
+            {"node": name, "link": word}, opts.style, lambda: [f"link of {name}: {word}"], name
+        )
 
 
 _add_link_command("down", "Cut a node from the underlay.")

@@ -4,6 +4,7 @@ An error is two lines on stderr: what failed, and what to do. Exit codes are tho
 """
 
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -12,6 +13,7 @@ import click
 from podwire import __version__
 from podwire.cli.client import EXIT_INTERNAL, EXIT_USAGE, CliError
 
+COMPLETION = "_PODWIRE_COMPLETE"
 _COMMANDS = {
     "bpf": ("podwire.cli.bpf", "bpf", "Rows of the BPF maps."),
     "cleanup": ("podwire.cli.cleanup", "cleanup", "Remove what podwire left on this machine."),
@@ -61,45 +63,63 @@ def podwire() -> None:
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command line; never returns."""
     try:
-        podwire.main(args=arguments, prog_name="podwire", standalone_mode=False)
+        _run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
     except CliError as error:
         _fail(error.exit_code, error.message, error.hint)
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message(), file=sys.stderr)
+        sys.exit(EXIT_USAGE)
     except click.UsageError as error:
-        usage = error.ctx.get_usage() if error.ctx else ""
-        _fail(EXIT_USAGE, error.format_message(), usage or "podwire -h")
+        place = error.ctx.command_path if error.ctx else "podwire"
+        _fail(EXIT_USAGE, error.format_message(), f"{place} -h")
     except click.exceptions.Exit as leave:
         sys.exit(leave.exit_code)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
     except BrokenPipeError:
         # The reader has seen enough. Python would complain again when it flushes at exit.
-        sys.stdout = None
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-    except Exception as error:  # the door: nothing may leave as a traceback but our own bugs
+    except Exception as error:  # the door: nothing may leave as a traceback
         _fail(*_explain(error))
     sys.exit(0)
+
+
+def _run(arguments: list[str]) -> None:
+    if COMPLETION in os.environ:
+        podwire.main(args=arguments, prog_name="podwire", complete_var=COMPLETION)
+    # Not by `podwire.main`, which would end with 1 when the reader of a pipe has seen enough: here 1 means "not so".
+    with podwire.make_context("podwire", list(arguments)) as context:
+        podwire.invoke(context)
 
 
 def _explain(error: Exception) -> tuple[int, str, str]:
     from podwire.model import errors  # noqa: PLC0415 (start-up time)
 
     if isinstance(error, errors.PodwireError):
-        exit_code = {
-            errors.NotFound.kind: 4,
-            errors.Conflict.kind: 5,
-            errors.Unavailable.kind: 3,
-        }.get(error.kind, 6 if isinstance(error, errors.InvalidRequest) else 1)
-        return exit_code, error.message, error.hint
+        from podwire.cli.exit_codes import error_exit_code  # noqa: PLC0415
+
+        return error_exit_code(error), error.message, error.hint
     if isinstance(error, PermissionError):
         return EXIT_INTERNAL, str(error), "podwire works on kernel objects: run it as root"
+    if isinstance(error, OSError):
+        return EXIT_INTERNAL, str(error), "look at the file or socket that is named"
     return EXIT_INTERNAL, f"{type(error).__name__}: {error}", "this is a bug: please report it"
 
 
 def _fail(exit_code: int, message: str, hint: str) -> None:
-    print(f"error: {message}", file=sys.stderr)
-    if hint:
-        print(f"hint: {hint}", file=sys.stderr)
+    """Say one line of what failed and one of what to do, and end."""
+    print(f"error: {_one_line(message)}", file=sys.stderr)
+    print(
+        f"hint: {_one_line(hint or 'podwire status --verbose and podwire doctor tell more')}",
+        file=sys.stderr,
+    )
     sys.exit(exit_code)
+
+
+def _one_line(text: str) -> str:
+    return "; ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 if __name__ == "__main__":

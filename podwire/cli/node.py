@@ -3,11 +3,13 @@
 import click
 
 from podwire.cli import client
-from podwire.cli.options import Common, common, listing
-from podwire.cli.output import Column, key, show_rows
+from podwire.cli.client import CliError
+from podwire.cli.lists import ask_all, show_watched
+from podwire.cli.options import Agent, Common, common, listing
+from podwire.cli.output import Column, Row, key
 
 
-@click.group()
+@click.group(epilog="Example: podwire node list")
 def node() -> None:
     """Nodes."""
 
@@ -17,10 +19,15 @@ def node() -> None:
 @common
 def list_nodes(opts: Common) -> None:
     """List the nodes that the agents know."""
-    rows = {}
-    for agent in opts.agents():
-        for row in client.request(agent.socket, "GET", "/node"):
-            rows[row["name"]] = row
+
+    def ask(agent: Agent) -> list[Row]:
+        rows: list[Row] = client.request(agent.socket, "GET", "/node")
+        return rows
+
+    def read() -> tuple[list[Row], CliError | None]:
+        answers, failure = ask_all(opts, ask)
+        return list({row["name"]: row for _, rows in answers for row in rows}.values()), failure
+
     columns = [
         Column("NAME", key("name")),
         Column("ADDRESSES", key("addresses")),
@@ -29,4 +36,4 @@ def list_nodes(opts: Common) -> None:
         Column("KERNEL", key("kernel"), wide=True),
         Column("BOOT", key("bootId"), wide=True),
     ]
-    show_rows(list(rows.values()), columns, opts.style, lambda row: str(row["name"]))
+    show_watched(opts, read, columns, lambda row: str(row["name"]))

@@ -1,6 +1,5 @@
 """`podwire observe` (flows) and `podwire monitor` (every event of the programs, live)."""
 
-import json
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,10 +10,11 @@ import click
 from podwire.cli import client
 from podwire.cli.client import EXIT_UNREACHABLE, CliError
 from podwire.cli.options import Agent, Common, common
-from podwire.cli.output import GREEN, RED, YELLOW, Style, colour, print_json, print_yaml
+from podwire.cli.output import GREEN, RED, YELLOW, Style, colour, show_document
 
 _QUEUE_LINES = 1024
 _LAST = 20
+_AWAY = "is its agent running? see `podwire status`"
 
 
 @click.command(epilog="Example: podwire observe -f --pod default/web --verdict dropped")
@@ -57,12 +57,20 @@ def monitor(opts: Common, kind: str | None, endpoint_id: str | None) -> None:
 
 def _show(opts: Common, query: Mapping[str, Any], agents: Sequence[Agent] | None = None) -> None:
     flows = _merge(opts.agents() if agents is None else agents, query)
-    if opts.style.form in ("json", "yaml") and not query.get("follow"):
-        documents = list(flows)
-        (print_json if opts.style.form == "json" else print_yaml)(documents)
+    form = opts.style.form
+    if form in ("json", "yaml") and not query.get("follow"):
+        show_document(sorted(flows, key=_time), form)
         return
-    for flow in flows:
-        print(_line(flow, opts.style), flush=True)
+    # The past of several agents is put in order; what follows comes as it happens.
+    for flow in flows if query.get("follow") else sorted(flows, key=_time):
+        if opts.style.for_programs:
+            show_document(flow, "yaml" if form == "yaml" else "jsonl", more=True)
+        else:
+            print(_line(flow, opts.style), flush=True)
+
+
+def _time(flow: Mapping[str, Any]) -> str:
+    return str(flow.get("time"))
 
 
 def _merge(agents: Sequence[Agent], query: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -79,7 +87,7 @@ def _merge(agents: Sequence[Agent], query: Mapping[str, Any]) -> Iterator[dict[s
         except CliError as error:
             lines.put(error)
         except OSError as error:
-            lines.put(CliError(EXIT_UNREACHABLE, f"follow {agent.node}: {error}"))
+            lines.put(CliError(EXIT_UNREACHABLE, f"follow {agent.node}: {error}", _AWAY))
         finally:
             lines.put(None)
 
@@ -97,15 +105,16 @@ def _merge(agents: Sequence[Agent], query: Mapping[str, Any]) -> Iterator[dict[s
 
 
 def _line(flow: dict[str, Any], style: Style) -> str:
-    if style.form in ("json", "jsonl", "yaml"):
-        return json.dumps(flow)
+    ends = f"{_end(flow.get('from') or {})} -> {_end(flow.get('to') or {})}"
+    if style.form == "name" or style.quiet:
+        return ends
     verdict = str(flow.get("verdict"))
     code = {"forwarded": GREEN, "dropped": RED}.get(verdict, YELLOW)
     reason = f" ({flow['reason']})" if flow.get("reason") else ""
     lost = f"  [{flow['lost']} events lost before]" if flow.get("lost") else ""
     return (
         f"{flow.get('time')}  {flow.get('node') or '-':8} {colour(verdict + reason, code)}"
-        f"  {_end(flow.get('from') or {})} -> {_end(flow.get('to') or {})}"
+        f"  {ends}"
         f"  {flow.get('protocol') or '-'} {flow.get('direction') or ''} {flow.get('bytes', 0)} bytes{lost}"
     )
 
@@ -113,13 +122,9 @@ def _line(flow: dict[str, Any], style: Style) -> str:
 def _end(end: Mapping[str, Any]) -> str:
     address = str(end.get("ip") or "?")
     port = end.get("port")
-    place = (
-        f"[{address}]:{port}"
-        if port and ":" in address
-        else f"{address}:{port}"
-        if port
-        else address
-    )
+    place = f"[{address}]" if port and ":" in address else address
+    if port:
+        place += f":{port}"
     if end.get("pod"):
         return f"{end.get('namespace')}/{end['pod']} {place}"
     return place

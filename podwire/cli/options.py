@@ -1,7 +1,7 @@
 """Options that every command has, and which agents a command means.
 
 `--agent` names a socket; `--lab` and `--node` name nodes of a lab; without any of them the machine's agent is meant,
-or, where there is none, the only lab. Lists ask all nodes of a lab and add a column.
+or, where there is none, the only lab.
 """
 
 import functools
@@ -24,7 +24,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Agent:
-    """One agent to ask: its socket, and the node's name where several are asked."""
+    """One agent to ask: its socket, and, in a lab, its node."""
 
     socket: str
     node: str = ""
@@ -38,6 +38,9 @@ class Common:
     agents: Callable[[], Sequence[Agent]]
     lab: str | None = None
     """The lab that was named, if any."""
+    node: str | None = None
+    """The node that was named, if any."""
+    watch: bool = False
 
     def one_agent(self) -> Agent:
         """Give the only agent that is meant; CliError when it could be several."""
@@ -59,14 +62,22 @@ def common(command: _F) -> _F:
         lab: str | None,
         node: str | None,
         no_headers: bool = False,
+        watch: bool = False,
         **rest: Any,
     ) -> Any:
         style = Style(output, headers=not no_headers, quiet=quiet)
-        chosen = lab or os.environ.get("PODWIRE_LAB")
-        return command(Common(style, lambda: find_agents(agent, lab, node), chosen), **rest)
+        chosen = lab or os.environ.get("PODWIRE_LAB") or None
+        agents = functools.partial(find_agents, agent, lab, node)
+        return command(Common(style, agents, chosen, node, watch), **rest)
 
     for option in (
-        click.option("-o", "--output", type=click.Choice(FORMATS), default="table", help="Form."),
+        click.option(
+            "-o",
+            "--output",
+            type=click.Choice(FORMATS),
+            default="table",
+            help="Form of the answer.",
+        ),
         click.option("-q", "--quiet", is_flag=True, help="Only names, or only the exit code."),
         click.option("--agent", metavar="SOCKET", help="The agent's api.sock (PODWIRE_AGENT)."),
         click.option("--lab", metavar="LAB", help="A lab (PODWIRE_LAB)."),
@@ -76,9 +87,15 @@ def common(command: _F) -> _F:
     return with_common  # type: ignore[return-value]
 
 
-def listing(command: _F) -> _F:
-    """Add the option of lists."""
+def table(command: _F) -> _F:
+    """Add the option of what prints a table."""
     return click.option("--no-headers", is_flag=True, help="Leave the header line out.")(command)
+
+
+def listing(command: _F) -> _F:
+    """Add the options of lists."""
+    watch = click.option("-w", "--watch", is_flag=True, help="Go on, and show what changes.")
+    return watch(table(command))
 
 
 def find_agents(agent: str | None, lab: str | None, node: str | None) -> list[Agent]:
@@ -86,7 +103,7 @@ def find_agents(agent: str | None, lab: str | None, node: str | None) -> list[Ag
     agent = agent or (None if lab else os.environ.get("PODWIRE_AGENT"))
     if agent:
         return [Agent(agent)]
-    lab = lab or os.environ.get("PODWIRE_LAB")
+    lab = lab or os.environ.get("PODWIRE_LAB") or None
     if lab is None and node is None and Path(DEFAULT_SOCKET).exists():
         return [Agent(DEFAULT_SOCKET)]
     labs = sorted(path.parent.name for path in LAB_ROOT.glob("*/lab.json"))
@@ -96,15 +113,25 @@ def find_agents(agent: str | None, lab: str | None, node: str | None) -> list[Ag
                 EXIT_USAGE, f"choose a lab: there are {', '.join(labs)}", "say --lab LAB"
             )
         if not labs:
-            return [Agent(DEFAULT_SOCKET)]
+            return [_agent_of_machine(node)]
         lab = labs[0]
     if lab not in labs:
         raise CliError(
             EXIT_NOT_FOUND,
             f"find lab {lab!r}: there is {', '.join(labs) or 'none'}",
-            "podwire lab up",
+            "podwire lab up --name LAB, or name another with --lab",
         )
     return _lab_agents(lab, node)
+
+
+def _agent_of_machine(node: str | None) -> Agent:
+    if node is not None:
+        raise CliError(
+            EXIT_NOT_FOUND,
+            f"find node {node!r}: no lab is up",
+            "leave --node out, or podwire lab up",
+        )
+    return Agent(DEFAULT_SOCKET)
 
 
 def _lab_agents(lab: str, node: str | None) -> list[Agent]:
@@ -113,6 +140,10 @@ def _lab_agents(lab: str, node: str | None) -> list[Agent]:
         key=lambda name: (len(name), name),
     )
     if node is not None and node not in nodes:
-        raise CliError(EXIT_NOT_FOUND, f"find node {node!r}: lab {lab!r} has {', '.join(nodes)}")
+        raise CliError(
+            EXIT_NOT_FOUND,
+            f"find node {node!r}: lab {lab!r} has {', '.join(nodes)}",
+            "say --node with one of them",
+        )
     chosen = [node] if node is not None else nodes
     return [Agent(str(LAB_ROOT / lab / name / "api.sock"), name) for name in chosen]

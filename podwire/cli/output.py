@@ -5,14 +5,17 @@ Used by every command. A column is a header and a function of the row; `wide` co
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 FORMATS = ("table", "wide", "name", "json", "yaml", "jsonl")
 
 Row = dict[str, Any]
+
+_PAINT = re.compile("\033\\[[0-9]*m")
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,15 @@ class Style:
     headers: bool = True
     quiet: bool = False
 
+    @property
+    def for_programs(self) -> bool:
+        """Whether the form is one that programs read whole."""
+        return self.form in ("json", "yaml", "jsonl")
+
+    def without_headers(self) -> "Style":
+        """Give the style for what follows a first part."""
+        return replace(self, headers=False)
+
 
 def key(name: str) -> Callable[[Row], Any]:
     """Give the function that reads a field."""
@@ -42,13 +54,11 @@ def show_rows(
     rows: Sequence[Row], columns: Sequence[Column], style: Style, name: Callable[[Row], str]
 ) -> None:
     """Show a list."""
-    if style.form == "json":
-        print_json(rows)
-    elif style.form == "yaml":
-        print_yaml(rows)
-    elif style.form == "jsonl":
+    if style.form == "jsonl":
         for row in rows:
-            print(json.dumps(row))
+            show_document(row, "jsonl")
+    elif style.for_programs:
+        show_document(rows, style.form)
     elif style.form == "name" or style.quiet:
         for row in rows:
             print(name(row))
@@ -59,43 +69,58 @@ def show_rows(
 def show_one(
     document: Any, style: Style, text: Callable[[], Iterable[str]], name: str = ""
 ) -> None:
-    """Show one document; `text` writes it for people."""
-    if style.form == "json":
-        print_json(document)
-    elif style.form == "jsonl":
-        print(json.dumps(document))
-    elif style.form == "yaml":
-        print_yaml(document)
+    """Show one document; `text` writes it for people, `name` is what `-o name` prints."""
+    if style.for_programs:
+        show_document(document, style.form)
     elif style.form == "name":
-        print(name)
+        if name:
+            print(name)
     elif not style.quiet:
         for line in text():
             print(line)
 
 
-def print_json(document: Any) -> None:
-    """Write JSON for people and programs alike."""
-    print(json.dumps(document, indent=2, ensure_ascii=False))
+def show_document(document: Any, form: str, *, more: bool = False) -> None:
+    """Write a document for programs; `more` = it is one of a stream of documents."""
+    if form == "json":
+        print(json.dumps(document, indent=2, ensure_ascii=False), flush=more)
+    elif form == "jsonl":
+        print(json.dumps(document, ensure_ascii=False), flush=more)
+    else:
+        print(("---\n" if more else "") + _write_yaml(document), end="", flush=more)
 
 
-def print_yaml(document: Any) -> None:
+def _write_yaml(document: Any) -> str:
     """Write YAML; words that other readers take for booleans are quoted."""
     import yaml  # noqa: PLC0415 (start-up time)
 
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    # Two rows may share an object: through JSON and back no anchors are written for it.
     plain = json.loads(json.dumps(document))
-    print(yaml.dump(plain, Dumper=dumper, sort_keys=False, allow_unicode=True), end="")
+    text: str = yaml.dump(plain, Dumper=dumper, sort_keys=False, allow_unicode=True)
+    return text
 
 
 def print_table(rows: Sequence[Row], columns: Sequence[Column], style: Style) -> None:
     """Write a table as wide as its content."""
     shown = [column for column in columns if style.form == "wide" or not column.wide]
+    if not shown:
+        return
     lines = [[cell(column.value(row)) for column in shown] for row in rows]
     heads = [[column.header for column in shown]] if style.headers else []
-    widths = [max((len(line[at]) for line in heads + lines), default=0) for at in range(len(shown))]
+    widths = [
+        max((_width(line[at]) for line in heads + lines), default=0) for at in range(len(shown))
+    ]
     for line in heads + lines:
-        padded = (text.ljust(width) for text, width in zip(line, widths, strict=True))
+        padded = (
+            text + " " * (width - _width(text)) for text, width in zip(line, widths, strict=True)
+        )
         print("   ".join(padded).rstrip())
+
+
+def _width(text: str) -> int:
+    """Give how many places a text takes; paint takes none."""
+    return len(_PAINT.sub("", text))
 
 
 def cell(value: Any) -> str:
@@ -111,7 +136,8 @@ def cell(value: Any) -> str:
 
 def colour(text: str, code: int) -> str:
     """Paint text where a person with a colour terminal reads it."""
-    if "NO_COLOR" in os.environ or not sys.stdout.isatty():
+    # Set to anything but nothing, NO_COLOR means no colour (no-color.org).
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty():
         return text
     return f"\033[{code}m{text}\033[0m"
 

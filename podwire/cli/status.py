@@ -8,20 +8,19 @@ import click
 
 from podwire import __version__
 from podwire.cli import client
-from podwire.cli.client import EXIT_NOT_SO, EXIT_UNREACHABLE, CliError
-from podwire.cli.options import Agent, Common, common, listing
+from podwire.cli.client import EXIT_NOT_SO, EXIT_UNREACHABLE, EXIT_USAGE, CliError
+from podwire.cli.lists import ask_all, show_list
+from podwire.cli.options import Agent, Common, common, table
 from podwire.cli.output import (
     GREEN,
     RED,
     YELLOW,
     Column,
+    Row,
     cell,
     colour,
     key,
-    print_json,
-    print_yaml,
     show_one,
-    show_rows,
 )
 
 _POLL_S = 0.1
@@ -38,18 +37,16 @@ _POLL_S = 0.1
 def status(opts: Common, brief: bool, verbose: bool, wait: bool, timeout: float) -> None:
     """Show the agent as a whole; exit code 1 when it is not ready."""
     deadline = time.monotonic() + timeout
-    found = [
-        (agent, _wait_ready(agent, deadline) if wait else _read(agent)) for agent in opts.agents()
-    ]
-    documents = [document for _, document in found]
-    if opts.style.form == "json":
-        print_json(documents[0] if len(documents) == 1 else documents)
-    elif opts.style.form == "yaml":
-        print_yaml(documents[0] if len(documents) == 1 else documents)
-    elif not opts.style.quiet:
-        for document in documents:
-            for line in _brief(document) if brief else _long(document, verbose):
-                print(line)
+    answers, failure = ask_all(
+        opts, lambda agent: _wait_ready(agent, deadline) if wait else _read(agent)
+    )
+    documents = [answer for _, answer in answers]
+    document: Any = documents[0] if len(documents) == 1 else documents
+    lines = (line for one in documents for line in (_brief(one) if brief else _long(one, verbose)))
+    names = "\n".join(str(one.get("node")) for one in documents)
+    show_one(document, opts.style, lambda: lines, names)
+    if failure is not None:
+        raise failure
     if not all(document.get("ready") for document in documents):
         raise SystemExit(EXIT_NOT_SO)
 
@@ -106,19 +103,22 @@ def _ready(document: dict[str, Any]) -> str:
 
 
 @click.command(epilog="Example: podwire config -o wide")
-@listing
+@table
 @common
 def config(opts: Common) -> None:
     """Show the settings in force and where each comes from."""
-    settings = client.request(opts.one_agent().socket, "GET", "/config")["settings"]
-    rows = [{"key": name, **entry} for name, entry in settings.items()]
+
+    def read(agent: Agent) -> list[Row]:
+        settings = client.request(agent.socket, "GET", "/config")["settings"]
+        return [{"key": name, **entry} for name, entry in settings.items()]
+
     columns = [
         Column("KEY", key("key")),
         Column("VALUE", key("value")),
         Column("SOURCE", key("source")),
         Column("RELOADABLE", key("reloadable"), wide=True),
     ]
-    show_rows(rows, columns, opts.style, lambda row: f"{row['key']}={cell(row['value'])}")
+    show_list(opts, read, columns, lambda row: f"{row['key']}={cell(row['value'])}")
 
 
 @click.command(epilog="Example: podwire version -o json")
@@ -127,9 +127,12 @@ def version(opts: Common) -> None:
     """Show the version of this command and, where one answers, of the agent."""
     document: dict[str, Any] = {"client": __version__, "agent": None}
     try:
-        document["agent"] = client.request(opts.agents()[0].socket, "GET", "/status")["version"]
+        answers, _ = ask_all(opts, _read)
+        versions = sorted({answer["version"] for _, answer in answers})
+        document["agent"] = ", ".join(versions)
     except CliError as error:
-        if error.exit_code != EXIT_UNREACHABLE:
+        # Several labs are no reason not to say what this command is.
+        if error.exit_code not in (EXIT_UNREACHABLE, EXIT_USAGE):
             raise
     lines = [f"podwire {__version__}", f"agent   {document['agent'] or 'not running'}"]
     show_one(document, opts.style, lambda: lines, __version__)

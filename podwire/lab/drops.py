@@ -1,4 +1,7 @@
-"""See a drop as a person would: follow the flows of a node's agent while something happens. Used by the demo and by tests."""
+"""See a drop as a person would: follow the flows of a node's agent while something happens.
+
+Used by the demo and by tests.
+"""
 
 import json
 import socket
@@ -14,7 +17,7 @@ DEADLINE_S: Final = 5.0
 def wait_for_drop(
     lab: str, node_name: str, provoke: Callable[[], None], *, source: str = ""
 ) -> dict[str, Any] | None:
-    """Follow the drops of a node, call `provoke`, and give the first one from `source`; None when none comes in time."""
+    """Follow the drops of a node, call `provoke`, give the first one from `source`; None when none comes in time."""
     node = read_state(lab).plan.node(node_name)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(DEADLINE_S)

@@ -6,9 +6,11 @@ everything also after agents were killed or the file was lost, because all that 
 
 import contextlib
 import ipaddress
+import os
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import permutations
@@ -21,12 +23,24 @@ from podwire.lab import node as nodes
 from podwire.lab import pod as pods
 from podwire.lab import state as states
 from podwire.lab import traffic
-from podwire.lab.state import LabState, Pod, changed_state, end_process, locked, read_state
-from podwire.lab.topology import PIN_ROOT, RUN_ROOT, LabPlan, plan_lab
-from podwire.model.errors import Conflict, InvalidRequest, NotFound
+from podwire.lab.state import LabState, Pod, changed_state, locked, read_state
+from podwire.lab.topology import (
+    PIN_ROOT,
+    RUN_ROOT,
+    LabPlan,
+    NodePlan,
+    check_lab_name,
+    is_lab_name,
+    plan_lab,
+)
+from podwire.model.errors import Conflict, InvalidRequest, NotFound, PodwireError, Unavailable
 
 Progress = Callable[[str], None]
 CHECK_PORT = 7999
+_CHECK_THREADS = 4
+
+Place = tuple[str, tuple[str, ...]]
+"""Namespace and addresses of a pod, a node or the world."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +59,26 @@ def up(
 ) -> LabState:
     """Build a lab; Conflict when it is there."""
     plan = plan_lab(name, node_count, families)
-    directory = plan.directory
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with locked(directory):
-        if (directory / states.STATE_FILE).exists():
-            raise Conflict(f"make lab {name!r}: it is up", hint=f"podwire lab down --lab {name}")
+    with locked(plan.directory, create=True):
+        _require_nothing_there(plan)
         state = LabState(name=name, nodes=node_count, families=families)
         with ExitStack() as undo:
             undo.callback(_remove_everything, plan, state)
             progress(f"lab {name}: {node_count} nodes, underlay and world")
-            nodes.create_network(plan)
             states.write_state(state)
+            nodes.create_network(plan)
             _start_agents(plan, state, progress)
             states.write_state(state)
             undo.pop_all()
     return state
+
+
+def _require_nothing_there(plan: LabPlan) -> None:
+    hint = f"podwire lab down --lab {plan.name}"
+    if (plan.directory / states.STATE_FILE).exists():
+        raise Conflict(f"make lab {plan.name!r}: it is up", hint=hint)
+    if _list_namespaces(plan.name) or (PIN_ROOT / plan.name).exists():
+        raise Conflict(f"make lab {plan.name!r}: parts of an earlier one are left", hint=hint)
 
 
 def _start_agents(plan: LabPlan, state: LabState, progress: Progress) -> None:
@@ -86,14 +105,32 @@ def run(
     ports = [traffic.parse_port(text) for text in serve]
     with changed_state(lab) as state:
         node = state.plan.node(node_name)
-        pod = pods.create_pod(state, node, namespace or "default", name, labels or {}, extra)
-        with ExitStack() as undo:
-            undo.callback(pods.remove_pod, node, pod)
-            servers = traffic.start_servers(pod, ports)
-            undo.pop_all()
-        pod = msgspec.structs.replace(pod, servers=servers)
+        pod = pods.plan_pod(state, node, namespace or "default", name, labels or {})
+        if not states.is_running(state.agents.get(node_name)):
+            raise Unavailable(
+                f"attach pod {pod.full_name!r}: the agent of {node_name} does not run",
+                hint=f"podwire lab node start {node_name}",
+            )
+        # Written before anything of the pod exists, so that `rm` finds it whatever happens to this process.
         state.pods.append(pod)
+        states.write_state(state)
+        with ExitStack() as undo:
+            undo.callback(states.write_state, state)
+            undo.callback(state.pods.remove, pod)
+            undo.callback(_remove_failed, node, pod)
+            attached = pods.attach_pod(node, pod, extra)
+            servers = traffic.start_servers(attached, ports)
+            undo.pop_all()
+        pod = msgspec.structs.replace(attached, servers=servers)
+        state.pods[-1] = pod
     return pod
+
+
+def _remove_failed(node: NodePlan, pod: Pod) -> None:
+    """Take back a pod as a runtime does after a failed ADD; what that meets does not hide the first error."""
+    with contextlib.suppress(PodwireError):
+        pods.remove_pod(node, pod)
+    netns.delete_named(pod.netns)
 
 
 def remove(lab: str, pod_name: str) -> None:
@@ -104,7 +141,7 @@ def remove(lab: str, pod_name: str) -> None:
         state.pods.remove(pod)
 
 
-def locate(state: LabState, text: str) -> tuple[str, tuple[str, ...]]:
+def locate(state: LabState, text: str) -> Place:
     """Give namespace and addresses of a pod, a node or `world`."""
     plan = state.plan
     if text == "world":
@@ -127,28 +164,30 @@ def find_addresses(state: LabState, text: str) -> tuple[str, ...]:
 def check(lab: str) -> list[CheckedPair]:
     """Try every pair of pods, nodes and the world, in every family, by TCP and UDP, with the time each took."""
     state = read_state(lab)
-    places = {pod.full_name: locate(state, pod.full_name) for pod in state.pods}
+    pods_there = {pod.full_name: locate(state, pod.full_name) for pod in state.pods}
     hosts = {node.name: locate(state, node.name) for node in state.plan.nodes}
     hosts["world"] = locate(state, "world")
-    pairs = []
+    places = {**pods_there, **hosts}
     with ExitStack() as stack:
-        for name, (namespace, addresses) in {**places, **hosts}.items():
-            helper = Pod(
-                namespace="check",
-                name=name,
-                node="-",
-                container_id="",
-                netns=namespace,
-                labels={},
-                addresses=addresses,
-            )
-            ports = [(CHECK_PORT, "tcp"), (CHECK_PORT, "udp")]
-            for server in traffic.start_servers(helper, ports)[:1]:
-                stack.callback(end_process, server.process)
-        for source, target in permutations({**places, **hosts}, 2):
-            if _is_meant_to_work(source, target, places):
-                pairs.extend(_check_pair(source, target, {**places, **hosts}))
-    return pairs
+        threads = stack.enter_context(ThreadPoolExecutor(_CHECK_THREADS))
+        servers: list[states.Process] = []
+        stack.callback(states.end_all, servers)
+        for started in threads.map(_start_check_servers, places, places.values()):
+            servers.extend(started)
+        pairs = [
+            threads.submit(_check_pair, source, target, address, protocol, places[source][0])
+            for source, target in permutations(places, 2)
+            if _is_meant_to_work(source, target, pods_there)
+            for address in places[target][1]
+            for protocol in ("tcp", "udp")
+        ]
+        return [pair.result() for pair in pairs]
+
+
+def _start_check_servers(name: str, place: Place) -> list[states.Process]:
+    helper = Pod(namespace="check", name=name, node="-", container_id="", netns=place[0], labels={})
+    servers = traffic.start_servers(helper, [(CHECK_PORT, "tcp"), (CHECK_PORT, "udp")])
+    return [servers[0].process]
 
 
 def _is_meant_to_work(source: str, target: str, pods_there: Mapping[str, object]) -> bool:
@@ -157,53 +196,45 @@ def _is_meant_to_work(source: str, target: str, pods_there: Mapping[str, object]
 
 
 def _check_pair(
-    source: str, target: str, places: Mapping[str, tuple[str, tuple[str, ...]]]
-) -> list[CheckedPair]:
-    namespace, _ = places[source]
-    return [
-        CheckedPair(
-            source,
-            target,
-            address,
-            protocol,
-            traffic.connect(namespace, address, CHECK_PORT, protocol),
-        )
-        for address in places[target][1]
-        for protocol in ("tcp", "udp")
-    ]
+    source: str, target: str, address: str, protocol: str, namespace: str
+) -> CheckedPair:
+    attempt = traffic.connect(namespace, address, CHECK_PORT, protocol)
+    return CheckedPair(source, target, address, protocol, attempt)
 
 
 def down(name: str, *, progress: Progress = print) -> None:
-    """Remove a lab and everything that it ever made; one that is half there or not there is removed as well."""
-    directory = RUN_ROOT / name
-    leftovers = [one for one in netns.list_named() if one.startswith(f"pw.{name}.")]
-    if not directory.exists() and not leftovers and not (PIN_ROOT / name).exists():
+    """Remove a lab and everything that it ever made; one that is half there is removed as well."""
+    directory = RUN_ROOT / check_lab_name(name)
+    if not directory.exists() and not _list_namespaces(name) and not (PIN_ROOT / name).exists():
         raise NotFound(f"remove lab {name!r}: there is none", hint="podwire lab list")
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with locked(directory):
+    with locked(directory, create=True):
         try:
             state = read_state(name)
             plan = state.plan
-        except (NotFound, InvalidRequest):
+        except PodwireError:
+            # The file is lost or broken: all that a lab makes can be found by its name.
             state, plan = LabState(name=name, nodes=1, families="46"), plan_lab(name, 1, "46")
         _remove_everything(plan, state)
     progress(f"lab {name} is gone")
 
 
 def _remove_everything(plan: LabPlan, state: LabState) -> None:
-    for pod in state.pods:
-        for server in pod.servers:
-            end_process(server.process)
-    for node in plan.nodes:
-        nodes.stop_agent(state, node)
+    inside = _list_namespaces(plan.name)
+    inodes = {os.stat(netns.named_path(one)).st_ino for one in inside}
+    known = [server.process for pod in state.pods for server in pod.servers]
+    # Whoever is in a namespace of the lab keeps it alive: agents that the file does not know, shells, commands.
+    states.end_all([*known, *state.agents.values(), *states.list_processes_in(inodes)])
     # A namespace takes its devices, routes and rules along; maps and programs live as long as their pins.
-    for name in netns.list_named():
-        if name.startswith(f"pw.{plan.name}."):
-            netns.delete_named(name)
+    for name in inside:
+        netns.delete_named(name)
     for root in (PIN_ROOT / plan.name, plan.directory):
         _remove_tree(root)
     for root in (PIN_ROOT, RUN_ROOT):
         _remove_if_empty(root)
+
+
+def _list_namespaces(lab: str) -> list[str]:
+    return [one for one in netns.list_named() if one.startswith(f"pw.{lab}.")]
 
 
 def _remove_tree(path: Path) -> None:
@@ -226,7 +257,7 @@ def change_agent(lab: str, node_name: str, action: str) -> None:
         elif action == "stop":
             nodes.stop_agent(state, node)
         elif action == "kill":
-            end_process(state.agents.get(node.name), signal.SIGKILL)
+            nodes.stop_agent(state, node, signal.SIGKILL)
         else:
             raise InvalidRequest(f"change agent: {action!r} is not start, stop or kill")
 
@@ -243,12 +274,14 @@ def list_leftovers(*, running_too: bool) -> list[str]:
     """Name the labs that are not whole any more (no agent of theirs runs), or, `running_too`, all of them."""
     names = {path.name for root in (RUN_ROOT, PIN_ROOT) if root.is_dir() for path in root.iterdir()}
     names |= {one.split(".")[1] for one in netns.list_named() if one.startswith("pw.")}
-    return sorted(name for name in names if running_too or not _is_up(name))
+    return sorted(name for name in names if is_lab_name(name) and (running_too or not _is_up(name)))
 
 
 def _is_up(name: str) -> bool:
+    """Tell whether a lab is as its commands left it: an agent that was stopped on purpose is not in the file."""
     try:
         state = read_state(name)
-    except NotFound:
+    except PodwireError:
         return False
-    return any(states.is_running(process) for process in state.agents.values())
+    running = [states.is_running(process) for process in state.agents.values()]
+    return any(running) or not running

@@ -6,6 +6,7 @@ real machine; only its paths are the lab's.
 
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -43,7 +44,11 @@ def create_network(plan: LabPlan) -> None:
         netns.create_named(name).close()
     run_ip(
         plan.underlay_namespace,
-        [f"link add {BRIDGE} type bridge mcast_snooping 0", f"link set {BRIDGE} up", "link set lo up"],
+        [
+            f"link add {BRIDGE} type bridge mcast_snooping 0",
+            f"link set {BRIDGE} up",
+            "link set lo up",
+        ],
     )
     _join(plan, "world", plan.world_namespace, plan.world_underlay, ["link set lo up"])
     for node in plan.nodes:
@@ -99,7 +104,9 @@ def write_config(plan: LabPlan, node: NodePlan) -> None:
 
 def start_agent(state: LabState, node: NodePlan, *, wait: bool = True) -> None:
     """Start a node's agent and, by default, wait until it answers; its output goes to the node's log."""
-    if is_running(state.agents.get(node.name)):
+    running = state.agents.get(node.name)
+    if running is not None and is_running(running):
+        wait_until_ready(node, running)
         return
     log = os.open(
         node.directory / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
@@ -117,7 +124,12 @@ def start_agent(state: LabState, node: NodePlan, *, wait: bool = True) -> None:
     state.agents[node.name] = describe_process(child.pid)
     child.release()
     if wait:
-        wait_until_ready(node, state.agents[node.name])
+        try:
+            wait_until_ready(node, state.agents[node.name])
+        except BaseException:
+            # The lab's file will not tell of it: nobody could end it later.
+            end_process(state.agents.pop(node.name), signal.SIGKILL)
+            raise
 
 
 def wait_until_ready(
@@ -130,8 +142,8 @@ def wait_until_ready(
             what = "does not answer" if is_running(process) else "ended"
             tail = "\n".join(read_log(node)[-5:])
             raise Unavailable(
-                f"start agent of {node.name!r}: it {what}:\n{tail}",
-                hint=f"podwire lab logs {node.name}",
+                f"start agent of {node.name!r}: it {what}: {tail}",
+                hint="these are the last lines of its log; podwire doctor looks at the machine",
             )
         time.sleep(0.01)
 
@@ -154,9 +166,10 @@ def read_log(node: NodePlan) -> list[str]:
     return path.read_text(errors="replace").splitlines() if path.exists() else []
 
 
-def stop_agent(state: LabState, node: NodePlan) -> None:
-    """Stop an agent as a service manager does; pods keep running."""
-    end_process(state.agents.get(node.name))
+def stop_agent(state: LabState, node: NodePlan, number: signal.Signals = signal.SIGTERM) -> None:
+    """Stop an agent as a service manager does, or kill it; pods keep running."""
+    end_process(state.agents.get(node.name), number)
+    state.agents.pop(node.name, None)
 
 
 def agent_program() -> str:

@@ -4,19 +4,21 @@ Used by `lab.labs`. The launcher gets environment and configuration and nothing 
 would see.
 """
 
-import contextlib
 import json
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+import msgspec
+
 from podwire.kernel import netns, spawn
 from podwire.lab.state import LabState, Pod, end_process
 from podwire.lab.topology import NodePlan, check_pod_name, pod_namespace
-from podwire.model.errors import Conflict, KernelFailure, PodwireError, Unavailable
+from podwire.model.errors import Conflict, PodwireError, Unavailable
 
 NETWORK: Final = "podwire"
 INTERFACE: Final = "eth0"
@@ -35,6 +37,12 @@ class AttachFailed(PodwireError):
             hint=str(reply.get("details", "")),
         )
         self.reply = reply
+
+    @property
+    def code(self) -> int:
+        """The error's CNI number; 0 when the launcher gave none."""
+        found = self.reply.get("code")
+        return found if isinstance(found, int) else 0
 
 
 def launcher_program() -> str:
@@ -97,46 +105,39 @@ def call_launcher(
     return reply
 
 
-def create_pod(
-    state: LabState,
-    node: NodePlan,
-    namespace: str,
-    name: str,
-    labels: Mapping[str, str],
-    extra: Mapping[str, Any] | None = None,
+def plan_pod(
+    state: LabState, node: NodePlan, namespace: str, name: str, labels: Mapping[str, str]
 ) -> Pod:
-    """Make a pod's namespace and attach it; nothing stays when that fails."""
+    """Give a pod its names and its container id; Conflict when the name is taken."""
     check_pod_name(name)
     check_pod_name(namespace)
-    netns_name = pod_namespace(state.name, namespace, name)
-    try:
-        fd = netns.create_named(netns_name)
-    except KernelFailure as failure:
-        raise Conflict(f"create pod {namespace}/{name}: {failure.message}") from failure
-    container_id = uuid.uuid4().hex
-    with contextlib.ExitStack() as undo:
-        undo.callback(netns.delete_named, netns_name)
-        undo.callback(fd.close)
-        config = network_config(node, labels, extra)
-        _set_loopback_up(fd.fileno())
-        result = call_launcher(
-            "ADD",
-            config=config,
-            container_id=container_id,
-            netns_path=netns.named_path(netns_name),
-            pod=(namespace, name),
+    if any((pod.namespace, pod.name) == (namespace, name) for pod in state.pods):
+        raise Conflict(
+            f"create pod {namespace}/{name}: it runs already",
+            hint=f"podwire lab rm {namespace}/{name}",
         )
-        undo.pop_all()
-    fd.close()
     return Pod(
         namespace=namespace,
         name=name,
         node=node.name,
-        container_id=container_id,
-        netns=netns_name,
+        container_id=uuid.uuid4().hex,
+        netns=pod_namespace(state.name, namespace, name),
         labels=dict(labels),
-        addresses=_addresses(result),
     )
+
+
+def attach_pod(node: NodePlan, pod: Pod, extra: Mapping[str, Any] | None = None) -> Pod:
+    """Make a pod's namespace and attach it; gives it with its addresses. On failure the caller removes it."""
+    with netns.create_named(pod.netns) as fd:
+        _set_loopback_up(fd.fileno())
+    result = call_launcher(
+        "ADD",
+        config=network_config(node, pod.labels, extra),
+        container_id=pod.container_id,
+        netns_path=netns.named_path(pod.netns),
+        pod=(pod.namespace, pod.name),
+    )
+    return msgspec.structs.replace(pod, addresses=_addresses(result))
 
 
 def remove_pod(node: NodePlan, pod: Pod) -> None:
@@ -158,6 +159,9 @@ def exec_in_pod(netns_name: str, arguments: Sequence[str]) -> NoReturn:
     """Become a command inside a namespace, terminal and all; exits with 126 or 127 as a shell does."""
     with netns.open_namespace(netns.named_path(netns_name)) as fd:
         netns.set_namespace(fd.fileno(), netns.CLONE_NEWNET)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        # Python ignores these, and what is ignored stays ignored across exec.
+        signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(arguments[0], list(arguments))
     except FileNotFoundError:

@@ -1,14 +1,21 @@
 """A small server inside a pod: answers each connection with one line that says who answered and who asked.
 
 Run as a program by `lab.traffic` inside the pod's namespace: `python -m podwire.lab.serve NS/POD NODE PORT/tcp...`.
-TCP: HTTP 200 with the line; UDP: the line. Standard library only, because it is started for each pod.
+TCP: HTTP 200 with the line, also for a client that says nothing; UDP: the line, from the address that was asked.
+Standard library only, because it is started for each pod.
 """
 
+import contextlib
 import selectors
 import socket
+import struct
 import sys
+import threading
 
 _REQUEST_MAX_BYTES = 65_536
+_REQUEST_WAIT_S = 1.0
+_IP_PKTINFO = 8
+"""Linux' ip(7); Python's socket module does not name it."""
 
 
 def main(arguments: list[str]) -> None:
@@ -18,46 +25,68 @@ def main(arguments: list[str]) -> None:
     for text in ports:
         port, _, protocol = text.partition("/")
         for family in (socket.AF_INET, socket.AF_INET6):
-            kind = socket.SOCK_DGRAM if protocol == "udp" else socket.SOCK_STREAM
-            one = socket.socket(family, kind)
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            one.bind(("", int(port)))
-            if kind == socket.SOCK_STREAM:
-                one.listen(128)
-            selector.register(one, selectors.EVENT_READ, protocol)
+            try:
+                selector.register(_open(family, int(port), protocol), selectors.EVENT_READ)
+            except OSError as error:
+                sys.exit(f"error: serve {text} in {who}: {error.strerror}")
     print("ready", flush=True)
     while True:
         for key, _ in selector.select():
             ready = key.fileobj
             assert isinstance(ready, socket.socket)
-            try:
-                _answer(ready, key.data, f"{who} {node}")
-            except OSError:
-                continue  # the peer went away; the next one is served
+            # The peer may be gone already; the next one is served.
+            with contextlib.suppress(OSError):
+                if ready.type == socket.SOCK_DGRAM:
+                    _answer_datagram(ready, f"{who} {node}")
+                else:
+                    connection, _ = ready.accept()
+                    threading.Thread(
+                        target=_answer_connection, args=(connection, f"{who} {node}"), daemon=True
+                    ).start()
 
 
-def _answer(one: socket.socket, protocol: str, who: str) -> None:
+def _open(family: socket.AddressFamily, port: int, protocol: str) -> socket.socket:
+    one = socket.socket(family, socket.SOCK_DGRAM if protocol == "udp" else socket.SOCK_STREAM)
+    if family == socket.AF_INET6:
+        one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
     if protocol == "udp":
-        data, _, _, peer = one.recvmsg(_REQUEST_MAX_BYTES)
-        del data
-        one.sendto(f"{who} {_own_address(one, peer)} {peer[0]}\n".encode(), peer)
-        return
-    connection, peer = one.accept()
-    with connection:
-        connection.settimeout(2)
-        connection.recv(_REQUEST_MAX_BYTES)
-        line = f"{who} {connection.getsockname()[0]} {peer[0]}\n"
+        if family == socket.AF_INET6:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_RECVPKTINFO, 1)
+        else:
+            one.setsockopt(socket.IPPROTO_IP, _IP_PKTINFO, 1)
+    else:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    one.bind(("", port))
+    if protocol != "udp":
+        one.listen(128)
+    return one
+
+
+def _answer_datagram(one: socket.socket, who: str) -> None:
+    _, ancillary, _, peer = one.recvmsg(_REQUEST_MAX_BYTES, socket.CMSG_SPACE(20))
+    [(level, kind, info)] = ancillary
+    if one.family == socket.AF_INET6:
+        # struct in6_pktinfo: address, device; the device is left to routing.
+        own, back = info[:16], info[:16] + struct.pack("=I", 0)
+    else:
+        # struct in_pktinfo: device, local address, destination of the header.
+        own, back = info[8:12], struct.pack("=I4s4s", 0, info[8:12], bytes(4))
+    line = f"{who} {socket.inet_ntop(one.family, own)} {peer[0]}\n"
+    one.sendmsg([line.encode()], [(level, kind, back)], 0, peer)
+
+
+def _answer_connection(connection: socket.socket, who: str) -> None:
+    with connection, contextlib.suppress(OSError):
+        connection.settimeout(_REQUEST_WAIT_S)
+        with contextlib.suppress(TimeoutError):
+            connection.recv(_REQUEST_MAX_BYTES)
+        line = f"{who} {connection.getsockname()[0]} {connection.getpeername()[0]}\n"
         head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(line)}\r\nConnection: close\r\n\r\n"
         connection.sendall((head + line).encode())
-
-
-def _own_address(one: socket.socket, peer: tuple[str, int]) -> str:
-    """Ask the kernel which address an answer to `peer` would leave from."""
-    with socket.socket(one.family, socket.SOCK_DGRAM) as probe:
-        probe.connect(peer[:2])
-        return str(probe.getsockname()[0])
+        # Closed with something unread, the connection would be reset and the answer lost.
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(_REQUEST_MAX_BYTES):
+            pass
 
 
 if __name__ == "__main__":

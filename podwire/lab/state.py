@@ -8,17 +8,18 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
-from podwire.lab.topology import RUN_ROOT, LabPlan, plan_lab
-from podwire.model.errors import NotFound, Unavailable
+from podwire.lab.topology import RUN_ROOT, LabPlan, check_lab_name, plan_lab
+from podwire.model.errors import NotFound, StorageFailure, Unavailable
 
 STATE_FILE = "lab.json"
 _END_DEADLINE_S = 15.0
+_GRACE_S = 3.0
 
 
 class Process(msgspec.Struct, frozen=True):
@@ -104,10 +105,16 @@ def choose_lab(name: str | None) -> str:
 
 def read_state(name: str) -> LabState:
     """Read a lab's file."""
+    check_lab_name(name)
+    path = RUN_ROOT / name / STATE_FILE
     try:
-        return msgspec.json.decode((RUN_ROOT / name / STATE_FILE).read_bytes(), type=LabState)
+        return msgspec.json.decode(path.read_bytes(), type=LabState)
     except FileNotFoundError:
         raise NotFound(f"find lab {name!r}", hint="podwire lab list") from None
+    except msgspec.MsgspecError as error:
+        raise StorageFailure(
+            f"read {str(path)!r}: {error}", hint=f"podwire lab down --lab {name}"
+        ) from error
 
 
 @contextmanager
@@ -128,13 +135,35 @@ def write_state(state: LabState) -> None:
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Let one command at a time change a lab."""
-    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def locked(directory: Path, *, create: bool = False) -> Iterator[None]:
+    """Let one command at a time change a lab; NotFound when the lab is gone."""
+    fd = _open_lock(directory / "lock", create)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
+        os.close(fd)
+
+
+def _open_lock(path: Path, create: bool) -> int:
+    while True:
+        if create:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            if create:
+                continue
+            raise NotFound(f"find lab {path.parent.name!r}", hint="podwire lab list") from None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            # While we waited, `down` may have removed the file that we hold.
+            if os.path.samestat(os.fstat(fd), os.stat(path)):
+                return fd
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(fd)
+            raise
         os.close(fd)
 
 
@@ -152,26 +181,66 @@ def end_process(process: Process | None, number: signal.Signals = signal.SIGTERM
     """Signal a process and wait for its end; Unavailable when it does not end in time."""
     if process is None or not is_running(process):
         return
+    _send(process, number)
+    if _wait_ended([process], _END_DEADLINE_S):
+        raise Unavailable(
+            f"end process {process.pid}: it is still there after {_END_DEADLINE_S:.0f} s",
+            hint="it may wait for a disk; podwire lab down kills what does not end",
+        )
+
+
+def end_all(processes: Sequence[Process]) -> None:
+    """End processes together, those that do not obey by SIGKILL."""
+    for process in processes:
+        _send(process, signal.SIGTERM)
+    for process in (left := _wait_ended(processes, _GRACE_S)):
+        _send(process, signal.SIGKILL)
+    if _wait_ended(left, _END_DEADLINE_S):
+        raise Unavailable(f"end processes {', '.join(str(one.pid) for one in left)}")
+
+
+def list_processes_in(namespaces: Collection[int]) -> list[Process]:
+    """Find the processes in network namespaces, known by their inode numbers; never this one."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            inode = os.stat(entry / "ns" / "net").st_ino
+        except OSError:
+            continue  # it ended meanwhile
+        if inode in namespaces and (ticks := _start_ticks(int(entry.name))):
+            found.append(Process(int(entry.name), ticks))
+    return found
+
+
+def _send(process: Process, number: signal.Signals) -> None:
+    """Signal this very process; one that ended is success."""
     try:
         pidfd = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return
     try:
-        if not is_running(process):
-            return
-        signal.pidfd_send_signal(pidfd, number)
+        if is_running(process):
+            signal.pidfd_send_signal(pidfd, number)
     except ProcessLookupError:
         return
     finally:
         os.close(pidfd)
-    deadline = time.monotonic() + _END_DEADLINE_S
-    while is_running(process):
+
+
+def _wait_ended(processes: Sequence[Process], seconds: float) -> list[Process]:
+    """Wait until all ended; gives those that did not in time."""
+    deadline = time.monotonic() + seconds
+    while left := [process for process in processes if is_running(process)]:
         if time.monotonic() > deadline:
-            raise Unavailable(
-                f"end process {process.pid}: it is still there after {_END_DEADLINE_S:.0f} s"
-            )
+            break
+        for process in left:
+            _reap(process.pid)
+        time.sleep(0.005)
+    for process in processes:
         _reap(process.pid)
-        time.sleep(0.01)
+    return left
 
 
 def _reap(pid: int) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from podwire.model.errors import InvalidRequest
+from podwire.model.errors import InvalidRequest, NotFound
 
 RUN_ROOT: Final = Path("/run/podwire/lab")
 PIN_ROOT: Final = Path("/sys/fs/bpf/podwire/lab")
@@ -93,28 +93,30 @@ class LabPlan:
         return tuple(str(ipaddress.ip_interface(text).ip) for text in self.world_underlay)
 
     def node(self, name: str) -> NodePlan:
-        """Find a node; InvalidRequest names those that exist."""
+        """Find a node; NotFound names those that exist."""
         for node in self.nodes:
             if node.name == name:
                 return node
         known = ", ".join(node.name for node in self.nodes)
-        raise InvalidRequest(f"find node {name!r}: lab {self.name!r} has {known}")
+        raise NotFound(
+            f"find node {name!r}: lab {self.name!r} has {known}", hint="podwire lab status"
+        )
 
 
 def plan_lab(name: str, nodes: int, families: str) -> LabPlan:
     """Compute a lab with `nodes` nodes, `families` one of 4, 6, 46."""
-    if not _NAME.fullmatch(name) or name in ("underlay", "world"):
-        raise InvalidRequest(
-            f"name lab {name!r}: use at most 20 of a-z, 0-9 and '-'", hint="--name LAB"
-        )
+    check_lab_name(name)
     if families not in ("4", "6", "46"):
-        raise InvalidRequest(f"use families {families!r}: choose 4, 6 or 46")
+        raise InvalidRequest(f"use families {families!r}", hint="choose 4, 6 or 46")
     if not 1 <= nodes <= NODES_MAX:
-        raise InvalidRequest(f"make {nodes} nodes: choose 1 to {NODES_MAX}")
+        raise InvalidRequest(f"make {nodes} nodes", hint=f"choose 1 to {NODES_MAX}")
     plans = tuple(_plan_node(name, number, families) for number in range(1, nodes + 1))
     for plan in plans:
         if len(str(plan.directory / "cni.sock").encode()) > SOCKET_PATH_MAX_BYTES:
-            raise InvalidRequest(f"name lab {name!r}: its socket paths would be too long")
+            raise InvalidRequest(
+                f"name lab {name!r}: its socket paths would be too long",
+                hint="choose a shorter name",
+            )
     return LabPlan(
         name=name,
         families=families,
@@ -126,10 +128,28 @@ def plan_lab(name: str, nodes: int, families: str) -> LabPlan:
     )
 
 
+def check_lab_name(name: str) -> str:
+    """Give `name` if it may name a lab, else raise InvalidRequest; a name becomes part of paths."""
+    if not is_lab_name(name):
+        raise InvalidRequest(
+            f"name lab {name!r}: at most 20 of a-z, 0-9 and, inside, '-'",
+            hint="choose another name",
+        )
+    return name
+
+
+def is_lab_name(name: str) -> bool:
+    """Tell whether `name` may name a lab."""
+    return _NAME.fullmatch(name) is not None and name not in ("underlay", "world")
+
+
 def check_pod_name(name: str) -> str:
     """Give `name` if it may name a pod or its namespace, else raise InvalidRequest."""
     if not _POD_NAME.fullmatch(name):
-        raise InvalidRequest(f"name pod {name!r}: use at most 42 of a-z, 0-9 and '-'")
+        raise InvalidRequest(
+            f"name pod {name!r}: at most 42 of a-z, 0-9 and, inside, '-'",
+            hint="choose another name",
+        )
     return name
 
 

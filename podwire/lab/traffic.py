@@ -9,13 +9,13 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from podwire.kernel import netns, spawn
 from podwire.lab.state import Pod, Server, describe_process
-from podwire.model.errors import InvalidRequest, Unavailable
+from podwire.model.errors import Conflict, InvalidRequest
 
 TIMEOUT_S: Final = 3.0
 _READY_TIMEOUT_S: Final = 15.0
@@ -36,9 +36,13 @@ def parse_port(text: str) -> tuple[int, str]:
     """Read `PORT[/tcp|/udp]`."""
     port, _, protocol = text.partition("/")
     protocol = protocol.lower() or "tcp"
-    if not port.isdigit() or not 1 <= int(port) <= 65_535 or protocol not in ("tcp", "udp"):
+    if (
+        not (port.isascii() and port.isdigit())
+        or not 1 <= int(port) <= 65_535
+        or protocol not in ("tcp", "udp")
+    ):
         raise InvalidRequest(
-            f"read port {text!r}: write PORT/tcp or PORT/udp, PORT from 1 to 65535"
+            f"read port {text!r}", hint="write PORT/tcp or PORT/udp, PORT from 1 to 65535"
         )
     return int(port), protocol
 
@@ -52,7 +56,7 @@ def start_servers(pod: Pod, ports: Sequence[tuple[int, str]]) -> tuple[Server, .
         with netns.open_namespace(netns.named_path(pod.netns)) as fd:
             child = spawn.start(
                 [
-                    *(sys.executable, "-m", "podwire.lab.serve", pod.full_name, pod.node),
+                    *(sys.executable, "-P", "-m", "podwire.lab.serve", pod.full_name, pod.node),
                     *(f"{port}/{protocol}" for port, protocol in ports),
                 ],
                 place=spawn.Place(network_fd=fd.fileno()),
@@ -63,7 +67,10 @@ def start_servers(pod: Pod, ports: Sequence[tuple[int, str]]) -> tuple[Server, .
         writer = -1
         if not _says_ready(reader):
             child.close()
-            raise Unavailable(f"serve in pod {pod.full_name!r}: the server did not come up")
+            raise Conflict(
+                f"serve in pod {pod.full_name!r}: the server did not come up",
+                hint="is one of its ports taken? see the line above, and podwire lab exec ... -- ss -lntu",
+            )
     finally:
         os.close(reader)
         if writer >= 0:
@@ -80,6 +87,7 @@ def connect(
     begin = time.perf_counter()
     try:
         with socket_in(namespace, address, protocol) as one:
+            begin = time.perf_counter()
             one.settimeout(timeout_s)
             one.connect((address, port))
             one.sendall(b"GET / HTTP/1.0\r\n\r\n" if protocol == "tcp" else b"?")
@@ -90,13 +98,13 @@ def connect(
     return Attempt(bool(answer), (time.perf_counter() - begin) * 1e3, answer or "no answer")
 
 
-def repeat(attempt: Callable[[], Attempt], count: int, every_ms: int) -> Iterator[Attempt]:
-    """Try `count` times (0 = for ever), one every `every_ms` milliseconds by the clock."""
+def every(count: int, period_ms: int) -> Iterator[int]:
+    """Count to `count` (0 = for ever), once in `period_ms` milliseconds by the clock."""
     done, due = 0, time.monotonic()
     while count == 0 or done < count:
         time.sleep(max(0.0, due - time.monotonic()))
-        yield attempt()
-        done, due = done + 1, due + every_ms / 1e3
+        yield done
+        done, due = done + 1, due + period_ms / 1e3
 
 
 def socket_in(namespace: str, address: str, protocol: str) -> socket.socket:
@@ -114,7 +122,9 @@ def _read_line(one: socket.socket, protocol: str) -> str:
     data = b""
     while len(data) < _REPLY_MAX_BYTES and (chunk := one.recv(_REPLY_MAX_BYTES)):
         data += chunk
-    return data.partition(b"\r\n\r\n")[2].decode(errors="replace").strip()
+    head, blank, body = data.partition(b"\r\n\r\n")
+    text = (body if blank else head).decode(errors="replace").strip()
+    return text.splitlines()[0] if text else ""
 
 
 def _says_ready(reader: int) -> bool:

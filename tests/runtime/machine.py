@@ -32,10 +32,13 @@ mkdir -p "$base/inside" && mount -n -t tmpfs pwt "$base/inside"
 mkdir -p "$base/inside${base#/run}" "$base/inside/netns" "$base/inside/lock"
 mount -n --bind "$base" "$base/inside${base#/run}"
 mount -n --move "$base/inside" /run
+mount -n -t tmpfs pwt /var/lib
 echo ready
 exec sleep 2147483647
 """
-"""A /run of our own that shows the node's directory: runtimes keep sockets and namespaces in fixed places there."""
+"""A /run of our own that shows the node's directory, and an empty /var/lib: runtimes keep sockets, namespaces and what
+they remember of networks in fixed places there.
+"""
 
 _RECORDER = """#!/bin/sh
 # Keep what the runtime asked, then ask the real plugin.

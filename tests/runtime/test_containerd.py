@@ -7,7 +7,7 @@ import pytest
 from tests.lab.rig import Present, wait_for
 from tests.runtime.containerd import Containerd, load_messages
 from tests.runtime.machine import NODE_ADDRESSES, WORLD_ADDRESSES, Machine, Place
-from tests.runtime.traffic import ask_http, connect_from, measure_bits_per_s
+from tests.runtime.traffic import connect_from, measure_bits_per_s, serves
 
 SLEEP = ("/bin/sleep", "9999")
 HTTPD = ("/bin/httpd", "-f", "-p", "80", "-h", "/www")
@@ -17,14 +17,6 @@ def assert_nothing_left(machine: Machine) -> None:
     """Fail unless the node holds nothing of any pod."""
     machine.node.settle()
     assert machine.node.assert_consistent() == Present()
-
-
-def serves(machine: Machine, address: str, port: int = 80, place: str = "") -> bool:
-    """Tell whether a web server answers the node (or another place)."""
-    try:
-        return b"served" in ask_http(machine, place or machine.node.name, address, port)
-    except ConnectionRefusedError:
-        return False
 
 
 def test_a_pod_reaches_pods_node_and_world_in_both_families(
@@ -58,6 +50,15 @@ def test_the_agent_shows_whose_pod_it_is(machine: Machine, containerd: Container
         "k8s:io.kubernetes.pod.namespace=shop",
     } <= set(endpoint["labels"])
     assert machine.node.get("/endpoint/pod-name:shop/web-0")[1]["id"] == endpoint["id"]
+
+
+def test_labels_of_the_network_become_labels_of_its_pods(machine: Machine) -> None:
+    machine.write_conflist(args={"cni": {"labels": [{"key": "team", "value": "blue"}]}})
+    with Containerd(machine) as containerd:
+        containerd.wait_network_ready()
+        containerd.run_pod("web")
+        [endpoint] = machine.node.get("/endpoint")[1]
+        assert "cni:team=blue" in endpoint["labels"]
 
 
 def test_every_stop_and_the_removal_succeed_and_leave_nothing(
@@ -142,7 +143,7 @@ def test_bandwidth_limits_hold_against_pod_node_and_world(
     # What is behind a masquerade cannot be reached from outside, so the world gets a route to pods.
     machine.world_route("10.99.0.0/24")
     places: dict[str, tuple[Place, str]] = {
-        "pod": (other.pid, other.addresses[0]),
+        "other pod": (other.pid, other.addresses[0]),
         "node": (node, NODE_ADDRESSES[0]),
         "world": (machine.world, WORLD_ADDRESSES[0]),
     }
@@ -155,7 +156,8 @@ def test_bandwidth_limits_hold_against_pod_node_and_world(
             measure_bits_per_s(machine, limited.pid, own, place) / FROM_POD_BITS_PER_S
         )
     print({name: round(ratio, 2) for name, ratio in measured.items()})
-    assert all(0.75 < ratio < 1.1 for ratio in measured.values()), measured
+    # A reader that the machine keeps waiting finds what has piled up: some per cent, never a multiple.
+    assert all(0.75 < ratio < 1.25 for ratio in measured.values()), measured
 
 
 def test_a_pod_that_is_not_limited_is_not_slowed_down(

@@ -52,6 +52,14 @@ def ask_http(machine: Machine, place: Place, address: str, port: int) -> bytes:
     return answer
 
 
+def serves(machine: Machine, address: str, port: int = 80, place: str = "") -> bool:
+    """Tell whether a web server answers the node (or another place)."""
+    try:
+        return b"served" in ask_http(machine, place or machine.node.name, address, port)
+    except ConnectionRefusedError:
+        return False
+
+
 def measure_bits_per_s(machine: Machine, place: Place, address: str, server_place: Place) -> float:
     """Send as fast as it goes from a place to an address at another; gives the rate that arrives."""
     with (

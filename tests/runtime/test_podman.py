@@ -1,0 +1,136 @@
+"""Containers that a real podman makes through its CNI back end, with podwire as their network."""
+
+from functools import partial
+
+import pytest
+
+from tests.lab.rig import Present, wait_for
+from tests.runtime.machine import NODE_ADDRESSES, WORLD_ADDRESSES, Machine
+from tests.runtime.podman import Podman
+from tests.runtime.traffic import connect_from, serves
+
+
+def list_addresses(podman: Podman, name: str, network: str = "podwire") -> list[str]:
+    """Give the addresses that podman reports, IPv4 first."""
+    found = podman.inspect(name)["NetworkSettings"]["Networks"][network]
+    return [found["IPAddress"], found["GlobalIPv6Address"]]
+
+
+def assert_nothing_left(machine: Machine) -> None:
+    """Fail unless the node holds nothing of any container."""
+    machine.node.settle()
+    assert machine.node.assert_consistent() == Present()
+
+
+def test_a_container_reaches_containers_node_and_world(machine: Machine, podman: Podman) -> None:
+    for name in ("web", "client"):
+        podman.start_container(name)
+    web, client = podman.pid("web"), podman.pid("client")
+    own = list_addresses(podman, "client")
+    for mine, other, node, world in zip(
+        own, list_addresses(podman, "web"), NODE_ADDRESSES, WORLD_ADDRESSES, strict=True
+    ):
+        assert connect_from(machine, client, other, web) == mine
+        assert connect_from(machine, client, node, machine.node.name) == mine
+        assert connect_from(machine, client, world, machine.world) == node
+    podman.run("rm", "--force", "--time", "0", "web", "client")
+    assert_nothing_left(machine)
+
+
+def test_podman_asks_as_we_were_told(machine: Machine, podman: Podman) -> None:
+    container = podman.start_container("db_1")
+    [endpoint] = machine.node.get("/endpoint")[1]
+    assert (endpoint["containerId"], endpoint["namespace"], endpoint["pod"]) == (
+        container,
+        "default",
+        "db_1",
+    )
+    podman.run("rm", "--force", "--time", "0", "db_1")
+    calls = [one for one in machine.list_calls() if one["CNI_COMMAND"] != "VERSION"]
+    assert [one["CNI_COMMAND"] for one in calls] == ["ADD", "DEL"]
+    assert "K8S_POD_NAME=db_1" in calls[0]["CNI_ARGS"]
+    assert all(one["CNI_NETNS"] for one in calls)
+
+
+def test_stop_and_start_keep_the_container_id_and_give_a_new_life(
+    machine: Machine, podman: Podman
+) -> None:
+    container = podman.start_container("web")
+    [before] = machine.node.get("/endpoint")[1]
+    for _ in range(3):
+        podman.run("stop", "--time", "0", "web")
+        assert_nothing_left(machine)
+        podman.run("start", "web")
+    [after] = machine.node.get("/endpoint")[1]
+    assert (after["containerId"], before["containerId"]) == (container, container)
+    assert after["id"] > before["id"]
+    assert after["addresses"] == list_addresses(podman, "web")
+    connect_from(machine, machine.node.name, after["ipv4"], podman.pid("web"))
+    machine.node.assert_consistent()
+
+
+def test_restart_at_once_finds_the_name_of_its_device_free(
+    machine: Machine, podman: Podman
+) -> None:
+    podman.start_container("web")
+    podman.run("restart", "--time", "0", "web")
+    machine.node.settle()
+    [endpoint] = machine.node.get("/endpoint")[1]
+    connect_from(machine, machine.node.name, endpoint["ipv4"], podman.pid("web"))
+    machine.node.assert_consistent()
+
+
+def test_a_fixed_address_and_mac_are_given_and_given_back(machine: Machine, podman: Podman) -> None:
+    options = ("--ip", "10.99.0.77", "--mac-address", "0a:58:0a:63:00:4d")
+    podman.start_container("fixed", *options)
+    [endpoint] = machine.node.get("/endpoint")[1]
+    assert endpoint["ipv4"] == "10.99.0.77"
+    assert "0a:58:0a:63:00:4d" in podman.run("exec", "fixed", "/bin/ip", "link")
+    with pytest.raises(AssertionError, match=r"10\.99\.0\.77"):
+        podman.start_container("thief", *options)
+    podman.run("rm", "--force", "--time", "0", "fixed")
+    assert_nothing_left(machine)
+    podman.start_container("heir", *options)
+    assert machine.node.get("/endpoint")[1][0]["ipv4"] == "10.99.0.77"
+
+
+def test_a_container_of_two_networks_has_an_interface_in_each(
+    machine: Machine, podman: Podman
+) -> None:
+    machine.write_conflist(name="second", file_name="06-second.conflist")
+    podman.start_container("web", networks=["podwire", "second"])
+    podman.start_container("client")
+    for network in ("podwire", "second"):
+        for address in list_addresses(podman, "web", network):
+            connect_from(machine, podman.pid("client"), address, podman.pid("web"))
+    podman.run("network", "disconnect", "second", "web")
+    machine.node.settle()
+    machine.node.assert_consistent()
+    connect_from(machine, podman.pid("client"), list_addresses(podman, "web")[0], podman.pid("web"))
+    podman.run("rm", "--force", "--time", "0", "--all")
+    assert_nothing_left(machine)
+
+
+def test_published_ports_work_by_the_chained_portmap(machine: Machine, podman: Podman) -> None:
+    machine.write_conflist({"type": "portmap", "capabilities": {"portMappings": True}})
+    podman.start_container("web", "--publish", "18080:80/tcp")
+    podman.run("exec", "--detach", "web", "/bin/httpd", "-f", "-p", "80", "-h", "/www")
+    published = partial(serves, machine, NODE_ADDRESSES[0], 18080, machine.world)
+    wait_for(published, 10, "the published port to be served")
+    podman.run("rm", "--force", "--time", "0", "web")
+    assert not published()
+    assert_nothing_left(machine)
+
+
+def test_containers_outlive_the_agent_and_can_be_removed_without_it(
+    machine: Machine, podman: Podman
+) -> None:
+    podman.start_container("web")
+    podman.start_container("other")
+    machine.node.kill()
+    connect_from(machine, podman.pid("other"), list_addresses(podman, "web")[0], podman.pid("web"))
+    podman.run("rm", "--force", "--time", "0", "web")
+    machine.node.start()
+    machine.node.settle()
+    assert [one["pod"] for one in machine.node.get("/endpoint")[1]] == ["other"]
+    machine.node.assert_consistent()

@@ -9,7 +9,10 @@ from tests.runtime.containerd import Containerd
 from tests.runtime.machine import REFERENCE_PLUGINS, Machine
 from tests.runtime.podman import Podman
 
-_NEEDED = ("containerd", "ctr", "runc", "podman", "conmon", "busybox", "nsenter", "unshare")
+_NEEDED = (
+    *("containerd", "ctr", "runc", "podman", "conmon", "busybox", "iptables"),
+    *("nsenter", "unshare"),
+)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -30,6 +30,7 @@ static __always_inline int judge_sender(struct __sk_buff *skb, struct pw_flow *f
 {
 	flow->source_identity = flow->row.identity;
 	flow->there.entry = NULL;
+	flow->now_ns = bpf_ktime_get_coarse_ns();
 	look_up_flow(skb, flow, &flow->here);
 	return guard_tunnel_port(flow) ?:
 	       resolve_destination(flow) ?:

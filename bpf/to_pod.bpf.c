@@ -33,6 +33,7 @@ static __always_inline int judge_receiver(struct __sk_buff *skb, struct pw_flow 
 {
 	flow->path = PW_PATH_STACK;
 	flow->destination_identity = flow->row.identity;
+	flow->now_ns = bpf_ktime_get_coarse_ns();
 	look_up_flow(skb, flow, &flow->here);
 	if (flow->here.entry && (flow->here.reply || flow->here.related))
 		flow->source_identity = flow->here.entry->peer_identity;

@@ -538,7 +538,7 @@ class UsageValue(NamedTuple):
 USAGE_VALUE_BYTES: Final = _USAGE_VALUE.size
 
 
-_COLLECTION: Final = struct.Struct("=QQQI4x")
+_COLLECTION: Final = struct.Struct("=QQQQ")
 
 
 class Collection(NamedTuple):
@@ -547,11 +547,11 @@ class Collection(NamedTuple):
     last_tick_ns: int
     examined: int
     removed: int
-    next_shard: int
+    ticks: int
 
     def pack(self) -> bytes:
         """Give the row's bytes."""
-        return _COLLECTION.pack(self.last_tick_ns, self.examined, self.removed, self.next_shard)
+        return _COLLECTION.pack(self.last_tick_ns, self.examined, self.removed, self.ticks)
 
     @classmethod
     def unpack(cls, row: bytes) -> Self:

@@ -76,7 +76,9 @@ def vlan(frame: bytes, tag: int) -> bytes:
     return frame[:12] + struct.pack("!HH", ETH_P_VLAN, tag) + frame[12:]
 
 
-def tcp(source: int, destination: int, flags: int, payload: bytes = b"", options: bytes = b"") -> Segment:
+def tcp(
+    source: int, destination: int, flags: int, payload: bytes = b"", options: bytes = b""
+) -> Segment:
     """Make a TCP segment; `options` is padded to words."""
     options += b"\0" * (-len(options) % 4)
     words = 5 + len(options) // 4
@@ -92,7 +94,9 @@ def udp(source: int, destination: int, payload: bytes = b"payload!") -> Segment:
 
 def sctp(source: int, destination: int) -> Segment:
     """Make an SCTP packet with an INIT chunk (its CRC is nobody's business here)."""
-    return Segment(SCTP, struct.pack("!HHII", source, destination, 0, 0) + b"\1\0\0\x14" + bytes(16))
+    return Segment(
+        SCTP, struct.pack("!HHII", source, destination, 0, 0) + b"\1\0\0\x14" + bytes(16)
+    )
 
 
 def icmp(kind: int, code: int, rest: int = 0, payload: bytes = b"") -> Segment:
@@ -112,7 +116,9 @@ def echo(version: int, number: int, *, reply: bool = False, payload: bytes = b"p
     return icmpv6(129 if reply else 128, 0, number << 16 | 1, payload)
 
 
-def neighbour(kind: int, target: str, *, option_mac: str = "", option: int = 1, flags: int = 0) -> Segment:
+def neighbour(
+    kind: int, target: str, *, option_mac: str = "", option: int = 1, flags: int = 0
+) -> Segment:
     """Make a neighbour solicitation (135) or advertisement (136)."""
     body = ipaddress.IPv6Address(target).packed
     if option_mac:
@@ -130,7 +136,9 @@ def _sealed(segment: Segment, source: bytes, destination: bytes) -> bytes:
         return segment.data
     covered = segment.data
     if segment.pseudo:
-        covered = source + destination + struct.pack("!II", len(covered), segment.protocol) + covered
+        covered = (
+            source + destination + struct.pack("!II", len(covered), segment.protocol) + covered
+        )
     found = internet_checksum(covered)
     at = segment.checksum_at
     return segment.data[:at] + struct.pack("!H", found) + segment.data[at + 2 :]
@@ -155,7 +163,16 @@ def ipv4(  # noqa: PLR0913 - each is a field of the header
     words = header_words or 5 + len(options) // 4
     length = 20 + len(options) + len(body) if total is None else total
     header = struct.pack(
-        "!BBHHHBBH4s4s", version << 4 | words, 0, length, identification, fragment, ttl, segment.protocol, 0, *ends
+        "!BBHHHBBH4s4s",
+        version << 4 | words,
+        0,
+        length,
+        identification,
+        fragment,
+        ttl,
+        segment.protocol,
+        0,
+        *ends,
     )
     header += options
     found = internet_checksum(header)

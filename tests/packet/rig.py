@@ -87,7 +87,10 @@ class Endpoint:
         """Frame a packet as this pod sends it to its gateway; `source` and `destination` are MACs."""
         ethertype = frames.ETH_P_IPV6 if packet[0] >> 4 == 6 else frames.ETH_P_IP
         return frames.ethernet(
-            ends.get("destination", self.host_mac), ends.get("source", self.pod_mac), ethertype, packet
+            ends.get("destination", self.host_mac),
+            ends.get("source", self.pod_mac),
+            ethertype,
+            packet,
         )
 
     def frame_in(self, packet: bytes) -> bytes:
@@ -98,7 +101,9 @@ class Endpoint:
 A: Final = Endpoint("a", 1001, 11, 3001, "10.7.0.10", "fd07::10")
 B: Final = Endpoint("b", 1002, 12, 3002, "10.7.0.11", "fd07::11")
 SMALL: Final = Endpoint("small", 1003, 13, 3003, "10.7.0.12", "fd07::12", mtu=1400)
-SHAPED: Final = Endpoint("shaped", 1004, 14, 3004, "10.7.0.13", "fd07::13", flags=ALLOW | ConfigFlags.SHAPED)
+SHAPED: Final = Endpoint(
+    "shaped", 1004, 14, 3004, "10.7.0.13", "fd07::13", flags=ALLOW | ConfigFlags.SHAPED
+)
 GUARD: Final = Endpoint("guard", 1005, 15, 0, "10.7.0.14", "fd07::14", flags=ConfigFlags(0))
 ONLY_4: Final = Endpoint("only4", 1006, 16, 3006, "10.7.0.15", "")
 ONLY_6: Final = Endpoint("only6", 1007, 17, 3007, "", "fd07::16")
@@ -162,12 +167,21 @@ class Rig:
     def reset(self) -> None:
         """Put every row back and forget every flow."""
         self.write_settings()
-        for name in ("pw_config", "pw_endpoints", "pw_usage", "pw_ipcache", "pw_fragments", "pw_metrics"):
+        for name in (
+            "pw_config",
+            "pw_endpoints",
+            "pw_usage",
+            "pw_ipcache",
+            "pw_fragments",
+            "pw_metrics",
+        ):
             self.maps[name].clear()
         for shard in self.shards:
             shard.clear()
         for network, value in IPCACHE.items():
-            self.maps["pw_ipcache"].update(to_prefix_key(ipaddress.ip_network(network)), value.pack())
+            self.maps["pw_ipcache"].update(
+                to_prefix_key(ipaddress.ip_network(network)), value.pack()
+            )
         for endpoint in ENDPOINTS:
             self.write(endpoint)
             self.publish(endpoint)
@@ -225,7 +239,9 @@ class Rig:
         """Let the host's stack send a packet to an endpoint."""
         return self.run("to_pod", endpoint.ifindex, endpoint.frame_in(packet), **fields)
 
-    def entries(self, endpoint: Endpoint | None = None) -> dict[abi.ConntrackKey, abi.ConntrackValue]:
+    def entries(
+        self, endpoint: Endpoint | None = None
+    ) -> dict[abi.ConntrackKey, abi.ConntrackValue]:
         """Give the remembered flows, of all endpoints or of one."""
         return {
             key: abi.ConntrackValue.unpack(value)
@@ -272,7 +288,10 @@ class Rig:
             key = abi.MetricsKey.unpack(raw)
             counters = [abi.Counter.unpack(value) for value in table.split_cpus(values)]
             where = abi.Hook(key.hook), DropReason(key.reason), abi.Path(key.path)
-            found[where] = (sum(one.packets for one in counters), sum(one.bytes_ for one in counters))
+            found[where] = (
+                sum(one.packets for one in counters),
+                sum(one.bytes_ for one in counters),
+            )
         return found
 
     def take_events(self) -> list[abi.Event]:
@@ -285,7 +304,7 @@ class Rig:
             taken += list(abi.Event.unpack_all(data))
 
 
-def make_shards(outer: bpf.Map, rows: int) -> list[bpf.Map]:
+def make_shards(outer: bpf.Map, rows: int, stack: ExitStack) -> list[bpf.Map]:
     """Fill every slot of pw_conntrack with a hash of its own, as the loader has to."""
     shards = []
     for number in range(abi.CONNTRACK_SHARDS):
@@ -296,19 +315,19 @@ def make_shards(outer: bpf.Map, rows: int) -> list[bpf.Map]:
             value_size=abi.CONNTRACK_VALUE_BYTES,
             max_entries=rows,
         )
+        shards.append(stack.enter_context(shard))
         outer.update_fd(number.to_bytes(4, "little"), shard.fd)
-        shards.append(shard)
     return shards
 
 
 def load_objects(
-    names: tuple[str, ...], stack: ExitStack
+    names: tuple[str, ...], stack: ExitStack, *, build: str = ".test"
 ) -> tuple[dict[str, Program], dict[str, bpf.Map]]:
-    """Load objects of the test build that share their maps. Everything is given back with `stack`."""
+    """Load objects that share their maps; `build` "" = as they are shipped. `stack` gives everything back."""
     programs: dict[str, Program] = {}
     maps: dict[str, bpf.Map] = {}
     for name in names:
-        path = OBJECTS / f"{name}.test.bpf.o"
+        path = OBJECTS / f"{name}{build}.bpf.o"
         if not path.exists():
             raise FileNotFoundError(errno.ENOENT, "run `make -C bpf` first", str(path))
         with BpfObject(path.read_bytes(), name) as opened:
@@ -329,20 +348,22 @@ def make_devices(namespace: Fd) -> None:
     with NetlinkSocket.open_in(namespace.fileno()) as netlink:
         netlink.execute(
             [
-                create_veth(LinkEnd(f"pwt{index}", index, host_mac, 9000), LinkEnd(f"pwx{index}"), None)
+                create_veth(
+                    LinkEnd(f"pwt{index}", index, host_mac, 9000), LinkEnd(f"pwx{index}"), None
+                )
                 for index, host_mac in ends
             ]
         )
 
 
 @contextmanager
-def open_rig(names: tuple[str, ...] = ("from_pod", "to_pod")) -> Iterator[Rig]:
+def open_rig(*, build: str = ".test", shard_rows: int = SHARD_ROWS) -> Iterator[Rig]:
     """Load the programs and make the devices; everything goes at the end."""
     with ExitStack() as stack:
         namespace = stack.enter_context(netns.open_new())
         make_devices(namespace)
-        programs, maps = load_objects(names, stack)
-        shards = [stack.enter_context(shard) for shard in make_shards(maps["pw_conntrack"], SHARD_ROWS)]
+        programs, maps = load_objects(("from_pod", "to_pod"), stack, build=build)
+        shards = make_shards(maps["pw_conntrack"], shard_rows, stack)
         events = stack.enter_context(RingReader(maps["pw_events"], record_bytes=abi.EVENT_BYTES))
         yield Rig(namespace, programs, maps, shards, events)
 

@@ -162,7 +162,9 @@ def test_an_endpoint_without_a_usage_row_opens_no_flow(rig: Rig) -> None:
 @pytest.mark.parametrize(
     "segment",
     [
-        frames.icmp(13, 0, 0, bytes(12)), echo(4, 1, reply=True), tcp(4000, 80, RST),
+        frames.icmp(13, 0, 0, bytes(12)),
+        echo(4, 1, reply=True),
+        tcp(4000, 80, RST),
         frames.icmp(3, 3, 0, ipv4(WORLD_4, A.ipv4, udp(53, 4000))),
     ],
     ids=["timestamp", "echo-reply", "reset", "icmp-error"],
@@ -273,7 +275,10 @@ def test_a_translated_connection_survives_the_loss_of_the_servers_entry(rig: Rig
     rig.forget(B)
     for _ in range(3):
         assert rig.sent(B, to_a(tcp(8080, 4000, ACK))).path == Path.STACK
-    assert rig.received(B, to_b(tcp(4000, 8080, ACK)), ingress_ifindex=A.ifindex).action == Action.STACK
+    assert (
+        rig.received(B, to_b(tcp(4000, 8080, ACK)), ingress_ifindex=A.ifindex).action
+        == Action.STACK
+    )
 
 
 def test_a_server_that_may_not_send_goes_on_answering_after_the_loss(rig: Rig) -> None:
@@ -289,7 +294,10 @@ def test_a_server_that_may_not_send_goes_on_answering_after_the_loss(rig: Rig) -
 def test_nothing_is_picked_up_where_neither_direction_is_allowed(rig: Rig) -> None:
     rig.change(A, flags=ALLOW | IN | OUT)
     assert rig.sent(A, to_b(tcp(4000, 80, ACK))).reason == DropReason.POLICY
-    assert rig.received(A, to_a(tcp(80, 4000, ACK)), ingress_ifindex=B.ifindex).reason == DropReason.POLICY
+    assert (
+        rig.received(A, to_a(tcp(80, 4000, ACK)), ingress_ifindex=B.ifindex).reason
+        == DropReason.POLICY
+    )
     assert not rig.entries()
 
 

@@ -22,7 +22,9 @@ def packet_to(endpoint: Endpoint, version: int, ttl: int = 64) -> bytes:
 
 @pytest.mark.parametrize("version", [4, 6])
 @pytest.mark.parametrize("ttl", [2, 64, 255])
-def test_a_local_pod_gets_the_frame_its_gateway_would_send(rig: Rig, version: int, ttl: int) -> None:
+def test_a_local_pod_gets_the_frame_its_gateway_would_send(
+    rig: Rig, version: int, ttl: int
+) -> None:
     outcome = rig.sent(A, packet_to(B, version, ttl))
     assert (outcome.action, outcome.path) == (Action.PEER, Path.LOCAL)
     assert outcome.retval == TC_ACT_REDIRECT
@@ -75,7 +77,9 @@ def test_what_was_judged_passes_the_queue_without_another_verdict(rig: Rig) -> N
 def test_a_forged_mark_opens_nothing(rig: Rig, ingress_ifindex: int, mark: int) -> None:
     flags = (SHAPED.flags | ConfigFlags.DENY_INGRESS) & ~ConfigFlags.HOST_ALLOWED
     denying = rig.change(SHAPED, flags=flags)
-    outcome = rig.received(denying, packet_to(SHAPED, 4), mark=mark, ingress_ifindex=ingress_ifindex)
+    outcome = rig.received(
+        denying, packet_to(SHAPED, 4), mark=mark, ingress_ifindex=ingress_ifindex
+    )
     assert (outcome.action, outcome.reason) == (Action.DROP, DropReason.POLICY)
 
 
@@ -102,7 +106,9 @@ def test_a_pod_reaches_itself(rig: Rig) -> None:
 
 
 def test_a_frame_for_no_one_is_not_changed(rig: Rig) -> None:
-    frame = ethernet(A.host_mac, A.pod_mac, frames.ETH_P_IP, ipv4(A.ipv4, WORLD_4, tcp(1, 2, frames.SYN)))
+    frame = ethernet(
+        A.host_mac, A.pod_mac, frames.ETH_P_IP, ipv4(A.ipv4, WORLD_4, tcp(1, 2, frames.SYN))
+    )
     assert rig.run("from_pod", A.ifindex, frame).data == frame
 
 

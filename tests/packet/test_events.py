@@ -24,11 +24,19 @@ def test_a_drop_is_told_with_all_that_is_known(rig: Rig) -> None:
     rig.sent(A, packet)
     [event] = rig.take_events()
     assert before <= event.time_ns <= time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-    assert (event.kind, event.reason, event.hook) == (EventKind.DROP, DropReason.POLICY, Hook.FROM_POD)
+    assert (event.kind, event.reason, event.hook) == (
+        EventKind.DROP,
+        DropReason.POLICY,
+        Hook.FROM_POD,
+    )
     assert (event.instance, event.direction) == (B.instance, Direction.INGRESS)
     assert (event.source_identity, event.destination_identity) == (A.identity, B.identity)
     assert (event.ifindex, event.path, event.rule) == (A.ifindex, Path.LOCAL, 901)
-    assert (event.protocol, event.tcp_flags, event.ethertype) == (frames.TCP, frames.SYN, frames.ETH_P_IP)
+    assert (event.protocol, event.tcp_flags, event.ethertype) == (
+        frames.TCP,
+        frames.SYN,
+        frames.ETH_P_IP,
+    )
     assert (event.sport, event.dport) == (4000, 80)
     assert event.saddr.endswith(bytes([10, 7, 0, 10]))
     assert event.daddr.endswith(bytes([10, 7, 0, 11]))
@@ -37,7 +45,9 @@ def test_a_drop_is_told_with_all_that_is_known(rig: Rig) -> None:
 
 
 def test_a_frame_that_cannot_be_read_is_told_with_its_mac(rig: Rig) -> None:
-    rig.run("from_pod", A.ifindex, A.frame(ipv4(A.ipv4, B.ipv4, udp(1, 2)), source="02:00:00:00:00:99"))
+    rig.run(
+        "from_pod", A.ifindex, A.frame(ipv4(A.ipv4, B.ipv4, udp(1, 2)), source="02:00:00:00:00:99")
+    )
     [event] = rig.take_events()
     assert (event.reason, event.instance) == (DropReason.SOURCE_MAC, A.instance)
     assert event.source_mac.hex(":") == "02:00:00:00:00:99"

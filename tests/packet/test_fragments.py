@@ -27,7 +27,9 @@ CUT = 400
 REST = raw(WHOLE.protocol, WHOLE.data[CUT:])
 
 
-def piece(version: int, segment: Segment, offset: int, more: bool, *, number: int = 7, to: Endpoint = B) -> bytes:
+def piece(
+    version: int, segment: Segment, offset: int, more: bool, *, number: int = 7, to: Endpoint = B
+) -> bytes:
     """Make a fragment of a packet from A."""
     if version == 4:
         field = offset // 8 | (MORE_FRAGMENTS if more else 0)
@@ -84,7 +86,9 @@ def test_a_fragment_may_not_cut_the_tcp_header(rig: Rig, version: int) -> None:
 
 @pytest.mark.parametrize("offset", [8, 16])
 def test_a_fragment_may_not_overwrite_the_tcp_header(rig: Rig, version: int, offset: int) -> None:
-    rig.sent(A, piece(version, Segment(frames.TCP, tcp(4000, 80, frames.SYN).data + bytes(44)), 0, True))
+    rig.sent(
+        A, piece(version, Segment(frames.TCP, tcp(4000, 80, frames.SYN).data + bytes(44)), 0, True)
+    )
     overwriting = piece(version, raw(frames.TCP, bytes(64)), offset, False)
     assert rig.sent(A, overwriting).reason == DropReason.HEADER
     behind = piece(version, raw(frames.TCP, bytes(64)), 64, False)
@@ -94,7 +98,10 @@ def test_a_fragment_may_not_overwrite_the_tcp_header(rig: Rig, version: int, off
 def test_fragments_of_an_echo_are_its_flow_both_ways(rig: Rig, version: int) -> None:
     rig.change(A, flags=ALLOW | ConfigFlags.DENY_INGRESS)
     protocol = frames.ICMP if version == 4 else frames.ICMPV6
-    ask, answer = echo(version, 9, payload=bytes(800)), echo(version, 9, reply=True, payload=bytes(800))
+    ask, answer = (
+        echo(version, 9, payload=bytes(800)),
+        echo(version, 9, reply=True, payload=bytes(800)),
+    )
     for segment, sender, build in ((ask, A, piece), (answer, B, _from_b)):
         for data, offset, more in ((segment.data[:CUT], 0, True), (segment.data[CUT:], CUT, False)):
             outcome = rig.sent(sender, build(version, raw(protocol, data), offset, more))
@@ -105,7 +112,9 @@ def _from_b(version: int, segment: Segment, offset: int, more: bool) -> bytes:
     if version == 4:
         field = offset // 8 | (MORE_FRAGMENTS if more else 0)
         return ipv4(B.ipv4, A.ipv4, segment, fragment=field)
-    return ipv6(B.ipv6, A.ipv6, segment, extensions=[(FRAGMENT, fragment_header(offset, more=more))])
+    return ipv6(
+        B.ipv6, A.ipv6, segment, extensions=[(FRAGMENT, fragment_header(offset, more=more))]
+    )
 
 
 def test_fragments_to_a_pod_are_put_together_there_too(rig: Rig, version: int) -> None:
@@ -115,13 +124,18 @@ def test_fragments_to_a_pod_are_put_together_there_too(rig: Rig, version: int) -
         assert rig.received(B, packet, ingress_ifindex=A.ifindex).action == Action.STACK
 
 
-def test_headers_behind_the_fragment_header_do_not_hide_the_protocol(rig: Rig, version: int) -> None:
+def test_headers_behind_the_fragment_header_do_not_hide_the_protocol(
+    rig: Rig, version: int
+) -> None:
     if version == 4:
         assert rig.sent(A, ipv4(A.ipv4, WORLD_4, WHOLE)).reason == DropReason.NONE
         return
     options = extension()
     begin = bytes([WHOLE.protocol]) + options[1:] + WHOLE.data[:CUT]
     assert rig.sent(A, piece(6, raw(DESTINATION, begin), 0, True)).reason == DropReason.NONE
-    assert rig.sent(A, piece(6, raw(DESTINATION, WHOLE.data[CUT:]), 8 + CUT, False)).action == Action.PEER
+    assert (
+        rig.sent(A, piece(6, raw(DESTINATION, WHOLE.data[CUT:]), 8 + CUT, False)).action
+        == Action.PEER
+    )
     key, value = rig.entry(A)
     assert (key.protocol, key.dport, value.packets) == (frames.UDP, 53, (2, 0))

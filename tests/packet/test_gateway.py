@@ -71,27 +71,35 @@ class Question:
 def echo_pair(case: str, sender: Endpoint, version: int, source: str, gateway: str) -> Question:
     build = ipv4 if version == 4 else ipv6
     ask = sender.frame(build(source, gateway, echo(version, 77, payload=b"x" * 57)))
-    answer = sender.frame_in(build(gateway, source, echo(version, 77, reply=True, payload=b"x" * 57)))
+    answer = sender.frame_in(
+        build(gateway, source, echo(version, 77, reply=True, payload=b"x" * 57))
+    )
     return Question(case, ask, answer, sender)
 
 
 QUESTIONS = [
     Question(
-        "arp", arp_frame(arp(1, A.pod_mac, A.ipv4, GATEWAY_4)),
+        "arp",
+        arp_frame(arp(1, A.pod_mac, A.ipv4, GATEWAY_4)),
         ethernet(A.pod_mac, A.host_mac, frames.ETH_P_ARP, ARP_REPLY),
     ),
     Question(
-        "arp-unicast", arp_frame(arp(1, A.pod_mac, A.ipv4, GATEWAY_4), destination=A.host_mac),
+        "arp-unicast",
+        arp_frame(arp(1, A.pod_mac, A.ipv4, GATEWAY_4), destination=A.host_mac),
         ethernet(A.pod_mac, A.host_mac, frames.ETH_P_ARP, ARP_REPLY),
     ),
     Question(
-        "arp-with-padding", arp_frame(arp(1, A.pod_mac, A.ipv4, GATEWAY_4)) + bytes(18),
+        "arp-with-padding",
+        arp_frame(arp(1, A.pod_mac, A.ipv4, GATEWAY_4)) + bytes(18),
         ethernet(A.pod_mac, A.host_mac, frames.ETH_P_ARP, ARP_REPLY) + bytes(18),
     ),
     Question(
-        "arp-probe", arp_frame(arp(1, A.pod_mac, "0.0.0.0", GATEWAY_4)),
+        "arp-probe",
+        arp_frame(arp(1, A.pod_mac, "0.0.0.0", GATEWAY_4)),
         ethernet(
-            A.pod_mac, A.host_mac, frames.ETH_P_ARP,
+            A.pod_mac,
+            A.host_mac,
+            frames.ETH_P_ARP,
             arp(2, A.host_mac, GATEWAY_4, "0.0.0.0", target_mac=A.pod_mac),
         ),
     ),
@@ -102,7 +110,8 @@ QUESTIONS = [
     ),
     Question("solicitation-from-link-local", solicit(source="fe80::2"), advertisement("fe80::2")),
     Question(
-        "duplicate-address-detection-of-the-gateway", solicit(source="::", option_mac=""),
+        "duplicate-address-detection-of-the-gateway",
+        solicit(source="::", option_mac=""),
         advertisement("ff02::1", ROUTER | OVERRIDE),
     ),
     echo_pair("echo-v4", A, 4, A.ipv4, GATEWAY_4),
@@ -142,32 +151,116 @@ ABUSES = [
     Abuse("arp-sender-is-another-pod", arp_frame(arp(1, A.pod_mac, B.ipv4, GATEWAY_4)), ARP),
     Abuse("arp-sender-mac-is-another", arp_frame(arp(1, B.pod_mac, A.ipv4, GATEWAY_4)), ARP),
     Abuse("reverse-arp", arp_frame(arp(3, A.pod_mac, A.ipv4, GATEWAY_4)), ARP),
-    Abuse("arp-of-another-hardware", arp_frame(arp(1, A.pod_mac, A.ipv4, GATEWAY_4, kind=(6, 0x0800, 6, 4))), ARP),
-    Abuse("arp-of-another-protocol", arp_frame(arp(1, A.pod_mac, A.ipv4, GATEWAY_4, kind=(1, 0x86DD, 6, 4))), ARP),
-    Abuse("arp-with-longer-addresses", arp_frame(arp(1, A.pod_mac, A.ipv4, GATEWAY_4, kind=(1, 0x0800, 6, 16))), ARP),
-    Abuse("arp-frame-from-another-mac", arp_frame(arp(1, A.pod_mac, A.ipv4, GATEWAY_4), source=B.pod_mac), DropReason.SOURCE_MAC),
+    Abuse(
+        "arp-of-another-hardware",
+        arp_frame(arp(1, A.pod_mac, A.ipv4, GATEWAY_4, kind=(6, 0x0800, 6, 4))),
+        ARP,
+    ),
+    Abuse(
+        "arp-of-another-protocol",
+        arp_frame(arp(1, A.pod_mac, A.ipv4, GATEWAY_4, kind=(1, 0x86DD, 6, 4))),
+        ARP,
+    ),
+    Abuse(
+        "arp-with-longer-addresses",
+        arp_frame(arp(1, A.pod_mac, A.ipv4, GATEWAY_4, kind=(1, 0x0800, 6, 16))),
+        ARP,
+    ),
+    Abuse(
+        "arp-frame-from-another-mac",
+        arp_frame(arp(1, A.pod_mac, A.ipv4, GATEWAY_4), source=B.pod_mac),
+        DropReason.SOURCE_MAC,
+    ),
     Abuse("hop-limit-254", solicit(hop_limit=254), ND),
     Abuse("solicitation-of-another-pod", solicit(B.ipv6), ND),
     Abuse("solicitation-of-another-link-local", solicit("fe80::2"), ND),
     Abuse("solicitation-from-another-pod", solicit(source=B.ipv6), DropReason.SOURCE_ADDRESS),
-    Abuse("solicitation-with-a-code", A.frame(ipv6(A.ipv6, SOLICITED_NODE, icmpv6(135, 1, 0, bytes(15) + b"\1"), hop_limit=255)), ND),
-    Abuse("solicitation-cut-off", A.frame(ipv6(A.ipv6, SOLICITED_NODE, icmpv6(135, 0, 0, bytes(15)), hop_limit=255)), ND),
-    Abuse("solicitation-in-a-fragment", solicit(extensions=((frames.FRAGMENT, frames.fragment_header(0, more=True)),)), ND),
-    Abuse("solicitation-routed-to-a-pod", solicit(destination=B.ipv6, to_mac=A.host_mac, target=B.ipv6), ND),
-    Abuse("own-duplicate-address-detection", solicit(A.ipv6, source="::", option_mac=""), DropReason.QUIET),
-    Abuse("link-local-duplicate-address-detection", solicit("fe80::2", source="::", option_mac=""), DropReason.QUIET),
-    Abuse("advertisement-as-the-gateway", A.frame(ipv6(GATEWAY_6, B.ipv6, neighbour(136, GATEWAY_6), hop_limit=255)), ND),
-    Abuse("advertisement-of-itself", A.frame(ipv6(A.ipv6, "ff02::1", neighbour(136, A.ipv6), hop_limit=255)), ND),
-    Abuse("router-advertisement", A.frame(ipv6("fe80::2", "ff02::1", icmpv6(134, 0, 0, bytes(8)), hop_limit=255)), ND),
-    Abuse("redirect", A.frame(ipv6(A.ipv6, B.ipv6, icmpv6(137, 0, 0, bytes(32)), hop_limit=255)), ND),
-    Abuse("router-solicitation", A.frame(ipv6("fe80::2", "ff02::2", icmpv6(133, 0), hop_limit=255)), DropReason.QUIET),
-    Abuse("tcp-to-the-gateway", A.frame(ipv4(A.ipv4, GATEWAY_4, tcp(4000, 80, frames.SYN))), DropReason.GATEWAY),
-    Abuse("udp-to-the-gateway", A.frame(ipv6(A.ipv6, GATEWAY_6, udp(4000, 53))), DropReason.GATEWAY),
-    Abuse("echo-reply-to-the-gateway", A.frame(ipv4(A.ipv4, GATEWAY_4, echo(4, 1, reply=True))), DropReason.GATEWAY),
-    Abuse("timestamp-to-the-gateway", A.frame(ipv4(A.ipv4, GATEWAY_4, icmp(13, 0, 0, bytes(12)))), DropReason.GATEWAY),
-    Abuse("fragmented-echo-to-the-gateway", A.frame(ipv4(A.ipv4, GATEWAY_4, echo(4, 1), fragment=frames.MORE_FRAGMENTS)), DropReason.GATEWAY),
-    Abuse("echo-to-the-gateway-as-another", A.frame(ipv4(B.ipv4, GATEWAY_4, echo(4, 1))), DropReason.SOURCE_ADDRESS),
-    Abuse("echo-to-the-gateway-of-another-mac", A.frame(ipv4(A.ipv4, GATEWAY_4, echo(4, 1)), destination=B.host_mac), DropReason.DESTINATION_MAC),
+    Abuse(
+        "solicitation-with-a-code",
+        A.frame(ipv6(A.ipv6, SOLICITED_NODE, icmpv6(135, 1, 0, bytes(15) + b"\1"), hop_limit=255)),
+        ND,
+    ),
+    Abuse(
+        "solicitation-cut-off",
+        A.frame(ipv6(A.ipv6, SOLICITED_NODE, icmpv6(135, 0, 0, bytes(15)), hop_limit=255)),
+        ND,
+    ),
+    Abuse(
+        "solicitation-in-a-fragment",
+        solicit(extensions=((frames.FRAGMENT, frames.fragment_header(0, more=True)),)),
+        ND,
+    ),
+    Abuse(
+        "solicitation-routed-to-a-pod",
+        solicit(destination=B.ipv6, to_mac=A.host_mac, target=B.ipv6),
+        ND,
+    ),
+    Abuse(
+        "own-duplicate-address-detection",
+        solicit(A.ipv6, source="::", option_mac=""),
+        DropReason.QUIET,
+    ),
+    Abuse(
+        "link-local-duplicate-address-detection",
+        solicit("fe80::2", source="::", option_mac=""),
+        DropReason.QUIET,
+    ),
+    Abuse(
+        "advertisement-as-the-gateway",
+        A.frame(ipv6(GATEWAY_6, B.ipv6, neighbour(136, GATEWAY_6), hop_limit=255)),
+        ND,
+    ),
+    Abuse(
+        "advertisement-of-itself",
+        A.frame(ipv6(A.ipv6, "ff02::1", neighbour(136, A.ipv6), hop_limit=255)),
+        ND,
+    ),
+    Abuse(
+        "router-advertisement",
+        A.frame(ipv6("fe80::2", "ff02::1", icmpv6(134, 0, 0, bytes(8)), hop_limit=255)),
+        ND,
+    ),
+    Abuse(
+        "redirect", A.frame(ipv6(A.ipv6, B.ipv6, icmpv6(137, 0, 0, bytes(32)), hop_limit=255)), ND
+    ),
+    Abuse(
+        "router-solicitation",
+        A.frame(ipv6("fe80::2", "ff02::2", icmpv6(133, 0), hop_limit=255)),
+        DropReason.QUIET,
+    ),
+    Abuse(
+        "tcp-to-the-gateway",
+        A.frame(ipv4(A.ipv4, GATEWAY_4, tcp(4000, 80, frames.SYN))),
+        DropReason.GATEWAY,
+    ),
+    Abuse(
+        "udp-to-the-gateway", A.frame(ipv6(A.ipv6, GATEWAY_6, udp(4000, 53))), DropReason.GATEWAY
+    ),
+    Abuse(
+        "echo-reply-to-the-gateway",
+        A.frame(ipv4(A.ipv4, GATEWAY_4, echo(4, 1, reply=True))),
+        DropReason.GATEWAY,
+    ),
+    Abuse(
+        "timestamp-to-the-gateway",
+        A.frame(ipv4(A.ipv4, GATEWAY_4, icmp(13, 0, 0, bytes(12)))),
+        DropReason.GATEWAY,
+    ),
+    Abuse(
+        "fragmented-echo-to-the-gateway",
+        A.frame(ipv4(A.ipv4, GATEWAY_4, echo(4, 1), fragment=frames.MORE_FRAGMENTS)),
+        DropReason.GATEWAY,
+    ),
+    Abuse(
+        "echo-to-the-gateway-as-another",
+        A.frame(ipv4(B.ipv4, GATEWAY_4, echo(4, 1))),
+        DropReason.SOURCE_ADDRESS,
+    ),
+    Abuse(
+        "echo-to-the-gateway-of-another-mac",
+        A.frame(ipv4(A.ipv4, GATEWAY_4, echo(4, 1)), destination=B.host_mac),
+        DropReason.DESTINATION_MAC,
+    ),
 ]
 
 
@@ -179,13 +272,35 @@ def test_nothing_else_is_answered(rig: Rig, case: Abuse) -> None:
 
 
 TO_THE_POD = [
-    Abuse("arp", ethernet(A.pod_mac, A.host_mac, frames.ETH_P_ARP, arp(1, A.host_mac, "10.9.9.9", A.ipv4)), ARP),
-    Abuse("solicitation", A.frame_in(ipv6("fe80::9", A.ipv6, neighbour(135, A.ipv6), hop_limit=255)), ND),
-    Abuse("solicitation-to-many", A.frame_in(ipv6("fe80::9", SOLICITED_NODE, neighbour(135, A.ipv6), hop_limit=255)), DropReason.QUIET),
-    Abuse("router-advertisement", A.frame_in(ipv6("fe80::9", A.ipv6, icmpv6(134, 0, 0, bytes(8)), hop_limit=255)), ND),
-    Abuse("multicast", A.frame_in(ipv4("10.9.9.9", "224.0.0.251", udp(5353, 5353))), DropReason.QUIET),
-    Abuse("not-its-address", A.frame_in(ipv4("10.9.9.9", B.ipv4, udp(4000, 53))), DropReason.NO_POD),
-    Abuse("not-its-address-v6", A.frame_in(ipv6("fd99::9", B.ipv6, udp(4000, 53))), DropReason.NO_POD),
+    Abuse(
+        "arp",
+        ethernet(A.pod_mac, A.host_mac, frames.ETH_P_ARP, arp(1, A.host_mac, "10.9.9.9", A.ipv4)),
+        ARP,
+    ),
+    Abuse(
+        "solicitation",
+        A.frame_in(ipv6("fe80::9", A.ipv6, neighbour(135, A.ipv6), hop_limit=255)),
+        ND,
+    ),
+    Abuse(
+        "solicitation-to-many",
+        A.frame_in(ipv6("fe80::9", SOLICITED_NODE, neighbour(135, A.ipv6), hop_limit=255)),
+        DropReason.QUIET,
+    ),
+    Abuse(
+        "router-advertisement",
+        A.frame_in(ipv6("fe80::9", A.ipv6, icmpv6(134, 0, 0, bytes(8)), hop_limit=255)),
+        ND,
+    ),
+    Abuse(
+        "multicast", A.frame_in(ipv4("10.9.9.9", "224.0.0.251", udp(5353, 5353))), DropReason.QUIET
+    ),
+    Abuse(
+        "not-its-address", A.frame_in(ipv4("10.9.9.9", B.ipv4, udp(4000, 53))), DropReason.NO_POD
+    ),
+    Abuse(
+        "not-its-address-v6", A.frame_in(ipv6("fd99::9", B.ipv6, udp(4000, 53))), DropReason.NO_POD
+    ),
 ]
 
 

@@ -64,7 +64,13 @@ def test_the_answer_of_an_allowed_flow_passes(  # noqa: PLR0913 - one for each d
     ids=["sender-may-not", "receiver-may-not"],
 )
 def test_a_denied_flow_passes_neither_way(  # noqa: PLR0913 - one for each dimension of the table
-    rig: Rig, a: ConfigFlags, b: ConfigFlags, direction: Direction, judge: Endpoint, name: str, version: int
+    rig: Rig,
+    a: ConfigFlags,
+    b: ConfigFlags,
+    direction: Direction,
+    judge: Endpoint,
+    name: str,
+    version: int,
 ) -> None:
     rig.change(A, flags=a)
     rig.change(B, flags=b | OUT)
@@ -75,7 +81,9 @@ def test_a_denied_flow_passes_neither_way(  # noqa: PLR0913 - one for each dimen
     assert outcome.decision.rule == (900 if direction == Direction.EGRESS else 901)
     assert not rig.entries(B)
     outcome = rig.sent(B, between(B, A, answer, version))
-    if name == "tcp" and b == ALLOW:  # in mid-stream it may be the answer of an allowed flow (rule 3)
+    if (
+        name == "tcp" and b == ALLOW
+    ):  # in mid-stream it may be the answer of an allowed flow (rule 3)
         assert (outcome.action, outcome.path) == (Action.STACK, Path.STACK)
     else:
         assert outcome.reason == DropReason.POLICY

@@ -23,7 +23,9 @@ def error(version: int, quoted: bytes, *, kind: int | None = None) -> Segment:
 
 
 def packet(version: int, source: str, destination: str, segment: Segment) -> bytes:
-    return ipv4(source, destination, segment) if version == 4 else ipv6(source, destination, segment)
+    return (
+        ipv4(source, destination, segment) if version == 4 else ipv6(source, destination, segment)
+    )
 
 
 def world(version: int) -> str:
@@ -77,7 +79,9 @@ def test_errors_between_local_pods_go_straight(rig: Rig, version: int, answered:
     rig.change(A, flags=ALLOW | IN)
     rig.change(B, flags=ALLOW | IN)
     sender, receiver, quoted = (A, B, answer) if answered else (B, A, ask)
-    about = packet(version, sender.address(version), receiver.address(version), error(version, quoted))
+    about = packet(
+        version, sender.address(version), receiver.address(version), error(version, quoted)
+    )
     outcome = rig.sent(sender, about)
     assert (outcome.action, outcome.decision.target_ifindex) == (Action.PEER, receiver.ifindex)
 
@@ -101,14 +105,26 @@ UNRELATED = [
     Unrelated("another-protocol", 4, error(4, ipv4(A.ipv4, WORLD_4, tcp(4000, 53, SYN)))),
     Unrelated("quote-cut-in-the-header", 4, icmp(3, 3, 0, SENT_4[:12])),
     Unrelated("quote-cut-in-the-ports", 4, icmp(3, 3, 0, SENT_4[:23])),
-    Unrelated("quote-with-a-short-header", 4, error(4, ipv4(A.ipv4, WORLD_4, udp(4000, 53), header_words=4))),
+    Unrelated(
+        "quote-with-a-short-header",
+        4,
+        error(4, ipv4(A.ipv4, WORLD_4, udp(4000, 53), header_words=4)),
+    ),
     Unrelated("quote-of-another-version", 4, error(4, SENT_6)),
-    Unrelated("quote-of-a-later-fragment", 4, error(4, ipv4(A.ipv4, WORLD_4, udp(4000, 53), fragment=100))),
+    Unrelated(
+        "quote-of-a-later-fragment", 4, error(4, ipv4(A.ipv4, WORLD_4, udp(4000, 53), fragment=100))
+    ),
     Unrelated("no-quote", 4, icmp(3, 3)),
     Unrelated("echo-reply-is-no-error", 4, echo(4, 4000, reply=True)),
     Unrelated("another-port-v6", 6, error(6, ipv6(A.ipv6, WORLD_6, udp(4001, 53)))),
     Unrelated("quote-cut-v6", 6, icmpv6(1, 4, 0, SENT_6[:43])),
-    Unrelated("endless-extensions-v6", 6, icmpv6(1, 4, 0, ipv6(A.ipv6, WORLD_6, udp(4000, 53), extensions=[(60, frames.extension())] * 9))),
+    Unrelated(
+        "endless-extensions-v6",
+        6,
+        icmpv6(
+            1, 4, 0, ipv6(A.ipv6, WORLD_6, udp(4000, 53), extensions=[(60, frames.extension())] * 9)
+        ),
+    ),
 ]
 
 

@@ -56,7 +56,9 @@ def small(version: int) -> str:
     return SMALL.address(version)
 
 
-def assert_error(outcome_data: bytes, sent: bytes, version: int, kind: int, code: int, mtu: int) -> None:
+def assert_error(
+    outcome_data: bytes, sent: bytes, version: int, kind: int, code: int, mtu: int
+) -> None:
     """Compare with an ICMP error from the gateway about `sent`."""
     packet = packet_of(outcome_data)
     header = 20 if version == 4 else 40
@@ -98,26 +100,52 @@ TOO_BIG = [
     *both("tcp", tcp(4000, 80, frames.SYN, bytes(1400))),
     *both("one-byte-too-many", raw(50, bytes(1381))),
     *both("gso", tcp(4000, 80, frames.SYN, bytes(3000)), gso_bytes=1448),
-    *both("gso-with-timestamps", tcp(4000, 80, frames.SYN, bytes(3000), TIMESTAMPS), gso_bytes=1350),
+    *both(
+        "gso-with-timestamps", tcp(4000, 80, frames.SYN, bytes(3000), TIMESTAMPS), gso_bytes=1350
+    ),
     *both("gso-udp", udp(4000, 53, bytes(3000)), gso_bytes=1400),
     TooBig("options-v4", 4, build(4, small(4), udp(4000, 53, bytes(1390)), options=b"\1" * 40)),
     TooBig(
-        "extension-v6", 6,
-        build(6, small(6), udp(4000, 53, bytes(1390)), extensions=[(frames.DESTINATION, frames.extension(3))]),
+        "extension-v6",
+        6,
+        build(
+            6,
+            small(6),
+            udp(4000, 53, bytes(1390)),
+            extensions=[(frames.DESTINATION, frames.extension(3))],
+        ),
     ),
     TooBig("echo-v4", 4, build(4, small(4), echo(4, 1, payload=bytes(1400)))),
     TooBig("echo-v6", 6, build(6, small(6), echo(6, 1, payload=bytes(1400)))),
     TooBig(
-        "first-fragment-v4", 4,
-        build(4, small(4), Segment(17, udp(4000, 53, bytes(3000)).data[:1480]), fragment=DONT | frames.MORE_FRAGMENTS),
+        "first-fragment-v4",
+        4,
+        build(
+            4,
+            small(4),
+            Segment(17, udp(4000, 53, bytes(3000)).data[:1480]),
+            fragment=DONT | frames.MORE_FRAGMENTS,
+        ),
     ),
     TooBig(
-        "first-fragment-v6", 6,
-        build(6, small(6), Segment(17, udp(4000, 53, bytes(3000)).data[:1448]), extensions=[(FRAGMENT, fragment_header(0, more=True))]),
+        "first-fragment-v6",
+        6,
+        build(
+            6,
+            small(6),
+            Segment(17, udp(4000, 53, bytes(3000)).data[:1448]),
+            extensions=[(FRAGMENT, fragment_header(0, more=True))],
+        ),
     ),
     TooBig("by-the-ipcache-v4", 4, build(4, NARROW_4, udp(4000, 53, bytes(1300))), NARROW_MTU),
     TooBig("by-the-ipcache-v6", 6, build(6, NARROW_6, udp(4000, 53, bytes(1300))), NARROW_MTU),
-    TooBig("by-the-ipcache-gso-v4", 4, build(4, NARROW_4, tcp(4000, 80, frames.SYN, bytes(3000))), NARROW_MTU, 1448),
+    TooBig(
+        "by-the-ipcache-gso-v4",
+        4,
+        build(4, NARROW_4, tcp(4000, 80, frames.SYN, bytes(3000))),
+        NARROW_MTU,
+        1448,
+    ),
 ]
 
 
@@ -145,11 +173,30 @@ LATER_V4 = build(4, SMALL.ipv4, raw(17, bytes(1440)), fragment=DONT | 185)
 FITS = [
     Fits("exactly-v4", build(4, SMALL.ipv4, udp(4000, 53, bytes(1372))), Path.LOCAL),
     Fits("exactly-v6", build(6, SMALL.ipv6, udp(4000, 53, bytes(1352))), Path.LOCAL),
-    Fits("gso-exactly-v4", build(4, SMALL.ipv4, tcp(4000, 80, frames.SYN, bytes(3000))), Path.LOCAL, 1360),
-    Fits("gso-exactly-v6", build(6, SMALL.ipv6, tcp(4000, 80, frames.SYN, bytes(3000))), Path.LOCAL, 1340),
-    Fits("gso-by-fragments", build(4, SMALL.ipv4, frames.sctp(4000, 80)), Path.LOCAL, GSO_BY_FRAGMENTS),
+    Fits(
+        "gso-exactly-v4",
+        build(4, SMALL.ipv4, tcp(4000, 80, frames.SYN, bytes(3000))),
+        Path.LOCAL,
+        1360,
+    ),
+    Fits(
+        "gso-exactly-v6",
+        build(6, SMALL.ipv6, tcp(4000, 80, frames.SYN, bytes(3000))),
+        Path.LOCAL,
+        1340,
+    ),
+    Fits(
+        "gso-by-fragments",
+        build(4, SMALL.ipv4, frames.sctp(4000, 80)),
+        Path.LOCAL,
+        GSO_BY_FRAGMENTS,
+    ),
     Fits("may-be-cut", build(4, SMALL.ipv4, udp(4000, 53, bytes(1400)), fragment=0), Path.STACK),
-    Fits("may-be-cut-by-the-ipcache", build(4, NARROW_4, udp(4000, 53, bytes(1400)), fragment=0), Path.STACK),
+    Fits(
+        "may-be-cut-by-the-ipcache",
+        build(4, NARROW_4, udp(4000, 53, bytes(1400)), fragment=0),
+        Path.STACK,
+    ),
     Fits("another-path", build(4, B.ipv4, udp(4000, 53, bytes(1400))), Path.LOCAL),
 ]
 
@@ -170,7 +217,9 @@ SILENT = [
 ]
 
 
-@pytest.mark.parametrize("packet", [packet for _, packet in SILENT], ids=[name for name, _ in SILENT])
+@pytest.mark.parametrize(
+    "packet", [packet for _, packet in SILENT], ids=[name for name, _ in SILENT]
+)
 def test_no_error_is_sent_about_an_error(rig: Rig, packet: bytes) -> None:
     outcome = rig.sent(A, packet)
     assert (outcome.action, outcome.reason) == (Action.DROP, DropReason.MTU)
@@ -179,7 +228,9 @@ def test_no_error_is_sent_about_an_error(rig: Rig, packet: bytes) -> None:
 
 def test_no_error_is_sent_about_a_later_fragment_of_ipv4(rig: Rig) -> None:
     whole = udp(4000, 53, bytes(3000)).data
-    rig.sent(A, build(4, SMALL.ipv4, Segment(17, whole[:1376]), fragment=DONT | frames.MORE_FRAGMENTS))
+    rig.sent(
+        A, build(4, SMALL.ipv4, Segment(17, whole[:1376]), fragment=DONT | frames.MORE_FRAGMENTS)
+    )
     rest = build(4, SMALL.ipv4, raw(17, whole[1376:]), fragment=DONT | 1376 // 8)
     outcome = rig.sent(A, rest)
     assert (outcome.action, outcome.reason) == (Action.DROP, DropReason.MTU)
@@ -195,7 +246,9 @@ def test_the_size_of_an_answer_is_checked_too(rig: Rig) -> None:
 
 @pytest.mark.parametrize("version", [4, 6])
 @pytest.mark.parametrize("payload_bytes", [0, 1, 5, 31, 600, 1400])
-def test_an_address_that_no_pod_has_is_unreachable(rig: Rig, version: int, payload_bytes: int) -> None:
+def test_an_address_that_no_pod_has_is_unreachable(
+    rig: Rig, version: int, payload_bytes: int
+) -> None:
     nobody = NOBODY_4 if version == 4 else NOBODY_6
     packet = build(version, nobody, udp(4000, 53, b"\xa5" * payload_bytes))
     outcome = rig.sent(A, packet)
@@ -213,7 +266,9 @@ def test_a_policy_is_asked_before_an_address_is_called_unreachable(rig: Rig) -> 
 
 @pytest.mark.parametrize("version", [4, 6])
 @pytest.mark.parametrize("ttl", [0, 1])
-def test_a_packet_without_a_hop_left_is_told_to_its_sender(rig: Rig, version: int, ttl: int) -> None:
+def test_a_packet_without_a_hop_left_is_told_to_its_sender(
+    rig: Rig, version: int, ttl: int
+) -> None:
     hops = {"ttl": ttl} if version == 4 else {"hop_limit": ttl}
     packet = build(version, B.address(version), udp(4000, 33434), **hops)
     outcome = rig.sent(A, packet)

@@ -55,40 +55,125 @@ CASES = [
     Case("v4-of-the-world", from_a(ipv4("8.8.8.8", WORLD_4, DATAGRAM)), DropReason.SOURCE_ADDRESS),
     Case("v4-loopback", from_a(ipv4("127.0.0.1", WORLD_4, DATAGRAM)), DropReason.SOURCE_ADDRESS),
     Case("v4-unspecified", from_a(ipv4("0.0.0.0", WORLD_4, DATAGRAM)), DropReason.SOURCE_ADDRESS),
-    Case("v4-last-byte-off", from_a(ipv4("10.7.0.138", WORLD_4, DATAGRAM)), DropReason.SOURCE_ADDRESS),
+    Case(
+        "v4-last-byte-off", from_a(ipv4("10.7.0.138", WORLD_4, DATAGRAM)), DropReason.SOURCE_ADDRESS
+    ),
     Case("v6-of-another-pod", from_a(ipv6(B.ipv6, WORLD_6, DATAGRAM)), DropReason.SOURCE_ADDRESS),
-    Case("v6-first-word-off", from_a(ipv6("fd08::10", WORLD_6, DATAGRAM)), DropReason.SOURCE_ADDRESS),
-    Case("v6-second-word-off", from_a(ipv6("fd07:0:0:1::10", WORLD_6, DATAGRAM)), DropReason.SOURCE_ADDRESS),
-    Case("v6-third-word-off", from_a(ipv6("fd07::1:0:0:10", WORLD_6, DATAGRAM)), DropReason.SOURCE_ADDRESS),
+    Case(
+        "v6-first-word-off", from_a(ipv6("fd08::10", WORLD_6, DATAGRAM)), DropReason.SOURCE_ADDRESS
+    ),
+    Case(
+        "v6-second-word-off",
+        from_a(ipv6("fd07:0:0:1::10", WORLD_6, DATAGRAM)),
+        DropReason.SOURCE_ADDRESS,
+    ),
+    Case(
+        "v6-third-word-off",
+        from_a(ipv6("fd07::1:0:0:10", WORLD_6, DATAGRAM)),
+        DropReason.SOURCE_ADDRESS,
+    ),
     Case("v6-link-local", from_a(ipv6("fe80::2", WORLD_6, DATAGRAM)), DropReason.SOURCE_ADDRESS),
     Case("v6-unspecified", from_a(ipv6("::", WORLD_6, DATAGRAM)), DropReason.SOURCE_ADDRESS),
     Case("v4-mapped-own", from_a(ipv6(f"::ffff:{A.ipv4}", WORLD_6, DATAGRAM)), DropReason.HEADER),
     Case("to-v4-mapped-pod", from_a(ipv6(A.ipv6, f"::ffff:{B.ipv4}", DATAGRAM)), DropReason.HEADER),
     Case("v4-without-v4", ONLY_6.frame(V4), DropReason.SOURCE_ADDRESS, ONLY_6),
-    Case("v4-zero-without-v4", ONLY_6.frame(ipv4("0.0.0.0", WORLD_4, DATAGRAM)), DropReason.SOURCE_ADDRESS, ONLY_6),
+    Case(
+        "v4-zero-without-v4",
+        ONLY_6.frame(ipv4("0.0.0.0", WORLD_4, DATAGRAM)),
+        DropReason.SOURCE_ADDRESS,
+        ONLY_6,
+    ),
     Case("v6-without-v6", ONLY_4.frame(V6), DropReason.SOURCE_ADDRESS, ONLY_4),
-    Case("v6-zero-without-v6", ONLY_4.frame(ipv6("::", WORLD_6, DATAGRAM)), DropReason.SOURCE_ADDRESS, ONLY_4),
-    Case("to-the-mac-of-another-pod", from_a(V4, destination=B.pod_mac), DropReason.DESTINATION_MAC),
-    Case("unicast-packet-in-a-broadcast-frame", from_a(V4, destination=BROADCAST), DropReason.DESTINATION_MAC),
-    Case("unicast-packet-in-a-multicast-frame", from_a(V6, destination="33:33:00:00:00:01"), DropReason.DESTINATION_MAC),
-    Case("to-loopback", from_a(ipv4(A.ipv4, "127.0.0.1", tcp(4000, 10250, frames.SYN))), DropReason.DESTINATION),
-    Case("to-loopback-v6", from_a(ipv6(A.ipv6, "::1", tcp(4000, 10250, frames.SYN))), DropReason.DESTINATION),
+    Case(
+        "v6-zero-without-v6",
+        ONLY_4.frame(ipv6("::", WORLD_6, DATAGRAM)),
+        DropReason.SOURCE_ADDRESS,
+        ONLY_4,
+    ),
+    Case(
+        "to-the-mac-of-another-pod", from_a(V4, destination=B.pod_mac), DropReason.DESTINATION_MAC
+    ),
+    Case(
+        "unicast-packet-in-a-broadcast-frame",
+        from_a(V4, destination=BROADCAST),
+        DropReason.DESTINATION_MAC,
+    ),
+    Case(
+        "unicast-packet-in-a-multicast-frame",
+        from_a(V6, destination="33:33:00:00:00:01"),
+        DropReason.DESTINATION_MAC,
+    ),
+    Case(
+        "to-loopback",
+        from_a(ipv4(A.ipv4, "127.0.0.1", tcp(4000, 10250, frames.SYN))),
+        DropReason.DESTINATION,
+    ),
+    Case(
+        "to-loopback-v6",
+        from_a(ipv6(A.ipv6, "::1", tcp(4000, 10250, frames.SYN))),
+        DropReason.DESTINATION,
+    ),
     Case("to-unspecified", from_a(ipv4(A.ipv4, "0.0.0.0", DATAGRAM)), DropReason.DESTINATION),
     Case("to-unspecified-v6", from_a(ipv6(A.ipv6, "::", DATAGRAM)), DropReason.DESTINATION),
     Case("to-link-local-v6", from_a(ipv6(A.ipv6, "fe80::77", DATAGRAM)), DropReason.DESTINATION),
     Case("to-cloud-metadata", from_a(ipv4(A.ipv4, "169.254.169.254", DATAGRAM)), DropReason.NONE),
-    Case("guard-row", GUARD.frame(ipv4(GUARD.ipv4, WORLD_4, DATAGRAM)), DropReason.NO_ENDPOINT, GUARD),
-    Case("guard-row-arp", frames.ethernet(BROADCAST, GUARD.pod_mac, frames.ETH_P_ARP, frames.arp(1, GUARD.pod_mac, GUARD.ipv4, "169.254.1.1")), DropReason.NO_ENDPOINT, GUARD),
+    Case(
+        "guard-row", GUARD.frame(ipv4(GUARD.ipv4, WORLD_4, DATAGRAM)), DropReason.NO_ENDPOINT, GUARD
+    ),
+    Case(
+        "guard-row-arp",
+        frames.ethernet(
+            BROADCAST,
+            GUARD.pod_mac,
+            frames.ETH_P_ARP,
+            frames.arp(1, GUARD.pod_mac, GUARD.ipv4, "169.254.1.1"),
+        ),
+        DropReason.NO_ENDPOINT,
+        GUARD,
+    ),
 ]
 
 CHATTER = [
-    Case("mdns", from_a(ipv4(A.ipv4, "224.0.0.251", udp(5353, 5353)), destination="01:00:5e:00:00:fb"), DropReason.QUIET),
-    Case("mdns-v6", from_a(ipv6(A.ipv6, "ff02::fb", udp(5353, 5353)), destination="33:33:00:00:00:fb"), DropReason.QUIET),
-    Case("igmp", from_a(ipv4(A.ipv4, "224.0.0.22", frames.raw(2, bytes(8))), destination="01:00:5e:00:00:16"), DropReason.QUIET),
-    Case("mld", from_a(ipv6("::", "ff02::16", frames.icmpv6(143, 0), extensions=[(0, frames.extension())]), destination="33:33:00:00:00:16"), DropReason.QUIET),
-    Case("dhcp-discover", from_a(ipv4("0.0.0.0", "255.255.255.255", udp(68, 67)), destination=BROADCAST), DropReason.QUIET),
-    Case("broadcast", from_a(ipv4(A.ipv4, "255.255.255.255", DATAGRAM), destination=BROADCAST), DropReason.QUIET),
-    Case("multicast-from-a-forged-address", from_a(ipv4(B.ipv4, "224.0.0.251", DATAGRAM)), DropReason.QUIET),
+    Case(
+        "mdns",
+        from_a(ipv4(A.ipv4, "224.0.0.251", udp(5353, 5353)), destination="01:00:5e:00:00:fb"),
+        DropReason.QUIET,
+    ),
+    Case(
+        "mdns-v6",
+        from_a(ipv6(A.ipv6, "ff02::fb", udp(5353, 5353)), destination="33:33:00:00:00:fb"),
+        DropReason.QUIET,
+    ),
+    Case(
+        "igmp",
+        from_a(
+            ipv4(A.ipv4, "224.0.0.22", frames.raw(2, bytes(8))), destination="01:00:5e:00:00:16"
+        ),
+        DropReason.QUIET,
+    ),
+    Case(
+        "mld",
+        from_a(
+            ipv6("::", "ff02::16", frames.icmpv6(143, 0), extensions=[(0, frames.extension())]),
+            destination="33:33:00:00:00:16",
+        ),
+        DropReason.QUIET,
+    ),
+    Case(
+        "dhcp-discover",
+        from_a(ipv4("0.0.0.0", "255.255.255.255", udp(68, 67)), destination=BROADCAST),
+        DropReason.QUIET,
+    ),
+    Case(
+        "broadcast",
+        from_a(ipv4(A.ipv4, "255.255.255.255", DATAGRAM), destination=BROADCAST),
+        DropReason.QUIET,
+    ),
+    Case(
+        "multicast-from-a-forged-address",
+        from_a(ipv4(B.ipv4, "224.0.0.251", DATAGRAM)),
+        DropReason.QUIET,
+    ),
 ]
 
 

@@ -254,8 +254,7 @@ struct pw_collection {
 	__u64 last_tick_ns;		/* CLOCK_MONOTONIC */
 	__u64 examined;
 	__u64 removed;
-	__u32 next_shard;
-	__u32 pad;
+	__u64 ticks;			/* one shard each: ticks % PW_CONNTRACK_SHARDS is the next one */
 };
 
 struct pw_metrics_key {

@@ -68,15 +68,11 @@ static __always_inline void clean_up(struct __sk_buff *skb)
 /* The target's side: its verdict, its entry, its frame. */
 static __always_inline int deliver_to_pod(struct __sk_buff *skb, struct pw_flow *flow)
 {
-	const struct pw_complaint expired = {
-		.ipv4_type_code = PW_ICMPV4_TIME_EXCEEDED << 8,
-		.ipv6_type_code = PW_ICMPV6_TIME_EXCEEDED << 8,
-	};
 	__u32 peer = flow->source_identity;
 	int reason;
 
 	if (flow->ttl <= 1) {
-		complain(skb, flow, &expired);
+		complain(skb, flow, PW_SAY_EXPIRED, PW_SAY_EXPIRED_V6, 0);
 		return PW_DROP_TTL;
 	}
 	if (flow->there.entry && flow->there.related)

@@ -56,10 +56,11 @@ struct pw_flow {
 	struct pw_config_value target; /* the local endpoint it goes to, if `local` */
 	struct pw_conntrack_key key;   /* the packet's tuple; instance and direction of the side that is judged */
 	__u32 fragment_id;
-	struct pw_match here;	 /* at `row` */
-	struct pw_match there;	 /* at `target` */
-	__u32 packet_bytes;	 /* from the network header on, as its length field tells */
-	__u32 transport_bytes;	 /* behind the network headers */
+	__u64 now_ns;	       /* CLOCK_MONOTONIC at the last tick: what conntrack counts in */
+	struct pw_match here;  /* at `row` */
+	struct pw_match there; /* at `target` */
+	__u32 packet_bytes;    /* from the network header on, as its length field tells */
+	__u32 transport_bytes; /* behind the network headers */
 	__u32 source_identity;
 	__u32 destination_identity;
 	__u32 rule;		 /* that decided last */

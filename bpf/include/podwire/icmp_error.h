@@ -36,11 +36,14 @@ struct pw_icmpv6_error {
 	struct pw_icmp_header icmp;
 };
 
-/* What an error says, in both families' numbers. */
-struct pw_complaint {
-	__u16 ipv4_type_code;
-	__u16 ipv6_type_code;
-	__u32 mtu;
+/* What an error says, in both families' numbers: type in the upper byte, code in the lower one. */
+enum pw_complaint {
+	PW_SAY_TOO_BIG = PW_ICMPV4_UNREACHABLE << 8 | PW_ICMPV4_FRAGMENTATION_NEEDED,
+	PW_SAY_TOO_BIG_V6 = PW_ICMPV6_PACKET_TOO_BIG << 8,
+	PW_SAY_NOBODY = PW_ICMPV4_UNREACHABLE << 8 | PW_ICMPV4_HOST_UNREACHABLE,
+	PW_SAY_NOBODY_V6 = PW_ICMPV6_UNREACHABLE << 8 | PW_ICMPV6_ADDRESS_UNREACHABLE,
+	PW_SAY_EXPIRED = PW_ICMPV4_TIME_EXCEEDED << 8,
+	PW_SAY_EXPIRED_V6 = PW_ICMPV6_TIME_EXCEEDED << 8,
 };
 
 static __always_inline void address_to_pod(const struct pw_flow *flow, struct ethhdr *ethernet)
@@ -121,7 +124,8 @@ PW_CHECKED_ALONE int send_icmpv6_error(struct __sk_buff *skb, struct pw_flow *fl
 
 /* Answers with an error where one may be sent; what the answer is about is dropped in any case. */
 static __always_inline void complain(struct __sk_buff *skb, struct pw_flow *flow,
-				     const struct pw_complaint *complaint)
+				     enum pw_complaint ipv4_says, enum pw_complaint ipv6_says,
+				     __u32 mtu)
 {
 	bool four = flow->ethertype == ETH_P_IP;
 	__u16 silent = PW_PACKET_ICMP_ERROR | (four ? PW_PACKET_LATER_FRAGMENT : 0);
@@ -129,8 +133,8 @@ static __always_inline void complain(struct __sk_buff *skb, struct pw_flow *flow
 
 	if (flow->flags & silent)
 		return;
-	failure = four ? send_icmpv4_error(skb, flow, complaint->ipv4_type_code, complaint->mtu) :
-			 send_icmpv6_error(skb, flow, complaint->ipv6_type_code, complaint->mtu);
+	failure = four ? send_icmpv4_error(skb, flow, ipv4_says, mtu) :
+			 send_icmpv6_error(skb, flow, ipv6_says, mtu);
 	if (!failure)
 		flow->action = PW_ACTION_ANSWER;
 }

@@ -17,9 +17,28 @@
 #define PW_IPV6_OFFSET	       0xfff8
 #define PW_IPV6_MORE_FRAGMENTS 0x0001
 #define PW_IPV6_HEADERS_MAX    8
+#define PW_NEAR_OFFSETS	       256 /* of headers without long extensions in front */
 #define PW_TCP_HEADER_BYTES    20
 #define PW_UDP_HEADER_BYTES    8
 #define PW_SCTP_HEADER_BYTES   12
+
+/* Copies a header out of the packet: straight from memory where it lies in the linear part, which is where a kernel puts
+ * its own headers. `size` is a constant.
+ */
+static __always_inline int read_header(struct __sk_buff *skb, __u32 offset, void *to, __u32 size)
+{
+	void *end = (void *)(long)skb->data_end;
+	void *from;
+
+	if (offset < PW_NEAR_OFFSETS) {
+		from = (void *)(long)skb->data + offset;
+		if (from + size <= end) {
+			__builtin_memcpy(to, from, size);
+			return 0;
+		}
+	}
+	return bpf_skb_load_bytes(skb, offset, to, size);
+}
 
 /* Where a chain of IPv6 headers has got to. */
 struct pw_chain {
@@ -55,8 +74,10 @@ static __always_inline bool overwrites_tcp(__u8 protocol, __u32 offset_bytes)
 	return protocol == IPPROTO_TCP && offset_bytes && offset_bytes < PW_TCP_HEADER_BYTES;
 }
 
-/* Steps over one extension header; 0 with an unchanged offset means: `protocol` is no extension header. */
-static __always_inline int step_ipv6_header(struct __sk_buff *skb, struct pw_chain *chain, bool first)
+/* Steps over one extension header; 0 with an unchanged offset means: `protocol` is no extension header.
+ * size: the cases differ in a line or two each, and none stands alone */
+static __always_inline int step_ipv6_header(struct __sk_buff *skb, struct pw_chain *chain,
+					    bool first)
 {
 	struct pw_extension extension;
 	__u32 bytes;
@@ -128,7 +149,7 @@ static __always_inline int parse_ipv4(struct __sk_buff *skb, struct pw_flow *flo
 	__u32 header_bytes, fragment;
 	struct iphdr ip;
 
-	if (bpf_skb_load_bytes(skb, ETH_HLEN, &ip, sizeof(ip)))
+	if (read_header(skb, ETH_HLEN, &ip, sizeof(ip)))
 		return PW_DROP_TRUNCATED;
 	header_bytes = ip.ihl * 4;
 	flow->packet_bytes = wire_bytes(skb, bpf_ntohs(ip.tot_len), 0);
@@ -164,8 +185,8 @@ static __always_inline int parse_ipv6(struct __sk_buff *skb, struct pw_flow *flo
 		__u8 hop_limit;
 	} ip;
 
-	if (bpf_skb_load_bytes(skb, ETH_HLEN, &ip, sizeof(ip)) ||
-	    bpf_skb_load_bytes(skb, ETH_HLEN + sizeof(ip), flow->key.saddr, 32))
+	if (read_header(skb, ETH_HLEN, &ip, sizeof(ip)) ||
+	    read_header(skb, ETH_HLEN + sizeof(ip), flow->key.saddr, 32))
 		return PW_DROP_TRUNCATED;
 	if (ip.version >> 4 != 6)
 		return PW_DROP_HEADER;
@@ -199,7 +220,7 @@ static __always_inline int parse_tcp(struct __sk_buff *skb, struct pw_flow *flow
 	struct pw_tcp_start tcp;
 
 	if (flow->transport_bytes < PW_TCP_HEADER_BYTES ||
-	    bpf_skb_load_bytes(skb, flow->transport_offset, &tcp, sizeof(tcp)))
+	    read_header(skb, flow->transport_offset, &tcp, sizeof(tcp)))
 		return PW_DROP_TRUNCATED;
 	flow->transport_header_bytes = tcp.header_words >> 4 << 2;
 	if (flow->transport_header_bytes < PW_TCP_HEADER_BYTES)
@@ -216,7 +237,7 @@ static __always_inline int parse_ports(struct __sk_buff *skb, struct pw_flow *fl
 				       __u16 header_bytes)
 {
 	if (flow->transport_bytes < header_bytes ||
-	    bpf_skb_load_bytes(skb, flow->transport_offset, &flow->key.sport_be, 4))
+	    read_header(skb, flow->transport_offset, &flow->key.sport_be, 4))
 		return PW_DROP_TRUNCATED;
 	flow->transport_header_bytes = header_bytes;
 	return 0;
@@ -230,7 +251,7 @@ static __always_inline int parse_icmp(struct __sk_buff *skb, struct pw_flow *flo
 	if (six != (flow->ethertype == ETH_P_IPV6))
 		return PW_DROP_PROTOCOL;
 	if (flow->transport_bytes < sizeof(icmp) ||
-	    bpf_skb_load_bytes(skb, flow->transport_offset, &icmp, sizeof(icmp)))
+	    read_header(skb, flow->transport_offset, &icmp, sizeof(icmp)))
 		return PW_DROP_TRUNCATED;
 	flow->transport_header_bytes = sizeof(icmp);
 	flow->icmp_type = icmp.type;

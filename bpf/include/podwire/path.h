@@ -68,14 +68,9 @@ static __always_inline bool target_wants_stack(struct __sk_buff *skb, struct pw_
 
 static __always_inline int choose_path(struct __sk_buff *skb, struct pw_flow *flow)
 {
-	const struct pw_complaint nobody = {
-		.ipv4_type_code = PW_ICMPV4_UNREACHABLE << 8 | PW_ICMPV4_HOST_UNREACHABLE,
-		.ipv6_type_code = PW_ICMPV6_UNREACHABLE << 8 | PW_ICMPV6_ADDRESS_UNREACHABLE,
-	};
-
 	flow->path = PW_PATH_STACK;
 	if (flow->unreachable) {
-		complain(skb, flow, &nobody);
+		complain(skb, flow, PW_SAY_NOBODY, PW_SAY_NOBODY_V6, 0);
 		return PW_DROP_NO_POD;
 	}
 	if (!flow->local || is_bound_to_stack(flow) || target_wants_stack(skb, flow))
@@ -97,12 +92,6 @@ static __always_inline __u32 largest_piece(struct __sk_buff *skb, const struct p
 /* Too big and allowed to be cut: the stack does that. To a local pod through the stack: the stack compares. */
 static __always_inline int check_size(struct __sk_buff *skb, struct pw_flow *flow)
 {
-	struct pw_complaint too_big = {
-		.ipv4_type_code = PW_ICMPV4_UNREACHABLE << 8 | PW_ICMPV4_FRAGMENTATION_NEEDED,
-		.ipv6_type_code = PW_ICMPV6_PACKET_TOO_BIG << 8,
-		.mtu = flow->path_mtu,
-	};
-
 	if (!flow->path_mtu || largest_piece(skb, flow) <= flow->path_mtu ||
 	    (flow->local && flow->path == PW_PATH_STACK))
 		return 0;
@@ -110,7 +99,7 @@ static __always_inline int check_size(struct __sk_buff *skb, struct pw_flow *flo
 		flow->path = PW_PATH_STACK;
 		return 0;
 	}
-	complain(skb, flow, &too_big);
+	complain(skb, flow, PW_SAY_TOO_BIG, PW_SAY_TOO_BIG_V6, flow->path_mtu);
 	return PW_DROP_MTU;
 }
 

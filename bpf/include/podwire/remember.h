@@ -19,7 +19,7 @@ static __always_inline void fill_entry(const struct pw_flow *flow, const struct 
 	bool tcp = flow->key.protocol == IPPROTO_TCP;
 
 	__builtin_memset(entry, 0, sizeof(*entry));
-	entry->last_seen_ns = bpf_ktime_get_coarse_ns();
+	entry->last_seen_ns = flow->now_ns;
 	entry->rule = flow->rule;
 	if (match->reply) {
 		entry->packets[1] = 1;
@@ -75,7 +75,7 @@ static __always_inline void keep_alive(const struct pw_flow *flow, const struct 
 {
 	bool reply = match->reply;
 
-	entry->last_seen_ns = bpf_ktime_get_coarse_ns();
+	entry->last_seen_ns = flow->now_ns;
 	if (reply) {
 		entry->packets[1] += 1;
 		entry->bytes[1] += flow->packet_bytes;

@@ -1,0 +1,194 @@
+"""Conntrack is emptied by a timer in the kernel: what is over goes, what lives stays, and no process is needed for it."""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from podwire.datapath import abi
+from podwire.datapath.abi import Action, ConntrackFlags, DropReason
+from podwire.kernel import bpf
+from tests.packet.frames import RST, SYN, ipv4, tcp, udp
+from tests.packet.leave_collector import LEFT_ENTRIES, start_collector
+from tests.packet.rig import A, B, ROOT, WORLD_4, ZERO, Rig, open_rig
+
+pytestmark = pytest.mark.packet
+
+TIMER_BYTES: Final = 16
+QUICK_TICK_MS: Final = 2
+DEADLINE_S: Final = 60
+CLOSED_LIFETIME_S: Final = 10
+NS: Final = 1_000_000_000
+
+
+@dataclass
+class Collector:
+    """The running collection."""
+
+    timer: bpf.Map
+
+    def state(self) -> abi.Collection:
+        """Read what it tells of itself."""
+        raw = self.timer.lookup(ZERO)
+        assert raw is not None
+        return abi.Collection.unpack(raw[TIMER_BYTES:])
+
+    def wait_rounds(self, rounds: int) -> None:
+        """Wait until every shard was visited `rounds` times from now on."""
+        wanted = self.state().ticks + rounds * abi.CONNTRACK_SHARDS + 1
+        assert eventually(lambda: self.state().ticks >= wanted)
+
+
+def eventually(check: Callable[[], bool]) -> bool:
+    """Wait until `check` holds, up to the deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not check():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.0005)
+    return True
+
+
+@contextmanager
+def collecting(rig: Rig, tick_ms: int = QUICK_TICK_MS) -> Iterator[Collector]:
+    with ExitStack() as stack:
+        yield Collector(start_collector(rig.maps, tick_ms, stack)["pw_ct_timer"])
+
+
+@pytest.fixture
+def collector(rig: Rig) -> Iterator[Collector]:
+    with collecting(rig) as running:
+        yield running
+
+
+def age(rig: Rig, key: abi.ConntrackKey, seconds: float) -> None:
+    """Make an entry one that was last used some seconds ago."""
+    now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    rig.change_entry(key, last_seen_ns=max(now - int(seconds * NS), 0), lifetime_s=5)
+
+
+def test_what_is_over_goes_and_what_lives_stays(rig: Rig, collector: Collector) -> None:
+    for port in (1, 2, 3):
+        rig.sent(A, ipv4(A.ipv4, WORLD_4, udp(1000 + port, 53)))
+    old, ripe, young = sorted(rig.entries(A), key=lambda key: key.sport)
+    age(rig, old, 3000)
+    age(rig, ripe, 5.5)
+    age(rig, young, 0)
+    assert eventually(lambda: set(rig.entries(A)) == {young})
+    assert rig.usage(A) == 1
+    assert collector.state().removed >= 2
+    collector.wait_rounds(3)
+    assert set(rig.entries(A)) == {young}
+
+
+def test_an_entry_that_is_used_in_time_stays(rig: Rig, collector: Collector) -> None:
+    packet = ipv4(A.ipv4, WORLD_4, udp(1000, 53))
+    rig.sent(A, packet)
+    key, _ = rig.entry(A)
+    rig.change_entry(key, lifetime_s=1)
+    begin = time.monotonic()
+    while time.monotonic() - begin < 2.5:
+        assert rig.sent(A, packet).action == Action.STACK
+        time.sleep(0.05)
+    assert rig.entry(A)[1].packets[0] > 20
+    assert collector.state().examined
+
+
+def test_a_marked_entry_that_turns_out_to_live_is_unmarked(rig: Rig, collector: Collector) -> None:
+    rig.sent(A, ipv4(A.ipv4, WORLD_4, udp(1000, 53)))
+    key, _ = rig.entry(A)
+    rig.change_entry(key, flags=ConntrackFlags.EXPIRED)
+    assert eventually(lambda: not rig.entries(A)[key].flags & ConntrackFlags.EXPIRED)
+    collector.wait_rounds(2)
+    assert key in rig.entries(A)
+
+
+def test_flows_of_an_endpoint_that_is_gone_are_collected_at_once(
+    rig: Rig, collector: Collector
+) -> None:
+    for port in range(50):
+        rig.sent(A, ipv4(A.ipv4, WORLD_4, tcp(1000 + port, 80, SYN)))
+    rig.sent(B, ipv4(B.ipv4, WORLD_4, udp(1000, 53)))
+    rig.maps["pw_usage"].delete(A.instance.to_bytes(4, "little"))
+    assert eventually(lambda: not rig.entries(A))
+    assert rig.usage(B) == len(rig.entries(B)) == 1
+    assert collector.state().removed >= 50
+
+
+def test_new_flows_are_never_refused_while_old_ones_are_collected(rig: Rig, full: bool) -> None:
+    """Connections that last no longer than their reset, more of them than the quota holds. In full: at the collector's own
+    pace, 500 a second for ten minutes.
+    """
+    if full:
+        with open_rig(shard_rows=512) as roomy:
+            roomy.reset()
+            flood(roomy, rate=500, seconds=600, tick_ms=100)
+    else:
+        flood(rig, rate=150, seconds=20, tick_ms=QUICK_TICK_MS)
+
+
+def flood(rig: Rig, *, rate: int, seconds: float, tick_ms: int) -> None:
+    """Open `rate` flows a second and fail on the first one that is refused."""
+    two_rounds_s = 2 * abi.CONNTRACK_SHARDS * tick_ms / 1000
+    quota = int(rate * (CLOSED_LIFETIME_S + two_rounds_s + 2))
+    rig.write_settings(quota=quota)
+    with collecting(rig, tick_ms) as collector:
+        begin, sent = time.monotonic(), 0
+        while (elapsed := time.monotonic() - begin) < seconds:
+            while sent < elapsed * rate:
+                open_and_reset(rig, sent)
+                sent += 1
+            time.sleep(0.002)
+        assert sent > quota * 1.2
+        assert collector.state().removed > sent / 4
+
+
+def open_and_reset(rig: Rig, number: int) -> None:
+    source, host = 1024 + number % 60000, 1 + number // 60000
+    for flags in (SYN, RST):
+        outcome = rig.sent(A, ipv4(A.ipv4, f"198.51.100.{host}", tcp(source, 80, flags)))
+        assert outcome.reason == DropReason.NONE, number
+
+
+@contextmanager
+def pin_directory() -> Iterator[Path]:
+    """Mount a BPF file system of our own."""
+    with tempfile.TemporaryDirectory(prefix="pwt-pins-") as path:
+        subprocess.run(["mount", "-t", "bpf", "bpf", path], check=True)
+        try:
+            yield Path(path)
+        finally:
+            subprocess.run(["umount", path], check=True)
+
+
+def test_collection_goes_on_when_no_process_is_left() -> None:
+    with pin_directory() as pins:
+        command = [
+            sys.executable,
+            "-m",
+            "tests.packet.leave_collector",
+            str(pins),
+            str(QUICK_TICK_MS),
+        ]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=100
+        )
+        assert not done.returncode, done.stderr
+        timer = bpf.open_pinned_map(
+            str(pins / "pw_ct_timer"),
+            kind=bpf.MapType.ARRAY,
+            key_size=4,
+            value_size=TIMER_BYTES + abi.COLLECTION_BYTES,
+        )
+        assert timer is not None
+        with timer:
+            collector = Collector(timer)
+            collector.wait_rounds(2)
+            assert eventually(lambda: collector.state().removed == LEFT_ENTRIES)

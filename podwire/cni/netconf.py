@@ -97,16 +97,6 @@ def decode_request(env: Mapping[str, str], stdin: bytes, started_boottime_ns: in
     return request
 
 
-def read_answer_version(stdin: bytes) -> str:
-    """Tell in which CNI version to answer, whatever else is wrong with the configuration."""
-    try:
-        config = msgspec.json.decode(stdin)
-    except (ValueError, RecursionError):
-        config = None
-    version = config.get("cniVersion") if isinstance(config, dict) else None
-    return version if version in SUPPORTED_CNI_VERSIONS else SUPPORTED_CNI_VERSIONS[-1]
-
-
 def _read_json(stdin: bytes, faults: Faults) -> dict[str, Any] | None:
     """Decode stdin as strictly as RFC 8259 and RFC 7493 allow; None when it is no object without double keys."""
     try:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from podwire.cni.errors import code_of
 from podwire.cni.faults import KEPT_OF_EACH_KIND
-from podwire.cni.netconf import decode_request, read_answer_version
+from podwire.cni.netconf import decode_request
 from podwire.model.endpoint import AttachmentKey, Bandwidth
 from podwire.model.errors import InvalidRequest, UnsupportedField
 from podwire.model.ids import ContainerId, InterfaceName, NetworkName
@@ -484,25 +484,6 @@ GC_LISTS: list[tuple[str, Object, object]] = [
 )
 def test_gc_tells_no_list_from_an_empty_one(config: Object, expected: object) -> None:
     assert decode(config, COMMAND="GC", **EMPTY_ENV).valid_attachments == expected
-
-
-ANSWERS: list[tuple[str, bytes, str]] = [
-    ("ours", b'{"cniVersion":"0.3.1"}', "0.3.1"),
-    ("not ours", b'{"cniVersion":"7.0.0"}', "1.1.0"),
-    ("no text", b'{"cniVersion":[1]}', "1.1.0"),
-    ("no JSON", b'{"cniVersion"', "1.1.0"),
-    ("no object", b"[]", "1.1.0"),
-    ("a bomb", b"[" * 100_000, "1.1.0"),
-]
-
-
-@pytest.mark.parametrize(
-    ("stdin", "version"), [r[1:] for r in ANSWERS], ids=[r[0] for r in ANSWERS]
-)
-def test_an_error_is_answered_in_the_asked_version_if_we_speak_it(
-    stdin: bytes, version: str
-) -> None:
-    assert read_answer_version(stdin) == version
 
 
 JSON = st.recursive(

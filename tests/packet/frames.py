@@ -55,7 +55,7 @@ def internet_checksum(data: bytes) -> int:
     """Compute the checksum of RFC 1071."""
     if len(data) % 2:
         data += b"\0"
-    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    total: int = sum(struct.unpack(f"!{len(data) // 2}H", data))
     while total >> 16:
         total = (total & 0xFFFF) + (total >> 16)
     return ~total & 0xFFFF
@@ -179,7 +179,7 @@ def ipv4(  # noqa: PLR0913 - each is a field of the header
     return header[:10] + struct.pack("!H", found) + header[12:] + body
 
 
-def ipv6(  # noqa: PLR0913 - each is a field of the header
+def ipv6(
     source: str,
     destination: str,
     segment: Segment,
@@ -215,7 +215,7 @@ def fragment_header(offset_bytes: int, *, more: bool, identification: int = 7) -
     return struct.pack("!BBHI", 0, 0, offset_bytes | more, identification)
 
 
-def arp(  # noqa: PLR0913 - each is a field of the packet
+def arp(
     operation: int,
     sender_mac: str,
     sender_ip: str,

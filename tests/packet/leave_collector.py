@@ -14,7 +14,7 @@ from podwire.kernel import bpf
 from podwire.kernel.bpf_object import BpfObject
 from podwire.kernel.bpf_program import Packet
 from tests.packet.frames import ipv4, udp
-from tests.packet.rig import A, OBJECTS, WORLD_4, make_shards
+from tests.packet.rig import OBJECTS, WORLD_4, A, make_shards
 
 LEFT_ENTRIES: Final = 100
 SHARD_ROWS: Final = 16

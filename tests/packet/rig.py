@@ -1,4 +1,4 @@
-"""The world the packets meet: programs of the test build, their maps, endpoints, and devices that exist only as numbers.
+"""The world the packets meet: programs of the test build, their maps, endpoints, devices that exist only as numbers.
 
 Used by the packet tests. A `Rig` loads the programs once and owns their maps; `reset` gives each test the same rows and
 an empty memory; `Outcome` is what a test run came to. Devices are pairs in a namespace of its own, made because test
@@ -213,11 +213,29 @@ class Rig:
         """Rewrite an endpoint's row with some fields changed."""
         return self.write(replace(endpoint, **changes))  # type: ignore[arg-type]
 
-    def run(self, hook: str, ifindex: int, frame: bytes, **fields: int) -> Outcome:
+    def run(
+        self,
+        hook: str,
+        ifindex: int,
+        frame: bytes,
+        *,
+        ingress_ifindex: int = 0,
+        mark: int = 0,
+        gso_size: int = 0,
+        gso_segs: int = 0,
+    ) -> Outcome:
         """Run a program over one frame at a device."""
+        packet = Packet(
+            frame,
+            ifindex=ifindex,
+            ingress_ifindex=ingress_ifindex,
+            mark=mark,
+            gso_size=gso_size,
+            gso_segs=gso_segs,
+        )
         self.maps["pw_decision"].update(ZERO, bytes(abi.DECISION_BYTES))
         with netns.namespace(self.namespace.fileno()):
-            result = self.programs[hook].run(Packet(frame, ifindex=ifindex, **fields))
+            result = self.programs[hook].run(packet)
         raw = self.maps["pw_decision"].lookup(ZERO)
         assert raw is not None
         decision = abi.Decision.unpack(raw)
@@ -261,7 +279,8 @@ class Rig:
         for shard in self.shards:
             found = shard.lookup(key.pack())
             if found is not None:
-                value = abi.ConntrackValue.unpack(found)._replace(**changes)
+                value = abi.ConntrackValue.unpack(found)
+                value = abi.ConntrackValue(**{**value._asdict(), **changes})
                 shard.update(key.pack(), value.pack(), bpf.Update.EXIST)
                 return
         raise KeyError(key)
@@ -296,7 +315,7 @@ class Rig:
 
     def take_events(self) -> list[abi.Event]:
         """Give the events since the last call."""
-        taken = []
+        taken: list[abi.Event] = []
         while True:
             data, _ = self.events.take()
             if not data:

@@ -1,4 +1,4 @@
-"""Conntrack is emptied by a timer in the kernel: what is over goes, what lives stays, and no process is needed for it."""
+"""Conntrack is emptied by a timer in the kernel: what is over goes, what lives stays, and it needs no process."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ from podwire.datapath.abi import Action, ConntrackFlags, DropReason
 from podwire.kernel import bpf
 from tests.packet.frames import RST, SYN, ipv4, tcp, udp
 from tests.packet.leave_collector import LEFT_ENTRIES, start_collector
-from tests.packet.rig import A, B, ROOT, WORLD_4, ZERO, Rig, open_rig
+from tests.packet.rig import ROOT, WORLD_4, ZERO, A, B, Rig, open_rig
 
 pytestmark = pytest.mark.packet
 
@@ -123,8 +123,9 @@ def test_flows_of_an_endpoint_that_is_gone_are_collected_at_once(
 
 
 def test_new_flows_are_never_refused_while_old_ones_are_collected(rig: Rig, full: bool) -> None:
-    """Connections that last no longer than their reset, more of them than the quota holds. In full: at the collector's own
-    pace, 500 a second for ten minutes.
+    """Connections that last no longer than their reset, more of them than the quota holds.
+
+    In full: at the collector's own pace, 500 a second for ten minutes.
     """
     if full:
         with open_rig(shard_rows=512) as roomy:

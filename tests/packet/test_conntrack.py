@@ -16,15 +16,15 @@ from podwire.datapath.abi import (
 from tests.packet import frames
 from tests.packet.frames import ACK, FIN, RST, SYN, echo, ipv4, ipv6, tcp, udp
 from tests.packet.rig import (
-    A,
     ALLOW,
-    B,
     NODE_4,
     OUTSIDE,
     QUOTA,
     SHARD_ROWS,
     SMALL,
     WORLD_4,
+    A,
+    B,
     Endpoint,
     Outcome,
     Rig,

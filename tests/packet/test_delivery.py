@@ -7,7 +7,7 @@ import pytest
 from podwire.datapath.abi import MARK_JUDGED, Action, ConfigFlags, DropReason, Hook, Path
 from tests.packet import frames
 from tests.packet.frames import check_frame, ethernet, ipv4, ipv6, tcp, udp
-from tests.packet.rig import A, ALLOW, B, GUARD, OUTSIDE, SHAPED, WORLD_4, Endpoint, Rig
+from tests.packet.rig import ALLOW, GUARD, OUTSIDE, SHAPED, WORLD_4, A, B, Endpoint, Rig
 
 pytestmark = pytest.mark.packet
 

@@ -1,15 +1,15 @@
-"""What can be seen from outside: drops always, passes where someone watches, and never more than the reader can take."""
+"""What can be seen from outside: drops always, passes where someone watches, never more than a reader can take."""
 
 import ipaddress
 import time
 
 import pytest
 
-from podwire.datapath.abi import ConfigFlags, Direction, DropReason, EventKind, Hook, Path
+from podwire.datapath.abi import ConfigFlags, Direction, DropReason, Event, EventKind, Hook, Path
 from podwire.datapath.maps import to_mapped
 from tests.packet import frames
 from tests.packet.frames import ipv4, ipv6, tcp, udp
-from tests.packet.rig import A, ALLOW, B, GUARD, OUTSIDE, WORLD_4, Rig
+from tests.packet.rig import ALLOW, GUARD, OUTSIDE, WORLD_4, A, B, Rig
 
 pytestmark = pytest.mark.packet
 
@@ -119,7 +119,8 @@ def test_a_flood_of_drops_is_told_in_part_and_the_rest_counted(rig: Rig) -> None
 
 def test_the_next_event_tells_how_many_were_lost(rig: Rig) -> None:
     packet = ipv4(B.ipv4, WORLD_4, udp(1, 2))
-    told, sent = [], 0
+    told: list[Event] = []
+    sent = 0
     deadline = time.monotonic() + 20
     while not (told and told[-1].lost):
         assert time.monotonic() < deadline

@@ -18,7 +18,7 @@ from tests.packet.frames import (
     tcp,
     udp,
 )
-from tests.packet.rig import A, ALLOW, B, WORLD_4, Endpoint, Rig
+from tests.packet.rig import ALLOW, WORLD_4, A, B, Endpoint, Rig
 
 pytestmark = [pytest.mark.packet, pytest.mark.parametrize("version", [4, 6])]
 
@@ -38,12 +38,12 @@ def piece(
     return ipv6(A.ipv6, to.ipv6, segment, extensions=[header])
 
 
-def first(version: int, **fields: int) -> bytes:
-    return piece(version, Segment(WHOLE.protocol, WHOLE.data[:CUT]), 0, True, **fields)
+def first(version: int, *, number: int = 7, to: Endpoint = B) -> bytes:
+    return piece(version, Segment(WHOLE.protocol, WHOLE.data[:CUT]), 0, True, number=number, to=to)
 
 
-def later(version: int, **fields: int) -> bytes:
-    return piece(version, REST, CUT, False, **fields)
+def later(version: int, *, number: int = 7, to: Endpoint = B) -> bytes:
+    return piece(version, REST, CUT, False, number=number, to=to)
 
 
 def test_fragments_in_order_pass_as_one_flow(rig: Rig, version: int) -> None:

@@ -22,7 +22,7 @@ from tests.packet.frames import (
     tcp,
     udp,
 )
-from tests.packet.rig import A, B, GATEWAY_4, GATEWAY_6, ONLY_4, ONLY_6, Endpoint, Rig
+from tests.packet.rig import GATEWAY_4, GATEWAY_6, ONLY_4, ONLY_6, A, B, Endpoint, Rig
 
 pytestmark = pytest.mark.packet
 

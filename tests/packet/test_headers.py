@@ -28,7 +28,7 @@ from tests.packet.frames import (
     udp,
     vlan,
 )
-from tests.packet.rig import A, WORLD_4, WORLD_6, Rig
+from tests.packet.rig import WORLD_4, WORLD_6, A, Rig
 
 pytestmark = pytest.mark.packet
 

@@ -9,8 +9,6 @@ from podwire.datapath.abi import Action, ConfigFlags, DropReason, IpcacheValue
 from podwire.datapath.maps import to_prefix_key
 from tests.packet.frames import ipv4, ipv6, udp
 from tests.packet.rig import (
-    A,
-    B,
     GUARD,
     NOBODY_4,
     NODE_4,
@@ -21,6 +19,8 @@ from tests.packet.rig import (
     REMOTE_POD_6,
     WORLD_4,
     WORLD_6,
+    A,
+    B,
     Rig,
 )
 

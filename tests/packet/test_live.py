@@ -2,7 +2,6 @@
 program sees the frame, and what the kernel does with packets on its way from one program to the other.
 """
 
-import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -29,14 +28,14 @@ from tests.packet.frames import (
 )
 from tests.packet.live import LiveHost, LivePod, live_pods
 from tests.packet.rig import (
-    A,
     ALLOW,
-    B,
     GATEWAY_4,
     GATEWAY_6,
     NOBODY_4,
     SHAPED,
     SMALL,
+    A,
+    B,
     Endpoint,
     Rig,
 )
@@ -181,7 +180,7 @@ def test_a_pod_finds_its_gateway_by_asking_and_may_ping_it(live: LiveHost, gatew
             pinger.sendto(frames.echo(4, 77).data[:2] + b"\xf7\xb1" + b"\0M\0\1", (gateway, 0))
         else:
             pinger.sendto(b"\x80\0\0\0\0M\0\1", (GATEWAY_6, 0, 0, 2))
-        kinds = set()
+        kinds: set[int] = set()
         while not kinds & {0, 129}:
             data = pinger.recv(2000)
             kinds.add(data[20] if family == socket.AF_INET else data[0])
@@ -246,9 +245,10 @@ def fragments(version: int, identification: int) -> list[bytes]:
 
 
 def shrink_headroom(pod: LivePod) -> None:
-    """Make the kernel want more room in front of packets to this pod than a pod's packets have: it then copies forwarded
-    fragments one by one, and IPv6 forgets on the way through which device they came. A VXLAN port beside the pod's
-    device in a bridge does it.
+    """Make the kernel want more room in front of packets to this pod than a pod's packets have.
+
+    It then copies forwarded fragments one by one, and IPv6 forgets on the way through which device they came. A VXLAN
+    port beside the pod's device in a bridge does it.
     """
     for command in (
         "ip link add br0 up type bridge",
@@ -263,11 +263,13 @@ def shrink_headroom(pod: LivePod) -> None:
 def track(live: LiveHost) -> None:
     """Make the host put fragments together, as any rule on connections does."""
     for family in ("ip", "ip6"):
-        done = live.run(
-            "nft",
-            f"add table {family} pwt; add chain {family} pwt c {{ type filter hook forward priority 0; }}; add rule {family} pwt c ct state invalid counter",
-        )
-        assert not done.returncode, done.stderr
+        for command in (
+            f"add table {family} pwt",
+            f"add chain {family} pwt c {{ type filter hook forward priority 0; }}",
+            f"add rule {family} pwt c ct state invalid counter",
+        ):
+            done = live.run("nft", command)
+            assert not done.returncode, done.stderr
 
 
 @pytest.mark.parametrize("version", [4, 6])

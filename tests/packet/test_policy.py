@@ -5,7 +5,7 @@ import pytest
 from podwire.datapath.abi import Action, ConfigFlags, Direction, DropReason, Path
 from tests.packet import frames
 from tests.packet.frames import ACK, SYN, echo, ipv4, ipv6, tcp, udp
-from tests.packet.rig import A, ALLOW, B, NODE_4, OUTSIDE, WORLD_4, Endpoint, Rig
+from tests.packet.rig import ALLOW, NODE_4, OUTSIDE, WORLD_4, A, B, Endpoint, Rig
 
 pytestmark = pytest.mark.packet
 
@@ -41,7 +41,7 @@ def conversation(name: str, version: int) -> tuple[frames.Segment, frames.Segmen
     [(ALLOW, ALLOW), (ALLOW | IN, ALLOW), (ALLOW, ALLOW | OUT), (ALLOW | IN, ALLOW | OUT)],
     ids=["open", "opener-takes-nothing-in", "server-sends-nothing", "both"],
 )
-def test_the_answer_of_an_allowed_flow_passes(  # noqa: PLR0913 - one for each dimension of the table
+def test_the_answer_of_an_allowed_flow_passes(
     rig: Rig, a: ConfigFlags, b: ConfigFlags, name: str, version: int
 ) -> None:
     rig.change(A, flags=a)
@@ -63,7 +63,7 @@ def test_the_answer_of_an_allowed_flow_passes(  # noqa: PLR0913 - one for each d
     [(ALLOW | OUT, ALLOW, Direction.EGRESS, A), (ALLOW, ALLOW | IN, Direction.INGRESS, B)],
     ids=["sender-may-not", "receiver-may-not"],
 )
-def test_a_denied_flow_passes_neither_way(  # noqa: PLR0913 - one for each dimension of the table
+def test_a_denied_flow_passes_neither_way(
     rig: Rig,
     a: ConfigFlags,
     b: ConfigFlags,

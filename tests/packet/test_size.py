@@ -24,9 +24,7 @@ from tests.packet.frames import (
     udp,
 )
 from tests.packet.rig import (
-    A,
     ALLOW,
-    B,
     GATEWAY_4,
     GATEWAY_6,
     GSO_BY_FRAGMENTS,
@@ -36,6 +34,8 @@ from tests.packet.rig import (
     NOBODY_4,
     NOBODY_6,
     SMALL,
+    A,
+    B,
     Rig,
 )
 

@@ -8,8 +8,6 @@ from podwire.datapath.abi import Action, DropReason, Path
 from tests.packet import frames
 from tests.packet.frames import BROADCAST, ipv4, ipv6, tcp, udp
 from tests.packet.rig import (
-    A,
-    B,
     GUARD,
     NODE_4,
     ONLY_4,
@@ -17,6 +15,8 @@ from tests.packet.rig import (
     OUTSIDE,
     WORLD_4,
     WORLD_6,
+    A,
+    B,
     Endpoint,
     Rig,
 )

@@ -15,7 +15,7 @@ from podwire.datapath.abi import MARK_JUDGED
 from podwire.kernel import netns
 from podwire.kernel.bpf_program import Packet
 from tests.packet.frames import ACK, SYN, Segment, ipv4, ipv6, tcp
-from tests.packet.rig import A, B, OUTSIDE, SHAPED, WORLD_4, Endpoint, Rig, open_rig
+from tests.packet.rig import OUTSIDE, SHAPED, WORLD_4, A, B, Endpoint, Rig, open_rig
 
 REPEAT: Final = 200
 """Runs in one call: fewer than a packet has hops."""
@@ -121,13 +121,11 @@ def open_bench(build: str = "") -> Iterator[tuple[Rig, list[Measured]]]:
 
 def run_once(rig: Rig, case: Measured, repeat: int = REPEAT) -> int:
     """Give the mean cost of `repeat` runs, in nanoseconds."""
-    fields = {"ingress_ifindex": case.ingress_ifindex, "mark": case.mark}
+    packet = Packet(
+        case.frame, ifindex=case.ifindex, ingress_ifindex=case.ingress_ifindex, mark=case.mark
+    )
     with netns.namespace(rig.namespace.fileno()):
-        return (
-            rig.programs[case.program]
-            .run(Packet(case.frame, ifindex=case.ifindex, **fields), repeat=repeat)
-            .duration_ns
-        )
+        return rig.programs[case.program].run(packet, repeat=repeat).duration_ns
 
 
 def measure_programs(rounds: int = 200) -> dict[str, tuple[float, float]]:

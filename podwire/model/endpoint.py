@@ -8,7 +8,14 @@ import ipaddress
 
 import msgspec
 
-from podwire.model.ids import ContainerId, EndpointId, IdentityId, IfIndex, InterfaceName, NetworkName
+from podwire.model.ids import (
+    ContainerId,
+    EndpointId,
+    IdentityId,
+    IfIndex,
+    InterfaceName,
+    NetworkName,
+)
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 

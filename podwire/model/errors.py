@@ -170,9 +170,14 @@ class KernelFailure(PodwireError):
 
     kind = "kernel"
 
-    def __init__(self, errno: int, call: str, object_name: str, *, detail: str = "", hint: str = "") -> None:
+    def __init__(
+        self, errno: int, call: str, object_name: str, *, detail: str = "", hint: str = ""
+    ) -> None:
         name = errno_names.errorcode.get(errno, str(errno))
-        super().__init__(f"{call} {object_name!r}: {detail or name}" + (f" ({name})" if detail else ""), hint=hint)
+        super().__init__(
+            f"{call} {object_name!r}: {detail or name}" + (f" ({name})" if detail else ""),
+            hint=hint,
+        )
         self.errno = errno
         self.call = call
         self.object_name = object_name

@@ -1,7 +1,8 @@
 """Ids, and every name that is derived from them.
 
-Everything the kernel or a person sees of ours is named here, from stable inputs and never at random, so that DEL,
-GC, restore and `cleanup` can compute the same name again with nothing but the attachment. Pure.
+Everything the kernel or a person sees of ours is named here, from stable inputs and never at
+random, so that DEL, GC, restore and `cleanup` can compute the same name again with nothing but
+the attachment. Pure.
 """
 
 import hashlib
@@ -12,7 +13,9 @@ ContainerId = NewType("ContainerId", str)
 NetworkName = NewType("NetworkName", str)
 InterfaceName = NewType("InterfaceName", str)
 EndpointId = NewType("EndpointId", int)
-"""Number of an endpoint on its node, 1 .. 2^32-1; also the datapath's *instance*: never used twice on a node."""
+"""Number of an endpoint on its node, 1 .. 2^32-1; also the datapath's *instance*: never used
+twice on a node.
+"""
 IdentityId = NewType("IdentityId", int)
 IfIndex = NewType("IfIndex", int)
 
@@ -42,7 +45,9 @@ def host_device_name(container_id: ContainerId, if_name: InterfaceName) -> Inter
 
 
 def device_mac(endpoint_id: EndpointId, side: int) -> str:
-    """Give the MAC of one side of a pair (0 = pod, 1 = host): locally administered, from the endpoint's number."""
+    """Give the MAC of one side of a pair (0 = pod, 1 = host): locally administered, from the
+    endpoint's number.
+    """
     if side not in (0, 1):
         raise ValueError(f"side must be 0 (pod) or 1 (host), not {side!r}")
     raw = bytes([0x0A if side == 0 else 0x0E, 0x70]) + int(endpoint_id).to_bytes(4, "big")
@@ -61,21 +66,28 @@ def parse_device_alias(alias: str) -> tuple[str, EndpointId] | None:
 
 
 def is_valid_container_id(text: str) -> bool:
-    """Tell whether `text` may name a container (CNI specification 1.1.0, "Parameters": CNI_CONTAINERID)."""
+    """Tell whether `text` may name a container (CNI specification 1.1.0, "Parameters":
+    CNI_CONTAINERID).
+    """
     return _CONTAINER_ID.fullmatch(text) is not None
 
 
 def is_valid_network_name(text: str) -> bool:
-    """Tell whether `text` may name a network (CNI specification 1.1.0, "Configuration format": name)."""
+    """Tell whether `text` may name a network (CNI specification 1.1.0, "Configuration format":
+    name).
+    """
     return _NETWORK_NAME.fullmatch(text) is not None
 
 
 def interface_name_fault(text: str) -> str | None:
-    """Say what is wrong with an interface name, or None. The kernel's rules: dev_valid_name() in net/core/dev.c."""
+    """Say what is wrong with an interface name, or None.
+
+    The kernel's rules: dev_valid_name() in net/core/dev.c.
+    """
     if not text:
         return "is empty"
     if len(text.encode()) > INTERFACE_NAME_MAX_BYTES:
         return f"is longer than {INTERFACE_NAME_MAX_BYTES} bytes"
-    if text in (".", "..") or any(char in "/:\0" or char.isspace() for char in text):
-        return "has a character that the kernel refuses ('/', ':', NUL or white space), or is '.' or '..'"
+    if text in (".", "..") or any(char in "/:%\0" or char.isspace() for char in text):
+        return "is '.' or '..', or has a character that the kernel refuses or rewrites ('/:%', NUL, white space)"
     return None

@@ -25,7 +25,8 @@ class Clock(Protocol):
 
 
 class Journal(Protocol):
-    """The node's durable memory. A call that returns has reached the disk; a failure raises StorageFailure."""
+    """The node's durable memory. What a call wrote outlives this process, an intent also a power loss; a failure
+    raises StorageFailure."""
 
     def next_endpoint_id(self) -> EndpointId:
         """Give a number that no record of this node ever had, across restarts."""
@@ -116,7 +117,13 @@ class Datapath(Protocol):
     """The kernel's side of endpoints. Raises KernelFailure, Unsupported, ForeignObject, InvalidRequest."""
 
     def plan_device(
-        self, endpoint_id: EndpointId, host_name: InterfaceName, pod_name: InterfaceName, *, mtu: int, pod_mac: str
+        self,
+        endpoint_id: EndpointId,
+        host_name: InterfaceName,
+        pod_name: InterfaceName,
+        *,
+        mtu: int,
+        pod_mac: str,
     ) -> Device:
         """Choose indexes and MACs of a pair that does not exist yet (mtu 0 = the node's, pod_mac "" = derived)."""
         ...
@@ -173,6 +180,8 @@ class Datapath(Protocol):
         """List what the kernel holds of ours."""
         ...
 
-    def remove_leftovers(self, inventory: Inventory, keep: Iterable[EndpointRecord]) -> Sequence[str]:
+    def remove_leftovers(
+        self, inventory: Inventory, keep: Iterable[EndpointRecord]
+    ) -> Sequence[str]:
         """Remove what `inventory` has and no record in `keep` accounts for; name what was removed."""
         ...

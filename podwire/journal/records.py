@@ -74,6 +74,11 @@ class SqliteJournal:
             self._last_id += 1
             return EndpointId(self._last_id)
 
+    def skip_ids(self, up_to: EndpointId) -> None:
+        """Never give a number up to `up_to`: a journal that was moved away leaves its numbers in the kernel."""
+        with self._lock:
+            self._last_id = max(self._last_id, up_to)
+
     def write(self, record: EndpointRecord) -> None:
         """Insert or replace the record with this id."""
         row = (

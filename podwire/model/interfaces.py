@@ -32,6 +32,10 @@ class Journal(Protocol):
         """Give a number that no record of this node ever had, across restarts."""
         ...
 
+    def skip_ids(self, up_to: EndpointId) -> None:
+        """Never give a number up to `up_to`: the kernel still knows something by it."""
+        ...
+
     def write(self, record: EndpointRecord) -> None:
         """Insert or replace the record with this id."""
         ...

@@ -5,16 +5,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from podwire.control.ipam.node import NodeIpam
-from podwire.journal.records import SqliteJournal
-
 from podwire.control.attach.ending import Endings
 from podwire.control.attach.restore import Restorer, RestoreReport
 from podwire.control.attach.service import AttachService
 from podwire.control.attach.steps import Context
 from podwire.control.endpoint.regenerate import Regenerator
 from podwire.control.endpoint.table import EndpointTable
+from podwire.control.ipam.node import NodeIpam
 from podwire.journal.directories import RunDirectories
+from podwire.journal.records import SqliteJournal
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import StorageFailure
 from podwire.model.interfaces import EndpointConfig
@@ -112,6 +111,12 @@ class FakeNode:
         report = self.restorer.restore()
         self.service.settle()
         return report
+
+    def lose_journal(self) -> None:
+        """Move the journal's files away, as a person does with a damaged one."""
+        self.journal.close()
+        for path in self._directory.glob("journal.db*"):
+            path.unlink()
 
     def reboot(self) -> None:
         """Give the machine another boot id and an empty kernel."""

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from podwire.model.request import AttachRequest
 
 from podwire.control.attach.recipes import RECIPES
 from podwire.control.attach.restore import RestoreReport
@@ -26,6 +25,7 @@ from podwire.model.errors import (
 )
 from podwire.model.ids import ContainerId, InterfaceName, NetworkName
 from podwire.model.interfaces import PodNamespace
+from podwire.model.request import AttachRequest
 from tests.fakes.node import FakeNode
 
 NETNS = PodNamespace(fd=-1, path="/run/netns/a", cookie=7)
@@ -292,3 +292,15 @@ def test_restore_may_run_twice(node: FakeNode) -> None:
     node.restart()
     again = node.restart()
     assert (again.adopted, again.ended, again.gone, list(again.removed)) == (1, 0, 0, [])
+
+
+def test_numbers_that_the_kernel_knows_are_not_given_again_when_the_journal_is_lost(
+    node: FakeNode,
+) -> None:
+    node.service.add(request(), NETNS)
+    [endpoint] = node.table
+    node.lose_journal()
+    node.restart()
+    node.service.add(request(container="c2"), NETNS)
+    [successor] = node.table
+    assert successor.record.id > endpoint.record.id

@@ -60,6 +60,8 @@ class Restorer:
         report = RestoreReport()
         records = self._drop_earlier_boots(self.journal.list_records(), report)
         inventory = self.datapath.read_inventory()
+        known = [device.endpoint_id for device in inventory.devices]
+        self.journal.skip_ids(max([*known, *inventory.usage_instances], default=EndpointId(0)))
         present = {device.endpoint_id: device for device in inventory.devices}
         living = [record for record in records if _is_alive(record, present)]
         for record in records:

@@ -27,7 +27,7 @@ class Build:
         """Let this build take the node over, in the caller's namespace; gives what it says about it."""
         done = subprocess.run(
             [sys.executable, __file__, str(bpf_dir), "die" if die_before_swap else ""],
-            env=dict(os.environ, PYTHONPATH=str(self.tree)),
+            env=dict(os.environ, PYTHONPATH=f"{self.tree}:{os.environ.get('PYTHONPATH', '')}"),
             cwd=self.tree,
             capture_output=True,
             text=True,

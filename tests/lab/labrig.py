@@ -1,0 +1,352 @@
+"""A lab for tests: made by the code that people use, asked by other tools (`ip`, `tc`, the API's socket by hand).
+
+Names begin with the session's prefix, so that the leak check can tell what is ours from what others do on this machine.
+"""
+
+import contextlib
+import http.client
+import io
+import itertools
+import json
+import os
+import secrets
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from podwire.cli.main import main
+from podwire.lab import labs
+from podwire.lab.pod import launcher_program
+from podwire.lab.state import LabState, read_state
+from podwire.lab.topology import NodePlan
+from podwire.model.errors import NotFound
+
+PREFIX: Final = f"t{secrets.token_hex(2)}"
+DEADLINE_S: Final = 15.0
+_numbers = itertools.count(1)
+
+
+def quiet(_line: str) -> None:
+    """Take progress and say nothing."""
+
+
+def lab_name() -> str:
+    """Give a name that no other lab has."""
+    return f"{PREFIX}-{next(_numbers)}"
+
+
+def wait_for(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+    """Look until `condition` gives something true; fail after the deadline."""
+    until_s = time.monotonic() + deadline_s
+    while not (found := condition()):
+        if time.monotonic() > until_s:
+            raise AssertionError(f"waited {deadline_s:g} s in vain for {what}")
+        time.sleep(0.01)
+    return found
+
+
+def run(*command: str, check: bool = True) -> str:
+    """Run a tool; its failure is the test's."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.stderr}"
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a command said, and how it ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> Any:
+        """Its output as JSON."""
+        return json.loads(self.out)
+
+    @property
+    def lines(self) -> list[str]:
+        """Its output in lines."""
+        return self.out.splitlines()
+
+
+def podwire(*arguments: str) -> Said:
+    """Run the command line in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    code: object = 0
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            main(list(arguments))
+        except SystemExit as leave:
+            code = leave.code
+    assert isinstance(code, int)
+    return Said(code, out.getvalue(), err.getvalue())
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the launcher gave back."""
+
+    status: int
+    document: Mapping[str, Any]
+
+    @property
+    def code(self) -> int:
+        """Number of the error; 0 when there is none."""
+        return int(self.document["code"]) if self.status else 0
+
+    @property
+    def text(self) -> str:
+        """Message and details of an error."""
+        return f"{self.document.get('msg', '')} {self.document.get('details', '')}"
+
+    @property
+    def addresses(self) -> list[str]:
+        """Addresses of a result from version 0.3.0 on."""
+        return [ip["address"].partition("/")[0] for ip in self.document.get("ips", [])]
+
+
+class Lab:
+    """A running lab."""
+
+    def __init__(self, nodes: int = 1, families: str = "46", name: str = "") -> None:
+        self.name = name or lab_name()
+        labs.up(self.name, node_count=nodes, families=families, progress=quiet)
+
+    def close(self) -> None:
+        """Remove it, whatever became of it."""
+        with contextlib.suppress(NotFound):
+            labs.down(self.name, progress=quiet)
+
+    @property
+    def state(self) -> LabState:
+        """What the lab's file says."""
+        return read_state(self.name)
+
+    def node(self, name: str = "node1") -> NodePlan:
+        """Give a node's plan."""
+        return self.state.plan.node(name)
+
+    def cli(self, *arguments: str) -> Said:
+        """Run a command of the command line on this lab."""
+        return podwire(*arguments, "--lab", self.name)
+
+    def api(self, method: str, path: str, node: str = "node1") -> tuple[int, Any]:
+        """Ask an agent."""
+        connection = http.client.HTTPConnection("podwire")
+        connection.sock = socket.socket(socket.AF_UNIX)
+        try:
+            connection.sock.connect(str(self.node(node).directory / "api.sock"))
+            connection.request(method, f"/v1{path}")
+            answer = connection.getresponse()
+            body = answer.read()
+            is_json = "json" in answer.headers.get("Content-Type", "")
+            return answer.status, json.loads(body) if is_json else body.decode()
+        finally:
+            connection.close()
+
+    def get(self, path: str, node: str = "node1") -> Any:
+        """Ask an agent for what must be there."""
+        status, document = self.api("GET", path, node)
+        assert status == 200, document
+        return document
+
+    def metrics(self, node: str = "node1") -> str:
+        """Give a node's metrics as a scraper reads them."""
+        return str(self.get("/metrics", node))
+
+    def list_endpoints(self, node: str = "node1") -> list[dict[str, Any]]:
+        """Give the endpoints of a node that are not on their way out."""
+        return [one for one in self.get("/endpoint", node) if one["state"] != "disconnecting"]
+
+    def endpoints(self, node: str = "node1") -> dict[str, dict[str, Any]]:
+        """Give the same by container id, one for each."""
+        return {one["containerId"]: one for one in self.list_endpoints(node)}
+
+    def settled(self, node: str = "node1") -> Any:
+        """Wait until nothing is on its way out."""
+        return wait_for(
+            lambda: {one["state"] for one in self.get("/endpoint", node)} <= {"ready"},
+            "the node to settle",
+        )
+
+    # The CNI door
+
+    def namespace(self) -> str:
+        """Make a namespace as a runtime does; the lab's end removes it."""
+        name = f"pw.{self.name}.x.{next(_numbers)}"
+        run("ip", "netns", "add", name)
+        return name
+
+    def cni(
+        self,
+        command: str,
+        container: str = "",
+        namespace: str = "",
+        *,
+        if_name: str = "eth0",
+        config: Mapping[str, Any] | None = None,
+        args: str = "",
+        node: str = "node1",
+    ) -> Answer:
+        """Execute the launcher as a runtime does."""
+        process = self.start_cni(
+            command, container, namespace, if_name=if_name, config=config, args=args, node=node
+        )
+        return finish(process)
+
+    def start_cni(
+        self,
+        command: str,
+        container: str,
+        namespace: str,
+        *,
+        if_name: str = "eth0",
+        config: Mapping[str, Any] | bytes | None = None,
+        args: str = "",
+        node: str = "node1",
+    ) -> "subprocess.Popen[bytes]":
+        """Start the launcher and give it its configuration."""
+        environment = {
+            "CNI_COMMAND": command,
+            "CNI_CONTAINERID": container,
+            "CNI_IFNAME": if_name,
+            "CNI_NETNS": f"/run/netns/{namespace}" if namespace else "",
+            "CNI_PATH": str(Path(launcher_program()).parent),
+            **({"CNI_ARGS": args} if args else {}),
+        }
+        document = {
+            "cniVersion": "1.1.0",
+            "name": "podwire",
+            "type": "podwire-cni",
+            "socket": str(self.node(node).directory / "cni.sock"),
+        }
+        data = config if isinstance(config, bytes) else json.dumps(document | dict(config or {}))
+        process = subprocess.Popen(
+            [launcher_program()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(data.encode() if isinstance(data, str) else data)
+        process.stdin = None
+        return process
+
+    # What is there
+
+    def devices(self, node: str = "node1") -> list[dict[str, Any]]:
+        """List the host devices of a node's pods."""
+        shown = json.loads(run("ip", "-n", self.node(node).namespace, "-j", "-d", "link", "show"))
+        return [link for link in shown if link["ifname"].startswith("pw")]
+
+    def look(self, node: str = "node1") -> dict[str, object]:
+        """Read everything that an attachment leaves on a node, in words that compare well."""
+        plan = self.node(node)
+        routes = [
+            route["dst"]
+            for family in ("-4", "-6")
+            for route in json.loads(
+                run("ip", "-n", plan.namespace, family, "-j", "route", "show", "proto", "199")
+                or "[]"
+            )
+        ]
+        directories = plan.directory / "endpoints"
+        return {
+            "devices": sorted(link["ifname"] for link in self.devices(node)),
+            "routes": sorted(routes),
+            "endpoints": sorted((one["id"], one["state"]) for one in self.get("/endpoint", node)),
+            "addresses": sorted(one["ip"] for one in self.get("/ipam", node)["allocations"]),
+            "resting": [one["resting"] for one in self.get("/ipam", node)["ranges"]],
+            "rows": {
+                name: sorted(row[field] for row in self.get(f"/map/{name}", node)["rows"])
+                for name, field in (
+                    ("config", "ifindex"),
+                    ("endpoint", "address"),
+                    ("usage", "endpoint"),
+                )
+            },
+            "directories": sorted(os.listdir(directories)) if directories.is_dir() else [],
+        }
+
+    @contextlib.contextmanager
+    def nothing_left(self, node: str = "node1") -> Iterator[None]:
+        """Fail unless the node looks afterwards as it looked before, as soon as what was ended is gone."""
+        self.settled(node)
+        before = self.look(node)
+        yield
+        after: dict[str, object] = {}
+
+        def same() -> bool:
+            after.update(self.look(node))
+            return after == before
+
+        try:
+            wait_for(same, "nothing to be left", 5)
+        except AssertionError:
+            assert after == before
+
+
+def finish(process: "subprocess.Popen[bytes]") -> Answer:
+    """Wait for a launcher and read its answer."""
+    output, _ = process.communicate(timeout=60)
+    return Answer(process.returncode, json.loads(output) if output.strip() else {})
+
+
+def leaks(names: Sequence[str], before: Mapping[str, object]) -> dict[str, object]:
+    """Name what labs with these names left behind, and what changed in our own network namespace."""
+    found: dict[str, object] = {}
+    prefixes = tuple(f"pw.{name}" for name in names)
+    left = [one for one in os.listdir("/run/netns") if one.startswith(prefixes)]
+    if left:
+        found["namespaces"] = left
+    for root in (Path("/run/podwire/lab"), Path("/sys/fs/bpf/podwire/lab")):
+        paths = [one for name in names for one in root.glob(f"{name}*")] if root.is_dir() else []
+        if paths:
+            found[str(root)] = paths
+    if processes := _list_processes(names):
+        found["processes"] = processes
+    now = own_namespace()
+    found |= {what: [before[what], now[what]] for what in now if now[what] != before[what]}
+    return found
+
+
+def own_namespace() -> dict[str, object]:
+    """Read what of ours is in the network namespace of this process: nothing may change there."""
+    links = json.loads(run("ip", "-j", "link", "show"))
+    tables = run("nft", "list", "tables", check=False).splitlines()
+    return {
+        "devices": sorted(one["ifname"] for one in links if one["ifname"].startswith("pw")),
+        "routes": [run("ip", family, "route", "show", "proto", "199") for family in ("-4", "-6")],
+        "tables": [one for one in tables if one.endswith(" podwire")],
+    }
+
+
+def _list_processes(names: Sequence[str]) -> list[str]:
+    """Find processes that were told of a lab in their command line or run in a namespace that has no name any more."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            text = b" ".join(words).decode(errors="replace")
+            if any(f"/run/podwire/lab/{name}" in text for name in names) or _is_orphan(entry, text):
+                found.append(f"{entry.name}: {text}")
+    return found
+
+
+def _is_orphan(entry: Path, text: str) -> bool:
+    """Tell whether a lab's server outlived the name of its namespace."""
+    if "podwire.lab.serve" not in text:
+        return False
+    inode = os.stat(entry / "ns" / "net").st_ino
+    return all(os.stat(one).st_ino != inode for one in Path("/run/netns").iterdir())

@@ -71,8 +71,8 @@ static int socket_in(const char *namespace)
 static void move_all(int fd, char *data, size_t size, int sending)
 {
 	for (size_t done = 0; done < size;) {
-		ssize_t n = sending ? send(fd, data + done, size - done, MSG_NOSIGNAL) :
-				      recv(fd, data + done, size - done, 0);
+		ssize_t n = sending ? send(fd, data + done, size - done, MSG_NOSIGNAL)
+				    : recv(fd, data + done, size - done, 0);
 		if (n <= 0)
 			die(sending ? "send" : "receive");
 		done += n;

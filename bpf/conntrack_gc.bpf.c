@@ -50,8 +50,8 @@ static __always_inline bool is_over(const struct pw_conntrack_value *entry,
 	return (__s64)age_ns > (__s64)(entry->lifetime_s * PW_NS_PER_SECOND);
 }
 
-static long visit_entry(void *shard, struct pw_conntrack_key *key,
-			struct pw_conntrack_value *entry, struct pw_walk *walk)
+static long visit_entry(void *shard, struct pw_conntrack_key *key, struct pw_conntrack_value *entry,
+			struct pw_walk *walk)
 {
 	__u32 instance = key->instance;
 	struct pw_usage_value *usage = bpf_map_lookup_elem(&pw_usage, &instance);

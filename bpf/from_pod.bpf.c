@@ -20,9 +20,9 @@ static __always_inline int guard_tunnel_port(const struct pw_flow *flow)
 	settings = bpf_map_lookup_elem(&pw_settings, &zero);
 	if (!settings)
 		return PW_DROP_INTERNAL;
-	return settings->tunnel_port && bpf_ntohs(flow->key.dport_be) == settings->tunnel_port ?
-		       PW_DROP_TUNNEL_PORT :
-		       0;
+	return settings->tunnel_port && bpf_ntohs(flow->key.dport_be) == settings->tunnel_port
+		       ? PW_DROP_TUNNEL_PORT
+		       : 0;
 }
 
 /* The sender's side. Services will be translated between the look-up of the flow and the guard. */

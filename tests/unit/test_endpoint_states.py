@@ -38,7 +38,9 @@ def test_a_pair_is_in_the_table_or_raises(state: State, event: type) -> None:
 
 
 def test_every_state_but_the_terminal_ones_can_end() -> None:
-    reachable = {state: {new for (old, _), new in TRANSITIONS.items() if old is state} for state in State}
+    reachable = {
+        state: {new for (old, _), new in TRANSITIONS.items() if old is state} for state in State
+    }
     for state in State:
         seen, edge = {state}, {state}
         while edge:

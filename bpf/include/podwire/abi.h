@@ -17,7 +17,7 @@
  * that may not be dropped. The hash that chooses a conntrack shard is part of this promise.
  */
 #define PW_ABI_OLDEST_READER 1
-#define PW_CONNTRACK_SHARDS 64
+#define PW_CONNTRACK_SHARDS  64
 
 /* skb->mark between two programs of ours: the sender's one has judged both sides already (rule 7) */
 #define PW_MARK_JUDGED 0x70770001
@@ -59,28 +59,28 @@ enum pw_identity {
 /* Why a packet did not pass. 0 = it passed. Append only; podwire names them by what stands after PW_DROP_. */
 enum pw_drop_reason {
 	PW_DROP_NONE = 0,
-	PW_DROP_NO_ENDPOINT = 1,	/* no row, or the row is still the guard */
-	PW_DROP_TRUNCATED = 2,		/* a header ends before it should */
-	PW_DROP_ETHERTYPE = 3,		/* neither ARP, IPv4 nor IPv6; VLAN tags included */
+	PW_DROP_NO_ENDPOINT = 1, /* no row, or the row is still the guard */
+	PW_DROP_TRUNCATED = 2,	 /* a header ends before it should */
+	PW_DROP_ETHERTYPE = 3,	 /* neither ARP, IPv4 nor IPv6; VLAN tags included */
 	PW_DROP_SOURCE_MAC = 4,
 	PW_DROP_SOURCE_ADDRESS = 5,
 	PW_DROP_DESTINATION_MAC = 6,
-	PW_DROP_ARP = 7,		/* anything but a request of the pod itself */
-	PW_DROP_NEIGHBOUR = 8,		/* neighbour discovery that is not allowed, or forged */
-	PW_DROP_GATEWAY = 9,		/* to the gateway's address, and no echo */
-	PW_DROP_QUIET = 10,		/* multicast chatter: MLD, RS, mDNS, DHCP, broadcast */
-	PW_DROP_HEADER = 11,		/* malformed: version, lengths, extension header chain */
+	PW_DROP_ARP = 7,       /* anything but a request of the pod itself */
+	PW_DROP_NEIGHBOUR = 8, /* neighbour discovery that is not allowed, or forged */
+	PW_DROP_GATEWAY = 9,   /* to the gateway's address, and no echo */
+	PW_DROP_QUIET = 10,    /* multicast chatter: MLD, RS, mDNS, DHCP, broadcast */
+	PW_DROP_HEADER = 11,   /* malformed: version, lengths, extension header chain */
 	PW_DROP_PROTOCOL = 12,
-	PW_DROP_FRAGMENT = 13,		/* a later fragment whose first one was not seen */
+	PW_DROP_FRAGMENT = 13, /* a later fragment whose first one was not seen */
 	PW_DROP_POLICY = 14,
 	PW_DROP_CONNTRACK_FULL = 15,
 	PW_DROP_CONNTRACK_QUOTA = 16,
-	PW_DROP_MTU = 17,		/* too big; an ICMP error was sent where that is allowed */
+	PW_DROP_MTU = 17, /* too big; an ICMP error was sent where that is allowed */
 	PW_DROP_TTL = 18,
-	PW_DROP_NO_POD = 19,		/* an address of an own block that no endpoint has */
-	PW_DROP_TUNNEL_PORT = 20,	/* a pod that talks to a tunnel port */
-	PW_DROP_INTERNAL = 21,		/* a helper failed */
-	PW_DROP_DESTINATION = 22,	/* loopback, unspecified, link-local that is not the gateway */
+	PW_DROP_NO_POD = 19,	  /* an address of an own block that no endpoint has */
+	PW_DROP_TUNNEL_PORT = 20, /* a pod that talks to a tunnel port */
+	PW_DROP_INTERNAL = 21,	  /* a helper failed */
+	PW_DROP_DESTINATION = 22, /* loopback, unspecified, link-local that is not the gateway */
 	PW_DROP_REASONS,
 };
 
@@ -91,10 +91,10 @@ enum pw_event_kind {
 };
 
 enum pw_config_flags {
-	PW_CONFIG_OPEN = 1 << 0,		/* unset = guard: everything is dropped */
-	PW_CONFIG_DENY_EGRESS = 1 << 1,		/* default of the direction when no rule matches */
+	PW_CONFIG_OPEN = 1 << 0,	/* unset = guard: everything is dropped */
+	PW_CONFIG_DENY_EGRESS = 1 << 1, /* default of the direction when no rule matches */
 	PW_CONFIG_DENY_INGRESS = 1 << 2,
-	PW_CONFIG_SHAPED = 1 << 3,		/* reached through the host device's egress queue (rule 7) */
+	PW_CONFIG_SHAPED = 1 << 3, /* reached through the host device's egress queue (rule 7) */
 	PW_CONFIG_AUDIT = 1 << 4,
 	PW_CONFIG_HOST_ALLOWED = 1 << 5,
 	PW_CONFIG_CIDR_EGRESS = 1 << 6,
@@ -105,42 +105,42 @@ enum pw_config_flags {
 enum pw_ipcache_flags {
 	PW_IPCACHE_TUNNEL = 1 << 0,
 	PW_IPCACHE_NATIVE = 1 << 1,
-	PW_IPCACHE_LOCAL = 1 << 2,		/* a block of this node: without an endpoint row nobody is there */
+	PW_IPCACHE_LOCAL = 1 << 2, /* a block of this node: no endpoint row, nobody there */
 	PW_IPCACHE_NODE_ADDRESS = 1 << 3,
 };
 
 enum pw_tcp_state {
-	PW_TCP_NONE = 0,		/* not TCP */
-	PW_TCP_OPENING = 1,		/* only the opener has spoken */
-	PW_TCP_ANSWERED = 2,		/* the other side has answered */
-	PW_TCP_ESTABLISHED = 3,		/* and the opener has confirmed */
-	PW_TCP_HALF_CLOSED = 4,		/* one side has sent FIN */
-	PW_TCP_CLOSED = 5,		/* both have, or one has sent RST */
+	PW_TCP_NONE = 0,	/* not TCP */
+	PW_TCP_OPENING = 1,	/* only the opener has spoken */
+	PW_TCP_ANSWERED = 2,	/* the other side has answered */
+	PW_TCP_ESTABLISHED = 3, /* and the opener has confirmed */
+	PW_TCP_HALF_CLOSED = 4, /* one side has sent FIN */
+	PW_TCP_CLOSED = 5,	/* both have, or one has sent RST */
 };
 
 enum pw_conntrack_flags {
 	PW_CONNTRACK_REPLIED = 1 << 0,
 	PW_CONNTRACK_FIN_ORIGINAL = 1 << 1,
 	PW_CONNTRACK_FIN_REPLY = 1 << 2,
-	PW_CONNTRACK_PICKED_UP = 1 << 3,	/* began in mid-stream: stays on the stack (rule 3) */
-	PW_CONNTRACK_EXPIRED = 1 << 4,		/* the collector deletes it on its next round */
+	PW_CONNTRACK_PICKED_UP = 1 << 3, /* began in mid-stream: stays on the stack (rule 3) */
+	PW_CONNTRACK_EXPIRED = 1 << 4,	 /* the collector deletes it on its next round */
 };
 
 /* What a program did with a packet. */
 enum pw_action {
 	PW_ACTION_DROP = 0,
-	PW_ACTION_STACK = 1,		/* on to the host's stack, or, at to_pod, on to the pod */
-	PW_ACTION_PEER = 2,		/* straight into the target pod */
-	PW_ACTION_EGRESS = 3,		/* to the host device of the target pod, past its queue */
-	PW_ACTION_ANSWER = 4,		/* back to the sender, as an answer or an ICMP error */
+	PW_ACTION_STACK = 1,  /* on to the host's stack, or, at to_pod, on to the pod */
+	PW_ACTION_PEER = 2,   /* straight into the target pod */
+	PW_ACTION_EGRESS = 3, /* to the host device of the target pod, past its queue */
+	PW_ACTION_ANSWER = 4, /* back to the sender, as an answer or an ICMP error */
 };
 
 /* node-wide knobs, one row */
 struct pw_settings {
-	__u32 conntrack_quota;		/* entries per endpoint */
-	__u32 tunnel_port;		/* guarded UDP port, 0 = none */
+	__u32 conntrack_quota; /* entries per endpoint */
+	__u32 tunnel_port;     /* guarded UDP port, 0 = none */
 	__u32 flags;
-	__u32 hash_seed;		/* random, chosen once: entries are found under it as long as they live */
+	__u32 hash_seed; /* random, chosen once: entries are found under it as long as they live */
 };
 
 struct pw_endpoint_key {
@@ -148,7 +148,7 @@ struct pw_endpoint_key {
 };
 
 struct pw_endpoint_value {
-	__u32 ifindex;			/* host device */
+	__u32 ifindex; /* host device */
 	__u32 instance;
 	__u8 pod_mac[6];
 	__u8 host_mac[6];
@@ -163,20 +163,20 @@ struct pw_config_value {
 	__u32 ifindex;
 	__u32 instance;
 	__u32 identity;
-	__u32 slot;			/* policy slot, 0 = none */
+	__u32 slot; /* policy slot, 0 = none */
 	__u32 policy_revision;
 	__u32 mtu;
 	__u32 flags;
 	__u32 default_rule_egress;
 	__u32 default_rule_ingress;
-	__u8 ipv6[16];			/* network order, all zero = none */
-	__u8 ipv4[4];			/* network order, all zero = none */
+	__u8 ipv6[16]; /* network order, all zero = none */
+	__u8 ipv4[4];  /* network order, all zero = none */
 	__u8 pod_mac[6];
 	__u8 host_mac[6];
 } __attribute__((aligned(8)));
 
 struct pw_prefix_key {
-	__u32 prefix_bits;		/* of the 16 bytes: an IPv4 /24 is 120 */
+	__u32 prefix_bits; /* of the 16 bytes: an IPv4 /24 is 120 */
 	__u8 addr[16];
 };
 
@@ -206,16 +206,16 @@ struct pw_conntrack_key {
 
 /* policy_revision and peer_identity are one judgement: written and compared as one 8-byte word (rule 6). */
 struct pw_conntrack_value {
-	__u64 last_seen_ns;		/* CLOCK_MONOTONIC at the last tick */
+	__u64 last_seen_ns; /* CLOCK_MONOTONIC at the last tick */
 	__u32 policy_revision;
 	__u32 peer_identity;
-	__u32 lifetime_s;		/* without a packet */
+	__u32 lifetime_s; /* without a packet */
 	__u32 rule;
-	__u64 packets[2];		/* original direction, reply */
+	__u64 packets[2]; /* original direction, reply */
 	__u64 bytes[2];
-	__u8 path;			/* enum pw_path */
-	__u8 tcp_state;			/* enum pw_tcp_state */
-	__u16 flags;			/* enum pw_conntrack_flags */
+	__u8 path;	/* enum pw_path */
+	__u8 tcp_state; /* enum pw_tcp_state */
+	__u16 flags;	/* enum pw_conntrack_flags */
 	__u32 node;
 	__u32 service;
 	__be16 nat_sport_be;
@@ -225,18 +225,18 @@ struct pw_conntrack_value {
 
 struct pw_fragment_key {
 	__u32 instance;
-	__u32 id;			/* IPv4 id or IPv6 fragment identification, as on the wire */
+	__u32 id; /* IPv4 id or IPv6 fragment identification, as on the wire */
 	__u8 saddr[16];
 	__u8 daddr[16];
 	__u8 direction;
-	__u8 protocol;			/* 0 for IPv6 (RFC 8200 4.5: not part of what names a packet) */
+	__u8 protocol; /* 0 for IPv6 (RFC 8200 4.5: not part of what names a packet) */
 	__u16 pad;
 };
 
 struct pw_fragment_value {
 	__be16 sport_be;
 	__be16 dport_be;
-	__u8 protocol;			/* later IPv6 fragments do not tell it */
+	__u8 protocol; /* later IPv6 fragments do not tell it */
 	__u8 icmp_type;
 	__u16 pad;
 };
@@ -244,22 +244,22 @@ struct pw_fragment_value {
 /* key: u32 instance. While this row exists the instance may have conntrack entries; without it they are collected. */
 struct pw_usage_value {
 	__u32 conntrack_entries;
-	__u32 event_second;		/* the second that `events` counts, of CLOCK_MONOTONIC */
+	__u32 event_second; /* the second that `events` counts, of CLOCK_MONOTONIC */
 	__u32 events;
-	__u32 events_lost;		/* since the last event that was sent */
+	__u32 events_lost; /* since the last event that was sent */
 };
 
 /* What the collector tells of itself; stands in the map pw_ct_timer behind the 16 bytes of its timer. */
 struct pw_collection {
-	__u64 last_tick_ns;		/* CLOCK_MONOTONIC */
+	__u64 last_tick_ns; /* CLOCK_MONOTONIC */
 	__u64 examined;
 	__u64 removed;
-	__u64 ticks;			/* one shard each: ticks % PW_CONNTRACK_SHARDS is the next one */
+	__u64 ticks; /* one shard each: ticks % PW_CONNTRACK_SHARDS is the next one */
 };
 
 struct pw_metrics_key {
 	__u8 hook;
-	__u8 reason;			/* enum pw_drop_reason; 0 = passed */
+	__u8 reason; /* enum pw_drop_reason; 0 = passed */
 	__u8 path;
 	__u8 pad;
 };
@@ -270,15 +270,15 @@ struct pw_counter {
 };
 
 struct pw_event {
-	__u64 time_ns;			/* bpf_ktime_get_boot_ns */
-	__u32 instance;			/* the endpoint at whose hook it happened */
+	__u64 time_ns;	/* bpf_ktime_get_boot_ns */
+	__u32 instance; /* the endpoint at whose hook it happened */
 	__u32 source_identity;
 	__u32 destination_identity;
 	__u32 length_bytes;
 	__u32 rule;
 	__u32 ifindex;
 	__u32 policy_revision;
-	__u32 lost;			/* events of this endpoint that were not sent since the last one */
+	__u32 lost; /* events of this endpoint that were not sent since the last one */
 	__u8 kind;
 	__u8 hook;
 	__u8 direction;
@@ -299,11 +299,11 @@ struct pw_event {
 
 /* Test builds only (map pw_decision): what the last packet came to, for test runs cannot see it (rule 19). */
 struct pw_decision {
-	__u32 action;			/* enum pw_action */
-	__u32 reason;			/* enum pw_drop_reason */
-	__u32 path;			/* enum pw_path */
+	__u32 action; /* enum pw_action */
+	__u32 reason; /* enum pw_drop_reason */
+	__u32 path;   /* enum pw_path */
 	__u32 target_ifindex;
-	__u32 instance;			/* whose verdict was the last one */
+	__u32 instance; /* whose verdict was the last one */
 	__u32 direction;
 	__u32 source_identity;
 	__u32 destination_identity;

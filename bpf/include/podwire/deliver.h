@@ -47,8 +47,8 @@ static __always_inline bool readdress(struct __sk_buff *skb, const struct pw_flo
 /* Makes the frame one that the target's gateway sends. A sender of raw frames may leave headers out of the linear part. */
 static __always_inline int forward_frame(struct __sk_buff *skb, const struct pw_flow *flow)
 {
-	__u32 headers = ETH_HLEN + (flow->ethertype == ETH_P_IP ? sizeof(struct iphdr) :
-								  sizeof(struct ipv6hdr));
+	__u32 headers = ETH_HLEN + (flow->ethertype == ETH_P_IP ? sizeof(struct iphdr)
+								: sizeof(struct ipv6hdr));
 
 	if ((void *)(long)skb->data + headers > (void *)(long)skb->data_end &&
 	    bpf_skb_pull_data(skb, headers))
@@ -82,8 +82,8 @@ static __always_inline int deliver_to_pod(struct __sk_buff *skb, struct pw_flow 
 		 remember(flow, &flow->target, &flow->there, peer) ?:
 		 forward_frame(skb, flow);
 	if (!reason)
-		flow->action = flow->target.flags & PW_CONFIG_SHAPED ? PW_ACTION_EGRESS :
-								       PW_ACTION_PEER;
+		flow->action =
+			flow->target.flags & PW_CONFIG_SHAPED ? PW_ACTION_EGRESS : PW_ACTION_PEER;
 	return reason;
 }
 

@@ -71,7 +71,8 @@ static __always_inline void fill_event(struct __sk_buff *skb, const struct pw_fl
 }
 
 /* An endpoint that is over its limit, or a full ring: counted, and told with the next event that gets through. */
-PW_CHECKED_ALONE int send_event(struct __sk_buff *skb, struct pw_flow *flow, __u32 kind, __u32 reason)
+PW_CHECKED_ALONE int send_event(struct __sk_buff *skb, struct pw_flow *flow, __u32 kind,
+				__u32 reason)
 {
 	__u32 limit = kind == PW_EVENT_DROP ? PW_DROPS_PER_SECOND : PW_TRACES_PER_SECOND;
 	struct pw_usage_value *usage;

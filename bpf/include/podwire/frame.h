@@ -73,7 +73,8 @@ static __always_inline int check_frame_of_pod(struct __sk_buff *skb, struct pw_f
 static __always_inline bool is_neighbour_discovery(const struct pw_flow *flow)
 {
 	return flow->key.protocol == IPPROTO_ICMPV6 &&
-	       flow->icmp_type >= PW_ICMPV6_ROUTER_SOLICITATION && flow->icmp_type <= PW_ICMPV6_REDIRECT;
+	       flow->icmp_type >= PW_ICMPV6_ROUTER_SOLICITATION &&
+	       flow->icmp_type <= PW_ICMPV6_REDIRECT;
 }
 
 /* A packet of a pod: from its own address, to somewhere it can be sent. Answers what is for the gateway. */

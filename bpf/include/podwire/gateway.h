@@ -41,9 +41,9 @@ static __always_inline bool is_own_arp(const struct pw_config_value *row, const 
 
 	__builtin_memcpy(&sender, arp->sender_ip, 4);
 	__builtin_memcpy(&target, arp->target_ip, 4);
-	if (arp->hardware_be != bpf_htons(PW_ARP_ETHERNET) || arp->protocol_be != bpf_htons(ETH_P_IP) ||
-	    arp->hardware_bytes != ETH_ALEN || arp->protocol_bytes != 4 ||
-	    arp->operation_be != bpf_htons(PW_ARP_REQUEST))
+	if (arp->hardware_be != bpf_htons(PW_ARP_ETHERNET) ||
+	    arp->protocol_be != bpf_htons(ETH_P_IP) || arp->hardware_bytes != ETH_ALEN ||
+	    arp->protocol_bytes != 4 || arp->operation_be != bpf_htons(PW_ARP_REQUEST))
 		return false;
 	return same_mac(arp->sender_mac, row->pod_mac) &&
 	       (!sender || sender == *(const __be32 *)row->ipv4) &&

@@ -133,8 +133,8 @@ static __always_inline void complain(struct __sk_buff *skb, struct pw_flow *flow
 
 	if (flow->flags & silent)
 		return;
-	failure = four ? send_icmpv4_error(skb, flow, ipv4_says, mtu) :
-			 send_icmpv6_error(skb, flow, ipv6_says, mtu);
+	failure = four ? send_icmpv4_error(skb, flow, ipv4_says, mtu)
+		       : send_icmpv6_error(skb, flow, ipv6_says, mtu);
 	if (!failure)
 		flow->action = PW_ACTION_ANSWER;
 }

@@ -35,7 +35,8 @@ static __always_inline bool quote_ipv6(struct __sk_buff *skb, struct pw_quoted *
 
 	if (bpf_skb_load_bytes(skb, offset + offsetof(struct ipv6hdr, nexthdr),
 			       &quoted->chain.protocol, 1) ||
-	    bpf_skb_load_bytes(skb, offset + offsetof(struct ipv6hdr, saddr), quoted->key.saddr, 32))
+	    bpf_skb_load_bytes(skb, offset + offsetof(struct ipv6hdr, saddr), quoted->key.saddr,
+			       32))
 		return false;
 	quoted->chain.offset += sizeof(struct ipv6hdr);
 	return !walk_ipv6_headers(skb, &quoted->chain) &&
@@ -76,8 +77,8 @@ static __noinline int find_related(struct __sk_buff *skb, struct pw_flow *flow,
 		.key.direction = !flow->key.direction,
 		.chain.offset = flow->transport_offset + sizeof(struct pw_icmp_header),
 	};
-	bool read = flow->ethertype == ETH_P_IP ? quote_ipv4(skb, &quoted) :
-						  quote_ipv6(skb, &quoted);
+	bool read =
+		flow->ethertype == ETH_P_IP ? quote_ipv4(skb, &quoted) : quote_ipv6(skb, &quoted);
 
 	if (!read || !quote_transport(skb, &quoted))
 		return 0;

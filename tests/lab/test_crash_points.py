@@ -84,10 +84,12 @@ def test_add_dies_at_every_point(rig: Rig) -> None:
     kept = keep_a_pod(rig)
     namespace = rig.make_pod_namespace()
     visited: list[str] = []
+    answered = False
     while True:
         rig.start(crash_at=len(visited) + 1, crash_command="ADD")
         rig.settle()
-        assert containers(rig) in ({KEPT}, {KEPT, VICTIM})
+        # Dead after the commit and before the answer: the pod is there, and the runtime's DEL ends it.
+        assert containers(rig) in ([{KEPT, VICTIM}] if answered else [{KEPT}, {KEPT, VICTIM}])
         deleted = rig.cni("DEL", VICTIM, namespace)
         assert deleted.ok, deleted.document
         rig.settle()
@@ -98,8 +100,8 @@ def test_add_dies_at_every_point(rig: Rig) -> None:
         points = rig.crash_points()
         if rig.is_running():
             break
-        assert not added.ok
-        assert added.document["code"] == 11
+        answered = added.ok  # what is written for people may follow the answer
+        assert answered or added.document["code"] == 11
         visited.append(points[-1])
         assert len(visited) < POINTS_MAX
     assert added.ok, added.document

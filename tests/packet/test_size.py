@@ -170,7 +170,16 @@ class Fits:
 
 
 LATER_V4 = build(4, SMALL.ipv4, raw(17, bytes(1440)), fragment=DONT | 185)
+JUMBO = build(
+    6,
+    B.ipv6,
+    tcp(4000, 80, frames.SYN, bytes(3000)),
+    extensions=[(0, bytes([0, 0, 0xC2, 4]) + struct.pack("!I", 3028))],
+    payload_bytes=0,
+)
+"""A BIG TCP packet as older kernels keep it: its length only in a header that goes when it is cut into segments."""
 FITS = [
+    Fits("big-tcp-v6", JUMBO, Path.LOCAL, 1440),
     Fits("exactly-v4", build(4, SMALL.ipv4, udp(4000, 53, bytes(1372))), Path.LOCAL),
     Fits("exactly-v6", build(6, SMALL.ipv6, udp(4000, 53, bytes(1352))), Path.LOCAL),
     Fits(

@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from podwire.datapath.abi import MARK_JUDGED
 from podwire.kernel import netns
 from podwire.kernel.bpf_program import Packet
 from tests.packet.frames import ACK, SYN, Segment, ipv4, ipv6, tcp
-from tests.packet.rig import OUTSIDE, SHAPED, WORLD_4, A, B, Endpoint, Rig, open_rig
+from tests.packet.rig import OUTSIDE, WORLD_4, A, B, Endpoint, Rig, open_rig
 
 REPEAT: Final = 200
 """Runs in one call: fewer than a packet has hops."""
@@ -32,7 +31,6 @@ class Measured:
     ifindex: int
     frame: bytes
     ingress_ifindex: int = 0
-    mark: int = 0
 
 
 class _Mirror(Endpoint):
@@ -83,19 +81,10 @@ def _measured(peer: Endpoint) -> list[Measured]:
         ]
     world = _packet(A.ipv4, WORLD_4, data)
     back = _packet(WORLD_4, A.ipv4, answer)
-    judged = _packet(A.ipv4, SHAPED.ipv4, data)
     return [
         *cases,
         Measured("from_pod, to the world", "from_pod", A.ifindex, A.frame(world)),
         Measured("to_pod, answer of the world", "to_pod", A.ifindex, A.frame_in(back), OUTSIDE),
-        Measured(
-            "to_pod, already judged",
-            "to_pod",
-            SHAPED.ifindex,
-            SHAPED.frame_in(judged),
-            A.ifindex,
-            MARK_JUDGED,
-        ),
         Measured(
             "from_pod, spoofed source", "from_pod", A.ifindex, A.frame(world, source=B.pod_mac)
         ),
@@ -121,9 +110,7 @@ def open_bench(build: str = "") -> Iterator[tuple[Rig, list[Measured]]]:
 
 def run_once(rig: Rig, case: Measured, repeat: int = REPEAT) -> int:
     """Give the mean cost of `repeat` runs, in nanoseconds."""
-    packet = Packet(
-        case.frame, ifindex=case.ifindex, ingress_ifindex=case.ingress_ifindex, mark=case.mark
-    )
+    packet = Packet(case.frame, ifindex=case.ifindex, ingress_ifindex=case.ingress_ifindex)
     with netns.namespace(rig.namespace.fileno()):
         return rig.programs[case.program].run(packet, repeat=repeat).duration_ns
 

@@ -78,6 +78,7 @@ struct pw_flow {
 	__u8 hook;
 	__u8 path;		 /* enum pw_path */
 	__u8 action;		 /* enum pw_action */
+	__u8 jumbo_bytes;	 /* of a header that cutting a BIG TCP packet into segments takes away */
 	bool local;
 	bool unreachable;	 /* the destination is a block of ours, and no endpoint has it */
 	bool audited;

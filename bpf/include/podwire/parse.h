@@ -17,6 +17,7 @@
 #define PW_IPV6_OFFSET	       0xfff8
 #define PW_IPV6_MORE_FRAGMENTS 0x0001
 #define PW_IPV6_HEADERS_MAX    8
+#define PW_JUMBO_BYTES	       8
 #define PW_NEAR_OFFSETS	       256 /* of headers without long extensions in front */
 #define PW_TCP_HEADER_BYTES    20
 #define PW_UDP_HEADER_BYTES    8
@@ -197,6 +198,9 @@ static __always_inline int parse_ipv6(struct __sk_buff *skb, struct pw_flow *flo
 					sizeof(struct ipv6hdr));
 	if (flow->packet_bytes > skb->len - ETH_HLEN)
 		return PW_DROP_TRUNCATED;
+	/* RFC 2675: the length stands in a hop-by-hop header, which the kernel adds to what it has yet to cut */
+	if (!ip.payload_be && ip.next == IPPROTO_HOPOPTS)
+		flow->jumbo_bytes = PW_JUMBO_BYTES;
 	chain.protocol = ip.next;
 	if (ip.next != IPPROTO_TCP && ip.next != IPPROTO_UDP) {
 		int reason = walk_ipv6_headers(skb, &chain);

@@ -82,7 +82,8 @@ static __always_inline int choose_path(struct __sk_buff *skb, struct pw_flow *fl
 /* Size of the largest packet that this one is on a wire. */
 static __always_inline __u32 largest_piece(struct __sk_buff *skb, const struct pw_flow *flow)
 {
-	__u32 headers = flow->transport_offset - ETH_HLEN + flow->transport_header_bytes;
+	__u32 headers = flow->transport_offset - ETH_HLEN + flow->transport_header_bytes -
+			flow->jumbo_bytes;
 
 	if (!skb->gso_size)
 		return flow->packet_bytes;

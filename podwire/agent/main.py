@@ -21,7 +21,6 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from time import monotonic
 
 from podwire import __version__
 from podwire.agent import loops, measured
@@ -47,11 +46,13 @@ from podwire.control.flows.ring import FlowRing
 from podwire.control.ipam.node import NodeIpam
 from podwire.datapath import abi, rows
 from podwire.datapath.events import hook_name, path_name, reason_name
+from podwire.datapath.host import merge_changes
 from podwire.datapath.node import KernelDatapath
 from podwire.datapath.plan import NodePlan
 from podwire.journal.behind import WrittenBehind
 from podwire.journal.directories import RunDirectories
 from podwire.journal.lock import locked_state_directory
+from podwire.journal.records import HOST_SETTINGS_FACT
 from podwire.kernel.clock import KernelClock
 from podwire.model import log
 from podwire.model.config import AgentConfig
@@ -70,6 +71,7 @@ from podwire.model.errors import (
     Conflict,
     InvalidConfiguration,
     PodwireError,
+    StorageFailure,
 )
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import EndpointConfig
@@ -123,25 +125,39 @@ class Node:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the agent until SIGTERM or SIGINT; gives the exit code. Failing to start is one line on stderr and a hint."""
-    begin_s = monotonic()
     parsed = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     if parsed.wants_help or parsed.wants_version:
         print(help_text() if parsed.wants_help else f"podwire-agent {__version__}")
         return 0
     try:
+        if os.geteuid() != 0:
+            raise InvalidConfiguration(
+                f"start: the user id is {os.geteuid()}, not root's", hint="run the agent as root"
+            )
         settled = read_settings(parsed)
         log.configure(settled.config.report.log_level, settled.config.report.log_format)
         for warning in settled.warnings:
             _log.warning("an environment variable is no setting", extra={"cause": warning})
         with ExitStack() as stack:
             node = open_node(settled, stack)
-            asyncio.run(serve(node, partial(read_settings, parsed), begin_s))
+            asyncio.run(serve(node, partial(read_settings, parsed)))
     except PodwireError as error:
-        print(f"podwire-agent: {error.message}", file=sys.stderr)
-        if error.hint:
-            print(f"podwire-agent: hint: {error.hint}", file=sys.stderr)
-        return next(EXIT_OF[kind] for kind in type(error).__mro__ if kind in EXIT_OF)
+        return _fail(error)
+    except OSError as error:
+        return _fail(
+            StorageFailure(
+                f"start: {error.strerror or error}: {error.filename!r}",
+                hint="the agent must be able to write run_dir and state_dir",
+            )
+        )
     return 0
+
+
+def _fail(error: PodwireError) -> int:
+    print(f"podwire-agent: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"podwire-agent: hint: {error.hint}", file=sys.stderr)
+    return next(EXIT_OF[kind] for kind in type(error).__mro__ if kind in EXIT_OF)
 
 
 def read_settings(parsed: Arguments) -> Settled:
@@ -175,7 +191,7 @@ def open_node(settled: Settled, stack: ExitStack) -> Node:
     """Open state and kernel and bring them together; what is opened is closed by `stack`."""
     config = settled.config
     clock, health, metrics = KernelClock(), Health(KernelClock()), Metrics()
-    started_ns = clock.boottime_ns()
+    started_ns = clock.process_start_ns()
     stack.enter_context(locked_state_directory(config.files.state_dir))
     stack.enter_context(locked_state_directory(config.files.run_dir))
     journal = measured.MeasuredJournal(
@@ -187,6 +203,10 @@ def open_node(settled: Settled, stack: ExitStack) -> Node:
     node = _compose(live, journal, datapath, clock, health, metrics, started_ns)
     _prepare_reload(node)
     stack.callback(node.directories.close)
+    noted = journal.read_fact(HOST_SETTINGS_FACT)
+    if datapath.host_changes:
+        noted = merge_changes(noted, datapath.host_changes, clock.boot_id())
+        journal.write_fact(HOST_SETTINGS_FACT, noted)
     _report_restore(_restore(node), node)
     return node
 
@@ -314,7 +334,7 @@ def _settle_interpreter() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
-async def serve(node: Node, read_again: Callable[[], Settled], begin_s: float) -> None:
+async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
     """Open the sockets, run the loops until a signal comes, then close in reverse."""
     stop = asyncio.Event()
     _handle_signals(node, stop, read_again)
@@ -330,7 +350,7 @@ async def serve(node: Node, read_again: Callable[[], Settled], begin_s: float) -
         await _open_doors(node, dispatcher, pump, stack)
         node.health.report("agent", ok=True)
         _settle_interpreter()
-        ms = (monotonic() - begin_s) * 1000
+        ms = (node.clock.boottime_ns() - node.clock.process_start_ns()) / 1e6
         _log.info(
             "ready",
             extra={

@@ -6,6 +6,8 @@ undone or written (a full disk, say) stays here and is tried again by the next `
 """
 
 import logging
+import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -49,6 +51,9 @@ class Endings:
         self._context = context
         self._directories = directories
         self._endings: dict[EndpointId, _Ending] = {}
+        self._reaping = threading.Lock()
+        self._reaped: deque[EndpointId] = deque()
+        """Endpoints whose devices are gone, noted by `reap` and taken by `settle`."""
 
     def __len__(self) -> int:
         return len(self._endings)
@@ -74,19 +79,24 @@ class Endings:
             self._complete_unwritten(record.id, unwritten)
         return record
 
-    def settle(self, gone: Sequence[EndpointId] = ()) -> int:
-        """Retry what failed, delete condemned devices in one batch, forget what is gone; tells how many that were.
+    def reap(self) -> None:
+        """Delete condemned devices in one batch and note whose are gone. Needs no turn: it waits for the kernel."""
+        with self._reaping:
+            self._reaped.extend(self._context.datapath.reap_devices())
 
-        `gone` are endpoints whose devices the caller has reaped already, without the turn; what is still condemned
-        after that is left to the next time.
-        """
+    def settle(self, *, reap: bool = True) -> int:
+        """Retry what failed, reap unless the caller just did, forget what is gone; tells how many that were."""
         for endpoint_id, ending in self._endings.items():
             if not ending.undone:
                 undone = undo_steps(
                     RECIPES[ending.record.device.kind], self._context, ending.record
                 )
                 self._endings[endpoint_id] = replace(ending, undone=undone)
-        for endpoint_id in gone or self._context.datapath.reap_devices():
+        if reap:
+            # When another thread is at it, this waits for it, and then has its findings too.
+            self.reap()
+        while self._reaped:
+            endpoint_id = self._reaped.popleft()
             if endpoint_id in self._endings:
                 self._endings[endpoint_id] = replace(self._endings[endpoint_id], device_gone=True)
         finished = [

@@ -157,9 +157,9 @@ class AttachService:
     def settle(self) -> int:
         """Let the reaper work on what has ended; tells how many endpoints were forgotten."""
         # The kernel takes tens of milliseconds for a batch: no ADD may wait for that, so the turn comes after it.
-        gone = self.datapath.reap_devices()
+        self.endings.reap()
         with self.turn:
-            return self.endings.settle(gone)
+            return self.endings.settle(reap=False)
 
     def list_attachments(self) -> Sequence[AttachmentKey]:
         """Give the keys of all attachments that are not on their way out."""

@@ -47,14 +47,33 @@ def cleanup(opts: Common, everything: bool, yes: bool, state_dir: str, bpf_dir: 
 
 
 def _remove_own_node(state_dir: Path, bpf_dir: Path) -> list[str]:
-    from podwire.datapath.survey import remove_everything  # noqa: PLC0415
+    from podwire.datapath.survey import remove_everything, restore_settings  # noqa: PLC0415
     from podwire.journal.lock import locked_state_directory  # noqa: PLC0415
 
     if not state_dir.exists():
         return remove_everything(bpf_dir)
     with locked_state_directory(state_dir):
         removed = remove_everything(bpf_dir)
+        removed.extend(restore_settings(_read_noted_settings(state_dir / "journal.db")))
         for path in sorted(state_dir.glob("journal.db*")):
             path.unlink()
             removed.append(str(path))
     return removed
+
+
+def _read_noted_settings(path: Path) -> str:
+    """Give what the agent noted; a journal that cannot be read any more tells nothing and is removed all the same."""
+    from podwire.journal.records import HOST_SETTINGS_FACT, SqliteJournal  # noqa: PLC0415
+    from podwire.model.errors import PodwireError  # noqa: PLC0415
+
+    if not path.exists():
+        return ""
+    try:
+        journal = SqliteJournal(path)
+    except PodwireError as error:
+        click.echo(f"warning: {error.message}; settings of the host stay as they are", err=True)
+        return ""
+    try:
+        return journal.read_fact(HOST_SETTINGS_FACT)
+    finally:
+        journal.close()

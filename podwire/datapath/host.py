@@ -103,6 +103,29 @@ def undo_host(changes: Iterable[SettingChange]) -> list[SettingChange]:
     return undone
 
 
+class _Changes(msgspec.Struct, frozen=True):
+    """What is written down: settings do not outlive a boot."""
+
+    boot_id: str
+    changes: tuple[SettingChange, ...] = ()
+
+
+def merge_changes(noted: str, made: Iterable[SettingChange], boot_id: str) -> str:
+    """Add changes to those noted before in this boot; of two of one setting the earlier knows what was there first."""
+    known = {change.path: change for change in read_changes(noted, boot_id)}
+    for change in made:
+        known.setdefault(change.path, change)
+    return msgspec.json.encode(_Changes(boot_id, tuple(known.values()))).decode()
+
+
+def read_changes(noted: str, boot_id: str) -> tuple[SettingChange, ...]:
+    """Give the changes that were noted in this boot."""
+    if not noted:
+        return ()
+    found = msgspec.json.decode(noted, type=_Changes)
+    return found.changes if found.boot_id == boot_id else ()
+
+
 def find_warnings(
     netlink: NetlinkSocket, tables: Nftables, *, ipv4: bool, ipv6: bool
 ) -> list[HostWarning]:

@@ -1,6 +1,6 @@
 """Look at a machine without an agent: what the kernel can do, what stands in the way, what of ours is there.
 
-For `podwire doctor` and `podwire cleanup`. Changes nothing. Every finding says what is wrong and what to do next.
+For `podwire doctor` and `podwire cleanup`. Looking changes nothing. A finding says what is wrong and what to do next.
 """
 
 import os
@@ -15,12 +15,20 @@ from podwire.datapath.node import OBJECTS
 from podwire.datapath.plan import DEFAULT_OBJECT_DIRECTORY
 from podwire.datapath.programs import list_versions
 from podwire.datapath.templates import read_template
+from podwire.kernel.clock import KernelClock
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.nft import Nftables
 from podwire.kernel.probe import REQUIRED, Answer, Feature, Probe
 from podwire.model.errors import PodwireError
 
-__all__ = ["Finding", "remove_everything", "survey_host", "survey_kernel", "survey_leftovers"]
+__all__ = [
+    "Finding",
+    "remove_everything",
+    "restore_settings",
+    "survey_host",
+    "survey_kernel",
+    "survey_leftovers",
+]
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,12 @@ def survey_leftovers(bpf_dir: Path) -> Sequence[str]:
     if bpf_dir.is_dir():
         found.extend(f"pins {bpf_dir}/v{version}" for version in list_versions(bpf_dir))
     return found
+
+
+def restore_settings(noted: str) -> list[str]:
+    """Put back the settings of this host that an agent noted it had changed, unless somebody changed them since."""
+    changes = host.read_changes(noted, KernelClock().boot_id())
+    return [f"setting net.{'.'.join(change.path)}" for change in host.undo_host(changes)]
 
 
 def _look_at_bpffs() -> Finding:

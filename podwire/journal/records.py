@@ -10,7 +10,6 @@ repairs a file that it cannot read: that is a person's decision. After a failure
 import os
 import sqlite3
 import threading
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +25,8 @@ from podwire.model.ids import EndpointId
 ENDPOINT_ID_MAX: Final = (1 << 32) - 1
 """The maps carry the number in 32 bits."""
 FILE_MODE: Final = 0o600
+HOST_SETTINGS_FACT: Final = "host-settings"
+"""Which settings of the host the agent changed, for `podwire cleanup`."""
 BUSY_TIMEOUT_S: Final = 2.0
 """Only a person's sqlite shell can hold the file; a write must not wait for it longer than a runtime would."""
 
@@ -125,19 +126,22 @@ class SqliteJournal:
                 ) from error
         return records
 
-    def node_instance(self) -> str:
-        """Give the random name of this state directory, made on first use."""
+    def write_fact(self, name: str, value: str) -> None:
+        """Remember a fact about the node that is no attachment's; it waits for the disk."""
         with self._lock, self._reported("write"):
             self._connection.execute("PRAGMA synchronous = FULL")
-            self._connection.execute(
-                "INSERT INTO fact VALUES ('instance', ?) ON CONFLICT DO NOTHING",
-                (uuid.uuid4().hex,),
-            )
-            self._connection.execute("PRAGMA synchronous = NORMAL")
-            [value] = self._connection.execute(
-                "SELECT value FROM fact WHERE name = 'instance'"
+            try:
+                self._connection.execute("INSERT OR REPLACE INTO fact VALUES (?, ?)", (name, value))
+            finally:
+                self._connection.execute("PRAGMA synchronous = NORMAL")
+
+    def read_fact(self, name: str) -> str:
+        """Give a fact; "" when there is none."""
+        with self._lock, self._reported("read"):
+            row = self._connection.execute(
+                "SELECT value FROM fact WHERE name = ?", (name,)
             ).fetchone()
-        return str(value)
+        return str(row[0]) if row else ""
 
     def _read_last_id(self) -> int:
         row = self._connection.execute(

@@ -1,7 +1,6 @@
 """What every journal must do, shown on the real one: durable, unique, honest about files it cannot use."""
 
 import os
-import re
 import select
 import signal
 import sqlite3
@@ -177,12 +176,13 @@ def test_families_that_an_endpoint_lacks_do_not_collide(journal: SqliteJournal) 
     assert len(journal.list_records()) == 4
 
 
-def test_the_instance_of_a_state_directory_stays(path: Path) -> None:
-    with opened(path) as journal:
-        instance = journal.node_instance()
-    with opened(path) as journal:
-        assert journal.node_instance() == instance
-    assert re.fullmatch("[0-9a-f]{32}", instance)
+def test_a_fact_stays_and_a_later_one_replaces_it(path: Path) -> None:
+    with closing(SqliteJournal(path)) as journal:
+        assert journal.read_fact("colour") == ""
+        journal.write_fact("colour", "red")
+        journal.write_fact("colour", "green")
+    with closing(SqliteJournal(path)) as journal:
+        assert journal.read_fact("colour") == "green"
 
 
 def test_threads_share_one_journal(journal: SqliteJournal) -> None:

@@ -4,6 +4,8 @@ import ast
 import os
 import re
 import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -14,11 +16,17 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 FUNCTION_LINES: Final = 50
 MODULE_LINES: Final = 500
 BPF_FUNCTION_LINES: Final = 40
+PACKAGE_MODULES: Final = 12
 WAIVER: Final = re.compile(r"(#|/\*|\*|//) ?size: \w+")
 """A waiver stands in the file that is too long, or on the line of the function's head, and says why."""
 DEBT: Final = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" + "XX")) + r")\b")
 DOORS: Final = ("agent", "cli", "lab")
 GENERATED: Final = {"podwire/datapath/abi.py"}
+ELSEWHERE: Final = re.compile(r"(?<![\w.}/])/(work|home|Users|mnt)/\w")
+"""Paths of somebody's own machine: a checkout elsewhere must not meet them."""
+URL: Final = re.compile(r"https?://([\w.-]+)")
+HOSTS: Final = {"deb.debian.org", "localhost", "www.apache.org"}
+"""The hosts that a text may name; whoever needs a mirror or a registry sets that on the machine."""
 
 
 def tracked(*patterns: str) -> list[Path]:
@@ -138,13 +146,75 @@ def test_no_binaries_are_under_version_control() -> None:
     assert not [name_of(path) for path in tracked() if b"\0" in path.read_bytes()[:8000]]
 
 
-def test_locked_dependencies_name_hashes_and_no_registry() -> None:
-    for path in tracked("requirements/*.txt"):
-        text = path.read_text(encoding="utf-8")
-        assert "://" not in text
-        if path.name != "debian.txt":
-            for entry in re.split(r"\n(?=\S)", text.strip()):
-                assert "--hash=sha256:" in entry, entry.splitlines()[0]
+def test_packages_can_be_taken_in() -> None:
+    packages = {
+        path.parent
+        for path in tracked("podwire/*/__init__.py")
+        if not WAIVER.search(path.read_text(encoding="utf-8"))
+    }
+    modules = {package: tracked(f"{name_of(package)}/*.py") for package in packages}
+    counts = {
+        name_of(package): sum(path.parent == package for path in found) - 1
+        for package, found in modules.items()
+    }
+    assert not {name: count for name, count in counts.items() if count > PACKAGE_MODULES}
+
+
+def test_nothing_names_a_machine_or_a_registry() -> None:
+    found = [
+        f"{name_of(path)}:{number}: {line}"
+        for path in tracked()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if path != Path(__file__) and (ELSEWHERE.search(line) or set(URL.findall(line)) - HOSTS)
+    ]
+    assert not found
+
+
+def test_programs_name_their_licence() -> None:
+    expected = "SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause"
+    files = tracked("bpf/*.[ch]", "bench/bpf/*.[ch]")
+    first = {name_of(path): path.read_text(encoding="utf-8").split("\n", 1)[0] for path in files}
+    assert files
+    assert not [name for name, line in first.items() if expected not in line]
+
+
+def names_in(path: Path) -> set[str]:
+    """Give the packages that a file of requirements names, spelt the canonical way."""
+    found = re.findall(r"(?m)^([A-Za-z0-9][\w.-]*)", path.read_text(encoding="utf-8"))
+    return {re.sub(r"[-_.]+", "-", name).lower() for name in found}
+
+
+@pytest.mark.parametrize("name", ["runtime", "dev"])
+def test_locked_dependencies_name_hashes_and_no_registry(name: str) -> None:
+    wanted, lock = (ROOT / f"requirements/{name}.{kind}" for kind in ("in", "txt"))
+    assert names_in(wanted) <= names_in(lock)
+    text = lock.read_text(encoding="utf-8")
+    assert "://" not in text
+    for entry in re.split(r"\n(?=\S)", text.strip()):
+        assert "--hash=sha256:" in entry, entry.splitlines()[0]
+
+
+def test_what_podwire_needs_to_run_is_said_once() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert sorted(project["dependencies"]) == sorted(
+        name.replace("-", "_") if name == "prometheus-client" else name
+        for name in names_in(ROOT / "requirements/runtime.in")
+    )
+
+
+def test_generated_documents_are_fresh() -> None:
+    command = [sys.executable, ROOT / "scripts/generate-docs", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_scripts_are_what_their_shell_can_read() -> None:
+    texts = {path: path.read_text(encoding="utf-8") for path in tracked("scripts", ".ci", "*.sh")}
+    scripts = [path for path, text in texts.items() if re.match(r"#!.*sh\b", text)]
+    assert scripts
+    for path in [*scripts, ROOT / "scripts/lib.sh"]:
+        done = subprocess.run(["bash", "-n", path], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
 
 
 def test_scripts_can_be_executed() -> None:

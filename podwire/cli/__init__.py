@@ -1,1 +1,3 @@
 """The `podwire` command."""
+
+# size: one module per noun of the command line

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /* abi.h: every struct and number that the programs share with the agent, and nothing else.
  *
  * podwire/datapath/abi.py is generated from the BTF of these types (scripts/generate-abi); a test fails when it is

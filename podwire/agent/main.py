@@ -203,8 +203,8 @@ def open_node(settled: Settled, stack: ExitStack) -> Node:
     node = _compose(live, journal, datapath, clock, health, metrics, started_ns)
     _prepare_reload(node)
     stack.callback(node.directories.close)
-    noted = journal.read_fact(HOST_SETTINGS_FACT)
     if datapath.host_changes:
+        noted = journal.read_fact(HOST_SETTINGS_FACT)
         noted = merge_changes(noted, datapath.host_changes, clock.boot_id())
         journal.write_fact(HOST_SETTINGS_FACT, noted)
     _report_restore(_restore(node), node)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
-/* to_pod: everything the host's stack, or the queue of the pod's host device, hands to a pod; at tc egress of that device.
+/* to_pod: everything the host's stack, or another pod's program, hands to a pod, at tc egress of the pod's host device.
  *
  * Comes to: drop, or on to the pod. What a program of ours has judged already carries its mark and is let through; the
  * mark counts only on packets that came in through a device of ours (rule 7).

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /* conntrack.h: the memory of flows: find an entry, make one, keep it alive (rules 2, 4, 5).
  *
- * Entries are kept per endpoint: a flow between two local pods has one at each. The key is the tuple of the flow's first
- * packet with the endpoint's instance and the direction in which that packet crossed the endpoint's edge.
+ * Entries are kept per endpoint: a flow between two local pods has one at each. The key is the tuple of the flow's
+ * first packet with the endpoint's instance and the direction in which that packet crossed the endpoint's edge.
  * Whether an entry still allows anything is judged in judge.h.
  */
 #ifndef PODWIRE_CONNTRACK_H

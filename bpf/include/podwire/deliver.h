@@ -44,7 +44,9 @@ static __always_inline bool readdress(struct __sk_buff *skb, const struct pw_flo
 	return true;
 }
 
-/* Makes the frame one that the target's gateway sends. A sender of raw frames may leave headers out of the linear part. */
+/* Makes the frame one that the target's gateway sends. A sender of raw frames may keep its headers out of the linear
+ * part.
+ */
 static __always_inline int forward_frame(struct __sk_buff *skb, const struct pw_flow *flow)
 {
 	__u32 headers = ETH_HLEN + (flow->ethertype == ETH_P_IP ? sizeof(struct iphdr)

@@ -2,7 +2,8 @@
 /* flow.h: what a program learns about its packet, from the first step to the last.
  *
  * One struct pw_flow lives on the stack of each entry function; every step reads and fills it. A step returns 0 (go
- * on), PW_DONE (the packet is dealt with), or the drop reason that ends the run. Nothing here looks at a packet or a map.
+ * on), PW_DONE (the packet is dealt with), or the drop reason that ends the run. Nothing here looks at a packet or a
+ * map.
  */
 #ifndef PODWIRE_FLOW_H
 #define PODWIRE_FLOW_H
@@ -16,9 +17,10 @@
 
 #define PW_DONE -1
 
-/* A function that the verifier checks once and by itself, not anew for each way that leads to it. It is given its
- * arguments as if anything could stand in them, and map pointers do not survive in a struct that is handed to it: so only
- * for steps before conntrack is asked, or after which nobody asks it any more. Pointers have to be compared with NULL.
+/* A function that the verifier checks once and by itself, not anew for each way that leads to it. It takes its
+ * arguments as if anything could stand in them, and map pointers do not survive in a struct that is handed to it: so
+ * only for steps before conntrack is asked, or after which nobody asks it any more. Pointers have to be compared with
+ * NULL.
  */
 #define PW_CHECKED_ALONE __attribute__((noinline))
 
@@ -54,7 +56,8 @@ struct pw_match {
 struct pw_flow {
 	struct pw_config_value row;    /* the endpoint whose device this is */
 	struct pw_config_value target; /* the local endpoint it goes to, if `local` */
-	struct pw_conntrack_key key;   /* the packet's tuple; instance and direction of the side that is judged */
+	struct pw_conntrack_key
+		key; /* the packet's tuple; instance and direction of the side that is judged */
 	__u32 fragment_id;
 	__u64 now_ns;	       /* CLOCK_MONOTONIC at the last tick: what conntrack counts in */
 	struct pw_match here;  /* at `row` */
@@ -63,26 +66,26 @@ struct pw_flow {
 	__u32 transport_bytes; /* behind the network headers */
 	__u32 source_identity;
 	__u32 destination_identity;
-	__u32 rule;		 /* that decided last */
-	__u32 path_mtu;		 /* towards the destination, 0 = the stack knows */
-	__u32 instance;		 /* whose verdict was the last one */
-	__u16 transport_offset;	 /* from the frame's start */
+	__u32 rule;		/* that decided last */
+	__u32 path_mtu;		/* towards the destination, 0 = the stack knows */
+	__u32 instance;		/* whose verdict was the last one */
+	__u16 transport_offset; /* from the frame's start */
 	__u16 transport_header_bytes;
 	__u16 ethertype;
-	__u16 flags;		 /* enum pw_packet_flags */
-	__u8 direction;		 /* of the last verdict */
+	__u16 flags;	/* enum pw_packet_flags */
+	__u8 direction; /* of the last verdict */
 	__u8 tcp_flags;
 	__u8 icmp_type;
 	__u8 icmp_code;
 	__u8 ttl;
 	__u8 hook;
-	__u8 path;		 /* enum pw_path */
-	__u8 action;		 /* enum pw_action */
-	__u8 jumbo_bytes;	 /* of a header that cutting a BIG TCP packet into segments takes away */
+	__u8 path;	  /* enum pw_path */
+	__u8 action;	  /* enum pw_action */
+	__u8 jumbo_bytes; /* of a header that cutting a BIG TCP packet into segments takes away */
 	bool local;
-	bool unreachable;	 /* the destination is a block of ours, and no endpoint has it */
+	bool unreachable; /* the destination is a block of ours, and no endpoint has it */
 	bool audited;
-	bool judged_anew;	 /* a policy was asked, not a memory */
+	bool judged_anew; /* a policy was asked, not a memory */
 };
 
 /* Addresses are compared and copied as words: every one in a struct here stands at a multiple of four. */

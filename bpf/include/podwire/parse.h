@@ -23,8 +23,8 @@
 #define PW_UDP_HEADER_BYTES    8
 #define PW_SCTP_HEADER_BYTES   12
 
-/* Copies a header out of the packet: straight from memory where it lies in the linear part, which is where a kernel puts
- * its own headers. `size` is a constant.
+/* Copies a header out of the packet: straight from memory where it lies in the linear part, which is where a kernel
+ * puts its own headers. `size` is a constant.
  */
 static __always_inline int read_header(struct __sk_buff *skb, __u32 offset, void *to, __u32 size)
 {
@@ -75,50 +75,54 @@ static __always_inline bool overwrites_tcp(__u8 protocol, __u32 offset_bytes)
 	return protocol == IPPROTO_TCP && offset_bytes && offset_bytes < PW_TCP_HEADER_BYTES;
 }
 
-/* Steps over one extension header; 0 with an unchanged offset means: `protocol` is no extension header.
- * size: the cases differ in a line or two each, and none stands alone */
+static __always_inline bool is_extension(__u8 protocol)
+{
+	return protocol == IPPROTO_HOPOPTS || protocol == IPPROTO_DSTOPTS ||
+	       protocol == IPPROTO_ROUTING || protocol == IPPROTO_FRAGMENT ||
+	       protocol == IPPROTO_AH;
+}
+
+/* "Atomic" fragments (RFC 6946) are whole packets. */
+static __always_inline int read_fragment(const struct pw_extension *extension,
+					 struct pw_chain *chain)
+{
+	__u32 field = bpf_ntohs(extension->fragment_be);
+
+	if (chain->flags & PW_PACKET_FRAGMENT)
+		return PW_DROP_HEADER;
+	chain->fragment_id = extension->id;
+	if (field & (PW_IPV6_OFFSET | PW_IPV6_MORE_FRAGMENTS))
+		chain->flags |= PW_PACKET_FRAGMENT;
+	if (field & PW_IPV6_OFFSET)
+		chain->flags |= PW_PACKET_LATER_FRAGMENT;
+	return overwrites_tcp(extension->next, field & PW_IPV6_OFFSET) ? PW_DROP_HEADER : 0;
+}
+
+/* Steps over one extension header; with another protocol it stays where it is. */
 static __always_inline int step_ipv6_header(struct __sk_buff *skb, struct pw_chain *chain,
 					    bool first)
 {
 	struct pw_extension extension;
 	__u32 bytes;
 
-	switch (chain->protocol) {
-	case IPPROTO_HOPOPTS:
-		if (!first)
-			return PW_DROP_HEADER;
-		break;
-	case IPPROTO_DSTOPTS:
-	case IPPROTO_ROUTING:
-	case IPPROTO_FRAGMENT:
-	case IPPROTO_AH:
-		break;
-	case IPPROTO_NONE:
+	if (chain->protocol == IPPROTO_NONE)
 		return PW_DROP_PROTOCOL;
-	default:
+	if (!is_extension(chain->protocol))
 		return 0;
-	}
 	if (bpf_skb_load_bytes(skb, chain->offset, &extension, sizeof(extension)))
 		return PW_DROP_TRUNCATED;
-	bytes = (extension.length + 1) * 8;
-	if (chain->protocol == IPPROTO_AH)
-		bytes = (extension.length + 2) * 4;
+	if (chain->protocol == IPPROTO_HOPOPTS && !first)
+		return PW_DROP_HEADER;
 	/* with segments left the destination is not the one the policy would judge */
 	if (chain->protocol == IPPROTO_ROUTING && extension.fragment_be & bpf_htons(0x00ff))
 		return PW_DROP_HEADER;
-	if (chain->protocol == IPPROTO_FRAGMENT) {
-		if (chain->flags & PW_PACKET_FRAGMENT)
-			return PW_DROP_HEADER;
+	if (chain->protocol == IPPROTO_FRAGMENT && read_fragment(&extension, chain))
+		return PW_DROP_HEADER;
+	bytes = (extension.length + 1) * 8;
+	if (chain->protocol == IPPROTO_FRAGMENT)
 		bytes = sizeof(extension);
-		chain->fragment_id = extension.id;
-		/* "atomic" fragments (RFC 6946) are whole packets */
-		if (extension.fragment_be & bpf_htons(PW_IPV6_OFFSET | PW_IPV6_MORE_FRAGMENTS))
-			chain->flags |= PW_PACKET_FRAGMENT;
-		if (extension.fragment_be & bpf_htons(PW_IPV6_OFFSET))
-			chain->flags |= PW_PACKET_LATER_FRAGMENT;
-		if (overwrites_tcp(extension.next, bpf_ntohs(extension.fragment_be) & PW_IPV6_OFFSET))
-			return PW_DROP_HEADER;
-	}
+	if (chain->protocol == IPPROTO_AH)
+		bytes = (extension.length + 2) * 4;
 	chain->protocol = extension.next;
 	chain->offset += bytes;
 	return 0;
@@ -175,43 +179,56 @@ static __always_inline int parse_ipv4(struct __sk_buff *skb, struct pw_flow *flo
 	return overwrites_tcp(ip.protocol, (fragment & PW_IPV4_OFFSET) * 8) ? PW_DROP_HEADER : 0;
 }
 
-static __always_inline int parse_ipv6(struct __sk_buff *skb, struct pw_flow *flow)
-{
-	struct pw_chain chain = {.offset = ETH_HLEN + sizeof(struct ipv6hdr)};
-	struct {
-		__u8 version;
-		__u8 pad[3];
-		__be16 payload_be;
-		__u8 next;
-		__u8 hop_limit;
-	} ip;
+/* What every IPv6 packet begins with, up to its addresses. */
+struct pw_ipv6_fields {
+	__u8 version;
+	__u8 pad[3];
+	__be16 payload_be;
+	__u8 next;
+	__u8 hop_limit;
+};
 
-	if (read_header(skb, ETH_HLEN, &ip, sizeof(ip)) ||
-	    read_header(skb, ETH_HLEN + sizeof(ip), flow->key.saddr, 32))
+static __always_inline int parse_ipv6_header(struct __sk_buff *skb, struct pw_flow *flow,
+					     struct pw_ipv6_fields *ip)
+{
+	const __u32 header_bytes = sizeof(struct ipv6hdr);
+
+	if (read_header(skb, ETH_HLEN, ip, sizeof(*ip)) ||
+	    read_header(skb, ETH_HLEN + sizeof(*ip), flow->key.saddr, 32))
 		return PW_DROP_TRUNCATED;
-	if (ip.version >> 4 != 6)
+	if (ip->version >> 4 != 6)
 		return PW_DROP_HEADER;
 	/* our maps hold IPv4 in this range: on a wire it would be mistaken for it */
 	if (is_mapped_ipv4(flow->key.saddr) || is_mapped_ipv4(flow->key.daddr))
 		return PW_DROP_HEADER;
-	flow->packet_bytes = wire_bytes(skb, bpf_ntohs(ip.payload_be) + sizeof(struct ipv6hdr),
-					sizeof(struct ipv6hdr));
+	flow->packet_bytes =
+		wire_bytes(skb, bpf_ntohs(ip->payload_be) + header_bytes, header_bytes);
 	if (flow->packet_bytes > skb->len - ETH_HLEN)
 		return PW_DROP_TRUNCATED;
 	/* RFC 2675: the length stands in a hop-by-hop header, which the kernel adds to what it has yet to cut */
-	if (!ip.payload_be && ip.next == IPPROTO_HOPOPTS)
+	if (!ip->payload_be && ip->next == IPPROTO_HOPOPTS)
 		flow->jumbo_bytes = PW_JUMBO_BYTES;
+	flow->ttl = ip->hop_limit;
+	return 0;
+}
+
+static __always_inline int parse_ipv6(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	struct pw_chain chain = {.offset = ETH_HLEN + sizeof(struct ipv6hdr)};
+	struct pw_ipv6_fields ip;
+	int reason = parse_ipv6_header(skb, flow, &ip);
+
+	if (reason)
+		return reason;
 	chain.protocol = ip.next;
 	if (ip.next != IPPROTO_TCP && ip.next != IPPROTO_UDP) {
-		int reason = walk_ipv6_headers(skb, &chain);
-
+		reason = walk_ipv6_headers(skb, &chain);
 		if (reason)
 			return reason;
 	}
 	if (chain.offset - ETH_HLEN > flow->packet_bytes)
 		return PW_DROP_TRUNCATED;
 	flow->key.protocol = chain.protocol;
-	flow->ttl = ip.hop_limit;
 	flow->fragment_id = chain.fragment_id;
 	flow->flags |= chain.flags | PW_PACKET_DONT_FRAGMENT;
 	flow->transport_offset = chain.offset;

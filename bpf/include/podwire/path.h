@@ -55,7 +55,7 @@ static __always_inline bool is_bound_to_stack(const struct pw_flow *flow)
 	       !opens_tcp(flow->tcp_flags);
 }
 
-/* The target has its say about the way too: no entry in mid-stream, or one of a flow that it began through the stack. */
+/* The target has its say too: it has no entry in mid-stream, or began the flow through the stack. */
 static __always_inline bool target_wants_stack(struct __sk_buff *skb, struct pw_flow *flow)
 {
 	stand_at(flow, &flow->target, PW_INGRESS);

@@ -34,7 +34,7 @@ static __always_inline void fill_entry(const struct pw_flow *flow, const struct 
 	entry->flags = match->picked_up ? PW_CONNTRACK_PICKED_UP : 0;
 }
 
-/* What lingers of the reversed tuple goes when a new connection takes its ports: never do two entries fit one packet. */
+/* What lingers of the reversed tuple goes when a new connection takes its ports: no two entries fit one packet. */
 static __always_inline void forget_reversed(struct pw_conntrack_key *key)
 {
 	void *shard;

@@ -1,0 +1,260 @@
+"""The agent as a process: starting, refusing to start, reloading, stopping, and what it does when a disk is full."""
+
+import json
+import os
+import re
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.lab.rig import AGENT, ROOT, Rig, run, wait_for
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with Rig() as made:
+        yield made
+
+
+def start_failing(*arguments: str, **environment: str) -> tuple[int, str]:
+    """Run an agent that must not get far; exit code and what it says."""
+    done = subprocess.run(
+        [sys.executable, *AGENT, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_help_and_version_need_nothing() -> None:
+    assert start_failing("--help")[0] == 0
+    status, text = start_failing("--version")
+    assert (status, bool(re.fullmatch(r"podwire-agent \S+\n", text))) == (0, True)
+
+
+def test_wrong_settings_are_all_named_and_nothing_is_touched(tmp_path: Path) -> None:
+    config = tmp_path / "agent.toml"
+    config.write_text(f'mtu = 7\nbogus = 1\nstate_dir = "{tmp_path}/state"\n')
+    status, text = start_failing("--config", str(config), "--tunnel-prot", "1")
+    assert status == 2
+    for part in ("mtu = 7", "unknown key 'bogus'", "did you mean '--tunnel-port'?", "hint: "):
+        assert part in text
+    assert "Traceback" not in text
+    assert os.listdir(tmp_path) == ["agent.toml"]
+
+
+def test_a_named_file_that_is_absent_is_refused(tmp_path: Path) -> None:
+    status, text = start_failing("--config", str(tmp_path / "none.toml"))
+    assert (status, "none.toml" in text) == (2, True)
+
+
+def test_whoever_is_not_root_is_refused() -> None:
+    done = subprocess.run(
+        ["setpriv", "--reuid=65534", "--clear-groups", sys.executable, *AGENT],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert (done.returncode, "not root's" in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.parametrize("shared", ["state_dir", "run_dir"])
+def test_a_second_agent_on_one_directory_is_refused(rig: Rig, tmp_path: Path, shared: str) -> None:
+    rig.start()
+    other = {
+        "node_cidrs": ["10.98.0.0/24"],
+        "state_dir": str(tmp_path / "state"),
+        "run_dir": str(tmp_path / "run"),
+        "bpf_dir": str(rig.bpf),
+    }
+    other[shared] = {"state_dir": f"{rig.directory}/state", "run_dir": str(rig.directory)}[shared]
+    config = tmp_path / "agent.toml"
+    config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in other.items()))
+    status, text = start_failing("--config", str(config))
+    assert status == 5
+    assert rig.agent is not None
+    assert f"pid {rig.agent.pid}" in text
+    assert rig.get("/healthz")[0] == 200
+
+
+def test_both_sockets_are_for_root_alone(rig: Rig) -> None:
+    rig.start()
+    for name in ("cni.sock", "api.sock"):
+        status = os.stat(rig.directory / name)
+        assert stat.S_ISSOCK(status.st_mode)
+        assert (stat.S_IMODE(status.st_mode), status.st_uid) == (0o600, 0)
+
+
+def test_a_stop_is_clean_and_leaves_the_pods(rig: Rig) -> None:
+    rig.start()
+    namespace = rig.make_pod_namespace()
+    assert rig.cni("ADD", "c1", namespace).ok
+    before = rig.assert_consistent()
+    assert rig.stop() == 0
+    assert not (rig.directory / "cni.sock").exists()
+    assert not (rig.directory / "api.sock").exists()
+    after = rig.look()
+    assert (after.devices, after.rows, after.addresses) == (
+        before.devices,
+        before.rows,
+        before.addresses,
+    )
+    run("ip", "netns", "exec", namespace, "ping", "-c1", "-W2", "169.254.1.1")
+
+
+def test_a_running_agent_reads_its_file_again(rig: Rig) -> None:
+    rig.start()
+    assert rig.agent is not None
+    config = rig.directory / "agent.toml"
+    text = config.read_text()
+    config.write_text(text + 'log_level = "debug"\nmtu = 1400\nmasquerade = false\n')
+    rig.agent.send_signal(1)
+
+    def settings() -> dict[str, object]:
+        shown = rig.get("/config")[1]["settings"]
+        return {key: shown[key]["value"] for key in ("log_level", "mtu", "masquerade")}
+
+    wanted = {"log_level": "debug", "mtu": 0, "masquerade": False}
+    wait_for(lambda: settings() == wanted, 5, "the settings to be read")
+    wait_for(lambda: "changed settings need a restart" in rig.log_tail(), 5, "the warning")
+    config.write_text("nonsense = \n")
+    rig.agent.send_signal(1)
+    wait_for(lambda: "reload settings failed" in rig.log_tail(), 5, "the refusal")
+    assert settings() == wanted
+
+
+def masquerades(rig: Rig) -> bool:
+    return "masquerade" in run("ip", "netns", "exec", rig.name, "nft", "list", "ruleset")
+
+
+def test_masquerade_is_switched_while_the_agent_runs(rig: Rig) -> None:
+    rig.start()
+    for value in (True, False, True):
+        body = json.dumps({"masquerade": value}).encode()
+        assert rig.ask("PATCH", "/config", body)[0] == 200
+        assert masquerades(rig) is value
+
+
+def test_metrics_are_served_on_a_tcp_address() -> None:
+    with Rig(metrics_listen="127.0.0.1:9469") as rig:
+        rig.start()
+        text = run(
+            "nsenter", f"--net=/run/netns/{rig.name}", "curl", "-s", "127.0.0.1:9469/metrics"
+        )
+        assert "podwire_ready 1.0" in text
+
+
+def test_status_succeeds_without_the_agent_only_within_the_grace() -> None:
+    with Rig(status_grace_s=600) as rig:
+        rig.start()
+        assert rig.cni("STATUS").ok
+        rig.kill()
+        assert rig.cni("STATUS").ok
+    with Rig() as rig:
+        rig.start()
+        rig.kill()
+        outcome = rig.cni("STATUS")
+        assert (outcome.ok, outcome.document["code"]) == (False, 50)
+
+
+def test_an_exhausted_range_is_told_by_add_status_and_metrics() -> None:
+    with Rig(cidrs=("10.99.0.0/30",)) as rig:
+        rig.start()
+        first = rig.cni("ADD", "c1", rig.make_pod_namespace())
+        assert first.addresses == ["10.99.0.2"]
+        second = rig.cni("ADD", "c2", rig.make_pod_namespace())
+        assert second.document["code"] == 100
+        assert rig.cni("STATUS").document["code"] == 50
+        assert 'state="free"} 0.0' in rig.get("/metrics")[1].decode()
+        rig.assert_consistent()
+        assert rig.cni("DEL", "c1").ok
+        rig.settle()
+        assert rig.cni("STATUS").ok
+
+
+def test_a_spoofed_packet_is_seen_as_a_flow(rig: Rig) -> None:
+    rig.start()
+    namespace = rig.make_pod_namespace()
+    assert rig.cni("ADD", "c1", namespace).ok
+    run("ip", "-n", namespace, "addr", "add", "203.0.113.9/32", "dev", "eth0")
+    done = subprocess.run(
+        ["ip", "netns", "exec", namespace, "ping", "-c1", "-W1", "-I", "203.0.113.9", "192.0.2.1"],
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode
+
+    def dropped() -> bool:
+        lines = rig.get("/flows?verdict=dropped&pod=c1")[1].decode().splitlines()
+        flows = [json.loads(line) for line in lines if line.startswith("{")]
+        return any(
+            flow["reason"] == "source-address" and flow["from"]["ip"] == "203.0.113.9"
+            for flow in flows
+        )
+
+    wait_for(dropped, 5, "the flow")
+    assert 'podwire_drops_total{hook="from_pod",reason="source-address"}' in (
+        rig.get("/metrics")[1].decode()
+    )
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    run("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path))
+    yield tmp_path
+    run("umount", "-l", str(tmp_path))
+
+
+def fill(directory: Path) -> Path:
+    """Take every byte that is left."""
+    path = directory / "ballast"
+    with path.open("wb", buffering=0) as file:
+        for size in (65536, 4096, 1):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError:
+                continue
+    return path
+
+
+def test_a_full_disk_fails_add_and_not_del(small_disk: Path) -> None:
+    with Rig(state_dir=str(small_disk / "state")) as rig:
+        rig.start()
+        kept, refused = rig.make_pod_namespace(), rig.make_pod_namespace()
+        assert rig.cni("ADD", "c1", kept).ok
+        ballast = fill(small_disk)
+        outcome = rig.cni("ADD", "c2", refused)
+        while outcome.ok:  # the journal's file had room left over
+            assert rig.cni("DEL", "c2", refused).ok
+            outcome = rig.cni("ADD", "c2", refused)
+        assert outcome.document["code"] == 5
+        assert "free space" in outcome.document["details"]
+        assert rig.get("/healthz")[0] == 503
+        assert rig.cni("DEL", "c1", kept).ok
+        assert "eth0" not in run("ip", "-n", refused, "-br", "link")
+        ballast.unlink()
+        rig.settle()
+        assert rig.cni("ADD", "c2", refused).ok
+        assert rig.get("/healthz")[0] == 200
+        assert len(rig.look().devices) == 1
+
+
+def test_idle_connections_do_not_keep_a_stop_waiting(rig: Rig) -> None:
+    rig.start()
+    with socket.socket(socket.AF_UNIX) as idle, socket.socket(socket.AF_UNIX) as silent:
+        idle.connect(str(rig.directory / "api.sock"))
+        silent.connect(str(rig.directory / "cni.sock"))
+        assert rig.stop() == 0

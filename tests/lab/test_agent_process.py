@@ -150,9 +150,10 @@ def test_masquerade_is_switched_while_the_agent_runs(rig: Rig) -> None:
 def test_metrics_are_served_on_a_tcp_address() -> None:
     with Rig(metrics_listen="127.0.0.1:9469") as rig:
         rig.start()
-        text = run(
-            "nsenter", f"--net=/run/netns/{rig.name}", "curl", "-s", "127.0.0.1:9469/metrics"
+        fetch = (
+            "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9469/metrics').read())"
         )
+        text = run("nsenter", f"--net=/run/netns/{rig.name}", sys.executable, "-c", fetch)
         assert "podwire_ready 1.0" in text
 
 

@@ -122,6 +122,7 @@ def test_flows_of_an_endpoint_that_is_gone_are_collected_at_once(
     assert collector.state().removed >= 50
 
 
+@pytest.mark.timeout(900)
 def test_new_flows_are_never_refused_while_old_ones_are_collected(rig: Rig, full: bool) -> None:
     """Connections that last no longer than their reset, more of them than the quota holds.
 

@@ -160,6 +160,16 @@ def test_a_smaller_mtu_on_the_way_is_learnt(live: LiveHost, version: int) -> Non
 
 
 @pytest.mark.parametrize("version", [4, 6])
+def test_a_connection_that_learns_a_smaller_mtu_in_mid_stream_goes_on(
+    rig: Rig, live: LiveHost, version: int
+) -> None:
+    """Only the row knows of the narrow path, so the ends have agreed on segments that do not fit."""
+    rig.change(B, mtu=1300)
+    exchange(live, A, B, version, 100_000)
+    assert 1 <= passed(rig, Hook.FROM_POD, DropReason.MTU) <= SHARED_LINES
+
+
+@pytest.mark.parametrize("version", [4, 6])
 def test_datagrams_larger_than_the_mtu_arrive_whole(live: LiveHost, version: int) -> None:
     family = socket.AF_INET if version == 4 else socket.AF_INET6
     receiver = live.pods["b"].open_socket(family, socket.SOCK_DGRAM)

@@ -57,7 +57,7 @@ def request(
 
 def stream(path: str, resource: str, query: Mapping[str, Any]) -> Iterator[Any]:
     """Give the documents of a JSON-lines resource as they come, until the agent ends; CliError when it is gone."""
-    wanted = {key: value for key, value in query.items() if value not in (None, "", ())}
+    wanted = {key: value for key, value in query.items() if value is not None}
     if wanted:
         resource += "?" + urlencode(wanted, quote_via=quote)
     with (

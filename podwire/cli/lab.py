@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 _EXEC_FAILED = 125
 _TARGET = re.compile(
-    r"(?:\[(?P<bracketed>[^\[\]]+)\]|(?P<plain>[^\[\]:]+))(?::(?P<port>[^:]*))?|(?P<bare>[0-9a-fA-F:.]*:[0-9a-fA-F:.]*:[0-9a-fA-F:.]*)"
+    r"(?:\[(?P<bracketed>[^\[\]]+)\]|(?P<plain>[^\[\]:]+))(?::(?P<port>[^:]*))?"
+    r"|(?P<bare>[^\[\]:]*:[^\[\]:]*:[^\[\]]*)"
 )
 
 
@@ -276,13 +277,22 @@ def _show_attempt(row: Row, style: Style) -> None:
 def _read_target(text: str) -> tuple[str, int, str]:
     """Split TO[:PORT[/udp]]; the address of an IPv6 target with a port stands in brackets."""
     match = _TARGET.fullmatch(text)
-    if match is None:
+    if match is None or not _is_ipv6(match["bracketed"] or match["bare"] or "::"):
         raise CliError(
             EXIT_USAGE, f"read target {text!r}", "write POD:80, 10.0.0.1:53/udp or [fd10::7]:80/tcp"
         )
     place = match["bracketed"] or match["bare"] or match["plain"]
     port, protocol = _read_port(match["port"]) if match["port"] is not None else (80, "tcp")
     return place, port, protocol
+
+
+def _is_ipv6(text: str) -> bool:
+    import ipaddress  # noqa: PLC0415
+
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False
 
 
 def _attempt_lines(row: Row) -> Iterator[str]:

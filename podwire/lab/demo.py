@@ -5,7 +5,6 @@ fact is in the table only when it was seen to hold in this run.
 """
 
 import socket
-import struct
 import sys
 import threading
 import time
@@ -16,7 +15,7 @@ from typing import Final
 from podwire.kernel import netns
 from podwire.lab import labs, traffic
 from podwire.lab import state as states
-from podwire.lab.drops import wait_for_drop
+from podwire.lab.drops import send_forged, wait_for_drop
 from podwire.lab.state import LabState, Pod
 
 LAB: Final = "demo"
@@ -130,29 +129,12 @@ def _show_spoofing(pods: dict[str, Pod], report: Report) -> None:
     client, web = pods["client"], pods["web"]
     forged = "10.244.1.99"
     flow = wait_for_drop(
-        LAB, client.node, lambda: _send_forged(client, forged, web.addresses[0]), source=forged
+        LAB, client.node, lambda: send_forged(client.netns, forged, web.addresses[0]), source=forged
     )
     reason = flow.get("reason", "") if flow else "no event was seen"
     report.add(
         "a forged source address is dropped and seen", reason == "source-address", str(reason)
     )
-
-
-def _send_forged(pod: Pod, source: str, target: str) -> None:
-    """Send one UDP packet with a forged IPv4 header; the kernel routes it, our program judges it."""
-    payload = b"forged"
-    udp = struct.pack("!4H", 4444, 80, 8 + len(payload), 0) + payload
-    head = struct.pack(
-        "!BBHHHBBH4s4s",
-        *(0x45, 0, 20 + len(udp), 1, 0, 64, socket.IPPROTO_UDP, 0),
-        *(socket.inet_aton(source), socket.inet_aton(target)),
-    )
-    with netns.open_namespace(netns.named_path(pod.netns)) as fd:
-        raw = netns.run_in(
-            fd.fileno(), lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW)
-        )
-    with raw:
-        raw.sendto(head + udp, (target, 0))
 
 
 @dataclass

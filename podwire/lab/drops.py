@@ -1,14 +1,16 @@
-"""See a drop as a person would: follow the flows of a node's agent while something happens.
+"""Cause a drop, and see it as a person would: follow the flows of a node's agent while something happens.
 
 Used by the demo and by tests.
 """
 
 import json
 import socket
+import struct
 import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from podwire.kernel import netns
 from podwire.lab.state import read_state
 
 DEADLINE_S: Final = 5.0
@@ -29,6 +31,23 @@ def wait_for_drop(
                 pass
             provoke()
             return _find(reader, source)
+
+
+def send_forged(namespace: str, source: str, target: str) -> None:
+    """Send a UDP packet from port 4444 to port 80 with a forged IPv4 source; our program judges it, not the kernel."""
+    payload = b"forged"
+    udp = struct.pack("!4H", 4444, 80, 8 + len(payload), 0) + payload
+    head = struct.pack(
+        "!BBHHHBBH4s4s",
+        *(0x45, 0, 20 + len(udp), 1, 0, 64, socket.IPPROTO_UDP, 0),
+        *(socket.inet_aton(source), socket.inet_aton(target)),
+    )
+    with netns.open_namespace(netns.named_path(namespace)) as fd:
+        raw = netns.run_in(
+            fd.fileno(), lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW)
+        )
+    with raw:
+        raw.sendto(head + udp, (target, 0))
 
 
 def _find(reader: Any, source: str) -> dict[str, Any] | None:

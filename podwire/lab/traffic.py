@@ -34,8 +34,8 @@ class Attempt:
 
 def parse_port(text: str) -> tuple[int, str]:
     """Read `PORT[/tcp|/udp]`."""
-    port, _, protocol = text.partition("/")
-    protocol = protocol.lower() or "tcp"
+    port, slash, protocol = text.lower().partition("/")
+    protocol = protocol if slash else "tcp"
     if (
         not (port.isascii() and port.isdigit())
         or not 1 <= int(port) <= 65_535

@@ -143,6 +143,8 @@ def remove_everything(bpf_dir: Path) -> list[str]:
         leftover = [*list_pod_routes(netlink), *list_block_routes(netlink)]
         remove_routes(netlink, leftover)
         removed += [f"route to {route.destination}" for route in leftover]
-        Masquerade(nft).remove()
-        removed.append(f"nftables table {NFT_TABLE}")
+        table = Masquerade(nft)
+        if table.compare():  # nothing was applied by us, so any table is one too many
+            table.remove()
+            removed.append(f"nftables table {NFT_TABLE}")
     return removed + remove_directory(bpf_dir)

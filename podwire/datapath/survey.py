@@ -11,15 +11,18 @@ from pathlib import Path
 from podwire.datapath import host
 from podwire.datapath.device import list_devices
 from podwire.datapath.inventory import remove_everything
+from podwire.datapath.masquerade import Masquerade
 from podwire.datapath.node import OBJECTS
 from podwire.datapath.plan import DEFAULT_OBJECT_DIRECTORY
 from podwire.datapath.programs import list_versions
+from podwire.datapath.routes import list_block_routes, list_pod_routes
 from podwire.datapath.templates import read_template
 from podwire.kernel.clock import KernelClock
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.nft import Nftables
 from podwire.kernel.probe import REQUIRED, Answer, Feature, Probe
 from podwire.model.errors import PodwireError
+from podwire.model.ids import NFT_TABLE
 
 __all__ = [
     "Finding",
@@ -84,9 +87,14 @@ def survey_host() -> list[Finding]:
 
 def survey_leftovers(bpf_dir: Path) -> Sequence[str]:
     """Name what `cleanup --all` would remove here."""
-    with NetlinkSocket() as netlink:
+    with NetlinkSocket() as netlink, Nftables() as tables:
         owned = list_devices(netlink)[0]
+        routes = [*list_pod_routes(netlink), *list_block_routes(netlink)]
+        has_table = bool(Masquerade(tables).compare())
     found = [f"device {device.name} of endpoint {device.endpoint_id}" for device in owned]
+    found.extend(f"route to {route.destination}" for route in routes)
+    if has_table:
+        found.append(f"nftables table {NFT_TABLE}")
     if bpf_dir.is_dir():
         found.extend(f"pins {bpf_dir}/v{version}" for version in list_versions(bpf_dir))
     return found

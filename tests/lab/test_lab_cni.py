@@ -586,9 +586,72 @@ def test_a_namespace_that_vanished_is_named(lab: Lab) -> None:
         assert "pw.no-such-namespace" in answer.text
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param("/proc/self/ns/mnt", id="another kind of namespace"),
+        pytest.param("/etc/hostname", id="a file"),
+        pytest.param("/etc", id="a directory"),
+        pytest.param("/" + "x" * 5000, id="an endless path"),
+        pytest.param("/dev/null", id="a device"),
+    ],
+)
+def test_a_path_that_is_no_network_namespace_is_refused(lab: Lab, path: str) -> None:
+    with lab.nothing_left():
+        # The rig puts a directory before the name.
+        answer = lab.cni("ADD", "no-netns", f"../..{path}")
+        assert answer.code == 4, answer.document
+
+
+@pytest.mark.parametrize("command", ["", "add", "ADDD", "../ADD"])
+def test_a_command_that_is_none_is_refused(lab: Lab, command: str) -> None:
+    answer = lab.cni(command, "x", lab.namespace())
+    if command:
+        assert answer.code == 4, answer.document
+    else:
+        assert answer == Answer(0, {})  # started by hand: it says what it is, on stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        "K8S_POD_NAME=../../etc/passwd;K8S_POD_NAMESPACE=default",
+        "K8S_POD_NAME=a;K8S_POD_NAMESPACE=../b",
+        "K8S_POD_NAME=a%00b;K8S_POD_NAMESPACE=default",
+        "K8S_POD_NAME=" + "x" * 10_000 + ";K8S_POD_NAMESPACE=default",
+        "K8S_POD_NAME=a\nb;K8S_POD_NAMESPACE=default",
+    ],
+)
+def test_hostile_pod_names_are_refused(lab: Lab, args: str) -> None:
+    with lab.nothing_left():
+        answer = lab.cni("ADD", "hostile", lab.namespace(), args=f"{args};IgnoreUnknown=1")
+        assert answer.code in (4, 7), answer.document
+
+
 def test_the_nodes_own_namespace_is_refused(lab: Lab) -> None:
     with lab.nothing_left():
         assert lab.cni("ADD", "host", lab.node().namespace).code == 4
+
+
+# Many at once
+
+
+def test_many_at_once_get_addresses_of_their_own(lab: Lab) -> None:
+    with lab.nothing_left():
+        namespaces = {f"many{number}": lab.namespace() for number in range(24)}
+        adding = [lab.start_cni("ADD", one, netns) for one, netns in namespaces.items()]
+        answers = [finish(process) for process in adding]
+        assert [answer.status for answer in answers] == [0] * len(answers)
+        addresses = [address for answer in answers for address in answer.addresses]
+        assert len(set(addresses)) == 2 * len(namespaces)
+        # The next round begins while the last one is still on its way out.
+        deleting = [lab.start_cni("DEL", one, netns) for one, netns in namespaces.items()]
+        assert [finish(process).status for process in deleting] == [0] * len(namespaces)
+        again = [lab.start_cni("ADD", one, netns) for one, netns in namespaces.items()]
+        answers = [finish(process) for process in again]
+        assert [answer.status for answer in answers] == [0] * len(answers), answers
+        for one in namespaces:
+            assert lab.cni("DEL", one, "").status == 0
 
 
 # The caller goes away

@@ -203,8 +203,12 @@ def test_what_podwire_needs_to_run_is_said_once() -> None:
 
 
 def test_generated_documents_are_fresh() -> None:
-    command = [sys.executable, ROOT / "scripts/generate-docs", "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/generate-docs"), "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -6,17 +6,57 @@ is valid or none of it is applied. Only reloadable keys change; another key that
 """
 
 import logging
+import os
+import socket
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from podwire.model.config import SETTINGS, AgentConfig
-from podwire.model.config_sources import Settled, raise_faults, read_value
-from podwire.model.errors import Fault, PodwireError
+from podwire.model.config_sources import (
+    CONFIG_FILE_MAX_BYTES,
+    DEFAULT_CONFIG_FILE,
+    Arguments,
+    Settled,
+    raise_faults,
+    read_value,
+    settle,
+)
+from podwire.model.errors import Fault, InvalidConfiguration, PodwireError
+
+CONFIG_VARIABLE = "PODWIRE_CONFIG"
 
 Apply = Callable[[AgentConfig], None]
 
 _log = logging.getLogger(__name__)
+
+
+def read_settings(parsed: Arguments) -> Settled:
+    """Read file and environment; raises InvalidConfiguration with every fault. A named file must be there."""
+    named = parsed.config or os.environ.get(CONFIG_VARIABLE)
+    path = Path(named or DEFAULT_CONFIG_FILE)
+    text = ""
+    try:
+        raw = path.read_bytes()
+        if len(raw) > CONFIG_FILE_MAX_BYTES:
+            raise InvalidConfiguration(
+                f"read settings {str(path)!r}: larger than {CONFIG_FILE_MAX_BYTES} bytes"
+            )
+        text = raw.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        if named or not isinstance(error, FileNotFoundError):
+            raise InvalidConfiguration(
+                f"read settings {str(path)!r}: {getattr(error, 'strerror', None) or error}",
+                hint="name the file with --config FILE; docs/configuration.md lists its keys",
+            ) from error
+    return settle(
+        host_name=socket.gethostname(),
+        arguments=parsed,
+        environment=os.environ,
+        text=text,
+        file_name=str(path),
+    )
 
 
 class LiveConfig:

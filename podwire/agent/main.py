@@ -11,7 +11,6 @@ import importlib
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -20,13 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from podwire import __version__
 from podwire.agent import loops, measured
 from podwire.agent.cni_requests import CniRequests
 from podwire.agent.cni_socket import CniServer
-from podwire.agent.config_reload import LiveConfig
+from podwire.agent.config_reload import LiveConfig, read_settings
 from podwire.agent.dispatch import Dispatcher
 from podwire.agent.health import AliveFile, Health
 from podwire.agent.loops import Duties, EventPump
@@ -57,14 +55,7 @@ from podwire.kernel.clock import KernelClock
 from podwire.model import log
 from podwire.model.config import AgentConfig
 from podwire.model.config_help import help_text
-from podwire.model.config_sources import (
-    CONFIG_FILE_MAX_BYTES,
-    DEFAULT_CONFIG_FILE,
-    Arguments,
-    Settled,
-    parse_arguments,
-    settle,
-)
+from podwire.model.config_sources import Settled, parse_arguments
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import (
     Bug,
@@ -85,7 +76,6 @@ EXIT_OF: Mapping[type[PodwireError], int] = {
     PodwireError: 1,
 }
 """Exit code of a start that failed, by the nearest class of its error."""
-CONFIG_VARIABLE = "PODWIRE_CONFIG"
 STOP_DEADLINE_S = 10.0
 """How long requests may still run after SIGTERM; then ADDs are cancelled and undone."""
 THREADS = 2
@@ -158,33 +148,6 @@ def _fail(error: PodwireError) -> int:
     if error.hint:
         print(f"podwire-agent: hint: {error.hint}", file=sys.stderr)
     return next(EXIT_OF[kind] for kind in type(error).__mro__ if kind in EXIT_OF)
-
-
-def read_settings(parsed: Arguments) -> Settled:
-    """Read file and environment; raises InvalidConfiguration with every fault. A named file must be there."""
-    named = parsed.config or os.environ.get(CONFIG_VARIABLE)
-    path = Path(named or DEFAULT_CONFIG_FILE)
-    text = ""
-    try:
-        raw = path.read_bytes()
-        if len(raw) > CONFIG_FILE_MAX_BYTES:
-            raise InvalidConfiguration(
-                f"read settings {str(path)!r}: larger than {CONFIG_FILE_MAX_BYTES} bytes"
-            )
-        text = raw.decode()
-    except (OSError, UnicodeDecodeError) as error:
-        if named or not isinstance(error, FileNotFoundError):
-            raise InvalidConfiguration(
-                f"read settings {str(path)!r}: {getattr(error, 'strerror', None) or error}",
-                hint="name the file with --config FILE; docs/configuration.md lists its keys",
-            ) from error
-    return settle(
-        host_name=socket.gethostname(),
-        arguments=parsed,
-        environment=os.environ,
-        text=text,
-        file_name=str(path),
-    )
 
 
 def open_node(settled: Settled, stack: ExitStack) -> Node:

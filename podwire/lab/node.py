@@ -4,6 +4,7 @@ Used by `lab.labs` and `lab.faults`. An agent is started with the same program, 
 real machine; only its paths are the lab's.
 """
 
+import ipaddress
 import json
 import os
 import signal
@@ -75,11 +76,24 @@ def _join(
     run_ip(
         namespace,
         [
+            # The kernel's own link-local address would be tentative for a second, and a node that forwards asks for its
+            # neighbours from that address only: the first packet to every other node would come a second late.
+            f"link set {UPLINK} addrgenmode none",
+            *(
+                f"addr add fe80::{_host(one):x}/64 dev {UPLINK} nodad"
+                for one in addresses
+                if ":" in one
+            ),
             *(f"addr add {one} dev {UPLINK}{' nodad' if ':' in one else ''}" for one in addresses),
             f"link set {UPLINK} up",
             *more,
         ],
     )
+
+
+def _host(address: str) -> int:
+    """Give the last 16 bits of an address with prefix length."""
+    return int(ipaddress.ip_interface(address).ip) & 0xFFFF
 
 
 def write_config(plan: LabPlan, node: NodePlan) -> None:

@@ -70,6 +70,14 @@ def test_up_again_is_a_conflict_and_leaves_the_lab_as_it_is(served_lab: Lab) -> 
     assert served_lab.cli("lab", "connect", "client", "web").code == 0
 
 
+def test_the_first_packet_to_another_node_is_not_late(make_lab: MakeLab) -> None:
+    lab = make_lab(2, "6")
+    with pods(lab, web="node1 80/tcp", client="node2"):
+        [row] = lab.cli("lab", "connect", "client", "web", "-o", "json").document
+        assert row["ok"]
+        assert row["ms"] < 500  # a lost SYN, or a lost question for a neighbour, costs a second
+
+
 def test_down_of_what_is_not_there_is_not_found() -> None:
     assert podwire("lab", "down", "--lab", lab_name()).code == 4
 

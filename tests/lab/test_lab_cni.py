@@ -603,7 +603,7 @@ def test_a_path_that_is_no_network_namespace_is_refused(lab: Lab, path: str) -> 
         assert answer.code == 4, answer.document
 
 
-@pytest.mark.parametrize("command", ["", "add", "ADDD", "../ADD"])
+@pytest.mark.parametrize("command", ["", "add", "ADDS", "../ADD"])
 def test_a_command_that_is_none_is_refused(lab: Lab, command: str) -> None:
     answer = lab.cni(command, "x", lab.namespace())
     if command:

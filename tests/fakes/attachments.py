@@ -23,6 +23,8 @@ class Operation:
     request: AttachRequest
     gate: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     waiting: threading.Event = field(default_factory=threading.Event)
+    is_cancelled: Callable[[], bool] = bool
+    """Whether an ADD has been told to end; False for everything else."""
 
     def step(self) -> None:
         self.waiting.set()
@@ -61,6 +63,7 @@ class GatedAttachments:
         /,
     ) -> AttachResult:
         with _Turn(self, request) as operation:
+            operation.is_cancelled = cancelled
             if request.key in self.attached:
                 raise Conflict(f"{request.key} is attached already")
             for _ in range(self.steps):

@@ -462,7 +462,7 @@ async def test_closing_cancels_the_adds_that_do_not_end(tmp_path: Path) -> None:
     bench = Bench(tmp_path, steps=3)
     add, operation = await bench.start_running(bench.request("ADD"))
     closing = asyncio.create_task(bench.dispatcher.close(0))
-    await until(lambda: bench.dispatcher.request_count == 1)
+    await until(operation.is_cancelled)
     operation.gate.release(2)
     await closing
     with pytest.raises(Cancelled):

@@ -57,16 +57,22 @@ def monitor(opts: Common, kind: str | None, endpoint_id: str | None) -> None:
 
 def _show(opts: Common, query: Mapping[str, Any], agents: Sequence[Agent] | None = None) -> None:
     flows = _merge(opts.agents() if agents is None else agents, query)
-    form = opts.style.form
-    if form in ("json", "yaml") and not query.get("follow"):
-        show_document(sorted(flows, key=_time), form)
-        return
-    # The past of several agents is put in order; what follows comes as it happens.
-    for flow in flows if query.get("follow") else sorted(flows, key=_time):
+    if not query.get("follow"):
+        flows = iter(_in_order(flows, query.get("last")))
+        if opts.style.form in ("json", "yaml"):
+            show_document(list(flows), opts.style.form)
+            return
+    for flow in flows:
         if opts.style.for_programs:
-            show_document(flow, "yaml" if form == "yaml" else "jsonl", more=True)
+            show_document(flow, "yaml" if opts.style.form == "yaml" else "jsonl", more=True)
         else:
             print(_line(flow, opts.style), flush=True)
+
+
+def _in_order(flows: Iterator[dict[str, Any]], last: int | None) -> list[dict[str, Any]]:
+    """Put what several agents remember in one order, and keep the last of all."""
+    ordered = sorted(flows, key=_time)
+    return ordered if last is None else ordered[max(0, len(ordered) - last) :]
 
 
 def _time(flow: Mapping[str, Any]) -> str:

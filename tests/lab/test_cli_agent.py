@@ -445,6 +445,15 @@ def test_observe_shows_the_flows_that_are_wanted(
     assert flows == sorted(flows, key=lambda flow: str(flow["time"]))
 
 
+def test_observe_counts_over_all_nodes(lab: Lab, dropped: dict[str, Any]) -> None:
+    everything = lab.cli("observe", "--last", "1000", "--since", "1h", "-o", "json").document
+    assert {flow["node"] for flow in everything} == {"node1", "node2"}
+    until = dropped["time"]
+    flows = lab.cli("observe", "--last", "3", "-o", "json").document
+    assert len(flows) == 3
+    assert flows[-1]["time"] >= until
+
+
 def test_observe_in_every_form(lab: Lab, dropped: dict[str, Any]) -> None:
     words = ("observe", "--from", dropped["from"]["ip"], "--last", "1")
     assert json.loads(lab.cli(*words, "-o", "jsonl").out)["reason"] == "source-address"

@@ -70,6 +70,20 @@ def test_up_again_is_a_conflict_and_leaves_the_lab_as_it_is(served_lab: Lab) -> 
     assert served_lab.cli("lab", "connect", "client", "web").code == 0
 
 
+def test_the_leak_check_sees_every_kind_of_leak(make_lab: MakeLab) -> None:
+    lab = make_lab(families="4")
+    before = own_namespace()
+    assert lab.cli("lab", "run", "web", "--serve", "80").code == 0
+    kinds = {"namespaces", str(RUN_ROOT), str(PIN_ROOT), "processes"}
+    assert set(leaks([lab.name], before)) == kinds
+    run("ip", "netns", "del", f"pw.{lab.name}.default.web")  # its server lives on
+    assert any("podwire.lab.serve" in one for one in leaks([lab.name], before)["processes"])  # type: ignore[attr-defined]
+    lab.close()
+    # Without the namespace's name the file still knew its server.
+    assert not leaks([lab.name], before)
+    assert set(leaks([], before | {"devices": ["pw0"]})) == {"devices"}
+
+
 def test_the_first_packet_to_another_node_is_not_late(make_lab: MakeLab) -> None:
     lab = make_lab(2, "6")
     with pods(lab, web="node1 80/tcp", client="node2"):

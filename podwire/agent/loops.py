@@ -129,6 +129,7 @@ async def build(duties: Duties) -> None:
         await asyncio.sleep(BUILD_LOOK_S)
         if len(duties.regenerator.queue):
             await duties.on_thread(partial(_run_builds, duties))
+            duties.health.report("builds", ok=True, critical=False)
 
 
 def _run_builds(duties: Duties) -> None:
@@ -170,6 +171,7 @@ async def stay_alive(duties: Duties) -> None:
     """Keep the file `alive` current while an ADD would succeed, and record whether it would."""
     while True:
         ok = await duties.on_thread(partial(duties.alive.refresh, duties.attachments.status))
+        duties.health.report("alive", ok=True, critical=False)
         duties.health.report(
             "addresses", bool(ok), "an ADD would fail now: see CNI STATUS", critical=False
         )
@@ -189,6 +191,7 @@ async def watch_host(duties: Duties) -> None:
         for message in shown.difference(found):
             duties.health.warn(message, "")
         shown = set(found)
+        duties.health.report("host", ok=True, critical=False)
         await asyncio.sleep(WARNINGS_S)
 
 
@@ -197,6 +200,7 @@ async def replay_spool(duties: Duties) -> None:
     while True:
         await asyncio.sleep(SPOOL_LOOK_S)
         done, failed = await duties.replay()
+        duties.health.report("spool", ok=True, critical=False)
         for outcome, count in (("done", done), ("failed", failed)):
             if count:
                 duties.metrics.count("spool_replayed", (outcome,), count)

@@ -1,0 +1,266 @@
+"""The agent's loops: what they do when, and that a broken one neither stops the others nor itself."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podwire.agent import loops
+from podwire.agent.health import AliveFile, Health
+from podwire.agent.loops import Duties, EventPump
+from podwire.agent.metrics import Metrics
+from podwire.control.endpoint.queue import Level
+from podwire.control.endpoint.states import State
+from podwire.control.flows.enrich import FlowMaker
+from podwire.control.flows.filter import FlowFilter
+from podwire.control.flows.ring import FlowRing
+from podwire.model.errors import CannotServe, KernelFailure
+from podwire.model.flow import FlowEvent
+from podwire.model.interfaces import PodNamespace
+from tests.fakes.node import FakeNode
+from tests.unit.test_attach_service import request
+from tests.unit.test_flows import make_event
+
+NETNS = PodNamespace(fd=-1, path="/run/netns/a", cookie=7)
+
+
+@dataclass
+class Scene:
+    """A node without a kernel, and what the loops are given."""
+
+    node: FakeNode
+    duties: Duties
+    warnings: list[str] = field(default_factory=list)
+    replayed: list[tuple[int, int]] = field(default_factory=list)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[FakeNode]:
+    with FakeNode(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def scene(node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    for name in vars(loops):
+        if name.endswith("_S") and name != "RESTART_CAP_S":
+            monkeypatch.setattr(loops, name, 0.001)
+    warnings: list[str] = []
+    replayed: list[tuple[int, int]] = []
+
+    async def replay() -> tuple[int, int]:
+        return replayed.pop() if replayed else (0, 0)
+
+    def list_warnings() -> Sequence[str]:
+        return list(warnings)
+
+    with ThreadPoolExecutor(1) as threads:
+        duties = Duties(
+            attachments=node.service,
+            table=node.table,
+            regenerator=node.service.context.regenerator,
+            datapath=node.datapath,
+            turn=node.service.turn,
+            health=Health(node.clock),
+            metrics=Metrics(),
+            alive=AliveFile(tmp_path, node.clock, 1),
+            backlog=lambda: len(node.endings),
+            list_warnings=list_warnings,
+            replay=replay,
+            threads=threads,
+        )
+        yield Scene(node, duties, warnings, replayed)
+
+
+@contextlib.asynccontextmanager
+async def running(loop: Callable[[Duties], Awaitable[None]], duties: Duties) -> AsyncIterator[None]:
+    task = asyncio.create_task(loops.supervise("duty", loop, duties))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.001)
+
+
+async def test_what_has_ended_is_let_go(scene: Scene) -> None:
+    scene.node.service.add(request(), NETNS)
+    scene.node.service.delete(request("DEL", at_ns=200))
+    async with running(loops.reap, scene.duties):
+        await until(lambda: not len(scene.node.table))
+    scene.node.assert_empty()
+
+
+async def test_a_device_that_does_not_go_is_tried_again(scene: Scene) -> None:
+    scene.node.service.add(request(), NETNS)
+    scene.node.service.delete(request("DEL", at_ns=200))
+    scene.node.datapath.reap_blocked = True
+    async with running(loops.reap, scene.duties):
+        await until(scene.duties.health.checks)
+        assert len(scene.node.table) == 1
+        scene.node.datapath.reap_blocked = False
+        await until(lambda: not len(scene.node.table))
+
+
+async def test_an_endpoint_that_differs_is_repaired(scene: Scene) -> None:
+    scene.node.service.add(request(), NETNS)
+    [endpoint] = scene.node.table
+    scene.node.datapath.routes.clear()
+    async with running(loops.reconcile, scene.duties), running(loops.build, scene.duties):
+        await until(lambda: scene.node.datapath.routes)
+        await until(lambda: endpoint.state is State.READY)
+    assert any("reconciliation: route to" in entry.cause for entry in endpoint.log)
+
+
+async def test_endpoints_that_agree_are_left_alone(scene: Scene) -> None:
+    scene.node.service.add(request(), NETNS)
+    [endpoint] = scene.node.table
+    before = len(endpoint.log)
+    loops.compare(scene.duties, endpoint)
+    assert len(endpoint.log) == before
+
+
+async def test_a_build_that_failed_is_retried(scene: Scene) -> None:
+    scene.node.service.add(request(), NETNS)
+    [endpoint] = scene.node.table
+
+    def retried() -> bool:
+        scene.node.clock.now_ns += 10**9
+        return endpoint.state is State.READY
+
+    scene.node.datapath.fail["repair_device"] = KernelFailure(16, "repair", "x")
+    scene.duties.regenerator.request(endpoint.record.id, Level.REWRITE, "test")
+    async with running(loops.build, scene.duties):
+        await until(lambda: endpoint.state is State.NOT_READY)
+        await until(retried)
+
+
+class Answering:
+    """What STATUS would say, changed at will."""
+
+    exhausted = False
+
+    def settle(self) -> int:
+        return 0
+
+    def status(self) -> None:
+        if self.exhausted:
+            raise CannotServe("no address left")
+
+
+async def test_the_file_alive_follows_what_status_would_say(scene: Scene, tmp_path: Path) -> None:
+    answering = Answering()
+    alive = tmp_path / "alive"
+    health = scene.duties.health
+    async with running(loops.stay_alive, replace(scene.duties, attachments=answering)):
+        await until(alive.exists)
+        answering.exhausted = True
+        await until(lambda: not alive.exists())
+        await until(lambda: any(not check.ok for check in health.checks()))
+        answering.exhausted = False
+        await until(alive.exists)
+
+
+async def test_a_warning_of_the_host_comes_and_goes(scene: Scene) -> None:
+    health = scene.duties.health
+    async with running(loops.watch_host, scene.duties):
+        scene.warnings.append("rp_filter is strict")
+        await until(lambda: health.warnings() == ["rp_filter is strict"])
+        scene.warnings.clear()
+        await until(lambda: health.warnings() == [])
+
+
+async def test_spooled_deletes_are_counted_by_outcome(scene: Scene) -> None:
+    scene.replayed.append((2, 1))
+    async with running(loops.replay_spool, scene.duties):
+        await until(lambda: not scene.replayed)
+        await until(lambda: b'outcome="failed"' in scene.duties.metrics.render())
+    assert b'podwire_spool_replayed_total{outcome="done"} 2.0' in scene.duties.metrics.render()
+
+
+@pytest.mark.parametrize("error", [KernelFailure(5, "reap", "x"), RuntimeError("a bug")])
+async def test_a_loop_that_fails_is_reported_and_started_again(
+    scene: Scene, error: Exception
+) -> None:
+    runs: list[int] = []
+
+    async def fragile(duties: Duties) -> None:
+        runs.append(1)
+        if len(runs) < 3:
+            raise error
+        duties.health.report("duty", ok=True, critical=False)
+        await asyncio.Event().wait()
+
+    def states() -> list[bool]:
+        return [check.ok for check in scene.duties.health.checks()]
+
+    async with running(fragile, scene.duties):
+        await until(lambda: runs)
+        await until(lambda: states() == [True])
+    assert len(runs) == 3
+    assert not scene.duties.health.ready or states() == [True]
+
+
+def test_every_loop_has_a_name_of_its_own() -> None:
+    assert len(set(loops.LOOPS.values())) == len(loops.LOOPS)
+
+
+class Ring:
+    """Events behind a descriptor that can be waited for."""
+
+    def __init__(self) -> None:
+        self.fd, self._write_fd = os.pipe()
+        self._events: list[FlowEvent] = []
+        self.reads = 0
+
+    def put(self, *events: FlowEvent) -> None:
+        self._events += events
+        os.write(self._write_fd, b"x")
+
+    def read(self) -> list[FlowEvent]:
+        self.reads += 1
+        os.read(self.fd, 1)
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        os.close(self.fd)
+        os.close(self._write_fd)
+
+
+async def test_events_become_flows_and_losses_are_counted() -> None:
+    ring, flows = Ring(), FlowRing(8)
+    maker = FlowMaker(
+        "n1",
+        by_address=lambda _address: None,
+        by_id=lambda _number: None,
+        wall_offset_ns=lambda: 0,
+    )
+    pump = EventPump(ring, maker, flows)
+    pump.start()
+    try:
+        ring.put(make_event(length_bytes=1), replace_lost(make_event(length_bytes=2), 3))
+        await until(lambda: len(flows) == 2)
+        ring.put(make_event(length_bytes=4))
+        await until(lambda: len(flows) == 3)
+    finally:
+        pump.stop()
+        ring.close()
+    assert [flow.bytes for flow in flows.last(8, FlowFilter())] == [1, 2, 4]
+    assert pump.lost == 3
+
+
+def replace_lost(event: FlowEvent, lost: int) -> FlowEvent:
+    return make_event(length_bytes=event.length_bytes, lost=lost)

@@ -28,6 +28,9 @@ from podwire.model.flow import FlowEvent
 from podwire.model.interfaces import Datapath
 
 REAP_LOOK_S = 0.25
+REAP_BACKLOG = 64
+"""Ended endpoints that are not waited with any longer, whatever else goes on."""
+REAP_AGE_S = 3.0
 REAP_RETRY_S = 2.0
 BUILD_LOOK_S = 0.25
 SPOOL_LOOK_S = 1.0
@@ -77,6 +80,8 @@ class Duties:
     alive: AliveFile
     backlog: Callable[[], int]
     """How many endpoints have ended and are not yet gone."""
+    requests_taken: Callable[[], int]
+    """How many CNI requests were ever taken."""
     list_warnings: Callable[[], Sequence[str]]
     replay: Callable[[], Awaitable[tuple[int, int]]]
     """Carry out spooled DELs: how many were done, how many failed."""
@@ -112,12 +117,24 @@ async def supervise(name: str, loop: Loop, duties: Duties) -> None:
 
 
 async def reap(duties: Duties) -> None:
-    """Let go of what has ended, in batches, soon after it ended; what cannot be let go is tried again."""
+    """Let go of what has ended, in batches, in a quiet moment, or when it waits too long or is too much.
+
+    Deleting a batch keeps the kernel's one lock for links for milliseconds, and an ADD that meets it waits as long.
+    What cannot be let go is tried again.
+    """
+    clock = asyncio.get_running_loop().time
+    since_s, seen = clock(), -1
     while True:
         await asyncio.sleep(REAP_LOOK_S)
+        taken = duties.requests_taken()
+        quiet, seen = taken == seen, taken
         if not duties.backlog():
+            since_s = clock()
+            continue
+        if not quiet and duties.backlog() < REAP_BACKLOG and clock() - since_s < REAP_AGE_S:
             continue
         forgotten = await duties.on_thread(duties.attachments.settle)
+        since_s = clock()
         duties.health.report("reaper", ok=True, critical=False)
         if not forgotten:
             await asyncio.sleep(REAP_RETRY_S)

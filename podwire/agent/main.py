@@ -409,6 +409,7 @@ def _make_duties(node: Node, dispatcher: Dispatcher, threads: ThreadPoolExecutor
         metrics=node.metrics,
         alive=AliveFile(node.config.files.run_dir, node.clock, node.config.cni.status_grace_s),
         backlog=lambda: len(node.endings),
+        requests_taken=lambda: node.metrics.requests_observed,
         list_warnings=list_warnings,
         replay=dispatcher.replay,
         threads=threads,

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -71,6 +72,7 @@ def scene(node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
             metrics=Metrics(),
             alive=AliveFile(tmp_path, node.clock, 1),
             backlog=lambda: len(node.endings),
+            requests_taken=lambda: 0,
             list_warnings=list_warnings,
             replay=replay,
             threads=threads,
@@ -101,6 +103,31 @@ async def test_what_has_ended_is_let_go(scene: Scene) -> None:
     async with running(loops.reap, scene.duties):
         await until(lambda: not len(scene.node.table))
     scene.node.assert_empty()
+
+
+async def end_one(scene: Scene, container: str) -> None:
+    scene.node.service.add(request(container=container), NETNS)
+    scene.node.service.delete(request("DEL", container, at_ns=10**6))
+
+
+async def test_a_busy_node_reaps_what_is_old_or_too_much(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loops, "REAP_AGE_S", 3600.0)
+    monkeypatch.setattr(loops, "REAP_BACKLOG", 3)
+    requests = itertools.count()
+    busy = replace(scene.duties, requests_taken=requests.__next__)
+    async with running(loops.reap, busy):
+        await end_one(scene, "c1")
+        await end_one(scene, "c2")
+        before = next(requests)
+        await until(lambda: next(requests) > before + 20)
+        assert len(scene.node.table) == 2
+        await end_one(scene, "c3")
+        await until(lambda: not len(scene.node.table))
+        await end_one(scene, "c4")
+        monkeypatch.setattr(loops, "REAP_AGE_S", 0.0)
+        await until(lambda: not len(scene.node.table))
 
 
 async def test_a_device_that_does_not_go_is_tried_again(scene: Scene) -> None:

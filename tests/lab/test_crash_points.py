@@ -13,6 +13,7 @@ import pytest
 from tests.lab.rig import Outcome, Rig, run, wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(1800)]
+WRITTEN_BEHIND = "/endpoints/"
 POINTS_MAX = 500
 KEPT, VICTIM = "kept", "victim"
 ADD_WAISTS = ("journal write", "netlink", "map update", "os.rename")
@@ -72,9 +73,15 @@ def wait_until_over(rig: Rig) -> None:
 
 
 def assert_all_visited(visited: list[str], points: list[str], waists: tuple[str, ...]) -> None:
-    """Every point of the run that got through killed one before; a waist that is never met counts nothing any more."""
+    """Every point of the run that got through killed one before; a waist that is never met counts nothing any more.
+
+    Which of the directories' effects a number hits differs from run to run: another thread makes them meanwhile.
+    """
     print(f"{len(visited)} points:", *visited, sep="\n  ")
-    names = [{re.sub(r"[0-9]+", "N", point) for point in some} for some in (points, visited)]
+    names = [
+        {re.sub(r"[0-9]+", "N", point) for point in some if WRITTEN_BEHIND not in point}
+        for some in (points, visited)
+    ]
     assert names[0] <= names[1]
     for waist in waists:
         assert any(waist in point for point in visited), waist

@@ -24,15 +24,15 @@ DOORS: Final = ("agent", "cli", "lab")
 GENERATED: Final = {"podwire/datapath/abi.py"}
 ELSEWHERE: Final = re.compile(r"(?<![\w.}/])/(work|home|Users|mnt)/\w")
 """Paths of somebody's own machine: a checkout elsewhere must not meet them."""
-URL: Final = re.compile(r"https?://([\w.-]+)")
-HOSTS: Final = {"127.0.0.1", "deb.debian.org", "localhost", "www.apache.org"}
+URL: Final = re.compile(r"https?://([\w-]+(?:\.[\w-]+)+)")
+HOSTS: Final = {"127.0.0.1", "deb.debian.org", "www.apache.org"}
 """The hosts that a text may name; whoever needs a mirror or a registry sets that on the machine."""
 
 
 def tracked(*patterns: str) -> list[Path]:
     """List the files under version control that are still there."""
     listed = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-files", "-z", "--", *patterns],
+        ["git", "-C", str(ROOT), "-c", f"safe.directory={ROOT}", "ls-files", "-z", "--", *patterns],
         capture_output=True,
         text=True,
         check=True,

@@ -65,7 +65,7 @@ def main() -> None:
         if len(sys.argv) > 1 and bar.benchmark not in sys.argv[1:]:
             continue
         for found in _find(bar):
-            print(f"{bar.what.ljust(width)}  {_judge(bar, found)}")
+            print(f"{bar.what.ljust(width)}  {judge(bar, found)}")
 
 
 def _find(bar: Bar) -> Iterator[dict[str, float]]:
@@ -82,7 +82,8 @@ def _find(bar: Bar) -> Iterator[dict[str, float]]:
         yield found
 
 
-def _judge(bar: Bar, found: dict[str, float]) -> str:
+def judge(bar: Bar, found: dict[str, float]) -> str:
+    """Say whether a figure holds a bar, with the figure, its interval and the bar."""
     figure = found[bar.reached_by]
     if bar.at_most is not None:
         held, wanted = figure <= bar.at_most, f"at most {bar.at_most:g}"

@@ -78,8 +78,7 @@ def main(arguments: list[str] | None = None) -> Any:
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
     except BrokenPipeError:
-        # The reader has seen enough. Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()  # the reader has seen enough
         sys.exit(0)
     except Exception as error:  # the door: nothing may leave as a traceback
         _fail(*_explain(error))
@@ -110,12 +109,21 @@ def _explain(error: Exception) -> tuple[int, str, str]:
 
 def _fail(exit_code: int, message: str, hint: str) -> None:
     """Say one line of what failed and one of what to do, and end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _discard_output()
     print(f"error: {_one_line(message)}", file=sys.stderr)
     print(
         f"hint: {_one_line(hint or 'podwire status --verbose and podwire doctor tell more')}",
         file=sys.stderr,
     )
     sys.exit(exit_code)
+
+
+def _discard_output() -> None:
+    """Forget what standard output did not take: Python would flush it at exit, complain again, and end with 120."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _one_line(text: str) -> str:

@@ -644,7 +644,8 @@ def test_a_reader_that_has_seen_enough_is_no_failure(lab: Lab) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_full_disk_is_told(lab: Lab) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["at-the-end", "at-once"])
+def test_a_full_disk_is_told(lab: Lab, unbuffered: str) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [PODWIRE, "endpoint", "list", "--lab", lab.name],
@@ -653,9 +654,11 @@ def test_a_full_disk_is_told(lab: Lab) -> None:
             text=True,
             check=False,
             timeout=30,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
         )
     assert done.returncode == 70
     assert "No space left" in done.stderr
+    assert "Exception ignored" not in done.stderr
 
 
 @pytest.mark.parametrize(

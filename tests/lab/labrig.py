@@ -346,7 +346,12 @@ def _list_processes(names: Sequence[str]) -> list[str]:
 
 def _is_orphan(entry: Path, text: str) -> bool:
     """Tell whether a lab's server outlived the name of its namespace."""
-    if "podwire.lab.serve" not in text:
+    if "podwire.lab.serve" not in text or not _sees_our_names(entry):
         return False
     inode = os.stat(entry / "ns" / "net").st_ino
     return all(os.stat(one).st_ino != inode for one in Path("/run/netns").iterdir())
+
+
+def _sees_our_names(entry: Path) -> bool:
+    """Tell whether a process has our mount namespace; in another (a container, a chroot of its own) names differ."""
+    return os.path.samestat(os.stat(entry / "ns" / "mnt"), os.stat("/proc/self/ns/mnt"))

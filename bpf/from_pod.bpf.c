@@ -37,8 +37,7 @@ static __always_inline int judge_sender(struct __sk_buff *skb, struct pw_flow *f
 	       judge(flow, &flow->row, &flow->here, flow->destination_identity) ?:
 	       choose_path(skb, flow) ?:
 	       check_size(skb, flow) ?:
-	       remember(flow, &flow->row, &flow->here, flow->destination_identity,
-			flow->path == PW_PATH_LOCAL ? flow->target.ifindex : 0);
+	       remember(flow, &flow->row, &flow->here, flow->destination_identity);
 }
 
 SEC("tc")

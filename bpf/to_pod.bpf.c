@@ -40,7 +40,7 @@ static __always_inline int judge_receiver(struct __sk_buff *skb, struct pw_flow 
 	else
 		flow->source_identity = stack_identity(skb, flow, &flow->target);
 	return judge(flow, &flow->row, &flow->here, flow->source_identity)
-		       ?: remember(flow, &flow->row, &flow->here, flow->source_identity, 0);
+		       ?: remember(flow, &flow->row, &flow->here, flow->source_identity);
 }
 
 SEC("tc")

@@ -217,7 +217,7 @@ struct pw_conntrack_value {
 	__u8 path;	/* enum pw_path */
 	__u8 tcp_state; /* enum pw_tcp_state */
 	__u16 flags;	/* enum pw_conntrack_flags */
-	__u32 node;	/* where the other end is; path local: index of its host device */
+	__u32 node;
 	__u32 service;
 	__be16 nat_sport_be;
 	__be16 nat_dport_be;

@@ -22,12 +22,14 @@ static __always_inline __u64 stir(__u64 hash, __u64 word)
 static __always_inline __u32 shard_of(const struct pw_conntrack_key *key, __u32 seed)
 {
 	const __u64 *words = (const __u64 *)key;
-	/* two chains, which a CPU walks side by side */
-	__u64 left = stir(stir(stir(seed, words[0]), words[1]), words[2]);
-	__u64 right =
-		stir(stir(stir(~(__u64)seed, *(const __u32 *)(words + 5)), words[3]), words[4]);
+	__u64 hash = stir(seed, words[0]);
 
-	return stir(left, right) % PW_CONNTRACK_SHARDS;
+	hash = stir(hash, words[1]);
+	hash = stir(hash, words[2]);
+	hash = stir(hash, words[3]);
+	hash = stir(hash, words[4]);
+	hash = stir(hash, *(const __u32 *)(words + 5));
+	return hash % PW_CONNTRACK_SHARDS;
 }
 
 static __always_inline void *find_shard(const struct pw_conntrack_key *key)

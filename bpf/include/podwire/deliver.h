@@ -81,7 +81,7 @@ static __always_inline int deliver_to_pod(struct __sk_buff *skb, struct pw_flow 
 		peer = flow->there.entry->peer_identity;
 	stand_at(flow, &flow->target, PW_INGRESS);
 	reason = judge(flow, &flow->target, &flow->there, peer) ?:
-		 remember(flow, &flow->target, &flow->there, peer, flow->row.ifindex) ?:
+		 remember(flow, &flow->target, &flow->there, peer) ?:
 		 forward_frame(skb, flow);
 	if (!reason)
 		flow->action =

@@ -10,7 +10,6 @@
 #define PODWIRE_JUDGE_H
 
 #include <podwire/conntrack.h>
-#include <podwire/endpoint.h>
 #include <podwire/verdict.h>
 
 /* The two fields as one word, which is stored and compared whole: no CPU may see one of them without the other. */
@@ -51,24 +50,19 @@ static __always_inline bool judge_reversed(const struct pw_flow *flow, struct pw
 	return true;
 }
 
-static __noinline int judge_anew(struct pw_flow *flow, struct pw_config_value *row,
+static __noinline int judge_anew(struct pw_flow *flow, const struct pw_config_value *row,
 				 struct pw_match *match, __u32 peer_identity)
 {
-	int reason = recopy_row(row);
 	struct pw_question question = {
 		.peer_identity = peer_identity,
 		.port_be = match->port_be,
 		.protocol = match->protocol,
 		.direction = match->direction,
 	};
+	struct pw_verdict verdict = policy_verdict(row, &question);
 	struct pw_conntrack_value *entry = match->entry;
-	struct pw_verdict verdict;
-	bool allowed;
+	bool allowed = verdict.allowed;
 
-	if (reason)
-		return reason;
-	verdict = policy_verdict(row, &question);
-	allowed = verdict.allowed;
 	flow->rule = verdict.rule;
 	if (!entry && is_midstream(flow)) {
 		match->picked_up = true;
@@ -86,7 +80,7 @@ static __noinline int judge_anew(struct pw_flow *flow, struct pw_config_value *r
 }
 
 /* Asks one endpoint about the packet. `peer_identity` is that of the other end as it is now. */
-static __always_inline int judge(struct pw_flow *flow, struct pw_config_value *row,
+static __always_inline int judge(struct pw_flow *flow, const struct pw_config_value *row,
 				 struct pw_match *match, __u32 peer_identity)
 {
 	struct pw_conntrack_value *entry = match->entry;

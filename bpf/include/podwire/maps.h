@@ -43,7 +43,7 @@ struct {
 } pw_endpoints SEC(".maps");
 
 /* index of a host device -> all that the programs know of its endpoint. Written by the agent, live rows in place under
- * the lock (rule 20); how they are read, endpoint.h tells. 4096 devices on one node are more than kernels bear.
+ * the lock (rule 20); copied once per packet. Kernels limit a device's ports long before 4096.
  */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);

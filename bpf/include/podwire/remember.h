@@ -48,7 +48,7 @@ static __always_inline void forget_reversed(struct pw_conntrack_key *key)
 
 /* A flow that was picked up as an answer is remembered as what it answers. */
 static __noinline int make_entry(struct pw_flow *flow, const struct pw_config_value *row,
-				 const struct pw_match *match, __u32 peer_identity, __u32 node)
+				 const struct pw_match *match, __u32 peer_identity)
 {
 	struct pw_conntrack_value entry;
 	int reason;
@@ -56,7 +56,6 @@ static __noinline int make_entry(struct pw_flow *flow, const struct pw_config_va
 	if (!is_remembered(flow))
 		return 0;
 	fill_entry(flow, match, &entry);
-	entry.node = node;
 	*judgement_of(&entry) = judgement(row->policy_revision, peer_identity);
 	if (opens_tcp(flow->tcp_flags))
 		forget_reversed(&flow->key);
@@ -72,7 +71,7 @@ static __noinline int make_entry(struct pw_flow *flow, const struct pw_config_va
  * count costs less than a locked bus.
  */
 static __always_inline void keep_alive(const struct pw_flow *flow, const struct pw_match *match,
-				       struct pw_conntrack_value *entry, __u32 node)
+				       struct pw_conntrack_value *entry)
 {
 	bool reply = match->reply;
 
@@ -83,10 +82,8 @@ static __always_inline void keep_alive(const struct pw_flow *flow, const struct 
 	} else {
 		entry->packets[0] += 1;
 		entry->bytes[0] += flow->packet_bytes;
-		if (entry->path != flow->path || entry->node != node) {
-			entry->node = node;
+		if (entry->path != flow->path)
 			entry->path = flow->path;
-		}
 	}
 	if (flow->key.protocol != IPPROTO_TCP)
 		advance_datagrams(entry, flow->key.protocol, reply);
@@ -95,17 +92,15 @@ static __always_inline void keep_alive(const struct pw_flow *flow, const struct 
 		advance_tcp(entry, flow->tcp_flags, reply);
 }
 
-/* flow->key must be that of the side which `row` and `match` stand for. `node` is where the other end is: the host device
- * of a local pod, 0 on the stack.
- */
+/* flow->key must be that of the side which `row` and `match` stand for. */
 static __always_inline int remember(struct pw_flow *flow, const struct pw_config_value *row,
-				    struct pw_match *match, __u32 peer_identity, __u32 node)
+				    struct pw_match *match, __u32 peer_identity)
 {
 	if (match->related)
 		return 0;
 	if (!match->entry)
-		return make_entry(flow, row, match, peer_identity, node);
-	keep_alive(flow, match, match->entry, node);
+		return make_entry(flow, row, match, peer_identity);
+	keep_alive(flow, match, match->entry);
 	return 0;
 }
 

@@ -15,6 +15,7 @@ from tests.lab.rig import Outcome, Rig, run, wait_for
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(1800)]
 WRITTEN_BEHIND = "/endpoints/"
 POINTS_MAX = 500
+QUIET_LOOKS = 10
 KEPT, VICTIM = "kept", "victim"
 ADD_WAISTS = ("journal write", "netlink", "map update", "os.rename")
 DEL_WAISTS = ("journal write", "netlink", "map delete", "journal remove", "os.rmdir")
@@ -60,14 +61,19 @@ def provoke(rig: Rig, command: str, namespace: str) -> Outcome:
 
 
 def wait_until_over(rig: Rig) -> None:
-    """Wait until all is done, also what goes on in the background, or the agent is dead."""
+    """Wait until all is done, also what goes on in the background, or the agent is dead.
+
+    Done means: nothing is on its way out, and no point was passed during as many looks as make a tenth of a second.
+    """
+    looks = [-1] * QUIET_LOOKS
 
     def over() -> bool:
         try:
             states = rig.get("/status")[1]["endpoints"]["byState"]
         except (OSError, ValueError, IndexError):
             return not rig.is_running()
-        return "disconnecting" not in states
+        looks.append(rig.count_points())
+        return "disconnecting" not in states and len(set(looks[-QUIET_LOOKS:])) == 1
 
     wait_for(over, 30, "the operation to end or to kill the agent")
 

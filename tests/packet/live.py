@@ -8,7 +8,7 @@ import ipaddress
 import os
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -145,6 +145,13 @@ def _forward() -> None:
             file.write("1")
 
 
+def _silence(host: NetlinkSocket, endpoints: Sequence[Endpoint]) -> None:
+    """Take the devices down: a namespace outlives its name by what its sockets still have to say, and the next test has
+    pods with the same rows.
+    """
+    host.execute([set_link(endpoint.ifindex, up=False) for endpoint in endpoints])
+
+
 @contextmanager
 def live_pods(rig: Rig, *endpoints: Endpoint) -> Iterator[LiveHost]:
     """Make a host namespace and one for each endpoint, connected and configured."""
@@ -161,4 +168,5 @@ def live_pods(rig: Rig, *endpoints: Endpoint) -> Iterator[LiveHost]:
             _route_to(netlink, endpoint)
             _configure_pod(endpoint, fd.fileno())
             host.pods[endpoint.name] = LivePod(endpoint, name, fd)
+        stack.callback(_silence, netlink, endpoints)
         yield host

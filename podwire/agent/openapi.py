@@ -15,7 +15,6 @@ import msgspec
 from podwire.agent.views import ErrorBody
 
 PREFIX = "/v1"
-_ERROR = "ErrorBody"
 _PLACEHOLDER = re.compile(r"\{(?P<name>[a-z]+)\}")
 
 

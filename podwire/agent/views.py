@@ -129,7 +129,7 @@ class RangeView(Document, frozen=True, kw_only=True):
     capacity: int
     used: int
     resting: int
-    """Released, and not given out again until the old device is gone and others had their turn."""
+    """Of pods that ended: held until the old device is really gone."""
     free: int
 
 
@@ -166,13 +166,6 @@ class IpamCheck(Document, frozen=True, kw_only=True):
     ok: bool
     checked: int
     faults: tuple[IpamFault, ...]
-
-
-class AddressRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ask for an address by hand."""
-
-    ip: str = ""
-    family: int = 0
 
 
 class StoreView(Document, frozen=True, kw_only=True):

@@ -42,14 +42,6 @@ class Common:
     """The node that was named, if any."""
     watch: bool = False
 
-    def one_agent(self) -> Agent:
-        """Give the only agent that is meant; CliError when it could be several."""
-        agents = self.agents()
-        if len(agents) > 1:
-            names = ", ".join(agent.node for agent in agents)
-            raise CliError(EXIT_USAGE, f"choose a node: there are {names}", "say --node NODE")
-        return agents[0]
-
 
 def common(command: _F) -> _F:
     """Add the options of every command; the command gets them as one Common."""

@@ -161,7 +161,7 @@ class KernelDatapath:
         node.masquerade.apply(compute_masquerade(self.plan))
 
     def change_plan(self, plan: NodePlan) -> None:
-        """Put another plan for the node's own things into force: masquerade, blocks, peers, quota.
+        """Put another plan for the node's own things into force: masquerade, blocks, ipcache, quota.
 
         What the programs were loaded with stays: directories, capacities and constants need a restart.
         """

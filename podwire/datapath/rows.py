@@ -95,8 +95,6 @@ _READERS: Mapping[str, tuple[str, Callable[[NodeMaps], Iterator[Row]]]] = {
 }
 """Name for people -> the map's own name, reader."""
 
-ROW_NAMES = tuple(_READERS)
-
 
 def read_rows(maps: NodeMaps, name: str, limit: int) -> tuple[list[Row], bool]:
     """Give at most `limit` rows and whether there are more; NotFound for a name that is none."""

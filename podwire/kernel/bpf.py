@@ -146,11 +146,6 @@ class Map(Descriptor):
         else:
             self._value_bytes = self.info.value_size
 
-    @property
-    def per_cpu(self) -> bool:
-        """Tell whether a value is one value for each possible CPU, each padded to 8 bytes."""
-        return self._per_cpu
-
     def _check(self, key: bytes, value: bytes | None = None) -> None:
         if len(key) != self.info.key_size:
             raise ValueError(f"{self.name}: key has {len(key)} bytes, not {self.info.key_size}")

@@ -25,8 +25,8 @@ class Clock(Protocol):
 
 
 class Journal(Protocol):
-    """The node's durable memory. What a call wrote outlives this process, an intent also a power loss; a failure
-    raises StorageFailure."""
+    """The node's durable memory. What a call wrote outlives this process, not always a power loss, after which no
+    record counts (docs/decisions/0004); a failure raises StorageFailure."""
 
     def next_endpoint_id(self) -> EndpointId:
         """Give a number that no record of this node ever had, across restarts."""

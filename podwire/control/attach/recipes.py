@@ -1,7 +1,7 @@
 """Which steps an attachment takes, as a table: the mode in the record picks the row.
 
 A mode is the device's kind. A capability that changes what is done to an attachment adds a row or a step here, never a
-branch inside a step. Read by `control.attach.service` and `control.endpoint.restore`. Pure data.
+branch inside a step. Read by `control.attach.service` and `control.attach.ending`. Pure data.
 """
 
 from collections.abc import Mapping

@@ -143,7 +143,10 @@ class AttachService:
                 except PodwireError as error:
                     failures.append(error.message)
         if failures:
-            raise PodwireError("collect attachments: " + "; ".join(failures))
+            raise PodwireError(
+                "collect attachments: " + "; ".join(failures),
+                hint="the agent goes on trying to end them; see its log",
+            )
 
     def status(self) -> None:
         """Tell whether an ADD would succeed now; CannotServe names the reason."""
@@ -160,14 +163,6 @@ class AttachService:
         self.endings.reap()
         with self.turn:
             return self.endings.settle(reap=False)
-
-    def list_attachments(self) -> Sequence[AttachmentKey]:
-        """Give the keys of all attachments that are not on their way out."""
-        return [
-            endpoint.record.key
-            for endpoint in self.table
-            if endpoint.state is not State.DISCONNECTING
-        ]
 
     def taken_boottime_ns(self, key: AttachmentKey) -> int | None:
         """Give the start of the ADD that made the living attachment, to order it against a spooled DEL."""

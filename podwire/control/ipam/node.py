@@ -57,11 +57,6 @@ class NodeIpam:
         """The IP versions that every endpoint gets, ascending."""
         return sorted({pool.cidr.version for pool in self._pools})
 
-    @property
-    def routers(self) -> Sequence[IPAddress]:
-        """The node's own address in each CIDR."""
-        return [pool.router for pool in self._pools]
-
     def allocate(
         self,
         owner: EndpointId,

@@ -36,7 +36,6 @@ _IFLA_LINK: Final = 5
 _IFLA_QDISC: Final = 6
 _IFLA_MASTER: Final = 10
 _IFLA_TXQLEN: Final = 13
-_IFLA_OPERSTATE: Final = 16
 _IFLA_LINKINFO: Final = 18
 _IFLA_IFALIAS: Final = 20
 _IFLA_AF_SPEC: Final = 26

@@ -4,12 +4,13 @@
 synchronous. `create_*` and `open_*` change the world; `remove_*` are idempotent: "already gone" is success.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from podwire.model.endpoint import Bandwidth, Device, EndpointRecord
 from podwire.model.ids import EndpointId, IfIndex, InterfaceName
+from podwire.model.policy import IPNetwork, PolicyKey, PolicyRows
 
 
 class Clock(Protocol):
@@ -67,6 +68,12 @@ class EndpointConfig:
     policy_revision: int = 0
     deny_egress: bool = False
     deny_ingress: bool = False
+    default_rule_egress: int = 0
+    """Number of the rule that people are told when nothing in the slot covers a packet."""
+    default_rule_ingress: int = 0
+    cidr_egress: bool = False
+    """The slot has rules for addresses in this direction: the second lookup is worth its time."""
+    cidr_ingress: bool = False
     audit: bool = False
     host_allowed: bool = True
     trace: bool = False
@@ -188,4 +195,39 @@ class Datapath(Protocol):
         self, inventory: Inventory, keep: Iterable[EndpointRecord]
     ) -> Sequence[str]:
         """Remove what `inventory` has and no record in `keep` accounts for; name what was removed."""
+        ...
+
+
+class PolicyDatapath(Protocol):
+    """The kernel's side of policy: slots of entries, and the local identities of CIDRs. Called under the node's turn.
+
+    A slot is a number, never used twice on a node; rows of endpoints name it. Raises KernelFailure, PolicyOverflow.
+    """
+
+    def write_slot(self, slot: int, rows: PolicyRows) -> None:
+        """Fill a slot that no endpoint's row names yet. Overflow is found before anything is written."""
+        ...
+
+    def change_slot(self, slot: int, put: PolicyRows, remove: Iterable[PolicyKey]) -> None:
+        """Change a slot in place, `put` before `remove`. Overflow is found before anything is written."""
+        ...
+
+    def remove_slots(self, slots: Iterable[int]) -> None:
+        """Delete every entry of slots that no row names any more, after the fence of datapath.md rule 17."""
+        ...
+
+    def read_slot(self, slot: int) -> PolicyRows:
+        """Give what a slot holds, for restore, CHECK and people."""
+        ...
+
+    def list_slots(self) -> Sequence[int]:
+        """Give the numbers of all slots that have entries."""
+        ...
+
+    def write_cidrs(self, identities: Mapping[IPNetwork, int]) -> None:
+        """Make the map of CIDRs hold exactly these; what is missing is written before what is too much goes."""
+        ...
+
+    def update_endpoints(self, rows: Iterable[tuple[EndpointRecord, EndpointConfig]]) -> None:
+        """Turn the rows of live endpoints over, each in place under its lock."""
         ...

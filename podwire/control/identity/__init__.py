@@ -1,0 +1,1 @@
+"""Identities: from labels to numbers that mean the same on every node."""

@@ -1,0 +1,193 @@
+"""Rules: what a policy of any kind says, in the one form that the oracle and the resolver read.
+
+`rules_k8s` and `rules_cilium` make them from documents. Frozen and hashable: a selector is its own name in the
+selector cache. Nothing here knows which pods exist.
+"""
+
+import enum
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from podwire.model.policy import Direction, IPNetwork, Verdict
+
+TIER_DEFAULT: Final = 0x4000_0000
+"""Precedence of NetworkPolicy and CiliumNetworkPolicy: all of them alike, deny wins among equals. Tiers of other kinds
+go above and below."""
+
+ANY_SOURCE: Final = "any"
+
+TCP: Final = 6
+UDP: Final = 17
+SCTP: Final = 132
+ICMP: Final = 1
+ICMPV6: Final = 58
+
+
+class Operator(enum.Enum):
+    """How a requirement compares. NOT_IN holds for labels that lack the key, as in Kubernetes."""
+
+    IN = "In"
+    NOT_IN = "NotIn"
+    EXISTS = "Exists"
+    DOES_NOT_EXIST = "DoesNotExist"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Requirement:
+    """One condition on labels. `source` "any" matches every source but `reserved`."""
+
+    source: str
+    key: str
+    operator: Operator = field(compare=True)
+    values: tuple[str, ...] = ()
+    """Sorted, without duplicates."""
+
+
+@dataclass(frozen=True, slots=True)
+class LabelSelector:
+    """Every identity whose labels fulfil all requirements (sorted); none = every identity of any kind, also of
+    addresses that nobody knows."""
+
+    requirements: tuple[Requirement, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CidrSelector:
+    """Addresses inside `cidr` and outside every `exceptions`.
+
+    `everybody`: also pods and nodes (NetworkPolicy's ipBlock); else only who is outside the cluster.
+    """
+
+    cidr: IPNetwork
+    exceptions: tuple[IPNetwork, ...] = ()
+    everybody: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CidrGroupSelector:
+    """The addresses of CiliumCIDRGroup objects, by name or by their labels, less `exceptions`. What they hold changes
+    without the rule: the resolver and the oracle are given the groups."""
+
+    name: str = ""
+    labels: LabelSelector | None = None
+    exceptions: tuple[IPNetwork, ...] = ()
+
+
+PeerSelector = LabelSelector | CidrSelector | CidrGroupSelector
+
+
+@dataclass(frozen=True, slots=True)
+class PortMatch:
+    """What is asked for: a protocol, and of it all ports, a range, a name, or an ICMP type.
+
+    `protocol` 0 = every protocol, ICMP included. `first` to `last`: inclusive; both 0 = all ports. `name`: a named
+    port; ingress resolves it on the endpoint itself, egress on each peer. ICMP and ICMPv6: `first` == `last` == the
+    type, and `icmp` is true (type 0 exists).
+    """
+
+    protocol: int = 0
+    first: int = 0
+    last: int = 0
+    name: str = ""
+    icmp: bool = False
+
+
+ALL_PORTS: Final = (PortMatch(),)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyId:
+    """Which object a rule is from. `kind` as in the object; `namespace` "" for cluster-wide kinds."""
+
+    kind: str
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} {self.namespace}/{self.name}"
+            if self.namespace
+            else f"{self.kind} {self.name}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One entry of a policy's list: these peers, these ports, this verdict. Peers and ports are both alternatives
+    ("or"); an empty `peers` matches nobody, an empty `ports` nothing."""
+
+    direction: Direction
+    verdict: Verdict
+    peers: tuple[PeerSelector, ...]
+    ports: tuple[PortMatch, ...]
+    path: str
+    """Where it stands, as people find it: `ingress[0]`, `spec.egressDeny[1]`, `specs[2].ingress[0]`."""
+    precedence: int = TIER_DEFAULT
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRules:
+    """One rule set with one subject: a NetworkPolicy, or one spec of a CiliumNetworkPolicy.
+
+    `default_deny`: directions in which a selected endpoint is closed but for what rules allow.
+    """
+
+    policy: PolicyId
+    subject: LabelSelector
+    default_deny: frozenset[Direction]
+    rules: tuple[Rule, ...]
+
+
+class Reserved(enum.IntEnum):
+    """Identities that are not computed from labels; the same numbers as in Cilium."""
+
+    HOST = 1
+    WORLD = 2
+    UNMANAGED = 3
+    HEALTH = 4
+    INIT = 5
+    REMOTE_NODE = 6
+
+
+RESERVED_LABELS: Final[Mapping[int, tuple[str, ...]]] = {
+    Reserved.HOST: ("reserved:host=",),
+    Reserved.WORLD: ("reserved:world=",),
+    Reserved.UNMANAGED: ("reserved:unmanaged=",),
+    Reserved.HEALTH: ("reserved:health=",),
+    Reserved.INIT: ("reserved:init=",),
+    Reserved.REMOTE_NODE: ("reserved:remote-node=",),
+}
+"""Canonical labels of the reserved identities."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class NamedPort:
+    """A port that a pod gives a name."""
+
+    name: str
+    protocol: int
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class IdentityFacts:
+    """What policy needs to know of one identity: its canonical labels (`source:key=value`, sorted) and named ports."""
+
+    number: int
+    labels: tuple[str, ...]
+    named_ports: tuple[NamedPort, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CidrGroup:
+    """A CiliumCIDRGroup."""
+
+    name: str
+    labels: tuple[str, ...]
+    """Canonical: `source:key=value`."""
+    cidrs: tuple[IPNetwork, ...]
+
+
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address

@@ -1,0 +1,108 @@
+"""The store's contract: objects with revisions, and a watch that misses nothing.
+
+Back ends live in `podwire.store`; one contract suite (tests/contract/test_store_contract.py) holds for all of them.
+Synchronous: callers that must not wait use a thread. Errors: Conflict (exists, or another revision), NotFound,
+Unavailable (the store is away; nothing was written), NewerData, InvalidRequest.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import msgspec
+
+from podwire.model.errors import PodwireError
+
+
+class ObjectKey(msgspec.Struct, frozen=True, order=True):
+    """Names one object. `kind` is the resource's plural name (`networkpolicies`); `namespace` "" = cluster-wide."""
+
+    kind: str
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} {self.namespace}/{self.name}"
+            if self.namespace
+            else f"{self.kind} {self.name}"
+        )
+
+
+class StoredObject(msgspec.Struct, frozen=True, kw_only=True):
+    """One object as the store has it."""
+
+    key: ObjectKey
+    uid: str = ""
+    """Random, given at creation: a successor of the same name has another."""
+    revision: int = 0
+    """Of the store at the object's last change; 0 before it was written."""
+    created: str = ""
+    """RFC 3339, UTC."""
+    document: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    """The whole document, as Kubernetes writes it: apiVersion, kind, metadata (with labels), spec."""
+
+
+@dataclass(frozen=True)
+class StoreEvent:
+    """One change. `deleted`: `object` is what was there last."""
+
+    object: StoredObject
+    revision: int
+    deleted: bool = False
+
+
+class Compacted(PodwireError):
+    """The watch's revision is older than what the store remembers: list again, then watch from there."""
+
+    kind = "compacted"
+    retryable = True
+
+
+class Watch(Protocol):
+    """Changes after a revision, in order, each once."""
+
+    def next(self, timeout_s: float) -> Sequence[StoreEvent]:
+        """Give what has happened, waiting up to `timeout_s` for the first; () when nothing came. Raises Compacted,
+        Unavailable (call again later: nothing is lost)."""
+        ...
+
+    def close(self) -> None:
+        """Stop watching; a waiting `next` on another thread returns ()."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_exception: object) -> None: ...
+
+
+class Store(Protocol):
+    """Objects of one cluster. Safe to call from several threads."""
+
+    def get(self, key: ObjectKey) -> StoredObject | None:
+        """Give one object; None when there is none."""
+        ...
+
+    def list(self, kind: str, namespace: str | None = None) -> tuple[Sequence[StoredObject], int]:
+        """Give all objects of a kind (of one namespace), by name, and the store's revision they are of."""
+        ...
+
+    def create(self, new: StoredObject) -> StoredObject:
+        """Write an object that must not exist (else Conflict); gives it with uid, revision and time."""
+        ...
+
+    def update(self, new: StoredObject) -> StoredObject:
+        """Replace an object whose revision must still be `new.revision` (else Conflict; NotFound)."""
+        ...
+
+    def delete(self, key: ObjectKey, *, revision: int | None = None, uid: str = "") -> StoredObject:
+        """Remove an object, under the preconditions that are given; gives what was there. NotFound, Conflict."""
+        ...
+
+    def watch(self, after_revision: int, kinds: Sequence[str] = ()) -> Watch:
+        """Watch changes of some kinds (none named: all) after a revision."""
+        ...
+
+    def close(self) -> None:
+        """Give connections back."""
+        ...

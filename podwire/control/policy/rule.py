@@ -6,11 +6,38 @@ selector cache. Nothing here knows which pods exist.
 
 import enum
 import ipaddress
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from podwire.model.identity import RESERVED_LABELS, IdentityFacts, NamedPort, Reserved
 from podwire.model.policy import Direction, IPNetwork, Verdict
+
+__all__ = [
+    "ALL_PORTS",
+    "ANY_SOURCE",
+    "ICMP",
+    "ICMPV6",
+    "RESERVED_LABELS",
+    "SCTP",
+    "TCP",
+    "TIER_DEFAULT",
+    "UDP",
+    "CidrGroup",
+    "CidrGroupSelector",
+    "CidrSelector",
+    "IPAddress",
+    "IdentityFacts",
+    "LabelSelector",
+    "NamedPort",
+    "Operator",
+    "PeerSelector",
+    "PolicyId",
+    "PolicyRules",
+    "PortMatch",
+    "Requirement",
+    "Reserved",
+    "Rule",
+]
 
 TIER_DEFAULT: Final = 0x4000_0000
 """Precedence of NetworkPolicy and CiliumNetworkPolicy: all of them alike, deny wins among equals. Tiers of other kinds
@@ -138,46 +165,6 @@ class PolicyRules:
     subject: LabelSelector
     default_deny: frozenset[Direction]
     rules: tuple[Rule, ...]
-
-
-class Reserved(enum.IntEnum):
-    """Identities that are not computed from labels; the same numbers as in Cilium."""
-
-    HOST = 1
-    WORLD = 2
-    UNMANAGED = 3
-    HEALTH = 4
-    INIT = 5
-    REMOTE_NODE = 6
-
-
-RESERVED_LABELS: Final[Mapping[int, tuple[str, ...]]] = {
-    Reserved.HOST: ("reserved:host=",),
-    Reserved.WORLD: ("reserved:world=",),
-    Reserved.UNMANAGED: ("reserved:unmanaged=",),
-    Reserved.HEALTH: ("reserved:health=",),
-    Reserved.INIT: ("reserved:init=",),
-    Reserved.REMOTE_NODE: ("reserved:remote-node=",),
-}
-"""Canonical labels of the reserved identities."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class NamedPort:
-    """A port that a pod gives a name."""
-
-    name: str
-    protocol: int
-    port: int
-
-
-@dataclass(frozen=True, slots=True)
-class IdentityFacts:
-    """What policy needs to know of one identity: its canonical labels (`source:key=value`, sorted) and named ports."""
-
-    number: int
-    labels: tuple[str, ...]
-    named_ports: tuple[NamedPort, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,55 @@
+"""Identities as every layer means them: reserved numbers, ranges, and what policy needs to know of one.
+
+Made by `control.identity`, read by `control.policy` and the doors. Values only.
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+FIXED_FIRST: Final = 256
+"""From here to below `CLUSTER_FIRST`: numbers that somebody fixes by hand; never allocated."""
+CLUSTER_FIRST: Final = 65536
+CLUSTER_LAST: Final = (1 << 24) - 1
+"""Allocated numbers, the same on every node; 24 bits, because they travel in a VNI."""
+
+
+class Reserved(enum.IntEnum):
+    """Identities that are not computed from labels; the same numbers as in Cilium."""
+
+    HOST = 1
+    WORLD = 2
+    UNMANAGED = 3
+    HEALTH = 4
+    INIT = 5
+    REMOTE_NODE = 6
+
+
+RESERVED_LABELS: Final[Mapping[int, tuple[str, ...]]] = {
+    Reserved.HOST: ("reserved:host=",),
+    Reserved.WORLD: ("reserved:world=",),
+    Reserved.UNMANAGED: ("reserved:unmanaged=",),
+    Reserved.HEALTH: ("reserved:health=",),
+    Reserved.INIT: ("reserved:init=",),
+    Reserved.REMOTE_NODE: ("reserved:remote-node=",),
+}
+"""Canonical labels of the reserved identities."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class NamedPort:
+    """A port that a pod gives a name."""
+
+    name: str
+    protocol: int
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class IdentityFacts:
+    """What policy needs to know of one identity: its canonical labels (`source:key=value`, sorted) and named ports."""
+
+    number: int
+    labels: tuple[str, ...]
+    named_ports: tuple[NamedPort, ...] = ()

@@ -8,6 +8,7 @@ import ipaddress
 
 import msgspec
 
+from podwire.model.identity import NamedPort
 from podwire.model.ids import (
     ContainerId,
     EndpointId,
@@ -85,8 +86,15 @@ class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     pod: str = ""
     pod_uid: str = ""
     labels: tuple[str, ...] = ()
-    """Canonical labels `source:key=value`, sorted."""
+    """Canonical labels `source:key=value`, sorted: all of them, those of the namespace and of Workloads too."""
+    own_labels: tuple[str, ...] = ()
+    """Of `labels`, those that the attachment itself brought or was given by name."""
+    identity_labels: tuple[str, ...] = ()
+    """Of `labels`, those that `identity` is the number of."""
+    named_ports: tuple[NamedPort, ...] = ()
+    """What the pod calls its ports; part of its identity."""
     identity: IdentityId = IdentityId(0)
+    """0 only in records of builds that had no identities."""
     bandwidth: Bandwidth = Bandwidth()
     cni_version: str = ""
     fixed_addresses: bool = False

@@ -1,0 +1,207 @@
+"""From keys to numbers that mean the same on every node, over the store's contract.
+
+Called by the resolver, never under the node's turn: a key that nobody knows yet costs calls to the store. Protocol
+(docs/identity.md): the candidates of a key are hashed from it; the object of a number is made only if there is none;
+found there with the same key it is adopted, with another key the next candidate is tried. Invariant: unique names give
+a number one key; a number with a mark is used only after the mark was taken away by compare-and-swap.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from podwire.control.identity.key import IdentityKey, NumberSpace
+from podwire.control.identity.known import (
+    RESTING_SINCE,
+    UNUSED_SINCE,
+    KnownIdentities,
+    decode,
+    make_object,
+    object_key,
+    with_annotations,
+)
+from podwire.model.errors import Conflict, NotFound, Unavailable
+from podwire.model.store import Store
+
+SILENCE_S: Final = 30 * 60.0
+"""After a watch was silent for so long, marks may have been missed: only numbers in use here are used."""
+GIVEN_S: Final = 10 * 60.0
+"""How long a number counts as used after it was given: longer than any ADD takes to write it into its record."""
+ATTEMPTS: Final = 16
+"""How often one number is looked at again because somebody else changed it at the same moment."""
+
+
+class IdentitiesExhausted(Unavailable):
+    """All numbers that a key may have mean other keys."""
+
+
+@dataclass
+class Counts:
+    """What happened since the start, for metrics."""
+
+    allocated: int = 0
+    """Numbers that this agent was the first to make."""
+    adopted: int = 0
+    """Numbers that another agent had made a moment before."""
+    collisions: int = 0
+    """Candidates that meant another key."""
+    waits: int = 0
+    """Resolutions that needed the store."""
+    unavailable: int = 0
+    """Resolutions that gave up waiting for the store."""
+    exhausted: int = 0
+    remade: int = 0
+    """Numbers in use that were missing from the store and were made again."""
+
+
+@dataclass
+class IdentityAllocator:
+    """Finds, makes and keeps the numbers of keys."""
+
+    store: Store
+    known: KnownIdentities
+    space: NumberSpace = field(default_factory=NumberSpace)
+    jitter_s: float = 0.0
+    """How long to wait at most for somebody else to make the key's number; 0 where all agents share one file."""
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], object] = time.sleep
+    counts: Counts = field(default_factory=Counts)
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Condition()
+        self._in_flight: set[IdentityKey] = set()
+        self._given: dict[int, float] = {}
+        self._heard_s = float("-inf")
+
+    def heard(self) -> None:
+        """Say that the store's watch answered now."""
+        self._heard_s = self.clock()
+
+    def find(self, key: IdentityKey) -> int | None:
+        """Give the number of a key without the store; None when the store must be asked."""
+        fresh = self.clock() - self._heard_s <= SILENCE_S
+        for number in self.known.numbers(key):
+            known = self.known.get(number)
+            if known is None or known.key != key:
+                continue
+            if number in self.known.in_use or (fresh and known.stored and not known.is_marked):
+                self._give(number)
+                return number
+        return None
+
+    def allocate(self, key: IdentityKey) -> int:
+        """Give the number of a key, making it if need be.
+
+        Raises Unavailable when the store is away, IdentitiesExhausted when every candidate means another key.
+        """
+        with self._alone(key):
+            number = self.find(key)
+            if number is None and self.jitter_s:
+                self.sleep(random.uniform(0, self.jitter_s))
+                number = self.find(key)
+            return self._make(key) if number is None else number
+
+    def adopt(self, number: int, key: IdentityKey) -> None:
+        """Keep the number that an endpoint of this node had before the restart."""
+        self.known.adopt(number, key)
+
+    def set_held(self, numbers: Iterable[int]) -> frozenset[int]:
+        """Say which numbers the endpoints of this node have; gives those in use, with what was given a moment ago."""
+        oldest = self.clock() - GIVEN_S
+        with self._lock:
+            self._given = {one: when for one, when in self._given.items() if when >= oldest}
+            self.known.set_in_use({*numbers, *self._given})
+            return self.known.in_use
+
+    def reassert(self) -> None:
+        """Make again what is in use and missing in the store, and take marks away from what is in use.
+
+        A number that means another key by now is learnt as such; listeners hear of it.
+        """
+        for number in sorted(self.known.in_use):
+            known = self.known.get(number)
+            if known is not None and (known.stored is None or known.is_marked):
+                claimed = self._claim(number, known.key)
+                self.counts.remade += claimed and known.stored is None
+
+    def fix(self, number: int, key: IdentityKey) -> bool:
+        """Let a number of one's choice mean `key`; False when it means something else already."""
+        return self._claim(number, key)
+
+    def _make(self, key: IdentityKey) -> int:
+        for number in self.known.numbers(key):
+            if self._take_over(number, key):
+                self._give(number)
+                return number
+        for number in self.space.candidates(key):
+            if self._claim(number, key):
+                self._give(number)
+                return number
+            self.counts.collisions += 1
+        self.counts.exhausted += 1
+        raise IdentitiesExhausted(
+            f"number identity {key.text.splitlines()[0]!r}: every number it may have means other labels",
+            hint="too many identities: look at `podwire identity list`, and leave labels that differ"
+            " from pod to pod out of identity_label_filter",
+        )
+
+    def _claim(self, number: int, key: IdentityKey) -> bool:
+        """Make the object of a number, or adopt it; False when it means another key."""
+        for _ in range(ATTEMPTS):
+            try:
+                self.known.learn(self.store.create(make_object(number, key)))
+            except Conflict:
+                taken = self._take_over(number, key)
+                if taken is None:
+                    continue
+                self.counts.adopted += taken
+                return taken
+            self.counts.allocated += 1
+            return True
+        raise Unavailable(f"number identity {number}: others change it all the time")
+
+    def _take_over(self, number: int, key: IdentityKey) -> bool | None:
+        """Use a number that exists, without its mark; False when it means another key, None when it is gone."""
+        for _ in range(ATTEMPTS):
+            stored = self.store.get(object_key(number))
+            if stored is None:
+                return None
+            self.known.learn(stored)
+            found = decode(stored)
+            if found is None or found.key != key:
+                return False
+            if not (found.is_marked or found.is_resting):
+                return True
+            try:
+                clean = with_annotations(stored, {UNUSED_SINCE: None, RESTING_SINCE: None})
+                self.known.learn(self.store.update(clean))
+                return True
+            except Conflict:
+                continue
+            except NotFound:
+                return None
+        raise Unavailable(f"number identity {number}: others change it all the time")
+
+    def _give(self, number: int) -> None:
+        with self._lock:
+            self._given[number] = self.clock()
+            if number not in self.known.in_use:
+                self.known.set_in_use({*self.known.in_use, number})
+
+    @contextmanager
+    def _alone(self, key: IdentityKey) -> Iterator[None]:
+        """Let one thread at a time ask the store for a key; the others find it made."""
+        with self._lock:
+            while key in self._in_flight:
+                self._lock.wait()
+            self._in_flight.add(key)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._in_flight.discard(key)
+                self._lock.notify_all()

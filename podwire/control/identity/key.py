@@ -1,0 +1,112 @@
+"""What an identity is the number of: filtered labels and named ports; and which numbers such a key may have.
+
+Used by the allocator and the resolver. Pure. Invariant: one key has one text and one hash, on every node; different
+keys have different texts, because no label has a `;` or a line end in it.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from podwire.control.identity.filter import LabelFilter
+from podwire.model.errors import InvalidRequest
+from podwire.model.identity import CLUSTER_FIRST, CLUSTER_LAST, IdentityFacts, NamedPort
+from podwire.model.labels import join_labels, parse_labels
+from podwire.model.request import NamedPort as RequestedPort
+
+PROTOCOL_NUMBERS: Final[Mapping[str, int]] = {"TCP": 6, "UDP": 17, "SCTP": 132}
+PROTOCOL_NAMES: Final[Mapping[int, str]] = {
+    number: name for name, number in PROTOCOL_NUMBERS.items()
+}
+HASH_DIGITS: Final = 32
+CANDIDATES_MAX: Final = 64
+"""With half of all numbers in use, all of these being taken is as likely as guessing a 64-bit number."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdentityKey:
+    """What must be equal for two endpoints to have one number. Both parts are sorted and without duplicates."""
+
+    labels: tuple[str, ...]
+    named_ports: tuple[NamedPort, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The key as one text."""
+        ports = ";".join(f"{one.name}/{one.protocol}/{one.port}" for one in self.named_ports)
+        return f"{join_labels(self.labels)}\n{ports}"
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the text."""
+        return hashlib.sha256(self.text.encode()).digest()
+
+    def facts(self, number: int) -> IdentityFacts:
+        """Give what policy needs to know of this key under its number."""
+        return IdentityFacts(number, self.labels, self.named_ports)
+
+
+@dataclass(frozen=True)
+class NumberSpace:
+    """The numbers that may be allocated."""
+
+    first: int = CLUSTER_FIRST
+    size: int = field(default=CLUSTER_LAST - CLUSTER_FIRST + 1)
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int) and self.first <= number < self.first + self.size
+
+    def candidates(self, key: IdentityKey) -> Iterator[int]:
+        """Give the numbers that `key` may have, best first, each once: the same on every node."""
+        digest = key.digest
+        given: set[int] = set()
+        for index in range(CANDIDATES_MAX):
+            hashed = hashlib.sha256(digest + index.to_bytes(4, "big")).digest()
+            number = self.first + int.from_bytes(hashed[:8], "big") % self.size
+            if number not in given:
+                given.add(number)
+                yield number
+
+
+def make_key(
+    labels: Iterable[str], named_ports: Iterable[NamedPort], chosen_by: LabelFilter
+) -> IdentityKey:
+    """Compute the key of an endpoint with these canonical labels."""
+    return IdentityKey(chosen_by.choose(labels), tuple(sorted(set(named_ports))))
+
+
+def convert_ports(ports: Iterable[RequestedPort]) -> tuple[NamedPort, ...]:
+    """Give a request's named ports in the form of identities, sorted."""
+    return tuple(
+        sorted({NamedPort(one.name, PROTOCOL_NUMBERS[one.protocol], one.port) for one in ports})
+    )
+
+
+def write_spec(key: IdentityKey) -> dict[str, Any]:
+    """Give the `spec` of the Identity object of a key."""
+    return {
+        "labels": list(key.labels),
+        "namedPorts": [
+            {"name": one.name, "protocol": PROTOCOL_NAMES[one.protocol], "port": one.port}
+            for one in key.named_ports
+        ],
+    }
+
+
+def read_spec(document: Mapping[str, Any]) -> IdentityKey:
+    """Read the key of an Identity document; InvalidRequest when it is none."""
+    spec = document.get("spec")
+    if not isinstance(spec, Mapping):
+        raise InvalidRequest("read identity: it has no spec")
+    labels, ports = spec.get("labels"), spec.get("namedPorts") or ()
+    if not isinstance(labels, list | tuple) or not all(isinstance(one, str) for one in labels):
+        raise InvalidRequest("read identity: spec.labels is no list of labels")
+    try:
+        named = {
+            NamedPort(str(one["name"]), PROTOCOL_NUMBERS[one["protocol"]], int(one["port"]))
+            for one in ports
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidRequest(f"read identity: spec.namedPorts: {error!r}") from error
+    return IdentityKey(parse_labels(labels), tuple(sorted(named)))

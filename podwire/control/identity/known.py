@@ -1,0 +1,265 @@
+"""The identities that this agent knows, by number and by key; filled by list and watch of the store.
+
+Written by the allocator and by the feed of the watch, read by everybody at any time without a lock (values are
+replaced, never changed). Calls no store. Invariant: a number has one key; what the store says of it last counts, and a
+number that is in use here is never forgotten, only found to be missing.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from podwire.control.identity.key import HASH_DIGITS, IdentityKey, read_spec, write_spec
+from podwire.model.errors import InvalidRequest
+from podwire.model.identity import IdentityFacts
+from podwire.model.labels import OWN_PREFIX
+from podwire.model.store import ObjectKey, StoredObject, StoreEvent
+
+IDENTITIES: Final = "identities"
+API_VERSION: Final = f"{OWN_PREFIX}/v1"
+HASH_LABEL: Final = f"{OWN_PREFIX}/key-hash"
+UNUSED_SINCE: Final = f"{OWN_PREFIX}/unused-since"
+"""Annotation, the mark: nobody used the number at this time (RFC 3339). Who wants it takes the mark away first."""
+RESTING_SINCE: Final = f"{OWN_PREFIX}/resting-since"
+"""Annotation: the identity was given up at this time; the object stands only so that no other key gets its number."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownIdentity:
+    """One number and what it means. `stored` None = the store does not have it (any more)."""
+
+    number: int
+    key: IdentityKey
+    stored: StoredObject | None = None
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether it may be taken away at any time: not to be used before the mark is."""
+        return self.stored is not None and UNUSED_SINCE in annotations(self.stored)
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether it was given up."""
+        return self.stored is not None and RESTING_SINCE in annotations(self.stored)
+
+    @property
+    def revision(self) -> int:
+        """Of the store at the last change; 0 when it is not there."""
+        return self.stored.revision if self.stored else 0
+
+
+@dataclass(frozen=True, slots=True)
+class IdentityChange:
+    """What policy must know: identities that are new or mean something else now, and numbers that are gone."""
+
+    added: tuple[IdentityFacts, ...] = ()
+    removed: tuple[int, ...] = ()
+    reassigned: tuple[int, ...] = ()
+    """Numbers in use here which the store gave to another key: their endpoints need another number."""
+
+
+Listener = Callable[[IdentityChange], None]
+
+
+class KnownIdentities:
+    """All identities, and which of them are in use on this node.
+
+    A listener is called in the order of changes, under this object's lock: it must not wait for anything but a queue.
+    """
+
+    def __init__(self) -> None:
+        self._order = threading.RLock()
+        self._by_number: dict[int, KnownIdentity] = {}
+        self._by_key: dict[IdentityKey, tuple[int, ...]] = {}
+        self._in_use: frozenset[int] = frozenset()
+        self._shown: dict[int, IdentityKey] = {}
+        self._listeners: list[Listener] = []
+
+    def __len__(self) -> int:
+        return len(self._shown)
+
+    def get(self, number: int) -> KnownIdentity | None:
+        """Find by number."""
+        return self._by_number.get(number)
+
+    def numbers(self, key: IdentityKey) -> tuple[int, ...]:
+        """Give the numbers of a key, lowest first: one, or more after a race that did no harm."""
+        return self._by_key.get(key, ())
+
+    def facts(self) -> list[IdentityFacts]:
+        """Give all identities but the reserved ones, lowest number first."""
+        return [key.facts(number) for number, key in sorted(self._shown.copy().items())]
+
+    @property
+    def in_use(self) -> frozenset[int]:
+        """The numbers that endpoints of this node have, or are about to have."""
+        return self._in_use
+
+    def listen(self, listener: Listener) -> None:
+        """Tell `listener` of all that is known, then of every change."""
+        with self._order:
+            listener(IdentityChange(added=tuple(self.facts())))
+            self._listeners.append(listener)
+
+    def set_in_use(self, numbers: Iterable[int]) -> None:
+        """Say which numbers this node uses; missing ones that it no longer uses are forgotten."""
+        with self._order:
+            before, self._in_use = self._in_use, frozenset(numbers)
+            left = before - self._in_use
+            for number in left:
+                known = self._by_number.get(number)
+                if known is not None and known.stored is None:
+                    self._drop(known)
+            self._tell(before ^ self._in_use)
+
+    def adopt(self, number: int, key: IdentityKey) -> None:
+        """Take over what an endpoint of this node has from before a restart: it holds although the store is away."""
+        with self._order:
+            self._in_use |= {number}
+            if number not in self._by_number:
+                self._put(KnownIdentity(number, key))
+            self._tell([number])
+
+    def learn(self, stored: StoredObject) -> None:
+        """Take in an object as the store has it; an older state than the known one changes nothing."""
+        with self._order:
+            if (number := self._learn(stored)) is not None:
+                self._tell([number])
+
+    def apply(self, event: StoreEvent) -> None:
+        """Take in one change from the watch."""
+        if not event.deleted:
+            self.learn(event.object)
+            return
+        number = read_number(event.object.key)
+        with self._order:
+            known = self._by_number.get(number or 0)
+            if known is not None and known.revision <= event.revision:
+                self._lose(known)
+                self._tell([known.number])
+
+    def replace(self, objects: Sequence[StoredObject], revision: int) -> None:
+        """Take in a whole list: what it lacks and was not written since is gone."""
+        with self._order:
+            listed = {read_number(one.key) for one in objects}
+            for known in list(self._by_number.values()):
+                if known.number not in listed and known.revision <= revision:
+                    self._lose(known)
+            touched = set(self._shown)
+            touched.update(filter(None, map(self._learn, objects)))
+            self._tell(touched)
+
+    def _learn(self, stored: StoredObject) -> int | None:
+        known = decode(stored)
+        if known is None:
+            return None
+        before = self._by_number.get(known.number)
+        if before is not None and before.revision > known.revision:
+            return None
+        self._put(known)
+        return known.number
+
+    def _put(self, known: KnownIdentity) -> None:
+        before = self._by_number.get(known.number)
+        if before is not None and before.key != known.key:
+            self._drop(before)
+        self._by_number[known.number] = known
+        numbers = {*self._by_key.get(known.key, ()), known.number}
+        self._by_key[known.key] = tuple(sorted(numbers))
+
+    def _lose(self, known: KnownIdentity) -> None:
+        if known.number in self._in_use:
+            self._by_number[known.number] = KnownIdentity(known.number, known.key)
+        else:
+            self._drop(known)
+
+    def _drop(self, known: KnownIdentity) -> None:
+        self._by_number.pop(known.number, None)
+        rest = tuple(one for one in self._by_key.get(known.key, ()) if one != known.number)
+        if rest:
+            self._by_key[known.key] = rest
+        else:
+            self._by_key.pop(known.key, None)
+
+    def _tell(self, touched: Iterable[int]) -> None:
+        """Compare what listeners were told of these numbers with what is so now, and tell them the difference."""
+        added, removed, reassigned = [], [], []
+        for number in sorted(touched):
+            known = self._by_number.get(number)
+            before = self._shown.get(number)
+            if known is None or (known.is_resting and number not in self._in_use):
+                if before is not None:
+                    del self._shown[number]
+                    removed.append(number)
+            elif before != known.key:
+                self._shown[number] = known.key
+                added.append(known.key.facts(number))
+                if before is not None and number in self._in_use:
+                    reassigned.append(number)
+        if added or removed:
+            change = IdentityChange(tuple(added), tuple(removed), tuple(reassigned))
+            for listener in self._listeners:
+                listener(change)
+
+
+def object_key(number: int) -> ObjectKey:
+    """Name the object of a number."""
+    return ObjectKey(IDENTITIES, "", str(number))
+
+
+def read_number(key: ObjectKey) -> int | None:
+    """Read the number from an object's name; None when it is none."""
+    name = key.name
+    return int(name) if name.isascii() and name.isdigit() and str(int(name)) == name else None
+
+
+def make_object(number: int, key: IdentityKey) -> StoredObject:
+    """Give the object that says what a number means."""
+    metadata = {
+        "name": str(number),
+        "labels": {HASH_LABEL: key.digest.hex()[:HASH_DIGITS]},
+    }
+    document = {
+        "apiVersion": API_VERSION,
+        "kind": "Identity",
+        "metadata": metadata,
+        "spec": write_spec(key),
+    }
+    return StoredObject(key=object_key(number), document=document)
+
+
+def decode(stored: StoredObject) -> KnownIdentity | None:
+    """Read an object; None when it is not one of ours to understand (its number is taken all the same)."""
+    number = read_number(stored.key)
+    if number is None:
+        return None
+    try:
+        return KnownIdentity(number, read_spec(stored.document), stored)
+    except InvalidRequest:
+        return None
+
+
+def annotations(stored: StoredObject) -> Mapping[str, str]:
+    """Give an object's annotations."""
+    metadata = stored.document.get("metadata")
+    found = metadata.get("annotations") if isinstance(metadata, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def with_annotations(stored: StoredObject, changes: Mapping[str, str | None]) -> StoredObject:
+    """Give the object with annotations set, or taken away (None), at the same revision."""
+    kept: dict[str, Any] = {
+        name: value for name, value in annotations(stored).items() if name not in changes
+    }
+    kept.update({name: value for name, value in changes.items() if value is not None})
+    metadata = {**stored.document.get("metadata", {}), "annotations": kept}
+    if not kept:
+        del metadata["annotations"]
+    return StoredObject(
+        key=stored.key,
+        uid=stored.uid,
+        revision=stored.revision,
+        created=stored.created,
+        document={**stored.document, "metadata": metadata},
+    )

@@ -1,0 +1,196 @@
+"""From what an endpoint brings to its labels and its identity.
+
+Called for each ADD before the node's turn is taken, and by the identity duty when labels changed, never under the
+turn: an unknown key asks the store and may wait for it. A known one needs no call. Invariant: an endpoint gets its
+labels and its number together, or stays as it is.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from podwire.control.identity.allocator import IdentitiesExhausted, IdentityAllocator
+from podwire.control.identity.filter import LabelFilter
+from podwire.control.identity.key import IdentityKey, make_key
+from podwire.control.identity.sources import NAMESPACES, LabelSources, SourceChange
+from podwire.model.endpoint import EndpointRecord
+from podwire.model.errors import Cancelled, Conflict, Unavailable
+from podwire.model.identity import IdentityFacts, NamedPort
+from podwire.model.ids import IdentityId
+from podwire.model.labels import NAMESPACE_NAME_KEY
+from podwire.model.store import ObjectKey, StoredObject
+
+LOOK_S: Final = 0.1
+"""How often a waiting ADD looks for the store and for its caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """What an endpoint is: all its labels, and the number of those that make its identity."""
+
+    number: IdentityId
+    labels: tuple[str, ...]
+    own_labels: tuple[str, ...]
+    key: IdentityKey
+
+    @property
+    def facts(self) -> IdentityFacts:
+        """What policy needs to know of the identity."""
+        return self.key.facts(self.number)
+
+    def write_into(self, record: EndpointRecord) -> EndpointRecord:
+        """Give the record with these labels and this identity."""
+        return msgspec.structs.replace(
+            record,
+            labels=self.labels,
+            own_labels=self.own_labels,
+            identity=self.number,
+            identity_labels=self.key.labels,
+            named_ports=self.key.named_ports,
+        )
+
+
+@dataclass
+class IdentityResolver:
+    """Resolves the endpoints of one node."""
+
+    allocator: IdentityAllocator
+    sources: LabelSources
+    chosen_by: LabelFilter
+    wait_s: float = 10.0
+    clock: Callable[[], float] = time.monotonic
+    _came_back: threading.Event = field(default_factory=threading.Event)
+
+    def resolve(
+        self,
+        own_labels: tuple[str, ...],
+        named_ports: Iterable[NamedPort],
+        namespace: str,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Resolution:
+        """Give labels and identity of an endpoint, waiting for the store at most `wait_s`.
+
+        Raises Unavailable (CNI code 11) when the store stays away, IdentitiesExhausted, Cancelled when the caller is
+        gone. Never call it under the node's turn.
+        """
+        ports = tuple(named_ports)
+        found = self.find(own_labels, ports, namespace)
+        if found is not None:
+            return found
+        self.allocator.counts.waits += 1
+        deadline_s = self.clock() + self.wait_s
+        while True:
+            try:
+                return self._ask(own_labels, ports, namespace)
+            except IdentitiesExhausted:
+                raise
+            except Unavailable as failure:
+                self._pause(deadline_s, cancelled, namespace, failure)
+
+    def find(
+        self, own_labels: tuple[str, ...], named_ports: Iterable[NamedPort], namespace: str
+    ) -> Resolution | None:
+        """Give what `resolve` would, without the store; None when the store must be asked."""
+        if not (self.sources.is_complete and self.sources.knows_namespace(namespace)):
+            return None
+        labels, key = self.describe(own_labels, named_ports, namespace)
+        number = self.allocator.find(key)
+        return None if number is None else Resolution(IdentityId(number), labels, own_labels, key)
+
+    def describe(
+        self, own_labels: tuple[str, ...], named_ports: Iterable[NamedPort], namespace: str
+    ) -> tuple[tuple[str, ...], IdentityKey]:
+        """Compute all labels and the key of an endpoint from what is known now."""
+        labels = self.sources.effective(own_labels, namespace)
+        return labels, make_key(labels, named_ports, self.chosen_by)
+
+    def adopt(self, record: EndpointRecord) -> None:
+        """Keep the number of an endpoint that lives from before a restart; 0 (of an older build) is none."""
+        if record.identity:
+            key = IdentityKey(record.identity_labels, record.named_ports)
+            self.allocator.adopt(record.identity, key)
+
+    def affected(
+        self, records: Iterable[EndpointRecord], change: SourceChange | None = None
+    ) -> list[EndpointRecord]:
+        """Give the endpoints that are not what they should be, after a change of labels or (None) after anything."""
+        if not self.sources.is_complete:
+            return []
+        return [
+            record
+            for record in records
+            if (change is None or change.may_touch(record)) and self._is_stale(record)
+        ]
+
+    def resolve_again(self, record: EndpointRecord) -> Resolution:
+        """Resolve an endpoint that has an identity already; it keeps that one until the caller writes this."""
+        return self.resolve(own_labels(record), record.named_ports, record.namespace)
+
+    def store_came_back(self) -> None:
+        """Let waiting ADDs look at once."""
+        self._came_back.set()
+        self._came_back.clear()
+
+    def _ask(
+        self, own_labels: tuple[str, ...], ports: tuple[NamedPort, ...], namespace: str
+    ) -> Resolution:
+        if not self.sources.is_complete:
+            raise Unavailable("namespaces and workloads were not read from the store yet")
+        if not self.sources.knows_namespace(namespace):
+            self._ensure_namespace(namespace)
+        labels, key = self.describe(own_labels, ports, namespace)
+        number = self.allocator.allocate(key)
+        return Resolution(IdentityId(number), labels, own_labels, key)
+
+    def _ensure_namespace(self, name: str) -> None:
+        """Make the Namespace object on first use, as Kubernetes would have it."""
+        key = ObjectKey(NAMESPACES, "", name)
+        metadata = {"name": name, "labels": {NAMESPACE_NAME_KEY: name}}
+        document = {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata}
+        store = self.allocator.store
+        try:
+            stored = store.create(StoredObject(key=key, document=document))
+        except Conflict as error:
+            found = store.get(key)
+            if found is None:
+                raise Unavailable(f"make namespace {name!r}: others change it now") from error
+            stored = found
+        self.sources.learn_namespace(stored)
+
+    def _is_stale(self, record: EndpointRecord) -> bool:
+        labels, key = self.describe(own_labels(record), record.named_ports, record.namespace)
+        known = self.allocator.known.get(record.identity)
+        return (
+            labels != record.labels
+            or key.labels != record.identity_labels
+            or known is None
+            or known.key != key
+        )
+
+    def _pause(
+        self,
+        deadline_s: float,
+        cancelled: Callable[[], bool],
+        namespace: str,
+        failure: Unavailable,
+    ) -> None:
+        """Wait a moment before the next try, or raise what ends the waiting."""
+        if cancelled():
+            raise Cancelled("resolve identity: the caller went away or a DEL overtook it")
+        left_s = deadline_s - self.clock()
+        if left_s <= 0:
+            self.allocator.counts.unavailable += 1
+            raise Unavailable(
+                f"resolve identity of new labels in namespace {namespace!r}: {failure.message}",
+                hint="the store must be there for labels that no pod had before; see `podwire status`",
+            ) from failure
+        self._came_back.wait(min(LOOK_S, left_s))
+
+
+def own_labels(record: EndpointRecord) -> tuple[str, ...]:
+    """Give what an endpoint brought itself; records of builds before identities have it among all labels."""
+    return record.own_labels or record.labels

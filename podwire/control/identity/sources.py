@@ -1,0 +1,221 @@
+"""Labels that a pod does not bring itself: its namespace's, and those of the Workload objects that fit it.
+
+Filled by list and watch of the store, read by the resolver at any time without a lock (values are replaced, never
+changed). Calls no store. Invariant: an endpoint's labels are its own ones, over which Workloads put theirs, and exactly
+its namespace's; nobody but podwire gives a label of podwire.io.
+"""
+
+import fnmatch
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from podwire.model.endpoint import EndpointRecord
+from podwire.model.labels import (
+    NAME_KEY,
+    NETWORK_KEY,
+    OWN_PREFIX,
+    SOURCE_CNI,
+    is_label_key,
+    is_label_value,
+    is_namespace_label,
+    namespace_labels,
+    sort_labels,
+    split_label,
+)
+from podwire.model.store import ObjectKey, StoredObject, StoreEvent
+
+NAMESPACES: Final = "namespaces"
+WORKLOADS: Final = "workloads"
+_NAME: Final = f"{SOURCE_CNI}:{NAME_KEY}="
+_NETWORK: Final = f"{SOURCE_CNI}:{NETWORK_KEY}="
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """Labels for every container whose name and network fit, before it starts."""
+
+    name: str
+    namespace: str = ""
+    """Of the object; "" = containers of every namespace."""
+    pattern: str = "*"
+    """Glob over the container's name, case-sensitive."""
+    network: str = ""
+    """"" = every network."""
+    labels: tuple[tuple[str, str], ...] = ()
+
+    def fits(self, *, namespace: str, network: str, pod: str) -> bool:
+        """Tell whether this labels a container."""
+        return (
+            self.namespace in ("", namespace)
+            and self.network in ("", network)
+            and fnmatch.fnmatchcase(pod, self.pattern)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SourceChange:
+    """What changed: endpoints of these namespaces, and of every namespace when Workloads did."""
+
+    namespaces: frozenset[str] = frozenset()
+    workloads: bool = False
+
+    def __or__(self, other: "SourceChange") -> "SourceChange":
+        return SourceChange(self.namespaces | other.namespaces, self.workloads or other.workloads)
+
+    def __bool__(self) -> bool:
+        return bool(self.namespaces) or self.workloads
+
+    def may_touch(self, record: EndpointRecord) -> bool:
+        """Tell whether the labels of this endpoint may be others now."""
+        return self.workloads or record.namespace in self.namespaces
+
+
+class _Snapshot(msgspec.Struct, frozen=True):
+    """What is kept for a start without the store."""
+
+    namespaces: dict[str, dict[str, str]] = {}
+    workloads: list[Workload] = []
+
+
+class LabelSources:
+    """The namespaces and Workloads that the agent knows."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._namespaces: dict[str, dict[str, str]] = {}
+        self._workloads: dict[ObjectKey, Workload] = {}
+        self._in_order: tuple[Workload, ...] = ()
+        self._listed: set[str] = set()
+        self.is_complete = False
+        """Whether every kind was listed, in this life or an earlier one: before, nobody's labels are known."""
+
+    def knows_namespace(self, namespace: str) -> bool:
+        """Tell whether a namespace has an object, or had one when it was seen last."""
+        return namespace in self._namespaces
+
+    def effective(self, own: Iterable[str], namespace: str) -> tuple[str, ...]:
+        """Give all labels of an endpoint that brings `own` (its network and name among them)."""
+        kept = [label for label in own if not is_namespace_label(label)]
+        extra = dict(pair for one in self._fitting(kept, namespace) for pair in one.labels)
+        if extra:
+            names = {(SOURCE_CNI, key) for key in extra}
+            kept = [label for label in kept if split_label(label)[:2] not in names]
+        return sort_labels(
+            (
+                *kept,
+                *(f"{SOURCE_CNI}:{key}={value}" for key, value in extra.items()),
+                *namespace_labels(namespace, self._namespaces.get(namespace, {})),
+            )
+        )
+
+    def workload_of(self, own: Iterable[str], namespace: str, key: str) -> str:
+        """Name the Workload object that gives a container the label `key`; "" when none does."""
+        fitting = self._fitting(tuple(own), namespace)
+        names = [one.name for one in fitting if any(key == given for given, _ in one.labels)]
+        return names[-1] if names else ""
+
+    def replace(self, kind: str, objects: Sequence[StoredObject]) -> SourceChange:
+        """Take in a whole list of a kind."""
+        with self._lock:
+            self._listed.add(kind)
+            self.is_complete |= self._listed >= {NAMESPACES, WORKLOADS}
+            if kind == WORKLOADS:
+                workloads = {one.key: _read_workload(one) for one in objects}
+                return self._set_workloads(workloads)
+            changed = SourceChange()
+            for one in objects:
+                changed |= self._set_namespace(one)
+            return changed
+
+    def apply(self, event: StoreEvent) -> SourceChange:
+        """Take in one change. A namespace that is deleted keeps its labels: so do its pods, until they end."""
+        key = event.object.key
+        with self._lock:
+            if key.kind == NAMESPACES:
+                return SourceChange() if event.deleted else self._set_namespace(event.object)
+            workloads = {one: made for one, made in self._workloads.items() if one != key}
+            if not event.deleted:
+                workloads[key] = _read_workload(event.object)
+            return self._set_workloads(workloads)
+
+    def learn_namespace(self, stored: StoredObject) -> SourceChange:
+        """Take in a namespace's object as the store has it."""
+        with self._lock:
+            return self._set_namespace(stored)
+
+    def dump(self) -> str:
+        """Give all that is known as text, for a start without the store."""
+        with self._lock:
+            snapshot = _Snapshot(self._namespaces, list(self._in_order))
+        return msgspec.json.encode(snapshot).decode()
+
+    def load(self, text: str) -> None:
+        """Take over what `dump` gave in an earlier life; "" or what cannot be read changes nothing."""
+        try:
+            snapshot = msgspec.json.decode(text.encode(), type=_Snapshot)
+        except msgspec.MsgspecError:
+            return
+        with self._lock:
+            self._namespaces = snapshot.namespaces
+            self._set_workloads(
+                {ObjectKey(WORKLOADS, one.namespace, one.name): one for one in snapshot.workloads}
+            )
+            self.is_complete = True
+
+    def _fitting(self, own: Sequence[str], namespace: str) -> list[Workload]:
+        """Find the Workloads of a container, in the order in which the later one wins."""
+        if not self._in_order:
+            return []
+        pod = next((one[len(_NAME) :] for one in own if one.startswith(_NAME)), "")
+        network = next((one[len(_NETWORK) :] for one in own if one.startswith(_NETWORK)), "")
+        return [
+            one for one in self._in_order if one.fits(namespace=namespace, network=network, pod=pod)
+        ]
+
+    def _set_namespace(self, stored: StoredObject) -> SourceChange:
+        name, labels = stored.key.name, _read_labels(stored.document.get("metadata"))
+        before = self._namespaces.get(name)
+        if before == labels:
+            return SourceChange()
+        self._namespaces = {**self._namespaces, name: labels}
+        return SourceChange(namespaces=frozenset({name}))
+
+    def _set_workloads(self, workloads: dict[ObjectKey, Workload]) -> SourceChange:
+        if workloads == self._workloads:
+            return SourceChange()
+        self._workloads = workloads
+        self._in_order = tuple(made for _, made in sorted(workloads.items()))
+        return SourceChange(workloads=True)
+
+
+def _read_labels(holder: object) -> dict[str, str]:
+    """Read `labels` of metadata or a spec; what is no label is left out."""
+    found = holder.get("labels") if isinstance(holder, Mapping) else None
+    if not isinstance(found, Mapping):
+        return {}
+    return {
+        key: value
+        for key, value in found.items()
+        if isinstance(key, str)
+        and isinstance(value, str)
+        and is_label_key(key)
+        and is_label_value(value)
+    }
+
+
+def _read_workload(stored: StoredObject) -> Workload:
+    spec: Any = stored.document.get("spec")
+    spec = spec if isinstance(spec, Mapping) else {}
+    labels = _read_labels(spec)
+    return Workload(
+        name=stored.key.name,
+        namespace=stored.key.namespace,
+        pattern=str(spec.get("namePattern") or "*"),
+        network=str(spec.get("network") or ""),
+        labels=tuple(
+            sorted(pair for pair in labels.items() if not pair[0].startswith(f"{OWN_PREFIX}/"))
+        ),
+    )

@@ -6,7 +6,7 @@ selector cache. Nothing here knows which pods exist.
 
 import enum
 import ipaddress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from podwire.model.identity import RESERVED_LABELS, IdentityFacts, NamedPort, Reserved
@@ -52,7 +52,7 @@ ICMP: Final = 1
 ICMPV6: Final = 58
 
 
-class Operator(enum.Enum):
+class Operator(enum.StrEnum):
     """How a requirement compares. NOT_IN holds for labels that lack the key, as in Kubernetes."""
 
     IN = "In"
@@ -67,7 +67,7 @@ class Requirement:
 
     source: str
     key: str
-    operator: Operator = field(compare=True)
+    operator: Operator
     values: tuple[str, ...] = ()
     """Sorted, without duplicates."""
 

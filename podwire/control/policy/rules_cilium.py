@@ -1,0 +1,175 @@
+"""Decode CiliumNetworkPolicy, CiliumClusterwideNetworkPolicy and CiliumCIDRGroup (cilium.io/v2) into rules.
+
+Called wherever such a document enters: apply, the store's watch, tests. Pure. Invariant: layers 3 and 4 are carried
+out whole; every other field is refused by name, never ignored. `cilium_peers` and `cilium_ports` read
+the parts of rules.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from podwire.control.policy.cilium_peers import Scope, read_peers, read_subject
+from podwire.control.policy.cilium_ports import read_ports
+from podwire.control.policy.rule import (
+    CidrGroup,
+    LabelSelector,
+    PolicyId,
+    PolicyRules,
+    Rule,
+)
+from podwire.control.policy.schema import (
+    Faults,
+    Node,
+    ObjectName,
+    describe_object,
+    read_cidr,
+    read_header,
+    read_label_map,
+    root,
+)
+from podwire.model.labels import SOURCE_K8S, sort_labels
+from podwire.model.policy import Direction, Verdict
+
+KIND: Final = "CiliumNetworkPolicy"
+KIND_CLUSTERWIDE: Final = "CiliumClusterwideNetworkPolicy"
+KIND_GROUP: Final = "CiliumCIDRGroup"
+API_VERSIONS: Final = ("cilium.io/v2",)
+GROUP_API_VERSIONS: Final = ("cilium.io/v2", "cilium.io/v2alpha1")
+DEFAULT_NAMESPACE: Final = "default"
+HINT: Final = "see docs/policy.md for what is enforced and what is refused; nothing was changed"
+
+_REFUSED_IN_SPEC: Final = {
+    "nodeSelector": "policies of the host itself are not enforced",
+    "log": "verdicts name the policy and the rule instead",
+}
+_DEFAULT_DENY_KEYS: Final = {"ingress": Direction.INGRESS, "egress": Direction.EGRESS}
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """One of the four lists of a spec."""
+
+    key: str
+    direction: Direction
+    verdict: Verdict
+
+
+_SECTIONS: Final = (
+    _Section("ingress", Direction.INGRESS, Verdict.ALLOW),
+    _Section("ingressDeny", Direction.INGRESS, Verdict.DENY),
+    _Section("egress", Direction.EGRESS, Verdict.ALLOW),
+    _Section("egressDeny", Direction.EGRESS, Verdict.DENY),
+)
+
+
+def decode_cilium_policy(document: Mapping[str, Any]) -> tuple[PolicyRules, ...]:
+    """Give the rule sets of a policy, one for `spec` and one for each of `specs`, in this order.
+
+    Raises InvalidRequest with every fault of the document.
+    """
+    faults = Faults()
+    top = root(document, faults)
+    found: list[PolicyRules | None] = []
+    kind = KIND
+    if top.expect_object(("apiVersion", "kind", "metadata", "spec", "specs", "status")):
+        name = read_header(top, api_versions=API_VERSIONS, kinds=(KIND, KIND_CLUSTERWIDE))
+        kind = KIND_CLUSTERWIDE if top.value.get("kind") == KIND_CLUSTERWIDE else KIND
+        policy = _name_policy(top, name, kind)
+        specs = [top.child("spec")] if top.child("spec").present else []
+        specs += top.child("specs").items()
+        if not specs:
+            top.child("spec").wrong("is missing, and so is specs")
+        found = [_read_spec(spec, policy) for spec in specs]
+    faults.raise_if_any(describe_object(document, kind), hint=HINT)
+    return tuple(one for one in found if one is not None)
+
+
+def _name_policy(top: Node, name: ObjectName, kind: str) -> PolicyId:
+    if kind == KIND:
+        return PolicyId(kind, name.namespace or DEFAULT_NAMESPACE, name.name)
+    if name.namespace:
+        top.child("metadata").child("namespace").wrong(
+            "is set; a clusterwide policy is of no namespace"
+        )
+    return PolicyId(kind, "", name.name)
+
+
+def _read_spec(spec: Node, policy: PolicyId) -> PolicyRules | None:
+    known = (
+        *(section.key for section in _SECTIONS),
+        "endpointSelector",
+        "enableDefaultDeny",
+        "labels",
+        "description",
+    )
+    if not spec.expect_object(known, _REFUSED_IN_SPEC):
+        return None
+    scope = Scope(policy.namespace)
+    subject = read_subject(spec.child("endpointSelector"), scope)
+    rules: list[Rule] = []
+    closing: set[Direction] = set()
+    for section in _SECTIONS:
+        items = spec.child(section.key).items()
+        if items:
+            closing.add(section.direction)
+        rules += (rule for item in items if (rule := _read_rule(item, section, scope)) is not None)
+    if not closing and not spec.child("nodeSelector").present:
+        spec.wrong("has no rule: write ingress, ingressDeny, egress or egressDeny ([{}] denies)")
+    _check_annotations(spec)
+    return PolicyRules(policy, subject, _read_default_deny(spec, closing), tuple(rules))
+
+
+def _read_default_deny(spec: Node, closing: set[Direction]) -> frozenset[Direction]:
+    node = spec.child("enableDefaultDeny")
+    if node.present and node.expect_object(_DEFAULT_DENY_KEYS):
+        for key, direction in _DEFAULT_DENY_KEYS.items():
+            wanted = node.child(key).boolean()
+            if wanted is not None:
+                (closing.add if wanted else closing.discard)(direction)
+    return frozenset(closing)
+
+
+def _check_annotations(spec: Node) -> None:
+    """Check what people write for themselves: it changes nothing, and must be what it seems to be."""
+    spec.child("description").text()
+    for label in spec.child("labels").items():
+        if isinstance(label.value, str):
+            continue
+        if label.expect_object(("key", "value", "source")):
+            for key in ("key", "value", "source"):
+                label.child(key).text()
+
+
+def _read_rule(item: Node, section: _Section, scope: Scope) -> Rule | None:
+    if not isinstance(item.value, Mapping):
+        item.expect_object(())
+        return None
+    peers = read_peers(item, section.direction, scope, known=("toPorts", "icmps"))
+    ports = read_ports(item, peers_named=peers is not None)
+    if peers is None and ports is not None:
+        peers = (LabelSelector(),)
+    return Rule(section.direction, section.verdict, peers or (), ports or (), item.path)
+
+
+def decode_cidr_group(document: Mapping[str, Any]) -> CidrGroup:
+    """Give the addresses of a CiliumCIDRGroup. Raises InvalidRequest with every fault of the document."""
+    faults = Faults()
+    top = root(document, faults)
+    name = ObjectName("", "")
+    cidrs = []
+    if top.expect_object(("apiVersion", "kind", "metadata", "spec", "status")):
+        name = read_header(top, api_versions=GROUP_API_VERSIONS, kinds=(KIND_GROUP,))
+        spec = top.child("spec")
+        if spec.expect_object(("externalCIDRs",)):
+            if not spec.child("externalCIDRs").present:
+                spec.child("externalCIDRs").wrong("is missing (write [] for none)")
+            items = spec.child("externalCIDRs").items()
+            cidrs = [read_cidr(item, bare_address=True) for item in items]
+    faults.raise_if_any(describe_object(document, KIND_GROUP), hint=HINT)
+    labels = read_label_map(top.child("metadata").child("labels"))
+    return CidrGroup(
+        name.name,
+        sort_labels(f"{SOURCE_K8S}:{key}={value}" for key, value in labels.items()),
+        tuple(dict.fromkeys(cidr for cidr in cidrs if cidr is not None)),
+    )

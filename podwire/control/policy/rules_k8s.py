@@ -1,0 +1,221 @@
+"""Decode NetworkPolicy v1 into rules.
+
+Called wherever such a document enters: apply, the store's watch, tests. Pure. Invariant: every field below `spec` is
+either carried out or refused by name. Source: networking.k8s.io/v1, NetworkPolicySpec, and the API server's own
+validation of it; where both leave room docs/policy.md says what was chosen.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from podwire.control.policy.labels_match import make_selector
+from podwire.control.policy.rule import (
+    ALL_PORTS,
+    ANY_SOURCE,
+    SCTP,
+    TCP,
+    UDP,
+    CidrSelector,
+    LabelSelector,
+    Operator,
+    PeerSelector,
+    PolicyId,
+    PolicyRules,
+    PortMatch,
+    Requirement,
+    Rule,
+)
+from podwire.control.policy.schema import (
+    PORT_MAX,
+    Faults,
+    Node,
+    check_label_key,
+    describe_object,
+    is_inside,
+    is_port_name,
+    join_path,
+    read_cidr,
+    read_expression,
+    read_header,
+    read_label_map,
+    root,
+    shown,
+)
+from podwire.model.errors import Bug
+from podwire.model.labels import NAME_KEY, NAMESPACE_KEY, NAMESPACE_LABELS_PREFIX, SOURCE_K8S
+from podwire.model.policy import Direction, IPNetwork, Verdict
+
+KIND: Final = "NetworkPolicy"
+API_VERSIONS: Final = ("networking.k8s.io/v1",)
+DEFAULT_NAMESPACE: Final = "default"
+PROTOCOLS: Final[Mapping[str, int]] = {"TCP": TCP, "UDP": UDP, "SCTP": SCTP}
+HINT: Final = "see docs/policy.md for what a NetworkPolicy may say; nothing was changed"
+NAME_IS_NO_LABEL: Final = (
+    "is the workload's name, which is no part of its identity: give it a label (object Workload)"
+)
+
+_POLICY_TYPES: Final = {"Ingress": Direction.INGRESS, "Egress": Direction.EGRESS}
+
+
+def decode_network_policy(document: Mapping[str, Any]) -> PolicyRules:
+    """Give the rules of a NetworkPolicy; without a namespace it is of `default`.
+
+    Raises InvalidRequest with every fault of the document.
+    """
+    faults = Faults()
+    top = root(document, faults)
+    known = ("apiVersion", "kind", "metadata", "spec", "status")
+    policy = _read_policy(top) if top.expect_object(known) else None
+    faults.raise_if_any(describe_object(document, KIND), hint=HINT)
+    if policy is None:
+        raise Bug("a NetworkPolicy gave neither rules nor faults")
+    return policy
+
+
+def _read_policy(top: Node) -> PolicyRules | None:
+    name = read_header(top, api_versions=API_VERSIONS, kinds=(KIND,))
+    namespace = name.namespace or DEFAULT_NAMESPACE
+    spec = top.child("spec")
+    if not spec.expect_object(("podSelector", "policyTypes", "ingress", "egress")):
+        return None
+    own = _in_namespace(namespace)
+    subject = make_selector(own, *_read_selector(spec.child("podSelector"), ANY_SOURCE, ""))
+    types = _read_policy_types(spec)
+    rules = (
+        *_read_rules(spec.child("ingress"), Direction.INGRESS, "from", own),
+        *_read_rules(spec.child("egress"), Direction.EGRESS, "to", own),
+    )
+    return PolicyRules(
+        PolicyId(KIND, namespace, name.name),
+        subject,
+        types,
+        # As in Kubernetes, a direction that policyTypes does not name is not this policy's business.
+        tuple(rule for rule in rules if rule.direction in types),
+    )
+
+
+def _in_namespace(namespace: str) -> Requirement:
+    return Requirement(SOURCE_K8S, NAMESPACE_KEY, Operator.IN, (namespace,))
+
+
+def _read_policy_types(spec: Node) -> frozenset[Direction]:
+    found = [
+        (node, node.choice(tuple(_POLICY_TYPES))) for node in spec.child("policyTypes").items()
+    ]
+    for node, _text in found:
+        if not node.present:
+            node.wrong("is null; it is Ingress or Egress")
+    if len(found) > len(_POLICY_TYPES):
+        spec.child("policyTypes").wrong(f"has {len(found)} elements; at most two are allowed")
+    if found:
+        return frozenset(_POLICY_TYPES[text] for _node, text in found if text)
+    has_egress = bool(spec.value.get("egress"))
+    return frozenset({Direction.INGRESS, *([Direction.EGRESS] if has_egress else [])})
+
+
+def _read_rules(node: Node, direction: Direction, peers_key: str, own: Requirement) -> list[Rule]:
+    rules = []
+    for index, item in enumerate(node.items()):
+        if not item.expect_object((peers_key, "ports")):
+            continue
+        peer_nodes = item.child(peers_key).items()
+        peers = [peer for one in peer_nodes if (peer := _read_peer(one, own)) is not None]
+        port_nodes = item.child("ports").items()
+        ports = [port for one in port_nodes if (port := _read_port(one)) is not None]
+        rules.append(
+            Rule(
+                direction,
+                Verdict.ALLOW,
+                tuple(peers) if peer_nodes else (LabelSelector(),),
+                tuple(ports) if port_nodes else ALL_PORTS,
+                f"{direction.name.lower()}[{index}]",
+            )
+        )
+    return rules
+
+
+def _read_peer(node: Node, own: Requirement) -> PeerSelector | None:
+    if not node.expect_object(("podSelector", "namespaceSelector", "ipBlock")):
+        return None
+    pods, namespaces = node.child("podSelector"), node.child("namespaceSelector")
+    block = node.child("ipBlock")
+    if block.present:
+        if pods.present or namespaces.present:
+            block.wrong("stands beside a selector; an ipBlock stands alone")
+        return _read_block(block)
+    if not pods.present and not namespaces.present:
+        node.wrong("names no podSelector, namespaceSelector or ipBlock")
+        return None
+    where = [own]
+    if namespaces.present:
+        # Also beside requirements on labels: the negative ones hold for whoever has no namespace at all.
+        where = [
+            Requirement(SOURCE_K8S, NAMESPACE_KEY, Operator.EXISTS),
+            *_read_selector(namespaces, SOURCE_K8S, f"{NAMESPACE_LABELS_PREFIX}."),
+        ]
+    return make_selector(*where, *_read_selector(pods, ANY_SOURCE, ""))
+
+
+def _read_selector(node: Node, source: str, prefix: str) -> list[Requirement]:
+    """Read a label selector; its keys get `source` and `prefix`. Absent = nothing is required."""
+    if not node.present or not node.expect_object(("matchLabels", "matchExpressions")):
+        return []
+    found = []
+    labels = node.child("matchLabels")
+    for key, value in read_label_map(labels).items():
+        _refuse_name(labels, join_path(labels.path, key), key)
+        found.append(Requirement(source, prefix + key, Operator.IN, (value,)))
+    for item in node.child("matchExpressions").items():
+        expression = read_expression(item)
+        if expression is None:
+            continue
+        key, operator, values = expression
+        if check_label_key(item, key, key):
+            _refuse_name(item, f"{item.path}.key", key)
+            found.append(Requirement(source, prefix + key, operator, values))
+    return found
+
+
+def _refuse_name(node: Node, path: str, key: str) -> None:
+    if key == NAME_KEY:
+        node.faults.note(path, NAME_IS_NO_LABEL)
+
+
+def _read_block(node: Node) -> CidrSelector | None:
+    if not node.expect_object(("cidr", "except")):
+        return None
+    cidr = read_cidr(node.child("cidr"))
+    exceptions: list[IPNetwork] = []
+    for item in node.child("except").items():
+        found = read_cidr(item)
+        if found is None or cidr is None:
+            continue
+        if found == cidr or not is_inside(found, cidr):
+            item.wrong(f"is {found}, which is not a smaller part of {cidr}")
+        exceptions.append(found)
+    if cidr is None:
+        return None
+    return CidrSelector(cidr, tuple(dict.fromkeys(exceptions)), everybody=True)
+
+
+def _read_port(node: Node) -> PortMatch | None:
+    if not node.expect_object(("protocol", "port", "endPort")):
+        return None
+    protocol_node = node.child("protocol")
+    protocol = PROTOCOLS.get(protocol_node.choice(tuple(PROTOCOLS)), TCP)
+    port, end = node.child("port"), node.child("endPort")
+    if isinstance(port.value, str):
+        if end.present:
+            end.wrong("stands beside the name of a port; a range begins with a number")
+        if not is_port_name(port.value):
+            port.wrong(f"is {shown(port.value)}, no port name (write a number without quotes)")
+        return PortMatch(protocol, name=port.value)
+    first = port.integer(1, PORT_MAX)
+    last = end.integer(1, PORT_MAX)
+    if end.present and not port.present:
+        end.wrong("stands without a port; a range has both")
+    if first is not None and last is not None and last < first:
+        end.wrong(f"is {last}, below the port {first}")
+    if first is None:
+        return PortMatch(protocol)
+    return PortMatch(protocol, first, first if last is None else last)

@@ -1,16 +1,16 @@
 """Decode CiliumNetworkPolicy, CiliumClusterwideNetworkPolicy and CiliumCIDRGroup (cilium.io/v2) into rules.
 
 Called wherever such a document enters: apply, the store's watch, tests. Pure. Invariant: layers 3 and 4 are carried
-out whole; every other field is refused by name, never ignored. `cilium_peers` and `cilium_ports` read
-the parts of rules.
+out whole; every other field is refused by name, never ignored. `cilium.peers` and `cilium.ports`
+read the parts of rules.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from podwire.control.policy.cilium_peers import Scope, read_peers, read_subject
-from podwire.control.policy.cilium_ports import read_ports
+from podwire.control.policy.cilium.peers import Scope, read_peers, read_subject
+from podwire.control.policy.cilium.ports import read_ports
 from podwire.control.policy.rule import (
     CidrGroup,
     LabelSelector,

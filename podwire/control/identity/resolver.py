@@ -71,8 +71,9 @@ class IdentityResolver:
         named_ports: Iterable[NamedPort],
         namespace: str,
         cancelled: Callable[[], bool] = lambda: False,
+        wait_s: float | None = None,
     ) -> Resolution:
-        """Give labels and identity of an endpoint, waiting for the store at most `wait_s`.
+        """Give labels and identity of an endpoint, waiting for the store at most `wait_s` (None: as an ADD does).
 
         Raises Unavailable (CNI code 11) when the store stays away, IdentitiesExhausted, Cancelled when the caller is
         gone. Never call it under the node's turn.
@@ -82,7 +83,7 @@ class IdentityResolver:
         if found is not None:
             return found
         self.allocator.counts.waits += 1
-        deadline_s = self.clock() + self.wait_s
+        deadline_s = self.clock() + (self.wait_s if wait_s is None else wait_s)
         while True:
             try:
                 return self._ask(own_labels, ports, namespace)
@@ -127,8 +128,11 @@ class IdentityResolver:
         ]
 
     def resolve_again(self, record: EndpointRecord) -> Resolution:
-        """Resolve an endpoint that has an identity already; it keeps that one until the caller writes this."""
-        return self.resolve(own_labels(record), record.named_ports, record.namespace)
+        """Resolve an endpoint that has an identity already, without waiting; raises Unavailable.
+
+        It keeps the identity it has until the caller writes this one into its record.
+        """
+        return self.resolve(own_labels(record), record.named_ports, record.namespace, wait_s=0)
 
     def store_came_back(self) -> None:
         """Let waiting ADDs look at once."""

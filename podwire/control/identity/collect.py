@@ -1,0 +1,196 @@
+"""Collection of numbers that nobody uses: marked, given up, and after a rest deleted; and who uses what.
+
+Called by the identity duty once in a while. `Collector` is pure: time and what is in use come in. Invariant: a number
+is given up only a long time after the mark that everybody could see, and means nothing else before it has rested; every
+write says which state it is based on, so that whoever takes a number into use at the same moment wins.
+"""
+
+import enum
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from podwire.control.identity.key import NumberSpace
+from podwire.control.identity.known import (
+    API_VERSION,
+    IDENTITIES,
+    RESTING_SINCE,
+    UNUSED_SINCE,
+    KnownIdentity,
+    annotations,
+    decode,
+    with_annotations,
+)
+from podwire.model.errors import Conflict, NotFound, Unavailable
+from podwire.model.store import ObjectKey, Store, StoredObject
+
+NODES: Final = "nodes"
+UNUSED_S: Final = 15 * 60.0
+MARKED_S: Final = 60 * 60.0
+REST_S: Final = 24 * 60 * 60.0
+SKEW_S: Final = 5 * 60.0
+"""A mark from further in the future is of a wrong clock, and made again."""
+ATTEMPTS: Final = 8
+
+
+class Move(enum.Enum):
+    """What is to be done about a number."""
+
+    MARK = "mark"
+    CLEAR = "clear"
+    REST = "rest"
+    DELETE = "delete"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One thing to do about one number, based on the state it was seen in."""
+
+    move: Move
+    known: KnownIdentity
+
+
+@dataclass
+class Collector:
+    """Decides what becomes of unused numbers; remembers since when it has seen each of them unused."""
+
+    space: NumberSpace = field(default_factory=NumberSpace)
+    """Numbers outside are fixed by somebody and never collected."""
+    _unused: dict[tuple[int, int], float] = field(default_factory=dict)
+    """(number, revision of its object) -> monotonic time."""
+
+    def decide(
+        self,
+        identities: Iterable[KnownIdentity],
+        in_use: Collection[int],
+        *,
+        now: datetime,
+        monotonic_s: float,
+    ) -> list[Decision]:
+        """Give what is to be done now. `in_use` must not be older than `identities`.
+
+        A number goes on only after it was seen unused in this state for UNUSED_S by this collector's own clock: a
+        jump of the wall clock cannot shorten that.
+        """
+        before, self._unused = self._unused, {}
+        decisions: list[Decision] = []
+        for known in identities:
+            if known.stored is None or known.number not in self.space:
+                continue
+            if known.number in in_use:
+                if known.is_marked or known.is_resting:
+                    decisions.append(Decision(Move.CLEAR, known))
+                continue
+            state = (known.number, known.revision)
+            since_s = self._unused[state] = before.get(state, monotonic_s)
+            move = _next_move(known, now)
+            if move is not None and (monotonic_s - since_s >= UNUSED_S or move is Move.CLEAR):
+                decisions.append(Decision(move, known))
+        return decisions
+
+
+def _next_move(known: KnownIdentity, now: datetime) -> Move | None:
+    """Give what is next for an unused number, None when its time has not come."""
+    if not (known.is_marked or known.is_resting):
+        return Move.MARK
+    name, wait_s, move = (
+        (RESTING_SINCE, REST_S, Move.DELETE)
+        if known.is_resting
+        else (UNUSED_SINCE, MARKED_S, Move.REST)
+    )
+    assert known.stored is not None
+    age_s = _age_s(annotations(known.stored)[name], now)
+    if age_s is None or age_s < -SKEW_S:
+        return Move.CLEAR
+    return move if age_s >= wait_s else None
+
+
+def _age_s(text: str, now: datetime) -> float | None:
+    """Give how long ago a time was; None for what is no time."""
+    try:
+        when = datetime.fromisoformat(text)
+    except (TypeError, ValueError):
+        return None
+    return None if when.tzinfo is None else (now - when).total_seconds()
+
+
+def carry_out(store: Store, decisions: Iterable[Decision], now: datetime) -> dict[Move, int]:
+    """Write decisions; what changed meanwhile is left for the next time. Gives how many of each were done."""
+    stamp = now.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    changes: Mapping[Move, Mapping[str, str | None]] = {
+        Move.MARK: {UNUSED_SINCE: stamp},
+        Move.REST: {RESTING_SINCE: stamp},
+        Move.CLEAR: {UNUSED_SINCE: None, RESTING_SINCE: None},
+    }
+    done: dict[Move, int] = {}
+    for decision in decisions:
+        stored = decision.known.stored
+        assert stored is not None
+        try:
+            if decision.move is Move.DELETE:
+                store.delete(stored.key, revision=stored.revision, uid=stored.uid)
+            else:
+                store.update(with_annotations(stored, changes[decision.move]))
+        except (Conflict, NotFound):
+            continue
+        done[decision.move] = done.get(decision.move, 0) + 1
+    return done
+
+
+def collect(
+    store: Store, collector: Collector, *, now: datetime, monotonic_s: float
+) -> dict[Move, int]:
+    """Read identities, then who uses what, and carry out what the collector decides. Raises Unavailable."""
+    identities = [known for one in store.list(IDENTITIES)[0] if (known := decode(one))]
+    in_use = read_holds(store.list(NODES)[0])
+    decisions = collector.decide(identities, in_use, now=now, monotonic_s=monotonic_s)
+    return carry_out(store, decisions, now)
+
+
+def read_holds(nodes: Sequence[StoredObject]) -> frozenset[int]:
+    """Give all numbers that nodes have published as held."""
+    found: set[int] = set()
+    for node in nodes:
+        spec = node.document.get("spec")
+        holds = spec.get("holds") if isinstance(spec, Mapping) else None
+        if isinstance(holds, list | tuple):
+            found.update(one for one in holds if isinstance(one, int))
+    return frozenset(found)
+
+
+def publish_holds(store: Store, node_name: str, numbers: Collection[int]) -> None:
+    """Write which numbers this node uses into its Node object, and nothing else of it."""
+    key = ObjectKey(NODES, "", node_name)
+    holds = sorted(numbers)
+    for _ in range(ATTEMPTS):
+        stored = store.get(key)
+        try:
+            if stored is None:
+                store.create(StoredObject(key=key, document=_node_document(node_name, holds)))
+            elif (stored.document.get("spec") or {}).get("holds") != holds:
+                store.update(_with_holds(stored, holds))
+        except (Conflict, NotFound):
+            continue
+        return
+    raise Unavailable(f"publish what node {node_name!r} holds: others change it all the time")
+
+
+def _node_document(name: str, holds: list[int]) -> dict[str, Any]:
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "Node",
+        "metadata": {"name": name},
+        "spec": {"holds": holds},
+    }
+
+
+def _with_holds(stored: StoredObject, holds: list[int]) -> StoredObject:
+    spec = {**(stored.document.get("spec") or {}), "holds": holds}
+    return StoredObject(
+        key=stored.key,
+        uid=stored.uid,
+        revision=stored.revision,
+        created=stored.created,
+        document={**stored.document, "spec": spec},
+    )

@@ -1,0 +1,71 @@
+"""Identities as people see them: what a number stands for, where it is from, who has it.
+
+Called by the API's views. Pure; field names become those of the API.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from podwire.control.identity.key import PROTOCOL_NAMES
+from podwire.control.identity.known import KnownIdentities, KnownIdentity
+from podwire.model.endpoint import EndpointRecord
+from podwire.model.identity import CLUSTER_FIRST, RESERVED_LABELS, IdentityFacts
+
+
+@dataclass(frozen=True, slots=True)
+class IdentityDescription:
+    """One identity."""
+
+    id: int
+    labels: tuple[str, ...]
+    named_ports: tuple[str, ...]
+    """`name:protocol/port`."""
+    source: str
+    """`reserved`, `fixed` (a number that somebody chose) or `cluster` (an allocated one)."""
+    state: str
+    """`used` (here), `known`, `marked` (nobody used it, it goes soon), or `missing` (used here, not in the store)."""
+    endpoints: int
+    """How many endpoints of this node have it."""
+    endpoint_ids: tuple[int, ...]
+
+
+def describe_identities(
+    known: KnownIdentities, records: Iterable[EndpointRecord]
+) -> list[IdentityDescription]:
+    """Describe the reserved identities and all that are known, lowest number first."""
+    holders: dict[int, list[int]] = {}
+    for record in records:
+        holders.setdefault(record.identity, []).append(record.id)
+    reserved = [
+        _describe(IdentityFacts(int(number), labels), "reserved", "known", holders)
+        for number, labels in sorted(RESERVED_LABELS.items())
+    ]
+    found = [
+        _describe(
+            facts,
+            "cluster" if facts.number >= CLUSTER_FIRST else "fixed",
+            _state(known.get(facts.number), facts.number in holders),
+            holders,
+        )
+        for facts in known.facts()
+    ]
+    return reserved + found
+
+
+def _describe(
+    facts: IdentityFacts, source: str, state: str, holders: dict[int, list[int]]
+) -> IdentityDescription:
+    ids = tuple(sorted(holders.get(facts.number, ())))
+    ports = tuple(
+        f"{one.name}:{PROTOCOL_NAMES.get(one.protocol, one.protocol)}/{one.port}"
+        for one in facts.named_ports
+    )
+    return IdentityDescription(facts.number, facts.labels, ports, source, state, len(ids), ids)
+
+
+def _state(known: KnownIdentity | None, is_held: bool) -> str:
+    if known is None or known.stored is None:
+        return "missing"
+    if is_held:
+        return "used"
+    return "marked" if known.is_marked else "known"

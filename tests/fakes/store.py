@@ -116,7 +116,7 @@ class MemoryWatch:
 
     def __init__(self, store: MemoryStore, after: int, kinds: frozenset[str]) -> None:
         self._store = store
-        self._after = after
+        self.revision = after
         self._kinds = kinds
         self._closed = False
 
@@ -126,11 +126,11 @@ class MemoryWatch:
             while not self._closed:
                 if self._store.away:
                     raise Unavailable("watch: the store is away")
-                if self._after < self._store.compacted:
+                if self.revision < self._store.compacted:
                     raise Compacted("watch: the changes since then are gone")
-                found = [one for one in self._store.events if one.revision > self._after]
+                found = [one for one in self._store.events if one.revision > self.revision]
                 if found:
-                    self._after = found[-1].revision
+                    self.revision = found[-1].revision
                 wanted = [
                     one for one in found if not self._kinds or one.object.key.kind in self._kinds
                 ]

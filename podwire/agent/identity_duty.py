@@ -1,0 +1,221 @@
+"""Look after identities: hear of changes, relabel endpoints, publish what is in use, collect what is not.
+
+`agent.main` prepares it before anything is restored, then runs `watch_identities` and `tend_identities` as tasks;
+`agent.rest` asks it to change labels. Everything that waits for the store runs on a thread and never under the node's
+turn. Invariant: an endpoint keeps its identity until its new one exists, and both are published as in use until the
+datapath has changed over.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from typing import Final, Protocol
+
+from podwire.control.endpoint.queue import Level
+from podwire.control.endpoint.regenerate import Regenerator
+from podwire.control.endpoint.states import State
+from podwire.control.endpoint.table import Endpoint, EndpointTable
+from podwire.control.identity.collect import Collector, collect, publish_holds
+from podwire.control.identity.feed import IdentityFeed
+from podwire.control.identity.own_labels import change_own_labels
+from podwire.control.identity.resolver import Resolution, own_labels
+from podwire.model.endpoint import EndpointRecord
+from podwire.model.errors import Conflict, NotFound, PodwireError, Unavailable
+from podwire.model.ids import EndpointId
+
+SOURCES_FACT: Final = "label-sources"
+TICK_S: Final = 1.0
+"""Also the shortest time between two publications of what is in use."""
+WATCH_S: Final = 5.0
+AWAY_S: Final = 1.0
+COLLECT_S: Final = 60.0
+PUBLISH_AGAIN_S: Final = 60.0
+"""How often a publication that should stand is looked at: somebody may have deleted it."""
+_ENDING: Final = frozenset({State.DISCONNECTING, State.DISCONNECTED})
+
+_log = logging.getLogger(__name__)
+
+
+class IdentityJournal(Protocol):
+    """What this duty keeps across restarts."""
+
+    def write(self, record: EndpointRecord) -> None: ...
+
+    def write_fact(self, name: str, value: str) -> None: ...
+
+    def read_fact(self, name: str) -> str: ...
+
+
+@dataclass
+class IdentityDuty:
+    """Identities of one node over time."""
+
+    node_name: str
+    feed: IdentityFeed
+    table: EndpointTable
+    journal: IdentityJournal
+    regenerator: Regenerator
+    turn: threading.RLock
+    collector: Collector = field(default_factory=Collector)
+    monotonic: Callable[[], float] = time.monotonic
+    now: Callable[[], datetime] = lambda: datetime.now(UTC)
+    _remembered: str = ""
+    _published: frozenset[int] | None = None
+    _published_s: float = 0.0
+    _collected_s: float = 0.0
+    _checked: set[EndpointId] = field(default_factory=set)
+    _pending: set[EndpointId] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._resolver = self.feed.resolver
+        self._allocator = self._resolver.allocator
+        self._store = self._allocator.store
+
+    def prepare(self, records: Iterable[EndpointRecord]) -> None:
+        """Take over what is known without the store; before endpoints are restored and doors open."""
+        self._remembered = self.journal.read_fact(SOURCES_FACT)
+        self._resolver.sources.load(self._remembered)
+        for record in records:
+            self._resolver.adopt(record)
+        try:
+            self.feed.step(0)
+        except PodwireError as error:
+            _log.warning(
+                "the store is away; label sets that no pod has had wait for it",
+                extra={"error": error.message},
+            )
+
+    def tick(self) -> None:
+        """Do what is due; raises what the store says when it is away, after all that needs no store."""
+        held = {int(one.record.identity) for one in self.table} - {0}
+        in_use = self._allocator.set_held(held)
+        self._repair()
+        self._remember()
+        self._publish(in_use)
+        self._allocator.reassert()
+        if self.monotonic() - self._collected_s >= COLLECT_S:
+            self._collected_s = self.monotonic()
+            collect(self._store, self.collector, now=self.now(), monotonic_s=self._collected_s)
+
+    def change_labels(self, endpoint_id: EndpointId, changes: Sequence[str]) -> EndpointRecord:
+        """Set and take away labels of one endpoint; gives its new record when the new identity is written.
+
+        Waits for the store like an ADD. Raises NotFound, InvalidRequest, Unavailable, Conflict.
+        """
+        record = self._living(endpoint_id).record
+        before = own_labels(record)
+        own = change_own_labels(
+            before,
+            changes,
+            lambda key: self._resolver.sources.workload_of(before, record.namespace, key),
+        )
+        resolution = self._resolver.resolve(own, record.named_ports, record.namespace)
+        if not self._change_over(record, resolution, "labels changed by hand"):
+            raise Conflict(
+                f"change labels of endpoint {endpoint_id}: somebody else changed it at the same time",
+                hint="do it again",
+            )
+        return self._living(endpoint_id).record
+
+    def _living(self, endpoint_id: EndpointId) -> Endpoint:
+        endpoint = self.table.get(endpoint_id)
+        if endpoint is None or endpoint.state in _ENDING:
+            raise NotFound(f"find endpoint {endpoint_id}: there is none")
+        return endpoint
+
+    def _repair(self) -> None:
+        """Give endpoints whose labels or number are not what they should be the right ones.
+
+        A new endpoint is looked at once: what changed between its ADD's look and its entry in the table is found here.
+        """
+        if not self._resolver.sources.is_complete:
+            return
+        doubt = self.feed.take_doubt()
+        records = [one.record for one in self.table if one.state not in _ENDING]
+        suspects = [one for one in records if one.id not in self._checked or doubt.may_touch(one)]
+        self._checked = {one.id for one in records}
+        self._pending &= self._checked
+        self._pending |= {one.id for one in self._resolver.affected(suspects)}
+        for record in records:
+            if record.id in self._pending and self._relabel(record):
+                self._pending.discard(record.id)
+
+    def _relabel(self, record: EndpointRecord) -> bool:
+        """Change one endpoint over; False: it keeps what it has, and is tried again."""
+        try:
+            resolution = self._resolver.resolve_again(record)
+            return self._change_over(record, resolution, "labels changed")
+        except Unavailable:
+            return False
+        except PodwireError as error:
+            _log.warning(
+                "relabel endpoint failed; it keeps its identity, it is retried",
+                extra={"endpoint": record.id, "error": error.message},
+            )
+            return False
+
+    def _change_over(self, record: EndpointRecord, resolution: Resolution, cause: str) -> bool:
+        """Write a new identity and have the datapath built for it; False when the record is another by now."""
+        with self.turn:
+            endpoint = self.table.get(record.id)
+            if endpoint is None or endpoint.state in _ENDING or endpoint.record != record:
+                return False
+            changed = resolution.write_into(record)
+            if changed == record:
+                return True
+            self.journal.write(changed)
+            self.table.replace_record(changed)
+            if changed.identity != record.identity:
+                cause = f"{cause}: identity {record.identity} -> {changed.identity}"
+                self.regenerator.request(record.id, Level.POLICY, cause)
+        _log.info(
+            "the labels of an endpoint changed",
+            extra={"endpoint": record.id, "identity": changed.identity, "cause": cause},
+        )
+        return True
+
+    def _remember(self) -> None:
+        """Keep namespaces and Workloads for a start without the store."""
+        text = self._resolver.sources.dump()
+        if text != self._remembered:
+            self.journal.write_fact(SOURCES_FACT, text)
+            self._remembered = text
+
+    def _publish(self, in_use: frozenset[int]) -> None:
+        age_s = self.monotonic() - self._published_s
+        if in_use != self._published or age_s >= PUBLISH_AGAIN_S:
+            publish_holds(self._store, self.node_name, in_use)
+            self._published, self._published_s = in_use, self.monotonic()
+
+
+async def watch_identities(duty: IdentityDuty, threads: Executor) -> None:
+    """Hear of changes, for ever. A store that is away is asked again; nothing is missed meanwhile."""
+    loop = asyncio.get_running_loop()
+    try:
+        while True:
+            try:
+                await loop.run_in_executor(threads, partial(duty.feed.step, WATCH_S))
+            except Unavailable:
+                await asyncio.sleep(AWAY_S)
+    finally:
+        duty.feed.close()
+
+
+async def tend_identities(
+    duty: IdentityDuty, threads: Executor, report: Callable[[str], None]
+) -> None:
+    """Tick for ever; `report` hears what is wrong with the store, "" when nothing is."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            await loop.run_in_executor(threads, duty.tick)
+            report("")
+        except Unavailable as error:
+            report(error.message)
+        await asyncio.sleep(TICK_S)

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Final, Protocol
 
 from podwire.control.endpoint.queue import Level
-from podwire.control.endpoint.regenerate import Regenerator
 from podwire.control.endpoint.states import State
 from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.control.identity.collect import Collector, collect, publish_holds
@@ -60,7 +59,8 @@ class IdentityDuty:
     feed: IdentityFeed
     table: EndpointTable
     journal: IdentityJournal
-    regenerator: Regenerator
+    request_build: Callable[[EndpointId, Level, str], None]
+    """Of the regenerator: have an endpoint's datapath brought to what its record says; called under the turn."""
     turn: threading.RLock
     collector: Collector = field(default_factory=Collector)
     monotonic: Callable[[], float] = time.monotonic
@@ -95,13 +95,15 @@ class IdentityDuty:
         """Do what is due; raises what the store says when it is away, after all that needs no store."""
         held = {int(one.record.identity) for one in self.table} - {0}
         in_use = self._allocator.set_held(held)
-        self._repair()
+        waiting_for = self._repair()
         self._remember()
         self._publish(in_use)
         self._allocator.reassert()
         if self.monotonic() - self._collected_s >= COLLECT_S:
             self._collected_s = self.monotonic()
             collect(self._store, self.collector, now=self.now(), monotonic_s=self._collected_s)
+        if waiting_for is not None:
+            raise waiting_for
 
     def change_labels(self, endpoint_id: EndpointId, changes: Sequence[str]) -> EndpointRecord:
         """Set and take away labels of one endpoint; gives its new record when the new identity is written.
@@ -129,30 +131,36 @@ class IdentityDuty:
             raise NotFound(f"find endpoint {endpoint_id}: there is none")
         return endpoint
 
-    def _repair(self) -> None:
+    def _repair(self) -> Unavailable | None:
         """Give endpoints whose labels or number are not what they should be the right ones.
 
         A new endpoint is looked at once: what changed between its ADD's look and its entry in the table is found here.
+        Those that wait for the store keep what they have; gives what they wait for.
         """
         if not self._resolver.sources.is_complete:
-            return
+            return None
         doubt = self.feed.take_doubt()
         records = [one.record for one in self.table if one.state not in _ENDING]
         suspects = [one for one in records if one.id not in self._checked or doubt.may_touch(one)]
         self._checked = {one.id for one in records}
         self._pending &= self._checked
         self._pending |= {one.id for one in self._resolver.affected(suspects)}
-        for record in records:
-            if record.id in self._pending and self._relabel(record):
-                self._pending.discard(record.id)
+        waiting_for: Unavailable | None = None
+        for record in [one for one in records if one.id in self._pending]:
+            try:
+                if self._relabel(record):
+                    self._pending.discard(record.id)
+            except Unavailable as error:
+                waiting_for = error
+        return waiting_for
 
     def _relabel(self, record: EndpointRecord) -> bool:
-        """Change one endpoint over; False: it keeps what it has, and is tried again."""
+        """Change one endpoint over; False or Unavailable: it keeps what it has, and is tried again."""
         try:
             resolution = self._resolver.resolve_again(record)
             return self._change_over(record, resolution, "labels changed")
         except Unavailable:
-            return False
+            raise
         except PodwireError as error:
             _log.warning(
                 "relabel endpoint failed; it keeps its identity, it is retried",
@@ -173,7 +181,7 @@ class IdentityDuty:
             self.table.replace_record(changed)
             if changed.identity != record.identity:
                 cause = f"{cause}: identity {record.identity} -> {changed.identity}"
-                self.regenerator.request(record.id, Level.POLICY, cause)
+                self.request_build(record.id, Level.POLICY, cause)
         _log.info(
             "the labels of an endpoint changed",
             extra={"endpoint": record.id, "identity": changed.identity, "cause": cause},

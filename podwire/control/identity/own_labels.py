@@ -37,7 +37,7 @@ def change_own_labels(
         faults.append(Fault("labels", f"has {len(changes)} changes, more than {CHANGES_MAX}"))
     for index, text in enumerate(changes[:CHANGES_MAX]):
         key, value = _read_change(text)
-        message = _find_fault(key, value, workload_of)
+        message = _find_fault(text, key, value, workload_of)
         if not message and wanted.get(key, value) != value:
             message = "is changed twice"
         if message:
@@ -64,10 +64,11 @@ def _read_change(text: str) -> tuple[str, str | None]:
     return key, value
 
 
-def _find_fault(key: str, value: str | None, workload_of: WorkloadOf) -> str:
+def _find_fault(text: str, key: str, value: str | None, workload_of: WorkloadOf) -> str:
     """Say why a change is refused; "" when it is not."""
     workload = workload_of(key)
     reasons = (
+        ("=" not in text and value is not None, "is neither KEY=VALUE nor KEY-"),
         (key.startswith(_FOREIGN), "labels of other sources than cni are not given by hand"),
         (not is_label_key(key), f"{key[:80]!r} is no label key ([prefix/]name)"),
         (key.startswith(f"{OWN_PREFIX}/"), f"{OWN_PREFIX}/ is reserved for podwire"),

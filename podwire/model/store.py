@@ -2,11 +2,13 @@
 
 Back ends live in `podwire.store`; one contract suite (tests/contract/test_store_contract.py) holds for all of them.
 Synchronous: callers that must not wait use a thread. Errors: Conflict (exists, or another revision), NotFound,
-Unavailable (the store is away; nothing was written), NewerData, InvalidRequest.
+Unavailable (the store is away; nothing was written), StorageFailure (disk full or damaged; nothing was written),
+NewerData, InvalidRequest. Invariant: every change has a revision of its own, one more than that of the change before.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import msgspec
@@ -60,7 +62,12 @@ class Compacted(PodwireError):
 
 
 class Watch(Protocol):
-    """Changes after a revision, in order, each once."""
+    """Changes after a revision, in order, each once. One thread reads it; any may close it."""
+
+    @property
+    def revision(self) -> int:
+        """Up to which revision of the store everything was given: from here another watch goes on."""
+        ...
 
     def next(self, timeout_s: float) -> Sequence[StoreEvent]:
         """Give what has happened, waiting up to `timeout_s` for the first; () when nothing came. Raises Compacted,
@@ -76,6 +83,26 @@ class Watch(Protocol):
     def __exit__(self, *_exception: object) -> None: ...
 
 
+class Waker(Protocol):
+    """Tells a watch of a file that another process has changed it. Only a hint: a watch also looks by itself."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return at a change since the last call, at `wake`, or after `timeout_s`."""
+        ...
+
+    def wake(self) -> None:
+        """End `wait` on another thread, or the next one; after `close` do nothing."""
+        ...
+
+    def close(self) -> None:
+        """Give descriptors back. Nobody may be waiting."""
+        ...
+
+
+OpenWaker = Callable[[Path], Waker]
+"""Opens what wakes when the file of this path is touched."""
+
+
 class Store(Protocol):
     """Objects of one cluster. Safe to call from several threads."""
 
@@ -84,7 +111,7 @@ class Store(Protocol):
         ...
 
     def list(self, kind: str, namespace: str | None = None) -> tuple[Sequence[StoredObject], int]:
-        """Give all objects of a kind (of one namespace), by name, and the store's revision they are of."""
+        """Give all objects of a kind (of one namespace), by namespace and name, and the revision they are of."""
         ...
 
     def create(self, new: StoredObject) -> StoredObject:
@@ -92,7 +119,8 @@ class Store(Protocol):
         ...
 
     def update(self, new: StoredObject) -> StoredObject:
-        """Replace an object whose revision must still be `new.revision` (else Conflict; NotFound)."""
+        """Replace an object whose revision must still be `new.revision` (else Conflict; NotFound). Uid and time of
+        creation stay what they are, whatever `new` says."""
         ...
 
     def delete(self, key: ObjectKey, *, revision: int | None = None, uid: str = "") -> StoredObject:
@@ -100,9 +128,10 @@ class Store(Protocol):
         ...
 
     def watch(self, after_revision: int, kinds: Sequence[str] = ()) -> Watch:
-        """Watch changes of some kinds (none named: all) after a revision."""
+        """Watch changes of some kinds (none named: all) after a revision; `next` raises Compacted when the store does
+        not remember it, or never had it."""
         ...
 
     def close(self) -> None:
-        """Give connections back."""
+        """Close what is open, watches too."""
         ...

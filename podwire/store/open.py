@@ -1,0 +1,28 @@
+"""Open the store that a URL names.
+
+Called by `agent.main` and by object commands with `--store`. Decides nothing but which back end is meant.
+"""
+
+from pathlib import Path
+from typing import Final
+
+from podwire.model.errors import InvalidConfiguration
+from podwire.model.store import OpenWaker, Store
+from podwire.store.sqlite import SqliteStore
+from podwire.store.sqlite_watch import ThreadWaker
+
+SQLITE: Final = "sqlite://"
+
+
+def open_store(url: str, *, open_waker: OpenWaker = ThreadWaker, create: bool = True) -> Store:
+    """Open `sqlite:///PATH`. `create`: make it when it is missing, else StorageFailure.
+
+    Raises InvalidConfiguration for what is no such URL; StorageFailure, NewerData, Unavailable.
+    """
+    path = url.removeprefix(SQLITE)
+    if not url.startswith(SQLITE) or not path.startswith("/") or path.endswith("/"):
+        raise InvalidConfiguration(
+            f"open store {url!r}: this is no store that this podwire knows",
+            hint=f"write {SQLITE}/PATH, the absolute path of a file",
+        )
+    return SqliteStore(Path(path), open_waker=open_waker, create=create)

@@ -1,0 +1,261 @@
+"""The store in one file, for one machine: several threads, several processes, several lab nodes.
+
+Opened by `store.open`. Implements `model.store.Store` on sqlite with a write-ahead log; a write that returned is on
+disk. Must never hold a lock while a caller does anything: each call is one transaction. Invariant: each change takes
+the next revision of the whole file and leaves one row in the log of changes, in the transaction that makes it.
+"""
+
+import sqlite3
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from podwire.model.errors import Conflict, InvalidRequest, NotFound, StorageFailure
+from podwire.model.store import ObjectKey, OpenWaker, StoredObject
+from podwire.store.sqlite_file import open_file
+from podwire.store.sqlite_watch import SqliteWatch, ThreadWaker
+
+CHANGES_KEPT: Final = 20_000
+"""Changes that the log holds. A watch lags by milliseconds; one that lags by more than this lists again."""
+BUSY_TIMEOUT_S: Final = 10.0
+"""How long a write waits for those of other processes; one takes milliseconds."""
+DOCUMENT_MAX_BYTES: Final = 1 << 20
+"""As JSON. Other back ends allow no more."""
+
+_READ = "SELECT kind, namespace, name, uid, created, revision, document FROM object"
+_ONE = "kind = ? AND namespace = ? AND name = ?"
+_LOG = "INSERT INTO change VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+
+Row = tuple[str, str, str, str, str, int, bytes]
+
+
+class SqliteStore:
+    """Objects in a file at `path`.
+
+    `open_waker` opens what wakes a watch when another process has written; by default it looks each second. `create`
+    false: a file that is missing is a StorageFailure. `now` gives Unix time in seconds.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        open_waker: OpenWaker = ThreadWaker,
+        create: bool = True,
+        now: Callable[[], float] = time.time,
+        changes_kept: int = CHANGES_KEPT,
+        busy_timeout_s: float = BUSY_TIMEOUT_S,
+    ) -> None:
+        self._file = open_file(path, busy_timeout_s=busy_timeout_s, create=create)
+        self._open_waker = open_waker
+        self._now = now
+        self._changes_kept = changes_kept
+        self._read_lock, self._write_lock = threading.Lock(), threading.Lock()
+        self._watches: set[SqliteWatch] = set()
+        self._watches_lock = threading.Lock()
+        with ExitStack() as opened, self._file.reported("open"):
+            self._reader = self._file.connect()
+            opened.callback(self._reader.close)
+            self._writer = self._file.connect()
+            opened.pop_all()
+
+    def get(self, key: ObjectKey) -> StoredObject | None:
+        """Give one object; None when there is none."""
+        with self._read_lock, self._file.reported("read"):
+            self._file.check_same()
+            row = self._reader.execute(f"{_READ} WHERE {_ONE}", _columns(key)).fetchone()
+        return None if row is None else self._make(row)
+
+    def list(self, kind: str, namespace: str | None = None) -> tuple[Sequence[StoredObject], int]:
+        """Give all objects of a kind (of one namespace), by namespace and name, and the store's revision."""
+        chosen, parameters = "WHERE kind = ?", [kind]
+        if namespace is not None:
+            chosen, parameters = f"{chosen} AND namespace = ?", [kind, namespace]
+        with self._read_lock, self._file.reported("read"):
+            self._file.check_same()
+            self._reader.execute("BEGIN")
+            try:
+                [revision] = self._reader.execute("SELECT revision FROM state").fetchone()
+                rows = self._reader.execute(
+                    f"{_READ} {chosen} ORDER BY namespace, name", parameters
+                ).fetchall()
+            finally:
+                if self._reader.in_transaction:
+                    self._reader.execute("ROLLBACK")
+        return [self._make(row) for row in rows], revision
+
+    def create(self, new: StoredObject) -> StoredObject:
+        """Write an object that must not exist (else Conflict); gives it with uid, revision and time."""
+        document = _encode_document(new)
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._now()))
+        with self._changing("write") as connection:
+            if (found := self._find(connection, new.key)) is not None:
+                raise Conflict(
+                    f"create {new.key}: it exists, at revision {found[5]}",
+                    hint="update it, or delete it first",
+                )
+            revision = _next_revision(connection)
+            row = (*_columns(new.key), str(uuid.uuid4()), created, revision, document)
+            connection.execute("INSERT INTO object VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+            self._log(connection, revision, row)
+        return self._make(row)
+
+    def update(self, new: StoredObject) -> StoredObject:
+        """Replace an object whose revision must still be `new.revision` (else Conflict; NotFound)."""
+        document = _encode_document(new)
+        with self._changing("write") as connection:
+            found = self._expect(connection, "update", new.key, new.revision, new.uid)
+            revision = _next_revision(connection)
+            row = (*found[:5], revision, document)
+            connection.execute(
+                f"UPDATE object SET revision = ?, document = ? WHERE {_ONE}",
+                (revision, document, *_columns(new.key)),
+            )
+            self._log(connection, revision, row)
+        return self._make(row)
+
+    def delete(self, key: ObjectKey, *, revision: int | None = None, uid: str = "") -> StoredObject:
+        """Remove an object, under the preconditions that are given; gives what was there. NotFound, Conflict."""
+        with self._changing("write") as connection:
+            found = self._expect(connection, "delete", key, revision, uid)
+            connection.execute(f"DELETE FROM object WHERE {_ONE}", _columns(key))
+            self._log(connection, _next_revision(connection), found, deleted=True)
+        return self._make(found)
+
+    def watch(self, after_revision: int, kinds: Sequence[str] = ()) -> SqliteWatch:
+        """Watch changes of some kinds (none named: all) after a revision."""
+        waker = self._open_waker(self._file.revision_path)
+        try:
+            with self._file.reported("watch"):
+                made = SqliteWatch(
+                    self._file,
+                    waker,
+                    after_revision=after_revision,
+                    kinds=kinds,
+                    read_object=self._make,
+                    forget=self._forget,
+                )
+        except BaseException:
+            waker.close()
+            raise
+        with self._watches_lock:
+            self._watches.add(made)
+        return made
+
+    def close(self) -> None:
+        """Close the file and all watches; everything written is on disk already."""
+        for one in self._open_watches():
+            one.close()
+        with self._read_lock, self._write_lock:
+            self._reader.close()
+            self._writer.close()
+
+    def _open_watches(self) -> Sequence[SqliteWatch]:
+        with self._watches_lock:
+            return tuple(self._watches)
+
+    def _forget(self, watch: SqliteWatch) -> None:
+        with self._watches_lock:
+            self._watches.discard(watch)
+
+    @contextmanager
+    def _changing(self, verb: str) -> Iterator[sqlite3.Connection]:
+        """Do one transaction that writes, and tell the watches when it is on disk."""
+        connection = self._writer
+        with self._write_lock, self._file.reported(verb):
+            self._file.check_same()
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield connection
+                connection.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+        self._file.touch()
+        for one in self._open_watches():
+            one.wake()
+
+    def _find(self, connection: sqlite3.Connection, key: ObjectKey) -> Row | None:
+        row: Row | None = connection.execute(f"{_READ} WHERE {_ONE}", _columns(key)).fetchone()
+        return row
+
+    def _expect(
+        self,
+        connection: sqlite3.Connection,
+        verb: str,
+        key: ObjectKey,
+        revision: int | None,
+        uid: str,
+    ) -> Row:
+        """Find what is to be changed, and check that it still is what the caller has seen."""
+        found = self._find(connection, key)
+        if found is None:
+            raise NotFound(f"{verb} {key}: there is none", hint=f"see podwire get {key.kind}")
+        if uid and found[3] != uid:
+            raise Conflict(
+                f"{verb} {key}: it was deleted and made anew", hint="read it again and repeat"
+            )
+        if revision is not None and found[5] != revision:
+            raise Conflict(
+                f"{verb} {key}: its revision is {found[5]}, no longer {revision}",
+                hint="somebody else has changed it: read it again and repeat",
+            )
+        return found
+
+    def _log(
+        self, connection: sqlite3.Connection, revision: int, row: Row, *, deleted: bool = False
+    ) -> None:
+        *columns, object_revision, document = row
+        connection.execute(_LOG, (revision, *columns, object_revision, document, deleted))
+        connection.execute(
+            "DELETE FROM change WHERE revision <= ?", (revision - self._changes_kept,)
+        )
+
+    def _make(self, row: Sequence[Any]) -> StoredObject:
+        kind, namespace, name, uid, created, revision, document = row
+        key = ObjectKey(kind, namespace, name)
+        try:
+            decoded = _decode(document)
+        except msgspec.MsgspecError as error:
+            raise StorageFailure(
+                f"read {key} of store {str(self._file.path)!r}: {error}",
+                hint="something else has changed the file: delete the object and apply it again",
+            ) from error
+        return StoredObject(key=key, uid=uid, revision=revision, created=created, document=decoded)
+
+
+def _columns(key: ObjectKey) -> tuple[str, str, str]:
+    return key.kind, key.namespace, key.name
+
+
+def _next_revision(connection: sqlite3.Connection) -> int:
+    # All rows are fetched: a statement that is still running would keep the transaction open.
+    [[revision]] = connection.execute(
+        "UPDATE state SET revision = revision + 1 RETURNING revision"
+    ).fetchall()
+    return int(revision)
+
+
+def _encode_document(new: StoredObject) -> bytes:
+    if not new.key.kind or not new.key.name:
+        raise InvalidRequest(f"write {new.key}: an object has a kind and a name")
+    try:
+        encoded = _encode(new.document)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"write {new.key}: its document is no JSON: {error}") from error
+    if len(encoded) > DOCUMENT_MAX_BYTES:
+        raise InvalidRequest(
+            f"write {new.key}: it takes {len(encoded)} bytes; at most {DOCUMENT_MAX_BYTES} are allowed",
+            hint="split it into several objects",
+        )
+    return encoded

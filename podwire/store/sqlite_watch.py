@@ -1,0 +1,148 @@
+"""Watches of a sqlite store: read the log of changes, sleep until somebody wrote, read again.
+
+Made by `store.sqlite`. Never writes. A wake-up is only a hint: the log is also read each second, so a lost one delays a
+change and loses nothing. Invariant: what is given follows what was given before, without a gap, or Compacted is raised.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, Self
+
+from podwire.model.store import Compacted, StoredObject, StoreEvent, Waker
+from podwire.store.sqlite_file import StoreFile
+
+LOOK_EVERY_S: Final = 1.0
+EVENTS_MAX: Final = 1000
+"""Changes that one call gives at most; the next call goes on."""
+
+ReadObject = Callable[[Sequence[object]], StoredObject]
+"""Makes an object of kind, namespace, name, uid, created, revision, document."""
+
+
+class ThreadWaker:
+    """Wakes for writes of this process alone; those of others are seen at the next look."""
+
+    def __init__(self, _path: Path) -> None:
+        self._event = threading.Event()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return at `wake` or after `timeout_s`."""
+        self._event.wait(timeout_s)
+        self._event.clear()
+
+    def wake(self) -> None:
+        """End `wait` on another thread."""
+        self._event.set()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class SqliteWatch:
+    """Implements `model.store.Watch`."""
+
+    def __init__(
+        self,
+        file: StoreFile,
+        waker: Waker,
+        *,
+        after_revision: int,
+        kinds: Sequence[str],
+        read_object: ReadObject,
+        forget: "Callable[[SqliteWatch], None]",
+    ) -> None:
+        self._file = file
+        self._waker = waker
+        self._revision = after_revision
+        self._kinds = tuple(kinds)
+        self._read_object = read_object
+        self._forget = forget
+        self._closed = False
+        self._reading = threading.Lock()
+        self._connection = file.connect()
+
+    @property
+    def revision(self) -> int:
+        """Up to which revision of the store everything was given."""
+        return self._revision
+
+    def next(self, timeout_s: float) -> Sequence[StoreEvent]:
+        """Give what has happened; see `model.store.Watch`."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._reading:
+            while not self._closed:
+                events = self._look()
+                left_s = deadline_s - time.monotonic()
+                if events or left_s <= 0:
+                    return events
+                self._waker.wait(min(left_s, LOOK_EVERY_S))
+        return ()
+
+    def wake(self) -> None:
+        """Look now: this process has written."""
+        self._waker.wake()
+
+    def close(self) -> None:
+        """Stop watching; a waiting `next` on another thread returns ()."""
+        self._closed = True
+        self._waker.wake()
+        with self._reading:
+            self._waker.close()
+            self._connection.close()
+        self._forget(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def _look(self) -> Sequence[StoreEvent]:
+        with self._file.reported("watch"):
+            self._file.check_same()
+            self._connection.execute("BEGIN")
+            try:
+                newest, oldest = self._connection.execute(_BOUNDS).fetchone()
+                self._check(newest, newest + 1 if oldest is None else oldest)
+                rows = self._read() if newest > self._revision else []
+            finally:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+        self._revision = rows[-1][5] if len(rows) == EVENTS_MAX else newest
+        return tuple(_make_event(row, self._read_object) for row in rows)
+
+    def _check(self, newest: int, oldest: int) -> None:
+        if self._revision > newest:
+            message = f"the store is at {newest}: it is another one, or was put back"
+        elif self._revision < oldest - 1:
+            message = f"the store remembers changes from {oldest} on"
+        else:
+            return
+        raise Compacted(
+            f"watch store {str(self._file.path)!r} after revision {self._revision}: {message}",
+            hint="list the objects again and watch from the revision of that list",
+        )
+
+    def _read(self) -> list[tuple[str, str, str, str, str, int, bytes, int, int]]:
+        """Read changes after the revision: an object's columns, with the change's revision in place of the object's,
+        then the object's own revision and whether it was deleted."""
+        marks = ",".join("?" * len(self._kinds))
+        chosen = f"AND kind IN ({marks})" if self._kinds else ""
+        query = (
+            "SELECT kind, namespace, name, uid, created, revision, document, object_revision,"
+            f" deleted FROM change WHERE revision > ? {chosen} ORDER BY revision LIMIT ?"
+        )
+        parameters = (self._revision, *self._kinds, EVENTS_MAX)
+        return self._connection.execute(query, parameters).fetchall()
+
+
+_BOUNDS: Final = "SELECT (SELECT revision FROM state), (SELECT min(revision) FROM change)"
+
+
+def _make_event(row: Sequence[object], read_object: ReadObject) -> StoreEvent:
+    *columns, revision, document, object_revision, deleted = row
+    made = read_object((*columns, object_revision, document))
+    assert isinstance(revision, int)
+    return StoreEvent(made, revision, bool(deleted))

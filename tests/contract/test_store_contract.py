@@ -1,0 +1,563 @@
+"""What every store keeps, whatever is behind it; and what the sqlite file keeps beyond that: processes, crashes, age.
+
+A back end is a function that opens the store of a directory; each case runs with all of them.
+"""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from podwire.kernel.inotify import FileWaker
+from podwire.model.errors import Conflict, InvalidRequest, NotFound, PodwireError
+from podwire.model.store import Compacted, ObjectKey, Store, StoredObject, StoreEvent, Watch
+from podwire.store.sqlite import DOCUMENT_MAX_BYTES, SqliteStore
+
+Open = Callable[[Path], Store]
+
+BACK_ENDS: dict[str, Open] = {
+    "sqlite": lambda directory: SqliteStore(directory / "store.db"),
+    "sqlite-inotify": lambda directory: SqliteStore(directory / "store.db", open_waker=FileWaker),
+}
+DEADLINE_S = 20.0
+
+
+@pytest.fixture(params=BACK_ENDS)
+def open_again(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Store]:
+    """Open the same store once more."""
+    return lambda: BACK_ENDS[request.param](tmp_path)
+
+
+@pytest.fixture
+def store(open_again: Callable[[], Store]) -> Iterator[Store]:
+    opened = open_again()
+    yield opened
+    opened.close()
+
+
+def key(name: str, namespace: str = "default", kind: str = "networkpolicies") -> ObjectKey:
+    return ObjectKey(kind, namespace, name)
+
+
+def make(name: str, value: object = 0, *, revision: int = 0, **where: str) -> StoredObject:
+    return StoredObject(key=key(name, **where), revision=revision, document={"spec": {"v": value}})
+
+
+def take(watch: Watch, count: int) -> list[StoreEvent]:
+    """Read `count` events, or fail."""
+    found: list[StoreEvent] = []
+    deadline_s = time.monotonic() + DEADLINE_S
+    while len(found) < count and time.monotonic() < deadline_s:
+        found += watch.next(0.2)
+    assert len(found) == count
+    return found
+
+
+def seen(events: Sequence[StoreEvent]) -> list[tuple[str, bool]]:
+    return [(event.object.key.name, event.deleted) for event in events]
+
+
+# ------------------------------------------------------------------ objects
+
+
+def test_what_is_created_can_be_read(store: Store) -> None:
+    made = store.create(make("a", {"nested": [1, 2.5, "ü", None, True]}))
+    assert made.uid
+    assert made.revision == 1
+    assert made.created.endswith("Z")
+    assert store.get(key("a")) == made
+    assert made.document == {"spec": {"v": {"nested": [1, 2.5, "ü", None, True]}}}
+
+
+def test_what_is_not_there_is_none(store: Store) -> None:
+    store.create(make("a"))
+    assert store.get(key("a", "other")) is None
+    assert store.get(key("a", kind="workloads")) is None
+    assert store.get(key("A")) is None
+
+
+def test_a_name_is_given_once(store: Store) -> None:
+    first = store.create(make("a", 1))
+    with pytest.raises(Conflict, match="create networkpolicies default/a: it exists"):
+        store.create(make("a", 2))
+    assert store.get(key("a")) == first
+    assert store.list("networkpolicies") == ([first], 1)
+
+
+def test_every_change_has_the_next_revision_of_the_whole_store(store: Store) -> None:
+    first = store.create(make("a"))
+    second = store.create(make("b", kind="workloads", namespace=""))
+    third = store.update(make("a", 1, revision=first.revision))
+    store.delete(second.key)
+    assert (first.revision, second.revision, third.revision) == (1, 2, 3)
+    assert store.list("networkpolicies")[1] == 4
+
+
+def test_an_update_keeps_uid_and_time(store: Store) -> None:
+    made = store.create(make("a", 1))
+    changed = store.update(make("a", 2, revision=made.revision))
+    assert (changed.uid, changed.created) == (made.uid, made.created)
+    assert changed.document == {"spec": {"v": 2}}
+    assert store.get(key("a")) == changed
+
+
+def test_an_update_of_an_older_revision_changes_nothing(store: Store) -> None:
+    made = store.create(make("a", 1))
+    changed = store.update(make("a", 2, revision=made.revision))
+    with pytest.raises(Conflict, match="its revision is 2, no longer 1"):
+        store.update(make("a", 3, revision=made.revision))
+    assert store.get(key("a")) == changed
+
+
+def test_an_update_of_nothing_is_not_found(store: Store) -> None:
+    with pytest.raises(NotFound):
+        store.update(make("a", revision=1))
+    assert store.list("networkpolicies") == ([], 0)
+
+
+def test_a_successor_of_the_same_name_is_another_object(store: Store) -> None:
+    first = store.create(make("a"))
+    store.delete(first.key)
+    second = store.create(make("a"))
+    assert second.uid != first.uid
+    with pytest.raises(Conflict, match="made anew"):
+        store.delete(first.key, uid=first.uid)
+    with pytest.raises(Conflict, match="made anew"):
+        store.update(
+            StoredObject(key=first.key, uid=first.uid, revision=second.revision, document={})
+        )
+    assert store.get(key("a")) == second
+
+
+def test_a_delete_gives_what_was_there(store: Store) -> None:
+    made = store.create(make("a", 7))
+    assert store.delete(key("a"), revision=made.revision, uid=made.uid) == made
+    assert store.get(key("a")) is None
+    with pytest.raises(NotFound):
+        store.delete(key("a"))
+
+
+def test_a_delete_under_an_older_revision_deletes_nothing(store: Store) -> None:
+    made = store.create(make("a"))
+    changed = store.update(make("a", 1, revision=made.revision))
+    with pytest.raises(Conflict):
+        store.delete(key("a"), revision=made.revision)
+    assert store.get(key("a")) == changed
+
+
+def test_lists_are_of_a_kind_or_a_namespace_in_order(store: Store) -> None:
+    for namespace, name in [("b", "z"), ("a", "y"), ("b", "x"), ("a-b", "x"), ("a", "Y")]:
+        store.create(make(name, namespace=namespace))
+    store.create(make("w", namespace="", kind="workloads"))
+    found, revision = store.list("networkpolicies")
+    names = [(one.key.namespace, one.key.name) for one in found]
+    assert names == sorted(names)
+    assert len(names) == 5
+    assert revision == 6
+    assert [one.key.name for one in store.list("networkpolicies", "b")[0]] == ["x", "z"]
+    assert [one.key.name for one in store.list("workloads", "")[0]] == ["w"]
+    assert store.list("identities") == ([], 6)
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        (make("", 1), "a kind and a name"),
+        (make("a", kind=""), "a kind and a name"),
+        (make("a", object()), "no JSON"),
+        (make("a", "x" * DOCUMENT_MAX_BYTES), "at most"),
+    ],
+    ids=["no name", "no kind", "no JSON", "too large"],
+)
+def test_what_cannot_be_kept_is_refused(store: Store, new: StoredObject, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        store.create(new)
+    assert store.list("networkpolicies")[1] == 0
+
+
+def test_texts_of_any_kind_are_only_texts(store: Store) -> None:
+    name = "'; DROP TABLE object; --%_\u2028"
+    made = store.create(make(name, name))
+    assert store.get(key(name)) == made
+    assert store.list("networkpolicies")[0] == [made]
+
+
+def test_what_is_read_can_be_changed_by_its_reader_alone(store: Store) -> None:
+    made = store.create(make("a", [1]))
+    made.document["spec"]["v"].append(2)
+    found = store.get(key("a"))
+    assert found is not None
+    assert found.document == {"spec": {"v": [1]}}
+
+
+# ------------------------------------------------------------------ watches
+
+
+def test_a_watch_gives_each_change_once_and_in_order(store: Store) -> None:
+    first = store.create(make("a", 1))
+    with store.watch(0) as watch:
+        second = store.update(make("a", 2, revision=1))
+        store.delete(key("a"))
+        third = store.create(make("a", 3))
+        events = take(watch, 4)
+        assert [event.revision for event in events] == [1, 2, 3, 4]
+        assert [event.object for event in events] == [first, second, second, third]
+        assert [event.deleted for event in events] == [False, False, True, False]
+        assert watch.next(0) == ()
+        assert watch.revision == 4
+
+
+def test_a_watch_begins_after_the_revision_of_a_list(store: Store) -> None:
+    store.create(make("a"))
+    _, revision = store.list("networkpolicies")
+    with store.watch(revision) as watch:
+        assert not watch.next(0)
+        store.create(make("b"))
+        assert seen(take(watch, 1)) == [("b", False)]
+
+
+def test_a_watch_goes_on_where_another_ended(store: Store) -> None:
+    store.create(make("a"))
+    with store.watch(0) as watch:
+        take(watch, 1)
+        revision = watch.revision
+    store.create(make("b"))
+    with store.watch(revision) as watch:
+        assert seen(take(watch, 1)) == [("b", False)]
+
+
+def test_a_watch_of_kinds_sees_no_other_kind_and_does_not_fall_behind(store: Store) -> None:
+    with store.watch(0, ["workloads", "namespaces"]) as watch:
+        store.create(make("a"))
+        store.create(make("w", kind="workloads"))
+        store.create(make("n", kind="namespaces"))
+        store.create(make("i", kind="identities"))
+        assert seen(take(watch, 2)) == [("w", False), ("n", False)]
+        assert not watch.next(0)
+        assert watch.revision == 4
+
+
+def test_a_long_log_comes_in_parts(store: Store) -> None:
+    for number in range(1, 2101):
+        store.create(make(f"a{number}"))
+    with store.watch(5) as watch:
+        events = take(watch, 2095)
+    assert [event.revision for event in events] == list(range(6, 2101))
+
+
+def test_a_waiting_watch_wakes_at_once_for_a_write_of_its_own_process(store: Store) -> None:
+    with store.watch(0) as watch, ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(_time_event, watch)
+        written_s = time.monotonic()
+        store.create(make("a"))
+        assert waiting.result(DEADLINE_S) - written_s < 0.5
+
+
+def _time_event(watch: Watch) -> float:
+    assert take(watch, 1)
+    return time.monotonic()
+
+
+def test_a_watch_sees_what_another_opener_writes(
+    store: Store, open_again: Callable[[], Store]
+) -> None:
+    other = open_again()
+    try:
+        with store.watch(0) as watch:
+            assert not watch.next(0)
+            other.create(make("a"))
+            assert seen(take(watch, 1)) == [("a", False)]
+    finally:
+        other.close()
+
+
+def test_a_closed_watch_gives_nothing_and_lets_its_reader_go(store: Store) -> None:
+    watch = store.watch(0)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(watch.next, 600.0)
+        watch.close()
+        assert waiting.result(DEADLINE_S) == ()
+    store.create(make("a"))
+    assert watch.next(0) == ()
+    watch.close()
+
+
+def test_closing_the_store_closes_its_watches(open_again: Callable[[], Store]) -> None:
+    store = open_again()
+    watch = store.watch(0)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(watch.next, 600.0)
+        store.close()
+        assert waiting.result(DEADLINE_S) == ()
+
+
+def test_a_revision_that_the_store_never_had_is_compacted(store: Store) -> None:
+    store.create(make("a"))
+    with store.watch(2) as watch, pytest.raises(Compacted, match="after revision 2") as caught:
+        watch.next(0)
+    assert caught.value.retryable
+
+
+# ------------------------------------------------------------------ several at once
+
+
+def test_of_many_writers_that_create_one_name_one_wins(store: Store) -> None:
+    def create(number: int) -> bool:
+        try:
+            store.create(make("a", number))
+        except Conflict:
+            return False
+        return True
+
+    with ThreadPoolExecutor(20) as threads:
+        won = list(threads.map(create, range(20)))
+    assert won.count(True) == 1
+    found = store.get(key("a"))
+    assert found is not None
+    assert found.document == {"spec": {"v": won.index(True)}}
+
+
+def increment(store: Store, times: int) -> None:
+    """Count up by compare-and-swap; each conflict is tried again."""
+    for _ in range(times):
+        while True:
+            found = store.get(key("counter"))
+            assert found is not None
+            value = found.document["spec"]["v"] + 1
+            try:
+                store.update(make("counter", value, revision=found.revision))
+                break
+            except Conflict:
+                continue
+
+
+def test_twenty_threads_lose_no_count(store: Store) -> None:
+    store.create(make("counter"))
+    with ThreadPoolExecutor(20) as threads:
+        for one in [threads.submit(increment, store, 10) for _ in range(20)]:
+            one.result()
+    found = store.get(key("counter"))
+    assert found is not None
+    assert found.document == {"spec": {"v": 200}}
+    assert found.revision == 201
+
+
+def test_a_watch_misses_nothing_of_twenty_threads(store: Store) -> None:
+    def write(number: int) -> None:
+        for step in range(10):
+            made = store.create(make(f"a{number}-{step}"))
+            if step % 2:
+                store.delete(made.key)
+
+    with store.watch(0) as watch, ThreadPoolExecutor(20) as threads:
+        writers = [threads.submit(write, number) for number in range(20)]
+        events = take(watch, 300)
+        for one in writers:
+            one.result()
+    assert [event.revision for event in events] == list(range(1, 301))
+    left = {event.object.key for event in events if not event.deleted} - {
+        event.object.key for event in events if event.deleted
+    }
+    assert left == {one.key for one in store.list("networkpolicies")[0]}
+
+
+def test_a_reader_never_sees_half_of_a_list(store: Store) -> None:
+    """Writers keep two objects equal in number; a list at one revision shows their sum of changes."""
+    store.create(make("a"))
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            for name in ("b", "c"):
+                store.create(make(name))
+            for name in ("b", "c"):
+                store.delete(key(name))
+
+    with ThreadPoolExecutor(1) as threads:
+        writing = threads.submit(write)
+        try:
+            for _ in range(200):
+                found, revision = store.list("networkpolicies")
+                expected = [["a"], ["a", "b"], ["a", "b", "c"], ["a", "c"]][(revision - 1) % 4]
+                assert [one.key.name for one in found] == expected
+        finally:
+            stop.set()
+            writing.result(DEADLINE_S)
+
+
+# ------------------------------------------------------------------ against a model
+
+NAMES = st.sampled_from(["a", "b", "c"])
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["create", "update", "delete"]), NAMES, st.booleans()), max_size=40
+)
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    print_blob=True,
+)
+@given(steps=STEPS)
+def test_any_sequence_of_writes_agrees_with_a_dictionary(
+    steps: list[tuple[str, str, bool]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    store = BACK_ENDS["sqlite"](tmp_path_factory.mktemp("model"))
+    try:
+        known: dict[str, StoredObject] = {}
+        changes = 0
+        for number, (verb, name, stale) in enumerate(steps):
+            result = _try(store, verb, name, number, known.get(name), stale=stale)
+            if isinstance(result, PodwireError):
+                allowed = verb == "create" or name not in known or stale
+                assert allowed, (verb, name, result)
+                continue
+            changes += 1
+            known.pop(name, None)
+            if verb != "delete":
+                known[name] = result
+        found, revision = store.list("networkpolicies")
+        assert [known[name] for name in sorted(known)] == list(found)
+        assert revision == changes
+        with store.watch(0) as watch:
+            replayed: dict[str, StoredObject] = {}
+            for event in take(watch, changes):
+                replayed.pop(event.object.key.name, None)
+                if not event.deleted:
+                    replayed[event.object.key.name] = event.object
+        assert replayed == known
+    finally:
+        store.close()
+
+
+def _try(
+    store: Store, verb: str, name: str, value: int, found: StoredObject | None, *, stale: bool
+) -> StoredObject | PodwireError:
+    revision = (found.revision if found else 1) - (1 if stale else 0)
+    try:
+        if verb == "create":
+            return store.create(make(name, value))
+        if verb == "update":
+            return store.update(make(name, value, revision=revision))
+        return store.delete(key(name), revision=revision)
+    except (Conflict, NotFound) as error:
+        return error
+
+
+# ------------------------------------------------------------------ other lives, other processes
+
+
+def test_what_was_written_is_there_after_opening_again(open_again: Callable[[], Store]) -> None:
+    first = open_again()
+    made = first.create(make("a", 1))
+    first.delete(first.create(make("b")).key)
+    first.close()
+    second = open_again()
+    try:
+        assert second.get(key("a")) == made
+        assert second.list("networkpolicies")[1] == 3
+        with second.watch(1) as watch:
+            assert seen(take(watch, 2)) == [("b", False), ("b", True)]
+        assert second.create(make("c")).revision == 4
+    finally:
+        second.close()
+
+
+PROCESS = """
+import sys
+from pathlib import Path
+from tests.contract.test_store_contract import BACK_ENDS, increment, make
+store = BACK_ENDS[sys.argv[1]](Path(sys.argv[2]))
+sys.stdin.readline()
+increment(store, int(sys.argv[3]))
+store.create(make("done" + sys.argv[4]))
+store.close()
+"""
+
+
+def test_processes_that_write_at_once_lose_no_count(
+    request: pytest.FixtureRequest, store: Store, tmp_path: Path
+) -> None:
+    store.create(make("counter"))
+    name = request.node.callspec.params["open_again"]
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, name, str(tmp_path), "10", str(number)],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(20)
+    ]
+    try:
+        errors = [child.communicate("go\n", timeout=60)[1] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    assert [child.returncode for child in children] == [0] * 20, errors
+    found = store.get(key("counter"))
+    assert found is not None
+    assert found.document == {"spec": {"v": 200}}
+    with store.watch(0) as watch:
+        assert [event.revision for event in take(watch, 221)] == list(range(1, 222))
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.contract.test_store_contract import BACK_ENDS, key, make
+store = BACK_ENDS[sys.argv[1]](Path(sys.argv[2]))
+number = int(sys.argv[3])
+while True:
+    number += 1
+    made = store.create(make(f"a{number}", "x" * 3000))
+    print(number, made.revision, flush=True)
+    if number % 3 == 0:
+        store.delete(key(f"a{number}"))
+        print(-number, 0, flush=True)
+"""
+
+
+def test_a_killed_writer_loses_nothing_that_was_acknowledged(
+    request: pytest.FixtureRequest, store: Store, tmp_path: Path, full: bool
+) -> None:
+    name = request.node.callspec.params["open_again"]
+    kept: set[int] = set()
+    number = 0
+    for round_number in range(20 if full else 4):
+        child = subprocess.Popen(
+            [sys.executable, "-c", WRITER, name, str(tmp_path), str(number)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None
+        with child.stdout:
+            lines = [child.stdout.readline() for _ in range(7 + 5 * round_number)]
+            child.send_signal(signal.SIGKILL)
+            lines += child.stdout.readlines()
+        child.wait()
+        for line in filter(lambda one: one.endswith("\n"), lines):
+            written = int(line.split()[0])
+            (kept.add if written > 0 else kept.discard)(abs(written))
+            number = max(number, abs(written))
+        number += 2  # the one that was not acknowledged may be there
+        names = {int(one.key.name[1:]) for one in store.list("networkpolicies")[0]}
+        assert len(kept - names) <= 1, "only a delete may have been done and not yet said"
+        assert all(missing % 3 == 0 for missing in kept - names)
+        kept &= names
+    found, revision = store.list("networkpolicies")
+    with store.watch(0) as watch:
+        events = take(watch, revision)
+    assert [event.revision for event in events] == list(range(1, revision + 1))
+    assert store.create(make("after")).revision == revision + 1
+    assert len(found) >= len(kept)

@@ -51,6 +51,14 @@ class IdentityJournal(Protocol):
     def read_fact(self, name: str) -> str: ...
 
 
+class Builds(Protocol):
+    """What this duty asks of the regenerator."""
+
+    def request(self, endpoint_id: EndpointId, level: Level, cause: str) -> None:
+        """Have an endpoint's datapath brought to what its record says; called under the turn."""
+        ...
+
+
 @dataclass
 class IdentityDuty:
     """Identities of one node over time."""
@@ -59,8 +67,7 @@ class IdentityDuty:
     feed: IdentityFeed
     table: EndpointTable
     journal: IdentityJournal
-    request_build: Callable[[EndpointId, Level, str], None]
-    """Of the regenerator: have an endpoint's datapath brought to what its record says; called under the turn."""
+    regenerator: Builds
     turn: threading.RLock
     collector: Collector = field(default_factory=Collector)
     monotonic: Callable[[], float] = time.monotonic
@@ -181,7 +188,7 @@ class IdentityDuty:
             self.table.replace_record(changed)
             if changed.identity != record.identity:
                 cause = f"{cause}: identity {record.identity} -> {changed.identity}"
-                self.request_build(record.id, Level.POLICY, cause)
+                self.regenerator.request(record.id, Level.POLICY, cause)
         _log.info(
             "the labels of an endpoint changed",
             extra={"endpoint": record.id, "identity": changed.identity, "cause": cause},

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -27,6 +28,7 @@ from podwire.control.identity.known import (
 from podwire.model.errors import NotFound, Unavailable
 from podwire.model.identity import NamedPort
 from podwire.model.store import StoredObject
+from podwire.store.sqlite import SqliteStore
 from tests.fakes.store import MemoryStore
 
 MARK = "2026-01-01T00:00:00Z"
@@ -383,6 +385,23 @@ def test_old_news_changes_nothing() -> None:
     assert known.revision == store.events[-1].revision
 
 
+def test_another_store_under_the_same_name_is_believed() -> None:
+    old = MemoryStore()
+    one = agent(old)
+    web, db = one.number(WEB), one.number(DB)
+    one.let_go()
+    one.allocator.set_held([web])
+    one.relist()
+    one.allocator.store = one.store = MemoryStore()
+    fresh = IdentityKey(("cni:app=fresh",))
+    number = agent(one.store).number(fresh)
+    one.relist()
+    one.allocator.reassert()
+    assert {facts.number for facts in one.known.facts()} == {web, number}
+    assert meaning(one.store, web) == WEB
+    assert meaning(one.store, db) is None
+
+
 def test_a_fixed_number_serves_its_key() -> None:
     store = MemoryStore()
     one = agent(store)
@@ -416,6 +435,29 @@ def test_jitter_is_waited_only_for_new_keys() -> None:
     one.number(WEB)
     [wait_s] = waits
     assert 0 <= wait_s <= 0.2
+
+
+def test_processes_racing_on_one_file_give_one_key_one_number(tmp_path: Path) -> None:
+    """Allocators with a store of their own each, many keys in a small space, all at once."""
+    space = NumberSpace(70_000, 48)
+    stores = [SqliteStore(tmp_path / "store.db") for _ in range(4)]
+    keys = [IdentityKey((f"cni:app={index}",)) for index in range(24)]
+    got: list[tuple[IdentityKey, int]] = []
+
+    def allocate_all(store: SqliteStore, order: list[IdentityKey]) -> None:
+        allocator = IdentityAllocator(store, KnownIdentities(), space)
+        got.extend((key, allocator.allocate(key)) for key in order)
+
+    try:
+        orders = [keys, keys[::-1], keys[12:] + keys[:12], keys[::2] + keys[1::2]]
+        together([partial(allocate_all, *pair) for pair in zip(stores, orders, strict=True)])
+    finally:
+        for store in stores:
+            store.close()
+    numbers = dict(got)
+    assert len(got) == 4 * len(keys)
+    assert set(got) == set(numbers.items())
+    assert len(set(numbers.values())) == len(keys)
 
 
 KEYS = [IdentityKey((f"cni:app={index}",)) for index in range(6)]

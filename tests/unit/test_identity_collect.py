@@ -25,7 +25,6 @@ from podwire.control.identity.known import (
     UNUSED_SINCE,
     KnownIdentities,
     annotations,
-    decode,
     object_key,
     with_annotations,
 )
@@ -224,11 +223,9 @@ def test_who_takes_a_number_at_the_last_moment_wins(move: Move) -> None:
     cluster.run(UNUSED_S + (MARKED_S if move is Move.DELETE else 0))
     stored = cluster.store.get(object_key(number))
     assert stored is not None
-    known = decode(stored)
-    assert known is not None
     late = IdentityAllocator(cluster.store, KnownIdentities())
     assert late.allocate(WEB) == number
-    assert carry_out(cluster.store, [collecting.Decision(move, known)], cluster.now) == {}
+    assert carry_out(cluster.store, [collecting.Decision(move, stored)], cluster.now) == {}
     assert cluster.state(number) == "clean"
 
 

@@ -88,7 +88,7 @@ class IdentityAllocator:
             known = self.known.get(number)
             if known is None or known.key != key:
                 continue
-            if number in self.known.in_use or (fresh and known.stored and not known.is_marked):
+            if number in self.known.in_use or (fresh and known.is_stored and not known.is_marked):
                 self._give(number)
                 return number
         return None
@@ -124,9 +124,9 @@ class IdentityAllocator:
         """
         for number in sorted(self.known.in_use):
             known = self.known.get(number)
-            if known is not None and (known.stored is None or known.is_marked):
+            if known is not None and (not known.is_stored or known.is_marked):
                 claimed = self._claim(number, known.key)
-                self.counts.remade += claimed and known.stored is None
+                self.counts.remade += claimed and not known.is_stored
 
     def fix(self, number: int, key: IdentityKey) -> bool:
         """Let a number of one's choice mean `key`; False when it means something else already."""

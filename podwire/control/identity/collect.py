@@ -48,7 +48,7 @@ class Decision:
     """One thing to do about one number, based on the state it was seen in."""
 
     move: Move
-    known: KnownIdentity
+    stored: StoredObject
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Collector:
 
     def decide(
         self,
-        identities: Iterable[KnownIdentity],
+        identities: Iterable[StoredObject],
         in_use: Collection[int],
         *,
         now: datetime,
@@ -75,22 +75,23 @@ class Collector:
         """
         before, self._unused = self._unused, {}
         decisions: list[Decision] = []
-        for known in identities:
-            if known.stored is None or known.number not in self.space:
+        for stored in identities:
+            known = decode(stored)
+            if known is None or known.number not in self.space:
                 continue
             if known.number in in_use:
                 if known.is_marked or known.is_resting:
-                    decisions.append(Decision(Move.CLEAR, known))
+                    decisions.append(Decision(Move.CLEAR, stored))
                 continue
             state = (known.number, known.revision)
             since_s = self._unused[state] = before.get(state, monotonic_s)
-            move = _next_move(known, now)
+            move = _next_move(known, annotations(stored), now)
             if move is not None and (monotonic_s - since_s >= UNUSED_S or move is Move.CLEAR):
-                decisions.append(Decision(move, known))
+                decisions.append(Decision(move, stored))
         return decisions
 
 
-def _next_move(known: KnownIdentity, now: datetime) -> Move | None:
+def _next_move(known: KnownIdentity, marks: Mapping[str, str], now: datetime) -> Move | None:
     """Give what is next for an unused number, None when its time has not come."""
     if not (known.is_marked or known.is_resting):
         return Move.MARK
@@ -99,8 +100,7 @@ def _next_move(known: KnownIdentity, now: datetime) -> Move | None:
         if known.is_resting
         else (UNUSED_SINCE, MARKED_S, Move.REST)
     )
-    assert known.stored is not None
-    age_s = _age_s(annotations(known.stored)[name], now)
+    age_s = _age_s(marks[name], now)
     if age_s is None or age_s < -SKEW_S:
         return Move.CLEAR
     return move if age_s >= wait_s else None
@@ -125,8 +125,7 @@ def carry_out(store: Store, decisions: Iterable[Decision], now: datetime) -> dic
     }
     done: dict[Move, int] = {}
     for decision in decisions:
-        stored = decision.known.stored
-        assert stored is not None
+        stored = decision.stored
         try:
             if decision.move is Move.DELETE:
                 store.delete(stored.key, revision=stored.revision, uid=stored.uid)
@@ -142,7 +141,7 @@ def collect(
     store: Store, collector: Collector, *, now: datetime, monotonic_s: float
 ) -> dict[Move, int]:
     """Read identities, then who uses what, and carry out what the collector decides. Raises Unavailable."""
-    identities = [known for one in store.list(IDENTITIES)[0] if (known := decode(one))]
+    identities = store.list(IDENTITIES)[0]
     in_use = read_holds(store.list(NODES)[0])
     decisions = collector.decide(identities, in_use, now=now, monotonic_s=monotonic_s)
     return carry_out(store, decisions, now)

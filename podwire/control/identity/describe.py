@@ -64,7 +64,7 @@ def _describe(
 
 
 def _state(known: KnownIdentity | None, is_held: bool) -> str:
-    if known is None or known.stored is None:
+    if known is None or not known.is_stored:
         return "missing"
     if is_held:
         return "used"

@@ -51,11 +51,12 @@ class IdentityFeed:
 
     def step(self, timeout_s: float) -> bool:
         """List if need be, else wait for changes; tells whether anything came. Raises Unavailable: call again later."""
-        if self._watch is None:
+        watch = self._watch
+        if watch is None:
             self._relist()
             return True
         try:
-            events = self._watch.next(timeout_s)
+            events = watch.next(timeout_s)
         except Compacted:
             self.close()
             return True

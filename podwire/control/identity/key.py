@@ -5,6 +5,7 @@ keys have different texts, because no label has a `;` or a line end in it.
 """
 
 import hashlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -109,4 +110,5 @@ def read_spec(document: Mapping[str, Any]) -> IdentityKey:
         }
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidRequest(f"read identity: spec.namedPorts: {error!r}") from error
-    return IdentityKey(parse_labels(labels), tuple(sorted(named)))
+    # Thousands of identities have most of their labels in common.
+    return IdentityKey(tuple(map(sys.intern, parse_labels(labels))), tuple(sorted(named)))

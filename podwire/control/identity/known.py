@@ -27,26 +27,21 @@ RESTING_SINCE: Final = f"{OWN_PREFIX}/resting-since"
 
 @dataclass(frozen=True, slots=True)
 class KnownIdentity:
-    """One number and what it means. `stored` None = the store does not have it (any more)."""
+    """One number and what it means."""
 
     number: int
     key: IdentityKey
-    stored: StoredObject | None = None
+    revision: int = 0
+    """Of the store at the last change; 0 = the store does not have it (any more)."""
+    is_marked: bool = False
+    """Whether it may be taken away at any time: not to be used before the mark is."""
+    is_resting: bool = False
+    """Whether it was given up."""
 
     @property
-    def is_marked(self) -> bool:
-        """Whether it may be taken away at any time: not to be used before the mark is."""
-        return self.stored is not None and UNUSED_SINCE in annotations(self.stored)
-
-    @property
-    def is_resting(self) -> bool:
-        """Whether it was given up."""
-        return self.stored is not None and RESTING_SINCE in annotations(self.stored)
-
-    @property
-    def revision(self) -> int:
-        """Of the store at the last change; 0 when it is not there."""
-        return self.stored.revision if self.stored else 0
+    def is_stored(self) -> bool:
+        """Whether the store has it."""
+        return self.revision > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +69,7 @@ class KnownIdentities:
         self._by_key: dict[IdentityKey, tuple[int, ...]] = {}
         self._in_use: frozenset[int] = frozenset()
         self._shown: dict[int, IdentityKey] = {}
+        self._heard_revision = 0
         self._listeners: list[Listener] = []
 
     def __len__(self) -> int:
@@ -109,7 +105,7 @@ class KnownIdentities:
             left = before - self._in_use
             for number in left:
                 known = self._by_number.get(number)
-                if known is not None and known.stored is None:
+                if known is not None and not known.is_stored:
                     self._drop(known)
             self._tell(before ^ self._in_use)
 
@@ -131,9 +127,11 @@ class KnownIdentities:
         """Take in one change from the watch."""
         if not event.deleted:
             self.learn(event.object)
+            self._heard_revision = event.revision
             return
         number = read_number(event.object.key)
         with self._order:
+            self._heard_revision = event.revision
             known = self._by_number.get(number or 0)
             if known is not None and known.revision <= event.revision:
                 self._lose(known)
@@ -142,6 +140,9 @@ class KnownIdentities:
     def replace(self, objects: Sequence[StoredObject], revision: int) -> None:
         """Take in a whole list: what it lacks and was not written since is gone."""
         with self._order:
+            if revision < self._heard_revision:
+                self._forget_revisions()
+            self._heard_revision = revision
             listed = {read_number(one.key) for one in objects}
             for known in list(self._by_number.values()):
                 if known.number not in listed and known.revision <= revision:
@@ -149,6 +150,11 @@ class KnownIdentities:
             touched = set(self._shown)
             touched.update(filter(None, map(self._learn, objects)))
             self._tell(touched)
+
+    def _forget_revisions(self) -> None:
+        """The store went back in time (another file under its name): nothing that was known of it counts."""
+        for known in self._by_number.values():
+            self._by_number[known.number] = KnownIdentity(known.number, known.key)
 
     def _learn(self, stored: StoredObject) -> int | None:
         known = decode(stored)
@@ -235,9 +241,13 @@ def decode(stored: StoredObject) -> KnownIdentity | None:
     if number is None:
         return None
     try:
-        return KnownIdentity(number, read_spec(stored.document), stored)
+        key = read_spec(stored.document)
     except InvalidRequest:
         return None
+    names = annotations(stored)
+    return KnownIdentity(
+        number, key, stored.revision, UNUSED_SINCE in names, RESTING_SINCE in names
+    )
 
 
 def annotations(stored: StoredObject) -> Mapping[str, str]:

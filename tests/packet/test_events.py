@@ -15,6 +15,7 @@ pytestmark = pytest.mark.packet
 
 TRACE = ConfigFlags.TRACE
 TOLERATED_DROPS_PER_SECOND = 200
+TOLERATED_TRACES_PER_SECOND = 400
 
 
 def test_a_drop_is_told_with_all_that_is_known(rig: Rig) -> None:
@@ -115,6 +116,17 @@ def test_a_flood_of_drops_is_told_in_part_and_the_rest_counted(rig: Rig) -> None
     assert rig.metrics()[Hook.FROM_POD, DropReason.SOURCE_ADDRESS, Path.NONE][0] == sent
     rig.run("from_pod", B.ifindex, B.frame(packet, source=A.pod_mac))
     assert len(rig.take_events()) == 1  # another endpoint has its own share
+
+
+def test_a_flood_that_passes_does_not_hide_the_drops(rig: Rig) -> None:
+    rig.change(A, flags=ALLOW | TRACE)
+    passing = ipv4(A.ipv4, B.ipv4, udp(4000, 53))
+    for _ in range(2 * TOLERATED_TRACES_PER_SECOND):
+        rig.sent(A, passing)
+    rig.sent(A, ipv4(B.ipv4, WORLD_4, udp(1, 2)))
+    events = rig.take_events()
+    assert len(events) < 2 * TOLERATED_TRACES_PER_SECOND
+    assert events[-1].reason == DropReason.SOURCE_ADDRESS
 
 
 def test_the_next_event_tells_how_many_were_lost(rig: Rig) -> None:

@@ -130,6 +130,43 @@ def test_a_follower_is_woken_only_for_what_it_wants() -> None:
     assert (len(wakes), len(follower.take())) == (1, 1)
 
 
+def test_a_packet_that_passed_goes_to_followers_and_pushes_out_no_drop() -> None:
+    ring = FlowRing(1)
+    ring.append(make_flow())
+    follower = ring.follow(EVERYTHING, lambda: None)
+    ring.append(make_flow(kind="trace", verdict=Verdict.FORWARDED))
+    assert [flow.type for flow in follower.take()] == ["trace"]
+    assert [flow.type for flow in ring.last(9, EVERYTHING)] == ["drop"]
+    ring.append(make_flow(kind="policy", verdict=Verdict.FORWARDED))
+    assert [flow.type for flow in ring.last(9, EVERYTHING)] == ["policy"]
+
+
+WATCHES: dict[str, tuple[list[dict[str, str]], set[int]]] = {
+    "nobody": ([], set()),
+    "everything": ([{}], {7, 8}),
+    "drops only": ([{"type": "drop"}, {"verdict": "dropped"}], set()),
+    "audit is told anyway": ([{"verdict": "audit"}], set()),
+    "what passed": ([{"type": "trace"}], {7, 8}),
+    "verdicts": ([{"type": "policy", "verdict": "forwarded"}], {7, 8}),
+    "one endpoint": ([{"endpoint": "8"}], {8}),
+    "two of one each": ([{"endpoint": "8"}, {"endpoint": "7", "port": "80"}], {7, 8}),
+    "drops of one": ([{"endpoint": "8", "type": "drop"}], set()),
+    "by name": ([{"pod": "shop/web"}], {7, 8}),
+}
+
+
+@pytest.mark.parametrize(("filters", "watched"), WATCHES.values(), ids=WATCHES.keys())
+def test_passes_are_watched_where_a_follower_may_want_them(
+    filters: list[dict[str, str]], watched: set[int]
+) -> None:
+    ring = FlowRing(1)
+    followers = [ring.follow(parse_filter(words), lambda: None) for words in filters]
+    assert {number for number in (7, 8) if ring.watch.includes(number)} == watched
+    for follower in followers:
+        ring.leave(follower)
+    assert not ring.watch.includes(7)
+
+
 MATCHES = {
     "pod with namespace": ({"from": "shop/web"}, True),
     "pod alone": ({"to": "db"}, True),

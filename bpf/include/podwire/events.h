@@ -7,9 +7,9 @@
 
 #include <podwire/flow.h>
 
-/* Events of one endpoint in one second. A flood fills its own share, not the ring. */
+/* Events of one endpoint in one second. A flood fills its own share, not the ring, nor the time of who reads it. */
 #define PW_DROPS_PER_SECOND  200
-#define PW_TRACES_PER_SECOND 4000
+#define PW_TRACES_PER_SECOND 400
 #define PW_NS_PER_SECOND     1000000000ULL
 
 /* One row per hook, reason and path, made on its first packet. */
@@ -82,6 +82,9 @@ PW_CHECKED_ALONE int send_event(struct __sk_buff *skb, struct pw_flow *flow, __u
 
 	if (!flow)
 		return 0;
+	/* One counter for both: what passes of a watched pod took of it must not hide its drops. */
+	if (kind == PW_EVENT_DROP && flow->row.flags & (PW_CONFIG_TRACE | PW_CONFIG_AUDIT))
+		limit += PW_TRACES_PER_SECOND;
 	instance = flow->row.instance;
 	usage = bpf_map_lookup_elem(&pw_usage, &instance);
 	if (!usage)

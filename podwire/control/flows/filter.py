@@ -27,6 +27,10 @@ class FlowFilter:
     """Conditions that must all hold; none = every flow."""
 
     conditions: tuple[Condition, ...] = field(default=())
+    passes: bool = True
+    """Whether a packet that passed could be wanted: only then the programs have to tell of any."""
+    endpoint: int | None = None
+    """The only endpoint whose flows are wanted, if there is one."""
 
     def matches(self, flow: Flow) -> bool:
         """Tell whether a flow is wanted."""
@@ -58,7 +62,11 @@ def parse_filter(
         raise UndecodableRequest(
             f"read the filter: {listed}", hint="see `podwire observe -h`", faults=tuple(faults)
         )
-    return FlowFilter(tuple(conditions))
+    return FlowFilter(
+        tuple(conditions),
+        passes=words.get("type") != "drop" and words.get("verdict") in (None, "forwarded"),
+        endpoint=int(words["endpoint"]) if "endpoint" in words else None,
+    )
 
 
 def _end(text: str) -> Callable[[FlowEnd], bool]:

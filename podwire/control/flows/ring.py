@@ -1,12 +1,13 @@
-"""The last flows of the node, and those who follow new ones.
+"""The last flows of the node, those who follow new ones, and what must be told because they do.
 
 Filled by the agent's event loop, read by the API. A follower that does not keep up loses flows, is
 told how many, and never slows the others or grows: what does not fit into its queue is dropped.
-Used from one thread only.
+Used from one thread only, but for `watch`.
 """
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -22,14 +23,14 @@ class Follower:
     """One reader of new flows."""
 
     def __init__(self, wanted: FlowFilter, wake: Callable[[], None]) -> None:
-        self._wanted = wanted
+        self.wanted = wanted
         self._wake = wake
         self._waiting: deque[Flow] = deque()
         self._lost = 0
 
     def offer(self, flow: Flow) -> bool:
         """Queue a flow that is wanted; False when it was dropped because the queue is full."""
-        if not self._wanted.matches(flow):
+        if not self.wanted.matches(flow):
             return True
         if len(self._waiting) >= FOLLOWER_QUEUE_FLOWS:
             self._lost += 1
@@ -48,12 +49,30 @@ class Follower:
         return taken
 
 
+@dataclass(frozen=True)
+class Watch:
+    """The endpoints of which somebody wants to see also what passes."""
+
+    everything: bool = False
+    endpoints: frozenset[int] = frozenset()
+
+    def includes(self, endpoint: int) -> bool:
+        """Tell whether the endpoint is one of them."""
+        return self.everything or endpoint in self.endpoints
+
+
 class FlowRing:
-    """The newest `capacity` flows and the followers."""
+    """The newest `capacity` flows and the followers.
+
+    A `trace`, one packet that passed, is only offered: there are none but for followers, and kept
+    they would push out the drops.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._flows: deque[Flow] = deque(maxlen=capacity)
         self._followers: list[Follower] = []
+        self.watch = Watch()
+        """Replaced as a whole when followers come and go; to be read from any thread."""
         self.dropped_for_followers = 0
 
     def __len__(self) -> int:
@@ -65,8 +84,9 @@ class FlowRing:
         return len(self._followers)
 
     def append(self, flow: Flow) -> None:
-        """Keep a flow and offer it to every follower."""
-        self._flows.append(flow)
+        """Keep a flow, unless it is a trace, and offer it to every follower."""
+        if flow.type != "trace":
+            self._flows.append(flow)
         for follower in self._followers:
             if not follower.offer(flow):
                 self.dropped_for_followers += 1
@@ -85,8 +105,17 @@ class FlowRing:
         """Begin to follow; `wake` is called when something waits. End it with `leave`."""
         follower = Follower(wanted, wake)
         self._followers.append(follower)
+        self._change_watch()
         return follower
 
     def leave(self, follower: Follower) -> None:
         """Stop following."""
         self._followers.remove(follower)
+        self._change_watch()
+
+    def _change_watch(self) -> None:
+        wanted = [follower.wanted for follower in self._followers if follower.wanted.passes]
+        self.watch = Watch(
+            any(one.endpoint is None for one in wanted),
+            frozenset(one.endpoint for one in wanted if one.endpoint is not None),
+        )

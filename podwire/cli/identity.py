@@ -1,12 +1,12 @@
 """`podwire identity`: list and get."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
 
 from podwire.cli import client
-from podwire.cli.client import segment
+from podwire.cli.client import EXIT_NOT_FOUND, CliError, segment
 from podwire.cli.endpoint import matches, read_selector
 from podwire.cli.lists import ask_all, show_list
 from podwire.cli.options import Agent, Common, common, listing
@@ -18,45 +18,77 @@ def identity() -> None:
     """Identities: the numbers of label sets."""
 
 
-@identity.command("list", epilog="Example: podwire identity list -o json")
+@identity.command("list", epilog="Example: podwire identity list -l app=web -o wide")
 @click.option("-l", "--selector", metavar="SELECTOR", help="k=v, k!=v, k, !k, joined by commas.")
 @listing
 @common
 def list_identities(opts: Common, selector: str | None) -> None:
-    """List the identities that the agent knows."""
+    """List the identities that the agent knows: those of every pod of the cluster, and the reserved ones."""
     wanted = read_selector(selector or "")
 
     def read(agent: Agent) -> list[Row]:
         rows = client.request(agent.socket, "GET", "/identity")
         return [row for row in rows if matches(wanted, row["labels"])]
 
-    columns = [
-        Column("ID", key("id")),
-        Column("LABELS", key("labels")),
-        Column("ENDPOINTS", key("endpoints")),
-    ]
-    show_list(opts, read, columns, lambda row: str(row["id"]))
+    show_list(opts, read, _COLUMNS, lambda row: str(row["id"]))
 
 
 @identity.command("get", epilog="Example: podwire identity get 2")
 @click.argument("number", metavar="ID")
 @common
 def get_identity(opts: Common, number: str) -> None:
-    """Show one identity: its labels, and how many endpoints have it."""
+    """Show one identity: its labels and named ports, and the endpoints that have it."""
+    refused: list[CliError] = []
 
-    def read(agent: Agent) -> dict[str, Any]:
-        found: dict[str, Any] = client.request(agent.socket, "GET", f"/identity/{segment(number)}")
+    def read(agent: Agent) -> Row | None:
+        try:
+            found: Row = client.request(agent.socket, "GET", f"/identity/{segment(number)}")
+        except CliError as error:
+            if error.exit_code != EXIT_NOT_FOUND:
+                raise
+            refused.append(error)  # another node may have heard of it a moment earlier
+            return None
         return found
 
     answers, failure = ask_all(opts, read)
-    # A number means the same on every node; endpoints are counted per node.
-    document = {**answers[0][1], "endpoints": sum(one["endpoints"] for _, one in answers)}
+    found = [(agent, row) for agent, row in answers if row is not None]
+    if not found:
+        raise refused[0]
+    document = _merge(found)
     show_one(document, opts.style, lambda: _describe(document), str(document["id"]))
     if failure is not None:
         raise failure
 
 
+def _merge(answers: Sequence[tuple[Agent, Row]]) -> dict[str, Any]:
+    """Give what all nodes say together: a number means the same on every node; endpoints are those of each."""
+    document = {
+        **answers[0][1],
+        "endpoints": sum(row["endpoints"] for _, row in answers),
+    }
+    if len(answers) > 1:
+        document["endpointIds"] = [
+            f"{agent.node}/{one}" for agent, row in answers for one in row["endpointIds"]
+        ]
+    return document
+
+
+_COLUMNS = [
+    Column("ID", key("id")),
+    Column("LABELS", key("labels")),
+    Column("ENDPOINTS", key("endpoints")),
+    Column("PORTS", key("namedPorts"), wide=True),
+    Column("SOURCE", key("source"), wide=True),
+    Column("STATE", key("state"), wide=True),
+    Column("ENDPOINT IDS", key("endpointIds"), wide=True),
+]
+
+
 def _describe(document: dict[str, Any]) -> Iterator[str]:
-    yield f"identity {document['id']}, {document['endpoints']} endpoints"
+    ids = ", ".join(str(one) for one in document["endpointIds"])
+    yield f"identity {document['id']}, {document['source']}, {document['state']}"
+    yield f"endpoints: {document['endpoints']}" + (f" ({ids})" if ids else "")
+    for port in document["namedPorts"]:
+        yield f"port {port}"
     for label in document["labels"]:
         yield f"  {label}"

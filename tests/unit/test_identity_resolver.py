@@ -498,7 +498,7 @@ def test_identities_are_described_with_who_has_them() -> None:
     idle = agent.resolve(app="idle")
     agent.allocator.fix(300, IdentityKey(("cni:app=fixed",)))
     rows = {one.id: one for one in describe_identities(agent.allocator.known, [record])}
-    assert rows[1].labels == ("reserved:host=",)
+    assert rows[1].labels == ("reserved:host",)
     assert rows[1].source == "reserved"
     assert rows[300].source == "fixed"
     web = rows[record.identity]

@@ -10,6 +10,7 @@ from podwire.control.identity.key import PROTOCOL_NAMES
 from podwire.control.identity.known import KnownIdentities, KnownIdentity
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.identity import CLUSTER_FIRST, RESERVED_LABELS, IdentityFacts
+from podwire.model.labels import SOURCE_RESERVED
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,12 @@ def _describe(
         f"{one.name}:{PROTOCOL_NAMES.get(one.protocol, one.protocol)}/{one.port}"
         for one in facts.named_ports
     )
-    return IdentityDescription(facts.number, facts.labels, ports, source, state, len(ids), ids)
+    # `reserved:host` is how people know it; the canonical form has an empty value.
+    labels = tuple(
+        one.removesuffix("=") if one.startswith(f"{SOURCE_RESERVED}:") else one
+        for one in facts.labels
+    )
+    return IdentityDescription(facts.number, labels, ports, source, state, len(ids), ids)
 
 
 def _state(known: KnownIdentity | None, is_held: bool) -> str:

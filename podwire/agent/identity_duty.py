@@ -72,7 +72,7 @@ class IdentityDuty:
     collector: Collector = field(default_factory=Collector)
     monotonic: Callable[[], float] = time.monotonic
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
-    _remembered: str = ""
+    _remembered: int = 0
     _published: frozenset[int] | None = None
     _published_s: float = 0.0
     _collected_s: float = 0.0
@@ -86,8 +86,8 @@ class IdentityDuty:
 
     def prepare(self, records: Iterable[EndpointRecord]) -> None:
         """Take over what is known without the store; before endpoints are restored and doors open."""
-        self._remembered = self.journal.read_fact(SOURCES_FACT)
-        self._resolver.sources.load(self._remembered)
+        self._resolver.sources.load(self.journal.read_fact(SOURCES_FACT))
+        self._remembered = self._resolver.sources.version
         for record in records:
             self._resolver.adopt(record)
         try:
@@ -197,10 +197,11 @@ class IdentityDuty:
 
     def _remember(self) -> None:
         """Keep namespaces and Workloads for a start without the store."""
-        text = self._resolver.sources.dump()
-        if text != self._remembered:
-            self.journal.write_fact(SOURCES_FACT, text)
-            self._remembered = text
+        sources = self._resolver.sources
+        version = sources.version
+        if sources.is_complete and version != self._remembered:
+            self.journal.write_fact(SOURCES_FACT, sources.dump())
+            self._remembered = version
 
     def _publish(self, in_use: frozenset[int]) -> None:
         age_s = self.monotonic() - self._published_s

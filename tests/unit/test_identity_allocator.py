@@ -26,7 +26,7 @@ from podwire.control.identity.known import (
     with_annotations,
 )
 from podwire.model.errors import NotFound, Unavailable
-from podwire.model.identity import NamedPort
+from podwire.model.identity import IdentityFacts, NamedPort
 from podwire.model.store import StoredObject
 from podwire.store.sqlite import SqliteStore
 from tests.fakes.store import MemoryStore
@@ -528,3 +528,65 @@ def check_meanings(store: MemoryStore, agents: list[Agent]) -> None:
         known = decode(stored)
         assert known is not None
         assert meanings.setdefault(known.number, known.key) == known.key
+
+
+FEED_STEPS = st.one_of(
+    st.tuples(st.sampled_from(["make", "mark", "delete", "claim"]), st.integers(0, 3)),
+    st.tuples(st.sampled_from(["relist", "hear", "let go"]), st.integers(0, 3)),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(FEED_STEPS, max_size=40))
+def test_after_the_last_news_an_agent_knows_what_the_store_has(
+    steps: list[tuple[str, int]],
+) -> None:
+    """Own writes, lists and changes that come late, in any order: what is known in the end is what is so."""
+    store, heard = MemoryStore(), 0
+    one = agent(store)
+    told: dict[int, IdentityKey] = {}
+    one.known.listen(partial(_follow, told))
+    for what, which in steps:
+        number, key = 70_000 + which, KEYS[which]
+        if what == "relist":
+            one.relist()
+            heard = len(store.events)
+        elif what == "hear":
+            news = store.events[heard : heard + which + 1]
+            heard += len(news)
+            for event in news:
+                one.known.apply(event)
+        elif what == "let go":
+            one.let_go()
+        elif what == "claim":
+            one.allocator.fix(number, key)
+        else:
+            _change(store, what, number, key)
+        assert told == {facts.number: _key_of(facts) for facts in one.known.facts()}
+    for event in store.events[heard:]:
+        one.known.apply(event)
+    there = {int(stored.key.name): decode(stored) for stored in store.list("identities")[0]}
+    assert {number: one.known.get(number) for number in there} == there
+    assert {facts.number for facts in one.known.facts()} == set(there)
+
+
+def _change(store: MemoryStore, what: str, number: int, key: IdentityKey) -> None:
+    """Do what another agent may do, if it can be done now."""
+    exists = store.get(object_key(number)) is not None
+    if what == "make" and not exists:
+        store.create(make_object(number, key))
+    elif what == "mark" and exists:
+        annotate(store, number, UNUSED_SINCE)
+    elif what == "delete" and exists:
+        store.delete(object_key(number))
+
+
+def _follow(told: dict[int, IdentityKey], change: IdentityChange) -> None:
+    for facts in change.added:
+        told[facts.number] = _key_of(facts)
+    for number in change.removed:
+        del told[number]
+
+
+def _key_of(facts: IdentityFacts) -> IdentityKey:
+    return IdentityKey(facts.labels, facts.named_ports)

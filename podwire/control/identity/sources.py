@@ -89,6 +89,8 @@ class LabelSources:
         self._workloads: dict[ObjectKey, Workload] = {}
         self._in_order: tuple[Workload, ...] = ()
         self._listed: set[str] = set()
+        self.version = 0
+        """Grows with every change: `dump` gives the same as before while this stays."""
         self.is_complete = False
         """Whether every kind was listed, in this life or an earlier one: before, nobody's labels are known."""
 
@@ -121,7 +123,9 @@ class LabelSources:
         """Take in a whole list of a kind."""
         with self._lock:
             self._listed.add(kind)
-            self.is_complete |= self._listed >= {NAMESPACES, WORKLOADS}
+            if not self.is_complete and self._listed >= {NAMESPACES, WORKLOADS}:
+                self.is_complete = True
+                self.version += 1
             if kind == WORKLOADS:
                 workloads = {one.key: _read_workload(one) for one in objects}
                 return self._set_workloads(workloads)
@@ -181,12 +185,14 @@ class LabelSources:
         if before == labels:
             return SourceChange()
         self._namespaces = {**self._namespaces, name: labels}
+        self.version += 1
         return SourceChange(namespaces=frozenset({name}))
 
     def _set_workloads(self, workloads: dict[ObjectKey, Workload]) -> SourceChange:
         if workloads == self._workloads:
             return SourceChange()
         self._workloads = workloads
+        self.version += 1
         self._in_order = tuple(made for _, made in sorted(workloads.items()))
         return SourceChange(workloads=True)
 

@@ -13,7 +13,6 @@ from podwire.control.objects import (
     decode,
     identify,
     is_namespace_name,
-    summarise,
 )
 from podwire.model.errors import Conflict, Fault, InvalidRequest, NotFound, PodwireError
 from podwire.model.kinds import KINDS, NAMESPACE
@@ -145,30 +144,11 @@ def delete_object(store: Store, key: ObjectKey, *, dry_run: bool = False) -> App
     return Applied(key, DELETED, found, None)
 
 
-def delete_documents(
-    store: Store, documents: Sequence[object], *, namespace: str = "", dry_run: bool = False
-) -> list[Applied]:
-    """Delete the objects that documents name, whatever else these say; what others are in comes last.
-
-    All that exist are deleted; then NotFound names those that did not.
-    """
-    keys = identify_all(documents, namespace=namespace)
-    done, missing = [], []
-    for key in sorted(keys, key=lambda one: -_ORDER[one.kind]):
-        try:
-            done.append(delete_object(store, key, dry_run=dry_run))
-        except NotFound:
-            missing.append(str(key))
-    if missing:
-        raise NotFound(
-            f"delete {', '.join(missing)}: there is none ({len(done)} others were deleted)",
-            hint="see podwire get",
-        )
-    return done
-
-
 def identify_all(documents: Sequence[object], *, namespace: str = "") -> list[ObjectKey]:
-    """Tell which objects documents are about, each once; InvalidRequest with the faults of all."""
+    """Tell which objects documents are about, each once, whatever else these say; what others are in comes last.
+
+    InvalidRequest with the faults of all.
+    """
     keys: dict[ObjectKey, None] = {}
     faults: list[Fault] = []
     for index, document in enumerate(documents):
@@ -179,7 +159,7 @@ def identify_all(documents: Sequence[object], *, namespace: str = "") -> list[Ob
             faults += (Fault(_join(place, one.path), one.message) for one in error.faults)
     if faults:
         raise _refuse(faults)
-    return list(keys)
+    return sorted(keys, key=lambda one: -_ORDER[one.kind])
 
 
 def ensure_namespace(store: Store, name: str) -> StoredObject:
@@ -253,8 +233,9 @@ def _join(place: str, path: str) -> str:
 
 
 def _refuse(faults: Sequence[Fault]) -> InvalidRequest:
+    count = f"{len(faults)} faults" if len(faults) > 1 else "a fault"
     return InvalidRequest(
-        f"apply: {summarise(faults)}",
+        f"read the documents: {count}",
         hint="nothing was changed; correct the documents and apply them again",
         faults=tuple(faults[:FAULTS_KEPT]),
     )

@@ -130,8 +130,7 @@ def _refuse(faults: Sequence[Fault]) -> InvalidRequest:
 
 def _decode(raw: bytes, file: str) -> str:
     if len(raw) > FILE_MAX_BYTES:
-        message = f"has {len(raw)} bytes; at most {FILE_MAX_BYTES} are read"
-        raise _refuse([Fault(file, message)])
+        raise _refuse([Fault(file, f"has more than {FILE_MAX_BYTES} bytes")])
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

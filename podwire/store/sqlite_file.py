@@ -147,6 +147,11 @@ def open_file(path: Path, *, busy_timeout_s: float, create: bool) -> StoreFile:
     `create` false: a file that is missing is StorageFailure. Raises NewerData, StorageFailure, Unavailable.
     """
     file = StoreFile(path, busy_timeout_s)
+    if not create and not path.exists():
+        raise StorageFailure(
+            f"open store {str(path)!r}: there is none",
+            hint="podwire apply makes one; is the path right?",
+        )
     with file.reported("open"), _open_private(path, create=create) as number:
         found = os.fstat(number)
     file = StoreFile(path, busy_timeout_s, (found.st_dev, found.st_ino))

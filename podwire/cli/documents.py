@@ -1,0 +1,100 @@
+"""Documents from files, for the commands that take `-f`: read, and spoken of as file, line and document.
+
+Used by `apply`, `diff`, `delete` and `policy validate`. Loaded only when there is a file to read: YAML and the decoders
+of policies take their time to import.
+"""
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from podwire.cli.client import EXIT_REFUSED, EXIT_USAGE, CliError
+from podwire.model.errors import Fault, InvalidRequest
+from podwire.store.manifest import FILE_MAX_BYTES, Manifest, load_manifests
+
+SUFFIXES = (".yaml", ".yml", ".json")
+
+_PLACE = re.compile(r"documents\[(?P<index>\d+)\](?:\.(?P<path>(?:\[[^\]]*\]|[^\s;:])+))?")
+
+
+def read_manifests(files: Sequence[str]) -> list[Manifest]:
+    """Read the objects of all files; a directory stands for what is written as YAML or JSON in it, `-` for stdin.
+
+    CliError names every document that cannot be read.
+    """
+    found: list[Manifest] = []
+    faults: list[Fault] = []
+    for name in _expand(files):
+        try:
+            found += load_manifests(_read(name), "stdin" if name == "-" else name)
+        except InvalidRequest as error:
+            faults += error.faults
+    if faults:
+        raise CliError(
+            EXIT_REFUSED,
+            "; ".join(f"{one.path} {one.message}" for one in faults),
+            "nothing was changed; correct the file and try again",
+        )
+    return found
+
+
+@contextmanager
+def speaking_of(manifests: Sequence[Manifest]) -> Iterator[None]:
+    """In errors of the block, write `documents[3].spec` as file, line, document and field."""
+    try:
+        yield
+    except InvalidRequest as error:
+        lines = [error.message, *(f"{one.path} {one.message}" for one in error.faults)]
+        message = _translate("; ".join(lines), manifests)
+        raise CliError(EXIT_REFUSED, message, error.hint) from None
+    except CliError as error:
+        message = _translate(error.message, manifests)
+        raise CliError(error.exit_code, message, error.hint) from None
+
+
+def documents_of(manifests: Sequence[Manifest]) -> list[dict[str, Any]]:
+    """Give the bare documents."""
+    return [one.document for one in manifests]
+
+
+def _expand(files: Sequence[str]) -> Iterator[str]:
+    for name in files:
+        path = Path(name)
+        if name == "-" or not path.is_dir():
+            yield name
+            continue
+        inside = sorted(one for one in path.iterdir() if one.suffix in SUFFIXES and one.is_file())
+        if not inside:
+            raise CliError(
+                EXIT_USAGE, f"read {name}: no {', '.join(SUFFIXES)} file is in it", "name a file"
+            )
+        yield from map(str, inside)
+
+
+def _read(name: str) -> bytes:
+    """Read a file, and a little more than is allowed: what is too large is said by the loader."""
+    try:
+        if name == "-":
+            return sys.stdin.buffer.read(FILE_MAX_BYTES + 1)
+        with Path(name).open("rb") as file:
+            return file.read(FILE_MAX_BYTES + 1)
+    except OSError as error:
+        raise CliError(
+            EXIT_USAGE, f"read {name}: {error.strerror or error}", "name a file, or - for stdin"
+        ) from error
+
+
+def _translate(text: str, manifests: Sequence[Manifest]) -> str:
+    def speak(match: "re.Match[str]") -> str:
+        index, path = int(match["index"]), match["path"] or ""
+        if index >= len(manifests):
+            return match[0]
+        one = manifests[index]
+        line = one.find_line(path) or one.line
+        item = "" if one.item is None else f" items[{one.item}]"
+        return f"{one.file}:{line} (document {one.number}{item}) {path}".rstrip()
+
+    return _PLACE.sub(speak, text)

@@ -1,0 +1,361 @@
+"""`podwire get` and `podwire describe`; and the way to the objects that all object commands go.
+
+Objects are asked of an agent, or with `--store` of the store itself. The nodes of a lab share one store, so the first
+agent that answers is enough.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import click
+
+from podwire.cli import client
+from podwire.cli.client import EXIT_NOT_FOUND, EXIT_UNREACHABLE, EXIT_USAGE, CliError, segment
+from podwire.cli.endpoint import matches, read_selector
+from podwire.cli.lists import show_watched
+from podwire.cli.options import Agent, Common, common, listing
+from podwire.cli.output import Column, Row, show_document, show_one
+from podwire.model.kinds import KINDS, Kind, find_kind
+
+if TYPE_CHECKING:
+    from podwire.control.apply import Applied
+    from podwire.model.store import Store
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_T = TypeVar("_T")
+
+Document = dict[str, Any]
+
+
+class Objects(Protocol):
+    """The objects, wherever they are."""
+
+    def list(self, kind: Kind, namespace: str) -> Sequence[Document]:
+        """Give all objects of a kind (of one namespace)."""
+        ...
+
+    def get(self, kind: Kind, namespace: str, name: str) -> Document:
+        """Give one object; CliError when there is none."""
+        ...
+
+    def apply(
+        self, documents: Sequence[Document], namespace: str, *, dry_run: bool
+    ) -> Sequence[Row]:
+        """Make objects so; gives kind, namespace, name and action of each, with `before` and `after` if it is dry."""
+        ...
+
+    def delete(self, kind: Kind, namespace: str, name: str, *, dry_run: bool) -> Row:
+        """Delete one object; gives kind, namespace, name and action."""
+        ...
+
+
+class AgentObjects:
+    """Objects by way of an agent."""
+
+    def __init__(self, agents: Sequence[Agent]) -> None:
+        self._agents = list(agents)
+
+    def list(self, kind: Kind, namespace: str) -> Sequence[Document]:
+        """Give all objects of a kind (of one namespace)."""
+        query = f"?namespace={segment(namespace)}" if namespace else ""
+        found: Sequence[Document] = self._ask("GET", f"/object/{kind.plural}{query}")["items"]
+        return found
+
+    def get(self, kind: Kind, namespace: str, name: str) -> Document:
+        """Give one object; CliError when there is none."""
+        found: Document = self._ask("GET", _resource(kind, namespace, name))
+        return found
+
+    def apply(
+        self, documents: Sequence[Document], namespace: str, *, dry_run: bool
+    ) -> Sequence[Row]:
+        """Make objects so."""
+        namespace = f"&namespace={segment(namespace)}" if namespace else ""
+        resource = f"/apply?dryRun={int(dry_run)}{namespace}"
+        done: Sequence[Row] = self._ask("POST", resource, documents)
+        return done
+
+    def delete(self, kind: Kind, namespace: str, name: str, *, dry_run: bool) -> Row:
+        """Delete one object."""
+        resource = f"{_resource(kind, namespace, name)}?dryRun={int(dry_run)}"
+        done: Row = self._ask("DELETE", resource)
+        return done
+
+    def _ask(self, method: str, resource: str, body: Any = None) -> Any:
+        """Ask the first agent that can be reached."""
+        away: list[CliError] = []
+        for agent in self._agents:
+            try:
+                return client.request(agent.socket, method, resource, body)
+            except CliError as error:
+                if error.exit_code != EXIT_UNREACHABLE:
+                    raise
+                away.append(error)
+        raise CliError(EXIT_UNREACHABLE, "; ".join(one.message for one in away), away[0].hint)
+
+
+class StoreObjects:
+    """Objects of a store, without an agent."""
+
+    def __init__(self, store: "Store") -> None:
+        self._store = store
+
+    def list(self, kind: Kind, namespace: str) -> Sequence[Document]:
+        """Give all objects of a kind (of one namespace)."""
+        from podwire.control.objects import show_document  # noqa: PLC0415 (start-up time)
+
+        found, _ = self._store.list(kind.plural, namespace or None)
+        return [show_document(one) for one in found]
+
+    def get(self, kind: Kind, namespace: str, name: str) -> Document:
+        """Give one object; CliError when there is none."""
+        from podwire.control.objects import make_key, show_document  # noqa: PLC0415
+
+        key = make_key(kind.plural, namespace, name)
+        found = self._store.get(key)
+        if found is None:
+            raise CliError(
+                EXIT_NOT_FOUND, f"get {key}: there is none", f"podwire get {kind.plural}"
+            )
+        return show_document(found)
+
+    def apply(
+        self, documents: Sequence[Document], namespace: str, *, dry_run: bool
+    ) -> Sequence[Row]:
+        """Make objects so."""
+        from podwire.control.apply import apply_documents  # noqa: PLC0415
+
+        done = apply_documents(self._store, documents, namespace=namespace, dry_run=dry_run)
+        return [_make_row(one) for one in done]
+
+    def delete(self, kind: Kind, namespace: str, name: str, *, dry_run: bool) -> Row:
+        """Delete one object."""
+        from podwire.control.apply import delete_object  # noqa: PLC0415
+        from podwire.control.objects import make_key  # noqa: PLC0415
+
+        key = make_key(kind.plural, namespace, name)
+        return _make_row(delete_object(self._store, key, dry_run=dry_run))
+
+
+def _make_row(done: "Applied") -> Row:
+    return {
+        "kind": done.key.kind,
+        "namespace": done.key.namespace,
+        "name": done.key.name,
+        "action": done.action,
+        "before": None if done.before is None else dict(done.before.document),
+        "after": None if done.after is None else dict(done.after.document),
+    }
+
+
+@contextlib.contextmanager
+def open_objects(opts: Common, store: str | None, *, create: bool = False) -> Iterator[Objects]:
+    """Find the way to the objects: the store that is named, or an agent.
+
+    `create`: a store that is missing is made.
+    """
+    if store is None:
+        yield AgentObjects(opts.agents())
+        return
+    from podwire.model.errors import InvalidConfiguration, StorageFailure  # noqa: PLC0415
+    from podwire.store.open import open_store  # noqa: PLC0415
+
+    try:
+        opened = open_store(store, create=create)
+    except InvalidConfiguration as error:
+        raise CliError(EXIT_USAGE, error.message, error.hint) from None
+    except StorageFailure as error:
+        raise CliError(EXIT_UNREACHABLE, error.message, error.hint) from None
+    with contextlib.closing(opened):
+        yield StoreObjects(opened)
+
+
+def with_store(command: _F) -> _F:
+    """Add the option of what can do without an agent."""
+    return click.option(
+        "--store", metavar="URL", help="The store itself, without an agent: sqlite:///PATH."
+    )(command)
+
+
+def in_namespace(command: _F) -> _F:
+    """Add the option that chooses a namespace."""
+    return click.option("-n", "--namespace", metavar="NS", help="The namespace.")(command)
+
+
+def read_kind(word: str) -> Kind:
+    """Find the kind that somebody means."""
+    kind = find_kind(word)
+    if kind is None:
+        known = ", ".join("/".join((one.singular, *one.short_names[:1])) for one in KINDS)
+        raise CliError(EXIT_USAGE, f"find kind {word!r}: there is no such kind", f"say {known}")
+    return kind
+
+
+def read_name(kind: Kind, text: str, namespace: str | None) -> tuple[str, str]:
+    """Read `NAME` or `NS/NAME`; gives namespace and name."""
+    before, slash, name = text.rpartition("/")
+    if slash and namespace and before != namespace:
+        raise CliError(EXIT_USAGE, f"read {text!r}: -n says {namespace!r}", "leave one of them out")
+    found = before or namespace or ""
+    if found and not kind.namespaced:
+        raise CliError(
+            EXIT_USAGE, f"read {text!r}: {kind.name} objects are of no namespace", "leave it out"
+        )
+    return (found or "default") if kind.namespaced else "", name
+
+
+@click.command(epilog="Example: podwire get networkpolicies -n default -o yaml")
+@click.argument("kind", metavar="KIND")
+@click.argument("name", metavar="[NAME]", required=False)
+@in_namespace
+@click.option(
+    "-A", "--all-namespaces", is_flag=True, help="Of every namespace (the default of a list)."
+)
+@click.option("-l", "--selector", metavar="SELECTOR", help="k=v, k!=v, k, !k, joined by commas.")
+@with_store
+@listing
+@common
+def get(
+    opts: Common,
+    kind: str,
+    name: str | None,
+    namespace: str | None,
+    all_namespaces: bool,
+    selector: str | None,
+    store: str | None,
+) -> None:
+    """Show the objects of a kind, or one object.
+
+    KIND: networkpolicy (netpol), ciliumnetworkpolicy (cnp), ciliumclusterwidenetworkpolicy (ccnp), ciliumcidrgroup
+    (ccg), namespace (ns), workload, identity; or their plural.
+    """
+    found = read_kind(kind)
+    if namespace and all_namespaces:
+        raise CliError(EXIT_USAGE, "-n and -A exclude each other", "leave one of them out")
+    if name is not None and (all_namespaces or selector):
+        raise CliError(EXIT_USAGE, "-A and -l are for lists", "leave NAME out")
+    with open_objects(opts, store) as objects:
+        if name is not None:
+            _show_one(
+                opts, functools.partial(objects.get, found, *read_name(found, name, namespace))
+            )
+        else:
+            wanted = read_selector(selector or "")
+            _show_list(opts, found, lambda: _select(objects.list(found, namespace or ""), wanted))
+
+
+@click.command(epilog="Example: podwire describe networkpolicy web")
+@click.argument("kind", metavar="KIND")
+@click.argument("name", metavar="NAME")
+@in_namespace
+@with_store
+@common
+def describe(opts: Common, kind: str, name: str, namespace: str | None, store: str | None) -> None:
+    """Show one object for people: who it is, since when, and what it says."""
+    found = read_kind(kind)
+    with open_objects(opts, store) as objects:
+        document = objects.get(found, *read_name(found, name, namespace))
+    show_one(document, opts.style, lambda: _describe(document), _name(document))
+
+
+def validate_files(files: Sequence[str]) -> list[str]:
+    """Check the documents of files without an agent; gives the objects' names. CliError with every fault."""
+    from podwire.cli.documents import documents_of, read_manifests, speaking_of  # noqa: PLC0415
+    from podwire.control.apply import decode_all  # noqa: PLC0415
+
+    manifests = read_manifests(files)
+    with speaking_of(manifests):
+        return [str(one.key) for one in decode_all(documents_of(manifests))]
+
+
+def _resource(kind: Kind, namespace: str, name: str) -> str:
+    parts = [kind.plural, *([namespace] if kind.namespaced else []), name]
+    return "/object/" + "/".join(segment(part) for part in parts)
+
+
+def _select(documents: Sequence[Document], wanted: Any) -> list[Document]:
+    return [
+        one
+        for one in documents
+        if matches(wanted, [f"{key}={value}" for key, value in _labels(one).items()])
+    ]
+
+
+def _show_one(opts: Common, read: Callable[[], Document]) -> None:
+    if opts.watch:
+        raise CliError(EXIT_USAGE, "-w is for lists", "leave NAME or -w out")
+    document = read()
+    if opts.style.form in ("table", "wide") and not opts.style.quiet:
+        kind = find_kind(document["kind"])
+        assert kind is not None
+        _show_list(opts, kind, lambda: [document])
+        return
+    show_one(document, opts.style, lambda: (), _name(document))
+
+
+def _show_list(opts: Common, kind: Kind, read: Callable[[], list[Document]]) -> None:
+    if opts.style.form in ("json", "yaml") and not opts.watch:
+        show_document({"apiVersion": "v1", "kind": "List", "items": read()}, opts.style.form)
+        return
+    columns = [one for one in _COLUMNS if kind.namespaced or one.header != "NAMESPACE"]
+    show_watched(opts, lambda: (read(), None), columns, _name, identify=_uid)
+
+
+def _metadata(document: Document) -> Document:
+    found: Document = document["metadata"]
+    return found
+
+
+def _labels(document: Document) -> dict[str, str]:
+    return _metadata(document).get("labels") or {}
+
+
+def _uid(document: Document) -> object:
+    return _metadata(document).get("uid")
+
+
+def _name(document: Document) -> str:
+    metadata = _metadata(document)
+    kind = find_kind(document["kind"])
+    plural = kind.plural if kind else document["kind"]
+    return "/".join(filter(None, (plural, metadata.get("namespace"), metadata["name"])))
+
+
+def _describe(document: Document) -> Iterator[str]:
+    from podwire.store.manifest import dump  # noqa: PLC0415 (start-up time)
+
+    metadata = _metadata(document)
+    yield from _field("Name", [metadata["name"]])
+    if "namespace" in metadata:
+        yield from _field("Namespace", [metadata["namespace"]])
+    yield from _field("Kind", [f"{document['kind']} ({document['apiVersion']})"])
+    for title, pairs in (
+        ("Labels", _labels(document)),
+        ("Annotations", metadata.get("annotations")),
+    ):
+        yield from _field(title, [f"{key}={value}" for key, value in (pairs or {}).items()])
+    yield from _field("Created", [metadata.get("creationTimestamp", "")])
+    yield from _field("Revision", [metadata.get("resourceVersion", "")])
+    for name in ("spec", "specs"):
+        if name in document:
+            yield f"{name.capitalize()}:"
+            yield from (f"  {line}" for line in dump([document[name]]).splitlines())
+
+
+def _field(title: str, values: Iterable[str]) -> Iterator[str]:
+    lines = [line for value in values for line in value.splitlines()] or ["-"]
+    for at, line in enumerate(lines):
+        yield f"{title + ':' if at == 0 else '':<13}{line}"
+
+
+_COLUMNS = (
+    Column("NAMESPACE", lambda row: _metadata(row).get("namespace")),
+    Column("NAME", lambda row: _metadata(row)["name"]),
+    Column("CREATED", lambda row: _metadata(row).get("creationTimestamp")),
+    Column("REVISION", lambda row: _metadata(row).get("resourceVersion"), wide=True),
+    Column(
+        "LABELS", lambda row: [f"{key}={value}" for key, value in _labels(row).items()], wide=True
+    ),
+)

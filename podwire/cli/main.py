@@ -15,12 +15,17 @@ from podwire.cli.client import EXIT_INTERNAL, EXIT_USAGE, CliError
 
 COMPLETION = "_PODWIRE_COMPLETE"
 _COMMANDS = {
+    "apply": ("podwire.cli.apply", "apply", "Create or replace objects from files."),
     "bpf": ("podwire.cli.bpf", "bpf", "Rows of the BPF maps."),
     "cleanup": ("podwire.cli.cleanup", "cleanup", "Remove what podwire left on this machine."),
     "completion": ("podwire.cli.completion", "completion", "Completion for bash, zsh or fish."),
     "config": ("podwire.cli.status", "config", "Settings in force."),
+    "delete": ("podwire.cli.apply", "delete", "Delete objects."),
+    "describe": ("podwire.cli.objects", "describe", "One object, for people."),
+    "diff": ("podwire.cli.apply", "diff", "What apply would change."),
     "doctor": ("podwire.cli.doctor", "doctor", "Look at this machine: can podwire work here?"),
     "endpoint": ("podwire.cli.endpoint", "endpoint", "The endpoints of a node."),
+    "get": ("podwire.cli.objects", "get", "Objects: policies, namespaces, workloads."),
     "identity": ("podwire.cli.identity", "identity", "Identities and their labels."),
     "ipam": ("podwire.cli.ipam", "ipam", "Addresses: who holds which."),
     "lab": ("podwire.cli.lab", "lab", "Nodes and pods on this one machine."),

@@ -188,8 +188,26 @@ def test_threads_of_one_agent_ask_once_for_a_key() -> None:
     store = MemoryStore()
     one = agent(store)
     store.calls.clear()
+    second = threading.Event()
+
+    def wait_for_another(_new: StoredObject) -> None:
+        if store.calls.count("create") > 1:
+            second.set()
+        second.wait(0.2)
+
+    store.before_create = wait_for_another
     together([lambda: one.number(WEB)] * 8)
     assert store.calls.count("create") == 1
+
+
+def test_a_list_older_than_an_own_write_does_not_undo_it() -> None:
+    store = MemoryStore()
+    one = agent(store)
+    objects, revision = store.list("identities")
+    number = one.number(WEB)
+    one.let_go()
+    one.known.replace(objects, revision)
+    assert [facts.number for facts in one.known.facts()] == [number]
 
 
 def test_a_number_made_by_an_agent_that_died_is_adopted() -> None:

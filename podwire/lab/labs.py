@@ -77,7 +77,9 @@ def _require_nothing_there(plan: LabPlan) -> None:
     hint = f"podwire lab down --lab {plan.name}"
     if (plan.directory / states.STATE_FILE).exists():
         raise Conflict(f"make lab {plan.name!r}: it is up", hint=hint)
-    if _list_namespaces(plan.name) or (PIN_ROOT / plan.name).exists():
+    # A journal of an agent that was, found by a new one, would speak of pods that never were.
+    files = {path.name for path in plan.directory.iterdir()} - {states.LOCK_FILE}
+    if files or _list_namespaces(plan.name) or (PIN_ROOT / plan.name).exists():
         raise Conflict(f"make lab {plan.name!r}: parts of an earlier one are left", hint=hint)
 
 

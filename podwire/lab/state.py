@@ -18,6 +18,7 @@ from podwire.lab.topology import RUN_ROOT, LabPlan, check_lab_name, plan_lab
 from podwire.model.errors import NotFound, StorageFailure, Unavailable
 
 STATE_FILE = "lab.json"
+LOCK_FILE = "lock"
 _END_DEADLINE_S = 15.0
 _GRACE_S = 3.0
 
@@ -137,7 +138,7 @@ def write_state(state: LabState) -> None:
 @contextmanager
 def locked(directory: Path, *, create: bool = False) -> Iterator[None]:
     """Let one command at a time change a lab; NotFound when the lab is gone."""
-    fd = _open_lock(directory / "lock", create)
+    fd = _open_lock(directory / LOCK_FILE, create)
     try:
         yield
     finally:

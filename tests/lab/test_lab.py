@@ -184,6 +184,18 @@ def test_down_after_all_agents_were_killed_and_the_file_was_damaged(make_lab: Ma
     assert not leaks([lab.name], own_namespace())
 
 
+def test_up_over_what_a_killed_down_left_is_a_conflict_until_it_is_gone() -> None:
+    name = lab_name()
+    journal = RUN_ROOT / name / "node1" / "state" / "journal.db"
+    journal.parent.mkdir(parents=True)
+    journal.touch()
+    said = podwire("lab", "up", "--name", name)
+    assert (said.code, said.err.splitlines()[1]) == (5, f"hint: podwire lab down --lab {name}")
+    assert journal.exists()
+    assert podwire("lab", "down", "--lab", name).code == 0
+    assert not leaks([name], own_namespace())
+
+
 def test_two_commands_at_once_do_not_lose_each_others_pods(served_lab: Lab) -> None:
     names = [f"many{number}" for number in range(6)]
     threads = [

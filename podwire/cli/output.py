@@ -91,14 +91,10 @@ def show_document(document: Any, form: str, *, more: bool = False) -> None:
 
 
 def _write_yaml(document: Any) -> str:
-    """Write YAML; words that other readers take for booleans are quoted."""
-    import yaml  # noqa: PLC0415 (start-up time)
+    """Write YAML that every reader takes for what it is."""
+    from podwire.store.manifest import dump  # noqa: PLC0415 (start-up time)
 
-    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    # Two rows may share an object: through JSON and back no anchors are written for it.
-    plain = json.loads(json.dumps(document))
-    text: str = yaml.dump(plain, Dumper=dumper, sort_keys=False, allow_unicode=True)
-    return text
+    return dump([document])
 
 
 def print_table(rows: Sequence[Row], columns: Sequence[Column], style: Style) -> None:

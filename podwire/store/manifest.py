@@ -99,13 +99,23 @@ def load_manifests(raw: bytes, file: str) -> list[Manifest]:
 
 def dump(documents: Sequence[Any]) -> str:
     """Write documents as YAML: keys in their order, words that other readers take for booleans or numbers quoted."""
-    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     # Through JSON and back no two places share an object: no anchors are written.
     plain = [json.loads(json.dumps(one)) for one in documents]
     return "---\n".join(
-        yaml.dump(one, Dumper=dumper, sort_keys=False, allow_unicode=True, width=10**6)
+        yaml.dump(one, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
         for one in plain
     )
+
+
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    """Writes by YAML 1.1, and also quotes what only YAML 1.2 takes for a number: `0o10`, `1e3`."""
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$|[-+]?0o[0-7]+$"),
+    list("-+.0123456789"),
+)
 
 
 class _Unreadable(Exception):

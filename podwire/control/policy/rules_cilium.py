@@ -106,7 +106,8 @@ def _read_spec(spec: Node, policy: PolicyId) -> PolicyRules | None:
     if not spec.expect_object(known, _REFUSED_IN_SPEC):
         return None
     scope = Scope(policy.namespace)
-    subject = read_subject(spec.child("endpointSelector"), scope)
+    for_nodes = spec.child("nodeSelector").present
+    subject = LabelSelector() if for_nodes else read_subject(spec.child("endpointSelector"), scope)
     rules: list[Rule] = []
     closing: set[Direction] = set()
     for section in _SECTIONS:
@@ -114,7 +115,7 @@ def _read_spec(spec: Node, policy: PolicyId) -> PolicyRules | None:
         if items:
             closing.add(section.direction)
         rules += (rule for item in items if (rule := _read_rule(item, section, scope)) is not None)
-    if not closing and not spec.child("nodeSelector").present:
+    if not closing and not for_nodes:
         spec.wrong("has no rule: write ingress, ingressDeny, egress or egressDeny ([{}] denies)")
     _check_annotations(spec)
     return PolicyRules(policy, subject, _read_default_deny(spec, closing), tuple(rules))

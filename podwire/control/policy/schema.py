@@ -266,12 +266,13 @@ def read_expression(node: Node) -> tuple[str, Operator, tuple[str, ...]] | None:
         if not required.present:
             required.wrong("is missing")
     found = operator.choice(tuple(Operator))
-    values = [read_label_value(item) for item in node.child("values").items()]
+    listed = node.child("values")
+    values = [read_label_value(item) for item in listed.items()]
     wants_values = found in (Operator.IN, Operator.NOT_IN)
-    if found and wants_values and not values:
-        node.child("values").wrong(f"is empty; {found} needs at least one value")
+    if found and wants_values and not values and listed.value in (None, [], ()):
+        listed.wrong(f"is empty; {found} needs at least one value")
     elif found and not wants_values and values:
-        node.child("values").wrong(f"has {len(values)} values; {found} takes none")
+        listed.wrong(f"has {len(values)} values; {found} takes none")
     if not found or not key.text():
         return None
     return key.text(), Operator(found), tuple(sorted(set(values)))

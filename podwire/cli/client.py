@@ -8,7 +8,6 @@ import json
 import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import quote, urlencode
 
 EXIT_NOT_SO = 1
 EXIT_USAGE = 2
@@ -57,6 +56,8 @@ def request(
 
 def stream(path: str, resource: str, query: Mapping[str, Any]) -> Iterator[Any]:
     """Give the documents of a JSON-lines resource as they come, until the agent ends; CliError when it is gone."""
+    from urllib.parse import quote, urlencode  # noqa: PLC0415 (start-up time)
+
     wanted = {key: value for key, value in query.items() if value is not None}
     if wanted:
         resource += "?" + urlencode(wanted, quote_via=quote)
@@ -77,6 +78,8 @@ def stream(path: str, resource: str, query: Mapping[str, Any]) -> Iterator[Any]:
 
 def segment(text: str) -> str:
     """Write text as one segment of a path."""
+    from urllib.parse import quote  # noqa: PLC0415 (start-up time)
+
     return quote(text, safe=":")
 
 

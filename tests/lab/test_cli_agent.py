@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -695,24 +695,32 @@ def _on_terminal(lab: Lab, environment: dict[str, str]) -> str:
         os.close(slave)
 
 
-def test_endpoint_list_starts_within_60_ms(lab: Lab, tmp_path: Path) -> None:
+def test_endpoint_list_takes_60_ms_or_six_bare_starts_of_python(lab: Lab, tmp_path: Path) -> None:
+    """CPU time of both in turn: others work on this machine. The wall clock adds the agent's answer (1 ms)."""
     environment = {key: value for key, value in os.environ.items() if "PYTHON" not in key}
     environment["PYTHONPYCACHEPREFIX"] = str(tmp_path)
     command = [PODWIRE, "endpoint", "list", "--lab", lab.name, "--node", "node1"]
-    times_ms = []
-    for _ in range(9):  # the first one writes the bytecode
-        before = os.times()
-        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
-        after = os.times()
-        spent = (
-            after.children_user
-            + after.children_system
-            - before.children_user
-            - before.children_system
-        )
-        times_ms.append(spent * 1e3)
-    # CPU time, because others work on this machine; the wall clock adds the agent's answer (1 ms).
-    assert min(times_ms[1:]) <= 60, times_ms
+    bare = [sys.executable, "-c", ""]
+    _measure_cpu_ms(command, environment)  # writes the bytecode
+    pairs = [
+        (_measure_cpu_ms(command, environment), _measure_cpu_ms(bare, environment))
+        for _ in range(9)
+    ]
+    list_ms, bare_ms = (min(times) for times in zip(*pairs, strict=True))
+    assert list_ms <= max(60, 6 * bare_ms), pairs
+
+
+def _measure_cpu_ms(command: list[str], environment: Mapping[str, str]) -> float:
+    """Run a command to its good end; gives what it took of the CPU, by its own account."""
+    pid = os.posix_spawn(
+        command[0],
+        command,
+        environment,
+        file_actions=[(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)],
+    )
+    _, status, used = os.wait4(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    return (used.ru_utime + used.ru_stime) * 1e3
 
 
 # Doctor, cleanup

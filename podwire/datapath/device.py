@@ -125,9 +125,12 @@ class LeftoverDevice(Unavailable):
     """
 
     def __init__(self, name: str, owner: OwnedDevice) -> None:
+        of_node = f" of node {owner.node_name!r}" if owner.node_name else ""
         super().__init__(
-            f"create device pair {name!r}: the device of endpoint {owner.endpoint_id} still exists",
-            hint="it is being deleted; try again",
+            f"create device pair {name!r}: the device of endpoint {owner.endpoint_id}{of_node} still exists",
+            hint="it is being deleted; try again"
+            if owner.condemned
+            else f"try again; if it stays, no endpoint has it: ip link del {name}",
         )
         self.owner = owner
         self.condemned = owner.condemned

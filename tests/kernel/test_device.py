@@ -205,11 +205,14 @@ def test_our_own_condemned_device_is_told_apart(
     with pytest.raises(LeftoverDevice) as alive:
         create_device(netlink, second, other_pod.pod, side)
     assert (alive.value.owner.endpoint_id, alive.value.condemned) == (first.id, False)
+    assert f"of node '{NODE}'" in alive.value.message
+    assert alive.value.hint.endswith(f"ip link del {first.device.host_name}")
     reaper = Reaper(netlink, deleting)
     reaper.condemn(first.id, first.device.host_ifindex)
     with pytest.raises(LeftoverDevice) as dying:
         create_device(netlink, second, other_pod.pod, side)
     assert dying.value.condemned
+    assert "ip link" not in dying.value.hint
     assert reaper.reap() == [first.id]
     create_device(netlink, second, other_pod.pod, side)
 

@@ -332,6 +332,24 @@ def test_an_address_that_the_kernel_delivers_for_nobody_is_a_fault(
     assert lab.cli("ipam", "check").code == 0
 
 
+def test_an_address_that_the_kernel_does_not_deliver_is_a_fault(
+    lab: Lab, web: dict[str, Any]
+) -> None:
+    [path] = lab.node().pins.glob("v*/maps/pw_endpoints")
+    own = _map_key(web["ipv4"])
+    row = json.loads(run("bpftool", "-j", "map", "lookup", "pinned", str(path), "key", *own))
+    run("bpftool", "map", "delete", "pinned", str(path), "key", *own)
+    try:
+        said = lab.cli("ipam", "check", "-o", "json")
+        assert said.code == 1, said
+        [fault] = said.document["faults"]
+        assert (fault["ip"], fault["node"], fault["releasable"]) == (web["ipv4"], "node1", False)
+        assert fault["problem"].endswith("the datapath does not deliver it")
+    finally:
+        run("bpftool", "map", "update", "pinned", str(path), "key", *own, "value", *row["value"])
+    assert lab.cli("ipam", "check").code == 0
+
+
 def _map_key(ipv4: str) -> list[str]:
     octets = bytes(10) + b"\xff\xff" + bytes(map(int, ipv4.split(".")))
     return [f"0x{octet:02x}" for octet in octets]

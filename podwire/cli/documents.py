@@ -47,7 +47,8 @@ def speaking_of(manifests: Sequence[Manifest]) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        lines = [error.message, *(f"{one.path} {one.message}" for one in error.faults)]
+        faults = [f"{one.path} {one.message}" for one in error.faults]
+        lines = [error.message, *(one for one in faults if one not in error.message)]
         message = _translate("; ".join(lines), manifests)
         raise CliError(EXIT_REFUSED, message, error.hint) from None
     except CliError as error:

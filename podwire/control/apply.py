@@ -13,6 +13,7 @@ from podwire.control.objects import (
     decode,
     identify,
     is_namespace_name,
+    summarise,
 )
 from podwire.model.errors import Conflict, Fault, InvalidRequest, NotFound, PodwireError
 from podwire.model.kinds import KINDS, NAMESPACE
@@ -233,9 +234,9 @@ def _join(place: str, path: str) -> str:
 
 
 def _refuse(faults: Sequence[Fault]) -> InvalidRequest:
-    count = f"{len(faults)} faults" if len(faults) > 1 else "a fault"
+    what = summarise(faults) if len(faults) == 1 else f"{len(faults)} faults"
     return InvalidRequest(
-        f"read the documents: {count}",
+        f"read the documents: {what}",
         hint="nothing was changed; correct the documents and apply them again",
         faults=tuple(faults[:FAULTS_KEPT]),
     )

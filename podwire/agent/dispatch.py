@@ -10,16 +10,16 @@ attachment was taken is never carried out after it; every request is answered or
 import asyncio
 import contextlib
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol
+from typing import Protocol
 
 import msgspec
 
+from podwire.agent.overtaken import TakenDeletes, TakenLists
 from podwire.agent.spool import Spool, SpooledDelete
 from podwire.model.endpoint import AttachmentKey
 from podwire.model.errors import (
@@ -34,10 +34,6 @@ from podwire.model.interfaces import Clock, PodNamespace
 from podwire.model.request import AttachRequest, AttachResult
 
 _log = logging.getLogger(__name__)
-
-DELETES_KEPT_NS: Final = 900 * 10**9
-"""Longer than any launcher lives: wire.AGENT_WAIT_MAX_S and wire.REPLY_WAIT_MS together."""
-DELETES_KEPT: Final = 65_536
 
 
 class Attachments(Protocol):
@@ -105,44 +101,6 @@ class Caller:
                 call()
 
 
-class TakenDeletes:
-    """Which DELs were taken lately: an ADD that started before one of its attachment is refused.
-
-    Bounded: what is forgotten raises a floor, below which every ADD is refused. So the answer is
-    never a wrong yes.
-    """
-
-    def __init__(self, kept: int = DELETES_KEPT, kept_ns: int = DELETES_KEPT_NS) -> None:
-        self._kept = kept
-        self._kept_ns = kept_ns
-        self._until_ns: dict[AttachmentKey, int] = {}
-        self._floor_ns = 0
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._until_ns)
-
-    def note(self, key: AttachmentKey, until_ns: int, now_ns: int) -> None:
-        """Remember that ADDs of `key` that started before `until_ns` (CLOCK_BOOTTIME) are over."""
-        with self._lock:
-            self._until_ns[key] = max(until_ns, self._until_ns.pop(key, 0))
-            for oldest in list(self._list_surplus(now_ns)):
-                self._floor_ns = max(self._floor_ns, self._until_ns.pop(oldest))
-
-    def overtook(self, key: AttachmentKey, started_ns: int) -> bool:
-        """Tell whether an ADD that started at `started_ns` must not be carried out any more."""
-        with self._lock:
-            return started_ns < max(self._until_ns.get(key, 0), self._floor_ns)
-
-    def _list_surplus(self, now_ns: int) -> Iterator[AttachmentKey]:
-        surplus = len(self._until_ns) - self._kept
-        for key, until_ns in self._until_ns.items():
-            if surplus <= 0 and until_ns >= now_ns - self._kept_ns:
-                return
-            surplus -= 1
-            yield key
-
-
 @dataclass(eq=False)
 class _Job:
     """One request in its line."""
@@ -204,6 +162,7 @@ class Dispatcher:
         self._idle = asyncio.Event()
         self._idle.set()
         self._deletes = TakenDeletes()
+        self._lists = TakenLists()
         self._threads = ThreadPoolExecutor(self._limits.threads, thread_name_prefix="attach")
         self._side_threads = ThreadPoolExecutor(2, thread_name_prefix="status")
 
@@ -274,8 +233,11 @@ class Dispatcher:
     # --- what each command does before and around its turn ------------------------------------
 
     async def _add(self, job: _Job) -> AttachResult | None:
-        if self._deletes.overtook(job.key, job.request.started_boottime_ns):
-            raise _overtaken(job.request)
+        started_ns = job.request.started_boottime_ns
+        if self._deletes.overtook(job.key, started_ns):
+            raise _overtaken(job.request, "a DEL of it")
+        if self._lists.overtook(job.key, started_ns):
+            raise _overtaken(job.request, "a GC that does not name it")
         job.cancel_with_caller()
         return await self._in_line(job, partial(self._attach, job), self._limits.deadline_s)
 
@@ -306,17 +268,13 @@ class Dispatcher:
         return await self._in_line(job, work, self._limits.deadline_s)
 
     async def _collect(self, job: _Job) -> AttachResult | None:
+        """Overtake the ADDs that are older than this GC and not in its list, whether they are here or still to come."""
         request = job.request
         overtaken = []
         if request.valid_attachments is not None:
-            valid = set(request.valid_attachments)
+            self._lists.note(request, self._clock.boottime_ns())
             for add in self._list_adds():
-                key = add.key
-                if (
-                    key.network == request.network
-                    and (key.container_id, key.if_name) not in valid
-                    and add.request.started_boottime_ns < request.started_boottime_ns
-                ):
+                if self._lists.overtook(add.key, add.request.started_boottime_ns):
                     add.cancel("a GC that does not name it overtook it")
                     overtaken.append(add)
         with contextlib.suppress(TimeoutError):
@@ -453,7 +411,7 @@ class Dispatcher:
             )
             self._replay_record(record)
         if self._deletes.overtook(job.key, job.request.started_boottime_ns):
-            raise _overtaken(job.request)
+            raise _overtaken(job.request, "a DEL of it")
         result = self._attachments.add(job.request, job.namespace, job.is_cancelled)
         if job.is_cancelled():
             # Cancelled behind its last step: nobody is going to hear of what was made.
@@ -469,9 +427,9 @@ class Dispatcher:
         self._spool.remove(record)
 
 
-def _overtaken(request: AttachRequest) -> Unavailable:
+def _overtaken(request: AttachRequest, what: str) -> Unavailable:
     return Unavailable(
-        f"ADD {request.key}: a DEL of it came after this ADD was started",
+        f"ADD {request.key}: {what} came after this ADD was started",
         hint="call ADD again if the pod is still wanted",
     )
 

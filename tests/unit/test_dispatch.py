@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from podwire.agent.dispatch import Caller, Dispatcher, Limits, TakenDeletes
+from podwire.agent.dispatch import Caller, Dispatcher, Limits
+from podwire.agent.overtaken import KEPT_NS, TakenDeletes, TakenLists
 from podwire.agent.spool import Spool
 from podwire.cni.netconf import decode_request
 from podwire.model import wire
@@ -59,12 +60,14 @@ class Bench:
         self.dispatcher = Dispatcher(self.attachments, spool, self.clock, limits)
         self.released = 0
 
-    def request(self, command: str, container: str = "c1", started_ns: int = 0) -> AttachRequest:
+    def request(
+        self, command: str, container: str = "c1", started_ns: int = 0, network: str = "n"
+    ) -> AttachRequest:
         return AttachRequest(
             command=command,
-            network=NetworkName("n"),
+            network=NetworkName(network),
             cni_version="1.1.0",
-            key=None if command in ("GC", "STATUS") else key(container),
+            key=None if command in ("GC", "STATUS") else key(container, network),
             started_boottime_ns=started_ns or self.clock.boottime_ns(),
         )
 
@@ -343,6 +346,45 @@ async def test_gc_spares_an_add_that_started_after_it(bench: Bench) -> None:
     await collect
 
 
+@pytest.mark.parametrize(
+    ("valid", "refused"),
+    [
+        pytest.param((), True, id="empty list"),
+        pytest.param((("c1", "eth0"),), False, id="named"),
+        pytest.param((("c1", "eth1"),), True, id="other interface named"),
+        pytest.param(None, False, id="no list"),
+    ],
+)
+async def test_an_add_that_started_before_a_gc_and_arrives_after_it_is_refused_unless_named(
+    bench: Bench, valid: tuple[tuple[ContainerId, InterfaceName], ...] | None, refused: bool
+) -> None:
+    bench.attachments.open_gates()
+    early, other = bench.request("ADD"), bench.request("ADD", network="other")
+    await bench.start(collection(valid, bench.clock.boottime_ns()))
+    late = bench.request("ADD")
+    if refused:
+        with pytest.raises(Unavailable, match="a GC that does not name it"):
+            await bench.start(early)
+        await bench.start(late)
+    else:
+        await bench.start(early)
+    await bench.start(other)
+
+
+def collection(
+    valid: tuple[tuple[ContainerId, InterfaceName], ...] | None,
+    started_ns: int,
+    network: str = "n",
+) -> AttachRequest:
+    return AttachRequest(
+        command="GC",
+        network=NetworkName(network),
+        cni_version="1.1.0",
+        started_boottime_ns=started_ns,
+        valid_attachments=valid,
+    )
+
+
 async def test_a_del_waits_only_so_long_for_an_undo(hasty: Bench) -> None:
     await hasty.start_running(hasty.request("ADD"))
     with pytest.raises(Unavailable, match="does not end"):
@@ -498,6 +540,43 @@ def test_a_younger_del_is_not_shadowed_by_an_older_one() -> None:
     deletes.note(key(), 100, 100)
     deletes.note(key(), 50, 101)
     assert deletes.overtook(key(), 99)
+
+
+# --- the memory of GCs --------------------------------------------------------------------------
+
+
+def test_a_newer_list_names_what_an_older_one_did_not() -> None:
+    lists = TakenLists()
+    lists.note(collection((), 100), 100)
+    lists.note(collection((name("c1"),), 200), 200)
+    lists.note(collection((name("c2"),), 150), 201)
+    assert not lists.overtook(key("c1"), 50)
+    assert lists.overtook(key("c2"), 199)
+    assert not lists.overtook(key("c2"), 200)
+
+
+def test_a_list_is_forgotten_when_no_older_launcher_can_live() -> None:
+    lists = TakenLists()
+    lists.note(collection((), 100, "old"), 100)
+    lists.note(collection((), 101 + KEPT_NS), 101 + KEPT_NS)
+    assert len(lists) == 1
+
+
+@pytest.mark.parametrize(
+    "lists", [TakenLists(lists=2), TakenLists(names=2)], ids=["lists", "names"]
+)
+def test_of_lists_that_are_forgotten_for_want_of_room_every_older_add_is_refused(
+    lists: TakenLists,
+) -> None:
+    for number in range(4):
+        lists.note(collection((name("c1"),), 100 + number, f"n{number}"), 100 + number)
+    assert len(lists) == 2
+    assert lists.overtook(key("c1"), 100)
+    assert not lists.overtook(key("c1"), 101)
+
+
+def name(container: str) -> tuple[ContainerId, InterfaceName]:
+    return ContainerId(container), InterfaceName("eth0")
 
 
 # --- random interleavings -----------------------------------------------------------------------

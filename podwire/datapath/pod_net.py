@@ -130,13 +130,6 @@ def configure_pod(record: EndpointRecord, namespace: PodNamespace, *, route_mtu:
         _add_routes(netlink, families)
 
 
-def compare_namespace(record: EndpointRecord, namespace: PodNamespace) -> list[str]:
-    """Name what differs between the namespace that is open and the one the record was made in."""
-    if netns.cookie(namespace.fd) != record.netns_cookie:
-        return [f"namespace {namespace.path!r} is not the one the pod was attached in"]
-    return []
-
-
 def compare_pod(
     record: EndpointRecord, namespace: PodNamespace, *, route_mtu: int = 0
 ) -> list[str]:
@@ -162,6 +155,9 @@ def compare_pod(
             for name, (found, want) in wanted.items()
             if found != want
         ]
+        loopback = netlink.find(get_link(_LOOPBACK_INDEX))
+        if loopback is None or not read_link(loopback).up:
+            differences.append("pod device 'lo' is 'down', wanted 'up'")
         addresses = {
             read_address(body) for body in netlink.dump(list_addresses(device.pod_ifindex))
         }

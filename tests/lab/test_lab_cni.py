@@ -194,6 +194,14 @@ BREAKERS: dict[str, tuple[Breaker, str]] = {
         "neighbour.*IPV4",
     ),
     "the pod's MTU": (lambda _, pod: pod.ip("link", "set", "eth0", "mtu", "1400"), "mtu is 1400"),
+    "the route's MTU": (
+        lambda _, pod: pod.ip(
+            *("route", "change", "default", "via", "169.254.1.1", "dev", "eth0"),
+            *("onlink", "proto", "199", "mtu", "1300"),
+        ),
+        "another mtu",
+    ),
+    "the pod's loopback": (lambda _, pod: pod.ip("link", "set", "lo", "down"), "'lo'"),
     "the host device's MTU": (
         lambda _, pod: pod.node_ip("link", "set", pod.device, "mtu", "1400"),
         "mtu is 1400",

@@ -160,7 +160,10 @@ DAMAGES = [
         id="neighbour-elsewhere",
     ),
     pytest.param(
-        "ip route change default via 169.254.1.1 dev eth0 onlink proto 199 mtu 1300".split(),
+        [
+            *("ip", "route", "change", "default", "via", "169.254.1.1", "dev", "eth0"),
+            *("onlink", "proto", "199", "mtu", "1300"),
+        ],
         "another mtu",
         id="route-mtu",
     ),

@@ -5,6 +5,7 @@ touched. Invariant: a set with one fault in it changes nothing; what was there b
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -15,13 +16,13 @@ from podwire.control.objects import (
     is_namespace_name,
     summarise,
 )
-from podwire.model.errors import Conflict, Fault, InvalidRequest, NotFound, PodwireError
+from podwire.model.errors import Conflict, Fault, InvalidRequest, NotFound
 from podwire.model.kinds import KINDS, NAMESPACE
 from podwire.model.labels import NAMESPACE_NAME_KEY
 from podwire.model.store import ObjectKey, Store, StoredObject
 
-ATTEMPTS: Final = 16
-"""How often one object is tried again because somebody else changed it at the same moment."""
+ATTEMPTS: Final = 50
+"""How often one object is tried because somebody else changed it meanwhile: only in stores that do not write together."""
 FAULTS_KEPT: Final = 64
 
 CREATED: Final = "created"
@@ -52,19 +53,14 @@ def apply_documents(
     """Make the objects of these documents so; gives what became of each, in the order of the documents.
 
     `namespace`: of objects that name none. Raises InvalidRequest with all faults, each path beginning `documents[3]`:
-    then nothing is written. A store that fails half-way raises its own error, which says what was written.
+    then nothing is written. Nor when the store fails, if it is one that writes them together.
     """
     drafts = decode_all(documents, namespace=namespace)
-    check_namespaces(store, drafts)
     done: dict[ObjectKey, Applied] = {}
-    for draft in sorted(drafts, key=lambda one: _ORDER[one.key.kind]):
-        try:
+    with _writing(store, dry_run=dry_run):
+        check_namespaces(store, drafts)
+        for draft in sorted(drafts, key=lambda one: _ORDER[one.key.kind]):
             done[draft.key] = _apply(store, draft, dry_run=dry_run)
-        except PodwireError as error:
-            error.message = (
-                f"apply {draft.key} (after {len(done)} of {len(drafts)}): {error.message}"
-            )
-            raise
     return [done[draft.key] for draft in drafts]
 
 
@@ -118,30 +114,32 @@ def put_object(
             f"put {key}: the document is {draft.key}",
             faults=(Fault("metadata.name", f"is {draft.key.name!r}, not {key.name!r}"),),
         )
-    check_namespaces(store, [draft])
     wanted = document["metadata"].get("resourceVersion")
-    if wanted in (None, ""):
-        return _apply(store, draft, dry_run=dry_run)
-    found = store.get(key)
-    revision = found.revision if found is not None else 0
-    if str(wanted) != str(revision):
-        is_at = f"at revision {revision}" if found is not None else "not there any more"
-        raise Conflict(
-            f"put {key}: it is {is_at}, not at {str(wanted)[:20]!r}",
-            hint="somebody else has changed it: read it again and repeat",
-        )
-    return _apply(store, draft, dry_run=dry_run, revision=revision)
+    with _writing(store, dry_run=dry_run):
+        check_namespaces(store, [draft])
+        if wanted in (None, ""):
+            return _apply(store, draft, dry_run=dry_run)
+        found = store.get(key)
+        revision = found.revision if found is not None else 0
+        if str(wanted) != str(revision):
+            is_at = f"at revision {revision}" if found is not None else "not there any more"
+            raise Conflict(
+                f"put {key}: it is {is_at}, not at {str(wanted)[:20]!r}",
+                hint="somebody else has changed it: read it again and repeat",
+            )
+        return _apply(store, draft, dry_run=dry_run, revision=revision)
 
 
 def delete_object(store: Store, key: ObjectKey, *, dry_run: bool = False) -> Applied:
     """Delete one object. NotFound; Conflict for a namespace that has policies, and for `default`."""
-    found = store.get(key)
-    if found is None:
-        raise NotFound(f"delete {key}: there is none", hint=f"see podwire get {key.kind}")
-    if key.kind == NAMESPACE.plural:
-        _check_namespace_unused(store, key.name)
-    if not dry_run:
-        found = store.delete(key)
+    with _writing(store, dry_run=dry_run):
+        found = store.get(key)
+        if found is None:
+            raise NotFound(f"delete {key}: there is none", hint=f"see podwire get {key.kind}")
+        if key.kind == NAMESPACE.plural:
+            _check_namespace_unused(store, key.name)
+        if not dry_run:
+            found = store.delete(key)
     return Applied(key, DELETED, found, None)
 
 
@@ -205,6 +203,11 @@ def _apply(
         return Applied(draft.key, action, found, store.update(replaced))
 
     return attempt() if revision is not None else _retried(attempt)
+
+
+def _writing(store: Store, *, dry_run: bool) -> AbstractContextManager[None]:
+    """Keep others from writing between what is checked and what is written, where the store can."""
+    return nullcontext() if dry_run else store.together()
 
 
 def _retried(attempt: Callable[[], _T]) -> _T:

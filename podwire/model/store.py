@@ -7,6 +7,7 @@ NewerData, InvalidRequest. Invariant: every change has a revision of its own, on
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -125,6 +126,11 @@ class Store(Protocol):
 
     def delete(self, key: ObjectKey, *, revision: int | None = None, uid: str = "") -> StoredObject:
         """Remove an object, under the preconditions that are given; gives what was there. NotFound, Conflict."""
+        ...
+
+    def together(self) -> AbstractContextManager[None]:
+        """Let the writes of this thread in the block take effect together at its end, where the back end can, and none
+        when the block raises. Reads in the block see what was there before. Others may have to wait: be quick."""
         ...
 
     def watch(self, after_revision: int, kinds: Sequence[str] = ()) -> Watch:

@@ -59,7 +59,8 @@ class SqliteStore:
         self._open_waker = open_waker
         self._now = now
         self._changes_kept = changes_kept
-        self._read_lock, self._write_lock = threading.Lock(), threading.Lock()
+        self._read_lock = threading.Lock()
+        self._write_lock = threading.RLock()
         self._watches: set[SqliteWatch] = set()
         self._watches_lock = threading.Lock()
         with ExitStack() as opened, self._file.reported("open"):
@@ -131,6 +132,12 @@ class SqliteStore:
             self._log(connection, _next_revision(connection), found, deleted=True)
         return self._make(found)
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Make one transaction of this thread's writes in the block; other writers wait for its end."""
+        with self._changing("write"):
+            yield
+
     def watch(self, after_revision: int, kinds: Sequence[str] = ()) -> SqliteWatch:
         """Watch changes of some kinds (none named: all) after a revision."""
         waker = self._open_waker(self._file.revision_path)
@@ -172,6 +179,10 @@ class SqliteStore:
         """Do one transaction that writes, and tell the watches when it is on disk."""
         connection = self._writer
         with self._write_lock, self._file.reported(verb):
+            is_inside = connection.in_transaction
+            if is_inside:  # of `together`, begun by this thread, as it has the lock
+                yield connection
+                return
             self._file.check_same()
             connection.execute("BEGIN IMMEDIATE")
             try:

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 from uuid import uuid4
 
@@ -74,6 +75,9 @@ class MemoryStore:
             self._revision += 1
             self._publish(StoreEvent(old, self._revision, deleted=True))
             return old
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def watch(self, after_revision: int, kinds: Sequence[str] = ()) -> "MemoryWatch":
         self._call("watch")

@@ -17,6 +17,7 @@ import pytest
 
 from podwire.kernel.inotify import FileWaker
 from podwire.model.errors import (
+    Conflict,
     InvalidConfiguration,
     KernelFailure,
     NewerData,
@@ -290,6 +291,55 @@ def test_processes_may_make_one_file_at_the_same_moment(path: Path) -> None:
     assert [child.returncode for child in children] == [0] * 6, errors
     with contextlib.closing(SqliteStore(path)) as store:
         assert len(store.list("workloads")[0]) == 6
+
+
+# ------------------------------------------------------------------ together
+
+
+def test_what_is_written_together_is_seen_together_and_in_order(store: SqliteStore) -> None:
+    with store.watch(0) as watch:
+        with store.together():
+            first = store.create(make("a"))
+            store.create(make("b"))
+            store.delete(first.key)
+            assert watch.next(0) == ()
+            assert store.list("workloads") == ([], 0)
+        assert [event.revision for event in watch.next(5)] == [1, 2, 3]
+    assert [one.key.name for one in store.list("workloads")[0]] == ["b"]
+
+
+def test_of_what_raises_together_nothing_stays(store: SqliteStore) -> None:
+    def write(*names: str) -> None:
+        with store.together():
+            for name in names:
+                store.create(make(name))
+
+    write("a")
+    with pytest.raises(Conflict):
+        write("b", "c", "a")
+    assert [one.key.name for one in store.list("workloads")[0]] == ["a"]
+    assert store.create(make("c")).revision == 2
+    with pytest.raises(KeyboardInterrupt):
+        _interrupt(store)
+    assert store.create(make("d")).revision == 3
+
+
+def _interrupt(store: SqliteStore) -> None:
+    with store.together():
+        store.create(make("e"))
+        raise KeyboardInterrupt
+
+
+def test_other_writers_wait_for_what_is_written_together(path: Path, store: SqliteStore) -> None:
+    with contextlib.closing(SqliteStore(path)) as other, ThreadPoolExecutor(2) as threads:
+        with store.together():
+            waiting = [
+                threads.submit(one.create, make(f"z{n}")) for n, one in enumerate((store, other))
+            ]
+            for number in range(50):
+                store.create(make(f"a{number}"))
+            assert not any(one.done() for one in waiting)
+        assert {one.result(20).revision for one in waiting} == {51, 52}
 
 
 # ------------------------------------------------------------------ how long it remembers

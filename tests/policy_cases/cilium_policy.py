@@ -175,6 +175,15 @@ SUBJECTS: Final[list[Case]] = [
         no="c>a:80/tcp c>b:80/tcp",
     ),
     make_case(
+        "a subject may leave out who is no endpoint, which changes nothing",
+        ccnp(
+            'endpointSelector: {matchLabels: {app: a}, matchExpressions: [{key: "reserved:host",'
+            " operator: DoesNotExist}]}\ningress: [{}]"
+        ),
+        yes="a>b:80/tcp",
+        no="b>a:80/tcp red/b>red/a:80/tcp",
+    ),
+    make_case(
         "several specs of one policy have each their own subject",
         (
             "apiVersion: cilium.io/v2\nkind: CiliumNetworkPolicy\n"

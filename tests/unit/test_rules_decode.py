@@ -117,6 +117,12 @@ def test_selectors_that_say_the_same_are_the_same() -> None:
     assert hash(one) == hash(two)
 
 
+def test_what_is_required_twice_is_required_once() -> None:
+    assert k8s_peer(
+        "{podSelector: {matchLabels: {a: x}, matchExpressions: [{key: a, operator: In, values: [x]}]}}"
+    ) == k8s_peer("{podSelector: {matchLabels: {a: x}}}")
+
+
 def test_one_value_in_a_list_is_a_match_label() -> None:
     assert k8s_peer(
         "{podSelector: {matchExpressions: [{key: a, operator: In, values: [x]}]}}"

@@ -136,8 +136,7 @@ def read_peers(
     for key in named[1:]:
         lists[key].wrong(f"stands beside {named[0]}; give each a rule of its own")
     if not lists:
-        refused = [key for key in _REFUSED_IN_RULE[direction] if rule.child(key).present]
-        return () if refused else None
+        return None
     return tuple(
         dict.fromkeys(
             peer

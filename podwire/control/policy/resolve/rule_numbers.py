@@ -1,0 +1,69 @@
+"""Numbers for rules: what an entry, an event and a counter carry in place of a name.
+
+Called by the engine. Invariant: a rule keeps its number as long as its policy exists, and no number means two rules,
+also across restarts: numbers are reserved in spans, and a span is on disk before its first number is used.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+from podwire.control.policy.oracle import DEFAULT_DENY_PATH, RuleName
+from podwire.control.policy.rule import PolicyId
+
+SPAN: Final = 1024
+FORMER_NAMES: Final = 4096
+"""Names of rules that are gone, kept for events and counters that still carry their numbers."""
+
+
+class Counter:
+    """Numbers, each given once. `reserve` is told the first number of the next process before it could be used here."""
+
+    def __init__(self, first: int, reserve: Callable[[int], None]) -> None:
+        self._next = first
+        self.limit = first
+        """What the next process begins with."""
+        self._reserve = reserve
+
+    def prepare(self, count: int) -> None:
+        """Reserve so that the next `count` numbers can be taken; raises what `reserve` raises, nothing is lost then."""
+        if self._next + count > self.limit:
+            limit = self._next + count + SPAN
+            self._reserve(limit)
+            self.limit = limit
+
+    def take(self) -> int:
+        """Give the next number; raises what `reserve` raises, and has then used none."""
+        self.prepare(1)
+        self._next += 1
+        return self._next - 1
+
+
+class RuleNumbers:
+    """Which number each rule has, and which rule each number is."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._by_policy: dict[PolicyId, dict[str, int]] = {}
+        self._names: dict[int, RuleName] = {}
+        self._former: OrderedDict[int, RuleName] = OrderedDict()
+
+    def number(self, policy: PolicyId, path: str = DEFAULT_DENY_PATH) -> int:
+        """Give a rule's number, a new one at first."""
+        paths = self._by_policy.setdefault(policy, {})
+        number = paths.get(path)
+        if number is None:
+            number = paths[path] = self._counter.take()
+            self._names[number] = RuleName(policy, path)
+        return number
+
+    def name(self, number: int) -> RuleName | None:
+        """Give the rule of a number, also of a policy that went a while ago; None for 0 and for strangers."""
+        return self._names.get(number) or self._former.get(number)
+
+    def release(self, policy: PolicyId) -> None:
+        """Forget a policy; its name stays readable for a while."""
+        for number in self._by_policy.pop(policy, {}).values():
+            self._former[number] = self._names.pop(number)
+        while len(self._former) > FORMER_NAMES:
+            self._former.popitem(last=False)

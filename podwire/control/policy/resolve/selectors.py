@@ -1,0 +1,205 @@
+"""Selectors and whom they select, kept up as identities come and go.
+
+Called by the engine. Pure. A new identity touches the selectors that could match it only: each is filed under the
+requirement that most narrows it, the few that have none (only negative ones) apart. A new selector asks sets of
+identities per label, never each identity. Invariant: `Selection.members` is what a comparison of every identity with
+the selector gives.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, TypeVar
+
+from podwire.control.policy.labels_match import LabelSet, describe_selector, matches
+from podwire.control.policy.rule import (
+    ANY_SOURCE,
+    IdentityFacts,
+    LabelSelector,
+    Operator,
+    PeerSelector,
+    Requirement,
+)
+from podwire.model.labels import SOURCE_RESERVED, Label, split_label
+
+_Key = TypeVar("_Key")
+
+NOBODY: Final[frozenset[int]] = frozenset()
+
+
+class Selection:
+    """One selector in use: whom it selects now, and who uses it."""
+
+    __slots__ = ("filed", "members", "selector", "users")
+
+    def __init__(self, selector: PeerSelector | str, members: set[int]) -> None:
+        self.selector = selector
+        """A name of a port stands for "who has a port of that name"."""
+        self.members = members
+        """Identities of peers, local ones of CIDRs included. Read by everybody, changed by the owner alone."""
+        self.users: set[Any] = set()
+        self.filed: tuple[Any, ...] = ()
+        """Where the index has it; () = among the rest."""
+
+    def describe(self) -> dict[str, Any]:
+        """Give what people are shown: the selector in words, its identities, and how many rules use it."""
+        selector = self.selector
+        text = f"port {selector}" if isinstance(selector, str) else describe_selector(selector)
+        return {"selector": text, "identities": sorted(self.members), "users": len(self.users)}
+
+
+class LabelIndex:
+    """Identities by label, and label selectors by what they require."""
+
+    def __init__(self) -> None:
+        self._facts: dict[int, IdentityFacts] = {}
+        self._sources: set[str] = set()
+        self._with_pair: dict[Label, set[int]] = {}
+        self._with_key: dict[tuple[str, str], set[int]] = {}
+        self._with_port: dict[str, set[int]] = {}
+        self._selections: dict[LabelSelector | str, Selection] = {}
+        self._filed: dict[tuple[str, ...], set[Selection]] = {}
+        """Under (key, value) or (key,); () for the rest."""
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._facts
+
+    def __iter__(self) -> Iterator[Selection]:
+        return iter(self._selections.values())
+
+    def facts(self, number: int) -> IdentityFacts | None:
+        """Give what is known of an identity."""
+        return self._facts.get(number)
+
+    def use(self, selector: LabelSelector | str, user: object) -> Selection:
+        """Give a selector's selection and note one more user. A string is the name of a port."""
+        selection = self._selections.get(selector)
+        if selection is None:
+            if isinstance(selector, str):
+                selection = Selection(selector, set(self._with_port.get(selector, ())))
+            else:
+                selection = Selection(selector, self._select(selector))
+                self._file(selection, selector)
+            self._selections[selector] = selection
+        selection.users.add(user)
+        return selection
+
+    def release(self, selection: Selection, user: object) -> None:
+        """Note that a user is gone; a selection without users is forgotten."""
+        selection.users.discard(user)
+        selector = selection.selector
+        if selection.users or not isinstance(selector, LabelSelector | str):
+            return
+        self._selections.pop(selector, None)
+        for place in selection.filed:
+            filed = self._filed[place]
+            filed.discard(selection)
+            if not filed:
+                del self._filed[place]
+
+    def add_identity(self, facts: IdentityFacts) -> list[Selection]:
+        """Learn of an identity; gives the selections that select it now."""
+        number = facts.number
+        self._facts[number] = facts
+        labels = [split_label(text) for text in facts.labels]
+        for label in labels:
+            self._sources.add(label.source)
+            self._with_pair.setdefault(label, set()).add(number)
+            self._with_key.setdefault(label[:2], set()).add(number)
+        for port in facts.named_ports:
+            self._with_port.setdefault(port.name, set()).add(number)
+        asked = LabelSet(facts.labels)
+        found = [
+            one
+            for one in self._candidates(labels)
+            if isinstance(one.selector, LabelSelector) and matches(one.selector, asked)
+        ]
+        found += self._of_ports(facts)
+        for selection in found:
+            selection.members.add(number)
+        return found
+
+    def remove_identity(self, number: int) -> list[Selection]:
+        """Forget an identity; gives the selections that selected it."""
+        facts = self._facts.pop(number, None)
+        if facts is None:
+            return []
+        labels = [split_label(text) for text in facts.labels]
+        for label in labels:
+            _take_out(self._with_pair, label, number)
+            _take_out(self._with_key, label[:2], number)
+        for port in facts.named_ports:
+            _take_out(self._with_port, port.name, number)
+        found = [one for one in self._candidates(labels) if number in one.members]
+        found += self._of_ports(facts)
+        for selection in found:
+            selection.members.discard(number)
+        return found
+
+    def _of_ports(self, facts: IdentityFacts) -> list[Selection]:
+        names = {port.name for port in facts.named_ports}
+        return [self._selections[name] for name in names if name in self._selections]
+
+    def _candidates(self, labels: Iterable[Label]) -> set[Selection]:
+        places: set[tuple[str, ...]] = {()}
+        for label in labels:
+            places.add((label.key,))
+            places.add((label.key, label.value))
+        found: set[Selection] = set()
+        for place in places & self._filed.keys():
+            found |= self._filed[place]
+        return found
+
+    def _file(self, selection: Selection, selector: LabelSelector) -> None:
+        """File a selection where fewest others are, so that a common label (a namespace) does not gather them all."""
+        choices: list[tuple[tuple[str, ...], ...]] = []
+        for one in selector.requirements:
+            if one.operator is Operator.IN:
+                choices.append(tuple((one.key, value) for value in one.values))
+            elif one.operator is Operator.EXISTS:
+                choices.append(((one.key,),))
+        places = min(choices, key=self._crowd, default=((),))
+        selection.filed = places
+        for place in places:
+            self._filed.setdefault(place, set()).add(selection)
+
+    def _crowd(self, places: tuple[tuple[str, ...], ...]) -> tuple[int, int]:
+        exists_only = sum(len(place) == 1 for place in places)
+        return exists_only, sum(len(self._filed.get(place, NOBODY)) for place in places)
+
+    def _select(self, selector: LabelSelector) -> set[int]:
+        """Select among all identities: the smallest positive set, narrowed by the others."""
+        positive: list[set[int]] = []
+        negative: list[set[int]] = []
+        for one in selector.requirements:
+            is_positive = one.operator in (Operator.IN, Operator.EXISTS)
+            (positive if is_positive else negative).append(self._bearers(one))
+        positive.sort(key=len)
+        found = set(positive[0]) if positive else set(self._facts)
+        for others in positive[1:]:
+            found &= others
+        for others in negative:
+            found -= others
+        return found
+
+    def _bearers(self, requirement: Requirement) -> set[int]:
+        """Give who has the key, or one of the values: whom a negative requirement excludes."""
+        key = requirement.key
+        wanted = requirement.source
+        sources = self._sources - {SOURCE_RESERVED} if wanted == ANY_SOURCE else {wanted}
+        found: list[set[int]] = []
+        for source in sources:
+            if requirement.operator in (Operator.EXISTS, Operator.DOES_NOT_EXIST):
+                found.append(self._with_key.get((source, key), set()))
+            else:
+                pairs = (Label(source, key, value) for value in requirement.values)
+                found += [self._with_pair.get(pair, set()) for pair in pairs]
+        found = [one for one in found if one]
+        return found[0] if len(found) == 1 else set().union(*found)
+
+
+def _take_out(index: dict[_Key, set[int]], key: _Key, number: int) -> None:
+    numbers = index.get(key)
+    if numbers is None:
+        return
+    numbers.discard(number)
+    if not numbers:
+        del index[key]

@@ -1,0 +1,166 @@
+"""A datapath of policy in memory: it keeps entries, and answers a packet's question exactly as the programs do.
+
+Every element of a call is a step of its own; `watch` is called after each, so that a test can ask between any two.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from podwire.model.endpoint import EndpointRecord, IPAddress
+from podwire.model.errors import KernelFailure, PodwireError, PolicyOverflow
+from podwire.model.ids import EndpointId
+from podwire.model.interfaces import EndpointConfig
+from podwire.model.policy import (
+    ANY_IDENTITY,
+    CIDR_WORLD_BIT,
+    Direction,
+    IPNetwork,
+    PolicyEntry,
+    PolicyKey,
+    PolicyRows,
+    Verdict,
+)
+
+WORLD = 2
+
+
+@dataclass(frozen=True)
+class Packet:
+    """A question to the datapath."""
+
+    direction: Direction
+    peer: int
+    protocol: int
+    port: int
+    address: IPAddress | None = None
+
+
+@dataclass
+class FakePolicyDatapath:
+    """Dictionaries in place of maps. `capacity`: entries of all slots together; `fail`: method -> error of its next
+    call, before anything is done; `fail_after`: elements of any call until a KernelFailure in its midst."""
+
+    slots: dict[int, PolicyRows] = field(default_factory=dict)
+    cidrs: dict[IPNetwork, int] = field(default_factory=dict)
+    rows: dict[EndpointId, EndpointConfig] = field(default_factory=dict)
+    capacity: int = 1 << 30
+    fail: dict[str, PodwireError] = field(default_factory=dict)
+    fail_after: int | None = None
+    watch: Callable[[], None] = lambda: None
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    """Method and slot (0 = none), in order."""
+
+    def write_slot(self, slot: int, rows: PolicyRows) -> None:
+        self._begin("write_slot", slot)
+        assert slot not in self.slots, "a slot number is used once"
+        assert slot > 0
+        self._check_room(len(rows))
+        self.slots[slot] = {}
+        for key, entry in rows.items():
+            self._step()
+            self.slots[slot][key] = entry
+
+    def change_slot(self, slot: int, put: PolicyRows, remove: Iterable[PolicyKey]) -> None:
+        self._begin("change_slot", slot)
+        held = self.slots[slot]
+        self._check_room(sum(key not in held for key in put))
+        for key, entry in put.items():
+            self._step()
+            held[key] = entry
+        for key in remove:
+            self._step()
+            held.pop(key, None)
+
+    def remove_slots(self, slots: Iterable[int]) -> None:
+        self._begin("remove_slots", 0)
+        for slot in slots:
+            assert all(row.slot != slot for row in self.rows.values()), "a row names the slot"
+            self._step()
+            self.slots.pop(slot, None)
+
+    def read_slot(self, slot: int) -> PolicyRows:
+        self._begin("read_slot", slot)
+        return dict(self.slots.get(slot, {}))
+
+    def list_slots(self) -> Sequence[int]:
+        return [slot for slot, rows in self.slots.items() if rows]
+
+    def write_cidrs(self, identities: Mapping[IPNetwork, int]) -> None:
+        self._begin("write_cidrs", 0)
+        for network, number in identities.items():
+            assert self.cidrs.get(network, number) == number, "a number changes while it is in use"
+            self._step()
+            self.cidrs[network] = number
+        for network in self.cidrs.keys() - identities.keys():
+            self._step()
+            del self.cidrs[network]
+
+    def update_endpoints(self, rows: Iterable[tuple[EndpointRecord, EndpointConfig]]) -> None:
+        self._begin("update_endpoints", 0)
+        for record, config in rows:
+            self._step()
+            self.rows[record.id] = config
+
+    def decide(self, row: EndpointConfig, packet: Packet) -> Verdict:
+        """Give what the programs decide on a packet of the endpoint with this row."""
+        found = self.find(row, packet)
+        if found is not None:
+            return found.verdict
+        inwards = packet.direction is Direction.INGRESS
+        return Verdict.DENY if (row.deny_ingress if inwards else row.deny_egress) else Verdict.ALLOW
+
+    def find(self, row: EndpointConfig, packet: Packet) -> PolicyEntry | None:
+        """Give the entry that decides: highest precedence, then deny, then the earlier family."""
+        best: PolicyEntry | None = None
+        for identity in self._families(row, packet):
+            entry = self._longest(self.slots.get(row.slot, {}), identity, packet)
+            if entry is not None and (best is None or _strength(entry) > _strength(best)):
+                best = entry
+        return best
+
+    def count(self) -> int:
+        """Give how many entries there are."""
+        return sum(map(len, self.slots.values()))
+
+    def _families(self, row: EndpointConfig, packet: Packet) -> list[int]:
+        inwards = packet.direction is Direction.INGRESS
+        families = [packet.peer]
+        if (row.cidr_ingress if inwards else row.cidr_egress) and packet.address is not None:
+            local = self._find_cidr(packet.address)
+            if local is not None:
+                families.append(local | CIDR_WORLD_BIT if packet.peer == WORLD else local)
+        return [*families, ANY_IDENTITY]
+
+    def _find_cidr(self, address: IPAddress) -> int | None:
+        around = [one for one in self.cidrs if address in one]
+        return self.cidrs[max(around, key=lambda one: one.prefixlen)] if around else None
+
+    @staticmethod
+    def _longest(held: PolicyRows, identity: int, packet: Packet) -> PolicyEntry | None:
+        for bits in range(16, -1, -1):
+            port = packet.port >> (16 - bits) << (16 - bits)
+            key = PolicyKey(identity, packet.direction, packet.protocol, port, bits)
+            if key in held:
+                return held[key]
+        return held.get(PolicyKey(identity, packet.direction))
+
+    def _begin(self, method: str, slot: int) -> None:
+        self.calls.append((method, slot))
+        if (error := self.fail.pop(method, None)) is not None:
+            raise error
+
+    def _check_room(self, more: int) -> None:
+        if self.count() + more > self.capacity:
+            raise PolicyOverflow(f"write {more} entries: the map has room for {self.capacity}")
+
+    def _step(self) -> None:
+        if self.fail_after is not None:
+            if not self.fail_after:
+                self.fail_after = None
+                raise KernelFailure(5, "update map", "pw_policy")
+            self.fail_after -= 1
+        self.watch()
+
+
+def _strength(entry: PolicyEntry) -> tuple[int, int]:
+    return entry.precedence, entry.verdict

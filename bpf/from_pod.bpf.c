@@ -34,7 +34,7 @@ static __always_inline int judge_sender(struct __sk_buff *skb, struct pw_flow *f
 	look_up_flow(skb, flow, &flow->here);
 	return guard_tunnel_port(flow) ?:
 	       resolve_destination(flow) ?:
-	       judge(flow, &flow->row, &flow->here, flow->destination_identity) ?:
+	       judge(skb, flow, &flow->row, &flow->here, flow->destination_identity) ?:
 	       choose_path(skb, flow) ?:
 	       check_size(skb, flow) ?:
 	       remember(flow, &flow->row, &flow->here, flow->destination_identity);

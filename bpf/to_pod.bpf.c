@@ -39,7 +39,7 @@ static __always_inline int judge_receiver(struct __sk_buff *skb, struct pw_flow 
 		flow->source_identity = flow->here.entry->peer_identity;
 	else
 		flow->source_identity = stack_identity(skb, flow, &flow->target);
-	return judge(flow, &flow->row, &flow->here, flow->source_identity)
+	return judge(skb, flow, &flow->row, &flow->here, flow->source_identity)
 		       ?: remember(flow, &flow->row, &flow->here, flow->source_identity);
 }
 

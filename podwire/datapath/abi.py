@@ -15,6 +15,7 @@ ABI_VERSION: Final = 1
 ABI_OLDEST_READER: Final = 1
 CONNTRACK_SHARDS: Final = 64
 MARK_JUDGED: Final = 1886846977
+CIDR_WORLD_BIT: Final = 33554432
 
 
 class Direction(enum.IntEnum):
@@ -55,6 +56,7 @@ class Identity(enum.IntEnum):
     HEALTH = 4
     INIT = 5
     REMOTE_NODE = 6
+    SELF = 4294967295
 
 
 class DropReason(enum.IntEnum):
@@ -138,6 +140,20 @@ class ConntrackFlags(enum.IntFlag):
     FIN_REPLY = 4
     PICKED_UP = 8
     EXPIRED = 16
+
+
+class PolicyVerdict(enum.IntEnum):
+    """enum pw_policy_verdict"""
+
+    ALLOW = 1
+    DENY = 2
+
+
+class PolicyFlags(enum.IntFlag):
+    """enum pw_policy_flags"""
+
+    FINAL = 1
+    AUDIT = 2
 
 
 class Action(enum.IntEnum):
@@ -289,6 +305,75 @@ class PrefixKey(NamedTuple):
 
 
 PREFIX_KEY_BYTES: Final = _PREFIX_KEY.size
+
+
+_POLICY_KEY: Final = struct.Struct("=IIIBBH")
+
+
+class PolicyKey(NamedTuple):
+    """struct pw_policy_key"""
+
+    prefix_bits: int
+    slot: int
+    identity: int
+    direction: int
+    protocol: int
+    port: int
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _POLICY_KEY.pack(
+            self.prefix_bits,
+            self.slot,
+            self.identity,
+            self.direction,
+            self.protocol,
+            htons(self.port),
+        )
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls._from_values(_POLICY_KEY.unpack(row))
+
+    @classmethod
+    def _from_values(cls, values: tuple[Any, ...]) -> Self:
+        return cls._make(
+            (
+                *values[0:5],
+                ntohs(values[5]),
+            )
+        )
+
+
+POLICY_KEY_BYTES: Final = _POLICY_KEY.size
+
+
+_POLICY_VALUE: Final = struct.Struct("=IIBBB5x")
+
+
+class PolicyValue(NamedTuple):
+    """struct pw_policy_value"""
+
+    precedence: int
+    rule: int
+    verdict: int
+    flags: int
+    prefix_bits: int
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _POLICY_VALUE.pack(
+            self.precedence, self.rule, self.verdict, self.flags, self.prefix_bits
+        )
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls(*_POLICY_VALUE.unpack(row))
+
+
+POLICY_VALUE_BYTES: Final = _POLICY_VALUE.size
 
 
 _IPCACHE_VALUE: Final = struct.Struct("=IIII")
@@ -512,7 +597,7 @@ class FragmentValue(NamedTuple):
 FRAGMENT_VALUE_BYTES: Final = _FRAGMENT_VALUE.size
 
 
-_USAGE_VALUE: Final = struct.Struct("=IIII")
+_USAGE_VALUE: Final = struct.Struct("=IIHHI")
 
 
 class UsageValue(NamedTuple):
@@ -520,13 +605,14 @@ class UsageValue(NamedTuple):
 
     conntrack_entries: int
     event_second: int
-    events: int
+    drops: int
+    passes: int
     events_lost: int
 
     def pack(self) -> bytes:
         """Give the row's bytes."""
         return _USAGE_VALUE.pack(
-            self.conntrack_entries, self.event_second, self.events, self.events_lost
+            self.conntrack_entries, self.event_second, self.drops, self.passes, self.events_lost
         )
 
     @classmethod
@@ -688,7 +774,7 @@ class Event(NamedTuple):
 EVENT_BYTES: Final = _EVENT.size
 
 
-_DECISION: Final = struct.Struct("=IIIIIIIIII")
+_DECISION: Final = struct.Struct("=IIIIIIIIIII")
 
 
 class Decision(NamedTuple):
@@ -703,6 +789,7 @@ class Decision(NamedTuple):
     source_identity: int
     destination_identity: int
     rule: int
+    sender_rule: int
     audited: int
 
     def pack(self) -> bytes:
@@ -717,6 +804,7 @@ class Decision(NamedTuple):
             self.source_identity,
             self.destination_identity,
             self.rule,
+            self.sender_rule,
             self.audited,
         )
 

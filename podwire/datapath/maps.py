@@ -7,6 +7,7 @@ a row that belongs to another instance is never removed. Thread-safe as far as t
 two writers of one endpoint must take turns, which the caller's lock sees to.
 """
 
+import enum
 import ipaddress
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
@@ -113,6 +114,9 @@ class NodeMaps:
     pw_metrics: bpf.Map
     pw_conntrack: bpf.Map
     pw_events: bpf.Map
+    pw_policy: bpf.Map
+    pw_cidrs: bpf.Map
+    pw_hits: bpf.Map
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -147,8 +151,8 @@ def config_row(record: EndpointRecord, config: EndpointConfig | None) -> abi.Con
         policy_revision=config.policy_revision,
         mtu=record.device.mtu,
         flags=flags,
-        default_rule_egress=0,
-        default_rule_ingress=0,
+        default_rule_egress=config.default_rule_egress,
+        default_rule_ingress=config.default_rule_ingress,
         ipv4=ipaddress.IPv4Address(record.ipv4 or 0).packed,
         ipv6=ipaddress.IPv6Address(record.ipv6 or 0).packed,
         pod_mac=mac_bytes(record.device.pod_mac),
@@ -164,6 +168,8 @@ def _config_flags(record: EndpointRecord, config: EndpointConfig) -> abi.ConfigF
         abi.ConfigFlags.SHAPED: record.bandwidth.to_pod_bits_per_s > 0,
         abi.ConfigFlags.AUDIT: config.audit,
         abi.ConfigFlags.HOST_ALLOWED: config.host_allowed,
+        abi.ConfigFlags.CIDR_EGRESS: config.cidr_egress,
+        abi.ConfigFlags.CIDR_INGRESS: config.cidr_ingress,
         abi.ConfigFlags.TRACE: config.trace,
     }
     flags = abi.ConfigFlags(0)
@@ -194,7 +200,7 @@ def ensure_usage(maps: NodeMaps, instance: EndpointId) -> None:
     """Make the instance's row in `pw_usage` if there is none; a present one counts on."""
     key = _u32(instance)
     if maps.pw_usage.lookup(key) is None:
-        maps.pw_usage.update(key, abi.UsageValue(0, 0, 0, 0).pack())
+        maps.pw_usage.update(key, abi.UsageValue(0, 0, 0, 0, 0).pack())
 
 
 def write_endpoint(maps: NodeMaps, record: EndpointRecord, config: EndpointConfig) -> None:
@@ -207,6 +213,15 @@ def write_endpoint(maps: NodeMaps, record: EndpointRecord, config: EndpointConfi
             maps.pw_endpoints.update(key, row)
     maps.pw_config.update(
         _u32(record.device.host_ifindex), config_row(record, config).pack(), bpf.Update.LOCK
+    )
+
+
+def change_endpoint(maps: NodeMaps, record: EndpointRecord, config: EndpointConfig) -> None:
+    """Turn the configuration row of a live endpoint over, in place; KernelFailure (ENOENT) where it has none."""
+    maps.pw_config.update(
+        _u32(record.device.host_ifindex),
+        config_row(record, config).pack(),
+        bpf.Update.LOCK | bpf.Update.EXIST,
     )
 
 
@@ -276,14 +291,23 @@ def _compare_row(
     if found is None:
         return [f"{what} is missing"]
     return [
-        f"{what}: {field} is {_shown(is_)}, should be {_shown(should)}"
+        f"{what}: {field} is {_shown(field, is_)}, should be {_shown(field, should)}"
         for field, is_, should in zip(wanted._fields, found, wanted, strict=True)
         if is_ != should
     ]
 
 
-def _shown(value: object) -> str:
-    return value.hex(":") if isinstance(value, bytes) else f"{value:d}"
+def _shown(field: str, value: object) -> str:
+    if isinstance(value, bytes):
+        return value.hex(":")
+    if field == "flags" and isinstance(value, int):
+        return ",".join(flag_names(abi.ConfigFlags, value)) or "none"
+    return f"{value:d}"
+
+
+def flag_names(kind: type[enum.IntFlag], value: int) -> list[str]:
+    """Name the flags that are set, as people see them."""
+    return [str(flag.name).lower().replace("_", "-") for flag in kind if value & flag]
 
 
 def write_settings(maps: NodeMaps, *, conntrack_quota: int, tunnel_port: int) -> None:

@@ -12,15 +12,16 @@ Thread-safe without the caller's lock: `reap_devices` (own socket, own list), `r
 import errno
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final, Self
 
-from podwire.datapath import abi, pod_net, routes, shaping, upgrade
+from podwire.datapath import abi, pod_net, policy_maps, routes, shaping, upgrade
 from podwire.datapath import device as devices
 from podwire.datapath import inventory as inventories
 from podwire.datapath import maps as tables
+from podwire.datapath import rows as documents
 from podwire.datapath.device import HostSide, LeftoverDevice, Programs, Reaper
 from podwire.datapath.events import EventReader
 from podwire.datapath.host import (
@@ -39,6 +40,7 @@ from podwire.datapath.plan import (
     compute_masquerade,
     list_own_addresses,
 )
+from podwire.datapath.policy_maps import PolicyTable
 from podwire.datapath.programs import (
     LoadedProgram,
     LoadedPrograms,
@@ -54,6 +56,7 @@ from podwire.model.endpoint import Bandwidth, Device, EndpointRecord
 from podwire.model.errors import Bug, InvalidConfiguration, KernelFailure, Unavailable
 from podwire.model.ids import EndpointId, InterfaceName
 from podwire.model.interfaces import EndpointConfig, Inventory, PodNamespace
+from podwire.model.policy import IPNetwork, PolicyKey, PolicyRows
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +73,7 @@ class _Opened:
     netlink: NetlinkSocket
     reaper: Reaper
     loaded: LoadedPrograms
+    policy: PolicyTable
     side: HostSide
     masquerade: Masquerade
     nft: Nftables
@@ -109,9 +113,10 @@ class KernelDatapath:
             )
             loaded = self._load(netlink)
             stack.callback(loaded.close)
+            policy = PolicyTable(loaded.maps, self.plan.policy_entries)
             mtu, side = self._describe_host(netlink, loaded)
             masquerade = Masquerade(nft)
-            self._opened = _Opened(netlink, reaper, loaded, side, masquerade, nft, mtu)
+            self._opened = _Opened(netlink, reaper, loaded, policy, side, masquerade, nft, mtu)
             self._apply_plan()
             self._stack = stack.pop_all()
 
@@ -161,7 +166,7 @@ class KernelDatapath:
         node.masquerade.apply(compute_masquerade(self.plan))
 
     def change_plan(self, plan: NodePlan) -> None:
-        """Put another plan for the node's own things into force: masquerade, blocks, ipcache, quota.
+        """Put another plan for the node's own things into force: masquerade, blocks, ipcache, quota, policy entries.
 
         What the programs were loaded with stays: directories, capacities and constants need a restart.
         """
@@ -171,6 +176,7 @@ class KernelDatapath:
             conntrack_quota=plan.conntrack_quota,
             tunnel_port=plan.tunnel_port,
         )
+        self._node.policy.capacity = plan.policy_entries
         self._apply_plan()
 
     def close(self) -> None:
@@ -297,6 +303,59 @@ class KernelDatapath:
         return inventories.remove_leftovers(
             node.netlink, node.loaded.maps, self.plan.node_name, inventory, keep
         )
+
+    # Policy: model.interfaces.PolicyDatapath
+
+    def write_slot(self, slot: int, rows: PolicyRows) -> None:
+        """Fill a slot that no endpoint's row names yet."""
+        self._node.policy.write_slot(slot, rows)
+
+    def change_slot(self, slot: int, put: PolicyRows, remove: Iterable[PolicyKey]) -> None:
+        """Change a slot in place, `put` before `remove`."""
+        self._node.policy.change_slot(slot, put, remove)
+
+    def remove_slots(self, slots: Iterable[int]) -> None:
+        """Delete every entry of slots that no row names any more, after one fence."""
+        self._node.policy.remove_slots(slots)
+
+    def remove_unowned_slots(self, owned: Iterable[int]) -> Sequence[int]:
+        """Delete every slot that is not in `owned`, as restore finds them after a crash; give their numbers."""
+        return self._node.policy.remove_others(owned)
+
+    def read_slot(self, slot: int) -> PolicyRows:
+        """Give what a slot holds in the kernel."""
+        return self._node.policy.read_slot(slot)
+
+    def list_slots(self) -> Sequence[int]:
+        """Give the numbers of all slots that have entries."""
+        return self._node.policy.list_slots()
+
+    def write_cidrs(self, identities: Mapping[IPNetwork, int]) -> None:
+        """Make the map of CIDRs hold exactly these."""
+        self._node.policy.write_cidrs(identities)
+
+    def update_endpoints(self, rows: Iterable[tuple[EndpointRecord, EndpointConfig]]) -> None:
+        """Turn the rows of live endpoints over, each in place under its lock."""
+        for record, config in rows:
+            tables.change_endpoint(self._node.loaded.maps, record, config)
+
+    @property
+    def policy_fill(self) -> tuple[int, int]:
+        """Give how many policy entries are in use, and how many may be."""
+        policy = self._node.policy
+        return policy.used, policy.capacity
+
+    def describe_maps(self) -> list[documents.Row]:
+        """Give name, kind and fill of every map that can be read."""
+        return documents.describe_maps(self._node.loaded.maps, {"policy": self.policy_fill})
+
+    def read_hits(self) -> dict[int, tuple[int, int]]:
+        """Give (judgements, bytes) of each rule that has decided."""
+        return policy_maps.read_hits(self._node.loaded.maps)
+
+    def forget_hits(self, keep: Iterable[int]) -> None:
+        """Drop the counts of rules that are not in `keep`."""
+        policy_maps.remove_hits(self._node.loaded.maps, keep)
 
     # What people and metrics ask
 

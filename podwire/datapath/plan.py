@@ -45,6 +45,8 @@ class NodePlan:
     tunnel_port: int = 0
     conntrack_entries: int = 131_072
     conntrack_quota: int = 16_384
+    policy_entries: int = 131_072
+    """Rows of all policy slots together; about 160 bytes of kernel memory each, taken as they come."""
     constants: dict[str, int] = field(default_factory=dict)
     """Feature set of the programs: values of their `const volatile` variables."""
 

@@ -11,17 +11,26 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from podwire.datapath import abi
+from podwire.datapath import abi, policy_maps
 from podwire.datapath import maps as typed
-from podwire.datapath.events import hook_name, path_name, reason_name
-from podwire.datapath.maps import NodeMaps
+from podwire.datapath.events import hook_name, path_name, protocol_name, reason_name
+from podwire.datapath.maps import NodeMaps, flag_names
 from podwire.kernel import bpf
 from podwire.model.errors import NotFound
+from podwire.model.ids import IfIndex
 
 Row = dict[str, Any]
 
 _MAC_FIELDS = frozenset({"pod_mac", "host_mac"})
 _NAMED: Mapping[str, type[enum.IntEnum]] = {"path": abi.Path, "tcp_state": abi.TcpState}
+_POLICY_FIELDS = (
+    "identity",
+    "slot",
+    "policy_revision",
+    "flags",
+    "default_rule_egress",
+    "default_rule_ingress",
+)
 _FLAGS: Mapping[str, type[enum.IntFlag]] = {
     "config": abi.ConfigFlags,
     "ipcache": abi.IpcacheFlags,
@@ -36,7 +45,10 @@ def _config(maps: NodeMaps) -> Iterator[Row]:
 
 def _endpoint(maps: NodeMaps) -> Iterator[Row]:
     for address, value in typed.list_endpoints(maps):
-        yield {"address": str(address), **_plain(value._asdict())}
+        row = {name: one for name, one in value._asdict().items() if name != "flags"}
+        config = typed.read_config(maps, IfIndex(value.ifindex))
+        policy = {} if config is None else {name: getattr(config, name) for name in _POLICY_FIELDS}
+        yield {"address": str(address), **_plain(row), **_plain(policy, "config")}
 
 
 def _ipcache(maps: NodeMaps) -> Iterator[Row]:
@@ -45,7 +57,7 @@ def _ipcache(maps: NodeMaps) -> Iterator[Row]:
             "prefix": str(entry.network),
             "identity": entry.identity,
             "node": entry.node,
-            "flags": _flag_names(abi.IpcacheFlags, entry.flags),
+            "flags": flag_names(abi.IpcacheFlags, entry.flags),
             "mtu": entry.mtu,
         }
 
@@ -75,6 +87,30 @@ def _metrics(maps: NodeMaps) -> Iterator[Row]:
         }
 
 
+def _policy(maps: NodeMaps) -> Iterator[Row]:
+    for row in policy_maps.read_entries(maps):
+        yield {
+            "slot": row.slot,
+            "identity": row.key.identity,
+            "direction": row.key.direction.name.lower(),
+            "protocol": protocol_name(row.key.protocol) if row.key.protocol else "any",
+            "port": f"{row.key.port}/{row.key.port_bits}",
+            "verdict": row.entry.verdict.name.lower(),
+            "precedence": row.entry.precedence,
+            "rule": row.entry.rule,
+        }
+
+
+def _cidrs(maps: NodeMaps) -> Iterator[Row]:
+    for network, identity in policy_maps.read_cidrs(maps):
+        yield {"prefix": str(network), "identity": identity}
+
+
+def _hits(maps: NodeMaps) -> Iterator[Row]:
+    for rule, (packets, size_bytes) in sorted(policy_maps.read_hits(maps).items()):
+        yield {"rule": rule, "packets": packets, "bytes": size_bytes}
+
+
 def _settings(maps: NodeMaps) -> Iterator[Row]:
     yield _plain(typed.read_settings(maps)._asdict())
 
@@ -85,11 +121,14 @@ def _usage(maps: NodeMaps) -> Iterator[Row]:
 
 
 _READERS: Mapping[str, tuple[str, Callable[[NodeMaps], Iterator[Row]]]] = {
+    "cidrs": ("pw_cidrs", _cidrs),
     "config": ("pw_config", _config),
     "ct": ("pw_conntrack", _conntrack),
     "endpoint": ("pw_endpoints", _endpoint),
+    "hits": ("pw_hits", _hits),
     "ipcache": ("pw_ipcache", _ipcache),
     "metrics": ("pw_metrics", _metrics),
+    "policy": ("pw_policy", _policy),
     "settings": ("pw_settings", _settings),
     "usage": ("pw_usage", _usage),
 }
@@ -106,17 +145,24 @@ def read_rows(maps: NodeMaps, name: str, limit: int) -> tuple[list[Row], bool]:
     return rows[:limit], len(rows) > limit
 
 
-def describe_maps(maps: NodeMaps) -> list[Row]:
-    """Give name, kind and fill of every map that can be read."""
+def describe_maps(maps: NodeMaps, fills: Mapping[str, tuple[int, int]] | None = None) -> list[Row]:
+    """Give name, kind and fill of every map that can be read.
+
+    `fills`: by name (rows, capacity) of maps whose writer knows them; the others' rows are counted.
+    """
+    known = fills or {}
     return [
         {
             "name": name,
             "type": bpf.MapType(one.info.type).name.lower().replace("_", "-"),
-            "max_entries": _capacity(maps, own_name),
-            "entries": _count(maps, own_name),
+            "max_entries": capacity,
+            "entries": entries,
         }
         for name, (own_name, _) in _READERS.items()
         for one in [getattr(maps, own_name)]
+        for entries, capacity in [
+            known.get(name) or (_count(maps, own_name), _capacity(maps, own_name))
+        ]
     ]
 
 
@@ -150,7 +196,7 @@ def _plain(fields: Mapping[str, Any], kind: str = "") -> Row:
 
 def _plain_value(name: str, value: Any, kind: str) -> Any:
     if name == "flags" and kind in _FLAGS:
-        return _flag_names(_FLAGS[kind], value)
+        return flag_names(_FLAGS[kind], value)
     if name in _NAMED:
         return _NAMED[name](value).name.lower()
     if isinstance(value, bytes):
@@ -162,7 +208,3 @@ def _address(raw: bytes) -> str:
     if not any(raw):
         return ""
     return str(typed.from_mapped(raw) if len(raw) == 16 else ipaddress.ip_address(raw))
-
-
-def _flag_names(kind: type[enum.IntFlag], value: int) -> list[str]:
-    return [str(flag.name).lower().replace("_", "-") for flag in kind if value & flag]

@@ -32,8 +32,16 @@ from podwire.model.errors import KernelFailure, NewerData, Unsupported
 _log = logging.getLogger(__name__)
 
 READABLE_PREFIX: Final = "readable-by-v"
-CARRIED_MAPS: Final = ("pw_settings", "pw_ipcache", "pw_usage", "pw_endpoints", "pw_config")
-"""In the order of filling: a device's row comes last, when all that it needs is there."""
+CARRIED_MAPS: Final = (
+    "pw_settings",
+    "pw_ipcache",
+    "pw_usage",
+    "pw_policy",
+    "pw_cidrs",
+    "pw_endpoints",
+    "pw_config",
+)
+"""In the order of filling: a device's row comes last, when all that it needs is there. A layout may lack some."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Final
 from podwire.datapath import abi
 from podwire.datapath.abi import Action, ConfigFlags, Direction, DropReason, IpcacheFlags
 from podwire.datapath.maps import mac_bytes, to_mapped, to_prefix_key
+from podwire.datapath.policy_maps import pack_key
 from podwire.kernel import bpf, netns
 from podwire.kernel.bpf_object import BpfObject
 from podwire.kernel.bpf_program import Packet, Program
@@ -23,6 +24,7 @@ from podwire.kernel.bpf_ring import RingReader
 from podwire.kernel.fd import Fd
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.rtnl.link import LinkEnd, create_veth
+from podwire.model.policy import PolicyEntry, PolicyKey
 from tests.packet import frames
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -50,6 +52,7 @@ class Endpoint:
     mtu: int = 1500
     flags: ConfigFlags = ALLOW
     revision: int = 1
+    slot: int = 0
 
     @property
     def pod_mac(self) -> str:
@@ -71,7 +74,7 @@ class Endpoint:
             ifindex=self.ifindex,
             instance=self.instance,
             identity=self.identity,
-            slot=0,
+            slot=self.slot,
             policy_revision=self.revision,
             mtu=self.mtu,
             flags=self.flags,
@@ -174,6 +177,9 @@ class Rig:
             "pw_ipcache",
             "pw_fragments",
             "pw_metrics",
+            "pw_policy",
+            "pw_cidrs",
+            "pw_hits",
         ):
             self.maps[name].clear()
         for shard in self.shards:
@@ -196,7 +202,7 @@ class Rig:
         """Write an endpoint's row as the agent does, and its usage row if there is none."""
         key = endpoint.instance.to_bytes(4, "little")
         if self.maps["pw_usage"].lookup(key) is None:
-            self.maps["pw_usage"].update(key, abi.UsageValue(0, 0, 0, 0).pack())
+            self.maps["pw_usage"].update(key, abi.UsageValue(0, 0, 0, 0, 0).pack())
         index = endpoint.ifindex.to_bytes(4, "little")
         self.maps["pw_config"].update(index, endpoint.row().pack(), bpf.Update.LOCK)
         return endpoint
@@ -212,6 +218,29 @@ class Rig:
     def change(self, endpoint: Endpoint, **changes: object) -> Endpoint:
         """Rewrite an endpoint's row with some fields changed."""
         return self.write(replace(endpoint, **changes))  # type: ignore[arg-type]
+
+    def rule(self, slot: int, key: PolicyKey, entry: PolicyEntry, flags: int = 0) -> None:
+        """Write one row of a slot; `flags`: abi.PolicyFlags, which the agent does not set."""
+        raw_key = pack_key(slot, key)
+        value = abi.PolicyValue(entry.precedence, entry.rule, entry.verdict, flags, raw_key[0])
+        self.maps["pw_policy"].update(raw_key, value.pack())
+
+    def cidr(self, network: str, identity: int) -> None:
+        """Write the local identity of a prefix."""
+        key = to_prefix_key(ipaddress.ip_network(network))
+        self.maps["pw_cidrs"].update(key, identity.to_bytes(4, "little"))
+
+    def hits(self) -> dict[int, tuple[int, int]]:
+        """Give (judgements, bytes) of each rule that has decided."""
+        table = self.maps["pw_hits"]
+        found = {}
+        for key, raw in table.items():
+            counters = [abi.Counter.unpack(value) for value in table.split_cpus(raw)]
+            found[int.from_bytes(key, "little")] = (
+                sum(one.packets for one in counters),
+                sum(one.bytes_ for one in counters),
+            )
+        return found
 
     def run(
         self,
@@ -290,7 +319,7 @@ class Rig:
         for key in self.entries(endpoint):
             for shard in self.shards:
                 shard.delete(key.pack())
-        usage = abi.UsageValue(0, 0, 0, 0).pack()
+        usage = abi.UsageValue(0, 0, 0, 0, 0).pack()
         self.maps["pw_usage"].update(endpoint.instance.to_bytes(4, "little"), usage)
 
     def usage(self, endpoint: Endpoint) -> int:

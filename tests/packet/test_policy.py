@@ -196,7 +196,9 @@ def test_an_allowed_flow_comes_back_with_the_policy(rig: Rig) -> None:
 def test_audit_lets_pass_what_would_be_denied_and_says_so(rig: Rig) -> None:
     rig.change(A, flags=ALLOW | OUT | ConfigFlags.AUDIT)
     outcome = rig.sent(A, between(A, B, udp(4000, 53)))
-    assert (outcome.action, outcome.decision.audited) == (Action.PEER, 0)
+    assert (outcome.action, outcome.decision.audited) == (Action.PEER, 1)
+    rig.change(A)
+    assert not rig.sent(A, between(A, B, udp(4002, 53))).decision.audited
     rig.change(B, flags=ALLOW | IN | ConfigFlags.AUDIT, revision=2)
     outcome = rig.sent(A, between(A, B, udp(4001, 53)))
     assert (outcome.action, outcome.decision.audited) == (Action.PEER, 1)

@@ -23,6 +23,9 @@
 /* skb->mark between two programs of ours: the sender's one has judged both sides already (rule 7) */
 #define PW_MARK_JUDGED 0x70770001
 
+/* Set in a CIDR's identity when its rows are looked up for a peer that is outside the cluster */
+#define PW_CIDR_WORLD_BIT 0x2000000
+
 /* Seen from the pod: egress = what it sends. */
 enum pw_direction {
 	PW_EGRESS = 0,
@@ -55,6 +58,8 @@ enum pw_identity {
 	PW_IDENTITY_HEALTH = 4,
 	PW_IDENTITY_INIT = 5,
 	PW_IDENTITY_REMOTE_NODE = 6,
+	PW_IDENTITY_SELF =
+		0xffffffff, /* as a peer: the endpoint itself, whom no policy keeps away */
 };
 
 /* Why a packet did not pass. 0 = it passed. Append only; podwire names them by what stands after PW_DROP_. */
@@ -127,6 +132,17 @@ enum pw_conntrack_flags {
 	PW_CONNTRACK_EXPIRED = 1 << 4,	 /* the collector deletes it on its next round */
 };
 
+/* What a row of pw_policy says. Anything else denies. */
+enum pw_policy_verdict {
+	PW_POLICY_ALLOW = 1,
+	PW_POLICY_DENY = 2,
+};
+
+enum pw_policy_flags {
+	PW_POLICY_FINAL = 1 << 0, /* no later family of rows is asked */
+	PW_POLICY_AUDIT = 1 << 1, /* a denial that is told and not carried out */
+};
+
 /* What a program did with a packet. */
 enum pw_action {
 	PW_ACTION_DROP = 0,
@@ -179,6 +195,27 @@ struct pw_config_value {
 struct pw_prefix_key {
 	__u32 prefix_bits; /* of the 16 bytes: an IPv4 /24 is 120 */
 	__u8 addr[16];
+};
+
+/* A trie compares from the left: 64 bits name slot and identity (0 = whoever the peer is), 72 also the direction, 80 the
+ * protocol, 81 to 96 a prefix of the port (ICMP: type and code). Questions have all 96.
+ */
+struct pw_policy_key {
+	__u32 prefix_bits;
+	__u32 slot;
+	__u32 identity;
+	__u8 direction; /* enum pw_direction */
+	__u8 protocol;
+	__be16 port_be;
+};
+
+struct pw_policy_value {
+	__u32 precedence; /* of two rows that cover a packet the higher one decides, then a denial */
+	__u32 rule;
+	__u8 verdict;	  /* enum pw_policy_verdict */
+	__u8 flags;	  /* enum pw_policy_flags */
+	__u8 prefix_bits; /* of the row's own key: a look-up by key may give a shorter one's row */
+	__u8 pad[5];
 };
 
 struct pw_ipcache_value {
@@ -245,9 +282,10 @@ struct pw_fragment_value {
 /* key: u32 instance. While this row exists the instance may have conntrack entries; without it they are collected. */
 struct pw_usage_value {
 	__u32 conntrack_entries;
-	__u32 event_second; /* the second that `events` counts, of CLOCK_MONOTONIC */
-	__u32 events;
-	__u32 events_lost; /* since the last event that was sent */
+	__u32 event_second; /* that `drops` and `passes` count, of CLOCK_BOOTTIME */
+	__u16 drops;	    /* told in that second */
+	__u16 passes;	    /* told in that second: traces and verdicts */
+	__u32 events_lost;  /* since the last event that was sent */
 };
 
 /* What the collector tells of itself; stands in the map pw_ct_timer behind the 16 bytes of its timer. */
@@ -309,6 +347,7 @@ struct pw_decision {
 	__u32 source_identity;
 	__u32 destination_identity;
 	__u32 rule;
+	__u32 sender_rule; /* what the sender's side said, where the target's spoke last */
 	__u32 audited;
 };
 

@@ -77,10 +77,14 @@ static __always_inline int deliver_to_pod(struct __sk_buff *skb, struct pw_flow 
 		complain(skb, flow, PW_SAY_EXPIRED, PW_SAY_EXPIRED_V6, 0);
 		return PW_DROP_TTL;
 	}
+	if (flow->target.instance == flow->row.instance)
+		peer = PW_IDENTITY_SELF;
 	if (flow->there.entry && flow->there.related)
 		peer = flow->there.entry->peer_identity;
+	flow->sender_rule = flow->rule;
+	flow->sender_said = flow->said;
 	stand_at(flow, &flow->target, PW_INGRESS);
-	reason = judge(flow, &flow->target, &flow->there, peer) ?:
+	reason = judge(skb, flow, &flow->target, &flow->there, peer) ?:
 		 remember(flow, &flow->target, &flow->there, peer) ?:
 		 forward_frame(skb, flow);
 	if (!reason)

@@ -8,9 +8,10 @@
 #include <podwire/flow.h>
 
 /* Events of one endpoint in one second. A flood fills its own share, not the ring, nor the time of who reads it. */
-#define PW_DROPS_PER_SECOND  200
-#define PW_TRACES_PER_SECOND 400
-#define PW_NS_PER_SECOND     1000000000ULL
+#define PW_DROPS_PER_SECOND    200
+#define PW_VERDICTS_PER_SECOND 100
+#define PW_TRACES_PER_SECOND   400 /* verdicts of a watched endpoint included; they may go beyond */
+#define PW_NS_PER_SECOND       1000000000ULL
 
 /* One row per hook, reason and path, made on its first packet. */
 static __always_inline void count_packet(const struct pw_flow *flow, __u32 bytes, __u8 reason)
@@ -31,30 +32,52 @@ static __always_inline void count_packet(const struct pw_flow *flow, __u32 bytes
 }
 
 /* Counts an event of this second; false = it is one too many. Races only blur the limit. */
-static __always_inline bool take_event(struct pw_usage_value *usage, __u64 now_ns, __u32 limit)
+static __always_inline bool take_event(struct pw_usage_value *usage, __u64 now_ns, __u16 limit,
+				       bool drop)
 {
+	__u16 *count = drop ? &usage->drops : &usage->passes;
 	__u32 second = now_ns / PW_NS_PER_SECOND;
 
 	if (usage->event_second != second) {
 		usage->event_second = second;
-		usage->events = 0;
+		usage->drops = 0;
+		usage->passes = 0;
 	}
-	if (usage->events >= limit)
+	if (*count >= limit)
 		return false;
-	usage->events += 1;
+	*count += 1;
 	return true;
+}
+
+/* What passes has a count of its own, so that it never hides a drop; and traces leave room for verdicts. */
+static __always_inline __u16 event_limit(const struct pw_flow *flow, __u32 kind)
+{
+	if (kind == PW_EVENT_DROP)
+		return PW_DROPS_PER_SECOND;
+	if (kind == PW_EVENT_TRACE)
+		return PW_TRACES_PER_SECOND;
+	return flow->row.flags & PW_CONFIG_TRACE ? PW_TRACES_PER_SECOND + PW_VERDICTS_PER_SECOND
+						 : PW_VERDICTS_PER_SECOND;
+}
+
+/* Who the other end was: nobody has the identity by which an endpoint's own packets are judged. */
+static __always_inline __u32 known_identity(const struct pw_flow *flow, __u32 identity)
+{
+	return identity == PW_IDENTITY_SELF ? flow->row.identity : identity;
 }
 
 static __always_inline void fill_event(struct __sk_buff *skb, const struct pw_flow *flow,
 				       struct pw_event *event)
 {
 	event->instance = flow->instance ? flow->instance : flow->row.instance;
-	event->source_identity = flow->source_identity;
-	event->destination_identity = flow->destination_identity;
+	event->source_identity = known_identity(flow, flow->source_identity);
+	event->destination_identity = known_identity(flow, flow->destination_identity);
 	event->length_bytes = skb->len;
 	event->rule = flow->rule;
 	event->ifindex = flow->row.ifindex;
-	event->policy_revision = flow->row.policy_revision;
+	event->policy_revision = flow->local && flow->instance == flow->target.instance
+					 ? flow->target.policy_revision
+					 : flow->row.policy_revision;
 	event->hook = flow->hook;
 	event->direction = flow->direction;
 	event->path = flow->path;
@@ -74,7 +97,6 @@ static __always_inline void fill_event(struct __sk_buff *skb, const struct pw_fl
 PW_CHECKED_ALONE int send_event(struct __sk_buff *skb, struct pw_flow *flow, __u32 kind,
 				__u32 reason)
 {
-	__u32 limit = kind == PW_EVENT_DROP ? PW_DROPS_PER_SECOND : PW_TRACES_PER_SECOND;
 	struct pw_usage_value *usage;
 	__u64 now_ns = bpf_ktime_get_boot_ns();
 	struct pw_event *event = NULL;
@@ -82,14 +104,11 @@ PW_CHECKED_ALONE int send_event(struct __sk_buff *skb, struct pw_flow *flow, __u
 
 	if (!flow)
 		return 0;
-	/* One counter for both: what passes of a watched pod took of it must not hide its drops. */
-	if (kind == PW_EVENT_DROP && flow->row.flags & (PW_CONFIG_TRACE | PW_CONFIG_AUDIT))
-		limit += PW_TRACES_PER_SECOND;
 	instance = flow->row.instance;
 	usage = bpf_map_lookup_elem(&pw_usage, &instance);
 	if (!usage)
 		return 0;
-	if (take_event(usage, now_ns, limit))
+	if (take_event(usage, now_ns, event_limit(flow, kind), kind == PW_EVENT_DROP))
 		event = bpf_ringbuf_reserve(&pw_events, sizeof(*event), 0);
 	if (!event) {
 		usage->events_lost += 1;
@@ -106,17 +125,45 @@ PW_CHECKED_ALONE int send_event(struct __sk_buff *skb, struct pw_flow *flow, __u
 	return 0;
 }
 
-/* Drops are told always; passes, and what a policy said about them, where someone watches. */
-static __always_inline void tell(struct __sk_buff *skb, struct pw_flow *flow, __u8 reason)
+static __always_inline bool is_told(__u8 said)
 {
-	bool watched = flow->row.flags & PW_CONFIG_TRACE;
+	return said & (PW_SAID_BY_SLOT | PW_SAID_AUDIT);
+}
 
+static __always_inline void tell_verdict(struct __sk_buff *skb, struct pw_flow *flow, __u8 said)
+{
+	send_event(skb, flow, PW_EVENT_POLICY, said & PW_SAID_AUDIT ? PW_DROP_POLICY : 0);
+}
+
+/* What the sender's side said, before the target's side spoke. */
+static __always_inline void tell_sender_verdict(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	__u32 rule = flow->rule;
+
+	flow->instance = flow->row.instance;
+	flow->direction = PW_EGRESS;
+	flow->rule = flow->sender_rule;
+	tell_verdict(skb, flow, flow->sender_said);
+	flow->instance = flow->target.instance;
+	flow->direction = PW_INGRESS;
+	flow->rule = rule;
+}
+
+/* Drops are told always, and so is what the rules of a slot say about a new flow; passes where someone watches. */
+PW_CHECKED_ALONE int tell(struct __sk_buff *skb, struct pw_flow *flow, __u32 reason)
+{
+	if (!flow)
+		return 0;
 	if (reason)
-		send_event(skb, flow, PW_EVENT_DROP, reason);
-	else if (flow->audited || (watched && flow->judged_anew))
-		send_event(skb, flow, PW_EVENT_POLICY, flow->audited ? PW_DROP_POLICY : 0);
-	else if (watched)
-		send_event(skb, flow, PW_EVENT_TRACE, 0);
+		return send_event(skb, flow, PW_EVENT_DROP, reason);
+	if (is_told(flow->sender_said))
+		tell_sender_verdict(skb, flow);
+	if (is_told(flow->said))
+		tell_verdict(skb, flow, flow->said);
+	else if (flow->row.flags & PW_CONFIG_TRACE && !is_told(flow->sender_said))
+		send_event(skb, flow, flow->said & PW_SAID_ANEW ? PW_EVENT_POLICY : PW_EVENT_TRACE,
+			   0);
+	return 0;
 }
 
 #ifdef PW_TEST_BUILD
@@ -134,10 +181,11 @@ PW_CHECKED_ALONE int record_decision(const struct pw_flow *flow, __u32 reason)
 		.target_ifindex = flow->local ? flow->target.ifindex : 0,
 		.instance = flow->instance,
 		.direction = flow->direction,
-		.source_identity = flow->source_identity,
-		.destination_identity = flow->destination_identity,
+		.source_identity = known_identity(flow, flow->source_identity),
+		.destination_identity = known_identity(flow, flow->destination_identity),
 		.rule = flow->rule,
-		.audited = flow->audited,
+		.sender_rule = flow->sender_rule,
+		.audited = !!((flow->said | flow->sender_said) & PW_SAID_AUDIT),
 	};
 	return bpf_map_update_elem(&pw_decision, &zero, &decision, BPF_ANY);
 }

@@ -53,6 +53,13 @@ struct pw_match {
 	__u8 pad;
 };
 
+/* What is to be told of one endpoint's verdict. */
+enum pw_said {
+	PW_SAID_ANEW = 1 << 0,	  /* its policy was asked, not a memory */
+	PW_SAID_BY_SLOT = 1 << 1, /* about a new flow, and there were rows to look at */
+	PW_SAID_AUDIT = 1 << 2,	  /* denied, and let pass */
+};
+
 struct pw_flow {
 	struct pw_config_value row;    /* the endpoint whose device this is */
 	struct pw_config_value target; /* the local endpoint it goes to, if `local` */
@@ -67,6 +74,7 @@ struct pw_flow {
 	__u32 source_identity;
 	__u32 destination_identity;
 	__u32 rule;		/* that decided last */
+	__u32 sender_rule;	/* that decided at `row`, once `target` has spoken */
 	__u32 path_mtu;		/* towards the destination, 0 = the stack knows */
 	__u32 instance;		/* whose verdict was the last one */
 	__u16 transport_offset; /* from the frame's start */
@@ -84,8 +92,8 @@ struct pw_flow {
 	__u8 jumbo_bytes; /* of a header that cutting a BIG TCP packet into segments takes away */
 	bool local;
 	bool unreachable; /* the destination is a block of ours, and no endpoint has it */
-	bool audited;
-	bool judged_anew; /* a policy was asked, not a memory */
+	__u8 said;	  /* enum pw_said, of the last verdict */
+	__u8 sender_said; /* of the verdict at `row`, once `target` has spoken */
 };
 
 /* Addresses are compared and copied as words: every one in a struct here stands at a multiple of four. */

@@ -22,7 +22,9 @@ static __always_inline int find_destination(struct pw_flow *flow)
 	if (reason)
 		return reason;
 	if (flow->local) {
-		flow->destination_identity = flow->target.identity;
+		flow->destination_identity = flow->target.instance == flow->row.instance
+						     ? PW_IDENTITY_SELF
+						     : flow->target.identity;
 		flow->path_mtu = flow->target.mtu;
 		return 0;
 	}
@@ -69,7 +71,7 @@ static __always_inline __u32 stack_identity(struct __sk_buff *skb, const struct 
 	if (is_from_this_host(skb, flow))
 		return PW_IDENTITY_HOST;
 	if (skb->ingress_ifindex && !copy_row(skb->ingress_ifindex, sender))
-		return sender->identity;
+		return sender->instance == flow->row.instance ? PW_IDENTITY_SELF : sender->identity;
 	return address_identity(flow);
 }
 

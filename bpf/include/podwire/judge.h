@@ -9,7 +9,12 @@
 #ifndef PODWIRE_JUDGE_H
 #define PODWIRE_JUDGE_H
 
+#include <linux/if_ether.h>
+#include <linux/ip.h>
+#include <linux/ipv6.h>
+
 #include <podwire/conntrack.h>
+#include <podwire/icmp.h>
 #include <podwire/verdict.h>
 
 /* The two fields as one word, which is stored and compared whole: no CPU may see one of them without the other. */
@@ -32,56 +37,128 @@ static __always_inline bool is_midstream(const struct pw_flow *flow)
 	return flow->key.protocol == IPPROTO_TCP && !opens_tcp(flow->tcp_flags);
 }
 
-/* TCP in mid-stream may be the answer of a flow whose entry is lost: what its own direction denies is judged once more
- * as that (rule 3).
- */
-static __always_inline bool judge_reversed(const struct pw_flow *flow, struct pw_match *match,
-					   const struct pw_config_value *row,
-					   struct pw_question *question, struct pw_verdict *verdict)
+/* Counts that a rule decided. A rule's first hit makes its row; 0 is no rule. */
+PW_CHECKED_ALONE int count_hit(__u32 rule, __u32 bytes)
 {
-	question->direction = !question->direction;
-	question->port_be = flow->key.sport_be;
-	*verdict = policy_verdict(row, question);
-	if (!verdict->allowed)
+	struct pw_counter *hits;
+
+	if (!rule)
+		return 0;
+	hits = bpf_map_lookup_elem(&pw_hits, &rule);
+	if (!hits) {
+		struct pw_counter first = {};
+
+		bpf_map_update_elem(&pw_hits, &rule, &first, BPF_NOEXIST);
+		hits = bpf_map_lookup_elem(&pw_hits, &rule);
+		if (!hits)
+			return 0;
+	}
+	hits->packets += 1;
+	hits->bytes += bytes;
+	return 0;
+}
+
+/* The other end of the flow as the pod sees it. An ICMP error may come from anywhere: the packet that it quotes, which
+ * crossed the edge the other way, tells.
+ */
+static __always_inline bool read_peer_address(struct __sk_buff *skb, const struct pw_flow *flow,
+					      const struct pw_match *match, __u8 *address)
+{
+	__u32 quoted = flow->transport_offset + sizeof(struct pw_icmp_header);
+	bool outwards = flow->key.direction == PW_EGRESS;
+	__be32 ipv4_be;
+
+	if (!match->related) {
+		copy_address(address, outwards ? flow->key.daddr : flow->key.saddr);
+		return true;
+	}
+	if (flow->ethertype == ETH_P_IPV6) {
+		quoted += outwards ? offsetof(struct ipv6hdr, saddr)
+				   : offsetof(struct ipv6hdr, daddr);
+		return !bpf_skb_load_bytes(skb, quoted, address, 16);
+	}
+	quoted += outwards ? offsetof(struct iphdr, saddr) : offsetof(struct iphdr, daddr);
+	if (bpf_skb_load_bytes(skb, quoted, &ipv4_be, sizeof(ipv4_be)))
 		return false;
-	match->reply = true;
-	match->direction = question->direction;
-	match->port_be = question->port_be;
+	map_ipv4(address, ipv4_be);
 	return true;
 }
 
-static __noinline int judge_anew(struct pw_flow *flow, const struct pw_config_value *row,
-				 struct pw_match *match, __u32 peer_identity)
+/* An echo reply that answers nothing is asked about by its own type: its tuple has the request's. */
+static __always_inline __be16 asked_port(const struct pw_flow *flow, const struct pw_match *match)
+{
+	if (!match->entry && flow->flags & PW_PACKET_ECHO_REPLY)
+		return bpf_htons(flow->icmp_type << 8 | (bpf_ntohs(flow->key.sport_be) & 0xff));
+	return match->port_be;
+}
+
+/* TCP in mid-stream may be the answer of a flow whose entry is lost: what its own direction denies is judged once more
+ * as that (rule 3).
+ */
+static __always_inline void judge_reversed(const struct pw_flow *flow, struct pw_match *match,
+					   const struct pw_config_value *row,
+					   struct pw_question *question, struct pw_verdict *verdict)
+{
+	struct pw_verdict reversed = {};
+
+	question->direction = !question->direction;
+	question->port_be = flow->key.sport_be;
+	policy_verdict(row, question, &reversed);
+	if (!reversed.allowed || (reversed.audited && verdict->allowed))
+		return;
+	*verdict = reversed;
+	match->reply = true;
+	match->direction = question->direction;
+	match->port_be = question->port_be;
+}
+
+static __always_inline __u8 what_to_say(const struct pw_match *match,
+					const struct pw_verdict *verdict)
+{
+	__u8 said = PW_SAID_ANEW;
+
+	if (verdict->by_slot && !match->entry)
+		said |= PW_SAID_BY_SLOT;
+	return verdict->audited ? said | PW_SAID_AUDIT : said;
+}
+
+static __noinline int judge_anew(struct __sk_buff *skb, struct pw_flow *flow,
+				 const struct pw_config_value *row, struct pw_match *match,
+				 __u32 peer_identity)
 {
 	struct pw_question question = {
 		.peer_identity = peer_identity,
-		.port_be = match->port_be,
+		.port_be = asked_port(flow, match),
 		.protocol = match->protocol,
 		.direction = match->direction,
 	};
-	struct pw_verdict verdict = policy_verdict(row, &question);
-	struct pw_conntrack_value *entry = match->entry;
-	bool allowed = verdict.allowed;
+	struct pw_verdict verdict = {};
 
-	flow->rule = verdict.rule;
-	if (!entry && is_midstream(flow)) {
+	if (row->flags & (PW_CONFIG_CIDR_EGRESS | PW_CONFIG_CIDR_INGRESS) &&
+	    !read_peer_address(skb, flow, match, question.peer_addr))
+		return PW_DROP_INTERNAL;
+	policy_verdict(row, &question, &verdict);
+	if (!match->entry && is_midstream(flow)) {
 		match->picked_up = true;
-		if (!allowed)
-			allowed = judge_reversed(flow, match, row, &question, &verdict);
+		if (!verdict.allowed || verdict.audited)
+			judge_reversed(flow, match, row, &question, &verdict);
 	}
-	flow->audited = verdict.audited;
-	flow->judged_anew = true;
-	if (entry) {
-		entry->rule = verdict.rule;
-		*judgement_of(entry) = judgement(
-			allowed ? row->policy_revision : ~row->policy_revision, peer_identity);
+	flow->rule = verdict.rule;
+	flow->said = what_to_say(match, &verdict);
+	count_hit(verdict.rule, flow->packet_bytes);
+	if (match->entry) {
+		match->entry->rule = verdict.rule;
+		*judgement_of(match->entry) =
+			judgement(verdict.allowed ? row->policy_revision : ~row->policy_revision,
+				  peer_identity);
 	}
-	return allowed ? 0 : PW_DROP_POLICY;
+	return verdict.allowed ? 0 : PW_DROP_POLICY;
 }
 
 /* Asks one endpoint about the packet. `peer_identity` is that of the other end as it is now. */
-static __always_inline int judge(struct pw_flow *flow, const struct pw_config_value *row,
-				 struct pw_match *match, __u32 peer_identity)
+static __always_inline int judge(struct __sk_buff *skb, struct pw_flow *flow,
+				 const struct pw_config_value *row, struct pw_match *match,
+				 __u32 peer_identity)
 {
 	struct pw_conntrack_value *entry = match->entry;
 
@@ -89,9 +166,10 @@ static __always_inline int judge(struct pw_flow *flow, const struct pw_config_va
 	flow->direction = flow->key.direction;
 	if (entry && *judgement_of(entry) == judgement(row->policy_revision, peer_identity)) {
 		flow->rule = entry->rule;
+		flow->said = 0;
 		return 0;
 	}
-	return judge_anew(flow, row, match, peer_identity);
+	return judge_anew(skb, flow, row, match, peer_identity);
 }
 
 #endif

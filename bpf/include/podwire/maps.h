@@ -16,6 +16,8 @@
  *    (BPF_F_LOCK), pw_endpoints and pw_config rows deleted, then pw_usage[instance]: what it had in conntrack is
  *    collected within one round, and no number is used twice.
  * 6. A row whose policy_revision is raised makes every flow of the endpoint be judged again (rule 6).
+ * 7. A slot of pw_policy is filled before a row names it, and emptied when no row has named it for an RCU grace period
+ *    (rule 17). A prefix of pw_cidrs changes what rules say too: revisions are raised after it.
  */
 #ifndef PODWIRE_MAPS_H
 #define PODWIRE_MAPS_H
@@ -62,6 +64,40 @@ struct {
 	__type(key, struct pw_prefix_key);
 	__type(value, struct pw_ipcache_value);
 } pw_ipcache SEC(".maps");
+
+/* slot, identity, direction, protocol, port -> what is said about them. Written by the agent, which counts its rows and
+ * stops at a limit of its own, below this one; read once per family for each judgement. Within one family (the peer's
+ * identity, a CIDR's, 0) each row holds the best rule that covers all of it, so the longest match is the answer.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_LPM_TRIE);
+	__uint(max_entries, 1 << 20);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct pw_policy_key);
+	__type(value, struct pw_policy_value);
+} pw_policy SEC(".maps");
+
+/* prefix -> the identity by which rules about addresses name it, 0 = none. Written by the agent; read where a slot has
+ * such rules.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_LPM_TRIE);
+	__uint(max_entries, 65536);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct pw_prefix_key);
+	__type(value, __u32);
+} pw_cidrs SEC(".maps");
+
+/* rule -> how often it decided, on each CPU: judgements and the bytes of the packets they were about. What passes on
+ * the word of an earlier judgement is counted by its flow. Rows are made by the programs and removed by the agent.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_HASH);
+	__uint(max_entries, 65536);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, __u32);
+	__type(value, struct pw_counter);
+} pw_hits SEC(".maps");
 
 /* number of a node -> its outer address. Written by the agent. */
 struct {

@@ -1181,10 +1181,26 @@ BLOCKS: Final[list[Case]] = [
         no="a>host:22/tcp a>remote:6443/tcp",
     ),
     make_case(
-        "a named port towards an ipBlock of pods is each pod's own",
-        to_peers(*block("10.244.1.0/24", "fd10:244:0:1::/64"), ports="[{port: http}]"),
-        yes="a>b:8081/tcp a>red/a:8080/tcp",
-        no="a>b:8080/tcp a>c:8080/tcp",
+        "a named port opens nothing towards an ipBlock, also where its pods have it",
+        to_peers(*block("10.244.1.0/24", "fd10:244:0:1::/64"), ports="[{port: http}, {port: 80}]"),
+        yes="a>b:80/tcp",
+        no="a>b:8081/tcp a>red/a:8080/tcp a>b:8080/tcp",
+    ),
+    make_case(
+        "a named port beside an ipBlock is that of pods that a selector names",
+        to_peers(
+            *block("10.244.1.0/24", "fd10:244:0:1::/64"),
+            "{podSelector: {matchLabels: {app: b}}}",
+            ports="[{port: http}]",
+        ),
+        yes="a>b:8081/tcp",
+        no="a>red/b:8081/tcp a>b:8080/tcp",
+    ),
+    make_case(
+        "a named port from an ipBlock is the subject's own",
+        from_peers(*block("10.244.1.0/24", "fd10:244:0:1::/64"), ports="[{port: http}]"),
+        yes="b>a:8080/tcp red/b>a:8080/tcp",
+        no="b>a:8081/tcp client>a:8080/tcp",
     ),
 ]
 

@@ -219,9 +219,18 @@ def evaluate_flow(
 
 def covers(rule: Rule, groups: Sequence[CidrGroup], question: Question) -> bool:
     """Tell whether a rule speaks of the question's peer and port; its direction and subject are not looked at."""
-    return any(selects_peer(peer, groups, question.peer) for peer in rule.peers) and any(
-        covers_port(port, question) for port in rule.ports
+    return any(
+        covers_port(port, question) and may_name_ports(peer, port, question.direction)
+        for peer in rule.peers
+        if selects_peer(peer, groups, question.peer)
+        for port in rule.ports
     )
+
+
+def may_name_ports(peer: PeerSelector, port: PortMatch, direction: Direction) -> bool:
+    """Tell whether a port match has a meaning towards such a peer: at egress names of ports are those of peers that are
+    selected by labels; an address does not tell whose it is."""
+    return not port.name or direction is Direction.INGRESS or isinstance(peer, LabelSelector)
 
 
 def selects_peer(selector: PeerSelector, groups: Sequence[CidrGroup], peer: Party) -> bool:

@@ -22,7 +22,7 @@ from podwire.model.labels import NAMESPACE_NAME_KEY
 from podwire.model.store import ObjectKey, Store, StoredObject
 
 ATTEMPTS: Final = 50
-"""How often one object is tried because somebody else changed it meanwhile: only in stores that do not write together."""
+"""How often one object is tried because somebody else changed it meanwhile: only where writes are not done together."""
 FAULTS_KEPT: Final = 64
 
 CREATED: Final = "created"

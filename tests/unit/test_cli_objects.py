@@ -3,6 +3,8 @@
 import contextlib
 import io
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -337,6 +339,20 @@ def test_describe_says_who_and_what(filled: Shell) -> None:
         assert expected in text
     assert filled.run("describe workload web -o json").json["spec"] == workload()["spec"]
     assert "Namespace:" not in filled.run("describe ccnp all").out
+
+
+def test_a_watched_list_goes_on_with_what_changes(filled: Shell) -> None:
+    command = [sys.executable, "-m", "podwire.cli.main", "get", "netpol", "-w", "-o", "jsonl"]
+    with subprocess.Popen([*command, *filled.options], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        try:
+            names = {json.loads(child.stdout.readline())["metadata"]["name"] for _ in range(3)}
+            assert names == {"blue", "red", "web"}
+            filled.store.delete(ObjectKey("networkpolicies", "shop", "red"))
+            gone = json.loads(child.stdout.readline())
+            assert (gone["metadata"]["name"], gone["gone"]) == ("red", True)
+        finally:
+            child.terminate()
 
 
 # ------------------------------------------------------------------ diff

@@ -17,6 +17,8 @@ COMMANDS: Final = ("ADD", "DEL", "CHECK", "GC", "STATUS")
 WITH_ATTACHMENT: Final = ("ADD", "DEL", "CHECK")
 WITH_NAMESPACE: Final = ("ADD", "CHECK")
 PATH_MAX_BYTES: Final = 4095
+_TAKEN_NAMES: Final = ("lo", "all", "default")
+"""A device, and directories of settings below /proc/sys/net that every namespace has."""
 NAME_MAX_BYTES: Final = 253
 """Of container ids and network names too: libcni makes file names of them."""
 
@@ -82,8 +84,8 @@ def _read_if_name(text: str, faults: Faults) -> str:
         faults.note(InvalidEnvironment, path, "is missing")
     elif fault := interface_name_fault(text):
         faults.note(InvalidEnvironment, path, f"is {shown(text)}: it {fault}")
-    elif text == "lo":
-        faults.note(InvalidEnvironment, path, "is 'lo', which every namespace has already")
+    elif text in _TAKEN_NAMES:
+        faults.note(InvalidEnvironment, path, f"is {text!r}, which every namespace has already")
     return text
 
 

@@ -22,6 +22,8 @@ from podwire.model.labels import (
 LABELS_MAX: Final = 256
 PORTS_MAX: Final = 256
 NAME_MAX_CHARACTERS: Final = 253
+_OF_NAMESPACES: Final = ("io.kubernetes.", "io.cilium.")
+"""A policy's key without a source matches labels of any: no pod may say by its own that it is in another namespace."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
@@ -38,6 +40,8 @@ def read_labels(value: Any, path: str, faults: Faults) -> tuple[str, ...]:
             faults.wrong(f"{place}.key", f"is {shown(key)}, no label key ([prefix/]name)")
         elif key.startswith(f"{OWN_PREFIX}/"):
             faults.wrong(f"{place}.key", f"is {shown(key)}: {OWN_PREFIX}/ is reserved for podwire")
+        elif key.startswith(_OF_NAMESPACES):
+            faults.wrong(f"{place}.key", f"is {shown(key)}, which tells of the pod's namespace")
         elif not is_label_value(text):
             faults.wrong(f"{place}.value", f"is {shown(text)}, no label value")
         elif labels.setdefault(key, text) != text:

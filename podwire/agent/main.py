@@ -12,48 +12,34 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass
 from functools import partial
 
 from podwire import __version__
 from podwire.agent import loops, measured
 from podwire.agent.cni_requests import CniRequests
 from podwire.agent.cni_socket import CniServer
-from podwire.agent.config_reload import LiveConfig, read_settings
+from podwire.agent.config_reload import read_settings
 from podwire.agent.dispatch import Dispatcher
-from podwire.agent.health import AliveFile, Health
+from podwire.agent.health import AliveFile
+from podwire.agent.identity_duty import tend_identities, watch_identities
 from podwire.agent.loops import Duties, EventPump
-from podwire.agent.metrics import Metrics
+from podwire.agent.node import Node, open_node
 from podwire.agent.rest import Api, MapReaders, NodeFacts
+from podwire.agent.rest_policy import PolicyReaders
 from podwire.agent.spool import Spool
 from podwire.agent.unix_socket import open_unix_socket
 from podwire.cni.netconf import decode_request
-from podwire.control.attach.ending import Endings
-from podwire.control.attach.restore import Restorer, RestoreReport
-from podwire.control.attach.service import AttachService
-from podwire.control.attach.steps import Context
-from podwire.control.endpoint.regenerate import Regenerator
-from podwire.control.endpoint.table import EndpointTable
 from podwire.control.flows.enrich import FlowMaker
-from podwire.control.flows.ring import FlowRing
-from podwire.control.ipam.node import NodeIpam
+from podwire.control.flows.flow import FlowPolicy
 from podwire.datapath import abi, rows
 from podwire.datapath.events import hook_name, path_name, reason_name
-from podwire.datapath.host import merge_changes
 from podwire.datapath.node import KernelDatapath
-from podwire.datapath.plan import NodePlan
-from podwire.journal.behind import WrittenBehind
-from podwire.journal.directories import RunDirectories
-from podwire.journal.lock import locked_state_directory
-from podwire.journal.records import HOST_SETTINGS_FACT
 from podwire.kernel.clock import KernelClock
 from podwire.model import log
-from podwire.model.config import AgentConfig
 from podwire.model.config_help import help_text
 from podwire.model.config_sources import Settled, parse_arguments
 from podwire.model.endpoint import EndpointRecord
@@ -64,8 +50,8 @@ from podwire.model.errors import (
     PodwireError,
     StorageFailure,
 )
+from podwire.model.identity import RESERVED_LABELS
 from podwire.model.ids import EndpointId
-from podwire.model.interfaces import EndpointConfig
 from podwire.model.request import AttachRequest
 from podwire.model.wire import SPOOL_DIRECTORY, Frame
 
@@ -85,32 +71,6 @@ _log = logging.getLogger(__name__)
 GC_THRESHOLD = 20_000
 """Allocations between two collections; a request makes some hundreds."""
 SWITCH_INTERVAL_S = 0.0005
-
-
-@dataclass(frozen=True)
-class Node:
-    """One agent's parts, opened and restored, before anybody can ask for anything."""
-
-    live: LiveConfig
-    clock: KernelClock
-    journal: measured.MeasuredJournal
-    datapath: KernelDatapath
-    table: EndpointTable
-    ipam: NodeIpam
-    endings: Endings
-    regenerator: Regenerator
-    attachments: AttachService
-    directories: WrittenBehind
-    turn: threading.RLock
-    health: Health
-    metrics: Metrics
-    flows: FlowRing
-    started_boottime_ns: int
-
-    @property
-    def config(self) -> AgentConfig:
-        """The settings in force."""
-        return self.live.current
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -148,141 +108,6 @@ def _fail(error: PodwireError) -> int:
     if error.hint:
         print(f"podwire-agent: hint: {error.hint}", file=sys.stderr)
     return next(EXIT_OF[kind] for kind in type(error).__mro__ if kind in EXIT_OF)
-
-
-def open_node(settled: Settled, stack: ExitStack) -> Node:
-    """Open state and kernel and bring them together; what is opened is closed by `stack`."""
-    config = settled.config
-    clock, health, metrics = KernelClock(), Health(KernelClock()), Metrics()
-    started_ns = clock.process_start_ns()
-    stack.enter_context(locked_state_directory(config.files.state_dir))
-    stack.enter_context(locked_state_directory(config.files.run_dir))
-    journal = measured.MeasuredJournal(
-        config.files.state_dir / "journal.db", metrics=metrics, health=health
-    )
-    stack.callback(journal.close)
-    live = LiveConfig(settled)
-    datapath = stack.enter_context(KernelDatapath(plan_node(config)))
-    node = _compose(live, journal, datapath, clock, health, metrics, started_ns)
-    _prepare_reload(node)
-    stack.callback(node.directories.close)
-    if datapath.host_changes:
-        noted = journal.read_fact(HOST_SETTINGS_FACT)
-        noted = merge_changes(noted, datapath.host_changes, clock.boot_id())
-        journal.write_fact(HOST_SETTINGS_FACT, noted)
-    _report_restore(_restore(node), node)
-    return node
-
-
-def plan_node(config: AgentConfig) -> NodePlan:
-    """Say what the node's datapath is to be. There is no overlay: no tunnel port is guarded."""
-    return NodePlan(
-        node_name=config.node.node_name,
-        bpf_dir=config.files.bpf_dir,
-        mtu=config.datapath.mtu,
-        node_address=config.node.node_address,
-        cluster_cidrs=config.node.cluster_cidrs,
-        node_cidrs=config.node.node_cidrs,
-        masquerade=config.datapath.masquerade,
-        masquerade_except=config.datapath.masquerade_except,
-        conntrack_entries=config.datapath.conntrack_entries,
-        conntrack_quota=config.datapath.conntrack_quota,
-    )
-
-
-def _compose(
-    live: LiveConfig,
-    journal: measured.MeasuredJournal,
-    datapath: KernelDatapath,
-    clock: KernelClock,
-    health: Health,
-    metrics: Metrics,
-    started_ns: int,
-) -> Node:
-    config = live.current
-    table = EndpointTable()
-    ipam = NodeIpam(config.node.node_cidrs)
-    directories = WrittenBehind(RunDirectories(config.files.run_dir / "endpoints"))
-    regenerator = Regenerator(
-        table=table,
-        datapath=datapath,
-        directories=directories,
-        clock=clock,
-        desired=lambda _endpoint: EndpointConfig(host_allowed=live.current.datapath.host_access),
-    )
-    context = Context(datapath, regenerator)
-    endings = Endings(
-        table=table, journal=journal, ipam=ipam, context=context, directories=directories
-    )
-    turn = threading.RLock()
-    attachments = AttachService(
-        journal=journal,
-        datapath=datapath,
-        ipam=ipam,
-        table=table,
-        endings=endings,
-        context=context,
-        clock=clock,
-        turn=turn,
-        mode=config.datapath.datapath,
-        status_on_exhaustion=config.cni.status_on_exhaustion,
-        observe=metrics.observe_step,
-    )
-    flows = FlowRing(config.report.flow_ring)
-    return Node(
-        live,
-        clock,
-        journal,
-        datapath,
-        table,
-        ipam,
-        endings,
-        regenerator,
-        attachments,
-        directories,
-        turn,
-        health,
-        metrics,
-        flows,
-        started_ns,
-    )
-
-
-def _restore(node: Node) -> RestoreReport:
-    restorer = Restorer(
-        journal=node.journal,
-        datapath=node.datapath,
-        ipam=node.ipam,
-        table=node.table,
-        endings=node.endings,
-        regenerator=node.regenerator,
-        directories=node.directories,
-        clock=node.clock,
-    )
-    with node.turn:
-        return restorer.restore()
-
-
-def _report_restore(report: RestoreReport, node: Node) -> None:
-    for name in report.removed:
-        _log.info("removed what no record owns", extra={"cause": name})
-    _log.info(
-        "restored endpoints",
-        extra={
-            "count": report.adopted,
-            "cause": f"ended {report.ended}, gone {report.gone}, of another boot {report.rebooted}",
-        },
-    )
-    node.health.report("restore", ok=True)
-
-
-def _prepare_reload(node: Node) -> None:
-    def apply_masquerade(config: AgentConfig) -> None:
-        with node.turn:
-            node.datapath.change_plan(plan_node(config))
-
-    node.live.apply_with("log_level", lambda config: log.set_level(config.report.log_level))
-    node.live.apply_with("masquerade", apply_masquerade)
 
 
 def _settle_interpreter() -> None:
@@ -323,15 +148,31 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
                 "ms": ms,
             },
         )
+        node.policies.start()
+        stack.callback(node.policies.stop)
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(loops.supervise(name, run, duties), name=name)
-                for name, run in loops.LOOPS.items()
+                for name, run in (*loops.LOOPS.items(), *_identity_loops(node, stack))
             ]
             await stop.wait()
             for task in running:
                 task.cancel()
     _log.info("stopped; pods keep running", extra={"count": len(node.table)})
+
+
+def _identity_loops(node: Node, stack: AsyncExitStack) -> list[tuple[str, loops.Loop]]:
+    """The watch has a thread of its own: it waits for the store nearly all the time."""
+    threads = stack.enter_context(ThreadPoolExecutor(2, thread_name_prefix="identity"))
+    stack.callback(node.identities.feed.close)
+
+    def report(message: str) -> None:
+        node.health.report("identities", ok=not message, message=message, critical=False)
+
+    return [
+        ("identity-watch", lambda _duties: watch_identities(node.identities, threads)),
+        ("identities", lambda _duties: tend_identities(node.identities, threads, report)),
+    ]
 
 
 async def _open_doors(
@@ -384,6 +225,8 @@ def _start_events(node: Node, stack: AsyncExitStack) -> EventPump:
         node.config.node.node_name,
         by_address=by_address,
         by_id=by_id,
+        name_rule=partial(_name_rule, node),
+        labels_of=partial(_labels_of, node),
         wall_offset_ns=lambda: time.time_ns() - node.clock.boottime_ns(),
     )
     source = stack.enter_context(node.datapath.open_events())
@@ -391,6 +234,20 @@ def _start_events(node: Node, stack: AsyncExitStack) -> EventPump:
     pump.start()
     stack.callback(pump.stop)
     return pump
+
+
+def _name_rule(node: Node, number: int) -> FlowPolicy | None:
+    name = node.regenerator.enforcer.engine.rule_name(number)
+    if name is None:
+        return None
+    return FlowPolicy(name.policy.kind, name.policy.namespace, name.policy.name, name.path)
+
+
+def _labels_of(node: Node, identity: int) -> tuple[str, ...]:
+    if identity in RESERVED_LABELS:
+        return RESERVED_LABELS[identity]
+    known = node.identities.feed.resolver.allocator.known.get(identity)
+    return known.key.labels if known else ()
 
 
 def _make_duties(node: Node, dispatcher: Dispatcher, threads: ThreadPoolExecutor) -> Duties:
@@ -448,14 +305,21 @@ def _make_api(node: Node, pump: EventPump) -> Api:
             describe=lambda: rows.describe_maps(datapath.maps),
             rows=lambda name, limit: rows.read_rows(datapath.maps, name, limit),
         ),
+        store=node.store,
+        policy=PolicyReaders(
+            enforcer=node.regenerator.enforcer,
+            objects=node.policies.objects,
+            resolver=node.identities.feed.resolver,
+            table=node.table,
+            own_addresses=datapath.own_addresses(),
+            hits=datapath.read_hits,
+            change_labels=node.identities.change_labels,
+        ),
         facts=NodeFacts(
             addresses=datapath.node_addresses,
             mtu=datapath.mtu,
             template=datapath.template_id,
             abi_version=abi.ABI_VERSION,
-            reserved_identities={
-                one.value: one.name.lower().replace("_", "-") for one in abi.Identity if one.value
-            },
         ),
         detach=lambda record: node.attachments.delete(_deletion(record, node.clock)),
         started_boottime_ns=node.started_boottime_ns,

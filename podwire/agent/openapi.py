@@ -67,7 +67,9 @@ PATH_PARTS: Mapping[str, tuple[str, str]] = {
         " ipv4:ADDRESS or ipv6:ADDRESS.",
     ),
     "ip": (r"[^/]+", "An IP address."),
-    "name": (r"[^/]+", "The name of a map."),
+    "kind": (r"[^/]+", "The plural name of a kind, as in `podwire get`."),
+    "namespace": (r"[^/]+", "A namespace."),
+    "name": (r"[^/]+", "The name of an object, or of a map."),
 }
 """Placeholder -> expression it matches, description."""
 

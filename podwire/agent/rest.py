@@ -22,6 +22,8 @@ from podwire.agent.config_reload import LiveConfig
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
 from podwire.agent.openapi import Call, Parameter, Route, describe
+from podwire.agent.rest_objects import ROUTES_OBJECTS
+from podwire.agent.rest_policy import ROUTES_POLICY, PolicyReaders, policy_totals
 from podwire.control.endpoint.find import find_endpoint
 from podwire.control.endpoint.states import State
 from podwire.control.endpoint.table import Endpoint, EndpointTable
@@ -29,11 +31,13 @@ from podwire.control.flows.enrich import format_time_ns
 from podwire.control.flows.filter import FILTER_WORDS, FlowFilter, parse_filter
 from podwire.control.flows.flow import Flow
 from podwire.control.flows.ring import FlowRing
+from podwire.control.identity.describe import describe_identities
 from podwire.control.ipam.audit import find_address_faults
 from podwire.control.ipam.node import NodeIpam
 from podwire.model import errors
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.interfaces import Clock, Datapath, Journal
+from podwire.model.store import Store
 
 MAP_ROWS_MAX = 10_000
 """Rows of one map in one answer; the rest is left out and the answer says so."""
@@ -88,7 +92,6 @@ class NodeFacts:
     mtu: int
     template: str
     abi_version: int
-    reserved_identities: Mapping[int, str]
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,8 @@ class Api:
     clock: Clock
     turn: threading.RLock
     maps: MapReaders
+    store: Store
+    policy: PolicyReaders
     facts: NodeFacts
     detach: Callable[[EndpointRecord], None]
     """End an attachment as a DEL of its own would; blocks."""
@@ -182,7 +187,10 @@ def get_status(api: Api, _call: Call) -> views.StatusView:
         node=config.node.node_name,
         started=api.format_boottime(api.started_boottime_ns),
         pid=os.getpid(),
-        store=views.StoreView(kind=config.store.store.partition(":")[0], ok=True),
+        store=views.StoreView(
+            kind=config.store.store.partition(":")[0],
+            ok=all(one.ok for one in api.health.checks() if one.name == "store"),
+        ),
         datapath=views.DatapathView(
             mode=config.datapath.datapath,
             programs=api.facts.template,
@@ -191,6 +199,7 @@ def get_status(api: Api, _call: Call) -> views.StatusView:
         ),
         endpoints=views.endpoint_totals(api.table),
         ipam=views.IpamTotals(mode=config.node.ipam, ranges=_ranges(api)),
+        policy=policy_totals(api.policy, config),
         checks=tuple(
             views.CheckView(
                 name=check.name,
@@ -257,7 +266,8 @@ def get_endpoint_labels(api: Api, call: Call) -> views.LabelsView:
 
 def list_identities(api: Api, _call: Call) -> list[views.IdentityView]:
     """Show the identities that exist."""
-    return views.identity_views(api.facts.reserved_identities, api.table)
+    known = api.policy.resolver.allocator.known
+    return views.identity_views(describe_identities(known, [one.record for one in api.table]))
 
 
 def get_identity(api: Api, call: Call) -> views.IdentityView:
@@ -440,6 +450,8 @@ ROUTES: tuple[Route, ...] = (
         views.LabelsView,
         errors=(404, 409),
     ),
+    *ROUTES_POLICY,
+    *ROUTES_OBJECTS,
     Route("GET", "/identity", "All identities", list_identities, list[views.IdentityView]),
     Route("GET", "/identity/{id}", "One identity", get_identity, views.IdentityView, errors=(404,)),
     Route("GET", "/ipam", "Ranges and addresses", get_ipam, views.IpamView),

@@ -13,10 +13,12 @@ import msgspec
 
 from podwire.control.endpoint.table import Endpoint
 from podwire.control.flows.enrich import format_time_ns
+from podwire.control.identity.describe import IdentityDescription
 from podwire.model.config import GROUP_OF, SETTINGS, AgentConfig
+from podwire.model.interfaces import EndpointConfig
 
 NOT_ENFORCED = "disabled"
-"""What enforcement is without policies."""
+"""What enforcement is where no policy closes a direction."""
 
 
 class Document(msgspec.Struct, frozen=True, rename="camel"):
@@ -117,8 +119,15 @@ class IdentityView(Document, frozen=True, kw_only=True):
 
     id: int
     labels: tuple[str, ...]
+    named_ports: tuple[str, ...]
+    """`name:protocol/port`."""
+    source: str
+    """`reserved`, `fixed` or `cluster`."""
+    state: str
+    """`used` (here), `known`, `marked` (it goes soon) or `missing` (used here, not in the store)."""
     endpoints: int
     """Endpoints of this node that have it."""
+    endpoint_ids: tuple[int, ...]
 
 
 class RangeView(Document, frozen=True, kw_only=True):
@@ -199,6 +208,18 @@ class IpamTotals(Document, frozen=True, kw_only=True):
     ranges: tuple[RangeView, ...]
 
 
+class PolicyTotals(Document, frozen=True, kw_only=True):
+    """Policy in `status`."""
+
+    revision: int
+    """Of the store, up to which everything was taken in."""
+    enforcement: str
+    policies: int
+    identities: int
+    not_in_force: tuple[str, ...]
+    """Objects whose newest version could not be read: their last one stays in force."""
+
+
 class CheckView(Document, frozen=True, kw_only=True):
     """One thing that is watched: since when it is so, and what is wrong."""
 
@@ -220,6 +241,7 @@ class StatusView(Document, frozen=True, kw_only=True):
     datapath: DatapathView
     endpoints: EndpointTotals
     ipam: IpamTotals
+    policy: PolicyTotals
     checks: tuple[CheckView, ...]
     warnings: tuple[str, ...]
 
@@ -274,8 +296,17 @@ class MapRows(Document, frozen=True, kw_only=True):
     truncated: bool
 
 
+def enforcement_of(config: EndpointConfig) -> Enforcement:
+    """Tell which directions are closed but for what rules allow."""
+    closed = "audit" if config.audit else "enabled"
+    return Enforcement(
+        ingress=closed if config.deny_ingress else NOT_ENFORCED,
+        egress=closed if config.deny_egress else NOT_ENFORCED,
+    )
+
+
 def endpoint_view(endpoint: Endpoint) -> EndpointView:
-    """Show one endpoint. Without policies it has no identity and nothing is enforced."""
+    """Show one endpoint."""
     record = endpoint.record
     device = record.device
     return EndpointView(
@@ -299,7 +330,7 @@ def endpoint_view(endpoint: Endpoint) -> EndpointView:
         mtu=device.mtu,
         netns=record.netns_path,
         policy_revision=endpoint.realized_revision,
-        policy_enforcement=Enforcement(),
+        policy_enforcement=enforcement_of(endpoint.config),
         bandwidth=BandwidthView(
             to_pod_bits_per_s=record.bandwidth.to_pod_bits_per_s,
             from_pod_bits_per_s=record.bandwidth.from_pod_bits_per_s,
@@ -327,14 +358,19 @@ def endpoint_totals(endpoints: Iterable[Endpoint]) -> EndpointTotals:
     return EndpointTotals(total=counts.total(), by_state=dict(sorted(counts.items())))
 
 
-def identity_views(
-    reserved: Mapping[int, str], endpoints: Iterable[Endpoint]
-) -> list[IdentityView]:
-    """Show the reserved identities, and how many endpoints have each."""
-    counts = Counter(int(endpoint.record.identity) for endpoint in endpoints)
+def identity_views(described: Iterable[IdentityDescription]) -> list[IdentityView]:
+    """Show identities."""
     return [
-        IdentityView(id=number, labels=(f"reserved:{name}",), endpoints=counts[number])
-        for number, name in sorted(reserved.items())
+        IdentityView(
+            id=one.id,
+            labels=one.labels,
+            named_ports=one.named_ports,
+            source=one.source,
+            state=one.state,
+            endpoints=one.endpoints,
+            endpoint_ids=one.endpoint_ids,
+        )
+        for one in described
     ]
 
 

@@ -102,6 +102,21 @@ def log(opts: Common, endpoint_id: str) -> None:
     show_rows(rows, columns, opts.style, lambda entry: f"{entry['time']} {entry['new']}")
 
 
+@endpoint.command(epilog="Example: podwire endpoint label default/web app=web tier-")
+@click.argument("endpoint_id", metavar="ID")
+@click.argument("changes", metavar="[K=V|K-]...", nargs=-1)
+@common
+def label(opts: Common, endpoint_id: str, changes: tuple[str, ...]) -> None:
+    """Show the labels of an endpoint, or set (K=V) and take away (K-) some."""
+    agent, row = find_endpoint(opts.agents(), endpoint_id)
+    resource = f"/endpoint/{row['id']}/labels"
+    if changes:
+        document = client.request(agent.socket, "PATCH", resource, list(changes))
+    else:
+        document = client.request(agent.socket, "GET", resource)
+    show_one(document, opts.style, lambda: document["labels"])
+
+
 def find_endpoint(agents: Sequence[Agent], text: str) -> tuple[Agent, Row]:
     """Find the one endpoint that `text` means, on any of the agents."""
     found: list[tuple[Agent, Row]] = []

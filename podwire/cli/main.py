@@ -32,6 +32,7 @@ _COMMANDS = {
     "monitor": ("podwire.cli.observe", "monitor", "Packets as the programs see them, live."),
     "node": ("podwire.cli.node", "node", "Nodes."),
     "observe": ("podwire.cli.observe", "observe", "Flows of the last minutes, and live."),
+    "policy": ("podwire.cli.policy", "policy", "Who may talk to whom, and why."),
     "status": ("podwire.cli.status", "status", "The agent as a whole."),
     "version": ("podwire.cli.status", "version", "The version of podwire."),
 }

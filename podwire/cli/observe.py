@@ -118,11 +118,23 @@ def _line(flow: dict[str, Any], style: Style) -> str:
     code = {"forwarded": GREEN, "dropped": RED}.get(verdict, YELLOW)
     reason = f" ({flow['reason']})" if flow.get("reason") else ""
     lost = f"  [{flow['lost']} events lost before]" if flow.get("lost") else ""
+    what = (
+        f"{flow.get('protocol') or '-'} {flow.get('direction') or ''} {flow.get('bytes', 0)} bytes"
+    )
     return (
         f"{flow.get('time')}  {flow.get('node') or '-':8} {colour(verdict + reason, code)}"
         f"  {ends}"
-        f"  {flow.get('protocol') or '-'} {flow.get('direction') or ''} {flow.get('bytes', 0)} bytes{lost}"
+        f"  {what}{_decided(flow)}{lost}"
     )
+
+
+def _decided(flow: Mapping[str, Any]) -> str:
+    """Name the rule that decided."""
+    named = [
+        f"{one['kind']} {one['namespace']}/{one['name']}".replace(" /", " ") + f" {one['rule']}"
+        for one in flow.get("policies") or ()
+    ]
+    return f"  by {'; '.join(named)}" if named else ""
 
 
 def _end(end: Mapping[str, Any]) -> str:

@@ -178,6 +178,27 @@ def _config_flags(record: EndpointRecord, config: EndpointConfig) -> abi.ConfigF
     return flags
 
 
+def read_endpoint_config(maps: NodeMaps, record: EndpointRecord) -> EndpointConfig | None:
+    """Give what an endpoint's row holds; None when there is none, only the guard, or another's row."""
+    row = read_config(maps, record.device.host_ifindex)
+    if row is None or row.instance != record.id or not row.flags & abi.ConfigFlags.OPEN:
+        return None
+    return EndpointConfig(
+        identity=row.identity,
+        slot=row.slot,
+        policy_revision=row.policy_revision,
+        deny_egress=bool(row.flags & abi.ConfigFlags.DENY_EGRESS),
+        deny_ingress=bool(row.flags & abi.ConfigFlags.DENY_INGRESS),
+        default_rule_egress=row.default_rule_egress,
+        default_rule_ingress=row.default_rule_ingress,
+        cidr_egress=bool(row.flags & abi.ConfigFlags.CIDR_EGRESS),
+        cidr_ingress=bool(row.flags & abi.ConfigFlags.CIDR_INGRESS),
+        audit=bool(row.flags & abi.ConfigFlags.AUDIT),
+        host_allowed=bool(row.flags & abi.ConfigFlags.HOST_ALLOWED),
+        trace=bool(row.flags & abi.ConfigFlags.TRACE),
+    )
+
+
 def endpoint_row(record: EndpointRecord) -> abi.EndpointValue:
     """Compute an endpoint's row in `pw_endpoints`, the same under each of its addresses."""
     return abi.EndpointValue(

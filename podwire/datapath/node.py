@@ -52,7 +52,7 @@ from podwire.datapath.templates import read_template
 from podwire.kernel.bpf_program import Packet
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.nft import Nftables
-from podwire.model.endpoint import Bandwidth, Device, EndpointRecord
+from podwire.model.endpoint import Bandwidth, Device, EndpointRecord, IPAddress
 from podwire.model.errors import Bug, InvalidConfiguration, KernelFailure, Unavailable
 from podwire.model.ids import EndpointId, InterfaceName
 from podwire.model.interfaces import EndpointConfig, Inventory, PodNamespace
@@ -251,6 +251,10 @@ class KernelDatapath:
         """Publish the endpoint's addresses and turn its row into `config`, in place."""
         tables.write_endpoint(self._node.loaded.maps, record, config)
 
+    def read_config(self, record: EndpointRecord) -> EndpointConfig | None:
+        """Give what the endpoint's row holds; None when there is none, or only the guard."""
+        return tables.read_endpoint_config(self._node.loaded.maps, record)
+
     def close_endpoint(self, record: EndpointRecord) -> None:
         """Take every row of the endpoint out of the maps."""
         tables.remove_endpoint(self._node.loaded.maps, record)
@@ -348,6 +352,14 @@ class KernelDatapath:
     def describe_maps(self) -> list[documents.Row]:
         """Give name, kind and fill of every map that can be read."""
         return documents.describe_maps(self._node.loaded.maps, {"policy": self.policy_fill})
+
+    def read_cidrs(self) -> dict[IPNetwork, int]:
+        """Read the local identities of CIDRs."""
+        return dict(policy_maps.read_cidrs(self._node.loaded.maps))
+
+    def own_addresses(self) -> frozenset[IPAddress]:
+        """List the addresses of this host."""
+        return frozenset(address for _, address in list_own_addresses(self._node.netlink))
 
     def read_hits(self) -> dict[int, tuple[int, int]]:
         """Give (judgements, bytes) of each rule that has decided."""

@@ -16,6 +16,7 @@ from podwire.kernel import netns
 from podwire.lab import labs, traffic
 from podwire.lab import state as states
 from podwire.lab.drops import send_forged, wait_for_drop
+from podwire.lab.policy_demo import show_policy
 from podwire.lab.state import LabState, Pod
 
 LAB: Final = "demo"
@@ -58,6 +59,8 @@ def main() -> int:
         pods = _attach_pods(report)
         _show_connectivity(state, pods, report)
         _show_spoofing(pods, report)
+        _say("a policy: only the proxy may reach web; the client is none")
+        show_policy(LAB, pods, report.add)
         _show_restarts(pods, report)
         _show_detach(report)
     _show_nothing_left(report)

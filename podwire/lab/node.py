@@ -21,6 +21,7 @@ from podwire.model.errors import Unavailable
 
 LOG_FILE: Final = "agent.log"
 CONFIG_FILE: Final = "agent.toml"
+STORE_FILE: Final = "store.db"
 START_DEADLINE_S: Final = 20.0
 BRIDGE: Final = "underlay"
 LAB_CONNTRACK_ENTRIES: Final = 65_536
@@ -104,6 +105,8 @@ def write_config(plan: LabPlan, node: NodePlan) -> None:
         "run_dir": str(node.directory),
         "state_dir": str(node.directory / "state"),
         "bpf_dir": str(node.pins),
+        # One file for all nodes: what is applied to one is in force on all.
+        "store": f"sqlite://{node.directory.parent / STORE_FILE}",
         "node_cidrs": list(node.pod_cidrs),
         "cluster_cidrs": list(plan.cluster_cidrs),
         "node_address": node.addresses[0],

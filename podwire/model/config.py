@@ -197,19 +197,18 @@ class PolicySettings:
         "default",
         "Which endpoints are restricted: those a policy selects, all, or none.",
         reloadable=True,
-        built=lambda value: value == "default",
-        built_note='only "default"',
     )
-    policy_audit: bool = only_default(
-        BOOL, False, "Whether policies only report what they would drop."
-    )
+    policy_audit: bool = setting(BOOL, False, "Whether policies only report what they would drop.")
     policy_cidr_match: tuple[str, ...] = only_default(
         TEXTS, (), "What besides the world CIDR rules of Cilium's policies match."
     )
-    identity_label_filter: tuple[str, ...] = only_default(
-        TEXTS, (), "Patterns of labels that make an identity; `!` excludes."
+    identity_label_filter: tuple[str, ...] = setting(
+        TEXTS,
+        (),
+        "Patterns of labels that make an identity; `!` excludes.",
+        default_note="everything but what differs from one replica to the next",
     )
-    identity_wait_s: int = only_default(
+    identity_wait_s: int = setting(
         integer(0, 600), 10, "How long an ADD waits for the identity of new labels, in seconds."
     )
     endpoint_fanout: str = only_default(

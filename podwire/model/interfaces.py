@@ -164,6 +164,10 @@ class Datapath(Protocol):
         """Publish the endpoint's addresses and turn its guard row into `config`, in place."""
         ...
 
+    def read_config(self, record: EndpointRecord) -> EndpointConfig | None:
+        """Give what the endpoint's row holds; None when there is none, or only the guard."""
+        ...
+
     def close_endpoint(self, record: EndpointRecord) -> None:
         """Take every row of the endpoint out of the maps: from here on its device passes nothing."""
         ...

@@ -91,6 +91,9 @@ class FakeDatapath:
             self.addresses[str(address)] = record.id
         self.rows[record.device.host_ifindex] = config
 
+    def read_config(self, record: EndpointRecord) -> EndpointConfig | None:
+        return self.rows.get(record.device.host_ifindex)
+
     def close_endpoint(self, record: EndpointRecord) -> None:
         self._may_fail("close_endpoint")
         self.rows.pop(record.device.host_ifindex, None)

@@ -1,23 +1,38 @@
 """A node without a kernel: the real control services and journal around a datapath in memory."""
 
 import threading
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+import msgspec
 
 from podwire.control.attach.ending import Endings
 from podwire.control.attach.restore import Restorer, RestoreReport
 from podwire.control.attach.service import AttachService
 from podwire.control.attach.steps import Context
+from podwire.control.endpoint.enforce import Enforcer, rows_of
+from podwire.control.endpoint.policies import PolicyObjects
+from podwire.control.endpoint.queue import BuildQueue
 from podwire.control.endpoint.regenerate import Regenerator
 from podwire.control.endpoint.table import EndpointTable
+from podwire.control.identity.allocator import IdentityAllocator
+from podwire.control.identity.feed import IdentityFeed
+from podwire.control.identity.filter import LabelFilter
+from podwire.control.identity.known import KnownIdentities
+from podwire.control.identity.resolver import IdentityResolver
+from podwire.control.identity.sources import LabelSources
 from podwire.control.ipam.node import NodeIpam
+from podwire.control.policy.engine import Numbers, PolicyEngine
 from podwire.journal.directories import RunDirectories
 from podwire.journal.records import SqliteJournal
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import StorageFailure
 from podwire.model.interfaces import EndpointConfig
 from tests.fakes.datapath import FakeDatapath
+from tests.fakes.policy import FakePolicyDatapath
+from tests.fakes.store import MemoryStore
 
 
 class FakeClock:
@@ -61,6 +76,8 @@ class FakeNode:
         self._cidrs = cidrs
         self.clock = FakeClock()
         self.datapath = FakeDatapath()
+        self.policy_datapath = FakePolicyDatapath()
+        self.store = MemoryStore()
         self._build()
 
     def _build(self) -> None:
@@ -68,12 +85,34 @@ class FakeNode:
         self.table = EndpointTable()
         self.ipam = NodeIpam(self._cidrs)
         directories = RunDirectories(self._directory / "endpoints")
+        engine = PolicyEngine(
+            datapath=self.policy_datapath,
+            rows=partial(rows_of, self.table),
+            numbers=msgspec.json.decode(self.journal.read_fact("numbers") or "{}", type=Numbers),
+            remember=self._remember,
+            cidrs=self.policy_datapath.cidrs,
+        )
+        self.enforcer = Enforcer(
+            engine, self.table, self.policy_datapath, directories, BuildQueue(), self.clock
+        )
+        self.policies = PolicyObjects(engine)
+        self.identities = IdentityResolver(
+            IdentityAllocator(self.store, KnownIdentities()),
+            LabelSources(),
+            LabelFilter.parse(),
+            wait_s=0.2,
+        )
+        self.identities.allocator.known.listen(self.enforcer.hear)
+        for record in self.journal.list_records():
+            self.identities.adopt(record)
+        IdentityFeed(self.store, self.identities).step(0)
         regenerator = Regenerator(
             table=self.table,
             datapath=self.datapath,
             directories=directories,
             clock=self.clock,
-            desired=lambda _endpoint: EndpointConfig(policy_revision=1),
+            base=lambda _endpoint: EndpointConfig(),
+            enforcer=self.enforcer,
         )
         context = Context(self.datapath, regenerator)
         self.endings = Endings(
@@ -90,6 +129,7 @@ class FakeNode:
             table=self.table,
             endings=self.endings,
             context=context,
+            identities=self.identities,
             clock=self.clock,
             turn=threading.RLock(),
         )
@@ -103,6 +143,9 @@ class FakeNode:
             directories=directories,
             clock=self.clock,
         )
+
+    def _remember(self, numbers: Numbers) -> None:
+        self.journal.write_fact("numbers", msgspec.json.encode(numbers).decode())
 
     def restart(self) -> RestoreReport:
         """Forget everything in memory and come back as after `kill -9`."""
@@ -122,6 +165,7 @@ class FakeNode:
         """Give the machine another boot id and an empty kernel."""
         self.clock.boot = "boot-2"
         self.datapath = FakeDatapath()
+        self.policy_datapath = FakePolicyDatapath()
 
     def assert_empty(self) -> None:
         """Fail unless nothing is left in kernel, journal, table and address pool."""
@@ -129,6 +173,9 @@ class FakeNode:
         assert list(self.journal.list_records()) == []
         assert len(self.table) == 0
         assert not self.ipam.holders()
+        self.enforcer.collect()
+        self.enforcer.collect()
+        assert not self.policy_datapath.slots, self.policy_datapath.slots
 
     def __enter__(self) -> Self:
         return self

@@ -88,7 +88,7 @@ def test_completion_scripts_are_written(shell: str) -> None:
 
 def test_completion_completes() -> None:
     done = _run(COMP_WORDS="podwire bpf c", COMP_CWORD="2", _PODWIRE_COMPLETE="bash_complete")
-    assert done.stdout.split() == ["plain,config", "plain,ct"]
+    assert done.stdout.split() == ["plain,cidrs", "plain,config", "plain,ct"]
 
 
 def test_a_list_imports_nothing_that_is_slow() -> None:

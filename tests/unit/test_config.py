@@ -69,6 +69,10 @@ OTHER_VALUES: dict[str, tuple[str, Any]] = {
     "host_access": ("false", False),
     "conntrack_entries": ("65536", 65536),
     "conntrack_quota": ("100", 100),
+    "policy_enforcement": ("always", "always"),
+    "policy_audit": ("true", True),
+    "identity_label_filter": ("app,!tier", ("app", "!tier")),
+    "identity_wait_s": ("11", 11),
     "status_grace_s": ("120", 120),
     "status_on_exhaustion": ("false", False),
     "flow_ring": ("16", 16),
@@ -111,8 +115,6 @@ def test_a_key_of_a_later_capability_takes_only_what_works(key: str) -> None:
         "datapath": '"netkit"',
         "tunnel_mode": '"classic"',
         "tunnel_port": "4789",
-        "policy_enforcement": '"always"',
-        "identity_wait_s": "11",
         "endpoint_fanout": '"direct"',
     }[key]
     error = refused(CIDRS + f"{key} = {other}\n")

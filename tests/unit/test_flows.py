@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from podwire.control.flows.enrich import FlowMaker, format_time_ns
 from podwire.control.flows.filter import FlowFilter, parse_filter
-from podwire.control.flows.flow import Flow, FlowEnd
+from podwire.control.flows.flow import Flow, FlowEnd, FlowPolicy
 from podwire.control.flows.ring import FOLLOWER_QUEUE_FLOWS, FlowRing
 from podwire.model.errors import UndecodableRequest
 from podwire.model.flow import FlowEvent, Verdict
@@ -56,6 +56,8 @@ def make_flow(**changes: object) -> Flow:
         "n1",
         by_address={"10.0.0.8": Named(8, pod="db", labels=("cni:app=db",))}.get,
         by_id={7: Named(7)}.get,
+        name_rule={5: FlowPolicy("NetworkPolicy", "shop", "only-web", "ingress[0]")}.get,
+        labels_of=lambda identity: ("reserved:world=",) if identity == 2 else (),
         wall_offset_ns=lambda: 1_767_225_600_000_000_000,
     )
     return maker.make(make_event(**changes))
@@ -67,6 +69,18 @@ def test_the_end_at_the_hook_is_known_by_number_even_with_a_forged_address() -> 
     assert flow.destination == FlowEnd(8, "shop", "db", 2, ("cni:app=db",), "10.0.0.8", 80)
     assert (flow.verdict, flow.reason, flow.tcp_flags) == ("dropped", "source-address", "SYN,ACK")
     assert flow.time == "2026-01-01T00:00:00.000001Z"
+
+
+def test_the_rule_that_decided_is_named() -> None:
+    [policy] = make_flow(rule=5).policies
+    assert (policy.name, policy.rule) == ("only-web", "ingress[0]")
+    assert make_flow(rule=6).policies == ()
+    assert make_flow(rule=0).policies == ()
+
+
+def test_an_end_that_is_no_pod_has_the_labels_of_its_identity() -> None:
+    flow = make_flow(destination="192.0.2.1")
+    assert flow.destination.labels == ("reserved:world=",)
 
 
 def test_an_ingress_event_names_the_endpoint_as_destination() -> None:

@@ -273,6 +273,8 @@ async def test_events_become_flows_and_losses_are_counted() -> None:
         "n1",
         by_address=lambda _address: None,
         by_id=lambda _number: None,
+        name_rule=lambda _number: None,
+        labels_of=lambda _number: (),
         wall_offset_ns=lambda: 0,
     )
     pump = EventPump(ring, maker, flows)

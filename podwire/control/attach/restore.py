@@ -7,7 +7,7 @@ again in place.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from podwire.control.attach.ending import Endings
@@ -107,7 +107,12 @@ class Restorer:
         else:
             report.ended += 1
 
-    def _adopt(self, records: Iterable[EndpointRecord], report: RestoreReport) -> None:
+    def _adopt(self, records: Sequence[EndpointRecord], report: RestoreReport) -> None:
+        # All of them before the first is built: a slot that any row names is in use.
+        for record in records:
+            config = self.datapath.read_config(record)
+            if config is not None:
+                self.regenerator.enforcer.adopt(record.id, config)
         for record in records:
             endpoint = self.table.get(record.id)
             assert endpoint is not None

@@ -22,6 +22,8 @@ from podwire.control.attach.steps import Context, Step
 from podwire.control.endpoint.check import compare_with_result
 from podwire.control.endpoint.states import State
 from podwire.control.endpoint.table import Endpoint, EndpointTable
+from podwire.control.identity.key import convert_ports
+from podwire.control.identity.resolver import IdentityResolver, Resolution
 from podwire.control.ipam.node import NodeIpam
 from podwire.model.endpoint import AttachmentKey, EndpointRecord, Phase
 from podwire.model.errors import (
@@ -43,8 +45,6 @@ from podwire.model.request import AttachRequest, AttachResult
 
 _log = logging.getLogger(__name__)
 
-NO_IDENTITY = IdentityId(0)
-
 Observe = Callable[[str, str, float], None]
 """Told of each step: operation, step, milliseconds."""
 
@@ -63,6 +63,7 @@ class AttachService:
     table: EndpointTable
     endings: Endings
     context: Context
+    identities: IdentityResolver
     clock: Clock
     turn: threading.RLock
     mode: str = "veth"
@@ -81,9 +82,11 @@ class AttachService:
                 f"attach {_key(request)}: network namespace {request.netns_path!r} is gone",
                 hint="the runtime must keep CNI_NETNS mounted until ADD has answered",
             )
+        # Before the turn: labels that nobody had before wait for the store, and no other pod may wait with them.
+        identity = self._resolve(request, cancelled)
         with self.turn:
             self._refuse_second_attachment(_key(request))
-            endpoint = self._admit(request, namespace)
+            endpoint = self._admit(request, namespace, identity)
             self._build_up(endpoint, namespace, cancelled)
         return describe_attachment(endpoint.record)
 
@@ -114,6 +117,7 @@ class AttachService:
                 *compare_with_result(endpoint.record, request.prev_result),
                 *self._compare_namespace(endpoint.record, namespace),
                 *self.datapath.compare_endpoint(endpoint.record, endpoint.config, namespace),
+                *self.context.regenerator.enforcer.compare(endpoint),
             ]
         if differences:
             raise CheckFailed(
@@ -186,12 +190,22 @@ class AttachService:
             hint="call DEL first, or use another CNI_IFNAME",
         )
 
-    def _admit(self, request: AttachRequest, namespace: PodNamespace) -> Endpoint:
+    def _resolve(self, request: AttachRequest, cancelled: Callable[[], bool]) -> Resolution:
+        begin_ns = self.clock.boottime_ns()
+        ports = convert_ports(request.ports)
+        found = self.identities.resolve(request.labels, ports, request.namespace, cancelled)
+        self.observe("ADD", "resolve", (self.clock.boottime_ns() - begin_ns) / 1e6)
+        return found
+
+    def _admit(
+        self, request: AttachRequest, namespace: PodNamespace, identity: Resolution
+    ) -> Endpoint:
         """Choose id, addresses and device, and write the intent: from here on the node remembers it."""
         endpoint_id = self.journal.next_endpoint_id()
-        ipv4, ipv6 = self._allocate(endpoint_id, request)
+        ipv4, ipv6 = self._allocate(endpoint_id, request, identity.number)
         try:
             record = self._plan(endpoint_id, request, namespace, str(ipv4 or ""), str(ipv6 or ""))
+            record = identity.write_into(record)
             self._timed("ADD", "intent", lambda: self.journal.write(record))
         except BaseException:
             self.ipam.release(endpoint_id)
@@ -229,22 +243,21 @@ class AttachService:
             namespace=request.namespace,
             pod=request.pod,
             pod_uid=request.pod_uid,
-            labels=request.labels,
             bandwidth=request.bandwidth,
             cni_version=request.cni_version,
             fixed_addresses=bool(request.wanted_ips),
         )
 
     def _allocate(
-        self, endpoint_id: EndpointId, request: AttachRequest
+        self, endpoint_id: EndpointId, request: AttachRequest, identity: IdentityId
     ) -> tuple[IPv4Address | None, IPv6Address | None]:
         """Take addresses; when all are in use or resting behind a dying device, let the reaper finish first."""
         try:
-            return self.ipam.allocate(endpoint_id, identity=NO_IDENTITY, wanted=request.wanted_ips)
+            return self.ipam.allocate(endpoint_id, identity=identity, wanted=request.wanted_ips)
         except (Exhausted, AddressUnavailable):
             if not self.endings.settle():
                 raise
-            return self.ipam.allocate(endpoint_id, identity=NO_IDENTITY, wanted=request.wanted_ips)
+            return self.ipam.allocate(endpoint_id, identity=identity, wanted=request.wanted_ips)
 
     def _build_up(
         self, endpoint: Endpoint, namespace: PodNamespace, cancelled: Callable[[], bool]

@@ -50,6 +50,7 @@ def _create_guard(context: Context, endpoint: Endpoint) -> None:
 
 def _close(context: Context, record: EndpointRecord) -> None:
     context.datapath.close_endpoint(record)
+    context.regenerator.enforcer.detach(record.id)
 
 
 def _create_device(context: Context, endpoint: Endpoint) -> None:

@@ -1,4 +1,4 @@
-"""Bring one endpoint's datapath to its desired state, and keep the state machine told.
+"""Bring one endpoint's datapath to its desired state, its policy included, and keep the state machine told.
 
 Called inside ADD for the first build and by the agent's build loop for every later one, always under the node's turn.
 A failed build changes nothing in the kernel: what was in force stays, the endpoint is `not-ready` and the queue
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from podwire.control.endpoint import states
+from podwire.control.endpoint.enforce import Enforcer
 from podwire.control.endpoint.queue import Build, BuildQueue, Level
 from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.model.errors import PodwireError
@@ -18,8 +19,8 @@ from podwire.model.interfaces import Clock, Datapath, EndpointConfig, EndpointDi
 
 _log = logging.getLogger(__name__)
 
-DesiredConfig = Callable[[Endpoint], EndpointConfig]
-"""What the datapath should be told of an endpoint now."""
+BaseConfig = Callable[[Endpoint], EndpointConfig]
+"""What the datapath should be told of an endpoint now, but for its policy."""
 
 
 class Regenerator:
@@ -32,14 +33,16 @@ class Regenerator:
         datapath: Datapath,
         directories: EndpointDirectories,
         clock: Clock,
-        desired: DesiredConfig,
+        base: BaseConfig,
+        enforcer: Enforcer,
     ) -> None:
-        self.queue = BuildQueue()
+        self.queue: BuildQueue = enforcer.queue
+        self.enforcer = enforcer
         self._table = table
         self._datapath = datapath
         self._directories = directories
         self._clock = clock
-        self._desired = desired
+        self._base = base
 
     def request(self, endpoint_id: EndpointId, level: Level, cause: str) -> None:
         """Ask for a build; the state shows it at once."""
@@ -74,8 +77,9 @@ class Regenerator:
         A new endpoint needs no more than POLICY: its device was made with the current programs a moment ago.
         """
         endpoint.report(states.BuildStarted())
-        config = self._desired(endpoint)
+        config = endpoint.config
         try:
+            config = self.enforcer.attach(endpoint, self._base(endpoint))
             if level >= Level.REWRITE:
                 self._datapath.repair_device(endpoint.record)
             self._datapath.open_endpoint(endpoint.record, config)
@@ -87,7 +91,7 @@ class Regenerator:
             raise
         self._tell(partial(self._directories.publish, endpoint.record, config))
         endpoint.config = config
-        endpoint.realized_revision = config.policy_revision
+        self.enforcer.realized(endpoint)
         endpoint.report(states.BuildSucceeded())
 
     def _try_build(self, endpoint: Endpoint, build: Build) -> bool:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from podwire.control.flows.flow import Flow, FlowEnd
+from podwire.control.flows.flow import Flow, FlowEnd, FlowPolicy
 from podwire.model.flow import FlowEvent
 
 ETHERTYPE_ARP = 0x0806
@@ -43,6 +43,9 @@ class NamedEndpoint(Protocol):
 
 FindByAddress = Callable[[str], NamedEndpoint | None]
 FindById = Callable[[int], NamedEndpoint | None]
+NameRule = Callable[[int], FlowPolicy | None]
+FindLabels = Callable[[int], tuple[str, ...]]
+"""Labels of an identity, () for one that nobody knows."""
 
 
 class FlowMaker:
@@ -54,11 +57,15 @@ class FlowMaker:
         *,
         by_address: FindByAddress,
         by_id: FindById,
+        name_rule: NameRule,
+        labels_of: FindLabels,
         wall_offset_ns: Callable[[], int],
     ) -> None:
         self._node = node
         self._by_address = by_address
         self._by_id = by_id
+        self._name_rule = name_rule
+        self._labels_of = labels_of
         self._wall_offset_ns = wall_offset_ns
 
     def make(self, event: FlowEvent) -> Flow:
@@ -68,6 +75,7 @@ class FlowMaker:
         has_ports = event.protocol in _WITH_PORTS
         source = own if event.direction == _EGRESS else self._find(event.source)
         destination = self._find(event.destination) if event.direction == _EGRESS else own
+        policy = self._name_rule(event.rule) if event.rule else None
         return Flow(
             time=format_time_ns(event.boottime_ns + self._wall_offset_ns()),
             node=self._node,
@@ -77,8 +85,10 @@ class FlowMaker:
             direction=event.direction,
             hook=event.hook,
             path=event.path,
-            source=_end(source, event.source_identity, event.source, has_ports * event.source_port),
-            destination=_end(
+            source=self._end(
+                source, event.source_identity, event.source, has_ports * event.source_port
+            ),
+            destination=self._end(
                 destination,
                 event.destination_identity,
                 event.destination,
@@ -86,8 +96,16 @@ class FlowMaker:
             ),
             protocol="arp" if event.ethertype == ETHERTYPE_ARP else event.protocol,
             tcp_flags=",".join(name for bit, name in _TCP_FLAGS if event.tcp_flags & bit),
+            policies=(policy,) if policy else (),
             bytes=event.length_bytes,
             lost=event.lost,
+        )
+
+    def _end(self, endpoint: NamedEndpoint | None, identity: int, ip: str, port: int) -> FlowEnd:
+        if endpoint is None:
+            return FlowEnd(identity=identity, labels=self._labels_of(identity), ip=ip, port=port)
+        return FlowEnd(
+            endpoint.id, endpoint.namespace, endpoint.pod, identity, endpoint.labels, ip, port
         )
 
     def _find(self, address: str) -> NamedEndpoint | None:
@@ -99,11 +117,3 @@ def format_time_ns(unix_ns: int) -> str:
     seconds, rest_ns = divmod(unix_ns, 1_000_000_000)
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
     return f"{whole}.{rest_ns // 1000:06d}Z"
-
-
-def _end(endpoint: NamedEndpoint | None, identity: int, ip: str, port: int) -> FlowEnd:
-    if endpoint is None:
-        return FlowEnd(identity=identity, ip=ip, port=port)
-    return FlowEnd(
-        endpoint.id, endpoint.namespace, endpoint.pod, identity, endpoint.labels, ip, port
-    )

@@ -26,7 +26,8 @@ class FlowPolicy(msgspec.Struct, frozen=True, rename="camel"):
     kind: str
     namespace: str
     name: str
-    rule: int
+    rule: str
+    """Where it stands in its policy: `ingress[0]`, or `default-deny` when nothing allowed the packet."""
 
 
 class Flow(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):

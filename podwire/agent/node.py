@@ -1,0 +1,304 @@
+"""A node of the agent: its parts, opened in order and brought together, before anybody can ask for anything.
+
+Called by `agent.main`. Order matters: locks, journal, store, kernel, what the store says, restore. What is opened is
+closed by the caller's stack; pods keep running. Nothing here decides about endpoints.
+"""
+
+import logging
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from podwire.agent import measured
+from podwire.agent.config_reload import LiveConfig
+from podwire.agent.health import Health
+from podwire.agent.identity_duty import IdentityDuty
+from podwire.agent.metrics import Metrics
+from podwire.agent.policy_duty import PolicyDuty
+from podwire.control.attach.ending import Endings
+from podwire.control.attach.restore import Restorer, RestoreReport
+from podwire.control.attach.service import AttachService
+from podwire.control.attach.steps import Context
+from podwire.control.endpoint.enforce import Enforcer, rows_of
+from podwire.control.endpoint.policies import PolicyObjects
+from podwire.control.endpoint.queue import BuildQueue
+from podwire.control.endpoint.regenerate import Regenerator
+from podwire.control.endpoint.table import EndpointTable
+from podwire.control.flows.ring import FlowRing
+from podwire.control.identity.allocator import IdentityAllocator
+from podwire.control.identity.feed import IdentityFeed
+from podwire.control.identity.filter import LabelFilter
+from podwire.control.identity.known import KnownIdentities
+from podwire.control.identity.resolver import IdentityResolver
+from podwire.control.identity.sources import LabelSources
+from podwire.control.ipam.node import NodeIpam
+from podwire.control.policy.engine import Numbers, PolicyEngine
+from podwire.control.policy.oracle import Enforcement
+from podwire.datapath.host import merge_changes
+from podwire.datapath.node import KernelDatapath
+from podwire.datapath.plan import NodePlan
+from podwire.journal.behind import WrittenBehind
+from podwire.journal.directories import RunDirectories
+from podwire.journal.lock import locked_state_directory
+from podwire.journal.records import HOST_SETTINGS_FACT
+from podwire.kernel.clock import KernelClock
+from podwire.kernel.inotify import FileWaker
+from podwire.model import log
+from podwire.model.config import AgentConfig
+from podwire.model.config_sources import Settled
+from podwire.model.interfaces import EndpointConfig
+from podwire.model.store import Store
+from podwire.store.open import open_store
+
+NUMBERS_FACT = "policy-numbers"
+"""From which numbers of slots, rules and revisions on nothing was ever used on this node."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One agent's parts, opened and restored, before anybody can ask for anything."""
+
+    live: LiveConfig
+    clock: KernelClock
+    journal: measured.MeasuredJournal
+    datapath: KernelDatapath
+    table: EndpointTable
+    ipam: NodeIpam
+    endings: Endings
+    regenerator: Regenerator
+    store: Store
+    policies: PolicyDuty
+    identities: IdentityDuty
+    attachments: AttachService
+    directories: WrittenBehind
+    turn: threading.RLock
+    health: Health
+    metrics: Metrics
+    flows: FlowRing
+    started_boottime_ns: int
+
+    @property
+    def config(self) -> AgentConfig:
+        """The settings in force."""
+        return self.live.current
+
+
+def open_node(settled: Settled, stack: ExitStack) -> Node:
+    """Open state and kernel and bring them together; what is opened is closed by `stack`."""
+    config = settled.config
+    clock, health, metrics = KernelClock(), Health(KernelClock()), Metrics()
+    started_ns = clock.process_start_ns()
+    stack.enter_context(locked_state_directory(config.files.state_dir))
+    stack.enter_context(locked_state_directory(config.files.run_dir))
+    journal = measured.MeasuredJournal(
+        config.files.state_dir / "journal.db", metrics=metrics, health=health
+    )
+    stack.callback(journal.close)
+    live = LiveConfig(settled)
+    store = open_store(config.store.store, open_waker=FileWaker)
+    stack.callback(store.close)
+    datapath = stack.enter_context(KernelDatapath(plan_node(config)))
+    opened = _Opened(live, journal, store, datapath, clock, health, metrics)
+    node = _compose(opened, started_ns)
+    _prepare_reload(node)
+    stack.callback(node.directories.close)
+    if datapath.host_changes:
+        noted = journal.read_fact(HOST_SETTINGS_FACT)
+        noted = merge_changes(noted, datapath.host_changes, clock.boot_id())
+        journal.write_fact(HOST_SETTINGS_FACT, noted)
+    _load_objects(node)
+    _report_restore(_restore(node), node)
+    return node
+
+
+def _load_objects(node: Node) -> None:
+    """Read what the store has, before the first endpoint is built by it."""
+    records = node.journal.list_records()
+    node.identities.prepare(records)
+    node.identities.feed.resolver.allocator.known.listen(node.policies.hear)
+    with node.turn:
+        node.policies.load()
+    node.health.report("store", ok=True)
+
+
+def plan_node(config: AgentConfig) -> NodePlan:
+    """Say what the node's datapath is to be. There is no overlay: no tunnel port is guarded."""
+    return NodePlan(
+        node_name=config.node.node_name,
+        bpf_dir=config.files.bpf_dir,
+        mtu=config.datapath.mtu,
+        node_address=config.node.node_address,
+        cluster_cidrs=config.node.cluster_cidrs,
+        node_cidrs=config.node.node_cidrs,
+        masquerade=config.datapath.masquerade,
+        masquerade_except=config.datapath.masquerade_except,
+        conntrack_entries=config.datapath.conntrack_entries,
+        conntrack_quota=config.datapath.conntrack_quota,
+    )
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """What is opened before the parts are put together."""
+
+    live: LiveConfig
+    journal: measured.MeasuredJournal
+    store: Store
+    datapath: KernelDatapath
+    clock: KernelClock
+    health: Health
+    metrics: Metrics
+
+
+def _compose(opened: _Opened, started_ns: int) -> Node:
+    live, journal, store, datapath = opened.live, opened.journal, opened.store, opened.datapath
+    clock, health, metrics = opened.clock, opened.health, opened.metrics
+    config = live.current
+    table = EndpointTable()
+    ipam = NodeIpam(config.node.node_cidrs)
+    directories = WrittenBehind(RunDirectories(config.files.run_dir / "endpoints"))
+    turn = threading.RLock()
+    enforcer = _compose_policy(opened, table, directories)
+    regenerator = Regenerator(
+        table=table,
+        datapath=datapath,
+        directories=directories,
+        clock=clock,
+        base=lambda _endpoint: EndpointConfig(
+            host_allowed=live.current.datapath.host_access,
+            audit=live.current.policy.policy_audit,
+        ),
+        enforcer=enforcer,
+    )
+    resolver = _compose_identities(config, store)
+    context = Context(datapath, regenerator)
+    endings = Endings(
+        table=table, journal=journal, ipam=ipam, context=context, directories=directories
+    )
+    attachments = AttachService(
+        journal=journal,
+        datapath=datapath,
+        ipam=ipam,
+        table=table,
+        endings=endings,
+        context=context,
+        identities=resolver,
+        clock=clock,
+        turn=turn,
+        mode=config.datapath.datapath,
+        status_on_exhaustion=config.cni.status_on_exhaustion,
+        observe=metrics.observe_step,
+    )
+    flows = FlowRing(config.report.flow_ring)
+
+    def report_store(message: str) -> None:
+        health.report("store", ok=not message, message=message, critical=False)
+
+    return Node(
+        live,
+        clock,
+        journal,
+        datapath,
+        table,
+        ipam,
+        endings,
+        regenerator,
+        store,
+        PolicyDuty(
+            store=store,
+            objects=PolicyObjects(enforcer.engine),
+            enforcer=enforcer,
+            turn=turn,
+            observe=metrics.observe_step,
+            report=report_store,
+        ),
+        IdentityDuty(
+            node_name=config.node.node_name,
+            feed=IdentityFeed(store, resolver),
+            table=table,
+            journal=journal,
+            regenerator=regenerator,
+            turn=turn,
+        ),
+        attachments,
+        directories,
+        turn,
+        health,
+        metrics,
+        flows,
+        started_ns,
+    )
+
+
+def _compose_policy(opened: _Opened, table: EndpointTable, directories: WrittenBehind) -> Enforcer:
+    live, journal, datapath = opened.live, opened.journal, opened.datapath
+    engine = PolicyEngine(
+        datapath=datapath,
+        rows=partial(rows_of, table),
+        numbers=msgspec.json.decode(journal.read_fact(NUMBERS_FACT) or "{}", type=Numbers),
+        remember=lambda numbers: journal.write_fact(
+            NUMBERS_FACT, msgspec.json.encode(numbers).decode()
+        ),
+        cidrs=datapath.read_cidrs(),
+        enforcement=Enforcement(live.current.policy.policy_enforcement),
+    )
+    return Enforcer(engine, table, datapath, directories, BuildQueue(), opened.clock)
+
+
+def _compose_identities(config: AgentConfig, store: Store) -> IdentityResolver:
+    return IdentityResolver(
+        allocator=IdentityAllocator(store, KnownIdentities()),
+        sources=LabelSources(),
+        chosen_by=LabelFilter.parse(config.policy.identity_label_filter),
+        wait_s=config.policy.identity_wait_s,
+    )
+
+
+def _restore(node: Node) -> RestoreReport:
+    restorer = Restorer(
+        journal=node.journal,
+        datapath=node.datapath,
+        ipam=node.ipam,
+        table=node.table,
+        endings=node.endings,
+        regenerator=node.regenerator,
+        directories=node.directories,
+        clock=node.clock,
+    )
+    with node.turn:
+        return restorer.restore()
+
+
+def _report_restore(report: RestoreReport, node: Node) -> None:
+    for name in report.removed:
+        _log.info("removed what no record owns", extra={"cause": name})
+    _log.info(
+        "restored endpoints",
+        extra={
+            "count": report.adopted,
+            "cause": f"ended {report.ended}, gone {report.gone}, of another boot {report.rebooted}",
+        },
+    )
+    node.health.report("restore", ok=True)
+
+
+def _prepare_reload(node: Node) -> None:
+    def apply_masquerade(config: AgentConfig) -> None:
+        with node.turn:
+            node.datapath.change_plan(plan_node(config))
+
+    node.live.apply_with("log_level", lambda config: log.set_level(config.report.log_level))
+
+    def apply_enforcement(config: AgentConfig) -> None:
+        enforcer = node.regenerator.enforcer
+        with node.turn:
+            enforcer.engine.set_enforcement(Enforcement(config.policy.policy_enforcement))
+            enforcer.apply("policy_enforcement changed")
+
+    node.live.apply_with("masquerade", apply_masquerade)
+    node.live.apply_with("policy_enforcement", apply_enforcement)

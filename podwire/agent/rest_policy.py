@@ -1,0 +1,424 @@
+"""What the API answers about policy: lists, selectors, entries, traces, and labels of endpoints.
+
+Rows of `agent.rest`'s table. Nothing is decided here: the engine and the oracle are asked. Ends of a trace are read
+here, because only this node knows who its pods are.
+"""
+
+import ipaddress
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from podwire.agent.openapi import Call, Parameter, Route
+from podwire.agent.views import LabelsView, PolicyTotals
+from podwire.agent.views_policy import (
+    EntryView,
+    PolicyView,
+    SelectorView,
+    TraceHalf,
+    TraceRequest,
+    TraceView,
+)
+from podwire.control.endpoint.enforce import Enforcer
+from podwire.control.endpoint.find import find_endpoint
+from podwire.control.endpoint.policies import PolicyObjects, name_policy
+from podwire.control.endpoint.states import State
+from podwire.control.endpoint.table import Endpoint, EndpointTable
+from podwire.control.identity.resolver import IdentityResolver
+from podwire.control.policy.engine import PolicyEngine
+from podwire.control.policy.oracle import Enforcement, Party, Question, Settings
+from podwire.control.policy.rule import ICMP, ICMPV6, SCTP, TCP, UDP, PolicyId
+from podwire.control.policy.trace import trace
+from podwire.model.config import AgentConfig
+from podwire.model.endpoint import EndpointRecord, IPAddress
+from podwire.model.errors import Fault, InvalidRequest, NotFound
+from podwire.model.identity import RESERVED_LABELS, IdentityFacts, Reserved
+from podwire.model.ids import EndpointId
+from podwire.model.labels import SOURCE_CNI, SOURCES
+from podwire.model.policy import ANY_IDENTITY, CIDR_WORLD_BIT, Direction, PolicyKey, Verdict
+
+PROTOCOLS: Final = {"tcp": TCP, "udp": UDP, "sctp": SCTP, "icmp": ICMP, "icmpv6": ICMPV6}
+_PROTOCOL_NAMES: Final = {number: name for name, number in PROTOCOLS.items()}
+_ECHO_REQUEST: Final = {"icmp": 8, "icmpv6": 128}
+_VERDICTS: Final = {Verdict.ALLOW: "allow", Verdict.DENY: "deny"}
+
+
+@dataclass(frozen=True)
+class PolicyReaders:
+    """What the handlers look at."""
+
+    enforcer: Enforcer
+    objects: PolicyObjects
+    resolver: IdentityResolver
+    table: EndpointTable
+    own_addresses: frozenset[IPAddress]
+    hits: Callable[[], Mapping[int, tuple[int, int]]]
+    """Rule -> packets and bytes of what it decided."""
+    change_labels: Callable[[EndpointId, list[str]], EndpointRecord]
+    """Change labels and have the endpoint built; waits for the store."""
+
+    @property
+    def engine(self) -> PolicyEngine:
+        """The engine."""
+        return self.enforcer.engine
+
+
+class Live(Protocol):
+    """Settings in force."""
+
+    @property
+    def current(self) -> AgentConfig: ...
+
+
+class Api(Protocol):
+    """What `agent.rest.Api` has for these handlers."""
+
+    @property
+    def policy(self) -> PolicyReaders: ...
+
+    @property
+    def config(self) -> Live: ...
+
+    @property
+    def turn(self) -> threading.RLock: ...
+
+
+def policy_totals(readers: PolicyReaders, config: AgentConfig) -> PolicyTotals:
+    """Sum policy up for `status`."""
+    return PolicyTotals(
+        revision=readers.enforcer.revision,
+        enforcement=config.policy.policy_enforcement,
+        policies=len(readers.objects.rules),
+        identities=len(readers.resolver.allocator.known),
+        not_in_force=tuple(
+            f"{key}: {why}" for key, why in sorted(readers.objects.problems.items())
+        ),
+    )
+
+
+def list_policies(api: Api, _call: Call) -> list[PolicyView]:
+    """Show every policy and whom it selects here."""
+    readers = api.policy
+    with api.turn:
+        return _describe_policies(readers)
+
+
+def _describe_policies(readers: PolicyReaders) -> list[PolicyView]:
+    problems = {
+        name_policy(key): why
+        for key, why in readers.objects.problems.items()
+        if key.kind != "ciliumcidrgroups"
+    }
+    selected = _count_selected(readers)
+    rules = dict(readers.objects.rules)
+    views = []
+    for policy in sorted({*rules, *problems}, key=str):
+        parts = rules.get(policy, ())
+        closed = {direction for part in parts for direction in part.default_deny}
+        views.append(
+            PolicyView(
+                kind=policy.kind,
+                namespace=policy.namespace,
+                name=policy.name,
+                rules=sum(len(part.rules) for part in parts),
+                endpoints=selected.get(policy, 0),
+                ingress=Direction.INGRESS in closed,
+                egress=Direction.EGRESS in closed,
+                problem=problems.get(policy, ""),
+            )
+        )
+    return views
+
+
+def _count_selected(readers: PolicyReaders) -> dict[PolicyId, int]:
+    counts: dict[PolicyId, int] = {}
+    for identity, holders in _holders(readers.table).items():
+        for policy in _policies_of(readers.engine, identity):
+            counts[policy] = counts.get(policy, 0) + len(holders)
+    return counts
+
+
+def _policies_of(engine: PolicyEngine, identity: int) -> Iterable[PolicyId]:
+    try:
+        return set(engine.policies_of(identity))
+    except NotFound:
+        return ()
+
+
+def _holders(table: EndpointTable) -> dict[int, list[int]]:
+    holders: dict[int, list[int]] = {}
+    for endpoint in table:
+        if endpoint.state is not State.DISCONNECTING:
+            holders.setdefault(endpoint.record.identity, []).append(endpoint.record.id)
+    return holders
+
+
+def list_selectors(api: Api, _call: Call) -> list[SelectorView]:
+    """Show the selectors in use and whom they select."""
+    with api.turn:
+        found = api.policy.engine.list_selectors()
+    return [
+        SelectorView(
+            selector=one["selector"], users=one["users"], identities=tuple(one["identities"])
+        )
+        for one in found
+    ]
+
+
+def list_entries(api: Api, call: Call) -> list[EntryView]:
+    """Show what the programs look up, with the rule of each entry."""
+    readers = api.policy
+    holders = _holders(readers.table)
+    wanted = str(call.query.get("endpoint", ""))
+    if wanted:
+        endpoint = find_endpoint(readers.table, wanted)
+        holders = {endpoint.record.identity: [endpoint.record.id]}
+    hits = readers.hits()
+    with api.turn:
+        names = _Names(readers)
+        return [
+            view
+            for identity, ids in sorted(holders.items())
+            for view in _entries(readers, names, identity, ids, hits)
+        ]
+
+
+class _Names:
+    """Labels of identities, those of CIDRs included, as they are now."""
+
+    def __init__(self, readers: PolicyReaders) -> None:
+        self._known = readers.resolver.allocator.known
+        self._cidrs = {number: str(cidr) for cidr, number in readers.engine.list_cidrs().items()}
+
+    def labels(self, identity: int) -> tuple[str, ...]:
+        """Give the labels of one; () for "anybody" and for what nobody knows."""
+        if identity == ANY_IDENTITY:
+            return ()
+        if identity in RESERVED_LABELS:
+            return RESERVED_LABELS[identity]
+        cidr = self._cidrs.get(identity & ~CIDR_WORLD_BIT)
+        if cidr is not None:
+            return (f"cidr:{cidr}", *(("reserved:world=",) if identity & CIDR_WORLD_BIT else ()))
+        known = self._known.get(identity)
+        return known.key.labels if known is not None else ()
+
+
+def _entries(
+    readers: PolicyReaders,
+    names: _Names,
+    identity: int,
+    ids: list[int],
+    hits: Mapping[int, tuple[int, int]],
+) -> Iterator[EntryView]:
+    engine = readers.engine
+    try:
+        slot, rows = engine.config_for(identity).slot, dict(engine.rows_for(identity))
+    except NotFound:
+        return
+    for key, entry in sorted(rows.items(), key=lambda item: _order(item[0])):
+        name = engine.rule_name(entry.rule)
+        yield EntryView(
+            slot=slot,
+            identity=identity,
+            endpoints=tuple(ids),
+            direction=key.direction.name.lower(),
+            peer=key.identity,
+            labels=names.labels(key.identity),
+            protocol=_PROTOCOL_NAMES.get(key.protocol, str(key.protocol))
+            if key.protocol
+            else "any",
+            ports=describe_ports(key),
+            verdict=_VERDICTS[entry.verdict],
+            precedence=entry.precedence,
+            policy=str(name.policy) if name else "",
+            rule=name.path if name else "",
+            hits=hits.get(entry.rule, (0, 0))[0],
+        )
+
+
+def _order(key: PolicyKey) -> tuple[int, ...]:
+    return (key.direction, key.identity, key.protocol, key.port, key.port_bits)
+
+
+def describe_ports(key: PolicyKey) -> str:
+    """Write the ports of an entry: `any`, `80`, `8080-8087`; ICMP: the type."""
+    if not key.port_bits:
+        return "any"
+    if key.protocol in (ICMP, ICMPV6):
+        return f"type {key.port >> 8}"
+    last = key.port | ((1 << (16 - key.port_bits)) - 1)
+    return str(key.port) if last == key.port else f"{key.port}-{last}"
+
+
+def trace_flow(api: Api, call: Call) -> TraceView:
+    """Say what would happen to a flow, by the oracle."""
+    asked: TraceRequest = call.body
+    readers, config = api.policy, api.config.current
+    faults: list[Fault] = []
+    source = _read_end(readers, config, asked.source, "from", faults)
+    target = _read_end(readers, config, asked.target, "to", faults)
+    protocol, port = _read_port(asked.port, faults)
+    if faults or source is None or target is None:
+        raise InvalidRequest(
+            "trace: " + "; ".join(f"{fault.path} {fault.message}" for fault in faults),
+            hint="podwire policy trace -h",
+            faults=tuple(faults),
+        )
+    settings = Settings(
+        enforcement=Enforcement(config.policy.policy_enforcement),
+        host_allowed=config.datapath.host_access,
+        audit=config.policy.policy_audit,
+    )
+    with api.turn:
+        policies, groups = readers.engine.list_policies(), readers.engine.list_groups()
+    answer = trace(
+        policies,
+        groups,
+        Question(source, target, Direction.EGRESS, protocol, port),
+        revision=readers.enforcer.revision,
+        settings=settings,
+    )
+    return TraceView(
+        verdict=answer["verdict"],
+        ingress=_half(answer["ingress"]),
+        egress=_half(answer["egress"]),
+        why=tuple(answer["why"]),
+        revision=answer["revision"],
+        known_ends=sum(one.endpoint and one.address is not None for one in (source, target)),
+    )
+
+
+def _half(answer: Mapping[str, str]) -> TraceHalf:
+    return TraceHalf(verdict=answer["verdict"], policy=answer["policy"], rule=answer["rule"])
+
+
+def _read_end(
+    readers: PolicyReaders, config: AgentConfig, text: str, path: str, faults: list[Fault]
+) -> Party | None:
+    kind, colon, rest = text.partition(":")
+    if not colon:
+        named = {str(one.name).lower().replace("_", "-"): int(one) for one in Reserved}
+        if text in named:
+            return Party(IdentityFacts(named[text], RESERVED_LABELS[named[text]]))
+        faults.append(Fault(path, f"is {text!r}: no entity ({', '.join(named)})"))
+    elif kind == "pod":
+        return _pod_party(find_endpoint(readers.table, f"pod-name:{rest}"))
+    elif kind == "labels":
+        return _labels_party(readers, rest, path, faults)
+    elif kind == "ip":
+        return _address_party(readers, config, rest, path, faults)
+    else:
+        faults.append(
+            Fault(path, f"is {text!r}: write pod:NS/NAME, labels:K=V,..., ip:ADDRESS or an entity")
+        )
+    return None
+
+
+def _pod_party(endpoint: Endpoint) -> Party:
+    record = endpoint.record
+    facts = IdentityFacts(record.identity, record.identity_labels, record.named_ports)
+    return Party(facts, record.addresses[0], endpoint=True)
+
+
+def _labels_party(
+    readers: PolicyReaders, text: str, path: str, faults: list[Fault]
+) -> Party | None:
+    own, namespace = [], "default"
+    for pair in filter(None, text.split(",")):
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            faults.append(Fault(path, f"has {pair!r}: write KEY=VALUE"))
+            return None
+        if key.removeprefix("k8s:") == "io.kubernetes.pod.namespace":
+            namespace = value
+            continue
+        source = key.partition(":")[0]
+        own.append(f"{key}={value}" if source in SOURCES else f"{SOURCE_CNI}:{key}={value}")
+    labels = readers.resolver.sources.effective(own, namespace)
+    return Party(IdentityFacts(0, labels), None, endpoint=True)
+
+
+def _address_party(
+    readers: PolicyReaders, config: AgentConfig, text: str, path: str, faults: list[Fault]
+) -> Party | None:
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        faults.append(Fault(path, f"has {text!r}, which is no address"))
+        return None
+    endpoint = readers.table.get_by_address(text)
+    if endpoint is not None:
+        return _pod_party(endpoint)
+    number = int(Reserved.WORLD)
+    if address in readers.own_addresses:
+        number = int(Reserved.HOST)
+    elif any(address in cidr for cidr in (*config.node.cluster_cidrs, *config.node.node_cidrs)):
+        number = int(Reserved.UNMANAGED)
+    return Party(IdentityFacts(number, RESERVED_LABELS[number]), address)
+
+
+def _read_port(text: str, faults: list[Fault]) -> tuple[int, int]:
+    """Read `80/tcp`, `icmp` or `icmp/8`; gives protocol and port (of ICMP: type << 8)."""
+    first, _, second = text.lower().partition("/")
+    try:
+        if first in _ECHO_REQUEST:
+            kind = int(second) if second else _ECHO_REQUEST[first]
+            if 0 <= kind <= 255:
+                return PROTOCOLS[first], kind << 8
+        elif 0 < int(first) < 65536 and (second or "tcp") in ("tcp", "udp", "sctp"):
+            return PROTOCOLS[second or "tcp"], int(first)
+    except ValueError:
+        pass
+    faults.append(Fault("port", f"is {text!r}: write 80/tcp, 53/udp, 38412/sctp, icmp or icmp/8"))
+    return 0, 0
+
+
+def patch_labels(api: Api, call: Call) -> LabelsView:
+    """Change labels of an endpoint: `key=value` sets, `key-` takes away."""
+    endpoint = find_endpoint(api.policy.table, call.params["id"])
+    record = api.policy.change_labels(endpoint.record.id, list(call.body))
+    return LabelsView(labels=record.labels)
+
+
+ROUTES_POLICY: Final = (
+    Route("GET", "/policy", "Policies in force", list_policies, list[PolicyView], blocking=True),
+    Route(
+        "GET",
+        "/policy/selectors",
+        "Selectors in use",
+        list_selectors,
+        list[SelectorView],
+        blocking=True,
+    ),
+    Route(
+        "GET",
+        "/policy/entries",
+        "What the programs look up",
+        list_entries,
+        list[EntryView],
+        query=(Parameter("endpoint", "Only those of one endpoint."),),
+        errors=(404, 409),
+        blocking=True,
+    ),
+    Route(
+        "POST",
+        "/policy/trace",
+        "What would happen to a flow?",
+        trace_flow,
+        TraceView,
+        body=TraceRequest,
+        errors=(404, 409),
+        blocking=True,
+    ),
+    Route(
+        "PATCH",
+        "/endpoint/{id}/labels",
+        "Change labels of an endpoint",
+        patch_labels,
+        LabelsView,
+        body=list[str],
+        errors=(404, 409),
+        blocking=True,
+    ),
+)

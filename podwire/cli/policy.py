@@ -1,0 +1,215 @@
+"""`podwire policy`: list, selectors, entries, trace, wait, validate."""
+
+import time
+from typing import Any
+
+import click
+
+from podwire.cli import client
+from podwire.cli.client import EXIT_NOT_FOUND, EXIT_NOT_SO, CliError, segment
+from podwire.cli.lists import ask_all, show_list
+from podwire.cli.options import Agent, Common, common, listing
+from podwire.cli.output import Column, Row, key, show_one
+
+_WAIT_LOOK_S = 0.05
+
+
+@click.group(
+    epilog="Example: podwire policy trace --from pod:default/web --to pod:default/db --port 5432/tcp"
+)
+def policy() -> None:
+    """Policies: which are in force, whom they select, and why a flow is allowed or denied."""
+
+
+@policy.command("list", epilog="Example: podwire policy list")
+@listing
+@common
+def list_policies(opts: Common) -> None:
+    """List the policies that the node enforces, with how many of its endpoints each selects."""
+    show_list(opts, lambda agent: _get(agent, "/policy"), _POLICY_COLUMNS, _policy_name)
+
+
+@policy.command(epilog="Example: podwire policy selectors -o json")
+@listing
+@common
+def selectors(opts: Common) -> None:
+    """List the selectors that policies use, with the identities each one selects now."""
+    show_list(
+        opts,
+        lambda agent: _get(agent, "/policy/selectors"),
+        _SELECTOR_COLUMNS,
+        lambda row: str(row["selector"]),
+    )
+
+
+@policy.command(epilog="Example: podwire policy entries --endpoint default/web")
+@click.option("--endpoint", metavar="ID", help="Only what the programs hold for this endpoint.")
+@listing
+@common
+def entries(opts: Common, endpoint: str | None) -> None:
+    """List the entries that the programs look up, each with the rule it is from and how often it decided."""
+    query = f"?endpoint={segment(endpoint)}" if endpoint else ""
+    show_list(
+        opts,
+        lambda agent: _get(agent, f"/policy/entries{query}"),
+        _ENTRY_COLUMNS,
+        lambda row: (
+            f"{row['slot']}/{row['direction']}/{row['peer']}/{row['protocol']}/{row['ports']}"
+        ),
+    )
+
+
+@policy.command(
+    epilog="Example: podwire policy trace --from labels:app=web --to ip:192.0.2.7 --port 443/tcp"
+)
+@click.option(
+    "--from",
+    "source",
+    required=True,
+    metavar="X",
+    help="pod:NS/NAME, labels:K=V,..., ip:ADDRESS or an entity.",
+)
+@click.option("--to", "target", required=True, metavar="Y", help="Written as --from.")
+@click.option(
+    "--port", metavar="P/PROTO", help="80/tcp, 53/udp, 38412/sctp, icmp or icmpv6 (also icmp/8)."
+)
+@common
+def trace(opts: Common, source: str, target: str, port: str | None) -> None:
+    """Say whether a flow would be allowed, which rule decides, and why nothing allows it; exit code 1 when denied."""
+    body = {"from": source, "to": target, "port": port or ""}
+    unknown: list[CliError] = []
+
+    def ask(agent: Agent) -> Row | None:
+        try:
+            answer: Row = client.request(agent.socket, "POST", "/policy/trace", body)
+        except CliError as error:
+            if error.exit_code != EXIT_NOT_FOUND:
+                raise
+            unknown.append(error)  # a pod of another node
+            return None
+        return answer
+
+    answers, failure = ask_all(opts, ask)
+    found = [answer for _, answer in answers if answer is not None]
+    if not found:
+        raise unknown[0]
+    document = _best_informed(found)
+    show_one(document, opts.style, lambda: _trace_lines(document), document["verdict"])
+    if failure is not None:
+        raise failure
+    if document["verdict"] != "allowed":
+        raise SystemExit(EXIT_NOT_SO)
+
+
+def _best_informed(answers: list[Row]) -> Row:
+    """Of a lab's nodes believe the one that knows both ends as its own pods, else the one that knows most of them."""
+    return max(answers, key=lambda answer: int(answer.get("knownEnds", 0)))
+
+
+def _trace_lines(document: Row) -> list[str]:
+    lines = [f"{document['verdict']}  (policy revision {document['revision']})"]
+    for direction in ("egress", "ingress"):
+        half = document[direction]
+        decided = f"{half['policy']} {half['rule']}".strip() or "no policy restricts this direction"
+        lines.append(f"  {direction:8}{half['verdict']:9}{decided}")
+    lines += [f"  because: {reason}" for reason in document["why"]]
+    return lines
+
+
+@policy.command(epilog="Example: podwire policy wait 42 --timeout 10")
+@click.argument("revision", type=int)
+@click.option("--timeout", "timeout_s", type=float, default=30.0, show_default=True, metavar="S")
+@common
+def wait(opts: Common, revision: int, timeout_s: float) -> None:
+    """Wait until every endpoint enforces at least REVISION (what `apply` printed); exit code 1 when it does not."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        answers, failure = ask_all(opts, lambda agent: _behind(agent, revision))
+        if failure is not None:
+            raise failure
+        behind = [name for _, part in answers for name in part]
+        if not behind:
+            show_one(
+                {"revision": revision}, opts.style, lambda: [f"revision {revision} is enforced"]
+            )
+            return
+        if time.monotonic() >= deadline:
+            raise CliError(
+                EXIT_NOT_SO,
+                f"wait for revision {revision}: after {timeout_s:g} s not yet on {', '.join(behind[:5])}",
+                "podwire endpoint list; podwire endpoint log ID",
+            )
+        time.sleep(_WAIT_LOOK_S)
+
+
+def _behind(agent: Agent, revision: int) -> list[str]:
+    """Name the endpoints that enforce an older revision, and the node while it has not seen the new one."""
+    rows = _get(agent, "/endpoint")
+    found = [
+        f"{row['namespace']}/{row['pod']}"
+        for row in rows
+        if row["policyRevision"] < revision and row["state"] != "disconnecting"
+    ]
+    seen = client.request(agent.socket, "GET", "/status")["policy"]["revision"]
+    return found if seen >= revision else [*found, agent.node or "the agent"]
+
+
+@policy.command(epilog="Example: podwire policy validate -f policies.yaml")
+@click.option(
+    "-f",
+    "--file",
+    "files",
+    required=True,
+    multiple=True,
+    metavar="FILE",
+    help="A file, or - for stdin.",
+)
+@common
+def validate(opts: Common, files: tuple[str, ...]) -> None:
+    """Check policies without an agent: exit code 6 with every fault when one would be refused."""
+    from podwire.cli.objects import validate_files  # noqa: PLC0415 (start-up time)
+
+    names = validate_files(files)
+    show_one({"valid": names}, opts.style, lambda: [f"{name} is valid" for name in names])
+
+
+def _get(agent: Agent, resource: str) -> list[Row]:
+    rows: list[Row] = client.request(agent.socket, "GET", resource)
+    return rows
+
+
+def _policy_name(row: Row) -> str:
+    return f"{row['kind']}/{row['namespace'] or '-'}/{row['name']}"
+
+
+def _yes(field: str) -> Any:
+    return lambda row: "yes" if row[field] else "no"
+
+
+_POLICY_COLUMNS = [
+    Column("KIND", key("kind")),
+    Column("NAMESPACE", key("namespace")),
+    Column("NAME", key("name")),
+    Column("RULES", key("rules")),
+    Column("ENDPOINTS", key("endpoints")),
+    Column("INGRESS", _yes("ingress")),
+    Column("EGRESS", _yes("egress")),
+    Column("PROBLEM", key("problem")),
+]
+_SELECTOR_COLUMNS = [
+    Column("SELECTOR", key("selector")),
+    Column("USERS", key("users")),
+    Column("IDENTITIES", lambda row: ",".join(map(str, row["identities"])) or "-"),
+]
+_ENTRY_COLUMNS = [
+    Column("SLOT", key("slot")),
+    Column("DIRECTION", key("direction")),
+    Column("PEER", key("peer")),
+    Column("LABELS", lambda row: ",".join(row["labels"]), wide=True),
+    Column("PROTOCOL", key("protocol")),
+    Column("PORTS", key("ports")),
+    Column("VERDICT", key("verdict")),
+    Column("POLICY", key("policy")),
+    Column("RULE", key("rule")),
+    Column("HITS", key("hits")),
+]

@@ -6,6 +6,7 @@ ours, and never repaired or removed: that is a person's decision. Several proces
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import sqlite3
@@ -103,8 +104,7 @@ class StoreFile:
             try:
                 os.utime(self.revision_path)
             except FileNotFoundError:
-                with _open_private(self.revision_path, create=True):
-                    pass
+                _make_private(self.revision_path)
 
     @contextmanager
     def reported(self, verb: str) -> Iterator[None]:
@@ -152,8 +152,9 @@ def open_file(path: Path, *, busy_timeout_s: float, create: bool) -> StoreFile:
             f"open store {str(path)!r}: there is none",
             hint="podwire apply makes one; is the path right?",
         )
-    with file.reported("open"), _open_private(path, create=create) as number:
-        found = os.fstat(number)
+    with file.reported("open"):
+        _make_private(path)
+        found = os.stat(path)
     file = StoreFile(path, busy_timeout_s, (found.st_dev, found.st_ino))
     with file.reported("open"), _one_at_a_time(file):
         connection = file.connect()
@@ -164,40 +165,49 @@ def open_file(path: Path, *, busy_timeout_s: float, create: bool) -> StoreFile:
     return file
 
 
-@contextmanager
-def _open_private(path: Path, *, create: bool) -> Iterator[int]:
-    """Open a file that only its owner can read: the mode is set before anything is in it.
+def _make_private(path: Path) -> None:
+    """See to it that the file is there and only its owner can read it: before anything is in it.
 
-    sqlite gives its side files the same mode.
+    sqlite gives its side files the same mode. A file that was there is never opened here: closing it again would take
+    away the locks that this process's other connections have on it (fcntl(2), "advisory record locking"), and the next
+    process to close the file would remove the log that they write to.
     """
-    flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
-    number = os.open(path, flags, FILE_MODE)
     try:
-        if stat.S_IMODE(os.fstat(number).st_mode) & 0o077:
-            os.fchmod(number, FILE_MODE)
-        yield number
-    finally:
-        os.close(number)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
+    except FileExistsError:
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EISDIR, "it is a directory, or no file at all") from None
+        if stat.S_IMODE(mode) & 0o077:
+            os.chmod(path, FILE_MODE)
 
 
 @contextmanager
 def _one_at_a_time(file: StoreFile) -> Iterator[None]:
     """Keep other processes from preparing the file: sqlite does not wait where the journal mode is changed."""
     deadline_s = time.monotonic() + file.busy_timeout_s
-    with _open_private(file.revision_path, create=True) as number:
-        while True:
-            try:
-                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline_s:
-                    raise Unavailable(
-                        f"open store {str(file.path)!r}: another process has been opening it for"
-                        f" {file.busy_timeout_s:.0f} s",
-                        hint=f"see who keeps {str(file.revision_path)!r} locked (lslocks)",
-                    ) from None
+    _make_private(file.revision_path)
+    number = os.open(file.revision_path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        while not _try_lock(number):
+            if time.monotonic() > deadline_s:
+                raise Unavailable(
+                    f"open store {str(file.path)!r}: another process has been opening it for"
+                    f" {file.busy_timeout_s:.0f} s",
+                    hint=f"see who keeps {str(file.revision_path)!r} locked (lslocks)",
+                )
             time.sleep(_LOCK_PAUSE_S)
         yield
+    finally:
+        os.close(number)
+
+
+def _try_lock(number: int) -> bool:
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _prepare(connection: sqlite3.Connection, path: str) -> None:

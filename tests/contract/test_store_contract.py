@@ -246,8 +246,9 @@ def test_a_watch_of_kinds_sees_no_other_kind_and_does_not_fall_behind(store: Sto
 
 
 def test_a_long_log_comes_in_parts(store: Store) -> None:
-    for number in range(1, 2101):
-        store.create(make(f"a{number}"))
+    with store.together():
+        for number in range(1, 2101):
+            store.create(make(f"a{number}"))
     with store.watch(5) as watch:
         events = take(watch, 2095)
     assert [event.revision for event in events] == list(range(6, 2101))

@@ -293,6 +293,35 @@ def test_processes_may_make_one_file_at_the_same_moment(path: Path) -> None:
         assert len(store.list("workloads")[0]) == 6
 
 
+LOOK = """
+import sys
+from pathlib import Path
+from podwire.store.sqlite import SqliteStore
+store = SqliteStore(Path(sys.argv[1]))
+print(*[one.key.name for one in store.list("workloads")[0]])
+store.close()
+"""
+
+
+def test_opening_a_file_again_takes_no_locks_from_who_has_it_open(
+    path: Path, store: SqliteStore
+) -> None:
+    """A process that closes a file loses all its locks on it; the next one to come would remove the log."""
+
+    def look() -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", LOOK, str(path)], capture_output=True, text=True, check=True
+        )
+        return done.stdout.split()
+
+    store.create(make("a"))
+    SqliteStore(path).close()
+    assert look() == ["a"]
+    store.create(make("b"))
+    assert look() == ["a", "b"]
+    assert path.with_name("store.db-wal").exists()
+
+
 # ------------------------------------------------------------------ together
 
 

@@ -103,32 +103,33 @@ class PolicyTable:
     def write_slot(self, slot: int, rows: PolicyRows) -> None:
         """Fill a slot that no row names; what it held before is gone afterwards."""
         fresh = _pack_rows(slot, rows)
-        superfluous = self._keys.get(slot, set()) - fresh.keys()
+        superfluous = list(self._keys.get(slot, set()) - fresh.keys())
         self._put(slot, fresh)
         self._delete(slot, superfluous)
 
     def change_slot(self, slot: int, put: PolicyRows, remove: Iterable[PolicyKey]) -> None:
-        """Write `put`, then delete `remove`; both have to fit side by side."""
+        """Write `put`, then delete `remove`, each in the order given; both have to fit side by side."""
         fresh = _pack_rows(slot, put)
-        gone = {pack_key(slot, key) for key in remove}
-        if both := gone & fresh.keys():
+        gone = dict.fromkeys(pack_key(slot, key) for key in remove)
+        if both := gone.keys() & fresh.keys():
             raise Bug(f"change slot {slot}: {len(both)} entries are both put and removed")
         self._put(slot, fresh)
         self._delete(slot, gone)
 
     def remove_slots(self, slots: Iterable[int]) -> None:
-        """Delete the entries of slots that no row names any more, when no program can still be reading them."""
-        known = [slot for slot in slots if slot in self._keys]
-        if not known:
-            return
+        """Delete the entries of slots that no row names any more, when no program can still be reading them.
+
+        Without slots it only waits for that.
+        """
         wait_for_programs()
-        for slot in known:
-            self._delete(slot, self._keys[slot])
+        for slot in slots:
+            self._delete(slot, list(self._keys.get(slot, ())))
 
     def remove_others(self, keep: Iterable[int]) -> Sequence[int]:
         """Delete every slot that is not in `keep`; give their numbers."""
         lost = sorted(self._keys.keys() - set(keep))
-        self.remove_slots(lost)
+        if lost:
+            self.remove_slots(lost)
         return lost
 
     def read_slot(self, slot: int) -> PolicyRows:
@@ -148,7 +149,7 @@ class PolicyTable:
     def _put(self, slot: int, fresh: Mapping[bytes, bytes]) -> None:
         present = self._keys.get(slot, set())
         added = len(fresh.keys() - present)
-        if self.used + added > self.capacity:
+        if added and self.used + added > self.capacity:
             raise PolicyOverflow(
                 f"write {added} new entries of policy slot {slot}: {self.used} of"
                 f" {self.capacity} are in use",
@@ -162,15 +163,15 @@ class PolicyTable:
 
     def _delete(self, slot: int, keys: Iterable[bytes]) -> None:
         present = self._keys.get(slot, set())
-        gone = present.intersection(keys)
+        gone = [key for key in keys if key in present]
         self._entries.delete_batch(gone)
-        present -= gone
+        present.difference_update(gone)
         self.used -= len(gone)
         if not present:
             self._keys.pop(slot, None)
 
     def write_cidrs(self, identities: Mapping[IPNetwork, int]) -> None:
-        """Make `pw_cidrs` hold exactly these, in host order of work: what is missing first."""
+        """Make `pw_cidrs` hold exactly these: what is missing is written before what is too much goes."""
         if identities == self._cidr_wish:
             return
         wanted = _pack_cidrs(identities)
@@ -206,7 +207,7 @@ def _pack_cidrs(identities: Mapping[IPNetwork, int]) -> dict[bytes, bytes]:
     for network, identity in identities.items():
         key = to_prefix_key(network)
         if isinstance(network, ipaddress.IPv6Network):
-            if network != _MAPPED_NETWORK and network.subnet_of(_MAPPED_NETWORK):
+            if network.subnet_of(_MAPPED_NETWORK):
                 continue
             around |= _MAPPED_NETWORK.subnet_of(network)
         rows[key] = identity.to_bytes(4, "little")

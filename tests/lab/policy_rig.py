@@ -7,6 +7,7 @@ tables, so that a case reads the same to the oracle and to the kernel.
 
 import contextlib
 import http.client
+import itertools
 import json
 import socket
 import time
@@ -59,6 +60,7 @@ class Node(Rig):
     def __init__(self, **settings: object) -> None:
         wanted: dict[str, object] = {
             "node_address": OUTSIDE["host"].ipv4,
+            "cluster_cidrs": ["10.244.0.0/16", "fd10:244::/32"],
             "conntrack_entries": 131_072,
             "conntrack_quota": 65_536,
             **settings,
@@ -176,6 +178,7 @@ class Scene:
         self.pods: dict[str, Attached] = {}
         self._applied: dict[str, object] = {}
         """API path of an object -> its document."""
+        self._marks = itertools.count(1)
         self.api = Api(str(self.node.directory / "api.sock"))
         self._undo.callback(self.api.close)
         try:
@@ -227,13 +230,12 @@ class Scene:
 
     # Policies
 
-    def enforce(self, documents: Sequence[Mapping[str, Any]]) -> int:
-        """Have exactly these policies in force at every endpoint; gives the store's revision."""
-        self.write(documents)
-        return self.wait_enforced()
+    def enforce(self, documents: Sequence[Mapping[str, Any]]) -> None:
+        """Have exactly these policies in force at every endpoint."""
+        self.wait_enforced(self.write(documents))
 
-    def write(self, documents: Sequence[Mapping[str, Any]]) -> None:
-        """Make the store hold exactly these policies, besides what others wrote."""
+    def write(self, documents: Sequence[Mapping[str, Any]]) -> int:
+        """Make the store hold exactly these policies, besides what others wrote; gives the revision that has them."""
         wanted = {_object_path(one): one for one in documents}
         for path in [one for one in self._applied if one not in wanted]:
             self.api.must("DELETE", path)
@@ -242,21 +244,20 @@ class Scene:
         if changed:
             self.api.must("POST", "/apply", changed)
             self._applied.update(wanted)
+        return self._mark()
 
-    def wait_enforced(self) -> int:
-        """Wait until every endpoint is at the store's revision; gives it."""
-        revision = self.store_revision()
+    def _mark(self) -> int:
+        """Write an object that selects nothing and is policy all the same: whoever has seen it has seen all before."""
+        written = self.api.must("PUT", f"/object/{_MARKER}", _marker_document(next(self._marks)))
+        return int(written["metadata"]["resourceVersion"])
+
+    def wait_enforced(self, revision: int) -> None:
+        """Wait until every endpoint is at a revision of the store."""
         wait_for_now(
             lambda: self._is_enforced(revision),
             ENFORCED_DEADLINE_S,
             f"policies of revision {revision}",
         )
-        return revision
-
-    def store_revision(self) -> int:
-        """Ask for the store's revision."""
-        listed = self.api.must("GET", "/object/namespaces")
-        return int(listed["metadata"]["resourceVersion"])
 
     def _is_enforced(self, revision: int) -> bool:
         rows = self.api.must("GET", "/endpoint")
@@ -265,8 +266,9 @@ class Scene:
     # Endpoints
 
     def relabel(self, title: str, *changes: str) -> None:
-        """Change labels of a pod: `key=value` or `key-`."""
+        """Change labels of a pod, `key=value` or `key-`; returns when its endpoint has them in force."""
         self.api.must("PATCH", f"/endpoint/{self.pods[title].endpoint}/labels", list(changes))
+        self.wait_enforced(0)
 
     def entries(self, title: str) -> str:
         """Show what the programs look up for a pod, a line each."""
@@ -302,6 +304,16 @@ def pod_environment(pod: Pod) -> dict[str, str]:
     """Give the variables that tell a pod's name and namespace."""
     names = f"K8S_POD_NAMESPACE={pod.namespace};K8S_POD_NAME={pod.name}"
     return {"CNI_ARGS": f"IgnoreUnknown=1;{names}"}
+
+
+_MARKER: Final = "ciliumcidrgroups/marker"
+
+
+def _marker_document(number: int) -> dict[str, Any]:
+    metadata = {"name": "marker", "labels": {"marker": str(number)}}
+    spec: dict[str, Any] = {"externalCIDRs": []}
+    kind = "CiliumCIDRGroup"
+    return {"apiVersion": "cilium.io/v2", "kind": kind, "metadata": metadata, "spec": spec}
 
 
 def _namespace_document(name: str) -> dict[str, Any]:

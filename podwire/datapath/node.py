@@ -47,6 +47,7 @@ from podwire.datapath.programs import (
     Pins,
     ensure_bpffs,
     load_programs,
+    locked_pins,
 )
 from podwire.datapath.templates import read_template
 from podwire.kernel.bpf_program import Packet
@@ -102,9 +103,12 @@ class KernelDatapath:
         """Bring the node's own things into force: host settings, maps, programs, collector, tables.
 
         Call it once, in the namespace that the node is to serve. Raises KernelFailure, Unavailable (objects are
-        missing), NewerData (the pins belong to a newer podwire; nothing was touched).
+        missing), Conflict (another agent has the pins), NewerData (the pins belong to a newer podwire); nothing was
+        touched then.
         """
         with ExitStack() as stack:
+            ensure_bpffs(self.plan.bpf_dir)
+            stack.enter_context(locked_pins(self.plan.bpf_dir))
             netlink = stack.enter_context(NetlinkSocket())
             reaper = Reaper(netlink, stack.enter_context(NetlinkSocket()))
             nft = stack.enter_context(Nftables())
@@ -123,7 +127,6 @@ class KernelDatapath:
     def _load(self, netlink: NetlinkSocket) -> LoadedPrograms:
         """Open or load maps and programs, take another layout's rows over, start the collector."""
         plan = self.plan
-        ensure_bpffs(plan.bpf_dir)
         upgrade.readable_versions(plan.bpf_dir)
         template = read_template(plan.object_dir, OBJECTS, plan.constants)
         pins = Pins(plan.bpf_dir, abi.ABI_VERSION)

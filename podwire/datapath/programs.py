@@ -8,6 +8,7 @@ absent, because it is filled under another name and renamed.
 
 import contextlib
 import errno
+import fcntl
 import logging
 import math
 import os
@@ -24,7 +25,7 @@ from podwire.datapath.templates import Template
 from podwire.kernel import bpf, bpf_program
 from podwire.kernel.bpf_object import BpfObject, MapShape
 from podwire.kernel.bpf_program import Program
-from podwire.model.errors import Bug, KernelFailure
+from podwire.model.errors import Bug, Conflict, KernelFailure
 from podwire.model.ids import ABI_DIRECTORY_PREFIX
 
 _log = logging.getLogger(__name__)
@@ -136,6 +137,27 @@ def ensure_bpffs(directory: Path) -> None:
             bpf.mount_bpffs(str(target))
             _log.info("mounted a bpf file system", extra={"path": str(target)})
         directory.mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def locked_pins(directory: Path) -> Iterator[None]:
+    """Hold the directory of pins; Conflict when another agent does: it would remove every pod that it knows nothing of.
+
+    A lock on the directory itself, because a bpf file system takes no files; the kernel frees it when the holder dies.
+    """
+    with _file_errors("lock directory", directory):
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Conflict(
+                f"lock the pins in {str(directory)!r}: another agent holds them",
+                hint="stop that agent; in another network namespace give this one another bpf_dir",
+            ) from None
+        yield
+    finally:
+        os.close(fd)
 
 
 def list_versions(directory: Path) -> list[int]:

@@ -25,7 +25,7 @@ from podwire.kernel.probe import load_program
 from podwire.kernel.rtnl.link import delete_link
 from podwire.kernel.rtnl.tc import FROM_POD_HOOK, set_bpf_filter
 from podwire.model.endpoint import Bandwidth, EndpointRecord
-from podwire.model.errors import NewerData, Unavailable
+from podwire.model.errors import Conflict, NewerData, Unavailable
 from podwire.model.flow import FlowEvent, Verdict
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import EndpointConfig
@@ -141,6 +141,16 @@ def test_pins_of_a_newer_layout_are_refused_and_left_alone(world: KernelWorld) -
     assert f"version {abi.ABI_VERSION + 1}" in refusal.value.message
     assert f"version {abi.ABI_VERSION}" in refusal.value.message
     assert list_versions(world.plan.bpf_dir) == [abi.ABI_VERSION, abi.ABI_VERSION + 1]
+
+
+def test_pins_that_another_agent_has_are_left_alone_until_it_ends(world: KernelWorld) -> None:
+    intruder = KernelDatapath(world.plan)
+    with pytest.raises(Conflict, match="another agent"):
+        intruder.prepare()
+    assert not world.datapath.read_inventory().devices  # it works on
+    world.datapath.close()
+    with intruder:
+        pass
 
 
 def test_missing_objects_are_named_with_what_to_do(world: KernelWorld, tmp_path: Path) -> None:

@@ -74,22 +74,27 @@ def test_whoever_is_not_root_is_refused() -> None:
     assert (done.returncode, "not root's" in done.stderr) == (2, True), done.stderr
 
 
-@pytest.mark.parametrize("shared", ["state_dir", "run_dir"])
+@pytest.mark.parametrize("shared", ["state_dir", "run_dir", "bpf_dir"])
 def test_a_second_agent_on_one_directory_is_refused(rig: Rig, tmp_path: Path, shared: str) -> None:
     rig.start()
+    assert rig.agent is not None
+    mine = {
+        "state_dir": (f"{rig.directory}/state", f"pid {rig.agent.pid}"),
+        "run_dir": (str(rig.directory), f"pid {rig.agent.pid}"),
+        "bpf_dir": (str(rig.bpf), "another agent holds them"),
+    }
     other = {
         "node_cidrs": ["10.98.0.0/24"],
         "state_dir": str(tmp_path / "state"),
         "run_dir": str(tmp_path / "run"),
-        "bpf_dir": str(rig.bpf),
+        "bpf_dir": f"{rig.bpf}-other",
     }
-    other[shared] = {"state_dir": f"{rig.directory}/state", "run_dir": str(rig.directory)}[shared]
+    other[shared], words = mine[shared]
     config = tmp_path / "agent.toml"
     config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in other.items()))
     status, text = start_failing("--config", str(config))
     assert status == 5
-    assert rig.agent is not None
-    assert f"pid {rig.agent.pid}" in text
+    assert words in text
     assert rig.get("/healthz")[0] == 200
 
 

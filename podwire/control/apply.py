@@ -112,7 +112,8 @@ def put_object(
     if draft.key != key:
         raise InvalidRequest(
             f"put {key}: the document is {draft.key}",
-            faults=(Fault("metadata.name", f"is {draft.key.name!r}, not {key.name!r}"),),
+            hint="the path and the document must name the same object",
+            faults=(_differ(draft.key, key),),
         )
     wanted = document["metadata"].get("resourceVersion")
     with _writing(store, dry_run=dry_run):
@@ -230,6 +231,12 @@ def _check_namespace_unused(store: Store, name: str) -> None:
             f"delete namespace {name!r}: it has {listed}",
             hint="delete these first, or all of them with one podwire delete -f FILE",
         )
+
+
+def _differ(found: ObjectKey, wanted: ObjectKey) -> Fault:
+    if found.kind != wanted.kind:
+        return Fault("kind", f"is that of {found.kind}, not of {wanted.kind}")
+    return Fault("metadata.name", f"is {found.name!r}, not {wanted.name!r}")
 
 
 def _join(place: str, path: str) -> str:

@@ -534,7 +534,7 @@ def test_put_under_an_older_revision_is_a_conflict(store: SqliteStore) -> None:
     [
         (network_policy("other"), "metadata.name"),
         (network_policy(namespace="other"), "metadata.namespace"),
-        (cilium_policy(), "metadata.name"),
+        (cilium_policy(), "kind"),
     ],
     ids=["name", "namespace", "kind"],
 )

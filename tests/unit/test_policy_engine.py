@@ -106,6 +106,7 @@ def test_whatever_happens_entries_stay_those_of_a_new_engine(seed: int) -> None:
         assert not world.engine.apply().failed
         assert not world.find_differences(make_packets(random, world.facts, 25))
     world.engine.collect()
+    world.engine.apply()
     fresh = World()
     for facts in world.facts.values():
         fresh.learn(facts)

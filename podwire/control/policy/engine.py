@@ -7,24 +7,23 @@ either the verdict before a change or the one after it, never a third.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from podwire.control.policy.labels_match import LabelSet, matches
 from podwire.control.policy.oracle import Enforcement, RuleName
-from podwire.control.policy.resolve.cidrs import CidrTable, Delta
-from podwire.control.policy.resolve.compile import Blocks, unpack
-from podwire.control.policy.resolve.repository import PartChange, Repository
-from podwire.control.policy.resolve.rule_numbers import Counter, RuleNumbers
+from podwire.control.policy.resolve.cidrs import CidrTable
+from podwire.control.policy.resolve.compile import unpack
+from podwire.control.policy.resolve.pending import Pending
+from podwire.control.policy.resolve.repository import Repository
+from podwire.control.policy.resolve.rule_numbers import Counters, Numbers, RuleNumbers
 from podwire.control.policy.resolve.selectors import LabelIndex
 from podwire.control.policy.resolve.slots import EndpointRows, SlotManager
 from podwire.control.policy.resolve.subject import PolicyValues, Subject
+from podwire.control.policy.resolve.subjects import Subjects
 from podwire.control.policy.rule import (
     RESERVED_LABELS,
     CidrGroup,
     IdentityFacts,
-    LabelSelector,
-    NamedPort,
     PolicyId,
     PolicyRules,
 )
@@ -45,15 +44,6 @@ __all__ = [
 
 SETTING: Final = PolicyId("Setting", "", "policy_enforcement")
 """What closes an endpoint that no policy closes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Numbers:
-    """Numbers from which on nothing was ever used on this node: kept by the agent across restarts."""
-
-    slot: int = 1
-    rule: int = 1
-    revision: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +70,6 @@ class Outcome:
     """Endpoints that were behind before and are not any more."""
 
 
-@dataclass
-class _Pending:
-    """What was noted since the last `apply`."""
-
-    identities: dict[int, IdentityFacts | None] = field(default_factory=dict)
-    policies: dict[PolicyId, tuple[PolicyRules, ...]] = field(default_factory=dict)
-    groups: dict[str, CidrGroup | None] = field(default_factory=dict)
-    enforcement: Enforcement | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self.identities or self.policies or self.groups or self.enforcement is not None)
-
-
 class PolicyEngine:
     """Every policy and identity this node knows, and the slots of its endpoints.
 
@@ -111,29 +88,22 @@ class PolicyEngine:
         enforcement: Enforcement = Enforcement.DEFAULT,
     ) -> None:
         self._datapath = datapath
-        self._remember = remember
         self._enforcement = enforcement
-        self._former = sorted(datapath.list_slots())
-        first_slot = max(numbers.slot, *(number + 1 for number in self._former), 1)
-        self._slot_counter = Counter(first_slot, lambda limit: self._reserve(slot=limit))
-        self._rule_counter = Counter(numbers.rule, lambda limit: self._reserve(rule=limit))
-        self._revisions = Counter(numbers.revision, lambda limit: self._reserve(revision=limit))
-        self._rules = RuleNumbers(self._rule_counter)
+        self._former = set(datapath.list_slots())
+        """Slots of an earlier process, until the first `apply` has said which are named."""
+        free_slot = max(numbers.slot, *(number + 1 for number in self._former), 1)
+        self._counters = Counters(replace(numbers, slot=free_slot), remember)
+        self._rules = RuleNumbers(self._counters.rule)
         self._setting_rule = self._rules.number(SETTING)
-        self._revision = self._revisions.take()
+        self._revision = self._counters.revision.take()
         self._peers = LabelIndex()
         self._locals = LabelIndex()
         self._cidrs = CidrTable(cidrs)
         self._repository = Repository(self._rules, self._peers, self._locals, self._cidrs)
-        self._blocks = Blocks()
-        self._slots = SlotManager(datapath, rows, self._slot_counter)
-        self._subjects: dict[int, Subject] = {}
-        self._wanted: dict[EndpointId, int] = {}
-        self._live: dict[EndpointId, int] = {}
+        self._subjects = Subjects(self._peers, self._locals)
+        self._slots = SlotManager(datapath, rows, self._counters.slot)
         self._adopted: dict[EndpointId, EndpointConfig] = {}
-        self._pending = _Pending()
-        self._touched: set[Subject] = set()
-        self._behind: set[Subject] = set()
+        self._pending = Pending()
         self._leaving: set[int] = set()
         self._held: PodwireError | None = None
         for number, labels in RESERVED_LABELS.items():
@@ -163,7 +133,11 @@ class PolicyEngine:
 
     def identity_added(self, facts: IdentityFacts) -> None:
         """Learn of an identity, of this node or another; known ones are ignored. Reserved ones are always known."""
-        self._pending.identities[facts.number] = facts
+        if facts == self._peers.facts(facts.number):
+            self._leaving.discard(facts.number)
+            self._pending.identities.pop(facts.number, None)
+        else:
+            self._pending.identities[facts.number] = facts
 
     def identity_removed(self, number: int) -> None:
         """Forget an identity that nobody bears any more; one that an endpoint here bears is kept until it does not."""
@@ -185,45 +159,35 @@ class PolicyEngine:
         writes it and calls `realized`. Raises NotFound for an unknown identity, PolicyOverflow, KernelFailure; then
         nothing changed for this endpoint."""
         outcome = self.apply()
-        subject = self._subjects.get(identity) or self._begin(identity)
+        subject = self._subjects.find(identity) or self._begin(identity)
         if subject.failure is not None:
             raise subject.failure
-        if self._live.get(endpoint_id, identity) != identity:
+        if self._subjects.of_endpoint(endpoint_id) not in (None, subject):
             # Its flows were judged under the other identity: the row needs a revision that none of them has seen.
-            self._revision = self._revisions.take()
+            self._revision = self._counters.revision.take()
             self._slots.flip(subject, self._revision)
-        self._forget_coming(endpoint_id)
-        self._wanted[endpoint_id] = identity
-        if self._live.get(endpoint_id) != identity:
-            subject.coming.add(endpoint_id)
+            changed = {**outcome.changed, **dict.fromkeys(sorted(subject.live), subject.values)}
+            outcome = replace(outcome, revision=self._revision, changed=changed)
+        self._subjects.expect(endpoint_id, subject)
         return outcome
 
     def realized(self, endpoint_id: EndpointId) -> None:
         """Note that the endpoint's row holds `config_for` of its identity: from now on `apply` keeps it so."""
-        identity = self._wanted[endpoint_id]
-        former = self._live.get(endpoint_id)
-        if former is not None and former != identity:
-            self._subjects[former].live.discard(endpoint_id)
-        subject = self._subjects[identity]
-        subject.coming.discard(endpoint_id)
-        subject.live.add(endpoint_id)
-        self._live[endpoint_id] = identity
+        self._subjects.settle(endpoint_id)
 
     def detach(self, endpoint_id: EndpointId) -> None:
         """Forget an endpoint whose row is gone (or an attach that was undone). Unknown ones are ignored."""
         self._adopted.pop(endpoint_id, None)
-        self._forget_coming(endpoint_id)
-        self._wanted.pop(endpoint_id, None)
-        live = self._live.pop(endpoint_id, None)
-        if live is not None:
-            self._subjects[live].live.discard(endpoint_id)
+        self._subjects.leave(endpoint_id)
 
     # Work
 
     @property
     def is_pending(self) -> bool:
         """Tell whether `apply` would do something."""
-        return bool(self._pending or self._adopted or self._touched or self._behind)
+        return bool(
+            self._pending or self._adopted or self._subjects.touched or self._subjects.behind
+        )
 
     def apply(self) -> Outcome:
         """Bring all that is pending into force as one revision; nothing pending, nothing behind: nothing is done.
@@ -231,8 +195,8 @@ class PolicyEngine:
         if not self.is_pending:
             return Outcome(self._revision)
         self._prepare_numbers()
-        before, self._revision = self._revision, self._revisions.take()
-        behind = set(self._behind)
+        before, self._revision = self._revision, self._counters.revision.take()
+        behind = set(self._subjects.behind)
         churned = self._change_identities()
         self._change_enforcement()
         self._take_adopted()
@@ -247,16 +211,16 @@ class PolicyEngine:
             self._revision,
             changed,
             tuple(self._failures(changed_policies)),
-            tuple(one for subject in behind - self._behind for one in sorted(subject.live)),
+            tuple(one for each in behind - self._subjects.behind for one in sorted(each.live)),
         )
 
     def collect(self) -> Outcome:
         """Delete slots that no row names any more, and CIDRs that no rule names: some milliseconds when there are any.
         To be called now and then, and soon after an `apply`."""
-        for subject in [one for one in self._subjects.values() if not one.live | one.coming]:
+        for subject in self._subjects.without_endpoints():
             self._end(subject)
         self._slots.collect()
-        prefixes = [] if self._behind else self._cidrs.unused()
+        prefixes = [] if self._subjects.behind else self._cidrs.unused()
         if not prefixes:
             return Outcome(self._revision)
         self._prepare_numbers()
@@ -265,8 +229,8 @@ class PolicyEngine:
             prefix.is_mapped = False
         self._datapath.write_cidrs(self._cidrs.mapping())
         self._datapath.remove_slots(())
-        self._spread(self._cidrs.forget(prefixes))
-        before, self._revision = self._revision, self._revisions.take()
+        self._subjects.spread(self._cidrs.forget(prefixes))
+        before, self._revision = self._revision, self._counters.revision.take()
         gone = {number for prefix in prefixes for number in prefix.families}
         changed = self._realize(before, gone, frozenset())
         return Outcome(self._revision, changed, tuple(self._failures(())))
@@ -284,18 +248,18 @@ class PolicyEngine:
 
     def realized_revision(self, endpoint_id: EndpointId) -> int:
         """Give the revision that an endpoint is at: the node's, or an earlier one while it is behind; 0 = none yet."""
-        subject = self._subjects.get(self._live.get(endpoint_id, 0))
+        subject = self._subjects.of_endpoint(endpoint_id)
         if subject is None:
             return 0
         return self._revision if subject.failure is None else subject.behind_at
 
     def config_for(self, identity: int) -> PolicyValues:
         """Give what rows of an attached identity hold, or must hold when they are written now. NotFound."""
-        return self._subject(identity).target
+        return self._subjects.get(identity).target
 
     def rows_for(self, identity: int) -> PolicyRows:
         """Give the entries that an attached identity's slot holds (`policy entries`, CHECK). NotFound."""
-        subject = self._subject(identity)
+        subject = self._subjects.get(identity)
         rows: PolicyRows = {}
         for direction in Direction:
             numbers = subject.families[direction].keys() | subject.stale[direction].keys()
@@ -329,18 +293,15 @@ class PolicyEngine:
 
     def policies_of(self, identity: int) -> Sequence[PolicyId]:
         """Give the policies that select an attached identity. NotFound."""
-        return self._subject(identity).policies
+        return self._subjects.get(identity).policies
 
     # Steps of one change
 
     def _prepare_numbers(self) -> None:
         """Reserve all numbers that a change can take, so that a full disk is met before it begins."""
-        rules = sum(
-            len(part.rules) + 1 for parts in self._pending.policies.values() for part in parts
-        )
-        self._rule_counter.prepare(rules)
-        self._slot_counter.prepare(len(self._subjects) + len(self._adopted) + 1)
-        self._revisions.prepare(2)
+        self._counters.rule.prepare(self._pending.count_rules())
+        self._counters.slot.prepare(len(self._subjects) + len(self._adopted) + 1)
+        self._counters.revision.prepare(2)
 
     def _change_identities(self) -> set[int]:
         """Learn and forget identities; gives those that came or went."""
@@ -348,39 +309,31 @@ class PolicyEngine:
         churned: set[int] = set()
         for number, facts in noted.items():
             known = self._peers.facts(number)
-            if facts is None and number in self._subjects:
+            if facts is None and self._subjects.find(number):
                 self._leaving.add(number)
                 continue
             self._leaving.discard(number)
             if facts == known:
                 continue
             churned.add(number)
-            self._spread((one, (), (number,)) for one in self._peers.remove_identity(number))
+            self._subjects.spread(
+                (one, (), (number,)) for one in self._peers.remove_identity(number)
+            )
             if facts is not None:
                 found = self._peers.add_identity(facts)
-                self._spread((one, (facts.number,), ()) for one in found)
-                stranger = self._subjects.get(number)
-                if stranger is not None and number not in self._locals:
-                    stranger.facts = facts
-                    self._build(stranger)
+                self._subjects.spread((one, (facts.number,), ()) for one in found)
+                subject = self._subjects.find(number)
+                if subject is not None:
+                    self._subjects.rename(subject, facts)
+                    self._build(subject)
         return churned
-
-    def _spread(self, deltas: Iterable[Delta]) -> None:
-        """Bring changes of selections to the subjects whose rules use them."""
-        for selection, came, went in deltas:
-            for rule in selection.users:
-                for number in rule.part.selection.members:
-                    subject = self._subjects[number]
-                    if rule.part in subject.parts:
-                        subject.select(rule, came, went)
-                        self._touched.add(subject)
 
     def _change_enforcement(self) -> None:
         enforcement, self._pending.enforcement = self._pending.enforcement, None
         if enforcement is None or enforcement is self._enforcement:
             return
         self._enforcement = enforcement
-        for subject in self._subjects.values():
+        for subject in self._subjects:
             self._build(subject)
 
     def _take_adopted(self) -> None:
@@ -389,19 +342,19 @@ class PolicyEngine:
         newest_first = sorted(adopted.items(), key=lambda one: -one[1].policy_revision)
         for endpoint_id, config in newest_first:
             identity = config.identity
-            subject = self._subjects.get(identity)
+            subject = self._subjects.find(identity)
             values = PolicyValues.read(config)
             if subject is None:
                 subject = self._adopt_subject(identity, values)
             elif values != subject.values:
                 subject.lingering.append(values.slot if values.slot != subject.slot else 0)
-                self._behind.add(subject)
-            subject.live.add(endpoint_id)
-            self._live[endpoint_id] = self._wanted[endpoint_id] = identity
+                self._subjects.behind.add(subject)
+            self._subjects.expect(endpoint_id, subject)
+            self._subjects.settle(endpoint_id)
 
     def _adopt_subject(self, identity: int, values: PolicyValues) -> Subject:
         facts = self._peers.facts(identity)
-        subject = self._make_subject(facts or IdentityFacts(identity, ()))
+        subject = self._subjects.make(facts or IdentityFacts(identity, ()))
         try:
             subject.adopt(values, self._datapath.read_slot(values.slot) if values.slot else {})
         except PodwireError:
@@ -413,7 +366,9 @@ class PolicyEngine:
 
     def _finish_flips(self) -> None:
         """Try again to rewrite rows that a former change could not: CIDRs can only be added to slots that are known."""
-        for subject in [one for one in self._behind if one.lingering and not one.is_unsure]:
+        for subject in [
+            one for one in self._subjects.behind if one.lingering and not one.is_unsure
+        ]:
             try:
                 self._slots.flip(subject, self._revision)
             except PodwireError as error:
@@ -423,17 +378,15 @@ class PolicyEngine:
         """Give numbers to the CIDRs of what is pending and bring them into the map, so that no verdict changes; gives
         the identities of those that are new. When it cannot be done, what speaks of CIDRs stays pending."""
         self._held = None
-        groups = self._pending_groups()
-        needed = set(self._cidrs.needs_of_groups(groups)) if self._pending.groups else set()
-        for policy in self._pending.policies:
-            needed.update(self._cidrs_of(policy, groups))
-        self._spread(self._cidrs.ensure(needed))
+        groups = self._pending.merge_groups(self._cidrs.groups)
+        needed = set(self._pending.find_networks(self._cidrs, groups))
+        self._subjects.spread(self._cidrs.ensure(needed))
         fresh = self._cidrs.unmapped(needed)
         if not fresh:
             return frozenset()
-        pairs = [(prefix, self._cidrs.parent(prefix)) for prefix in fresh]
+        pairs = [(prefix, self._cidrs.parent(prefix, fresh)) for prefix in fresh]
         try:
-            for subject in self._subjects.values():
+            for subject in self._subjects:
                 self._slots.extend(subject, pairs)
             self._datapath.write_cidrs(self._cidrs.mapping(fresh))
         except PodwireError as error:
@@ -443,98 +396,57 @@ class PolicyEngine:
             prefix.is_mapped = True
         return frozenset(number for prefix in fresh for number in prefix.families)
 
-    def _pending_groups(self) -> dict[str, CidrGroup]:
-        noted = self._pending.groups
-        groups = {**self._cidrs.groups, **{name: one for name, one in noted.items() if one}}
-        return {name: one for name, one in groups.items() if noted.get(name, one) is not None}
-
-    def _cidrs_of(self, policy: PolicyId, groups: Mapping[str, CidrGroup]) -> Iterable[IPNetwork]:
-        for part in self._pending.policies[policy]:
-            for rule in part.rules:
-                for peer in rule.peers:
-                    if not isinstance(peer, LabelSelector):
-                        yield from self._cidrs.needs(peer, groups)
-
     def _change_groups(self) -> None:
         if self._pending.groups and self._held is None:
-            groups = self._pending_groups()
+            groups = self._pending.merge_groups(self._cidrs.groups)
             self._pending.groups = {}
-            self._spread(self._cidrs.set_groups(groups))
+            self._subjects.spread(self._cidrs.set_groups(groups))
 
     def _change_policies(self) -> tuple[PolicyId, ...]:
         """Take in the pending policies; gives their names."""
-        taken = [one for one in self._pending.policies if not self._is_held(one)]
+        is_held = self._held is not None
+        pending = self._pending
+        taken = [one for one in pending.policies if not (is_held and pending.speaks_of_cidrs(one))]
         for policy in taken:
-            for change in self._repository.change(policy, self._pending.policies.pop(policy)):
+            for change in self._repository.change(policy, pending.policies.pop(policy)):
                 if self._enforcement is not Enforcement.NEVER:
-                    self._change_subjects(change)
+                    self._subjects.change(change)
                 self._repository.release(change)
         return tuple(taken)
-
-    def _is_held(self, policy: PolicyId) -> bool:
-        if self._held is None:
-            return False
-        peers = (
-            peer
-            for part in self._pending.policies[policy]
-            for rule in part.rules
-            for peer in rule.peers
-        )
-        return any(not isinstance(peer, LabelSelector) for peer in peers)
-
-    def _change_subjects(self, change: PartChange) -> None:
-        for number in change.part.selection.members:
-            subject = self._subjects[number]
-            subject.change(change)
-            self._touched.add(subject)
 
     def _realize(
         self, before: int, churned: Collection[int], fresh: Collection[int]
     ) -> dict[EndpointId, PolicyValues]:
         """Bring all touched subjects, and those that are behind, to what they want; one's failure stops no other."""
-        todo = sorted(self._touched | self._behind, key=lambda one: one.number)
-        self._touched.clear()
         changed: dict[EndpointId, PolicyValues] = {}
-        for subject in todo:
+        for subject in self._subjects.take_work():
             try:
                 if self._realize_one(subject, churned, fresh):
                     changed.update(dict.fromkeys(sorted(subject.live), subject.values))
             except PodwireError as error:
-                self._fall_behind(subject, error, before)
+                self._subjects.fall_behind(subject, error, before)
             else:
-                subject.failure = None
-                self._behind.discard(subject)
+                self._subjects.catch_up(subject)
         return changed
 
     def _realize_one(
         self, subject: Subject, churned: Collection[int], fresh: Collection[int]
     ) -> bool:
-        if subject.number not in self._locals:
+        if not self._subjects.is_known(subject):
             raise NotFound(f"compile policies of identity {subject.number}: nothing tells of it")
         wanted = subject.wanted(self._enforcement, self._setting_rule)
         return self._slots.realize(subject, wanted, self._revision, churned=churned, fresh=fresh)
-
-    def _fall_behind(self, subject: Subject, error: PodwireError, before: int) -> None:
-        if subject.failure is None:
-            subject.behind_at = before
-        subject.failure = error
-        self._behind.add(subject)
 
     def _report_held(self, before: int) -> None:
         """Let the subjects of policies that had to wait be behind."""
         if self._held is None:
             return
-        for subject in self._subjects.values():
-            if self._is_waiting(subject.facts):
-                self._fall_behind(subject, self._held, before)
-
-    def _is_waiting(self, facts: IdentityFacts) -> bool:
-        labels = LabelSet(facts.labels)
-        waiting = (part for parts in self._pending.policies.values() for part in parts)
-        return bool(self._pending.groups) or any(matches(one.subject, labels) for one in waiting)
+        for subject in self._subjects:
+            if self._pending.concerns(subject.facts):
+                self._subjects.fall_behind(subject, self._held, before)
 
     def _failures(self, changed: Collection[PolicyId]) -> Iterable[Failure]:
-        for subject in sorted(self._behind, key=lambda one: one.number):
+        for subject in sorted(self._subjects.behind, key=lambda one: one.number):
             if subject.failure is not None:
                 policies = sorted(subject.policies, key=lambda one: one not in changed)
                 endpoints = tuple(sorted(subject.live))
@@ -543,51 +455,27 @@ class PolicyEngine:
     def _retire_strangers(self) -> None:
         """After the first change: slots of an earlier process that no adopted row names."""
         if self._former:
-            named = {slot for one in self._subjects.values() for slot in (one.slot, *one.lingering)}
-            self._slots.retired.update(set(self._former) - named)
-            self._former = []
+            named = {slot for one in self._subjects for slot in (one.slot, *one.lingering)}
+            self._slots.retired |= self._former - named
+            self._former = set()
 
     # Subjects
 
-    def _subject(self, identity: int) -> Subject:
-        subject = self._subjects.get(identity)
-        if subject is None:
-            raise NotFound(f"find identity {identity}: no endpoint here bears it")
-        return subject
-
-    def _make_subject(self, facts: IdentityFacts) -> Subject:
-        subject = Subject(facts, self._blocks, self._named_ports_of)
-        self._subjects[facts.number] = subject
-        self._touched.add(subject)
-        return subject
-
-    def _named_ports_of(self, number: int) -> tuple[NamedPort, ...]:
-        facts = self._peers.facts(number)
-        return facts.named_ports if facts else ()
-
     def _build(self, subject: Subject) -> None:
-        """Let a subject hold all that selects it."""
-        number = subject.number
-        if number in self._locals:
-            selecting = [one for one in self._locals if number in one.members]
-        else:
-            selecting = self._locals.add_identity(subject.facts)
-        parts = sorted(
-            (part for one in selecting for part in one.users), key=lambda one: one.number
-        )
-        subject.build(() if self._enforcement is Enforcement.NEVER else parts)
-        self._touched.add(subject)
+        is_enforced = self._enforcement is not Enforcement.NEVER
+        self._subjects.build(subject, is_enforced=is_enforced)
 
     def _begin(self, identity: int) -> Subject:
         """Compile a first endpoint's identity and fill its slot; or raise, and leave nothing."""
         facts = self._peers.facts(identity)
         if facts is None:
             raise NotFound(f"attach to identity {identity}: nothing tells of it")
-        if self._held is not None and self._is_waiting(facts):
+        if self._held is not None and self._pending.concerns(facts):
             raise self._held
-        subject = self._make_subject(facts)
+        subject = self._subjects.make(facts)
+        subject.values = subject.target = PolicyValues(identity, revision=self._revision)
         self._build(subject)
-        self._touched.discard(subject)
+        self._subjects.touched.discard(subject)
         try:
             self._realize_one(subject, frozenset(), frozenset())
         except PodwireError:
@@ -598,23 +486,7 @@ class PolicyEngine:
     def _end(self, subject: Subject) -> None:
         """Forget an identity that no endpoint here bears."""
         self._slots.retire(subject)
-        del self._subjects[subject.number]
-        self._locals.remove_identity(subject.number)
-        self._touched.discard(subject)
-        self._behind.discard(subject)
+        self._subjects.end(subject)
         if subject.number in self._leaving:
             self._leaving.discard(subject.number)
             self._pending.identities.setdefault(subject.number, None)
-
-    def _forget_coming(self, endpoint_id: EndpointId) -> None:
-        subject = self._subjects.get(self._wanted.get(endpoint_id, 0))
-        if subject is not None:
-            subject.coming.discard(endpoint_id)
-
-    def _reserve(self, *, slot: int = 0, rule: int = 0, revision: int = 0) -> None:
-        known = Numbers(
-            slot or self._slot_counter.limit,
-            rule or self._rule_counter.limit,
-            revision or self._revisions.limit,
-        )
-        self._remember(known)

@@ -111,9 +111,10 @@ class CidrTable:
         found = {self._prefixes[one] for one in networks}
         return sorted((one for one in found if not one.is_mapped), key=lambda one: one.bits)
 
-    def parent(self, prefix: Prefix) -> Prefix | None:
-        """Give the longest known prefix around this one."""
-        return next(self._around(prefix, itself=False), None)
+    def parent(self, prefix: Prefix, more: Collection[Prefix]) -> Prefix | None:
+        """Give the longest prefix around this one that is in the map, or among those that come into it with it."""
+        around = self._around(prefix, itself=False)
+        return next((one for one in around if one.is_mapped or one in more), None)
 
     def unused(self) -> list[Prefix]:
         """Give the prefixes that no selector names any more."""

@@ -6,6 +6,7 @@ also across restarts: numbers are reserved in spans, and a span is on disk befor
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Final
 
 from podwire.control.policy.oracle import DEFAULT_DENY_PATH, RuleName
@@ -37,6 +38,29 @@ class Counter:
         self.prepare(1)
         self._next += 1
         return self._next - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Numbers from which on nothing was ever used on this node: kept by the agent across restarts."""
+
+    slot: int = 1
+    rule: int = 1
+    revision: int = 1
+
+
+class Counters:
+    """The counters of a node, all told to `remember` at once."""
+
+    def __init__(self, first: Numbers, remember: Callable[[Numbers], None]) -> None:
+        self._remember = remember
+        self.slot = Counter(first.slot, lambda limit: self._reserve(slot=limit))
+        self.rule = Counter(first.rule, lambda limit: self._reserve(rule=limit))
+        self.revision = Counter(first.revision, lambda limit: self._reserve(revision=limit))
+
+    def _reserve(self, **limit: int) -> None:
+        now = Numbers(self.slot.limit, self.rule.limit, self.revision.limit)
+        self._remember(replace(now, **limit))
 
 
 class RuleNumbers:

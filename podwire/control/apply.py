@@ -13,12 +13,10 @@ from podwire.control.objects import (
     DEFAULT_NAMESPACE,
     decode,
     identify,
-    is_namespace_name,
     summarise,
 )
 from podwire.model.errors import Conflict, Fault, InvalidRequest, NotFound
 from podwire.model.kinds import KINDS, NAMESPACE
-from podwire.model.labels import NAMESPACE_NAME_KEY
 from podwire.model.store import ObjectKey, Store, StoredObject
 
 ATTEMPTS: Final = 50
@@ -160,25 +158,6 @@ def identify_all(documents: Sequence[object], *, namespace: str = "") -> list[Ob
     if faults:
         raise _refuse(faults)
     return sorted(keys, key=lambda one: -_ORDER[one.kind])
-
-
-def ensure_namespace(store: Store, name: str) -> StoredObject:
-    """Give a namespace's object, made if there is none: namespaces come into being by their first use.
-
-    One read when it exists. Raises InvalidRequest for what is no namespace's name, and what the store raises.
-    """
-    key = ObjectKey(NAMESPACE.plural, "", name)
-    if not is_namespace_name(name):
-        raise InvalidRequest(f"make namespace {name[:80]!r}: this is no name of a namespace")
-    metadata = {"name": name, "labels": {NAMESPACE_NAME_KEY: name}}
-    document = {
-        "apiVersion": NAMESPACE.api_versions[0],
-        "kind": NAMESPACE.name,
-        "metadata": metadata,
-    }
-    return _retried(
-        lambda: store.get(key) or store.create(StoredObject(key=key, document=document))
-    )
 
 
 def _apply(

@@ -74,15 +74,6 @@ def decode(document: object, *, namespace: str = "") -> StoredObject:
     return StoredObject(key=key, document=own)
 
 
-def find_faults(document: object) -> tuple[Fault, ...]:
-    """Give everything that is wrong with a document; () when it may be applied."""
-    try:
-        decode(document)
-    except InvalidRequest as error:
-        return error.faults
-    return ()
-
-
 def identify(document: object, *, namespace: str = "") -> ObjectKey:
     """Tell which object a document is about, whatever else it says; InvalidRequest when it does not say."""
     faults = _Collected()
@@ -120,11 +111,6 @@ def show_document(stored: StoredObject) -> dict[str, Any]:
         "creationTimestamp": stored.created,
     }
     return {**stored.document, "metadata": metadata}
-
-
-def is_namespace_name(text: str) -> bool:
-    """Tell whether a namespace may be called so (RFC 1123, a label)."""
-    return len(text) <= LABEL_NAME_MAX and _LABEL_NAME.fullmatch(text) is not None
 
 
 def summarise(faults: Sequence[Fault]) -> str:
@@ -216,7 +202,7 @@ def _read_name(metadata: Node, kind: Kind) -> str:
     if not node.present:
         generated = metadata.child("generateName").present
         node.wrong("is missing" + (": generateName is not supported" if generated else ""))
-    elif kind is NAMESPACE and isinstance(node.value, str) and not is_namespace_name(name):
+    elif kind is NAMESPACE and isinstance(node.value, str) and not _is_namespace_name(name):
         node.wrong(f"is {shown(name)}, no name: a-z, 0-9 and -, at most {LABEL_NAME_MAX}")
     elif isinstance(node.value, str) and (len(name) > NAME_MAX or not _DOTTED_NAME.fullmatch(name)):
         node.wrong(f"is {shown(name)}, no name: a-z, 0-9, - and ., at most {NAME_MAX}")
@@ -230,11 +216,16 @@ def _read_namespace(metadata: Node, kind: Kind, given: str) -> str:
             node.wrong(f"is {shown(node.value)}; {kind.name} objects are of no namespace")
         return ""
     namespace = node.text() or given or DEFAULT_NAMESPACE
-    if not is_namespace_name(namespace):
+    if not _is_namespace_name(namespace):
         node.wrong(f"is {shown(namespace)}, no name: a-z, 0-9 and -, at most {LABEL_NAME_MAX}")
     elif given and namespace != given:
         node.wrong(f"is {shown(namespace)}, not {shown(given)} as was asked for")
     return namespace
+
+
+def _is_namespace_name(text: str) -> bool:
+    """Tell whether a namespace may be called so (RFC 1123, a label)."""
+    return len(text) <= LABEL_NAME_MAX and _LABEL_NAME.fullmatch(text) is not None
 
 
 def _read_annotations(node: Node) -> dict[str, str]:

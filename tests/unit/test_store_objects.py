@@ -15,11 +15,10 @@ from podwire.control.apply import (
     apply_documents,
     decode_all,
     delete_object,
-    ensure_namespace,
     identify_all,
     put_object,
 )
-from podwire.control.objects import decode, find_faults, identify, make_key, show_document
+from podwire.control.objects import decode, identify, make_key, show_document
 from podwire.model.errors import Conflict, InvalidRequest, NotFound, StorageFailure
 from podwire.model.kinds import KINDS, find_kind, kind_of_document, kind_of_plural
 from podwire.model.store import ObjectKey, StoredObject
@@ -119,7 +118,6 @@ def test_a_good_document_is_taken_and_taken_again_as_it_was_stored(name: str) ->
     draft = decode(document)
     assert document == before, "what is given is not changed"
     assert draft.key == key
-    assert find_faults(document) == ()
     again = decode(draft.document)
     assert again == draft
     assert identify(document) == key
@@ -365,8 +363,13 @@ def test_what_is_no_object_is_refused(document: object) -> None:
 
 def test_all_faults_of_a_document_are_named_at_once() -> None:
     document = network_policy("Bad", ingress=[{"ports": [{"port": 0}]}]) | {"extra": 1}
-    paths = {one.path for one in find_faults(document)}
-    assert paths == {"metadata.name", "extra", "spec.ingress[0].ports[0].port"}
+    with pytest.raises(InvalidRequest) as caught:
+        decode(document)
+    assert {one.path for one in caught.value.faults} == {
+        "metadata.name",
+        "extra",
+        "spec.ingress[0].ports[0].port",
+    }
 
 
 def test_two_thousand_documents_take_less_than_a_second() -> None:
@@ -566,7 +569,7 @@ def test_a_namespace_with_policies_stays(store: SqliteStore) -> None:
 
 
 def test_the_default_namespace_stays(store: SqliteStore) -> None:
-    ensure_namespace(store, "default")
+    apply_documents(store, [namespace_object("default")])
     with pytest.raises(Conflict, match="always exists"):
         delete_object(store, ObjectKey("namespaces", "", "default"))
 
@@ -587,28 +590,3 @@ def test_a_document_that_is_wrong_in_itself_can_still_be_deleted() -> None:
         "documents[1].metadata.name",
         "documents[2].apiVersion",
     }
-
-
-# ------------------------------------------------------------------ namespaces
-
-
-def test_a_namespace_is_made_by_its_first_use(store: SqliteStore) -> None:
-    made = ensure_namespace(store, "shop")
-    assert ensure_namespace(store, "shop") == made
-    assert made.document["metadata"]["labels"] == {"kubernetes.io/metadata.name": "shop"}
-    assert revision_of(store) == 1
-    done = apply_documents(store, [namespace_object("shop")])
-    assert [one.action for one in done] == ["unchanged"]
-
-
-def test_many_first_uses_at_once_make_one_namespace(store: SqliteStore) -> None:
-    with ThreadPoolExecutor(8) as threads:
-        made = set(threads.map(lambda _: ensure_namespace(store, "shop").uid, range(8)))
-    assert len(made) == 1
-
-
-@pytest.mark.parametrize("name", ["", "Shop", "a.b", "a/b", "a" * 64, "-a", "a\n"])
-def test_what_is_no_namespace_s_name_makes_none(store: SqliteStore, name: str) -> None:
-    with pytest.raises(InvalidRequest):
-        ensure_namespace(store, name)
-    assert revision_of(store) == 0

@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 
+import msgspec
+
 from podwire import __version__
 from podwire.agent import loops, measured
 from podwire.agent.cni_requests import CniRequests
@@ -33,6 +35,8 @@ from podwire.agent.rest_policy import PolicyReaders
 from podwire.agent.spool import Spool
 from podwire.agent.unix_socket import open_unix_socket
 from podwire.cni.netconf import decode_request
+from podwire.control.endpoint.queue import Level
+from podwire.control.endpoint.table import Endpoint
 from podwire.control.flows.enrich import FlowMaker
 from podwire.control.flows.flow import FlowPolicy
 from podwire.datapath import abi, rows
@@ -285,6 +289,10 @@ def _make_api(node: Node, pump: EventPump) -> Api:
                 events_lost=lambda: pump.lost,
                 health=node.health,
                 packets=lambda: _count_packets(datapath),
+                policies=lambda: len(node.policies.objects.rules),
+                policy_problems=lambda: len(node.policies.objects.problems),
+                policy_revision=lambda: node.regenerator.enforcer.revision,
+                identities=node.identities.feed.resolver.allocator,
                 maps=lambda: rows.describe_maps(datapath.maps),
                 started_unix_s=time.time(),
             )
@@ -313,7 +321,8 @@ def _make_api(node: Node, pump: EventPump) -> Api:
             table=node.table,
             own_addresses=datapath.own_addresses(),
             hits=datapath.read_hits,
-            change_labels=node.identities.change_labels,
+            change_labels=partial(_change_labels, node),
+            set_audit=partial(_set_audit, node),
         ),
         facts=NodeFacts(
             addresses=datapath.node_addresses,
@@ -324,6 +333,29 @@ def _make_api(node: Node, pump: EventPump) -> Api:
         detach=lambda record: node.attachments.delete(_deletion(record, node.clock)),
         started_boottime_ns=node.started_boottime_ns,
     )
+
+
+def _change_labels(node: Node, endpoint_id: EndpointId, changes: list[str]) -> EndpointRecord:
+    """Change labels; whoever asked may count on the new policy when he is answered."""
+    record = node.identities.change_labels(endpoint_id, changes)
+    _build_due(node)
+    return record
+
+
+def _set_audit(node: Node, endpoint: Endpoint, audit: bool | None) -> None:
+    with node.turn:
+        record = msgspec.structs.replace(endpoint.record, policy_audit=audit)
+        node.journal.write(record)
+        node.table.replace_record(record)
+        node.regenerator.request(record.id, Level.POLICY, "policy audit changed")
+    _build_due(node)
+
+
+def _build_due(node: Node) -> None:
+    done = True
+    while done:
+        with node.turn:
+            done = node.regenerator.run_due()
 
 
 def _deletion(record: EndpointRecord, clock: KernelClock) -> AttachRequest:

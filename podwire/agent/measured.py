@@ -5,7 +5,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -16,6 +16,7 @@ from podwire.agent.metrics import Gauge, Metrics
 from podwire.control.endpoint.states import State
 from podwire.control.endpoint.table import EndpointTable
 from podwire.control.flows.ring import FlowRing
+from podwire.control.identity.allocator import IdentityAllocator
 from podwire.control.ipam.node import NodeIpam
 from podwire.journal.records import SqliteJournal
 from podwire.model.endpoint import EndpointRecord
@@ -72,12 +73,63 @@ class Measured:
     events_lost: Callable[[], int]
     health: Health
     packets: Callable[[], Iterable[PacketCount]]
+    policies: Callable[[], int]
+    policy_problems: Callable[[], int]
+    policy_revision: Callable[[], int]
+    identities: IdentityAllocator
     maps: Callable[[], Iterable[Mapping[str, Any]]]
     started_unix_s: float
 
 
-def list_gauges(measured: Measured) -> list[Gauge]:  # size: one table
+def list_gauges(measured: Measured) -> list[Gauge]:
     """Give the figures that are looked up when somebody scrapes."""
+    return [*_list_node_gauges(measured), *_list_policy_gauges(measured)]
+
+
+def _list_policy_gauges(measured: Measured) -> list[Gauge]:
+    return [
+        Gauge("policies", "Policies in force", (), lambda: {(): float(measured.policies())}),
+        Gauge(
+            "policies_not_in_force",
+            "Policies whose newest version could not be read",
+            (),
+            lambda: {(): float(measured.policy_problems())},
+        ),
+        Gauge(
+            "policy_revision",
+            "Revision of the store up to which policies were taken in",
+            (),
+            lambda: {(): float(measured.policy_revision())},
+        ),
+        Gauge(
+            "endpoints_behind",
+            "Endpoints that enforce an older revision, because the newer one failed",
+            (),
+            lambda: {(): float(_count_behind(measured))},
+        ),
+        Gauge(
+            "identities",
+            "Identities that the agent knows, without the reserved ones",
+            (),
+            lambda: {(): float(len(measured.identities.known))},
+        ),
+        Gauge(
+            "identity_events",
+            "What happened to identities: allocated, adopted, collisions, waits, ...",
+            ("event",),
+            lambda: {
+                (name,): float(count) for name, count in asdict(measured.identities.counts).items()
+            },
+            counter=True,
+        ),
+    ]
+
+
+def _count_behind(measured: Measured) -> int:
+    return sum(endpoint.state is State.NOT_READY for endpoint in measured.table)
+
+
+def _list_node_gauges(measured: Measured) -> list[Gauge]:  # size: one table
     return [
         Gauge("build_info", "Version of the agent", ("version",), lambda: {(__version__,): 1.0}),
         Gauge(

@@ -169,7 +169,10 @@ HISTOGRAMS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "CNI requests, from the whole frame to the reply",
         ("command", "outcome"),
     ),
-    "operation_step_seconds": ("Steps of ADD and DEL", ("operation", "step")),
+    "operation_step_seconds": (
+        "Steps of ADD and DEL, and phases of a change of policy",
+        ("operation", "step"),
+    ),
     "journal_write_seconds": ("Durable writes of the journal", ()),
     "api_request_seconds": ("Requests to the API", ("method", "status")),
 }

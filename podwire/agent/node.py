@@ -26,7 +26,7 @@ from podwire.control.endpoint.enforce import Enforcer, rows_of
 from podwire.control.endpoint.policies import PolicyObjects
 from podwire.control.endpoint.queue import BuildQueue
 from podwire.control.endpoint.regenerate import Regenerator
-from podwire.control.endpoint.table import EndpointTable
+from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.control.flows.ring import FlowRing
 from podwire.control.identity.allocator import IdentityAllocator
 from podwire.control.identity.feed import IdentityFeed
@@ -169,10 +169,7 @@ def _compose(opened: _Opened, started_ns: int) -> Node:
         datapath=datapath,
         directories=directories,
         clock=clock,
-        base=lambda _endpoint: EndpointConfig(
-            host_allowed=live.current.datapath.host_access,
-            audit=live.current.policy.policy_audit,
-        ),
+        base=partial(_base_config, live),
         enforcer=enforcer,
     )
     resolver = _compose_identities(config, store)
@@ -232,6 +229,15 @@ def _compose(opened: _Opened, started_ns: int) -> Node:
         metrics,
         flows,
         started_ns,
+    )
+
+
+def _base_config(live: LiveConfig, endpoint: Endpoint) -> EndpointConfig:
+    """Say what the programs are told of an endpoint but for its policy."""
+    own_audit = endpoint.record.policy_audit
+    return EndpointConfig(
+        host_allowed=live.current.datapath.host_access,
+        audit=live.current.policy.policy_audit if own_audit is None else own_audit,
     )
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from podwire.agent.openapi import Call, Parameter, Route
-from podwire.agent.views import LabelsView, PolicyTotals
+from podwire.agent.views import EndpointView, LabelsView, PolicyTotals, endpoint_view
 from podwire.agent.views_policy import (
+    EndpointPatch,
     EntryView,
     PolicyView,
     SelectorView,
@@ -57,6 +58,8 @@ class PolicyReaders:
     """Rule -> packets and bytes of what it decided."""
     change_labels: Callable[[EndpointId, list[str]], EndpointRecord]
     """Change labels and have the endpoint built; waits for the store."""
+    set_audit: Callable[[Endpoint, bool | None], None]
+    """Let policies of one endpoint only report (True), or be enforced (False), or as the node says (None)."""
 
     @property
     def engine(self) -> PolicyEngine:
@@ -381,7 +384,25 @@ def patch_labels(api: Api, call: Call) -> LabelsView:
     return LabelsView(labels=record.labels)
 
 
+def patch_endpoint(api: Api, call: Call) -> EndpointView:
+    """Change what can be changed of one endpoint: whether its policies only report."""
+    asked: EndpointPatch = call.body
+    endpoint = find_endpoint(api.policy.table, call.params["id"])
+    api.policy.set_audit(endpoint, asked.policy_audit)
+    return endpoint_view(endpoint)
+
+
 ROUTES_POLICY: Final = (
+    Route(
+        "PATCH",
+        "/endpoint/{id}",
+        "Let policies of an endpoint only report",
+        patch_endpoint,
+        EndpointView,
+        body=EndpointPatch,
+        errors=(404, 409, 507),
+        blocking=True,
+    ),
     Route("GET", "/policy", "Policies in force", list_policies, list[PolicyView], blocking=True),
     Route(
         "GET",

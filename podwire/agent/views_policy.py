@@ -80,3 +80,10 @@ class TraceView(Document, frozen=True, kw_only=True):
     revision: int
     known_ends: int
     """How many of the two ends are pods of this node: others it knows by labels or address only."""
+
+
+class EndpointPatch(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What can be changed of one endpoint."""
+
+    policy_audit: bool | None
+    """Policies only report what they would drop; null = as the node's setting says."""

@@ -95,6 +95,8 @@ class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What the pod calls its ports; part of its identity."""
     identity: IdentityId = IdentityId(0)
     """0 only in records of builds that had no identities."""
+    policy_audit: bool | None = None
+    """Whether policies only report what they would drop; None = as the node's setting says."""
     bandwidth: Bandwidth = Bandwidth()
     cni_version: str = ""
     fixed_addresses: bool = False

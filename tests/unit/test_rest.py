@@ -72,6 +72,7 @@ def make_api(node: FakeNode) -> rest.Api:
             own_addresses=frozenset({ip_address("192.0.2.1")}),
             hits=dict,
             change_labels=refuse_labels,
+            set_audit=lambda _endpoint, _audit: None,
         ),
         facts=rest.NodeFacts(("192.0.2.1",), 1500, "abc", 1),
         detach=detach,
@@ -368,8 +369,8 @@ async def test_maps_are_listed_and_read(served: Served) -> None:
 
 async def test_identities_node_and_metrics(served: Served) -> None:
     identities = (await served.get("/identity")).json
-    assert (identities[0]["id"], identities[0]["labels"]) == (1, ["reserved:host="])
-    assert (await served.get("/identity/2")).json["labels"] == ["reserved:world="]
+    assert (identities[0]["id"], identities[0]["labels"]) == (1, ["reserved:host"])
+    assert (await served.get("/identity/2")).json["labels"] == ["reserved:world"]
     assert (await served.get("/identity/77")).status == 404
     assert (await served.get("/node")).json[0]["podCidrs"] == ["10.77.0.0/24", "fd77::/64"]
     assert b"podwire_api_request_seconds" in (await served.get("/metrics")).body

@@ -111,8 +111,9 @@ class Restorer:
         # All of them before the first is built: a slot that any row names is in use.
         for record in records:
             config = self.datapath.read_config(record)
-            if config is not None:
-                self.regenerator.enforcer.adopt(record.id, config)
+            endpoint = self.table.get(record.id)
+            if config is not None and endpoint is not None:
+                self.regenerator.enforcer.adopt(endpoint, config)
         for record in records:
             endpoint = self.table.get(record.id)
             assert endpoint is not None

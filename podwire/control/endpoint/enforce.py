@@ -8,7 +8,7 @@ that could not follow is `not-ready`, keeps what was in force, and is tried agai
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from podwire.control.endpoint import states
@@ -87,13 +87,19 @@ class Enforcer:
         if record.identity_labels:
             facts = IdentityFacts(record.identity, record.identity_labels, record.named_ports)
             self.engine.identity_added(facts)
-        outcome = self.engine.attach(record.id, record.identity)
+        before = endpoint.config
+        endpoint.config = replace(
+            before, audit=base.audit, host_allowed=base.host_allowed, trace=base.trace
+        )
+        renew = (before.audit, before.host_allowed) != (base.audit, base.host_allowed)
+        outcome = self.engine.attach(record.id, record.identity, renew=renew)
         self._report(outcome, "policy changed")
         return self.engine.config_for(record.identity).fill(base)
 
-    def adopt(self, endpoint_id: EndpointId, config: EndpointConfig) -> None:
+    def adopt(self, endpoint: Endpoint, config: EndpointConfig) -> None:
         """At start: an endpoint lives whose row holds `config`, which an earlier agent wrote."""
-        self.engine.adopt(endpoint_id, config)
+        endpoint.config = config
+        self.engine.adopt(endpoint.record.id, config)
 
     def realized(self, endpoint: Endpoint) -> None:
         """Note that an endpoint's row holds what `attach` gave."""

@@ -153,11 +153,12 @@ class PolicyEngine:
         """
         self._adopted[endpoint_id] = config
 
-    def attach(self, endpoint_id: EndpointId, identity: int) -> Outcome:
+    def attach(self, endpoint_id: EndpointId, identity: int, *, renew: bool = False) -> Outcome:
         """Give an endpoint an identity (a new endpoint, or one whose labels changed): applies what is pending, and
         fills the identity's slot when it is the first here. Then `config_for` tells what its row must hold; the caller
-        writes it and calls `realized`. Raises NotFound for an unknown identity, PolicyOverflow, KernelFailure; then
-        nothing changed for this endpoint."""
+        writes it and calls `realized`. `renew`: something else that verdicts rest on changed in the row (audit, whether
+        the host is let in), so that no flow judged before may rest on it. Raises NotFound for an unknown identity,
+        PolicyOverflow, KernelFailure; then nothing changed for this endpoint."""
         outcome = self.apply()
         subject = self._subjects.find(identity) or self._begin(identity)
         if subject.failure is not None:

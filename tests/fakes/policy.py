@@ -62,7 +62,7 @@ class FakePolicyDatapath:
 
     def change_slot(self, slot: int, put: PolicyRows, remove: Iterable[PolicyKey]) -> None:
         self._begin("change_slot", slot)
-        held = self.slots[slot]
+        held = self.slots.setdefault(slot, {})
         self._check_room(sum(key not in held for key in put))
         for key, entry in put.items():
             self._step()

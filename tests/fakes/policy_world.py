@@ -4,7 +4,7 @@ Every draw comes from the generator that is handed in, so a printed seed gives t
 """
 
 import ipaddress
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final
@@ -41,7 +41,14 @@ from podwire.model.ids import (
     NetworkName,
 )
 from podwire.model.interfaces import EndpointConfig
-from podwire.model.policy import Direction, IPNetwork, Verdict
+from podwire.model.policy import (
+    CIDR_IDENTITY_FIRST,
+    CIDR_WORLD_BIT,
+    Direction,
+    IPNetwork,
+    PolicyRows,
+    Verdict,
+)
 from tests.fakes.policy import FakePolicyDatapath, Packet
 
 NETWORKS: Final[tuple[IPNetwork, ...]] = tuple(
@@ -345,6 +352,15 @@ class World:
     def decide(self, endpoint: EndpointId, packet: Packet) -> Verdict:
         """Give what the datapath says of it."""
         return self.datapath.decide(self.datapath.rows[endpoint], packet)
+
+    def read(self, endpoint: EndpointId, cidrs: Collection[int]) -> PolicyRows:
+        """Give the entries that an endpoint's row leads to, but for those of CIDRs that are not among these."""
+        entries = self.datapath.slots.get(self.datapath.rows[endpoint].slot, {})
+        return {
+            key: entry
+            for key, entry in entries.items()
+            if key.identity < CIDR_IDENTITY_FIRST or key.identity & ~CIDR_WORLD_BIT in cidrs
+        }
 
     def known(self) -> list[int]:
         """Give the identities that the engine has taken in: only their packets have a verdict before and after."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from podwire.model.config import SETTINGS, AgentConfig
-from podwire.model.config_sources import (
+from podwire.model.config.sources import (
     CONFIG_FILE_MAX_BYTES,
     DEFAULT_CONFIG_FILE,
     Arguments,

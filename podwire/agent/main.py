@@ -44,8 +44,8 @@ from podwire.datapath.events import hook_name, path_name, reason_name
 from podwire.datapath.node import KernelDatapath
 from podwire.kernel.clock import KernelClock
 from podwire.model import log
-from podwire.model.config_help import help_text
-from podwire.model.config_sources import Settled, parse_arguments
+from podwire.model.config.help import help_text
+from podwire.model.config.sources import Settled, parse_arguments
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import (
     Bug,
@@ -314,16 +314,7 @@ def _make_api(node: Node, pump: EventPump) -> Api:
             rows=lambda name, limit: rows.read_rows(datapath.maps, name, limit),
         ),
         store=node.store,
-        policy=PolicyReaders(
-            enforcer=node.regenerator.enforcer,
-            objects=node.policies.objects,
-            resolver=node.identities.feed.resolver,
-            table=node.table,
-            own_addresses=datapath.own_addresses(),
-            hits=datapath.read_hits,
-            change_labels=partial(_change_labels, node),
-            set_audit=partial(_set_audit, node),
-        ),
+        policy=_policy_readers(node),
         facts=NodeFacts(
             addresses=datapath.node_addresses,
             mtu=datapath.mtu,
@@ -332,6 +323,19 @@ def _make_api(node: Node, pump: EventPump) -> Api:
         ),
         detach=lambda record: node.attachments.delete(_deletion(record, node.clock)),
         started_boottime_ns=node.started_boottime_ns,
+    )
+
+
+def _policy_readers(node: Node) -> PolicyReaders:
+    return PolicyReaders(
+        enforcer=node.regenerator.enforcer,
+        objects=node.policies.objects,
+        resolver=node.identities.feed.resolver,
+        table=node.table,
+        own_addresses=node.datapath.own_addresses(),
+        hits=node.datapath.read_hits,
+        change_labels=partial(_change_labels, node),
+        set_audit=partial(_set_audit, node),
     )
 
 

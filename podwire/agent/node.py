@@ -48,7 +48,7 @@ from podwire.kernel.clock import KernelClock
 from podwire.kernel.inotify import FileWaker
 from podwire.model import log
 from podwire.model.config import AgentConfig
-from podwire.model.config_sources import Settled
+from podwire.model.config.sources import Settled
 from podwire.model.interfaces import EndpointConfig
 from podwire.model.store import Store
 from podwire.store.open import open_store
@@ -155,7 +155,7 @@ class _Opened:
     metrics: Metrics
 
 
-def _compose(opened: _Opened, started_ns: int) -> Node:
+def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object graph in one look
     live, journal, store, datapath = opened.live, opened.journal, opened.store, opened.datapath
     clock, health, metrics = opened.clock, opened.health, opened.metrics
     config = live.current
@@ -191,30 +191,18 @@ def _compose(opened: _Opened, started_ns: int) -> Node:
         status_on_exhaustion=config.cni.status_on_exhaustion,
         observe=metrics.observe_step,
     )
-    flows = FlowRing(config.report.flow_ring)
-
-    def report_store(message: str) -> None:
-        health.report("store", ok=not message, message=message, critical=False)
-
     return Node(
-        live,
-        clock,
-        journal,
-        datapath,
-        table,
-        ipam,
-        endings,
-        regenerator,
-        store,
-        PolicyDuty(
-            store=store,
-            objects=PolicyObjects(enforcer.engine),
-            enforcer=enforcer,
-            turn=turn,
-            observe=metrics.observe_step,
-            report=report_store,
-        ),
-        IdentityDuty(
+        live=live,
+        clock=clock,
+        journal=journal,
+        datapath=datapath,
+        table=table,
+        ipam=ipam,
+        endings=endings,
+        regenerator=regenerator,
+        store=store,
+        policies=_compose_policy_duty(opened, enforcer, turn),
+        identities=IdentityDuty(
             node_name=config.node.node_name,
             feed=IdentityFeed(store, resolver),
             table=table,
@@ -222,13 +210,27 @@ def _compose(opened: _Opened, started_ns: int) -> Node:
             regenerator=regenerator,
             turn=turn,
         ),
-        attachments,
-        directories,
-        turn,
-        health,
-        metrics,
-        flows,
-        started_ns,
+        attachments=attachments,
+        directories=directories,
+        turn=turn,
+        health=health,
+        metrics=metrics,
+        flows=FlowRing(config.report.flow_ring),
+        started_boottime_ns=started_ns,
+    )
+
+
+def _compose_policy_duty(opened: _Opened, enforcer: Enforcer, turn: threading.RLock) -> PolicyDuty:
+    def report(message: str) -> None:
+        opened.health.report("store", ok=not message, message=message, critical=False)
+
+    return PolicyDuty(
+        store=opened.store,
+        objects=PolicyObjects(enforcer.engine),
+        enforcer=enforcer,
+        turn=turn,
+        observe=opened.metrics.observe_step,
+        report=report,
     )
 
 

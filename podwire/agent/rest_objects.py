@@ -13,8 +13,8 @@ from podwire.agent.openapi import Call, Parameter, Route
 from podwire.control.apply import Applied, apply_documents, delete_object, put_object
 from podwire.control.objects import make_key, show_document
 from podwire.model.errors import InvalidRequest, NotFound
-from podwire.model.kinds import Kind, kind_of_plural
 from podwire.model.store import ObjectKey, Store, StoredObject
+from podwire.model.store.kinds import Kind, kind_of_plural
 
 
 class ObjectsApi(Protocol):

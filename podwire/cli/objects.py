@@ -17,7 +17,7 @@ from podwire.cli.endpoint import matches, read_selector
 from podwire.cli.lists import show_watched
 from podwire.cli.options import Agent, Common, common, listing
 from podwire.cli.output import Column, Row, show_document, show_one
-from podwire.model.kinds import KINDS, Kind, find_kind
+from podwire.model.store.kinds import KINDS, Kind, find_kind
 
 if TYPE_CHECKING:
     from podwire.control.apply import Applied

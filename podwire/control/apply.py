@@ -16,8 +16,8 @@ from podwire.control.objects import (
     summarise,
 )
 from podwire.model.errors import Conflict, Fault, InvalidRequest, NotFound
-from podwire.model.kinds import KINDS, NAMESPACE
 from podwire.model.store import ObjectKey, Store, StoredObject
+from podwire.model.store.kinds import KINDS, NAMESPACE
 
 ATTEMPTS: Final = 50
 """How often one object is tried because somebody else changed it meanwhile: only where writes are not done together."""

@@ -22,7 +22,9 @@ from podwire.control.policy.schema import (
 )
 from podwire.model.errors import Fault, InvalidRequest
 from podwire.model.ids import is_valid_network_name
-from podwire.model.kinds import (
+from podwire.model.labels import NAMESPACE_NAME_KEY, OWN_PREFIX
+from podwire.model.store import ObjectKey, StoredObject
+from podwire.model.store.kinds import (
     CIDR_GROUP,
     CILIUM_CLUSTERWIDE_POLICY,
     CILIUM_POLICY,
@@ -34,8 +36,6 @@ from podwire.model.kinds import (
     find_kind,
     kind_of_document,
 )
-from podwire.model.labels import NAMESPACE_NAME_KEY, OWN_PREFIX
-from podwire.model.store import ObjectKey, StoredObject
 
 DEFAULT_NAMESPACE: Final = "default"
 LABEL_NAME_MAX: Final = 63

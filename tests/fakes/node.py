@@ -85,27 +85,7 @@ class FakeNode:
         self.table = EndpointTable()
         self.ipam = NodeIpam(self._cidrs)
         directories = RunDirectories(self._directory / "endpoints")
-        engine = PolicyEngine(
-            datapath=self.policy_datapath,
-            rows=partial(rows_of, self.table),
-            numbers=msgspec.json.decode(self.journal.read_fact("numbers") or "{}", type=Numbers),
-            remember=self._remember,
-            cidrs=self.policy_datapath.cidrs,
-        )
-        self.enforcer = Enforcer(
-            engine, self.table, self.policy_datapath, directories, BuildQueue(), self.clock
-        )
-        self.policies = PolicyObjects(engine)
-        self.identities = IdentityResolver(
-            IdentityAllocator(self.store, KnownIdentities()),
-            LabelSources(),
-            LabelFilter.parse(),
-            wait_s=0.2,
-        )
-        self.identities.allocator.known.listen(self.enforcer.hear)
-        for record in self.journal.list_records():
-            self.identities.adopt(record)
-        IdentityFeed(self.store, self.identities).step(0)
+        self._build_policy(directories)
         regenerator = Regenerator(
             table=self.table,
             datapath=self.datapath,
@@ -143,6 +123,29 @@ class FakeNode:
             directories=directories,
             clock=self.clock,
         )
+
+    def _build_policy(self, directories: RunDirectories) -> None:
+        engine = PolicyEngine(
+            datapath=self.policy_datapath,
+            rows=partial(rows_of, self.table),
+            numbers=msgspec.json.decode(self.journal.read_fact("numbers") or "{}", type=Numbers),
+            remember=self._remember,
+            cidrs=self.policy_datapath.cidrs,
+        )
+        self.enforcer = Enforcer(
+            engine, self.table, self.policy_datapath, directories, BuildQueue(), self.clock
+        )
+        self.policies = PolicyObjects(engine)
+        self.identities = IdentityResolver(
+            IdentityAllocator(self.store, KnownIdentities()),
+            LabelSources(),
+            LabelFilter.parse(),
+            wait_s=0.2,
+        )
+        self.identities.allocator.known.listen(self.enforcer.hear)
+        for record in self.journal.list_records():
+            self.identities.adopt(record)
+        IdentityFeed(self.store, self.identities).step(0)
 
     def _remember(self, numbers: Numbers) -> None:
         self.journal.write_fact("numbers", msgspec.json.encode(numbers).decode())

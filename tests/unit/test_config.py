@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podwire.model.config import RELOADABLE, SETTINGS
-from podwire.model.config_help import help_text, markdown
-from podwire.model.config_sources import Settled, parse_arguments, settle
+from podwire.model.config.help import help_text, markdown
+from podwire.model.config.settings import show
+from podwire.model.config.sources import Settled, parse_arguments, settle
 from podwire.model.errors import InvalidConfiguration
-from podwire.model.settings import show
 
 ROOT = Path(__file__).resolve().parents[2]
 CIDRS = 'node_cidrs = ["10.244.1.0/24"]\n'

@@ -23,7 +23,7 @@ from podwire.agent.metrics import Metrics
 from podwire.agent.rest_policy import PolicyReaders
 from podwire.agent.unix_socket import open_unix_socket
 from podwire.control.flows.ring import FlowRing
-from podwire.model.config_sources import settle
+from podwire.model.config.sources import settle
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Conflict, Fault, InvalidRequest, NotFound, StorageFailure
 from podwire.model.ids import EndpointId

@@ -20,8 +20,8 @@ from podwire.control.apply import (
 )
 from podwire.control.objects import decode, identify, make_key, show_document
 from podwire.model.errors import Conflict, InvalidRequest, NotFound, StorageFailure
-from podwire.model.kinds import KINDS, find_kind, kind_of_document, kind_of_plural
 from podwire.model.store import ObjectKey, StoredObject
+from podwire.model.store.kinds import KINDS, find_kind, kind_of_document, kind_of_plural
 from podwire.store.sqlite import SqliteStore
 from tests.unit.policies import (
     cidr_group,

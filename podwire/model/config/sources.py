@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from podwire.model.config import SETTINGS, AgentConfig, find_contradictions
+from podwire.model.config.settings import ENVIRONMENT_PREFIX, Kind, Setting, show
 from podwire.model.errors import Fault, InvalidConfiguration
-from podwire.model.settings import ENVIRONMENT_PREFIX, Kind, Setting, show
 
 DEFAULT_CONFIG_FILE = Path("/etc/podwire/agent.toml")
 CONFIG_FILE_MAX_BYTES = 1 << 20

@@ -1,7 +1,7 @@
 """The agent's settings: names, units, defaults, and what makes a set of them wrong.
 
 The dataclass fields below are the one table: file key, environment name, flag, help and
-docs/configuration.md come from it. `model.config_sources` fills it, `agent.main` hands the groups
+docs/configuration.md come from it. `model.config.sources` fills it, `agent.main` hands the groups
 to who needs them. A key whose capability this build lacks is known, and refused at any value that
 would ask for the capability. Values only; nothing here reads the world.
 """
@@ -14,9 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from podwire.model.endpoint import IPAddress
-from podwire.model.errors import Fault
-from podwire.model.settings import (
+from podwire.model.config.settings import (
     ADDRESS,
     BOOL,
     CIDRS,
@@ -33,6 +31,8 @@ from podwire.model.settings import (
     pattern,
     setting,
 )
+from podwire.model.endpoint import IPAddress
+from podwire.model.errors import Fault
 
 SOCKET_PATH_MAX_BYTES = 106
 """sun_path has 108 bytes; the launcher needs the final NUL and one byte of reserve."""

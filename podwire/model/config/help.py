@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Iterator
 
 from podwire.model.config import GROUP_OF, GROUP_TITLES, SETTINGS
-from podwire.model.config_sources import DEFAULT_CONFIG_FILE
-from podwire.model.settings import Setting, show
+from podwire.model.config.settings import Setting, show
+from podwire.model.config.sources import DEFAULT_CONFIG_FILE
 
 _HELP_WIDTH = 96
 
@@ -40,7 +40,7 @@ refused; an unknown `PODWIRE_*` variable is warned of, because Kubernetes inject
 other key needs a restart, which no running pod notices. A key whose capability this version does
 not have is known and accepted only at the values listed: the agent refuses what it would not do.
 
-This page is generated from `podwire/model/config.py` by `scripts/generate-docs`.
+This page is generated from `podwire/model/config/__init__.py` by `scripts/generate-docs`.
 """
 
 

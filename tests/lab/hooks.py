@@ -22,6 +22,7 @@ TC_ACT_OK: Final = 0
 TC_ACT_SHOT: Final = 2
 TC_ACT_REDIRECT: Final = 7
 _PROGRAMS: Final = ("from_pod", "to_pod")
+_MAPS: Final = ("pw_metrics", "pw_config")
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,11 @@ class Wire:
 class Hooks:
     """The programs of one node. Use it inside `open_hooks`: the thread is in the node's namespace meanwhile."""
 
-    def __init__(self, programs: dict[str, Program], metrics: bpf.Map, outside_index: int) -> None:
+    def __init__(
+        self, programs: dict[str, Program], maps: dict[str, bpf.Map], outside_index: int
+    ) -> None:
         self._programs = programs
-        self._metrics = metrics
+        self._metrics, self._config = maps["pw_metrics"], maps["pw_config"]
         self._outside_index = outside_index
         """A device of the node that is no pod's: what comes from outside has come in through it."""
 
@@ -101,6 +104,12 @@ class Hooks:
                 found[reason] = found.get(reason, 0) + packets
         return found
 
+    def read_revision(self, pod: Attached) -> int:
+        """Give the policy revision that a pod's row carries."""
+        raw = self._config.lookup(pod.if_index.to_bytes(4, "little"), bpf.Update.LOCK)
+        assert raw is not None
+        return abi.ConfigValue.unpack(raw).policy_revision
+
 
 def _frame(source: str, target: str, packet: bytes) -> bytes:
     ethertype = frames.ETH_P_IPV6 if packet[0] >> 4 == 6 else frames.ETH_P_IP
@@ -123,10 +132,12 @@ def open_hooks(scene: Scene) -> Iterator[Hooks]:
             program = open_pinned_program(str(path))
             assert program is not None
             programs[name] = stack.enter_context(program)
-        [path] = node.bpf.glob("v*/maps/pw_metrics")
-        metrics = bpf.open_any_pinned_map(str(path))
-        assert metrics is not None
-        stack.enter_context(metrics)
+        maps = {}
+        for name in _MAPS:
+            [path] = node.bpf.glob(f"v*/maps/{name}")
+            found = bpf.open_any_pinned_map(str(path))
+            assert found is not None
+            maps[name] = stack.enter_context(found)
         index = int(run("ip", "netns", "exec", node.name, "cat", "/sys/class/net/client/ifindex"))
         stack.enter_context(namespace(scene.places["host"].fd.fileno()))
-        yield Hooks(programs, metrics, index)
+        yield Hooks(programs, maps, index)

@@ -232,10 +232,11 @@ class Scene:
 
     def enforce(self, documents: Sequence[Mapping[str, Any]]) -> None:
         """Have exactly these policies in force at every endpoint."""
-        self.wait_enforced(self.write(documents))
+        self.write(documents)
+        self.wait_enforced(self._mark())
 
-    def write(self, documents: Sequence[Mapping[str, Any]]) -> int:
-        """Make the store hold exactly these policies, besides what others wrote; gives the revision that has them."""
+    def write(self, documents: Sequence[Mapping[str, Any]]) -> None:
+        """Make the store hold exactly these policies, besides what others wrote."""
         wanted = {_object_path(one): one for one in documents}
         for path in [one for one in self._applied if one not in wanted]:
             self.api.must("DELETE", path)
@@ -244,7 +245,6 @@ class Scene:
         if changed:
             self.api.must("POST", "/apply", changed)
             self._applied.update(wanted)
-        return self._mark()
 
     def _mark(self) -> int:
         """Write an object that selects nothing and is policy all the same: whoever has seen it has seen all before."""
@@ -265,10 +265,11 @@ class Scene:
 
     # Endpoints
 
-    def relabel(self, title: str, *changes: str) -> None:
-        """Change labels of a pod, `key=value` or `key-`; returns when its endpoint has them in force."""
+    def relabel(self, title: str, *changes: str, wait: bool = True) -> None:
+        """Change labels of a pod, `key=value` or `key-`; `wait` until its endpoint has them in force."""
         self.api.must("PATCH", f"/endpoint/{self.pods[title].endpoint}/labels", list(changes))
-        self.wait_enforced(0)
+        if wait:
+            self.wait_enforced(0)
 
     def entries(self, title: str) -> str:
         """Show what the programs look up for a pod, a line each."""

@@ -22,7 +22,7 @@ from podwire.control.endpoint.regenerate import Regenerator
 from podwire.control.endpoint.states import State
 from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.control.flows.enrich import FlowMaker
-from podwire.control.flows.ring import FlowRing
+from podwire.control.flows.ring import FlowRing, Watch
 from podwire.model.errors import PodwireError
 from podwire.model.flow import FlowEvent
 from podwire.model.interfaces import Datapath
@@ -73,6 +73,7 @@ class Duties:
     attachments: Attachments
     table: EndpointTable
     regenerator: Regenerator
+    flows: FlowRing
     datapath: Datapath
     turn: threading.RLock
     health: Health
@@ -141,12 +142,21 @@ async def reap(duties: Duties) -> None:
 
 
 async def build(duties: Duties) -> None:
-    """Do the builds that are due: retries, changed settings, repairs."""
+    """Do the builds that are due: retries, repairs, and what the programs are to tell since followers came or went."""
+    seen: Watch | None = None
     while True:
         await asyncio.sleep(BUILD_LOOK_S)
+        if seen != (watch := duties.flows.watch):
+            await duties.on_thread(partial(_request_traces, duties))
+            seen = watch
         if len(duties.regenerator.queue):
             await duties.on_thread(partial(_run_builds, duties))
             duties.health.report("builds", ok=True, critical=False)
+
+
+def _request_traces(duties: Duties) -> None:
+    with duties.turn:
+        duties.regenerator.request_traces("followers of flows changed")
 
 
 def _run_builds(duties: Duties) -> None:

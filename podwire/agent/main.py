@@ -264,6 +264,7 @@ def _make_duties(node: Node, dispatcher: Dispatcher, threads: ThreadPoolExecutor
         attachments=node.attachments,
         table=node.table,
         regenerator=node.regenerator,
+        flows=node.flows,
         datapath=node.datapath,
         turn=node.turn,
         health=node.health,

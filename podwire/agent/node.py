@@ -164,12 +164,13 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
     directories = WrittenBehind(RunDirectories(config.files.run_dir / "endpoints"))
     turn = threading.RLock()
     enforcer = _compose_policy(opened, table, directories)
+    flows = FlowRing(config.report.flow_ring)
     regenerator = Regenerator(
         table=table,
         datapath=datapath,
         directories=directories,
         clock=clock,
-        base=partial(_base_config, live),
+        base=partial(_base_config, live, flows),
         enforcer=enforcer,
     )
     resolver = _compose_identities(config, store)
@@ -234,12 +235,13 @@ def _compose_policy_duty(opened: _Opened, enforcer: Enforcer, turn: threading.RL
     )
 
 
-def _base_config(live: LiveConfig, endpoint: Endpoint) -> EndpointConfig:
+def _base_config(live: LiveConfig, flows: FlowRing, endpoint: Endpoint) -> EndpointConfig:
     """Say what the programs are told of an endpoint but for its policy."""
     own_audit = endpoint.record.policy_audit
     return EndpointConfig(
         host_allowed=live.current.datapath.host_access,
         audit=live.current.policy.policy_audit if own_audit is None else own_audit,
+        trace=flows.watch.includes(endpoint.record.id),
     )
 
 

@@ -28,7 +28,10 @@ _AWAY = "is its agent running? see `podwire status`"
 @click.option("--port", metavar="P/proto", help="On either end.")
 @common
 def observe(opts: Common, follow: bool, last: int | None, **conditions: str | None) -> None:
-    """Show flows: who talked to whom, and what became of it."""
+    """Show flows: who talked to whom, and what became of it.
+
+    Drops are always there. What passes is told only while somebody follows, with -f or by `podwire monitor`.
+    """
     query = {
         "follow": "true" if follow else None,
         "last": _LAST if last is None and not conditions["since"] else last,
@@ -40,7 +43,12 @@ def observe(opts: Common, follow: bool, last: int | None, **conditions: str | No
 
 
 @click.command(epilog="Example: podwire monitor --type drop --endpoint default/web")
-@click.option("--type", "kind", type=click.Choice(["drop", "trace", "policy"]), help="Only these.")
+@click.option(
+    "--type",
+    "kind",
+    type=click.Choice(["drop", "trace", "policy"]),
+    help="Only drops, only single packets that pass, or only verdicts on new connections.",
+)
 @click.option("--endpoint", "endpoint_id", metavar="ID", help="Only at this endpoint.")
 @common
 def monitor(opts: Common, kind: str | None, endpoint_id: str | None) -> None:

@@ -17,6 +17,7 @@ from podwire.control.endpoint.policies import PolicyObjects
 from podwire.control.endpoint.queue import BuildQueue
 from podwire.control.endpoint.regenerate import Regenerator
 from podwire.control.endpoint.table import EndpointTable
+from podwire.control.flows.ring import FlowRing
 from podwire.control.identity.allocator import IdentityAllocator
 from podwire.control.identity.feed import IdentityFeed
 from podwire.control.identity.filter import LabelFilter
@@ -84,6 +85,7 @@ class FakeNode:
         self.journal = FailingJournal(self._directory / "journal.db")
         self.table = EndpointTable()
         self.ipam = NodeIpam(self._cidrs)
+        self.flows = FlowRing(16)
         directories = RunDirectories(self._directory / "endpoints")
         self._build_policy(directories)
         regenerator = Regenerator(
@@ -91,7 +93,9 @@ class FakeNode:
             datapath=self.datapath,
             directories=directories,
             clock=self.clock,
-            base=lambda _endpoint: EndpointConfig(),
+            base=lambda endpoint: EndpointConfig(
+                trace=self.flows.watch.includes(endpoint.record.id)
+            ),
             enforcer=self.enforcer,
         )
         context = Context(self.datapath, regenerator)

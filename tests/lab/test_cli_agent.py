@@ -1,5 +1,6 @@
 """The command line against real agents: every command, every form, every exit code."""
 
+import contextlib
 import json
 import os
 import pty
@@ -500,29 +501,73 @@ def test_observe_refuses_a_condition_that_is_none(lab: Lab, options: list[str]) 
     ],
 )
 def test_flows_are_followed_over_all_nodes(lab: Lab, command: list[str], found: bool) -> None:
+    with following(lab, command) as flows:
+        until = time.monotonic() + (10 if found else 1)
+        while time.monotonic() < until and not _forged(flows):
+            _provoke_drop(lab)
+            time.sleep(0.05)  # one packet after another, as long as nobody sees one
+        assert bool(_forged(flows)) == found
+
+
+def _forged(flows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [flow for flow in flows if flow["from"]["ip"] == FORGED]
+
+
+@pytest.mark.parametrize(
+    ("command", "types"),
+    [
+        (["monitor", "--type", "trace"], {"trace"}),
+        (["monitor", "--endpoint", "default/web"], {"policy", "trace"}),
+        (["observe", "-f", "--last", "0", "--verdict", "forwarded"], {"policy", "trace"}),
+    ],
+    ids=["packets", "one endpoint", "flows"],
+)
+def test_what_passes_is_shown_while_somebody_follows(
+    lab: Lab, command: list[str], types: set[str]
+) -> None:
+    def rows() -> list[bool]:
+        return [
+            "trace" in row["flags"]
+            for node in ("node1", "node2")
+            for row in lab.get("/map/config", node)["rows"]
+        ]
+
+    wait_for(lambda: not any(rows()), "followers of other tests to be gone")
+    with following(lab, command) as flows:
+        wait_for(lambda: any(rows()), "the programs to be told")
+
+        def shown() -> set[str]:
+            assert lab.cli("lab", "connect", "client", "web").code == 0
+            return {
+                flow["type"]
+                for flow in flows
+                if (flow["to"]["pod"], flow["to"]["port"]) == ("web", 80)
+            }
+
+        wait_for(lambda: shown() >= types, "flows that pass")
+        assert {flow["type"] for flow in flows if flow["verdict"] == "forwarded"} == types
+    wait_for(lambda: not any(rows()), "the programs to be told that nobody watches")
+    kept = lab.cli("observe", "--verdict", "forwarded", "--last", "1000", "-o", "json").document
+    assert "trace" not in {flow["type"] for flow in kept}
+
+
+@contextlib.contextmanager
+def following(lab: Lab, command: list[str]) -> Iterator[list[dict[str, Any]]]:
+    """Follow flows in another process; gives the list that they are put into."""
+    flows: list[dict[str, Any]] = []
     with subprocess.Popen(
         [PODWIRE, *command, "-o", "jsonl", "--lab", lab.name], stdout=subprocess.PIPE, text=True
     ) as follower:
         assert follower.stdout is not None
-        flows: list[dict[str, Any]] = []
         reader = threading.Thread(
             target=lambda stream: flows.extend(map(json.loads, stream)), args=(follower.stdout,)
         )
         reader.start()
         try:
-            until = time.monotonic() + (10 if found else 1)
-            while time.monotonic() < until and not _forged(flows):
-                _provoke_drop(lab)
-                time.sleep(0.05)  # one packet after another, as long as nobody sees one
+            yield flows
         finally:
             follower.terminate()
-        reader.join()
-        assert bool(_forged(flows)) == found
-    assert follower.returncode == -15
-
-
-def _forged(flows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [flow for flow in flows if flow["from"]["ip"] == FORGED]
+            reader.join()
 
 
 def test_who_follows_an_agent_that_is_killed_is_told(make_single: Lab) -> None:

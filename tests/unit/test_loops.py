@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from podwire.agent.metrics import Metrics
 from podwire.control.endpoint.queue import Level
 from podwire.control.endpoint.states import State
 from podwire.control.flows.enrich import FlowMaker
-from podwire.control.flows.filter import FlowFilter
+from podwire.control.flows.filter import FlowFilter, parse_filter
 from podwire.control.flows.ring import FlowRing
 from podwire.model.errors import CannotServe, KernelFailure
 from podwire.model.flow import FlowEvent
@@ -66,6 +67,7 @@ def scene(node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
             attachments=node.service,
             table=node.table,
             regenerator=node.service.context.regenerator,
+            flows=node.flows,
             datapath=node.datapath,
             turn=node.service.turn,
             health=Health(node.clock),
@@ -157,6 +159,30 @@ async def test_endpoints_that_agree_are_left_alone(scene: Scene) -> None:
     before = len(endpoint.log)
     loops.compare(scene.duties, endpoint)
     assert len(endpoint.log) == before
+
+
+async def test_what_passes_is_told_while_somebody_follows_who_may_want_it(scene: Scene) -> None:
+    for container in ("c1", "c2"):
+        scene.node.service.add(request(container=container), NETNS)
+    flows, rows = scene.node.flows, scene.node.datapath.rows
+    first, _ = (endpoint.record for endpoint in scene.node.table)
+
+    def traced() -> list[bool]:
+        return [row is not None and row.trace for _, row in sorted(rows.items())]
+
+    def as_wanted(wanted: list[bool]) -> bool:
+        return traced() == wanted
+
+    async with running(loops.build, scene.duties):
+        for words, wanted in (
+            ({}, [True, True]),
+            ({"type": "drop"}, [False, False]),
+            ({"endpoint": str(first.id)}, [True, False]),
+        ):
+            follower = flows.follow(parse_filter(words), lambda: None)
+            await until(partial(as_wanted, wanted))
+            flows.leave(follower)
+            await until(lambda: not any(traced()))
 
 
 async def test_a_build_that_failed_is_retried(scene: Scene) -> None:

@@ -55,6 +55,16 @@ class Regenerator:
         endpoint.report(states.RegenerationRequested(cause))
         self.queue.request(endpoint_id, level, cause, self._clock.boottime_ns())
 
+    def request_traces(self, cause: str) -> None:
+        """Ask for a build of every endpoint whose programs are to tell what passes and do not, or the reverse.
+
+        In the node's turn. What is being built, or has to be, asks what is wanted when its turn comes.
+        """
+        for endpoint in self._table:
+            differs = endpoint.config.trace != self._base(endpoint).trace
+            if differs and endpoint.state is states.State.READY:
+                self.request(endpoint.record.id, Level.POLICY, cause)
+
     def run_due(self) -> bool:
         """Do one build that is due; False when there is none. A failure is logged, kept for people, and retried."""
         build = self.queue.take(self._clock.boottime_ns())

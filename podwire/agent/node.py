@@ -139,6 +139,7 @@ def plan_node(config: AgentConfig) -> NodePlan:
         masquerade_except=config.datapath.masquerade_except,
         conntrack_entries=config.datapath.conntrack_entries,
         conntrack_quota=config.datapath.conntrack_quota,
+        policy_entries=config.policy.policy_entries,
     )
 
 
@@ -310,5 +311,11 @@ def _prepare_reload(node: Node) -> None:
             enforcer.engine.set_enforcement(Enforcement(config.policy.policy_enforcement))
             enforcer.apply("policy_enforcement changed")
 
+    def apply_capacity(config: AgentConfig) -> None:
+        with node.turn:
+            node.datapath.change_plan(plan_node(config))
+            node.regenerator.enforcer.apply("policy_entries changed")
+
     node.live.apply_with("masquerade", apply_masquerade)
+    node.live.apply_with("policy_entries", apply_capacity)
     node.live.apply_with("policy_enforcement", apply_enforcement)

@@ -43,7 +43,8 @@ def test_defaults_are_those_of_the_contract() -> None:
     assert config.store.store == "sqlite:///var/lib/podwire/store.db"
     assert config.report.flow_ring == 4096
     assert config.policy.identity_wait_s == 10
-    assert frozenset({"log_level", "masquerade", "policy_enforcement"}) == RELOADABLE
+    reloadable = {"log_level", "masquerade", "policy_enforcement", "policy_entries"}
+    assert reloadable == RELOADABLE
 
 
 def test_the_default_store_is_in_the_state_directory() -> None:
@@ -71,6 +72,7 @@ OTHER_VALUES: dict[str, tuple[str, Any]] = {
     "conntrack_quota": ("100", 100),
     "policy_enforcement": ("always", "always"),
     "policy_audit": ("true", True),
+    "policy_entries": ("4096", 4096),
     "identity_label_filter": ("app,!tier", ("app", "!tier")),
     "identity_wait_s": ("11", 11),
     "status_grace_s": ("120", 120),

@@ -199,6 +199,12 @@ class PolicySettings:
         reloadable=True,
     )
     policy_audit: bool = setting(BOOL, False, "Whether policies only report what they would drop.")
+    policy_entries: int = setting(
+        integer(16, 1_000_000),
+        131_072,
+        "Policy entries that the node's programs may hold, of all endpoints together.",
+        reloadable=True,
+    )
     policy_cidr_match: tuple[str, ...] = only_default(
         TEXTS, (), "What besides the world CIDR rules of Cilium's policies match."
     )

@@ -4,7 +4,7 @@ import argparse
 
 from bench import results_file
 from bench.stats import median_of
-from tests.packet.timing import open_bench, run_once
+from tests.packet.timing import in_rounds, open_bench, run_once
 
 
 def main() -> None:
@@ -14,9 +14,8 @@ def main() -> None:
     arguments = parser.parse_args()
     samples: dict[str, list[float]] = {}
     with open_bench() as (rig, cases):
-        for _ in range(arguments.rounds):
-            for case in cases:
-                samples.setdefault(case.name, []).append(run_once(rig, case))
+        for case in in_rounds(cases, arguments.rounds):
+            samples.setdefault(case.name, []).append(run_once(rig, case))
     summary = {}
     print("\nns for one packet, median (95 % interval), lowest")
     for name, series in samples.items():

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,26 @@ class Build:
         return {} if die_before_swap else dict(json.loads(done.stdout))
 
 
-def make_build(directory: Path, version: int, *, oldest_reader: int) -> Build:
-    """Compile this tree with one field more in the rows of flows, devices and addresses."""
-    tree = directory / f"build-{version}-{oldest_reader}"
+def _copy_tree(tree: Path) -> Path:
     for name in ("podwire", "bpf", "scripts", "tests"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tree)
+    return tree
+
+
+def make_build_without_maps(directory: Path, version: int, names: Sequence[str]) -> Build:
+    """Compile this tree as if it did not know some maps: it has them under other names, which says the same."""
+    tree = _copy_tree(directory / "build-without")
+    pattern = re.compile(rf"\b({'|'.join(names)})\b")
+    for path in (*tree.glob("bpf/**/*.[ch]"), *tree.glob("podwire/datapath/*.py")):
+        path.write_text(pattern.sub(lambda found: f"{found[0]}_x", path.read_text()))
+    subprocess.run(["make", "-s", "-C", "bpf"], cwd=tree, check=True)
+    return Build(tree, version)
+
+
+def make_build(directory: Path, version: int, *, oldest_reader: int) -> Build:
+    """Compile this tree with one field more in the rows of flows, devices and addresses."""
+    tree = _copy_tree(directory / f"build-{version}-{oldest_reader}")
     header = tree / "bpf" / "include" / "podwire" / "abi.h"
     text = header.read_text()
     for pattern, replacement in (
@@ -62,13 +77,17 @@ def make_build(directory: Path, version: int, *, oldest_reader: int) -> Build:
 
 
 def _run(bpf_dir: Path, *, die: bool) -> None:
-    from podwire.datapath import abi, maps, upgrade  # noqa: PLC0415 (another build's)
+    from podwire.datapath import abi, maps, node, upgrade  # noqa: PLC0415 (another build's)
     from podwire.datapath.node import KernelDatapath  # noqa: PLC0415
+    from podwire.kernel.netlink import NetlinkSocket  # noqa: PLC0415
     from tests.kernel.node_world import make_plan  # noqa: PLC0415
 
     if die:
         upgrade.replace_programs = lambda *_: os._exit(9)
-    with KernelDatapath(make_plan(bpf_dir)) as datapath:
+    with KernelDatapath(make_plan(bpf_dir)) as datapath, NetlinkSocket() as netlink:
+        # What restore does device by device.
+        programs = node._programs_of(datapath._node.loaded)
+        upgrade.replace_programs(netlink, datapath.plan.node_name, programs)
         flows = [
             [flow.instance, flow.direction, str(flow.source), flow.source_port, flow.value.packets]
             for flow in maps.list_conntrack(datapath.maps)

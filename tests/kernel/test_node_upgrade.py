@@ -1,5 +1,6 @@
 """Another map layout takes a running node over, and gives it back, while traffic flows."""
 
+import ipaddress
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -10,18 +11,36 @@ import pytest
 from podwire.datapath import abi
 from podwire.datapath import maps as tables
 from podwire.datapath.node import KernelDatapath
-from podwire.datapath.programs import Pins, list_versions
+from podwire.datapath.policy_maps import read_cidrs
+from podwire.datapath.programs import Pins, list_versions, remove_directory
 from podwire.datapath.upgrade import Conversion, Piece, plan_conversion
 from podwire.kernel.bpf import Member
 from podwire.model.errors import NewerData
+from podwire.model.interfaces import EndpointConfig
+from podwire.model.policy import (
+    ANY_IDENTITY,
+    CIDR_IDENTITY_FIRST,
+    Direction,
+    IPNetwork,
+    PolicyEntry,
+    PolicyKey,
+    PolicyRows,
+    Verdict,
+)
 from tests.kernel.conftest import NODE_IPV4
 from tests.kernel.node_world import OPEN, KernelWorld, kernel_world
-from tests.kernel.other_build import Build, make_build
+from tests.kernel.other_build import Build, make_build, make_build_without_maps
 from tests.kernel.traffic import Datagrams, Stream, continuous_traffic
 
 THIS = abi.ABI_VERSION
 NEXT = THIS + 1
 SOME_TRAFFIC_S = 0.3
+POLICY_MAPS = ("pw_policy", "pw_cidrs", "pw_hits")
+ROWS: PolicyRows = {
+    PolicyKey(2, Direction.EGRESS, 6, 80, 16): PolicyEntry(Verdict.DENY, 5, 1),
+    PolicyKey(ANY_IDENTITY, Direction.EGRESS): PolicyEntry(Verdict.ALLOW, 4, 2),
+}
+CIDRS: dict[IPNetwork, int] = {ipaddress.ip_network("10.0.0.0/8"): CIDR_IDENTITY_FIRST}
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +51,12 @@ def next_build(tmp_path_factory: pytest.TempPathFactory) -> Build:
 @pytest.fixture(scope="module")
 def closed_build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     return make_build(tmp_path_factory.mktemp("closed"), NEXT, oldest_reader=NEXT)
+
+
+@pytest.fixture(scope="module")
+def older_build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """A build of this layout from before there was policy."""
+    return make_build_without_maps(tmp_path_factory.mktemp("older"), THIS, POLICY_MAPS)
 
 
 @pytest.fixture
@@ -151,6 +176,59 @@ def test_rows_taken_over_make_room_for_nothing_twice(world: KernelWorld, next_bu
     second = next_build.prepare_node(world.plan.bpf_dir)
     assert first["usage"].keys() == second["usage"].keys() == {str(record.id)}
     assert Pins(world.plan.bpf_dir, NEXT).maps.is_dir()
+
+
+def test_slots_and_cidrs_go_to_the_other_layout_and_come_back(
+    world: KernelWorld, next_build: Build
+) -> None:
+    world.datapath.write_slot(7, ROWS)
+    world.datapath.write_cidrs(CIDRS)
+    world.datapath.close()
+    next_build.prepare_node(world.plan.bpf_dir)
+    assert list_versions(world.plan.bpf_dir) == [NEXT]
+    world.restart()
+    assert list_versions(world.plan.bpf_dir) == [THIS]
+    assert world.datapath.list_slots() == [7]
+    assert world.datapath.read_slot(7) == ROWS
+    assert dict(read_cidrs(world.datapath.maps)) == CIDRS
+
+
+def test_a_build_without_policy_takes_over_and_gives_back_under_traffic(
+    world: KernelWorld, older_build: Build
+) -> None:
+    first, first_pod = world.attach(13)
+    second, second_pod = world.attach(14)
+    world.datapath.write_slot(7, ROWS)
+    config = EndpointConfig(policy_revision=2, slot=7)
+    world.datapath.update_endpoints([(first, config)])
+    with continuous_traffic([(first_pod, second_pod, second.ipv4)]) as flows:
+        let_flow(flows)
+        world.datapath.close()
+        older_build.prepare_node(world.plan.bpf_dir)
+        let_flow(flows)
+        world.restart()
+        for record in (first, second):
+            world.datapath.repair_device(record)
+        let_flow(flows)
+        results = [flow.finish() for flow in flows]
+    assert results == [[], ""]
+    assert world.datapath.read_slot(7) == ROWS
+    assert world.datapath.compare_endpoint(first, config, first_pod.pod) == []
+    assert world.datapath.remove_unowned_slots(()) == [7]
+
+
+def test_the_maps_of_policy_are_made_where_an_older_build_had_none(
+    world: KernelWorld, older_build: Build
+) -> None:
+    world.datapath.close()
+    remove_directory(world.plan.bpf_dir)
+    older_build.prepare_node(world.plan.bpf_dir)
+    pins = Pins(world.plan.bpf_dir, THIS).maps
+    assert not any((pins / name).exists() for name in POLICY_MAPS)
+    world.restart()
+    assert all((pins / name).exists() for name in POLICY_MAPS)
+    world.datapath.write_slot(7, ROWS)
+    assert world.datapath.read_slot(7) == ROWS
 
 
 @pytest.mark.parametrize("entries", [65_536, 4096], ids=["grown", "as-small-as-its-flows-allow"])

@@ -126,7 +126,8 @@ static __always_inline int finish(struct __sk_buff *skb, struct pw_flow *flow, i
 	__u8 reason = outcome == PW_DONE ? 0 : outcome;
 
 	count_packet(flow, skb->len, reason);
-	tell(skb, flow, reason);
+	if (reason || has_news(flow))
+		tell(skb, flow, reason);
 	record_decision(flow, reason);
 	return leave(skb, flow);
 }

@@ -149,6 +149,13 @@ static __always_inline void tell_sender_verdict(struct __sk_buff *skb, struct pw
 	flow->rule = rule;
 }
 
+/* Most packets go on with what is known of their flow, and nobody watches them. */
+static __always_inline bool has_news(const struct pw_flow *flow)
+{
+	return (flow->said | flow->sender_said) & (PW_SAID_BY_SLOT | PW_SAID_AUDIT) ||
+	       flow->row.flags & PW_CONFIG_TRACE;
+}
+
 /* Drops are told always, and so is what the rules of a slot say about a new flow; passes where someone watches. */
 PW_CHECKED_ALONE int tell(struct __sk_buff *skb, struct pw_flow *flow, __u32 reason)
 {

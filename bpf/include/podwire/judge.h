@@ -104,22 +104,12 @@ static __always_inline void judge_reversed(const struct pw_flow *flow, struct pw
 	question->direction = !question->direction;
 	question->port_be = flow->key.sport_be;
 	policy_verdict(row, question, &reversed);
-	if (!reversed.allowed || (reversed.audited && verdict->allowed))
+	if (!reversed.allowed || (reversed.said & PW_SAID_AUDIT && verdict->allowed))
 		return;
 	*verdict = reversed;
 	match->reply = true;
 	match->direction = question->direction;
 	match->port_be = question->port_be;
-}
-
-static __always_inline __u8 what_to_say(const struct pw_match *match,
-					const struct pw_verdict *verdict)
-{
-	__u8 said = PW_SAID_ANEW;
-
-	if (verdict->by_slot && !match->entry)
-		said |= PW_SAID_BY_SLOT;
-	return verdict->audited ? said | PW_SAID_AUDIT : said;
 }
 
 static __noinline int judge_anew(struct __sk_buff *skb, struct pw_flow *flow,
@@ -140,11 +130,11 @@ static __noinline int judge_anew(struct __sk_buff *skb, struct pw_flow *flow,
 	policy_verdict(row, &question, &verdict);
 	if (!match->entry && is_midstream(flow)) {
 		match->picked_up = true;
-		if (!verdict.allowed || verdict.audited)
+		if (!verdict.allowed || verdict.said & PW_SAID_AUDIT)
 			judge_reversed(flow, match, row, &question, &verdict);
 	}
 	flow->rule = verdict.rule;
-	flow->said = what_to_say(match, &verdict);
+	flow->said = match->entry ? verdict.said & ~PW_SAID_BY_SLOT : verdict.said;
 	count_hit(verdict.rule, flow->packet_bytes);
 	if (match->entry) {
 		match->entry->rule = verdict.rule;

@@ -24,8 +24,7 @@ struct pw_question {
 struct pw_verdict {
 	__u32 rule;
 	bool allowed;
-	bool audited; /* denied, but only watched */
-	bool by_slot;
+	__u8 said; /* enum pw_said */
 };
 
 static __always_inline bool outranks(const struct pw_policy_value *row,
@@ -91,23 +90,28 @@ static __always_inline void ask_rules(const struct pw_config_value *row,
 				      struct pw_verdict *verdict)
 {
 	bool inwards = question->direction == PW_INGRESS;
+	bool audited = row->flags & PW_CONFIG_AUDIT;
 	const struct pw_policy_value *found = NULL;
 	__u32 by_address = inwards ? PW_CONFIG_CIDR_INGRESS : PW_CONFIG_CIDR_EGRESS;
 
 	if (row->slot) {
 		__u32 cidr = row->flags & by_address ? cidr_identity(question) : 0;
 
-		verdict->by_slot = true;
+		verdict->said |= PW_SAID_BY_SLOT;
 		found = ask_slot(row->slot, question, cidr);
 	}
 	if (found) {
 		verdict->rule = found->rule;
 		verdict->allowed = found->verdict == PW_POLICY_ALLOW;
-		verdict->audited = found->flags & PW_POLICY_AUDIT;
+		audited |= found->flags & PW_POLICY_AUDIT;
 	} else {
 		verdict->rule = inwards ? row->default_rule_ingress : row->default_rule_egress;
 		verdict->allowed =
 			!(row->flags & (inwards ? PW_CONFIG_DENY_INGRESS : PW_CONFIG_DENY_EGRESS));
+	}
+	if (!verdict->allowed && audited) {
+		verdict->allowed = true;
+		verdict->said |= PW_SAID_AUDIT;
 	}
 }
 
@@ -119,14 +123,13 @@ PW_CHECKED_ALONE int policy_verdict(const struct pw_config_value *row,
 		return 0;
 	__builtin_memset(verdict, 0, sizeof(*verdict));
 	verdict->allowed = true;
+	verdict->said = PW_SAID_ANEW;
 	if (question->peer_identity == PW_IDENTITY_SELF)
 		return 0;
 	if (question->direction == PW_INGRESS && question->peer_identity == PW_IDENTITY_HOST &&
 	    row->flags & PW_CONFIG_HOST_ALLOWED)
 		return 0;
 	ask_rules(row, question, verdict);
-	verdict->audited = !verdict->allowed && (verdict->audited || row->flags & PW_CONFIG_AUDIT);
-	verdict->allowed = verdict->allowed || verdict->audited;
 	return 0;
 }
 

@@ -217,7 +217,7 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
         turn=turn,
         health=health,
         metrics=metrics,
-        flows=FlowRing(config.report.flow_ring),
+        flows=flows,
         started_boottime_ns=started_ns,
     )
 

@@ -141,6 +141,10 @@ class Containerd:
         """Wait until the runtime has read its network configuration."""
         wait_for(lambda: self.conditions().get("NetworkReady") == "", 20, "the runtime's network")
 
+    def network_configuration(self) -> str:
+        """Give the network configurations that the runtime has read, as it tells them."""
+        return str(self.call("Status", verbose=True).info["cniconfig"])
+
     def describe_pod(
         self,
         name: str,
@@ -209,13 +213,17 @@ class Containerd:
         assert reply.exit_code == 0, f"{' '.join(command)}: {reply.stdout}{reply.stderr}"
         return bytes(reply.stdout).decode()
 
+    def remove_all(self) -> None:
+        """Stop and remove every pod."""
+        for item in self.call("ListPodSandbox").items:
+            self.call("StopPodSandbox", pod_sandbox_id=item.id)
+            self.call("RemovePodSandbox", pod_sandbox_id=item.id)
+
     def close(self) -> None:
         """Remove every pod, then end the daemon."""
         try:
             if self._process.poll() is None and self._answers():
-                for item in self.call("ListPodSandbox").items:
-                    self.call("StopPodSandbox", pod_sandbox_id=item.id)
-                    self.call("RemovePodSandbox", pod_sandbox_id=item.id)
+                self.remove_all()
         finally:
             self._channel.close()
             self._process.terminate()

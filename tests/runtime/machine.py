@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from podwire.kernel import netns
+from tests.lab.labrig import Said, podwire
 from tests.lab.rig import LAUNCHER, Rig, run, wait_for
 
 REFERENCE_PLUGINS: Final = Path("/usr/lib/cni")
@@ -170,6 +171,37 @@ class Machine:
             stdin = json.loads(path.read_text() or "{}")
             calls.append({**{key: value for key, _, value in pairs}, "stdin": stdin})
         return calls
+
+    # The command line
+
+    def podwire(self, *arguments: str) -> Said:
+        """Run a command of `podwire` on this machine's agent."""
+        return podwire(*arguments, "--agent", str(self.directory / "api.sock"))
+
+    def change(self, *arguments: str) -> Said:
+        """Run a command that must succeed."""
+        done = self.podwire(*arguments)
+        assert done.code == 0, f"{' '.join(arguments)}: {done.err}"
+        return done
+
+    def write_objects(self, *documents: Mapping[str, Any]) -> str:
+        """Write objects to a file and give its path."""
+        path = self.directory / "objects.json"
+        path.write_text("\n".join(json.dumps(document) for document in documents))
+        return str(path)
+
+    def apply(self, *documents: Mapping[str, Any]) -> None:
+        """Apply objects, and wait until the policies among them are in force."""
+        self.change("apply", "-f", self.write_objects(*documents))
+        for document in documents:
+            if document["kind"].endswith("Policy"):
+                metadata = document["metadata"]
+                found = self.change(
+                    *("get", document["kind"], f"{metadata['namespace']}/{metadata['name']}"),
+                    *("-o", "json"),
+                )
+                revision = found.document["metadata"]["resourceVersion"]
+                self.change("policy", "wait", revision, "--timeout", "10")
 
     # Sockets
 

@@ -34,17 +34,17 @@ def main() -> None:
         directory = stack.enter_context(scratch())
         state = stack.enter_context(one_node())
         ours, node = podwire_on(state, directory), state.plan.nodes[0]
-        samples["MB without pods"] = [_resident_mb(_agent_pid())]
+        samples["MB without pods"] = [resident_mb(agent_pid())]
         for _ in range(arguments.pods):
             ours.call("ADD", uuid.uuid4().hex, stack.enter_context(pod_namespace()))
-        samples["MB after as many ADDs"] = [_resident_mb(_agent_pid())]
+        samples["MB after as many ADDs"] = [resident_mb(agent_pid())]
         for _ in range(arguments.restarts):
-            samples.setdefault("start to answer, ms", []).append(_restart_ms(node))
+            samples.setdefault("start to answer, ms", []).append(restart_ms(node))
             if _endpoints(node) != arguments.pods:
                 raise RuntimeError(f"{_endpoints(node)} endpoints after a restart")
-            samples.setdefault("MB after a restart", []).append(_resident_mb(_agent_pid()))
-        samples["idle CPU, %"] = [_cpu_percent(_agent_pid(), arguments.idle_s)]
-        samples["MB after idling"] = [_resident_mb(_agent_pid())]
+            samples.setdefault("MB after a restart", []).append(resident_mb(agent_pid()))
+        samples["idle CPU, %"] = [_cpu_percent(agent_pid(), arguments.idle_s)]
+        samples["MB after idling"] = [resident_mb(agent_pid())]
     summary = {}
     print(f"\nwith {arguments.pods} pods, median (95 % interval)")
     for name, series in samples.items():
@@ -54,12 +54,13 @@ def main() -> None:
     results_file.write("agent", {"pods": arguments.pods, **summary}, samples)
 
 
-def _agent_pid() -> int:
+def agent_pid() -> int:
+    """Give the process of the only agent."""
     with changed_state(LAB) as state:
         return next(iter(state.agents.values())).pid
 
 
-def _restart_ms(node: NodePlan) -> float:
+def restart_ms(node: NodePlan) -> float:
     """Kill the agent and start it again; gives the time from its execution to its first answer."""
     with changed_state(LAB) as state:
         process = state.agents[node.name]
@@ -85,7 +86,8 @@ def _endpoints(node: NodePlan) -> int:
     return int(status["endpoints"]["byState"].get("ready", 0))
 
 
-def _resident_mb(pid: int) -> float:
+def resident_mb(pid: int) -> float:
+    """Give the resident memory of a process, in MB."""
     for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
         if line.startswith("VmRSS:"):
             return round(int(line.split()[1]) * 1024 / 1e6, 1)

@@ -30,7 +30,8 @@ from podwire.control.flows.filter import FlowFilter
 from podwire.control.flows.flow import Flow
 from podwire.model.errors import Fault, InvalidRequest, StorageFailure, UndecodableRequest
 
-BODY_MAX_BYTES = 1 << 20
+BODY_MAX_BYTES = 16 << 20
+"""A set of manifests of the largest size that `podwire apply` reads (8 MiB of YAML), as JSON."""
 HEAD_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 10.0
 HANDLER_TIMEOUT_S = 30.0

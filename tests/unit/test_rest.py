@@ -389,7 +389,7 @@ REFUSED = {
     "no UTF-8": ("PATCH", "/v1/config", b'{"log_level": "\xff"}', 400, "decode"),
     "no body": ("PATCH", "/v1/config", b"", 400, "decode"),
     "deep": ("PATCH", "/v1/config", b"[" * 100_000, 400, "decode"),
-    "too large": ("PATCH", "/v1/config", b" " * (2 << 20), 413, "too-large"),
+    "too large": ("PATCH", "/v1/config", b" " * (17 << 20), 413, "too-large"),
 }
 
 

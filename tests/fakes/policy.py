@@ -5,6 +5,7 @@ Every element of a call is a step of its own; `watch` is called after each, so t
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from podwire.model.endpoint import EndpointRecord, IPAddress
 from podwire.model.errors import KernelFailure, PodwireError, PolicyOverflow
@@ -49,6 +50,8 @@ class FakePolicyDatapath:
     watch: Callable[[], None] = lambda: None
     calls: list[tuple[str, int]] = field(default_factory=list)
     """Method and slot (0 = none), in order."""
+    _index: dict[tuple[int, ...], PolicyEntry] = field(default_factory=dict)
+    """The entries again, under what is quickly compared."""
 
     def write_slot(self, slot: int, rows: PolicyRows) -> None:
         self._begin("write_slot", slot)
@@ -57,25 +60,23 @@ class FakePolicyDatapath:
         self._check_room(len(rows))
         self.slots[slot] = {}
         for key, entry in rows.items():
-            self._step()
-            self.slots[slot][key] = entry
+            self._put(slot, key, entry)
 
     def change_slot(self, slot: int, put: PolicyRows, remove: Iterable[PolicyKey]) -> None:
         self._begin("change_slot", slot)
         held = self.slots.setdefault(slot, {})
         self._check_room(sum(key not in held for key in put))
         for key, entry in put.items():
-            self._step()
-            held[key] = entry
+            self._put(slot, key, entry)
         for key in remove:
-            self._step()
-            held.pop(key, None)
+            self._remove(slot, key)
 
     def remove_slots(self, slots: Iterable[int]) -> None:
         self._begin("remove_slots", 0)
         for slot in slots:
             assert all(row.slot != slot for row in self.rows.values()), "a row names the slot"
-            self._step()
+            for key in list(self.slots.get(slot, ())):
+                self._remove(slot, key)
             self.slots.pop(slot, None)
 
     def read_slot(self, slot: int) -> PolicyRows:
@@ -113,7 +114,7 @@ class FakePolicyDatapath:
         """Give the entry that decides: highest precedence, then deny, then the earlier family."""
         best: PolicyEntry | None = None
         for identity in self._families(row, packet):
-            entry = self._longest(self.slots.get(row.slot, {}), identity, packet)
+            entry = self._longest(row.slot, identity, packet)
             if entry is not None and (best is None or _strength(entry) > _strength(best)):
                 best = entry
         return best
@@ -132,17 +133,27 @@ class FakePolicyDatapath:
         return [*families, ANY_IDENTITY]
 
     def _find_cidr(self, address: IPAddress) -> int | None:
-        around = [one for one in self.cidrs if address in one]
+        around = [one for one in self.cidrs if _contains(one, address)]
         return self.cidrs[max(around, key=lambda one: one.prefixlen)] if around else None
 
-    @staticmethod
-    def _longest(held: PolicyRows, identity: int, packet: Packet) -> PolicyEntry | None:
+    def _longest(self, slot: int, identity: int, packet: Packet) -> PolicyEntry | None:
+        family = slot, identity, packet.direction.value
         for bits in range(16, -1, -1):
             port = packet.port >> (16 - bits) << (16 - bits)
-            key = PolicyKey(identity, packet.direction, packet.protocol, port, bits)
-            if key in held:
-                return held[key]
-        return held.get(PolicyKey(identity, packet.direction))
+            entry = self._index.get((*family, packet.protocol, port, bits))
+            if entry is not None:
+                return entry
+        return self._index.get((*family, 0, 0, 0))
+
+    def _put(self, slot: int, key: PolicyKey, entry: PolicyEntry) -> None:
+        self._step()
+        self.slots[slot][key] = entry
+        self._index[slot, *_numbers(key)] = entry
+
+    def _remove(self, slot: int, key: PolicyKey) -> None:
+        self._step()
+        self.slots[slot].pop(key, None)
+        self._index.pop((slot, *_numbers(key)), None)
 
     def _begin(self, method: str, slot: int) -> None:
         self.calls.append((method, slot))
@@ -162,5 +173,14 @@ class FakePolicyDatapath:
         self.watch()
 
 
+@lru_cache
+def _contains(network: IPNetwork, address: IPAddress) -> bool:
+    return address in network
+
+
 def _strength(entry: PolicyEntry) -> tuple[int, int]:
     return entry.precedence, entry.verdict
+
+
+def _numbers(key: PolicyKey) -> tuple[int, ...]:
+    return key.identity, key.direction.value, key.protocol, key.port, key.port_bits

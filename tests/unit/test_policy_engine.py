@@ -422,10 +422,7 @@ def test_numbers_are_never_used_again_after_a_restart() -> None:
     revision = world.engine.revision
     world.restart()
     assert world.datapath.rows[EndpointId(1)].slot == slot
-    world.datapath.slots.clear()
     world.set_policy(POLICIES[0], allow(443))
-    world.restart()
-    world.set_policy(POLICIES[0], allow(444))
     world.engine.apply()
     assert world.datapath.rows[EndpointId(1)].slot > slot + 1
     assert world.datapath.rows[EndpointId(1)].policy_revision > revision

@@ -81,6 +81,9 @@ class CidrTable:
     def __iter__(self) -> Iterator[Selection]:
         return iter(self._selections.values())
 
+    def __contains__(self, network: IPNetwork) -> bool:
+        return network in self._prefixes
+
     def mapping(self, more: Iterable[Prefix] = ()) -> dict[IPNetwork, int]:
         """Give the numbers of the prefixes that are in the datapath's map, and of some that are going to be."""
         mapped = (prefix for prefix in self._prefixes.values() if prefix.is_mapped)

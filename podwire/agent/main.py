@@ -294,7 +294,7 @@ def _make_api(node: Node, pump: EventPump) -> Api:
                 policy_problems=lambda: len(node.policies.objects.problems),
                 policy_revision=lambda: node.regenerator.enforcer.revision,
                 identities=node.identities.feed.resolver.allocator,
-                maps=lambda: rows.describe_maps(datapath.maps),
+                maps=datapath.describe_maps,
                 started_unix_s=time.time(),
             )
         )
@@ -311,7 +311,7 @@ def _make_api(node: Node, pump: EventPump) -> Api:
         clock=node.clock,
         turn=node.turn,
         maps=MapReaders(
-            describe=lambda: rows.describe_maps(datapath.maps),
+            describe=datapath.describe_maps,
             rows=lambda name, limit: rows.read_rows(datapath.maps, name, limit),
         ),
         store=node.store,

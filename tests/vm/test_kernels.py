@@ -1,7 +1,7 @@
 """Programs pass the verifier of Debian 12's own kernel and of 6.12, and do there what they do here.
 
-Each kernel is booted once under emulation and runs the tier `packet` and the datapath's contract (real
-pods, the programs as they are shipped) inside; a test here stands for one file of those.
+Each kernel is booted once under emulation and runs the tier `packet`, the datapath's contract (real pods,
+the programs as they are shipped) and the tests of the policy maps inside; a test here stands for one file of those.
 """
 
 import functools
@@ -24,6 +24,7 @@ DEADLINE_S = 800
 FILES = (
     *sorted(f"tests/packet/{path.name}" for path in (ROOT / "tests" / "packet").glob("test_*.py")),
     "tests/contract/test_datapath.py",
+    "tests/kernel/test_policy_maps.py",
 )
 COMMAND = (
     f"python3 -m pytest {' '.join(FILES)} --tiers packet,kernel"

@@ -27,12 +27,16 @@ class ObjectsApi(Protocol):
 
 
 class AppliedView(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one object. `before` and `after` are its documents; only a dry run tells them."""
+    """What became of one object. `before` and `after` are its documents; only a dry run tells them.
+
+    `revision`: the store's that holds it, for whoever waits until a policy is enforced.
+    """
 
     kind: str
     namespace: str
     name: str
     action: str
+    revision: int | None = None
     before: dict[str, Any] | None = None
     after: dict[str, Any] | None = None
 
@@ -94,6 +98,7 @@ def _view(done: Applied, *, dry: bool) -> AppliedView:
         namespace=done.key.namespace,
         name=done.key.name,
         action=done.action,
+        revision=None if dry else done.revision,
         before=_document(done.before) if dry else None,
         after=_document(done.after) if dry else None,
     )

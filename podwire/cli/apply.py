@@ -157,6 +157,7 @@ def _show_done(opts: Common, done: Sequence[Row], *, dry_run: bool) -> None:
     rows = [
         {"kind": row["kind"], "namespace": row["namespace"], "name": row["name"]}
         | {"action": row["action"], "dryRun": dry_run}
+        | {"revision": None if dry_run else row["revision"]}
         for row in done
     ]
     show_rows(rows, _COLUMNS, opts.style, _name)
@@ -206,4 +207,5 @@ _COLUMNS = (
     Column("NAMESPACE", key("namespace")),
     Column("NAME", key("name")),
     Column("RESULT", _result),
+    Column("REVISION", key("revision"), wide=True),
 )

@@ -145,6 +145,7 @@ def _make_row(done: "Applied") -> Row:
         "namespace": done.key.namespace,
         "name": done.key.name,
         "action": done.action,
+        "revision": done.revision,
         "before": None if done.before is None else dict(done.before.document),
         "after": None if done.after is None else dict(done.after.document),
     }

@@ -1,17 +1,20 @@
 """`podwire policy`: list, selectors, entries, trace, wait, validate."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import click
 
 from podwire.cli import client
-from podwire.cli.client import EXIT_NOT_FOUND, EXIT_NOT_SO, CliError, segment
+from podwire.cli.client import EXIT_NOT_FOUND, EXIT_NOT_SO, CliError
+from podwire.cli.endpoint import find_endpoint
 from podwire.cli.lists import ask_all, show_list
 from podwire.cli.options import Agent, Common, common, listing
 from podwire.cli.output import Column, Row, key, show_one
 
 _WAIT_LOOK_S = 0.05
+_ANOTHER_NODE = "podwire endpoint list; a pod of another node is said by its address: ip:ADDRESS"
 
 
 @click.group(
@@ -48,7 +51,10 @@ def selectors(opts: Common) -> None:
 @common
 def entries(opts: Common, endpoint: str | None) -> None:
     """List the entries that the programs look up, each with the rule it is from and how often it decided."""
-    query = f"?endpoint={segment(endpoint)}" if endpoint else ""
+    query = ""
+    if endpoint:
+        agent, row = find_endpoint(opts.agents(), endpoint)
+        opts, query = replace(opts, agents=lambda: [agent]), f"?endpoint={row['id']}"
     show_list(
         opts,
         lambda agent: _get(agent, f"/policy/entries{query}"),
@@ -92,7 +98,7 @@ def trace(opts: Common, source: str, target: str, port: str | None) -> None:
     answers, failure = ask_all(opts, ask)
     found = [answer for _, answer in answers if answer is not None]
     if not found:
-        raise unknown[0]
+        raise CliError(EXIT_NOT_FOUND, unknown[0].message, _ANOTHER_NODE)
     document = _best_informed(found)
     show_one(document, opts.style, lambda: _trace_lines(document), document["verdict"])
     if failure is not None:
@@ -121,7 +127,7 @@ def _trace_lines(document: Row) -> list[str]:
 @click.option("--timeout", "timeout_s", type=float, default=30.0, show_default=True, metavar="S")
 @common
 def wait(opts: Common, revision: int, timeout_s: float) -> None:
-    """Wait until every endpoint enforces at least REVISION (what `apply` printed); exit code 1 when it does not."""
+    """Wait until every endpoint enforces at least REVISION (of `apply -o wide`); exit code 1 when it does not."""
     deadline = time.monotonic() + timeout_s
     while True:
         answers, failure = ask_all(opts, lambda agent: _behind(agent, revision))

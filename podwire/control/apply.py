@@ -44,6 +44,11 @@ class Applied:
     after: StoredObject | None
     """What is there now; None when it was deleted."""
 
+    @property
+    def revision(self) -> int | None:
+        """The store's revision that holds it, for `policy wait`; None when it was deleted or only tried."""
+        return (self.after.revision or None) if self.after is not None else None
+
 
 def apply_documents(
     store: Store, documents: Sequence[object], *, namespace: str = "", dry_run: bool = False

@@ -24,9 +24,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=300)
     parser.add_argument("--bursts", type=int, default=8)
+    parser.add_argument("--policies", type=int, default=100, help="on podwire's node")
     arguments = parser.parse_args()
     samples: dict[str, list[float]] = {}
-    with two_contestants() as contestants:
+    with two_contestants(arguments.policies) as contestants:
         for (
             contestant
         ) in contestants:  # the first call of each reads files that later ones find in memory

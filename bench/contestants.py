@@ -10,15 +10,18 @@ import subprocess
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from podwire.control.apply import apply_documents
 from podwire.kernel import netns
 from podwire.lab import labs
+from podwire.lab.node import STORE_FILE
 from podwire.lab.pod import launcher_program, network_config
 from podwire.lab.state import LabState
+from podwire.store.open import open_store
 
 REFERENCE_PLUGINS: Final = Path("/usr/lib/cni")
 SUBNET: Final = "10.99.0.0/16"
@@ -96,11 +99,15 @@ def one_node() -> Iterator[LabState]:
 
 
 @contextmanager
-def two_contestants() -> Iterator[tuple[Contestant, Contestant]]:
-    """Give podwire and the reference, each on its node; both are gone afterwards."""
+def two_contestants(policies: int = 0) -> Iterator[tuple[Contestant, Contestant]]:
+    """Give podwire, with so many policies of which a tenth selects every pod, and the reference, each on its node; both
+    are gone afterwards.
+    """
     with ExitStack() as stack:
         directory = stack.enter_context(scratch())
         state = stack.enter_context(one_node())
+        with closing(open_store(f"sqlite://{state.plan.directory / STORE_FILE}")) as store:
+            apply_documents(store, [_policy(index) for index in range(policies)])
         yield podwire_on(state, directory), reference("ptp", directory)
 
 
@@ -109,6 +116,21 @@ def scratch() -> Iterator[Path]:
     """Give a directory for what is compiled and said."""
     with tempfile.TemporaryDirectory(prefix="podwire-bench-") as text:
         yield Path(text)
+
+
+def _policy(index: int) -> dict[str, object]:
+    """Give a policy of the namespace that all pods of a benchmark are in."""
+    subject = {} if index % 10 == 0 else {"matchLabels": {"app": f"app{index}"}}
+    peer = {"podSelector": {"matchLabels": {"app": f"peer{index}"}}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": f"p{index}", "namespace": "default"},
+        "spec": {
+            "podSelector": subject,
+            "ingress": [{"from": [peer], "ports": [{"port": 80, "endPort": 90 + index}]}],
+        },
+    }
 
 
 def podwire_on(state: LabState, directory: Path) -> Contestant:

@@ -21,7 +21,7 @@ from podwire.agent.views_policy import (
     TraceRequest,
     TraceView,
 )
-from podwire.control.endpoint.enforce import Enforcer
+from podwire.control.endpoint.enforce import Enforcer, describe_failure
 from podwire.control.endpoint.find import find_endpoint
 from podwire.control.endpoint.policies import PolicyObjects, name_policy
 from podwire.control.endpoint.states import State
@@ -94,8 +94,12 @@ def policy_totals(readers: PolicyReaders, config: AgentConfig) -> PolicyTotals:
         enforcement=config.policy.policy_enforcement,
         policies=len(readers.objects.rules),
         identities=len(readers.resolver.allocator.known),
-        not_in_force=tuple(
-            f"{key}: {why}" for key, why in sorted(readers.objects.problems.items())
+        not_in_force=(
+            *(f"{key}: {why}" for key, why in sorted(readers.objects.problems.items())),
+            *(
+                f"identity {one.identity}: {describe_failure(one)}"
+                for one in readers.enforcer.failures
+            ),
         ),
     )
 
@@ -113,6 +117,9 @@ def _describe_policies(readers: PolicyReaders) -> list[PolicyView]:
         for key, why in readers.objects.problems.items()
         if key.kind != "ciliumcidrgroups"
     }
+    for failure in readers.enforcer.failures:
+        why = f"identity {failure.identity} keeps what it had: {failure.error.message}"
+        problems |= {one: why for one in failure.policies if one not in problems}
     selected = _count_selected(readers)
     rules = dict(readers.objects.rules)
     views = []

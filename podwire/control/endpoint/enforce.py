@@ -27,6 +27,16 @@ MAY_FOLLOW = frozenset({states.State.READY, states.State.NOT_READY})
 """States in which a change of policy is a regeneration of its own; in others a build comes anyway."""
 
 
+POLICIES_NAMED = 3
+"""Of those that select an endpoint which is behind: enough to find the one that is too much."""
+
+
+def describe_failure(failure: Failure) -> str:
+    """Say why endpoints keep what was in force before, and by which policies."""
+    named = ", ".join(map(str, failure.policies[:POLICIES_NAMED]))
+    return f"{failure.error.message} ({named})" if named else failure.error.message
+
+
 def rows_of(
     table: EndpointTable, endpoint_ids: Sequence[EndpointId], values: PolicyValues
 ) -> Iterator[tuple[EndpointRecord, EndpointConfig]]:
@@ -49,6 +59,8 @@ class Enforcer:
     clock: Clock
     revision: int = 0
     """Of the store, up to which policies were taken in."""
+    failures: tuple[Failure, ...] = ()
+    """Identities whose endpoints keep what was in force before, and why."""
     _heard: deque[IdentityChange] = field(default_factory=deque)
 
     def hear(self, change: IdentityChange) -> None:
@@ -74,6 +86,7 @@ class Enforcer:
         self.take_in()
         outcome = self.engine.apply()
         self._report(outcome, cause)
+        self.failures = outcome.failed
         return outcome
 
     def collect(self) -> None:
@@ -92,6 +105,9 @@ class Enforcer:
             before, audit=base.audit, host_allowed=base.host_allowed, trace=base.trace
         )
         renew = (before.audit, before.host_allowed) != (base.audit, base.host_allowed)
+        if self.engine.is_pending:
+            # What this changes for others is to be reported also when this endpoint cannot follow.
+            self.apply("policy changed")
         outcome = self.engine.attach(record.id, record.identity, renew=renew)
         self._report(outcome, "policy changed")
         return self.engine.config_for(record.identity).fill(base)
@@ -133,7 +149,10 @@ class Enforcer:
         for endpoint_id in outcome.recovered:
             if endpoint_id not in outcome.changed:
                 self._move(endpoint_id, cause, states.BuildSucceeded())
+        known = {failure.identity for failure in self.failures}
         for failure in outcome.failed:
+            if failure.identity not in known:
+                self._log_failure(failure)
             self._note_failure(failure, cause)
         for endpoint in self.table:
             if endpoint.record.id not in failed and endpoint.state is states.State.READY:
@@ -147,17 +166,24 @@ class Enforcer:
         self._tell(partial(self.directories.publish, endpoint.record, endpoint.config))
         self._move(endpoint_id, cause, states.BuildSucceeded())
 
-    def _note_failure(self, failure: Failure, cause: str) -> None:
+    @staticmethod
+    def _log_failure(failure: Failure) -> None:
         _log.warning(
             "policy is not in force; what was in force stays, it is retried",
             extra={
                 "identity": failure.identity,
-                "cause": ", ".join(map(str, failure.policies[:3])),
+                "cause": ", ".join(map(str, failure.policies[:POLICIES_NAMED])),
                 "error": failure.error.message,
             },
         )
+
+    def _note_failure(self, failure: Failure, cause: str) -> None:
+        """Let endpoints be behind; those that are already keep their place among the retries."""
         for endpoint_id in failure.endpoints:
-            self._move(endpoint_id, cause, states.BuildFailed(failure.error.message))
+            endpoint = self.table.get(endpoint_id)
+            if endpoint is None or endpoint.state is not states.State.READY:
+                continue
+            self._move(endpoint_id, cause, states.BuildFailed(describe_failure(failure)))
             self.queue.request(
                 endpoint_id, Level.POLICY, "retry after failure", self.clock.boottime_ns()
             )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from podwire.control.endpoint import states
-from podwire.control.endpoint.enforce import Enforcer
+from podwire.control.endpoint.enforce import MAY_FOLLOW, Enforcer
 from podwire.control.endpoint.queue import Build, BuildQueue, Level
 from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.model.errors import PodwireError
@@ -105,7 +105,8 @@ class Regenerator:
         endpoint.report(states.BuildSucceeded())
 
     def _try_build(self, endpoint: Endpoint, build: Build) -> bool:
-        if endpoint.state is states.State.NOT_READY:
+        if endpoint.state in MAY_FOLLOW:
+            # A retry may come when a change of policy has already put right what failed.
             endpoint.report(states.RegenerationRequested(", ".join(build.causes)))
         try:
             self.build_now(endpoint, build.level)

@@ -77,12 +77,15 @@ def entries(opts: Common, endpoint: str | None) -> None:
 )
 @click.option("--to", "target", required=True, metavar="Y", help="Written as --from.")
 @click.option(
-    "--port", metavar="P/PROTO", help="80/tcp, 53/udp, 38412/sctp, icmp or icmpv6 (also icmp/8)."
+    "--port",
+    required=True,
+    metavar="P/PROTO",
+    help="80/tcp, 53/udp, 38412/sctp, icmp or icmpv6 (also icmp/8).",
 )
 @common
-def trace(opts: Common, source: str, target: str, port: str | None) -> None:
+def trace(opts: Common, source: str, target: str, port: str) -> None:
     """Say whether a flow would be allowed, which rule decides, and why nothing allows it; exit code 1 when denied."""
-    body = {"from": source, "to": target, "port": port or ""}
+    body = {"from": source, "to": target, "port": port}
     unknown: list[CliError] = []
 
     def ask(agent: Agent) -> Row | None:

@@ -292,13 +292,16 @@ def _read_query(request: web.Request, known: tuple[Parameter, ...]) -> Mapping[s
             continue
         value = _read_parameter(kinds[name], text)
         if value is None:
-            faults.append(Fault(name, f"is {text!r}, not of type {kinds[name]}"))
+            faults.append(Fault(name, f"is {text!r}, not {_MEANT[kinds[name]]}"))
         else:
             found[name] = value
     if faults:
         listed = "; ".join(f"{fault.path} {fault.message}" for fault in faults)
         raise InvalidRequest(f"read the query: {listed}", faults=tuple(faults))
     return found
+
+
+_MEANT = {"integer": "a whole number from 0 to 999999999", "boolean": "true or false"}
 
 
 def _read_parameter(kind: str, text: str) -> Any:

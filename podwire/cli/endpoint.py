@@ -159,9 +159,13 @@ def _lookup(agent: Agent, text: str) -> list[Row]:
     address = _normal_address(text)
     if address is not None:
         return [row for row in rows if address in row["addresses"]]
-    if by_container := [row for row in rows if row["containerId"].startswith(text)]:
-        return by_container
-    return [row for row in rows if (row["namespace"], row["pod"]) == ("default", text)]
+    # Names like `db` are beginnings of container ids too: what could be meant is not guessed.
+    return [
+        row
+        for row in rows
+        if row["containerId"].startswith(text)
+        or (row["namespace"], row["pod"]) == ("default", text)
+    ]
 
 
 def _get(agent: Agent, text: str) -> Row:

@@ -27,6 +27,7 @@ from podwire.lab.state import LabState, Pod, changed_state, locked, read_state
 from podwire.lab.topology import (
     PIN_ROOT,
     RUN_ROOT,
+    WORLD,
     LabPlan,
     NodePlan,
     check_lab_name,
@@ -105,6 +106,8 @@ def run(
     """Start a pod on a node and the servers it is to run."""
     namespace, _, name = pod_name.rpartition("/")
     ports = [traffic.parse_port(text) for text in serve]
+    if len(set(ports)) < len(ports):
+        raise Conflict(f"serve {', '.join(serve)}: a port comes twice", hint="name each once")
     with changed_state(lab) as state:
         node = state.plan.node(node_name)
         pod = pods.plan_pod(state, node, namespace or "default", name, labels or {})
@@ -146,7 +149,7 @@ def remove(lab: str, pod_name: str) -> None:
 def locate(state: LabState, text: str) -> Place:
     """Give namespace and addresses of a pod, a node or `world`."""
     plan = state.plan
-    if text == "world":
+    if text == WORLD:
         return plan.world_namespace, plan.world_addresses
     for node in plan.nodes:
         if node.name == text:

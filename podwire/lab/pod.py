@@ -17,8 +17,8 @@ import msgspec
 
 from podwire.kernel import netns, spawn
 from podwire.lab.state import LabState, Pod, end_process
-from podwire.lab.topology import NodePlan, check_pod_name, pod_namespace
-from podwire.model.errors import Conflict, PodwireError, Unavailable
+from podwire.lab.topology import WORLD, NodePlan, check_pod_name, pod_namespace
+from podwire.model.errors import Conflict, InvalidRequest, PodwireError, Unavailable
 
 NETWORK: Final = "podwire"
 INTERFACE: Final = "eth0"
@@ -111,6 +111,11 @@ def plan_pod(
     """Give a pod its names and its container id; Conflict when the name is taken."""
     check_pod_name(name)
     check_pod_name(namespace)
+    if name == WORLD or any(one.name == name for one in state.plan.nodes):
+        raise InvalidRequest(
+            f"create pod {namespace}/{name}: {name!r} is a place of the lab already",
+            hint="choose another name",
+        )
     if any((pod.namespace, pod.name) == (namespace, name) for pod in state.pods):
         raise Conflict(
             f"create pod {namespace}/{name}: it runs already",

@@ -6,6 +6,7 @@ Standard library only, because it is started for each pod.
 """
 
 import contextlib
+import os
 import selectors
 import socket
 import struct
@@ -30,6 +31,7 @@ def main(arguments: list[str]) -> None:
             except OSError as error:
                 sys.exit(f"error: serve {text} in {who}: {error.strerror}")
     print("ready", flush=True)
+    _let_go_of_the_terminal()
     while True:
         for key, _ in selector.select():
             ready = key.fileobj
@@ -43,6 +45,14 @@ def main(arguments: list[str]) -> None:
                     threading.Thread(
                         target=_answer_connection, args=(connection, f"{who} {node}"), daemon=True
                     ).start()
+
+
+def _let_go_of_the_terminal() -> None:
+    """Nobody reads what is said from now on, and whoever reads `lab run` from a pipe waits for its end."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nowhere, fd)
+    os.close(nowhere)
 
 
 def _open(family: socket.AddressFamily, port: int, protocol: str) -> socket.socket:

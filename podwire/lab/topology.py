@@ -23,6 +23,8 @@ CLUSTER_IPV4: Final = ipaddress.ip_network("10.244.0.0/16")
 CLUSTER_IPV6: Final = ipaddress.ip_network("fd10:244::/48")
 UNDERLAY_IPV4: Final = ipaddress.ip_network("192.0.2.0/24")
 UNDERLAY_IPV6: Final = ipaddress.ip_network("fd99::/64")
+WORLD: Final = "world"
+"""The place outside the cluster."""
 _FIRST_NODE_HOST: Final = 10
 _WORLD_HOST: Final = 250
 UPLINK: Final = "uplink"
@@ -140,7 +142,7 @@ def check_lab_name(name: str) -> str:
 
 def is_lab_name(name: str) -> bool:
     """Tell whether `name` may name a lab."""
-    return _NAME.fullmatch(name) is not None and name not in ("underlay", "world")
+    return _NAME.fullmatch(name) is not None and name not in ("underlay", WORLD)
 
 
 def check_pod_name(name: str) -> str:

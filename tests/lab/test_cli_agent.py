@@ -224,6 +224,18 @@ def test_an_id_that_could_be_several_is_a_conflict(lab: Lab) -> None:
     assert_failed(lab.cli("endpoint", "get", ""), 5)  # the beginning of every container id
 
 
+def test_a_name_that_begins_a_container_id_too_is_not_guessed(lab: Lab) -> None:
+    namespace = lab.namespace()
+    with lab.nothing_left():
+        assert lab.cni("ADD", "client-2", namespace).status == 0
+        try:
+            assert_failed(lab.cli("endpoint", "get", "client"), 5, "say its number")
+            assert lab.cli("endpoint", "get", "default/client", "-q").code == 0
+            assert lab.cli("endpoint", "get", "client-", "-q").code == 0
+        finally:
+            assert lab.cni("DEL", "client-2", namespace).status == 0
+
+
 @pytest.mark.parametrize(
     ("text", "code"),
     [

@@ -257,6 +257,8 @@ def test_pod_names_that_could_become_other_paths_are_refused(served_lab: Lab, po
         (("run", "web", "--node", "node1"), 5),
         (("run", "new", "--node", "node9"), 4),
         (("run", "new"), 2),
+        (("run", "world", "--node", "node1"), 6),
+        (("run", "shop/node2", "--node", "node1"), 6),
         (("run", "new", "--node", "node1", "--serve", "80/sctp"), 2),
         (("run", "new", "--node", "node1", "--serve", "0"), 2),
         (("run", "new", "--node", "node1", "--serve", "80", "--serve", "80"), 5),
@@ -281,6 +283,24 @@ def test_what_a_lab_refuses_ends_with_its_code_and_two_lines(
     assert (first[:7], second[:6]) == ("error: ", "hint: ")
     assert served_lab.state == before
     assert f"pw.{served_lab.name}.default.new" not in os.listdir("/run/netns")
+
+
+def test_who_reads_all_that_run_says_sees_its_end_though_the_server_goes_on(
+    served_lab: Lab,
+) -> None:
+    command = [PODWIRE, "lab", "run", "piped", "--node", "node1", "--serve", "81/tcp"]
+    try:
+        done = subprocess.run(
+            [*command, "--lab", served_lab.name],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=30,
+            check=True,
+        )
+        assert done.stdout.startswith(b"pod default/piped runs on node1")
+        assert served_lab.cli("lab", "connect", "client", "piped:81").code == 0
+    finally:
+        served_lab.cli("lab", "rm", "piped")
 
 
 def test_a_pod_is_not_attached_while_its_agent_is_away(make_lab: MakeLab) -> None:

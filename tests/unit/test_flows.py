@@ -231,6 +231,12 @@ def test_every_fault_of_a_filter_is_named() -> None:
     assert {fault.path for fault in caught.value.faults} == {*words, "from", "bogus"}
 
 
+def test_a_port_that_cannot_be_is_refused() -> None:
+    assert parse_filter({"port": "65535"})
+    with pytest.raises(UndecodableRequest, match="not a port"):
+        parse_filter({"port": "65536/tcp"})
+
+
 @given(
     st.dictionaries(
         st.sampled_from(["from", "to", "pod", "port", "since", "endpoint", "verdict"]), st.text()

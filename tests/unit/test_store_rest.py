@@ -129,7 +129,7 @@ REFUSED: dict[str, tuple[str, str, Any, int, str]] = {
         WEB + "?dryRun=maybe",
         network_policy(),
         400,
-        "not of type boolean",
+        "not true or false",
     ),
     "another method": ("POST", WEB, network_policy(), 405, "is not possible"),
     "a missing namespace": (

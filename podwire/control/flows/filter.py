@@ -15,6 +15,7 @@ from podwire.model.errors import Fault, UndecodableRequest
 Condition = Callable[[Flow], bool]
 
 _PORT = re.compile(r"(?P<port>[0-9]{1,5})(?:/(?P<protocol>[a-z0-9]+))?|(?P<only>[a-z][a-z0-9]*)")
+_PORT_MAX = 65_535
 _VERDICTS = ("forwarded", "dropped", "audit")
 _TYPES = ("drop", "trace", "policy")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -123,9 +124,9 @@ def _endpoint(text: str) -> Condition:
 def _port(text: str) -> Condition:
     match = _PORT.fullmatch(text.lower())
     protocol = match and (match["protocol"] or match["only"])
-    if match is None or (protocol and protocol not in PROTOCOLS):
+    port = int(match["port"]) if match and match["port"] else None
+    if match is None or (protocol and protocol not in PROTOCOLS) or (port or 0) > _PORT_MAX:
         raise ValueError(f"is {text!r}, not a port like 80, 80/tcp or udp")
-    port = int(match["port"]) if match["port"] else None
 
     def matches(flow: Flow) -> bool:
         return (not protocol or flow.protocol == protocol) and (

@@ -41,6 +41,7 @@ FIELDS: Mapping[str, str] = {
     "reason": "drop reason or cause word",
     "task": "name of an agent's task",
     "pid": "process id",
+    "object": "object of the store",
     "node": "name of a node",
     "version": "version of podwire or of a format",
     "seed": "seed of a random sequence",

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
-from podwire.model.errors import PodwireError
+from podwire.model.errors import Unavailable
 
 
 class ObjectKey(msgspec.Struct, frozen=True, order=True):
@@ -55,11 +55,8 @@ class StoreEvent:
     deleted: bool = False
 
 
-class Compacted(PodwireError):
+class Compacted(Unavailable):
     """The watch's revision is older than what the store remembers: list again, then watch from there."""
-
-    kind = "compacted"
-    retryable = True
 
 
 class Watch(Protocol):

@@ -230,7 +230,7 @@ def _reject_constant(name: str) -> NoReturn:
 
 def _whole_number(text: str) -> int:
     """A number of digits only; -1 for any other, and for one too large to be meant."""
-    return int(text) if text.isdigit() and len(text) < 20 else -1
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
 
 
 def _decode_json(stdin: bytes) -> Mapping[str, object]:

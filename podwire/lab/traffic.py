@@ -18,6 +18,7 @@ from podwire.lab.state import Pod, Server, describe_process
 from podwire.model.errors import Conflict, InvalidRequest
 
 TIMEOUT_S: Final = 3.0
+_PORT_DIGITS: Final = 5
 _READY_TIMEOUT_S: Final = 15.0
 _REPLY_MAX_BYTES: Final = 4096
 
@@ -37,7 +38,7 @@ def parse_port(text: str) -> tuple[int, str]:
     port, slash, protocol = text.lower().partition("/")
     protocol = protocol if slash else "tcp"
     if (
-        not (port.isascii() and port.isdigit())
+        not (port.isascii() and port.isdigit() and len(port) <= _PORT_DIGITS)
         or not 1 <= int(port) <= 65_535
         or protocol not in ("tcp", "udp")
     ):

@@ -215,6 +215,13 @@ def test_a_del_is_recorded_when_the_backlog_is_full(run: Run, full_backlog: Path
     assert len(spooled(full_backlog)) == 1
 
 
+@pytest.mark.parametrize("wait", ["\u00b2", "soon", "9" * 5000], ids=["a digit", "word", "long"])
+def test_a_wait_that_is_no_number_is_the_usual_one(run: Run, tmp_path: Path, wait: str) -> None:
+    variables = environment("DEL", **{wire.DEL_WAIT_VARIABLE: wait})
+    assert run(variables, config(tmp_path / "cni.sock")) == Outcome(0)
+    assert len(spooled(tmp_path / "cni.sock")) == 1
+
+
 def test_a_socket_that_is_none_is_code_5(run: Run, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.bind(str(tmp_path / "cni.sock"))

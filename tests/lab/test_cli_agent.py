@@ -241,6 +241,7 @@ def test_a_name_that_begins_a_container_id_too_is_not_guessed(lab: Lab) -> None:
     [
         ("nope", 4),
         ("999999", 4),
+        ("9" * 5000, 4),
         ("default/nope", 4),
         ("10.99.0.1", 4),
         ("ipv4:10.99.0.1", 4),

@@ -261,6 +261,7 @@ def test_pod_names_that_could_become_other_paths_are_refused(served_lab: Lab, po
         (("run", "shop/node2", "--node", "node1"), 6),
         (("run", "new", "--node", "node1", "--serve", "80/sctp"), 2),
         (("run", "new", "--node", "node1", "--serve", "0"), 2),
+        (("run", "new", "--node", "node1", "--serve", "9" * 5000), 2),
         (("run", "new", "--node", "node1", "--serve", "80", "--serve", "80"), 5),
         (("run", "new", "--node", "node1", "--label", "novalue"), 2),
         (("run", "new", "--node", "node1", "--label", "a/b/c=x"), 6),

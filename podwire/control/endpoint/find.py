@@ -6,13 +6,16 @@ from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.model.errors import Conflict, NotFound, UndecodableRequest
 from podwire.model.ids import ContainerId, EndpointId, InterfaceName
 
+_DIGITS_MAX = 10
+
 
 def find_endpoint(table: EndpointTable, text: str) -> Endpoint:
     """Find by any form of id; NotFound, UndecodableRequest when it is none, Conflict when it names
     several."""
     kind, colon, rest = text.partition(":")
     if text.isascii() and text.isdigit():
-        found = [table.get(EndpointId(int(text)))]
+        # Python refuses to read thousands of digits, and no number of an endpoint has more than ten.
+        found = [table.get(EndpointId(int(text)))] if len(text) <= _DIGITS_MAX else []
     elif colon and rest and kind in _FINDERS:
         found = list(_FINDERS[kind](table, rest))
     else:

@@ -18,8 +18,10 @@ from tests.packet.rig import ALLOW, WORLD_4, A, B, Endpoint, Rig
 
 pytestmark = pytest.mark.packet
 
-SECONDS = 3.0
+FLIPS = 150
 FLIPS_PER_SECOND = 50
+DEADLINE_S = 120.0
+"""The fence waits for the load's own runs: an emulated machine takes its time."""
 REPEAT = 2_000
 ROWS = 200
 DENIED_BY_DEFAULT = replace(A, flags=ALLOW | ConfigFlags.DENY_EGRESS)
@@ -81,7 +83,9 @@ def test_swapping_slots_under_load_lets_no_packet_meet_a_gap(rig: Rig) -> None:
     number = 1
     with Sender(rig, DENIED_BY_DEFAULT) as allowed, Sender(rig, ALLOWED_BY_DEFAULT) as denied:
         begin = time.monotonic()
-        while (passed := time.monotonic() - begin) < SECONDS:
+        while number < FLIPS:
+            passed = time.monotonic() - begin
+            assert passed < DEADLINE_S, f"{number} of {FLIPS} swaps"
             if number < passed * FLIPS_PER_SECOND:
                 number += 1
                 flip(number)
@@ -92,5 +96,4 @@ def test_swapping_slots_under_load_lets_no_packet_meet_a_gap(rig: Rig) -> None:
         assert hook == Hook.FROM_POD
         seen[reason] = seen.get(reason, 0) + count
     assert seen == {DropReason.NONE: allowed.sent, DropReason.POLICY: denied.sent}
-    assert number > SECONDS * FLIPS_PER_SECOND / 3
     assert table.used == 2 * (ROWS + 1)

@@ -9,13 +9,18 @@ and so is its answer: a memory must never outlive what it was made under.
 import ipaddress
 import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
 
-from podwire.control.policy.oracle import Party, Question, evaluate_flow
+from podwire.control.policy.oracle import (
+    Enforcement,
+    Party,
+    Question,
+    Settings,
+    evaluate_flow,
+)
 from podwire.control.policy.rule import CidrGroup, IdentityFacts, PolicyRules, Reserved
 from podwire.control.policy.rules_cilium import KIND_GROUP, decode_cidr_group, decode_cilium_policy
 from podwire.control.policy.rules_k8s import KIND, decode_network_policy
@@ -36,6 +41,10 @@ FLOWS_PER_ROUND = 30
 REPEATED_PER_ROUND = 12
 """Flows of earlier rounds that are asked again."""
 REMEMBERED = 200
+ENFORCEMENT = {Enforcement.DEFAULT: 0.86, Enforcement.ALWAYS: 0.07, Enforcement.NEVER: 0.07}
+"""Shares of rounds under each value of the setting `policy_enforcement`."""
+RESTARTS = 0.03
+"""Share of rounds before which the agent is restarted."""
 CHATTER = (DropReason.QUIET, DropReason.NEIGHBOUR)
 STRANGERS = {
     4: ("198.51.100.10", "198.51.100.77", "203.0.113.20", "203.0.113.200", "8.8.8.8"),
@@ -54,6 +63,7 @@ class Subject:
     """Of each pod, as they are now."""
     policies: list[PolicyRules] = field(default_factory=list)
     groups: list[CidrGroup] = field(default_factory=list)
+    settings: Settings = field(default_factory=Settings)
 
     def learn(self, documents: list[Document]) -> None:
         """Take in what is in force now."""
@@ -88,7 +98,7 @@ class Subject:
             wire.protocol,
             wire.port,
         )
-        return evaluate_flow(self.policies, self.groups, question).passes
+        return evaluate_flow(self.policies, self.groups, question, self.settings).passes
 
     def change_labels(self) -> tuple[str, list[str]]:
         """Choose other labels for a pod; gives its name and the changes as the API takes them."""
@@ -178,6 +188,7 @@ class Run:
     compared: int = 0
     denied: int = 0
     relabelled: int = 0
+    restarts: int = 0
     wrong: list[tuple[str, Asked | None]] = field(default_factory=list)
     passed: list[Asked] = field(default_factory=list)
 
@@ -186,6 +197,9 @@ class Run:
         random = self.subject.random
         documents = Maker(random).documents() if random.random() < 0.95 else []
         self.documents = documents
+        self._change_enforcement()
+        if random.random() < RESTARTS:
+            self._restart()
         self.scene.enforce(documents)
         self.subject.learn(documents)
         if random.random() < 0.5:
@@ -202,6 +216,22 @@ class Run:
                 self.passed.append(asked)
         self.passed = self.passed[-REMEMBERED:]
         self._check_drops(before, self.denied - denied_before)
+
+    def _change_enforcement(self) -> None:
+        [wanted] = self.subject.random.choices(tuple(ENFORCEMENT), tuple(ENFORCEMENT.values()))
+        if wanted is self.subject.settings.enforcement:
+            return
+        self.scene.api.must("PATCH", "/config", {"policy_enforcement": wanted.value})
+        self.subject.settings = replace(self.subject.settings, enforcement=wanted)
+
+    def _restart(self) -> None:
+        """End the agent, as its service manager does or by force; what it left in the kernel is taken over."""
+        node = self.scene.node
+        self.subject.random.choice((node.stop, node.kill))()
+        node.start()
+        # What was set through the API is forgotten.
+        self.subject.settings = replace(self.subject.settings, enforcement=Enforcement.DEFAULT)
+        self.restarts += 1
 
     def _ask_again(self) -> None:
         random = self.subject.random
@@ -267,21 +297,35 @@ def _allows(verdict: bool) -> str:
     return "allows" if verdict else "denies"
 
 
-@pytest.fixture
-def scene() -> Iterator[Scene]:
-    with open_scene(conntrack_entries=1_048_576, conntrack_quota=262_144) as made:
-        yield made
-
-
 @pytest.mark.timeout(1200)
-def test_the_datapath_decides_as_the_oracle(scene: Scene, full: bool, seed: int) -> None:
-    random = Random(seed)
-    with open_hooks(scene) as hooks:
-        run = Run(scene, hooks, Subject(random), Flows(random))
-        while run.compared < (COMPARISONS_FULL if full else COMPARISONS):
-            run.round()
-            count = len(run.wrong)
-            assert not count, f"seed {seed}, {count} differences\n{run.explain()}"
-    print(f"{run.compared} comparisons, {run.denied} denied, {run.relabelled} relabellings")
-    share = run.denied / run.compared
-    assert 0.2 < share < 0.8, f"{share:.0%} denied: the policies decide too little"
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        (Settings(), 0.7),
+        (Settings(host_allowed=False), 0.2),
+        (Settings(audit=True), 0.1),
+    ],
+    ids=["default", "without-host-access", "audit"],
+)
+def test_the_datapath_decides_as_the_oracle(
+    settings: Settings, share: float, full: bool, seed: int
+) -> None:
+    random, wanted = Random(seed), int((COMPARISONS_FULL if full else COMPARISONS) * share)
+    with open_scene(
+        conntrack_entries=1_048_576,
+        conntrack_quota=262_144,
+        host_access=settings.host_allowed,
+        policy_audit=settings.audit,
+    ) as scene:
+        with open_hooks(scene) as hooks:
+            run = Run(scene, hooks, Subject(random, settings=settings), Flows(random))
+            while run.compared < wanted:
+                run.round()
+                count = len(run.wrong)
+                assert not count, f"seed {seed}, {count} differences\n{run.explain()}"
+        print(
+            f"{run.compared} comparisons, {run.denied} denied, "
+            f"{run.relabelled} relabellings, {run.restarts} restarts"
+        )
+    denied = run.denied / run.compared
+    assert settings.audit or 0.2 < denied < 0.8, f"{denied:.0%} denied: the policies decide little"

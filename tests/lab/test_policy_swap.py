@@ -23,6 +23,7 @@ pytestmark = pytest.mark.lab
 
 CHANGES_PER_S: Final = 50
 CHANGES_PER_RELABELLING: Final = 20
+RESTART_LOAD_S: Final = 1.5
 LOAD_S, LOAD_FULL_S = 10, 60
 CUT_S: Final = 1.0
 WATCHED_S: Final = 1.2
@@ -225,6 +226,26 @@ def test_changes_under_load_lose_nothing_allowed_and_pass_nothing_denied(
     scene: Scene, full: bool, seed: int
 ) -> None:
     changer = Changer(scene, Random(seed))
+    run_under_load(scene, changer, lambda: changer.run(LOAD_FULL_S if full else LOAD_S))
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_a_restart_of_the_agent_under_load_changes_nothing(
+    scene: Scene, end: str, seed: int
+) -> None:
+    changer = Changer(scene, Random(seed))
+
+    def restart() -> None:
+        changer.run(RESTART_LOAD_S)
+        {"stop": scene.node.stop, "kill": scene.node.kill}[end]()
+        scene.node.start()
+        changer.run(RESTART_LOAD_S)
+
+    run_under_load(scene, changer, restart)
+
+
+def run_under_load(scene: Scene, changer: Changer, act: Callable[[], None]) -> None:
+    """Do something while the load runs, and see that all of it met the verdicts that never changed."""
     kinds = load_kinds()
     with open_hooks(scene) as hooks, closing(Load(scene.places, kinds)) as load:
         for family in (4, 6):
@@ -232,12 +253,11 @@ def test_changes_under_load_lose_nothing_allowed_and_pass_nothing_denied(
         dropped_before = hooks.count_drops()
         revision = hooks.read_revision(scene.pods["blue/a"])
         with load.running():
-            changer.run(LOAD_FULL_S if full else LOAD_S)
+            act()
         dropped = hooks.count_drops()
         in_force = hooks.read_revision(scene.pods["blue/a"]) - revision
-    print(
-        f"{changer.count} changes, {in_force} revisions, {load.echoed_bytes} bytes of TCP\n{load.describe()}"
-    )
+    told = f"{changer.count} changes, {in_force} revisions, {load.echoed_bytes} bytes of TCP"
+    print(f"{told}\n{load.describe()}")
     allowed = [load.tallies[one.name] for one in kinds if one.is_allowed]
     denied = [load.tallies[one.name] for one in kinds if not one.is_allowed]
     assert not any(one.unanswered for one in allowed), load.describe()
@@ -246,7 +266,7 @@ def test_changes_under_load_lose_nothing_allowed_and_pass_nothing_denied(
         one.sent for one in denied
     ), "an allowed packet was dropped, or a denied one was not"
     assert load.echoed_bytes > 1_000_000
-    assert in_force > changer.count / 2, f"{in_force} revisions for {changer.count} changes"
+    assert in_force > changer.count / 2, told
 
 
 # What is withdrawn stops

@@ -48,6 +48,8 @@ class FakePolicyDatapath:
     fail: dict[str, PodwireError] = field(default_factory=dict)
     fail_after: int | None = None
     watch: Callable[[], None] = lambda: None
+    fence: Callable[[], None] = lambda: None
+    """Called when every program that was at work has ended."""
     calls: list[tuple[str, int]] = field(default_factory=list)
     """Method and slot (0 = none), in order."""
     _index: dict[tuple[int, ...], PolicyEntry] = field(default_factory=dict)
@@ -73,6 +75,7 @@ class FakePolicyDatapath:
 
     def remove_slots(self, slots: Iterable[int]) -> None:
         self._begin("remove_slots", 0)
+        self.fence()
         for slot in slots:
             assert all(row.slot != slot for row in self.rows.values()), "a row names the slot"
             for key in list(self.slots.get(slot, ())):
@@ -104,16 +107,22 @@ class FakePolicyDatapath:
 
     def decide(self, row: EndpointConfig, packet: Packet) -> Verdict:
         """Give what the programs decide on a packet of the endpoint with this row."""
-        found = self.find(row, packet)
+        return self.finish(row, packet, self.families(row, packet))
+
+    def finish(self, row: EndpointConfig, packet: Packet, families: tuple[int, ...]) -> Verdict:
+        """Give what a program decides that has read the row and the map of CIDRs a while ago."""
+        found = self.find(row, packet, families)
         if found is not None:
             return found.verdict
         inwards = packet.direction is Direction.INGRESS
         return Verdict.DENY if (row.deny_ingress if inwards else row.deny_egress) else Verdict.ALLOW
 
-    def find(self, row: EndpointConfig, packet: Packet) -> PolicyEntry | None:
+    def find(
+        self, row: EndpointConfig, packet: Packet, families: tuple[int, ...]
+    ) -> PolicyEntry | None:
         """Give the entry that decides: highest precedence, then deny, then the earlier family."""
         best: PolicyEntry | None = None
-        for identity in self._families(row, packet):
+        for identity in families:
             entry = self._longest(row.slot, identity, packet)
             if entry is not None and (best is None or _strength(entry) > _strength(best)):
                 best = entry
@@ -123,14 +132,15 @@ class FakePolicyDatapath:
         """Give how many entries there are."""
         return sum(map(len, self.slots.values()))
 
-    def _families(self, row: EndpointConfig, packet: Packet) -> list[int]:
+    def families(self, row: EndpointConfig, packet: Packet) -> tuple[int, ...]:
+        """Give the identities that are looked up: the peer's, its address's, anybody's."""
         inwards = packet.direction is Direction.INGRESS
         families = [packet.peer]
         if (row.cidr_ingress if inwards else row.cidr_egress) and packet.address is not None:
             local = self._find_cidr(packet.address)
             if local is not None:
                 families.append(local | CIDR_WORLD_BIT if packet.peer == WORLD else local)
-        return [*families, ANY_IDENTITY]
+        return (*families, ANY_IDENTITY)
 
     def _find_cidr(self, address: IPAddress) -> int | None:
         around = [one for one in self.cidrs if _contains(one, address)]

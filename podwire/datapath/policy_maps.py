@@ -29,6 +29,8 @@ DIRECTION_BITS: Final = 72
 PROTOCOL_BITS: Final = 80
 PORT_BITS: Final = 16
 NO_IDENTITY: Final = 0
+_SLOT_BYTES: Final = slice(4, 8)
+"""Where a key has its slot: the count at the start reads nothing else of many rows."""
 _MAPPED_NETWORK: Final = ipaddress.IPv6Network("::ffff:0:0/96")
 _ALL_MAPPED: Final = to_prefix_key(_MAPPED_NETWORK)
 
@@ -84,7 +86,7 @@ class PolicyTable:
         self._capacity = capacity
         self._keys: dict[int, set[bytes]] = {}
         for key, _ in self._entries.items():
-            self._keys.setdefault(unpack_key(key)[0], set()).add(key)
+            self._keys.setdefault(int.from_bytes(key[_SLOT_BYTES], "little"), set()).add(key)
         self.used = sum(map(len, self._keys.values()))
         """Rows that `pw_policy` may hold at present."""
         self._cidr_rows = dict(self._cidrs.items())

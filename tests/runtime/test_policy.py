@@ -18,7 +18,7 @@ from tests.runtime.conversation import (
     reaches,
     wait_drop,
 )
-from tests.runtime.machine import WORLD_ADDRESSES, Machine, Place
+from tests.runtime.machine import NODE_ADDRESSES, WORLD_ADDRESSES, Machine, Place
 from tests.runtime.podman import Podman
 from tests.unit.policies import network_policy, workload
 
@@ -201,6 +201,19 @@ def test_a_label_opens_and_closes_at_once_also_for_an_open_connection(
     assert_nothing_left(machine, podman)
 
 
+def test_a_label_given_by_hand_ends_with_the_containers_life(
+    machine: Machine, podman: Podman
+) -> None:
+    machine.apply(*WORKLOADS, KUBERNETES)
+    db, _ = start(machine, podman, "db", "other")
+    machine.change("endpoint", "label", "other", "role=proxy")
+    with serving(machine, db, PORT):
+        assert reach(machine, find(machine, podman, "other"), db) == [True, True]
+        podman.run("restart", "--time", "0", "other")
+        machine.node.settle()
+        assert reach(machine, find(machine, podman, "other"), db) == [False, False]
+
+
 def test_a_label_that_a_workload_gives_is_changed_by_the_workload_only(
     machine: Machine, podman: Podman
 ) -> None:
@@ -235,6 +248,25 @@ def test_networks_are_told_apart_by_their_names(machine: Machine, podman: Podman
         for own, address in zip(other.addresses, db.addresses, strict=True):
             assert_refused(machine, other.place, own, address, PORT, by=POLICY)
         assert reach(machine, db, other) == [True, True]
+    assert_nothing_left(machine, podman)
+
+
+def test_a_published_port_leads_nobody_past_the_policy(machine: Machine, podman: Podman) -> None:
+    published = 15432
+    machine.write_conflist({"type": "portmap", "capabilities": {"portMappings": True}})
+    machine.apply(*WORKLOADS)
+    podman.start_container("db", "--publish", f"{published}:{PORT}/tcp")
+    db = find(machine, podman, "db")
+    [other] = start(machine, podman, "other")
+    node, world, address = NODE_ADDRESSES[FIRST], WORLD_ADDRESSES[FIRST], db.addresses[FIRST]
+    with serving(machine, db, PORT):
+        assert reaches(machine, machine.world, node, published)
+        assert reaches(machine, other.place, node, published)
+        machine.apply(KUBERNETES)
+        assert not reaches(machine, machine.world, node, published)
+        wait_drop(machine, world, address, by=POLICY)
+        assert not reaches(machine, other.place, node, published)
+        wait_drop(machine, other.addresses[FIRST], address, by=POLICY)
     assert_nothing_left(machine, podman)
 
 

@@ -54,6 +54,7 @@ class PolicyDuty:
     report: Callable[[str], None]
     """Told what is wrong with the store; "" when nothing is."""
     _watch: Watch | None = None
+    _told_revision: int = 0
     _news: list[_News] = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _stopping: bool = False
@@ -125,7 +126,12 @@ class PolicyDuty:
             events = self._watch.next(WATCH_S)
         except Compacted:
             return self._list()
-        return _News(events=events, revision=events[-1].revision) if events else None
+        # Other kinds move the store's revision too: whoever waits for one of theirs must not wait for ever.
+        revision = self._watch.revision
+        if not events and revision <= self._told_revision:
+            return None
+        self._told_revision = revision
+        return _News(events=events, revision=revision)
 
     def _work(self) -> None:
         while True:

@@ -1,5 +1,6 @@
 """The engine, case by case: how changes are written, what fails how, and what endpoints are told."""
 
+from dataclasses import replace
 from typing import Final
 
 import pytest
@@ -21,7 +22,8 @@ from podwire.control.policy.rule import (
 from podwire.model.errors import NotFound, PolicyOverflow
 from podwire.model.ids import EndpointId
 from podwire.model.policy import Direction, Verdict
-from tests.fakes.policy_world import NETWORKS, World
+from tests.fakes.policy import Packet
+from tests.fakes.policy_world import NETWORKS, WORLD, World
 
 FIRST_IDENTITY: Final = 65536
 POLICIES: Final = [PolicyId("NetworkPolicy", "n", f"p{number}") for number in range(2)]
@@ -86,6 +88,25 @@ def test_where_new_prefixes_come_entries_of_others_change_under_a_new_number() -
     world.engine.apply()
     calls = ["change_slot", "write_cidrs", "write_slot", "update_endpoints"]
     assert [method for method, _slot in world.datapath.calls] == calls
+
+
+def test_a_new_prefix_changes_nothing_for_the_rules_of_others() -> None:
+    wide, narrow = NETWORKS[1], NETWORKS[2]
+    world = make_small_world(allow_addresses(CidrSelector(wide)))
+    endpoint = EndpointId(1)
+    packet = Packet(Direction.EGRESS, WORLD, TCP, 80, narrow[9])
+    met: set[Verdict] = set()
+    world.datapath.watch = lambda: met.add(world.decide(endpoint, packet))
+    rules = replace(
+        allow_addresses(CidrSelector(narrow))[0], policy=POLICIES[1], subject=app_is("b")
+    )
+    world.set_policy(POLICIES[1], (rules,))
+    world.engine.apply()
+    world.remove_policy(POLICIES[1])
+    world.engine.apply()
+    world.engine.collect()
+    assert met | {world.decide(endpoint, packet)} == {Verdict.ALLOW}
+    assert world.engine.list_cidrs().keys() == world.datapath.cidrs.keys() == {wide}
 
 
 def allow_addresses(*cidrs: CidrSelector) -> tuple[PolicyRules, ...]:

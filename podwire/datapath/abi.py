@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from socket import htons, ntohs
 from typing import Any, Final, NamedTuple, Self
 
-ABI_VERSION: Final = 1
+ABI_VERSION: Final = 2
 ABI_OLDEST_READER: Final = 1
 CONNTRACK_SHARDS: Final = 64
 MARK_JUDGED: Final = 1886846977
@@ -85,9 +85,12 @@ class DropReason(enum.IntEnum):
     TUNNEL_PORT = 20
     INTERNAL = 21
     DESTINATION = 22
+    TUNNEL_SOURCE = 23
+    TUNNEL_IDENTITY = 24
+    TUNNEL_INNER = 25
 
 
-DROP_REASONS: Final = 23
+DROP_REASONS: Final = 26
 
 
 class EventKind(enum.IntEnum):
@@ -119,6 +122,12 @@ class IpcacheFlags(enum.IntFlag):
     NATIVE = 2
     LOCAL = 4
     NODE_ADDRESS = 8
+
+
+class NodeFlags(enum.IntFlag):
+    """enum pw_node_flags"""
+
+    CLASSIC = 1
 
 
 class TcpState(enum.IntEnum):
@@ -164,9 +173,10 @@ class Action(enum.IntEnum):
     PEER = 2
     EGRESS = 3
     ANSWER = 4
+    TUNNEL = 5
 
 
-_SETTINGS: Final = struct.Struct("=IIII")
+_SETTINGS: Final = struct.Struct("=IIIII4x")
 
 
 class Settings(NamedTuple):
@@ -176,10 +186,13 @@ class Settings(NamedTuple):
     tunnel_port: int
     flags: int
     hash_seed: int
+    tunnel_ifindex: int
 
     def pack(self) -> bytes:
         """Give the row's bytes."""
-        return _SETTINGS.pack(self.conntrack_quota, self.tunnel_port, self.flags, self.hash_seed)
+        return _SETTINGS.pack(
+            self.conntrack_quota, self.tunnel_port, self.flags, self.hash_seed, self.tunnel_ifindex
+        )
 
     @classmethod
     def unpack(cls, row: bytes) -> Self:
@@ -400,7 +413,7 @@ class IpcacheValue(NamedTuple):
 IPCACHE_VALUE_BYTES: Final = _IPCACHE_VALUE.size
 
 
-_NODE_VALUE: Final = struct.Struct("=16sII")
+_NODE_VALUE: Final = struct.Struct("=16sII6s2x")
 
 
 class NodeValue(NamedTuple):
@@ -409,10 +422,11 @@ class NodeValue(NamedTuple):
     addr: bytes
     mtu: int
     flags: int
+    mac: bytes
 
     def pack(self) -> bytes:
         """Give the row's bytes."""
-        return _NODE_VALUE.pack(self.addr, self.mtu, self.flags)
+        return _NODE_VALUE.pack(self.addr, self.mtu, self.flags, self.mac)
 
     @classmethod
     def unpack(cls, row: bytes) -> Self:

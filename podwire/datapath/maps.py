@@ -331,11 +331,13 @@ def flag_names(kind: type[enum.IntFlag], value: int) -> list[str]:
     return [str(flag.name).lower().replace("_", "-") for flag in kind if value & flag]
 
 
-def write_settings(maps: NodeMaps, *, conntrack_quota: int, tunnel_port: int) -> None:
+def write_settings(
+    maps: NodeMaps, *, conntrack_quota: int, tunnel_port: int, tunnel_ifindex: int = 0
+) -> None:
     """Write the node's knobs. The hash seed is chosen once: live entries are found under it."""
     old = read_settings(maps)
     seed = old.hash_seed or secrets.randbelow(2**32 - 1) + 1
-    new = abi.Settings(conntrack_quota, tunnel_port, 0, seed)
+    new = abi.Settings(conntrack_quota, tunnel_port, 0, seed, tunnel_ifindex)
     if new != old:
         maps.pw_settings.update(_u32(0), new.pack())
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from podwire.model.cluster import ClusterPlan, Prefix, Underlay
 from podwire.model.endpoint import Bandwidth, Device, EndpointRecord
 from podwire.model.ids import EndpointId, IfIndex, InterfaceName
 from podwire.model.policy import IPNetwork, PolicyKey, PolicyRows
@@ -234,4 +235,25 @@ class PolicyDatapath(Protocol):
 
     def update_endpoints(self, rows: Iterable[tuple[EndpointRecord, EndpointConfig]]) -> None:
         """Turn the rows of live endpoints over, each in place under its lock."""
+        ...
+
+
+class ClusterDatapath(Protocol):
+    """The kernel's side of other nodes. Called under the node's turn; raises KernelFailure, ForeignObject,
+    Unsupported."""
+
+    def read_underlay(self) -> Underlay:
+        """Look at the device that carries this node's traffic. Raises Unavailable when there is none."""
+        ...
+
+    def apply_cluster(self, plan: ClusterPlan) -> Sequence[str]:
+        """Make tunnel device, programs on it, routes, peers and ipcache be what `plan` says; name everything that
+        differed. The same plan again repairs, and gives () when nothing was touched. Raises ForeignObject, changing
+        nothing, when somebody else's device has the tunnel's port or name."""
+        ...
+
+    def change_prefixes(
+        self, put: Mapping[IPNetwork, Prefix], remove: Iterable[IPNetwork] = ()
+    ) -> None:
+        """Change single rows of the ipcache between two plans, `put` before `remove`. The next plan has them too."""
         ...

@@ -196,7 +196,7 @@ class Rig:
 
     def write_settings(self, *, quota: int = QUOTA, tunnel_port: int = TUNNEL_PORT) -> None:
         """Write the node's knobs."""
-        self.maps["pw_settings"].update(ZERO, abi.Settings(quota, tunnel_port, 0, 0x5EED).pack())
+        self.maps["pw_settings"].update(ZERO, abi.Settings(quota, tunnel_port, 0, 0x5EED, 0).pack())
 
     def write(self, endpoint: Endpoint) -> Endpoint:
         """Write an endpoint's row as the agent does, and its usage row if there is none."""

@@ -12,7 +12,7 @@
 #include <linux/bpf.h>
 #include <linux/types.h>
 
-#define PW_ABI_VERSION 1
+#define PW_ABI_VERSION 2
 /* The oldest build that may take these rows over, field by field, when a node goes back (docs/restore.md). Raise it
  * together with the version when a new layout's rows mean something else under an old field's name, or need a field
  * that may not be dropped. The hash that chooses a conntrack shard is part of this promise.
@@ -83,10 +83,13 @@ enum pw_drop_reason {
 	PW_DROP_CONNTRACK_QUOTA = 16,
 	PW_DROP_MTU = 17, /* too big; an ICMP error was sent where that is allowed */
 	PW_DROP_TTL = 18,
-	PW_DROP_NO_POD = 19,	  /* an address of an own block that no endpoint has */
-	PW_DROP_TUNNEL_PORT = 20, /* a pod that talks to a tunnel port */
-	PW_DROP_INTERNAL = 21,	  /* a helper failed */
-	PW_DROP_DESTINATION = 22, /* loopback, unspecified, link-local that is not the gateway */
+	PW_DROP_NO_POD = 19,	    /* an address of an own block that no endpoint has */
+	PW_DROP_TUNNEL_PORT = 20,   /* a pod that talks to a tunnel port */
+	PW_DROP_INTERNAL = 21,	    /* a helper failed */
+	PW_DROP_DESTINATION = 22,   /* loopback, unspecified, link-local that is not the gateway */
+	PW_DROP_TUNNEL_SOURCE = 23, /* the outer source is no known node */
+	PW_DROP_TUNNEL_IDENTITY = 24, /* the tunnel key is none that this sender may use */
+	PW_DROP_TUNNEL_INNER = 25, /* the inner source lives elsewhere, or nothing is known of it */
 	PW_DROP_REASONS,
 };
 
@@ -113,6 +116,10 @@ enum pw_ipcache_flags {
 	PW_IPCACHE_NATIVE = 1 << 1,
 	PW_IPCACHE_LOCAL = 1 << 2, /* a block of this node: no endpoint row, nobody there */
 	PW_IPCACHE_NODE_ADDRESS = 1 << 3,
+};
+
+enum pw_node_flags {
+	PW_NODE_CLASSIC = 1 << 0, /* speaks VNI 1 and says no identity */
 };
 
 enum pw_tcp_state {
@@ -150,6 +157,7 @@ enum pw_action {
 	PW_ACTION_PEER = 2,   /* straight into the target pod */
 	PW_ACTION_EGRESS = 3, /* to the host device of the target pod, past its queue */
 	PW_ACTION_ANSWER = 4, /* back to the sender, as an answer or an ICMP error */
+	PW_ACTION_TUNNEL = 5, /* to another node, through the tunnel device */
 };
 
 /* node-wide knobs, one row */
@@ -158,6 +166,8 @@ struct pw_settings {
 	__u32 tunnel_port;     /* guarded UDP port, 0 = none */
 	__u32 flags;
 	__u32 hash_seed; /* random, chosen once: entries are found under it as long as they live */
+	__u32 tunnel_ifindex; /* the flow-based tunnel device, 0 = none */
+	__u32 pad;
 };
 
 struct pw_endpoint_key {
@@ -225,10 +235,13 @@ struct pw_ipcache_value {
 	__u32 mtu;
 };
 
+/* key: u32 number of the node, as ipcache rows and conntrack entries name it */
 struct pw_node_value {
-	__u8 addr[16];
-	__u32 mtu;
-	__u32 flags;
+	__u8 addr[16]; /* outer address, v4-mapped */
+	__u32 mtu;     /* of a pod's packet that fits through the tunnel, 0 = no limit known */
+	__u32 flags;   /* enum pw_node_flags */
+	__u8 mac[6];   /* of its tunnel device; asked for classic peers only */
+	__u16 pad;
 };
 
 struct pw_conntrack_key {

@@ -108,6 +108,15 @@ struct {
 	__type(value, struct pw_node_value);
 } pw_nodes SEC(".maps");
 
+/* outer address -> number of the node that it belongs to; a node may have several. Written by the agent. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 32768);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct pw_endpoint_key);
+	__type(value, __u32);
+} pw_node_numbers SEC(".maps");
+
 /* What a slot of pw_conntrack holds: tuple -> flow. Written by the programs, emptied by the collector. Preallocated and
  * no LRU, or one port scan would erase a node's rights to reply (rule 4).
  */

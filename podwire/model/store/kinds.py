@@ -49,15 +49,27 @@ CIDR_GROUP: Final = Kind(
 NAMESPACE: Final = Kind("Namespace", "namespaces", ("v1",), False, ("ns",))
 WORKLOAD: Final = Kind("Workload", "workloads", ("podwire.io/v1",), False)
 IDENTITY: Final = Kind("Identity", "identities", ("podwire.io/v1",), False, for_people=False)
+NODE: Final = Kind("Node", "nodes", ("podwire.io/v1",), False, ("pwn",), for_people=False)
+NODE_ENDPOINTS: Final = Kind(
+    "NodeEndpoints", "nodeendpoints", ("podwire.io/v1",), False, for_people=False
+)
+IP_POOL: Final = Kind("IPPool", "ippools", ("podwire.io/v1",), False, ("pool",))
+IP_BLOCK: Final = Kind("IPBlock", "ipblocks", ("podwire.io/v1",), False, for_people=False)
+IP_ADDRESS: Final = Kind("IPAddress", "ipaddresses", ("podwire.io/v1",), False, for_people=False)
 
 KINDS: Final = (
     NAMESPACE,
+    IP_POOL,
     WORKLOAD,
     CIDR_GROUP,
     NETWORK_POLICY,
     CILIUM_POLICY,
     CILIUM_CLUSTERWIDE_POLICY,
     IDENTITY,
+    NODE,
+    NODE_ENDPOINTS,
+    IP_BLOCK,
+    IP_ADDRESS,
 )
 """In the order in which they are applied: what others speak of comes first."""
 

@@ -1,0 +1,148 @@
+"""Other nodes: what each says of itself, and what the kernel of this one shall therefore hold. Values only.
+
+`control.cluster` reads and writes `NodeFacts` as objects of the kind Node and computes a `ClusterPlan` from them;
+`datapath.cluster` puts a plan into force, as often as it is told to. Nothing here looks at the world.
+"""
+
+import enum
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from podwire.model.ids import IdentityId
+
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+TUNNEL_DEVICE: Final = "pw-tunnel"
+"""Name of the node's one tunnel device; its alias is `podwire:<node>:tunnel`."""
+TUNNEL_OVERHEAD_IPV4_BYTES: Final = 50
+"""Outer Ethernet payload: IPv4 20, UDP 8, VXLAN 8, inner Ethernet 14."""
+TUNNEL_OVERHEAD_IPV6_BYTES: Final = 70
+
+
+class TunnelMode(enum.StrEnum):
+    """How a node speaks VXLAN."""
+
+    FLOW = "flow"
+    """One collect-metadata device; the VNI carries the sender's identity."""
+    CLASSIC = "classic"
+    """VNI 1, the receiver tells identities by address (as flannel-like peers do)."""
+
+
+class Way(enum.StrEnum):
+    """How packets get to another node's pods."""
+
+    TUNNEL = "tunnel"
+    NATIVE = "native"
+    """By a route of the kernel, unchanged."""
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a node publishes. It is written only when one of these changes: it has no heartbeat."""
+
+    name: str
+    instance: str
+    """Random, chosen once and kept in `state_dir`: tells a restart from another machine under the same name."""
+    epoch: int
+    """One more each time that the name passes to another instance; of two claims to a prefix the higher one wins."""
+    addresses: tuple[IPAddress, ...]
+    """On the underlay, at most one per family; the first is the one peers send tunnel packets to if they have its
+    family."""
+    pod_cidrs: tuple[IPNetwork, ...] = ()
+    tunnel_addresses: tuple[IPAddress, ...] = ()
+    """On the tunnel device, one per family, out of the node's own pod ranges: the source of its host processes."""
+    tunnel_mac: str = ""
+    tunnel_mode: TunnelMode = TunnelMode.FLOW
+    tunnel_port: int = 8472
+    underlay_mtu_bytes: int = 1500
+    blocks: Mapping[IPNetwork, int] = field(default_factory=dict)
+    """Claimed blocks of pools, with the epoch of the claim."""
+    holds: tuple[IdentityId, ...] = ()
+    """Identities in use that no NodeEndpoints of it names."""
+
+
+@dataclass(frozen=True)
+class Underlay:
+    """What this node's kernel says of the way to other nodes."""
+
+    addresses: tuple[IPAddress, ...]
+    """Own ones on the device that carries the node's traffic, at most one per family."""
+    connected: tuple[IPNetwork, ...]
+    """Subnets on that device: a peer in one of them is reached without a router."""
+    ifindex: int
+    mtu_bytes: int
+
+
+@dataclass(frozen=True)
+class TunnelPlan:
+    """The tunnel device."""
+
+    mode: TunnelMode
+    port: int
+    mac: str
+    """Its own on every node: with equal ones VXLAN drops what hosts send (datapath.md rule 8)."""
+    mtu_bytes: int
+    addresses: tuple[IPAddress, ...]
+    local: IPAddress
+    """Outer source address. The outer family of a node is that of its peers' `outer`."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another node as the programs know it."""
+
+    number: int
+    """Local to this node, from 1, never used for another name while this agent's state lives."""
+    name: str
+    outer: IPAddress
+    mtu_bytes: int
+    """Largest packet of a pod that gets there in one piece, headers of the tunnel already taken off."""
+    way: Way
+    mode: TunnelMode = TunnelMode.FLOW
+    mac: str = ""
+    addresses: tuple[IPAddress, ...] = ()
+    """Every address that a tunnel packet of it may come from."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """One row of the ipcache that is about another node."""
+
+    identity: IdentityId
+    node: int
+    """Number of the `Peer` where it lives, 0 = nobody's."""
+    way: Way | None
+    """None: through the stack, wherever its routes lead (a node's own address, unclaimed cluster range)."""
+    mtu_bytes: int = 0
+    is_node_address: bool = False
+
+
+@dataclass(frozen=True)
+class HostRoute:
+    """A route of the kernel to another node's pods, for this host's own processes and for the stack's paths."""
+
+    destination: IPNetwork
+    way: Way
+    via: IPAddress | None
+    """Next hop with `Way.NATIVE`; None with the tunnel, whose device has one fixed neighbour."""
+    source: IPAddress | None
+    mtu_bytes: int
+    peer: int
+    """Number of the peer; the classic tunnel device needs it for its neighbour and FDB entries."""
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """All that the kernel shall hold because of other nodes; what is of ours and not in here goes."""
+
+    tunnel: TunnelPlan | None = None
+    peers: tuple[Peer, ...] = ()
+    prefixes: Mapping[IPNetwork, Prefix] = field(default_factory=dict)
+    routes: tuple[HostRoute, ...] = ()
+    pod_mtu_bytes: int = 0
+    """MTU of new pod devices, 0 = the underlay's."""
+    inside: tuple[IPNetwork, ...] = ()
+    """What masquerade leaves alone: cluster CIDRs, every node's ranges and addresses."""

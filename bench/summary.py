@@ -2,11 +2,12 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.results_file import RESULTS
+from bench.results_file import RESULTS, interval
+from bench.stats import quantile, ratio_of
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Bar:
     at_least: float | None = None
     reached_by: str = "value"
     """`value`, or the end of the interval that decides."""
+    over: str = ""
+    """The series that the one named by `path` is divided by; the samples are pairs."""
 
 
 BARS = (
@@ -55,6 +58,18 @@ BARS = (
     Bar("agent with 250 pods, MB", "agent", ("MB after as many ADDs",), at_most=80),
     Bar("agent idle, % of a CPU", "agent", ("idle CPU, %",), at_most=1),
     Bar("start to answer with 250 pods, ms", "agent", ("start to answer, ms",), at_most=1000),
+    Bar("policy change, other ports, p50 ms", "policy_live", ("other ports",), at_most=5),
+    Bar("policy change, other ports, p99 ms", "policy_live", ("other ports p99",), at_most=50),
+    Bar("policy change, a port more, p50 ms", "policy_live", ("a port more",), at_most=5),
+    Bar("policy change, a port more, p99 ms", "policy_live", ("a port more p99",), at_most=50),
+    Bar("agent with 2,000 policies, MB", "policy_live", ("agent, MB",), at_most=150),
+    Bar(
+        "established packet, 1,000 policies / none",
+        "programs",
+        ("established, 1000 policies",),
+        over="established, no policy",
+        at_most=1.03,
+    ),
 )
 
 
@@ -64,15 +79,20 @@ def main() -> None:
     for bar in BARS:
         if len(sys.argv) > 1 and bar.benchmark not in sys.argv[1:]:
             continue
-        for found in _find(bar):
+        for found in find_figures(bar):
             print(f"{bar.what.ljust(width)}  {judge(bar, found)}")
 
 
-def _find(bar: Bar) -> Iterator[dict[str, float]]:
+def find_figures(bar: Bar) -> Iterator[dict[str, float]]:
+    """Give the figure that a bar names; nothing where there is no such result."""
     path = RESULTS / f"{bar.benchmark}.json"
     if not path.exists():
         return
-    found: Any = json.loads(path.read_text(encoding="utf-8"))["summary"]
+    document: Any = json.loads(path.read_text(encoding="utf-8"))
+    if bar.over:
+        yield from _divide(document["raw"], bar.path[-1], bar.over)
+        return
+    found = document["summary"]
     for key in bar.path:
         found = found.get(key, {})
     if "ratio" in found:
@@ -80,6 +100,14 @@ def _find(bar: Bar) -> Iterator[dict[str, float]]:
         yield {"value": found["ratio"], "low": low, "high": high}
     elif "value" in found:
         yield found
+
+
+def _divide(
+    raw: Mapping[str, Sequence[float]], ours: str, theirs: str
+) -> Iterator[dict[str, float]]:
+    """Give the ratio of two series' medians; nothing when the run had not both of them."""
+    if ours in raw and theirs in raw:
+        yield interval(ratio_of(raw[ours], raw[theirs], lambda series: quantile(series, 0.5)))
 
 
 def judge(bar: Bar, found: dict[str, float]) -> str:

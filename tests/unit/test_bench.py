@@ -1,15 +1,18 @@
 """The benchmarks' arithmetic: quantiles, paired ratios with their intervals, and the judgement of a bar."""
 
+import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench import summary
 from bench.results_file import interval
 from bench.stats import Interval, median_of, quantile, ratio_of
-from bench.summary import Bar, judge
+from bench.summary import BARS, Bar, find_figures, judge
 
 SAMPLES = st.lists(st.floats(0.1, 1e6), min_size=1, max_size=50)
 
@@ -65,3 +68,30 @@ def test_noise_widens_the_interval() -> None:
 )
 def test_a_bar_is_judged_by_the_figure_it_names(bar: Bar, held: bool) -> None:
     assert judge(bar, interval(Interval(0.5, 0.4, 0.6))).startswith("yes" if held else "NO")
+
+
+OVER = Bar("a", "programs", ("with",), over="without", at_most=1.03)
+
+
+@pytest.mark.parametrize(
+    ("raw", "found"),
+    [
+        ({"with": [103.0, 206.0, 103.0], "without": [100.0, 200.0, 100.0]}, [1.03]),
+        ({"with": [103.0]}, []),
+    ],
+    ids=["paired", "one-is-missing"],
+)
+def test_a_bar_may_divide_one_series_by_another(
+    raw: dict[str, list[float]],
+    found: list[float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(summary, "RESULTS", tmp_path)
+    (tmp_path / "programs.json").write_text(json.dumps({"summary": {}, "raw": raw}))
+    assert [one["value"] for one in find_figures(OVER)] == pytest.approx(found)
+
+
+@pytest.mark.parametrize("bar", BARS, ids=[bar.what for bar in BARS])
+def test_every_bar_has_one_limit(bar: Bar) -> None:
+    assert (bar.at_most is None) != (bar.at_least is None)

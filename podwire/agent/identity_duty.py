@@ -1,9 +1,9 @@
 """Look after identities: hear of changes, relabel endpoints, publish what is in use, collect what is not.
 
-`agent.main` prepares it before anything is restored, then runs `watch_identities` and `tend_identities` as tasks;
-`agent.rest` asks it to change labels. Everything that waits for the store runs on a thread and never under the node's
-turn. Invariant: an endpoint keeps its identity until its new one exists, and both are published as in use until the
-datapath has changed over.
+`agent.node` prepares it before anything is restored; `agent.main` starts its follower and runs `tend_identities` as a
+task; `agent.rest` asks it to change labels. Everything that waits for the store runs on a thread and never under the
+node's turn. Invariant: an endpoint keeps its identity until its new one exists, and both are published as in use until
+the datapath has changed over.
 """
 
 import asyncio
@@ -14,25 +14,24 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from typing import Final, Protocol
 
+from podwire.agent.store_follower import KindList, Memory, StoreFollower
 from podwire.control.endpoint.queue import Level
 from podwire.control.endpoint.states import State
 from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.control.identity.collect import Collector, collect, publish_holds
-from podwire.control.identity.feed import IdentityFeed
+from podwire.control.identity.feed import KINDS, IdentityFeed
 from podwire.control.identity.own_labels import change_own_labels
 from podwire.control.identity.resolver import Resolution, own_labels
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Conflict, NotFound, PodwireError, Unavailable
 from podwire.model.ids import EndpointId
+from podwire.model.store import StoreEvent
 
 SOURCES_FACT: Final = "label-sources"
 TICK_S: Final = 1.0
 """Also the shortest time between two publications of what is in use."""
-WATCH_S: Final = 5.0
-AWAY_S: Final = 1.0
 COLLECT_S: Final = 60.0
 PUBLISH_AGAIN_S: Final = 60.0
 """How often a publication that should stand is looked at: somebody may have deleted it."""
@@ -59,6 +58,31 @@ class Builds(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class IdentityNews:
+    """Hands what the store says to the feed. That the store is away is told by who follows its policies."""
+
+    feed: IdentityFeed
+
+    def on_lists(self, lists: Sequence[KindList]) -> None:
+        """Take whole lists."""
+        for one in lists:
+            self.feed.replace(one.kind, one.objects, one.revision)
+
+    def on_events(self, events: Sequence[StoreEvent], _revision: int) -> None:
+        """Take changes."""
+        self.feed.heard()
+        for event in events:
+            self.feed.apply(event)
+
+    def on_away(self, error: PodwireError) -> None:
+        """Go on with what is known."""
+
+    def on_back(self) -> None:
+        """Let ADDs that wait look at once."""
+        self.feed.came_back()
+
+
 @dataclass
 class IdentityDuty:
     """Identities of one node over time."""
@@ -69,6 +93,8 @@ class IdentityDuty:
     journal: IdentityJournal
     regenerator: Builds
     turn: threading.RLock
+    memory: Memory | None = None
+    """Where what the store says is kept for a start without it."""
     collector: Collector = field(default_factory=Collector)
     monotonic: Callable[[], float] = time.monotonic
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
@@ -83,6 +109,9 @@ class IdentityDuty:
         self._resolver = self.feed.resolver
         self._allocator = self._resolver.allocator
         self._store = self._allocator.store
+        self.follower = StoreFollower(
+            "identity-watch", self._store, KINDS, IdentityNews(self.feed), self.memory
+        )
 
     def prepare(self, records: Iterable[EndpointRecord]) -> None:
         """Take over what is known without the store; before endpoints are restored and doors open."""
@@ -90,13 +119,7 @@ class IdentityDuty:
         self._remembered = self._resolver.sources.version
         for record in records:
             self._resolver.adopt(record)
-        try:
-            self.feed.step(0)
-        except PodwireError as error:
-            _log.warning(
-                "the store is away; label sets that no pod has had wait for it",
-                extra={"error": error.message},
-            )
+        self.follower.load()
 
     def tick(self) -> None:
         """Do what is due; raises what the store says when it is away, after all that needs no store."""
@@ -208,19 +231,6 @@ class IdentityDuty:
         if in_use != self._published or age_s >= PUBLISH_AGAIN_S:
             publish_holds(self._store, self.node_name, in_use)
             self._published, self._published_s = in_use, self.monotonic()
-
-
-async def watch_identities(duty: IdentityDuty, threads: Executor) -> None:
-    """Hear of changes, for ever. A store that is away is asked again; nothing is missed meanwhile."""
-    loop = asyncio.get_running_loop()
-    try:
-        while True:
-            try:
-                await loop.run_in_executor(threads, partial(duty.feed.step, WATCH_S))
-            except Unavailable:
-                await asyncio.sleep(AWAY_S)
-    finally:
-        duty.feed.close()
 
 
 async def tend_identities(

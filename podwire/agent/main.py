@@ -27,7 +27,7 @@ from podwire.agent.cni_socket import CniServer
 from podwire.agent.config_reload import read_settings
 from podwire.agent.dispatch import Dispatcher
 from podwire.agent.health import AliveFile
-from podwire.agent.identity_duty import tend_identities, watch_identities
+from podwire.agent.identity_duty import tend_identities
 from podwire.agent.loops import Duties, EventPump
 from podwire.agent.node import Node, open_node
 from podwire.agent.rest import Api, MapReaders, NodeFacts
@@ -166,17 +166,15 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
 
 
 def _identity_loops(node: Node, stack: AsyncExitStack) -> list[tuple[str, loops.Loop]]:
-    """The watch has a thread of its own: it waits for the store nearly all the time."""
-    threads = stack.enter_context(ThreadPoolExecutor(2, thread_name_prefix="identity"))
-    stack.callback(node.identities.feed.close)
+    """A thread of its own: it may wait for the store."""
+    threads = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="identity"))
+    node.identities.follower.start()
+    stack.callback(node.identities.follower.stop)
 
     def report(message: str) -> None:
         node.health.report("identities", ok=not message, message=message, critical=False)
 
-    return [
-        ("identity-watch", lambda _duties: watch_identities(node.identities, threads)),
-        ("identities", lambda _duties: tend_identities(node.identities, threads, report)),
-    ]
+    return [("identities", lambda _duties: tend_identities(node.identities, threads, report))]
 
 
 async def _open_doors(

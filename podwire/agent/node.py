@@ -206,7 +206,7 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
         policies=_compose_policy_duty(opened, enforcer, turn),
         identities=IdentityDuty(
             node_name=config.node.node_name,
-            feed=IdentityFeed(store, resolver),
+            feed=IdentityFeed(resolver),
             table=table,
             journal=journal,
             regenerator=regenerator,

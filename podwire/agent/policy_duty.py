@@ -1,9 +1,8 @@
 """Follow the store's policies, and bring every change of policies and identities into force at once.
 
-`agent.main` loads it before endpoints are restored, then starts its two threads: one waits for the store, one takes the
-node's turn and works. So neither a slow store nor a long wait for the turn delays the other, and a burst of changes
-becomes one. Invariant: nothing is missed: after a gap everything is listed again, and before the first list has
-succeeded no endpoint is built.
+`agent.node` loads it before endpoints are restored; `agent.main` starts it: the follower's thread waits for the store,
+the one here takes the node's turn and works. So neither a slow store nor a long wait for the turn delays the other, and
+a burst of changes becomes one. Invariant: nothing is missed, and one object that cannot be taken in keeps no other out.
 """
 
 import logging
@@ -13,14 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from podwire.agent.store_follower import KindList, Memory, StoreFollower
 from podwire.control.endpoint.enforce import Enforcer
 from podwire.control.endpoint.policies import POLICY_KINDS, PolicyObjects
 from podwire.control.identity.known import IdentityChange
-from podwire.model.errors import PodwireError, Unavailable
-from podwire.model.store import Compacted, Store, StoredObject, StoreEvent, Watch
+from podwire.model.errors import PodwireError
+from podwire.model.store import Store, StoreEvent
 
-WATCH_S: Final = 2.0
-AWAY_S: Final = 1.0
 QUIET_S: Final = 0.05
 """Without changes for so long, slots that nobody names any more are deleted: that waits for the kernel."""
 COLLECT_AT_LATEST_S: Final = 1.0
@@ -29,14 +27,12 @@ RETRY_S: Final = 2.0
 
 _log = logging.getLogger(__name__)
 
-Lists = Sequence[tuple[str, Sequence[StoredObject]]]
-
 
 @dataclass(frozen=True)
 class _News:
-    """What the listening thread hands over: whole lists, or changes; and the store's revision after them."""
+    """What the follower's thread hands over: whole lists, or changes; and the store's revision after them."""
 
-    lists: Lists = ()
+    lists: Sequence[KindList] = ()
     events: Sequence[StoreEvent] = ()
     revision: int = 0
 
@@ -53,19 +49,25 @@ class PolicyDuty:
     """Told how long what took: operation, phase, milliseconds."""
     report: Callable[[str], None]
     """Told what is wrong with the store; "" when nothing is."""
-    _watch: Watch | None = None
+    memory: Memory | None = None
+    """Where policies are kept for a start without the store."""
     _told_revision: int = 0
     _news: list[_News] = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _stopping: bool = False
-    _threads: list[threading.Thread] = field(default_factory=list)
+    _thread: threading.Thread | None = None
     _is_held: bool = False
     """The engine could not begin with what it was given: a full disk, say."""
     _uncollected_since_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.follower = StoreFollower("policy-watch", self.store, POLICY_KINDS, self, self.memory)
+
     def load(self) -> None:
-        """List all policies and take them in; raises what the store says. Before endpoints are restored."""
-        self._take_in(self._list())
+        """Take in all policies; raises what the store says unless it is away. Before endpoints are restored."""
+        self.follower.load()
+        for one in self._take_news():
+            self._take_in(one)
 
     def hear(self, change: IdentityChange) -> None:
         """Hear of identities, on any thread."""
@@ -75,63 +77,43 @@ class PolicyDuty:
 
     def start(self) -> None:
         """Start the threads."""
-        for name, run in (("policy-watch", self._listen), ("policy", self._work)):
-            thread = threading.Thread(target=run, name=name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        self._thread = threading.Thread(target=self._work, name="policy", daemon=True)
+        self._thread.start()
+        self.follower.start()
 
     def stop(self) -> None:
         """End the threads; what is in force stays."""
+        self.follower.stop()
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        watch = self._watch
-        if watch is not None:
-            watch.close()
-        for thread in self._threads:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
-    def _list(self) -> _News:
-        lists = [(kind, *self.store.list(kind)) for kind in POLICY_KINDS]
-        revision = min(revision for _, _, revision in lists)
-        if self._watch is not None:
-            self._watch.close()
-        self._watch = self.store.watch(revision, POLICY_KINDS)
-        return _News(lists=[(kind, objects) for kind, objects, _ in lists], revision=revision)
+    def on_lists(self, lists: Sequence[KindList]) -> None:
+        """Take whole lists, on the follower's thread."""
+        # No revision: it is the one of `on_events` that follows. What is only remembered is of no revision.
+        self._hand_over(_News(lists=lists))
 
-    def _listen(self) -> None:
-        while not self._stopping:
-            try:
-                news = self._next()
-            except Unavailable as error:
-                self.report(error.message)
-                time.sleep(AWAY_S)
-                continue
-            except PodwireError as error:
-                _log.error("policies cannot be read", extra={"error": error.message})
-                self.report(error.message)
-                self._watch = None
-                time.sleep(AWAY_S)
-                continue
-            self.report("")
-            if news is not None:
-                with self._changed:
-                    self._news.append(news)
-                    self._changed.notify()
-
-    def _next(self) -> _News | None:
-        if self._watch is None:
-            return self._list()
-        try:
-            events = self._watch.next(WATCH_S)
-        except Compacted:
-            return self._list()
+    def on_events(self, events: Sequence[StoreEvent], revision: int) -> None:
+        """Take changes, on the follower's thread."""
         # Other kinds move the store's revision too: whoever waits for one of theirs must not wait for ever.
-        revision = self._watch.revision
-        if not events and revision <= self._told_revision:
-            return None
-        self._told_revision = revision
-        return _News(events=events, revision=revision)
+        if events or revision > self._told_revision:
+            self._told_revision = revision
+            self._hand_over(_News(events=events, revision=revision))
+
+    def on_away(self, error: PodwireError) -> None:
+        """Let `podwire status` tell."""
+        self.report(error.message)
+
+    def on_back(self) -> None:
+        """Let `podwire status` tell."""
+        self.report("")
+
+    def _hand_over(self, news: _News) -> None:
+        with self._changed:
+            self._news.append(news)
+            self._changed.notify()
 
     def _work(self) -> None:
         while True:
@@ -152,6 +134,10 @@ class PolicyDuty:
             timeout_s = QUIET_S if self._uncollected_since_s else RETRY_S
             if not (self._news or self._stopping or self.enforcer.has_heard):
                 self._changed.wait(timeout_s)
+        return self._take_news()
+
+    def _take_news(self) -> list[_News]:
+        with self._changed:
             news, self._news = self._news, []
             return news
 
@@ -179,8 +165,8 @@ class PolicyDuty:
             self._uncollected_since_s = time.monotonic()
 
     def _take_in(self, news: _News) -> None:
-        for kind, objects in news.lists:
-            self.objects.replace(kind, objects)
+        for one in news.lists:
+            self.objects.replace(one.kind, one.objects)
         for event in news.events:
             self.objects.apply(event)
         self.enforcer.revision = max(self.enforcer.revision, news.revision)

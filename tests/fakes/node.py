@@ -32,6 +32,7 @@ from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import StorageFailure
 from podwire.model.interfaces import EndpointConfig
 from tests.fakes.datapath import FakeDatapath
+from tests.fakes.followers import follow_identities
 from tests.fakes.policy import FakePolicyDatapath
 from tests.fakes.store import MemoryStore
 
@@ -149,7 +150,8 @@ class FakeNode:
         self.identities.allocator.known.listen(self.enforcer.hear)
         for record in self.journal.list_records():
             self.identities.adopt(record)
-        IdentityFeed(self.store, self.identities).step(0)
+        self.follower = follow_identities(self.store, IdentityFeed(self.identities))
+        self.follower.step(0)
 
     def _remember(self, numbers: Numbers) -> None:
         self.journal.write_fact("numbers", msgspec.json.encode(numbers).decode())

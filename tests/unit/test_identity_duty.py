@@ -52,7 +52,7 @@ class Node:
         )
         self.duty = IdentityDuty(
             node_name=name,
-            feed=IdentityFeed(store, self.resolver),
+            feed=IdentityFeed(self.resolver),
             table=self.table,
             journal=self.journal,
             regenerator=self,
@@ -84,7 +84,7 @@ class Node:
         return endpoint.record
 
     def hear(self) -> None:
-        while self.duty.feed.step(0):
+        while self.duty.follower.step(0):
             pass
 
     def tick(self, after_s: float = 1.0) -> None:
@@ -93,7 +93,7 @@ class Node:
         self.duty.tick()
 
     def close(self) -> None:
-        self.duty.feed.close()
+        self.duty.follower.stop()
         self.journal.close()
 
 

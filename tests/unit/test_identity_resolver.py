@@ -29,6 +29,7 @@ from podwire.model.ids import (
 )
 from podwire.model.request import NamedPort as RequestedPort
 from podwire.model.store import ObjectKey, StoredObject
+from tests.fakes.followers import follow_identities
 from tests.fakes.store import MemoryStore
 
 HTTP = NamedPort("http", 6, 80)
@@ -47,10 +48,11 @@ class Agent:
         self.resolver = IdentityResolver(
             self.allocator, self.sources, LabelFilter.parse(patterns), wait_s=wait_s
         )
-        self.feed = IdentityFeed(store, self.resolver)
+        self.feed = IdentityFeed(self.resolver)
+        self.follower = follow_identities(store, self.feed)
 
     def sync(self) -> None:
-        while self.feed.step(0):
+        while self.follower.step(0):
             pass
 
     def resolve(self, pod: str = "web", *, namespace: str = "default", **labels: str) -> Resolution:
@@ -399,16 +401,6 @@ def test_after_a_compaction_everything_is_listed_again() -> None:
     assert agent.sources.knows_namespace("prod")
     assert agent.sources.knows_namespace("test")
     assert agent.feed.take_doubt().everybody
-
-
-def test_news_older_than_a_list_do_not_undo_it() -> None:
-    store = MemoryStore()
-    put_namespace(store, "prod", team="a")
-    old = store.events[-1]
-    put_namespace(store, "prod", team="b")
-    agent = synced(store)
-    agent.feed.apply(old)
-    assert "k8s:io.cilium.k8s.namespace.labels.team=b" in agent.sources.effective((), "prod")
 
 
 def test_labels_that_nobody_may_write_are_left_out() -> None:

@@ -1,0 +1,216 @@
+"""Following a store: nothing is missed, nothing comes twice, and no failure ends it."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from podwire.agent import store_follower
+from podwire.agent.store_follower import KindList, StoreFollower
+from podwire.model.errors import Bug, PodwireError, Unavailable
+from podwire.model.store import ObjectKey, StoredObject, StoreEvent
+from tests.fakes.store import MemoryStore
+
+KINDS = ("namespaces", "workloads")
+
+
+class Mirror:
+    """Keeps what it is told, as the store should have it."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, set[str]] = {}
+        self.revisions: list[int] = []
+        self.heard: list[str] = []
+        self.poison: BaseException | None = None
+        self.changed = threading.Condition()
+
+    def on_lists(self, lists: Sequence[KindList]) -> None:
+        with self.changed:
+            self.heard.append("lists")
+            for one in lists:
+                self.names[one.kind] = {stored.key.name for stored in one.objects}
+            self.changed.notify_all()
+
+    def on_events(self, events: Sequence[StoreEvent], revision: int) -> None:
+        with self.changed:
+            poison, self.poison = (self.poison, None) if events else (None, self.poison)
+            if poison is not None:
+                raise poison
+            for event in events:
+                names = self.names[event.object.key.kind]
+                (names.discard if event.deleted else names.add)(event.object.key.name)
+            self.revisions.append(revision)
+            self.changed.notify_all()
+
+    def on_away(self, error: PodwireError) -> None:
+        with self.changed:
+            self.heard.append("away")
+            self.changed.notify_all()
+
+    def on_back(self) -> None:
+        with self.changed:
+            self.heard.append("back")
+            self.changed.notify_all()
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, 10)
+
+
+def put(store: MemoryStore, name: str, kind: str = "namespaces") -> None:
+    key = ObjectKey(kind, "", name)
+    store.create(StoredObject(key=key, document={}))
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def mirror() -> Mirror:
+    return Mirror()
+
+
+@pytest.fixture
+def follower(store: MemoryStore, mirror: Mirror) -> StoreFollower:
+    return StoreFollower("test", store, KINDS, mirror)
+
+
+@pytest.fixture
+def running(follower: StoreFollower, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreFollower]:
+    monkeypatch.setattr(store_follower, "AWAY_BASE_S", 0.01)
+    follower.load()
+    follower.start()
+    yield follower
+    follower.stop()
+
+
+def test_all_kinds_come_at_once_then_the_revision(
+    store: MemoryStore, mirror: Mirror, follower: StoreFollower
+) -> None:
+    put(store, "a")
+    put(store, "w", "workloads")
+    assert follower.load()
+    assert mirror.names == {"namespaces": {"a"}, "workloads": {"w"}}
+    assert mirror.revisions == [2]
+    assert follower.revision == 2
+    assert mirror.heard == ["lists", "back"]
+    follower.stop()
+
+
+def test_changes_follow_the_lists(
+    store: MemoryStore, mirror: Mirror, follower: StoreFollower
+) -> None:
+    follower.load()
+    put(store, "a")
+    put(store, "p", "pods")
+    follower.step(0)
+    assert mirror.names["namespaces"] == {"a"}
+    assert mirror.revisions[-1] == follower.revision == 2  # also where other kinds moved it
+    store.delete(ObjectKey("namespaces", "", "a"))
+    follower.step(0)
+    assert mirror.names["namespaces"] == set()
+    follower.stop()
+
+
+def test_a_quiet_watch_is_told_too(mirror: Mirror, follower: StoreFollower) -> None:
+    follower.load()
+    assert not follower.step(0)
+    assert mirror.revisions == [0, 0]
+    follower.stop()
+
+
+def test_no_change_comes_that_a_list_holds_already(mirror: Mirror) -> None:
+    class Racing(MemoryStore):
+        """Somebody deletes a namespace between the lists of the two kinds."""
+
+        def list(
+            self, kind: str, namespace: str | None = None
+        ) -> tuple[Sequence[StoredObject], int]:
+            found = super().list(kind, namespace)
+            if kind == "namespaces":
+                put(self, "late", "workloads")
+            return found
+
+    racing = Racing()
+    follower = StoreFollower("test", racing, KINDS, mirror)
+    follower.load()
+    assert mirror.names["workloads"] == {"late"}
+    mirror.poison = Bug("came twice")
+    follower.step(0)
+    assert mirror.poison is not None
+    follower.stop()
+
+
+def test_after_a_compaction_everything_is_listed_again(
+    store: MemoryStore, mirror: Mirror, follower: StoreFollower
+) -> None:
+    follower.load()
+    put(store, "a")
+    store.compact()
+    put(store, "b")
+    while follower.step(0):
+        pass
+    assert mirror.names["namespaces"] == {"a", "b"}
+    assert mirror.heard == ["lists", "back", "lists"]
+    follower.stop()
+
+
+def test_a_store_that_is_away_at_the_start_is_found_later(
+    store: MemoryStore, mirror: Mirror, follower: StoreFollower
+) -> None:
+    put(store, "a")
+    store.away = True
+    assert not follower.load()
+    assert mirror.names == {}
+    assert not follower.is_there
+    store.away = False
+    follower.step(0)
+    assert mirror.names["namespaces"] == {"a"}
+    assert mirror.heard == ["away", "lists", "back"]
+    follower.stop()
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [Bug("a bug"), ValueError("a bug that nobody thought of"), Unavailable("half way")],
+    ids=lambda one: type(one).__name__,
+)
+def test_a_listener_that_fails_hears_everything_again(
+    store: MemoryStore, mirror: Mirror, running: StoreFollower, poison: BaseException
+) -> None:
+    mirror.poison = poison
+    put(store, "a")
+    mirror.wait(lambda: "away" in mirror.heard)
+    put(store, "b")
+    mirror.wait(lambda: mirror.names["namespaces"] == {"a", "b"} and mirror.heard[-1] == "back")
+    assert mirror.poison is None
+
+
+def test_a_store_that_goes_away_and_comes_back_loses_nothing(
+    store: MemoryStore, mirror: Mirror, running: StoreFollower
+) -> None:
+    store.away = True
+    with store.changed:
+        store.changed.notify_all()
+    mirror.wait(lambda: "away" in mirror.heard)
+    store.away = False
+    put(store, "a")
+    mirror.wait(lambda: mirror.names["namespaces"] == {"a"})
+    mirror.wait(lambda: mirror.heard[-1] == "back")
+
+
+def test_stop_does_not_wait_for_the_next_try(
+    store: MemoryStore, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_follower, "AWAY_BASE_S", 60.0)
+    monkeypatch.setattr(store_follower, "AWAY_CAP_S", 60.0)
+    store.away = True
+    follower = StoreFollower("test", store, KINDS, mirror)
+    follower.start()
+    mirror.wait(lambda: "away" in mirror.heard)
+    begin_s = time.monotonic()
+    follower.stop()
+    assert time.monotonic() - begin_s < 1

@@ -49,6 +49,10 @@ class Attachments(Protocol):
         """Attach; looks at `cancelled` between steps and then takes everything back."""
         ...
 
+    def waits_for_store(self, request: AttachRequest, /) -> bool:
+        """Tell whether an ADD would have to ask the store, and wait while it is away. Does not block."""
+        ...
+
     def delete(self, request: AttachRequest, namespace: PodNamespace | None, /) -> None:
         """Detach; changes nothing about an attachment that is younger than the request."""
         ...
@@ -73,6 +77,8 @@ class Limits:
     threads: int = 4
     """All kernel work happens in one turn: more threads only fight for it. Sixteen launchers at
     once, work that does nothing: 16 threads 1685 requests/s, 4 threads 2080, 1 thread 2266."""
+    patient_threads: int = 8
+    """For ADDs that ask the store: while it is away they hold their threads, and nobody else's."""
     requests_max: int = 512
     """Running and queued; above it requests are refused."""
     queue_max: int = 16
@@ -164,6 +170,9 @@ class Dispatcher:
         self._deletes = TakenDeletes()
         self._lists = TakenLists()
         self._threads = ThreadPoolExecutor(self._limits.threads, thread_name_prefix="attach")
+        self._patient_threads = ThreadPoolExecutor(
+            self._limits.patient_threads, thread_name_prefix="attach-new"
+        )
         self._side_threads = ThreadPoolExecutor(2, thread_name_prefix="status")
 
     @property
@@ -227,7 +236,7 @@ class Dispatcher:
                 job.cancel("the agent is stopping")
             if not await _happens(self._idle, self._limits.undo_s):
                 _log.error("work does not end", extra={"count": self._job_count})
-        for threads in (self._threads, self._side_threads):
+        for threads in (self._threads, self._patient_threads, self._side_threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
     # --- what each command does before and around its turn ------------------------------------
@@ -239,7 +248,12 @@ class Dispatcher:
         if self._lists.overtook(job.key, started_ns):
             raise _overtaken(job.request, "a GC that does not name it")
         job.cancel_with_caller()
-        return await self._in_line(job, partial(self._attach, job), self._limits.deadline_s)
+        return await self._in_line(
+            job,
+            partial(self._attach, job),
+            self._limits.deadline_s,
+            patient=partial(self._attach_patiently, job),
+        )
 
     async def _delete(
         self, job: _Job, work: Callable[[], AttachResult | None] | None = None
@@ -308,8 +322,12 @@ class Dispatcher:
         deadline_s: float,
         *,
         turn_s: float | None = None,
+        patient: Callable[[], AttachResult] | None = None,
     ) -> AttachResult | None:
-        """Wait for the job's turn, have a thread do `work`, give its result, all in time."""
+        """Wait for the job's turn, have a thread do `work`, give its result, all in time.
+
+        `patient` is done where waiting keeps nobody else waiting, when `work` gives no result.
+        """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + deadline_s
         self._enter(job)
@@ -319,13 +337,24 @@ class Dispatcher:
                     f"{job}: an earlier request for it does not end", hint="call again later"
                 )
             job.refuse_if_cancelled()
-            future = loop.run_in_executor(self._threads, self._guarded, work)
         except BaseException:
             self._leave(job)
             raise
         job.started = True
+        future = asyncio.ensure_future(self._on_threads(work, patient))
         future.add_done_callback(partial(self._end, job))
         return await self._outcome(job, future, until_s)
+
+    async def _on_threads(
+        self,
+        work: Callable[[], AttachResult | None],
+        patient: Callable[[], AttachResult] | None,
+    ) -> AttachResult | None:
+        run = asyncio.get_running_loop().run_in_executor
+        result = await run(self._threads, self._guarded, work)
+        if result is None and patient is not None:
+            result = await run(self._patient_threads, self._guarded, patient)
+        return result
 
     async def _outcome(
         self, job: _Job, future: "asyncio.Future[AttachResult | None]", until_s: float
@@ -403,7 +432,14 @@ class Dispatcher:
                 hint="please report it, with the agent's log",
             ) from error
 
-    def _attach(self, job: _Job) -> AttachResult:
+    def _attach(self, job: _Job) -> AttachResult | None:
+        """Attach; None when that may have to wait for the store."""
+        job.refuse_if_cancelled()
+        if self._attachments.waits_for_store(job.request):
+            return None
+        return self._attach_patiently(job)
+
+    def _attach_patiently(self, job: _Job) -> AttachResult:
         job.refuse_if_cancelled()
         for record in self._spool.pending(job.key):
             self._deletes.note(

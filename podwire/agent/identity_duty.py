@@ -123,7 +123,12 @@ class IdentityDuty:
 
     def tick(self) -> None:
         """Do what is due; raises what the store says when it is away, after all that needs no store."""
-        held = {int(one.record.identity) for one in self.table} - {0}
+        held = {
+            # A row has its old number until its build is done, and for as long as that fails.
+            int(number)
+            for one in self.table
+            for number in (one.record.identity, one.config.identity)
+        } - {0}
         in_use = self._allocator.set_held(held)
         waiting_for = self._repair()
         self._remember()

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from podwire.model.errors import Conflict, InvalidRequest, NotFound, StorageFailure
+from podwire.model.errors import Conflict, InvalidRequest, NotFound, StorageFailure, Unavailable
 from podwire.model.store import ObjectKey, OpenWaker, StoredObject
 from podwire.store.sqlite_file import open_file
 from podwire.store.sqlite_watch import SqliteWatch, ThreadWaker
@@ -178,7 +178,7 @@ class SqliteStore:
     def _changing(self, verb: str) -> Iterator[sqlite3.Connection]:
         """Do one transaction that writes, and tell the watches when it is on disk."""
         connection = self._writer
-        with self._write_lock, self._file.reported(verb):
+        with self._one_writer(verb), self._file.reported(verb):
             is_inside = connection.in_transaction
             if is_inside:  # of `together`, begun by this thread, as it has the lock
                 yield connection
@@ -195,6 +195,20 @@ class SqliteStore:
         self._file.touch()
         for one in self._open_watches():
             one.wake()
+
+    @contextmanager
+    def _one_writer(self, verb: str) -> Iterator[None]:
+        """Let one thread write; while another process keeps the file locked, the others must not queue for ever."""
+        if not self._write_lock.acquire(timeout=self._file.busy_timeout_s):
+            raise Unavailable(
+                f"{verb} store {str(self._file.path)!r}: others have been waiting to write for"
+                f" {self._file.busy_timeout_s:.0f} s",
+                hint="is another program keeping the file locked (a sqlite shell, a backup)?",
+            )
+        try:
+            yield
+        finally:
+            self._write_lock.release()
 
     def _find(self, connection: sqlite3.Connection, key: ObjectKey) -> Row | None:
         row: Row | None = connection.execute(f"{_READ} WHERE {_ONE}", _columns(key)).fetchone()

@@ -45,6 +45,8 @@ class GatedAttachments:
         self.violations: list[str] = []
         self.failures: list[PodwireError] = []
         """Raised by the next operations, one each."""
+        self.unknown: set[AttachmentKey | None] = set()
+        """Whose labels are not known yet."""
         self.open_all = False
         self._lock = threading.Lock()
 
@@ -76,6 +78,9 @@ class GatedAttachments:
                 self.violations.append(f"{request.key}: attached behind its DEL")
             self.attached[request.key] = request.started_boottime_ns
         return AttachResult()
+
+    def waits_for_store(self, request: AttachRequest, /) -> bool:
+        return request.key in self.unknown
 
     def delete(self, request: AttachRequest, _namespace: PodNamespace | None, /) -> None:
         # The undo of an ADD calls this inside the ADD's own turn.

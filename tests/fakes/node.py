@@ -31,6 +31,7 @@ from podwire.journal.records import SqliteJournal
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import StorageFailure
 from podwire.model.interfaces import EndpointConfig
+from podwire.model.store import Store
 from tests.fakes.datapath import FakeDatapath
 from tests.fakes.followers import follow_identities
 from tests.fakes.policy import FakePolicyDatapath
@@ -72,14 +73,17 @@ class FakeNode:
     """Build the object graph as the agent does; `restart` builds it again over the same journal and datapath."""
 
     def __init__(
-        self, directory: Path, cidrs: tuple[str, ...] = ("10.77.0.0/24", "fd77::/64")
+        self,
+        directory: Path,
+        cidrs: tuple[str, ...] = ("10.77.0.0/24", "fd77::/64"),
+        store: Store | None = None,
     ) -> None:
         self._directory = directory
         self._cidrs = cidrs
         self.clock = FakeClock()
         self.datapath = FakeDatapath()
         self.policy_datapath = FakePolicyDatapath()
-        self.store = MemoryStore()
+        self.store = store or MemoryStore()
         self._build()
 
     def _build(self) -> None:

@@ -22,6 +22,7 @@ from podwire.journal.records import SqliteJournal
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import InvalidRequest, NotFound, Unavailable
 from podwire.model.ids import EndpointId
+from podwire.model.interfaces import EndpointConfig
 from podwire.store.sqlite import SqliteStore
 from tests.fakes.store import MemoryStore
 from tests.unit.test_identity_resolver import bring, make_record, put_namespace, put_workload
@@ -279,3 +280,17 @@ def test_two_agents_on_one_file_agree(tmp_path: Path) -> None:
             one.close()
         for store in stores:
             store.close()
+
+
+def test_a_number_that_a_row_still_has_is_held_back(node: Node) -> None:
+    old = node.add(1, app="web").identity
+    endpoint = node.table.get(EndpointId(1))
+    assert endpoint is not None
+    endpoint.config = EndpointConfig(identity=old)
+    node.tick()
+    node.duty.change_labels(EndpointId(1), ["app=db"])
+    node.tick(GIVEN_S + 1)  # the build has not happened, or fails
+    assert old in holds(node)
+    endpoint.config = EndpointConfig(identity=node.record(1).identity)
+    node.tick(GIVEN_S + 1)
+    assert holds(node) == {node.record(1).identity}

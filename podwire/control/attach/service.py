@@ -90,6 +90,11 @@ class AttachService:
             self._build_up(endpoint, namespace, cancelled)
         return describe_attachment(endpoint.record)
 
+    def waits_for_store(self, request: AttachRequest) -> bool:
+        """Tell whether `add` would ask the store for labels that no pod of this node has; blocks for nothing."""
+        ports = convert_ports(request.ports)
+        return self.identities.find(request.labels, ports, request.namespace) is None
+
     def delete(self, request: AttachRequest, _namespace: PodNamespace | None = None) -> None:
         """Detach; success when nothing is there. Older than the attachment it names, it changes nothing."""
         with self.turn:
@@ -192,8 +197,15 @@ class AttachService:
 
     def _resolve(self, request: AttachRequest, cancelled: Callable[[], bool]) -> Resolution:
         begin_ns = self.clock.boottime_ns()
-        ports = convert_ports(request.ports)
-        found = self.identities.resolve(request.labels, ports, request.namespace, cancelled)
+        # It may have waited for a thread already, behind others that wait for the store.
+        waited_s = (begin_ns - request.started_boottime_ns) / 1e9
+        found = self.identities.resolve(
+            request.labels,
+            convert_ports(request.ports),
+            request.namespace,
+            cancelled,
+            wait_s=max(0.0, self.identities.wait_s - waited_s),
+        )
         self.observe("ADD", "resolve", (self.clock.boottime_ns() - begin_ns) / 1e6)
         return found
 

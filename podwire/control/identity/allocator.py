@@ -31,6 +31,8 @@ SILENCE_S: Final = 30 * 60.0
 """After a watch was silent for so long, marks may have been missed: only numbers in use here are used."""
 GIVEN_S: Final = 10 * 60.0
 """How long a number counts as used after it was given: longer than any ADD takes to write it into its record."""
+OTHER_S: Final = 0.5
+"""How long one call waits for another one about the same key, so that its caller can look who still wants it."""
 ATTEMPTS: Final = 16
 """How often one number is looked at again because somebody else changed it at the same moment."""
 
@@ -194,10 +196,10 @@ class IdentityAllocator:
 
     @contextmanager
     def _alone(self, key: IdentityKey) -> Iterator[None]:
-        """Let one thread at a time ask the store for a key; the others find it made."""
+        """Let one thread at a time ask the store for a key; the others find it made, or come again: Unavailable."""
         with self._lock:
-            while key in self._in_flight:
-                self._lock.wait()
+            if not self._lock.wait_for(lambda: key not in self._in_flight, OTHER_S):
+                raise Unavailable("another request asks the store for the same labels; it is slow")
             self._in_flight.add(key)
         try:
             yield

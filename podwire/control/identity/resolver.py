@@ -18,7 +18,7 @@ from podwire.control.identity.filter import LabelFilter
 from podwire.control.identity.key import IdentityKey, make_key
 from podwire.control.identity.sources import NAMESPACES, LabelSources, SourceChange
 from podwire.model.endpoint import EndpointRecord
-from podwire.model.errors import Cancelled, Conflict, Unavailable
+from podwire.model.errors import Cancelled, Conflict, StorageFailure, Unavailable
 from podwire.model.identity import IdentityFacts, NamedPort
 from podwire.model.ids import IdentityId
 from podwire.model.labels import NAMESPACE_NAME_KEY
@@ -75,8 +75,8 @@ class IdentityResolver:
     ) -> Resolution:
         """Give labels and identity of an endpoint, waiting for the store at most `wait_s` (None: as an ADD does).
 
-        Raises Unavailable (CNI code 11) when the store stays away, IdentitiesExhausted, Cancelled when the caller is
-        gone. Never call it under the node's turn.
+        Raises Unavailable (CNI code 11) when the store stays away or cannot be used, IdentitiesExhausted, Cancelled
+        when the caller is gone. Never call it under the node's turn.
         """
         ports = tuple(named_ports)
         found = self.find(own_labels, ports, namespace)
@@ -89,6 +89,13 @@ class IdentityResolver:
                 return self._ask(own_labels, ports, namespace)
             except IdentitiesExhausted:
                 raise
+            except StorageFailure as failure:
+                # Of the store, not of this node: another try, perhaps on another node, is what helps the pod.
+                self.allocator.counts.unavailable += 1
+                raise Unavailable(
+                    f"resolve identity of new labels in namespace {namespace!r}: {failure.message}",
+                    hint=failure.hint,
+                ) from failure
             except Unavailable as failure:
                 self._pause(deadline_s, cancelled, namespace, failure)
 

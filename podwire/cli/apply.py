@@ -6,7 +6,7 @@ line, document and field; then nothing was written.
 
 import difflib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -21,6 +21,9 @@ from podwire.cli.objects import (
 )
 from podwire.cli.options import Common, common, table
 from podwire.cli.output import GREEN, RED, Column, Row, colour, key, show_document, show_rows
+
+if TYPE_CHECKING:
+    from podwire.store.manifest import Manifest
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -63,7 +66,17 @@ def apply(
     manifests = read_manifests(files)
     with open_objects(opts, store, create=not dry_run) as objects, speaking_of(manifests):
         done = objects.apply(documents_of(manifests), namespace or "", dry_run=dry_run)
+        _warn(opts, manifests, objects, namespace or "")
     _show_done(opts, done, dry_run=dry_run)
+
+
+def _warn(opts: Common, manifests: "Sequence[Manifest]", objects: Objects, namespace: str) -> None:
+    """Say which policies name what nothing has; what is no policy costs nothing."""
+    if opts.style.quiet or not any("Policy" in one.document["kind"] for one in manifests):
+        return
+    from podwire.cli.unmatched import warn_of_files  # noqa: PLC0415 (start-up time)
+
+    warn_of_files(manifests, objects, namespace)
 
 
 @click.command(epilog="Example: podwire diff -f policies.yaml")

@@ -88,14 +88,16 @@ def _read(name: str) -> bytes:
         ) from error
 
 
+def find_place(manifest: Manifest, path: str) -> str:
+    """Say where a field stands: file, line, document and path."""
+    line = manifest.find_line(path) or manifest.line
+    item = "" if manifest.item is None else f" items[{manifest.item}]"
+    return f"{manifest.file}:{line} (document {manifest.number}{item}) {path}".rstrip()
+
+
 def _translate(text: str, manifests: Sequence[Manifest]) -> str:
     def speak(match: "re.Match[str]") -> str:
         index, path = int(match["index"]), match["path"] or ""
-        if index >= len(manifests):
-            return match[0]
-        one = manifests[index]
-        line = one.find_line(path) or one.line
-        item = "" if one.item is None else f" items[{one.item}]"
-        return f"{one.file}:{line} (document {one.number}{item}) {path}".rstrip()
+        return match[0] if index >= len(manifests) else find_place(manifests[index], path)
 
     return _PLACE.sub(speak, text)

@@ -16,7 +16,7 @@ from podwire.cli.client import (
     segment,
 )
 from podwire.cli.lists import show_list
-from podwire.cli.options import Agent, Common, common, listing, table
+from podwire.cli.options import Agent, Common, common, listing, namespaced, selecting, table
 from podwire.cli.output import (
     GREEN,
     RED,
@@ -43,17 +43,12 @@ def endpoint() -> None:
 
 
 @endpoint.command("list", epilog="Example: podwire endpoint list -n default -l app=web -o wide")
-@click.option("-n", "--namespace", metavar="NS", help="Only pods of this namespace.")
-@click.option("-A", "--all-namespaces", is_flag=True, help="Pods of every namespace (the default).")
-@click.option("-l", "--selector", metavar="SELECTOR", help="k=v, k!=v, k, !k, joined by commas.")
+@namespaced
+@selecting
 @listing
 @common
-def list_endpoints(
-    opts: Common, namespace: str | None, all_namespaces: bool, selector: str | None
-) -> None:
+def list_endpoints(opts: Common, namespace: str | None, selector: str | None) -> None:
     """List endpoints."""
-    if namespace and all_namespaces:
-        raise CliError(EXIT_USAGE, "-n and -A exclude each other", "leave one of them out")
     wanted = read_selector(selector or "")
 
     def read(agent: Agent) -> list[Row]:

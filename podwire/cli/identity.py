@@ -9,8 +9,9 @@ from podwire.cli import client
 from podwire.cli.client import EXIT_NOT_FOUND, CliError, segment
 from podwire.cli.endpoint import matches, read_selector
 from podwire.cli.lists import ask_all, show_list
-from podwire.cli.options import Agent, Common, common, listing
+from podwire.cli.options import Agent, Common, common, listing, namespaced, selecting
 from podwire.cli.output import Column, Row, key, show_one
+from podwire.model.labels import NAMESPACE_KEY, SOURCE_K8S
 
 
 @click.group(epilog="Example: podwire identity list")
@@ -19,12 +20,15 @@ def identity() -> None:
 
 
 @identity.command("list", epilog="Example: podwire identity list -l app=web -o wide")
-@click.option("-l", "--selector", metavar="SELECTOR", help="k=v, k!=v, k, !k, joined by commas.")
+@namespaced
+@selecting
 @listing
 @common
-def list_identities(opts: Common, selector: str | None) -> None:
+def list_identities(opts: Common, namespace: str | None, selector: str | None) -> None:
     """List the identities that the agent knows: those of every pod of the cluster, and the reserved ones."""
     wanted = read_selector(selector or "")
+    if namespace:
+        wanted.append((f"{SOURCE_K8S}:{NAMESPACE_KEY}", namespace, False))
 
     def read(agent: Agent) -> list[Row]:
         rows = client.request(agent.socket, "GET", "/identity")

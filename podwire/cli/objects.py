@@ -13,11 +13,18 @@ import click
 
 from podwire.cli import client
 from podwire.cli.client import EXIT_NOT_FOUND, EXIT_UNREACHABLE, EXIT_USAGE, CliError, segment
-from podwire.cli.endpoint import matches, read_selector
+from podwire.cli.endpoint import Requirement, matches, read_selector
 from podwire.cli.lists import show_watched
 from podwire.cli.options import Agent, Common, common, listing
 from podwire.cli.output import Column, Row, show_document, show_one
-from podwire.model.store.kinds import KINDS, Kind, find_kind
+from podwire.model.store.kinds import (
+    CILIUM_CLUSTERWIDE_POLICY,
+    CILIUM_POLICY,
+    KINDS,
+    NETWORK_POLICY,
+    Kind,
+    find_kind,
+)
 
 if TYPE_CHECKING:
     from podwire.control.apply import Applied
@@ -27,6 +34,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T")
 
 Document = dict[str, Any]
+
+POLICY_KINDS = (NETWORK_POLICY, CILIUM_POLICY, CILIUM_CLUSTERWIDE_POLICY)
 
 
 class Objects(Protocol):
@@ -48,6 +57,10 @@ class Objects(Protocol):
 
     def delete(self, kind: Kind, namespace: str, name: str, *, dry_run: bool) -> Row:
         """Delete one object; gives kind, namespace, name and action."""
+        ...
+
+    def label_patterns(self) -> Sequence[str]:
+        """Give the setting `identity_label_filter`; nothing where no agent tells of one."""
         ...
 
 
@@ -82,6 +95,13 @@ class AgentObjects:
         resource = f"{_resource(kind, namespace, name)}?dryRun={int(dry_run)}"
         done: Row = self._ask("DELETE", resource)
         return done
+
+    def label_patterns(self) -> Sequence[str]:
+        """Give the setting `identity_label_filter` of the agent."""
+        found: Sequence[str] = self._ask("GET", "/config")["settings"]["identity_label_filter"][
+            "value"
+        ]
+        return found
 
     def _ask(self, method: str, resource: str, body: Any = None) -> Any:
         """Ask the first agent that can be reached."""
@@ -137,6 +157,10 @@ class StoreObjects:
 
         key = make_key(kind.plural, namespace, name)
         return _make_row(delete_object(self._store, key, dry_run=dry_run))
+
+    def label_patterns(self) -> Sequence[str]:
+        """Give no patterns: agents have their own, and a store knows of none."""
+        return ()
 
 
 def _make_row(done: "Applied") -> Row:
@@ -244,7 +268,7 @@ def get(
             )
         else:
             wanted = read_selector(selector or "")
-            _show_list(opts, found, lambda: _select(objects.list(found, namespace or ""), wanted))
+            _show_list(opts, found, lambda: select(objects.list(found, namespace or ""), wanted))
 
 
 @click.command(epilog="Example: podwire describe networkpolicy web")
@@ -258,17 +282,25 @@ def describe(opts: Common, kind: str, name: str, namespace: str | None, store: s
     found = read_kind(kind)
     with open_objects(opts, store) as objects:
         document = objects.get(found, *read_name(found, name, namespace))
-    show_one(document, opts.style, lambda: _describe(document), _name(document))
+    show_one(document, opts.style, lambda: _describe(document), name_object(document))
 
 
-def validate_files(files: Sequence[str]) -> list[str]:
-    """Check the documents of files without an agent; gives the objects' names. CliError with every fault."""
+def validate_files(files: Sequence[str], *, warned: bool = False) -> list[str]:
+    """Check the documents of files without an agent; gives the objects' names. CliError with every fault.
+
+    `warned`: say on stderr what is named and nothing can have.
+    """
     from podwire.cli.documents import documents_of, read_manifests, speaking_of  # noqa: PLC0415
     from podwire.control.apply import decode_all  # noqa: PLC0415
 
     manifests = read_manifests(files)
     with speaking_of(manifests):
-        return [str(one.key) for one in decode_all(documents_of(manifests))]
+        names = [str(one.key) for one in decode_all(documents_of(manifests))]
+    if warned:
+        from podwire.cli.unmatched import warn_of_files  # noqa: PLC0415
+
+        warn_of_files(manifests, None)
+    return names
 
 
 def _resource(kind: Kind, namespace: str, name: str) -> str:
@@ -276,7 +308,8 @@ def _resource(kind: Kind, namespace: str, name: str) -> str:
     return "/object/" + "/".join(segment(part) for part in parts)
 
 
-def _select(documents: Sequence[Document], wanted: Any) -> list[Document]:
+def select(documents: Sequence[Document], wanted: Sequence[Requirement]) -> list[Document]:
+    """Give the documents whose labels fulfil all requirements."""
     return [
         one
         for one in documents
@@ -293,7 +326,7 @@ def _show_one(opts: Common, read: Callable[[], Document]) -> None:
         assert kind is not None
         _show_list(opts, kind, lambda: [document])
         return
-    show_one(document, opts.style, lambda: (), _name(document))
+    show_one(document, opts.style, lambda: (), name_object(document))
 
 
 def _show_list(opts: Common, kind: Kind, read: Callable[[], list[Document]]) -> None:
@@ -301,7 +334,7 @@ def _show_list(opts: Common, kind: Kind, read: Callable[[], list[Document]]) -> 
         show_document({"apiVersion": "v1", "kind": "List", "items": read()}, opts.style.form)
         return
     columns = [one for one in _COLUMNS if kind.namespaced or one.header != "NAMESPACE"]
-    show_watched(opts, lambda: (read(), None), columns, _name, identify=_uid)
+    show_watched(opts, lambda: (read(), None), columns, name_object, identify=_uid)
 
 
 def _metadata(document: Document) -> Document:
@@ -317,7 +350,8 @@ def _uid(document: Document) -> object:
     return _metadata(document).get("uid")
 
 
-def _name(document: Document) -> str:
+def name_object(document: Document) -> str:
+    """Name an object as `-o name` does: `networkpolicies/default/web`."""
     metadata = _metadata(document)
     kind = find_kind(document["kind"])
     plural = kind.plural if kind else document["kind"]

@@ -90,6 +90,32 @@ def listing(command: _F) -> _F:
     return watch(table(command))
 
 
+def namespaced(command: _F) -> _F:
+    """Add the options of lists of what is in namespaces; the command gets `namespace`, None = all of them."""
+
+    @functools.wraps(command)
+    def in_namespaces(namespace: str | None, all_namespaces: bool, **rest: Any) -> Any:
+        if namespace and all_namespaces:
+            raise CliError(EXIT_USAGE, "-n and -A exclude each other", "leave one of them out")
+        return command(namespace=namespace, **rest)
+
+    for option in (
+        click.option(
+            "-A", "--all-namespaces", is_flag=True, help="Of every namespace (the default)."
+        ),
+        click.option("-n", "--namespace", metavar="NS", help="Only of this namespace."),
+    ):
+        in_namespaces = option(in_namespaces)
+    return in_namespaces  # type: ignore[return-value]
+
+
+def selecting(command: _F) -> _F:
+    """Add the option of lists of what has labels."""
+    return click.option(
+        "-l", "--selector", metavar="SELECTOR", help="k=v, k!=v, k, !k, joined by commas."
+    )(command)
+
+
 def find_agents(agent: str | None, lab: str | None, node: str | None) -> list[Agent]:
     """Find the sockets that the options mean."""
     agent = agent or (None if lab else os.environ.get("PODWIRE_AGENT"))

@@ -1,6 +1,8 @@
 """`podwire policy`: list, selectors, entries, trace, wait, validate."""
 
+import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,10 +10,12 @@ import click
 
 from podwire.cli import client
 from podwire.cli.client import EXIT_NOT_FOUND, EXIT_NOT_SO, CliError
-from podwire.cli.endpoint import find_endpoint
+from podwire.cli.endpoint import Requirement, find_endpoint, matches, read_selector
 from podwire.cli.lists import ask_all, show_list
-from podwire.cli.options import Agent, Common, common, listing
+from podwire.cli.objects import POLICY_KINDS, AgentObjects, Document, name_object, select
+from podwire.cli.options import Agent, Common, common, listing, namespaced, selecting
 from podwire.cli.output import Column, Row, key, show_one
+from podwire.model.store.kinds import find_kind
 
 _WAIT_LOOK_S = 0.05
 _ANOTHER_NODE = "podwire endpoint list; a pod of another node is said by its address: ip:ADDRESS"
@@ -24,12 +28,60 @@ def policy() -> None:
     """Policies: which are in force, whom they select, and why a flow is allowed or denied."""
 
 
-@policy.command("list", epilog="Example: podwire policy list")
+@policy.command("list", epilog="Example: podwire policy list -n default -o wide")
+@namespaced
+@selecting
 @listing
 @common
-def list_policies(opts: Common) -> None:
-    """List the policies that the node enforces, with how many of its endpoints each selects."""
-    show_list(opts, lambda agent: _get(agent, "/policy"), _POLICY_COLUMNS, _policy_name)
+def list_policies(opts: Common, namespace: str | None, selector: str | None) -> None:
+    """List the policies that the node enforces, with how many of its endpoints each selects.
+
+    Warns on stderr of those that name a label or a group of addresses that nothing can have. -l is about the labels of
+    the policies themselves.
+    """
+    wanted = read_selector(selector or "")
+
+    def read(agent: Agent) -> list[Row]:
+        rows = _get(agent, "/policy")
+        if namespace:
+            rows = [row for row in rows if row["namespace"] == namespace]
+        if wanted:
+            chosen = {name_object(one) for one in _stored([agent], namespace, wanted)}
+            rows = [row for row in rows if _object_name(row) in chosen]
+        if rows and not (opts.watch or opts.style.quiet):
+            seen.append(agent)
+        return rows
+
+    seen: list[Agent] = []
+    show_list(opts, read, _POLICY_COLUMNS, _policy_name)
+    if seen:
+        _warn(seen, namespace, wanted)
+
+
+def _stored(
+    agents: Sequence[Agent], namespace: str | None, wanted: Sequence[Requirement]
+) -> list[Document]:
+    """Give the documents of policies."""
+    objects = AgentObjects(agents)
+    return [
+        one
+        for kind in POLICY_KINDS
+        if kind.namespaced or not namespace
+        for one in select(objects.list(kind, namespace or ""), wanted)
+    ]
+
+
+def _warn(agents: Sequence[Agent], namespace: str | None, wanted: Sequence[Requirement]) -> None:
+    from podwire.cli.unmatched import warn_of_stored  # noqa: PLC0415 (start-up time)
+
+    with contextlib.suppress(CliError):  # the list itself stands
+        warn_of_stored(_stored(agents, namespace, wanted), AgentObjects(agents))
+
+
+def _object_name(row: Row) -> str:
+    kind = find_kind(row["kind"])
+    plural = kind.plural if kind else row["kind"]
+    return "/".join(filter(None, (plural, row["namespace"], row["name"])))
 
 
 @policy.command(epilog="Example: podwire policy selectors -o json")
@@ -47,17 +99,33 @@ def selectors(opts: Common) -> None:
 
 @policy.command(epilog="Example: podwire policy entries --endpoint default/web")
 @click.option("--endpoint", metavar="ID", help="Only what the programs hold for this endpoint.")
+@namespaced
+@selecting
 @listing
 @common
-def entries(opts: Common, endpoint: str | None) -> None:
-    """List the entries that the programs look up, each with the rule it is from and how often it decided."""
-    query = ""
+def entries(
+    opts: Common, endpoint: str | None, namespace: str | None, selector: str | None
+) -> None:
+    """List the entries that the programs look up, each with the rule it is from and how often it decided.
+
+    -n: from policies of this namespace. -l: about peers with such labels.
+    """
+    query, wanted = "", read_selector(selector or "")
     if endpoint:
         agent, row = find_endpoint(opts.agents(), endpoint)
         opts, query = replace(opts, agents=lambda: [agent]), f"?endpoint={row['id']}"
+
+    def read(agent: Agent) -> list[Row]:
+        return [
+            row
+            for row in _get(agent, f"/policy/entries{query}")
+            if (not namespace or f" {namespace}/" in row["policy"])
+            and matches(wanted, row["labels"])
+        ]
+
     show_list(
         opts,
-        lambda agent: _get(agent, f"/policy/entries{query}"),
+        read,
         _ENTRY_COLUMNS,
         lambda row: (
             f"{row['slot']}/{row['direction']}/{row['peer']}/{row['protocol']}/{row['ports']}"
@@ -178,7 +246,7 @@ def validate(opts: Common, files: tuple[str, ...]) -> None:
     """Check policies without an agent: exit code 6 with every fault when one would be refused."""
     from podwire.cli.objects import validate_files  # noqa: PLC0415 (start-up time)
 
-    names = validate_files(files)
+    names = validate_files(files, warned=not opts.style.quiet)
     show_one({"valid": names}, opts.style, lambda: [f"{name} is valid" for name in names])
 
 

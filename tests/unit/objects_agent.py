@@ -1,4 +1,4 @@
-"""An agent's API with nothing but objects behind it, on a real socket, for tests of the object commands."""
+"""An agent's API with hardly more than objects behind it, on a real socket, for tests of the object commands."""
 
 import http.server
 import re
@@ -24,6 +24,8 @@ class ObjectsContext:
     """What the handlers ask of the API."""
 
     store: Store
+    label_patterns: tuple[str, ...] = ()
+    policies: tuple[dict[str, Any], ...] = ()
 
 
 class _Server(socketserver.ThreadingUnixStreamServer):
@@ -51,6 +53,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _serve(self) -> tuple[int, Any]:
         parts = urlsplit(self.path)
         raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        assert isinstance(self.server, _Server)
+        if parts.path == "/v1/config":
+            patterns = list(self.server.context.label_patterns)
+            return 200, {"settings": {"identity_label_filter": {"value": patterns}}}
+        if parts.path == "/v1/policy":
+            return 200, list(self.server.context.policies)
         for route in ROUTES_OBJECTS:
             pattern = "/v1" + re.sub(r"\{([a-z]+)\}", r"(?P<\1>[^/]+)", route.path)
             match = re.fullmatch(pattern, parts.path)
@@ -64,7 +72,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             params = {name: unquote(value) for name, value in match.groupdict().items()}
             try:
                 body = msgspec.json.decode(raw, type=route.body) if route.body else None
-                assert isinstance(self.server, _Server)
                 return 200, route.handler(self.server.context, Call(params, query, body))
             except Exception as error:
                 return error_answer(error)
@@ -72,10 +79,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving_objects(path: Path, store: Store) -> Iterator[None]:
-    """Serve the object routes over `store` on a unix socket until the block ends."""
+def serving_objects(
+    path: Path,
+    store: Store,
+    *,
+    label_patterns: tuple[str, ...] = (),
+    policies: tuple[dict[str, Any], ...] = (),
+) -> Iterator[None]:
+    """Serve the object routes over `store` on a unix socket until the block ends; and what is told beside them."""
     server = _Server(str(path), _Handler)
-    server.context = ObjectsContext(store)
+    server.context = ObjectsContext(store, label_patterns, policies)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:

@@ -20,6 +20,7 @@ from podwire.control.policy.rule import (
 )
 from podwire.control.policy.schema import (
     Faults,
+    Mention,
     Node,
     ObjectName,
     describe_object,
@@ -63,12 +64,15 @@ _SECTIONS: Final = (
 )
 
 
-def decode_cilium_policy(document: Mapping[str, Any]) -> tuple[PolicyRules, ...]:
-    """Give the rule sets of a policy, one for `spec` and one for each of `specs`, in this order.
+def decode_cilium_policy(
+    document: Mapping[str, Any], mentions: list[Mention] | None = None
+) -> tuple[PolicyRules, ...]:
+    """Give the rule sets of a policy, one for `spec` and one for each of `specs`, in this order. `mentions` takes
+    what it names.
 
     Raises InvalidRequest with every fault of the document.
     """
-    faults = Faults()
+    faults = Faults(mentions)
     top = root(document, faults)
     found: list[PolicyRules | None] = []
     kind = KIND

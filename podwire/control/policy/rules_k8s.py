@@ -28,6 +28,8 @@ from podwire.control.policy.rule import (
 from podwire.control.policy.schema import (
     PORT_MAX,
     Faults,
+    LabelMention,
+    Mention,
     Node,
     check_label_key,
     describe_object,
@@ -57,12 +59,14 @@ NAME_IS_NO_LABEL: Final = (
 _POLICY_TYPES: Final = {"Ingress": Direction.INGRESS, "Egress": Direction.EGRESS}
 
 
-def decode_network_policy(document: Mapping[str, Any]) -> PolicyRules:
-    """Give the rules of a NetworkPolicy; without a namespace it is of `default`.
+def decode_network_policy(
+    document: Mapping[str, Any], mentions: list[Mention] | None = None
+) -> PolicyRules:
+    """Give the rules of a NetworkPolicy; without a namespace it is of `default`. `mentions` takes what it names.
 
     Raises InvalidRequest with every fault of the document.
     """
-    faults = Faults()
+    faults = Faults(mentions)
     top = root(document, faults)
     known = ("apiVersion", "kind", "metadata", "spec", "status")
     policy = _read_policy(top) if top.expect_object(known) else None
@@ -163,7 +167,9 @@ def _read_selector(node: Node, source: str, prefix: str) -> list[Requirement]:
     found = []
     labels = node.child("matchLabels")
     for key, value in read_label_map(labels).items():
-        _refuse_name(labels, join_path(labels.path, key), key)
+        path = join_path(labels.path, key)
+        _refuse_name(labels, path, key)
+        labels.faults.mention(LabelMention(path, source, prefix + key))
         found.append(Requirement(source, prefix + key, Operator.IN, (value,)))
     for item in node.child("matchExpressions").items():
         expression = read_expression(item)
@@ -172,6 +178,7 @@ def _read_selector(node: Node, source: str, prefix: str) -> list[Requirement]:
         key, operator, values = expression
         if check_label_key(item, key, key):
             _refuse_name(item, f"{item.path}.key", key)
+            item.faults.mention(LabelMention(f"{item.path}.key", source, prefix + key))
             found.append(Requirement(source, prefix + key, operator, values))
     return found
 

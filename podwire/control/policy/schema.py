@@ -30,12 +30,41 @@ _PREFIX_LENGTH = re.compile(r"0|[1-9][0-9]{0,2}")
 _ADDRESS = re.compile(r"[0-9A-Fa-f:.]+")
 
 
-class Faults:
-    """The faults of one document so far: bounded, so that a document made of faults costs no more than a good one."""
+@dataclass(frozen=True, slots=True)
+class LabelMention:
+    """A label by which a policy selects endpoints, and where it says so. Whether any can have it the filter knows."""
 
-    def __init__(self) -> None:
+    path: str
+    source: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMention:
+    """A CiliumCIDRGroup that a policy names, and where. Whether there is one the store knows."""
+
+    path: str
+    name: str
+
+
+Mention = LabelMention | GroupMention
+
+
+class Faults:
+    """The faults of one document so far: bounded, so that a document made of faults costs no more than a good one.
+
+    `mentions` takes what the document names without being at fault, for those who want to know.
+    """
+
+    def __init__(self, mentions: list[Mention] | None = None) -> None:
         self._kept: list[Fault] = []
         self._count = 0
+        self._mentions = mentions
+
+    def mention(self, mention: Mention) -> None:
+        """Remember that the document names something that need not exist."""
+        if self._mentions is not None:
+            self._mentions.append(mention)
 
     def note(self, path: str, message: str) -> None:
         """Remember that `path` of the document `message` ("is not a list")."""

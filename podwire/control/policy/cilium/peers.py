@@ -21,6 +21,8 @@ from podwire.control.policy.rule import (
 )
 from podwire.control.policy.rules_k8s import NAME_IS_NO_LABEL
 from podwire.control.policy.schema import (
+    GroupMention,
+    LabelMention,
     Node,
     check_label_key,
     is_inside,
@@ -110,7 +112,7 @@ def read_subject(node: Node, scope: Scope) -> LabelSelector:
     if not node.present:
         node.wrong("is missing (write {} for every endpoint)")
         return LabelSelector()
-    requirements = _read_requirements(node)
+    requirements = _read_requirements(node, mentioned=True)
     for one in requirements:
         if one.source == SOURCE_RESERVED and one.operator not in _NEGATIVE:
             node.wrong(f"wants {SOURCE_RESERVED}:{one.key}; only endpoints can be selected")
@@ -157,7 +159,7 @@ def _excludes_namespace(requirement: Requirement, namespace: str) -> bool:
 
 
 def _read_endpoints(node: Node, scope: Scope) -> tuple[PeerSelector, ...]:
-    requirements = _read_requirements(node)
+    requirements = _read_requirements(node, mentioned=True)
     if any(one.source == SOURCE_RESERVED for one in requirements):
         return (make_selector(*requirements),)
     if any(
@@ -169,10 +171,12 @@ def _read_endpoints(node: Node, scope: Scope) -> tuple[PeerSelector, ...]:
     return (make_selector(*requirements, scope.requirement),)
 
 
-def _read_requirements(node: Node) -> list[Requirement]:
+def _read_requirements(node: Node, *, mentioned: bool = False) -> list[Requirement]:
+    """Read a selector; `mentioned`: of endpoints, whose labels others may want to know."""
     if not node.expect_object(("matchLabels", "matchExpressions")):
         return []
-    found = []
+    found: list[Requirement] = []
+    paths: list[str] = []
     labels = node.child("matchLabels")
     if labels.present and not isinstance(labels.value, Mapping):
         labels.wrong(f"is {shown(labels.value)}, not an object")
@@ -182,11 +186,16 @@ def _read_requirements(node: Node) -> list[Requirement]:
                 value = labels.child(text)
                 _check_reserved(value, name, (read_label_value(value),))
                 found.append(Requirement(*name, Operator.IN, (str(value.value or ""),)))
+                paths.append(value.path)
     for item in node.child("matchExpressions").items():
         expression = read_expression(item)
         if expression is not None and (name := _read_key(item, expression[0])) is not None:
             _check_reserved(item, name, expression[2])
             found.append(Requirement(*name, *expression[1:]))
+            paths.append(f"{item.path}.key")
+    if mentioned:
+        for path, one in zip(paths, found, strict=True):
+            node.faults.mention(LabelMention(path, one.source, one.key))
     return found
 
 
@@ -242,7 +251,9 @@ def _read_cidr_rule(node: Node) -> tuple[PeerSelector, ...]:
     exceptions = [(item, read_cidr(item)) for item in node.child("except").items()]
     kept = tuple(dict.fromkeys(found for _item, found in exceptions if found is not None))
     if given[0] == "cidrGroupRef":
-        return (CidrGroupSelector(name=node.child("cidrGroupRef").text(), exceptions=kept),)
+        group = node.child("cidrGroupRef")
+        node.faults.mention(GroupMention(group.path, group.text()))
+        return (CidrGroupSelector(name=group.text(), exceptions=kept),)
     if given[0] == "cidrGroupSelector":
         labels = make_selector(*_read_requirements(node.child("cidrGroupSelector")))
         return (CidrGroupSelector(labels=labels, exceptions=kept),)

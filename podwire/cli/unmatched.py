@@ -1,0 +1,81 @@
+"""Warn of policies that are valid and name what nothing has: on stderr, without effect on how the command ends.
+
+Used by `apply`, `policy validate` and `policy list`. Loaded only when there are policies: decoders take their time to
+import. Where an agent does not answer any more nothing is warned of: the command itself has done its work.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from podwire.cli.client import CliError
+from podwire.cli.documents import find_place
+from podwire.cli.objects import POLICY_KINDS, Objects
+from podwire.control.identity.filter import LabelFilter
+from podwire.control.objects import decode
+from podwire.control.policy.schema import GroupMention, Mention
+from podwire.control.policy.unmatched import find_mentions, find_unmatched
+from podwire.model.store import ObjectKey
+from podwire.model.store.kinds import CIDR_GROUP, kind_of_document
+from podwire.store.manifest import Manifest
+
+SHOWN: Final = 20
+
+Document = dict[str, Any]
+Said = tuple[ObjectKey, list[Mention], Callable[[str], str]]
+"""A policy, what it names, and how a field of it is spoken of."""
+
+
+def warn_of_files(
+    manifests: Sequence[Manifest], objects: Objects | None, namespace: str = ""
+) -> None:
+    """Warn of policies in files that have been accepted; without `objects` only the files themselves are known."""
+    found: list[Said] = []
+    for one in manifests:
+        if one.document["kind"] in _KIND_NAMES:
+            stored = decode(one.document, namespace=namespace)
+            mentions = find_mentions(stored.document)
+            found.append((stored.key, mentions, functools.partial(find_place, one)))
+    _warn(found, objects, _names_of_groups(one.document for one in manifests))
+
+
+def warn_of_stored(documents: Iterable[Document], objects: Objects) -> None:
+    """Warn of policies as the store has them."""
+    found: list[Said] = [(_key(one), find_mentions(one), str) for one in documents]
+    _warn(found, objects, set())
+
+
+def _warn(policies: Sequence[Said], objects: Objects | None, groups: set[str]) -> None:
+    mentions = [one for _key, part, _speak in policies for one in part]
+    if not mentions:
+        return
+    try:
+        label_filter = LabelFilter.parse(objects.label_patterns() if objects else ())
+        if objects and any(isinstance(one, GroupMention) for one in mentions):
+            groups |= _names_of_groups(objects.list(CIDR_GROUP, ""))
+    except CliError:
+        return
+    lines = [
+        f"warning: {key}: {speak(fault.path)} {fault.message}"
+        for key, part, speak in policies
+        for fault in find_unmatched(part, label_filter, groups)
+    ]
+    for line in lines[:SHOWN]:
+        print(line, file=sys.stderr)
+    if len(lines) > SHOWN:
+        print(f"warning: and {len(lines) - SHOWN} more of this kind", file=sys.stderr)
+
+
+_KIND_NAMES: Final = frozenset(one.name for one in POLICY_KINDS)
+
+
+def _names_of_groups(documents: Iterable[Document]) -> set[str]:
+    return {one["metadata"]["name"] for one in documents if one["kind"] == CIDR_GROUP.name}
+
+
+def _key(document: Document) -> ObjectKey:
+    kind = kind_of_document(document["apiVersion"], document["kind"])
+    assert kind is not None, "the store has objects of known kinds"
+    metadata = document["metadata"]
+    return ObjectKey(kind.plural, metadata.get("namespace", ""), metadata["name"])

@@ -1,0 +1,53 @@
+"""Find what a policy names and nothing has: labels that are kept out of identities, groups of CIDRs that do not exist.
+
+Called by the command line, to warn. Such a policy is valid, and enforced as it is written: a group may come later, and
+the filter is the node's. Pure. Invariant: what is found here matches nobody, whatever pods there are.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+from podwire.control.identity.filter import SETTING, LabelFilter
+from podwire.control.policy.rule import ANY_SOURCE
+from podwire.control.policy.rules_cilium import KIND, KIND_CLUSTERWIDE, decode_cilium_policy
+from podwire.control.policy.rules_k8s import KIND as KIND_K8S
+from podwire.control.policy.rules_k8s import decode_network_policy
+from podwire.control.policy.schema import GroupMention, LabelMention, Mention
+from podwire.model.errors import Fault
+from podwire.model.labels import SOURCE_CNI, SOURCE_K8S
+
+_SOURCES_OF_ENDPOINTS: Final = (SOURCE_K8S, SOURCE_CNI)
+
+
+def find_mentions(document: Mapping[str, Any]) -> list[Mention]:
+    """Give what a valid document names, in its order; nothing of what is no policy."""
+    mentions: list[Mention] = []
+    if document.get("kind") == KIND_K8S:
+        decode_network_policy(document, mentions)
+    elif document.get("kind") in (KIND, KIND_CLUSTERWIDE):
+        decode_cilium_policy(document, mentions)
+    return mentions
+
+
+def find_unmatched(
+    mentions: Collection[Mention], label_filter: LabelFilter, groups: Collection[str]
+) -> list[Fault]:
+    """Give those mentions that nothing can match, each with why. `groups`: the names of those that there are."""
+    found: list[Fault] = []
+    for one in mentions:
+        if isinstance(one, GroupMention):
+            if one.name not in groups:
+                found.append(
+                    Fault(one.path, f"names {one.name!r}: there is no such CiliumCIDRGroup")
+                )
+        elif not _may_be_had(one, label_filter):
+            found.append(
+                Fault(one.path, f"selects by {one.key!r}, which {SETTING} keeps out of identities")
+            )
+    return found
+
+
+def _may_be_had(label: LabelMention, label_filter: LabelFilter) -> bool:
+    """Tell whether an endpoint's identity may have the label; what is reserved has no filter."""
+    sources = _SOURCES_OF_ENDPOINTS if label.source == ANY_SOURCE else (label.source,)
+    return bool(label_filter.choose([f"{source}:{label.key}=" for source in sources]))

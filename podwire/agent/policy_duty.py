@@ -25,6 +25,9 @@ COLLECT_AT_LATEST_S: Final = 1.0
 RETRY_S: Final = 2.0
 """How often what could not be brought into force is tried again."""
 
+LIST_AGAIN_S: Final = 30.0
+"""After a bug about an object: so long it waits for a fresh list, which may find that all is well."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -59,6 +62,8 @@ class PolicyDuty:
     _is_held: bool = False
     """The engine could not begin with what it was given: a full disk, say."""
     _uncollected_since_s: float = 0.0
+    _bugs_seen: int = 0
+    _list_again_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.follower = StoreFollower("policy-watch", self.store, POLICY_KINDS, self, self.memory)
@@ -122,11 +127,13 @@ class PolicyDuty:
                 return
             try:
                 self._do(news)
+                self._list_again_after_bugs()
             except PodwireError as error:
                 # What was taken in waits in the engine.
                 self._is_held = True
                 _log.error("bring policies into force", extra={"error": error.message})
-            except Exception:  # the thread's door: a bug in one policy must not end the duty
+            except Exception:  # the thread's door: a bug must not end the duty
+                self._is_held = True
                 _log.exception("bring policies into force")
 
     def _wait(self) -> list[_News]:
@@ -170,3 +177,11 @@ class PolicyDuty:
         for event in news.events:
             self.objects.apply(event)
         self.enforcer.revision = max(self.enforcer.revision, news.revision)
+
+    def _list_again_after_bugs(self) -> None:
+        now_s = time.monotonic()
+        if self.objects.bugs > self._bugs_seen:
+            self._bugs_seen, self._list_again_s = self.objects.bugs, now_s + LIST_AGAIN_S
+        elif self._list_again_s and now_s >= self._list_again_s:
+            self._list_again_s = 0.0
+            self.follower.list_again()

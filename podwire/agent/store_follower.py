@@ -94,6 +94,7 @@ class StoreFollower:
         self._listed: dict[str, int] = {}
         self._revision = 0
         self._is_there: bool | None = None
+        self._again = False
         self._changed = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -122,6 +123,9 @@ class StoreFollower:
 
     def step(self, timeout_s: float) -> bool:
         """List if need be, else wait for changes; tells whether anything came. Raises what store and listener raise."""
+        if self._again:
+            self._again = False
+            self.drop_watch()
         watch = self._watch
         if watch is None:
             self._list()
@@ -154,6 +158,10 @@ class StoreFollower:
         self.drop_watch()  # the thread may have been listing
         if self._keeper:
             self._keeper.save(at_once=True)
+
+    def list_again(self) -> None:
+        """Have everything listed again, soon; from any thread."""
+        self._again = True
 
     def drop_watch(self) -> None:
         """Stop watching; the next step lists again."""

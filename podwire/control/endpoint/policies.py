@@ -6,6 +6,7 @@ cannot be read changes nothing: what was in force of it stays, and `problems` na
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from podwire.control.policy.engine import PolicyEngine
@@ -51,53 +52,65 @@ class PolicyObjects:
         self.groups: dict[str, CidrGroup] = {}
         self.problems: dict[ObjectKey, str] = {}
         """Objects whose newest version is not in force, and why."""
+        self.bugs = 0
+        """How often an object could not be taken in for a reason that nobody thought of."""
         self._known: set[ObjectKey] = set()
 
     def replace(self, kind: str, objects: Sequence[StoredObject]) -> None:
         """Take in a whole list of one kind."""
         listed = {one.key for one in objects}
         for key in [one for one in self._known if one.kind == kind and one not in listed]:
-            self._remove(key)
+            self._take(key, partial(self._remove, key))
         for one in objects:
-            self._put(one)
+            self._take(one.key, partial(self._put, one))
 
     def apply(self, event: StoreEvent) -> None:
         """Take in one change."""
-        if event.deleted:
-            self._remove(event.object.key)
-        else:
-            self._put(event.object)
+        act = partial(self._remove, event.object.key)
+        if not event.deleted:
+            act = partial(self._put, event.object)
+        self._take(event.object.key, act)
 
-    def _put(self, stored: StoredObject) -> None:
-        key = stored.key
-        self._known.add(key)
+    def _take(self, key: ObjectKey, act: Callable[[], None]) -> None:
+        """Do something about one object; whatever goes wrong with it, the others are not concerned."""
         try:
-            if key.kind == GROUPS:
-                group = decode_cidr_group(stored.document)
-                self.groups[key.name] = group
-                self._engine.set_group(group)
-            else:
-                policy_id, decode = name_policy(key), _DECODERS[key.kind][1]
-                rules = decode(stored.document)
-                self.rules[policy_id] = rules
-                self._engine.set_policy(policy_id, rules)
+            act()
         except InvalidRequest as error:
             self.problems[key] = error.message
             _log.error(
                 "a policy cannot be read; its last readable version stays in force",
                 extra={"object": str(key), "error": error.message},
             )
+        except Exception as error:
+            self.bugs += 1
+            self.problems[key] = f"{type(error).__name__}: {error}"
+            _log.exception("a policy met a bug", extra={"object": str(key)})
         else:
             self.problems.pop(key, None)
 
-    def _remove(self, key: ObjectKey) -> None:
-        self._known.discard(key)
-        self.problems.pop(key, None)
+    def _put(self, stored: StoredObject) -> None:
+        key = stored.key
+        self._known.add(key)
         if key.kind == GROUPS:
-            if self.groups.pop(key.name, None) is not None:
+            group = decode_cidr_group(stored.document)
+            self._engine.set_group(group)
+            self.groups[key.name] = group
+        else:
+            policy_id, decode = name_policy(key), _DECODERS[key.kind][1]
+            rules = decode(stored.document)
+            self._engine.set_policy(policy_id, rules)
+            self.rules[policy_id] = rules
+
+    def _remove(self, key: ObjectKey) -> None:
+        if key.kind == GROUPS:
+            if key.name in self.groups:
                 self._engine.remove_group(key.name)
-        elif self.rules.pop(name_policy(key), None) is not None:
-            self._engine.remove_policy(name_policy(key))
+                del self.groups[key.name]
+        elif (policy_id := name_policy(key)) in self.rules:
+            self._engine.remove_policy(policy_id)
+            del self.rules[policy_id]
+        # Only now: what could not be removed is tried again with the next list.
+        self._known.discard(key)
 
 
 def name_policy(key: ObjectKey) -> PolicyId:

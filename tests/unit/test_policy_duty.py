@@ -1,0 +1,273 @@
+"""The duty of policies on a real store: every change comes into force, and no failure keeps others out or ends it."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podwire.agent import policy_duty, store_follower
+from podwire.agent.policy_duty import PolicyDuty
+from podwire.control.endpoint import policies
+from podwire.control.endpoint.states import State
+from podwire.control.policy.rule import PolicyRules
+from podwire.model.errors import StorageFailure
+from podwire.model.ids import EndpointId
+from podwire.model.store import ObjectKey, StoredObject
+from podwire.store.sqlite import SqliteStore
+from podwire.store.sqlite_watch import SqliteWatch
+from tests.fakes.node import FakeNode
+from tests.unit.policies import cidr_group, network_policy
+from tests.unit.test_attach_service import NETNS, request
+
+NETPOL = "networkpolicies"
+WAIT_S = 10.0
+WEB = "k8s:app=web"
+
+
+class Bench:
+    """A node with one pod `app=web`, and the duty over a file."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "store.db"
+        self.store = SqliteStore(self.path, busy_timeout_s=0.2)
+        self.node = FakeNode(directory, store=self.store)
+        self.reports: list[str] = []
+        self.duty = self.make_duty()
+
+    def make_duty(self) -> PolicyDuty:
+        return PolicyDuty(
+            store=self.store,
+            objects=self.node.policies,
+            enforcer=self.node.enforcer,
+            turn=threading.RLock(),
+            observe=lambda _op, _phase, _ms: None,
+            report=self.reports.append,
+        )
+
+    def put(self, document: dict[str, Any], kind: str = NETPOL) -> int:
+        metadata = document["metadata"]
+        key = ObjectKey(kind, metadata.get("namespace", ""), metadata["name"])
+        old = self.store.get(key)
+        if old is None:
+            return self.store.create(StoredObject(key=key, document=document)).revision
+        new = StoredObject(key=key, revision=old.revision, document=document)
+        return self.store.update(new).revision
+
+    def delete(self, name: str) -> None:
+        self.store.delete(ObjectKey(NETPOL, "default", name))
+
+    def names(self) -> set[str]:
+        """Name the policies in force."""
+        return {one.policy.name for one in self.node.enforcer.engine.list_policies()}
+
+    def wait_for(self, *names: str) -> None:
+        until(lambda: self.names() == set(names) and not self.node.enforcer.engine.is_pending)
+
+    def close(self) -> None:
+        self.duty.stop()
+        self.node.follower.stop()
+        self.node.journal.close()
+        self.store.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until something is so that other threads do."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "it does not come"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(store_follower, "AWAY_BASE_S", 0.02)
+    monkeypatch.setattr(policy_duty, "RETRY_S", 0.05)
+    with closing(Bench(tmp_path)) as made:
+        yield made
+
+
+@pytest.fixture
+def running(bench: Bench) -> Bench:
+    bench.duty.load()
+    bench.duty.start()
+    return bench
+
+
+def test_what_the_store_has_is_taken_in_before_anything_is_built(bench: Bench) -> None:
+    revision = bench.put(network_policy("a"))
+    bench.duty.load()
+    bench.node.service.add(request(labels=(WEB,)), NETNS)
+    assert bench.names() == {"a"}
+    assert bench.node.enforcer.revision == revision
+    [endpoint] = bench.node.table
+    assert endpoint.config.slot
+
+
+def test_changes_come_into_force(running: Bench) -> None:
+    running.node.service.add(request(labels=(WEB,)), NETNS)
+    running.put(network_policy("a"))
+    running.wait_for("a")
+    revision = running.put(network_policy("b"))
+    running.wait_for("a", "b")
+    until(lambda: running.node.enforcer.revision >= revision)
+    running.delete("a")
+    running.wait_for("b")
+
+
+def test_other_kinds_move_the_revision_too(running: Bench) -> None:
+    revision = running.put({"metadata": {"name": "p"}}, "pods")
+    until(lambda: running.node.enforcer.revision >= revision)
+
+
+def test_the_revision_never_gets_ahead_of_what_was_taken_in(running: Bench) -> None:
+    for number in range(20):
+        running.put(network_policy(f"p{number}"))
+    revision = running.put(network_policy("last"))
+    until(lambda: running.node.enforcer.revision >= revision)
+    assert len(running.node.policies.rules) == 21
+
+
+@pytest.mark.parametrize("document", [{"metadata": {"name": "bad", "namespace": "default"}}])
+def test_an_object_that_cannot_be_read_is_named_and_the_others_come_in(
+    running: Bench, document: dict[str, Any]
+) -> None:
+    running.put(document)
+    running.put(network_policy("good"))
+    running.wait_for("good")
+    assert [key.name for key in running.node.policies.problems] == ["bad"]
+
+
+def _fail_for(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception) -> "Callable[[], None]":
+    kind, decode = policies._DECODERS[NETPOL]
+    failing = True
+
+    def decode_or_fail(document: Any) -> tuple[PolicyRules, ...]:
+        if failing and document["metadata"]["name"] == name:
+            raise error
+        return decode(document)
+
+    monkeypatch.setitem(policies._DECODERS, NETPOL, (kind, decode_or_fail))
+
+    def heal() -> None:
+        nonlocal failing
+        failing = False
+
+    return heal
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("x"), RecursionError("deep"), StorageFailure("full")],
+    ids=lambda one: type(one).__name__,
+)
+@pytest.mark.parametrize("how", ["listed", "changed"])
+def test_a_bug_about_one_object_keeps_no_other_out_and_is_tried_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, error: Exception, how: str
+) -> None:
+    monkeypatch.setattr(policy_duty, "LIST_AGAIN_S", 0.05)
+    monkeypatch.setattr(store_follower, "WATCH_S", 0.05)
+    heal = _fail_for(monkeypatch, "b", error)
+    names = ["a", "b", "c"]
+    if how == "listed":
+        for name in names:
+            bench.put(network_policy(name))
+    bench.duty.load()
+    bench.duty.start()
+    if how == "changed":
+        with bench.store.together():
+            for name in names:
+                bench.put(network_policy(name))
+    bench.wait_for("a", "c")
+    [(key, problem)] = bench.node.policies.problems.items()
+    assert key.name == "b"
+    assert type(error).__name__ in problem
+    heal()
+    bench.wait_for("a", "b", "c")
+    until(lambda: not bench.node.policies.problems)
+
+
+def test_an_unreadable_version_leaves_the_last_one_in_force(
+    running: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running.put(network_policy("a"))
+    running.wait_for("a")
+    _fail_for(monkeypatch, "a", KeyError("x"))
+    running.put(network_policy("a", policyTypes=["Egress"]))
+    until(lambda: bool(running.node.policies.problems))
+    assert running.names() == {"a"}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [StorageFailure("the file was replaced"), ValueError("a bug"), OSError("descriptor")],
+    ids=lambda one: type(one).__name__,
+)
+def test_a_watch_that_fails_is_opened_again_and_nothing_is_missed(
+    running: Bench, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    real, failures = SqliteWatch.next, [error, error]
+
+    def fail_twice(watch: SqliteWatch, timeout_s: float) -> Any:
+        if failures and threading.current_thread().name == "policy-watch":
+            raise failures.pop()
+        return real(watch, timeout_s)
+
+    monkeypatch.setattr(SqliteWatch, "next", fail_twice)
+    running.put(network_policy("a"))
+    running.wait_for("a")
+    until(lambda: not failures)
+    running.put(network_policy("b"))
+    running.wait_for("a", "b")
+    until(lambda: running.reports[-1] == "")
+    assert any(str(error) in one for one in running.reports)
+    assert len(running.store._watches) <= 2  # of policies and of identities
+
+
+def test_events_that_cannot_be_taken_in_at_first_are_not_lost(
+    running: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, failures = running.node.enforcer.engine.apply, [StorageFailure("full"), OSError("full")]
+
+    def fail_twice() -> Any:
+        if failures:
+            raise failures.pop()
+        return real()
+
+    monkeypatch.setattr(running.node.enforcer.engine, "apply", fail_twice)
+    running.put(network_policy("a"))
+    running.wait_for("a")
+
+
+def test_stopping_does_not_wait_for_a_store_that_is_away(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_follower, "AWAY_BASE_S", 60.0)
+    monkeypatch.setattr(store_follower, "AWAY_CAP_S", 60.0)
+    bench.duty.load()
+
+    def refuse(_watch: SqliteWatch, _timeout_s: float) -> Any:
+        raise StorageFailure("the store is broken")
+
+    monkeypatch.setattr(SqliteWatch, "next", refuse)
+    bench.duty.start()
+    until(lambda: "the store is broken" in bench.reports)
+    begin_s = time.monotonic()
+    bench.duty.stop()
+    assert time.monotonic() - begin_s < 1
+
+
+def test_a_slot_that_nobody_names_is_collected(running: Bench) -> None:
+    running.node.service.add(request(labels=(WEB,)), NETNS)
+    for _ in range(3):
+        running.put(network_policy("a"))
+        running.wait_for("a")
+        running.put(network_policy("a", ingress=[]))
+    running.put(cidr_group(), "ciliumcidrgroups")
+    endpoint = running.node.table.get(EndpointId(1))
+    assert endpoint is not None
+    until(lambda: set(running.node.policy_datapath.slots) <= {endpoint.config.slot})
+    assert endpoint.state is State.READY

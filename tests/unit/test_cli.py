@@ -61,6 +61,34 @@ def test_examples_parse(path: str) -> None:
     command.make_context(path, words, resilient_parsing=False)
 
 
+LISTED_BY = {
+    "podwire endpoint list": "nl",
+    "podwire get": "nl",
+    "podwire identity list": "nl",
+    "podwire policy entries": "nl",
+    "podwire policy list": "nl",
+}
+"""Lists of what has a namespace (n) and labels (l)."""
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in LEAVES if path.endswith(" list")] + ["podwire get"]
+)
+def test_every_list_can_be_watched_go_without_headers_and_be_narrowed(path: str) -> None:
+    options = {name for one in LEAVES[path].params for name in one.opts}
+    assert {"-w", "--no-headers"} <= options
+    by = LISTED_BY.get(path, "")
+    assert ("n" in by) == ("-n" in options) == ("-A" in options)
+    assert ("l" in by) == ("-l" in options)
+
+
+@pytest.mark.parametrize("path", LISTED_BY)
+def test_one_namespace_and_all_of_them_exclude_each_other(path: str) -> None:
+    words = [*path.split()[1:], *(["netpol"] if path == "podwire get" else [])]
+    done = _run(*words, "-n", "a", "-A", "--agent", "/nowhere")
+    assert (done.returncode, "exclude each other" in done.stderr) == (2, True)
+
+
 @pytest.mark.parametrize("path", LEAVES)
 def test_every_command_has_every_form_and_names_its_agent(path: str) -> None:
     options = {name for one in LEAVES[path].params for name in one.opts}

@@ -55,6 +55,12 @@ def test_a_list_shows_ports_and_holders_when_it_is_wide() -> None:
     assert all(one in line for one in ("http:TCP/80", "cluster", "used", "3", "4"))
 
 
+@pytest.mark.parametrize(("namespace", "found"), [("default", [70_000]), ("shop", [])])
+def test_a_namespace_chooses_its_identities(namespace: str, found: list[int]) -> None:
+    rows = json.loads(run(list_identities, "-n", namespace, "-o", "json"))
+    assert [row["id"] for row in rows] == found
+
+
 def test_a_selector_chooses_by_label() -> None:
     assert [
         row["id"] for row in json.loads(run(list_identities, "-l", "app=web", "-o", "json"))

@@ -18,9 +18,9 @@ from typing import Any, Final
 from podwire.control.apply import apply_documents
 from podwire.kernel import netns
 from podwire.lab import labs
-from podwire.lab.node import STORE_FILE
 from podwire.lab.pod import launcher_program, network_config
 from podwire.lab.state import LabState
+from podwire.lab.topology import LabShape
 from podwire.store.open import open_store
 
 REFERENCE_PLUGINS: Final = Path("/usr/lib/cni")
@@ -91,7 +91,7 @@ def _environment(command: str, container_id: str, pod_namespace: str) -> dict[st
 @contextmanager
 def one_node() -> Iterator[LabState]:
     """Give a lab of one node, IPv4 only; on leaving, every namespace whose name begins like the lab's goes as well."""
-    state = labs.up(LAB, node_count=1, families="4", progress=lambda _line: None)
+    state = labs.up(LAB, LabShape(nodes=1, families="4"), progress=lambda _line: None)
     try:
         yield state
     finally:
@@ -106,7 +106,7 @@ def two_contestants(policies: int = 0) -> Iterator[tuple[Contestant, Contestant]
     with ExitStack() as stack:
         directory = stack.enter_context(scratch())
         state = stack.enter_context(one_node())
-        with closing(open_store(f"sqlite://{state.plan.directory / STORE_FILE}")) as store:
+        with closing(open_store(state.plan.store_url)) as store:
             apply_documents(store, [_policy(index) for index in range(policies)])
         yield podwire_on(state, directory), reference("ptp", directory)
 

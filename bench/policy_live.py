@@ -21,7 +21,6 @@ from podwire.control.identity.key import IdentityKey
 from podwire.control.identity.known import make_object
 from podwire.datapath import abi
 from podwire.kernel import bpf, netns
-from podwire.lab.node import STORE_FILE
 from podwire.lab.pod import call_launcher, network_config
 from podwire.lab.topology import NodePlan
 from podwire.model.labels import namespace_labels
@@ -181,7 +180,7 @@ def main() -> None:
     with ExitStack() as stack:
         state = stack.enter_context(one_node())
         node = state.plan.nodes[0]
-        store = open_store(f"sqlite://{node.directory.parent / STORE_FILE}")
+        store = open_store(f"sqlite://{node.directory.parent}/store.db")
         stack.callback(store.close)
         attach_pods(node, arguments.pods, stack)
         make_identities(store, arguments.identities)

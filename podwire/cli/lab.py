@@ -88,16 +88,23 @@ _POD_ARGUMENT = click.argument("pod", shell_complete=_complete_places)
 @click.option("--name", metavar="LAB", help="The lab's name (PODWIRE_LAB, else `lab`).")
 @click.option("--routing", type=click.Choice(["native"]), default="native", show_default=True)
 @click.option("--store", type=click.Choice(["sqlite"]), default="sqlite", show_default=True)
+@click.option(
+    "--underlay",
+    type=click.Choice(["4", "6", "46"]),
+    help="Families of the nodes' own addresses (default: those of --families).",
+)
+@click.option(
+    "--mtu", type=int, default=1500, show_default=True, metavar="BYTES", help="Of the underlay."
+)
 @common
-def up(opts: Common, nodes: int, families: str, name: str | None, **_only: str) -> None:
+def up(opts: Common, name: str | None, underlay: str | None, **shape: Any) -> None:
     """Build a lab: nodes on an underlay, and a world outside."""
     from podwire.lab import labs  # noqa: PLC0415
-    from podwire.lab.topology import DEFAULT_LAB  # noqa: PLC0415
+    from podwire.lab.topology import DEFAULT_LAB, LabShape  # noqa: PLC0415
 
     made = labs.up(
         name or opts.lab or DEFAULT_LAB,
-        node_count=nodes,
-        families=families,
+        LabShape(underlay=underlay or "", **shape),
         progress=_progress(opts),
     )
     line = f"lab {made.name} is up; next: podwire lab run web --node node1 --serve 80/tcp"
@@ -304,8 +311,11 @@ def _attempt_lines(row: Row) -> Iterator[str]:
 @table
 @common
 def check(opts: Common) -> None:
-    """Try every pair of pods, nodes and the world, with the time each took; exit code 1 when one fails."""
-    from podwire.lab import labs  # noqa: PLC0415
+    """Try every pair of pods, nodes and the world by TCP, UDP and ICMP, with short and with large messages.
+
+    Shows the time that each took; exit code 1 when one fails.
+    """
+    from podwire.lab import matrix  # noqa: PLC0415
 
     rows: list[Row] = [
         {
@@ -313,17 +323,19 @@ def check(opts: Common) -> None:
             "to": pair.target,
             "address": pair.address,
             "protocol": pair.protocol,
+            "bytes": pair.size_bytes,
             "ok": pair.attempt.ok,
             "ms": round(pair.attempt.ms, 3),
             "answer": pair.attempt.answer,
         }
-        for pair in labs.check(_choose(opts.lab))
+        for pair in matrix.check(_choose(opts.lab))
     ]
     columns = [
         Column("FROM", key("from")),
         Column("TO", key("to")),
         Column("ADDRESS", key("address")),
         Column("PROTOCOL", key("protocol")),
+        Column("BYTES", lambda row: str(row["bytes"] or "-")),
         Column("RESULT", lambda row: colour("ok", GREEN) if row["ok"] else colour("failed", RED)),
         Column("MS", lambda row: f"{row['ms']:.1f}"),
         Column("ANSWER", key("answer"), wide=True),
@@ -350,7 +362,11 @@ def _describe_lab(state: "LabState") -> dict[str, Any]:
 
     return {
         "name": state.name,
-        "families": state.families,
+        "families": state.shape.families,
+        "underlay": state.shape.underlay_families,
+        "routing": state.shape.routing,
+        "store": state.plan.store_url,
+        "partitions": [f"{one} {other}" for one, other in state.partitions],
         "nodes": [
             {
                 "name": node.name,
@@ -415,7 +431,12 @@ def _read_labs() -> tuple[list[Row], None]:
         except NotFound:
             continue  # it went down meanwhile
         rows.append(
-            {"name": name, "nodes": one.nodes, "families": one.families, "pods": len(one.pods)}
+            {
+                "name": name,
+                "nodes": one.shape.nodes,
+                "families": one.shape.families,
+                "pods": len(one.pods),
+            }
         )
     return rows, None
 
@@ -434,7 +455,7 @@ def down(opts: Common) -> None:
 
 @lab.group(epilog="Example: podwire lab node kill node1 && podwire lab node start node1")
 def node() -> None:
-    """Stop, start or kill the agent of a node; its pods keep running."""
+    """Stop, start or kill the agent of a node (its pods keep running), or put a new machine in its place."""
 
 
 def _add_agent_command(action: str, done: str, about: str) -> None:
@@ -453,6 +474,55 @@ def _add_agent_command(action: str, done: str, about: str) -> None:
 _add_agent_command("start", "running", "Start the agent of a node and wait until it is ready.")
 _add_agent_command("stop", "stopped", "Stop the agent of a node as a service manager does.")
 _add_agent_command("kill", "stopped", "Kill the agent of a node (SIGKILL).")
+
+
+@node.command(epilog="Example: podwire lab node replace node2")
+@_NODE_ARGUMENT
+@common
+def replace(opts: Common, name: str) -> None:
+    """Put a new machine in a node's place: same name, addresses and ranges, and nothing that the old one knew."""
+    from podwire.lab import labs  # noqa: PLC0415
+
+    labs.replace_node(_choose(opts.lab), name, progress=_progress(opts))
+    show_one({"node": name, "agent": "running"}, opts.style, lambda: [f"{name} is new"], name)
+
+
+@lab.command(epilog="Example: podwire lab partition node1 node2 && podwire lab partition heal")
+@click.argument("one", metavar="A|heal", shell_complete=_complete_places)
+@click.argument("other", metavar="[B]", required=False, shell_complete=_complete_places)
+@common
+def partition(opts: Common, one: str, other: str | None) -> None:
+    """Let two nodes, or a node and `store`, hear nothing of each other; `heal` ends every partition."""
+    from podwire.lab import labs  # noqa: PLC0415
+
+    if other is None and one != "heal":
+        raise CliError(EXIT_USAGE, f"part {one!r} from whom?", "name two nodes, or say heal")
+    if other is None:
+        labs.heal(_choose(opts.lab))
+        show_one({"apart": []}, opts.style, lambda: ["all hear each other"], "")
+        return
+    labs.set_partition(_choose(opts.lab), one, other)
+    show_one({"apart": [one, other]}, opts.style, lambda: [f"{one} and {other} are apart"], one)
+
+
+@lab.group(epilog="Example: podwire lab store stop && podwire lab store start")
+def store() -> None:
+    """Stop, start or kill the etcd of a lab."""
+
+
+def _add_store_command(action: str, done: str, about: str) -> None:
+    @store.command(action, help=about, epilog=f"Example: podwire lab store {action}")
+    @common
+    def change(opts: Common) -> None:
+        from podwire.lab import labs  # noqa: PLC0415
+
+        labs.change_store(_choose(opts.lab), action)
+        show_one({"store": done}, opts.style, lambda: [f"etcd: {done}"], done)
+
+
+_add_store_command("start", "running", "Start etcd with the files that it had.")
+_add_store_command("stop", "stopped", "Stop etcd; its files stay.")
+_add_store_command("kill", "stopped", "Kill etcd (SIGKILL); its files stay.")
 
 
 @lab.group(epilog="Example: podwire lab link down node1 && podwire lab link up node1")

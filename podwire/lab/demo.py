@@ -18,6 +18,7 @@ from podwire.lab import state as states
 from podwire.lab.drops import send_forged, wait_for_drop
 from podwire.lab.policy_demo import show_policy
 from podwire.lab.state import LabState, Pod
+from podwire.lab.topology import LabShape
 
 LAB: Final = "demo"
 PING_EVERY_S: Final = 0.01
@@ -54,7 +55,7 @@ def main() -> int:
     with ExitStack() as stack:
         stack.callback(labs.down, LAB, progress=_say)
         _say("two nodes, an underlay and a world, all on this machine")
-        state = labs.up(LAB, node_count=2, families="46", progress=_say)
+        state = labs.up(LAB, LabShape(), progress=_say)
         report.add("two nodes with real agents", True, f"{time.monotonic() - begin:.1f} s")
         pods = _attach_pods(report)
         _show_connectivity(state, pods, report)

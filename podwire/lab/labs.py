@@ -10,25 +10,23 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
-from itertools import permutations
 from pathlib import Path
 
 import msgspec
 
 from podwire.kernel import netns
+from podwire.lab import etcd, faults, traffic
 from podwire.lab import node as nodes
 from podwire.lab import pod as pods
 from podwire.lab import state as states
-from podwire.lab import traffic
 from podwire.lab.state import LabState, Pod, changed_state, locked, read_state
 from podwire.lab.topology import (
     PIN_ROOT,
     RUN_ROOT,
     WORLD,
     LabPlan,
+    LabShape,
     NodePlan,
     check_lab_name,
     is_lab_name,
@@ -37,37 +35,28 @@ from podwire.lab.topology import (
 from podwire.model.errors import Conflict, InvalidRequest, NotFound, PodwireError, Unavailable
 
 Progress = Callable[[str], None]
-CHECK_PORT = 7999
-_CHECK_THREADS = 4
 
 Place = tuple[str, tuple[str, ...]]
 """Namespace and addresses of a pod, a node or the world."""
 
 
-@dataclass(frozen=True)
-class CheckedPair:
-    """One cell of the connectivity matrix."""
-
-    source: str
-    target: str
-    address: str
-    protocol: str
-    attempt: traffic.Attempt
-
-
-def up(
-    name: str, *, node_count: int = 2, families: str = "46", progress: Progress = print
-) -> LabState:
+def up(name: str, shape: LabShape, *, progress: Progress = print) -> LabState:
     """Build a lab; Conflict when it is there."""
-    plan = plan_lab(name, node_count, families)
+    plan = plan_lab(name, shape)
+    if shape.store == "etcd":
+        etcd.require_program()
     with locked(plan.directory, create=True):
         _require_nothing_there(plan)
-        state = LabState(name=name, nodes=node_count, families=families)
+        state = LabState(name=name, shape=shape)
         with ExitStack() as undo:
             undo.callback(_remove_everything, plan, state)
-            progress(f"lab {name}: {node_count} nodes, underlay and world")
+            progress(f"lab {name}: {shape.nodes} nodes, underlay and world")
             states.write_state(state)
             nodes.create_network(plan)
+            if shape.store == "etcd":
+                etcd.start_store(plan, state)
+                states.write_state(state)
+                progress(f"etcd answers at {plan.store_url}")
             _start_agents(plan, state, progress)
             states.write_state(state)
             undo.pop_all()
@@ -166,47 +155,6 @@ def find_addresses(state: LabState, text: str) -> tuple[str, ...]:
         return locate(state, text)[1]
 
 
-def check(lab: str) -> list[CheckedPair]:
-    """Try every pair of pods, nodes and the world, in every family, by TCP and UDP, with the time each took."""
-    state = read_state(lab)
-    pods_there = {pod.full_name: locate(state, pod.full_name) for pod in state.pods}
-    hosts = {node.name: locate(state, node.name) for node in state.plan.nodes}
-    hosts["world"] = locate(state, "world")
-    places = {**pods_there, **hosts}
-    with ExitStack() as stack:
-        threads = stack.enter_context(ThreadPoolExecutor(_CHECK_THREADS))
-        servers: list[states.Process] = []
-        stack.callback(states.end_all, servers)
-        for started in threads.map(_start_check_servers, places, places.values()):
-            servers.extend(started)
-        pairs = [
-            threads.submit(_check_pair, source, target, address, protocol, places[source][0])
-            for source, target in permutations(places, 2)
-            if _is_meant_to_work(source, target, pods_there)
-            for address in places[target][1]
-            for protocol in ("tcp", "udp")
-        ]
-        return [pair.result() for pair in pairs]
-
-
-def _start_check_servers(name: str, place: Place) -> list[states.Process]:
-    helper = Pod(namespace="check", name=name, node="-", container_id="", netns=place[0], labels={})
-    servers = traffic.start_servers(helper, [(CHECK_PORT, "tcp"), (CHECK_PORT, "udp")])
-    return [servers[0].process]
-
-
-def _is_meant_to_work(source: str, target: str, pods_there: Mapping[str, object]) -> bool:
-    """Everybody reaches everybody, but the world has no way to pods: nobody outside knows their addresses."""
-    return source != "world" or target not in pods_there
-
-
-def _check_pair(
-    source: str, target: str, address: str, protocol: str, namespace: str
-) -> CheckedPair:
-    attempt = traffic.connect(namespace, address, CHECK_PORT, protocol)
-    return CheckedPair(source, target, address, protocol, attempt)
-
-
 def down(name: str, *, progress: Progress = print) -> None:
     """Remove a lab and everything that it ever made; one that is half there is removed as well."""
     directory = RUN_ROOT / check_lab_name(name)
@@ -218,7 +166,8 @@ def down(name: str, *, progress: Progress = print) -> None:
             plan = state.plan
         except PodwireError:
             # The file is lost or broken: all that a lab makes can be found by its name.
-            state, plan = LabState(name=name, nodes=1, families="46"), plan_lab(name, 1, "46")
+            state = LabState(name=name, shape=LabShape(nodes=1))
+            plan = state.plan
         _remove_everything(plan, state)
     progress(f"lab {name} is gone")
 
@@ -228,7 +177,8 @@ def _remove_everything(plan: LabPlan, state: LabState) -> None:
     inodes = {os.stat(netns.named_path(one)).st_ino for one in inside}
     known = [server.process for pod in state.pods for server in pod.servers]
     # Whoever is in a namespace of the lab keeps it alive: agents that the file does not know, shells, commands.
-    states.end_all([*known, *state.agents.values(), *states.list_processes_in(inodes)])
+    own = [] if state.store is None else [state.store]
+    states.end_all([*known, *own, *state.agents.values(), *states.list_processes_in(inodes)])
     # A namespace takes its devices, routes and rules along; maps and programs live as long as their pins.
     for name in inside:
         netns.delete_named(name)
@@ -273,6 +223,64 @@ def set_link(lab: str, node_name: str, *, is_up: bool) -> None:
     node = state.plan.node(node_name)
     word = "up" if is_up else "down"
     nodes.run_ip(state.plan.underlay_namespace, [f"link set {node.name} {word}"])
+
+
+def replace_node(lab: str, node_name: str, *, progress: Progress = print) -> None:
+    """Put a new machine in a node's place: same name, addresses and ranges, nothing of what the old one knew.
+
+    The old one's pods are gone with it. The new agent waits until the old one's lease has ended.
+    """
+    with changed_state(lab) as state:
+        node = state.plan.node(node_name)
+        gone = [pod for pod in state.pods if pod.node == node_name]
+        nodes.stop_agent(state, node, signal.SIGKILL)
+        states.end_all([server.process for pod in gone for server in pod.servers])
+        for pod in gone:
+            netns.delete_named(pod.netns)
+            state.pods.remove(pod)
+        nodes.remove_node_network(state.plan, node)
+        for root in (node.pins, node.directory):
+            _remove_tree(root)
+        states.write_state(state)
+        progress(f"{node_name} and its {len(gone)} pods are gone")
+        nodes.create_node_network(state.plan, node)
+        nodes.write_config(state.plan, node)
+        nodes.start_agent(state, node)
+        progress(f"agent of the new {node_name} is ready")
+
+
+def set_partition(lab: str, one: str, other: str) -> None:
+    """Let two nodes, or a node and the store, hear nothing of each other until `heal`."""
+    with changed_state(lab) as state:
+        if one == other:
+            raise InvalidRequest(f"part {one!r} from itself", hint="name two nodes")
+        for place in (one, other):
+            faults.addresses_of(state.plan, place)
+        pair = (min(one, other), max(one, other))
+        if pair not in state.partitions:
+            state.partitions.append(pair)
+        faults.apply_partitions(state.plan, state.partitions)
+
+
+def heal(lab: str) -> None:
+    """End every partition."""
+    with changed_state(lab) as state:
+        state.partitions.clear()
+        faults.apply_partitions(state.plan, ())
+
+
+def change_store(lab: str, action: str) -> None:
+    """Stop, start or kill (-9) the lab's etcd."""
+    with changed_state(lab) as state:
+        if state.shape.store != "etcd":
+            raise InvalidRequest(
+                f"{action} the store: it is a file of this machine",
+                hint="build the lab with --store etcd",
+            )
+        if action == "start":
+            etcd.start_store(state.plan, state)
+        else:
+            etcd.stop_store(state, signal.SIGKILL if action == "kill" else signal.SIGTERM)
 
 
 def list_leftovers(*, running_too: bool) -> list[str]:

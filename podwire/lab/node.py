@@ -11,17 +11,17 @@ import signal
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from podwire.kernel import netns, spawn
 from podwire.lab.state import LabState, Process, describe_process, end_process, is_running
-from podwire.lab.topology import UPLINK, LabPlan, NodePlan, plan_routes
+from podwire.lab.topology import UPLINK, LabPlan, NodePlan, plan_routes, plan_world_routes
 from podwire.model.errors import Unavailable
 
 LOG_FILE: Final = "agent.log"
 CONFIG_FILE: Final = "agent.toml"
-STORE_FILE: Final = "store.db"
 START_DEADLINE_S: Final = 20.0
 BRIDGE: Final = "underlay"
 LAB_CONNTRACK_ENTRIES: Final = 65_536
@@ -44,34 +44,69 @@ def create_network(plan: LabPlan) -> None:
     """Make the namespaces of a lab and join them; on failure the caller removes what is there."""
     for name in (plan.underlay_namespace, plan.world_namespace):
         netns.create_named(name).close()
-    run_ip(
-        plan.underlay_namespace,
-        [
-            f"link add {BRIDGE} type bridge mcast_snooping 0",
-            f"link set {BRIDGE} up",
-            "link set lo up",
-        ],
+    commands = ["link set lo up"]
+    for subnet in range(plan.subnets):
+        bridge = _bridge(subnet)
+        commands += [
+            f"link add {bridge} type bridge mcast_snooping 0",
+            f"link set {bridge} mtu {plan.shape.mtu} addrgenmode none up",
+        ]
+        own = [*plan.routers[subnet]] if plan.routers else []
+        if plan.shape.store != "sqlite" and subnet == 0:
+            own += plan.store_underlay
+        commands += [f"addr add {one} dev {bridge}{' nodad' if ':' in one else ''}" for one in own]
+    run_ip(plan.underlay_namespace, commands)
+    if plan.routers:
+        _let_forward(plan.underlay_namespace)
+    _join(
+        plan,
+        "world",
+        plan.world_namespace,
+        plan.world_underlay,
+        ["link set lo up", *plan_world_routes(plan)],
     )
-    _join(plan, "world", plan.world_namespace, plan.world_underlay, ["link set lo up"])
     for node in plan.nodes:
         create_node_network(plan, node)
 
 
+def _let_forward(namespace: str) -> None:
+    with netns.open_namespace(netns.named_path(namespace)) as fd:
+        for knob in ("ipv4/ip_forward", "ipv6/conf/all/forwarding"):
+            netns.run_in(fd.fileno(), partial(Path(f"/proc/sys/net/{knob}").write_text, "1"))
+
+
+def _bridge(subnet: int) -> str:
+    return BRIDGE if subnet == 0 else f"{BRIDGE}{subnet + 1}"
+
+
 def create_node_network(plan: LabPlan, node: NodePlan) -> None:
-    """Make one node's namespace, with routes to the pods of all others."""
+    """Make one node's namespace."""
     netns.create_named(node.namespace).close()
     routes = ["link set lo up", *plan_routes(plan, node)]
-    _join(plan, node.name, node.namespace, node.underlay, routes)
+    _join(plan, node.name, node.namespace, node.underlay, routes, node.subnet)
+
+
+def remove_node_network(plan: LabPlan, node: NodePlan) -> None:
+    """Remove one node's port of the underlay and its namespace, with all devices."""
+    # The kernel takes a namespace's devices away some time after its name.
+    run_ip(plan.underlay_namespace, [f"link del {node.name}"])
+    netns.delete_named(node.namespace)
 
 
 def _join(
-    plan: LabPlan, port: str, namespace: str, addresses: tuple[str, ...], more: list[str]
+    plan: LabPlan,
+    port: str,
+    namespace: str,
+    addresses: tuple[str, ...],
+    more: list[str],
+    subnet: int = 0,
 ) -> None:
+    mtu = plan.shape.mtu
     run_ip(
         plan.underlay_namespace,
         [
-            f"link add {port} type veth peer name {UPLINK} netns {namespace}",
-            f"link set {port} master {BRIDGE} up",
+            f"link add {port} mtu {mtu} type veth peer name {UPLINK} mtu {mtu} netns {namespace}",
+            f"link set {port} master {_bridge(subnet)} up",
         ],
     )
     run_ip(
@@ -105,12 +140,12 @@ def write_config(plan: LabPlan, node: NodePlan) -> None:
         "run_dir": str(node.directory),
         "state_dir": str(node.directory / "state"),
         "bpf_dir": str(node.pins),
-        # One file for all nodes: what is applied to one is in force on all.
-        "store": f"sqlite://{node.directory.parent / STORE_FILE}",
+        # One store for all nodes: what is applied to one is in force on all.
+        "store": plan.store_url,
         "node_cidrs": list(node.pod_cidrs),
         "cluster_cidrs": list(plan.cluster_cidrs),
         "node_address": node.addresses[0],
-        "routing": "native",
+        "routing": plan.shape.routing,
         "conntrack_entries": LAB_CONNTRACK_ENTRIES,
         "log_format": "json",
     }

@@ -7,6 +7,7 @@ Standard library only, because it is started for each pod.
 
 import contextlib
 import os
+import re
 import selectors
 import socket
 import struct
@@ -89,7 +90,7 @@ def _answer_connection(connection: socket.socket, who: str) -> None:
     with connection, contextlib.suppress(OSError):
         connection.settimeout(_REQUEST_WAIT_S)
         with contextlib.suppress(TimeoutError):
-            connection.recv(_REQUEST_MAX_BYTES)
+            _read_request(connection)
         line = f"{who} {connection.getsockname()[0]} {connection.getpeername()[0]}\n"
         head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(line)}\r\nConnection: close\r\n\r\n"
         connection.sendall((head + line).encode())
@@ -97,6 +98,16 @@ def _answer_connection(connection: socket.socket, who: str) -> None:
         connection.shutdown(socket.SHUT_WR)
         while connection.recv(_REQUEST_MAX_BYTES):
             pass
+
+
+def _read_request(connection: socket.socket) -> None:
+    """Read a request, with all of the body that it announces."""
+    data = connection.recv(_REQUEST_MAX_BYTES)
+    head, blank, body = data.partition(b"\r\n\r\n")
+    announced = re.search(rb"(?i)\r\ncontent-length: *([0-9]{1,9})", head)
+    left = int(announced[1]) - len(body) if blank and announced else 0
+    while left > 0 and (chunk := connection.recv(_REQUEST_MAX_BYTES)):
+        left -= len(chunk)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from podwire.lab.topology import RUN_ROOT, LabPlan, check_lab_name, plan_lab
+from podwire.lab.topology import RUN_ROOT, LabPlan, LabShape, check_lab_name, plan_lab
 from podwire.model.errors import NotFound, StorageFailure, Unavailable
 
 STATE_FILE = "lab.json"
@@ -61,15 +61,18 @@ class LabState(msgspec.Struct, kw_only=True):
     """A lab as the file has it."""
 
     name: str
-    nodes: int
-    families: str
+    shape: LabShape
     agents: dict[str, Process] = msgspec.field(default_factory=dict)
     pods: list[Pod] = msgspec.field(default_factory=list)
+    store: Process | None = None
+    """The etcd of the lab."""
+    partitions: list[tuple[str, str]] = msgspec.field(default_factory=list)
+    """Pairs of nodes (or a node and `store`) that do not hear each other."""
 
     @property
     def plan(self) -> LabPlan:
         """The lab's plan, computed again."""
-        return plan_lab(self.name, self.nodes, self.families)
+        return plan_lab(self.name, self.shape)
 
     def find_pod(self, text: str) -> Pod:
         """Find a pod by `name` (namespace default) or `namespace/name`; NotFound lists what there is."""

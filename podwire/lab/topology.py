@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from podwire.model.errors import InvalidRequest, NotFound
 
 RUN_ROOT: Final = Path("/run/podwire/lab")
@@ -21,16 +23,49 @@ SOCKET_PATH_MAX_BYTES: Final = 106
 
 CLUSTER_IPV4: Final = ipaddress.ip_network("10.244.0.0/16")
 CLUSTER_IPV6: Final = ipaddress.ip_network("fd10:244::/48")
-UNDERLAY_IPV4: Final = ipaddress.ip_network("192.0.2.0/24")
-UNDERLAY_IPV6: Final = ipaddress.ip_network("fd99::/64")
+UNDERLAYS: Final = (
+    (ipaddress.ip_network("192.0.2.0/24"), ipaddress.ip_network("fd99::/64")),
+    (ipaddress.ip_network("198.51.100.0/24"), ipaddress.ip_network("fd9a::/64")),
+)
+"""The subnets that nodes stand in, one of each family; the second one is used by `--routing auto` alone."""
 WORLD: Final = "world"
 """The place outside the cluster."""
+_ROUTER_HOST: Final = 1
 _FIRST_NODE_HOST: Final = 10
+_STORE_HOST: Final = 240
 _WORLD_HOST: Final = 250
 UPLINK: Final = "uplink"
+STORE: Final = "store"
+"""The place where etcd runs: on the underlay itself."""
+STORE_PORT: Final = 2379
+SMALLEST_MTU: Final = 1360
+"""IPv6 needs 1,280 bytes inside a tunnel, which takes 70; some more for what a test may put around it."""
+LARGEST_MTU: Final = 9000
+FAMILIES: Final = ("4", "6", "46")
+ROUTINGS: Final = ("overlay", "native", "auto")
+STORES: Final = ("sqlite", "etcd")
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,18}[a-z0-9])?")
 _POD_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,40}[a-z0-9])?")
+
+
+class LabShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What was asked for."""
+
+    nodes: int = 2
+    families: str = "46"
+    """Of pods: 4, 6 or 46."""
+    underlay: str = ""
+    """Of the nodes' own addresses; "" = those of the pods."""
+    routing: str = "native"
+    store: str = "sqlite"
+    mtu: int = 1500
+    """Of the underlay, in bytes."""
+
+    @property
+    def underlay_families(self) -> str:
+        """Families of the nodes' own addresses."""
+        return self.underlay or self.families
 
 
 @dataclass(frozen=True)
@@ -42,6 +77,8 @@ class NodePlan:
     underlay: tuple[str, ...]
     """Its addresses on the underlay, with prefix length."""
     pod_cidrs: tuple[str, ...]
+    subnet: int = 0
+    """Which of UNDERLAYS it stands in."""
 
     @property
     def namespace(self) -> str:
@@ -69,7 +106,7 @@ class LabPlan:
     """A whole lab."""
 
     name: str
-    families: str
+    shape: LabShape
     nodes: tuple[NodePlan, ...]
     world_underlay: tuple[str, ...]
     cluster_cidrs: tuple[str, ...]
@@ -90,6 +127,38 @@ class LabPlan:
         return f"pw.{self.name}.world"
 
     @property
+    def subnets(self) -> int:
+        """How many of UNDERLAYS are in use."""
+        return 1 + max(node.subnet for node in self.nodes)
+
+    @property
+    def routers(self) -> Sequence[tuple[str, ...]]:
+        """Addresses of the router in each subnet, with prefix length; none with a single one."""
+        if self.subnets == 1:
+            return ()
+        families = self.shape.underlay_families
+        return [_hosts(families, _ROUTER_HOST, subnet) for subnet in range(self.subnets)]
+
+    @property
+    def store_underlay(self) -> tuple[str, ...]:
+        """Addresses of the store, with prefix length."""
+        return _hosts(self.shape.underlay_families, _STORE_HOST, 0)
+
+    @property
+    def store_addresses(self) -> tuple[str, ...]:
+        """Addresses of the store."""
+        return tuple(str(ipaddress.ip_interface(text).ip) for text in self.store_underlay)
+
+    @property
+    def store_url(self) -> str:
+        """The store as agents and the CLI name it."""
+        if self.shape.store == "sqlite":
+            return f"sqlite://{self.directory}/store.db"
+        address = self.store_addresses[0]
+        host = f"[{address}]" if ":" in address else address
+        return f"etcd://{host}:{STORE_PORT}"
+
+    @property
     def world_addresses(self) -> tuple[str, ...]:
         """Addresses of the world."""
         return tuple(str(ipaddress.ip_interface(text).ip) for text in self.world_underlay)
@@ -105,14 +174,11 @@ class LabPlan:
         )
 
 
-def plan_lab(name: str, nodes: int, families: str) -> LabPlan:
-    """Compute a lab with `nodes` nodes, `families` one of 4, 6, 46."""
+def plan_lab(name: str, shape: LabShape) -> LabPlan:
+    """Compute a lab. Raises InvalidRequest, which names what the shape may be."""
     check_lab_name(name)
-    if families not in ("4", "6", "46"):
-        raise InvalidRequest(f"use families {families!r}", hint="choose 4, 6 or 46")
-    if not 1 <= nodes <= NODES_MAX:
-        raise InvalidRequest(f"make {nodes} nodes", hint=f"choose 1 to {NODES_MAX}")
-    plans = tuple(_plan_node(name, number, families) for number in range(1, nodes + 1))
+    _check_shape(shape)
+    plans = tuple(_plan_node(name, number, shape) for number in range(1, shape.nodes + 1))
     for plan in plans:
         if len(str(plan.directory / "cni.sock").encode()) > SOCKET_PATH_MAX_BYTES:
             raise InvalidRequest(
@@ -121,13 +187,38 @@ def plan_lab(name: str, nodes: int, families: str) -> LabPlan:
             )
     return LabPlan(
         name=name,
-        families=families,
+        shape=shape,
         nodes=plans,
-        world_underlay=_hosts(families, _WORLD_HOST),
+        world_underlay=_hosts(shape.underlay_families, _WORLD_HOST, 0),
         cluster_cidrs=tuple(
-            str(cidr) for cidr in (CLUSTER_IPV4, CLUSTER_IPV6) if str(cidr.version) in families
+            str(cidr)
+            for cidr in (CLUSTER_IPV4, CLUSTER_IPV6)
+            if str(cidr.version) in shape.families
         ),
     )
+
+
+def _check_shape(shape: LabShape) -> None:
+    for what, value, known in (
+        ("families", shape.families, FAMILIES),
+        ("underlay families", shape.underlay_families, FAMILIES),
+        ("routing", shape.routing, ROUTINGS),
+        ("store", shape.store, STORES),
+    ):
+        if value not in known:
+            raise InvalidRequest(f"use {what} {value!r}", hint=f"choose one of {', '.join(known)}")
+    if not 1 <= shape.nodes <= NODES_MAX:
+        raise InvalidRequest(f"make {shape.nodes} nodes", hint=f"choose 1 to {NODES_MAX}")
+    if not SMALLEST_MTU <= shape.mtu <= LARGEST_MTU:
+        raise InvalidRequest(
+            f"use MTU {shape.mtu}", hint=f"choose {SMALLEST_MTU} to {LARGEST_MTU} bytes"
+        )
+    if shape.routing == "native" and not set(shape.families) <= set(shape.underlay_families):
+        raise InvalidRequest(
+            f"route families {shape.families} natively over an underlay of"
+            f" {shape.underlay_families}: no next hop has the family",
+            hint="use --routing overlay, or give the underlay both families",
+        )
 
 
 def check_lab_name(name: str) -> str:
@@ -161,30 +252,57 @@ def pod_namespace(lab: str, namespace: str, pod: str) -> str:
 
 
 def plan_routes(plan: LabPlan, node: NodePlan) -> Sequence[str]:
-    """Give the arguments of `ip` that let `node` reach the pods of all others, and the world by default."""
-    commands = []
-    for other in plan.nodes:
-        if other is node:
-            continue
-        for cidr, via in zip(other.pod_cidrs, other.addresses, strict=True):
-            commands.append(f"route add {cidr} via {via} dev {UPLINK}")
-    commands.extend(f"route add default via {via} dev {UPLINK}" for via in plan.world_addresses)
-    return commands
+    """Give the arguments of `ip` that let `node` reach other subnets, and the world by default."""
+    if node.subnet == 0:
+        others = [
+            f"route add {cidr} via {via} dev {UPLINK}"
+            for other in plan.nodes
+            if other is not node and plan.shape.routing == "native"
+            for cidr, via in zip(other.pod_cidrs, other.addresses, strict=True)
+        ]
+        others += [
+            f"route add {network} via {_address(router)} dev {UPLINK}"
+            for subnet in range(1, plan.subnets)
+            for network, router in zip(
+                _networks(plan.shape.underlay_families, subnet), plan.routers[0], strict=True
+            )
+        ]
+        return others + [
+            f"route add default via {via} dev {UPLINK}" for via in plan.world_addresses
+        ]
+    routers = plan.routers[node.subnet]
+    return [f"route add default via {_address(router)} dev {UPLINK}" for router in routers]
 
 
-def _plan_node(lab: str, number: int, families: str) -> NodePlan:
+def plan_world_routes(plan: LabPlan) -> Sequence[str]:
+    """Give the arguments of `ip` by which the world answers nodes of every subnet."""
+    return [
+        f"route add {network} via {_address(router)} dev {UPLINK}"
+        for subnet in range(1, plan.subnets)
+        for network, router in zip(
+            _networks(plan.shape.underlay_families, subnet), plan.routers[0], strict=True
+        )
+    ]
+
+
+def _plan_node(lab: str, number: int, shape: LabShape) -> NodePlan:
     cidrs = []
-    if "4" in families:
+    if "4" in shape.families:
         cidrs.append(str(ipaddress.ip_network((int(CLUSTER_IPV4[0]) + (number << 8), 24))))
-    if "6" in families:
+    if "6" in shape.families:
         cidrs.append(str(ipaddress.ip_network((int(CLUSTER_IPV6[0]) + (number << 64), 64))))
-    underlay = _hosts(families, _FIRST_NODE_HOST + number - 1)
-    return NodePlan(lab, f"node{number}", underlay, tuple(cidrs))
+    subnet = (number - 1) % len(UNDERLAYS) if shape.routing == "auto" else 0
+    underlay = _hosts(shape.underlay_families, _FIRST_NODE_HOST + number - 1, subnet)
+    return NodePlan(lab, f"node{number}", underlay, tuple(cidrs), subnet)
 
 
-def _hosts(families: str, host: int) -> tuple[str, ...]:
-    return tuple(
-        f"{network[host]}/{network.prefixlen}"
-        for network in (UNDERLAY_IPV4, UNDERLAY_IPV6)
-        if str(network.version) in families
-    )
+def _networks(families: str, subnet: int) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network]:
+    return [network for network in UNDERLAYS[subnet] if str(network.version) in families]
+
+
+def _hosts(families: str, host: int, subnet: int) -> tuple[str, ...]:
+    return tuple(f"{network[host]}/{network.prefixlen}" for network in _networks(families, subnet))
+
+
+def _address(text: str) -> str:
+    return str(ipaddress.ip_interface(text).ip)

@@ -7,6 +7,7 @@ namespace only to open its socket; the socket then stays there.
 import ipaddress
 import os
 import socket
+import struct
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ TIMEOUT_S: Final = 3.0
 _PORT_DIGITS: Final = 5
 _READY_TIMEOUT_S: Final = 15.0
 _REPLY_MAX_BYTES: Final = 4096
+_DATAGRAM_MAX_BYTES: Final = 65_535
 
 
 @dataclass(frozen=True)
@@ -82,21 +84,89 @@ def start_servers(pod: Pod, ports: Sequence[tuple[int, str]]) -> tuple[Server, .
 
 
 def connect(
-    namespace: str, address: str, port: int, protocol: str = "tcp", *, timeout_s: float = TIMEOUT_S
+    namespace: str,
+    address: str,
+    port: int,
+    protocol: str = "tcp",
+    *,
+    timeout_s: float = TIMEOUT_S,
+    size_bytes: int = 0,
 ) -> Attempt:
-    """Open one connection from a namespace and read the server's line."""
+    """Open one connection from a namespace, send `size_bytes` along with the question, and read the server's line."""
     begin = time.perf_counter()
     try:
         with socket_in(namespace, address, protocol) as one:
             begin = time.perf_counter()
             one.settimeout(timeout_s)
             one.connect((address, port))
-            one.sendall(b"GET / HTTP/1.0\r\n\r\n" if protocol == "tcp" else b"?")
+            one.sendall(_question(protocol, size_bytes))
             answer = _read_line(one, protocol)
     except OSError as error:
-        reason = "timed out" if isinstance(error, TimeoutError) else (error.strerror or str(error))
-        return Attempt(False, (time.perf_counter() - begin) * 1e3, reason)
+        return Attempt(False, (time.perf_counter() - begin) * 1e3, _reason(error))
     return Attempt(bool(answer), (time.perf_counter() - begin) * 1e3, answer or "no answer")
+
+
+def _question(protocol: str, size_bytes: int) -> bytes:
+    if protocol == "udp":
+        return b"?" * max(size_bytes, 1)
+    if not size_bytes:
+        return b"GET / HTTP/1.0\r\n\r\n"
+    return b"POST / HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % size_bytes + bytes(size_bytes)
+
+
+def _reason(error: OSError) -> str:
+    return "timed out" if isinstance(error, TimeoutError) else (error.strerror or str(error))
+
+
+def ping(
+    namespace: str, address: str, *, size_bytes: int = 0, timeout_s: float = TIMEOUT_S
+) -> Attempt:
+    """Send one echo request from a namespace and wait for its answer."""
+    is_ipv4 = ":" not in address
+    family, protocol = (
+        (socket.AF_INET, socket.IPPROTO_ICMP)
+        if is_ipv4
+        else (socket.AF_INET6, socket.IPPROTO_ICMPV6)
+    )
+    request, reply = (8, 0) if is_ipv4 else (128, 129)
+    token = os.urandom(8)
+    payload = token + bytes(max(size_bytes, 56) - len(token))
+    begin = time.perf_counter()
+    try:
+        with _socket_of(namespace, family, socket.SOCK_RAW, protocol) as one:
+            begin = time.perf_counter()
+            one.connect((address, 0))
+            one.send(_echo(request, payload, checksum=is_ipv4))
+            found = _await_echo(one, reply, token, begin + timeout_s, skip_header=is_ipv4)
+    except OSError as error:
+        return Attempt(False, (time.perf_counter() - begin) * 1e3, _reason(error))
+    taken_ms = (time.perf_counter() - begin) * 1e3
+    return Attempt(found, taken_ms, f"{len(payload)} bytes" if found else "timed out")
+
+
+def _echo(kind: int, payload: bytes, *, checksum: bool) -> bytes:
+    """Write an echo request; the kernel adds the checksum of ICMPv6 by itself (RFC 3542 3.1)."""
+    message = struct.pack("!BBHHH", kind, 0, 0, os.getpid() & 0xFFFF, 1) + payload
+    if not checksum:
+        return message
+    words = struct.unpack(f"!{(len(message) + 1) // 2}H", message + b"\0" * (len(message) % 2))
+    total = sum(words)
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return message[:2] + struct.pack("!H", ~total & 0xFFFF) + message[4:]
+
+
+def _await_echo(
+    one: socket.socket, kind: int, token: bytes, deadline: float, *, skip_header: bool
+) -> bool:
+    """Read until the answer with our token comes; raw sockets hear of everybody's."""
+    while (left := deadline - time.perf_counter()) > 0:
+        one.settimeout(left)
+        packet = one.recv(_DATAGRAM_MAX_BYTES)
+        message = packet[(packet[0] & 0x0F) * 4 :] if skip_header else packet
+        if message[:1] == bytes([kind]) and message[8:].startswith(token):
+            return True
+    return False
 
 
 def every(count: int, period_ms: int) -> Iterator[int]:
@@ -113,8 +183,14 @@ def socket_in(namespace: str, address: str, protocol: str) -> socket.socket:
     version = ipaddress.ip_address(address).version
     family = socket.AF_INET if version == 4 else socket.AF_INET6
     kind = socket.SOCK_DGRAM if protocol == "udp" else socket.SOCK_STREAM
+    return _socket_of(namespace, family, kind, 0)
+
+
+def _socket_of(
+    namespace: str, family: socket.AddressFamily, kind: socket.SocketKind, protocol: int
+) -> socket.socket:
     with netns.open_namespace(netns.named_path(namespace)) as fd:
-        return netns.run_in(fd.fileno(), lambda: socket.socket(family, kind))
+        return netns.run_in(fd.fileno(), lambda: socket.socket(family, kind, protocol))
 
 
 def _read_line(one: socket.socket, protocol: str) -> str:

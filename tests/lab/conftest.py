@@ -23,8 +23,8 @@ def make_lab() -> Iterator[MakeLab]:
     """Make labs that end with the test: `make_lab(nodes=1, families="46")`."""
     made: list[Lab] = []
 
-    def make(nodes: int = 1, families: str = "46", name: str = "") -> Lab:
-        lab = Lab(nodes, families, name)
+    def make(nodes: int = 1, families: str = "46", name: str = "", **shape: object) -> Lab:
+        lab = Lab(nodes, families, name, **shape)
         made.append(lab)
         return lab
 

@@ -23,7 +23,7 @@ from podwire.cli.main import main
 from podwire.lab import labs
 from podwire.lab.pod import launcher_program
 from podwire.lab.state import LabState, read_state
-from podwire.lab.topology import NodePlan
+from podwire.lab.topology import LabShape, NodePlan
 from podwire.model.errors import NotFound
 
 PREFIX: Final = f"t{secrets.token_hex(2)}"
@@ -115,9 +115,10 @@ class Answer:
 class Lab:
     """A running lab."""
 
-    def __init__(self, nodes: int = 1, families: str = "46", name: str = "") -> None:
+    def __init__(self, nodes: int = 1, families: str = "46", name: str = "", **shape: Any) -> None:
         self.name = name or lab_name()
-        labs.up(self.name, node_count=nodes, families=families, progress=quiet)
+        wanted = LabShape(nodes=nodes, families=families, **shape)
+        labs.up(self.name, wanted, progress=quiet)
 
     def close(self) -> None:
         """Remove it, whatever became of it."""

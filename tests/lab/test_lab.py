@@ -16,7 +16,7 @@ import pytest
 from podwire.lab import labs, traffic
 from podwire.lab import node as nodes
 from podwire.lab.state import Pod, end_all, is_running, locked, read_state
-from podwire.lab.topology import PIN_ROOT, RUN_ROOT, LabPlan, NodePlan
+from podwire.lab.topology import PIN_ROOT, RUN_ROOT, LabPlan, LabShape, NodePlan
 from podwire.model.errors import NotFound, Unavailable
 from tests.lab.conftest import MakeLab
 from tests.lab.labrig import (
@@ -145,7 +145,7 @@ def test_an_agent_that_does_not_start_leaves_nothing(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(nodes, "write_config", write_badly)
     with pytest.raises(Unavailable, match=r"node2.*ended.*no_such_setting"):
-        labs.up(name, node_count=2, families="4", progress=quiet)
+        labs.up(name, LabShape(families="4"), progress=quiet)
     assert not leaks([name], own_namespace())
 
 
@@ -478,8 +478,9 @@ def test_check_tries_every_pair_in_both_families_and_protocols(served_lab: Lab) 
     said = served_lab.cli("lab", "check", "-o", "json")
     assert said.code == 0, said
     rows = said.document
-    # Two pods, two nodes, the world, which has no way to pods: 20 - 2 ordered pairs; 2 families, 2 protocols.
-    assert len(rows) == 18 * 4
+    # Two pods, two nodes, the world, which has no way to pods: 20 - 2 ordered pairs; 2 families, 3 protocols, 2 sizes.
+    assert len(rows) == 18 * 12
+    assert {row["protocol"] for row in rows} == {"tcp", "udp", "icmp"}
     assert all(row["ok"] for row in rows)
     assert {":" in row["address"] for row in rows} == {True, False}
     table = served_lab.cli("lab", "check", "--no-headers")
@@ -492,10 +493,63 @@ def test_check_passes_on_a_lab_of_one_family(request: pytest.FixtureRequest, fix
     with pods(lab, one="node1", two="node1"):
         said = lab.cli("lab", "check", "-o", "json")
         assert said.code == 0, said.out
-        assert len(said.document) == 10 * 2
+        assert len(said.document) == 10 * 6
 
 
 # Nodes and links
+
+
+def test_nodes_that_are_parted_hear_nothing_of_each_other_until_they_are_healed(
+    served_lab: Lab,
+) -> None:
+    assert served_lab.cli("lab", "partition", "node2", "node1").code == 0
+    try:
+        assert served_lab.cli("lab", "status", "-o", "json").document["partitions"] == [
+            "node1 node2"
+        ]
+        for place in ("client", "node2"):
+            assert served_lab.cli("lab", "connect", place, "web").code == 1
+        assert served_lab.cli("lab", "connect", "world", "node2").code == 1  # nobody serves there
+        assert ping_from("client", served_lab.state.plan.world_addresses[0], served_lab)
+    finally:
+        assert served_lab.cli("lab", "partition", "heal").code == 0
+    assert served_lab.cli("lab", "connect", "client", "web").code == 0
+
+
+def ping_from(pod: str, address: str, lab: Lab) -> bool:
+    """Ask one echo of an address from a pod."""
+    return traffic.ping(lab.state.find_pod(pod).netns, address).ok
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("node1", "node1"), 6, "from itself"),
+        (("node1", "node9"), 4, "node9"),
+        (("node1", "store"), 6, "--store etcd"),
+        (("node1",), 2, "heal"),
+    ],
+    ids=["itself", "unknown", "store-is-a-file", "one-side"],
+)
+def test_a_partition_that_cannot_be_is_refused(
+    served_lab: Lab, words: tuple[str, ...], code: int, says: str
+) -> None:
+    said = served_lab.cli("lab", "partition", *words)
+    assert said.code == code
+    assert says in said.err
+    assert served_lab.state.partitions == []
+
+
+def test_a_replaced_node_keeps_name_and_ranges_and_nothing_else(make_lab: MakeLab) -> None:
+    lab = make_lab(nodes=2, families="4")
+    assert lab.cli("lab", "run", "web", "--node", "node2").code == 0
+    before = lab.node("node2")
+    assert lab.cli("lab", "node", "replace", "node2").code == 0
+    assert lab.node("node2") == before
+    assert lab.state.pods == []
+    assert lab.list_endpoints("node2") == []
+    assert lab.cli("lab", "run", "web", "--node", "node2").code == 0
+    assert lab.cli("lab", "check").code == 0
 
 
 def test_a_cut_link_is_seen_and_repaired(served_lab: Lab) -> None:

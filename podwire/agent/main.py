@@ -1,8 +1,8 @@
-"""The agent's entry: builds the object graph, opens every long-lived resource in one stack, runs one task group.
+"""The agent's entry: start, doors and stop.
 
-`podwire-agent` calls `main`. Order matters and is this file's only subject: settings, locks, journal, kernel,
-restore, spool, sockets. The sockets open last, so that nobody is answered from half a node; they close first.
-Stopping leaves pods running: programs, maps, devices and records stay. Nothing here decides about endpoints.
+`podwire-agent` calls `main`. `agent.node` has opened and restored everything when `serve` begins; here the spool is
+replayed, the sockets open, last of all, so that nobody is answered from half a node, and one task group runs until a
+signal comes. Stopping leaves pods running: programs, maps, devices and records stay. Nothing here decides anything.
 """
 
 import asyncio
@@ -12,41 +12,27 @@ import logging
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 
-import msgspec
-
 from podwire import __version__
-from podwire.agent import loops, measured
+from podwire.agent import loops
+from podwire.agent.assemble import make_api, make_duties, start_events
 from podwire.agent.cni_requests import CniRequests
 from podwire.agent.cni_socket import CniServer
 from podwire.agent.config_reload import read_settings
 from podwire.agent.dispatch import Dispatcher
-from podwire.agent.health import AliveFile
 from podwire.agent.identity_duty import tend_identities
-from podwire.agent.loops import Duties, EventPump
+from podwire.agent.loops import EventPump
 from podwire.agent.node import Node, open_node
-from podwire.agent.rest import Api, MapReaders, NodeFacts
-from podwire.agent.rest_policy import PolicyReaders
 from podwire.agent.spool import Spool
 from podwire.agent.unix_socket import open_unix_socket
 from podwire.cni.netconf import decode_request
-from podwire.control.endpoint.queue import Level
-from podwire.control.endpoint.table import Endpoint
-from podwire.control.flows.enrich import FlowMaker
-from podwire.control.flows.flow import FlowPolicy
-from podwire.datapath import abi, rows
-from podwire.datapath.events import hook_name, path_name, reason_name
-from podwire.datapath.node import KernelDatapath
-from podwire.kernel.clock import KernelClock
 from podwire.model import log
 from podwire.model.config.help import help_text
 from podwire.model.config.sources import Settled, parse_arguments
-from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import (
     Bug,
     Conflict,
@@ -54,8 +40,6 @@ from podwire.model.errors import (
     PodwireError,
     StorageFailure,
 )
-from podwire.model.identity import RESERVED_LABELS
-from podwire.model.ids import EndpointId
 from podwire.model.request import AttachRequest
 from podwire.model.wire import SPOOL_DIRECTORY, Frame
 
@@ -137,8 +121,8 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
         dispatcher = Dispatcher(node.attachments, spool, node.clock)
         stack.push_async_callback(dispatcher.close, STOP_DEADLINE_S)
         await dispatcher.replay()
-        pump = _start_events(node, stack)
-        duties = _make_duties(node, dispatcher, threads)
+        pump = start_events(node, stack)
+        duties = make_duties(node, dispatcher, threads)
         await _open_doors(node, dispatcher, pump, stack)
         node.health.report("agent", ok=True)
         _settle_interpreter()
@@ -191,7 +175,7 @@ async def _open_doors(
     await asyncio.to_thread(importlib.import_module, "podwire.agent.api_socket")
     from podwire.agent.api_socket import ApiServer, serving_metrics  # noqa: PLC0415
 
-    api = ApiServer(_make_api(node, pump))
+    api = ApiServer(make_api(node, pump))
     listener = open_unix_socket(files.api_socket)
     await stack.enter_async_context(api.serving(listener, files.api_socket))
     if node.config.report.metrics_listen:
@@ -212,170 +196,6 @@ def _handle_signals(node: Node, stop: asyncio.Event, read_again: Callable[[], Se
     loop.add_signal_handler(
         signal.SIGHUP, lambda: loop.run_in_executor(None, node.live.reload, read_again)
     )
-
-
-def _start_events(node: Node, stack: AsyncExitStack) -> EventPump:
-    def by_id(number: int) -> EndpointRecord | None:
-        endpoint = node.table.get(EndpointId(number))
-        return None if endpoint is None else endpoint.record
-
-    def by_address(address: str) -> EndpointRecord | None:
-        endpoint = node.table.get_by_address(address)
-        return None if endpoint is None else endpoint.record
-
-    maker = FlowMaker(
-        node.config.node.node_name,
-        by_address=by_address,
-        by_id=by_id,
-        name_rule=partial(_name_rule, node),
-        labels_of=partial(_labels_of, node),
-        wall_offset_ns=lambda: time.time_ns() - node.clock.boottime_ns(),
-    )
-    source = stack.enter_context(node.datapath.open_events())
-    pump = EventPump(source, maker, node.flows)
-    pump.start()
-    stack.callback(pump.stop)
-    return pump
-
-
-def _name_rule(node: Node, number: int) -> FlowPolicy | None:
-    name = node.regenerator.enforcer.engine.rule_name(number)
-    if name is None:
-        return None
-    return FlowPolicy(name.policy.kind, name.policy.namespace, name.policy.name, name.path)
-
-
-def _labels_of(node: Node, identity: int) -> tuple[str, ...]:
-    if identity in RESERVED_LABELS:
-        return RESERVED_LABELS[identity]
-    known = node.identities.feed.resolver.allocator.known.get(identity)
-    return known.key.labels if known else ()
-
-
-def _make_duties(node: Node, dispatcher: Dispatcher, threads: ThreadPoolExecutor) -> Duties:
-    def list_warnings() -> Sequence[str]:
-        with node.turn:
-            found = node.datapath.find_host_warnings()
-        return [f"{one.message}; {one.hint}" for one in found]
-
-    return Duties(
-        attachments=node.attachments,
-        table=node.table,
-        regenerator=node.regenerator,
-        flows=node.flows,
-        datapath=node.datapath,
-        turn=node.turn,
-        health=node.health,
-        metrics=node.metrics,
-        alive=AliveFile(node.config.files.run_dir, node.clock, node.config.cni.status_grace_s),
-        backlog=lambda: len(node.endings),
-        requests_taken=lambda: node.metrics.requests_observed,
-        list_warnings=list_warnings,
-        replay=dispatcher.replay,
-        threads=threads,
-    )
-
-
-def _make_api(node: Node, pump: EventPump) -> Api:
-    datapath = node.datapath
-    node.metrics.look_up(
-        measured.list_gauges(
-            measured.Measured(
-                table=node.table,
-                ipam=node.ipam,
-                backlog=lambda: len(node.endings),
-                flows=node.flows,
-                events_lost=lambda: pump.lost,
-                health=node.health,
-                packets=lambda: _count_packets(datapath),
-                policies=lambda: len(node.policies.objects.rules),
-                policy_problems=lambda: len(node.policies.objects.problems),
-                policy_revision=lambda: node.regenerator.enforcer.revision,
-                identities=node.identities.feed.resolver.allocator,
-                maps=datapath.describe_maps,
-                started_unix_s=time.time(),
-            )
-        )
-    )
-    return Api(
-        config=node.live,
-        table=node.table,
-        ipam=node.ipam,
-        journal=node.journal,
-        datapath=datapath,
-        flows=node.flows,
-        health=node.health,
-        metrics=node.metrics,
-        clock=node.clock,
-        turn=node.turn,
-        maps=MapReaders(
-            describe=datapath.describe_maps,
-            rows=lambda name, limit: rows.read_rows(datapath.maps, name, limit),
-        ),
-        store=node.store,
-        policy=_policy_readers(node),
-        facts=NodeFacts(
-            addresses=datapath.node_addresses,
-            mtu=datapath.mtu,
-            template=datapath.template_id,
-            abi_version=abi.ABI_VERSION,
-        ),
-        detach=lambda record: node.attachments.delete(_deletion(record, node.clock)),
-        started_boottime_ns=node.started_boottime_ns,
-    )
-
-
-def _policy_readers(node: Node) -> PolicyReaders:
-    return PolicyReaders(
-        enforcer=node.regenerator.enforcer,
-        objects=node.policies.objects,
-        resolver=node.identities.feed.resolver,
-        table=node.table,
-        own_addresses=node.datapath.own_addresses(),
-        hits=node.datapath.read_hits,
-        change_labels=partial(_change_labels, node),
-        set_audit=partial(_set_audit, node),
-    )
-
-
-def _change_labels(node: Node, endpoint_id: EndpointId, changes: list[str]) -> EndpointRecord:
-    """Change labels; whoever asked may count on the new policy when he is answered."""
-    record = node.identities.change_labels(endpoint_id, changes)
-    _build_due(node)
-    return record
-
-
-def _set_audit(node: Node, endpoint: Endpoint, audit: bool | None) -> None:
-    with node.turn:
-        record = msgspec.structs.replace(endpoint.record, policy_audit=audit)
-        node.journal.write(record)
-        node.table.replace_record(record)
-        node.regenerator.request(record.id, Level.POLICY, "policy audit changed")
-    _build_due(node)
-
-
-def _build_due(node: Node) -> None:
-    done = True
-    while done:
-        with node.turn:
-            done = node.regenerator.run_due()
-
-
-def _deletion(record: EndpointRecord, clock: KernelClock) -> AttachRequest:
-    """The DEL that a runtime would send for an attachment now."""
-    return AttachRequest(
-        command="DEL",
-        network=record.key.network,
-        cni_version=record.cni_version,
-        key=record.key,
-        started_boottime_ns=clock.boottime_ns(),
-    )
-
-
-def _count_packets(datapath: KernelDatapath) -> Iterator[measured.PacketCount]:
-    for row in datapath.read_metrics():
-        reason = reason_name(row.reason) if row.reason else ""
-        yield measured.PacketCount(hook_name(row.hook), reason, path_name(row.path), row.packets)
 
 
 def _decode_spooled(frame: Frame) -> AttachRequest:

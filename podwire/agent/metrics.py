@@ -1,6 +1,6 @@
 """What Prometheus reads: counters that the agent keeps, and figures looked up when somebody asks.
 
-`agent.main` hands the `Metrics` to whoever has something to count; `render` is called by the API
+`agent.node` hands the `Metrics` to whoever has something to count; `render` is called by the API
 and the metrics listener. Counting is a dictionary update under a lock: it may be called from any
 thread on the ADD path. The client library is imported at the first scrape, so that a node that
 nobody scrapes does not pay for it.

@@ -77,7 +77,7 @@ _REFUSALS = {
 
 @dataclass(frozen=True)
 class MapReaders:
-    """How the maps of the datapath are shown; handed in because only `agent.main` opens the
+    """How the maps of the datapath are shown; handed in because only `agent.node` opens the
     datapath."""
 
     describe: Callable[[], list[dict[str, Any]]]

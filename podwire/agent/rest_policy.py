@@ -58,7 +58,7 @@ class PolicyReaders:
     """Rule -> packets and bytes of what it decided."""
     change_labels: Callable[[EndpointId, list[str]], EndpointRecord]
     """Change labels and have the endpoint built; waits for the store."""
-    set_audit: Callable[[Endpoint, bool | None], None]
+    set_audit: Callable[[EndpointId, bool | None], EndpointRecord]
     """Let policies of one endpoint only report (True), or be enforced (False), or as the node says (None)."""
 
     @property
@@ -395,7 +395,7 @@ def patch_endpoint(api: Api, call: Call) -> EndpointView:
     """Change what can be changed of one endpoint: whether its policies only report."""
     asked: EndpointPatch = call.body
     endpoint = find_endpoint(api.policy.table, call.params["id"])
-    api.policy.set_audit(endpoint, asked.policy_audit)
+    api.policy.set_audit(endpoint.record.id, asked.policy_audit)
     return endpoint_view(endpoint)
 
 

@@ -1,6 +1,6 @@
 """Endpoint directories written behind the caller's back, in order, by one thread: an ADD need not wait for them.
 
-Wraps `journal.directories.RunDirectories` for `agent.main`. They are for people; a moment's delay harms nobody, and a
+Wraps `journal.directories.RunDirectories` for `agent.node`. They are for people; a moment's delay harms nobody, and a
 caller that is faster than the disk waits when the line is full. `close` writes what is still waiting.
 """
 

@@ -1,6 +1,6 @@
 """One agent per state directory: a lock that lives exactly as long as the process that holds it.
 
-Taken by `agent.main` before anything else is opened. The kernel frees it when the holder dies, however it dies.
+Taken by `agent.node` before anything else is opened. The kernel frees it when the holder dies, however it dies.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Clock: time as the kernel counts it, and which boot it counts from.
 
-Made once by `agent.main` and handed to whoever orders events. Must never read the wall clock:
+Made once by `agent.node` and handed to whoever orders events. Must never read the wall clock:
 records are compared across clock steps and suspends, so only CLOCK_BOOTTIME will do.
 """
 

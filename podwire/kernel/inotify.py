@@ -1,6 +1,6 @@
 """FileWaker: waits until somebody touches a file.
 
-Opened by `agent.main` for the store's watches: the writer touches a file after its commit. Must never be the only sign
+Opened by `agent.node` for the store's watches: the writer touches a file after its commit. Must never be the only sign
 of a change: events are dropped when nobody reads them, and a file that is replaced takes its watch along.
 """
 

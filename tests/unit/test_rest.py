@@ -72,7 +72,7 @@ def make_api(node: FakeNode) -> rest.Api:
             own_addresses=frozenset({ip_address("192.0.2.1")}),
             hits=dict,
             change_labels=refuse_labels,
-            set_audit=lambda _endpoint, _audit: None,
+            set_audit=refuse_audit,
         ),
         facts=rest.NodeFacts(("192.0.2.1",), 1500, "abc", 1),
         detach=detach,
@@ -82,6 +82,10 @@ def make_api(node: FakeNode) -> rest.Api:
 
 def refuse_labels(_endpoint_id: EndpointId, _changes: list[str]) -> EndpointRecord:
     raise Conflict("change labels: somebody else did")
+
+
+def refuse_audit(endpoint_id: EndpointId, _audit: bool | None) -> EndpointRecord:
+    raise NotFound(f"change endpoint {endpoint_id}: there is none")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,182 @@
+"""What the loops and the API work on, put together of a node's parts.
+
+Called by `agent.main` once each, between the restore and the opening of the doors. Nothing here decides or waits.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from functools import partial
+
+from podwire.agent import measured
+from podwire.agent.dispatch import Dispatcher
+from podwire.agent.endpoint_changes import EndpointChanges
+from podwire.agent.health import AliveFile
+from podwire.agent.loops import Duties, EventPump
+from podwire.agent.node import Node
+from podwire.agent.rest import Api, MapReaders, NodeFacts
+from podwire.agent.rest_policy import PolicyReaders
+from podwire.control.flows.enrich import FlowMaker
+from podwire.control.flows.flow import FlowPolicy
+from podwire.datapath import abi, rows
+from podwire.datapath.events import hook_name, path_name, reason_name
+from podwire.datapath.node import KernelDatapath
+from podwire.model.endpoint import EndpointRecord
+from podwire.model.identity import RESERVED_LABELS
+from podwire.model.ids import EndpointId
+from podwire.model.interfaces import Clock
+from podwire.model.request import AttachRequest
+
+
+def start_events(node: Node, stack: AsyncExitStack) -> EventPump:
+    """Have what the programs tell read and understood, until the stack is closed."""
+
+    def by_id(number: int) -> EndpointRecord | None:
+        endpoint = node.table.get(EndpointId(number))
+        return None if endpoint is None else endpoint.record
+
+    def by_address(address: str) -> EndpointRecord | None:
+        endpoint = node.table.get_by_address(address)
+        return None if endpoint is None else endpoint.record
+
+    maker = FlowMaker(
+        node.config.node.node_name,
+        by_address=by_address,
+        by_id=by_id,
+        name_rule=partial(_name_rule, node),
+        labels_of=partial(_labels_of, node),
+        wall_offset_ns=lambda: time.time_ns() - node.clock.boottime_ns(),
+    )
+    source = stack.enter_context(node.datapath.open_events())
+    pump = EventPump(source, maker, node.flows)
+    pump.start()
+    stack.callback(pump.stop)
+    return pump
+
+
+def _name_rule(node: Node, number: int) -> FlowPolicy | None:
+    name = node.regenerator.enforcer.engine.rule_name(number)
+    if name is None:
+        return None
+    return FlowPolicy(name.policy.kind, name.policy.namespace, name.policy.name, name.path)
+
+
+def _labels_of(node: Node, identity: int) -> tuple[str, ...]:
+    if identity in RESERVED_LABELS:
+        return RESERVED_LABELS[identity]
+    known = node.identities.feed.resolver.allocator.known.get(identity)
+    return known.key.labels if known else ()
+
+
+def make_duties(node: Node, dispatcher: Dispatcher, threads: ThreadPoolExecutor) -> Duties:
+    """Give what the loops work on; `threads` is where they wait for the kernel."""
+
+    def list_warnings() -> Sequence[str]:
+        with node.turn:
+            found = node.datapath.find_host_warnings()
+        return [f"{one.message}; {one.hint}" for one in found]
+
+    return Duties(
+        attachments=node.attachments,
+        table=node.table,
+        regenerator=node.regenerator,
+        flows=node.flows,
+        datapath=node.datapath,
+        turn=node.turn,
+        health=node.health,
+        metrics=node.metrics,
+        alive=AliveFile(node.config.files.run_dir, node.clock, node.config.cni.status_grace_s),
+        backlog=lambda: len(node.endings),
+        requests_taken=lambda: node.metrics.requests_observed,
+        list_warnings=list_warnings,
+        replay=dispatcher.replay,
+        threads=threads,
+    )
+
+
+def make_api(node: Node, pump: EventPump) -> Api:
+    """Give what the routes look at and act on."""
+    datapath = node.datapath
+    node.metrics.look_up(
+        measured.list_gauges(
+            measured.Measured(
+                table=node.table,
+                ipam=node.ipam,
+                backlog=lambda: len(node.endings),
+                flows=node.flows,
+                events_lost=lambda: pump.lost,
+                health=node.health,
+                packets=lambda: _count_packets(datapath),
+                policies=lambda: len(node.policies.objects.rules),
+                policy_problems=lambda: len(node.policies.objects.problems),
+                policy_revision=lambda: node.regenerator.enforcer.revision,
+                identities=node.identities.feed.resolver.allocator,
+                maps=datapath.describe_maps,
+                started_unix_s=time.time(),
+            )
+        )
+    )
+    return Api(
+        config=node.live,
+        table=node.table,
+        ipam=node.ipam,
+        journal=node.journal,
+        datapath=datapath,
+        flows=node.flows,
+        health=node.health,
+        metrics=node.metrics,
+        clock=node.clock,
+        turn=node.turn,
+        maps=MapReaders(
+            describe=datapath.describe_maps,
+            rows=lambda name, limit: rows.read_rows(datapath.maps, name, limit),
+        ),
+        store=node.store,
+        policy=_policy_readers(node),
+        facts=NodeFacts(
+            addresses=datapath.node_addresses,
+            mtu=datapath.mtu,
+            template=datapath.template_id,
+            abi_version=abi.ABI_VERSION,
+        ),
+        detach=lambda record: node.attachments.delete(_deletion(record, node.clock)),
+        started_boottime_ns=node.started_boottime_ns,
+    )
+
+
+def _policy_readers(node: Node) -> PolicyReaders:
+    changes = EndpointChanges(
+        node.table,
+        node.journal,
+        node.regenerator,
+        node.turn,
+        relabel=node.identities.change_labels,
+    )
+    return PolicyReaders(
+        enforcer=node.regenerator.enforcer,
+        objects=node.policies.objects,
+        resolver=node.identities.feed.resolver,
+        table=node.table,
+        own_addresses=node.datapath.own_addresses(),
+        hits=node.datapath.read_hits,
+        change_labels=changes.change_labels,
+        set_audit=changes.set_audit,
+    )
+
+
+def _deletion(record: EndpointRecord, clock: Clock) -> AttachRequest:
+    """The DEL that a runtime would send for an attachment now."""
+    return AttachRequest(
+        command="DEL",
+        network=record.key.network,
+        cni_version=record.cni_version,
+        key=record.key,
+        started_boottime_ns=clock.boottime_ns(),
+    )
+
+
+def _count_packets(datapath: KernelDatapath) -> Iterator[measured.PacketCount]:
+    for row in datapath.read_metrics():
+        reason = reason_name(row.reason) if row.reason else ""
+        yield measured.PacketCount(hook_name(row.hook), reason, path_name(row.path), row.packets)

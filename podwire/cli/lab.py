@@ -1,13 +1,21 @@
 """`podwire lab`: nodes and pods on this one machine."""
 
 import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from podwire.cli import lab_faults
 from podwire.cli.client import EXIT_NOT_SO, EXIT_USAGE, CliError
+from podwire.cli.lab_places import (
+    LAB_OPTION,
+    NODE_ARGUMENT,
+    POD_ARGUMENT,
+    choose,
+    complete_places,
+    progress_of,
+)
 from podwire.cli.lists import show_watched
 from podwire.cli.options import Common, common, listing, table
 from podwire.cli.output import (
@@ -39,49 +47,6 @@ def lab() -> None:
     """Build nodes with real agents in network namespaces, and pods by real CNI calls."""
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _progress(opts: Common) -> Callable[[str], None]:
-    return (lambda _line: None) if opts.style.quiet else _say
-
-
-def _choose(name: str | None) -> str:
-    from podwire.lab.state import choose_lab  # noqa: PLC0415 (start-up time)
-
-    return choose_lab(name)
-
-
-_LAB = click.option("--lab", metavar="LAB", envvar="PODWIRE_LAB", help="The lab (PODWIRE_LAB).")
-
-
-def _complete_nodes(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
-    return [name for name in _names(ctx)[0] if name.startswith(incomplete)]
-
-
-def _complete_places(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
-    nodes, pods = _names(ctx)
-    return [name for name in (*pods, *nodes, "world") if name.startswith(incomplete)]
-
-
-def _names(ctx: click.Context) -> tuple[list[str], list[str]]:
-    """Name nodes and pods of the lab that is meant; none when that cannot be said."""
-    from podwire.lab.state import read_state  # noqa: PLC0415
-    from podwire.model.errors import PodwireError  # noqa: PLC0415
-
-    try:
-        state = read_state(_choose(ctx.params.get("lab")))
-    except PodwireError:
-        return [], []
-    pods = [pod.full_name.removeprefix("default/") for pod in state.pods]
-    return [node.name for node in state.plan.nodes], pods
-
-
-_NODE_ARGUMENT = click.argument("name", metavar="NODE", shell_complete=_complete_nodes)
-_POD_ARGUMENT = click.argument("pod", shell_complete=_complete_places)
-
-
 @lab.command(epilog="Example: podwire lab up --nodes 3 --families 46")
 @click.option("--nodes", type=int, default=2, show_default=True, help="How many nodes.")
 @click.option("--families", type=click.Choice(["4", "6", "46"]), default="46", show_default=True)
@@ -105,7 +70,7 @@ def up(opts: Common, name: str | None, underlay: str | None, **shape: Any) -> No
     made = labs.up(
         name or opts.lab or DEFAULT_LAB,
         LabShape(underlay=underlay or "", **shape),
-        progress=_progress(opts),
+        progress=progress_of(opts),
     )
     line = f"lab {made.name} is up; next: podwire lab run web --node node1 --serve 80/tcp"
     show_one(_describe_lab(made), opts.style, lambda: [line], made.name)
@@ -128,7 +93,7 @@ def run(
         raise CliError(EXIT_USAGE, f"say where {pod!r} is only once", "write NS/POD, or -n NS POD")
     for text in serve:
         _read_port(text)
-    chosen = _choose(opts.lab)
+    chosen = choose(opts.lab)
     made = labs.run(
         chosen,
         pod if namespace is None else f"{namespace}/{pod}",
@@ -172,17 +137,17 @@ def _only_node(plan: "LabPlan") -> str:
     context_settings={"ignore_unknown_options": True},
     epilog="Example: podwire lab exec web -- ip addr",
 )
-@_POD_ARGUMENT
+@POD_ARGUMENT
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-@_LAB
+@LAB_OPTION
 def exec_(pod: str, command: tuple[str, ...], lab: str | None) -> None:
     """Run a command inside a pod (or a node, or `world`); exits as the command does."""
     _enter(lab, pod, command)
 
 
 @lab.command(epilog="Example: podwire lab shell web")
-@_POD_ARGUMENT
-@_LAB
+@POD_ARGUMENT
+@LAB_OPTION
 def shell(pod: str, lab: str | None) -> None:
     """Open a shell inside a pod (or a node, or `world`)."""
     import os  # noqa: PLC0415
@@ -195,14 +160,14 @@ def _enter(lab: str | None, place: str, command: tuple[str, ...]) -> None:
     from podwire.model.errors import PodwireError  # noqa: PLC0415
 
     try:
-        namespace, _ = labs.locate(state.read_state(_choose(lab)), place)
+        namespace, _ = labs.locate(state.read_state(choose(lab)), place)
         pod.exec_in_pod(namespace, command)
     except PodwireError as error:
         raise CliError(_EXEC_FAILED, error.message, error.hint) from error
 
 
 @lab.command(epilog="Example: podwire lab rm web")
-@_POD_ARGUMENT
+@POD_ARGUMENT
 @click.option("-n", "--namespace", metavar="NS", help="The pod's namespace (default: default).")
 @common
 def rm(opts: Common, pod: str, namespace: str | None) -> None:
@@ -210,25 +175,25 @@ def rm(opts: Common, pod: str, namespace: str | None) -> None:
     from podwire.lab import labs  # noqa: PLC0415
 
     name = pod if namespace is None else f"{namespace}/{pod}"
-    labs.remove(_choose(opts.lab), name)
+    labs.remove(choose(opts.lab), name)
     show_one({"removed": name}, opts.style, lambda: [f"pod {name} is gone"], name)
 
 
 @lab.command(epilog="Example: podwire lab logs node1 | tail")
-@_NODE_ARGUMENT
-@_LAB
+@NODE_ARGUMENT
+@LAB_OPTION
 def logs(name: str, lab: str | None) -> None:
     """Print the log of a node's agent."""
     from podwire.lab import node as nodes  # noqa: PLC0415
     from podwire.lab.state import read_state  # noqa: PLC0415
 
-    for line in nodes.read_log(read_state(_choose(lab)).plan.node(name)):
+    for line in nodes.read_log(read_state(choose(lab)).plan.node(name)):
         print(line)
 
 
 @lab.command(epilog="Example: podwire lab connect client web:80 --count 3 --every 200")
-@click.argument("source", metavar="FROM", shell_complete=_complete_places)
-@click.argument("target", metavar="TO[:PORT[/udp]]", shell_complete=_complete_places)
+@click.argument("source", metavar="FROM", shell_complete=complete_places)
+@click.argument("target", metavar="TO[:PORT[/udp]]", shell_complete=complete_places)
 @click.option("--count", type=click.IntRange(0), default=1, show_default=True, help="0 = for ever.")
 @click.option("--every", type=click.IntRange(1), default=1000, show_default=True, metavar="MS")
 @common
@@ -242,7 +207,7 @@ def connect(opts: Common, source: str, target: str, count: int, every: int) -> N
     from podwire.lab.state import read_state  # noqa: PLC0415
 
     destination, port, protocol = _read_target(target)
-    state = read_state(_choose(opts.lab))
+    state = read_state(choose(opts.lab))
     namespace, _ = labs.locate(state, source)
     addresses = labs.find_addresses(state, destination)
     rows: list[Row] = []
@@ -328,7 +293,7 @@ def check(opts: Common) -> None:
             "ms": round(pair.attempt.ms, 3),
             "answer": pair.attempt.answer,
         }
-        for pair in matrix.check(_choose(opts.lab))
+        for pair in matrix.check(choose(opts.lab))
     ]
     columns = [
         Column("FROM", key("from")),
@@ -351,7 +316,7 @@ def status(opts: Common) -> None:
     """Show the nodes and pods of a lab."""
     from podwire.lab.state import read_state  # noqa: PLC0415
 
-    state = read_state(_choose(opts.lab))
+    state = read_state(choose(opts.lab))
     document = _describe_lab(state)
     show_one(document, opts.style, lambda: _describe(document), state.name)
 
@@ -447,101 +412,11 @@ def down(opts: Common) -> None:
     """Remove a lab and everything it made, also what is left of one that was killed."""
     from podwire.lab import labs  # noqa: PLC0415
 
-    chosen = opts.lab or _choose(None)
-    labs.down(chosen, progress=_progress(opts))
+    chosen = opts.lab or choose(None)
+    labs.down(chosen, progress=progress_of(opts))
     if opts.style.for_programs or opts.style.form == "name":
         show_one({"removed": chosen}, opts.style, lambda: [], chosen)
 
 
-@lab.group(epilog="Example: podwire lab node kill node1 && podwire lab node start node1")
-def node() -> None:
-    """Stop, start or kill the agent of a node (its pods keep running), or put a new machine in its place."""
-
-
-def _add_agent_command(action: str, done: str, about: str) -> None:
-    @node.command(action, help=about, epilog=f"Example: podwire lab node {action} node1")
-    @_NODE_ARGUMENT
-    @common
-    def change(opts: Common, name: str) -> None:
-        from podwire.lab import labs  # noqa: PLC0415
-
-        labs.change_agent(_choose(opts.lab), name, action)
-        show_one(
-            {"node": name, "agent": done}, opts.style, lambda: [f"agent of {name}: {done}"], name
-        )
-
-
-_add_agent_command("start", "running", "Start the agent of a node and wait until it is ready.")
-_add_agent_command("stop", "stopped", "Stop the agent of a node as a service manager does.")
-_add_agent_command("kill", "stopped", "Kill the agent of a node (SIGKILL).")
-
-
-@node.command(epilog="Example: podwire lab node replace node2")
-@_NODE_ARGUMENT
-@common
-def replace(opts: Common, name: str) -> None:
-    """Put a new machine in a node's place: same name, addresses and ranges, and nothing that the old one knew."""
-    from podwire.lab import labs  # noqa: PLC0415
-
-    labs.replace_node(_choose(opts.lab), name, progress=_progress(opts))
-    show_one({"node": name, "agent": "running"}, opts.style, lambda: [f"{name} is new"], name)
-
-
-@lab.command(epilog="Example: podwire lab partition node1 node2 && podwire lab partition heal")
-@click.argument("one", metavar="A|heal", shell_complete=_complete_places)
-@click.argument("other", metavar="[B]", required=False, shell_complete=_complete_places)
-@common
-def partition(opts: Common, one: str, other: str | None) -> None:
-    """Let two nodes, or a node and `store`, hear nothing of each other; `heal` ends every partition."""
-    from podwire.lab import labs  # noqa: PLC0415
-
-    if other is None and one != "heal":
-        raise CliError(EXIT_USAGE, f"part {one!r} from whom?", "name two nodes, or say heal")
-    if other is None:
-        labs.heal(_choose(opts.lab))
-        show_one({"apart": []}, opts.style, lambda: ["all hear each other"], "")
-        return
-    labs.set_partition(_choose(opts.lab), one, other)
-    show_one({"apart": [one, other]}, opts.style, lambda: [f"{one} and {other} are apart"], one)
-
-
-@lab.group(epilog="Example: podwire lab store stop && podwire lab store start")
-def store() -> None:
-    """Stop, start or kill the etcd of a lab."""
-
-
-def _add_store_command(action: str, done: str, about: str) -> None:
-    @store.command(action, help=about, epilog=f"Example: podwire lab store {action}")
-    @common
-    def change(opts: Common) -> None:
-        from podwire.lab import labs  # noqa: PLC0415
-
-        labs.change_store(_choose(opts.lab), action)
-        show_one({"store": done}, opts.style, lambda: [f"etcd: {done}"], done)
-
-
-_add_store_command("start", "running", "Start etcd with the files that it had.")
-_add_store_command("stop", "stopped", "Stop etcd; its files stay.")
-_add_store_command("kill", "stopped", "Kill etcd (SIGKILL); its files stay.")
-
-
-@lab.group(epilog="Example: podwire lab link down node1 && podwire lab link up node1")
-def link() -> None:
-    """Cut a node from the underlay, or join it again."""
-
-
-def _add_link_command(word: str, about: str) -> None:
-    @link.command(word, help=about, epilog=f"Example: podwire lab link {word} node1")
-    @_NODE_ARGUMENT
-    @common
-    def change(opts: Common, name: str) -> None:
-        from podwire.lab import labs  # noqa: PLC0415
-
-        labs.set_link(_choose(opts.lab), name, is_up=word == "up")
-        show_one(
-            {"node": name, "link": word}, opts.style, lambda: [f"link of {name}: {word}"], name
-        )
-
-
-_add_link_command("down", "Cut a node from the underlay.")
-_add_link_command("up", "Join a node to the underlay again.")
+for _command in (lab_faults.node, lab_faults.link, lab_faults.partition, lab_faults.store):
+    lab.add_command(_command)

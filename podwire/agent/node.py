@@ -49,9 +49,11 @@ from podwire.kernel.inotify import FileWaker
 from podwire.model import log
 from podwire.model.config import AgentConfig
 from podwire.model.config.sources import Settled
+from podwire.model.errors import StorageFailure
 from podwire.model.interfaces import EndpointConfig
 from podwire.model.store import Store
 from podwire.store.open import open_store
+from podwire.store.remembered import FILE_NAME, RememberedObjects
 
 NUMBERS_FACT = "policy-numbers"
 """From which numbers of slots, rules and revisions on nothing was ever used on this node."""
@@ -100,10 +102,11 @@ def open_node(settled: Settled, stack: ExitStack) -> Node:
     )
     stack.callback(journal.close)
     live = LiveConfig(settled)
-    store = open_store(config.store.store, open_waker=FileWaker)
+    store = open_store(config.store.store, open_waker=FileWaker, patient=True)
     stack.callback(store.close)
+    memory = _open_memory(config, stack)
     datapath = stack.enter_context(KernelDatapath(plan_node(config)))
-    opened = _Opened(live, journal, store, datapath, clock, health, metrics)
+    opened = _Opened(live, journal, store, memory, datapath, clock, health, metrics)
     node = _compose(opened, started_ns)
     _prepare_reload(node)
     stack.callback(node.directories.close)
@@ -116,14 +119,26 @@ def open_node(settled: Settled, stack: ExitStack) -> Node:
     return node
 
 
+def _open_memory(config: AgentConfig, stack: ExitStack) -> RememberedObjects | None:
+    """Open what the store said last; None when that cannot be: it is needed only while the store is away."""
+    try:
+        path = config.files.state_dir / FILE_NAME
+        return stack.enter_context(RememberedObjects(path, config.store.store))
+    except StorageFailure as error:
+        _log.warning("a start without the store would not work", extra={"error": error.message})
+        return None
+
+
 def _load_objects(node: Node) -> None:
-    """Read what the store has, before the first endpoint is built by it."""
+    """Read what the store has, or what it said last, before the first endpoint is built by it."""
+    node.regenerator.enforcer.is_complete = lambda: (
+        node.policies.is_loaded and node.identities.follower.is_whole
+    )
     records = node.journal.list_records()
     node.identities.prepare(records)
     node.identities.feed.resolver.allocator.known.listen(node.policies.hear)
     with node.turn:
         node.policies.load()
-    node.health.report("store", ok=True)
 
 
 def plan_node(config: AgentConfig) -> NodePlan:
@@ -150,6 +165,7 @@ class _Opened:
     live: LiveConfig
     journal: measured.MeasuredJournal
     store: Store
+    memory: RememberedObjects | None
     datapath: KernelDatapath
     clock: KernelClock
     health: Health
@@ -211,6 +227,7 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
             journal=journal,
             regenerator=regenerator,
             turn=turn,
+            memory=opened.memory,
         ),
         attachments=attachments,
         directories=directories,
@@ -233,6 +250,7 @@ def _compose_policy_duty(opened: _Opened, enforcer: Enforcer, turn: threading.RL
         turn=turn,
         observe=opened.metrics.observe_step,
         report=report,
+        memory=opened.memory,
     )
 
 

@@ -15,6 +15,7 @@ from typing import Final
 from podwire.agent.store_follower import KindList, Memory, StoreFollower
 from podwire.control.endpoint.enforce import Enforcer
 from podwire.control.endpoint.policies import POLICY_KINDS, PolicyObjects
+from podwire.control.endpoint.states import State
 from podwire.control.identity.known import IdentityChange
 from podwire.model.errors import PodwireError
 from podwire.model.store import Store, StoreEvent
@@ -54,6 +55,8 @@ class PolicyDuty:
     """Told what is wrong with the store; "" when nothing is."""
     memory: Memory | None = None
     """Where policies are kept for a start without the store."""
+    _listed: set[str] = field(default_factory=set)
+    _was_complete: bool = False
     _told_revision: int = 0
     _news: list[_News] = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -73,6 +76,12 @@ class PolicyDuty:
         self.follower.load()
         for one in self._take_news():
             self._take_in(one)
+        self._was_complete = self.enforcer.is_complete()
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether all kinds of policy were taken in, as the store has them or as it said last in an earlier life."""
+        return self._listed.issuperset(POLICY_KINDS)
 
     def hear(self, change: IdentityChange) -> None:
         """Hear of identities, on any thread."""
@@ -150,7 +159,8 @@ class PolicyDuty:
 
     def _do(self, news: Sequence[_News]) -> None:
         """Bring news into force. An endpoint that cannot follow is tried again by the queue of builds, not here."""
-        if news or self._is_held or self.enforcer.has_heard:
+        is_released = not self._was_complete and self.enforcer.is_complete()
+        if news or self._is_held or self.enforcer.has_heard or is_released:
             self._apply(news)
         waited_s = time.monotonic() - self._uncollected_since_s
         if self._uncollected_since_s and (not news or waited_s > COLLECT_AT_LATEST_S):
@@ -164,6 +174,7 @@ class PolicyDuty:
             for one in news:
                 self._take_in(one)
             taken_s = time.monotonic()
+            self._release()
             self.enforcer.apply("policy changed")
         self._is_held = False
         self.observe("policy", "take-in", (taken_s - begin_s) * 1e3)
@@ -171,9 +182,19 @@ class PolicyDuty:
         if not self._uncollected_since_s:
             self._uncollected_since_s = time.monotonic()
 
+    def _release(self) -> None:
+        """Build what had to wait for the first word of the store."""
+        if self._was_complete or not self.enforcer.is_complete():
+            return
+        self._was_complete = True
+        for endpoint in self.enforcer.table:
+            if endpoint.state is State.NOT_READY:
+                self.enforcer.retry(endpoint, "the store was heard")
+
     def _take_in(self, news: _News) -> None:
         for one in news.lists:
             self.objects.replace(one.kind, one.objects)
+            self._listed.add(one.kind)
         for event in news.events:
             self.objects.apply(event)
         self.enforcer.revision = max(self.enforcer.revision, news.revision)

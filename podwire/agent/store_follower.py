@@ -95,6 +95,7 @@ class StoreFollower:
         self._revision = 0
         self._is_there: bool | None = None
         self._again = False
+        self._is_whole = False
         self._changed = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -103,6 +104,11 @@ class StoreFollower:
     def revision(self) -> int:
         """Up to which revision of the store everything was handed over; 0 before the first list."""
         return self._revision
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all kinds were handed over, as the store has them or as it said last in an earlier life."""
+        return self._is_whole
 
     @property
     def is_there(self) -> bool:
@@ -218,6 +224,7 @@ class StoreFollower:
             watch.close()
             raise
         self._watch = watch
+        self._is_whole = True
         if self._stopping:
             self.drop_watch()
         if self._keeper:
@@ -229,14 +236,14 @@ class StoreFollower:
         found = self._keeper.load(self.kinds) if self._keeper else []
         if found:
             self._listener.on_lists(found)
-        is_whole = len(found) == len(self.kinds)
+        self._is_whole = len(found) == len(self.kinds)
         _log.warning(
             "the store is away; what it said last is in force"
-            if is_whole
+            if self._is_whole
             else "the store is away, and was never heard before",
             extra={"task": self.name, "count": sum(len(one.objects) for one in found)},
         )
-        return is_whole
+        return self._is_whole
 
     def _note_away(self, error: PodwireError) -> None:
         self._is_there = False

@@ -55,7 +55,7 @@ def _remove_own_node(state_dir: Path, bpf_dir: Path) -> list[str]:
     with locked_state_directory(state_dir):
         removed = remove_everything(bpf_dir)
         removed.extend(restore_settings(_read_noted_settings(state_dir / "journal.db")))
-        for path in sorted(state_dir.glob("journal.db*")):
+        for path in sorted((*state_dir.glob("journal.db*"), *state_dir.glob("remembered.db*"))):
             path.unlink()
             removed.append(str(path))
     return removed

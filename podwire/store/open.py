@@ -3,21 +3,30 @@
 Called by `agent.node` and by object commands with `--store`. Decides nothing but which back end is meant.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-from podwire.model.errors import InvalidConfiguration
+from podwire.model.errors import InvalidConfiguration, Unavailable
 from podwire.model.store import OpenWaker, Store
+from podwire.store.late import LateStore
 from podwire.store.sqlite import SqliteStore
 from podwire.store.sqlite_watch import ThreadWaker
 
 SQLITE: Final = "sqlite://"
 
 
-def open_store(url: str, *, open_waker: OpenWaker = ThreadWaker, create: bool = True) -> Store:
-    """Open `sqlite:///PATH`. `create`: make it when it is missing, else StorageFailure.
+def open_store(
+    url: str,
+    *,
+    open_waker: OpenWaker = ThreadWaker,
+    create: bool = True,
+    patient: bool = False,
+) -> Store:
+    """Open `sqlite:///PATH`. `create`: make it when it is missing, else StorageFailure. `patient`: one that is away is
+    opened later, and each call until then raises Unavailable.
 
-    Raises InvalidConfiguration for what is no such URL; StorageFailure, NewerData, Unavailable.
+    Raises InvalidConfiguration for what is no such URL; StorageFailure, NewerData, Unavailable unless `patient`.
     """
     path = url.removeprefix(SQLITE)
     if not url.startswith(SQLITE) or not path.startswith("/") or path.endswith("/"):
@@ -25,4 +34,10 @@ def open_store(url: str, *, open_waker: OpenWaker = ThreadWaker, create: bool = 
             f"open store {url!r}: this is no store that this podwire knows",
             hint=f"write {SQLITE}/PATH, the absolute path of a file",
         )
-    return SqliteStore(Path(path), open_waker=open_waker, create=create)
+    open_it = partial(SqliteStore, Path(path), open_waker=open_waker, create=create)
+    try:
+        return open_it()
+    except Unavailable as failure:
+        if not patient:
+            raise
+        return LateStore(open_it, failure)

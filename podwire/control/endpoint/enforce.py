@@ -17,6 +17,7 @@ from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.control.identity.known import IdentityChange
 from podwire.control.policy.engine import Failure, Outcome, PolicyEngine, PolicyValues
 from podwire.model.endpoint import EndpointRecord
+from podwire.model.errors import Unavailable
 from podwire.model.identity import IdentityFacts
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import Clock, EndpointConfig, EndpointDirectories, PolicyDatapath
@@ -61,6 +62,9 @@ class Enforcer:
     """Of the store, up to which policies were taken in."""
     failures: tuple[Failure, ...] = ()
     """Identities whose endpoints keep what was in force before, and why."""
+    is_complete: Callable[[], bool] = lambda: True
+    """Whether all that policy is made of was heard, in this life or an earlier one. Before, nothing is built, applied
+    or collected: rows stay as they are."""
     _heard: deque[IdentityChange] = field(default_factory=deque)
 
     def hear(self, change: IdentityChange) -> None:
@@ -84,6 +88,8 @@ class Enforcer:
     def apply(self, cause: str) -> Outcome:
         """Bring what changed into force for every endpoint."""
         self.take_in()
+        if not self.is_complete():
+            return Outcome(self.engine.revision)
         outcome = self.engine.apply()
         self._report(outcome, cause)
         self.failures = outcome.failed
@@ -91,10 +97,20 @@ class Enforcer:
 
     def collect(self) -> None:
         """Delete what no row and no rule names any more; waits for the kernel when there is any."""
+        if not self.is_complete():
+            return
         self._report(self.engine.collect(), "addresses left the rules")
 
     def attach(self, endpoint: Endpoint, base: EndpointConfig) -> EndpointConfig:
-        """Give what an endpoint's row must hold now; its slot is filled. Raises PolicyOverflow, KernelFailure."""
+        """Give what an endpoint's row must hold now; its slot is filled.
+
+        Raises Unavailable while not all that policy is made of was heard, PolicyOverflow, KernelFailure.
+        """
+        if not self.is_complete():
+            raise Unavailable(
+                "find the policy of an endpoint: policies and identities were never read from the store",
+                hint="the store must be there for the first start of a node; see `podwire status`",
+            )
         self.take_in()
         record = endpoint.record
         if record.identity_labels:
@@ -125,6 +141,10 @@ class Enforcer:
     def detach(self, endpoint_id: EndpointId) -> None:
         """Forget an endpoint whose row is gone."""
         self.engine.detach(endpoint_id)
+
+    def retry(self, endpoint: Endpoint, cause: str) -> None:
+        """Have an endpoint built as soon as possible that could not be built before."""
+        self.queue.request(endpoint.record.id, Level.REWRITE, cause, self.clock.boottime_ns())
 
     def compare(self, endpoint: Endpoint) -> list[str]:
         """Name how the slot of an endpoint differs from its policies; empty = it does not."""

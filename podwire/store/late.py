@@ -1,0 +1,84 @@
+"""A store that is opened when it can be: while it is away every call says so, and tries again.
+
+Made by `store.open` for an agent, which starts also without its store. Only "away" is waited for: a store that is
+damaged, of a newer layout or no store at all is refused as ever. Implements `model.store.Store`.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from podwire.model.errors import Unavailable
+from podwire.model.store import ObjectKey, Store, StoredObject, Watch
+
+TRY_AGAIN_S: Final = 1.0
+
+
+class LateStore:
+    """The store that `open_it` gives, as soon as that does not raise Unavailable any more."""
+
+    def __init__(self, open_it: Callable[[], Store], first_failure: Unavailable) -> None:
+        self._open_it = open_it
+        self._failure = first_failure
+        self._again_s = time.monotonic() + TRY_AGAIN_S
+        self._opened: Store | None = None
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def get(self, key: ObjectKey) -> StoredObject | None:
+        """See `model.store.Store`, as for all that follows."""
+        return self._open().get(key)
+
+    def list(self, kind: str, namespace: str | None = None) -> tuple[Sequence[StoredObject], int]:
+        return self._open().list(kind, namespace)
+
+    def create(self, new: StoredObject) -> StoredObject:
+        return self._open().create(new)
+
+    def update(self, new: StoredObject) -> StoredObject:
+        return self._open().update(new)
+
+    def delete(self, key: ObjectKey, *, revision: int | None = None, uid: str = "") -> StoredObject:
+        return self._open().delete(key, revision=revision, uid=uid)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        with self._open().together():
+            yield
+
+    def watch(self, after_revision: int, kinds: Sequence[str] = ()) -> Watch:
+        return self._open().watch(after_revision, kinds)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            if self._opened is not None:
+                self._opened.close()
+
+    def _open(self) -> Store:
+        """Give the store; one caller at a time tries to open it, the others hear at once that it is away."""
+        if self._opened is not None:
+            return self._opened
+        if not self._lock.acquire(blocking=False):
+            raise self._away()
+        try:
+            if self._opened is None:
+                if self._is_closed or time.monotonic() < self._again_s:
+                    raise self._away()
+                self._opened = self._try()
+            return self._opened
+        finally:
+            self._lock.release()
+
+    def _try(self) -> Store:
+        try:
+            return self._open_it()
+        except Unavailable as failure:
+            self._failure = failure
+            self._again_s = time.monotonic() + TRY_AGAIN_S
+            raise
+
+    def _away(self) -> Unavailable:
+        return Unavailable(self._failure.message, hint=self._failure.hint)

@@ -1,0 +1,209 @@
+"""What a store said last, in a file of the node's own: for a start while the store is away.
+
+Opened by `agent.node`, written by the followers of the store (`agent.store_follower`). It is a copy: a file that cannot
+be used is begun anew, with a warning, and nothing is lost but the copy. Invariant: what is loaded of a kind is one
+whole list with whole batches of later changes: each call of `save` is one transaction.
+"""
+
+import contextlib
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Self
+
+import msgspec
+
+from podwire.model.errors import StorageFailure
+from podwire.model.store import ObjectKey, StoredObject, StoreEvent
+
+FILE_NAME: Final = "remembered.db"
+"""Below the state directory."""
+FILE_MODE: Final = 0o600
+LAYOUT: Final = 1
+BUSY_TIMEOUT_S: Final = 2.0
+"""Only a person's sqlite shell can hold the file."""
+
+_SCHEMA: Final = """
+CREATE TABLE source (url TEXT NOT NULL);
+CREATE TABLE listed (kind TEXT PRIMARY KEY, revision INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE object (
+    kind TEXT NOT NULL,
+    namespace TEXT NOT NULL,
+    name TEXT NOT NULL,
+    uid TEXT NOT NULL,
+    created TEXT NOT NULL,
+    revision INTEGER NOT NULL,
+    document BLOB NOT NULL,
+    PRIMARY KEY (kind, namespace, name)
+) WITHOUT ROWID;
+"""
+
+_log = logging.getLogger(__name__)
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class RememberedObjects:
+    """The copy in the file at `path` of what the store at `url` said. Safe to call from several threads."""
+
+    def __init__(self, path: Path, url: str) -> None:
+        self._path = path
+        self._url = url
+        self._lock = threading.Lock()
+        with self._reported("open"):
+            self._connection = self._open()
+
+    def load(self, kind: str) -> tuple[Sequence[StoredObject], int] | None:
+        """Give what was said last of a kind, and the store's revision then; None when nothing ever was."""
+        with self._lock, self._reported("read"):
+            found = self._connection.execute(
+                "SELECT revision FROM listed WHERE kind = ?", (kind,)
+            ).fetchone()
+            if found is None:
+                return None
+            rows = self._connection.execute(
+                "SELECT namespace, name, uid, created, revision, document FROM object"
+                " WHERE kind = ? ORDER BY namespace, name",
+                (kind,),
+            ).fetchall()
+            return [_make(kind, row) for row in rows], found[0]
+
+    def save(
+        self,
+        lists: Mapping[str, tuple[Sequence[StoredObject], int]],
+        changes: Iterable[StoreEvent],
+    ) -> None:
+        """Keep whole lists of kinds, then changes; all or nothing."""
+        with self._lock, self._reported("write"), self._transaction() as connection:
+            for kind, (objects, revision) in lists.items():
+                connection.execute("DELETE FROM object WHERE kind = ?", (kind,))
+                connection.executemany(_INSERT, map(_row, objects))
+                connection.execute("INSERT OR REPLACE INTO listed VALUES (?, ?)", (kind, revision))
+            for event in changes:
+                key = event.object.key
+                if event.deleted:
+                    connection.execute(_DELETE, (key.kind, key.namespace, key.name))
+                else:
+                    connection.execute(_INSERT, _row(event.object))
+                connection.execute(
+                    "UPDATE listed SET revision = max(revision, ?) WHERE kind = ?",
+                    (event.revision, key.kind),
+                )
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._connection
+            self._connection.execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
+
+    @contextmanager
+    def _reported(self, verb: str) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, msgspec.MsgspecError) as error:
+            message = f"{verb} {str(self._path)!r}: {error}"
+        except OSError as error:
+            message = f"{verb} {str(self._path)!r}: {error.strerror or error}"
+        else:
+            return
+        raise StorageFailure(
+            message,
+            hint="pods are not concerned, but a start without the store would be: is the disk full?",
+        )
+
+    def _open(self) -> sqlite3.Connection:
+        """Open the file; one that is damaged, of another layout or of another store is begun anew."""
+        if self._path.exists():
+            try:
+                return self._connect(self._check)
+            except _Unusable as reason:
+                _log.warning("forget what the store said last", extra={"cause": str(reason)})
+            except sqlite3.DatabaseError as error:
+                if isinstance(error, sqlite3.OperationalError):
+                    raise  # locked, or a full disk: it may be whole
+                _log.warning("forget what the store said last", extra={"cause": str(error)})
+        for suffix in ("", "-wal", "-shm"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{self._path}{suffix}")
+        os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
+        return self._connect(self._make_tables)
+
+    def _connect(self, prepare: Callable[[sqlite3.Connection], None]) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self._path, timeout=BUSY_TIMEOUT_S, check_same_thread=False, isolation_level=None
+        )
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            # A crash of the machine may cost the last changes, never the file.
+            connection.execute("PRAGMA synchronous = NORMAL")
+            prepare(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _check(self, connection: sqlite3.Connection) -> None:
+        [layout] = connection.execute("PRAGMA user_version").fetchone()
+        if layout != LAYOUT:
+            raise _Unusable(f"it has layout {layout}, this podwire {LAYOUT}")
+        [verdict] = connection.execute("PRAGMA quick_check(1)").fetchone()
+        if verdict != "ok":
+            raise _Unusable(f"it is damaged: {verdict}")
+        [url] = connection.execute("SELECT url FROM source").fetchone()
+        if url != self._url:
+            raise _Unusable(f"it is of store {url!r}, not of {self._url!r}")
+
+    def _make_tables(self, connection: sqlite3.Connection) -> None:
+        connection.execute("BEGIN IMMEDIATE")
+        for statement in _SCHEMA.split(";"):
+            connection.execute(statement)
+        connection.execute("INSERT INTO source VALUES (?)", (self._url,))
+        connection.execute(f"PRAGMA user_version = {LAYOUT}")
+        connection.execute("COMMIT")
+
+
+class _Unusable(Exception):
+    """Why a file is begun anew."""
+
+
+_INSERT: Final = "INSERT OR REPLACE INTO object VALUES (?, ?, ?, ?, ?, ?, ?)"
+_DELETE: Final = "DELETE FROM object WHERE kind = ? AND namespace = ? AND name = ?"
+
+Row = tuple[str, str, str, str, str, int, bytes]
+
+
+def _row(stored: StoredObject) -> Row:
+    key = stored.key
+    document = _encode(stored.document)
+    return key.kind, key.namespace, key.name, stored.uid, stored.created, stored.revision, document
+
+
+def _make(kind: str, row: Sequence[Any]) -> StoredObject:
+    namespace, name, uid, created, revision, document = row
+    return StoredObject(
+        key=ObjectKey(kind, namespace, name),
+        uid=uid,
+        created=created,
+        revision=revision,
+        document=_decode(document),
+    )

@@ -109,6 +109,8 @@ class NodeMaps:
     pw_config: bpf.Map
     pw_endpoints: bpf.Map
     pw_ipcache: bpf.Map
+    pw_nodes: bpf.Map
+    pw_node_numbers: bpf.Map
     pw_settings: bpf.Map
     pw_usage: bpf.Map
     pw_metrics: bpf.Map
@@ -332,12 +334,21 @@ def flag_names(kind: type[enum.IntFlag], value: int) -> list[str]:
 
 
 def write_settings(
-    maps: NodeMaps, *, conntrack_quota: int, tunnel_port: int, tunnel_ifindex: int = 0
+    maps: NodeMaps,
+    *,
+    conntrack_quota: int | None = None,
+    tunnel_port: int | None = None,
+    tunnel_ifindex: int | None = None,
 ) -> None:
-    """Write the node's knobs. The hash seed is chosen once: live entries are found under it."""
+    """Write the node's knobs; None = as it is. The hash seed is chosen once: live entries are found under it."""
     old = read_settings(maps)
-    seed = old.hash_seed or secrets.randbelow(2**32 - 1) + 1
-    new = abi.Settings(conntrack_quota, tunnel_port, 0, seed, tunnel_ifindex)
+    new = old._replace(hash_seed=old.hash_seed or secrets.randbelow(2**32 - 1) + 1)
+    if conntrack_quota is not None:
+        new = new._replace(conntrack_quota=conntrack_quota)
+    if tunnel_port is not None:
+        new = new._replace(tunnel_port=tunnel_port)
+    if tunnel_ifindex is not None:
+        new = new._replace(tunnel_ifindex=tunnel_ifindex)
     if new != old:
         maps.pw_settings.update(_u32(0), new.pack())
 
@@ -350,19 +361,45 @@ def read_settings(maps: NodeMaps) -> abi.Settings:
     return abi.Settings.unpack(raw)
 
 
-def replace_ipcache(maps: NodeMaps, entries: Iterable[IpcacheEntry]) -> None:
-    """Make the ipcache hold exactly `entries`: what is missing is written before what is too much goes."""
-    wanted = {
+Rows = dict[bytes, bytes]
+"""Rows of a map as the kernel has them: key -> value."""
+
+
+def ipcache_rows(entries: Iterable[IpcacheEntry]) -> Rows:
+    """Give the rows that say `entries`."""
+    return {
         to_prefix_key(entry.network): abi.IpcacheValue(
             entry.identity, entry.node, entry.flags, entry.mtu
         ).pack()
         for entry in entries
     }
-    present = dict(maps.pw_ipcache.items())
-    maps.pw_ipcache.update_batch(
-        [(key, row) for key, row in wanted.items() if present.get(key) != row]
-    )
-    maps.pw_ipcache.delete_batch(key for key in present if key not in wanted)
+
+
+@dataclass(frozen=True)
+class RowChanges:
+    """What was missing or wrong in a map, and what was too much: keys."""
+
+    put: tuple[bytes, ...]
+    removed: tuple[bytes, ...]
+
+
+def put_missing(rows: bpf.Map, wanted: Rows) -> RowChanges:
+    """Write what of `wanted` is missing or wrong; tells also what is too much, for `remove_surplus`."""
+    present = dict(rows.items())
+    missing = [(key, row) for key, row in wanted.items() if present.get(key) != row]
+    rows.update_batch(missing)
+    surplus = () if len(wanted) - len(missing) == len(present) else present.keys() - wanted.keys()
+    return RowChanges(tuple(key for key, _ in missing), tuple(surplus))
+
+
+def remove_surplus(rows: bpf.Map, changes: RowChanges) -> None:
+    """Remove what `put_missing` found to be too much."""
+    rows.delete_batch(changes.removed)
+
+
+def replace_ipcache(maps: NodeMaps, entries: Iterable[IpcacheEntry]) -> None:
+    """Make the ipcache hold exactly `entries`: what is missing is written before what is too much goes."""
+    remove_surplus(maps.pw_ipcache, put_missing(maps.pw_ipcache, ipcache_rows(entries)))
 
 
 def list_ipcache(maps: NodeMaps) -> Iterator[IpcacheEntry]:

@@ -73,6 +73,17 @@ class Masquerade:
     def __init__(self, tables: Nftables) -> None:
         self._tables = tables
         self._applied: str | None = None
+        self._plan: MasqueradePlan | None = None
+
+    def ensure(self, plan: MasqueradePlan) -> list[str]:
+        """Apply the plan unless the table does what it says already; name what differed."""
+        if plan != self._plan:
+            self.apply(plan)
+            return [f"nftables table {NFT_TABLE!r} was of another plan"]
+        differences = self.compare()
+        if differences:
+            self.apply(plan)
+        return differences
 
     def apply(self, plan: MasqueradePlan) -> None:
         """Make the table do what the plan says.
@@ -81,11 +92,12 @@ class Masquerade:
         """
         self._tables.run(render_table(plan))
         self._applied = _fingerprint(self._list())
+        self._plan = plan
 
     def remove(self) -> None:
         """Remove the table; an absent one is success."""
         self._tables.run(f"add table {_TABLE}\ndelete table {_TABLE}\n")
-        self._applied = None
+        self._applied = self._plan = None
 
     def compare(self) -> list[str]:
         """Name what differs from the last `apply`; nothing was applied = nothing is wanted."""

@@ -22,6 +22,7 @@ from podwire.datapath import device as devices
 from podwire.datapath import inventory as inventories
 from podwire.datapath import maps as tables
 from podwire.datapath import rows as documents
+from podwire.datapath.cluster import OtherNodes, read_underlay
 from podwire.datapath.device import HostSide, LeftoverDevice, Programs, Reaper
 from podwire.datapath.events import EventReader
 from podwire.datapath.host import (
@@ -33,13 +34,7 @@ from podwire.datapath.host import (
 )
 from podwire.datapath.maps import NodeMaps
 from podwire.datapath.masquerade import Masquerade
-from podwire.datapath.plan import (
-    NodePlan,
-    choose_sources,
-    compute_ipcache,
-    compute_masquerade,
-    list_own_addresses,
-)
+from podwire.datapath.plan import NodePlan, choose_sources, list_own_addresses
 from podwire.datapath.policy_maps import PolicyTable
 from podwire.datapath.programs import (
     LoadedProgram,
@@ -49,10 +44,12 @@ from podwire.datapath.programs import (
     load_programs,
     locked_pins,
 )
-from podwire.datapath.templates import read_template
+from podwire.datapath.templates import OBJECT_SUFFIX, read_template
+from podwire.datapath.tunnel import TunnelPrograms
 from podwire.kernel.bpf_program import Packet
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.nft import Nftables
+from podwire.model.cluster import ClusterPlan, Prefix, Underlay
 from podwire.model.endpoint import Bandwidth, Device, EndpointRecord, IPAddress
 from podwire.model.errors import Bug, InvalidConfiguration, KernelFailure, Unavailable
 from podwire.model.ids import EndpointId, InterfaceName
@@ -62,6 +59,7 @@ from podwire.model.policy import IPNetwork, PolicyKey, PolicyRows
 _log = logging.getLogger(__name__)
 
 OBJECTS: Final = ("from_pod", "to_pod", "conntrack_gc")
+_OVERLAY_OBJECTS: Final = ("from_overlay", "to_overlay")
 _COLLECTOR: Final = "conntrack_gc_start"
 _ANY_FRAME: Final = bytes(64)
 _FALLBACK_MTU: Final = 1500
@@ -78,7 +76,8 @@ class _Opened:
     side: HostSide
     masquerade: Masquerade
     nft: Nftables
-    mtu: int
+    others: OtherNodes
+    underlay_mtu: int
 
 
 class KernelDatapath:
@@ -120,15 +119,24 @@ class KernelDatapath:
             policy = PolicyTable(loaded.maps, self.plan.policy_entries)
             mtu, side = self._describe_host(netlink, loaded)
             masquerade = Masquerade(nft)
-            self._opened = _Opened(netlink, reaper, loaded, policy, side, masquerade, nft, mtu)
-            self._apply_plan()
+            others = OtherNodes(netlink, loaded.maps, _tunnel_programs_of(loaded), masquerade)
+            others.recall(self.plan)
+            others.apply_own(self.plan)
+            self._opened = _Opened(
+                netlink, reaper, loaded, policy, side, masquerade, nft, others, mtu
+            )
             self._stack = stack.pop_all()
 
     def _load(self, netlink: NetlinkSocket) -> LoadedPrograms:
         """Open or load maps and programs, take another layout's rows over, start the collector."""
         plan = self.plan
         upgrade.readable_versions(plan.bpf_dir)
-        template = read_template(plan.object_dir, OBJECTS, plan.constants)
+        there = [
+            name
+            for name in _OVERLAY_OBJECTS
+            if (plan.object_dir / f"{name}{OBJECT_SUFFIX}").exists()
+        ]
+        template = read_template(plan.object_dir, (*OBJECTS, *there), plan.constants)
         pins = Pins(plan.bpf_dir, abi.ABI_VERSION)
         loaded = load_programs(template, pins, plan.capacities)
         try:
@@ -140,9 +148,7 @@ class KernelDatapath:
 
             upgrade.take_over(plan.bpf_dir, loaded.maps, swap_programs)
             upgrade.resize_conntrack(loaded.maps, plan.capacities)
-            tables.write_settings(
-                loaded.maps, conntrack_quota=plan.conntrack_quota, tunnel_port=plan.tunnel_port
-            )
+            tables.write_settings(loaded.maps, conntrack_quota=plan.conntrack_quota)
             loaded.programs[_COLLECTOR].run(Packet(_ANY_FRAME))
         except BaseException:
             loaded.close()
@@ -158,15 +164,8 @@ class KernelDatapath:
             underlay = None
         index = None if underlay is None else underlay.index
         sources = choose_sources(self.plan, index, list_own_addresses(netlink))
-        mtu = self.plan.mtu or (_FALLBACK_MTU if underlay is None else underlay.mtu)
+        mtu = _FALLBACK_MTU if underlay is None else underlay.mtu
         return mtu, HostSide(self.plan.node_name, _programs_of(loaded), sources)
-
-    def _apply_plan(self) -> None:
-        node = self._node
-        own = [address for _, address in list_own_addresses(node.netlink)]
-        tables.replace_ipcache(node.loaded.maps, compute_ipcache(self.plan, own))
-        routes.ensure_block_routes(node.netlink, self.plan.node_cidrs)
-        node.masquerade.apply(compute_masquerade(self.plan))
 
     def change_plan(self, plan: NodePlan) -> None:
         """Put another plan for the node's own things into force: masquerade, blocks, ipcache, quota, policy entries.
@@ -174,13 +173,8 @@ class KernelDatapath:
         What the programs were loaded with stays: directories, capacities and constants need a restart.
         """
         self.plan = plan
-        tables.write_settings(
-            self._node.loaded.maps,
-            conntrack_quota=plan.conntrack_quota,
-            tunnel_port=plan.tunnel_port,
-        )
         self._node.policy.capacity = plan.policy_entries
-        self._apply_plan()
+        self._node.others.apply_own(plan)
 
     def close(self) -> None:
         """Give descriptors back. Pods keep running: devices, programs, maps and tables stay."""
@@ -198,8 +192,9 @@ class KernelDatapath:
 
     @property
     def mtu(self) -> int:
-        """MTU of new pod devices, in bytes."""
-        return self._node.mtu
+        """MTU of new pod devices, in bytes: the configured one, else what every way to other nodes has room for."""
+        node = self._node
+        return self.plan.mtu or node.others.pod_mtu_bytes or node.underlay_mtu
 
     def plan_device(
         self,
@@ -213,7 +208,7 @@ class KernelDatapath:
         """Choose indexes and MACs of a pair that does not exist yet."""
         node = self._node
         return devices.plan_device(
-            node.netlink, endpoint_id, host_name, pod_name, mtu=mtu or node.mtu, pod_mac=pod_mac
+            node.netlink, endpoint_id, host_name, pod_name, mtu=mtu or self.mtu, pod_mac=pod_mac
         )
 
     def create_guard(self, record: EndpointRecord) -> None:
@@ -346,6 +341,22 @@ class KernelDatapath:
         for record, config in rows:
             tables.change_endpoint(self._node.loaded.maps, record, config)
 
+    # Other nodes: model.interfaces.ClusterDatapath
+
+    def read_underlay(self) -> Underlay:
+        """Look at the device that carries this node's traffic."""
+        return read_underlay(self._node.netlink, self.plan.node_address)
+
+    def apply_cluster(self, plan: ClusterPlan) -> Sequence[str]:
+        """Make all that the kernel holds because of other nodes be what `plan` says; name what differed."""
+        return self._node.others.apply(self.plan, plan)
+
+    def change_prefixes(
+        self, put: Mapping[IPNetwork, Prefix], remove: Iterable[IPNetwork] = ()
+    ) -> None:
+        """Change single rows of the ipcache between two plans."""
+        self._node.others.change_prefixes(put, remove)
+
     @property
     def policy_fill(self) -> tuple[int, int]:
         """Give how many policy entries are in use, and how many may be."""
@@ -428,4 +439,15 @@ def _programs_of(loaded: LoadedPrograms) -> Programs:
         to_pod_fd=loaded.fd("to_pod"),
         from_pod_id=loaded.id("from_pod"),
         to_pod_id=loaded.id("to_pod"),
+    )
+
+
+def _tunnel_programs_of(loaded: LoadedPrograms) -> TunnelPrograms | None:
+    if "to_overlay" not in loaded.programs:
+        return None
+    return TunnelPrograms(
+        from_overlay_fd=loaded.fd("from_overlay"),
+        to_overlay_fd=loaded.fd("to_overlay"),
+        from_overlay_id=loaded.id("from_overlay"),
+        to_overlay_id=loaded.id("to_overlay"),
     )

@@ -203,3 +203,63 @@ def dump_routes(
 
 def _families(record: EndpointRecord) -> list[int]:
     return [AF_INET if address.version == 4 else AF_INET6 for address in record.addresses]
+
+
+def is_to_node(route: Route) -> bool:
+    """Tell whether a route of ours leads to another node: only those have a next hop."""
+    return route.protocol == ROUTE_PROTOCOL and route.gateway is not None
+
+
+def list_node_routes(netlink: NetlinkSocket) -> list[Route]:
+    """List our routes to other nodes' pods, both families."""
+    return [
+        route
+        for family in (AF_INET, AF_INET6)
+        for route in dump_routes(netlink, family, table=TABLE_MAIN, protocol=ROUTE_PROTOCOL)
+        if is_to_node(route)
+    ]
+
+
+@dataclass(frozen=True)
+class RouteChanges:
+    """What `ensure_node_routes` did: destinations that were missing or wrong, too many, or somebody else's."""
+
+    put: tuple[IPNetwork, ...] = ()
+    removed: tuple[IPNetwork, ...] = ()
+    foreign: tuple[Route, ...] = ()
+    """Routes without our mark where one of ours was to be: left alone, and ours left out."""
+
+
+def ensure_node_routes(netlink: NetlinkSocket, wanted: Sequence[Route]) -> RouteChanges:
+    """Make our routes to other nodes be exactly `wanted`; what is missing is written before what is too much goes."""
+    by_destination = {route.destination: route for route in wanted}
+    ours: dict[IPNetwork, Route] = {}
+    surplus: list[Route] = []
+    foreign: dict[IPNetwork, Route] = {}
+    for family in (AF_INET, AF_INET6):
+        for route in dump_routes(netlink, family, table=TABLE_MAIN):
+            want = by_destination.get(route.destination)
+            if is_to_node(route):
+                if want is not None and want.metric == route.metric:
+                    ours[route.destination] = route
+                else:
+                    surplus.append(route)
+            elif want is not None and _stands_in_the_way(route, want):
+                foreign[route.destination] = route
+    put = [
+        route
+        for destination, route in by_destination.items()
+        if destination not in foreign and ours.get(destination) != route
+    ]
+    netlink.execute([add_route(route, replace=route.destination in ours) for route in put])
+    remove_routes(netlink, surplus)
+    return RouteChanges(
+        tuple(route.destination for route in put),
+        tuple(route.destination for route in surplus),
+        tuple(foreign.values()),
+    )
+
+
+def _stands_in_the_way(route: Route, wanted: Route) -> bool:
+    """A weaker route may stay beside ours; of equal ones the kernel takes the older, or both."""
+    return route.protocol != ROUTE_PROTOCOL and route.metric <= wanted.metric

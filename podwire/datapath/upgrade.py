@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 READABLE_PREFIX: Final = "readable-by-v"
 CARRIED_MAPS: Final = (
     "pw_settings",
+    "pw_nodes",
+    "pw_node_numbers",
     "pw_ipcache",
     "pw_usage",
     "pw_policy",

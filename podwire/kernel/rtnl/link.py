@@ -12,6 +12,7 @@ from typing import Final
 from podwire.kernel.netlink import (
     NLM_F_CREATE,
     NLM_F_EXCL,
+    Attributes,
     Request,
     attribute,
     attribute_text,
@@ -121,9 +122,9 @@ def create_veth(host: LinkEnd, peer: LinkEnd, peer_namespace_fd: int | None) -> 
     )
 
 
-def create_link(kind: str, end: LinkEnd) -> Request:
-    """Make a device of a kind that needs no settings (dummy, bridge, ifb, ...)."""
-    info = nested(_IFLA_LINKINFO, attribute_text(_IFLA_INFO_KIND, kind))
+def create_link(kind: str, end: LinkEnd, settings: bytes = b"") -> Request:
+    """Make a device (dummy, bridge, ...); `settings`: encoded attributes that only its kind has."""
+    info = nested(_IFLA_LINKINFO, *_kind_attributes(kind, settings))
     return Request(
         RTM_NEWLINK,
         NLM_F_CREATE | NLM_F_EXCL,
@@ -131,6 +132,13 @@ def create_link(kind: str, end: LinkEnd) -> Request:
         f"create {kind} device",
         end.name,
     )
+
+
+def change_settings(index: int, kind: str, settings: bytes) -> Request:
+    """Change encoded attributes of an existing device that only its kind has."""
+    info = nested(_IFLA_LINKINFO, *_kind_attributes(kind, settings))
+    body = _IFINFO.pack(0, 0, index, 0, 0) + info
+    return Request(RTM_NEWLINK, 0, body, f"change {kind} device", f"index {index}")
 
 
 def set_link(  # noqa: PLR0913 - each is an attribute of the one message
@@ -230,6 +238,15 @@ def read_link(body: bytes) -> Link:
     )
 
 
+def read_settings(body: bytes, kind: str) -> Attributes | None:
+    """Read what a device has that only its kind has, from the same answers; None when it is of another kind."""
+    _, attributes = unpack_body(_IFINFO, body)
+    info = parse_attributes(attributes.get(_IFLA_LINKINFO, b""))
+    if read_text(info, _IFLA_INFO_KIND) != kind:
+        return None
+    return parse_attributes(info.get(_IFLA_INFO_DATA, b""))
+
+
 def parse_mac(text: str) -> bytes:
     """Decode `aa:bb:cc:dd:ee:ff`; ValueError for anything else."""
     raw = bytes.fromhex(text.replace(":", ""))
@@ -251,6 +268,11 @@ def _end_attributes(end: LinkEnd) -> bytes:
         if value:
             parts.append(attribute_u32(kind, value))
     return b"".join(parts)
+
+
+def _kind_attributes(kind: str, settings: bytes) -> list[bytes]:
+    parts = [attribute_text(_IFLA_INFO_KIND, kind)]
+    return [*parts, nested(_IFLA_INFO_DATA, settings)] if settings else parts
 
 
 def _by_index_or_name(index: int, name: str) -> bytes:

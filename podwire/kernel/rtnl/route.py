@@ -91,6 +91,11 @@ class InterfaceAddress:
     address: IPAddress
     prefix_bits: int
 
+    @property
+    def network(self) -> IPNetwork:
+        """Give the subnet that the address is in."""
+        return ipaddress.ip_network((self.address, self.prefix_bits), strict=False)
+
 
 @dataclass(frozen=True, slots=True)
 class Route:

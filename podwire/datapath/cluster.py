@@ -1,0 +1,313 @@
+"""Other nodes in this one's kernel: tunnel device, peers, ipcache, routes, masquerade, as a `ClusterPlan` wants them.
+
+Made by `datapath.node`, called under the node's turn, as often as anybody likes: each pass looks at the kernel, puts
+right what differs and names it. Never decides who the other nodes are. Invariant: at every moment what a row names is
+there already - device, then nodes, then prefixes, then routes - and what goes, goes in the opposite order. Until the
+first plan of this agent comes, what its predecessor knew of other nodes stays in force.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from podwire.datapath import abi, routes
+from podwire.datapath import maps as tables
+from podwire.datapath.host import detect_underlay
+from podwire.datapath.maps import IPNetwork, NodeMaps, RowChanges, Rows
+from podwire.datapath.masquerade import Masquerade
+from podwire.datapath.node_maps import (
+    is_about_other_node,
+    list_ranges,
+    node_number_rows,
+    node_rows,
+    prefix_rows,
+)
+from podwire.datapath.plan import NodePlan, compute_ipcache, compute_masquerade, list_own_addresses
+from podwire.datapath.tunnel import (
+    GATEWAYS,
+    TunnelPrograms,
+    TunnelSide,
+    ensure_tunnel,
+    find_tunnel,
+    name_differences,
+    remove_tunnel,
+    require_free,
+)
+from podwire.kernel.netlink import NetlinkSocket
+from podwire.kernel.rtnl.route import IPV6_DEFAULT_METRIC, Route, list_addresses, read_address
+from podwire.model.cluster import (
+    ClusterPlan,
+    HostRoute,
+    Prefix,
+    TunnelMode,
+    TunnelPlan,
+    Underlay,
+    Way,
+)
+from podwire.model.endpoint import IPAddress
+from podwire.model.errors import ForeignObject
+from podwire.model.ids import ROUTE_PROTOCOL
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Known:
+    """What is in force, so that what the node itself changes does not forget it."""
+
+    plan: ClusterPlan = field(default_factory=ClusterPlan)
+    rows: Rows = field(default_factory=dict)
+    """Of the ipcache, about other nodes; changes of single ones included."""
+    inside: tuple[IPNetwork, ...] = ()
+    port: int = 0
+    mtu_bytes: int = 0
+    """Of pod devices, 0 = nothing is known against the underlay's."""
+
+
+class OtherNodes:
+    """What the kernel holds because of other nodes."""
+
+    def __init__(
+        self,
+        netlink: NetlinkSocket,
+        maps: NodeMaps,
+        programs: TunnelPrograms | None,
+        masquerade: Masquerade,
+    ) -> None:
+        self._netlink = netlink
+        self._maps = maps
+        self._programs = programs
+        self._masquerade = masquerade
+        self._known = _Known()
+        self._weak: Rows = {}
+        self._strong: Rows = {}
+
+    @property
+    def pod_mtu_bytes(self) -> int:
+        """Give the MTU of new pod devices that the way to other nodes asks for, 0 = none."""
+        return self._known.mtu_bytes
+
+    def recall(self, own: NodePlan) -> None:
+        """Take over what an earlier agent left in the kernel; it stays in force until the first plan."""
+        found = find_tunnel(self._netlink, own.node_name)
+        rows = {key: row for key, row in self._maps.pw_ipcache.items() if is_about_other_node(row)}
+        known = _Known(rows=rows, inside=tuple(list_ranges(rows)))
+        index = 0
+        if found is not None:
+            known.port, known.mtu_bytes = found.settings.port, found.link.mtu
+            index = found.link.index if found.settings.flow_based else 0
+        self._known = known
+        tables.write_settings(self._maps, tunnel_ifindex=index)
+
+    def apply_own(self, own: NodePlan) -> None:
+        """Put what the node says of itself into force, beside what is known of the others."""
+        tables.write_settings(
+            self._maps, conntrack_quota=own.conntrack_quota, tunnel_port=self._port(own)
+        )
+        tables.remove_surplus(self._maps.pw_ipcache, self._put_ipcache(own))
+        routes.ensure_block_routes(self._netlink, own.node_cidrs)
+        self._ensure_masquerade(own)
+
+    def apply(self, own: NodePlan, plan: ClusterPlan) -> list[str]:
+        """Make the kernel hold what `plan` says; name what differed.
+
+        Raises ForeignObject: changing nothing where a device has the tunnel's port or name; after everything else
+        was done, where routes of others lead to other nodes' pods.
+        """
+        differences, index = self._prepare_tunnel(own, plan)
+        flow_index = index if _own_mode(plan) is TunnelMode.FLOW else 0
+        self._learn(plan)
+        nodes = tables.put_missing(self._maps.pw_nodes, node_rows(plan.peers))
+        numbers = tables.put_missing(self._maps.pw_node_numbers, node_number_rows(plan.peers))
+        port = self._port(own)
+        if flow_index:
+            tables.write_settings(self._maps, tunnel_port=port, tunnel_ifindex=flow_index)
+        prefixes = self._put_ipcache(own)
+        differences += self._ensure_masquerade(own)
+        wanted = self._compute_routes(plan, index, own.node_address)
+        changed = routes.ensure_node_routes(self._netlink, wanted)
+        tables.remove_surplus(self._maps.pw_ipcache, prefixes)
+        tables.remove_surplus(self._maps.pw_node_numbers, numbers)
+        tables.remove_surplus(self._maps.pw_nodes, nodes)
+        tables.write_settings(self._maps, tunnel_port=port, tunnel_ifindex=flow_index)
+        if plan.tunnel is None:
+            differences += remove_tunnel(self._netlink, own.node_name)
+        differences += _name_rows("prefix {} in the ipcache", prefixes, _prefix_name)
+        differences += _name_rows("address {} of another node", numbers, _address_name)
+        differences += _name_rows("number {} of another node", nodes, _number_name)
+        differences += name_differences(
+            "route to {}", map(str, changed.put), map(str, changed.removed)
+        )
+        _refuse_foreign(changed.foreign, differences)
+        return differences
+
+    def change_prefixes(
+        self, put: Mapping[IPNetwork, Prefix], remove: Iterable[IPNetwork] = ()
+    ) -> None:
+        """Change single rows, `put` before `remove`; what the node says of itself shines through where one goes."""
+        rows = prefix_rows(put, _own_mode(self._known.plan))
+        gone = [key for one in remove if (key := tables.to_prefix_key(one)) not in rows]
+        self._known.rows.update(rows)
+        for key in gone:
+            self._known.rows.pop(key, None)
+        back = {key: self._weak[key] for key in gone if key in self._weak}
+        changed = [(key, row) for key, row in (rows | back).items() if key not in self._strong]
+        self._maps.pw_ipcache.update_batch(changed)
+        self._maps.pw_ipcache.delete_batch(
+            key for key in gone if key not in back and key not in self._strong
+        )
+
+    def _prepare_tunnel(self, own: NodePlan, plan: ClusterPlan) -> tuple[list[str], int]:
+        if plan.tunnel is None:
+            return [], 0
+        require_free(self._netlink, plan.tunnel.port, own.node_name)
+        side = _describe_tunnel(own.node_name, plan, plan.tunnel, self._programs)
+        index, differences = ensure_tunnel(self._netlink, side)
+        return differences, index
+
+    def _learn(self, plan: ClusterPlan) -> None:
+        self._known = _Known(
+            plan=plan,
+            rows=prefix_rows(plan.prefixes, _own_mode(plan)),
+            inside=tuple(plan.inside),
+            port=0 if plan.tunnel is None else plan.tunnel.port,
+            mtu_bytes=plan.pod_mtu_bytes,
+        )
+
+    def _port(self, own: NodePlan) -> int:
+        return self._known.port or own.tunnel_port
+
+    def _put_ipcache(self, own: NodePlan) -> RowChanges:
+        """Write the rows that are missing: what the node knows of itself for certain beats what is said of others."""
+        addresses = [address for _, address in list_own_addresses(self._netlink)]
+        certain = abi.IpcacheFlags.LOCAL | abi.IpcacheFlags.NODE_ADDRESS
+        entries = compute_ipcache(own, addresses)
+        self._weak = tables.ipcache_rows(one for one in entries if not one.flags & certain)
+        self._strong = tables.ipcache_rows(one for one in entries if one.flags & certain)
+        wanted = self._weak | self._known.rows | self._strong
+        return tables.put_missing(self._maps.pw_ipcache, wanted)
+
+    def _ensure_masquerade(self, own: NodePlan) -> list[str]:
+        plan = compute_masquerade(own)
+        return self._masquerade.ensure(
+            replace(
+                plan,
+                inside=(*plan.inside, *self._known.inside),
+                tunnel_port=self._port(own),
+            )
+        )
+
+    def _compute_routes(
+        self, plan: ClusterPlan, tunnel_index: int, node_address: IPAddress | None
+    ) -> list[Route]:
+        underlay_index = 0
+        if any(route.way is Way.NATIVE for route in plan.routes):
+            underlay_index = detect_underlay(self._netlink, node_address).index
+        mode = _own_mode(plan)
+        return [
+            _tunnel_route(route, tunnel_index, mode)
+            if route.way is Way.TUNNEL
+            else _route(route, underlay_index, route.via)
+            for route in plan.routes
+        ]
+
+
+def read_underlay(netlink: NetlinkSocket, node_address: IPAddress | None) -> Underlay:
+    """Look at the device that carries the node's traffic. Raises Unavailable when there is none."""
+    device = detect_underlay(netlink, node_address)
+    present = [read_address(body) for body in netlink.dump(list_addresses(device.index))]
+    usable = [one for one in present if not (one.address.is_loopback or one.address.is_link_local)]
+    chosen: dict[int, IPAddress] = {}
+    for one in usable:
+        if one.address == node_address:
+            chosen[one.address.version] = one.address
+        chosen.setdefault(one.address.version, one.address)
+    return Underlay(
+        addresses=tuple(chosen[version] for version in sorted(chosen)),
+        connected=tuple(dict.fromkeys(one.network for one in usable)),
+        ifindex=device.index,
+        mtu_bytes=device.mtu,
+    )
+
+
+def _own_mode(plan: ClusterPlan) -> TunnelMode:
+    return TunnelMode.FLOW if plan.tunnel is None else plan.tunnel.mode
+
+
+def _describe_tunnel(
+    node_name: str, plan: ClusterPlan, tunnel: TunnelPlan, programs: TunnelPrograms | None
+) -> TunnelSide:
+    peers = {peer.number: peer for peer in plan.peers}
+    through = [route for route in plan.routes if route.way is Way.TUNNEL]
+    families = {route.destination.version for route in through}
+    families |= {address.version for address in tunnel.addresses}
+    neighbours: dict[IPAddress, str] = {}
+    forwarding: dict[str, IPAddress] = {}
+    if tunnel.mode is TunnelMode.CLASSIC:
+        for route in through:
+            peer = peers[route.peer]
+            neighbours[_classic_gateway(route)] = peer.mac
+            forwarding[peer.mac] = peer.outer
+    return TunnelSide(
+        tunnel,
+        node_name,
+        programs,
+        frozenset(families),
+        tuple(neighbours.items()),
+        tuple(forwarding.items()),
+    )
+
+
+def _classic_gateway(route: HostRoute) -> IPAddress:
+    """The peer's tunnel address; where it is not known, the first of its range, as nothing is asked of it."""
+    return route.via or route.destination.network_address
+
+
+def _tunnel_route(route: HostRoute, index: int, mode: TunnelMode) -> Route:
+    gateway = GATEWAYS[route.destination.version]
+    if mode is TunnelMode.CLASSIC:
+        gateway = _classic_gateway(route)
+    return replace(_route(route, index, gateway), onlink=True)
+
+
+def _route(route: HostRoute, index: int, gateway: IPAddress | None) -> Route:
+    return Route(
+        route.destination,
+        index=index,
+        gateway=gateway,
+        source=route.source,
+        protocol=ROUTE_PROTOCOL,
+        metric=0 if route.destination.version == 4 else IPV6_DEFAULT_METRIC,
+        mtu=route.mtu_bytes,
+    )
+
+
+def _refuse_foreign(foreign: Sequence[Route], differences: Sequence[str]) -> None:
+    """Raise ForeignObject that names every route in the way; what was done meanwhile goes to the log."""
+    if not foreign:
+        return
+    for difference in differences:
+        _log.info("repaired cluster state", extra={"cause": difference})
+    first = foreign[0]
+    others = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+    raise ForeignObject(
+        f"add route to {first.destination}{others}: a route of protocol {first.protocol} to device"
+        f" index {first.index} has that destination; everything else is done",
+        hint="remove: " + "; ".join(f"ip route del {route.destination}" for route in foreign[:8]),
+    )
+
+
+def _name_rows(what: str, changes: RowChanges, name: Callable[[bytes], str]) -> list[str]:
+    return name_differences(what, map(name, changes.put), map(name, changes.removed))
+
+
+def _prefix_name(key: bytes) -> str:
+    return str(tables.from_prefix_key(key))
+
+
+def _address_name(key: bytes) -> str:
+    return str(tables.from_mapped(key))
+
+
+def _number_name(key: bytes) -> str:
+    return str(int.from_bytes(key, "little"))

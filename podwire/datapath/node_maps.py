@@ -1,0 +1,119 @@
+"""Other nodes in the maps: their numbers and outer addresses, and the prefixes that live there.
+
+Called by `datapath.cluster`, which writes, and by the readers behind `podwire bpf nodes list`. Only computes rows and
+reads them; `datapath.maps` writes. Invariant: every outer address of a peer leads to its number, and no number to two.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from podwire.datapath import abi
+from podwire.datapath.maps import (
+    IPNetwork,
+    NodeMaps,
+    Rows,
+    from_mapped,
+    from_prefix_key,
+    mac_bytes,
+    to_mapped,
+    to_prefix_key,
+)
+from podwire.model.cluster import Peer, Prefix, TunnelMode, Way
+from podwire.model.endpoint import IPAddress
+
+
+def u32(number: int) -> bytes:
+    """Give a number as keys and values have it."""
+    return number.to_bytes(4, "little")
+
+
+def node_rows(peers: Iterable[Peer]) -> Rows:
+    """Give the rows of `pw_nodes`: number -> outer address, size, MAC."""
+    return {
+        u32(peer.number): abi.NodeValue(
+            to_mapped(peer.outer),
+            peer.mtu_bytes,
+            abi.NodeFlags.CLASSIC if peer.mode is TunnelMode.CLASSIC else 0,
+            mac_bytes(peer.mac) if peer.mac else bytes(6),
+        ).pack()
+        for peer in peers
+    }
+
+
+def node_number_rows(peers: Iterable[Peer]) -> Rows:
+    """Give the rows of `pw_node_numbers`: every outer address -> number."""
+    return {
+        to_mapped(address): u32(peer.number)
+        for peer in peers
+        for address in (*peer.addresses, peer.outer)
+    }
+
+
+@dataclass(frozen=True)
+class NodeRow:
+    """Another node as the programs know it."""
+
+    number: int
+    outer: IPAddress
+    mtu: int
+    flags: int
+    mac: str
+
+
+def list_nodes(maps: NodeMaps) -> Iterator[NodeRow]:
+    """Walk the other nodes."""
+    for key, row in maps.pw_nodes.items():
+        value = abi.NodeValue.unpack(row)
+        yield NodeRow(
+            int.from_bytes(key, "little"),
+            from_mapped(value.addr),
+            value.mtu,
+            value.flags,
+            value.mac.hex(":") if any(value.mac) else "",
+        )
+
+
+def list_node_numbers(maps: NodeMaps) -> Iterator[tuple[IPAddress, int]]:
+    """Walk the outer addresses of other nodes."""
+    for key, row in maps.pw_node_numbers.items():
+        yield from_mapped(key), int.from_bytes(row, "little")
+
+
+def prefix_rows(prefixes: Mapping[IPNetwork, Prefix], mode: TunnelMode) -> Rows:
+    """Give the rows of the ipcache that are about other nodes; `mode` is this node's own.
+
+    A classic tunnel is a device like others: the stack's routes lead into it.
+    """
+    ways = {
+        None: 0,
+        Way.NATIVE: int(abi.IpcacheFlags.NATIVE),
+        Way.TUNNEL: int(
+            abi.IpcacheFlags.TUNNEL if mode is TunnelMode.FLOW else abi.IpcacheFlags.NATIVE
+        ),
+    }
+    node_address = int(abi.IpcacheFlags.NODE_ADDRESS)
+    return {
+        to_prefix_key(network): abi.IpcacheValue(
+            prefix.identity,
+            prefix.node,
+            ways[prefix.way] | (node_address if prefix.is_node_address else 0),
+            prefix.mtu_bytes,
+        ).pack()
+        for network, prefix in prefixes.items()
+    }
+
+
+def is_about_other_node(row: bytes) -> bool:
+    """Tell whether a row of the ipcache says something that only the other nodes know."""
+    value = abi.IpcacheValue.unpack(row)
+    return bool(value.node) or value.identity == abi.Identity.REMOTE_NODE
+
+
+def list_ranges(rows: Rows) -> list[IPNetwork]:
+    """Give the networks of rows that name no single pod: ranges and nodes' addresses."""
+    anonymous = (abi.Identity.UNMANAGED, abi.Identity.REMOTE_NODE)
+    return [
+        from_prefix_key(key)
+        for key, row in rows.items()
+        if abi.IpcacheValue.unpack(row).identity in anonymous
+    ]

@@ -1,0 +1,446 @@
+"""The node's one tunnel device: found, made, put right, taken away.
+
+Called by `datapath.cluster` under the node's turn, and by those who look for leftovers. A device is ours when its
+alias says so; between birth and alias its name, kind and group say it. Nothing else is ever changed, and a device or
+process of somebody else on the tunnel's UDP port is named and left alone. Invariant: a flow-based device has both
+programs before it is up, so no packet from outside passes unjudged (datapath.md rule 9).
+"""
+
+import errno
+import ipaddress
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from podwire.datapath.device import LIVE_GROUP
+from podwire.kernel.netlink import NetlinkSocket, Request
+from podwire.kernel.probe import Feature, explain_failure
+from podwire.kernel.rtnl.link import (
+    Link,
+    LinkEnd,
+    delete_link,
+    get_link,
+    list_links,
+    read_link,
+    set_link,
+)
+from podwire.kernel.rtnl.route import (
+    InterfaceAddress,
+    Neighbour,
+    add_address,
+    delete_address,
+    delete_neighbour,
+    list_addresses,
+    list_neighbours,
+    read_address,
+    read_neighbour,
+    set_neighbour,
+)
+from podwire.kernel.rtnl.tc import (
+    FROM_POD_HOOK,
+    TO_POD_HOOK,
+    add_clsact,
+    list_filters,
+    read_bpf_filter,
+    set_bpf_filter,
+)
+from podwire.kernel.rtnl.vxlan import (
+    KIND,
+    ForwardingEntry,
+    Vxlan,
+    change_local,
+    create_vxlan,
+    delete_forwarding,
+    list_forwarding,
+    read_forwarding,
+    read_vxlan,
+    set_forwarding,
+)
+from podwire.kernel.sysctl import ensure_sysctl, sysctl_exists
+from podwire.model.cluster import TUNNEL_DEVICE, TunnelMode, TunnelPlan
+from podwire.model.endpoint import IPAddress
+from podwire.model.errors import ForeignObject, KernelFailure, Unsupported
+from podwire.model.ids import (
+    ALIAS_PREFIX,
+    FILTER_HANDLE,
+    FILTER_PRIORITY,
+    GATEWAY_IPV4,
+    GATEWAY_IPV6,
+)
+
+GATEWAYS: Final[Mapping[int, IPAddress]] = {
+    4: ipaddress.IPv4Address(GATEWAY_IPV4),
+    6: ipaddress.IPv6Address(GATEWAY_IPV6),
+}
+"""By family: the one next hop of every route through a flow-based device."""
+GATEWAY_MAC: Final = "0e:70:ff:ff:ff:ff"
+"""Where frames of this host go; receivers look at the packet only. Nobody's: it stands for no endpoint and no node."""
+CLASSIC_VNI: Final = 1
+_ALIAS: Final = re.compile(rf"{ALIAS_PREFIX}:(?P<node>[^:]+):tunnel")
+_GONE: Final = (errno.ENODEV, errno.ENOENT, errno.ESRCH, errno.EADDRNOTAVAIL)
+
+
+@dataclass(frozen=True)
+class TunnelPrograms:
+    """The two programs of a flow-based device: descriptors to attach, and numbers to recognise them by."""
+
+    from_overlay_fd: int
+    to_overlay_fd: int
+    from_overlay_id: int
+    to_overlay_id: int
+
+    def hooks(self) -> Sequence[tuple[int, str, int, int]]:
+        """Give (hook, name, descriptor, number) of both."""
+        return (
+            (FROM_POD_HOOK, "from_overlay", self.from_overlay_fd, self.from_overlay_id),
+            (TO_POD_HOOK, "to_overlay", self.to_overlay_fd, self.to_overlay_id),
+        )
+
+
+@dataclass(frozen=True)
+class TunnelSide:
+    """What the tunnel device shall be. `peers`: neighbours and forwarding of a classic one; their index is ignored."""
+
+    plan: TunnelPlan
+    node_name: str
+    programs: TunnelPrograms | None
+    families: frozenset[int]
+    neighbours: tuple[tuple[IPAddress, str], ...] = ()
+    forwarding: tuple[tuple[str, IPAddress], ...] = ()
+
+    @property
+    def settings(self) -> Vxlan:
+        """Give what only VXLAN devices have."""
+        if self.plan.mode is TunnelMode.FLOW:
+            return Vxlan(self.plan.port, flow_based=True)
+        return Vxlan(self.plan.port, flow_based=False, vni=CLASSIC_VNI, local=self.plan.local)
+
+    @property
+    def alias(self) -> str:
+        """Give our mark."""
+        return f"{ALIAS_PREFIX}:{self.node_name}:tunnel"
+
+    def all_neighbours(self) -> tuple[tuple[IPAddress, str], ...]:
+        """Give every neighbour that the device shall have."""
+        if self.plan.mode is TunnelMode.CLASSIC:
+            return self.neighbours
+        return tuple((GATEWAYS[version], GATEWAY_MAC) for version in sorted(self.families))
+
+
+@dataclass(frozen=True)
+class FoundTunnel:
+    """A VXLAN device of this namespace. `node_name`: whose it is, "" = born and never marked, None = not ours."""
+
+    link: Link
+    settings: Vxlan
+    node_name: str | None
+
+
+def list_tunnels(netlink: NetlinkSocket) -> list[FoundTunnel]:
+    """List every VXLAN device here, ours or not."""
+    found = []
+    for body in netlink.dump(list_links(kind=KIND)):
+        settings = read_vxlan(body)
+        if settings is not None:
+            link = read_link(body)
+            found.append(FoundTunnel(link, settings, _owner(link)))
+    return found
+
+
+def find_tunnel(netlink: NetlinkSocket, node_name: str) -> FoundTunnel | None:
+    """Find the node's own device."""
+    for one in list_tunnels(netlink):
+        if one.link.name == TUNNEL_DEVICE and one.node_name in ("", node_name):
+            return one
+    return None
+
+
+def _owner(link: Link) -> str | None:
+    mark = _ALIAS.fullmatch(link.alias)
+    if mark is not None:
+        return mark["node"]
+    unmarked = link.name == TUNNEL_DEVICE and link.group == LIVE_GROUP and not link.alias
+    return "" if unmarked else None
+
+
+def find_foreign(netlink: NetlinkSocket, port: int, node_name: str) -> list[FoundTunnel]:
+    """List the devices of others that stand in the way of a tunnel on `port`."""
+    return [
+        one
+        for one in list_tunnels(netlink)
+        if one.node_name not in ("", node_name)
+        and (one.settings.port == port or one.link.name == TUNNEL_DEVICE)
+    ]
+
+
+def require_free(netlink: NetlinkSocket, port: int, node_name: str) -> None:
+    """Raise ForeignObject when somebody else's device has the tunnel's port or name."""
+    for one in find_foreign(netlink, port, node_name):
+        name = one.link.name
+        whose = f"podwire's node {one.node_name!r}" if one.node_name else "somebody else"
+        raise ForeignObject(
+            f"use UDP port {port} for the tunnel: VXLAN device {name!r} on port"
+            f" {one.settings.port} belongs to {whose}",
+            hint=f"remove it (ip link del {name}), or choose another `tunnel_port` on every node",
+        )
+    body = netlink.find(get_link(name=TUNNEL_DEVICE))
+    if body is not None and read_link(body).kind != KIND:
+        raise ForeignObject(
+            f"create tunnel device {TUNNEL_DEVICE!r}: a {read_link(body).kind} device of somebody"
+            " else has that name",
+            hint=f"rename or remove it: ip link del {TUNNEL_DEVICE}",
+        )
+
+
+def ensure_tunnel(netlink: NetlinkSocket, side: TunnelSide) -> tuple[int, list[str]]:
+    """Make the device be what `side` says; gives its index and what differed.
+
+    Raises ForeignObject when a process has the UDP port, KernelFailure, Unsupported.
+    """
+    found = find_tunnel(netlink, side.node_name)
+    differences = []
+    if found is not None and _must_go(found.settings, side.settings):
+        differences.append(
+            f"tunnel device {TUNNEL_DEVICE!r} is {_shown(found.settings)},"
+            f" wanted {_shown(side.settings)}: made anew"
+        )
+        netlink.execute([delete_link(found.link.index)])
+        found = None
+    elif found is None:
+        differences.append(f"tunnel device {TUNNEL_DEVICE!r} is missing")
+    if found is None:
+        found = _create(netlink, side)
+        try:
+            _repair(netlink, side, found)
+        except BaseException:
+            netlink.attempt([delete_link(found.link.index)])
+            raise
+        return found.link.index, differences
+    return found.link.index, _repair(netlink, side, found)
+
+
+def remove_tunnel(netlink: NetlinkSocket, node_name: str) -> list[str]:
+    """Remove the node's device, and with it its routes and neighbours; names it, or nothing when there is none."""
+    found = find_tunnel(netlink, node_name)
+    if found is None:
+        return []
+    failure = netlink.attempt([delete_link(found.link.index)])[0]
+    if failure is not None and failure.errno not in _GONE:
+        raise failure
+    return [f"tunnel device {TUNNEL_DEVICE!r} is there, wanted none"]
+
+
+def _must_go(found: Vxlan, wanted: Vxlan) -> bool:
+    """Tell what the kernel does not change on a living device."""
+    fixed = (found.port, found.flow_based, found.vni, found.learning)
+    if fixed != (wanted.port, wanted.flow_based, wanted.vni, wanted.learning):
+        return True
+    versions = {None if one is None else one.version for one in (found.local, wanted.local)}
+    return len(versions) > 1
+
+
+def _shown(settings: Vxlan) -> str:
+    mode = "flow-based" if settings.flow_based else f"of VNI {settings.vni}"
+    local = f" from {settings.local}" if settings.local is not None else ""
+    return f"{mode} on port {settings.port}{local}"
+
+
+def _create(netlink: NetlinkSocket, side: TunnelSide) -> FoundTunnel:
+    plan = side.plan
+    end = LinkEnd(TUNNEL_DEVICE, mac=plan.mac, mtu=plan.mtu_bytes, group=LIVE_GROUP)
+    failure = netlink.attempt([create_vxlan(end, side.settings)])[0]
+    if failure is not None:
+        raise _explain(failure, plan.port)
+    found = find_tunnel(netlink, side.node_name)
+    if found is None:
+        raise KernelFailure(errno.ENODEV, "find the new device", TUNNEL_DEVICE)
+    return found
+
+
+def _repair(netlink: NetlinkSocket, side: TunnelSide, found: FoundTunnel) -> list[str]:
+    """Put right what differs. What a device needs before it is up comes before that."""
+    differences: list[str] = []
+    index = found.link.index
+    if side.plan.mode is TunnelMode.FLOW and side.programs is not None:
+        differences += _repair_programs(netlink, index, side.programs)
+    differences += _repair_settings(side)
+    differences += _repair_link(netlink, side, found)
+    differences += _repair_addresses(netlink, index, side.plan.addresses)
+    differences += _repair_neighbours(netlink, index, side.all_neighbours())
+    if side.plan.mode is TunnelMode.CLASSIC:
+        differences += _repair_forwarding(netlink, index, side.forwarding)
+    return differences
+
+
+def _repair_programs(netlink: NetlinkSocket, index: int, programs: TunnelPrograms) -> list[str]:
+    differences, requests = [], []
+    for hook, name, fd, number in programs.hooks():
+        present = [
+            one.program_id
+            for body in netlink.dump(list_filters(index, hook))
+            if (one := read_bpf_filter(body)) is not None
+            and (one.priority, one.handle) == (FILTER_PRIORITY, FILTER_HANDLE)
+        ]
+        if present != [number]:
+            state = f"number {present[0]}, wanted {number}" if present else "not attached"
+            differences.append(f"program {name} of {TUNNEL_DEVICE!r} is {state}")
+            requests.append(set_bpf_filter(index, hook, fd, name))
+    if requests:
+        hooks = netlink.attempt([add_clsact(index)])[0]
+        if hooks is not None and hooks.errno != errno.EEXIST:
+            raise explain_failure(hooks, Feature.CLSACT_BPF)
+        netlink.execute(requests)
+    return differences
+
+
+def _repair_settings(side: TunnelSide) -> list[str]:
+    """Packets for this host come in by the tunnel whatever route leads back, and classic ones are forwarded to pods."""
+    wanted: list[tuple[tuple[str, ...], str]] = [
+        (("ipv4", "conf", TUNNEL_DEVICE, "rp_filter"), "2"),
+        (("ipv4", "conf", TUNNEL_DEVICE, "forwarding"), "1"),
+    ]
+    if 6 in side.families:
+        off = ("ipv6", "conf", TUNNEL_DEVICE, "disable_ipv6")
+        if not sysctl_exists(*off):
+            raise Unsupported(
+                f"give tunnel device {TUNNEL_DEVICE!r} IPv6: this host has none",
+                hint="give pods IPv4 only, or boot without ipv6.disable",
+            )
+        wanted += [(off, "0"), (("ipv6", "conf", TUNNEL_DEVICE, "forwarding"), "1")]
+    changed = [
+        (path, value, before)
+        for path, value in wanted
+        if (before := ensure_sysctl(value, *path)) is not None
+    ]
+    return [
+        f"setting {path[-1]} of {TUNNEL_DEVICE!r} for {path[0]} was {before}, wanted {value}"
+        for path, value, before in changed
+    ]
+
+
+def _repair_link(netlink: NetlinkSocket, side: TunnelSide, found: FoundTunnel) -> list[str]:
+    link, plan = found.link, side.plan
+    wanted: dict[str, tuple[object, object]] = {
+        "alias": (link.alias, side.alias),
+        "mtu": (link.mtu, plan.mtu_bytes),
+        "mac": (link.mac, plan.mac),
+        "state": ("up" if link.up else "down", "up"),
+    }
+    differences = [
+        f"tunnel device {TUNNEL_DEVICE!r}: {name} is {present!r}, wanted {want!r}"
+        for name, (present, want) in wanted.items()
+        if present != want
+    ]
+    requests: list[Request] = []
+    if found.settings.local != side.settings.local and side.settings.local is not None:
+        differences.append(
+            f"tunnel device {TUNNEL_DEVICE!r}: outer address is {found.settings.local},"
+            f" wanted {side.settings.local}"
+        )
+        requests.append(change_local(link.index, side.settings.local))
+    if not differences:
+        return []
+    name = link.name
+    if 6 in side.families or sysctl_exists("ipv6", "conf", name, "addr_gen_mode"):
+        requests.append(set_link(link.index, name=name, no_link_local=True))
+    requests.append(
+        set_link(link.index, name=name, mac=plan.mac, mtu=plan.mtu_bytes, alias=side.alias)
+    )
+    netlink.execute(requests)
+    failure = netlink.attempt([set_link(link.index, name=name, up=True)])[0]
+    if failure is not None:
+        raise _explain(failure, plan.port)
+    return differences
+
+
+def _repair_addresses(
+    netlink: NetlinkSocket, index: int, addresses: Iterable[IPAddress]
+) -> list[str]:
+    wanted = {InterfaceAddress(index, one, one.max_prefixlen) for one in addresses}
+    present = {read_address(body) for body in netlink.dump(list_addresses(index))}
+    return _apply(
+        netlink,
+        f"address {{}} of {TUNNEL_DEVICE!r}",
+        {str(one.address): add_address(one) for one in wanted - present},
+        {str(one.address): delete_address(one) for one in present - wanted},
+    )
+
+
+def _repair_neighbours(
+    netlink: NetlinkSocket, index: int, neighbours: Iterable[tuple[IPAddress, str]]
+) -> list[str]:
+    wanted = {address: Neighbour(index, address, mac) for address, mac in neighbours}
+    permanent = [
+        one
+        for body in netlink.dump(list_neighbours(index))
+        if (one := read_neighbour(body)).permanent
+    ]
+    present = {one.address: one for one in permanent}
+    return _apply(
+        netlink,
+        f"neighbour {{}} of {TUNNEL_DEVICE!r}",
+        {str(key): set_neighbour(one) for key, one in wanted.items() if present.get(key) != one},
+        {str(key): delete_neighbour(one) for key, one in present.items() if key not in wanted},
+    )
+
+
+def _repair_forwarding(
+    netlink: NetlinkSocket, index: int, forwarding: Iterable[tuple[str, IPAddress]]
+) -> list[str]:
+    wanted = {mac: ForwardingEntry(index, mac, outer) for mac, outer in forwarding}
+    found = [read_forwarding(body) for body in netlink.dump(list_forwarding(index))]
+    present = {one.mac: one for one in found if one is not None}
+    return _apply(
+        netlink,
+        f"forwarding entry {{}} of {TUNNEL_DEVICE!r}",
+        {key: set_forwarding(one) for key, one in wanted.items() if present.get(key) != one},
+        {key: delete_forwarding(one) for key, one in present.items() if key not in wanted},
+    )
+
+
+def _apply(
+    netlink: NetlinkSocket, what: str, put: Mapping[str, Request], remove: Mapping[str, Request]
+) -> list[str]:
+    """Send what is missing, then what is too much; name both."""
+    netlink.execute(list(put.values()))
+    for failure in netlink.attempt(list(remove.values())):
+        if failure is not None and failure.errno not in _GONE:
+            raise failure
+    return name_differences(what, put, remove)
+
+
+_NAMED_AT_MOST: Final = 8
+
+
+def name_differences(what: str, put: Iterable[str], remove: Iterable[str]) -> list[str]:
+    """Say in sentences what was missing or wrong, and what was too much; of many, the first few and their number.
+
+    `what` has one place for the name.
+    """
+    return [
+        sentence
+        for names, fault in ((put, "was missing or wrong"), (remove, "was too much"))
+        for sentence in _shorten(list(names), lambda name: f"{what.format(name)} {fault}")  # noqa: B023
+    ]
+
+
+def _shorten(names: Sequence[str], say: Callable[[str], str]) -> list[str]:
+    sentences = [say(name) for name in names[:_NAMED_AT_MOST]]
+    rest = len(names) - _NAMED_AT_MOST
+    return sentences if rest <= 0 else [*sentences, f"and {rest} more: {say('...')}"]
+
+
+def _explain(failure: KernelFailure, port: int) -> Exception:
+    if failure.errno in (errno.EADDRINUSE, errno.EEXIST):
+        return ForeignObject(
+            f"use UDP port {port} for the tunnel: a process or a device that left this namespace has it",
+            hint=f"find it (ss -ulpn sport = :{port}) and stop it, or choose another `tunnel_port`"
+            " on every node",
+        )
+    if failure.errno == errno.EOPNOTSUPP:
+        return Unsupported(
+            f"create tunnel device {TUNNEL_DEVICE!r}: this kernel has no VXLAN",
+            hint="load the module vxlan, or use native routing",
+        )
+    return failure

@@ -78,7 +78,10 @@ class OtherNodes:
         self._maps = maps
         self._programs = programs
         self._masquerade = masquerade
+        self._routes = routes.RouteReader(netlink)
         self._known = _Known()
+        self._fresh = False
+        """Whether what is known is exactly what its plan says."""
         self._weak: Rows = {}
         self._strong: Rows = {}
 
@@ -125,7 +128,7 @@ class OtherNodes:
         prefixes = self._put_ipcache(own)
         differences += self._ensure_masquerade(own)
         wanted = self._compute_routes(plan, index, own.node_address)
-        changed = routes.ensure_node_routes(self._netlink, wanted)
+        changed = routes.ensure_node_routes(self._netlink, self._routes.read(), wanted)
         tables.remove_surplus(self._maps.pw_ipcache, prefixes)
         tables.remove_surplus(self._maps.pw_node_numbers, numbers)
         tables.remove_surplus(self._maps.pw_nodes, nodes)
@@ -147,6 +150,7 @@ class OtherNodes:
         """Change single rows, `put` before `remove`; what the node says of itself shines through where one goes."""
         rows = prefix_rows(put, _own_mode(self._known.plan))
         gone = [key for one in remove if (key := tables.to_prefix_key(one)) not in rows]
+        self._fresh = False
         self._known.rows.update(rows)
         for key in gone:
             self._known.rows.pop(key, None)
@@ -166,6 +170,8 @@ class OtherNodes:
         return differences, index
 
     def _learn(self, plan: ClusterPlan) -> None:
+        if self._fresh and plan is self._known.plan:
+            return
         self._known = _Known(
             plan=plan,
             rows=prefix_rows(plan.prefixes, _own_mode(plan)),
@@ -173,6 +179,7 @@ class OtherNodes:
             port=0 if plan.tunnel is None else plan.tunnel.port,
             mtu_bytes=plan.pod_mtu_bytes,
         )
+        self._fresh = True
 
     def _port(self, own: NodePlan) -> int:
         return self._known.port or own.tunnel_port

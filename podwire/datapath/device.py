@@ -74,9 +74,9 @@ CONDEMNED_GROUP: Final = 0x70770002
 """Group of devices that wait for the reaper: one group delete waits for RCU once, not once per
 device.
 """
-_FIRST_INDEX: Final = 1 << 20
-"""Well above what the kernel hands out by itself, which counts up from 1."""
-_INDEX_PAIRS: Final = ((1 << 31) - _FIRST_INDEX) // 2 - 1
+FIRST_INDEX: Final = 1 << 20
+"""Pods' devices have numbers from here on: well above what the kernel hands out by itself, counting up from 1."""
+_INDEX_PAIRS: Final = ((1 << 31) - FIRST_INDEX) // 2 - 1
 _PLAN_TRIES: Final = 64
 _IPV6_MIN_MTU: Final = 1280
 """RFC 8200, section 5; below it the kernel switches IPv6 off on the device."""
@@ -148,7 +148,7 @@ def plan_device(
     """Choose indexes and MACs of a pair that does not exist yet; `mtu` in bytes."""
     for attempt in range(_PLAN_TRIES):
         # Both indexes differ: equal ones make the kernel report a pair's loss of carrier up to a second late.
-        host_index = _FIRST_INDEX + 2 * ((int(endpoint_id) + attempt * 7919) % _INDEX_PAIRS)
+        host_index = FIRST_INDEX + 2 * ((int(endpoint_id) + attempt * 7919) % _INDEX_PAIRS)
         if netlink.find(get_link(host_index)) is None:
             return Device(
                 kind=KIND,

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final, Self
 
-from podwire.datapath import abi, pod_net, policy_maps, routes, shaping, upgrade
+from podwire.datapath import abi, changes, pod_net, policy_maps, routes, shaping, upgrade
 from podwire.datapath import device as devices
 from podwire.datapath import inventory as inventories
 from podwire.datapath import maps as tables
@@ -48,6 +48,7 @@ from podwire.datapath.templates import OBJECT_SUFFIX, read_template
 from podwire.datapath.tunnel import TunnelPrograms
 from podwire.kernel.bpf_program import Packet
 from podwire.kernel.netlink import NetlinkSocket
+from podwire.kernel.netlink_events import NetlinkEvents
 from podwire.kernel.nft import Nftables
 from podwire.model.cluster import ClusterPlan, Prefix, Underlay
 from podwire.model.endpoint import Bandwidth, Device, EndpointRecord, IPAddress
@@ -356,6 +357,10 @@ class KernelDatapath:
     ) -> None:
         """Change single rows of the ipcache between two plans."""
         self._node.others.change_prefixes(put, remove)
+
+    def watch_links(self) -> NetlinkEvents:
+        """Listen for changes of links, addresses, routes and filters that call for another look."""
+        return changes.watch_links()
 
     @property
     def policy_fill(self) -> tuple[int, int]:

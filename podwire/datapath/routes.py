@@ -230,22 +230,42 @@ class RouteChanges:
     """Routes without our mark where one of ours was to be: left alone, and ours left out."""
 
 
-def ensure_node_routes(netlink: NetlinkSocket, wanted: Sequence[Route]) -> RouteChanges:
-    """Make our routes to other nodes be exactly `wanted`; what is missing is written before what is too much goes."""
+class RouteReader:
+    """Reads the main table again and again: what has not changed since the last time is not decoded again."""
+
+    def __init__(self, netlink: NetlinkSocket) -> None:
+        self._netlink = netlink
+        self._known: dict[bytes, Route] = {}
+
+    def read(self) -> list[Route]:
+        """Give the routes of both families."""
+        known, self._known = self._known, {}
+        for family in (AF_INET, AF_INET6):
+            for body in self._netlink.dump(list_routes(family, table=TABLE_MAIN)):
+                self._known[body] = known.get(body) or read_route(body)
+        return list(self._known.values())
+
+
+def ensure_node_routes(
+    netlink: NetlinkSocket, present: Iterable[Route], wanted: Sequence[Route]
+) -> RouteChanges:
+    """Make our routes to other nodes be exactly `wanted`; what is missing is written before what is too much goes.
+
+    `present`: the main table.
+    """
     by_destination = {route.destination: route for route in wanted}
     ours: dict[IPNetwork, Route] = {}
     surplus: list[Route] = []
     foreign: dict[IPNetwork, Route] = {}
-    for family in (AF_INET, AF_INET6):
-        for route in dump_routes(netlink, family, table=TABLE_MAIN):
-            want = by_destination.get(route.destination)
-            if is_to_node(route):
-                if want is not None and want.metric == route.metric:
-                    ours[route.destination] = route
-                else:
-                    surplus.append(route)
-            elif want is not None and _stands_in_the_way(route, want):
-                foreign[route.destination] = route
+    for route in present:
+        want = by_destination.get(route.destination)
+        if is_to_node(route):
+            if want is not None and want.metric == route.metric:
+                ours[route.destination] = route
+            else:
+                surplus.append(route)
+        elif want is not None and _stands_in_the_way(route, want):
+            foreign[route.destination] = route
     put = [
         route
         for destination, route in by_destination.items()

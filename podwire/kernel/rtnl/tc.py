@@ -30,6 +30,7 @@ RTM_NEWQDISC: Final = 36
 RTM_DELQDISC: Final = 37
 RTM_GETQDISC: Final = 38
 RTM_NEWTFILTER: Final = 44
+RTM_DELTFILTER: Final = 45
 RTM_GETTFILTER: Final = 46
 FROM_POD_HOOK: Final = 0xFFFFFFF2
 """Parent of filters for what the device receives: clsact's ingress (TC_H_CLSACT, TC_H_MIN_INGRESS).

@@ -1,0 +1,69 @@
+"""Which of the kernel's events are about the way to other nodes.
+
+Used by `datapath.node` to open `kernel.netlink_events.NetlinkEvents`. Pure. Invariant: what comes and goes with pods is
+never told (their devices have numbers that only they have), so that a busy node does not look at itself all the time;
+what is told may turn out to be nothing.
+"""
+
+import struct
+from typing import Final
+
+from podwire.datapath.device import FIRST_INDEX
+from podwire.kernel.netlink_events import (
+    GROUP_FILTER,
+    GROUP_IPV4_ADDRESS,
+    GROUP_IPV4_ROUTE,
+    GROUP_IPV6_ADDRESS,
+    GROUP_IPV6_ROUTE,
+    GROUP_LINK,
+    NetlinkEvents,
+)
+from podwire.kernel.rtnl.link import RTM_DELLINK, RTM_NEWLINK
+from podwire.kernel.rtnl.route import (
+    RTM_DELADDR,
+    RTM_DELROUTE,
+    RTM_NEWADDR,
+    RTM_NEWROUTE,
+    TABLE_MAIN,
+    read_route,
+)
+from podwire.kernel.rtnl.tc import RTM_DELQDISC, RTM_DELTFILTER, RTM_NEWTFILTER
+from podwire.model.ids import ROUTE_PROTOCOL
+
+_GROUPS: Final = (
+    GROUP_LINK
+    | GROUP_FILTER
+    | GROUP_IPV4_ADDRESS
+    | GROUP_IPV4_ROUTE
+    | GROUP_IPV6_ADDRESS
+    | GROUP_IPV6_ROUTE
+)
+_ABOUT_A_LINK: Final = frozenset(
+    {RTM_NEWLINK, RTM_DELLINK, RTM_NEWTFILTER, RTM_DELTFILTER, RTM_DELQDISC}
+)
+_LINK_INDEX: Final = struct.Struct("=4xi")
+"""Common to ifinfomsg, ifaddrmsg and tcmsg: the index stands behind four bytes."""
+
+
+def watch_links() -> NetlinkEvents:
+    """Listen for changes of what a plan for other nodes needs or makes, in the calling thread's namespace."""
+    return NetlinkEvents(_GROUPS, matters)
+
+
+def matters(kind: int, body: bytes) -> bool:
+    """Tell whether a message may be about the way to other nodes."""
+    if kind in _ABOUT_A_LINK or kind in (RTM_NEWADDR, RTM_DELADDR):
+        return len(body) >= _LINK_INDEX.size and _LINK_INDEX.unpack_from(body)[0] < FIRST_INDEX
+    if kind in (RTM_NEWROUTE, RTM_DELROUTE):
+        return _route_matters(kind, body)
+    return False
+
+
+def _route_matters(kind: int, body: bytes) -> bool:
+    """Default routes choose the underlay; of ours, only that one goes is news."""
+    route = read_route(body)
+    if route.table != TABLE_MAIN or route.index >= FIRST_INDEX:
+        return False
+    if route.destination.prefixlen == 0:
+        return True
+    return kind == RTM_DELROUTE and route.protocol == ROUTE_PROTOCOL

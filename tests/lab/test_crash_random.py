@@ -151,8 +151,9 @@ def run_burst(world: World, *, kill: bool) -> None:
         world.rig.kill()
         world.note("kill -9")
         world.rig.start()
-    for name, process in processes.items():
-        world.finish(commands[name], name, process)
+    # An ADD of the burst may have got what a DEL of it gave back: the model hears of the DELs first.
+    for name in sorted(processes, key=lambda name: commands[name] != "DEL"):
+        world.finish(commands[name], name, processes[name])
 
 
 def kill(world: World) -> None:

@@ -16,8 +16,9 @@ from typing import Any, Final
 
 import msgspec
 
-from podwire.model.errors import Conflict, InvalidRequest, NotFound, StorageFailure, Unavailable
+from podwire.model.errors import Conflict, NotFound, StorageFailure, Unavailable
 from podwire.model.store import ObjectKey, OpenWaker, StoredObject
+from podwire.store.documents import encode_document
 from podwire.store.sqlite_file import open_file
 from podwire.store.sqlite_watch import SqliteWatch, ThreadWaker
 
@@ -25,14 +26,11 @@ CHANGES_KEPT: Final = 20_000
 """Changes that the log holds. A watch lags by milliseconds; one that lags by more than this lists again."""
 BUSY_TIMEOUT_S: Final = 10.0
 """How long a write waits for those of other processes; one takes milliseconds."""
-DOCUMENT_MAX_BYTES: Final = 1 << 20
-"""As JSON. Other back ends allow no more."""
 
 _READ = "SELECT kind, namespace, name, uid, created, revision, document FROM object"
 _ONE = "kind = ? AND namespace = ? AND name = ?"
 _LOG = "INSERT INTO change VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
-_encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 Row = tuple[str, str, str, str, str, int, bytes]
@@ -96,7 +94,7 @@ class SqliteStore:
 
     def create(self, new: StoredObject) -> StoredObject:
         """Write an object that must not exist (else Conflict); gives it with uid, revision and time."""
-        document = _encode_document(new)
+        document = encode_document(new)
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._now()))
         with self._changing("write") as connection:
             if (found := self._find(connection, new.key)) is not None:
@@ -112,7 +110,7 @@ class SqliteStore:
 
     def update(self, new: StoredObject) -> StoredObject:
         """Replace an object whose revision must still be `new.revision` (else Conflict; NotFound)."""
-        document = _encode_document(new)
+        document = encode_document(new)
         with self._changing("write") as connection:
             found = self._expect(connection, "update", new.key, new.revision, new.uid)
             revision = _next_revision(connection)
@@ -269,18 +267,3 @@ def _next_revision(connection: sqlite3.Connection) -> int:
         "UPDATE state SET revision = revision + 1 RETURNING revision"
     ).fetchall()
     return int(revision)
-
-
-def _encode_document(new: StoredObject) -> bytes:
-    if not new.key.kind or not new.key.name:
-        raise InvalidRequest(f"write {new.key}: an object has a kind and a name")
-    try:
-        encoded = _encode(new.document)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"write {new.key}: its document is no JSON: {error}") from error
-    if len(encoded) > DOCUMENT_MAX_BYTES:
-        raise InvalidRequest(
-            f"write {new.key}: it takes {len(encoded)} bytes; at most {DOCUMENT_MAX_BYTES} are allowed",
-            hint="split it into several objects",
-        )
-    return encoded

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from podwire.kernel.inotify import FileWaker
 from podwire.model.errors import Conflict, InvalidRequest, NotFound, PodwireError
 from podwire.model.store import Compacted, ObjectKey, Store, StoredObject, StoreEvent, Watch
-from podwire.store.sqlite import DOCUMENT_MAX_BYTES, SqliteStore
+from podwire.store.documents import DOCUMENT_MAX_BYTES
+from podwire.store.sqlite import SqliteStore
 
 Open = Callable[[Path], Store]
 

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,7 +41,8 @@ class SqliteStore:
     """Objects in a file at `path`.
 
     `open_waker` opens what wakes a watch when another process has written; by default it looks each second. `create`
-    false: a file that is missing is a StorageFailure. `now` gives Unix time in seconds.
+    false: a file that is missing is a StorageFailure. `open_timeout_s`: how long opening waits for others (None: as
+    long as a write). `now` gives Unix time in seconds.
     """
 
     def __init__(
@@ -52,8 +54,11 @@ class SqliteStore:
         now: Callable[[], float] = time.time,
         changes_kept: int = CHANGES_KEPT,
         busy_timeout_s: float = BUSY_TIMEOUT_S,
+        open_timeout_s: float | None = None,
     ) -> None:
-        self._file = open_file(path, busy_timeout_s=busy_timeout_s, create=create)
+        wait_s = busy_timeout_s if open_timeout_s is None else open_timeout_s
+        opened_file = open_file(path, busy_timeout_s=wait_s, create=create)
+        self._file = replace(opened_file, busy_timeout_s=busy_timeout_s)
         self._open_waker = open_waker
         self._now = now
         self._changes_kept = changes_kept

@@ -221,6 +221,7 @@ def test_a_memory_that_cannot_be_read_is_none(
 def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[sqlite3.Connection]:
     monkeypatch.setattr(SqliteStore.__init__, "__kwdefaults__", _hasty())
     monkeypatch.setattr(late, "TRY_AGAIN_S", 0.0)
+    monkeypatch.setattr("podwire.store.open.PATIENT_S", 0.05)
     with closing(SqliteStore(tmp_path / "store.db")) as store:
         store.create(make("a"))
     with closing(sqlite3.connect(tmp_path / "store.db", isolation_level=None)) as shell:

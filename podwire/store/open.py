@@ -9,6 +9,8 @@ from typing import Final
 
 from podwire.model.errors import InvalidConfiguration, Unavailable
 from podwire.model.store import OpenWaker, Store
+from podwire.store.etcd.access import SCHEME as ETCD
+from podwire.store.etcd.access import StoreAccess, parse_endpoints
 from podwire.store.late import LateStore
 from podwire.store.sqlite import SqliteStore
 from podwire.store.sqlite_watch import ThreadWaker
@@ -16,6 +18,7 @@ from podwire.store.sqlite_watch import ThreadWaker
 SQLITE: Final = "sqlite://"
 PATIENT_S: Final = 3.0
 """How long one try to open may take when another one follows: an agent's pods wait for it."""
+__all__ = ["ETCD", "SQLITE", "StoreAccess", "open_store"]
 
 
 def open_store(
@@ -23,18 +26,25 @@ def open_store(
     *,
     open_waker: OpenWaker = ThreadWaker,
     create: bool = True,
+    access: StoreAccess | None = None,
     patient: bool = False,
 ) -> Store:
-    """Open `sqlite:///PATH`. `create`: make it when it is missing, else StorageFailure.
+    """Open `sqlite:///PATH` or `etcd://HOST:PORT[,HOST:PORT]`. `create`: make what is missing, else StorageFailure.
 
-    With `patient` a file that is locked is opened later, and each call until then raises Unavailable. Raises
-    InvalidConfiguration for what is no such URL; StorageFailure, NewerData; Unavailable unless `patient`.
+    `open_waker` is for a file, `access` for etcd. An etcd that does not answer is opened too: its calls raise
+    Unavailable until it does; with `patient` so is a file that is locked. Raises InvalidConfiguration for what is no
+    such URL and for credentials that are refused; StorageFailure, NewerData; for a file Unavailable unless `patient`.
     """
+    if url.startswith(ETCD):
+        # Here, as it takes 0.1 s: most commands and many agents have no etcd.
+        from podwire.store.etcd.store import EtcdStore  # noqa: PLC0415
+
+        return EtcdStore(parse_endpoints(url), access, create=create)
     path = url.removeprefix(SQLITE)
     if not url.startswith(SQLITE) or not path.startswith("/") or path.endswith("/"):
         raise InvalidConfiguration(
             f"open store {url!r}: this is no store that this podwire knows",
-            hint=f"write {SQLITE}/PATH, the absolute path of a file",
+            hint=f"write {SQLITE}/PATH, the absolute path of a file, or {ETCD}HOST:PORT",
         )
     return _open_file(Path(path), open_waker, create=create, patient=patient)
 

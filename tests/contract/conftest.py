@@ -1,10 +1,13 @@
-"""Fixtures of the launcher's contract."""
+"""Fixtures of the contracts of the launcher and of the store."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from podwire.model import wire
+from tests.contract.etcd_rig import ENDPOINT_VARIABLE, MISSING, Etcd, is_installed
 from tests.contract.launcher_clients import CLIENTS, LAUNCHER, Run, build_launcher
 
 
@@ -28,3 +31,27 @@ def socket_path(tmp_path: Path) -> Path:
     path = tmp_path / "cni.sock"
     assert len(str(path)) <= wire.SOCKET_PATH_MAX_BYTES
     return path
+
+
+@pytest.fixture(scope="session")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    """An etcd for all tests that leave it running."""
+    if not is_installed():
+        pytest.skip(MISSING)
+    server = Etcd(tmp_path_factory.mktemp("etcd"))
+    server.start()
+    os.environ[ENDPOINT_VARIABLE] = server.endpoint
+    yield server
+    del os.environ[ENDPOINT_VARIABLE]
+    server.stop()
+
+
+@pytest.fixture
+def own_etcd(tmp_path: Path) -> Iterator[Etcd]:
+    """An etcd that the test may kill."""
+    if not is_installed():
+        pytest.skip(MISSING)
+    server = Etcd(tmp_path)
+    server.start()
+    yield server
+    server.stop()

@@ -3,6 +3,7 @@
 A back end is a function that opens the store of a directory; each case runs with all of them.
 """
 
+import os
 import signal
 import subprocess
 import sys
@@ -20,21 +21,37 @@ from podwire.kernel.inotify import FileWaker
 from podwire.model.errors import Conflict, InvalidRequest, NotFound, PodwireError
 from podwire.model.store import Compacted, ObjectKey, Store, StoredObject, StoreEvent, Watch
 from podwire.store.documents import DOCUMENT_MAX_BYTES
+from podwire.store.etcd.store import EtcdStore
 from podwire.store.sqlite import SqliteStore
+from tests.contract.etcd_rig import ENDPOINT_VARIABLE
 
 Open = Callable[[Path], Store]
 
 BACK_ENDS: dict[str, Open] = {
     "sqlite": lambda directory: SqliteStore(directory / "store.db"),
     "sqlite-inotify": lambda directory: SqliteStore(directory / "store.db", open_waker=FileWaker),
+    "etcd": lambda _directory: EtcdStore([os.environ[ENDPOINT_VARIABLE]]),
 }
 DEADLINE_S = 20.0
 
 
 @pytest.fixture(params=BACK_ENDS)
-def open_again(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Store]:
+def back_end(request: pytest.FixtureRequest) -> str:
+    """Give the name of a back end that is ready and empty."""
+    if request.param == "etcd":
+        request.getfixturevalue("etcd").wipe()
+    return str(request.param)
+
+
+@pytest.fixture
+def open_again(back_end: str, tmp_path: Path) -> Callable[[], Store]:
     """Open the same store once more."""
-    return lambda: BACK_ENDS[request.param](tmp_path)
+    return lambda: BACK_ENDS[back_end](tmp_path)
+
+
+def now_at(store: Store) -> int:
+    """Give the revision that the store is at."""
+    return store.list("nothing")[1]
 
 
 @pytest.fixture
@@ -62,6 +79,13 @@ def take(watch: Watch, count: int) -> list[StoreEvent]:
     return found
 
 
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds, or fail."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+
+
 def seen(events: Sequence[StoreEvent]) -> list[tuple[str, bool]]:
     return [(event.object.key.name, event.deleted) for event in events]
 
@@ -72,7 +96,7 @@ def seen(events: Sequence[StoreEvent]) -> list[tuple[str, bool]]:
 def test_what_is_created_can_be_read(store: Store) -> None:
     made = store.create(make("a", {"nested": [1, 2.5, "ü", None, True]}))
     assert made.uid
-    assert made.revision == 1
+    assert made.revision == now_at(store)
     assert made.created.endswith("Z")
     assert store.get(key("a")) == made
     assert made.document == {"spec": {"v": {"nested": [1, 2.5, "ü", None, True]}}}
@@ -90,16 +114,18 @@ def test_a_name_is_given_once(store: Store) -> None:
     with pytest.raises(Conflict, match="create networkpolicies default/a: it exists"):
         store.create(make("a", 2))
     assert store.get(key("a")) == first
-    assert store.list("networkpolicies") == ([first], 1)
+    assert store.list("networkpolicies") == ([first], first.revision)
 
 
-def test_every_change_has_the_next_revision_of_the_whole_store(store: Store) -> None:
+def test_each_change_makes_the_revision_of_the_whole_store_grow(store: Store) -> None:
+    seen_at = [now_at(store)]
     first = store.create(make("a"))
     second = store.create(make("b", kind="workloads", namespace=""))
     third = store.update(make("a", 1, revision=first.revision))
+    seen_at += [first.revision, second.revision, third.revision]
     store.delete(second.key)
-    assert (first.revision, second.revision, third.revision) == (1, 2, 3)
-    assert store.list("networkpolicies")[1] == 4
+    seen_at.append(now_at(store))
+    assert seen_at == sorted(set(seen_at))
 
 
 def test_an_update_keeps_uid_and_time(store: Store) -> None:
@@ -113,15 +139,17 @@ def test_an_update_keeps_uid_and_time(store: Store) -> None:
 def test_an_update_of_an_older_revision_changes_nothing(store: Store) -> None:
     made = store.create(make("a", 1))
     changed = store.update(make("a", 2, revision=made.revision))
-    with pytest.raises(Conflict, match="its revision is 2, no longer 1"):
+    message = f"its revision is {changed.revision}, no longer {made.revision}"
+    with pytest.raises(Conflict, match=message):
         store.update(make("a", 3, revision=made.revision))
     assert store.get(key("a")) == changed
 
 
 def test_an_update_of_nothing_is_not_found(store: Store) -> None:
+    before = now_at(store)
     with pytest.raises(NotFound):
         store.update(make("a", revision=1))
-    assert store.list("networkpolicies") == ([], 0)
+    assert store.list("networkpolicies") == ([], before)
 
 
 def test_a_successor_of_the_same_name_is_another_object(store: Store) -> None:
@@ -157,15 +185,15 @@ def test_a_delete_under_an_older_revision_deletes_nothing(store: Store) -> None:
 def test_lists_are_of_a_kind_or_a_namespace_in_order(store: Store) -> None:
     for namespace, name in [("b", "z"), ("a", "y"), ("b", "x"), ("a-b", "x"), ("a", "Y")]:
         store.create(make(name, namespace=namespace))
-    store.create(make("w", namespace="", kind="workloads"))
+    last = store.create(make("w", namespace="", kind="workloads"))
     found, revision = store.list("networkpolicies")
     names = [(one.key.namespace, one.key.name) for one in found]
     assert names == sorted(names)
     assert len(names) == 5
-    assert revision == 6
+    assert revision == last.revision
     assert [one.key.name for one in store.list("networkpolicies", "b")[0]] == ["x", "z"]
     assert [one.key.name for one in store.list("workloads", "")[0]] == ["w"]
-    assert store.list("identities") == ([], 6)
+    assert store.list("identities") == ([], revision)
 
 
 @pytest.mark.parametrize(
@@ -179,9 +207,10 @@ def test_lists_are_of_a_kind_or_a_namespace_in_order(store: Store) -> None:
     ids=["no name", "no kind", "no JSON", "too large"],
 )
 def test_what_cannot_be_kept_is_refused(store: Store, new: StoredObject, message: str) -> None:
+    before = now_at(store)
     with pytest.raises(InvalidRequest, match=message):
         store.create(new)
-    assert store.list("networkpolicies")[1] == 0
+    assert now_at(store) == before
 
 
 def test_texts_of_any_kind_are_only_texts(store: Store) -> None:
@@ -203,17 +232,20 @@ def test_what_is_read_can_be_changed_by_its_reader_alone(store: Store) -> None:
 
 
 def test_a_watch_gives_each_change_once_and_in_order(store: Store) -> None:
+    before = now_at(store)
     first = store.create(make("a", 1))
-    with store.watch(0) as watch:
-        second = store.update(make("a", 2, revision=1))
+    with store.watch(before) as watch:
+        second = store.update(make("a", 2, revision=first.revision))
         store.delete(key("a"))
+        deleted_at = now_at(store)
         third = store.create(make("a", 3))
         events = take(watch, 4)
-        assert [event.revision for event in events] == [1, 2, 3, 4]
+        revisions = [first.revision, second.revision, deleted_at, third.revision]
+        assert [event.revision for event in events] == revisions
         assert [event.object for event in events] == [first, second, second, third]
         assert [event.deleted for event in events] == [False, False, True, False]
         assert watch.next(0) == ()
-        assert watch.revision == 4
+        assert watch.revision == third.revision
 
 
 def test_a_watch_begins_after_the_revision_of_a_list(store: Store) -> None:
@@ -226,8 +258,9 @@ def test_a_watch_begins_after_the_revision_of_a_list(store: Store) -> None:
 
 
 def test_a_watch_goes_on_where_another_ended(store: Store) -> None:
+    before = now_at(store)
     store.create(make("a"))
-    with store.watch(0) as watch:
+    with store.watch(before) as watch:
         take(watch, 1)
         revision = watch.revision
     store.create(make("b"))
@@ -236,27 +269,29 @@ def test_a_watch_goes_on_where_another_ended(store: Store) -> None:
 
 
 def test_a_watch_of_kinds_sees_no_other_kind_and_does_not_fall_behind(store: Store) -> None:
-    with store.watch(0, ["workloads", "namespaces"]) as watch:
+    with store.watch(now_at(store), ["workloads", "namespaces"]) as watch:
         store.create(make("a"))
         store.create(make("w", kind="workloads"))
         store.create(make("n", kind="namespaces"))
-        store.create(make("i", kind="identities"))
+        last = store.create(make("o", kind="nodes"))
         assert seen(take(watch, 2)) == [("w", False), ("n", False)]
-        assert not watch.next(0)
-        assert watch.revision == 4
+        until(lambda: not watch.next(0.1) and watch.revision == last.revision)
 
 
 def test_a_long_log_comes_in_parts(store: Store) -> None:
     with store.together():
-        for number in range(1, 2101):
-            store.create(make(f"a{number}"))
-    with store.watch(5) as watch:
-        events = take(watch, 2095)
-    assert [event.revision for event in events] == list(range(6, 2101))
+        first = store.create(make("a1"))
+    with store.together():
+        made = [store.create(make(f"a{number}")) for number in range(2, 2101)]
+    with store.watch(first.revision) as watch:
+        events = take(watch, 2099)
+    assert [event.object for event in events] == made
+    revisions = [event.revision for event in events]
+    assert revisions == sorted(revisions)
 
 
 def test_a_waiting_watch_wakes_at_once_for_a_write_of_its_own_process(store: Store) -> None:
-    with store.watch(0) as watch, ThreadPoolExecutor(1) as threads:
+    with store.watch(now_at(store)) as watch, ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(_time_event, watch)
         written_s = time.monotonic()
         store.create(make("a"))
@@ -273,7 +308,7 @@ def test_a_watch_sees_what_another_opener_writes(
 ) -> None:
     other = open_again()
     try:
-        with store.watch(0) as watch:
+        with store.watch(now_at(store)) as watch:
             assert not watch.next(0)
             other.create(make("a"))
             assert seen(take(watch, 1)) == [("a", False)]
@@ -282,7 +317,7 @@ def test_a_watch_sees_what_another_opener_writes(
 
 
 def test_a_closed_watch_gives_nothing_and_lets_its_reader_go(store: Store) -> None:
-    watch = store.watch(0)
+    watch = store.watch(now_at(store))
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(watch.next, 600.0)
         watch.close()
@@ -294,7 +329,7 @@ def test_a_closed_watch_gives_nothing_and_lets_its_reader_go(store: Store) -> No
 
 def test_closing_the_store_closes_its_watches(open_again: Callable[[], Store]) -> None:
     store = open_again()
-    watch = store.watch(0)
+    watch = store.watch(now_at(store))
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(watch.next, 600.0)
         store.close()
@@ -302,9 +337,12 @@ def test_closing_the_store_closes_its_watches(open_again: Callable[[], Store]) -
 
 
 def test_a_revision_that_the_store_never_had_is_compacted(store: Store) -> None:
-    store.create(make("a"))
-    with store.watch(2) as watch, pytest.raises(Compacted, match="after revision 2") as caught:
-        watch.next(0)
+    revision = store.create(make("a")).revision + 1
+    with (
+        store.watch(revision) as watch,
+        pytest.raises(Compacted, match=f"after revision {revision}") as caught,
+    ):
+        watch.next(DEADLINE_S)
     assert caught.value.retryable
 
 
@@ -349,7 +387,6 @@ def test_twenty_threads_lose_no_count(store: Store) -> None:
     found = store.get(key("counter"))
     assert found is not None
     assert found.document == {"spec": {"v": 200}}
-    assert found.revision == 201
 
 
 def test_a_watch_misses_nothing_of_twenty_threads(store: Store) -> None:
@@ -359,12 +396,13 @@ def test_a_watch_misses_nothing_of_twenty_threads(store: Store) -> None:
             if step % 2:
                 store.delete(made.key)
 
-    with store.watch(0) as watch, ThreadPoolExecutor(20) as threads:
+    with store.watch(now_at(store)) as watch, ThreadPoolExecutor(20) as threads:
         writers = [threads.submit(write, number) for number in range(20)]
         events = take(watch, 300)
         for one in writers:
             one.result()
-    assert [event.revision for event in events] == list(range(1, 301))
+    revisions = [event.revision for event in events]
+    assert revisions == sorted(set(revisions))
     left = {event.object.key for event in events if not event.deleted} - {
         event.object.key for event in events if event.deleted
     }
@@ -373,7 +411,7 @@ def test_a_watch_misses_nothing_of_twenty_threads(store: Store) -> None:
 
 def test_a_reader_never_sees_half_of_a_list(store: Store) -> None:
     """Writers keep two objects equal in number; a list at one revision shows their sum of changes."""
-    store.create(make("a"))
+    before = store.create(make("a")).revision
     stop = threading.Event()
 
     def write() -> None:
@@ -388,7 +426,7 @@ def test_a_reader_never_sees_half_of_a_list(store: Store) -> None:
         try:
             for _ in range(200):
                 found, revision = store.list("networkpolicies")
-                expected = [["a"], ["a", "b"], ["a", "b", "c"], ["a", "c"]][(revision - 1) % 4]
+                expected = [["a"], ["a", "b"], ["a", "b", "c"], ["a", "c"]][(revision - before) % 4]
                 assert [one.key.name for one in found] == expected
         finally:
             stop.set()
@@ -411,10 +449,13 @@ STEPS = st.lists(
 )
 @given(steps=STEPS)
 def test_any_sequence_of_writes_agrees_with_a_dictionary(
-    steps: list[tuple[str, str, bool]], tmp_path_factory: pytest.TempPathFactory
+    back_end: str, steps: list[tuple[str, str, bool]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    store = BACK_ENDS["sqlite"](tmp_path_factory.mktemp("model"))
+    store = BACK_ENDS[back_end](tmp_path_factory.mktemp("model"))
     try:
+        for one in store.list("networkpolicies")[0]:
+            store.delete(one.key)
+        before = now_at(store)
         known: dict[str, StoredObject] = {}
         changes = 0
         for number, (verb, name, stale) in enumerate(steps):
@@ -429,8 +470,8 @@ def test_any_sequence_of_writes_agrees_with_a_dictionary(
                 known[name] = result
         found, revision = store.list("networkpolicies")
         assert [known[name] for name in sorted(known)] == list(found)
-        assert revision == changes
-        with store.watch(0) as watch:
+        assert revision == before + changes, "nobody else writes"
+        with store.watch(before) as watch:
             replayed: dict[str, StoredObject] = {}
             for event in take(watch, changes):
                 replayed.pop(event.object.key.name, None)
@@ -462,14 +503,15 @@ def test_what_was_written_is_there_after_opening_again(open_again: Callable[[], 
     first = open_again()
     made = first.create(make("a", 1))
     first.delete(first.create(make("b")).key)
+    last = now_at(first)
     first.close()
     second = open_again()
     try:
         assert second.get(key("a")) == made
-        assert second.list("networkpolicies")[1] == 3
-        with second.watch(1) as watch:
+        assert now_at(second) == last
+        with second.watch(made.revision) as watch:
             assert seen(take(watch, 2)) == [("b", False), ("b", True)]
-        assert second.create(make("c")).revision == 4
+        assert second.create(make("c")).revision > last
     finally:
         second.close()
 
@@ -487,13 +529,13 @@ store.close()
 
 
 def test_processes_that_write_at_once_lose_no_count(
-    request: pytest.FixtureRequest, store: Store, tmp_path: Path
+    back_end: str, store: Store, tmp_path: Path
 ) -> None:
+    before = now_at(store)
     store.create(make("counter"))
-    name = request.node.callspec.params["open_again"]
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", PROCESS, name, str(tmp_path), "10", str(number)],
+            [sys.executable, "-c", PROCESS, back_end, str(tmp_path), "10", str(number)],
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -510,8 +552,9 @@ def test_processes_that_write_at_once_lose_no_count(
     found = store.get(key("counter"))
     assert found is not None
     assert found.document == {"spec": {"v": 200}}
-    with store.watch(0) as watch:
-        assert [event.revision for event in take(watch, 221)] == list(range(1, 222))
+    with store.watch(before) as watch:
+        revisions = [event.revision for event in take(watch, 221)]
+    assert revisions == sorted(set(revisions))
 
 
 WRITER = """
@@ -531,14 +574,14 @@ while True:
 
 
 def test_a_killed_writer_loses_nothing_that_was_acknowledged(
-    request: pytest.FixtureRequest, store: Store, tmp_path: Path, full: bool
+    back_end: str, store: Store, tmp_path: Path, full: bool
 ) -> None:
-    name = request.node.callspec.params["open_again"]
+    before = now_at(store)
     kept: set[int] = set()
     number = 0
     for round_number in range(20 if full else 4):
         child = subprocess.Popen(
-            [sys.executable, "-c", WRITER, name, str(tmp_path), str(number)],
+            [sys.executable, "-c", WRITER, back_end, str(tmp_path), str(number)],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -558,8 +601,9 @@ def test_a_killed_writer_loses_nothing_that_was_acknowledged(
         assert all(missing % 3 == 0 for missing in kept - names)
         kept &= names
     found, revision = store.list("networkpolicies")
-    with store.watch(0) as watch:
-        events = take(watch, revision)
-    assert [event.revision for event in events] == list(range(1, revision + 1))
-    assert store.create(make("after")).revision == revision + 1
+    with store.watch(before) as watch:
+        events = take(watch, revision - before)
+    revisions = [event.revision for event in events]
+    assert revisions == list(range(before + 1, revision + 1)), "nobody else writes"
+    assert store.create(make("after")).revision > revision
     assert len(found) >= len(kept)

@@ -2,8 +2,9 @@
 
 Back ends live in `podwire.store`; one contract suite (tests/contract/test_store_contract.py) holds for all of them.
 Synchronous: callers that must not wait use a thread. Errors: Conflict (exists, or another revision), NotFound,
-Unavailable (the store is away; nothing was written), StorageFailure (disk full or damaged; nothing was written),
-NewerData, InvalidRequest. Invariant: every change has a revision of its own, one more than that of the change before.
+Unavailable (the store is away; when it went away during a write, that may have been done: read before you repeat it),
+StorageFailure (disk full or damaged; nothing was written), NewerData, InvalidRequest, InvalidConfiguration (refused
+credentials). Invariant: revisions grow with each change; two changes may share one only when they were written together.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -126,8 +127,10 @@ class Store(Protocol):
         ...
 
     def together(self) -> AbstractContextManager[None]:
-        """Let the writes of this thread in the block take effect together at its end, where the back end can, and none
-        when the block raises. Reads in the block see what was there before. Others may have to wait: be quick."""
+        """Let the writes of this thread in the block take effect together at its end, where the back end can (etcd: 128
+        at a time), and none when the block raises. Reads in the block see what was there before, each object is written
+        once, and what the writes give may have its revision only after the block. Conflict may come at its end. Others
+        may have to wait: be quick."""
         ...
 
     def watch(self, after_revision: int, kinds: Sequence[str] = ()) -> Watch:

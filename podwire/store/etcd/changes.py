@@ -1,0 +1,152 @@
+"""Writes of objects: each a condition and an operation, committed alone or together in one transaction.
+
+Used by `store.etcd.store`. Must never write what its condition does not hold for. Invariant: a write whose answer was
+lost and that is sent again is known by the mark in its value: it is neither done twice nor taken for another's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from podwire.model.errors import Conflict, NotFound, PodwireError, StorageFailure
+from podwire.model.store import ObjectKey, StoredObject
+from podwire.store.etcd import wire
+from podwire.store.etcd.cluster import Cluster
+from podwire.store.etcd.keys import decode_object, decode_value, object_key
+from podwire.store.etcd.wire import Body, KeyValue
+
+PART_MAX: Final = 128
+"""Operations of one transaction: etcd's own limit, `--max-txn-ops`."""
+PART_MAX_BYTES: Final = 1_200_000
+"""Of values in one transaction: etcd's limit is 1.5 MiB a request, keys and conditions included."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One write. `made` gets its revision when it is committed; `expected` is what the key must be at, 0: not there."""
+
+    verb: str
+    made: StoredObject
+    expected: int
+    value: bytes = b""
+    """Empty: the key is removed."""
+    mark: str = ""
+
+    @property
+    def key(self) -> bytes:
+        """The key of etcd."""
+        return object_key(self.made.key)
+
+    def operation(self) -> Body:
+        """Write what is done."""
+        return wire.put(self.key, self.value) if self.value else wire.delete(self.key)
+
+    def is_done(self, found: KeyValue | None) -> bool:
+        """Tell whether what is there now is what this write left."""
+        if found is None or not self.value:
+            return found is None and not self.value
+        try:
+            return decode_value(found).mark == self.mark
+        except StorageFailure:
+            return False
+
+    def settle(self, revision: int) -> None:
+        """Note the revision in what the caller holds. Deleted objects keep that of their last change."""
+        if self.value:
+            msgspec.structs.force_setattr(self.made, "revision", revision)
+
+    def explain(self, found: KeyValue | None) -> PodwireError | None:
+        """Say why the condition does not hold; None when it does."""
+        revision = 0 if found is None else found.mod_revision
+        if revision == self.expected:
+            return None
+        if found is None:
+            return none_there(self.verb, self.made.key)
+        if not self.expected:
+            return exists(self.made.key, revision)
+        return changed(self.verb, self.made.key, revision, self.expected)
+
+
+Changes = list[Change]
+
+
+def none_there(verb: str, key: ObjectKey) -> NotFound:
+    """Make the error of a write to what does not exist."""
+    return NotFound(f"{verb} {key}: there is none", hint=f"see podwire get {key.kind}")
+
+
+def exists(key: ObjectKey, revision: int) -> Conflict:
+    """Make the error of creating what exists."""
+    at = f", at revision {revision}" if revision else ""
+    return Conflict(f"create {key}: it exists{at}", hint="update it, or delete it first")
+
+
+def changed(verb: str, key: ObjectKey, revision: int, expected: int) -> Conflict:
+    """Make the error of a revision that is no longer."""
+    return Conflict(
+        f"{verb} {key}: its revision is {revision}, no longer {expected}",
+        hint="somebody else has changed it: read it again and repeat",
+    )
+
+
+def check_found(
+    verb: str, key: ObjectKey, found: KeyValue | None, revision: int | None, uid: str
+) -> StoredObject:
+    """Give what is to be changed, if it still is what the caller has seen. NotFound, Conflict."""
+    if found is None:
+        raise none_there(verb, key)
+    old = decode_object(found)
+    if uid and old.uid != uid:
+        raise Conflict(
+            f"{verb} {key}: it was deleted and made anew", hint="read it again and repeat"
+        )
+    if revision is not None and old.revision != revision:
+        raise changed(verb, key, old.revision, revision)
+    return old
+
+
+async def commit(cluster: Cluster, changes: Sequence[Change]) -> None:
+    """Do changes in transactions of as many as etcd takes; each is done whole or not at all."""
+    done = 0
+    for part in _split(changes):
+        try:
+            await _commit_part(cluster, part)
+        except PodwireError as error:
+            if done:
+                error.hint = f"{done} of {len(changes)} writes were done before; {error.hint}"
+            raise
+        done += len(part)
+
+
+async def _commit_part(cluster: Cluster, part: Sequence[Change]) -> None:
+    answer, is_doubtful = await cluster.transact(
+        [wire.equal(one.key, one.expected) for one in part],
+        [one.operation() for one in part],
+        [wire.read(one.key) for one in part],
+    )
+    if answer.succeeded:
+        for one in part:
+            one.settle(answer.header.revision)
+        return
+    found = answer.values()
+    if is_doubtful and all(one.is_done(now) for one, now in zip(part, found, strict=True)):
+        for one, now in zip(part, found, strict=True):
+            one.settle(now.mod_revision if now else 0)
+        return
+    for one, now in zip(part, found, strict=True):
+        if (error := one.explain(now)) is not None:
+            raise error
+
+
+def _split(changes: Sequence[Change]) -> list[list[Change]]:
+    parts: list[list[Change]] = []
+    size = 0
+    for one in changes:
+        size += len(one.value)
+        if not parts or len(parts[-1]) == PART_MAX or size > PART_MAX_BYTES:
+            parts.append([])
+            size = len(one.value)
+        parts[-1].append(one)
+    return parts

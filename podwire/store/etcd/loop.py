@@ -1,0 +1,60 @@
+"""A thread with an event loop, for the connections to etcd.
+
+Made by `store.etcd.cluster`. Callers of the store are synchronous and wait here. Must never run anything that waits
+for the caller's thread. Invariant: after `close` nothing runs on it any more.
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from podwire.model.errors import Unavailable
+
+_T = TypeVar("_T")
+
+
+class LoopThread:
+    """Runs coroutines for other threads."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Wait for a coroutine; Unavailable when the loop is closed."""
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise Unavailable("use store: it is closed")
+            future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """End what runs and the thread; the second time do nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+            left = asyncio.all_tasks(self.loop)
+            for task in left:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        finally:
+            self.loop.close()

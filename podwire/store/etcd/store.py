@@ -1,0 +1,185 @@
+"""The store in etcd: objects as keys, compare-and-swap by their revisions.
+
+Opened by `store.open`. Implements `model.store.Store`; callers wait on their own threads for one loop that has the
+connections. Must never write without a condition. Invariant: the revision of an object is that of its key in etcd.
+"""
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import msgspec
+
+from podwire.model.errors import Conflict, PodwireError, Unavailable
+from podwire.model.store import ObjectKey, StoredObject
+from podwire.store.documents import encode_document
+from podwire.store.etcd.access import StoreAccess, check_access
+from podwire.store.etcd.changes import Change, Changes, check_found, commit, exists
+from podwire.store.etcd.cluster import Cluster
+from podwire.store.etcd.gateway import DEADLINE_S
+from podwire.store.etcd.keys import (
+    Value,
+    decode_object,
+    encode_value,
+    kind_prefix,
+    namespace_prefix,
+    object_key,
+)
+from podwire.store.etcd.watch import IDLE_S, EtcdWatch
+from podwire.store.etcd.wire import KeyValue, prefix_end
+
+DELETE_ATTEMPTS: Final = 20
+"""How often an object is deleted whatever its revision, because others change it meanwhile."""
+
+
+class EtcdStore:
+    """Objects in the etcd that answers at `endpoints` (HOST:PORT each).
+
+    One that is away now is no error: each call asks anew. `create` false: one without anything of ours is a
+    StorageFailure. `now` gives Unix time in seconds. Raises InvalidConfiguration, NewerData and StorageFailure.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        access: StoreAccess | None = None,
+        *,
+        create: bool = True,
+        now: Callable[[], float] = time.time,
+        deadline_s: float = DEADLINE_S,
+        idle_s: float = IDLE_S,
+    ) -> None:
+        access = access or StoreAccess()
+        check_access(access)
+        self._now = now
+        self._deadline_s = deadline_s
+        self._idle_s = idle_s
+        self._local = threading.local()
+        self._watches: set[EtcdWatch] = set()
+        self._watches_lock = threading.Lock()
+        self._cluster = Cluster(tuple(endpoints), access, deadline_s=deadline_s, create=create)
+        try:
+            self._cluster.run(self._cluster.check())
+        except Unavailable:
+            pass
+        except PodwireError:
+            self._cluster.close()
+            raise
+
+    def get(self, key: ObjectKey) -> StoredObject | None:
+        """Give one object; None when there is none."""
+        found = self._read(key)
+        return None if found is None else decode_object(found)
+
+    def list(self, kind: str, namespace: str | None = None) -> tuple[Sequence[StoredObject], int]:
+        """Give all objects of a kind (of one namespace), by namespace and name, and the store's revision."""
+        first = kind_prefix(kind) if namespace is None else namespace_prefix(kind, namespace)
+        found, revision = self._cluster.run(self._cluster.read_range(first, prefix_end(first)))
+        # etcd orders by bytes of quoted names.
+        return sorted(map(decode_object, found), key=lambda one: one.key), revision
+
+    def create(self, new: StoredObject) -> StoredObject:
+        """Write an object that must not exist (else Conflict); gives it with uid, revision and time."""
+        document = encode_document(new)
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._now()))
+        batch = self._batch()
+        if batch is not None and (found := self._read(new.key)) is not None:
+            raise exists(new.key, found.mod_revision)
+        return self._write("create", new.key, 0, document, str(uuid.uuid4()), created)
+
+    def update(self, new: StoredObject) -> StoredObject:
+        """Replace an object whose revision must still be `new.revision` (else Conflict; NotFound)."""
+        document = encode_document(new)
+        old = check_found("update", new.key, self._read(new.key), new.revision, new.uid)
+        return self._write("update", new.key, old.revision, document, old.uid, old.created)
+
+    def delete(self, key: ObjectKey, *, revision: int | None = None, uid: str = "") -> StoredObject:
+        """Remove an object, under the preconditions that are given; gives what was there. NotFound, Conflict."""
+        for attempt in range(DELETE_ATTEMPTS):
+            old = check_found("delete", key, self._read(key), revision, uid)
+            try:
+                self._submit(Change("delete", old, old.revision))
+                break
+            except Conflict:
+                if attempt == DELETE_ATTEMPTS - 1:
+                    raise
+        return old
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Collect this thread's writes in the block and do them at its end, in transactions of up to 128.
+
+        Conflict, also of what an earlier call of the block found in order, comes at the end then. What the calls of the
+        block gave has its revision from then on.
+        """
+        if self._batch() is not None:
+            yield
+            return
+        changes: Changes = []
+        self._local.batch = changes
+        try:
+            yield
+        finally:
+            self._local.batch = None
+        if changes:
+            self._cluster.run(commit(self._cluster, changes))
+
+    def watch(self, after_revision: int, kinds: Sequence[str] = ()) -> EtcdWatch:
+        """Watch changes of some kinds (none named: all) after a revision."""
+        made = EtcdWatch(
+            self._cluster,
+            after_revision=after_revision,
+            kinds=kinds,
+            forget=self._forget,
+            idle_s=self._idle_s,
+        )
+        with self._watches_lock:
+            self._watches.add(made)
+        made.wait_until_open(self._deadline_s)
+        return made
+
+    def close(self) -> None:
+        """Close the connections and all watches."""
+        with self._watches_lock:
+            watches = tuple(self._watches)
+        for one in watches:
+            one.close()
+        self._cluster.close()
+
+    def _batch(self) -> Changes | None:
+        batch: Changes | None = getattr(self._local, "batch", None)
+        return batch
+
+    def _forget(self, watch: EtcdWatch) -> None:
+        with self._watches_lock:
+            self._watches.discard(watch)
+
+    def _read(self, key: ObjectKey) -> KeyValue | None:
+        return self._cluster.run(self._cluster.read(object_key(key)))[0]
+
+    def _write(
+        self, verb: str, key: ObjectKey, expected: int, document: bytes, uid: str, created: str
+    ) -> StoredObject:
+        mark = uuid.uuid4().hex
+        value = encode_value(
+            Value(uid=uid, created=created, mark=mark, document=msgspec.Raw(document))
+        )
+        made = decode_object(KeyValue(object_key(key), value))
+        self._submit(Change(verb, made, expected, value, mark))
+        return made
+
+    def _submit(self, change: Change) -> None:
+        """Do a change now, or keep it for the end of the block that this thread is in."""
+        batch = self._batch()
+        if batch is None:
+            self._cluster.run(commit(self._cluster, [change]))
+            return
+        if any(one.made.key == change.made.key for one in batch):
+            raise Conflict(
+                f"{change.verb} {change.made.key}: it is written twice together",
+                hint="write it once, or not together",
+            )
+        batch.append(change)

@@ -1,0 +1,284 @@
+"""Watches of etcd: one stream of a key range, taken up again after every break where it was left.
+
+Made by `store.etcd.store`. The stream is followed on the loop's thread; what it brings waits for the reader, within
+bounds. Never writes. Invariant: what is given follows what was given before, without a gap, or Compacted is raised.
+"""
+
+import asyncio
+import contextlib
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import CancelledError
+from typing import Final, Self
+
+import msgspec
+
+from podwire.model.errors import PodwireError, Unavailable
+from podwire.model.store import Compacted, ObjectKey, StoredObject, StoreEvent
+from podwire.store.etcd import wire
+from podwire.store.etcd.cluster import Cluster
+from podwire.store.etcd.gateway import Refused
+from podwire.store.etcd.keys import FORMAT_KEY, decode_object, parse_key, range_of_kinds
+from podwire.store.etcd.wire import Event, WatchAnswer
+
+IDLE_S: Final = 60.0
+"""A stream that brings nothing for so long is opened anew: it may be dead without a sign."""
+WAITING_MAX: Final = 64
+"""Messages that wait for the reader before the stream is left to etcd; one has up to 1,000 revisions."""
+_AGAIN_BASE_S: Final = 0.1
+_AGAIN_CAP_S: Final = 1.0
+
+_decode = msgspec.json.Decoder(wire.Framed[WatchAnswer], strict=False).decode
+
+Batch = tuple[Sequence[Event], int]
+"""Changes, and the revision up to which everything was given with them."""
+
+
+class KeyWatch:
+    """Changes of the keys from `first` to before `end`, after a revision. One thread reads it; any may close it."""
+
+    def __init__(
+        self, cluster: Cluster, first: bytes, end: bytes, after_revision: int, *, idle_s: float
+    ) -> None:
+        self._cluster = cluster
+        self._range = (first, end)
+        self._heard = after_revision
+        self._idle_s = idle_s
+        self._cluster_id = 0
+        self._batches: deque[Batch] = deque()
+        self._changed = threading.Condition()
+        self._error: PodwireError | None = None
+        self._is_news = False
+        self._is_settled = False
+        self._closed = False
+        self._room = asyncio.Event()
+        self._room.set()
+        self._following = asyncio.run_coroutine_threadsafe(self._follow(), cluster.thread.loop)
+
+    def wait_until_open(self, timeout_s: float) -> None:
+        """Return when the stream is open, or it is known that it cannot be."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_settled or self._closed, timeout_s)
+
+    def take(self, timeout_s: float) -> Batch | None:
+        """Give the oldest changes, waiting for them; None when none came, or it is closed.
+
+        Unavailable when the stream broke, at once; afterwards each time when it did not come back in `timeout_s`.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._batches or self._is_news or self._closed, max(timeout_s, 0)
+            )
+            if self._closed:
+                return None
+            if self._batches:
+                self._leave_room(len(self._batches) - 1)
+                return self._batches.popleft()
+            if self._error is not None:
+                self._is_news = not isinstance(self._error, Unavailable) or isinstance(
+                    self._error, Compacted
+                )
+                raise self._error
+        return None
+
+    def put_back(self, batch: Batch) -> None:
+        """Keep changes for the next call: they could not be read."""
+        with self._changed:
+            self._batches.appendleft(batch)
+
+    def close(self) -> None:
+        """Stop; a waiting `take` gives None."""
+        with self._changed:
+            self._closed = True
+            self._batches.clear()
+            self._changed.notify_all()
+        self._following.cancel()
+
+    def _leave_room(self, left: int) -> None:
+        if left < WAITING_MAX and not self._room.is_set():
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._cluster.thread.loop.call_soon_threadsafe(self._room.set)
+
+    async def _follow(self) -> None:
+        delay_s = _AGAIN_BASE_S
+        while not self._closed:
+            try:
+                await self._read_stream()
+                delay_s = _AGAIN_BASE_S
+                continue
+            except Unavailable as error:
+                self._tell(error)
+                if isinstance(error, Compacted):
+                    return
+            except PodwireError as error:
+                self._tell(error)
+                return
+            except Exception as error:
+                self._tell(Unavailable(f"watch etcd: {error!r}"))
+                raise
+            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+            delay_s = min(_AGAIN_CAP_S, delay_s * 2)
+
+    def _tell(self, error: PodwireError | None) -> None:
+        with self._changed:
+            # The reader hears of a break once; it is none for him if the stream came back before he looked.
+            self._is_news = error is not None and (
+                self._error is None or not isinstance(error, Unavailable) or self._is_news
+            )
+            self._error = error
+            self._is_settled = True
+            self._changed.notify_all()
+
+    async def _read_stream(self) -> None:
+        """Follow the stream until it is silent for too long; all other ends are errors."""
+        await self._cluster.check()
+        first, end = self._range
+        body = {
+            "create_request": {
+                "key": first,
+                "range_end": end,
+                "start_revision": self._heard + 1,
+                "progress_notify": True,
+                "prev_kv": True,
+            }
+        }
+        try:
+            async with self._cluster.gateway.stream("watch", body) as lines:
+                with contextlib.suppress(_Idle):
+                    async for answer in self._read_answers(lines):
+                        await self._hear(answer)
+        except Refused as error:
+            raise self._cluster.gateway.refuse(error) from None
+
+    async def _read_answers(self, lines: AsyncIterator[bytes]) -> AsyncIterator[WatchAnswer]:
+        while True:
+            try:
+                async with asyncio.timeout(self._idle_s):
+                    line = await anext(lines)
+            except TimeoutError:
+                raise _Idle from None
+            message = _decode(line)
+            if message.result is None:
+                failure = msgspec.json.decode(bytes(message.error), type=wire.Failure)
+                reason = failure.message or failure.error
+                raise Refused(
+                    failure.grpc_code or failure.code, reason, self._cluster.gateway.where
+                )
+            yield message.result
+
+    async def _hear(self, answer: WatchAnswer) -> None:
+        if answer.compact_revision:
+            raise self._compacted(f"the store remembers changes from {answer.compact_revision} on")
+        if answer.canceled:
+            reason = answer.cancel_reason or "etcd ended the watch"
+            code = wire.PERMISSION_DENIED if "permission" in reason else wire.UNAVAILABLE
+            raise Refused(code, reason, self._cluster.gateway.where)
+        if answer.created:
+            await self._check_same(answer.header)
+            self._tell(None)
+            return
+        revision = answer.events[-1].kv.mod_revision if answer.events else answer.header.revision
+        if revision > self._heard:
+            await self._room.wait()
+            with self._changed:
+                self._heard = revision
+                self._batches.append((answer.events, revision))
+                if len(self._batches) >= WAITING_MAX:
+                    self._room.clear()
+                self._changed.notify_all()
+
+    async def _check_same(self, header: wire.Header) -> None:
+        """Raise Compacted when what answers is another etcd by now, or was put back to an older state."""
+        known, self._cluster_id = self._cluster_id or header.cluster_id, header.cluster_id
+        if header.cluster_id != known:
+            raise self._compacted("another etcd answers by now")
+        if header.revision >= self._heard:
+            return
+        _, newest = await self._cluster.read(FORMAT_KEY)  # a member may lag, but not this
+        if newest < self._heard:
+            raise self._compacted(f"the store is at {newest}: it is another one, or was put back")
+
+    def _compacted(self, reason: str) -> Compacted:
+        where = self._cluster.gateway.where
+        return Compacted(
+            f"watch etcd at {where} after revision {self._heard}: {reason}",
+            hint="list the objects again and watch from the revision of that list",
+        )
+
+
+class _Idle(Exception):
+    """Nothing came for long."""
+
+
+class EtcdWatch:
+    """Implements `model.store.Watch`."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        after_revision: int,
+        kinds: Sequence[str],
+        forget: "Callable[[EtcdWatch], None]",
+        idle_s: float = IDLE_S,
+    ) -> None:
+        first, end = range_of_kinds(list(kinds))
+        self._kinds = frozenset(kinds)
+        self._revision = after_revision
+        self._forget = forget
+        self._keys = KeyWatch(cluster, first, end, after_revision, idle_s=idle_s)
+
+    @property
+    def revision(self) -> int:
+        """Up to which revision of the store everything was given."""
+        return self._revision
+
+    def wait_until_open(self, timeout_s: float) -> None:
+        """Return when the stream is open, or it is known that it cannot be."""
+        self._keys.wait_until_open(timeout_s)
+
+    def next(self, timeout_s: float) -> Sequence[StoreEvent]:
+        """Give what has happened; see `model.store.Watch`."""
+        deadline_s = time.monotonic() + timeout_s
+        while (batch := self._keys.take(deadline_s - time.monotonic())) is not None:
+            try:
+                events = tuple(filter(None, map(self._make_event, batch[0])))
+            except PodwireError:
+                self._keys.put_back(batch)
+                raise
+            self._revision = batch[1]
+            if events:
+                return events
+        return ()
+
+    def close(self) -> None:
+        """Stop watching; a waiting `next` on another thread returns ()."""
+        with contextlib.suppress(CancelledError):
+            self._keys.close()
+        self._forget(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def _make_event(self, event: Event) -> StoreEvent | None:
+        key = parse_key(event.kv.key)
+        if key is not None and self._kinds and key.kind not in self._kinds:
+            return None
+        revision = event.kv.mod_revision
+        if event.type != "DELETE":
+            return StoreEvent(decode_object(event.kv), revision)
+        return StoreEvent(_make_last(event, key), revision, deleted=True)
+
+
+def _make_last(event: Event, key: ObjectKey | None) -> StoredObject:
+    """Make what was there before it was deleted; what nobody could read need not be readable now."""
+    if event.prev_kv is not None:
+        with contextlib.suppress(PodwireError):
+            return decode_object(event.prev_kv)
+    return StoredObject(key=key or ObjectKey("", "", event.kv.key.decode(errors="replace")))

@@ -16,6 +16,7 @@ _ABOUT = {
     "cidrs": "Prefixes that rules name, and the identities they have there.",
     "hits": "How often each rule decided about a new flow, or denied a packet.",
     "metrics": "Packets and bytes by hook, reason of a drop, and path.",
+    "nodes": "Other nodes, and the addresses their tunnel packets come from.",
     "settings": "What holds for the whole node.",
     "usage": "Remembered flows per endpoint, for its quota.",
 }
@@ -36,6 +37,7 @@ _LABELS = {
     "cidrs": ("prefix",),
     "hits": ("rule",),
     "metrics": ("hook", "reason", "path"),
+    "nodes": ("node",),
     "settings": (),
     "usage": ("endpoint",),
 }

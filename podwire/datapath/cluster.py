@@ -122,9 +122,8 @@ class OtherNodes:
         self._learn(plan)
         nodes = tables.put_missing(self._maps.pw_nodes, node_rows(plan.peers))
         numbers = tables.put_missing(self._maps.pw_node_numbers, node_number_rows(plan.peers))
-        port = self._port(own)
         if flow_index:
-            tables.write_settings(self._maps, tunnel_port=port, tunnel_ifindex=flow_index)
+            differences += self._ensure_settings(own, flow_index)
         prefixes = self._put_ipcache(own)
         differences += self._ensure_masquerade(own)
         wanted = self._compute_routes(plan, index, own.node_address)
@@ -132,15 +131,15 @@ class OtherNodes:
         tables.remove_surplus(self._maps.pw_ipcache, prefixes)
         tables.remove_surplus(self._maps.pw_node_numbers, numbers)
         tables.remove_surplus(self._maps.pw_nodes, nodes)
-        tables.write_settings(self._maps, tunnel_port=port, tunnel_ifindex=flow_index)
+        differences += self._ensure_settings(own, flow_index)
         if plan.tunnel is None:
             differences += remove_tunnel(self._netlink, own.node_name)
-        differences += _name_rows("prefix {} in the ipcache", prefixes, _prefix_name)
-        differences += _name_rows("address {} of another node", numbers, _address_name)
-        differences += _name_rows("number {} of another node", nodes, _number_name)
-        differences += name_differences(
-            "route to {}", map(str, changed.put), map(str, changed.removed)
-        )
+        differences += [
+            *_name_rows("prefix {} in the ipcache", prefixes, _prefix_name),
+            *_name_rows("address {} of another node", numbers, _address_name),
+            *_name_rows("number {} of another node", nodes, _number_name),
+            *name_differences("route to {}", map(str, changed.put), map(str, changed.removed)),
+        ]
         _refuse_foreign(changed.foreign, differences)
         return differences
 
@@ -184,9 +183,22 @@ class OtherNodes:
     def _port(self, own: NodePlan) -> int:
         return self._known.port or own.tunnel_port
 
+    def _ensure_settings(self, own: NodePlan, flow_index: int) -> list[str]:
+        port = self._port(own)
+        if tables.write_settings(self._maps, tunnel_port=port, tunnel_ifindex=flow_index):
+            return ["tunnel device and port in the programs' settings were others"]
+        return []
+
     def _put_ipcache(self, own: NodePlan) -> RowChanges:
         """Write the rows that are missing: what the node knows of itself for certain beats what is said of others."""
-        addresses = [address for _, address in list_own_addresses(self._netlink)]
+        going = None
+        if self._fresh and self._known.plan.tunnel is None:
+            going = find_tunnel(self._netlink, own.node_name)
+        addresses = [
+            address
+            for index, address in list_own_addresses(self._netlink)
+            if going is None or index != going.link.index
+        ]
         certain = abi.IpcacheFlags.LOCAL | abi.IpcacheFlags.NODE_ADDRESS
         entries = compute_ipcache(own, addresses)
         self._weak = tables.ipcache_rows(one for one in entries if not one.flags & certain)

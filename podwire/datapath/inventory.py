@@ -15,10 +15,16 @@ from podwire.datapath.device import CONDEMNED_GROUP, OwnedDevice, list_devices
 from podwire.datapath.maps import NodeMaps
 from podwire.datapath.masquerade import Masquerade
 from podwire.datapath.programs import remove_directory
-from podwire.datapath.routes import list_block_routes, list_pod_routes, remove_routes
+from podwire.datapath.routes import (
+    list_block_routes,
+    list_node_routes,
+    list_pod_routes,
+    remove_routes,
+)
+from podwire.datapath.tunnel import list_tunnels
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.nft import Nftables
-from podwire.kernel.rtnl.link import delete_group, set_link
+from podwire.kernel.rtnl.link import delete_group, delete_link, set_link
 from podwire.kernel.rtnl.route import Route
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import KernelFailure
@@ -131,6 +137,23 @@ def _raise_unless_gone(failure: KernelFailure | None) -> None:
         raise failure
 
 
+def list_all_routes(netlink: NetlinkSocket) -> list[Route]:
+    """List every route of ours: to pods, to other nodes, and those that refuse."""
+    every = [
+        *list_pod_routes(netlink),
+        *list_node_routes(netlink),
+        *list_block_routes(netlink),
+    ]
+    return list(dict.fromkeys(every))
+
+
+def _remove_tunnels(netlink: NetlinkSocket) -> list[str]:
+    ours = [one.link for one in list_tunnels(netlink) if one.node_name is not None]
+    for failure in netlink.attempt([delete_link(link.index) for link in ours]):
+        _raise_unless_gone(failure)
+    return [f"tunnel device {link.name}" for link in ours]
+
+
 def remove_everything(bpf_dir: Path) -> list[str]:
     """Remove all that any node name has in this network namespace, and the pins; name what was removed.
 
@@ -140,9 +163,10 @@ def remove_everything(bpf_dir: Path) -> list[str]:
     with NetlinkSocket() as netlink, Nftables() as nft:
         owned = list_devices(netlink)[0]
         removed += _remove_devices(netlink, owned, _Keep())
-        leftover = [*list_pod_routes(netlink), *list_block_routes(netlink)]
+        leftover = list_all_routes(netlink)
         remove_routes(netlink, leftover)
         removed += [f"route to {route.destination}" for route in leftover]
+        removed += _remove_tunnels(netlink)
         table = Masquerade(nft)
         if table.compare():  # nothing was applied by us, so any table is one too many
             table.remove()

@@ -339,8 +339,11 @@ def write_settings(
     conntrack_quota: int | None = None,
     tunnel_port: int | None = None,
     tunnel_ifindex: int | None = None,
-) -> None:
-    """Write the node's knobs; None = as it is. The hash seed is chosen once: live entries are found under it."""
+) -> bool:
+    """Write the node's knobs, None = as it is; tells whether any was another one.
+
+    The hash seed is chosen once: live entries are found under it.
+    """
     old = read_settings(maps)
     new = old._replace(hash_seed=old.hash_seed or secrets.randbelow(2**32 - 1) + 1)
     if conntrack_quota is not None:
@@ -351,6 +354,7 @@ def write_settings(
         new = new._replace(tunnel_ifindex=tunnel_ifindex)
     if new != old:
         maps.pw_settings.update(_u32(0), new.pack())
+    return new != old
 
 
 def read_settings(maps: NodeMaps) -> abi.Settings:

@@ -104,9 +104,9 @@ def prefix_rows(prefixes: Mapping[IPNetwork, Prefix], mode: TunnelMode) -> Rows:
 
 
 def is_about_other_node(row: bytes) -> bool:
-    """Tell whether a row of the ipcache says something that only the other nodes know."""
+    """Tell whether a row of the ipcache says something that a node does not say of itself."""
     value = abi.IpcacheValue.unpack(row)
-    return bool(value.node) or value.identity == abi.Identity.REMOTE_NODE
+    return bool(value.node) or value.identity == abi.Identity.REMOTE_NODE or not value.flags
 
 
 def list_ranges(rows: Rows) -> list[IPNetwork]:

@@ -38,8 +38,6 @@ class NodePlan:
     cluster_cidrs: tuple[IPNetwork, ...] = ()
     node_cidrs: tuple[IPNetwork, ...] = ()
     """Ranges of this node's own pods."""
-    peer_addresses: tuple[IPAddress, ...] = ()
-    """Addresses of other nodes."""
     masquerade: bool = True
     masquerade_except: tuple[IPNetwork, ...] = ()
     tunnel_port: int = 0
@@ -76,7 +74,7 @@ def compute_masquerade(plan: NodePlan) -> MasqueradePlan:
 
 
 def compute_ipcache(plan: NodePlan, own_addresses: Iterable[IPAddress]) -> list[IpcacheEntry]:
-    """Compute the ipcache of a node that knows no other node's pods one by one.
+    """Compute what a node says of itself in the ipcache; `datapath.cluster` adds the others.
 
     The longest prefix wins: a node's address inside a pod range stays a node's address.
     """
@@ -88,13 +86,11 @@ def compute_ipcache(plan: NodePlan, own_addresses: Iterable[IPAddress]) -> list[
         entries[network] = IpcacheEntry(
             network, abi.Identity.UNMANAGED, flags=abi.IpcacheFlags.LOCAL
         )
-    for identity, addresses in (
-        (abi.Identity.REMOTE_NODE, plan.peer_addresses),
-        (abi.Identity.HOST, own_addresses),
-    ):
-        for address in addresses:
-            network = ipaddress.ip_network(address)
-            entries[network] = IpcacheEntry(network, identity, flags=abi.IpcacheFlags.NODE_ADDRESS)
+    for address in own_addresses:
+        network = ipaddress.ip_network(address)
+        entries[network] = IpcacheEntry(
+            network, abi.Identity.HOST, flags=abi.IpcacheFlags.NODE_ADDRESS
+        )
     return list(entries.values())
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from podwire.datapath import abi, policy_maps
+from podwire.datapath import abi, node_maps, policy_maps
 from podwire.datapath import maps as typed
 from podwire.datapath.events import hook_name, path_name, protocol_name, reason_name
 from podwire.datapath.maps import NodeMaps, flag_names
@@ -59,6 +59,21 @@ def _ipcache(maps: NodeMaps) -> Iterator[Row]:
             "node": entry.node,
             "flags": flag_names(abi.IpcacheFlags, entry.flags),
             "mtu": entry.mtu,
+        }
+
+
+def _nodes(maps: NodeMaps) -> Iterator[Row]:
+    addresses: dict[int, list[str]] = {}
+    for address, number in node_maps.list_node_numbers(maps):
+        addresses.setdefault(number, []).append(str(address))
+    for one in sorted(node_maps.list_nodes(maps), key=lambda node: node.number):
+        yield {
+            "node": one.number,
+            "address": str(one.outer),
+            "known_addresses": sorted(addresses.get(one.number, [])),
+            "mtu": one.mtu,
+            "flags": flag_names(abi.NodeFlags, one.flags),
+            "mac": one.mac,
         }
 
 
@@ -128,6 +143,7 @@ _READERS: Mapping[str, tuple[str, Callable[[NodeMaps], Iterator[Row]]]] = {
     "hits": ("pw_hits", _hits),
     "ipcache": ("pw_ipcache", _ipcache),
     "metrics": ("pw_metrics", _metrics),
+    "nodes": ("pw_nodes", _nodes),
     "policy": ("pw_policy", _policy),
     "settings": ("pw_settings", _settings),
     "usage": ("pw_usage", _usage),

@@ -10,17 +10,18 @@ from pathlib import Path
 
 from podwire.datapath import host
 from podwire.datapath.device import list_devices
-from podwire.datapath.inventory import remove_everything
+from podwire.datapath.inventory import list_all_routes, remove_everything
 from podwire.datapath.masquerade import Masquerade
 from podwire.datapath.node import OBJECTS
 from podwire.datapath.plan import DEFAULT_OBJECT_DIRECTORY
 from podwire.datapath.programs import list_versions
-from podwire.datapath.routes import list_block_routes, list_pod_routes
 from podwire.datapath.templates import read_template
+from podwire.datapath.tunnel import list_tunnels
 from podwire.kernel.clock import KernelClock
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.nft import Nftables
 from podwire.kernel.probe import REQUIRED, Answer, Feature, Probe
+from podwire.model.cluster import DEFAULT_TUNNEL_PORT
 from podwire.model.errors import PodwireError
 from podwire.model.ids import NFT_TABLE
 
@@ -66,13 +67,14 @@ def survey_kernel() -> list[Finding]:
     return findings
 
 
-def survey_host() -> list[Finding]:
+def survey_host(tunnel_port: int = DEFAULT_TUNNEL_PORT) -> list[Finding]:
     """Look for what breaks pods' traffic on this host, and for the files that a datapath needs."""
     findings = [_look_at_bpffs(), _look_at_programs()]
     with NetlinkSocket() as netlink, Nftables() as tables:
         for warning in host.find_warnings(netlink, tables, ipv4=True, ipv6=True):
             findings.append(Finding("host", "warning", warning.message, warning.hint))
         foreign = list_devices(netlink)[1]
+        findings.extend(_look_at_tunnels(netlink, tunnel_port))
     findings.extend(
         Finding(
             "host",
@@ -89,10 +91,12 @@ def survey_leftovers(bpf_dir: Path) -> Sequence[str]:
     """Name what `cleanup --all` would remove here."""
     with NetlinkSocket() as netlink, Nftables() as tables:
         owned = list_devices(netlink)[0]
-        routes = [*list_pod_routes(netlink), *list_block_routes(netlink)]
+        routes = list_all_routes(netlink)
+        tunnels = [one for one in list_tunnels(netlink) if one.node_name is not None]
         has_table = bool(Masquerade(tables).compare())
     found = [f"device {device.name} of endpoint {device.endpoint_id}" for device in owned]
     found.extend(f"route to {route.destination}" for route in routes)
+    found.extend(f"tunnel device {one.link.name}" for one in tunnels)
     if has_table:
         found.append(f"nftables table {NFT_TABLE}")
     if bpf_dir.is_dir():
@@ -104,6 +108,21 @@ def restore_settings(noted: str) -> list[str]:
     """Put back the settings of this host that an agent noted it had changed, unless somebody changed them since."""
     changes = host.read_changes(noted, KernelClock().boot_id())
     return [f"setting net.{'.'.join(change.path)}" for change in host.undo_host(changes)]
+
+
+def _look_at_tunnels(netlink: NetlinkSocket, port: int) -> list[Finding]:
+    """Name VXLAN devices of others that the tunnel would meet."""
+    return [
+        Finding(
+            "tunnel",
+            "warning",
+            f"VXLAN device {one.link.name!r} of somebody else is on UDP port {one.settings.port}",
+            f"remove it (ip link del {one.link.name}), or choose another `tunnel_port` on every"
+            " node; with native routing alone it does no harm",
+        )
+        for one in list_tunnels(netlink)
+        if one.node_name is None and one.settings.port == port
+    ]
 
 
 def _look_at_bpffs() -> Finding:

@@ -17,6 +17,7 @@ IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 TUNNEL_DEVICE: Final = "pw-tunnel"
 """Name of the node's one tunnel device; its alias is `podwire:<node>:tunnel`."""
+DEFAULT_TUNNEL_PORT: Final = 8472
 TUNNEL_OVERHEAD_IPV4_BYTES: Final = 50
 """Outer Ethernet payload: IPv4 20, UDP 8, VXLAN 8, inner Ethernet 14."""
 TUNNEL_OVERHEAD_IPV6_BYTES: Final = 70
@@ -56,7 +57,7 @@ class NodeFacts:
     """On the tunnel device, one per family, out of the node's own pod ranges: the source of its host processes."""
     tunnel_mac: str = ""
     tunnel_mode: TunnelMode = TunnelMode.FLOW
-    tunnel_port: int = 8472
+    tunnel_port: int = DEFAULT_TUNNEL_PORT
     underlay_mtu_bytes: int = 1500
     blocks: Mapping[IPNetwork, int] = field(default_factory=dict)
     """Claimed blocks of pools, with the epoch of the claim."""
@@ -127,7 +128,8 @@ class HostRoute:
     destination: IPNetwork
     way: Way
     via: IPAddress | None
-    """Next hop with `Way.NATIVE`; None with the tunnel, whose device has one fixed neighbour."""
+    """Next hop with `Way.NATIVE`; the peer's tunnel address with a classic device (None: the range's first address
+    stands for it); None with a flow-based device, which has one fixed neighbour."""
     source: IPAddress | None
     mtu_bytes: int
     peer: int

@@ -1,17 +1,23 @@
 """Other nodes in the running kernel: what a plan makes, what a second pass finds, what is put back, what is refused."""
 
-import contextlib
 import ipaddress
+import json
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from podwire.datapath import abi
 from podwire.datapath import maps as tables
+from podwire.datapath.inventory import remove_everything
 from podwire.datapath.node_maps import list_node_numbers, list_nodes
+from podwire.datapath.rows import read_rows
+from podwire.datapath.survey import survey_host, survey_leftovers
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.rtnl.link import LinkEnd, create_veth, set_link
 from podwire.kernel.rtnl.route import InterfaceAddress, add_address
@@ -27,7 +33,7 @@ from podwire.model.cluster import (
 )
 from podwire.model.errors import ForeignObject
 from podwire.model.ids import IdentityId
-from tests.kernel.conftest import NODE
+from tests.kernel.conftest import NODE, new_namespace
 from tests.kernel.node_world import KernelWorld, kernel_world
 
 UNDERLAY = "pwtunder"
@@ -56,7 +62,8 @@ def world(tmp_path: Path) -> Iterator[KernelWorld]:
                     ),
                 ]
             )
-        made.host.run("ip", "route", "add", "10.50.0.0/24", "dev", UNDERLAY)
+        for network in ("10.50.0.0/24", "fd50::/64"):
+            made.host.run("ip", "route", "add", network, "dev", UNDERLAY)
         made.restart(node_address=OWN4, mtu=0)
         yield made
 
@@ -173,3 +180,623 @@ def test_a_plan_of_the_overlay_is_in_the_kernel_and_found_there(world: KernelWor
     }
     assert dict(list_node_numbers(world.datapath.maps))[ipaddress.ip_address("fd50::3")] == 2
     assert world.datapath.apply_cluster(plan) == []
+
+
+Damage = Callable[[KernelWorld], object]
+
+
+def _delete_row(name: str, key: bytes) -> Damage:
+    return lambda world: getattr(world.datapath.maps, name).delete(key)
+
+
+def _run(*command: str) -> Damage:
+    return lambda world: world.host.run(*command)
+
+
+PREFIX_KEY = tables.to_prefix_key(ipaddress.ip_network("10.77.1.0/24"))
+DAMAGE = [
+    pytest.param(_run("ip", "link", "del", TUNNEL_DEVICE), "is missing", id="device"),
+    pytest.param(
+        _run("ip", "link", "set", TUNNEL_DEVICE, "mtu", "1300"), "mtu is 1300", id="device-mtu"
+    ),
+    pytest.param(_run("ip", "link", "set", TUNNEL_DEVICE, "down"), "state is 'down'", id="down"),
+    pytest.param(
+        _run("ip", "link", "set", TUNNEL_DEVICE, "down", "address", "0e:00:00:00:00:09"),
+        "mac is '0e:00:00:00:00:09'",
+        id="device-mac",
+    ),
+    pytest.param(
+        _run("ip", "address", "del", "10.77.0.0/32", "dev", TUNNEL_DEVICE),
+        "address 10.77.0.0 of 'pw-tunnel' was missing",
+        id="address-ipv4",
+    ),
+    pytest.param(
+        _run("ip", "address", "del", "fd77::/128", "dev", TUNNEL_DEVICE),
+        "address fd77:: of 'pw-tunnel' was missing",
+        id="address-ipv6",
+    ),
+    pytest.param(
+        _run("ip", "address", "add", "10.99.9.9/24", "dev", TUNNEL_DEVICE),
+        "address 10.99.9.9 of 'pw-tunnel' was too much",
+        id="address-too-much",
+    ),
+    pytest.param(
+        _run("ip", "neigh", "del", "169.254.1.1", "dev", TUNNEL_DEVICE),
+        "neighbour 169.254.1.1",
+        id="neighbour-ipv4",
+    ),
+    pytest.param(
+        _run(
+            *("ip", "neigh", "replace", "fe80::1", "dev", TUNNEL_DEVICE),
+            *("lladdr", "02:00:00:00:00:01", "nud", "permanent"),
+        ),
+        "neighbour fe80::1",
+        id="neighbour-ipv6-changed",
+    ),
+    pytest.param(
+        _run("ip", "route", "del", "10.77.2.0/24"), "route to 10.77.2.0/24", id="route-ipv4"
+    ),
+    pytest.param(
+        _run("ip", "-6", "route", "del", "fd77::1:0/112"), "route to fd77::1:0/112", id="route-ipv6"
+    ),
+    pytest.param(
+        _run(
+            *("ip", "route", "change", "10.77.2.0/24", "via", "169.254.1.1", "onlink"),
+            *("dev", TUNNEL_DEVICE, "proto", "199"),
+        ),
+        "route to 10.77.2.0/24",
+        id="route-without-source-and-mtu",
+    ),
+    pytest.param(
+        _run(
+            *("ip", "route", "add", "10.77.9.0/24", "via", "169.254.1.1", "onlink"),
+            *("dev", TUNNEL_DEVICE, "proto", "199"),
+        ),
+        "route to 10.77.9.0/24 was too much",
+        id="route-too-much",
+    ),
+    pytest.param(
+        _run("sysctl", "-qw", f"net.ipv4.conf.{TUNNEL_DEVICE}.rp_filter=1"),
+        "rp_filter",
+        id="reverse-path-filter",
+    ),
+    pytest.param(
+        _delete_row("pw_ipcache", PREFIX_KEY), "prefix 10.77.1.0/24 in the ipcache", id="prefix"
+    ),
+    pytest.param(
+        lambda world: world.datapath.maps.pw_ipcache.update(PREFIX_KEY, bytes(16)),
+        "prefix 10.77.1.0/24 in the ipcache was missing or wrong",
+        id="prefix-changed",
+    ),
+    pytest.param(
+        lambda world: world.datapath.maps.pw_ipcache.update(
+            tables.to_prefix_key(ipaddress.ip_network("10.88.0.0/16")), bytes(16)
+        ),
+        "prefix 10.88.0.0/16 in the ipcache was too much",
+        id="prefix-too-much",
+    ),
+    pytest.param(
+        _delete_row("pw_nodes", (2).to_bytes(4, "little")), "number 2 of another node", id="node"
+    ),
+    pytest.param(
+        _delete_row("pw_node_numbers", tables.to_mapped(ipaddress.ip_address("10.50.0.3"))),
+        "address 10.50.0.3 of another node",
+        id="node-address",
+    ),
+    pytest.param(
+        lambda world: tables.write_settings(world.datapath.maps, tunnel_ifindex=0),
+        "tunnel device and port",
+        id="settings",
+    ),
+    pytest.param(
+        _run("nft", "delete", "table", "inet", "podwire"),
+        "nftables table 'podwire' is missing",
+        id="nftables",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "named"), DAMAGE)
+def test_what_is_damaged_is_named_and_put_back(
+    world: KernelWorld, damage: Damage, named: str
+) -> None:
+    plan = make_cluster(2)
+    world.datapath.apply_cluster(plan)
+    before = _state(world)
+    damage(world)
+    assert _state(world) != before or "nft" in named
+    differences = world.datapath.apply_cluster(plan)
+    assert any(named in one for one in differences), differences
+    assert _state(world) == before
+    assert world.datapath.apply_cluster(plan) == []
+
+
+def _state(world: KernelWorld) -> tuple[object, ...]:
+    """Give what there is of other nodes, without the device's number."""
+    links = world.host.ip("link", "show", "type", "vxlan")
+    return (
+        [(one["ifname"], one["mtu"], one["address"], "UP" in one["flags"]) for one in links],
+        *(
+            _lines(world, "ip", *arguments)
+            for arguments in (
+                ("route", "show", "proto", "199"),
+                ("-6", "route", "show", "proto", "199"),
+                ("-o", "-br", "address", "show", "type", "vxlan"),
+                ("neigh", "show", "nud", "permanent"),
+            )
+        ),
+        _lines(world, "sysctl", "-a", "-r", f"conf.{TUNNEL_DEVICE}.(rp_filter|forwarding)"),
+        _lines(world, "nft", "-s", "list", "table", "inet", "podwire"),
+        sorted(map(str, tables.list_ipcache(world.datapath.maps))),
+        sorted(map(str, list_nodes(world.datapath.maps))),
+        sorted(map(str, list_node_numbers(world.datapath.maps))),
+        tables.read_settings(world.datapath.maps)._replace(tunnel_ifindex=0),
+        bool(tables.read_settings(world.datapath.maps).tunnel_ifindex),
+    )
+
+
+def _lines(world: KernelWorld, *command: str) -> list[str]:
+    return sorted(world.host.run(*command, check=False).splitlines())
+
+
+def test_without_other_nodes_nothing_of_them_stays(world: KernelWorld) -> None:
+    before = _state(world)
+    assert before[0] == []
+    for plan in (
+        make_cluster(3),
+        make_cluster(3, mode=TunnelMode.CLASSIC),
+        make_cluster(3, way=Way.NATIVE),
+    ):
+        world.datapath.apply_cluster(plan)
+        assert _state(world) != before
+        assert world.datapath.apply_cluster(ClusterPlan())
+        assert _state(world) == before
+        assert world.datapath.apply_cluster(ClusterPlan()) == []
+
+
+def test_what_an_earlier_agent_knew_stays_until_the_first_plan(world: KernelWorld) -> None:
+    world.datapath.apply_cluster(make_cluster(3))
+    before = _state(world)
+    world.restart()
+    assert _state(world)[:5] == before[:5]
+    assert _state(world)[7:] == before[7:]
+    assert world.datapath.mtu == 1450
+    assert "udp dport 8472 notrack" in world.host.run("nft", "list", "table", "inet", "podwire")
+    differences = world.datapath.apply_cluster(make_cluster(2))
+    assert "route to 10.77.3.0/24 was too much" in differences
+    assert "prefix 10.77.3.0/24 in the ipcache was too much" in differences
+    assert "number 3 of another node was too much" in differences
+    assert len(routes_of(world, "-4")) == 2
+
+
+def test_an_agent_that_finds_no_device_points_its_programs_at_none(world: KernelWorld) -> None:
+    world.datapath.apply_cluster(make_cluster(1))
+    world.datapath.close()
+    world.host.run("ip", "link", "del", TUNNEL_DEVICE)
+    world.restart()
+    assert tables.read_settings(world.datapath.maps).tunnel_ifindex == 0
+
+
+# What is not ours
+
+
+FOREIGN_DEVICES = [
+    pytest.param(("flannel.1", "id", "1"), "'flannel.1' on port 8472", id="vni"),
+    pytest.param(("geneve0", "external"), "'geneve0' on port 8472", id="flow-based"),
+    pytest.param((TUNNEL_DEVICE, "id", "5"), "'pw-tunnel' on port 8472", id="our-name"),
+]
+
+
+@pytest.mark.parametrize(("device", "named"), FOREIGN_DEVICES)
+def test_a_foreign_tunnel_on_the_port_is_named_and_nothing_is_changed(
+    world: KernelWorld, device: tuple[str, ...], named: str
+) -> None:
+    world.host.run("ip", "link", "add", device[0], "type", "vxlan", *device[1:], "dstport", "8472")
+    before = _state(world)
+    with pytest.raises(ForeignObject, match=named) as refused:
+        world.datapath.apply_cluster(make_cluster(2))
+    assert f"ip link del {device[0]}" in refused.value.hint
+    assert "tunnel_port" in refused.value.hint
+    assert _state(world) == before
+    world.host.run("ip", "link", "del", device[0])
+    assert world.datapath.apply_cluster(make_cluster(2))
+
+
+def test_a_foreign_device_with_our_name_is_named(world: KernelWorld) -> None:
+    world.host.run("ip", "link", "add", TUNNEL_DEVICE, "type", "bridge")
+    with pytest.raises(ForeignObject, match="bridge device of somebody else has that name"):
+        world.datapath.apply_cluster(make_cluster(1))
+
+
+def test_a_foreign_tunnel_on_another_port_does_no_harm(world: KernelWorld) -> None:
+    world.host.run("ip", "link", "add", "vx0", "type", "vxlan", "id", "1", "dstport", "4789")
+    world.datapath.apply_cluster(make_cluster(1))
+    assert world.datapath.apply_cluster(make_cluster(1)) == []
+
+
+@pytest.mark.parametrize("mode", TunnelMode)
+def test_a_process_on_the_port_is_told_and_leaves_no_device(
+    world: KernelWorld, mode: TunnelMode
+) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
+        taken.bind(("0.0.0.0", 8472))
+        with pytest.raises(ForeignObject, match="UDP port 8472") as refused:
+            world.datapath.apply_cluster(make_cluster(1, mode=mode))
+        assert "ss -ulpn" in refused.value.hint
+        assert world.host.ip("link", "show", "type", "vxlan") == []
+    world.datapath.apply_cluster(make_cluster(1, mode=mode))
+
+
+def test_a_foreign_route_is_named_and_the_others_are_made(world: KernelWorld) -> None:
+    plan = make_cluster(3)
+    for route in (("10.77.2.0/24",), ("-6", "fd77::3:0/112")):
+        world.host.run("ip", *route[:-1], "route", "add", route[-1], "dev", UNDERLAY)
+    with pytest.raises(ForeignObject, match=r"route to 10.77.2.0/24 and 1 more") as refused:
+        world.datapath.apply_cluster(plan)
+    assert "ip route del 10.77.2.0/24; ip route del fd77::3:0/112" in refused.value.hint
+    assert {one[0] for one in routes_of(world, "-4")} == {"10.77.1.0/24", "10.77.3.0/24"}
+    assert {one[0] for one in routes_of(world, "-6")} == {"fd77::1:0/112", "fd77::2:0/112"}
+    found = world.host.ip("route", "show", "10.77.2.0/24")
+    assert [one["dev"] for one in found] == [UNDERLAY]
+    world.host.run("ip", "route", "del", "10.77.2.0/24")
+    world.host.run("ip", "-6", "route", "del", "fd77::3:0/112")
+    assert len(world.datapath.apply_cluster(plan)) == 2
+    assert len(routes_of(world, "-4") | routes_of(world, "-6")) == 6
+
+
+def test_a_weaker_foreign_route_stays_beside_ours(world: KernelWorld) -> None:
+    world.host.run("ip", "route", "add", "10.77.1.0/24", "dev", UNDERLAY, "metric", "50")
+    world.datapath.apply_cluster(make_cluster(1))
+    assert len(world.host.ip("route", "show", "10.77.1.0/24")) == 2
+    world.datapath.apply_cluster(ClusterPlan())
+    assert len(world.host.ip("route", "show", "10.77.1.0/24")) == 1
+
+
+def test_routes_to_pods_and_refused_blocks_are_none_of_its_business(world: KernelWorld) -> None:
+    record, _ = world.attach(5)
+    before = _lines(world, "ip", "route", "show", "proto", "199")
+    assert len(before) == 2
+    world.datapath.apply_cluster(make_cluster(1))
+    world.datapath.apply_cluster(ClusterPlan())
+    assert _lines(world, "ip", "route", "show", "proto", "199") == before
+    world.detach(record)
+
+
+# What changes
+
+
+def tunnel_link(world: KernelWorld) -> dict[str, Any]:
+    return world.host.ip("link", "show", TUNNEL_DEVICE)[0]
+
+
+def _with_tunnel(plan: ClusterPlan, **changes: object) -> ClusterPlan:
+    assert plan.tunnel is not None
+    return replace(plan, tunnel=replace(plan.tunnel, **changes))  # type: ignore[arg-type]
+
+
+def test_mtu_and_address_change_in_place(world: KernelWorld) -> None:
+    plan = make_cluster(1)
+    world.datapath.apply_cluster(plan)
+    index = tunnel_link(world)["ifindex"]
+    moved = ipaddress.ip_address("10.77.0.9")
+    changed = _with_tunnel(plan, mtu_bytes=1430, addresses=(moved,))
+    changed = replace(
+        changed,
+        pod_mtu_bytes=1430,
+        routes=tuple(
+            replace(route, mtu_bytes=1430, source=moved if route.destination.version == 4 else None)
+            for route in plan.routes
+        ),
+    )
+    differences = world.datapath.apply_cluster(changed)
+    assert any("mtu is 1450, wanted 1430" in one for one in differences)
+    link = tunnel_link(world)
+    assert (link["ifindex"], link["mtu"]) == (index, 1430)
+    assert {one[3:5] for one in routes_of(world, "-4")} == {("10.77.0.9", 1430)}
+    assert world.datapath.mtu == 1430
+    assert world.datapath.apply_cluster(changed) == []
+
+
+OTHER_DEVICES = [
+    pytest.param(lambda plan: _with_tunnel(plan, port=4789), id="port"),
+    pytest.param(lambda _: make_cluster(1, mode=TunnelMode.CLASSIC), id="classic"),
+]
+
+
+@pytest.mark.parametrize("change", OTHER_DEVICES)
+def test_another_port_or_mode_takes_another_device(
+    world: KernelWorld, change: Callable[[ClusterPlan], ClusterPlan]
+) -> None:
+    plan = make_cluster(1)
+    world.datapath.apply_cluster(plan)
+    index = tunnel_link(world)["ifindex"]
+    changed = change(plan)
+    differences = world.datapath.apply_cluster(changed)
+    assert any("made anew" in one for one in differences)
+    assert tunnel_link(world)["ifindex"] != index
+    assert len(routes_of(world, "-4")) == 1
+    assert world.datapath.apply_cluster(changed) == []
+    assert world.datapath.apply_cluster(plan)
+    assert world.datapath.apply_cluster(plan) == []
+
+
+def test_native_routes_lead_over_the_underlay(world: KernelWorld) -> None:
+    plan = make_cluster(2, way=Way.NATIVE)
+    world.datapath.apply_cluster(plan)
+    assert world.host.ip("link", "show", "type", "vxlan") == []
+    assert routes_of(world, "-4") == {
+        (f"10.77.{n}.0/24", f"10.50.0.{n + 1}", UNDERLAY, str(OWN4), 1450, False) for n in (1, 2)
+    }
+    assert routes_of(world, "-6") == {
+        (f"fd77::{n}:0/112", f"fd50::{n + 1}", UNDERLAY, str(OWN6), 1450, False) for n in (1, 2)
+    }
+    found = {str(one.network): one for one in tables.list_ipcache(world.datapath.maps)}
+    assert found["10.77.1.0/24"].flags == abi.IpcacheFlags.NATIVE
+    assert tables.read_settings(world.datapath.maps).tunnel_ifindex == 0
+    assert world.datapath.mtu == 1500
+    assert world.datapath.apply_cluster(plan) == []
+
+
+def test_the_way_changes_without_a_trace_of_the_other_one(world: KernelWorld) -> None:
+    for plan in (make_cluster(2), make_cluster(2, way=Way.NATIVE), make_cluster(2)):
+        world.datapath.apply_cluster(plan)
+        assert world.datapath.apply_cluster(plan) == []
+        assert len(routes_of(world, "-4")) == 2
+
+
+# Classic
+
+
+def test_a_classic_device_has_a_neighbour_and_an_entry_for_each_peer(world: KernelWorld) -> None:
+    plan = make_cluster(2, mode=TunnelMode.CLASSIC)
+    via = {route: route.destination.network_address + 1 for route in plan.routes}
+    plan = replace(plan, routes=tuple(replace(one, via=via[one]) for one in plan.routes))
+    world.datapath.apply_cluster(plan)
+    info = tunnel_link(world)["linkinfo"]["info_data"]
+    assert (info["id"], info["port"], info["local"]) == (1, 8472, str(OWN4))
+    assert info.get("learning") is False
+    assert routes_of(world, "-4") == {
+        (f"10.77.{n}.0/24", f"10.77.{n}.1", TUNNEL_DEVICE, "10.77.0.0", 1450, True) for n in (1, 2)
+    }
+    neighbours = world.host.ip("neigh", "show", "dev", TUNNEL_DEVICE, "nud", "permanent")
+    assert {(one["dst"], one["lladdr"]) for one in neighbours} == {
+        (f"{net}{end}", f"0e:78:00:00:00:0{n}")
+        for n in (1, 2)
+        for net, end in (("10.77.", f"{n}.1"), ("fd77::", f"{n}:1"))
+    }
+    entries = json.loads(world.host.run("bridge", "-j", "fdb", "show", "dev", TUNNEL_DEVICE))
+    assert {(one["mac"], one["dst"]) for one in entries} == {
+        (f"0e:78:00:00:00:0{n}", f"10.50.0.{n + 1}") for n in (1, 2)
+    }
+    found = {str(one.network): one for one in tables.list_ipcache(world.datapath.maps)}
+    assert found["10.77.1.0/24"].flags == abi.IpcacheFlags.NATIVE
+    assert tables.read_settings(world.datapath.maps).tunnel_ifindex == 0
+    assert tables.read_settings(world.datapath.maps).tunnel_port == 8472
+    assert world.datapath.apply_cluster(plan) == []
+    world.host.run("bridge", "fdb", "del", "0e:78:00:00:00:01", "dev", TUNNEL_DEVICE)
+    assert any("0e:78:00:00:00:01" in one for one in world.datapath.apply_cluster(plan))
+    assert world.datapath.apply_cluster(plan) == []
+
+
+def test_the_outer_address_of_a_classic_device_changes_in_place(world: KernelWorld) -> None:
+    plan = make_cluster(1, mode=TunnelMode.CLASSIC)
+    world.datapath.apply_cluster(plan)
+    index = tunnel_link(world)["ifindex"]
+    world.host.run("ip", "address", "add", "10.50.0.9/24", "dev", UNDERLAY)
+    moved = _with_tunnel(plan, local=ipaddress.ip_address("10.50.0.9"))
+    differences = world.datapath.apply_cluster(moved)
+    assert any("outer address is 10.50.0.1, wanted 10.50.0.9" in one for one in differences)
+    link = tunnel_link(world)
+    assert (link["ifindex"], link["linkinfo"]["info_data"]["local"]) == (index, "10.50.0.9")
+
+
+@pytest.mark.parametrize("family", ["4", "6"])
+def test_a_host_talks_to_a_peer_that_only_has_iproute2_by_a_classic_tunnel(
+    world: KernelWorld, family: str
+) -> None:
+    plan = make_cluster(1, mode=TunnelMode.CLASSIC)
+    with new_namespace() as peer:
+        world.host.run("ip", "link", "set", "pwtfar", "netns", peer.name)
+        for command in (
+            "ip link set lo up",
+            "ip link set pwtfar up",
+            "ip address add 10.50.0.2/24 dev pwtfar",
+            "ip link add flannel.1 address 0e:78:00:00:00:01 mtu 1450 type vxlan id 1"
+            " local 10.50.0.2 dstport 8472 nolearning",
+            "ip address add 10.77.1.0/32 dev flannel.1",
+            "ip address add fd77::1:0/128 dev flannel.1 nodad",
+            "ip link set flannel.1 up",
+            f"ip neigh add 10.77.0.0 lladdr {MAC} dev flannel.1 nud permanent",
+            f"ip neigh add fd77:: lladdr {MAC} dev flannel.1 nud permanent",
+            f"bridge fdb append {MAC} dev flannel.1 dst 10.50.0.1",
+            "ip route add 10.77.0.0/24 via 10.77.0.0 dev flannel.1 onlink",
+            "ip route add fd77::/112 via fd77:: dev flannel.1 onlink",
+        ):
+            peer.run(*command.split())
+        world.datapath.apply_cluster(plan)
+        target = "10.77.1.0" if family == "4" else "fd77::1:0"
+        text = world.host.run("ping", "-c", "1", "-W", "5", target, check=False)
+        assert "1 received" in text, text
+
+
+# Single prefixes, and the node's own
+
+
+def ipcache_of(world: KernelWorld) -> dict[str, tables.IpcacheEntry]:
+    return {str(one.network): one for one in tables.list_ipcache(world.datapath.maps)}
+
+
+def test_single_prefixes_come_and_go_between_plans(world: KernelWorld) -> None:
+    plan = make_cluster(1)
+    world.datapath.apply_cluster(plan)
+    pod = ipaddress.ip_network("10.77.1.7/32")
+    row = Prefix(IdentityId(70_000), 1, Way.TUNNEL, 1450)
+    world.datapath.change_prefixes({pod: row})
+    assert ipcache_of(world)["10.77.1.7/32"].identity == 70_000
+    world.datapath.change_plan(replace(world.plan, conntrack_quota=77))
+    assert ipcache_of(world)["10.77.1.7/32"].identity == 70_000, (
+        "forgotten by the node's own change"
+    )
+    known = replace(plan, prefixes={**plan.prefixes, pod: row})
+    assert world.datapath.apply_cluster(known) == []
+    world.datapath.change_prefixes({}, [pod])
+    assert "10.77.1.7/32" not in ipcache_of(world)
+    assert world.datapath.apply_cluster(known) == [
+        "prefix 10.77.1.7/32 in the ipcache was missing or wrong"
+    ]
+
+
+def test_what_the_node_says_of_itself_beats_what_is_said_of_others(world: KernelWorld) -> None:
+    own = ipaddress.ip_network("10.77.0.0/24")
+    cluster = ipaddress.ip_network("10.77.0.0/16")
+    claimed = Prefix(UNMANAGED, 1, Way.TUNNEL, 1450)
+    plan = make_cluster(1)
+    world.datapath.apply_cluster(replace(plan, prefixes={**plan.prefixes, own: claimed}))
+    assert ipcache_of(world)[str(own)].flags == abi.IpcacheFlags.LOCAL
+    world.datapath.change_prefixes({own: claimed, cluster: claimed})
+    assert ipcache_of(world)[str(own)].flags == abi.IpcacheFlags.LOCAL
+    assert ipcache_of(world)[str(cluster)].node == 1
+    world.datapath.change_prefixes({}, [own, cluster])
+    assert ipcache_of(world)[str(own)].flags == abi.IpcacheFlags.LOCAL
+    shown = ipcache_of(world)[str(cluster)]
+    assert (shown.identity, shown.node) == (abi.Identity.UNMANAGED, 0)
+
+
+def test_masquerade_leaves_alone_what_stays_in_the_cluster(world: KernelWorld) -> None:
+    world.datapath.apply_cluster(make_cluster(1))
+    text = world.host.run("nft", "list", "table", "inet", "podwire")
+    assert "10.50.0.0/24" in text
+    assert "10.77.0.0/16" in text
+    assert text.count("udp dport 8472 notrack") == 2
+    world.datapath.change_plan(replace(world.plan, masquerade=False))
+    text = world.host.run("nft", "list", "table", "inet", "podwire")
+    assert "masquerade" not in text
+    assert text.count("udp dport 8472 notrack") == 2
+
+
+# Underlay and events
+
+
+def test_the_underlay_is_the_device_with_the_nodes_address(world: KernelWorld) -> None:
+    underlay = world.datapath.read_underlay()
+    assert underlay.addresses == (OWN4, OWN6)
+    assert set(underlay.connected) == {
+        ipaddress.ip_network("10.50.0.0/24"),
+        ipaddress.ip_network("fd50::/64"),
+    }
+    assert (underlay.ifindex, underlay.mtu_bytes) == (UNDERLAY_INDEX, 1500)
+    world.host.run("ip", "link", "set", UNDERLAY, "mtu", "1400")
+    assert world.datapath.read_underlay().mtu_bytes == 1400
+
+
+EVENTS = [
+    pytest.param(_run("ip", "link", "del", TUNNEL_DEVICE), id="tunnel-device-deleted"),
+    pytest.param(_run("ip", "link", "set", UNDERLAY, "mtu", "1400"), id="underlay-mtu"),
+    pytest.param(_run("ip", "address", "add", "10.50.0.9/24", "dev", UNDERLAY), id="address"),
+    pytest.param(_run("ip", "-6", "address", "del", "fd50::1/64", "dev", UNDERLAY), id="address6"),
+    pytest.param(_run("ip", "route", "del", "10.77.1.0/24"), id="our-route"),
+    pytest.param(_run("ip", "-6", "route", "del", "fd77::1:0/112"), id="our-route-ipv6"),
+    pytest.param(_run("ip", "route", "add", "default", "dev", UNDERLAY), id="default-route"),
+]
+
+
+@pytest.mark.parametrize("change", EVENTS)
+def test_a_change_on_the_way_to_other_nodes_is_told(world: KernelWorld, change: Damage) -> None:
+    world.datapath.apply_cluster(make_cluster(1))
+    with world.datapath.watch_links() as events:
+        assert not events.wait(0)
+        change(world)
+        assert events.wait(5)
+
+
+def test_pods_and_passing_routes_are_no_news(world: KernelWorld) -> None:
+    world.datapath.apply_cluster(make_cluster(1))
+    with world.datapath.watch_links() as events:
+        record, _ = world.attach(7)
+        world.detach(record)
+        world.datapath.reap_devices()
+        world.host.run("ip", "route", "add", "192.0.2.0/24", "dev", UNDERLAY)
+        assert not events.wait(0.05)
+
+
+def test_a_pass_without_changes_makes_no_news(world: KernelWorld) -> None:
+    plan = make_cluster(2)
+    world.datapath.apply_cluster(plan)
+    with world.datapath.watch_links() as events:
+        assert world.datapath.apply_cluster(plan) == []
+        assert not events.wait(0.05)
+
+
+def test_waiting_is_ended_by_a_call(world: KernelWorld) -> None:
+    with world.datapath.watch_links() as events:
+        waker = threading.Timer(0.05, events.wake)
+        waker.start()
+        began = time.monotonic()
+        assert not events.wait(30)
+        assert time.monotonic() - began < 10
+        waker.join()
+    events.wake()
+
+
+# Many, and the end
+
+
+@pytest.mark.timeout(120)
+def test_five_thousand_nodes_are_applied_at_once_and_looked_through_quickly(
+    world: KernelWorld,
+) -> None:
+    plan = make_cluster(5000, families="4")
+    seconds = []
+    for _ in range(4):
+        began = time.monotonic()
+        differences = world.datapath.apply_cluster(plan)
+        seconds.append(time.monotonic() - began)
+    assert differences == []
+    assert seconds[0] < 2
+    assert min(seconds[1:]) < 0.2
+    began = time.monotonic()
+    named = world.datapath.apply_cluster(ClusterPlan())
+    assert time.monotonic() - began < 2
+    assert any("more" in one for one in named)
+    assert len(named) < 50
+
+
+def test_cleanup_names_and_removes_device_and_routes(world: KernelWorld) -> None:
+    world.datapath.apply_cluster(make_cluster(1))
+    world.host.run(
+        *("ip", "route", "add", "10.78.0.0/24", "via", "10.50.0.2", "dev", UNDERLAY, "proto", "199")
+    )
+    left = survey_leftovers(world.plan.bpf_dir)
+    expected = {f"tunnel device {TUNNEL_DEVICE}", "route to 10.78.0.0/24", "route to 10.77.1.0/24"}
+    assert expected <= set(left)
+    world.datapath.close()
+    assert expected <= set(remove_everything(world.plan.bpf_dir))
+    assert world.host.ip("link", "show", "type", "vxlan") == []
+    assert not any("199" in line for line in _lines(world, "ip", "route"))
+    assert survey_leftovers(world.plan.bpf_dir) == []
+
+
+def test_doctor_warns_of_a_foreign_tunnel_on_the_port(world: KernelWorld) -> None:
+    world.datapath.apply_cluster(make_cluster(1))
+    assert not [one for one in survey_host() if one.check == "tunnel"]
+    world.datapath.apply_cluster(ClusterPlan())
+    world.host.run("ip", "link", "add", "flannel.1", "type", "vxlan", "id", "1", "dstport", "8472")
+    found = [one for one in survey_host() if one.check == "tunnel"]
+    assert [one.level for one in found] == ["warning"]
+    assert "flannel.1" in found[0].message
+
+
+def test_people_can_read_the_other_nodes(world: KernelWorld) -> None:
+    world.datapath.apply_cluster(make_cluster(1, mode=TunnelMode.CLASSIC))
+    rows, truncated = read_rows(world.datapath.maps, "nodes", 10)
+    assert not truncated
+    assert rows == [
+        {
+            "node": 1,
+            "address": "10.50.0.2",
+            "known_addresses": ["10.50.0.2", "fd50::2"],
+            "mtu": 1450,
+            "flags": ["classic"],
+            "mac": "0e:78:00:00:00:01",
+        }
+    ]

@@ -186,8 +186,7 @@ def test_a_bpf_file_system_is_mounted_where_none_is(tmp_path: Path) -> None:
 # The node's own rows
 
 
-def test_ipcache_knows_the_cluster_the_blocks_and_the_nodes(world: KernelWorld) -> None:
-    world.restart(peer_addresses=(ipaddress.ip_address("10.9.0.2"),))
+def test_ipcache_knows_the_cluster_the_blocks_and_the_node(world: KernelWorld) -> None:
     found = {str(entry.network): entry for entry in tables.list_ipcache(world.datapath.maps)}
     local, native = abi.IpcacheFlags.LOCAL, abi.IpcacheFlags.NATIVE
     node = abi.IpcacheFlags.NODE_ADDRESS
@@ -196,7 +195,6 @@ def test_ipcache_knows_the_cluster_the_blocks_and_the_nodes(world: KernelWorld) 
         "fd77::/64": (abi.Identity.UNMANAGED, native),
         "10.77.0.0/24": (abi.Identity.UNMANAGED, local),
         "fd77::/120": (abi.Identity.UNMANAGED, local),
-        "10.9.0.2/32": (abi.Identity.REMOTE_NODE, node),
         f"{NODE_IPV4}/32": (abi.Identity.HOST, node),
         f"{NODE_IPV6}/128": (abi.Identity.HOST, node),
     }

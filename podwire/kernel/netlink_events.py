@@ -36,7 +36,13 @@ _DATAGRAMS_AT_ONCE: Final = 1000
 class NetlinkEvents:
     """What the kernel tells of changes. `matters` gets type and body of each message; the others are not told."""
 
-    def __init__(self, groups: int, matters: Callable[[int, bytes], bool]) -> None:
+    def __init__(
+        self,
+        groups: int,
+        matters: Callable[[int, bytes], bool],
+        *,
+        buffer_bytes: int = _RECEIVE_BUFFER_BYTES,
+    ) -> None:
         self._matters = matters
         self._lock = threading.Lock()
         self._socket = socket.socket(
@@ -45,7 +51,7 @@ class NetlinkEvents:
             socket.NETLINK_ROUTE,
         )
         try:
-            self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _RECEIVE_BUFFER_BYTES)
+            self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, buffer_bytes)
             self._socket.bind((0, groups))
             flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
             self._woken = Fd(os.eventfd(0, flags), "wake-up of netlink events")

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,15 @@ import pytest
 from podwire.agent import policy_duty, store_follower
 from podwire.agent.policy_duty import PolicyDuty
 from podwire.control.endpoint import policies
+from podwire.control.endpoint.policies import POLICY_KINDS
+from podwire.control.endpoint.queue import Level
 from podwire.control.endpoint.states import State
+from podwire.control.endpoint.table import Endpoint
 from podwire.control.policy.rule import PolicyRules
-from podwire.model.errors import StorageFailure
+from podwire.model.errors import StorageFailure, Unavailable
 from podwire.model.ids import EndpointId
 from podwire.model.store import ObjectKey, StoredObject
+from podwire.store.remembered import RememberedObjects
 from podwire.store.sqlite import SqliteStore
 from podwire.store.sqlite_watch import SqliteWatch
 from tests.fakes.node import FakeNode
@@ -33,12 +37,12 @@ class Bench:
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "store.db"
-        self.store = SqliteStore(self.path, busy_timeout_s=0.2)
+        self.store: SqliteStore = SqliteStore(self.path, busy_timeout_s=0.2)
         self.node = FakeNode(directory, store=self.store)
         self.reports: list[str] = []
-        self.duty = self.make_duty()
+        self.duty: PolicyDuty = self.make_duty()
 
-    def make_duty(self) -> PolicyDuty:
+    def make_duty(self, memory: RememberedObjects | None = None) -> PolicyDuty:
         return PolicyDuty(
             store=self.store,
             objects=self.node.policies,
@@ -46,6 +50,7 @@ class Bench:
             turn=threading.RLock(),
             observe=lambda _op, _phase, _ms: None,
             report=self.reports.append,
+            memory=memory,
         )
 
     def put(self, document: dict[str, Any], kind: str = NETPOL) -> int:
@@ -271,3 +276,90 @@ def test_a_slot_that_nobody_names_is_collected(running: Bench) -> None:
     assert endpoint is not None
     until(lambda: set(running.node.policy_datapath.slots) <= {endpoint.config.slot})
     assert endpoint.state is State.READY
+
+
+# Without the store
+
+
+class Away(SqliteStore):
+    """A file that can be taken away."""
+
+    is_away = False
+
+    def list(self, kind: str, namespace: str | None = None) -> tuple[Sequence[StoredObject], int]:
+        if self.is_away:
+            raise Unavailable("list: the store is away")
+        return super().list(kind, namespace)
+
+
+@pytest.fixture
+def away(bench: Bench, tmp_path: Path) -> Iterator[Away]:
+    """The bench's store, as its duty finds it: away."""
+    bench.node.service.add(request(labels=(WEB,)), NETNS)
+    with closing(Away(tmp_path / "store.db")) as store:
+        store.is_away = True
+        bench.store.close()
+        bench.store = store
+        bench.duty = bench.make_duty()
+        bench.node.enforcer.is_complete = lambda: bench.duty.is_loaded
+        yield store
+        bench.duty.stop()
+
+
+def test_before_the_first_word_of_the_store_nothing_is_built_or_collected(
+    bench: Bench, away: Away
+) -> None:
+    bench.put(network_policy("a"))
+    bench.duty.load()
+    bench.duty.start()
+    until(lambda: len(bench.reports) > 1)
+    calls = list(bench.node.policy_datapath.calls)
+    with pytest.raises(Unavailable, match="never read"):
+        bench.node.service.add(request(container="new", labels=(WEB,)), NETNS)
+    bench.node.enforcer.apply("test")
+    bench.node.enforcer.collect()
+    assert bench.node.policy_datapath.calls == calls
+    assert [one.record.key.container_id for one in bench.node.table if _is_here(one)] == ["c1"]
+    away.is_away = False
+    bench.wait_for("a")
+    bench.node.service.add(request(container="new", labels=(WEB,), at_ns=10**9), NETNS)
+    assert bench.reports[-1] == ""
+
+
+def _is_here(endpoint: Endpoint) -> bool:
+    return endpoint.state not in (State.DISCONNECTING, State.DISCONNECTED)
+
+
+def test_an_endpoint_that_had_to_wait_is_built_when_the_store_is_heard(
+    bench: Bench, away: Away
+) -> None:
+    bench.duty.load()
+    bench.duty.start()
+    [endpoint] = bench.node.table
+    regenerator = bench.node.service.context.regenerator
+    regenerator.request(endpoint.record.id, Level.POLICY, "restored")
+    with bench.duty.turn:
+        regenerator.run_due()
+    assert endpoint.state is State.NOT_READY
+    until(lambda: len(bench.reports) > 1)
+    away.is_away = False
+    until(lambda: bool(regenerator.run_due()) or endpoint.state is State.READY)
+    until(lambda: endpoint.state is State.READY)
+
+
+def test_what_the_store_said_last_is_enforced_without_it(
+    bench: Bench, away: Away, tmp_path: Path
+) -> None:
+    with RememberedObjects(tmp_path / "remembered.db", "sqlite:///x") as memory:
+        stored = StoredObject(
+            key=ObjectKey(NETPOL, "default", "a"), revision=7, document=network_policy("a")
+        )
+        lists = {kind: ([stored] if kind == NETPOL else [], 7) for kind in POLICY_KINDS}
+        memory.save(lists, ())
+        bench.duty = bench.make_duty(memory)
+        bench.duty.load()
+        assert bench.duty.is_loaded
+        bench.node.service.add(request(container="new", labels=(WEB,)), NETNS)
+        assert bench.names() == {"a"}
+        assert bench.node.enforcer.revision == 0  # nobody may take it for new
+        assert bench.reports == ["list: the store is away"]

@@ -257,8 +257,8 @@ def _list_default_routes(netlink: NetlinkSocket) -> list[Route]:
     for family in (AF_INET, AF_INET6):
         of_family = [
             route
-            for route in dump_routes(netlink, family, table=TABLE_MAIN)
-            if route.destination.prefixlen == 0 and route.index
+            for route in dump_routes(netlink, family, table=TABLE_MAIN, defaults_only=True)
+            if route.index
         ]
         routes += sorted(of_family, key=lambda route: route.metric)
     return routes

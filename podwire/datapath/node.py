@@ -142,10 +142,10 @@ class KernelDatapath:
         loaded = load_programs(template, pins, plan.capacities)
         try:
             upgrade.mark_readable(pins)
-            programs = _programs_of(loaded)
+            programs, tunnel = _programs_of(loaded), _tunnel_programs_of(loaded)
 
             def swap_programs() -> int:
-                return upgrade.replace_programs(netlink, plan.node_name, programs)
+                return upgrade.replace_programs(netlink, plan.node_name, programs, tunnel)
 
             upgrade.take_over(plan.bpf_dir, loaded.maps, swap_programs)
             upgrade.resize_conntrack(loaded.maps, plan.capacities)
@@ -321,10 +321,6 @@ class KernelDatapath:
         """Delete every entry of slots that no row names any more, after one fence."""
         self._node.policy.remove_slots(slots)
 
-    def remove_unowned_slots(self, owned: Iterable[int]) -> Sequence[int]:
-        """Delete every slot that is not in `owned`, as restore finds them after a crash; give their numbers."""
-        return self._node.policy.remove_others(owned)
-
     def read_slot(self, slot: int) -> PolicyRows:
         """Give what a slot holds in the kernel."""
         return self._node.policy.read_slot(slot)
@@ -350,7 +346,22 @@ class KernelDatapath:
 
     def apply_cluster(self, plan: ClusterPlan) -> Sequence[str]:
         """Make all that the kernel holds because of other nodes be what `plan` says; name what differed."""
-        return self._node.others.apply(self.plan, plan)
+        differences = self._refresh_host()
+        return differences + self._node.others.apply(self.plan, plan)
+
+    def _refresh_host(self) -> list[str]:
+        """Follow this host's own addresses and MTU. Routes to pods that name an address get the new one when their
+        endpoint is repaired."""
+        node, differences = self._node, []
+        mtu, side = self._describe_host(node.netlink, node.loaded)
+        if mtu != node.underlay_mtu:
+            differences.append(f"MTU of the underlay is {mtu}, was {node.underlay_mtu}")
+        if side.sources != node.side.sources:
+            differences.append(
+                f"addresses towards pods are {side.sources}, were {node.side.sources}"
+            )
+        node.underlay_mtu, node.side = mtu, side
+        return differences
 
     def change_prefixes(
         self, put: Mapping[IPNetwork, Prefix], remove: Iterable[IPNetwork] = ()
@@ -389,11 +400,6 @@ class KernelDatapath:
         policy_maps.remove_hits(self._node.loaded.maps, keep)
 
     # What people and metrics ask
-
-    @property
-    def reused_programs(self) -> bool:
-        """Tell whether `prepare` found the programs pinned, so that nothing passed the verifier."""
-        return self._node.loaded.reused
 
     @property
     def node_addresses(self) -> tuple[str, ...]:

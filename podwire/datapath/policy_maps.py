@@ -127,13 +127,6 @@ class PolicyTable:
         for slot in slots:
             self._delete(slot, list(self._keys.get(slot, ())))
 
-    def remove_others(self, keep: Iterable[int]) -> Sequence[int]:
-        """Delete every slot that is not in `keep`; give their numbers."""
-        lost = sorted(self._keys.keys() - set(keep))
-        if lost:
-            self.remove_slots(lost)
-        return lost
-
     def read_slot(self, slot: int) -> PolicyRows:
         """Read a slot's entries from the map."""
         found = {}
@@ -190,11 +183,6 @@ class PolicyTable:
         self._cidrs.delete_batch(key for key in present if key not in wanted)
         self._cidr_rows = wanted
         self._cidr_wish = dict(identities)
-
-    @property
-    def used_cidrs(self) -> int:
-        """Rows that `pw_cidrs` may hold at present."""
-        return len(self._cidr_rows)
 
 
 def _pack_rows(slot: int, rows: PolicyRows) -> dict[bytes, bytes]:

@@ -88,8 +88,6 @@ class LoadedPrograms:
     template_id: str
     programs: Mapping[str, Program]
     maps: NodeMaps
-    reused: bool
-    """True when nothing had to pass the verifier."""
 
     def fd(self, name: str) -> int:
         """Descriptor of a program, for attaching it."""
@@ -183,8 +181,7 @@ def load_programs(template: Template, pins: Pins, capacities: Capacities) -> Loa
             for name, data in sorted(template.objects.items())
         }
         shapes = _shapes(objects)
-        reused = home.is_dir()
-        if not reused:
+        if not home.is_dir():
             _load_and_pin(objects, template, pins, capacities)
         with ExitStack() as keep:
             programs = _open_programs(home, keep)
@@ -194,7 +191,7 @@ def load_programs(template: Template, pins: Pins, capacities: Capacities) -> Loa
             maps = NodeMaps.from_opened(opened)
             keep.pop_all()
     _remove_other_templates(pins, template.id)
-    return LoadedPrograms(template.id, programs, maps, reused)
+    return LoadedPrograms(template.id, programs, maps)
 
 
 def _shapes(objects: Mapping[str, BpfObject]) -> dict[str, MapShape]:

@@ -24,6 +24,7 @@ from podwire.kernel.rtnl.route import (
     add_route,
     delete_route,
     host_network,
+    is_default,
     list_neighbours,
     list_routes,
     read_neighbour,
@@ -47,6 +48,11 @@ class SourceAddresses:
 
     ipv4: ipaddress.IPv4Address | None = None
     ipv6: ipaddress.IPv6Address | None = None
+
+    def __str__(self) -> str:
+        return (
+            " and ".join(str(one) for one in (self.ipv4, self.ipv6) if one) or "the kernel's choice"
+        )
 
 
 def compute_routes(record: EndpointRecord, sources: SourceAddresses) -> list[Route]:
@@ -189,12 +195,22 @@ def ensure_block_routes(netlink: NetlinkSocket, blocks: Sequence[IPNetwork]) -> 
 
 
 def dump_routes(
-    netlink: NetlinkSocket, family: int, *, table: int = 0, protocol: int = 0, index: int = 0
+    netlink: NetlinkSocket,
+    family: int,
+    *,
+    table: int = 0,
+    protocol: int = 0,
+    index: int = 0,
+    defaults_only: bool = False,
 ) -> list[Route]:
-    """List routes; a table that does not exist has none."""
+    """List routes; a table that does not exist has none. With `defaults_only` the many others are not decoded."""
     request = list_routes(family, table=table, protocol=protocol, index=index)
     try:
-        return [read_route(body) for body in netlink.dump(request)]
+        return [
+            read_route(body)
+            for body in netlink.dump(request)
+            if not defaults_only or is_default(body)
+        ]
     except KernelFailure as failure:
         if failure.errno in _GONE:
             return []

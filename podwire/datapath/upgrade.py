@@ -23,6 +23,7 @@ from podwire.datapath import abi
 from podwire.datapath.device import Programs, list_devices
 from podwire.datapath.maps import NodeMaps, list_conntrack, list_usage, open_shards
 from podwire.datapath.programs import Capacities, Pins, list_versions, remove_version
+from podwire.datapath.tunnel import TunnelPrograms, find_tunnel
 from podwire.kernel import bpf
 from podwire.kernel.bpf import Member
 from podwire.kernel.netlink import NetlinkSocket
@@ -303,20 +304,27 @@ def take_over(directory: Path, maps: NodeMaps, swap_programs: Callable[[], int])
     return versions
 
 
-def replace_programs(netlink: NetlinkSocket, node_name: str, programs: Programs) -> int:
+def replace_programs(
+    netlink: NetlinkSocket, node_name: str, programs: Programs, tunnel: TunnelPrograms | None
+) -> int:
     """Put other programs onto every device of a node, in place, so that no packet passes between.
 
     Gives the number of devices. One that vanishes meanwhile is nobody's loss.
     """
-    owned = [one for one in list_devices(netlink)[0] if one.node_name == node_name]
+    hooks = (
+        (TO_POD_HOOK, programs.to_pod_fd, "to_pod"),
+        (FROM_POD_HOOK, programs.from_pod_fd, "from_pod"),
+    )
+    owned = [one.index for one in list_devices(netlink)[0] if one.node_name == node_name]
     requests = [
-        set_bpf_filter(one.index, hook, fd, name)
-        for one in owned
-        for hook, fd, name in (
-            (TO_POD_HOOK, programs.to_pod_fd, "to_pod"),
-            (FROM_POD_HOOK, programs.from_pod_fd, "from_pod"),
-        )
+        set_bpf_filter(index, hook, fd, name) for index in owned for hook, fd, name in hooks
     ]
+    found = find_tunnel(netlink, node_name)
+    if found is not None and found.settings.flow_based and tunnel is not None:
+        owned.append(found.link.index)
+        requests += [
+            set_bpf_filter(found.link.index, hook, fd, name) for hook, name, fd, _ in tunnel.hooks()
+        ]
     for failure in netlink.attempt(requests):
         if failure is not None and failure.errno not in (errno.ENODEV, errno.EINVAL):
             raise failure

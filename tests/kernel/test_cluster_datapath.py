@@ -689,6 +689,35 @@ def test_the_underlay_is_the_device_with_the_nodes_address(world: KernelWorld) -
     assert world.datapath.read_underlay().mtu_bytes == 1400
 
 
+def test_own_addresses_and_mtu_are_followed(world: KernelWorld) -> None:
+    world.restart(node_address=None)
+    world.host.run("ip", "route", "add", "default", "dev", UNDERLAY)
+    world.datapath.apply_cluster(make_cluster(1, way=Way.NATIVE))
+    record, pod = world.attach(5)
+    for command in (
+        f"sysctl -qw net.ipv4.conf.{UNDERLAY}.promote_secondaries=1",
+        f"ip address add 10.50.0.9/24 dev {UNDERLAY}",
+        f"ip address del {OWN4}/24 dev {UNDERLAY}",
+        f"ip link set {UNDERLAY} mtu 1400",
+    ):
+        world.host.run(*command.split())
+    assert "10.77.0.5" not in world.host.run("ip", "route"), "it named an address that is gone"
+    moved = ipaddress.IPv4Address("10.50.0.9")
+    plan = make_cluster(1, way=Way.NATIVE)
+    routes = tuple(
+        replace(one, source=moved if one.destination.version == 4 else one.source)
+        for one in plan.routes
+    )
+    differences = world.datapath.apply_cluster(replace(plan, routes=routes))
+    assert "MTU of the underlay is 1400, was 1500" in differences
+    assert any("10.50.0.9 and fd50::1, were 10.50.0.1" in one for one in differences)
+    assert world.datapath.node_addresses == ("10.50.0.9", "fd50::1")
+    assert world.datapath.mtu == 1400
+    world.datapath.repair_device(record)
+    assert world.host.ip("route", "show", "10.77.0.5")[0]["prefsrc"] == "10.50.0.9"
+    assert "1 received" in pod.run("ping", "-c", "1", "-W", "5", "10.50.0.9", check=False)
+
+
 EVENTS = [
     pytest.param(_run("ip", "link", "del", TUNNEL_DEVICE), id="tunnel-device-deleted"),
     pytest.param(_run("ip", "link", "set", UNDERLAY, "mtu", "1400"), id="underlay-mtu"),

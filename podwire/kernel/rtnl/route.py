@@ -205,6 +205,11 @@ def list_routes(family: int, *, table: int = 0, protocol: int = 0, index: int = 
     return Request(RTM_GETROUTE, 0, body, "list routes", f"family {family}")
 
 
+def is_default(body: bytes) -> bool:
+    """Tell whether an answer to `list_routes` is about a default route, without decoding it."""
+    return len(body) >= _RTMSG.size and body[1] == 0
+
+
 def read_route(body: bytes) -> Route:
     """Read one answer to `list_routes`."""
     header, attributes = unpack_body(_RTMSG, body)

@@ -29,6 +29,7 @@ from podwire.kernel.bpf import Member
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.rtnl.tc import FROM_POD_HOOK, TO_POD_HOOK, set_bpf_filter
 from podwire.model.errors import KernelFailure, NewerData, Unsupported
+from podwire.model.ids import IfIndex
 
 _log = logging.getLogger(__name__)
 
@@ -321,7 +322,7 @@ def replace_programs(
     ]
     found = find_tunnel(netlink, node_name)
     if found is not None and found.settings.flow_based and tunnel is not None:
-        owned.append(found.link.index)
+        owned.append(IfIndex(found.link.index))
         requests += [
             set_bpf_filter(found.link.index, hook, fd, name) for hook, name, fd, _ in tunnel.hooks()
         ]

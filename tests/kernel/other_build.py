@@ -86,8 +86,9 @@ def _run(bpf_dir: Path, *, die: bool) -> None:
         upgrade.replace_programs = lambda *_: os._exit(9)
     with KernelDatapath(make_plan(bpf_dir)) as datapath, NetlinkSocket() as netlink:
         # What restore does device by device.
-        programs = node._programs_of(datapath._node.loaded)
-        upgrade.replace_programs(netlink, datapath.plan.node_name, programs)
+        loaded = datapath._node.loaded
+        programs, tunnel = node._programs_of(loaded), node._tunnel_programs_of(loaded)
+        upgrade.replace_programs(netlink, datapath.plan.node_name, programs, tunnel)
         flows = [
             [flow.instance, flow.direction, str(flow.source), flow.source_port, flow.value.packets]
             for flow in maps.list_conntrack(datapath.maps)

@@ -51,6 +51,10 @@ class MeasuredJournal(SqliteJournal):
         """Forget records."""
         self._watched(lambda: super(MeasuredJournal, self).remove(endpoint_ids))
 
+    def write_fact(self, name: str, value: str) -> None:
+        """Remember a fact about the node."""
+        self._watched(lambda: super(MeasuredJournal, self).write_fact(name, value))
+
     def _watched(self, write: Callable[[], None]) -> None:
         begin_s = monotonic()
         try:
@@ -91,9 +95,10 @@ def _list_policy_gauges(measured: Measured) -> list[Gauge]:
         Gauge("policies", "Policies in force", (), lambda: {(): float(measured.policies())}),
         Gauge(
             "policies_not_in_force",
-            "Policies whose newest version could not be read",
+            "Policies whose newest version could not be read, and identities whose policies could"
+            " not be written",
             (),
-            lambda: {(): float(measured.policy_problems())},
+            lambda: {(): float(measured.policy_problems() + _count_unwritten(measured))},
         ),
         Gauge(
             "policy_revision",
@@ -127,6 +132,10 @@ def _list_policy_gauges(measured: Measured) -> list[Gauge]:
 
 def _count_behind(measured: Measured) -> int:
     return sum(endpoint.state is State.NOT_READY for endpoint in measured.table)
+
+
+def _count_unwritten(measured: Measured) -> int:
+    return len({one.config.identity for one in measured.table if one.policy_error})
 
 
 def _list_node_gauges(measured: Measured) -> list[Gauge]:  # size: one table

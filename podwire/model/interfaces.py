@@ -233,6 +233,10 @@ class PolicyDatapath(Protocol):
         """Make the map of CIDRs hold exactly these; what is missing is written before what is too much goes."""
         ...
 
+    def forget_hits(self, keep: Iterable[int]) -> None:
+        """Drop the counts of rules that are not in `keep`."""
+        ...
+
     def update_endpoints(self, rows: Iterable[tuple[EndpointRecord, EndpointConfig]]) -> None:
         """Turn the rows of live endpoints over, each in place under its lock."""
         ...

@@ -186,8 +186,7 @@ class FakeNode:
         assert list(self.journal.list_records()) == []
         assert len(self.table) == 0
         assert not self.ipam.holders()
-        self.enforcer.collect()
-        self.enforcer.collect()
+        self.enforcer.collect_waste()
         assert not self.policy_datapath.slots, self.policy_datapath.slots
 
     def __enter__(self) -> Self:

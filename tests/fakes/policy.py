@@ -44,6 +44,8 @@ class FakePolicyDatapath:
     slots: dict[int, PolicyRows] = field(default_factory=dict)
     cidrs: dict[IPNetwork, int] = field(default_factory=dict)
     rows: dict[EndpointId, EndpointConfig] = field(default_factory=dict)
+    hits: set[int] = field(default_factory=set)
+    """Rules that have counts."""
     capacity: int = 1 << 30
     fail: dict[str, PodwireError] = field(default_factory=dict)
     fail_after: int | None = None
@@ -98,6 +100,10 @@ class FakePolicyDatapath:
         for network in self.cidrs.keys() - identities.keys():
             self._step()
             del self.cidrs[network]
+
+    def forget_hits(self, keep: Iterable[int]) -> None:
+        self._begin("forget_hits", 0)
+        self.hits &= set(keep)
 
     def update_endpoints(self, rows: Iterable[tuple[EndpointRecord, EndpointConfig]]) -> None:
         self._begin("update_endpoints", 0)

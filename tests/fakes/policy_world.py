@@ -316,6 +316,7 @@ class World:
     def attach(self, number: int, identity: int) -> None:
         """Add an endpoint, or give it another identity: what an ADD or a change of labels does."""
         endpoint = EndpointId(number)
+        self.engine.apply()
         self.engine.attach(endpoint, identity)
         self.open(endpoint, identity)
 

@@ -59,10 +59,6 @@ def program_ids(world: KernelWorld) -> dict[str, int]:
     return {one.name: one.id for one in world.datapath.list_programs()}
 
 
-def passed_no_verifier(world: KernelWorld) -> bool:
-    return world.datapath.reused_programs
-
-
 def map_ids(world: KernelWorld) -> dict[str, int]:
     maps = world.datapath.maps
     return {name: getattr(maps, name).info.id for name in maps.names()}
@@ -74,10 +70,8 @@ def map_ids(world: KernelWorld) -> dict[str, int]:
 def test_a_second_agent_reuses_programs_maps_and_seed_without_the_verifier(
     world: KernelWorld,
 ) -> None:
-    assert not passed_no_verifier(world)
     before = (program_ids(world), map_ids(world), tables.read_settings(world.datapath.maps))
     world.restart()
-    assert passed_no_verifier(world)
     after = (program_ids(world), map_ids(world), tables.read_settings(world.datapath.maps))
     assert after == before
     assert after[2].hash_seed != 0
@@ -86,7 +80,6 @@ def test_a_second_agent_reuses_programs_maps_and_seed_without_the_verifier(
 def test_another_template_gets_new_programs_over_the_same_maps(world: KernelWorld) -> None:
     maps, programs = map_ids(world), program_ids(world)
     world.restart(constants={"pwt_unknown_feature": 1})
-    assert not passed_no_verifier(world)
     assert map_ids(world) == maps
     assert not set(program_ids(world).values()) & set(programs.values())
     homes = list(Pins(world.plan.bpf_dir, abi.ABI_VERSION).programs.iterdir())
@@ -95,12 +88,12 @@ def test_another_template_gets_new_programs_over_the_same_maps(world: KernelWorl
 
 def test_a_load_that_was_cut_off_is_done_again(world: KernelWorld) -> None:
     pins = Pins(world.plan.bpf_dir, abi.ABI_VERSION)
-    maps = map_ids(world)
+    maps, programs = map_ids(world), program_ids(world)
     world.datapath.close()
     next(pins.programs.iterdir()).rename(pins.programs / "filling-1")
     world.restart()
-    assert not passed_no_verifier(world)
     assert map_ids(world) == maps
+    assert not set(program_ids(world).values()) & set(programs.values())
     assert len(list(pins.programs.iterdir())) == 1
 
 

@@ -50,20 +50,18 @@ def test_at_most_the_limit_is_built_at_once() -> None:
 
 def test_a_failure_backs_off_doubling_to_the_cap() -> None:
     queue = BuildQueue()
-    now_ns, delays = 0, []
+    now_ns = 0
     queue.request(A, Level.REWRITE, "x", now_ns)
-    for _ in range(12):
+    for attempt in range(12):
         build = queue.take(now_ns)
         assert build is not None
         assert build.level is Level.REWRITE
         queue.finish(build, ok=False, now_ns=now_ns)
-        due_ns = queue.next_due_ns()
-        assert due_ns is not None
-        assert queue.take(due_ns - 1) is None
-        delays.append(due_ns - now_ns)
-        now_ns = due_ns
-    assert delays[:4] == [RETRY_BASE_NS << n for n in range(4)]
-    assert delays[-1] == RETRY_CAP_NS
+        assert queue.owes(A)
+        delay_ns = min(RETRY_CAP_NS, RETRY_BASE_NS << attempt)
+        assert queue.take(now_ns + delay_ns - 1) is None
+        now_ns += delay_ns
+    assert delay_ns == RETRY_CAP_NS
 
 
 def test_a_new_trigger_does_not_wait_for_the_retry() -> None:

@@ -146,6 +146,7 @@ def test_an_add_that_does_not_fit_fails_and_leaves_nothing() -> None:
     world = make_small_world(allow(80, app="c"))
     world.learn(IdentityFacts(FIRST_IDENTITY + 2, ("k8s:app=c",)))
     world.datapath.capacity = 0
+    world.engine.apply()
     with pytest.raises(PolicyOverflow):
         world.engine.attach(EndpointId(9), FIRST_IDENTITY + 2)
     with pytest.raises(NotFound):

@@ -17,7 +17,7 @@ from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.control.identity.known import IdentityChange
 from podwire.control.policy.engine import Failure, Outcome, PolicyEngine, PolicyValues
 from podwire.model.endpoint import EndpointRecord
-from podwire.model.errors import Unavailable
+from podwire.model.errors import NotFound, PolicyOverflow, Unavailable
 from podwire.model.identity import IdentityFacts
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import Clock, EndpointConfig, EndpointDirectories, PolicyDatapath
@@ -34,8 +34,19 @@ POLICIES_NAMED = 3
 
 def describe_failure(failure: Failure) -> str:
     """Say why endpoints keep what was in force before, and by which policies."""
+    if isinstance(failure.error, PolicyOverflow):
+        return failure.error.message  # it names those that take the room
     named = ", ".join(map(str, failure.policies[:POLICIES_NAMED]))
     return f"{failure.error.message} ({named})" if named else failure.error.message
+
+
+def _bases_of_verdicts(config: EndpointConfig) -> tuple[bool, bool]:
+    """Give what verdicts rest on beside policy: flows judged under one must not live on under another."""
+    return config.audit, config.host_allowed
+
+
+def _without(failure: Failure, endpoint_id: EndpointId) -> Failure:
+    return replace(failure, endpoints=tuple(one for one in failure.endpoints if one != endpoint_id))
 
 
 def rows_of(
@@ -66,6 +77,8 @@ class Enforcer:
     """Whether all that policy is made of was heard, in this life or an earlier one. Before, nothing is built, applied
     or collected: rows stay as they are."""
     _heard: deque[IdentityChange] = field(default_factory=deque)
+    _damaged: set[int] = field(default_factory=set)
+    """Identities whose slots were changed by somebody else."""
 
     def hear(self, change: IdentityChange) -> None:
         """Note a change of identities, on any thread; it is taken in before the next thing that is done."""
@@ -92,19 +105,32 @@ class Enforcer:
             return Outcome(self.engine.revision)
         outcome = self.engine.apply()
         self._report(outcome, cause)
-        self.failures = outcome.failed
         return outcome
 
-    def collect(self) -> None:
-        """Delete what no row and no rule names any more; waits for the kernel when there is any."""
-        if not self.is_complete():
-            return
-        self._report(self.engine.collect(), "addresses left the rules")
+    def reach(self, revision: int) -> None:
+        """Note that the store is at a revision without any change of policy since: nothing is to be done for it."""
+        self.revision = max(self.revision, revision)
+        for endpoint in self.table:
+            if endpoint.state is states.State.READY and not endpoint.policy_error:
+                endpoint.realized_revision = self.revision
 
-    def attach(self, endpoint: Endpoint, base: EndpointConfig) -> EndpointConfig:
-        """Give what an endpoint's row must hold now; its slot is filled.
+    def collect_waste(self) -> None:
+        """Delete what no row and no rule names any more, counters of rules included. For quiet moments: it waits for
+        the kernel when there is any, and costs nothing when there is none."""
+        if self.engine.has_waste and self.is_complete():
+            self._report(self.engine.collect(), "addresses left the rules")
 
-        Raises Unavailable while not all that policy is made of was heard, PolicyOverflow, KernelFailure.
+    collect = collect_waste
+    """The name under which the agent's policy loop knows it."""
+
+    def attach(
+        self, endpoint: Endpoint, base: EndpointConfig, row: EndpointConfig | None
+    ) -> EndpointConfig:
+        """Give what an endpoint's row must hold now; its slot is filled. `row`: what it holds, None = nothing yet.
+
+        `endpoint.config` has what `base` says from here on, so that no revision comes into force without it; after a
+        failure the caller puts right what it says. Raises Unavailable while not all that policy is made of was heard,
+        PolicyOverflow, KernelFailure.
         """
         if not self.is_complete():
             raise Unavailable(
@@ -115,17 +141,16 @@ class Enforcer:
         record = endpoint.record
         if record.identity_labels:
             facts = IdentityFacts(record.identity, record.identity_labels, record.named_ports)
-            self.engine.identity_added(facts)
-        before = endpoint.config
+            self.engine.identity_borne(facts)
         endpoint.config = replace(
-            before, audit=base.audit, host_allowed=base.host_allowed, trace=base.trace
+            endpoint.config, audit=base.audit, host_allowed=base.host_allowed, trace=base.trace
         )
-        renew = (before.audit, before.host_allowed) != (base.audit, base.host_allowed)
         if self.engine.is_pending:
             # What this changes for others is to be reported also when this endpoint cannot follow.
             self.apply("policy changed")
-        outcome = self.engine.attach(record.id, record.identity, renew=renew)
-        self._report(outcome, "policy changed")
+        renew = row is not None and _bases_of_verdicts(row) != _bases_of_verdicts(base)
+        self._report(self.engine.attach(record.id, record.identity, renew=renew), "policy changed")
+        self._mend(record.identity)
         return self.engine.config_for(record.identity).fill(base)
 
     def adopt(self, endpoint: Endpoint, config: EndpointConfig) -> None:
@@ -141,42 +166,61 @@ class Enforcer:
     def detach(self, endpoint_id: EndpointId) -> None:
         """Forget an endpoint whose row is gone."""
         self.engine.detach(endpoint_id)
+        endpoint = self.table.get(endpoint_id)
+        if endpoint is not None:
+            endpoint.policy_error = ""
+        left = (_without(failure, endpoint_id) for failure in self.failures)
+        self.failures = tuple(failure for failure in left if failure.endpoints)
 
     def retry(self, endpoint: Endpoint, cause: str) -> None:
         """Have an endpoint built as soon as possible that could not be built before."""
         self.queue.request(endpoint.record.id, Level.REWRITE, cause, self.clock.boottime_ns())
 
     def compare(self, endpoint: Endpoint) -> list[str]:
-        """Name how the slot of an endpoint differs from its policies; empty = it does not."""
-        slot = endpoint.config.slot
+        """Name how the slot that an endpoint's row names differs from its policies; empty = it does not. What differs
+        is written again by the endpoint's next build, which is asked for. Raises KernelFailure."""
+        identity, slot = endpoint.config.identity, endpoint.config.slot
         if not slot:
             return []
-        wanted = self.engine.rows_for(endpoint.record.identity)
-        found = self.datapath.read_slot(slot)
-        missing = sum(found.get(key) != entry for key, entry in wanted.items())
-        extra = sum(key not in wanted for key in found)
+        try:
+            missing, extra = self.engine.compare_slot(identity)
+        except NotFound:
+            return []  # it was not taken over yet
         if not missing and not extra:
             return []
-        return [
-            f"policy slot {slot}: {missing} of {len(wanted)} entries are missing or differ,"
-            f" {extra} are too many"
-        ]
+        cause = (
+            f"policy slot {slot}: {len(missing)} of {len(self.engine.rows_for(identity))} entries"
+            f" are missing or differ, {len(extra)} are too many"
+        )
+        self._damaged.add(identity)
+        self.retry(endpoint, cause)
+        return [cause]
+
+    def _mend(self, identity: int) -> None:
+        if identity in self._damaged:
+            self._report(self.engine.mend(identity), "entries were changed by somebody else")
+            self._damaged.discard(identity)
 
     def _report(self, outcome: Outcome, cause: str) -> None:
-        failed = {one for failure in outcome.failed for one in failure.endpoints}
         for endpoint_id, values in outcome.changed.items():
             self._note_change(endpoint_id, values, cause)
         for endpoint_id in outcome.recovered:
             if endpoint_id not in outcome.changed:
-                self._move(endpoint_id, cause, states.BuildSucceeded())
+                self._note_success(endpoint_id, cause)
         known = {failure.identity for failure in self.failures}
         for failure in outcome.failed:
             if failure.identity not in known:
                 self._log_failure(failure)
             self._note_failure(failure, cause)
+        self.failures = outcome.failed
+        errors = {
+            one: describe_failure(failure)
+            for failure in outcome.failed
+            for one in failure.endpoints
+        }
         for endpoint in self.table:
-            if endpoint.record.id not in failed and endpoint.state is states.State.READY:
-                endpoint.realized_revision = self.revision
+            endpoint.policy_error = errors.get(endpoint.record.id, "")
+        self.reach(self.revision)
 
     def _note_change(self, endpoint_id: EndpointId, values: PolicyValues, cause: str) -> None:
         endpoint = self.table.get(endpoint_id)
@@ -184,7 +228,19 @@ class Enforcer:
             return
         endpoint.config = values.fill(endpoint.config)
         self._tell(partial(self.directories.publish, endpoint.record, endpoint.config))
-        self._move(endpoint_id, cause, states.BuildSucceeded())
+        self._note_success(endpoint_id, cause)
+
+    def _note_success(self, endpoint_id: EndpointId, cause: str) -> None:
+        """Let an endpoint be ready whose policy is in force, unless something else is to be built of it: then soon."""
+        endpoint = self.table.get(endpoint_id)
+        if endpoint is None or endpoint.state not in MAY_FOLLOW:
+            return
+        is_behind = endpoint.state is states.State.NOT_READY
+        is_another = endpoint.config.identity != endpoint.record.identity
+        if is_behind and (is_another or self.queue.owes(endpoint_id)):
+            self.queue.request(endpoint_id, Level.POLICY, cause, self.clock.boottime_ns())
+        else:
+            self._move(endpoint, cause, states.BuildSucceeded())
 
     @staticmethod
     def _log_failure(failure: Failure) -> None:
@@ -203,16 +259,14 @@ class Enforcer:
             endpoint = self.table.get(endpoint_id)
             if endpoint is None or endpoint.state is not states.State.READY:
                 continue
-            self._move(endpoint_id, cause, states.BuildFailed(describe_failure(failure)))
+            self._move(endpoint, cause, states.BuildFailed(describe_failure(failure)))
             self.queue.request(
                 endpoint_id, Level.POLICY, "retry after failure", self.clock.boottime_ns()
             )
 
-    def _move(self, endpoint_id: EndpointId, cause: str, end: states.Event) -> None:
+    @staticmethod
+    def _move(endpoint: Endpoint, cause: str, end: states.Event) -> None:
         """Log the regeneration that has just been done, as the states it went through."""
-        endpoint = self.table.get(endpoint_id)
-        if endpoint is None or endpoint.state not in MAY_FOLLOW:
-            return
         for event in (states.RegenerationRequested(cause), states.BuildStarted(), end):
             endpoint.report(event)
 

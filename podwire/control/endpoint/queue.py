@@ -21,8 +21,6 @@ class Level(enum.IntEnum):
     """Map entries of the policy slot only."""
     REWRITE = 2
     """The endpoint's rows are written again and its programs attached again."""
-    REBUILD = 3
-    """The node's template changed: load it, swap, then as REWRITE."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +87,9 @@ class BuildQueue:
         )
         waiting.level = max(waiting.level, build.level)
 
-    def next_due_ns(self) -> int | None:
-        """Give the time of the earliest build that `take` could hand out; None when nothing waits."""
-        return min((waiting.due_ns for waiting in self._waiting.values()), default=None)
+    def owes(self, endpoint_id: EndpointId) -> bool:
+        """Tell whether an endpoint is being built or waits for it, a retry included."""
+        return endpoint_id in self._waiting or endpoint_id in self._running
 
     def forget(self, endpoint_id: EndpointId) -> None:
         """Drop what waits for an endpoint that ends."""

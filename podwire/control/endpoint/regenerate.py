@@ -89,11 +89,14 @@ class Regenerator:
         endpoint.report(states.BuildStarted())
         config = endpoint.config
         try:
-            config = self.enforcer.attach(endpoint, self._base(endpoint))
             if level >= Level.REWRITE:
+                # First: a device that cannot be repaired must not move the policies of others.
                 self._datapath.repair_device(endpoint.record)
+            row = self._datapath.read_config(endpoint.record)
+            config = self.enforcer.attach(endpoint, self._base(endpoint), row)
             self._datapath.open_endpoint(endpoint.record, config)
         except PodwireError as error:
+            endpoint.config = self._read_row(endpoint)
             endpoint.report(states.BuildFailed(error.message))
             self._tell(
                 partial(self._directories.keep_failure, endpoint.record, config, error.message)
@@ -103,6 +106,13 @@ class Regenerator:
         endpoint.config = config
         self.enforcer.realized(endpoint)
         endpoint.report(states.BuildSucceeded())
+
+    def _read_row(self, endpoint: Endpoint) -> EndpointConfig:
+        """Give what is really in force: a build can fail when half of it is done."""
+        try:
+            return self._datapath.read_config(endpoint.record) or EndpointConfig()
+        except PodwireError:
+            return endpoint.config
 
     def _try_build(self, endpoint: Endpoint, build: Build) -> bool:
         if endpoint.state in MAY_FOLLOW:

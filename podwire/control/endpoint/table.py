@@ -36,6 +36,8 @@ class Endpoint:
         self.config = EndpointConfig()
         """What the datapath was last told; the default until the first build."""
         self.realized_revision = 0
+        self.policy_error = ""
+        """Why its newest policy could not be written; "" when it is in force."""
         self.state = state
         self.log: deque[LogEntry] = deque(maxlen=LOG_ENTRIES)
         self._clock = clock

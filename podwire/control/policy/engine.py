@@ -6,13 +6,17 @@ alone. Pure otherwise: no clock, no threads, no store. Invariant: at each instan
 either the verdict before a change or the one after it, never a third.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from podwire.control.policy.oracle import Enforcement, RuleName
+from podwire.control.policy.resolve.adopted import Adopted
 from podwire.control.policy.resolve.cidrs import CidrTable
-from podwire.control.policy.resolve.compile import unpack
+from podwire.control.policy.resolve.cidrs_mapped import MappedCidrs
+from podwire.control.policy.resolve.outcome import Failure, Outcome
+from podwire.control.policy.resolve.overflow import explain_overflow
 from podwire.control.policy.resolve.pending import Pending
 from podwire.control.policy.resolve.repository import Repository
 from podwire.control.policy.resolve.rule_numbers import Counters, Numbers, RuleNumbers
@@ -27,10 +31,10 @@ from podwire.control.policy.rule import (
     PolicyId,
     PolicyRules,
 )
-from podwire.model.errors import NotFound, PodwireError
+from podwire.model.errors import NotFound, PodwireError, PolicyOverflow
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import EndpointConfig, PolicyDatapath
-from podwire.model.policy import Direction, IPNetwork, PolicyRows
+from podwire.model.policy import IPNetwork, PolicyKey, PolicyRows
 
 __all__ = [
     "EndpointRows",
@@ -44,30 +48,6 @@ __all__ = [
 
 SETTING: Final = PolicyId("Setting", "", "policy_enforcement")
 """What closes an endpoint that no policy closes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """One identity that could not be brought to its policies; what was in force for it stays in force."""
-
-    identity: int
-    error: PodwireError
-    endpoints: tuple[EndpointId, ...]
-    policies: tuple[PolicyId, ...]
-    """The policies that select it, those that changed in this `apply` first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one `apply` did."""
-
-    revision: int
-    changed: Mapping[EndpointId, PolicyValues] = field(default_factory=dict)
-    """Endpoints whose rows were rewritten, with what they hold now."""
-    failed: tuple[Failure, ...] = ()
-    """All identities that are behind now, also those that failed before and did again."""
-    recovered: tuple[EndpointId, ...] = ()
-    """Endpoints that were behind before and are not any more."""
 
 
 class PolicyEngine:
@@ -102,10 +82,15 @@ class PolicyEngine:
         self._repository = Repository(self._rules, self._peers, self._locals, self._cidrs)
         self._subjects = Subjects(self._peers, self._locals)
         self._slots = SlotManager(datapath, rows, self._counters.slot)
-        self._adopted: dict[EndpointId, EndpointConfig] = {}
+        self._explain = partial(explain_overflow, subjects=self._subjects, rules=self._rules)
+        self._mapped = MappedCidrs(
+            datapath, self._cidrs, self._subjects, self._slots, self._explain
+        )
+        self._adopted = Adopted()
         self._pending = Pending()
         self._leaving: set[int] = set()
         self._held: PodwireError | None = None
+        self._may_have_waste = True
         for number, labels in RESERVED_LABELS.items():
             self._peers.add_identity(IdentityFacts(number, labels))
 
@@ -139,6 +124,13 @@ class PolicyEngine:
         else:
             self._pending.identities[facts.number] = facts
 
+    def identity_borne(self, facts: IdentityFacts) -> None:
+        """Learn of an identity from the record of an endpoint that bears it. What was said of its number otherwise
+        counts more: the number may have been given to other labels since."""
+        known = self._pending.identities.get(facts.number, self._peers.facts(facts.number))
+        if known is None or known == facts:
+            self.identity_added(facts)
+
     def identity_removed(self, number: int) -> None:
         """Forget an identity that nobody bears any more; one that an endpoint here bears is kept until it does not."""
         if number not in RESERVED_LABELS:
@@ -151,24 +143,22 @@ class PolicyEngine:
 
         The first `apply` compares its slot with what should be in it, and changes or replaces it if that differs.
         """
-        self._adopted[endpoint_id] = config
+        self._adopted.rows[endpoint_id] = config
 
     def attach(self, endpoint_id: EndpointId, identity: int, *, renew: bool = False) -> Outcome:
-        """Give an endpoint an identity (a new endpoint, or one whose labels changed): applies what is pending, and
-        fills the identity's slot when it is the first here. Then `config_for` tells what its row must hold; the caller
-        writes it and calls `realized`. `renew`: something else that verdicts rest on changed in the row (audit, whether
-        the host is let in), so that no flow judged before may rest on it. Raises NotFound for an unknown identity,
-        PolicyOverflow, KernelFailure; then nothing changed for this endpoint."""
-        outcome = self.apply()
+        """Give an endpoint an identity that was taken in by an `apply` (a new endpoint, or one whose labels changed),
+        and fill the identity's slot when it is the first here. Then `config_for` tells what its row must hold; the
+        caller writes it and calls `realized`. `renew`: something else that verdicts rest on changed in the row (audit,
+        whether the host is let in), so that no flow judged before may rest on it. Raises NotFound for an unknown
+        identity, PolicyOverflow, KernelFailure; then nothing changed for this endpoint."""
         subject = self._subjects.find(identity) or self._begin(identity)
         if subject.failure is not None:
             raise subject.failure
-        if self._subjects.of_endpoint(endpoint_id) not in (None, subject):
-            # Its flows were judged under the other identity: the row needs a revision that none of them has seen.
-            self._revision = self._counters.revision.take()
-            self._slots.flip(subject, self._revision)
-            changed = {**outcome.changed, **dict.fromkeys(sorted(subject.live), subject.values)}
-            outcome = replace(outcome, revision=self._revision, changed=changed)
+        outcome = Outcome(self._revision, failed=self._subjects.failures())
+        former = self._subjects.of_endpoint(endpoint_id)
+        if former is not None and (renew or former is not subject):
+            # Its flows were judged under other things: the row needs a revision that none of them has seen.
+            outcome = self._renew(subject)
         self._subjects.expect(endpoint_id, subject)
         return outcome
 
@@ -178,8 +168,22 @@ class PolicyEngine:
 
     def detach(self, endpoint_id: EndpointId) -> None:
         """Forget an endpoint whose row is gone (or an attach that was undone). Unknown ones are ignored."""
-        self._adopted.pop(endpoint_id, None)
+        self._adopted.rows.pop(endpoint_id, None)
         self._subjects.leave(endpoint_id)
+        self._may_have_waste = True
+        for subject in self._subjects.without_endpoints():
+            # Nobody waits for what cannot be brought into force any more.
+            if subject in self._subjects.behind:
+                self._end(subject)
+
+    def mend(self, identity: int) -> Outcome:
+        """Write again what an attached identity's slot lost by somebody else's hand. NotFound, KernelFailure."""
+        subject = self._subjects.get(identity)
+        missing, superfluous = self._slots.compare(subject)
+        if subject.is_unsure or not (missing or superfluous):
+            return Outcome(self._revision, failed=self._subjects.failures())
+        self._slots.change(subject, missing, superfluous)
+        return self._renew(subject)
 
     # Work
 
@@ -187,7 +191,7 @@ class PolicyEngine:
     def is_pending(self) -> bool:
         """Tell whether `apply` would do something."""
         return bool(
-            self._pending or self._adopted or self._subjects.touched or self._subjects.behind
+            self._pending or self._adopted.rows or self._subjects.touched or self._subjects.behind
         )
 
     def apply(self) -> Outcome:
@@ -198,43 +202,45 @@ class PolicyEngine:
         self._prepare_numbers()
         before, self._revision = self._revision, self._counters.revision.take()
         behind = set(self._subjects.behind)
+        self._may_have_waste = True
         churned = self._change_identities()
         self._change_enforcement()
         self._take_adopted()
-        self._finish_flips()
-        fresh = self._admit_cidrs()
+        self._retire_strangers()
+        self._slots.finish_flips(self._subjects.behind, self._revision)
+        fresh = self._admit_cidrs(churned)
         self._change_groups()
         changed_policies = self._change_policies()
         changed = self._realize(before, churned, fresh)
-        self._retire_strangers()
         self._report_held(before)
         return Outcome(
             self._revision,
             changed,
-            tuple(self._failures(changed_policies)),
+            self._subjects.failures(changed_policies),
             tuple(one for each in behind - self._subjects.behind for one in sorted(each.live)),
         )
 
+    @property
+    def has_waste(self) -> bool:
+        """Tell whether `collect` may find something; costs nothing."""
+        return self._may_have_waste
+
     def collect(self) -> Outcome:
-        """Delete slots that no row names any more, and CIDRs that no rule names: some milliseconds when there are any.
-        To be called now and then, and soon after an `apply`."""
-        for subject in self._subjects.without_endpoints():
-            self._end(subject)
-        self._slots.collect()
-        prefixes = [] if self._subjects.behind else self._cidrs.unused()
-        if not prefixes:
-            return Outcome(self._revision)
-        self._prepare_numbers()
-        # Out of the map first; when no program can hold the number any more, its entries go: nobody meets a gap.
-        for prefix in prefixes:
-            prefix.is_mapped = False
-        self._datapath.write_cidrs(self._cidrs.mapping())
-        self._datapath.remove_slots(())
-        self._subjects.spread(self._cidrs.forget(prefixes))
-        before, self._revision = self._revision, self._counters.revision.take()
-        gone = {number for prefix in prefixes for number in prefix.families}
-        changed = self._realize(before, gone, frozenset())
-        return Outcome(self._revision, changed, tuple(self._failures(())))
+        """Delete slots that no row names any more, CIDRs that no rule names, and counters of rules that are gone: some
+        milliseconds when there are any. For quiet moments, while `has_waste`."""
+        self._may_have_waste = False
+        self._reclaim()
+        prefixes = self._mapped.find_unused()
+        changed: dict[EndpointId, PolicyValues] = {}
+        if prefixes:
+            self._prepare_numbers()
+            gone = self._mapped.remove(prefixes)
+            before, self._revision = self._revision, self._counters.revision.take()
+            changed = self._realize(before, gone, frozenset())
+        if self._rules.have_gone and not self._subjects.behind:
+            self._datapath.forget_hits(self._rules.numbers())
+            self._rules.have_gone = False
+        return Outcome(self._revision, changed, self._subjects.failures())
 
     # Views
 
@@ -260,16 +266,12 @@ class PolicyEngine:
 
     def rows_for(self, identity: int) -> PolicyRows:
         """Give the entries that an attached identity's slot holds (`policy entries`, CHECK). NotFound."""
-        subject = self._subjects.get(identity)
-        rows: PolicyRows = {}
-        for direction in Direction:
-            numbers = subject.families[direction].keys() | subject.stale[direction].keys()
-            for number in sorted(numbers):
-                block = subject.realized(direction, number)
-                if block is not None:
-                    found = {unpack(number, direction, at): one for at, one in block.rows.items()}
-                    rows.update(found)
-        return rows
+        return self._subjects.get(identity).rows()
+
+    def compare_slot(self, identity: int) -> tuple[PolicyRows, Sequence[PolicyKey]]:
+        """Give what an attached identity's slot in the kernel lacks or has otherwise, and what it has too much.
+        NotFound, KernelFailure."""
+        return self._slots.compare(self._subjects.get(identity))
 
     def rule_name(self, number: int) -> RuleName | None:
         """Name the rule of an entry, event or counter; also of rules removed a while ago."""
@@ -301,7 +303,7 @@ class PolicyEngine:
     def _prepare_numbers(self) -> None:
         """Reserve all numbers that a change can take, so that a full disk is met before it begins."""
         self._counters.rule.prepare(self._pending.count_rules())
-        self._counters.slot.prepare(len(self._subjects) + len(self._adopted) + 1)
+        self._counters.slot.prepare(len(self._subjects) + len(self._adopted.rows) + 1)
         self._counters.revision.prepare(2)
 
     def _change_identities(self) -> set[int]:
@@ -338,64 +340,31 @@ class PolicyEngine:
             self._build(subject)
 
     def _take_adopted(self) -> None:
-        """Take over what an earlier process left: of one identity the newest row, the others are flipped to it."""
-        adopted, self._adopted = self._adopted, {}
-        newest_first = sorted(adopted.items(), key=lambda one: -one[1].policy_revision)
-        for endpoint_id, config in newest_first:
-            identity = config.identity
-            subject = self._subjects.find(identity)
-            values = PolicyValues.read(config)
-            if subject is None:
-                subject = self._adopt_subject(identity, values)
-            elif values != subject.values:
-                subject.lingering.append(values.slot if values.slot != subject.slot else 0)
-                self._subjects.behind.add(subject)
-            self._subjects.expect(endpoint_id, subject)
-            self._subjects.settle(endpoint_id)
-
-    def _adopt_subject(self, identity: int, values: PolicyValues) -> Subject:
-        facts = self._peers.facts(identity)
-        subject = self._subjects.make(facts or IdentityFacts(identity, ()))
-        try:
-            subject.adopt(values, self._datapath.read_slot(values.slot) if values.slot else {})
-        except PodwireError:
-            subject.adopt(values, {})
-            subject.is_unsure = True
-        if facts is not None:
+        for subject in self._adopted.take(self._subjects, self._peers, self._datapath):
             self._build(subject)
-        return subject
 
-    def _finish_flips(self) -> None:
-        """Try again to rewrite rows that a former change could not: CIDRs can only be added to slots that are known."""
-        for subject in [
-            one for one in self._subjects.behind if one.lingering and not one.is_unsure
-        ]:
-            try:
-                self._slots.flip(subject, self._revision)
-            except PodwireError as error:
-                subject.failure = error
-
-    def _admit_cidrs(self) -> frozenset[int]:
+    def _admit_cidrs(self, churned: set[int]) -> frozenset[int]:
         """Give numbers to the CIDRs of what is pending and bring them into the map, so that no verdict changes; gives
-        the identities of those that are new. When it cannot be done, what speaks of CIDRs stays pending."""
+        the identities of those that are new. When it cannot be done, what speaks of CIDRs stays pending. `churned`
+        takes those that had to make room."""
         self._held = None
         groups = self._pending.merge_groups(self._cidrs.groups)
         needed = set(self._pending.find_networks(self._cidrs, groups))
         self._subjects.spread(self._cidrs.ensure(needed))
-        fresh = self._cidrs.unmapped(needed)
-        if not fresh:
+        if not self._cidrs.unmapped(needed):
             return frozenset()
-        pairs = [(prefix, self._cidrs.parent(prefix, fresh)) for prefix in fresh]
         try:
-            for subject in self._subjects:
-                self._slots.extend(subject, pairs)
-            self._datapath.write_cidrs(self._cidrs.mapping(fresh))
+            try:
+                return self._mapped.add(needed)
+            except PolicyOverflow:
+                unused = self._mapped.find_unused(needed)
+                if not (self._reclaim() or unused):
+                    raise
+                churned |= self._mapped.remove(unused)
+                return self._mapped.add(needed)
         except PodwireError as error:
             self._held = error
             return frozenset()
-        for prefix in fresh:
-            prefix.is_mapped = True
-        return frozenset(number for prefix in fresh for number in prefix.families)
 
     def _change_groups(self) -> None:
         if self._pending.groups and self._held is None:
@@ -421,6 +390,8 @@ class PolicyEngine:
         """Bring all touched subjects, and those that are behind, to what they want; one's failure stops no other."""
         changed: dict[EndpointId, PolicyValues] = {}
         for subject in self._subjects.take_work():
+            if self._subjects.find(subject.number) is not subject:
+                continue  # it ended to make room for another
             try:
                 if self._realize_one(subject, churned, fresh):
                     changed.update(dict.fromkeys(sorted(subject.live), subject.values))
@@ -436,7 +407,36 @@ class PolicyEngine:
         if not self._subjects.is_known(subject):
             raise NotFound(f"compile policies of identity {subject.number}: nothing tells of it")
         wanted = subject.wanted(self._enforcement, self._setting_rule)
-        return self._slots.realize(subject, wanted, self._revision, churned=churned, fresh=fresh)
+        realize = partial(
+            self._slots.realize, subject, wanted, self._revision, churned=churned, fresh=fresh
+        )
+        try:
+            return realize()
+        except PolicyOverflow as error:
+            if not self._reclaim(subject):
+                raise self._explain(error, subject) from error
+        try:
+            return realize()
+        except PolicyOverflow as error:
+            raise self._explain(error, subject) from error
+
+    def _reclaim(self, keep: Subject | None = None) -> bool:
+        """Delete the slots that no row names any more; False when there are none. `keep`: is about to be named."""
+        for subject in self._subjects.without_endpoints():
+            if subject is not keep:
+                self._end(subject)
+        return self._slots.collect()
+
+    def _renew(self, subject: Subject) -> Outcome:
+        """Give the rows of a subject's endpoints a revision under which no flow was judged yet."""
+        before, self._revision = self._revision, self._counters.revision.take()
+        try:
+            self._slots.flip(subject, self._revision)
+        except PodwireError as error:
+            self._subjects.fall_behind(subject, error, before)
+            raise
+        changed = dict.fromkeys(sorted(subject.live), subject.values)
+        return Outcome(self._revision, changed, self._subjects.failures())
 
     def _report_held(self, before: int) -> None:
         """Let the subjects of policies that had to wait be behind."""
@@ -446,15 +446,8 @@ class PolicyEngine:
             if self._pending.concerns(subject.facts):
                 self._subjects.fall_behind(subject, self._held, before)
 
-    def _failures(self, changed: Collection[PolicyId]) -> Iterable[Failure]:
-        for subject in sorted(self._subjects.behind, key=lambda one: one.number):
-            if subject.failure is not None:
-                policies = sorted(subject.policies, key=lambda one: one not in changed)
-                endpoints = tuple(sorted(subject.live))
-                yield Failure(subject.number, subject.failure, endpoints, tuple(policies))
-
     def _retire_strangers(self) -> None:
-        """After the first change: slots of an earlier process that no adopted row names."""
+        """With the first change: slots of an earlier process that no adopted row names."""
         if self._former:
             named = {slot for one in self._subjects for slot in (one.slot, *one.lingering)}
             self._slots.retired |= self._former - named

@@ -5,7 +5,7 @@ also across restarts: numbers are reserved in spans, and a span is on disk befor
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -71,6 +71,8 @@ class RuleNumbers:
         self._by_policy: dict[PolicyId, dict[str, int]] = {}
         self._names: dict[int, RuleName] = {}
         self._former: OrderedDict[int, RuleName] = OrderedDict()
+        self.have_gone = True
+        """Whether counters may stand under numbers that no rule has, of an earlier process or of policies that went."""
 
     def number(self, policy: PolicyId, path: str = DEFAULT_DENY_PATH) -> int:
         """Give a rule's number, a new one at first."""
@@ -85,9 +87,14 @@ class RuleNumbers:
         """Give the rule of a number, also of a policy that went a while ago; None for 0 and for strangers."""
         return self._names.get(number) or self._former.get(number)
 
+    def numbers(self) -> Collection[int]:
+        """Give the numbers of all rules there are."""
+        return self._names.keys()
+
     def release(self, policy: PolicyId) -> None:
         """Forget a policy; its name stays readable for a while."""
         for number in self._by_policy.pop(policy, {}).values():
             self._former[number] = self._names.pop(number)
+            self.have_gone = True
         while len(self._former) > FORMER_NAMES:
             self._former.popitem(last=False)

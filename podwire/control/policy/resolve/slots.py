@@ -126,7 +126,7 @@ class SlotManager:
             if plan.is_mixed or subject.is_unsure or not subject.slot:
                 self._replace(subject)
             else:
-                self._change(subject, plan.put, plan.remove)
+                self.change(subject, plan.put, plan.remove)
         _settle(subject)
         subject.target = replace(wanted, slot=subject.slot)
         self.flip(subject, revision)
@@ -154,9 +154,20 @@ class SlotManager:
                     put.update((unpack(number, direction, at), entry) for at, entry in step.put)
                     remove += [unpack(number, direction, at) for at in step.remove]
         if put or remove:
-            self._change(subject, put, remove)
+            self.change(subject, put, remove)
         for (direction, number), block in become.items():
             subject.set_realized(direction, number, block)
+
+    def change(self, subject: Subject, put: PolicyRows, remove: Sequence[PolicyKey]) -> None:
+        """Change the entries in place; rows are to be flipped after it. Raises PolicyOverflow (nothing was written),
+        KernelFailure."""
+        try:
+            self.datapath.change_slot(subject.slot, put, remove)
+        except PolicyOverflow:
+            raise
+        except PodwireError:
+            subject.is_unsure = True
+            raise
 
     def flip(self, subject: Subject, revision: int) -> None:
         """Rewrite the rows of all live endpoints to the subject's target; after that nobody names a former slot."""
@@ -171,6 +182,21 @@ class SlotManager:
         subject.values = values
         self.retired.update(slot for slot in subject.lingering if slot)
         subject.lingering.clear()
+
+    def finish_flips(self, behind: Iterable[Subject], revision: int) -> None:
+        """Try again to rewrite rows that a former change could not: CIDRs can only be added to slots that are known."""
+        for subject in [one for one in behind if one.lingering and not one.is_unsure]:
+            try:
+                self.flip(subject, revision)
+            except PodwireError as error:
+                subject.failure = error
+
+    def compare(self, subject: Subject) -> tuple[PolicyRows, Sequence[PolicyKey]]:
+        """Give what a subject's slot in the kernel lacks or has otherwise, and what it has too much."""
+        wanted = subject.rows()
+        found = self.datapath.read_slot(subject.slot) if subject.slot else {}
+        missing = {key: entry for key, entry in wanted.items() if found.get(key) != entry}
+        return missing, [key for key in found if key not in wanted]
 
     def retire(self, subject: Subject) -> None:
         """Give up the slots of a subject that no row names any more."""
@@ -234,16 +260,6 @@ class SlotManager:
                     plan.is_mixed = True
         if push:
             plan.is_mixed |= any(push | one == Push.BOTH for one in (push, *alone))
-
-    def _change(self, subject: Subject, put: PolicyRows, remove: Sequence[PolicyKey]) -> None:
-        """Change the entries in place."""
-        try:
-            self.datapath.change_slot(subject.slot, put, remove)
-        except PolicyOverflow:
-            raise
-        except PodwireError:
-            subject.is_unsure = True
-            raise
 
     def _replace(self, subject: Subject) -> None:
         """Write all that is wanted under a new number; no entries need no slot."""

@@ -4,12 +4,13 @@ Owned by the engine, brought to the datapath by `slots`. Pure. Two states in one
 the datapath has something else, what it has (`stale`). Invariant: the slot holds `families`, but for `stale`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Self
 
 from podwire.control.policy.oracle import Enforcement
-from podwire.control.policy.resolve.compile import Block, Blocks, Term, pack_key
+from podwire.control.policy.resolve.compile import Block, Blocks, Term, pack_key, unpack
 from podwire.control.policy.resolve.repository import Part, PartChange, RuleInUse
 from podwire.control.policy.rule import IdentityFacts, NamedPort, PolicyId, Reserved
 from podwire.model.errors import PodwireError
@@ -146,6 +147,35 @@ class Subject:
             self.stale[direction].pop(number, None)
         else:
             self.stale[direction][number] = block
+
+    def rows(self) -> PolicyRows:
+        """Give the entries that the slot has now."""
+        rows: PolicyRows = {}
+        for direction in Direction:
+            numbers = self.families[direction].keys() | self.stale[direction].keys()
+            for number in sorted(numbers):
+                block = self.realized(direction, number)
+                if block is not None:
+                    found = {unpack(number, direction, at): one for at, one in block.rows.items()}
+                    rows.update(found)
+        return rows
+
+    def count_wanted(self) -> int:
+        """Give how many entries all that is wanted comes to."""
+        return sum(len(block.rows) for blocks in self.families for block in blocks.values())
+
+    def says_the_same(self, numbers: Collection[int], others: Collection[int]) -> bool:
+        """Tell whether the slot has the same entries for each of some identities as for its counterpart; for all, if
+        they have none."""
+        return all(
+            self._rows_of(direction, number) == self._rows_of(direction, other)
+            for direction in Direction
+            for number, other in zip_longest(numbers, others)
+        )
+
+    def _rows_of(self, direction: Direction, number: int | None) -> dict[int, PolicyEntry]:
+        block = None if number is None else self.realized(direction, number)
+        return block.rows if block is not None else {}
 
     def adopt(self, values: PolicyValues, rows: PolicyRows) -> None:
         """Note what rows and slot of an earlier process hold; nothing may be wanted yet."""

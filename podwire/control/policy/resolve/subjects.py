@@ -4,14 +4,15 @@ Owned by the engine. Pure. Invariant: an identity is a subject as long as an end
 the index of subjects' labels knows exactly the subjects whose labels are known.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from podwire.control.policy.resolve.cidrs import Delta
 from podwire.control.policy.resolve.compile import Blocks
+from podwire.control.policy.resolve.outcome import Failure
 from podwire.control.policy.resolve.repository import Part, PartChange
 from podwire.control.policy.resolve.selectors import LabelIndex
 from podwire.control.policy.resolve.subject import Subject
-from podwire.control.policy.rule import IdentityFacts, NamedPort
+from podwire.control.policy.rule import IdentityFacts, NamedPort, PolicyId
 from podwire.model.errors import NotFound, PodwireError
 from podwire.model.ids import EndpointId
 
@@ -49,8 +50,9 @@ class Subjects:
         return subject
 
     def of_endpoint(self, endpoint_id: EndpointId) -> Subject | None:
-        """Give the subject that an endpoint's row names."""
-        return self._by_identity.get(self._live.get(endpoint_id, 0))
+        """Give the subject that an endpoint's row names; None while it names none."""
+        identity = self._live.get(endpoint_id)
+        return None if identity is None else self._by_identity.get(identity)
 
     def is_known(self, subject: Subject) -> bool:
         """Tell whether the labels of a subject are known; those of an adopted one may be not yet."""
@@ -151,10 +153,23 @@ class Subjects:
         subject.failure = None
         self.behind.discard(subject)
 
+    def failures(self, changed: Collection[PolicyId] = ()) -> tuple[Failure, ...]:
+        """Give all that failed, by identity; `changed`: the policies to be named first."""
+        return tuple(
+            Failure(
+                one.number,
+                one.failure,
+                tuple(sorted(one.live)),
+                tuple(sorted(one.policies, key=lambda policy: policy not in changed)),
+            )
+            for one in sorted(self.behind, key=_by_number)
+            if one.failure is not None
+        )
+
     def _forget_coming(self, endpoint_id: EndpointId) -> None:
-        subject = self._by_identity.get(self._wanted.get(endpoint_id, 0))
-        if subject is not None:
-            subject.coming.discard(endpoint_id)
+        identity = self._wanted.get(endpoint_id)
+        if identity in self._by_identity:
+            self._by_identity[identity].coming.discard(endpoint_id)
 
     def _named_ports_of(self, number: int) -> tuple[NamedPort, ...]:
         facts = self._peers.facts(number)

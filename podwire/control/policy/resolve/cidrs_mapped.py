@@ -1,0 +1,72 @@
+"""The datapath's map of CIDRs: prefixes come into it and leave it without any verdict changing by that alone.
+
+Owned by the engine. An address has the number of the longest prefix in the map: before a prefix comes, every slot has
+the entries for it that its addresses meet now; when it goes, its addresses meet those of the prefix around it.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from podwire.control.policy.resolve.cidrs import CidrTable, Prefix
+from podwire.control.policy.resolve.slots import SlotManager
+from podwire.control.policy.resolve.subject import Subject
+from podwire.control.policy.resolve.subjects import Subjects
+from podwire.model.errors import PolicyOverflow
+from podwire.model.interfaces import PolicyDatapath
+from podwire.model.policy import IPNetwork
+
+
+@dataclass
+class MappedCidrs:
+    """Which prefixes the map holds, and the way to change it."""
+
+    datapath: PolicyDatapath
+    cidrs: CidrTable
+    subjects: Subjects
+    slots: SlotManager
+    explain: Callable[[PolicyOverflow, Subject], PolicyOverflow]
+
+    def add(self, needed: Collection[IPNetwork]) -> frozenset[int]:
+        """Bring what is missing of these prefixes into the map; gives the identities that came. Doing it again after
+        a failure is safe. Raises PolicyOverflow, KernelFailure, Unavailable while rows are not flipped."""
+        fresh = self.cidrs.unmapped(needed)
+        pairs = [(prefix, self.cidrs.parent(prefix, fresh)) for prefix in fresh]
+        for subject in self.subjects:
+            try:
+                self.slots.extend(subject, pairs)
+            except PolicyOverflow as error:
+                raise self.explain(error, subject) from error
+        self.datapath.write_cidrs(self.cidrs.mapping(fresh))
+        for prefix in fresh:
+            prefix.is_mapped = True
+        return frozenset(number for prefix in fresh for number in prefix.families)
+
+    def find_unused(self, needed: Collection[IPNetwork] = ()) -> list[Prefix]:
+        """Give the prefixes that no rule names, nor is going to (`needed`), as far as their addresses meet no other
+        verdict without them: with subjects that have work to do, what is in force may still tell them apart."""
+        unsettled = self.subjects.touched | self.subjects.behind
+        return [
+            prefix
+            for prefix in self.cidrs.unused()
+            if prefix.network not in needed
+            and all(self._is_idle(prefix, subject) for subject in unsettled)
+        ]
+
+    def remove(self, prefixes: Collection[Prefix]) -> set[int]:
+        """Take unused prefixes out of the map; when no program can hold a number any more, its entries may go too:
+        nobody meets a gap. Gives the identities that went."""
+        if not prefixes:
+            return set()
+        for prefix in prefixes:
+            prefix.is_mapped = False
+        self.datapath.write_cidrs(self.cidrs.mapping())
+        self.datapath.remove_slots(())
+        self.subjects.spread(self.cidrs.forget(prefixes))
+        return {number for prefix in prefixes for number in prefix.families}
+
+    def _is_idle(self, prefix: Prefix, subject: Subject) -> bool:
+        """Tell whether a subject's slot has for a prefix what it has for the one around it."""
+        around = self.cidrs.parent(prefix, ())
+        return not (subject.lingering or subject.is_unsure) and subject.says_the_same(
+            prefix.families, around.families if around else ()
+        )

@@ -1,0 +1,36 @@
+"""What a change of policies came to, for those whose endpoints it concerns.
+
+Made by the engine, read by `control.endpoint` and the API. Values only.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from podwire.control.policy.resolve.subject import PolicyValues
+from podwire.control.policy.rule import PolicyId
+from podwire.model.errors import PodwireError
+from podwire.model.ids import EndpointId
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One identity that could not be brought to its policies; what was in force for it stays in force."""
+
+    identity: int
+    error: PodwireError
+    endpoints: tuple[EndpointId, ...]
+    policies: tuple[PolicyId, ...]
+    """The policies that select it, those that changed in this `apply` first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one `apply` did."""
+
+    revision: int
+    changed: Mapping[EndpointId, PolicyValues] = field(default_factory=dict)
+    """Endpoints whose rows were rewritten, with what they hold now."""
+    failed: tuple[Failure, ...] = ()
+    """All identities that are behind now, also those that failed before and did again."""
+    recovered: tuple[EndpointId, ...] = ()
+    """Endpoints that were behind before and are not any more."""

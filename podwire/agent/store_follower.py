@@ -237,12 +237,17 @@ class StoreFollower:
         if found:
             self._listener.on_lists(found)
         self._is_whole = len(found) == len(self.kinds)
-        _log.warning(
-            "the store is away; what it said last is in force"
-            if self._is_whole
-            else "the store is away, and was never heard before",
-            extra={"task": self.name, "count": sum(len(one.objects) for one in found)},
-        )
+        count = sum(len(one.objects) for one in found)
+        if self._is_whole:
+            _log.warning(
+                "the store is away; what it said last is in force",
+                extra={"task": self.name, "count": count},
+            )
+        else:
+            _log.warning(
+                "the store is away, and not all was ever heard of it",
+                extra={"task": self.name, "count": count},
+            )
         return self._is_whole
 
     def _note_away(self, error: PodwireError) -> None:

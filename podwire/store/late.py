@@ -12,6 +12,7 @@ from typing import Final
 
 from podwire.model.errors import Unavailable
 from podwire.model.store import ObjectKey, Store, StoredObject, Watch
+from podwire.model.store.leases import Leases
 
 TRY_AGAIN_S: Final = 1.0
 
@@ -50,6 +51,9 @@ class LateStore:
 
     def watch(self, after_revision: int, kinds: Sequence[str] = ()) -> Watch:
         return self._open().watch(after_revision, kinds)
+
+    def leases(self) -> Leases:
+        return self._open().leases()
 
     def close(self) -> None:
         with self._lock:

@@ -20,6 +20,7 @@ import msgspec
 from podwire.model.errors import Conflict, NotFound, StorageFailure, Unavailable
 from podwire.model.store import ObjectKey, OpenWaker, StoredObject
 from podwire.store.documents import encode_document
+from podwire.store.leases_sqlite import SqliteLeases
 from podwire.store.sqlite_file import open_file
 from podwire.store.sqlite_watch import SqliteWatch, ThreadWaker
 
@@ -66,6 +67,7 @@ class SqliteStore:
         self._write_lock = threading.RLock()
         self._watches: set[SqliteWatch] = set()
         self._watches_lock = threading.Lock()
+        self._leases = SqliteLeases(self._file, open_waker)
         with ExitStack() as opened, self._file.reported("open"):
             self._reader = self._file.connect()
             opened.callback(self._reader.close)
@@ -161,8 +163,13 @@ class SqliteStore:
             self._watches.add(made)
         return made
 
+    def leases(self) -> SqliteLeases:
+        """Give the store's leases."""
+        return self._leases
+
     def close(self) -> None:
         """Close the file and all watches; everything written is on disk already."""
+        self._leases.close()
         for one in self._open_watches():
             one.close()
         with self._read_lock, self._write_lock:

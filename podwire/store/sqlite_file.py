@@ -55,6 +55,16 @@ STEPS: Final = (
         deleted INTEGER NOT NULL
     );
     """,
+    """
+    CREATE TABLE lease (
+        name TEXT PRIMARY KEY,
+        holder TEXT NOT NULL,
+        token TEXT NOT NULL,
+        -- Until which time since that boot it lives; it does not outlive the boot.
+        boot TEXT NOT NULL,
+        until_ns INTEGER NOT NULL
+    ) WITHOUT ROWID;
+    """,
 )
 """Step n makes layout n + 1 of layout n. Released steps are never changed, only followed by another."""
 

@@ -1,14 +1,16 @@
 """Fixtures of the contracts of the launcher and of the store."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from podwire.model import wire
+from podwire.model.store import Store
 from tests.contract.etcd_rig import ENDPOINT_VARIABLE, MISSING, Etcd, is_installed
 from tests.contract.launcher_clients import CLIENTS, LAUNCHER, Run, build_launcher
+from tests.contract.stores import BACK_ENDS
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +57,24 @@ def own_etcd(tmp_path: Path) -> Iterator[Etcd]:
     server.start()
     yield server
     server.stop()
+
+
+@pytest.fixture(params=BACK_ENDS)
+def back_end(request: pytest.FixtureRequest) -> str:
+    """Give the name of a back end that is ready and empty."""
+    if request.param == "etcd":
+        request.getfixturevalue("etcd").wipe()
+    return str(request.param)
+
+
+@pytest.fixture
+def open_again(back_end: str, tmp_path: Path) -> Callable[[], Store]:
+    """Open the same store once more."""
+    return lambda: BACK_ENDS[back_end](tmp_path)
+
+
+@pytest.fixture
+def store(open_again: Callable[[], Store]) -> Iterator[Store]:
+    opened = open_again()
+    yield opened
+    opened.close()

@@ -1,94 +1,28 @@
-"""What every store keeps, whatever is behind it; and what the sqlite file keeps beyond that: processes, crashes, age.
+"""What every store keeps, whatever is behind it; each case runs with all back ends of `stores`."""
 
-A back end is a function that opens the store of a directory; each case runs with all of them.
-"""
-
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from podwire.kernel.inotify import FileWaker
 from podwire.model.errors import Conflict, InvalidRequest, NotFound, PodwireError
-from podwire.model.store import Compacted, ObjectKey, Store, StoredObject, StoreEvent, Watch
+from podwire.model.store import Compacted, Store, StoredObject, Watch
 from podwire.store.documents import DOCUMENT_MAX_BYTES
-from podwire.store.etcd.store import EtcdStore
-from podwire.store.sqlite import SqliteStore
-from tests.contract.etcd_rig import ENDPOINT_VARIABLE
-
-Open = Callable[[Path], Store]
-
-BACK_ENDS: dict[str, Open] = {
-    "sqlite": lambda directory: SqliteStore(directory / "store.db"),
-    "sqlite-inotify": lambda directory: SqliteStore(directory / "store.db", open_waker=FileWaker),
-    "etcd": lambda _directory: EtcdStore([os.environ[ENDPOINT_VARIABLE]]),
-}
-DEADLINE_S = 20.0
-
-
-@pytest.fixture(params=BACK_ENDS)
-def back_end(request: pytest.FixtureRequest) -> str:
-    """Give the name of a back end that is ready and empty."""
-    if request.param == "etcd":
-        request.getfixturevalue("etcd").wipe()
-    return str(request.param)
-
-
-@pytest.fixture
-def open_again(back_end: str, tmp_path: Path) -> Callable[[], Store]:
-    """Open the same store once more."""
-    return lambda: BACK_ENDS[back_end](tmp_path)
-
-
-def now_at(store: Store) -> int:
-    """Give the revision that the store is at."""
-    return store.list("nothing")[1]
-
-
-@pytest.fixture
-def store(open_again: Callable[[], Store]) -> Iterator[Store]:
-    opened = open_again()
-    yield opened
-    opened.close()
-
-
-def key(name: str, namespace: str = "default", kind: str = "networkpolicies") -> ObjectKey:
-    return ObjectKey(kind, namespace, name)
-
-
-def make(name: str, value: object = 0, *, revision: int = 0, **where: str) -> StoredObject:
-    return StoredObject(key=key(name, **where), revision=revision, document={"spec": {"v": value}})
-
-
-def take(watch: Watch, count: int) -> list[StoreEvent]:
-    """Read `count` events, or fail."""
-    found: list[StoreEvent] = []
-    deadline_s = time.monotonic() + DEADLINE_S
-    while len(found) < count and time.monotonic() < deadline_s:
-        found += watch.next(0.2)
-    assert len(found) == count
-    return found
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait until a condition holds, or fail."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-
-
-def seen(events: Sequence[StoreEvent]) -> list[tuple[str, bool]]:
-    return [(event.object.key.name, event.deleted) for event in events]
-
+from tests.contract.stores import (
+    BACK_ENDS,
+    DEADLINE_S,
+    increment,
+    key,
+    make,
+    now_at,
+    seen,
+    take,
+    until,
+)
 
 # ------------------------------------------------------------------ objects
 
@@ -365,20 +299,6 @@ def test_of_many_writers_that_create_one_name_one_wins(store: Store) -> None:
     assert found.document == {"spec": {"v": won.index(True)}}
 
 
-def increment(store: Store, times: int) -> None:
-    """Count up by compare-and-swap; each conflict is tried again."""
-    for _ in range(times):
-        while True:
-            found = store.get(key("counter"))
-            assert found is not None
-            value = found.document["spec"]["v"] + 1
-            try:
-                store.update(make("counter", value, revision=found.revision))
-                break
-            except Conflict:
-                continue
-
-
 def test_twenty_threads_lose_no_count(store: Store) -> None:
     store.create(make("counter"))
     with ThreadPoolExecutor(20) as threads:
@@ -494,116 +414,3 @@ def _try(
         return store.delete(key(name), revision=revision)
     except (Conflict, NotFound) as error:
         return error
-
-
-# ------------------------------------------------------------------ other lives, other processes
-
-
-def test_what_was_written_is_there_after_opening_again(open_again: Callable[[], Store]) -> None:
-    first = open_again()
-    made = first.create(make("a", 1))
-    first.delete(first.create(make("b")).key)
-    last = now_at(first)
-    first.close()
-    second = open_again()
-    try:
-        assert second.get(key("a")) == made
-        assert now_at(second) == last
-        with second.watch(made.revision) as watch:
-            assert seen(take(watch, 2)) == [("b", False), ("b", True)]
-        assert second.create(make("c")).revision > last
-    finally:
-        second.close()
-
-
-PROCESS = """
-import sys
-from pathlib import Path
-from tests.contract.test_store_contract import BACK_ENDS, increment, make
-store = BACK_ENDS[sys.argv[1]](Path(sys.argv[2]))
-sys.stdin.readline()
-increment(store, int(sys.argv[3]))
-store.create(make("done" + sys.argv[4]))
-store.close()
-"""
-
-
-def test_processes_that_write_at_once_lose_no_count(
-    back_end: str, store: Store, tmp_path: Path
-) -> None:
-    before = now_at(store)
-    store.create(make("counter"))
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, back_end, str(tmp_path), "10", str(number)],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(20)
-    ]
-    try:
-        errors = [child.communicate("go\n", timeout=60)[1] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-    assert [child.returncode for child in children] == [0] * 20, errors
-    found = store.get(key("counter"))
-    assert found is not None
-    assert found.document == {"spec": {"v": 200}}
-    with store.watch(before) as watch:
-        revisions = [event.revision for event in take(watch, 221)]
-    assert revisions == sorted(set(revisions))
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from tests.contract.test_store_contract import BACK_ENDS, key, make
-store = BACK_ENDS[sys.argv[1]](Path(sys.argv[2]))
-number = int(sys.argv[3])
-while True:
-    number += 1
-    made = store.create(make(f"a{number}", "x" * 3000))
-    print(number, made.revision, flush=True)
-    if number % 3 == 0:
-        store.delete(key(f"a{number}"))
-        print(-number, 0, flush=True)
-"""
-
-
-def test_a_killed_writer_loses_nothing_that_was_acknowledged(
-    back_end: str, store: Store, tmp_path: Path, full: bool
-) -> None:
-    before = now_at(store)
-    kept: set[int] = set()
-    number = 0
-    for round_number in range(20 if full else 4):
-        child = subprocess.Popen(
-            [sys.executable, "-c", WRITER, back_end, str(tmp_path), str(number)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert child.stdout is not None
-        with child.stdout:
-            lines = [child.stdout.readline() for _ in range(7 + 5 * round_number)]
-            child.send_signal(signal.SIGKILL)
-            lines += child.stdout.readlines()
-        child.wait()
-        for line in filter(lambda one: one.endswith("\n"), lines):
-            written = int(line.split()[0])
-            (kept.add if written > 0 else kept.discard)(abs(written))
-            number = max(number, abs(written))
-        number += 2  # the one that was not acknowledged may be there
-        names = {int(one.key.name[1:]) for one in store.list("networkpolicies")[0]}
-        assert len(kept - names) <= 1, "only a delete may have been done and not yet said"
-        assert all(missing % 3 == 0 for missing in kept - names)
-        kept &= names
-    found, revision = store.list("networkpolicies")
-    with store.watch(before) as watch:
-        events = take(watch, revision - before)
-    revisions = [event.revision for event in events]
-    assert revisions == list(range(before + 1, revision + 1)), "nobody else writes"
-    assert store.create(make("after")).revision > revision
-    assert len(found) >= len(kept)

@@ -11,6 +11,7 @@ import msgspec
 
 from podwire.model.errors import Conflict, NotFound, Unavailable
 from podwire.model.store import Compacted, ObjectKey, StoredObject, StoreEvent
+from tests.fakes.leases import MemoryLeases
 
 
 class MemoryStore:
@@ -30,6 +31,7 @@ class MemoryStore:
         self.compacted = 0
         self._objects: dict[ObjectKey, StoredObject] = {}
         self._revision = 0
+        self._leases = MemoryLeases()
 
     def get(self, key: ObjectKey) -> StoredObject | None:
         with self.changed:
@@ -82,6 +84,9 @@ class MemoryStore:
     def watch(self, after_revision: int, kinds: Sequence[str] = ()) -> "MemoryWatch":
         self._call("watch")
         return MemoryWatch(self, after_revision, frozenset(kinds))
+
+    def leases(self) -> MemoryLeases:
+        return self._leases
 
     def close(self) -> None:
         pass

@@ -560,7 +560,7 @@ def test_a_store_is_opened_by_its_url(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["", "sqlite:", "sqlite://", "sqlite://x.db", "sqlite:///x/", "etcd://h:2379", "/x.db"],
+    ["", "sqlite:", "sqlite://", "sqlite://x.db", "sqlite:///x/", "etcd://", "etcd://h:0", "/x.db"],
 )
 def test_another_url_is_refused_and_says_what_is_known(url: str) -> None:
     with pytest.raises(InvalidConfiguration) as caught:

@@ -4,7 +4,7 @@ Back ends live in `podwire.store`; one contract suite (tests/contract/test_store
 Synchronous: callers that must not wait use a thread. Errors: Conflict (exists, or another revision), NotFound,
 Unavailable (the store is away; when it went away during a write, that may have been done: read before you repeat it),
 StorageFailure (disk full or damaged; nothing was written), NewerData, InvalidRequest, InvalidConfiguration (refused
-credentials). Invariant: revisions grow with each change; two changes may share one only when they were written together.
+credentials). Invariant: revisions grow with each change; two may share one only when they were written together.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +16,7 @@ from typing import Any, Protocol, Self
 import msgspec
 
 from podwire.model.errors import Unavailable
+from podwire.model.store.leases import Leases
 
 
 class ObjectKey(msgspec.Struct, frozen=True, order=True):
@@ -138,6 +139,10 @@ class Store(Protocol):
         not remember it, or never had it."""
         ...
 
+    def leases(self) -> Leases:
+        """Give the store's leases, the same each time."""
+        ...
+
     def close(self) -> None:
-        """Close what is open, watches too."""
+        """Close what is open, watches and leases too; names that are held run out."""
         ...

@@ -7,6 +7,7 @@ for the caller's thread. Invariant: after `close` nothing runs on it any more.
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from podwire.model.errors import Unavailable
@@ -24,15 +25,21 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Wait for a coroutine; Unavailable when the loop is closed."""
+    def start(self, work: Coroutine[Any, Any, _T]) -> "Future[_T]":
+        """Begin a coroutine; Unavailable when the loop is closed."""
         with self._lock:
             if self._closed:
                 work.close()
                 raise Unavailable("use store: it is closed")
-            future = asyncio.run_coroutine_threadsafe(work, self.loop)
+            return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Wait for a coroutine; Unavailable when the loop is closed, also while it waits."""
+        future = self.start(work)
         try:
             return future.result()
+        except CancelledError:
+            raise Unavailable("use store: it was closed meanwhile") from None
         except BaseException:
             future.cancel()
             raise

@@ -4,11 +4,12 @@ Opened by `store.open`. Implements `model.store.Store`; callers wait on their ow
 connections. Must never write without a condition. Invariant: the revision of an object is that of its key in etcd.
 """
 
+import asyncio
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 import msgspec
@@ -28,9 +29,12 @@ from podwire.store.etcd.keys import (
     namespace_prefix,
     object_key,
 )
+from podwire.store.etcd.leases import EtcdLeases
 from podwire.store.etcd.watch import IDLE_S, EtcdWatch
 from podwire.store.etcd.wire import KeyValue, prefix_end
 
+OPEN_S: Final = 2.0
+"""How long opening waits for a sign of etcd: an agent's pods wait for it."""
 DELETE_ATTEMPTS: Final = 20
 """How often an object is deleted whatever its revision, because others change it meanwhile."""
 
@@ -61,8 +65,9 @@ class EtcdStore:
         self._watches: set[EtcdWatch] = set()
         self._watches_lock = threading.Lock()
         self._cluster = Cluster(tuple(endpoints), access, deadline_s=deadline_s, create=create)
+        self._leases = EtcdLeases(self._cluster, idle_s=idle_s)
         try:
-            self._cluster.run(self._cluster.check())
+            self._cluster.run(self._check(min(deadline_s, OPEN_S)))
         except Unavailable:
             pass
         except PodwireError:
@@ -141,13 +146,23 @@ class EtcdStore:
         made.wait_until_open(self._deadline_s)
         return made
 
+    def leases(self) -> EtcdLeases:
+        """Give the store's leases."""
+        return self._leases
+
     def close(self) -> None:
-        """Close the connections and all watches."""
+        """Close the connections and all watches; names that are held run out."""
+        self._leases.close()
         with self._watches_lock:
             watches = tuple(self._watches)
         for one in watches:
             one.close()
         self._cluster.close()
+
+    async def _check(self, timeout_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._cluster.check()
 
     def _batch(self) -> Changes | None:
         batch: Changes | None = getattr(self._local, "batch", None)

@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import CancelledError
 from typing import Final, Self
 
 import msgspec
@@ -56,7 +55,7 @@ class KeyWatch:
         self._closed = False
         self._room = asyncio.Event()
         self._room.set()
-        self._following = asyncio.run_coroutine_threadsafe(self._follow(), cluster.thread.loop)
+        self._following = cluster.thread.start(self._follow())
 
     def wait_until_open(self, timeout_s: float) -> None:
         """Return when the stream is open, or it is known that it cannot be."""
@@ -116,9 +115,10 @@ class KeyWatch:
             except PodwireError as error:
                 self._tell(error)
                 return
-            except Exception as error:
+            except (
+                Exception
+            ) as error:  # the task's door: the reader is told, and all is tried again
                 self._tell(Unavailable(f"watch etcd: {error!r}"))
-                raise
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
             delay_s = min(_AGAIN_CAP_S, delay_s * 2)
 
@@ -256,8 +256,7 @@ class EtcdWatch:
 
     def close(self) -> None:
         """Stop watching; a waiting `next` on another thread returns ()."""
-        with contextlib.suppress(CancelledError):
-            self._keys.close()
+        self._keys.close()
         self._forget(self)
 
     def __enter__(self) -> Self:

@@ -1,0 +1,108 @@
+"""Leases: who lives, and whose turn it is, without a heartbeat in any object.
+
+Part of the store's contract (`Store.leases`); the same suite holds for every back end. A lease is a name that one
+holder has as long as he keeps it alive, which happens by itself. Names in use: `node/NAME`, held by a node's agent, and
+`duty`, by the agent that does the cluster's duties. Errors as in `model.store`. Invariant: while one holder's lease is
+not lost, no other has that name.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, Self
+
+NODE: Final = "node/"
+"""Before the name of a node. The holder is JSON: `instance` and `address`."""
+DUTY: Final = "duty"
+
+
+@dataclass(frozen=True)
+class LeaseChange:
+    """Who has a name from now on; `holder` "": nobody, as he gave it up or vanished."""
+
+    name: str
+    holder: str
+
+
+class Lease(Protocol):
+    """A name that is held until it is closed or lost. It keeps itself alive in the background."""
+
+    @property
+    def name(self) -> str:
+        """What is held."""
+        ...
+
+    @property
+    def holder(self) -> str:
+        """By whom."""
+        ...
+
+    @property
+    def lost(self) -> bool:
+        """Whether another may hold it: nothing was heard from the store for the whole time to live, or another does.
+
+        After an outage of the store it is taken back by itself, and this is False again, if nobody else was faster.
+        """
+        ...
+
+    @property
+    def taken_by(self) -> str:
+        """Who took it; "" while nobody did. Then it is lost for good."""
+        ...
+
+    def close(self) -> None:
+        """Give it up at once. When the store is away it runs out by itself."""
+        ...
+
+
+class LeaseWatch(Protocol):
+    """Who has which names: first all that live, then every change. One thread reads it; any may close it."""
+
+    @property
+    def holders(self) -> Mapping[str, str]:
+        """What `next` has given so far, put together: name -> holder."""
+        ...
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether all that live were given once: who is not in `holders` by then does not live."""
+        ...
+
+    def next(self, timeout_s: float) -> Sequence[LeaseChange]:
+        """Give what has changed, waiting up to `timeout_s` for the first; () when nothing did. Raises Unavailable:
+        call again later; afterwards come the differences to what was given before."""
+        ...
+
+    def close(self) -> None:
+        """Stop watching; a waiting `next` on another thread returns ()."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_exception: object) -> None: ...
+
+
+class Leases(Protocol):
+    """Leases of one store. Safe to call from several threads."""
+
+    def acquire(self, name: str, holder: str, ttl_s: float) -> Lease:
+        """Take a name for `ttl_s` from the last sign of life on. Conflict names the holder when another has it.
+
+        What this `holder` has, of a life before this one, is taken over at once. Back ends may round the time up, to
+        whole seconds and at least two.
+        """
+        ...
+
+    def holders(self, prefix: str = "") -> Mapping[str, str]:
+        """Give the holders that live, of names that begin with `prefix`: name -> holder."""
+        ...
+
+    def watch(self, prefix: str = "") -> LeaseWatch:
+        """Watch who comes and who vanishes, of names that begin with `prefix`."""
+        ...
+
+
+def compare_holders(before: Mapping[str, str], now: Mapping[str, str]) -> Sequence[LeaseChange]:
+    """Give what changed between two states of all holders."""
+    names = sorted(before.keys() | now.keys())
+    changed = (one for one in names if before.get(one) != now.get(one))
+    return tuple(LeaseChange(one, now.get(one, "")) for one in changed)

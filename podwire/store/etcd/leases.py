@@ -1,0 +1,281 @@
+"""Leases in etcd: a key that etcd removes when its lease is not kept alive.
+
+Made by `store.etcd.store`. Kept alive on the loop, past etcd's log: it costs no write. Invariant: a key is replaced by
+its own holder alone; another's ends by his giving it up or by etcd.
+"""
+
+import asyncio
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Final, Self
+
+from podwire.model.errors import Conflict, PodwireError, Unavailable
+from podwire.model.store import Compacted
+from podwire.model.store.leases import LeaseChange, compare_holders
+from podwire.store.etcd import wire
+from podwire.store.etcd.cluster import Cluster
+from podwire.store.etcd.keys import LEASES
+from podwire.store.etcd.watch import KeyWatch
+from podwire.store.etcd.wire import KeyValue, LeaseAnswer
+
+TTL_MIN_S: Final = 2
+"""What etcd makes of anything shorter, with its usual election timeout of one second."""
+CLAIM_ATTEMPTS: Final = 10
+_AGAIN_S: Final = 1.0
+
+
+def _now_s() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class EtcdLease:
+    """Implements `model.store.leases.Lease`."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        holder: str,
+        ttl_s: float,
+        forget: "Callable[[EtcdLease], None]",
+    ) -> None:
+        self.name = name
+        self.holder = holder
+        self.taken_by = ""
+        self._cluster = cluster
+        self._ttl_s = max(TTL_MIN_S, math.ceil(ttl_s))
+        self._forget = forget
+        self._number = 0
+        self._until_s = 0.0
+        self._keeping: Future[None] | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether another may hold it."""
+        return bool(self.taken_by) or _now_s() >= self._until_s
+
+    def open(self) -> None:
+        """Take it, and keep it alive from now on."""
+        self._cluster.run(self._claim())
+        self._keeping = self._cluster.thread.start(self._keep())
+
+    def close(self) -> None:
+        """Give it up at once."""
+        self.let_go()
+        self._until_s = 0.0
+        self._forget(self)
+        with contextlib.suppress(PodwireError):
+            self._cluster.run(self._revoke(self._number))
+
+    def let_go(self) -> None:
+        """Keep it alive no longer; it runs out."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+
+    async def _keep(self) -> None:
+        wait_s = self._ttl_s / 3
+        while not self.taken_by:
+            await asyncio.sleep(wait_s)
+            try:
+                await self._renew()
+                wait_s = self._ttl_s / 3
+            except Conflict:
+                return
+            except (
+                PodwireError
+            ):  # the store's users hear of it; the lease itself tells that it is lost
+                wait_s = min(self._ttl_s / 3, _AGAIN_S)
+
+    async def _renew(self) -> None:
+        """Live on; when etcd has let it run out, take it again if nobody else has."""
+        started_s = _now_s()
+        answer = await self._cluster.call(
+            "lease/keepalive", {"ID": self._number}, wire.Framed[LeaseAnswer]
+        )
+        if answer.result is None or not answer.result.TTL:
+            await self._claim()
+        else:
+            self._until_s = started_s + answer.result.TTL
+
+    async def _claim(self) -> None:
+        """Take the name with a lease of etcd's; Conflict when another has it."""
+        started_s = _now_s()
+        granted = await self._cluster.call("lease/grant", {"TTL": self._ttl_s}, LeaseAnswer)
+        try:
+            await self._write(granted.ID)
+        except BaseException:
+            with contextlib.suppress(PodwireError):
+                await self._revoke(granted.ID)
+            raise
+        self._number, self._until_s = granted.ID, started_s + granted.TTL
+
+    async def _write(self, number: int) -> None:
+        key, expected = LEASES + self.name.encode(), 0
+        for _ in range(CLAIM_ATTEMPTS):
+            answer, _is_doubtful = await self._cluster.transact(
+                [wire.equal(key, expected)],
+                [wire.put(key, self.holder.encode(), number)],
+                [wire.read(key)],
+            )
+            found = None if answer.succeeded else answer.values()[0]
+            if answer.succeeded or (found is not None and found.lease == number):
+                return
+            if found is not None and found.value != self.holder.encode():
+                other = found.value.decode(errors="replace")
+                if self._number:
+                    self.taken_by = other
+                raise Conflict(
+                    f"take lease {self.name!r} for {self.holder}: {other} has it",
+                    hint="it is free when the other gives it up, or its time to live after his death",
+                )
+            expected = found.mod_revision if found is not None else 0
+        raise Unavailable(f"take lease {self.name!r}: it changes all the time")
+
+    async def _revoke(self, number: int) -> None:
+        await self._cluster.call("lease/revoke", {"ID": number}, LeaseAnswer)
+
+
+class EtcdLeases:
+    """Implements `model.store.leases.Leases`."""
+
+    def __init__(self, cluster: Cluster, *, idle_s: float) -> None:
+        self._cluster = cluster
+        self._idle_s = idle_s
+        self._lock = threading.Lock()
+        self._open: set[EtcdLease | EtcdLeaseWatch] = set()
+
+    def acquire(self, name: str, holder: str, ttl_s: float) -> EtcdLease:
+        """Take a name; Conflict names the holder when another has it."""
+        made = EtcdLease(self._cluster, name, holder, ttl_s, self._forget)
+        made.open()
+        with self._lock:
+            self._open.add(made)
+        return made
+
+    def holders(self, prefix: str = "") -> Mapping[str, str]:
+        """Give the holders that live."""
+        return read_holders(self._cluster, prefix)[0]
+
+    def watch(self, prefix: str = "") -> "EtcdLeaseWatch":
+        """Watch who comes and who vanishes."""
+        made = EtcdLeaseWatch(self._cluster, prefix, self._forget, idle_s=self._idle_s)
+        with self._lock:
+            self._open.add(made)
+        return made
+
+    def close(self) -> None:
+        """Let go of everything; what is held runs out."""
+        with self._lock:
+            opened = tuple(self._open)
+        for one in opened:
+            if isinstance(one, EtcdLease):
+                one.let_go()
+            else:
+                one.close()
+
+    def _forget(self, one: "EtcdLease | EtcdLeaseWatch") -> None:
+        with self._lock:
+            self._open.discard(one)
+
+
+class EtcdLeaseWatch:
+    """Implements `model.store.leases.LeaseWatch`."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        prefix: str,
+        forget: "Callable[[EtcdLeaseWatch], None]",
+        *,
+        idle_s: float,
+    ) -> None:
+        self.is_listed = False
+        self._cluster = cluster
+        self._prefix = prefix
+        self._forget = forget
+        self._idle_s = idle_s
+        self._holders: dict[str, str] = {}
+        self._keys: KeyWatch | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def holders(self) -> Mapping[str, str]:
+        """What was given so far, put together."""
+        return dict(self._holders)
+
+    def next(self, timeout_s: float) -> Sequence[LeaseChange]:
+        """Give what has changed; see `model.store.leases.LeaseWatch`."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self._closed:
+            try:
+                found = self._look(deadline_s)
+            except Compacted:
+                self._drop()
+                continue
+            changes = compare_holders(self._holders, found)
+            self._holders = found
+            if changes or time.monotonic() >= deadline_s:
+                return changes
+        return ()
+
+    def close(self) -> None:
+        """Stop watching; a waiting `next` on another thread returns ()."""
+        self._closed = True
+        self._drop()
+        self._forget(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def _look(self, deadline_s: float) -> dict[str, str]:
+        """Give all holders as they are after the next change, or now when nothing is known yet."""
+        keys = self._keys
+        if keys is None:
+            found, revision = read_holders(self._cluster, self._prefix)
+            first, end = _range(self._prefix)
+            with self._lock:
+                if not self._closed:
+                    self._keys = KeyWatch(self._cluster, first, end, revision, idle_s=self._idle_s)
+            self.is_listed = True
+            return found
+        batch = keys.take(deadline_s - time.monotonic())
+        holders = dict(self._holders)
+        for event in batch[0] if batch is not None else ():
+            if event.type == "DELETE":
+                holders.pop(_name(event.kv), None)
+            else:
+                holders[_name(event.kv)] = _holder(event.kv)
+        return holders
+
+    def _drop(self) -> None:
+        with self._lock:
+            keys, self._keys = self._keys, None
+        if keys is not None:
+            keys.close()
+
+
+def read_holders(cluster: Cluster, prefix: str) -> tuple[dict[str, str], int]:
+    """Read the holders that live, and the revision of that list."""
+    found, revision = cluster.run(cluster.read_range(*_range(prefix)))
+    return {_name(one): _holder(one) for one in found}, revision
+
+
+def _range(prefix: str) -> tuple[bytes, bytes]:
+    first = LEASES + prefix.encode()
+    return first, wire.prefix_end(first)
+
+
+def _name(found: KeyValue) -> str:
+    return found.key.removeprefix(LEASES).decode(errors="replace")
+
+
+def _holder(found: KeyValue) -> str:
+    return found.value.decode(errors="replace")

@@ -52,7 +52,7 @@ from podwire.model.config.sources import Settled
 from podwire.model.errors import StorageFailure
 from podwire.model.interfaces import EndpointConfig
 from podwire.model.store import Store
-from podwire.store.open import open_store
+from podwire.store.open import StoreAccess, open_store
 from podwire.store.remembered import FILE_NAME, RememberedObjects
 
 NUMBERS_FACT = "policy-numbers"
@@ -102,7 +102,12 @@ def open_node(settled: Settled, stack: ExitStack) -> Node:
     )
     stack.callback(journal.close)
     live = LiveConfig(settled)
-    store = open_store(config.store.store, open_waker=FileWaker, patient=True)
+    store = open_store(
+        config.store.store,
+        open_waker=FileWaker,
+        patient=True,
+        access=StoreAccess.of(config.store),
+    )
     stack.callback(store.close)
     memory = _open_memory(config, stack)
     datapath = stack.enter_context(KernelDatapath(plan_node(config)))

@@ -308,7 +308,7 @@ def test_the_store_is_written_without_an_agent(tmp_path: Path) -> None:
     assert podwire("get", "netpol", "-q", *store).lines == [f"networkpolicies/default/{NAME}"]
     assert podwire("delete", "netpol", NAME, *store).code == 0
     assert podwire("get", "netpol", NAME, *store).code == 4
-    assert podwire("get", "netpol", "--store", "etcd://x").code == 2
+    assert podwire("get", "netpol", "--store", "redis://x").code == 2
 
 
 def test_what_is_written_to_the_labs_store_reaches_its_agents(lab: Lab, tmp_path: Path) -> None:

@@ -422,7 +422,7 @@ def test_a_store_that_is_not_there_is_out_of_reach(
         assert leave.value.code == 3
         assert "there is none" in capsys.readouterr().err
     with pytest.raises(SystemExit) as leave:
-        main(["get", "netpol", "--store", "etcd://h:1"])
+        main(["get", "netpol", "--store", "redis://h:1"])
     assert leave.value.code == 2
     with pytest.raises(SystemExit) as leave:
         main(["get", "netpol", "--agent", str(tmp_path / "none.sock")])

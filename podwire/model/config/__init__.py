@@ -130,14 +130,16 @@ class StoreSettings:
         "",
         "Store of the cluster's objects.",
         default_note="`sqlite://STATE_DIR/store.db`",
-        built=lambda value: value.startswith("sqlite:"),
-        built_note="only sqlite:///PATH",
+        built=lambda value: value != "kubernetes",
+        built_note="only sqlite:///PATH and etcd://HOST:PORT[,HOST:PORT]",
     )
-    etcd_ca: str = only_default(TEXT, "", "File with the certificate authorities of etcd.")
-    etcd_cert: str = only_default(TEXT, "", "File with the client's certificate for etcd.")
-    etcd_key: str = only_default(TEXT, "", "File with the key of that certificate.")
-    etcd_user: str = only_default(TEXT, "", "User name for etcd.")
-    etcd_password_file: str = only_default(TEXT, "", "File with the password of that user.")
+    etcd_ca: str = setting(
+        TEXT, "", "File with the certificate authorities of etcd; given, it is asked by TLS."
+    )
+    etcd_cert: str = setting(TEXT, "", "File with the client's certificate for etcd.")
+    etcd_key: str = setting(TEXT, "", "File with the key of that certificate.")
+    etcd_user: str = setting(TEXT, "", "User name for etcd.")
+    etcd_password_file: str = setting(TEXT, "", "File with the password of that user.")
     kubeconfig: str = only_default(TEXT, "", "Kubernetes client configuration; empty: in-cluster.")
 
 

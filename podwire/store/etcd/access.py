@@ -8,8 +8,9 @@ import re
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
+from podwire.model.config import StoreSettings
 from podwire.model.errors import InvalidConfiguration
 
 SCHEME: Final = "etcd://"
@@ -28,6 +29,17 @@ class StoreAccess:
     key: str = ""
     user: str = ""
     password_file: str = ""
+
+    @classmethod
+    def of(cls, settings: StoreSettings) -> Self:
+        """Take what the agent's settings say."""
+        return cls(
+            ca=settings.etcd_ca,
+            cert=settings.etcd_cert,
+            key=settings.etcd_key,
+            user=settings.etcd_user,
+            password_file=settings.etcd_password_file,
+        )
 
     @property
     def is_encrypted(self) -> bool:

@@ -6,9 +6,11 @@ there already - device, then nodes, then prefixes, then routes - and what goes, 
 first plan of this agent comes, what its predecessor knew of other nodes stays in force.
 """
 
+import ipaddress
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from podwire.datapath import abi, routes
 from podwire.datapath import maps as tables
@@ -34,7 +36,13 @@ from podwire.datapath.tunnel import (
     require_free,
 )
 from podwire.kernel.netlink import NetlinkSocket
-from podwire.kernel.rtnl.route import IPV6_DEFAULT_METRIC, Route, list_addresses, read_address
+from podwire.kernel.rtnl.route import (
+    IPV6_DEFAULT_METRIC,
+    Route,
+    host_network,
+    list_addresses,
+    read_address,
+)
 from podwire.model.cluster import (
     ClusterPlan,
     HostRoute,
@@ -50,6 +58,9 @@ from podwire.model.ids import ROUTE_PROTOCOL
 
 _log = logging.getLogger(__name__)
 
+_CLASSIC_GATEWAYS_IPV6: Final = ipaddress.IPv6Address("fe80::7077:0:0")
+"""Plus a peer's number: its next hop on a classic device."""
+
 
 @dataclass
 class _Known:
@@ -62,6 +73,13 @@ class _Known:
     port: int = 0
     mtu_bytes: int = 0
     """Of pod devices, 0 = nothing is known against the underlay's."""
+
+    def tunnel_peers(self) -> tuple[IPNetwork, ...] | None:
+        """Give who may send to a classic device, which has no program that asks."""
+        if _own_mode(self.plan) is TunnelMode.FLOW:
+            return None
+        addresses = [one for peer in self.plan.peers for one in (peer.outer, *peer.addresses)]
+        return tuple(host_network(address) for address in dict.fromkeys(addresses))
 
 
 class OtherNodes:
@@ -213,6 +231,7 @@ class OtherNodes:
                 plan,
                 inside=(*plan.inside, *self._known.inside),
                 tunnel_port=self._port(own),
+                tunnel_peers=self._known.tunnel_peers(),
             )
         )
 
@@ -278,7 +297,12 @@ def _describe_tunnel(
 
 
 def _classic_gateway(route: HostRoute) -> IPAddress:
-    """The peer's tunnel address; where it is not known, the first of its range, as nothing is asked of it."""
+    """Give a next hop of the peer's own: its tunnel address, or the first of its range, as nothing is asked of it.
+
+    With IPv6 a link-local one: the kernel refuses any that another route leads to by another device.
+    """
+    if route.destination.version == 6:
+        return _CLASSIC_GATEWAYS_IPV6 + route.peer
     return route.via or route.destination.network_address
 
 

@@ -37,6 +37,8 @@ class MasqueradePlan:
     enabled: bool = True
     tunnel_port: int = 0
     """UDP port that connection tracking leaves alone; 0 = none."""
+    tunnel_peers: Sequence[IPNetwork] | None = None
+    """Who may send to that port; None = a program on the tunnel device judges senders, nothing is refused here."""
 
 
 def render_table(plan: MasqueradePlan) -> str:
@@ -57,12 +59,25 @@ def render_table(plan: MasqueradePlan) -> str:
     if rules:
         lines += _render_chain("leave", "type nat hook postrouting priority srcnat", rules)
     if plan.tunnel_port:
-        untracked = [f"udp dport {plan.tunnel_port} notrack"]
-        for hook in ("prerouting", "output"):
-            lines += _render_chain(
-                f"tunnel_{hook}", f"type filter hook {hook} priority raw", untracked
-            )
+        lines += _render_tunnel(plan)
     return "\n".join([*lines, "}", ""])
+
+
+def _render_tunnel(plan: MasqueradePlan) -> list[str]:
+    """Keep tunnel packets out of connection tracking, and strangers' ones out altogether where no program looks."""
+    port = f"udp dport {plan.tunnel_port}"
+    lines, refused = [], []
+    for version, keyword, kind in _FAMILIES if plan.tunnel_peers is not None else ():
+        peers = _collapse(plan.tunnel_peers or (), version)
+        if peers:
+            lines += _render_set(f"peers{version}", kind, peers)
+        strangers = f"{keyword} saddr != @peers{version}" if peers else f"meta nfproto ipv{version}"
+        refused.append(f"{strangers} {port} drop")
+    for hook, rules in (("prerouting", refused), ("output", [])):
+        lines += _render_chain(
+            f"tunnel_{hook}", f"type filter hook {hook} priority raw", [*rules, f"{port} notrack"]
+        )
+    return lines
 
 
 class Masquerade:

@@ -3,7 +3,7 @@
 Called by `datapath.cluster` under the node's turn, and by those who look for leftovers. A device is ours when its
 alias says so; between birth and alias its name, kind and group say it. Nothing else is ever changed, and a device or
 process of somebody else on the tunnel's UDP port is named and left alone. Invariant: a flow-based device has both
-programs before it is up, so no packet from outside passes unjudged (datapath.md rule 9).
+programs before it is up, so no packet from outside passes unjudged.
 """
 
 import errno

@@ -128,8 +128,8 @@ class HostRoute:
     destination: IPNetwork
     way: Way
     via: IPAddress | None
-    """Next hop with `Way.NATIVE`; the peer's tunnel address with a classic device (None: the range's first address
-    stands for it); None with a flow-based device, which has one fixed neighbour."""
+    """Next hop with `Way.NATIVE`. With a classic device, IPv4: the peer's tunnel address, or None: the range's first
+    address stands for it. Else None: next hops inside the tunnel are the datapath's own."""
     source: IPAddress | None
     mtu_bytes: int
     peer: int

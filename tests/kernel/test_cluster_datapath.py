@@ -1,5 +1,6 @@
 """Other nodes in the running kernel: what a plan makes, what a second pass finds, what is put back, what is refused."""
 
+import contextlib
 import ipaddress
 import json
 import socket
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -544,13 +546,57 @@ def test_the_way_changes_without_a_trace_of_the_other_one(world: KernelWorld) ->
         assert len(routes_of(world, "-4")) == 2
 
 
+def _shuffled(random: Random, plan: ClusterPlan) -> ClusterPlan:
+    """Leave out peers, so that numbers have gaps, and let some pods be known by address."""
+    gone = {peer.number for peer in plan.peers if random.random() < 0.3}
+    prefixes = {net: row for net, row in plan.prefixes.items() if row.node not in gone}
+    for peer in plan.peers:
+        if peer.number not in gone and random.random() < 0.5:
+            pod = ipaddress.ip_network(pods_of(peer.number)[0].network_address + 7)
+            way = plan.routes[0].way if plan.routes else None
+            prefixes[pod] = Prefix(IdentityId(random.randrange(65_536, 70_000)), peer.number, way)
+    return replace(
+        plan,
+        peers=tuple(peer for peer in plan.peers if peer.number not in gone),
+        prefixes=prefixes,
+        routes=tuple(route for route in plan.routes if route.peer not in gone),
+    )
+
+
+def test_any_plan_after_any_other_is_in_the_kernel_whatever_was_damaged_before(
+    world: KernelWorld, seed: int
+) -> None:
+    random = Random(seed)
+    own = len(ipcache_of(world))
+    for _ in range(40):
+        way, mode = random.choice(list(Way)), random.choice(list(TunnelMode))
+        families = random.choice(["4", "6", "46"])
+        plan = _shuffled(
+            random, make_cluster(random.randrange(7), way=way, mode=mode, families=families)
+        )
+        for damage in random.sample(DAMAGE, 3):
+            with contextlib.suppress(AssertionError):  # there may be nothing to damage
+                damage.values[0](world)  # type: ignore[operator]
+        world.datapath.apply_cluster(plan)
+        assert world.datapath.apply_cluster(plan) == []
+        shown = routes_of(world, "-4") | routes_of(world, "-6")
+        assert {str(one[0]) for one in shown} == {str(one.destination) for one in plan.routes}
+        assert {one.number for one in list_nodes(world.datapath.maps)} == {
+            peer.number for peer in plan.peers
+        }
+        # The cluster's range is in both; the tunnel device brings the node two addresses.
+        expected = own + len(plan.prefixes) - 1 + (2 if plan.tunnel is not None else 0)
+        assert len(ipcache_of(world)) == expected
+        assert len(world.host.ip("link", "show", "type", "vxlan")) == (plan.tunnel is not None)
+
+
 # Classic
 
 
 def test_a_classic_device_has_a_neighbour_and_an_entry_for_each_peer(world: KernelWorld) -> None:
     plan = make_cluster(2, mode=TunnelMode.CLASSIC)
-    via = {route: route.destination.network_address + 1 for route in plan.routes}
-    plan = replace(plan, routes=tuple(replace(one, via=via[one]) for one in plan.routes))
+    routes = (replace(one, via=one.destination.network_address + 1) for one in plan.routes)
+    plan = replace(plan, routes=tuple(routes))
     world.datapath.apply_cluster(plan)
     info = tunnel_link(world)["linkinfo"]["info_data"]
     assert (info["id"], info["port"], info["local"]) == (1, 8472, str(OWN4))
@@ -560,9 +606,9 @@ def test_a_classic_device_has_a_neighbour_and_an_entry_for_each_peer(world: Kern
     }
     neighbours = world.host.ip("neigh", "show", "dev", TUNNEL_DEVICE, "nud", "permanent")
     assert {(one["dst"], one["lladdr"]) for one in neighbours} == {
-        (f"{net}{end}", f"0e:78:00:00:00:0{n}")
+        (address, f"0e:78:00:00:00:0{n}")
         for n in (1, 2)
-        for net, end in (("10.77.", f"{n}.1"), ("fd77::", f"{n}:1"))
+        for address in (f"10.77.{n}.1", f"fe80::7077:0:{n}")
     }
     entries = json.loads(world.host.run("bridge", "-j", "fdb", "show", "dev", TUNNEL_DEVICE))
     assert {(one["mac"], one["dst"]) for one in entries} == {
@@ -617,6 +663,10 @@ def test_a_host_talks_to_a_peer_that_only_has_iproute2_by_a_classic_tunnel(
         target = "10.77.1.0" if family == "4" else "fd77::1:0"
         text = world.host.run("ping", "-c", "1", "-W", "5", target, check=False)
         assert "1 received" in text, text
+        peer.run(*["ip", "address", "add", "10.50.0.99/24", "dev", "pwtfar"])
+        peer.run(*["ip", "link", "set", "flannel.1", "type", "vxlan", "local", "10.50.0.99"])
+        text = world.host.run("ping", "-c", "1", "-W", "1", target, check=False)
+        assert "1 received" not in text, "answered by somebody who is no peer"
 
 
 # Single prefixes, and the node's own

@@ -1,6 +1,8 @@
 """A node without a kernel: the real control services and journal around a datapath in memory."""
 
 import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -69,6 +71,25 @@ class FailingJournal(SqliteJournal):
         super().write(record)
 
 
+@dataclass
+class PolicyHalf(FakePolicyDatapath):
+    """The policy of a node whose rows are those that its other half has, as in the kernel."""
+
+    other: FakeDatapath = field(default_factory=FakeDatapath)
+
+    def update_endpoints(self, rows: Iterable[tuple[EndpointRecord, EndpointConfig]]) -> None:
+        self._begin("update_endpoints", 0)
+        for record, config in rows:
+            self._step()
+            self.other.rows[record.device.host_ifindex] = config
+
+    def remove_slots(self, slots: Iterable[int]) -> None:
+        gone = set(slots)
+        named = {row.slot for row in self.other.rows.values() if row is not None}
+        assert not gone & named, "a row names the slot"
+        super().remove_slots(gone)
+
+
 class FakeNode:
     """Build the object graph as the agent does; `restart` builds it again over the same journal and datapath."""
 
@@ -82,7 +103,7 @@ class FakeNode:
         self._cidrs = cidrs
         self.clock = FakeClock()
         self.datapath = FakeDatapath()
-        self.policy_datapath = FakePolicyDatapath()
+        self.policy_datapath = PolicyHalf(other=self.datapath)
         self.store = store or MemoryStore()
         self._build()
 
@@ -178,7 +199,7 @@ class FakeNode:
         """Give the machine another boot id and an empty kernel."""
         self.clock.boot = "boot-2"
         self.datapath = FakeDatapath()
-        self.policy_datapath = FakePolicyDatapath()
+        self.policy_datapath = PolicyHalf(other=self.datapath)
 
     def assert_empty(self) -> None:
         """Fail unless nothing is left in kernel, journal, table and address pool."""

@@ -47,6 +47,7 @@ class FakePolicyDatapath:
     hits: set[int] = field(default_factory=set)
     """Rules that have counts."""
     capacity: int = 1 << 30
+    cidr_capacity: int = 1 << 30
     fail: dict[str, PodwireError] = field(default_factory=dict)
     fail_after: int | None = None
     watch: Callable[[], None] = lambda: None
@@ -93,6 +94,8 @@ class FakePolicyDatapath:
 
     def write_cidrs(self, identities: Mapping[IPNetwork, int]) -> None:
         self._begin("write_cidrs", 0)
+        if len(self.cidrs.keys() | identities.keys()) > self.cidr_capacity:
+            raise PolicyOverflow(f"write CIDRs: the map has room for {self.cidr_capacity}")
         for network, number in identities.items():
             assert self.cidrs.get(network, number) == number, "a number changes while it is in use"
             self._step()

@@ -19,7 +19,7 @@ from podwire.control.policy.rule import (
     Requirement,
     Rule,
 )
-from podwire.model.errors import NotFound, PolicyOverflow
+from podwire.model.errors import KernelFailure, NotFound, PolicyOverflow
 from podwire.model.ids import EndpointId
 from podwire.model.policy import Direction, Verdict
 from tests.fakes.policy import Packet
@@ -192,6 +192,201 @@ def test_an_endpoint_with_other_labels_gets_a_revision_its_flows_have_not_seen()
     world.set_policy(POLICIES[0], allow(443))
     world.engine.apply()
     assert world.datapath.rows[EndpointId(1)] == after
+
+
+def test_flows_judged_under_audit_are_judged_again_when_it_ends() -> None:
+    world = make_small_world(allow(80))
+    before, slot = world.engine.revision, world.datapath.rows[EndpointId(1)].slot
+    outcome = world.engine.attach(EndpointId(1), FIRST_IDENTITY, renew=True)
+    assert outcome.changed.keys() == {1, 2}
+    assert world.datapath.rows[EndpointId(1)].policy_revision > before
+    assert world.datapath.rows[EndpointId(1)].slot == slot
+
+
+def test_an_endpoint_that_is_attached_again_keeps_its_flows() -> None:
+    world = make_small_world(allow(80))
+    before = dict(world.datapath.rows)
+    assert not world.engine.attach(EndpointId(1), FIRST_IDENTITY).changed
+    assert world.datapath.rows == before
+
+
+def test_rows_that_could_not_be_renewed_are_by_the_next_change() -> None:
+    world = make_small_world(allow(80))
+    before = world.engine.revision
+    world.datapath.fail["update_endpoints"] = KernelFailure(5, "update map", "pw_config")
+    with pytest.raises(KernelFailure):
+        world.engine.attach(EndpointId(1), FIRST_IDENTITY, renew=True)
+    assert world.engine.apply().recovered == (1, 2)
+    assert world.datapath.rows[EndpointId(1)].policy_revision > before
+
+
+# Room
+
+
+def make_full_world() -> World:
+    """Give a node whose pods of `app=a` are gone, and no room beside what is left of them."""
+    world = make_small_world(allow(80), tuple(replace(one, policy=POLICIES[1]) for one in CLOSED_C))
+    world.learn(IdentityFacts(FIRST_IDENTITY + 2, ("k8s:app=c",)))
+    world.detach(EndpointId(1))
+    world.detach(EndpointId(2))
+    world.datapath.capacity = 1
+    return world
+
+
+CLOSED_C: Final = allow(80, app="c")
+
+
+def test_what_pods_left_over_makes_room_for_an_add() -> None:
+    world = make_full_world()
+    world.attach(9, FIRST_IDENTITY + 2)
+    assert world.datapath.list_slots() == [world.datapath.rows[EndpointId(9)].slot]
+
+
+def test_what_pods_left_over_makes_room_for_a_change() -> None:
+    world = make_full_world()
+    world.set_policy(PolicyId("NetworkPolicy", "n", "b"), allow(81, app="b"))
+    assert not world.engine.apply().failed
+    assert world.datapath.rows[EndpointId(3)].slot
+
+
+def test_a_former_slot_makes_room_for_the_next() -> None:
+    world = make_small_world(allow(80))
+    world.datapath.capacity = 2
+    for port_number in (443, 80, 443):
+        world.set_policy(POLICIES[0], allow(port_number))
+        assert not world.engine.apply().failed
+
+
+def test_slots_of_an_earlier_process_make_room_too() -> None:
+    world = make_full_world()
+    world.start()
+    for policy, rules in world.policies.items():
+        world.engine.set_policy(policy, rules)
+    for facts in world.facts.values():
+        world.engine.identity_added(facts)
+    world.attach(9, FIRST_IDENTITY + 2)
+    assert world.datapath.rows[EndpointId(9)].slot
+
+
+def test_cidrs_that_nobody_names_make_room_for_others() -> None:
+    world = make_small_world(allow_addresses(CidrSelector(NETWORKS[1])))
+    world.remove_policy(POLICIES[0])
+    world.engine.apply()
+    world.datapath.cidr_capacity = 1
+    world.set_policy(POLICIES[0], allow_addresses(CidrSelector(NETWORKS[5])))
+    assert not world.engine.apply().failed
+    assert world.engine.list_cidrs().keys() == world.datapath.cidrs.keys() == {NETWORKS[5]}
+
+
+def test_cidrs_of_an_earlier_process_stay_while_a_slot_tells_them_apart() -> None:
+    """Their addresses would meet the entries of the prefix around them, before the new rules are in force."""
+    world = make_small_world(allow_addresses(CidrSelector(NETWORKS[1])))
+    packet = Packet(Direction.EGRESS, WORLD, TCP, 80, NETWORKS[1][9])
+    met: set[Verdict] = set()
+    world.set_policy(POLICIES[0], allow_addresses(CidrSelector(NETWORKS[5])))
+    del world.policies[POLICIES[0]]
+    world.policies[POLICIES[1]] = (
+        replace(allow_addresses(CidrSelector(NETWORKS[5]))[0], policy=POLICIES[1]),
+    )
+    world.datapath.cidr_capacity = 1
+    world.datapath.watch = lambda: met.add(world.decide(EndpointId(1), packet))
+    outcome = world.restart()
+    assert met == {Verdict.ALLOW}
+    assert [one.endpoints for one in outcome.failed] == [(1, 2)]
+
+
+def test_waste_is_looked_for_only_after_something_happened() -> None:
+    world = make_small_world(allow(80))
+    told = [world.engine.has_waste]
+    world.engine.collect()
+    told.append(world.engine.has_waste)
+    world.detach(EndpointId(1))
+    told.append(world.engine.has_waste)
+    assert told == [True, False, True]
+
+
+def test_counters_of_rules_that_are_gone_go_too() -> None:
+    world = make_small_world(allow(80))
+    gone = world.datapath.rows[EndpointId(1)].default_rule_ingress
+    world.set_policy(POLICIES[1], allow(80, app="b"))
+    world.engine.apply()
+    kept = world.datapath.rows[EndpointId(3)].default_rule_ingress
+    former_process = 1 << 20
+    world.datapath.hits = {gone, kept, former_process}
+    world.engine.collect()
+    assert world.datapath.hits == {gone, kept}
+    world.remove_policy(POLICIES[0])
+    world.engine.apply()
+    world.engine.collect()
+    assert world.datapath.hits == {kept}
+
+
+def test_an_overflow_names_the_policies_that_take_the_room_and_the_setting() -> None:
+    world = make_small_world(allow(80), tuple(replace(one, policy=POLICIES[1]) for one in BIG_B))
+    world.datapath.capacity = world.datapath.count() + 1
+    world.set_policy(POLICIES[0], allow(1, 2, 3))
+    message = world.engine.apply().failed[0].error.message
+    assert f"identity {FIRST_IDENTITY} with 3 entries, most of {POLICIES[0]} (3)" in message
+    assert f"the largest is identity {FIRST_IDENTITY + 1} with 5 entries" in message
+    assert f"{POLICIES[1]} (5)" in message
+    assert "policy_entries" in message
+
+
+BIG_B: Final = allow(1, 3, 5, 7, 9, app="b")
+
+
+def test_what_nobody_bears_any_more_is_not_tried_again() -> None:
+    world = make_small_world(allow(80))
+    world.datapath.capacity = world.datapath.count()
+    world.set_policy(POLICIES[0], allow(1, 2, 3))
+    assert world.engine.apply().failed
+    world.detach(EndpointId(1))
+    assert world.engine.is_pending
+    world.detach(EndpointId(2))
+    assert not world.engine.is_pending
+    assert not world.engine.apply().failed
+
+
+# Who is who
+
+
+def test_what_the_store_says_of_a_number_counts_more_than_an_endpoints_record() -> None:
+    world = make_small_world(allow(80))
+    outdated = IdentityFacts(FIRST_IDENTITY, ("k8s:app=former",))
+    world.engine.identity_borne(outdated)
+    assert not world.engine.is_pending
+    fresh = IdentityFacts(FIRST_IDENTITY + 5, ("k8s:app=fresh",))
+    world.engine.identity_borne(fresh)
+    world.engine.apply()
+    assert world.engine.knows(fresh.number)
+
+
+def test_an_endpoint_without_a_row_has_no_revision_even_where_identity_0_is_borne() -> None:
+    world = make_small_world()
+    world.learn(IdentityFacts(0, ()))
+    world.attach(4, 0)
+    assert world.engine.realized_revision(EndpointId(4)) == world.engine.revision
+    assert world.engine.realized_revision(EndpointId(5)) == 0
+
+
+# Damage
+
+
+def test_a_slot_that_somebody_emptied_is_written_again_under_a_new_revision() -> None:
+    world = make_small_world(allow(80, 443))
+    row = world.datapath.rows[EndpointId(1)]
+    entries = dict(world.datapath.slots[row.slot])
+    stranger = next(iter(entries))
+    world.datapath.change_slot(row.slot, {}, list(entries))
+    foreign = replace(stranger, identity=9)
+    world.datapath.change_slot(row.slot, {foreign: entries[stranger]}, ())
+    missing, superfluous = world.engine.compare_slot(FIRST_IDENTITY)
+    assert missing == entries
+    assert superfluous == [foreign]
+    assert world.engine.mend(FIRST_IDENTITY).changed.keys() == {1, 2}
+    assert world.datapath.slots[row.slot] == entries
+    assert world.datapath.rows[EndpointId(1)].policy_revision > row.policy_revision
+    assert not world.engine.mend(FIRST_IDENTITY).changed
 
 
 def test_numbers_are_never_used_again_after_a_restart() -> None:

@@ -1,0 +1,185 @@
+"""Objects of the kind Node: what a node says of itself, as a document and as `NodeFacts`.
+
+Written by `control.cluster.publish`, read by whoever follows nodes. Pure. A field that is not known here is left
+alone: newer nodes may say more. What a peer must understand to talk to a node at all, that node names in `requires`;
+a name there that is not known here refuses the node, and so does any wrong value of a known field. Invariant: facts
+that were written are read back the same.
+"""
+
+import hashlib
+import ipaddress
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from podwire.control.cluster.reading import EPOCH_MAX, Fields, refuse
+from podwire.model.cluster import (
+    DEFAULT_TUNNEL_PORT,
+    IPAddress,
+    IPNetwork,
+    NodeFacts,
+    TunnelMode,
+)
+from podwire.model.errors import Fault
+from podwire.model.identity import CLUSTER_LAST
+from podwire.model.ids import IdentityId
+from podwire.model.store import ObjectKey, StoredObject
+from podwire.model.store.kinds import NODE
+
+KNOWN_REQUIREMENTS: Final[frozenset[str]] = frozenset()
+"""What a peer may demand that this version understands beside the fields below."""
+DEFAULT_MTU_BYTES: Final = 1500
+MTU_MIN_BYTES: Final = 68
+"""The least that IPv4 allows (RFC 791)."""
+MTU_MAX_BYTES: Final = 65535
+MTU_ANNOTATION: Final = "podwire.io/underlay-mtu"
+ADDRESSES_ANNOTATION: Final = "podwire.io/addresses"
+CIDRS_ANNOTATION: Final = "podwire.io/pod-cidrs"
+
+_MAC: Final = re.compile(r"[0-9a-f]{2}(?::[0-9a-f]{2}){5}")
+_SMALLEST_PREFIX: Final = 8
+_NEVER_PODS: Final[Sequence[IPNetwork]] = tuple(
+    ipaddress.ip_network(text)
+    for text in ("0.0.0.0/8", "127.0.0.0/8", "169.254.0.0/16", "224.0.0.0/4")
+) + tuple(ipaddress.ip_network(text) for text in ("::/127", "fe80::/10", "ff00::/8"))
+
+
+def node_key(name: str) -> ObjectKey:
+    """Give the key of a node's object."""
+    return ObjectKey(NODE.plural, "", name)
+
+
+def tunnel_mac(node_name: str) -> str:
+    """Derive the MAC of a node's tunnel device: always the same for a name, another for others (datapath.md rule 8)."""
+    digest = hashlib.sha256(f"tunnel/{node_name}".encode()).digest()
+    return bytes((0x06, *digest[:5])).hex(":")
+
+
+def encode_node(facts: NodeFacts, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Write a node's document; what somebody else has put into `before` stays: labels, annotations, unknown fields."""
+    metadata = dict((before or {}).get("metadata") or {})
+    annotations = {
+        **(metadata.get("annotations") or {}),
+        ADDRESSES_ANNOTATION: ",".join(map(str, facts.addresses)),
+        CIDRS_ANNOTATION: ",".join(map(str, (*facts.pod_cidrs, *facts.blocks))),
+        MTU_ANNOTATION: str(facts.underlay_mtu_bytes),
+    }
+    spec = {
+        **((before or {}).get("spec") or {}),
+        "instance": facts.instance,
+        "epoch": facts.epoch,
+        "addresses": _texts(facts.addresses),
+        "podCIDRs": _texts(facts.pod_cidrs),
+        "tunnelAddresses": _texts(facts.tunnel_addresses),
+        "tunnelMAC": facts.tunnel_mac,
+        "tunnelMode": str(facts.tunnel_mode),
+        "tunnelPort": facts.tunnel_port,
+        "underlayMTU": facts.underlay_mtu_bytes,
+        "blocks": {str(block): epoch for block, epoch in facts.blocks.items()},
+        "holds": sorted(map(int, facts.holds)),
+    }
+    return {
+        "apiVersion": NODE.api_versions[0],
+        "kind": NODE.name,
+        "metadata": {**metadata, "name": facts.name, "annotations": annotations},
+        "spec": spec,
+    }
+
+
+def is_published(document: Mapping[str, Any]) -> bool:
+    """Tell whether an agent has said who it is: one that has only named identities so far is no peer yet."""
+    spec = document.get("spec")
+    return isinstance(spec, Mapping) and bool(spec.get("instance"))
+
+
+def decode_node(stored: StoredObject) -> NodeFacts:
+    """Read a node's document. Raises InvalidRequest with every fault."""
+    faults: list[Fault] = []
+    spec = Fields(stored.document.get("spec"), "spec", faults)
+    unknown = sorted(set(spec.texts("requires")) - KNOWN_REQUIREMENTS)
+    if unknown:
+        spec.wrong("requires", f"demands {', '.join(unknown)}, which this version does not know")
+    facts = NodeFacts(
+        name=stored.key.name,
+        instance=spec.text("instance"),
+        epoch=spec.number("epoch", 0, EPOCH_MAX, 0),
+        addresses=spec.addresses("addresses"),
+        pod_cidrs=spec.networks("podCIDRs"),
+        tunnel_addresses=spec.addresses("tunnelAddresses"),
+        tunnel_mac=spec.text("tunnelMAC").lower(),
+        tunnel_mode=_read_mode(spec),
+        tunnel_port=spec.number("tunnelPort", 1, 65535, DEFAULT_TUNNEL_PORT),
+        underlay_mtu_bytes=spec.number(
+            "underlayMTU", MTU_MIN_BYTES, MTU_MAX_BYTES, DEFAULT_MTU_BYTES
+        ),
+        blocks=spec.epochs("blocks"),
+        holds=tuple(map(IdentityId, spec.numbers("holds", 1, CLUSTER_LAST))),
+    )
+    _check(facts, spec)
+    refuse("Node", stored.key.name, faults)
+    return facts
+
+
+def same_for_peers(one: NodeFacts, other: NodeFacts) -> bool:
+    """Tell whether two facts mean the same to other nodes' kernels: they do not care for what is held."""
+    return replace(one, holds=()) == replace(other, holds=())
+
+
+def _read_mode(spec: Fields) -> TunnelMode:
+    text = spec.text("tunnelMode", TunnelMode.FLOW)
+    try:
+        return TunnelMode(text)
+    except ValueError:
+        spec.wrong("tunnelMode", f"is {text!r}, not one of {', '.join(TunnelMode)}")
+        return TunnelMode.FLOW
+
+
+def _check(facts: NodeFacts, spec: Fields) -> None:
+    if not facts.instance:
+        spec.wrong("instance", "is missing")
+    if facts.tunnel_mac and not _is_unicast(facts.tunnel_mac):
+        spec.wrong("tunnelMAC", f"is {facts.tunnel_mac!r}, no address of one device")
+    for name, addresses in (
+        ("addresses", facts.addresses),
+        ("tunnelAddresses", facts.tunnel_addresses),
+    ):
+        families = [one.version for one in addresses]
+        if len(families) != len(set(families)):
+            spec.wrong(name, "has more than one address of a family")
+        for one in addresses:
+            if not is_usable(one):
+                spec.wrong(name, f"has {one}, which no other machine can reach")
+    for name, ranges in (("podCIDRs", facts.pod_cidrs), ("blocks", facts.blocks)):
+        for network in ranges:
+            fault = find_range_fault(network)
+            if fault:
+                spec.wrong(name, f"has {network}, {fault}")
+
+
+def is_usable(address: IPAddress) -> bool:
+    """Tell whether other machines can send something to an address."""
+    return not (
+        address.is_unspecified
+        or address.is_loopback
+        or address.is_multicast
+        or address.is_link_local
+    )
+
+
+def find_range_fault(network: IPNetwork) -> str:
+    """Say why a range can be no node's pods', "" when it can."""
+    if network.prefixlen < _SMALLEST_PREFIX:
+        return f"which is larger than a /{_SMALLEST_PREFIX}"
+    for other in _NEVER_PODS:
+        if network.version == other.version and network.overlaps(other):
+            return f"which overlaps {other} (never a pod's)"
+    return ""
+
+
+def _is_unicast(mac: str) -> bool:
+    return _MAC.fullmatch(mac) is not None and not int(mac[:2], 16) & 1 and mac.strip("0:") != ""
+
+
+def _texts(values: Iterable[object]) -> list[str]:
+    return [str(one) for one in values]

@@ -10,21 +10,6 @@
 #include <podwire/deliver.h>
 #include <podwire/frame.h>
 
-static __always_inline int guard_tunnel_port(const struct pw_flow *flow)
-{
-	__u32 zero = 0;
-	const struct pw_settings *settings;
-
-	if (flow->key.protocol != IPPROTO_UDP)
-		return 0;
-	settings = bpf_map_lookup_elem(&pw_settings, &zero);
-	if (!settings)
-		return PW_DROP_INTERNAL;
-	return settings->tunnel_port && bpf_ntohs(flow->key.dport_be) == settings->tunnel_port
-		       ? PW_DROP_TUNNEL_PORT
-		       : 0;
-}
-
 /* The sender's side. Services will be translated between the look-up of the flow and the guard. */
 static __always_inline int judge_sender(struct __sk_buff *skb, struct pw_flow *flow)
 {

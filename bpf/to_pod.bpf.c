@@ -2,7 +2,7 @@
 /* to_pod: everything the host's stack, or another pod's program, hands to a pod, at tc egress of the pod's host device.
  *
  * Comes to: drop, or on to the pod. What a program of ours has judged already carries its mark and is let through; the
- * mark counts only on packets that came in through a device of ours (rule 7).
+ * mark counts only on packets that came in through a device of ours, the tunnel's included (rule 7).
  */
 #include <linux/bpf.h>
 
@@ -13,19 +13,14 @@ static __always_inline int pass_judged(struct __sk_buff *skb, struct pw_flow *fl
 {
 	__u32 ifindex = skb->ingress_ifindex;
 
-	if (skb->mark != PW_MARK_JUDGED || !bpf_map_lookup_elem(&pw_config, &ifindex))
+	if (skb->mark != PW_MARK_JUDGED)
+		return 0;
+	if (!bpf_map_lookup_elem(&pw_config, &ifindex) && (!ifindex || ifindex != tunnel_device()))
 		return 0;
 	skb->mark = 0;
 	flow->path = PW_PATH_LOCAL;
 	flow->action = PW_ACTION_STACK;
 	return PW_DONE;
-}
-
-static __always_inline int check_frame_to_pod(const struct pw_flow *flow)
-{
-	if (flow->ethertype == ETH_P_ARP)
-		return PW_DROP_ARP;
-	return is_ip(flow) ? 0 : PW_DROP_ETHERTYPE;
 }
 
 /* The receiver's side. An answer's other end is who the entry says: the stack may have translated it. */

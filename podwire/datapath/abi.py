@@ -16,6 +16,7 @@ ABI_OLDEST_READER: Final = 1
 CONNTRACK_SHARDS: Final = 64
 MARK_JUDGED: Final = 1886846977
 CIDR_WORLD_BIT: Final = 33554432
+IDENTITY_FIXED_FIRST: Final = 256
 
 
 class Direction(enum.IntEnum):
@@ -88,9 +89,10 @@ class DropReason(enum.IntEnum):
     TUNNEL_SOURCE = 23
     TUNNEL_IDENTITY = 24
     TUNNEL_INNER = 25
+    NO_NODE = 26
 
 
-DROP_REASONS: Final = 26
+DROP_REASONS: Final = 27
 
 
 class EventKind(enum.IntEnum):
@@ -788,7 +790,7 @@ class Event(NamedTuple):
 EVENT_BYTES: Final = _EVENT.size
 
 
-_DECISION: Final = struct.Struct("=IIIIIIIIIII")
+_DECISION: Final = struct.Struct("=IIIIIIIIIIIII")
 
 
 class Decision(NamedTuple):
@@ -805,6 +807,8 @@ class Decision(NamedTuple):
     rule: int
     sender_rule: int
     audited: int
+    node: int
+    tunnel_id: int
 
     def pack(self) -> bytes:
         """Give the row's bytes."""
@@ -820,6 +824,8 @@ class Decision(NamedTuple):
             self.rule,
             self.sender_rule,
             self.audited,
+            self.node,
+            self.tunnel_id,
         )
 
     @classmethod
@@ -829,3 +835,25 @@ class Decision(NamedTuple):
 
 
 DECISION_BYTES: Final = _DECISION.size
+
+
+_TUNNEL_END: Final = struct.Struct("=I16s")
+
+
+class TunnelEnd(NamedTuple):
+    """struct pw_tunnel_end"""
+
+    tunnel_id: int
+    outer: bytes
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _TUNNEL_END.pack(self.tunnel_id, self.outer)
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls(*_TUNNEL_END.unpack(row))
+
+
+TUNNEL_END_BYTES: Final = _TUNNEL_END.size

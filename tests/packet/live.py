@@ -153,10 +153,10 @@ def _silence(host: NetlinkSocket, endpoints: Sequence[Endpoint]) -> None:
 
 
 @contextmanager
-def live_pods(rig: Rig, *endpoints: Endpoint) -> Iterator[LiveHost]:
+def live_pods(rig: Rig, *endpoints: Endpoint, host_name: str = "host") -> Iterator[LiveHost]:
     """Make a host namespace and one for each endpoint, connected and configured."""
     with ExitStack() as stack:
-        host_name = f"pwt-{os.getpid()}-host"
+        host_name = f"pwt-{os.getpid()}-{host_name}"
         host = LiveHost(host_name, stack.enter_context(_named(host_name)), {})
         netns.run_in(host.fd.fileno(), _forward)
         netlink = stack.enter_context(NetlinkSocket.open_in(host.fd.fileno()))

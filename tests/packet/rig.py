@@ -29,6 +29,7 @@ from tests.packet import frames
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 OBJECTS: Final = ROOT / "build" / "bpf"
+PROGRAMS: Final = ("from_pod", "to_pod", "from_overlay", "to_overlay")
 SHARD_ROWS: Final = 64
 QUOTA: Final = 100
 TUNNEL_PORT: Final = 8472
@@ -194,9 +195,13 @@ class Rig:
         while self.events.take()[0]:
             pass
 
-    def write_settings(self, *, quota: int = QUOTA, tunnel_port: int = TUNNEL_PORT) -> None:
+    def write_settings(
+        self, *, quota: int = QUOTA, tunnel_port: int = TUNNEL_PORT, tunnel_ifindex: int = 0
+    ) -> None:
         """Write the node's knobs."""
-        self.maps["pw_settings"].update(ZERO, abi.Settings(quota, tunnel_port, 0, 0x5EED, 0).pack())
+        self.maps["pw_settings"].update(
+            ZERO, abi.Settings(quota, tunnel_port, 0, 0x5EED, tunnel_ifindex).pack()
+        )
 
     def write(self, endpoint: Endpoint) -> Endpoint:
         """Write an endpoint's row as the agent does, and its usage row if there is none."""
@@ -410,7 +415,7 @@ def open_rig(*, build: str = ".test", shard_rows: int = SHARD_ROWS) -> Iterator[
     with ExitStack() as stack:
         namespace = stack.enter_context(netns.open_new())
         make_devices(namespace)
-        programs, maps = load_objects(("from_pod", "to_pod"), stack, build=build)
+        programs, maps = load_objects(PROGRAMS, stack, build=build)
         shards = make_shards(maps["pw_conntrack"], shard_rows, stack)
         events = stack.enter_context(RingReader(maps["pw_events"], record_bytes=abi.EVENT_BYTES))
         yield Rig(namespace, programs, maps, shards, events)

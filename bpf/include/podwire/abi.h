@@ -26,6 +26,9 @@
 /* Set in a CIDR's identity when its rows are looked up for a peer that is outside the cluster */
 #define PW_CIDR_WORLD_BIT 0x2000000
 
+/* The first identity that is not reserved */
+#define PW_IDENTITY_FIXED_FIRST 256
+
 /* Seen from the pod: egress = what it sends. */
 enum pw_direction {
 	PW_EGRESS = 0,
@@ -90,6 +93,7 @@ enum pw_drop_reason {
 	PW_DROP_TUNNEL_SOURCE = 23, /* the outer source is no known node */
 	PW_DROP_TUNNEL_IDENTITY = 24, /* the tunnel key is none that this sender may use */
 	PW_DROP_TUNNEL_INNER = 25, /* the inner source lives elsewhere, or nothing is known of it */
+	PW_DROP_NO_NODE = 26,	   /* at the tunnel device, and no node has the destination */
 	PW_DROP_REASONS,
 };
 
@@ -362,6 +366,14 @@ struct pw_decision {
 	__u32 rule;
 	__u32 sender_rule; /* what the sender's side said, where the target's spoke last */
 	__u32 audited;
+	__u32 node;	 /* flow->node: to which the tunnel leads, or from which it came */
+	__u32 tunnel_id; /* of the key that the packet leaves with */
+};
+
+/* Test builds only (map pw_tunnel_key): what from_overlay finds on a packet of a test run, which can carry no key. */
+struct pw_tunnel_end {
+	__u32 tunnel_id;
+	__u8 outer[16]; /* who sent it, v4-mapped */
 };
 
 #endif

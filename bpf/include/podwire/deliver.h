@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/* deliver.h: the last steps of a packet: into a local pod, or out of the program (rules 7, 13). */
+/* deliver.h: the last steps of a packet: into a local pod, into the tunnel, or out of the program (rules 7, 13). */
 #ifndef PODWIRE_DELIVER_H
 #define PODWIRE_DELIVER_H
 
 #include <podwire/events.h>
 #include <podwire/path.h>
 #include <podwire/remember.h>
+#include <podwire/tunnel.h>
 
 #include <linux/if_packet.h>
 #include <linux/pkt_cls.h>
@@ -33,21 +34,21 @@ static __always_inline bool decrement_ttl(struct __sk_buff *skb, const struct pw
 	return true;
 }
 
-static __always_inline bool readdress(struct __sk_buff *skb, const struct pw_flow *flow)
+static __always_inline bool readdress(struct __sk_buff *skb, const __u8 *destination,
+				      const __u8 *source)
 {
 	struct ethhdr *ethernet = (void *)(long)skb->data;
 
 	if ((void *)(ethernet + 1) > (void *)(long)skb->data_end)
 		return false;
-	__builtin_memcpy(ethernet->h_dest, flow->target.pod_mac, ETH_ALEN);
-	__builtin_memcpy(ethernet->h_source, flow->target.host_mac, ETH_ALEN);
+	__builtin_memcpy(ethernet->h_dest, destination, ETH_ALEN);
+	__builtin_memcpy(ethernet->h_source, source, ETH_ALEN);
 	return true;
 }
 
-/* Makes the frame one that the target's gateway sends. A sender of raw frames may keep its headers out of the linear
- * part.
- */
-static __always_inline int forward_frame(struct __sk_buff *skb, const struct pw_flow *flow)
+/* Makes the frame one that a router sends on. A sender of raw frames may keep its headers out of the linear part. */
+static __always_inline int forward_frame(struct __sk_buff *skb, const struct pw_flow *flow,
+					 const __u8 *destination, const __u8 *source)
 {
 	__u32 headers = ETH_HLEN + (flow->ethertype == ETH_P_IP ? sizeof(struct iphdr)
 								: sizeof(struct ipv6hdr));
@@ -55,7 +56,8 @@ static __always_inline int forward_frame(struct __sk_buff *skb, const struct pw_
 	if ((void *)(long)skb->data + headers > (void *)(long)skb->data_end &&
 	    bpf_skb_pull_data(skb, headers))
 		return PW_DROP_INTERNAL;
-	return decrement_ttl(skb, flow) && readdress(skb, flow) ? 0 : PW_DROP_INTERNAL;
+	return decrement_ttl(skb, flow) && readdress(skb, destination, source) ? 0
+									       : PW_DROP_INTERNAL;
 }
 
 /* The pod must not see a mark of ours, and takes no frame that is not for it. */
@@ -67,16 +69,25 @@ static __always_inline void clean_up(struct __sk_buff *skb)
 		bpf_skb_change_type(skb, PACKET_HOST);
 }
 
-/* The target's side: its verdict, its entry, its frame. */
+/* The receiver's verdict, its entry, its frame. `row` and `match` are the receiver's, which is flow->target. */
+static __always_inline int admit(struct __sk_buff *skb, struct pw_flow *flow,
+				 const struct pw_config_value *row, struct pw_match *match,
+				 __u32 peer)
+{
+	int reason = judge(skb, flow, row, match, peer) ?:
+		     remember(flow, row, match, peer) ?:
+		     forward_frame(skb, flow, flow->target.pod_mac, flow->target.host_mac);
+
+	if (!reason)
+		flow->action =
+			flow->target.flags & PW_CONFIG_SHAPED ? PW_ACTION_EGRESS : PW_ACTION_PEER;
+	return reason;
+}
+
 static __always_inline int deliver_to_pod(struct __sk_buff *skb, struct pw_flow *flow)
 {
 	__u32 peer = flow->source_identity;
-	int reason;
 
-	if (flow->ttl <= 1) {
-		complain(skb, flow, PW_SAY_EXPIRED, PW_SAY_EXPIRED_V6, 0);
-		return PW_DROP_TTL;
-	}
 	if (flow->target.instance == flow->row.instance)
 		peer = PW_IDENTITY_SELF;
 	if (flow->there.entry && flow->there.related)
@@ -84,21 +95,40 @@ static __always_inline int deliver_to_pod(struct __sk_buff *skb, struct pw_flow 
 	flow->sender_rule = flow->rule;
 	flow->sender_said = flow->said;
 	stand_at(flow, &flow->target, PW_INGRESS);
-	reason = judge(skb, flow, &flow->target, &flow->there, peer) ?:
-		 remember(flow, &flow->target, &flow->there, peer) ?:
-		 forward_frame(skb, flow);
-	if (!reason)
-		flow->action =
-			flow->target.flags & PW_CONFIG_SHAPED ? PW_ACTION_EGRESS : PW_ACTION_PEER;
+	return admit(skb, flow, &flow->target, &flow->there, peer);
+}
+
+/* What leads to a node that is just leaving goes where the stack's routes lead. */
+PW_CHECKED_ALONE int enter_tunnel(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	struct pw_node_value *node;
+	__u32 number;
+	int reason;
+
+	if (!flow)
+		return PW_DROP_INTERNAL;
+	number = flow->node;
+	node = bpf_map_lookup_elem(&pw_nodes, &number);
+	flow->action = PW_ACTION_STACK;
+	if (!node)
+		return 0;
+	reason = forward_frame(skb, flow, node->mac, flow->row.host_mac)
+			 ?: set_tunnel_key(skb, node, flow->source_identity);
+	flow->action = reason ? PW_ACTION_DROP : PW_ACTION_TUNNEL;
 	return reason;
 }
 
 static __always_inline int deliver(struct __sk_buff *skb, struct pw_flow *flow)
 {
-	if (flow->path == PW_PATH_LOCAL)
-		return deliver_to_pod(skb, flow);
-	flow->action = PW_ACTION_STACK;
-	return 0;
+	if (flow->path == PW_PATH_STACK) {
+		flow->action = PW_ACTION_STACK;
+		return 0;
+	}
+	if (flow->ttl <= 1) {
+		complain(skb, flow, PW_SAY_EXPIRED, PW_SAY_EXPIRED_V6, 0);
+		return PW_DROP_TTL;
+	}
+	return flow->path == PW_PATH_LOCAL ? deliver_to_pod(skb, flow) : enter_tunnel(skb, flow);
 }
 
 static __always_inline int leave(struct __sk_buff *skb, const struct pw_flow *flow)
@@ -115,6 +145,9 @@ static __always_inline int leave(struct __sk_buff *skb, const struct pw_flow *fl
 	case PW_ACTION_EGRESS:
 		skb->mark = PW_MARK_JUDGED;
 		return bpf_redirect(flow->target.ifindex, 0);
+	case PW_ACTION_TUNNEL:
+		skb->mark = 0;
+		return bpf_redirect(tunnel_device(), 0);
 	default:
 		return TC_ACT_SHOT;
 	}
@@ -128,7 +161,7 @@ static __always_inline int finish(struct __sk_buff *skb, struct pw_flow *flow, i
 	count_packet(flow, skb->len, reason);
 	if (reason || has_news(flow))
 		tell(skb, flow, reason);
-	record_decision(flow, reason);
+	record_decision(skb, flow, reason);
 	return leave(skb, flow);
 }
 

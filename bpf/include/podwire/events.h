@@ -74,7 +74,7 @@ static __always_inline void fill_event(struct __sk_buff *skb, const struct pw_fl
 	event->destination_identity = known_identity(flow, flow->destination_identity);
 	event->length_bytes = skb->len;
 	event->rule = flow->rule;
-	event->ifindex = flow->row.ifindex;
+	event->ifindex = flow->row.ifindex ? flow->row.ifindex : skb->ifindex;
 	event->policy_revision = flow->local && flow->instance == flow->target.instance
 					 ? flow->target.policy_revision
 					 : flow->row.policy_revision;
@@ -93,6 +93,18 @@ static __always_inline void fill_event(struct __sk_buff *skb, const struct pw_fl
 		__builtin_memcpy(event->source_mac, flow->row.pod_mac, ETH_ALEN);
 }
 
+/* What comes by the tunnel and belongs to no endpoint has one share together. */
+static __always_inline struct pw_usage_value *find_usage(const struct pw_flow *flow)
+{
+	__u32 instance = flow->row.instance;
+
+	if (instance)
+		return bpf_map_lookup_elem(&pw_usage, &instance);
+	if (flow->hook != PW_HOOK_FROM_OVERLAY && flow->hook != PW_HOOK_TO_OVERLAY)
+		return NULL;
+	return bpf_map_lookup_elem(&pw_strangers, &instance);
+}
+
 /* An endpoint that is over its limit, or a full ring: counted, and told with the next event that gets through. */
 PW_CHECKED_ALONE int send_event(struct __sk_buff *skb, struct pw_flow *flow, __u32 kind,
 				__u32 reason)
@@ -100,12 +112,10 @@ PW_CHECKED_ALONE int send_event(struct __sk_buff *skb, struct pw_flow *flow, __u
 	struct pw_usage_value *usage;
 	__u64 now_ns = bpf_ktime_get_boot_ns();
 	struct pw_event *event = NULL;
-	__u32 instance;
 
 	if (!flow)
 		return 0;
-	instance = flow->row.instance;
-	usage = bpf_map_lookup_elem(&pw_usage, &instance);
+	usage = find_usage(flow);
 	if (!usage)
 		return 0;
 	if (take_event(usage, now_ns, event_limit(flow, kind), kind == PW_EVENT_DROP))
@@ -174,13 +184,17 @@ PW_CHECKED_ALONE int tell(struct __sk_buff *skb, struct pw_flow *flow, __u32 rea
 }
 
 #ifdef PW_TEST_BUILD
-PW_CHECKED_ALONE int record_decision(const struct pw_flow *flow, __u32 reason)
+PW_CHECKED_ALONE int record_decision(struct __sk_buff *skb, const struct pw_flow *flow,
+				     __u32 reason)
 {
+	struct bpf_tunnel_key tunnel = {};
 	struct pw_decision decision;
 	__u32 zero = 0;
 
 	if (!flow)
 		return 0;
+	if (bpf_skb_get_tunnel_key(skb, &tunnel, sizeof(tunnel), 0))
+		bpf_skb_get_tunnel_key(skb, &tunnel, sizeof(tunnel), BPF_F_TUNINFO_IPV6);
 	decision = (struct pw_decision){
 		.action = flow->action,
 		.reason = reason,
@@ -193,12 +207,16 @@ PW_CHECKED_ALONE int record_decision(const struct pw_flow *flow, __u32 reason)
 		.rule = flow->rule,
 		.sender_rule = flow->sender_rule,
 		.audited = !!((flow->said | flow->sender_said) & PW_SAID_AUDIT),
+		.node = flow->node,
+		.tunnel_id = tunnel.tunnel_id,
 	};
 	return bpf_map_update_elem(&pw_decision, &zero, &decision, BPF_ANY);
 }
 #else
-static __always_inline int record_decision(const struct pw_flow *flow, __u8 reason)
+static __always_inline int record_decision(struct __sk_buff *skb, const struct pw_flow *flow,
+					   __u8 reason)
 {
+	(void)skb;
 	(void)flow;
 	(void)reason;
 	return 0;

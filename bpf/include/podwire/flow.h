@@ -73,11 +73,13 @@ struct pw_flow {
 	__u32 transport_bytes; /* behind the network headers */
 	__u32 source_identity;
 	__u32 destination_identity;
-	__u32 rule;		/* that decided last */
-	__u32 sender_rule;	/* that decided at `row`, once `target` has spoken */
-	__u32 path_mtu;		/* towards the destination, 0 = the stack knows */
-	__u32 instance;		/* whose verdict was the last one */
-	__u16 transport_offset; /* from the frame's start */
+	__u32 rule;	   /* that decided last */
+	__u32 sender_rule; /* that decided at `row`, once `target` has spoken */
+	__u32 path_mtu;	   /* towards the destination, 0 = the stack knows */
+	__u32 instance;	   /* whose verdict was the last one */
+	__u32 node;	   /* where a tunnel leads, or the packet came from by it; 0 = none */
+	__u32 source_prefix_identity; /* what the source's address alone says (from_overlay) */
+	__u16 transport_offset;	      /* from the frame's start */
 	__u16 transport_header_bytes;
 	__u16 ethertype;
 	__u16 flags;	/* enum pw_packet_flags */

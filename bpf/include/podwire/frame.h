@@ -70,6 +70,14 @@ static __always_inline int check_frame_of_pod(struct __sk_buff *skb, struct pw_f
 	return is_ip(flow) ? 0 : PW_DROP_ETHERTYPE;
 }
 
+/* A frame that the stack or the tunnel hands over. */
+static __always_inline int check_frame_to_pod(const struct pw_flow *flow)
+{
+	if (flow->ethertype == ETH_P_ARP)
+		return PW_DROP_ARP;
+	return is_ip(flow) ? 0 : PW_DROP_ETHERTYPE;
+}
+
 static __always_inline bool is_neighbour_discovery(const struct pw_flow *flow)
 {
 	return flow->key.protocol == IPPROTO_ICMPV6 &&

@@ -155,6 +155,14 @@ struct {
 	__type(value, struct pw_usage_value);
 } pw_usage SEC(".maps");
 
+/* 0 -> how much was told of packets that belong to no endpoint. Counted by the programs. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct pw_usage_value);
+} pw_strangers SEC(".maps");
+
 /* hook, reason, path -> packets and bytes, on each CPU. Written by the programs, read by the agent. Holds every
  * combination that can occur.
  */
@@ -181,6 +189,14 @@ struct {
 	__type(key, __u32);
 	__type(value, struct pw_decision);
 } pw_decision SEC(".maps");
+
+/* 0 -> the tunnel key of the next packet. Written by the packet tests, read by from_overlay. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct pw_tunnel_end);
+} pw_tunnel_key SEC(".maps");
 #endif
 
 #endif

@@ -301,22 +301,30 @@ static __always_inline int parse_transport(struct __sk_buff *skb, struct pw_flow
 	}
 }
 
-/* Fills the tuple. flow->key.instance and flow->key.direction must be set: fragments are remembered under them. */
-PW_CHECKED_ALONE int parse_packet(struct __sk_buff *skb, struct pw_flow *flow)
+/* Reads the network headers: addresses, protocol, sizes. */
+static __always_inline int parse_network(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	return flow->ethertype == ETH_P_IP ? parse_ipv4(skb, flow) : parse_ipv6(skb, flow);
+}
+
+/* Completes the tuple. flow->key.instance and flow->key.direction must be set: fragments are remembered under them. */
+static __always_inline int parse_ports_of_packet(struct __sk_buff *skb, struct pw_flow *flow)
 {
 	int reason;
 
-	if (!flow)
-		return PW_DROP_INTERNAL;
-	reason = flow->ethertype == ETH_P_IP ? parse_ipv4(skb, flow) : parse_ipv6(skb, flow);
-	if (reason)
-		return reason;
 	if (flow->flags & PW_PACKET_LATER_FRAGMENT)
 		return recall_ports(flow);
 	reason = parse_transport(skb, flow);
 	if (!reason && flow->flags & PW_PACKET_FRAGMENT)
 		reason = keep_ports(flow);
 	return reason;
+}
+
+PW_CHECKED_ALONE int parse_packet(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	if (!flow)
+		return PW_DROP_INTERNAL;
+	return parse_network(skb, flow) ?: parse_ports_of_packet(skb, flow);
 }
 
 #endif

@@ -18,28 +18,54 @@ static __always_inline void stand_at(struct pw_flow *flow, const struct pw_confi
 	flow->key.direction = direction;
 }
 
-/* Does the packet leave through the stack whatever its destination is? An answer takes the way of the question. */
-static __always_inline bool answers_through_stack(const struct pw_match *match)
+/* Does the packet leave by `path` whatever its destination is? An answer takes the way of the question. */
+static __always_inline bool answers_by(const struct pw_match *match, enum pw_path path)
 {
-	return match->entry && (match->reply || match->related) &&
-	       match->entry->path == PW_PATH_STACK;
+	return match->entry && (match->reply || match->related) && match->entry->path == path;
 }
 
-/* Fills the identity of the other end, and where it is. What goes back through the stack may be translated there: its
- * other end is who the entry says.
+/* An answer to what came by the tunnel, to the node that it came from. */
+static __always_inline void answer_node(struct pw_flow *flow)
+{
+	struct pw_node_value *node;
+
+	flow->node = flow->here.entry->node;
+	node = bpf_map_lookup_elem(&pw_nodes, &flow->node);
+	if (node)
+		flow->path_mtu = node->mtu;
+}
+
+/* TCP that has begun through the tunnel goes on that way when the peer's other connections take another one. */
+static __always_inline void keep_to_tunnel(struct pw_flow *flow)
+{
+	const struct pw_conntrack_value *entry = flow->here.entry;
+
+	if (entry && entry->path == PW_PATH_TUNNEL && !flow->here.reply && !flow->local &&
+	    !flow->node && is_midstream(flow))
+		flow->node = entry->node;
+}
+
+/* Fills the identity of the other end, and where it is. What goes back through the stack may be translated there, and
+ * what came by the tunnel said itself who it is: its other end is who the entry says.
  */
 static __always_inline int resolve_destination(struct pw_flow *flow)
 {
+	bool tunnel = answers_by(&flow->here, PW_PATH_TUNNEL);
 	int reason;
 
-	if (answers_through_stack(&flow->here)) {
+	if (tunnel || answers_by(&flow->here, PW_PATH_STACK)) {
 		flow->destination_identity = flow->here.entry->peer_identity;
+		if (tunnel)
+			answer_node(flow);
 		return 0;
 	}
 	reason = find_destination(flow);
-	if (!reason && flow->here.entry && flow->here.related)
+	if (reason)
+		return reason;
+	if (flow->here.entry && flow->here.related)
 		flow->destination_identity = flow->here.entry->peer_identity;
-	return reason;
+	keep_to_tunnel(flow);
+	return 0;
 }
 
 /* What began in mid-stream stays on the stack, which alone knows whether it is translated, until its ports are used
@@ -63,7 +89,43 @@ static __always_inline bool target_wants_stack(struct __sk_buff *skb, struct pw_
 	stand_at(flow, &flow->row, PW_EGRESS);
 	if (!flow->there.entry)
 		return is_midstream(flow);
-	return answers_through_stack(&flow->there);
+	return answers_by(&flow->there, PW_PATH_STACK);
+}
+
+/* A node passes all of a connection through its stack or nothing: a tunnel that was not there when it began is not
+ * taken (rule 2).
+ */
+static __always_inline bool began_through_stack(const struct pw_flow *flow)
+{
+	const struct pw_match *match = &flow->here;
+
+	return match->entry && !match->reply && !match->related &&
+	       match->entry->path == PW_PATH_STACK && is_midstream(flow);
+}
+
+/* Its index, 0 = none. */
+static __always_inline __u32 tunnel_device(void)
+{
+	__u32 zero = 0;
+	const struct pw_settings *settings = bpf_map_lookup_elem(&pw_settings, &zero);
+
+	return settings ? settings->tunnel_ifindex : 0;
+}
+
+/* Nobody but this host speaks to tunnels. */
+static __always_inline int guard_tunnel_port(const struct pw_flow *flow)
+{
+	__u32 zero = 0;
+	const struct pw_settings *settings;
+
+	if (flow->key.protocol != IPPROTO_UDP)
+		return 0;
+	settings = bpf_map_lookup_elem(&pw_settings, &zero);
+	if (!settings)
+		return PW_DROP_INTERNAL;
+	return settings->tunnel_port && bpf_ntohs(flow->key.dport_be) == settings->tunnel_port
+		       ? PW_DROP_TUNNEL_PORT
+		       : 0;
 }
 
 static __always_inline int choose_path(struct __sk_buff *skb, struct pw_flow *flow)
@@ -73,9 +135,12 @@ static __always_inline int choose_path(struct __sk_buff *skb, struct pw_flow *fl
 		complain(skb, flow, PW_SAY_NOBODY, PW_SAY_NOBODY_V6, 0);
 		return PW_DROP_NO_POD;
 	}
-	if (!flow->local || is_bound_to_stack(flow) || target_wants_stack(skb, flow))
+	if (is_bound_to_stack(flow))
 		return 0;
-	flow->path = PW_PATH_LOCAL;
+	if (flow->local && !target_wants_stack(skb, flow))
+		flow->path = PW_PATH_LOCAL;
+	if (flow->node && tunnel_device() && !began_through_stack(flow))
+		flow->path = PW_PATH_TUNNEL;
 	return 0;
 }
 

@@ -29,6 +29,7 @@ static __always_inline void fill_entry(const struct pw_flow *flow, const struct 
 		entry->bytes[0] = flow->packet_bytes;
 	}
 	entry->path = flow->path;
+	entry->node = flow->node;
 	entry->tcp_state = tcp ? PW_TCP_OPENING : PW_TCP_NONE;
 	entry->lifetime_s = tcp ? PW_LIFETIME_TCP_OPENING : PW_LIFETIME_DATAGRAM;
 	entry->flags = match->picked_up ? PW_CONNTRACK_PICKED_UP : 0;
@@ -84,6 +85,8 @@ static __always_inline void keep_alive(const struct pw_flow *flow, const struct 
 		entry->bytes[0] += flow->packet_bytes;
 		if (entry->path != flow->path)
 			entry->path = flow->path;
+		if (entry->node != flow->node)
+			entry->node = flow->node;
 	}
 	if (flow->key.protocol != IPPROTO_TCP)
 		advance_datagrams(entry, flow->key.protocol, reply);

@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/* from_overlay: everything that comes out of the tunnel, at tc ingress of the tunnel device.
+ *
+ * Comes to: drop; straight into the local pod; or the host's stack, for an address of this node, or for an answer to
+ * what a pod sent through it. Nothing is ever sent on to another node. The tunnel is believed no more than rule 9
+ * allows: who is no node, says another's identity, or sends in another's name is not heard.
+ */
+#include <linux/bpf.h>
+
+#include <podwire/deliver.h>
+#include <podwire/frame.h>
+
+#ifdef PW_TEST_BUILD
+static __always_inline bool read_sender(struct __sk_buff *skb, struct pw_tunnel_end *end)
+{
+	const struct pw_tunnel_end *given;
+	__u32 zero = 0;
+
+	if (read_tunnel_key(skb, end))
+		return true;
+	given = bpf_map_lookup_elem(&pw_tunnel_key, &zero);
+	if (!given)
+		return false;
+	*end = *given;
+	return true;
+}
+#else
+static __always_inline bool read_sender(struct __sk_buff *skb, struct pw_tunnel_end *end)
+{
+	return read_tunnel_key(skb, end);
+}
+#endif
+
+/* What a node may say of its senders: never that they are this host, nobody, or something only we know. */
+static __always_inline bool may_be_said(__u32 identity)
+{
+	switch (identity) {
+	case PW_IDENTITY_WORLD:
+	case PW_IDENTITY_HEALTH:
+	case PW_IDENTITY_INIT:
+	case PW_IDENTITY_REMOTE_NODE:
+		return true;
+	default:
+		return identity >= PW_IDENTITY_FIXED_FIRST && identity <= PW_TUNNEL_ID_MAX;
+	}
+}
+
+/* Which node sent it, and whether that node may use this key. Until the packet itself is read, an event names the
+ * node's address.
+ */
+static __always_inline int check_sender(struct pw_flow *flow, const struct pw_tunnel_end *end)
+{
+	const struct pw_node_value *node;
+	const __u32 *number;
+
+	copy_address(flow->key.saddr, end->outer);
+	flow->source_identity = end->tunnel_id;
+	number = bpf_map_lookup_elem(&pw_node_numbers, flow->key.saddr);
+	if (!number)
+		return PW_DROP_TUNNEL_SOURCE;
+	flow->node = *number;
+	node = bpf_map_lookup_elem(&pw_nodes, &flow->node);
+	if (!node)
+		return PW_DROP_TUNNEL_SOURCE;
+	if (!is_classic(node))
+		return may_be_said(end->tunnel_id) ? 0 : PW_DROP_TUNNEL_IDENTITY;
+	if (end->tunnel_id != PW_TUNNEL_ID_CLASSIC)
+		return PW_DROP_TUNNEL_IDENTITY;
+	flow->source_identity = PW_IDENTITY_UNKNOWN; /* its address will tell */
+	return 0;
+}
+
+static __always_inline bool is_no_source(struct pw_flow *flow)
+{
+	return is_multicast(flow->key.saddr) || is_unroutable(flow->key.saddr) ||
+	       is_gateway(flow->key.saddr) || bpf_map_lookup_elem(&pw_endpoints, flow->key.saddr);
+}
+
+/* Nodes speak for their own pods and addresses; for the rest of the world only as the world. Behind a node's address may
+ * be whoever it masqueraded: from a peer that says no more it is the world, too.
+ */
+static __always_inline int check_inner_source(struct pw_flow *flow)
+{
+	const struct pw_ipcache_value *prefix;
+
+	if (is_no_source(flow))
+		return PW_DROP_TUNNEL_INNER;
+	prefix = find_prefix(flow->key.saddr);
+	if (prefix && prefix->node != flow->node)
+		return PW_DROP_TUNNEL_INNER;
+	flow->source_prefix_identity = prefix ? prefix->identity : PW_IDENTITY_WORLD;
+	if (!flow->source_identity)
+		flow->source_identity = prefix && prefix->flags & PW_IPCACHE_NODE_ADDRESS
+						? PW_IDENTITY_WORLD
+						: flow->source_prefix_identity;
+	return prefix || flow->source_identity == PW_IDENTITY_WORLD ? 0 : PW_DROP_TUNNEL_INNER;
+}
+
+/* A pod of this node, else one of its addresses (flow->local tells), else nobody: nothing is forwarded. */
+static __always_inline int find_receiver(struct pw_flow *flow)
+{
+	const struct pw_ipcache_value *prefix;
+	int reason;
+
+	if (is_multicast(flow->key.daddr))
+		return PW_DROP_QUIET;
+	reason = copy_target(flow);
+	if (reason)
+		return reason;
+	if (flow->local) {
+		flow->row = flow->target;
+		flow->destination_identity = flow->row.identity;
+		flow->instance = flow->row.instance;
+		flow->key.instance = flow->row.instance;
+		return 0;
+	}
+	prefix = find_prefix(flow->key.daddr);
+	if (!prefix || prefix->identity != PW_IDENTITY_HOST ||
+	    !(prefix->flags & PW_IPCACHE_NODE_ADDRESS))
+		return PW_DROP_NO_POD;
+	flow->destination_identity = PW_IDENTITY_HOST;
+	return 0;
+}
+
+PW_CHECKED_ALONE int read_addresses(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	if (!flow)
+		return PW_DROP_INTERNAL;
+	return parse_network(skb, flow);
+}
+
+PW_CHECKED_ALONE int read_ports(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	if (!flow)
+		return PW_DROP_INTERNAL;
+	return parse_ports_of_packet(skb, flow);
+}
+
+static __always_inline int hand_to_stack(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	clean_up(skb);
+	flow->path = PW_PATH_STACK;
+	flow->action = PW_ACTION_STACK;
+	return 0;
+}
+
+/* A tunnel packet inside of a tunnel packet would come back as one of the node that sent it. */
+static __always_inline int receive_for_host(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	return read_ports(skb, flow) ?: guard_tunnel_port(flow) ?: hand_to_stack(skb, flow);
+}
+
+/* An answer's other end is who our own question was judged for. */
+static __always_inline __u32 sender_identity(const struct pw_flow *flow)
+{
+	const struct pw_match *match = &flow->here;
+
+	if (match->entry && match->related)
+		return match->entry->peer_identity;
+	if (match->entry && match->reply)
+		return flow->source_prefix_identity;
+	return flow->source_identity;
+}
+
+/* What a pod asked through the stack may have been translated there, and the answer has to be translated back. */
+static __always_inline int receive_for_pod(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	int reason = read_ports(skb, flow) ?: check_packet_to_pod(flow);
+
+	if (reason)
+		return reason;
+	flow->now_ns = bpf_ktime_get_coarse_ns();
+	look_up_flow(skb, flow, &flow->here);
+	if (answers_by(&flow->here, PW_PATH_STACK))
+		return hand_to_stack(skb, flow);
+	if (flow->ttl <= 1)
+		return PW_DROP_TTL;
+	flow->path = PW_PATH_TUNNEL;
+	flow->source_identity = sender_identity(flow);
+	return admit(skb, flow, &flow->row, &flow->here, flow->source_identity);
+}
+
+static __always_inline int receive(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	return flow->local ? receive_for_pod(skb, flow) : receive_for_host(skb, flow);
+}
+
+SEC("tc")
+int from_overlay(struct __sk_buff *skb)
+{
+	struct pw_flow flow = {.hook = PW_HOOK_FROM_OVERLAY};
+	struct pw_tunnel_end end = {};
+	int outcome = open_frame(skb, &flow, PW_INGRESS) ?:
+		      (read_sender(skb, &end) ? 0 : PW_DROP_TUNNEL_SOURCE) ?:
+		      check_sender(&flow, &end) ?:
+		      check_frame_to_pod(&flow) ?:
+		      read_addresses(skb, &flow) ?:
+		      check_inner_source(&flow) ?:
+		      find_receiver(&flow) ?:
+		      receive(skb, &flow);
+
+	return finish(skb, &flow, outcome);
+}
+
+char _license[] SEC("license") = "Dual BSD/GPL";

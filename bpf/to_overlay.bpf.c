@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/* to_overlay: everything that enters the tunnel, at tc egress of the tunnel device.
+ *
+ * What from_pod sent here has its key and goes on. What the host's stack sends here gets one: who it is for the other
+ * end is told by the device it came in through, as at to_pod (rule 1).
+ */
+#include <linux/bpf.h>
+
+#include <podwire/deliver.h>
+#include <podwire/frame.h>
+
+/* The pod's row, where a pod sent it, is kept: an event is about that pod. */
+static __always_inline __u32 sender_identity(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	if (is_from_this_host(skb, flow))
+		return PW_IDENTITY_REMOTE_NODE;
+	if (skb->ingress_ifindex && !copy_row(skb->ingress_ifindex, &flow->row))
+		return flow->row.identity;
+	return PW_IDENTITY_WORLD;
+}
+
+static __always_inline struct pw_node_value *find_node(struct pw_flow *flow)
+{
+	const struct pw_ipcache_value *prefix = find_prefix(flow->key.daddr);
+
+	if (!prefix || !(prefix->flags & PW_IPCACHE_TUNNEL))
+		return NULL;
+	flow->node = prefix->node;
+	flow->destination_identity = prefix->identity;
+	return bpf_map_lookup_elem(&pw_nodes, &flow->node);
+}
+
+PW_CHECKED_ALONE int enter(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	struct pw_node_value *node;
+	int reason;
+
+	if (!flow)
+		return PW_DROP_INTERNAL;
+	reason = parse_network(skb, flow);
+	if (reason)
+		return reason;
+	if (is_multicast(flow->key.daddr))
+		return PW_DROP_QUIET;
+	flow->source_identity = sender_identity(skb, flow);
+	node = find_node(flow);
+	if (!node)
+		return PW_DROP_NO_NODE;
+	if (bpf_skb_store_bytes(skb, 0, node->mac, ETH_ALEN, 0))
+		return PW_DROP_INTERNAL;
+	flow->path = PW_PATH_TUNNEL;
+	flow->action = PW_ACTION_STACK;
+	return set_tunnel_key(skb, node, flow->source_identity);
+}
+
+SEC("tc")
+int to_overlay(struct __sk_buff *skb)
+{
+	struct pw_flow flow = {.hook = PW_HOOK_TO_OVERLAY};
+	int outcome;
+
+	if (has_tunnel_key(skb))
+		return TC_ACT_OK;
+	outcome = open_frame(skb, &flow, PW_EGRESS) ?:
+		  check_frame_to_pod(&flow) ?:
+		  enter(skb, &flow);
+	return finish(skb, &flow, outcome);
+}
+
+char _license[] SEC("license") = "Dual BSD/GPL";

@@ -157,7 +157,8 @@ class FakeDatapath:
         indexes = {record.device.host_ifindex for record in kept}
         removed = [f"device {name}" for name in set(self.devices) - ids]
         self.devices = {name: one for name, one in self.devices.items() if name in ids}
-        self.rows = {index: row for index, row in self.rows.items() if index in indexes}
+        for index in self.rows.keys() - indexes:
+            del self.rows[index]
         self.addresses = {text: one for text, one in self.addresses.items() if text in addresses}
         self.routes = {text: one for text, one in self.routes.items() if text in addresses}
         return removed

@@ -96,6 +96,17 @@ def test_a_slot_is_read_as_it_was_written(world: KernelWorld) -> None:
     assert world.datapath.policy_fill == (len(MIXED) + 3, CAPACITY)
 
 
+def test_a_slot_that_somebody_emptied_can_be_written_again(world: KernelWorld) -> None:
+    datapath = world.datapath
+    datapath.write_slot(7, MIXED)
+    datapath.write_slot(8, rows_of(CAPACITY - len(MIXED)))
+    assert datapath.maps.pw_policy.delete_batch([pack_key(7, key) for key in MIXED]) == len(MIXED)
+    assert datapath.read_slot(7) == {}
+    datapath.change_slot(7, MIXED, ())
+    assert everything(world)[7] == MIXED
+    assert datapath.policy_fill == (CAPACITY, CAPACITY)
+
+
 def test_slots_are_known_to_the_next_agent(world: KernelWorld) -> None:
     world.datapath.write_slot(7, MIXED)
     world.datapath.write_slot(8, rows_of(3))

@@ -357,6 +357,21 @@ def test_open_flows_stop_when_a_policy_begins_to_select_their_server(
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_flows_that_audit_let_pass_stop_when_it_ends(scene: Scene, protocol: str) -> None:
+    def set_audit(is_on: bool) -> None:
+        path = f"/endpoint/{scene.pods['blue/a'].endpoint}"
+        scene.api.must("PATCH", path, {"policyAudit": is_on})
+
+    scene.enforce([CLOSED_A])
+    set_audit(True)
+    try:
+        with opened(talk_in_every_way(scene, "blue/b", "blue/a", protocol)) as talks:
+            assert_stop(talks, lambda: set_audit(False))
+    finally:
+        set_audit(False)
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
 def test_flows_from_outside_stop_with_their_policy(scene: Scene, protocol: str) -> None:
     scene.enforce([CLOSED_A, k8s("open", [{"from": blocks(CLIENTS)}])])
     with opened(talk_in_every_way(scene, "client", "blue/a", protocol)) as talks:

@@ -27,7 +27,7 @@ from podwire.control.policy.rule import (
 )
 from podwire.journal.records import SqliteJournal
 from podwire.model.errors import CheckFailed, KernelFailure, PodwireError, StorageFailure
-from podwire.model.ids import EndpointId
+from podwire.model.ids import EndpointId, IfIndex
 from podwire.model.interfaces import EndpointConfig
 from podwire.model.policy import Direction, Verdict
 from tests.fakes.node import FakeClock, FakeNode
@@ -86,6 +86,24 @@ def set_base(node: FakeNode, **changes: Any) -> None:
     node.restorer.regenerator._base = lambda _endpoint: EndpointConfig(**changes)
 
 
+class RecordedRows(dict[IfIndex, EndpointConfig | None]):
+    """Rows by device, and all that ever were there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: dict[IfIndex, list[EndpointConfig]] = {}
+
+    def __setitem__(self, key: IfIndex, row: EndpointConfig | None) -> None:
+        super().__setitem__(key, row)
+        if row is not None:
+            self.history.setdefault(key, []).append(row)
+
+
+def _bases(changes: dict[str, bool]) -> tuple[bool, bool]:
+    base = EndpointConfig(**changes)
+    return base.audit, base.host_allowed
+
+
 # Flows that were judged under other things than policy
 
 
@@ -100,8 +118,11 @@ def set_base(node: FakeNode, **changes: Any) -> None:
 def test_no_flow_outlives_what_let_it_pass(
     node: FakeNode, before: dict[str, bool], after: dict[str, bool], how: str
 ) -> None:
+    written = RecordedRows()
+    node.datapath.rows = written
     set_base(node, **before)
     allow(node, 80)
+    add(node, "c2")
     endpoint = add(node)
     former = row_of(node, endpoint)
     if how == "restart":
@@ -123,15 +144,16 @@ def test_no_flow_outlives_what_let_it_pass(
             assert state_of(endpoint) is State.NOT_READY
             assert endpoint.config == row_of(node, endpoint) == former
         build(node)
-    [endpoint] = node.table
-    now = row_of(node, endpoint)
-    assert now.policy_revision > former.policy_revision
-    assert (now.audit, now.host_allowed) == (
-        after.get("audit", False),
-        after.get("host_allowed", True),
-    )
-    assert endpoint.config == now
-    assert state_of(endpoint) is State.READY
+    for one in node.table if how == "restart" else [endpoint]:
+        now = row_of(node, one)
+        rows = written.history[one.record.device.host_ifindex]
+        bases = {(row.audit, row.host_allowed) for row in rows}
+        assert bases == {_bases(before), _bases(after)}
+        outdated = [row for row in rows if (row.audit, row.host_allowed) == _bases(before)]
+        assert now.policy_revision > max(row.policy_revision for row in outdated)
+        assert (now.audit, now.host_allowed) == _bases(after)
+        assert one.config == now
+        assert state_of(one) is State.READY
 
 
 def test_a_build_that_changes_nothing_keeps_flows(node: FakeNode) -> None:

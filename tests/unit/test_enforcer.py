@@ -319,8 +319,22 @@ def test_a_slot_is_compared_with_the_policies_of_the_identity_that_the_row_names
     record = msgspec.structs.replace(endpoint.record, identity=other.record.identity)
     node.table.replace_record(record)
     assert node.enforcer.compare(endpoint) == []
+    slot = row_of(node, endpoint).slot
+    count = empty(node, endpoint)
+    assert node.enforcer.compare(endpoint) != []
+    build(node)
+    assert len(node.policy_datapath.slots[slot]) == count
+
+
+def test_damage_to_a_slot_that_nobody_has_any_more_is_forgotten(node: FakeNode) -> None:
+    allow(node, 80)
+    endpoint = add(node)
     empty(node, endpoint)
     assert node.enforcer.compare(endpoint) != []
+    node.service.delete(request("DEL", at_ns=10**9))
+    node.enforcer.collect_waste()
+    add(node, "c2", DB)
+    assert not node.policy_datapath.slots
 
 
 # The rest

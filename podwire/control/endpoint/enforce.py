@@ -150,7 +150,7 @@ class Enforcer:
             self.apply("policy changed")
         renew = row is not None and _bases_of_verdicts(row) != _bases_of_verdicts(base)
         self._report(self.engine.attach(record.id, record.identity, renew=renew), "policy changed")
-        self._mend(record.identity)
+        self._mend()
         return self.engine.config_for(record.identity).fill(base)
 
     def adopt(self, endpoint: Endpoint, config: EndpointConfig) -> None:
@@ -196,9 +196,13 @@ class Enforcer:
         self.retry(endpoint, cause)
         return [cause]
 
-    def _mend(self, identity: int) -> None:
-        if identity in self._damaged:
-            self._report(self.engine.mend(identity), "entries were changed by somebody else")
+    def _mend(self) -> None:
+        """Write again what somebody else changed of slots."""
+        for identity in sorted(self._damaged):
+            try:
+                self._report(self.engine.mend(identity), "entries were changed by somebody else")
+            except NotFound:
+                _log.debug("nobody has the slot any more", extra={"identity": identity})
             self._damaged.discard(identity)
 
     def _report(self, outcome: Outcome, cause: str) -> None:

@@ -171,10 +171,10 @@ class PolicyEngine:
         self._adopted.rows.pop(endpoint_id, None)
         self._subjects.leave(endpoint_id)
         self._may_have_waste = True
-        for subject in self._subjects.without_endpoints():
-            # Nobody waits for what cannot be brought into force any more.
-            if subject in self._subjects.behind:
-                self._end(subject)
+        behind = self._subjects.behind
+        for subject in [one for one in behind if not one.live and not one.coming]:
+            # Nobody waits any more for what cannot be brought into force.
+            self._end(subject)
 
     def mend(self, identity: int) -> Outcome:
         """Write again what an attached identity's slot lost by somebody else's hand. NotFound, KernelFailure."""
@@ -228,7 +228,6 @@ class PolicyEngine:
     def collect(self) -> Outcome:
         """Delete slots that no row names any more, CIDRs that no rule names, and counters of rules that are gone: some
         milliseconds when there are any. For quiet moments, while `has_waste`."""
-        self._may_have_waste = False
         self._reclaim()
         prefixes = self._mapped.find_unused()
         changed: dict[EndpointId, PolicyValues] = {}
@@ -240,6 +239,7 @@ class PolicyEngine:
         if self._rules.have_gone and not self._subjects.behind:
             self._datapath.forget_hits(self._rules.numbers())
             self._rules.have_gone = False
+        self._may_have_waste = False
         return Outcome(self._revision, changed, self._subjects.failures())
 
     # Views

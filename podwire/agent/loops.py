@@ -182,7 +182,10 @@ def compare(duties: Duties, endpoint: Endpoint) -> None:
         if endpoint.state is not State.READY:
             return
         record = endpoint.record
-        differences = duties.datapath.compare_endpoint(record, endpoint.config, None)
+        differences = [
+            *duties.datapath.compare_endpoint(record, endpoint.config, None),
+            *duties.regenerator.enforcer.compare(endpoint),
+        ]
         duties.metrics.count("reconciliations", ("differs" if differences else "agrees",))
         if not differences:
             return

@@ -160,13 +160,18 @@ class PolicyDuty:
     def _do(self, news: Sequence[_News]) -> None:
         """Bring news into force. An endpoint that cannot follow is tried again by the queue of builds, not here."""
         is_released = not self._was_complete and self.enforcer.is_complete()
-        if news or self._is_held or self.enforcer.has_heard or is_released:
+        is_change = any(one.lists or one.events for one in news)
+        if is_change or self._is_held or self.enforcer.has_heard or is_released:
             self._apply(news)
+        elif news:
+            with self.turn:
+                self.enforcer.reach(max(one.revision for one in news))
         waited_s = time.monotonic() - self._uncollected_since_s
-        if self._uncollected_since_s and (not news or waited_s > COLLECT_AT_LATEST_S):
+        # Slots and rules end with endpoints too, of which nobody tells this duty: each quiet wake looks.
+        if not is_change or waited_s > COLLECT_AT_LATEST_S:
             self._uncollected_since_s = 0.0
             with self.turn:
-                self.enforcer.collect()
+                self.enforcer.collect_waste()
 
     def _apply(self, news: Sequence[_News]) -> None:
         begin_s = time.monotonic()

@@ -250,7 +250,10 @@ def get_endpoint_health(api: Api, call: Call) -> views.EndpointHealth:
     """Compare an endpoint with the kernel."""
     endpoint = _endpoint(api, call)
     with api.turn:
-        differences = api.datapath.compare_endpoint(endpoint.record, endpoint.config, None)
+        differences = [
+            *api.datapath.compare_endpoint(endpoint.record, endpoint.config, None),
+            *api.policy.enforcer.compare(endpoint),
+        ]
     return views.EndpointHealth(
         id=endpoint.record.id,
         ok=endpoint.state is State.READY and not differences,

@@ -160,8 +160,13 @@ def _holders(table: EndpointTable) -> dict[int, list[int]]:
     holders: dict[int, list[int]] = {}
     for endpoint in table:
         if endpoint.state is not State.DISCONNECTING:
-            holders.setdefault(endpoint.record.identity, []).append(endpoint.record.id)
+            holders.setdefault(_judged_as(endpoint), []).append(endpoint.record.id)
     return holders
+
+
+def _judged_as(endpoint: Endpoint) -> int:
+    """The identity whose entries the endpoint's row names; that of its labels may still be on its way there."""
+    return endpoint.config.identity or endpoint.record.identity
 
 
 def list_selectors(api: Api, _call: Call) -> list[SelectorView]:
@@ -183,7 +188,7 @@ def list_entries(api: Api, call: Call) -> list[EntryView]:
     wanted = str(call.query.get("endpoint", ""))
     if wanted:
         endpoint = find_endpoint(readers.table, wanted)
-        holders = {endpoint.record.identity: [endpoint.record.id]}
+        holders = {_judged_as(endpoint): [endpoint.record.id]}
     hits = readers.hits()
     with api.turn:
         names = _Names(readers)

@@ -317,7 +317,7 @@ def test_before_the_first_word_of_the_store_nothing_is_built_or_collected(
     with pytest.raises(Unavailable, match="never read"):
         bench.node.service.add(request(container="new", labels=(WEB,)), NETNS)
     bench.node.enforcer.apply("test")
-    bench.node.enforcer.collect()
+    bench.node.enforcer.collect_waste()
     assert bench.node.policy_datapath.calls == calls
     assert [one.record.key.container_id for one in bench.node.table if _is_here(one)] == ["c1"]
     away.is_away = False

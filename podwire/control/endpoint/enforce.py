@@ -120,9 +120,6 @@ class Enforcer:
         if self.engine.has_waste and self.is_complete():
             self._report(self.engine.collect(), "addresses left the rules")
 
-    collect = collect_waste
-    """The name under which the agent's policy loop knows it."""
-
     def attach(
         self, endpoint: Endpoint, base: EndpointConfig, row: EndpointConfig | None
     ) -> EndpointConfig:

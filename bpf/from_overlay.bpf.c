@@ -59,7 +59,7 @@ static __always_inline int check_sender(struct pw_flow *flow, const struct pw_tu
 	if (!number)
 		return PW_DROP_TUNNEL_SOURCE;
 	flow->node = *number;
-	node = bpf_map_lookup_elem(&pw_nodes, &flow->node);
+	node = find_node(flow->node);
 	if (!node)
 		return PW_DROP_TUNNEL_SOURCE;
 	if (!is_classic(node))

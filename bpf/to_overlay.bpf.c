@@ -19,7 +19,7 @@ static __always_inline __u32 sender_identity(struct __sk_buff *skb, struct pw_fl
 	return PW_IDENTITY_WORLD;
 }
 
-static __always_inline struct pw_node_value *find_node(struct pw_flow *flow)
+static __always_inline struct pw_node_value *find_receiver(struct pw_flow *flow)
 {
 	const struct pw_ipcache_value *prefix = find_prefix(flow->key.daddr);
 
@@ -27,7 +27,7 @@ static __always_inline struct pw_node_value *find_node(struct pw_flow *flow)
 		return NULL;
 	flow->node = prefix->node;
 	flow->destination_identity = prefix->identity;
-	return bpf_map_lookup_elem(&pw_nodes, &flow->node);
+	return find_node(flow->node);
 }
 
 PW_CHECKED_ALONE int enter(struct __sk_buff *skb, struct pw_flow *flow)
@@ -43,7 +43,7 @@ PW_CHECKED_ALONE int enter(struct __sk_buff *skb, struct pw_flow *flow)
 	if (is_multicast(flow->key.daddr))
 		return PW_DROP_QUIET;
 	flow->source_identity = sender_identity(skb, flow);
-	node = find_node(flow);
+	node = find_receiver(flow);
 	if (!node)
 		return PW_DROP_NO_NODE;
 	if (bpf_skb_store_bytes(skb, 0, node->mac, ETH_ALEN, 0))

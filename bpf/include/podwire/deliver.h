@@ -6,7 +6,6 @@
 #include <podwire/events.h>
 #include <podwire/path.h>
 #include <podwire/remember.h>
-#include <podwire/tunnel.h>
 
 #include <linux/if_packet.h>
 #include <linux/pkt_cls.h>
@@ -102,13 +101,11 @@ static __always_inline int deliver_to_pod(struct __sk_buff *skb, struct pw_flow 
 PW_CHECKED_ALONE int enter_tunnel(struct __sk_buff *skb, struct pw_flow *flow)
 {
 	struct pw_node_value *node;
-	__u32 number;
 	int reason;
 
 	if (!flow)
 		return PW_DROP_INTERNAL;
-	number = flow->node;
-	node = bpf_map_lookup_elem(&pw_nodes, &number);
+	node = find_node(flow->node);
 	flow->action = PW_ACTION_STACK;
 	if (!node)
 		return 0;

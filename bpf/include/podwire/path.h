@@ -7,6 +7,7 @@
 #include <podwire/identity.h>
 #include <podwire/judge.h>
 #include <podwire/related.h>
+#include <podwire/tunnel.h>
 
 #define PW_GSO_BY_FRAGMENTS 0xffff /* gso_size where every piece has a size of its own (SCTP) */
 
@@ -30,7 +31,7 @@ static __always_inline void answer_node(struct pw_flow *flow)
 	struct pw_node_value *node;
 
 	flow->node = flow->here.entry->node;
-	node = bpf_map_lookup_elem(&pw_nodes, &flow->node);
+	node = find_node(flow->node);
 	if (node)
 		flow->path_mtu = node->mtu;
 }

@@ -12,6 +12,12 @@
 #define PW_TUNNEL_ID_CLASSIC 1
 #define PW_TUNNEL_TTL	     64
 
+/* Takes the number by value: Linux 6.1 reads keys from the program's own stack only. */
+static __always_inline struct pw_node_value *find_node(__u32 number)
+{
+	return bpf_map_lookup_elem(&pw_nodes, &number);
+}
+
 static __always_inline bool is_classic(const struct pw_node_value *node)
 {
 	return node->flags & PW_NODE_CLASSIC;

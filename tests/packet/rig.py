@@ -114,6 +114,8 @@ ONLY_6: Final = Endpoint("only6", 1007, 17, 3007, "", "fd07::16")
 ENDPOINTS: Final = (A, B, SMALL, SHAPED, GUARD, ONLY_4, ONLY_6)
 OUTSIDE: Final = 1008
 """Index of a device that is not ours."""
+TUNNEL: Final = 1009
+"""Index of the tunnel device; rows have to name it before it is one."""
 
 WORLD_4: Final = "198.51.100.7"
 WORLD_6: Final = "2001:db8::7"
@@ -181,8 +183,11 @@ class Rig:
             "pw_policy",
             "pw_cidrs",
             "pw_hits",
+            "pw_nodes",
+            "pw_node_numbers",
         ):
             self.maps[name].clear()
+        self.maps["pw_strangers"].update(ZERO, bytes(abi.USAGE_VALUE_BYTES))
         for shard in self.shards:
             shard.clear()
         for network, value in IPCACHE.items():
@@ -397,7 +402,7 @@ def load_objects(
 def make_devices(namespace: Fd) -> None:
     """Make a pair for every index that the tests speak of; both ends stay in the rig's namespace."""
     ends = [(endpoint.ifindex, endpoint.host_mac) for endpoint in ENDPOINTS]
-    ends.append((OUTSIDE, "0e:70:00:00:00:ff"))
+    ends += [(OUTSIDE, "0e:70:00:00:00:ff"), (TUNNEL, "0e:71:00:00:00:01")]
     with NetlinkSocket.open_in(namespace.fileno()) as netlink:
         netlink.execute(
             [

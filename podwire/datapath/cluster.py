@@ -89,7 +89,7 @@ class OtherNodes:
         self,
         netlink: NetlinkSocket,
         maps: NodeMaps,
-        programs: TunnelPrograms | None,
+        programs: TunnelPrograms,
         masquerade: Masquerade,
     ) -> None:
         self._netlink = netlink
@@ -273,7 +273,7 @@ def _own_mode(plan: ClusterPlan) -> TunnelMode:
 
 
 def _describe_tunnel(
-    node_name: str, plan: ClusterPlan, tunnel: TunnelPlan, programs: TunnelPrograms | None
+    node_name: str, plan: ClusterPlan, tunnel: TunnelPlan, programs: TunnelPrograms
 ) -> TunnelSide:
     peers = {peer.number: peer for peer in plan.peers}
     through = [route for route in plan.routes if route.way is Way.TUNNEL]

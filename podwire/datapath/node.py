@@ -44,7 +44,7 @@ from podwire.datapath.programs import (
     load_programs,
     locked_pins,
 )
-from podwire.datapath.templates import OBJECT_SUFFIX, read_template
+from podwire.datapath.templates import read_template
 from podwire.datapath.tunnel import TunnelPrograms
 from podwire.kernel.bpf_program import Packet
 from podwire.kernel.netlink import NetlinkSocket
@@ -59,8 +59,7 @@ from podwire.model.policy import IPNetwork, PolicyKey, PolicyRows
 
 _log = logging.getLogger(__name__)
 
-OBJECTS: Final = ("from_pod", "to_pod", "conntrack_gc")
-_OVERLAY_OBJECTS: Final = ("from_overlay", "to_overlay")
+OBJECTS: Final = ("from_pod", "to_pod", "from_overlay", "to_overlay", "conntrack_gc")
 _COLLECTOR: Final = "conntrack_gc_start"
 _ANY_FRAME: Final = bytes(64)
 _FALLBACK_MTU: Final = 1500
@@ -132,12 +131,7 @@ class KernelDatapath:
         """Open or load maps and programs, take another layout's rows over, start the collector."""
         plan = self.plan
         upgrade.readable_versions(plan.bpf_dir)
-        there = [
-            name
-            for name in _OVERLAY_OBJECTS
-            if (plan.object_dir / f"{name}{OBJECT_SUFFIX}").exists()
-        ]
-        template = read_template(plan.object_dir, (*OBJECTS, *there), plan.constants)
+        template = read_template(plan.object_dir, OBJECTS, plan.constants)
         pins = Pins(plan.bpf_dir, abi.ABI_VERSION)
         loaded = load_programs(template, pins, plan.capacities)
         try:
@@ -453,9 +447,7 @@ def _programs_of(loaded: LoadedPrograms) -> Programs:
     )
 
 
-def _tunnel_programs_of(loaded: LoadedPrograms) -> TunnelPrograms | None:
-    if "to_overlay" not in loaded.programs:
-        return None
+def _tunnel_programs_of(loaded: LoadedPrograms) -> TunnelPrograms:
     return TunnelPrograms(
         from_overlay_fd=loaded.fd("from_overlay"),
         to_overlay_fd=loaded.fd("to_overlay"),

@@ -104,7 +104,7 @@ class TunnelSide:
 
     plan: TunnelPlan
     node_name: str
-    programs: TunnelPrograms | None
+    programs: TunnelPrograms
     families: frozenset[int]
     neighbours: tuple[tuple[IPAddress, str], ...] = ()
     forwarding: tuple[tuple[str, IPAddress], ...] = ()
@@ -262,7 +262,7 @@ def _repair(netlink: NetlinkSocket, side: TunnelSide, found: FoundTunnel) -> lis
     """Put right what differs. What a device needs before it is up comes before that."""
     differences: list[str] = []
     index = found.link.index
-    if side.plan.mode is TunnelMode.FLOW and side.programs is not None:
+    if side.plan.mode is TunnelMode.FLOW:
         differences += _repair_programs(netlink, index, side.programs)
     differences += _repair_settings(side)
     differences += _repair_link(netlink, side, found)

@@ -306,7 +306,7 @@ def take_over(directory: Path, maps: NodeMaps, swap_programs: Callable[[], int])
 
 
 def replace_programs(
-    netlink: NetlinkSocket, node_name: str, programs: Programs, tunnel: TunnelPrograms | None
+    netlink: NetlinkSocket, node_name: str, programs: Programs, tunnel: TunnelPrograms
 ) -> int:
     """Put other programs onto every device of a node, in place, so that no packet passes between.
 
@@ -321,7 +321,7 @@ def replace_programs(
         set_bpf_filter(index, hook, fd, name) for index in owned for hook, fd, name in hooks
     ]
     found = find_tunnel(netlink, node_name)
-    if found is not None and found.settings.flow_based and tunnel is not None:
+    if found is not None and found.settings.flow_based:
         owned.append(IfIndex(found.link.index))
         requests += [
             set_bpf_filter(found.link.index, hook, fd, name) for hook, name, fd, _ in tunnel.hooks()

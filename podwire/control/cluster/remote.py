@@ -1,0 +1,249 @@
+"""Pods of other nodes: whose word about an address counts, and the rows of the ipcache that follow from it.
+
+Used by `agent.cluster_duty`, one thread. Pure. Of several sources for an address the first of these counts: a pod of
+this node; a node's own address; the newest publication of the node that claimed it in the highest epoch; the range it
+is in. Claims of equal epochs are denied. Invariant: `rows` is always what the publications and the last plan say, so an
+address that nobody publishes any more is its range's again.
+"""
+
+import ipaddress
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Final
+
+from podwire.control.cluster.claims import Problem
+from podwire.control.cluster.planner import (
+    UNMANAGED,
+    Planned,
+    Reach,
+    route_to_pod,
+)
+from podwire.control.cluster.published import Publication
+from podwire.model.cluster import HostRoute, IPAddress, IPNetwork, NodeFacts, Prefix
+from podwire.model.ids import IdentityId
+
+_NOBODY: Final = NodeFacts("", "", 0, ())
+
+
+@dataclass(frozen=True)
+class View:
+    """What of the nodes decides about their pods."""
+
+    own: NodeFacts
+    planned: Planned
+    facts: Mapping[str, NodeFacts]
+    """Of the other nodes."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Rows that are others than before."""
+
+    put: Mapping[IPNetwork, Prefix] = field(default_factory=dict)
+    remove: Collection[IPNetwork] = ()
+    routes_changed: bool = False
+    """Single pods need other routes: a whole plan is to be applied."""
+
+    def __bool__(self) -> bool:
+        return bool(self.put or self.remove or self.routes_changed)
+
+
+class RemotePods:
+    """All pods of other nodes that are published."""
+
+    def __init__(self) -> None:
+        self.rows: dict[IPNetwork, Prefix] = {}
+        """What belongs into the ipcache beside a plan's own rows."""
+        self.routes: dict[IPAddress, HostRoute] = {}
+        """To pods whose addresses are in none of their node's ranges."""
+        self._problems: dict[IPAddress, Problem] = {}
+        self._publications: dict[str, tuple[str, Publication]] = {}
+        self._claimants: dict[IPAddress, tuple[str, ...]] = {}
+        self._view: View | None = None
+        self._own_pods: frozenset[IPAddress] = frozenset()
+        self._prefixes: dict[tuple[str, int, int], Prefix] = {}
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """What is contested."""
+        return tuple(sorted(set(self._problems.values())))
+
+    @property
+    def count(self) -> int:
+        """How many addresses are published."""
+        return len(self._claimants)
+
+    def put(self, publication: Publication, uid: str) -> set[IPAddress]:
+        """Take a publication in; gives the addresses about which it says something new.
+
+        An older one than the one known, of the same object, is an echo and changes nothing.
+        """
+        old_uid, old = self._publications.get(publication.node, ("", None))
+        if old is not None and old_uid == uid and publication.order < old.order:
+            return set()
+        self._publications[publication.node] = uid, publication
+        before: Mapping[IPAddress, IdentityId] = {} if old is None else old.identities
+        return self._change_claims(publication.node, before, publication.identities)
+
+    def remove(self, node: str) -> set[IPAddress]:
+        """Forget what a node published; gives the addresses that it named."""
+        known = self._publications.pop(node, None)
+        return set() if known is None else self._change_claims(node, known[1].identities, {})
+
+    def replace(self, publications: Iterable[tuple[Publication, str]]) -> set[IPAddress]:
+        """Take all publications that there are, (publication, uid), for those known; gives what changed."""
+        given = list(publications)
+        changed: set[IPAddress] = set()
+        for node in self._publications.keys() - {one.node for one, _ in given}:
+            changed |= self.remove(node)
+        for publication, uid in given:
+            changed |= self.put(publication, uid)
+        return changed
+
+    def view(self, view: View) -> Changes:
+        """Take over another plan; gives the rows that differ because of it."""
+        before, self._view = self._view, view
+        self._prefixes.clear()
+        if before is None or before.own != view.own:
+            return self._update(self._claimants, view)
+        touched = {
+            address
+            for node, (_, publication) in self._publications.items()
+            if before.planned.reaches.get(node) != view.planned.reaches.get(node)
+            or before.facts.get(node) != view.facts.get(node)
+            for address in publication.identities
+        }
+        touched.update(self._problems)
+        for one in before.planned.plan.prefixes.keys() ^ view.planned.plan.prefixes.keys():
+            if one.prefixlen == one.max_prefixlen and one.network_address in self._claimants:
+                touched.add(one.network_address)
+        return self._update(touched, view)
+
+    def update(self, addresses: Iterable[IPAddress]) -> Changes:
+        """Judge addresses again; nothing before the first `view`."""
+        return Changes() if self._view is None else self._update(addresses, self._view)
+
+    def set_own_pods(self, addresses: Collection[IPAddress]) -> Changes:
+        """Say which addresses this node's pods have."""
+        before, self._own_pods = self._own_pods, frozenset(addresses)
+        moved = (before ^ self._own_pods) & self._claimants.keys()
+        return self.update(moved)
+
+    def _change_claims(
+        self,
+        node: str,
+        before: Mapping[IPAddress, IdentityId],
+        after: Mapping[IPAddress, IdentityId],
+    ) -> set[IPAddress]:
+        changed = {one for one, identity in after.items() if before.get(one) != identity}
+        for address in changed:
+            claimants = self._claimants.get(address, ())
+            if node not in claimants:
+                self._claimants[address] = tuple(sorted((*claimants, node)))
+        for address in before.keys() - after.keys():
+            changed.add(address)
+            left = tuple(one for one in self._claimants[address] if one != node)
+            if left:
+                self._claimants[address] = left
+            else:
+                del self._claimants[address]
+        return changed
+
+    def _update(self, addresses: Iterable[IPAddress], view: View) -> Changes:
+        put: dict[IPNetwork, Prefix] = {}
+        remove: list[IPNetwork] = []
+        routes_changed = False
+        for address in addresses:
+            network = _pod_network(address)
+            row, route = self._judge(address, view)
+            if row is None:
+                if self.rows.pop(network, None) is not None:
+                    remove.append(network)
+            elif self.rows.get(network) != row:
+                self.rows[network] = put[network] = row
+            if self.routes.get(address) != route:
+                routes_changed = True
+                if route is None:
+                    del self.routes[address]
+                else:
+                    self.routes[address] = route
+        return Changes(put, remove, routes_changed)
+
+    def _judge(self, address: IPAddress, view: View) -> tuple[Prefix | None, HostRoute | None]:
+        """Give row and route of one address, and keep what is wrong with it."""
+        claimants = self._claimants.get(address, ())
+        believed = [one for one in claimants if one in view.planned.reaches]
+        problem = self._find_refusal(address, view, claimants)
+        if problem is not None or not believed:
+            self._note(address, problem)
+            return None, None
+        winner = believed[0]
+        if len(believed) > 1:
+            winner, problem = _contest(address, believed, view)
+        self._note(address, problem)
+        if not winner:
+            return UNMANAGED, None
+        reach = view.planned.reaches[winner]
+        identity = self._publications[winner][1].identities[address]
+        return self._prefix(winner, reach, address.version, identity), route_to_pod(
+            view.own, reach, address
+        )
+
+    def _prefix(self, node: str, reach: Reach, family: int, identity: IdentityId) -> Prefix:
+        """One object for all pods of a node with one identity: there are many."""
+        key = (node, family, identity)
+        found = self._prefixes.get(key)
+        if found is None:
+            found = self._prefixes[key] = reach.prefix(family, identity)
+        return found
+
+    def _note(self, address: IPAddress, problem: Problem | None) -> None:
+        if problem is None:
+            self._problems.pop(address, None)
+        else:
+            self._problems[address] = problem
+
+    def _find_refusal(
+        self,
+        address: IPAddress,
+        view: View,
+        claimants: tuple[str, ...],
+    ) -> Problem | None:
+        """Say why nobody may have an address: it is a pod's of this node, in its range, or a node's."""
+        if not claimants:
+            return None
+        own, why = view.own, ""
+        if address in self._own_pods:
+            why = f"a pod of node {own.name} has it"
+        elif any(address in network for network in own.pod_cidrs if network not in own.blocks):
+            why = f"it is in the pod range of node {own.name}"
+        elif _pod_network(address) in view.planned.plan.prefixes or address in own.addresses:
+            why = "it is a node's own"
+        if not why:
+            return None
+        return Problem(
+            tuple(sorted({own.name, *claimants})),
+            f"address {address}, which node {' and '.join(claimants)} publishes as a pod's, is refused: {why}",
+        )
+
+
+def _contest(address: IPAddress, names: list[str], view: View) -> tuple[str, Problem]:
+    epochs = {name: _epoch_of(address, view.facts.get(name, _NOBODY)) for name in names}
+    highest = max(epochs.values())
+    best = [name for name in names if epochs[name] == highest]
+    winner = best[0] if len(best) == 1 else ""
+    verdict = f"{winner} has it by the newer claim" if winner else "it is denied to all"
+    return winner, Problem(
+        tuple(names), f"nodes {' and '.join(names)} both publish pod address {address}: {verdict}"
+    )
+
+
+def _epoch_of(address: IPAddress, facts: NodeFacts) -> int:
+    """Give the epoch of the block that an address is in, else the node's."""
+    return next((epoch for block, epoch in facts.blocks.items() if address in block), facts.epoch)
+
+
+@lru_cache(maxsize=1 << 18)
+def _pod_network(address: IPAddress) -> IPNetwork:
+    return ipaddress.ip_network(address)

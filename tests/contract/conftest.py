@@ -2,14 +2,17 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from podwire.model import wire
 from podwire.model.store import Store
+from podwire.store.etcd.store import EtcdStore
 from tests.contract.etcd_rig import ENDPOINT_VARIABLE, MISSING, Etcd, is_installed
 from tests.contract.launcher_clients import CLIENTS, LAUNCHER, Run, build_launcher
+from tests.contract.proxy import Proxy
 from tests.contract.stores import BACK_ENDS
 
 
@@ -78,3 +81,15 @@ def store(open_again: Callable[[], Store]) -> Iterator[Store]:
     opened = open_again()
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def etcd_store(own_etcd: Etcd) -> Iterator[EtcdStore]:
+    with closing(EtcdStore([own_etcd.endpoint])) as opened:
+        yield opened
+
+
+@pytest.fixture
+def proxy(own_etcd: Etcd) -> Iterator[Proxy]:
+    with Proxy(own_etcd.endpoint) as made:
+        yield made

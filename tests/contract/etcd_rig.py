@@ -115,7 +115,7 @@ class Etcd:
     def read(self, key: str) -> bytes | None:
         """Read a key."""
         found = self.ask("kv/range", {"key": _encode(key.encode())}).get("kvs", [])
-        return base64.b64decode(found[0]["value"]) if found else None
+        return base64.b64decode(found[0].get("value", "")) if found else None
 
     def compact(self, revision: int) -> None:
         """Make it forget what was before a revision."""

@@ -7,6 +7,7 @@ everything else is Unavailable with each endpoint that was tried, or InvalidConf
 
 import asyncio
 import contextlib
+import io
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator
@@ -25,8 +26,8 @@ DEADLINE_S: Final = 5.0
 _ATTEMPT_MIN_S: Final = 1.0
 _REFUSED_FOR_S: Final = 10.0
 """How long a refused login is not tried again: checking a password costs etcd 0.1 s of a core."""
-_LIMIT: Final = 64
-"""Requests under way at once; watches come on top."""
+_LARGE_BYTES: Final = 1 << 20
+"""What is larger is handed over in parts, between which other requests get their turn."""
 
 _T = TypeVar("_T")
 _encode = msgspec.json.Encoder().encode
@@ -157,7 +158,7 @@ class Gateway:
         scheme = "https" if self._access.is_encrypted else "http"
         response = await self._open().post(
             f"{scheme}://{endpoint}/v3/{path}",
-            data=raw,
+            data=raw if len(raw) < _LARGE_BYTES else io.BytesIO(raw),
             headers={"Authorization": token} if token else {},
             ssl=self._open_context(),
         )

@@ -1,0 +1,142 @@
+"""What the store in etcd makes of what others wrote there, and of what is too large or written together."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from podwire.model.errors import (
+    Conflict,
+    InvalidRequest,
+    NewerData,
+    NotFound,
+    PodwireError,
+    StorageFailure,
+    Unavailable,
+)
+from podwire.store.etcd.store import EtcdStore
+from podwire.store.open import open_store
+from tests.contract.etcd_rig import Etcd
+from tests.contract.stores import DEADLINE_S, key, make, now_at
+
+FORMAT_KEY = "/podwire/v1/format"
+OBJECT_KEY = "/podwire/v1/objects/networkpolicies/default/{}"
+
+# ------------------------------------------------------------------ what others wrote
+
+
+def test_a_newer_format_is_refused_and_left_alone(own_etcd: Etcd) -> None:
+    own_etcd.put(FORMAT_KEY, b"2")
+    revision = own_etcd.put("/x", b"")
+    with pytest.raises(NewerData, match=f"{own_etcd.endpoint}: its format is 2, .* knows up to 1"):
+        open_store(f"etcd://{own_etcd.endpoint}")
+    assert own_etcd.put("/x", b"") == revision + 1
+
+
+def test_a_format_that_grows_while_it_is_away_is_noticed(
+    own_etcd: Etcd, etcd_store: EtcdStore
+) -> None:
+    etcd_store.create(make("a"))
+    own_etcd.put(FORMAT_KEY, b"2")
+    own_etcd.kill()
+    with pytest.raises(Unavailable):
+        etcd_store.get(key("a"))
+    own_etcd.start()
+    with pytest.raises(NewerData):
+        etcd_store.create(make("b"))
+
+
+@pytest.mark.parametrize("found", [b"", b"x", b"{}"], ids=["empty", "text", "object"])
+def test_a_foreign_format_is_refused(own_etcd: Etcd, found: bytes) -> None:
+    own_etcd.put(FORMAT_KEY, found)
+    with pytest.raises(StorageFailure, match="no number") as caught:
+        open_store(f"etcd://{own_etcd.endpoint}")
+    assert own_etcd.endpoint in caught.value.message
+    assert own_etcd.read(FORMAT_KEY) == found
+
+
+@pytest.mark.parametrize("value", [b"", b"x", b"{}", b'{"uid":1}'])
+def test_a_foreign_value_is_named_and_left(
+    own_etcd: Etcd, etcd_store: EtcdStore, value: bytes
+) -> None:
+    revision = now_at(etcd_store)
+    own_etcd.put(OBJECT_KEY.format("x"), value)
+    actions: list[Callable[[], object]] = [
+        lambda: etcd_store.get(key("x")),
+        lambda: etcd_store.list("networkpolicies"),
+        lambda: etcd_store.delete(key("x")),
+    ]
+    with etcd_store.watch(revision) as watch:
+        actions += [lambda: watch.next(DEADLINE_S)] * 2  # it stays so
+        for action in actions:
+            with pytest.raises(StorageFailure, match=r"networkpolicies/default/x") as caught:
+                action()
+            assert "etcdctl del" in caught.value.hint
+    assert own_etcd.read(OBJECT_KEY.format("x")) == value
+
+
+def test_nothing_is_made_where_nothing_is_wanted(own_etcd: Etcd) -> None:
+    with pytest.raises(StorageFailure, match="holds nothing of podwire"):
+        open_store(f"etcd://{own_etcd.endpoint}", create=False)
+    assert own_etcd.read(FORMAT_KEY) is None
+
+
+def test_ten_megabytes_are_refused(etcd_store: EtcdStore) -> None:
+    with pytest.raises(InvalidRequest, match="at most 1048576"):
+        etcd_store.create(make("a", "x" * 10_000_000))
+    assert etcd_store.create(make("b", "x" * 1_000_000)).revision
+
+
+# ------------------------------------------------------------------ together
+
+
+def test_what_is_together_has_one_revision_which_its_makers_get(etcd_store: EtcdStore) -> None:
+    old = etcd_store.create(make("old"))
+    gone = etcd_store.create(make("gone"))
+    with etcd_store.together():
+        made = etcd_store.create(make("a"))
+        changed = etcd_store.update(make("old", 1, revision=old.revision))
+        etcd_store.delete(gone.key)
+        assert etcd_store.get(made.key) is None, "others see nothing of it yet"
+    assert made.revision == changed.revision == now_at(etcd_store)
+    assert etcd_store.list("networkpolicies")[0] == [made, changed]
+
+
+def test_what_is_overtaken_is_not_done_at_all(own_etcd: Etcd, etcd_store: EtcdStore) -> None:
+    old = etcd_store.create(make("old"))
+
+    def write() -> None:
+        with etcd_store.together():
+            etcd_store.create(make("a"))
+            etcd_store.update(make("old", 1, revision=old.revision))
+            with ThreadPoolExecutor(1) as threads:
+                threads.submit(etcd_store.update, make("old", 2, revision=old.revision)).result()
+
+    with pytest.raises(Conflict, match="update networkpolicies default/old"):
+        write()
+    assert [one.key.name for one in etcd_store.list("networkpolicies")[0]] == ["old"]
+
+
+def test_a_block_that_raises_writes_nothing(etcd_store: EtcdStore) -> None:
+    before = now_at(etcd_store)
+
+    def write() -> None:
+        with etcd_store.together():
+            etcd_store.create(make("a"))
+            etcd_store.delete(key("b"))
+
+    with pytest.raises(NotFound):
+        write()
+    assert now_at(etcd_store) == before
+    assert etcd_store.create(make("a")).revision > before, "and is over"
+
+
+def test_an_object_is_written_once_together(etcd_store: EtcdStore) -> None:
+    def write() -> None:
+        with etcd_store.together():
+            etcd_store.create(make("a"))
+            etcd_store.create(make("a"))
+
+    with pytest.raises(PodwireError, match="twice together"):
+        write()
+    assert etcd_store.get(key("a")) is None

@@ -183,8 +183,11 @@ static __always_inline int receive_for_pod(struct __sk_buff *skb, struct pw_flow
 		return reason;
 	flow->now_ns = bpf_ktime_get_coarse_ns();
 	look_up_flow(skb, flow, &flow->here);
-	if (answers_by(&flow->here, PW_PATH_STACK))
+	if (answers_by(&flow->here, PW_PATH_STACK)) {
+		if (flow->here.entry->flags & PW_CONNTRACK_TRANSLATED && !flow->here.related)
+			keep_alive(flow, &flow->here, flow->here.entry);
 		return hand_to_stack(skb, flow);
+	}
 	if (flow->ttl <= 1)
 		return PW_DROP_TTL;
 	flow->path = PW_PATH_TUNNEL;

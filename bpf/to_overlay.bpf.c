@@ -14,9 +14,11 @@ static __always_inline __u32 sender_identity(struct __sk_buff *skb, struct pw_fl
 {
 	if (is_from_this_host(skb, flow))
 		return PW_IDENTITY_REMOTE_NODE;
-	if (skb->ingress_ifindex && !copy_row(skb->ingress_ifindex, &flow->row))
-		return flow->row.identity;
-	return PW_IDENTITY_WORLD;
+	if (!skb->ingress_ifindex || copy_row(skb->ingress_ifindex, &flow->row))
+		return PW_IDENTITY_WORLD;
+	flow->instance = flow->row.instance;
+	flow->key.instance = flow->row.instance;
+	return flow->row.identity;
 }
 
 static __always_inline struct pw_node_value *find_receiver(struct pw_flow *flow)
@@ -30,27 +32,58 @@ static __always_inline struct pw_node_value *find_receiver(struct pw_flow *flow)
 	return find_node(flow->node);
 }
 
-PW_CHECKED_ALONE int enter(struct __sk_buff *skb, struct pw_flow *flow)
+PW_CHECKED_ALONE int read_ports(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	if (!flow)
+		return PW_DROP_INTERNAL;
+	return parse_ports_of_packet(skb, flow);
+}
+
+/* A pod's packet under a tuple that from_pod has not seen was translated by the stack, and so has to be its answer,
+ * which comes to from_overlay under this tuple (rule 2). What is remembered of it is judged whenever it is used: it
+ * shows the way and allows nothing.
+ */
+static __always_inline int remember_translation(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	struct pw_match *match = &flow->here;
+
+	if (!flow->instance || !has_address(&flow->row, flow->key.saddr) || read_ports(skb, flow))
+		return 0;
+	flow->now_ns = bpf_ktime_get_coarse_ns();
+	find_flow(flow, match);
+	if (match->entry && (match->reply || !(match->entry->flags & PW_CONNTRACK_TRANSLATED)))
+		return 0;
+	match->translated = true;
+	flow->path = PW_PATH_STACK;
+	return remember(flow, &flow->row, match, flow->destination_identity);
+}
+
+PW_CHECKED_ALONE int read_addresses(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	if (!flow)
+		return PW_DROP_INTERNAL;
+	return parse_network(skb, flow);
+}
+
+static __always_inline int enter_from_stack(struct __sk_buff *skb, struct pw_flow *flow)
 {
 	struct pw_node_value *node;
 	int reason;
 
-	if (!flow)
-		return PW_DROP_INTERNAL;
-	reason = parse_network(skb, flow);
-	if (reason)
-		return reason;
 	if (is_multicast(flow->key.daddr))
 		return PW_DROP_QUIET;
 	flow->source_identity = sender_identity(skb, flow);
 	node = find_receiver(flow);
 	if (!node)
 		return PW_DROP_NO_NODE;
-	if (bpf_skb_store_bytes(skb, 0, node->mac, ETH_ALEN, 0))
-		return PW_DROP_INTERNAL;
+	reason = remember_translation(skb, flow);
+	if (reason)
+		return reason;
 	flow->path = PW_PATH_TUNNEL;
 	flow->action = PW_ACTION_STACK;
-	return set_tunnel_key(skb, node, flow->source_identity);
+	return bpf_skb_store_bytes(skb, 0, node->mac, ETH_ALEN, 0)
+		       ? PW_DROP_INTERNAL
+		       : set_tunnel_key(skb, node, flow->source_identity);
 }
 
 SEC("tc")
@@ -63,7 +96,8 @@ int to_overlay(struct __sk_buff *skb)
 		return TC_ACT_OK;
 	outcome = open_frame(skb, &flow, PW_EGRESS) ?:
 		  check_frame_to_pod(&flow) ?:
-		  enter(skb, &flow);
+		  read_addresses(skb, &flow) ?:
+		  enter_from_stack(skb, &flow);
 	return finish(skb, &flow, outcome);
 }
 

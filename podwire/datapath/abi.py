@@ -151,6 +151,7 @@ class ConntrackFlags(enum.IntFlag):
     FIN_REPLY = 4
     PICKED_UP = 8
     EXPIRED = 16
+    TRANSLATED = 32
 
 
 class PolicyVerdict(enum.IntEnum):

@@ -7,6 +7,7 @@ import pytest
 from podwire.datapath.abi import (
     Action,
     ConfigFlags,
+    ConntrackFlags,
     DropReason,
     Hook,
     Identity,
@@ -52,6 +53,7 @@ pytestmark = pytest.mark.packet
 
 TC_ACT_OK, TC_ACT_REDIRECT = 0, 7
 NATIVE = IpcacheFlags.NATIVE
+TRANSLATED = ConntrackFlags.TRANSLATED
 BIG = bytes(1500)
 
 
@@ -343,3 +345,49 @@ def test_chatter_of_the_device_stays_here(rig: Rig, inner: bytes, reason: DropRe
 def test_only_ip_enters_the_tunnel(rig: Rig, ethertype: int, reason: DropReason) -> None:
     frame = ethernet(frames.BROADCAST, OWN_MAC, ethertype, bytes(46))
     assert rig.run("to_overlay", TUNNEL, frame).reason == reason
+
+
+VIP = {4: "10.96.0.1", 6: "fd96::1"}
+
+
+@pytest.mark.parametrize("version", [4, 6])
+@pytest.mark.parametrize("name", ["tcp", "udp"])
+def test_the_answer_to_what_the_stack_translated_goes_back_through_it(
+    rig: Rig, name: str, version: int
+) -> None:
+    ask, answer = {
+        "tcp": (tcp(4000, 80, SYN), tcp(80, 4000, SYN | ACK)),
+        "udp": (udp(4000, 80), udp(80, 4000)),
+    }[name]
+    rig.change(A, flags=ALLOW | ConfigFlags.DENY_INGRESS)
+    own, vip = A.address(version), VIP[version]
+    assert rig.sent(A, packet(own, vip, ask)).action == Action.STACK
+    enter(rig, to(FAR, ask, version), ingress_ifindex=A.ifindex)
+    translated = arrive(rig, back(FAR, answer, version))
+    assert (translated.action, translated.path) == (Action.STACK, Path.STACK)
+    restored = rig.received(A, packet(vip, own, answer), ingress_ifindex=TUNNEL)
+    assert restored.action == Action.STACK
+    [memory] = [one for one in rig.entries(A).values() if one.flags & TRANSLATED]
+    assert (memory.packets, memory.path) == ((1, 1), Path.STACK)
+
+
+def test_a_translation_that_is_remembered_allows_nothing(rig: Rig) -> None:
+    enter(rig, to(FAR, udp(4000, 53)), ingress_ifindex=A.ifindex)
+    rig.change(A, flags=ALLOW | ConfigFlags.DENY_INGRESS | ConfigFlags.DENY_EGRESS)
+    answer = rig.received(A, back(FAR, udp(53, 4000)), ingress_ifindex=TUNNEL)
+    assert answer.reason == DropReason.POLICY
+    assert rig.sent(A, to(FAR, udp(4000, 53))).reason == DropReason.POLICY
+
+
+def test_only_what_was_translated_is_remembered_so(rig: Rig) -> None:
+    rig.sent(A, to(FAR, tcp(4000, 80, ACK)))  # in mid-stream: by the stack, as it is
+    enter(rig, to(FAR, tcp(4000, 80, ACK)), ingress_ifindex=A.ifindex)
+    rig.received(A, back(FAR, udp(4000, 53)), ingress_ifindex=OUTSIDE)
+    enter(rig, to(FAR, udp(53, 4000)), ingress_ifindex=A.ifindex)
+    assert len(rig.entries()) == 2
+    masqueraded = packet(NODE_4, FAR.pod(4), udp(1, 2))
+    enter(rig, masqueraded, ingress_ifindex=A.ifindex)
+    enter(rig, to(FAR, udp(1, 2)), ingress_ifindex=OUTSIDE)
+    enter(rig, to(FAR, udp(1, 2)))
+    assert len(rig.entries()) == 2
+    assert not any(one.flags & TRANSLATED for one in rig.entries().values())

@@ -139,8 +139,9 @@ enum pw_conntrack_flags {
 	PW_CONNTRACK_REPLIED = 1 << 0,
 	PW_CONNTRACK_FIN_ORIGINAL = 1 << 1,
 	PW_CONNTRACK_FIN_REPLY = 1 << 2,
-	PW_CONNTRACK_PICKED_UP = 1 << 3, /* began in mid-stream: stays on the stack (rule 3) */
-	PW_CONNTRACK_EXPIRED = 1 << 4,	 /* the collector deletes it on its next round */
+	PW_CONNTRACK_PICKED_UP = 1 << 3,  /* began in mid-stream: stays on the stack (rule 3) */
+	PW_CONNTRACK_EXPIRED = 1 << 4,	  /* the collector deletes it on its next round */
+	PW_CONNTRACK_TRANSLATED = 1 << 5, /* by the stack: shows answers the way, allows nothing */
 };
 
 /* What a row of pw_policy says. Anything else denies. */

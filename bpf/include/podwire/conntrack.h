@@ -131,6 +131,7 @@ static __always_inline void find_flow(struct pw_flow *flow, struct pw_match *mat
 
 	match->related = false;
 	match->picked_up = false;
+	match->translated = false;
 	match->entry = NULL;
 	if (flow->flags & PW_PACKET_ECHO_REPLY) {
 		match->entry = find_reversed(&flow->key);

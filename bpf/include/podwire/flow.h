@@ -50,7 +50,7 @@ struct pw_match {
 	bool reply;			  /* the packet goes against that direction */
 	bool related;			  /* an ICMP error about a packet of the flow */
 	bool picked_up;			  /* TCP in mid-stream without an entry (rule 3) */
-	__u8 pad;
+	bool translated;		  /* its tuple is what the stack made of another one */
 };
 
 /* What is to be told of one endpoint's verdict. */

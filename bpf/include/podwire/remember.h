@@ -33,6 +33,8 @@ static __always_inline void fill_entry(const struct pw_flow *flow, const struct 
 	entry->tcp_state = tcp ? PW_TCP_OPENING : PW_TCP_NONE;
 	entry->lifetime_s = tcp ? PW_LIFETIME_TCP_OPENING : PW_LIFETIME_DATAGRAM;
 	entry->flags = match->picked_up ? PW_CONNTRACK_PICKED_UP : 0;
+	if (match->translated)
+		entry->flags |= PW_CONNTRACK_TRANSLATED;
 }
 
 /* What lingers of the reversed tuple goes when a new connection takes its ports: no two entries fit one packet. */
@@ -57,7 +59,8 @@ static __noinline int make_entry(struct pw_flow *flow, const struct pw_config_va
 	if (!is_remembered(flow))
 		return 0;
 	fill_entry(flow, match, &entry);
-	*judgement_of(&entry) = judgement(row->policy_revision, peer_identity);
+	*judgement_of(&entry) = judgement(
+		match->translated ? ~row->policy_revision : row->policy_revision, peer_identity);
 	if (opens_tcp(flow->tcp_flags))
 		forget_reversed(&flow->key);
 	if (match->reply)

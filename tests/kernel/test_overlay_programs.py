@@ -4,7 +4,12 @@ What single packets come to is the packet tests' matter; here is what only the k
 really written and read, offloads, fragments, path MTU, and who the other end takes the sender for.
 """
 
+import hashlib
 import ipaddress
+import random
+import socket
+import struct
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,7 +18,7 @@ from typing import Final
 import pytest
 
 from podwire.datapath import abi
-from podwire.datapath.abi import IpcacheFlags
+from podwire.datapath.abi import DropReason, Hook, IpcacheFlags, Path
 from podwire.datapath.maps import mac_bytes, to_mapped, to_prefix_key
 from podwire.kernel import netns
 from podwire.kernel.netlink import NetlinkSocket
@@ -28,6 +33,7 @@ from podwire.kernel.rtnl.route import (
 )
 from podwire.kernel.rtnl.tc import FROM_POD_HOOK, TO_POD_HOOK, add_clsact, set_bpf_filter
 from podwire.kernel.rtnl.vxlan import Vxlan, create_vxlan
+from tests.packet import frames
 from tests.packet.live import LiveHost, LivePod, live_pods
 from tests.packet.rig import TUNNEL_PORT, Endpoint, Rig, open_rig
 
@@ -36,6 +42,9 @@ pytestmark = pytest.mark.kernel
 UNDERLAY_MTU: Final = 1500
 TUNNEL: Final = "pw-tunnel"
 TUNNEL_INDEX: Final = 2000
+PORT: Final = 7007
+DATA: Final = random.Random(5).randbytes(3 << 20)
+VIP: Final = {4: "10.96.0.1", 6: "fd96::1"}
 GATEWAY_MAC: Final = "0e:70:ff:ff:ff:ff"
 
 
@@ -189,14 +198,221 @@ def two_nodes(version: int) -> Iterator[tuple[Node, Node]]:
 
 
 @pytest.fixture(scope="module", params=[4, 6], ids=["outer-ipv4", "outer-ipv6"])
-def nodes(request: pytest.FixtureRequest) -> Iterator[tuple[Node, Node]]:
+def running(request: pytest.FixtureRequest) -> Iterator[tuple[Node, Node]]:
     with two_nodes(request.param) as both:
         yield both
+
+
+@pytest.fixture
+def nodes(running: tuple[Node, Node]) -> tuple[Node, Node]:
+    """Give both nodes with the rows they began with, and without memory."""
+    sides = [node.side for node in running]
+    for node, other in zip(running, sides[::-1], strict=True):
+        for table in (*node.rig.shards, node.rig.maps["pw_metrics"]):
+            table.clear()
+        _write_rows(node.rig, node.side, other, node.side.pod.mtu)
+    return running
+
+
+def _family(version: int) -> socket.AddressFamily:
+    return socket.AF_INET if version == 4 else socket.AF_INET6
+
+
+def _exchange(
+    client: LivePod | LiveHost, server: LivePod | LiveHost, bound: str, target: str = ""
+) -> tuple[str, str]:
+    """Send some MiB there and back; give whom server and client take each other for. `target`: if not `bound`."""
+    family = _family(ipaddress.ip_address(bound).version)
+    with (
+        server.open_socket(family, socket.SOCK_STREAM) as listening,
+        client.open_socket(family, socket.SOCK_STREAM) as opened,
+    ):
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((bound, PORT))
+        listening.listen()
+        opened.connect((target or bound, PORT))
+        accepted, peer = listening.accept()
+        with accepted:
+            accepted.settimeout(20)
+            _pour(opened, accepted)
+            _pour(accepted, opened)
+            return peer[0], opened.getpeername()[0]
+
+
+def _pour(sender: socket.socket, receiver: socket.socket) -> None:
+    thread = threading.Thread(target=sender.sendall, args=(DATA,))
+    thread.start()
+    received = bytearray()
+    try:
+        while len(received) < len(DATA):
+            chunk = receiver.recv(1 << 20)
+            assert chunk, f"the stream ends after {len(received)} bytes"
+            received += chunk
+    finally:
+        thread.join(10)
+    assert hashlib.sha256(received).digest() == hashlib.sha256(DATA).digest()
+
+
+def _paths(node: Node, hook: Hook) -> dict[Path, int]:
+    """Count what passed, by path."""
+    return {
+        path: packets
+        for (where, reason, path), (packets, _) in node.rig.metrics().items()
+        if where == hook and reason == DropReason.NONE and path != Path.NONE
+    }
 
 
 @pytest.mark.parametrize("version", [4, 6])
 def test_pods_of_two_nodes_ping_each_other(nodes: tuple[Node, Node], version: int) -> None:
     one, two = nodes
     result = one.pod.run("ping", "-c", "2", "-i", "0.1", "-W", "3", two.side.pod.address(version))
-    print(one.rig.metrics(), two.rig.metrics())
     assert result.returncode == 0, result.stdout + result.stderr
+    for node in nodes:
+        assert _paths(node, Hook.FROM_POD).keys() == {Path.TUNNEL}
+        assert _paths(node, Hook.FROM_OVERLAY).keys() == {Path.TUNNEL}
+
+
+@pytest.mark.parametrize("version", [4, 6])
+def test_large_segments_pass_unharmed_without_the_stack(
+    nodes: tuple[Node, Node], version: int
+) -> None:
+    one, two = nodes
+    ends = [node.side.pod.address(version) for node in nodes]
+    assert _exchange(one.pod, two.pod, ends[1]) == tuple(ends)
+    for node in nodes:
+        assert _paths(node, Hook.FROM_POD).keys() == {Path.TUNNEL}
+        assert _paths(node, Hook.FROM_OVERLAY).keys() == {Path.TUNNEL}
+        entries = node.rig.entries(node.side.pod)
+        [entry] = [value for key, value in entries.items() if PORT in (key.sport, key.dport)]
+        assert (entry.path, entry.node) == (Path.TUNNEL, 3 - node.side.number)
+
+
+@pytest.mark.parametrize("version", [4, 6])
+@pytest.mark.parametrize("way", ["to-the-pod", "from-the-pod"])
+def test_hosts_and_remote_pods_reach_each_other(
+    nodes: tuple[Node, Node], way: str, version: int
+) -> None:
+    one, two = nodes
+    host, pod = one.side.own[version == 6], two.side.pod.address(version)
+    client, server = (one.host, two.pod) if way == "to-the-pod" else (two.pod, one.host)
+    ends = (host, pod) if way == "to-the-pod" else (pod, host)
+    assert _exchange(client, server, ends[1]) == ends
+    peers = [value.peer_identity for value in two.rig.entries(two.side.pod).values()]
+    assert set(peers) == {abi.Identity.REMOTE_NODE}
+    assert _paths(one, Hook.TO_OVERLAY).keys() == {Path.TUNNEL}
+    assert _paths(one, Hook.FROM_OVERLAY).keys() == {Path.STACK}
+
+
+@pytest.mark.parametrize("version", [4, 6])
+def test_datagrams_that_the_pod_cuts_arrive_whole(nodes: tuple[Node, Node], version: int) -> None:
+    one, two = nodes
+    address = two.side.pod.address(version)
+    with (
+        two.pod.open_socket(_family(version), socket.SOCK_DGRAM) as server,
+        one.pod.open_socket(_family(version), socket.SOCK_DGRAM) as client,
+    ):
+        server.bind((address, PORT))
+        client.sendto(DATA[:20000], (address, PORT))
+        data, sender = server.recvfrom(65536)
+        server.sendto(data, sender)
+        assert client.recv(65536) == DATA[:20000]
+    assert _paths(one, Hook.FROM_POD).keys() == {Path.TUNNEL}
+
+
+@pytest.mark.parametrize("version", [4, 6])
+def test_a_pod_learns_what_fits_through_the_tunnel(nodes: tuple[Node, Node], version: int) -> None:
+    one, two = nodes
+    narrow = 1380
+    for network in two.side.blocks:
+        fields = (abi.Identity.UNMANAGED, two.side.number, IpcacheFlags.TUNNEL, narrow)
+        _prefix(one.rig, network, *fields)
+    address = two.side.pod.address(version)
+    _exchange(one.pod, two.pod, address)
+    shown = one.pod.run("ip", f"-{version}", "route", "get", address).stdout
+    assert f"mtu {narrow}" in shown
+
+
+@pytest.mark.parametrize("version", [4, 6])
+@pytest.mark.parametrize("kind", ["tcp", "udp"])
+def test_what_the_stack_translates_is_answered_through_it(
+    nodes: tuple[Node, Node], kind: str, version: int
+) -> None:
+    """A service of the host's own making, whose back end is on the other node."""
+    one, two = nodes
+    pod, vip = two.side.pod.address(version), VIP[version]
+    family = "ip" if version == 4 else "ip6"
+    chain = f"type nat hook prerouting priority dstnat; {family} daddr {vip} dnat to {pod};"
+    rules = f"table {family} pwt {{\nchain c {{ {chain} }}\n}}"
+    result = one.host.run("nft", rules)
+    assert result.returncode == 0, result.stderr
+    try:
+        if kind == "tcp":
+            own = one.side.pod.address(version)
+            assert _exchange(one.pod, two.pod, pod, vip) == (own, vip)
+        else:
+            _ask(one.pod, two.pod, pod, vip, version)
+    finally:
+        one.host.run("nft", "delete", "table", family, "pwt")
+    assert _paths(one, Hook.FROM_OVERLAY).keys() == {Path.STACK}
+    assert _paths(two, Hook.FROM_OVERLAY).keys() == {Path.TUNNEL}
+
+
+def _ask(client: LivePod, server: LivePod, pod: str, vip: str, version: int) -> None:
+    with (
+        server.open_socket(_family(version), socket.SOCK_DGRAM) as answering,
+        client.open_socket(_family(version), socket.SOCK_DGRAM) as asking,
+    ):
+        answering.bind((pod, PORT))
+        asking.connect((vip, PORT))  # an answer from elsewhere is not heard
+        for number in range(5):
+            asking.send(bytes([number]))
+            data, sender = answering.recvfrom(100)
+            answering.sendto(data, sender)
+            assert asking.recv(100) == bytes([number])
+
+
+def _vxlan(vni: int, frame: bytes) -> bytes:
+    return struct.pack("!BxxxI", 8, vni << 8) + frame
+
+
+def test_a_forged_tunnel_packet_reaches_nobody(nodes: tuple[Node, Node]) -> None:
+    """What the other node's own socket sends to the tunnel's port, cut off at every byte or in another's name."""
+    one, two = nodes
+    inner = frames.ipv4(two.side.pod.ipv4, one.side.pod.ipv4, frames.udp(4000, PORT))
+    frame = frames.ethernet(one.side.mac, two.side.mac, frames.ETH_P_IP, inner)
+    version = ipaddress.ip_address(two.side.outer).version
+    mine, stolen = two.side.pod.identity, one.side.pod.ipv4
+    own = frames.ipv4(stolen, one.side.pod.ipv4, frames.udp(4000, PORT))
+    forged = frames.ethernet(one.side.mac, two.side.mac, frames.ETH_P_IP, own)
+    with (
+        one.pod.open_socket(socket.AF_INET, socket.SOCK_DGRAM) as server,
+        two.host.open_socket(_family(version), socket.SOCK_DGRAM) as sender,
+    ):
+        server.bind((one.side.pod.ipv4, PORT))
+        target = (one.side.outer, TUNNEL_PORT)
+        for length in range(14, len(frame)):
+            sender.sendto(_vxlan(mine, frame[:length]), target)
+        sender.sendto(_vxlan(abi.Identity.HOST, frame), target)
+        sender.sendto(_vxlan(mine, forged), target)
+        sender.sendto(_vxlan(mine, frame), target)
+        assert server.recvfrom(100)[1] == (two.side.pod.ipv4, 4000)
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.recv(100)
+    dropped = {
+        reason: packets
+        for (hook, reason, _), (packets, _) in one.rig.metrics().items()
+        if hook == Hook.FROM_OVERLAY and reason
+    }
+    assert dropped[DropReason.TUNNEL_IDENTITY] == dropped[DropReason.TUNNEL_INNER] == 1
+    assert (
+        dropped[DropReason.TRUNCATED] >= len(frame) - 34
+    )  # the kernel itself refuses shorter ones
+
+
+def test_a_host_that_is_no_node_is_not_heard(nodes: tuple[Node, Node]) -> None:
+    one, two = nodes
+    one.rig.maps["pw_node_numbers"].clear()
+    result = two.pod.run("ping", "-c", "1", "-W", "1", one.side.pod.ipv4)
+    assert result.returncode == 1
+    assert one.rig.metrics()[Hook.FROM_OVERLAY, DropReason.TUNNEL_SOURCE, Path.NONE][0] == 1

@@ -6,10 +6,8 @@ is in. Claims of equal epochs are denied. Invariant: `rows` is always what the p
 address that nobody publishes any more is its range's again.
 """
 
-import ipaddress
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Final
 
 from podwire.control.cluster.claims import Problem
@@ -18,6 +16,7 @@ from podwire.control.cluster.planner import (
     Planned,
     Reach,
     route_to_pod,
+    single,
 )
 from podwire.control.cluster.published import Publication
 from podwire.model.cluster import HostRoute, IPAddress, IPNetwork, NodeFacts, Prefix
@@ -155,7 +154,7 @@ class RemotePods:
         remove: list[IPNetwork] = []
         routes_changed = False
         for address in addresses:
-            network = _pod_network(address)
+            network = single(address)
             row, route = self._judge(address, view)
             if row is None:
                 if self.rows.pop(network, None) is not None:
@@ -218,7 +217,7 @@ class RemotePods:
             why = f"a pod of node {own.name} has it"
         elif any(address in network for network in own.pod_cidrs if network not in own.blocks):
             why = f"it is in the pod range of node {own.name}"
-        elif _pod_network(address) in view.planned.plan.prefixes or address in own.addresses:
+        elif single(address) in view.planned.plan.prefixes or address in own.addresses:
             why = "it is a node's own"
         if not why:
             return None
@@ -242,8 +241,3 @@ def _contest(address: IPAddress, names: list[str], view: View) -> tuple[str, Pro
 def _epoch_of(address: IPAddress, facts: NodeFacts) -> int:
     """Give the epoch of the block that an address is in, else the node's."""
     return next((epoch for block, epoch in facts.blocks.items() if address in block), facts.epoch)
-
-
-@lru_cache(maxsize=1 << 18)
-def _pod_network(address: IPAddress) -> IPNetwork:
-    return ipaddress.ip_network(address)

@@ -1,0 +1,233 @@
+"""What this node publishes of itself: its Node object, its NodeEndpoints, and when.
+
+Called by `agent.cluster_duty` on a thread that may wait for the store. `PublishSchedule` is pure. Invariants: an object
+is written only when it would say something else, and never over what another living instance of this name says; the
+first change of pods is written at once, and no two writes are closer than a second.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import msgspec
+
+from podwire.control.cluster.facts import encode_node, node_key
+from podwire.control.cluster.published import Publication, encode_endpoints, endpoints_key
+from podwire.model.cluster import IPAddress, IPNetwork, NodeFacts
+from podwire.model.errors import Conflict, NotFound, Unavailable
+from podwire.model.ids import IdentityId
+from podwire.model.store import Store, StoredObject
+from podwire.model.store.leases import NODE as NODE_LEASE
+from podwire.model.store.leases import Lease
+
+LEASE_TTL_S: Final = 15.0
+"""How long a node that says nothing counts as alive; another machine under its name waits as long."""
+WRITE_EVERY_S: Final = 1.0
+RELEASE_AFTER_S: Final = 300.0
+"""A pod that is gone is withdrawn with the next write, or after this time."""
+RETRY_BASE_S: Final = 1.0
+RETRY_CAP_S: Final = 30.0
+ATTEMPTS: Final = 8
+
+Identities = Mapping[IPAddress, IdentityId]
+
+
+class NodeInUse(Conflict):
+    """Another living instance has this node's name."""
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """Who holds a node's lease, as its text says."""
+
+    instance: str = ""
+    address: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> "Holder":
+        """Read a lease's holder; what is no JSON of ours is somebody unknown."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError:
+            return cls()
+
+    def __str__(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+
+@dataclass
+class PublishSchedule:
+    """When to write which pods. Times are seconds of any clock that only goes forward."""
+
+    published: Identities | None = None
+    """What was written last; None before the first write of this life."""
+    _written_s: float = field(default=0.0, repr=False)
+    _released_since_s: float | None = field(default=None, repr=False)
+    _retry_s: float = 0.0
+    _failures: int = 0
+
+    def due_in(self, wanted: Identities, now_s: float) -> float | None:
+        """Give in how many seconds `wanted` is to be written (0 = now); None when nothing is to be."""
+        due_s = self._find_due(wanted, now_s)
+        return None if due_s is None else max(0.0, max(due_s, self._retry_s) - now_s)
+
+    def written(self, wanted: Identities, now_s: float) -> None:
+        """Note that `wanted` was written."""
+        self.published = dict(wanted)
+        self._written_s = now_s
+        self._released_since_s = None
+        self._failures, self._retry_s = 0, 0.0
+
+    def failed(self, now_s: float) -> None:
+        """Note that a write failed: the next try waits, each time twice as long."""
+        delay_s = min(RETRY_CAP_S, RETRY_BASE_S * 2.0**self._failures)
+        self._failures = min(self._failures + 1, 16)
+        self._retry_s = now_s + delay_s
+
+    def _find_due(self, wanted: Identities, now_s: float) -> float | None:
+        published = self.published
+        if published is None:
+            return now_s
+        if any(published.get(one) != identity for one, identity in wanted.items()):
+            return self._written_s + WRITE_EVERY_S
+        if len(wanted) == len(published):
+            self._released_since_s = None
+            return None
+        if self._released_since_s is None:
+            self._released_since_s = now_s
+        return max(self._released_since_s + RELEASE_AFTER_S, self._written_s + WRITE_EVERY_S)
+
+
+class NodePublisher:
+    """Has a node's name, and writes its Node object. One thread at a time."""
+
+    def __init__(self, store: Store, name: str, instance: str) -> None:
+        self.name = name
+        self.instance = instance
+        self._store = store
+        self._lease: Lease | None = None
+
+    def claim(self, address: str) -> None:
+        """Take the name, if it is not held yet. Raises NodeInUse, which names both addresses; Unavailable."""
+        lease = self._lease
+        if lease is not None and not lease.taken_by:
+            return
+        holder = Holder(self.instance, address)
+        name = f"{NODE_LEASE}{self.name}"
+        leases = self._store.leases()
+        try:
+            self._lease = leases.acquire(name, str(holder), LEASE_TTL_S)
+        except Conflict as error:
+            other = Holder.parse(leases.holders(name).get(name, ""))
+            if other.instance == self.instance:
+                raise Unavailable(
+                    f"take node name {self.name!r}: an earlier life of this agent has it for up to {LEASE_TTL_S:g} s"
+                ) from error
+            raise NodeInUse(
+                f"use node name {self.name!r} at {address or 'an unknown address'}: the node of that name at"
+                f" {other.address or 'an unknown address'} is alive",
+                hint=f"give one of both another node_name; if the other is gone, wait {LEASE_TTL_S:g} seconds",
+            ) from error
+
+    def publish(self, facts: NodeFacts) -> NodeFacts:
+        """Write the Node object if it would say something else; gives the facts with the epoch in force.
+
+        What the node holds is written by the identity duty and left alone here. Raises NodeInUse when the object is
+        another instance's and the name is not held; Unavailable, Conflict (others write it all the time).
+        """
+        for _ in range(ATTEMPTS):
+            stored = self._store.get(node_key(self.name))
+            try:
+                return self._write(facts, stored)
+            except (NotFound, Conflict) as error:
+                if isinstance(error, NodeInUse):
+                    raise
+        raise Conflict(f"publish node {self.name!r}: others write its object all the time")
+
+    def close(self) -> None:
+        """Give the name up."""
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
+
+    def _write(self, facts: NodeFacts, stored: StoredObject | None) -> NodeFacts:
+        spec = _spec_of(stored)
+        facts = replace(
+            facts, instance=self.instance, epoch=self._choose_epoch(spec), holds=_holds_of(spec)
+        )
+        if stored is None:
+            document = encode_node(facts)
+            self._store.create(StoredObject(key=node_key(self.name), document=document))
+            return facts
+        document = encode_node(facts, stored.document)
+        if document != stored.document:
+            self._store.update(_changed(stored, document))
+        return facts
+
+    def _choose_epoch(self, spec: Mapping[str, Any]) -> int:
+        epoch, other = spec.get("epoch"), spec.get("instance")
+        known = epoch if isinstance(epoch, int) and not isinstance(epoch, bool) else 0
+        if not other:
+            return max(1, known)
+        if other == self.instance:
+            return known
+        if self._lease is None or self._lease.taken_by:
+            raise NodeInUse(
+                f"publish node {self.name!r}: another instance of that name has published itself at"
+                f" {', '.join(map(str, spec.get('addresses') or ())) or 'an unknown address'}",
+                hint="give one of both another node_name",
+            )
+        return known + 1
+
+
+class EndpointsPublisher:
+    """Writes a node's NodeEndpoints. One thread at a time."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store = store
+        self._name = name
+        self._epoch = 0
+        self._sequence = 0
+
+    def write(self, identities: Identities, bases: Sequence[IPNetwork]) -> None:
+        """Publish pods; the first time in a new epoch. Raises Unavailable, Conflict."""
+        for _ in range(ATTEMPTS):
+            stored = self._store.get(endpoints_key(self._name))
+            try:
+                self._write(stored, identities, bases)
+            except (Conflict, NotFound):
+                continue
+            return
+        raise Conflict(f"publish the pods of node {self._name!r}: others write them all the time")
+
+    def _write(
+        self, stored: StoredObject | None, identities: Identities, bases: Sequence[IPNetwork]
+    ) -> None:
+        spec = _spec_of(stored)
+        known, sequence = spec.get("epoch"), spec.get("sequence")
+        theirs = known if isinstance(known, int) else 0
+        if not self._epoch or theirs > self._epoch:
+            self._epoch, self._sequence = theirs + 1, 0
+        elif theirs == self._epoch and isinstance(sequence, int):
+            self._sequence = max(self._sequence, sequence)
+        publication = Publication(self._name, self._epoch, self._sequence + 1, identities)
+        document = encode_endpoints(publication, bases)
+        if stored is None:
+            self._store.create(StoredObject(key=endpoints_key(self._name), document=document))
+        else:
+            self._store.update(_changed(stored, document))
+        self._sequence += 1
+
+
+def _spec_of(stored: StoredObject | None) -> Mapping[str, Any]:
+    spec = None if stored is None else stored.document.get("spec")
+    return spec if isinstance(spec, Mapping) else {}
+
+
+def _holds_of(spec: Mapping[str, Any]) -> tuple[IdentityId, ...]:
+    holds = spec.get("holds")
+    found = holds if isinstance(holds, list | tuple) else ()
+    return tuple(IdentityId(one) for one in found if isinstance(one, int))
+
+
+def _changed(stored: StoredObject, document: Mapping[str, Any]) -> StoredObject:
+    return msgspec.structs.replace(stored, document=document)

@@ -126,9 +126,9 @@ class Etcd:
         body = {"key": _encode(b"/podwire/"), "range_end": _encode(b"/podwire0")}
         self.ask("kv/deleterange", body)
 
-    def read_log(self) -> str:
+    def read_log(self, characters: int = 2000) -> str:
         """Give the end of what it said."""
-        return (self.directory / "log").read_text(errors="replace")[-2000:]
+        return (self.directory / "log").read_text(errors="replace")[-characters:]
 
     def _answers(self) -> bool:
         try:

@@ -373,15 +373,15 @@ def test_who_lost_a_lease_in_an_outage_hears_who_has_it(own_etcd: Etcd, proxy: P
 
 
 def test_a_watch_of_leases_tells_the_differences_after_a_restart(
-    own_etcd: Etcd, store: EtcdStore
+    own_etcd: Etcd, etcd_store: EtcdStore
 ) -> None:
-    kept, left = (store.leases().acquire(f"node/{name}", name, 60) for name in "ab")
-    with store.leases().watch("node/") as watch:
+    kept, left = (etcd_store.leases().acquire(f"node/{name}", name, 60) for name in "ab")
+    with etcd_store.leases().watch("node/") as watch:
         assert len(watch.next(DEADLINE_S)) == 2
         own_etcd.kill()
         own_etcd.start()
         left.close()
-        own_etcd.compact(now_at(store))
+        own_etcd.compact(now_at(etcd_store))
         changes: list[LeaseChange] = []
 
         def hear() -> bool:

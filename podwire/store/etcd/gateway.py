@@ -121,6 +121,10 @@ class Gateway:
         if self._session is not None:
             await self._session.close()
 
+    def forget_login(self) -> None:
+        """Log in anew before the next request."""
+        self._token = ""
+
     def refuse(self, error: Refused) -> PodwireError:
         """Make our error of an answer that nobody expects."""
         place = f"ask etcd at {error.endpoint}"

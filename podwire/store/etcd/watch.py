@@ -174,6 +174,8 @@ class KeyWatch:
             raise self._compacted(f"the store remembers changes from {answer.compact_revision} on")
         if answer.canceled:
             reason = answer.cancel_reason or "etcd ended the watch"
+            if "auth token" in reason:  # told here and not where the stream is opened
+                self._cluster.gateway.forget_login()
             code = wire.PERMISSION_DENIED if "permission" in reason else wire.UNAVAILABLE
             raise Refused(code, reason, self._cluster.gateway.where)
         if answer.created:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podwire.control.policy.oracle import DEFAULT_DENY_PATH, RuleName
+from podwire.control.policy.realize.slots import Push, compare
 from podwire.control.policy.resolve.compile import Block, find_entry, length, pack
 from podwire.control.policy.resolve.rule_numbers import (
     FORMER_NAMES,
@@ -17,7 +18,6 @@ from podwire.control.policy.resolve.rule_numbers import (
     Numbers,
     RuleNumbers,
 )
-from podwire.control.policy.resolve.slots import Push, compare
 from podwire.control.policy.rule import TCP, PolicyId
 from podwire.model.errors import StorageFailure
 from podwire.model.policy import PolicyEntry, Verdict

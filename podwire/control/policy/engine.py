@@ -12,18 +12,18 @@ from functools import partial
 from typing import Any, Final
 
 from podwire.control.policy.oracle import Enforcement, RuleName
-from podwire.control.policy.resolve.adopted import Adopted
+from podwire.control.policy.realize.adopted import Adopted
+from podwire.control.policy.realize.cidrs_mapped import MappedCidrs
+from podwire.control.policy.realize.outcome import Failure, Outcome
+from podwire.control.policy.realize.overflow import explain_overflow
+from podwire.control.policy.realize.slots import EndpointRows, Slots
+from podwire.control.policy.realize.subjects import Subjects
 from podwire.control.policy.resolve.cidrs import CidrTable
-from podwire.control.policy.resolve.cidrs_mapped import MappedCidrs
-from podwire.control.policy.resolve.outcome import Failure, Outcome
-from podwire.control.policy.resolve.overflow import explain_overflow
 from podwire.control.policy.resolve.pending import Pending
 from podwire.control.policy.resolve.repository import Repository
 from podwire.control.policy.resolve.rule_numbers import Counters, Numbers, RuleNumbers
 from podwire.control.policy.resolve.selectors import LabelIndex
-from podwire.control.policy.resolve.slots import EndpointRows, SlotManager
 from podwire.control.policy.resolve.subject import PolicyValues, Subject
-from podwire.control.policy.resolve.subjects import Subjects
 from podwire.control.policy.rule import (
     RESERVED_LABELS,
     CidrGroup,
@@ -81,7 +81,7 @@ class PolicyEngine:
         self._cidrs = CidrTable(cidrs)
         self._repository = Repository(self._rules, self._peers, self._locals, self._cidrs)
         self._subjects = Subjects(self._peers, self._locals)
-        self._slots = SlotManager(datapath, rows, self._counters.slot)
+        self._slots = Slots(datapath, rows, self._counters.slot)
         self._explain = partial(explain_overflow, subjects=self._subjects, rules=self._rules)
         self._mapped = MappedCidrs(
             datapath, self._cidrs, self._subjects, self._slots, self._explain

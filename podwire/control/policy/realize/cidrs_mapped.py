@@ -7,10 +7,10 @@ the entries for it that its addresses meet now; when it goes, its addresses meet
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from podwire.control.policy.realize.slots import Slots
+from podwire.control.policy.realize.subjects import Subjects
 from podwire.control.policy.resolve.cidrs import CidrTable, Prefix
-from podwire.control.policy.resolve.slots import SlotManager
 from podwire.control.policy.resolve.subject import Subject
-from podwire.control.policy.resolve.subjects import Subjects
 from podwire.model.errors import PolicyOverflow
 from podwire.model.interfaces import PolicyDatapath
 from podwire.model.policy import IPNetwork
@@ -23,7 +23,7 @@ class MappedCidrs:
     datapath: PolicyDatapath
     cidrs: CidrTable
     subjects: Subjects
-    slots: SlotManager
+    slots: Slots
     explain: Callable[[PolicyOverflow, Subject], PolicyOverflow]
 
     def add(self, needed: Collection[IPNetwork]) -> frozenset[int]:

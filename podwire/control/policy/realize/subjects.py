@@ -6,9 +6,9 @@ the index of subjects' labels knows exactly the subjects whose labels are known.
 
 from collections.abc import Collection, Iterable, Iterator
 
+from podwire.control.policy.realize.outcome import Failure
 from podwire.control.policy.resolve.cidrs import Delta
 from podwire.control.policy.resolve.compile import Blocks
-from podwire.control.policy.resolve.outcome import Failure
 from podwire.control.policy.resolve.repository import Part, PartChange
 from podwire.control.policy.resolve.selectors import LabelIndex
 from podwire.control.policy.resolve.subject import Subject

@@ -95,7 +95,7 @@ class _Plan:
 
 
 @dataclass
-class SlotManager:
+class Slots:
     """Writes slots and rows. `numbers` gives slot numbers, never twice on a node."""
 
     datapath: PolicyDatapath

@@ -6,9 +6,9 @@ Owned by the engine. Pure but for reading slots. Invariant: what such a row name
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from podwire.control.policy.realize.subjects import Subjects
 from podwire.control.policy.resolve.selectors import LabelIndex
 from podwire.control.policy.resolve.subject import PolicyValues, Subject
-from podwire.control.policy.resolve.subjects import Subjects
 from podwire.control.policy.rule import IdentityFacts
 from podwire.model.errors import PodwireError
 from podwire.model.ids import EndpointId

@@ -10,7 +10,7 @@ import pytest
 from podwire.model import wire
 from podwire.model.store import Store
 from podwire.store.etcd.store import EtcdStore
-from tests.contract.etcd_rig import ENDPOINT_VARIABLE, MISSING, Etcd, is_installed
+from tests.contract.etcd_rig import ENDPOINT_VARIABLE, Etcd, started
 from tests.contract.launcher_clients import CLIENTS, LAUNCHER, Run, build_launcher
 from tests.contract.proxy import Proxy
 from tests.contract.stores import BACK_ENDS
@@ -41,25 +41,17 @@ def socket_path(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
     """An etcd for all tests that leave it running."""
-    if not is_installed():
-        pytest.skip(MISSING)
-    server = Etcd(tmp_path_factory.mktemp("etcd"))
-    server.start()
-    os.environ[ENDPOINT_VARIABLE] = server.endpoint
-    yield server
-    del os.environ[ENDPOINT_VARIABLE]
-    server.stop()
+    with started(tmp_path_factory.mktemp("etcd")) as server:
+        os.environ[ENDPOINT_VARIABLE] = server.endpoint
+        yield server
+        del os.environ[ENDPOINT_VARIABLE]
 
 
 @pytest.fixture
 def own_etcd(tmp_path: Path) -> Iterator[Etcd]:
     """An etcd that the test may kill."""
-    if not is_installed():
-        pytest.skip(MISSING)
-    server = Etcd(tmp_path)
-    server.start()
-    yield server
-    server.stop()
+    with started(tmp_path) as server:
+        yield server
 
 
 @pytest.fixture(params=BACK_ENDS)

@@ -11,10 +11,12 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 PROGRAM = "etcd"
 MISSING = "no program 'etcd': apt-get install etcd-server"
@@ -23,9 +25,10 @@ ENDPOINT_VARIABLE = "PODWIRE_TEST_ETCD"
 DEADLINE_S = 30.0
 
 
-def is_installed() -> bool:
-    """Tell whether there is an etcd to start."""
-    return shutil.which(PROGRAM) is not None
+def require() -> None:
+    """Skip the test where there is no etcd to start."""
+    if shutil.which(PROGRAM) is None:
+        pytest.skip(MISSING)
 
 
 def free_port() -> int:
@@ -153,12 +156,16 @@ class Etcd:
                 process.wait()
 
 
-def wait_for(condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
-    """Wait until a condition holds, or fail."""
-    end_s = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
+@contextmanager
+def started(directory: Path, flags: Sequence[str] = ()) -> Iterator[Etcd]:
+    """An etcd that runs; skips the test where none is installed."""
+    require()
+    server = Etcd(directory, flags)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
 
 
 def _encode(raw: bytes) -> str:

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +18,7 @@ from podwire.model.errors import (
 )
 from podwire.store.etcd.store import EtcdStore
 from podwire.store.open import open_store
-from tests.contract.etcd_rig import Etcd
+from tests.contract.etcd_rig import Etcd, started
 from tests.contract.stores import DEADLINE_S, key, make, now_at
 
 FORMAT_KEY = "/podwire/v1/format"
@@ -85,6 +87,41 @@ def test_ten_megabytes_are_refused(etcd_store: EtcdStore) -> None:
     with pytest.raises(InvalidRequest, match="at most 1048576"):
         etcd_store.create(make("a", "x" * 10_000_000))
     assert etcd_store.create(make("b", "x" * 1_000_000)).revision
+
+
+def test_a_full_etcd_says_so_and_can_still_be_read(tmp_path: Path) -> None:
+    def fill(store: EtcdStore) -> None:
+        for number in range(100):
+            store.create(make(f"b{number}", "x" * 1_000_000))
+
+    with (
+        started(tmp_path, ["--quota-backend-bytes", "3000000"]) as etcd,
+        closing(EtcdStore([etcd.endpoint])) as store,
+    ):
+        made = store.create(make("a"))
+        with pytest.raises(StorageFailure, match="database space exceeded") as caught:
+            fill(store)
+        assert "etcdctl alarm disarm" in caught.value.hint
+        assert store.get(made.key) == made
+        assert store.delete(made.key) == made, "room can be made"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--max-request-bytes", "1000"), ("--max-txn-ops", "10")]
+)
+def test_an_etcd_of_smaller_limits_is_named(tmp_path: Path, flag: str, value: str) -> None:
+    def write(store: EtcdStore) -> None:
+        with store.together():
+            for number in range(20):
+                store.create(make(f"a{number}", "x" * 100))
+
+    with (
+        started(tmp_path, [flag, value]) as etcd,
+        closing(EtcdStore([etcd.endpoint])) as store,
+        pytest.raises(InvalidRequest, match=etcd.endpoint) as caught,
+    ):
+        write(store)
+    assert flag in caught.value.hint
 
 
 # ------------------------------------------------------------------ together

@@ -21,7 +21,7 @@ from podwire.model.store import StoreEvent
 from podwire.store.etcd import gateway
 from podwire.store.etcd.access import parse_endpoints, read_password
 from podwire.store.open import StoreAccess, open_store
-from tests.contract.etcd_rig import MISSING, Etcd, is_installed
+from tests.contract.etcd_rig import Etcd, require
 from tests.contract.stores import DEADLINE_S, key, make, now_at, seen, take
 
 PASSWORD = "c0rrect horse"
@@ -95,8 +95,7 @@ def authority(tmp_path: Path) -> Authority:
 @pytest.fixture
 def tls_etcd(tmp_path: Path, authority: Authority) -> Iterator[Etcd]:
     """An etcd that wants a certificate of the authority from its clients."""
-    if not is_installed():
-        pytest.skip(MISSING)
+    require()
     certificate, private = authority.issue("server")
     flags = [
         *("--cert-file", str(certificate), "--key-file", str(private)),
@@ -105,9 +104,11 @@ def tls_etcd(tmp_path: Path, authority: Authority) -> Iterator[Etcd]:
     server = Etcd(tmp_path, flags, scheme="https")
     server.context = ssl.create_default_context(cafile=str(authority.path))
     server.context.load_cert_chain(certificate, private)
-    server.start()
-    yield server
-    server.stop()
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
 
 
 @pytest.fixture

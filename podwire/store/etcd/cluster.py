@@ -65,7 +65,7 @@ class Cluster:
         try:
             return await self.gateway.call("kv/txn", body, TxnAnswer)
         except Refused as error:
-            raise self._explain(error) from None
+            raise self.gateway.refuse(error) from None
 
     async def read(self, key: bytes) -> tuple[KeyValue | None, int]:
         """Read one key, and the revision that it was read at."""
@@ -81,7 +81,7 @@ class Cluster:
                 return await self._read_pages(first, end)
             except Refused as error:
                 if error.code != wire.OUT_OF_RANGE:
-                    raise self._explain(error) from None
+                    raise self.gateway.refuse(error) from None
                 # Compacted between two pages: begin again with what is there now.
 
     async def call(self, path: str, body: Body, answer: type[_T]) -> _T:
@@ -89,7 +89,7 @@ class Cluster:
         try:
             return (await self.gateway.call(path, body, answer))[0]
         except Refused as error:
-            raise self._explain(error) from None
+            raise self.gateway.refuse(error) from None
 
     async def _read_pages(self, first: bytes, end: bytes) -> tuple[list[KeyValue], int]:
         found: list[KeyValue] = []
@@ -116,14 +116,6 @@ class Cluster:
         }
         done = await self.call("kv/txn", body, TxnAnswer)
         return [one for one in done.values() if one is not None]
-
-    def _explain(self, error: Refused) -> PodwireError:
-        if "database space exceeded" in error.reason:
-            return StorageFailure(
-                f"write store etcd at {error.endpoint}: {error.reason}",
-                hint="compact and defragment etcd, then etcdctl alarm disarm; nothing was written",
-            )
-        return self.gateway.refuse(error)
 
 
 def _check_format(found: Sequence[KeyValue], where: str) -> None:

@@ -16,7 +16,13 @@ from typing import Final, TypeVar
 import aiohttp
 import msgspec
 
-from podwire.model.errors import InvalidConfiguration, PodwireError, Unavailable
+from podwire.model.errors import (
+    InvalidConfiguration,
+    InvalidRequest,
+    PodwireError,
+    StorageFailure,
+    Unavailable,
+)
 from podwire.store.etcd import wire
 from podwire.store.etcd.access import StoreAccess, make_context, read_password
 from podwire.store.etcd.wire import Body
@@ -46,6 +52,16 @@ class Refused(Exception):
         self.code = code
         self.reason = reason
         self.endpoint = endpoint
+
+    @property
+    def is_full(self) -> bool:
+        """Whether its disk, or what it may use of it, is full."""
+        return "database space exceeded" in self.reason
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether it may be otherwise at another endpoint, or soon."""
+        return self.code in _PASSING and not self.is_full
 
 
 class Gateway:
@@ -86,7 +102,7 @@ class Gateway:
             except (TimeoutError, aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
                 failure: Exception = error
             except Refused as error:
-                if error.code not in _PASSING:
+                if not error.is_passing:
                     raise
                 failure = error
             self._fail(endpoint)
@@ -111,7 +127,7 @@ class Gateway:
             self._fail(endpoint)
             raise self._give_up(path, {endpoint: error}) from error
         except Refused as error:
-            if error.code not in _PASSING:
+            if not error.is_passing:
                 raise
             self._fail(endpoint)
             raise self._give_up(path, {endpoint: error}) from error
@@ -137,6 +153,16 @@ class Gateway:
                 f"{place} {who}: {error.reason}",
                 hint="see etcd_user and etcd_password_file; the user needs a role that may read and"
                 " write the keys under /podwire/",
+            )
+        if error.is_full:
+            return StorageFailure(
+                f"write store {place.removeprefix('ask ')}: {error.reason}",
+                hint="compact and defragment etcd, then etcdctl alarm disarm; nothing was written",
+            )
+        if error.code == wire.INVALID_ARGUMENT:
+            return InvalidRequest(
+                f"{place}: {error.reason}",
+                hint="podwire needs etcd's own limits or more: --max-request-bytes, --max-txn-ops",
             )
         return Unavailable(f"{place}: {error.reason}", hint="see the log of etcd")
 
@@ -190,7 +216,7 @@ class Gateway:
             except Refused as error:
                 if error.code == wire.FAILED_PRECONDITION:
                     return ""  # it asks nobody who he is
-                if error.code in _PASSING:
+                if error.is_passing:
                     raise
                 refusal = self._refuse_login(error)
                 self._refused = (now_s + _REFUSED_FOR_S, refusal)

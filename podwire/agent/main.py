@@ -138,6 +138,8 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
         )
         node.policies.start()
         stack.callback(node.policies.stop)
+        node.cluster.start()
+        stack.callback(node.cluster.stop)
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(loops.supervise(name, run, duties), name=name)

@@ -13,6 +13,8 @@ from functools import partial
 import msgspec
 
 from podwire.agent import measured
+from podwire.agent.cluster_duty import ClusterDuty, ClusterOptions, OwnRanges
+from podwire.agent.cluster_publisher import take_name
 from podwire.agent.config_reload import LiveConfig
 from podwire.agent.health import Health
 from podwire.agent.identity_duty import IdentityDuty
@@ -22,6 +24,8 @@ from podwire.control.attach.ending import Endings
 from podwire.control.attach.restore import Restorer, RestoreReport
 from podwire.control.attach.service import AttachService
 from podwire.control.attach.steps import Context
+from podwire.control.cluster.planner import ClusterSettings
+from podwire.control.cluster.publish import NodePublisher
 from podwire.control.endpoint.enforce import Enforcer, rows_of
 from podwire.control.endpoint.policies import PolicyObjects
 from podwire.control.endpoint.queue import BuildQueue
@@ -47,6 +51,7 @@ from podwire.journal.records import HOST_SETTINGS_FACT
 from podwire.kernel.clock import KernelClock
 from podwire.kernel.inotify import FileWaker
 from podwire.model import log
+from podwire.model.cluster import TunnelMode
 from podwire.model.config import AgentConfig
 from podwire.model.config.sources import Settled
 from podwire.model.errors import StorageFailure
@@ -76,6 +81,7 @@ class Node:
     store: Store
     policies: PolicyDuty
     identities: IdentityDuty
+    cluster: ClusterDuty
     attachments: AttachService
     directories: WrittenBehind
     turn: threading.RLock
@@ -110,8 +116,10 @@ def open_node(settled: Settled, stack: ExitStack) -> Node:
     )
     stack.callback(store.close)
     memory = _open_memory(config, stack)
+    name = take_name(store, journal, config.node.node_name, config.node.node_address)
+    stack.callback(name.close)
     datapath = stack.enter_context(KernelDatapath(plan_node(config)))
-    opened = _Opened(live, journal, store, memory, datapath, clock, health, metrics)
+    opened = _Opened(live, journal, store, name, memory, datapath, clock, health, metrics)
     node = _compose(opened, started_ns)
     _prepare_reload(node)
     stack.callback(node.directories.close)
@@ -121,6 +129,7 @@ def open_node(settled: Settled, stack: ExitStack) -> Node:
         journal.write_fact(HOST_SETTINGS_FACT, noted)
     _load_objects(node)
     _report_restore(_restore(node), node)
+    node.cluster.apply()
     return node
 
 
@@ -142,12 +151,13 @@ def _load_objects(node: Node) -> None:
     records = node.journal.list_records()
     node.identities.prepare(records)
     node.identities.feed.resolver.allocator.known.listen(node.policies.hear)
+    node.cluster.prepare()
     with node.turn:
         node.policies.load()
 
 
 def plan_node(config: AgentConfig) -> NodePlan:
-    """Say what the node's datapath is to be. There is no overlay: no tunnel port is guarded."""
+    """Say what the node's datapath is to be. The tunnel's port is guarded from the first plan of the cluster on."""
     return NodePlan(
         node_name=config.node.node_name,
         bpf_dir=config.files.bpf_dir,
@@ -170,6 +180,7 @@ class _Opened:
     live: LiveConfig
     journal: measured.MeasuredJournal
     store: Store
+    name: NodePublisher
     memory: RememberedObjects | None
     datapath: KernelDatapath
     clock: KernelClock
@@ -234,6 +245,7 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
             turn=turn,
             memory=opened.memory,
         ),
+        cluster=_compose_cluster(opened, table, ipam, turn),
         attachments=attachments,
         directories=directories,
         turn=turn,
@@ -241,6 +253,44 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
         metrics=metrics,
         flows=flows,
         started_boottime_ns=started_ns,
+    )
+
+
+def _compose_cluster(
+    opened: _Opened, table: EndpointTable, ipam: NodeIpam, turn: threading.RLock
+) -> ClusterDuty:
+    config = opened.live.current
+    duty = ClusterDuty(
+        options=ClusterOptions(
+            node_name=config.node.node_name,
+            settings=ClusterSettings(config.datapath.routing, config.node.cluster_cidrs),
+            tunnel_mode=TunnelMode(config.datapath.tunnel_mode),
+            tunnel_port=config.datapath.tunnel_port,
+            node_address=config.node.node_address,
+        ),
+        store=opened.store,
+        datapath=opened.datapath,
+        table=table,
+        turn=turn,
+        journal=opened.journal,
+        health=opened.health,
+        metrics=opened.metrics,
+        own_ranges=partial(_own_ranges, ipam),
+        open_news=opened.datapath.watch_links,
+        name=opened.name,
+        memory=opened.memory,
+    )
+    table.changed = duty.pods_changed
+    return duty
+
+
+def _own_ranges(ipam: NodeIpam) -> OwnRanges:
+    """The first address of the first range of a family stands for the node itself."""
+    usage = ipam.usage()
+    routers = {one.cidr.version: one.router for one in reversed(usage)}
+    return OwnRanges(
+        pod_cidrs=tuple(one.cidr for one in usage),
+        tunnel_addresses=tuple(routers[version] for version in sorted(routers)),
     )
 
 

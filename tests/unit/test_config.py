@@ -68,7 +68,9 @@ OTHER_VALUES: dict[str, tuple[str, Any]] = {
     "etcd_key": ("/etc/x/node.key", "/etc/x/node.key"),
     "etcd_user": ("podwire", "podwire"),
     "etcd_password_file": ("/etc/x/password", "/etc/x/password"),
-    "routing": ("native", "native"),
+    "routing": ("overlay", "overlay"),
+    "tunnel_mode": ("classic", "classic"),
+    "tunnel_port": ("4789", 4789),
     "mtu": ("1400", 1400),
     "masquerade": ("false", False),
     "masquerade_except": ("192.0.2.0/24", (ipaddress.ip_network("192.0.2.0/24"),)),
@@ -120,8 +122,6 @@ def test_a_key_of_a_later_capability_takes_only_what_works(key: str) -> None:
     }.get(row.kind.name) or {
         "ipam": '"pool"',
         "datapath": '"netkit"',
-        "tunnel_mode": '"classic"',
-        "tunnel_port": "4789",
         "endpoint_fanout": '"direct"',
     }[key]
     error = refused(CIDRS + f"{key} = {other}\n")

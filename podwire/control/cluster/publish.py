@@ -83,6 +83,10 @@ class PublishSchedule:
         self._failures = min(self._failures + 1, 16)
         self._retry_s = now_s + delay_s
 
+    def forget_failures(self) -> None:
+        """Try at once: the store is back."""
+        self._failures, self._retry_s = 0, 0.0
+
     def _find_due(self, wanted: Identities, now_s: float) -> float | None:
         published = self.published
         if published is None:

@@ -6,7 +6,7 @@ sees one whole endpoint or none, because views are replaced, never changed). The
 
 import ipaddress
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from podwire.control.endpoint.states import Event, State, next_state
@@ -57,6 +57,8 @@ class EndpointTable:
         self._by_key: dict[AttachmentKey, EndpointId] = {}
         self._by_address: dict[IPAddress, EndpointId] = {}
         self._by_container: dict[ContainerId, set[EndpointId]] = {}
+        self.changed: Callable[[], None] = lambda: None
+        """Called after an endpoint came, got another record, or went; must be quick."""
 
     def __iter__(self) -> Iterator[Endpoint]:
         """Go over a snapshot, lowest id first."""
@@ -75,10 +77,12 @@ class EndpointTable:
         self._by_container.setdefault(record.key.container_id, set()).add(record.id)
         for address in record.addresses:
             self._by_address[address] = record.id
+        self.changed()
 
     def replace_record(self, record: EndpointRecord) -> None:
         """Give an endpoint another record with the same id, key and addresses."""
         self._by_id[record.id].record = record
+        self.changed()
 
     def discard(self, endpoint_id: EndpointId) -> None:
         """Forget an endpoint and the index entries that still lead to it."""
@@ -95,6 +99,7 @@ class EndpointTable:
         for address in endpoint.record.addresses:
             if self._by_address.get(address) == endpoint_id:
                 del self._by_address[address]
+        self.changed()
 
     def get(self, endpoint_id: EndpointId) -> Endpoint | None:
         """Find by number."""

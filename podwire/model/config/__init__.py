@@ -158,13 +158,11 @@ class DatapathSettings:
         choice("overlay", "native", "auto"),
         "auto",
         "How pods of other nodes are reached; auto: routes where a peer is on a connected subnet.",
-        built=lambda value: value != "overlay",
-        built_note='"native" and "auto" (without an overlay they are the same)',
     )
-    tunnel_port: int = only_default(
+    tunnel_port: int = setting(
         integer(1, 65535), 8472, "UDP port of the overlay; pods may not talk to it."
     )
-    tunnel_mode: str = only_default(
+    tunnel_mode: str = setting(
         choice("flow", "classic"), "flow", "One device for all peers, or one fixed-VNI device."
     )
     mtu: int = setting(

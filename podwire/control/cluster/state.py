@@ -1,0 +1,194 @@
+"""All that is known of other nodes, and the plan that follows from it.
+
+Used by `agent.cluster_duty` under its lock: objects go in as the store gives them, `advance` says what the kernel needs
+now. Never looks at the world. Invariant: nothing is planned before nodes and their pods were listed once; what cannot
+be read is left out and named.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from podwire.control.cluster.claims import Problem
+from podwire.control.cluster.facts import decode_node, is_published, same_for_peers
+from podwire.control.cluster.planner import (
+    ClusterSettings,
+    NodeNumbers,
+    Planned,
+    plan_cluster,
+)
+from podwire.control.cluster.published import Publication, decode_endpoints
+from podwire.control.cluster.remote import Changes, RemotePods, View
+from podwire.model.cluster import ClusterPlan, IPAddress, NodeFacts, Underlay
+from podwire.model.errors import InvalidRequest
+from podwire.model.store import StoredObject, StoreEvent
+from podwire.model.store.kinds import NODE, NODE_ENDPOINTS
+
+KINDS = (NODE.plural, NODE_ENDPOINTS.plural)
+
+
+@dataclass(frozen=True)
+class OwnNode:
+    """What this node knows of itself."""
+
+    facts: NodeFacts
+    underlay: Underlay
+
+
+class ClusterState:
+    """Other nodes as the store and this node's kernel have them. Not thread-safe."""
+
+    def __init__(
+        self, own_name: str, instance: str, settings: ClusterSettings, numbers: NodeNumbers
+    ) -> None:
+        self.numbers = numbers
+        self.pods = RemotePods()
+        self.own_overwritten = False
+        """Whether somebody else has changed or deleted what this node publishes."""
+        self._own_name = own_name
+        self._instance = instance
+        self._settings = settings
+        self._facts: dict[str, NodeFacts] = {}
+        self._unreadable: dict[tuple[str, str], Problem] = {}
+        self._listed: set[str] = set()
+        self._dirty: set[IPAddress] = set()
+        self._own: OwnNode | None = None
+        self._planned: Planned | None = None
+        self._plan: ClusterPlan | None = None
+        self._is_stale = True
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether the store was heard, now or in an earlier life."""
+        return self._listed.issuperset(KINDS)
+
+    @property
+    def facts(self) -> Mapping[str, NodeFacts]:
+        """What other nodes say of themselves, by name."""
+        return self._facts
+
+    @property
+    def planned(self) -> Planned | None:
+        """What was planned last."""
+        return self._planned
+
+    @property
+    def problems(self) -> list[Problem]:
+        """All that people should look at."""
+        planned = self._planned.problems if self._planned else ()
+        return [*self._unreadable.values(), *planned, *self.pods.problems]
+
+    @property
+    def plan(self) -> ClusterPlan:
+        """The whole plan, with every pod's row; the same object until something changes."""
+        if self._plan is None:
+            planned = self._planned
+            if planned is None:
+                return ClusterPlan()
+            rows, single_routes = self.pods.rows, self.pods.routes
+            self._plan = replace(
+                planned.plan,
+                prefixes={**rows, **planned.plan.prefixes},
+                routes=(*planned.plan.routes, *single_routes.values()),
+            )
+        return self._plan
+
+    def replace(self, kind: str, objects: Iterable[StoredObject]) -> None:
+        """Take a whole list."""
+        self._listed.add(kind)
+        self._unreadable = {key: one for key, one in self._unreadable.items() if key[0] != kind}
+        everything = list(objects)
+        given = [one for one in everything if one.key.name != self._own_name]
+        if len(given) == len(everything):
+            self.own_overwritten = True
+        if kind == NODE.plural:
+            before, self._facts = self._facts, {}
+            for one in given:
+                self._read_node(one)
+            self._is_stale = self._is_stale or _differ(before, self._facts)
+        else:
+            read = ((self._read_endpoints(one), one.uid) for one in given)
+            known = ((publication, uid) for publication, uid in read if publication is not None)
+            self._dirty |= self.pods.replace(known)
+
+    def apply(self, event: StoreEvent) -> None:
+        """Take one change."""
+        key = event.object.key
+        if key.name == self._own_name:
+            self.own_overwritten = self.own_overwritten or self._is_not_ours(event)
+            return
+        self._unreadable.pop((key.kind, key.name), None)
+        if key.kind == NODE.plural:
+            before = self._facts.pop(key.name, None)
+            if not event.deleted:
+                self._read_node(event.object)
+            after = self._facts.get(key.name)
+            same = before is after or (
+                before is not None and after is not None and same_for_peers(before, after)
+            )
+            self._is_stale = self._is_stale or not same
+        else:
+            publication = None if event.deleted else self._read_endpoints(event.object)
+            self._dirty |= (
+                self.pods.remove(key.name)
+                if publication is None
+                else self.pods.put(publication, event.object.uid)
+            )
+
+    def advance(self, own: OwnNode) -> tuple[bool, Changes]:
+        """Give (a whole plan is to be applied, else these rows). Nothing before everything was listed."""
+        if not self.is_listed:
+            return False, Changes()
+        if self._is_stale or own != self._own:
+            self._own = own
+            self._replan(own)
+            return True, Changes()
+        dirty, self._dirty = self._dirty, set()
+        return self.note(self.pods.update(dirty))
+
+    def note(self, changes: Changes) -> tuple[bool, Changes]:
+        """Take in that rows have changed; gives what `advance` gives."""
+        if changes:
+            self._plan = None
+        return changes.routes_changed, changes
+
+    def _replan(self, own: OwnNode) -> None:
+        planned = plan_cluster(
+            own.facts, own.underlay, self._facts.values(), self._settings, self.numbers
+        )
+        dirty, self._dirty = self._dirty, set()
+        self.pods.view(View(own.facts, planned, dict(self._facts)))
+        self.pods.update(dirty)
+        self.numbers, self._planned, self._plan = planned.numbers, planned, None
+        self._is_stale = False
+
+    def _is_not_ours(self, event: StoreEvent) -> bool:
+        if event.deleted or event.object.key.kind != NODE.plural:
+            return event.deleted
+        spec = event.object.document.get("spec")
+        return not isinstance(spec, Mapping) or spec.get("instance") != self._instance
+
+    def _read_node(self, stored: StoredObject) -> None:
+        if not is_published(stored.document):
+            return
+        try:
+            self._facts[stored.key.name] = decode_node(stored)
+        except InvalidRequest as error:
+            self._note_unreadable(stored, error)
+
+    def _read_endpoints(self, stored: StoredObject) -> Publication | None:
+        try:
+            return decode_endpoints(stored)
+        except InvalidRequest as error:
+            self._note_unreadable(stored, error)
+            return None
+
+    def _note_unreadable(self, stored: StoredObject, error: InvalidRequest) -> None:
+        key = stored.key
+        problem = Problem((key.name,), f"{error.message}: it is left out")
+        self._unreadable[key.kind, key.name] = problem
+
+
+def _differ(before: Mapping[str, NodeFacts], after: Mapping[str, NodeFacts]) -> bool:
+    return before.keys() != after.keys() or any(
+        not same_for_peers(facts, after[name]) for name, facts in before.items()
+    )

@@ -22,7 +22,7 @@ WATCH_S: Final = 2.0
 SAVE_S: Final = 1.0
 """How soon changes are on disk for a start without the store; also the shortest time between two writes."""
 AWAY_BASE_S: Final = 0.5
-AWAY_CAP_S: Final = 8.0
+AWAY_CAP_S: Final = 2.0
 
 _log = logging.getLogger(__name__)
 

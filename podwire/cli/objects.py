@@ -6,6 +6,7 @@ agent that answers is enough.
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -185,10 +186,10 @@ def open_objects(opts: Common, store: str | None, *, create: bool = False) -> It
         yield AgentObjects(opts.agents())
         return
     from podwire.model.errors import InvalidConfiguration, StorageFailure  # noqa: PLC0415
-    from podwire.store.open import open_store  # noqa: PLC0415
+    from podwire.store.open import open_store, read_environment  # noqa: PLC0415
 
     try:
-        opened = open_store(store, create=create)
+        opened = open_store(store, create=create, access=read_environment(os.environ))
     except InvalidConfiguration as error:
         raise CliError(EXIT_USAGE, error.message, error.hint) from None
     except StorageFailure as error:
@@ -200,7 +201,9 @@ def open_objects(opts: Common, store: str | None, *, create: bool = False) -> It
 def with_store(command: _F) -> _F:
     """Add the option of what can do without an agent."""
     return click.option(
-        "--store", metavar="URL", help="The store itself, without an agent: sqlite:///PATH."
+        "--store",
+        metavar="URL",
+        help="The store itself, without an agent: sqlite:///PATH or etcd://HOST:PORT.",
     )(command)
 
 

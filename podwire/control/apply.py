@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from podwire.control.objects import (
-    DEFAULT_NAMESPACE,
     decode,
     identify,
     summarise,
 )
 from podwire.model.errors import Conflict, Fault, InvalidRequest, NotFound
+from podwire.model.ids import DEFAULT_NAMESPACE
 from podwire.model.store import ObjectKey, Store, StoredObject
 from podwire.model.store.kinds import KINDS, NAMESPACE
 
@@ -59,11 +59,17 @@ def apply_documents(
     then nothing is written. Nor when the store fails, if it is one that writes them together.
     """
     drafts = decode_all(documents, namespace=namespace)
-    done: dict[ObjectKey, Applied] = {}
-    with _writing(store, dry_run=dry_run):
-        check_namespaces(store, drafts)
-        for draft in sorted(drafts, key=lambda one: _ORDER[one.key.kind]):
-            done[draft.key] = _apply(store, draft, dry_run=dry_run)
+
+    def attempt() -> dict[ObjectKey, Applied]:
+        done: dict[ObjectKey, Applied] = {}
+        with _writing(store, dry_run=dry_run):
+            check_namespaces(store, drafts)
+            for draft in sorted(drafts, key=lambda one: _ORDER[one.key.kind]):
+                done[draft.key] = _apply(store, draft, dry_run=dry_run)
+        return done
+
+    # What is written together may be refused at its end, because somebody else was faster.
+    done = _retried(attempt)
     return [done[draft.key] for draft in drafts]
 
 

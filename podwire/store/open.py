@@ -10,7 +10,7 @@ from typing import Final
 from podwire.model.errors import InvalidConfiguration, Unavailable
 from podwire.model.store import OpenWaker, Store
 from podwire.store.etcd.access import SCHEME as ETCD
-from podwire.store.etcd.access import StoreAccess, parse_endpoints
+from podwire.store.etcd.access import StoreAccess, parse_endpoints, read_environment
 from podwire.store.late import LateStore
 from podwire.store.sqlite import SqliteStore
 from podwire.store.sqlite_watch import ThreadWaker
@@ -18,7 +18,7 @@ from podwire.store.sqlite_watch import ThreadWaker
 SQLITE: Final = "sqlite://"
 PATIENT_S: Final = 3.0
 """How long one try to open may take when another one follows: an agent's pods wait for it."""
-__all__ = ["ETCD", "SQLITE", "StoreAccess", "open_store"]
+__all__ = ["ETCD", "SQLITE", "StoreAccess", "open_store", "read_environment"]
 
 
 def open_store(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from podwire.control.apply import apply_documents
 from podwire.model.errors import (
     Conflict,
     InvalidRequest,
@@ -16,6 +17,7 @@ from podwire.model.errors import (
     StorageFailure,
     Unavailable,
 )
+from podwire.model.store import ObjectKey, StoredObject
 from podwire.store.etcd.store import EtcdStore
 from podwire.store.open import open_store
 from tests.contract.etcd_rig import Etcd, started
@@ -177,3 +179,24 @@ def test_an_object_is_written_once_together(etcd_store: EtcdStore) -> None:
     with pytest.raises(PodwireError, match="twice together"):
         write()
     assert etcd_store.get(key("a")) is None
+
+
+def test_apply_begins_again_when_somebody_is_faster(etcd_store: EtcdStore) -> None:
+    """The other writes between what apply reads and what it commits."""
+    document = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "a"}}
+    other: list[StoredObject] = []
+    read = etcd_store.get
+
+    def get(key: ObjectKey) -> StoredObject | None:
+        found = read(key)
+        if not other:
+            made = StoredObject(key=key, document={**document, "spec": {}})
+            with ThreadPoolExecutor(1) as threads:
+                other.append(threads.submit(etcd_store.create, made).result())
+        return found
+
+    etcd_store.get = get  # type: ignore[method-assign]
+    [done] = apply_documents(etcd_store, [document])
+    assert done.before == other[0]
+    assert done.after == read(other[0].key)
+    assert done.revision == now_at(etcd_store)

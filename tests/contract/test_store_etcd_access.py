@@ -20,7 +20,7 @@ from podwire.model.errors import InvalidConfiguration, Unavailable
 from podwire.model.store import StoreEvent
 from podwire.store.etcd import gateway
 from podwire.store.etcd.access import parse_endpoints, read_password
-from podwire.store.open import StoreAccess, open_store
+from podwire.store.open import StoreAccess, open_store, read_environment
 from tests.contract.etcd_rig import Etcd, require
 from tests.contract.stores import DEADLINE_S, key, make, now_at, seen, take
 
@@ -336,6 +336,8 @@ def test_the_settings_say_how_etcd_is_reached() -> None:
     )
     assert StoreAccess.of(settings) == StoreAccess("a", "b", "c", "d", "e")
     assert not StoreAccess.of(StoreSettings()).is_encrypted
+    variables = {f"PODWIRE_{name.upper()}": value for name, value in vars(settings).items()}
+    assert read_environment(variables) == StoreAccess("a", "b", "c", "d", "e")
 
 
 @pytest.mark.parametrize(

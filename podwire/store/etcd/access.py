@@ -6,7 +6,8 @@ from its file each time that one is asked for, so that a new one holds at the ne
 
 import re
 import ssl
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final, Self
 
@@ -45,6 +46,12 @@ class StoreAccess:
     def is_encrypted(self) -> bool:
         """Whether endpoints are asked by TLS."""
         return bool(self.ca or self.cert)
+
+
+def read_environment(environment: Mapping[str, str]) -> StoreAccess:
+    """Take what the variables say that an agent knows too: `PODWIRE_ETCD_CA` and the others."""
+    names = {one.name: f"PODWIRE_ETCD_{one.name.upper()}" for one in fields(StoreAccess)}
+    return StoreAccess(**{field: environment.get(name, "") for field, name in names.items()})
 
 
 def parse_endpoints(url: str) -> tuple[str, ...]:

@@ -1,0 +1,109 @@
+"""Two nodes without podwire, joined as a lab's nodes are: one veth pair per pod, routes, and a VXLAN device or none.
+
+What the kernel does by itself, at its best: no bridge, no rules, no connection tracking. IPv4.
+"""
+
+import ipaddress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from bench.pair import PodPair
+from podwire.kernel import netns, spawn
+from podwire.lab import labs, node
+from podwire.lab.topology import UPLINK, LabPlan, LabShape, NodePlan, plan_lab
+from podwire.model.errors import NotFound
+
+TUNNEL_ID: Final = 1
+TUNNEL_PORT: Final = 8472
+TUNNEL_BYTES: Final = 50
+GATEWAY: Final = "169.254.1.1"
+"""Of every pod; its device answers for it by a fixed neighbour entry."""
+HOST_MAC: Final = "ee:ee:ee:ee:ee:ee"
+
+
+@contextmanager
+def plain_pair(name: str, *, tunnel: bool) -> Iterator[PodPair]:
+    """Give two pods on two nodes that are named like a lab's; on leaving all of it goes."""
+    plan = plan_lab(
+        name, LabShape(nodes=2, families="4", routing="overlay" if tunnel else "native")
+    )
+    try:
+        node.create_network(plan)
+        mtu = plan.shape.mtu - (TUNNEL_BYTES if tunnel else 0)
+        for number, one in enumerate(plan.nodes):
+            _let_forward(one.namespace)
+            if tunnel:
+                _join_by_tunnel(one, plan.nodes[1 - number], number, mtu)
+        client, server = (_add_pod(plan, one, mtu) for one in plan.nodes)
+        yield PodPair(client[0], server[0], server[1], mtu)
+    finally:
+        with suppress(NotFound):
+            labs.down(name, progress=lambda _line: None)
+
+
+def _let_forward(namespace: str) -> None:
+    with netns.open_namespace(netns.named_path(namespace)) as fd:
+        netns.run_in(fd.fileno(), partial(Path("/proc/sys/net/ipv4/ip_forward").write_text, "1"))
+
+
+def _join_by_tunnel(own: NodePlan, other: NodePlan, number: int, mtu: int) -> None:
+    """As flannel does it: a route, a neighbour and a forwarding entry for each other node."""
+    away = ipaddress.ip_network(other.pod_cidrs[0])
+    here = ipaddress.ip_network(own.pod_cidrs[0])
+    node.run_ip(
+        own.namespace,
+        [
+            f"link add vxlan1 mtu {mtu} address {_tunnel_mac(number)} type vxlan id {TUNNEL_ID}"
+            f" dstport {TUNNEL_PORT} local {own.addresses[0]} dev {UPLINK} nolearning",
+            f"addr add {here[0]}/32 dev vxlan1",
+            "link set vxlan1 up",
+            f"neigh add {away[0]} lladdr {_tunnel_mac(1 - number)} dev vxlan1 nud permanent",
+            f"route add {away} via {away[0]} dev vxlan1 onlink",
+        ],
+    )
+    _append_forwarding(own, _tunnel_mac(1 - number), other.addresses[0])
+
+
+def _append_forwarding(own: NodePlan, mac: str, outer: str) -> None:
+    words = ["bridge", "fdb", "append", mac, "dev", "vxlan1", "dst", outer]
+    _run_in(own.namespace, words)
+
+
+def _run_in(namespace: str, words: Sequence[str]) -> None:
+    with netns.open_namespace(netns.named_path(namespace)) as fd:
+        done = spawn.run(list(words), place=spawn.Place(network_fd=fd.fileno()), timeout_s=10)
+    if done.status:
+        raise RuntimeError(f"{' '.join(words)}: {done.stderr.decode()}")
+
+
+def _tunnel_mac(number: int) -> str:
+    return f"02:00:00:00:00:{number + 1:02x}"
+
+
+def _add_pod(plan: LabPlan, own: NodePlan, mtu: int) -> tuple[str, str]:
+    namespace = f"pw.{plan.name}.pod.{own.name}"
+    address = str(ipaddress.ip_network(own.pod_cidrs[0])[2])
+    netns.create_named(namespace).close()
+    node.run_ip(
+        own.namespace,
+        [
+            f"link add pod0 mtu {mtu} address {HOST_MAC} type veth"
+            f" peer name eth0 mtu {mtu} netns {namespace}",
+            "link set pod0 up",
+            f"route add {address}/32 dev pod0",
+        ],
+    )
+    node.run_ip(
+        namespace,
+        [
+            "link set lo up",
+            f"addr add {address}/32 dev eth0",
+            "link set eth0 up",
+            f"neigh add {GATEWAY} lladdr {HOST_MAC} dev eth0 nud permanent",
+            f"route add default via {GATEWAY} dev eth0 onlink",
+        ],
+    )
+    return namespace, address

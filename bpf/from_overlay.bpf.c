@@ -46,7 +46,7 @@ static __always_inline bool may_be_said(__u32 identity)
 }
 
 /* Which node sent it, and whether that node may use this key. Until the packet itself is read, an event names the
- * node's address.
+ * node's address. `end` is on the program's stack, as Linux 6.1 wants keys to be.
  */
 static __always_inline int check_sender(struct pw_flow *flow, const struct pw_tunnel_end *end)
 {
@@ -55,7 +55,7 @@ static __always_inline int check_sender(struct pw_flow *flow, const struct pw_tu
 
 	copy_address(flow->key.saddr, end->outer);
 	flow->source_identity = end->tunnel_id;
-	number = bpf_map_lookup_elem(&pw_node_numbers, flow->key.saddr);
+	number = bpf_map_lookup_elem(&pw_node_numbers, end->outer);
 	if (!number)
 		return PW_DROP_TUNNEL_SOURCE;
 	flow->node = *number;

@@ -8,6 +8,8 @@ import re
 from typing import Any, Final
 
 from podwire.cni.faults import Faults, shown
+from podwire.model.errors import InvalidConfiguration
+from podwire.model.ids import DEFAULT_NAMESPACE, NAMESPACE_MAX_CHARACTERS, is_valid_namespace
 from podwire.model.labels import (
     NAME_KEY,
     NETWORK_KEY,
@@ -61,7 +63,7 @@ def complete_labels(
 
 
 def read_name(text: str, path: str, faults: Faults) -> str:
-    """Check the name of a pod or namespace, or a UID; "" stays ""."""
+    """Check that the name of a pod or namespace, or a UID, can be written anywhere unescaped; "" stays ""."""
     if text and (len(text) > NAME_MAX_CHARACTERS or not _NAME.fullmatch(text)):
         faults.wrong(
             path,
@@ -70,3 +72,17 @@ def read_name(text: str, path: str, faults: Faults) -> str:
         )
         return ""
     return text
+
+
+def read_namespace(text: str, path: str, faults: Faults) -> str:
+    """Check a namespace as objects must be named; "" is `default`.
+
+    What no object can be named would be a namespace without policies: no pod may have one.
+    """
+    if text and not is_valid_namespace(text):
+        message = (
+            f"is {shown(text)}, and no policy could be of that namespace: give it a name of a-z, 0-9 and,"
+            f" inside, '-', of at most {NAMESPACE_MAX_CHARACTERS} characters"
+        )
+        faults.note(InvalidConfiguration, path, message)
+    return text or DEFAULT_NAMESPACE

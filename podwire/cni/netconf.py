@@ -15,7 +15,7 @@ import msgspec
 from podwire.cni.addresses import read_mac, read_wanted_ips
 from podwire.cni.cni_args import NAME_MAX_BYTES, WITH_ATTACHMENT, Environment, read_environment
 from podwire.cni.faults import Faults, shown
-from podwire.cni.labels import complete_labels, read_labels, read_name
+from podwire.cni.labels import complete_labels, read_labels, read_name, read_namespace
 from podwire.cni.result import decode_result
 from podwire.cni.wishes import (
     read_bandwidth,
@@ -58,7 +58,6 @@ UNKNOWN_KEYS_MAX: Final = 32
 COMMAND_SINCE: Final = {"CHECK": "0.4.0", "GC": "1.1.0", "STATUS": "1.1.0"}
 HINT: Final = "correct the network configuration or the runtime's call; nothing was changed"
 
-_DEFAULT_NAMESPACE: Final = "default"
 _GC_KEYS: Final = ("cni.dev/valid-attachments", "cni.dev/attachments")
 """Both say the same; the second is for plugins that were written before the specification was final."""
 
@@ -199,7 +198,7 @@ def _read_pod(
     def read_arg(name: str) -> str:
         return read_name(args.get(name, ""), f"CNI_ARGS {name}", faults)
 
-    namespace = read_arg("K8S_POD_NAMESPACE") or _DEFAULT_NAMESPACE
+    namespace = read_namespace(read_arg("K8S_POD_NAMESPACE"), "CNI_ARGS K8S_POD_NAMESPACE", faults)
     pod = read_arg("K8S_POD_NAME") or environment.container_id
     labels = read_labels(extra.get("labels"), "args.cni.labels", faults)
     ips = {

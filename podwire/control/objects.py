@@ -21,7 +21,12 @@ from podwire.control.policy.schema import (
     shown,
 )
 from podwire.model.errors import Fault, InvalidRequest
-from podwire.model.ids import is_valid_network_name
+from podwire.model.ids import (
+    DEFAULT_NAMESPACE,
+    NAMESPACE_MAX_CHARACTERS,
+    is_valid_namespace,
+    is_valid_network_name,
+)
 from podwire.model.labels import NAMESPACE_NAME_KEY, OWN_PREFIX
 from podwire.model.store import ObjectKey, StoredObject
 from podwire.model.store.kinds import (
@@ -37,14 +42,11 @@ from podwire.model.store.kinds import (
     kind_of_document,
 )
 
-DEFAULT_NAMESPACE: Final = "default"
-LABEL_NAME_MAX: Final = 63
 NAME_MAX: Final = 253
 ANNOTATIONS_MAX_CHARACTERS: Final = 256 << 10
 FAULTS_IN_MESSAGE: Final = 3
 HINT: Final = "nothing was changed; see docs/store.md for kinds and fields"
 
-_LABEL_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
 _DOTTED_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)*")
 _PATTERN = re.compile(r"[A-Za-z0-9_.*?!\[\]-]+")
 
@@ -202,8 +204,8 @@ def _read_name(metadata: Node, kind: Kind) -> str:
     if not node.present:
         generated = metadata.child("generateName").present
         node.wrong("is missing" + (": generateName is not supported" if generated else ""))
-    elif kind is NAMESPACE and isinstance(node.value, str) and not _is_namespace_name(name):
-        node.wrong(f"is {shown(name)}, no name: a-z, 0-9 and -, at most {LABEL_NAME_MAX}")
+    elif kind is NAMESPACE and isinstance(node.value, str) and not is_valid_namespace(name):
+        node.wrong(f"is {shown(name)}, no name: a-z, 0-9 and -, at most {NAMESPACE_MAX_CHARACTERS}")
     elif isinstance(node.value, str) and (len(name) > NAME_MAX or not _DOTTED_NAME.fullmatch(name)):
         node.wrong(f"is {shown(name)}, no name: a-z, 0-9, - and ., at most {NAME_MAX}")
     return name
@@ -216,16 +218,13 @@ def _read_namespace(metadata: Node, kind: Kind, given: str) -> str:
             node.wrong(f"is {shown(node.value)}; {kind.name} objects are of no namespace")
         return ""
     namespace = node.text() or given or DEFAULT_NAMESPACE
-    if not _is_namespace_name(namespace):
-        node.wrong(f"is {shown(namespace)}, no name: a-z, 0-9 and -, at most {LABEL_NAME_MAX}")
+    if not is_valid_namespace(namespace):
+        node.wrong(
+            f"is {shown(namespace)}, no name: a-z, 0-9 and -, at most {NAMESPACE_MAX_CHARACTERS}"
+        )
     elif given and namespace != given:
         node.wrong(f"is {shown(namespace)}, not {shown(given)} as was asked for")
     return namespace
-
-
-def _is_namespace_name(text: str) -> bool:
-    """Tell whether a namespace may be called so (RFC 1123, a label)."""
-    return len(text) <= LABEL_NAME_MAX and _LABEL_NAME.fullmatch(text) is not None
 
 
 def _read_annotations(node: Node) -> dict[str, str]:

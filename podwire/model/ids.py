@@ -30,11 +30,16 @@ INTERFACE_NAME_MAX_BYTES: Final = 15
 FILTER_PRIORITY: Final = 1
 FILTER_HANDLE: Final = 1
 
+DEFAULT_NAMESPACE: Final = "default"
+"""The namespace of pods and objects that name none."""
+NAMESPACE_MAX_CHARACTERS: Final = 63
+
 GATEWAY_IPV4: Final = "169.254.1.1"
 GATEWAY_IPV6: Final = "fe80::1"
 
 _CONTAINER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]*")
 _NETWORK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]*")
+_LABEL_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
 _ALIAS = re.compile(rf"{ALIAS_PREFIX}:(?P<node>[^:]+):(?P<id>[0-9]+)")
 
 
@@ -77,6 +82,11 @@ def is_valid_network_name(text: str) -> bool:
     name).
     """
     return _NETWORK_NAME.fullmatch(text) is not None
+
+
+def is_valid_namespace(text: str) -> bool:
+    """Tell whether a namespace of pods and objects may be called so. Source: RFC 1123, a label; lower case only."""
+    return len(text) <= NAMESPACE_MAX_CHARACTERS and _LABEL_NAME.fullmatch(text) is not None
 
 
 def interface_name_fault(text: str) -> str | None:

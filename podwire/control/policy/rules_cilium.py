@@ -29,6 +29,7 @@ from podwire.control.policy.schema import (
     read_label_map,
     root,
 )
+from podwire.model.ids import DEFAULT_NAMESPACE
 from podwire.model.labels import SOURCE_K8S, sort_labels
 from podwire.model.policy import Direction, Verdict
 
@@ -37,7 +38,6 @@ KIND_CLUSTERWIDE: Final = "CiliumClusterwideNetworkPolicy"
 KIND_GROUP: Final = "CiliumCIDRGroup"
 API_VERSIONS: Final = ("cilium.io/v2",)
 GROUP_API_VERSIONS: Final = ("cilium.io/v2", "cilium.io/v2alpha1")
-DEFAULT_NAMESPACE: Final = "default"
 HINT: Final = "see docs/policy.md for what is enforced and what is refused; nothing was changed"
 
 _REFUSED_IN_SPEC: Final = {

@@ -44,12 +44,12 @@ from podwire.control.policy.schema import (
     shown,
 )
 from podwire.model.errors import Bug
+from podwire.model.ids import DEFAULT_NAMESPACE
 from podwire.model.labels import NAME_KEY, NAMESPACE_KEY, NAMESPACE_LABELS_PREFIX, SOURCE_K8S
 from podwire.model.policy import Direction, IPNetwork, Verdict
 
 KIND: Final = "NetworkPolicy"
 API_VERSIONS: Final = ("networking.k8s.io/v1",)
-DEFAULT_NAMESPACE: Final = "default"
 PROTOCOLS: Final[Mapping[str, int]] = {"TCP": TCP, "UDP": UDP, "SCTP": SCTP}
 HINT: Final = "see docs/policy.md for what a NetworkPolicy may say; nothing was changed"
 NAME_IS_NO_LABEL: Final = (

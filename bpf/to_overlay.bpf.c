@@ -65,25 +65,36 @@ PW_CHECKED_ALONE int read_addresses(struct __sk_buff *skb, struct pw_flow *flow)
 	return parse_network(skb, flow);
 }
 
-static __always_inline int enter_from_stack(struct __sk_buff *skb, struct pw_flow *flow)
+/* Functions of their own, so that what a key needs of the stack is given back: rows of a next layout may be longer. */
+PW_CHECKED_ALONE int is_under_way(struct __sk_buff *skb)
+{
+	return has_tunnel_key(skb);
+}
+
+PW_CHECKED_ALONE int address_to_node(struct __sk_buff *skb, struct pw_flow *flow)
 {
 	struct pw_node_value *node;
-	int reason;
 
-	if (is_multicast(flow->key.daddr))
-		return PW_DROP_QUIET;
-	flow->source_identity = sender_identity(skb, flow);
-	node = find_receiver(flow);
+	if (!flow)
+		return PW_DROP_INTERNAL;
+	node = find_node(flow->node);
 	if (!node)
 		return PW_DROP_NO_NODE;
-	reason = remember_translation(skb, flow);
-	if (reason)
-		return reason;
 	flow->path = PW_PATH_TUNNEL;
 	flow->action = PW_ACTION_STACK;
 	return bpf_skb_store_bytes(skb, 0, node->mac, ETH_ALEN, 0)
 		       ? PW_DROP_INTERNAL
 		       : set_tunnel_key(skb, node, flow->source_identity);
+}
+
+static __always_inline int enter_from_stack(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	if (is_multicast(flow->key.daddr))
+		return PW_DROP_QUIET;
+	flow->source_identity = sender_identity(skb, flow);
+	if (!find_receiver(flow))
+		return PW_DROP_NO_NODE;
+	return remember_translation(skb, flow) ?: address_to_node(skb, flow);
 }
 
 SEC("tc")
@@ -92,7 +103,7 @@ int to_overlay(struct __sk_buff *skb)
 	struct pw_flow flow = {.hook = PW_HOOK_TO_OVERLAY};
 	int outcome;
 
-	if (has_tunnel_key(skb))
+	if (is_under_way(skb))
 		return TC_ACT_OK;
 	outcome = open_frame(skb, &flow, PW_EGRESS) ?:
 		  check_frame_to_pod(&flow) ?:

@@ -89,12 +89,15 @@ class Masquerade:
         self._tables = tables
         self._applied: str | None = None
         self._plan: MasqueradePlan | None = None
+        self._text = ""
 
     def ensure(self, plan: MasqueradePlan) -> list[str]:
         """Apply the plan unless the table does what it says already; name what differed."""
         if plan != self._plan:
-            self.apply(plan)
-            return [f"nftables table {NFT_TABLE!r} was of another plan"]
+            if render_table(plan) != self._text:
+                self.apply(plan)
+                return [f"nftables table {NFT_TABLE!r} was of another plan"]
+            self._plan = plan
         differences = self.compare()
         if differences:
             self.apply(plan)
@@ -105,14 +108,16 @@ class Masquerade:
 
         Raises KernelFailure; the old table then stays in force.
         """
-        self._tables.run(render_table(plan))
+        text = render_table(plan)
+        self._tables.run(text)
         self._applied = _fingerprint(self._list())
-        self._plan = plan
+        self._plan, self._text = plan, text
 
     def remove(self) -> None:
         """Remove the table; an absent one is success."""
         self._tables.run(f"add table {_TABLE}\ndelete table {_TABLE}\n")
         self._applied = self._plan = None
+        self._text = ""
 
     def compare(self) -> list[str]:
         """Name what differs from the last `apply`; nothing was applied = nothing is wanted."""

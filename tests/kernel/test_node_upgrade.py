@@ -11,11 +11,23 @@ import pytest
 from podwire.datapath import abi
 from podwire.datapath import maps as tables
 from podwire.datapath.node import KernelDatapath
+from podwire.datapath.node_maps import list_nodes
 from podwire.datapath.policy_maps import read_cidrs
 from podwire.datapath.programs import Pins, list_versions, remove_directory
 from podwire.datapath.upgrade import Conversion, Piece, plan_conversion
 from podwire.kernel.bpf import Member
+from podwire.model.cluster import (
+    TUNNEL_DEVICE,
+    ClusterPlan,
+    HostRoute,
+    Peer,
+    Prefix,
+    TunnelMode,
+    TunnelPlan,
+    Way,
+)
 from podwire.model.errors import NewerData
+from podwire.model.ids import IdentityId
 from podwire.model.interfaces import EndpointConfig
 from podwire.model.policy import (
     ANY_IDENTITY,
@@ -107,6 +119,43 @@ def test_a_longer_layout_takes_over_and_gives_back_under_traffic(
     assert results == [[] if isinstance(flow, Datagrams) else "" for flow in flows]
     for record, pod in ((first, first_pod), (second, second_pod)):
         assert world.datapath.compare_endpoint(record, OPEN, pod.pod) == []
+
+
+def tunnel_programs(world: KernelWorld) -> list[int]:
+    """Give the numbers of the programs on the tunnel device."""
+    return [
+        one["options"]["prog"]["id"]
+        for hook in ("ingress", "egress")
+        for one in world.host.tc("filter", "show", "dev", TUNNEL_DEVICE, hook)
+        if "prog" in one.get("options", {})
+    ]
+
+
+def test_another_layout_takes_other_nodes_and_the_tunnel_over(
+    world: KernelWorld, next_build: Build
+) -> None:
+    remote = ipaddress.ip_network("10.77.2.0/24")
+    outer = ipaddress.ip_address("10.9.0.2")
+    tunnel = TunnelPlan(TunnelMode.FLOW, 8472, "0e:77:00:00:00:01", 1400, (), NODE_IPV4)
+    plan = ClusterPlan(
+        tunnel=tunnel,
+        peers=(Peer(7, "n7", outer, 1400, Way.TUNNEL, addresses=(outer,)),),
+        prefixes={remote: Prefix(IdentityId(abi.Identity.UNMANAGED), 7, Way.TUNNEL, 1400)},
+        routes=(HostRoute(remote, Way.TUNNEL, None, None, 1400, 7),),
+        inside=(remote,),
+    )
+    world.datapath.apply_cluster(plan)
+    before = tunnel_programs(world)
+    world.datapath.close()
+    upgraded = next_build.prepare_node(world.plan.bpf_dir)
+    assert set(tunnel_programs(world)) <= set(upgraded["programs"])
+    assert len(tunnel_programs(world)) == len(before) == 2
+    world.restart()
+    assert set(tunnel_programs(world)) <= {one.id for one in world.datapath.list_programs()}
+    assert [(one.number, one.outer) for one in list_nodes(world.datapath.maps)] == [(7, outer)]
+    settings = tables.read_settings(world.datapath.maps)
+    assert (settings.tunnel_port, bool(settings.tunnel_ifindex)) == (8472, True)
+    assert world.datapath.apply_cluster(plan) == []
 
 
 def test_counters_of_open_flows_go_on_in_the_other_layout(

@@ -23,7 +23,16 @@ MEMORY_MIB = 2048
 MODULES_FIRST = ("virtio_pci", "virtio_blk")
 """What the root needs; built in is fine."""
 MODULES = (
-    *("veth", "cls_bpf", "sch_ingress", "sch_tbf", "vxlan", "nf_tables", "nft_chain_nat"),
+    *(
+        "veth",
+        "cls_bpf",
+        "sch_ingress",
+        "sch_tbf",
+        "vxlan",
+        "nf_tables",
+        "nft_chain_nat",
+        "nft_nat",
+    ),
     *("nft_masq", "nft_ct", "nf_conntrack", "bridge"),
 )
 TOOLS = ("ip", "tc", "nft", "ping", "bpftool", "nsenter", "mount", "umount", "stty", "sh")

@@ -1,7 +1,8 @@
 """Programs pass the verifier of Debian 12's own kernel and of 6.12, and do there what they do here.
 
 Each kernel is booted once under emulation and runs the tier `packet`, the datapath's contract (real pods,
-the programs as they are shipped) and the tests of the policy maps inside; a test here stands for one file of those.
+the programs as they are shipped), the tests of the policy maps and the overlay's traffic inside; a test here stands
+for one file of those.
 """
 
 import functools
@@ -25,6 +26,7 @@ FILES = (
     *sorted(f"tests/packet/{path.name}" for path in (ROOT / "tests" / "packet").glob("test_*.py")),
     "tests/contract/test_datapath.py",
     "tests/kernel/test_policy_maps.py",
+    "tests/kernel/test_overlay_programs.py",
 )
 COMMAND = (
     f"python3 -m pytest {' '.join(FILES)} --tiers packet,kernel"

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final
 
+from podwire.journal.directories import RunDirectories
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.ids import EndpointId
-from podwire.model.interfaces import EndpointConfig, EndpointDirectories
+from podwire.model.interfaces import EndpointConfig
 
 _log = logging.getLogger(__name__)
 
@@ -21,9 +22,9 @@ LINE_MAX: Final = 4096
 
 
 class WrittenBehind:
-    """Implements `model.interfaces.EndpointDirectories`; every call returns at once."""
+    """Implements `model.interfaces.EndpointDirectories`. Calls return at once; what cannot be written is logged."""
 
-    def __init__(self, directories: EndpointDirectories) -> None:
+    def __init__(self, directories: RunDirectories) -> None:
         self._directories = directories
         self._line: queue.Queue[Callable[[], None] | None] = queue.Queue(LINE_MAX)
         self._thread = threading.Thread(target=self._write, name="directories", daemon=True)

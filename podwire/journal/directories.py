@@ -1,8 +1,8 @@
 """Endpoint directories below the run directory: what an endpoint is and what its programs were told.
 
-Called by regeneration, DEL and restore. For people to read: nothing here is ever read back, the journal decides. A
-build writes `<id>_next/` and swaps it in by rename, so a reader finds a whole `<id>/` or none; what a failed build
-wanted stays in `<id>_next_fail/`.
+Written by `journal.behind` for regeneration, DEL and restore. For people to read: nothing here is ever read back, the
+journal decides. A build writes `<id>_next/` and swaps it in by rename, so a reader finds a whole `<id>/` or none; what
+a failed build wanted stays in `<id>_next_fail/`.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _SUFFIXES = ("", "_next", "_next_fail", "_old")
 
 
 class RunDirectories:
-    """Implements `model.interfaces.EndpointDirectories` below `root` (`<run_dir>/endpoints`)."""
+    """The directories below `root` (`<run_dir>/endpoints`). Its calls raise OSError when the disk is full."""
 
     def __init__(self, root: Path) -> None:
         self._root = root

@@ -106,7 +106,10 @@ class Inventory:
 
 
 class EndpointDirectories(Protocol):
-    """What people can read about each endpoint below the run directory; nothing is ever restored from it."""
+    """What people can read about each endpoint below the run directory; nothing is ever restored from it.
+
+    No call raises: a full run directory must never keep a pod from its network.
+    """
 
     def publish(self, record: EndpointRecord, config: EndpointConfig) -> None:
         """Write `<id>_next/` and swap it for `<id>/`."""

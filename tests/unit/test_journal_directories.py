@@ -1,10 +1,13 @@
 """Endpoint directories: whole or absent, and never in the way."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
+from podwire.journal.behind import WrittenBehind
 from podwire.journal.directories import RunDirectories
 from podwire.model.ids import EndpointId, InterfaceName
 from podwire.model.interfaces import EndpointConfig
@@ -87,3 +90,30 @@ def test_names_cannot_break_out_of_the_header(directories: RunDirectories, tmp_p
     directories.publish(record(7, key=hostile), EndpointConfig())
     header = (tmp_path / "endpoints/7/ep_config.h").read_text()
     assert header.count("*/") == 1
+
+
+def test_a_run_directory_that_cannot_be_written_is_nobodys_failure(
+    directories: RunDirectories, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.rmtree(tmp_path / "endpoints")
+    behind = WrittenBehind(directories)
+    behind.publish(record(7), EndpointConfig())
+    behind.keep_failure(record(7), EndpointConfig(), "no")
+    behind.prune([SEVEN])
+    behind.close()
+    assert [one.message for one in caplog.records] == ["write an endpoint's directory"] * 3
+
+
+def test_what_is_written_behind_is_written_in_order_and_before_the_end(
+    directories: RunDirectories, tmp_path: Path
+) -> None:
+    behind = WrittenBehind(directories)
+    for revision in range(20):
+        behind.publish(record(7), EndpointConfig(policy_revision=revision))
+        behind.remove(EndpointId(70))
+        behind.publish(record(70), EndpointConfig())
+    behind.remove(EndpointId(70))
+    behind.close()
+    assert os.listdir(tmp_path / "endpoints") == ["7"]
+    document = json.loads((tmp_path / "endpoints/7/endpoint.json").read_bytes())
+    assert document["config"]["policy_revision"] == 19

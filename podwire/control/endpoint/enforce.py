@@ -9,7 +9,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from podwire.control.endpoint import states
 from podwire.control.endpoint.queue import BuildQueue, Level
@@ -228,7 +227,7 @@ class Enforcer:
         if endpoint is None:
             return
         endpoint.config = values.fill(endpoint.config)
-        self._tell(partial(self.directories.publish, endpoint.record, endpoint.config))
+        self.directories.publish(endpoint.record, endpoint.config)
         self._note_success(endpoint_id, cause)
 
     def _note_success(self, endpoint_id: EndpointId, cause: str) -> None:
@@ -270,10 +269,3 @@ class Enforcer:
         """Log the regeneration that has just been done, as the states it went through."""
         for event in (states.RegenerationRequested(cause), states.BuildStarted(), end):
             endpoint.report(event)
-
-    @staticmethod
-    def _tell(write: Callable[[], None]) -> None:
-        try:
-            write()
-        except OSError as failure:
-            _log.warning("write the endpoint's directory", extra={"error": str(failure)})

@@ -7,7 +7,6 @@ retries.
 
 import logging
 from collections.abc import Callable
-from functools import partial
 
 from podwire.control.endpoint import states
 from podwire.control.endpoint.enforce import MAY_FOLLOW, Enforcer
@@ -98,11 +97,9 @@ class Regenerator:
         except PodwireError as error:
             endpoint.config = self._read_row(endpoint)
             endpoint.report(states.BuildFailed(error.message))
-            self._tell(
-                partial(self._directories.keep_failure, endpoint.record, config, error.message)
-            )
+            self._directories.keep_failure(endpoint.record, config, error.message)
             raise
-        self._tell(partial(self._directories.publish, endpoint.record, config))
+        self._directories.publish(endpoint.record, config)
         endpoint.config = config
         self.enforcer.realized(endpoint)
         endpoint.report(states.BuildSucceeded())
@@ -127,11 +124,3 @@ class Regenerator:
             )
             return False
         return True
-
-    @staticmethod
-    def _tell(write: Callable[[], None]) -> None:
-        """Write for people to read: a full run directory must never keep a pod from its network."""
-        try:
-            write()
-        except OSError as failure:
-            _log.warning("write the endpoint's directory", extra={"error": str(failure)})

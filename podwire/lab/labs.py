@@ -50,7 +50,7 @@ def up(name: str, shape: LabShape, *, progress: Progress = print) -> LabState:
         state = LabState(name=name, shape=shape)
         with ExitStack() as undo:
             undo.callback(_remove_everything, plan, state)
-            progress(f"lab {name}: {shape.nodes} nodes, underlay and world")
+            progress(f"lab {name}: {_count(shape.nodes, 'node')}, underlay and world")
             states.write_state(state)
             nodes.create_network(plan)
             if shape.store == "etcd":
@@ -242,7 +242,7 @@ def replace_node(lab: str, node_name: str, *, progress: Progress = print) -> Non
         for root in (node.pins, node.directory):
             _remove_tree(root)
         states.write_state(state)
-        progress(f"{node_name} and its {len(gone)} pods are gone")
+        progress(f"{node_name} and its {_count(len(gone), 'pod')} are gone")
         nodes.create_node_network(state.plan, node)
         nodes.write_config(state.plan, node)
         nodes.start_agent(state, node)
@@ -298,3 +298,7 @@ def _is_up(name: str) -> bool:
         return False
     running = [states.is_running(process) for process in state.agents.values()]
     return any(running) or not running
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

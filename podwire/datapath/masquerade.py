@@ -9,6 +9,7 @@ cluster's networks, to the exceptions, to this host (they do not pass this hook)
 
 import ipaddress
 import json
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -87,21 +88,24 @@ class Masquerade:
 
     def __init__(self, tables: Nftables) -> None:
         self._tables = tables
+        self._lock = threading.RLock()
+        """Whoever compares on another thread must not see a table between its writing and its reading back."""
         self._applied: str | None = None
         self._plan: MasqueradePlan | None = None
         self._text = ""
 
     def ensure(self, plan: MasqueradePlan) -> list[str]:
         """Apply the plan unless the table does what it says already; name what differed."""
-        if plan != self._plan:
-            if render_table(plan) != self._text:
+        with self._lock:
+            if plan != self._plan:
+                if render_table(plan) != self._text:
+                    self.apply(plan)
+                    return [f"nftables table {NFT_TABLE!r} was of another plan"]
+                self._plan = plan
+            differences = self.compare()
+            if differences:
                 self.apply(plan)
-                return [f"nftables table {NFT_TABLE!r} was of another plan"]
-            self._plan = plan
-        differences = self.compare()
-        if differences:
-            self.apply(plan)
-        return differences
+            return differences
 
     def apply(self, plan: MasqueradePlan) -> None:
         """Make the table do what the plan says.
@@ -109,24 +113,27 @@ class Masquerade:
         Raises KernelFailure; the old table then stays in force.
         """
         text = render_table(plan)
-        self._tables.run(text)
-        self._applied = _fingerprint(self._list())
-        self._plan, self._text = plan, text
+        with self._lock:
+            self._tables.run(text)
+            self._applied = _fingerprint(self._list())
+            self._plan, self._text = plan, text
 
     def remove(self) -> None:
         """Remove the table; an absent one is success."""
-        self._tables.run(f"add table {_TABLE}\ndelete table {_TABLE}\n")
-        self._applied = self._plan = None
-        self._text = ""
+        with self._lock:
+            self._tables.run(f"add table {_TABLE}\ndelete table {_TABLE}\n")
+            self._applied = self._plan = None
+            self._text = ""
 
     def compare(self) -> list[str]:
         """Name what differs from the last `apply`; nothing was applied = nothing is wanted."""
-        present = self._list()
-        if self._applied is None:
+        with self._lock:
+            present, applied = self._list(), self._applied
+        if applied is None:
             return [f"nftables table {NFT_TABLE!r} exists, wanted none"] if present else []
         if not present:
             return [f"nftables table {NFT_TABLE!r} is missing"]
-        if _fingerprint(present) != self._applied:
+        if _fingerprint(present) != applied:
             return [f"nftables table {NFT_TABLE!r} is not as podwire made it"]
         return []
 

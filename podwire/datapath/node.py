@@ -433,7 +433,9 @@ class KernelDatapath:
             ipv6=self.plan.has_family(6),
         )
         return found + [
-            HostWarning(text, "restart the agent to write it anew")
+            HostWarning(
+                text, "the agent writes it anew when it next looks at the way to other nodes"
+            )
             for text in node.masquerade.compare()
         ]
 

@@ -17,7 +17,7 @@ from podwire.control.endpoint.states import State
 from podwire.control.endpoint.table import EndpointTable
 from podwire.control.flows.ring import FlowRing
 from podwire.control.identity.allocator import IdentityAllocator
-from podwire.control.ipam.node import NodeIpam
+from podwire.control.ipam.interface import Ipam
 from podwire.journal.records import SqliteJournal
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import StorageFailure
@@ -71,7 +71,7 @@ class Measured:
     """What the looked-up figures look at."""
 
     table: EndpointTable
-    ipam: NodeIpam
+    ipam: Ipam
     backlog: Callable[[], int]
     flows: FlowRing
     events_lost: Callable[[], int]
@@ -211,7 +211,7 @@ def _by_state(table: EndpointTable) -> dict[tuple[str, ...], float]:
     return {(state.value,): float(counts[state]) for state in State}
 
 
-def _addresses(ipam: NodeIpam) -> dict[tuple[str, ...], float]:
+def _addresses(ipam: Ipam) -> dict[tuple[str, ...], float]:
     found: dict[tuple[str, ...], float] = {}
     for usage in ipam.usage():
         cidr = str(usage.cidr)

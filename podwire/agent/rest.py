@@ -33,7 +33,7 @@ from podwire.control.flows.flow import Flow
 from podwire.control.flows.ring import FlowRing
 from podwire.control.identity.describe import describe_identities
 from podwire.control.ipam.audit import find_address_faults
-from podwire.control.ipam.node import NodeIpam
+from podwire.control.ipam.interface import Ipam
 from podwire.model import errors
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.interfaces import Clock, Datapath, Journal
@@ -100,7 +100,7 @@ class Api:
 
     config: LiveConfig
     table: EndpointTable
-    ipam: NodeIpam
+    ipam: Ipam
     journal: Journal
     datapath: Datapath
     flows: FlowRing

@@ -21,6 +21,7 @@ RATE_MAX_BITS_PER_S: Final = 10**15
 """The most that a Kubernetes annotation may ask for: 1P."""
 BURST_MAX_BITS: Final = ((1 << 32) - 1) * 8
 """A token bucket counts its burst in bytes, in 32 bits."""
+POOLS_MAX: Final = 64
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
 _PROTOCOLS: Final = ("TCP", "UDP", "SCTP")
@@ -127,12 +128,12 @@ def read_ports(value: Any, faults: Faults) -> tuple[NamedPort, ...]:
 
 
 def read_pools(value: Any, faults: Faults) -> tuple[str, ...]:
-    """Read the wanted pools, which only IPAM mode `pool` could give."""
-    if faults.read_list(value, "args.cni.pools", limit=PORTS_MAX):
-        _refuse(
-            faults, "args.cni.pools", value, "leave it out: addresses come from the node's CIDRs"
-        )
-    return ()
+    """Read the names of the wanted pools, each once; a node without pools refuses them."""
+    names = [
+        faults.read_text(item, f"args.cni.pools[{index}]")
+        for index, item in enumerate(faults.read_list(value, "args.cni.pools", limit=POOLS_MAX))
+    ]
+    return tuple(dict.fromkeys(name for name in names if name))
 
 
 def _refuse(faults: Faults, path: str, value: object, advice: str) -> None:

@@ -14,6 +14,7 @@ from podwire.control.objects import (
     identify,
     summarise,
 )
+from podwire.control.pool_objects import check_pools
 from podwire.model.errors import Conflict, Fault, InvalidRequest, NotFound
 from podwire.model.ids import DEFAULT_NAMESPACE
 from podwire.model.store import ObjectKey, Store, StoredObject
@@ -113,6 +114,16 @@ def check_namespaces(store: Store, drafts: Sequence[StoredObject]) -> None:
         raise _refuse(faults)
 
 
+def refuse_pools(store: Store, drafts: Sequence[StoredObject]) -> None:
+    """Raise InvalidRequest when pools would overlap, or be cut anew while nodes have blocks of them."""
+    faults = [
+        Fault(_join(f"documents[{index}]", fault.path), fault.message)
+        for index, fault in check_pools(store, drafts)
+    ]
+    if faults:
+        raise _refuse(faults)
+
+
 def put_object(
     store: Store, key: ObjectKey, document: Mapping[str, Any], *, dry_run: bool = False
 ) -> Applied:
@@ -127,6 +138,7 @@ def put_object(
     wanted = document["metadata"].get("resourceVersion")
     with _writing(store, dry_run=dry_run):
         check_namespaces(store, [draft])
+        refuse_pools(store, [draft])
         if wanted in (None, ""):
             return _apply(store, draft, dry_run=dry_run)
         found = store.get(key)

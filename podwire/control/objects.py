@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from podwire.control.pool_objects import decode_pool
 from podwire.control.policy.rules_cilium import decode_cidr_group, decode_cilium_policy
 from podwire.control.policy.rules_k8s import decode_network_policy
 from podwire.control.policy.schema import (
@@ -33,6 +34,7 @@ from podwire.model.store.kinds import (
     CIDR_GROUP,
     CILIUM_CLUSTERWIDE_POLICY,
     CILIUM_POLICY,
+    IP_POOL,
     KINDS,
     NAMESPACE,
     NETWORK_POLICY,
@@ -292,6 +294,7 @@ _FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
 
 _DECODERS: Final[Mapping[str, Decoder]] = {
     NAMESPACE.plural: lambda _document: None,
+    IP_POOL.plural: decode_pool,
     WORKLOAD.plural: _decode_workload,
     CIDR_GROUP.plural: decode_cidr_group,
     NETWORK_POLICY.plural: decode_network_policy,

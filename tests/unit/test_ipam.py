@@ -7,6 +7,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 import pytest
 
 from podwire.control.ipam import fifo
+from podwire.control.ipam.interface import Wish
 from podwire.control.ipam.node import NodeIpam
 from podwire.model.endpoint import IPAddress
 from podwire.model.errors import AddressUnavailable, Bug, Exhausted, InvalidConfiguration
@@ -19,8 +20,7 @@ def take(ipam: NodeIpam, owner: int, identity: int = 0, *wanted: str) -> list[st
     """Allocate for an endpoint and give its addresses as text."""
     found = ipam.allocate(
         EndpointId(owner),
-        identity=IdentityId(identity),
-        wanted=[ip_address(one) for one in wanted],
+        Wish(identity=IdentityId(identity), wanted=tuple(ip_address(one) for one in wanted)),
     )
     return [str(one) for one in found if one is not None]
 
@@ -281,7 +281,7 @@ def test_a_million_allocations_never_give_one_address_twice(seed: int) -> None:
     owners: list[int] = []
     holders: dict[IPAddress, int] = {}
     for owner in range(500_000):
-        ipv4, ipv6 = ipam.allocate(EndpointId(owner), identity=IdentityId(owner % 7))
+        ipv4, ipv6 = ipam.allocate(EndpointId(owner), Wish(identity=IdentityId(owner % 7)))
         assert isinstance(ipv4, IPv4Address)
         assert isinstance(ipv6, IPv6Address)
         assert holders.setdefault(ipv4, owner) == owner

@@ -17,7 +17,7 @@ from podwire.control.attach.recipes import RECIPES
 from podwire.control.attach.steps import DEVICE, Context, Step, undo_steps
 from podwire.control.endpoint.states import DeviceGone, DisconnectAccepted
 from podwire.control.endpoint.table import Endpoint, EndpointTable
-from podwire.control.ipam.node import NodeIpam
+from podwire.control.ipam.interface import Ipam
 from podwire.model.endpoint import EndpointRecord, Phase
 from podwire.model.errors import StorageFailure
 from podwire.model.ids import EndpointId
@@ -41,7 +41,7 @@ class Endings:
         *,
         table: EndpointTable,
         journal: Journal,
-        ipam: NodeIpam,
+        ipam: Ipam,
         context: Context,
         directories: EndpointDirectories,
     ) -> None:

@@ -15,7 +15,7 @@ from podwire.control.endpoint.queue import Level
 from podwire.control.endpoint.regenerate import Regenerator
 from podwire.control.endpoint.states import State
 from podwire.control.endpoint.table import Endpoint, EndpointTable
-from podwire.control.ipam.node import NodeIpam
+from podwire.control.ipam.interface import Ipam
 from podwire.model.endpoint import EndpointRecord, Phase
 from podwire.model.errors import PodwireError
 from podwire.model.ids import EndpointId
@@ -48,7 +48,7 @@ class Restorer:
 
     journal: Journal
     datapath: Datapath
-    ipam: NodeIpam
+    ipam: Ipam
     table: EndpointTable
     endings: Endings
     regenerator: Regenerator

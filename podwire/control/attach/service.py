@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from ipaddress import IPv4Address, IPv6Address
 
 import msgspec
 
@@ -24,7 +23,7 @@ from podwire.control.endpoint.states import State
 from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.control.identity.key import convert_ports
 from podwire.control.identity.resolver import IdentityResolver, Resolution
-from podwire.control.ipam.node import NodeIpam
+from podwire.control.ipam.interface import NO_IDENTITY, Given, Ipam, Wish
 from podwire.model.endpoint import AttachmentKey, EndpointRecord, Phase
 from podwire.model.errors import (
     AddressUnavailable,
@@ -59,7 +58,7 @@ class AttachService:
 
     journal: Journal
     datapath: Datapath
-    ipam: NodeIpam
+    ipam: Ipam
     table: EndpointTable
     endings: Endings
     context: Context
@@ -68,6 +67,8 @@ class AttachService:
     turn: threading.RLock
     mode: str = "veth"
     status_on_exhaustion: bool = True
+    address_wait_s: float = 10.0
+    """So long, from the launcher's start on, an ADD waits for a block of addresses."""
     observe: Observe = _observe_nothing
 
     def add(
@@ -84,16 +85,26 @@ class AttachService:
             )
         # Before the turn: labels that nobody had before wait for the store, and no other pod may wait with them.
         identity = self._resolve(request, cancelled)
-        with self.turn:
-            self._refuse_second_attachment(_key(request))
-            endpoint = self._admit(request, namespace, identity)
-            self._build_up(endpoint, namespace, cancelled)
+        wish = _wish(request, identity.number)
+        try:
+            self._make_room(wish, request, cancelled)
+            with self.turn:
+                self._refuse_second_attachment(_key(request))
+                endpoint = self._admit(request, namespace, identity, wish)
+                self._build_up(endpoint, namespace, cancelled)
+        finally:
+            self.ipam.drop(wish)
         return describe_attachment(endpoint.record)
 
     def waits_for_store(self, request: AttachRequest) -> bool:
-        """Tell whether `add` would ask the store for labels that no pod of this node has; blocks for nothing."""
+        """Tell whether `add` would ask the store for labels that no pod of this node has, or for addresses.
+
+        Blocks for nothing.
+        """
         ports = convert_ports(request.ports)
-        return self.identities.find(request.labels, ports, request.namespace) is None
+        if self.identities.find(request.labels, ports, request.namespace) is None:
+            return True
+        return self.ipam.waits_for_store(_wish(request))
 
     def delete(self, request: AttachRequest, _namespace: PodNamespace | None = None) -> None:
         """Detach; success when nothing is there. Older than the attachment it names, it changes nothing."""
@@ -159,10 +170,10 @@ class AttachService:
 
     def status(self) -> None:
         """Tell whether an ADD would succeed now; CannotServe names the reason."""
-        full = [usage.cidr for usage in self.ipam.usage() if usage.free == 0]
+        full = self.ipam.list_lacks()
         if full and self.status_on_exhaustion and not len(self.endings):
             raise CannotServe(
-                f"no address left in {', '.join(str(cidr) for cidr in full)}",
+                f"no address left in {', '.join(full)}",
                 hint="give the node another CIDR (node_cidrs) or remove pods; see `podwire ipam show`",
             )
 
@@ -209,12 +220,27 @@ class AttachService:
         self.observe("ADD", "resolve", (self.clock.boottime_ns() - begin_ns) / 1e6)
         return found
 
+    def _make_room(self, wish: Wish, request: AttachRequest, cancelled: Callable[[], bool]) -> None:
+        """Have addresses for a pod, before the turn: when all are in use, the reaper finishes first."""
+        waited_s = (self.clock.boottime_ns() - request.started_boottime_ns) / 1e9
+        wait_s = max(0.0, self.address_wait_s - waited_s)
+        try:
+            self.ipam.make_room(wish, cancelled, wait_s)
+        except (Exhausted, AddressUnavailable):
+            if not self.settle():
+                raise
+            self.ipam.make_room(wish, cancelled, wait_s)
+
     def _admit(
-        self, request: AttachRequest, namespace: PodNamespace, identity: Resolution
+        self,
+        request: AttachRequest,
+        namespace: PodNamespace,
+        identity: Resolution,
+        wish: Wish,
     ) -> Endpoint:
         """Choose id, addresses and device, and write the intent: from here on the node remembers it."""
         endpoint_id = self.journal.next_endpoint_id()
-        ipv4, ipv6 = self._allocate(endpoint_id, request, identity.number)
+        ipv4, ipv6 = self._allocate(endpoint_id, wish)
         try:
             record = self._plan(endpoint_id, request, namespace, str(ipv4 or ""), str(ipv6 or ""))
             record = identity.write_into(record)
@@ -260,16 +286,14 @@ class AttachService:
             fixed_addresses=bool(request.wanted_ips),
         )
 
-    def _allocate(
-        self, endpoint_id: EndpointId, request: AttachRequest, identity: IdentityId
-    ) -> tuple[IPv4Address | None, IPv6Address | None]:
+    def _allocate(self, endpoint_id: EndpointId, wish: Wish) -> Given:
         """Take addresses; when all are in use or resting behind a dying device, let the reaper finish first."""
         try:
-            return self.ipam.allocate(endpoint_id, identity=identity, wanted=request.wanted_ips)
+            return self.ipam.allocate(endpoint_id, wish)
         except (Exhausted, AddressUnavailable):
             if not self.endings.settle():
                 raise
-            return self.ipam.allocate(endpoint_id, identity=identity, wanted=request.wanted_ips)
+            return self.ipam.allocate(endpoint_id, wish)
 
     def _build_up(
         self, endpoint: Endpoint, namespace: PodNamespace, cancelled: Callable[[], bool]
@@ -322,6 +346,16 @@ class AttachService:
         begin_ns = self.clock.boottime_ns()
         do()
         self.observe(op, step, (self.clock.boottime_ns() - begin_ns) / 1e6)
+
+
+def _wish(request: AttachRequest, identity: IdentityId = NO_IDENTITY) -> Wish:
+    return Wish(
+        key=request.key,
+        identity=identity,
+        wanted=request.wanted_ips,
+        pools=request.pools,
+        namespace=request.namespace,
+    )
 
 
 def _key(request: AttachRequest) -> AttachmentKey:

@@ -7,7 +7,7 @@ under the node's turn. An address is releasable when nothing but the allocator's
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from podwire.control.ipam.node import Holding
+from podwire.control.ipam.interface import Holding
 from podwire.model.endpoint import EndpointRecord, Phase
 from podwire.model.ids import EndpointId
 

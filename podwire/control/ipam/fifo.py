@@ -1,6 +1,7 @@
 """The addresses of one CIDR: which are held, which rest, which were never used. Pure, in memory.
 
-`control.ipam.node` is the only user. The journal is what survives; after a restart every held address is taken again.
+Used by `control.ipam.node` and, for each block, by `control.ipam.pool`. The journal is what survives; after a restart
+every held address is taken again.
 An address that came back rests at the end of the line: the next one given is one that the same identity had before
 (others still know it under that identity), else one never used, else the one that rested longest. What rests is
 bounded, so memory does not grow with the CIDR nor with time, and an IPv6 /64 costs nothing. No address is ever held
@@ -8,20 +9,24 @@ twice: `take` refuses.
 """
 
 import ipaddress
+import itertools
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Final
 
+from podwire.control.ipam.interface import NO_IDENTITY
 from podwire.model.endpoint import IPAddress
 from podwire.model.errors import Bug
 from podwire.model.ids import IdentityId
 from podwire.model.request import IPNetwork
 
-NO_IDENTITY: Final = IdentityId(0)
-"""An owner whose identity is not known yet has no claim to anybody's rested address."""
 RESTED_MAX: Final = 1 << 16
 """So many may rest before the oldest is given again although others were never used."""
 SMALLEST_CIDR: Final = 4
 """Network (or anycast) address, the node's own, one pod's, and IPv4's broadcast address."""
+
+_releases = itertools.count()
+"""Of all CIDRs together: tells which of two addresses of different CIDRs rested longer."""
 
 
 class AddressFifo:
@@ -39,7 +44,9 @@ class AddressFifo:
         self._fresh_next = self._first
         self._fresh_left = self.capacity
         self._held: set[int] = set()
+        self._excluded: set[int] = set()
         self._rested: OrderedDict[int, IdentityId] = OrderedDict()
+        self._rested_since: dict[int, int] = {}
         self._rested_of: dict[IdentityId, OrderedDict[int, None]] = {}
 
     @property
@@ -60,7 +67,19 @@ class AddressFifo:
     @property
     def free(self) -> int:
         """How many addresses could be given out now."""
-        return self.capacity - len(self._held)
+        return self.capacity - len(self._held) - len(self._excluded - self._held)
+
+    def exclude(self, addresses: Iterable[IPAddress]) -> None:
+        """Give exactly these out no more unless they are asked for by `take`; others that were so are given again."""
+        offsets = {int(one) - self._base for one in addresses}
+        self._excluded = {one for one in offsets if self._first <= one < self._end}
+        for offset in self._excluded & self._rested.keys():
+            self._forget_rest(offset)
+        self._fresh_left = self.capacity
+
+    def is_excluded(self, address: IPAddress) -> bool:
+        """Tell whether an address is only given to who asks for it."""
+        return int(address) - self._base in self._excluded
 
     def is_assignable(self, address: IPAddress) -> bool:
         """Tell whether the address may be given to a pod at all."""
@@ -74,10 +93,21 @@ class AddressFifo:
 
     def find_next(self) -> IPAddress | None:
         """Name an address never used, else the one that rested longest; None when all are held."""
-        offset = self._find_fresh() if len(self._rested) < RESTED_MAX else None
-        if offset is None:
-            offset = next(iter(self._rested), None)
+        fresh = self.find_fresh()
+        if fresh is not None:
+            return fresh
+        offset = next(iter(self._rested), None)
         return None if offset is None else self._address(offset)
+
+    def find_fresh(self) -> IPAddress | None:
+        """Name an address never used; None when there is none, or too many rest already."""
+        offset = self._find_fresh() if len(self._rested) < RESTED_MAX else None
+        return None if offset is None else self._address(offset)
+
+    def find_rested_longest(self) -> tuple[int, IPAddress] | None:
+        """Name the address that rested longest, with a number that grows with the time of its release."""
+        offset = next(iter(self._rested), None)
+        return None if offset is None else (self._rested_since[offset], self._address(offset))
 
     def take(self, address: IPAddress) -> None:
         """Give this very address out. It must be assignable; raises Bug when it is held."""
@@ -85,12 +115,7 @@ class AddressFifo:
         if offset in self._held:
             raise Bug(f"take {address}: it is held already")
         self._held.add(offset)
-        identity = self._rested.pop(offset, None)
-        if identity is not None:
-            line = self._rested_of[identity]
-            del line[offset]
-            if not line:
-                del self._rested_of[identity]
+        self._forget_rest(offset)
 
     def release(self, address: IPAddress, identity: IdentityId = NO_IDENTITY) -> None:
         """Let an address rest at the end of the line, remembered as that of `identity`; not held is no error."""
@@ -98,7 +123,10 @@ class AddressFifo:
         if offset not in self._held:
             return
         self._held.remove(offset)
+        if offset in self._excluded:
+            return
         self._rested[offset] = identity
+        self._rested_since[offset] = next(_releases)
         self._rested_of.setdefault(identity, OrderedDict())[offset] = None
 
     def continue_after(self, address: IPAddress) -> None:
@@ -112,11 +140,25 @@ class AddressFifo:
     def _find_fresh(self) -> int | None:
         while self._fresh_left:
             offset = self._fresh_next
-            if offset not in self._held and offset not in self._rested:
+            if (
+                offset not in self._held
+                and offset not in self._rested
+                and offset not in self._excluded
+            ):
                 return offset
             self._fresh_next = self._following(offset)
             self._fresh_left -= 1
         return None
+
+    def _forget_rest(self, offset: int) -> None:
+        identity = self._rested.pop(offset, None)
+        if identity is None:
+            return
+        del self._rested_since[offset]
+        line = self._rested_of[identity]
+        del line[offset]
+        if not line:
+            del self._rested_of[identity]
 
     def _following(self, offset: int) -> int:
         return offset + 1 if offset + 1 < self._end else self._first

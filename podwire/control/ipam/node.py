@@ -6,37 +6,29 @@ quarantine, which only changes what is shown. An address never has two holders: 
 """
 
 import ipaddress
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from ipaddress import IPv4Address, IPv6Address
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from podwire.control.ipam.fifo import NO_IDENTITY, SMALLEST_CIDR, AddressFifo
+from podwire.control.ipam.fifo import SMALLEST_CIDR, AddressFifo
+from podwire.control.ipam.interface import (
+    NO_IDENTITY,
+    NO_WISH,
+    CidrUsage,
+    Given,
+    Holding,
+    Wish,
+    split_families,
+)
 from podwire.model.endpoint import IPAddress
-from podwire.model.errors import AddressUnavailable, Bug, Exhausted, InvalidConfiguration
+from podwire.model.errors import (
+    AddressUnavailable,
+    Bug,
+    Exhausted,
+    InvalidConfiguration,
+    UnsupportedField,
+)
 from podwire.model.ids import EndpointId, IdentityId
 from podwire.model.request import IPNetwork
-
-
-@dataclass(frozen=True)
-class CidrUsage:
-    """How full one CIDR is: `capacity` = `held` + `free`; `quarantined` held ones wait for their device to go."""
-
-    cidr: IPNetwork
-    router: IPAddress
-    capacity: int
-    held: int
-    quarantined: int
-    free: int
-
-
-@dataclass(frozen=True)
-class Holding:
-    """The addresses of one endpoint."""
-
-    owner: EndpointId
-    addresses: tuple[IPAddress, ...]
-    identity: IdentityId
-    quarantined: bool = False
 
 
 class NodeIpam:
@@ -57,28 +49,35 @@ class NodeIpam:
         """The IP versions that every endpoint gets, ascending."""
         return sorted({pool.cidr.version for pool in self._pools})
 
-    def allocate(
-        self,
-        owner: EndpointId,
-        *,
-        identity: IdentityId = NO_IDENTITY,
-        wanted: Sequence[IPAddress] = (),
-    ) -> tuple[IPv4Address | None, IPv6Address | None]:
-        """Give `owner` one address of each family, all or none; `wanted` ones (one of each family) as asked.
+    def waits_for_store(self, _wish: Wish) -> bool:
+        """Tell that nothing here ever waits."""
+        return False
+
+    def make_room(self, wish: Wish, _cancelled: Callable[[], bool], _wait_s: float) -> None:
+        """Refuse pools: there are none. There is nothing to prepare."""
+        if wish.pools:
+            raise UnsupportedField(
+                f"take addresses from args.cni.pools {list(wish.pools)}: this node has no pools",
+                hint='leave it out, or set `ipam = "pool"` in the agent\'s configuration',
+            )
+
+    def drop(self, _wish: Wish) -> None:
+        """Let go of nothing."""
+
+    def allocate(self, owner: EndpointId, wish: Wish = NO_WISH) -> Given:
+        """Give `owner` one address of each family, all or none; wanted ones (one of each family) as asked.
 
         Raises Exhausted when a CIDR's family has none left, AddressUnavailable when a wanted one is held or outside.
         """
         if owner in self._holdings:
             raise Bug(f"allocate addresses for endpoint {owner}: it has some already")
-        chosen = [self._check_wanted(address) for address in wanted]
+        chosen = [self._check_wanted(address) for address in wish.wanted]
         for family in self.families:
-            if all(address.version != family for address in wanted):
-                chosen.append(self._choose_next(family, identity))
+            if all(address.version != family for address in wish.wanted):
+                chosen.append(self._choose_next(family, wish.identity))
         # Nothing was taken so far, so a refusal above leaves the lines as they were.
-        self._hold(Holding(owner, tuple(sorted(chosen, key=_version)), identity))
-        ipv4 = next((one for one in chosen if isinstance(one, IPv4Address)), None)
-        ipv6 = next((one for one in chosen if isinstance(one, IPv6Address)), None)
-        return ipv4, ipv6
+        self._hold(Holding(owner, tuple(sorted(chosen, key=_version)), wish.identity))
+        return split_families(chosen)
 
     def adopt(
         self,
@@ -151,6 +150,10 @@ class NodeIpam:
             )
             for pool in self._pools
         ]
+
+    def list_lacks(self) -> Sequence[str]:
+        """Name the CIDRs that have no address left."""
+        return [str(one.cidr) for one in self.usage() if one.free == 0]
 
     def _hold(self, holding: Holding) -> None:
         self._holdings[holding.owner] = holding

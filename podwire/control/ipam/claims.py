@@ -1,0 +1,236 @@
+"""Claims: take a block or one address for this node, and give them back, each by one write that can only win or lose.
+
+Used by `control.ipam.pool`, never under the node's turn: everything here waits for the store. Knows others' blocks from
+the watch and lists nothing, so a claim costs the same among ten blocks and ten thousand. Invariant: a block has one
+node, an address one object; what a block does not keep, only its owner gives. Races between the claim of a block and
+that of an address in it are decided by order: who claims a block gives nothing of it before he has heard everything up
+to his claim, and who claims an address looks at its block afterwards.
+"""
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+from podwire.control.ipam.documents import (
+    Block,
+    Claimed,
+    address_key,
+    block_key,
+    choose_kept,
+    decode_block,
+    decode_claimed,
+    encode_block,
+    encode_claimed,
+    is_for_pod,
+    released,
+)
+from podwire.control.ipam.known import Known
+from podwire.control.ipam.pools import Pool
+from podwire.model.endpoint import AttachmentKey, IPAddress
+from podwire.model.errors import AddressUnavailable, Conflict, Exhausted, NotFound, Unavailable
+from podwire.model.request import IPNetwork
+from podwire.model.store import Store, StoredObject
+
+CONFLICTS_MAX: Final = 64
+"""So often somebody else may be faster before a claim gives up: the watch is far behind then."""
+
+
+class Claims:
+    """What one node writes of blocks and addresses."""
+
+    def __init__(self, store: Store, known: Known) -> None:
+        self.store = store
+        self.known = known
+        self._lock = threading.Lock()
+        self._cursors: dict[tuple[str, IPNetwork], int] = {}
+        self._unheard: dict[IPNetwork, Block] = {}
+
+    @property
+    def node(self) -> str:
+        """For whom claims are made."""
+        return self.known.node
+
+    def count_own(self, pool: str) -> int:
+        """Tell how many blocks of a pool this node has, those included that the watch has not given yet."""
+        with self.known.lock:
+            for cidr in [one for one in self._unheard if self._is_heard(self._unheard[one])]:
+                del self._unheard[cidr]
+            mine = {cidr for cidr, one in self.known.own.items() if one.pool == pool}
+            mine.update(cidr for cidr, one in self._unheard.items() if one.pool == pool)
+            return len(mine)
+
+    def find_limit(self, pool: Pool) -> str:
+        """Say why this node can have no further block of a pool; "" when it can."""
+        if pool.max_blocks_per_node and self.count_own(pool.name) >= pool.max_blocks_per_node:
+            return (
+                f"this node has all {pool.max_blocks_per_node} blocks that maxBlocksPerNode allows"
+            )
+        claimed = self.known.count_claimed(pool.name)
+        if claimed >= pool.block_count:
+            return f"all {pool.block_count} blocks are claimed"
+        return ""
+
+    def claim_block(self, pool: Pool) -> Block:
+        """Take one more block of a pool. Raises Exhausted, Unavailable."""
+        with self._lock:
+            limit = self.find_limit(pool)
+            if limit:
+                raise Exhausted(f"claim a block of pool {pool.name} ({pool.cidr}): {limit}")
+            conflicts = 0
+            for cidr in self._candidates(pool):
+                try:
+                    claimed = self._try_block(pool, cidr)
+                except (Conflict, NotFound):
+                    conflicts += 1
+                    if conflicts >= CONFLICTS_MAX:
+                        break
+                    continue
+                if claimed is not None:
+                    self._unheard[cidr] = claimed
+                    return claimed
+        if conflicts < CONFLICTS_MAX:
+            raise Exhausted(f"claim a block of pool {pool.name} ({pool.cidr}): none is free")
+        raise Unavailable(
+            f"claim a block of pool {pool.name}: other nodes were faster {conflicts} times",
+            hint="call again later",
+        )
+
+    def release_block(self, block: Block) -> bool:
+        """Give an empty block back; False when it is not this node's any more. Raises Unavailable."""
+        if block.stored is None:
+            return False
+        try:
+            self.store.update(_stored(block.stored, encode_block(released(block))))
+        except (Conflict, NotFound):
+            return False
+        return True
+
+    def claim_address(self, address: IPAddress, pool: Pool, key: AttachmentKey) -> Claimed:
+        """Take one address that is in no own block, or that the block keeps. Raises AddressUnavailable, Unavailable."""
+        cidr = pool.block_of(address)
+        if not is_for_pod(address, cidr):
+            raise _refuse(address, f"no pod can have it: it is the first, second or last of {cidr}")
+        self._check_block(address, pool, cidr)
+        claimed = Claimed(address, pool.name, self.node, key)
+        new = StoredObject(key=address_key(address), document=encode_claimed(claimed))
+        try:
+            stored = self.store.create(new)
+        except Conflict:
+            return self._take_over(claimed)
+        claimed = replace(claimed, stored=stored)
+        try:
+            self._check_block(address, pool, cidr)
+        except AddressUnavailable:
+            self.return_address(claimed)
+            raise
+        self.known.put_claimed(claimed)
+        return claimed
+
+    def borrow(self, pool: Pool, key: AttachmentKey) -> Claimed | None:
+        """Take an address that some block of a pool keeps for this; own blocks first. None when none is left."""
+        conflicts = 0
+        for address in self._lendable(pool):
+            try:
+                return self.claim_address(address, pool, key)
+            except AddressUnavailable:
+                conflicts += 1
+                if conflicts >= CONFLICTS_MAX:
+                    return None
+        return None
+
+    def return_address(self, claimed: Claimed) -> None:
+        """Give one address back, unless it was taken over meanwhile. Raises Unavailable."""
+        if claimed.stored is None:
+            return
+        try:
+            stored = claimed.stored
+            self.store.delete(stored.key, revision=stored.revision, uid=stored.uid)
+        except (Conflict, NotFound):
+            return
+
+    def _candidates(self, pool: Pool) -> Iterator[IPNetwork]:
+        """Go through a pool's blocks from this node's own place on, in this node's own order, from where it was left.
+
+        The number of blocks is a power of two, so every odd stride comes by all of them.
+        """
+        digest = hashlib.sha256(f"{self.node}/{pool.name}".encode()).digest()
+        start = int.from_bytes(digest[:16])
+        stride = int.from_bytes(digest[16:]) | 1
+        place = (pool.name, pool.cidr)
+        for _ in range(min(pool.block_count, 1 << 30)):
+            step = self._cursors.get(place, 0)
+            self._cursors[place] = step + 1
+            yield pool.block_at((start + step * stride) % pool.block_count)
+
+    def _try_block(self, pool: Pool, cidr: IPNetwork) -> Block | None:
+        before = self.known.blocks.get(cidr)
+        if cidr in self._unheard or (before is not None and before.node):
+            return None
+        if self.known.find_overlapping(cidr) is not None:
+            return None
+        kept = choose_kept(cidr, pool.reserved, lends=not pool.strict_affinity)
+        epoch = before.epoch + 1 if before is not None else 1
+        block = Block(cidr, pool.name, self.node, epoch, kept)
+        document = encode_block(block)
+        if before is None or before.stored is None:
+            stored = self.store.create(StoredObject(key=block_key(cidr), document=document))
+        else:
+            stored = self.store.update(_stored(before.stored, document))
+        return replace(block, stored=stored)
+
+    def _check_block(self, address: IPAddress, pool: Pool, cidr: IPNetwork) -> None:
+        """Refuse an address that its block's owner may give by himself."""
+        stored = self.store.get(block_key(cidr))
+        block = decode_block(stored) if stored is not None else None
+        if block is None or not block.node or block.keeps(address):
+            return
+        if block.node == self.node:
+            raise _refuse(address, f"block {cidr} of this node is not in use yet, or not any more")
+        raise _refuse(address, f"it is in block {cidr} of node {block.node} (pool {pool.name})")
+
+    def _take_over(self, wanted: Claimed) -> Claimed:
+        """Take an address whose object exists already: only one that this node itself has, for another pod."""
+        stored = self.store.get(address_key(wanted.address))
+        found = decode_claimed(stored) if stored is not None else None
+        if stored is None or found is None or found.node != self.node:
+            whose = f"node {found.node} has it for {found.key}" if found else "somebody has it"
+            raise _refuse(wanted.address, whose)
+        try:
+            stored = self.store.update(_stored(stored, encode_claimed(wanted)))
+        except (Conflict, NotFound):
+            raise _refuse(wanted.address, "somebody else was faster") from None
+        claimed = replace(wanted, stored=stored)
+        self.known.put_claimed(claimed)
+        return claimed
+
+    def _lendable(self, pool: Pool) -> Iterator[IPAddress]:
+        """Give kept addresses that nobody is known to have: of own blocks first, then from this node's own place on."""
+        with self.known.lock:
+            blocks = [
+                one for one in self.known.blocks.values() if one.node and one.pool == pool.name
+            ]
+            taken = set(self.known.claimed)
+        shift = int.from_bytes(hashlib.sha256(self.node.encode()).digest()[:4])
+        shift = shift % len(blocks) if blocks else 0
+        ordered = blocks[shift:] + blocks[:shift]
+        for block in sorted(ordered, key=lambda one: one.node != self.node):
+            for address in block.kept_addresses():
+                if address not in taken and not pool.reserves(address):
+                    yield address
+
+    def _is_heard(self, block: Block) -> bool:
+        known = self.known.blocks.get(block.cidr)
+        return known is not None and known.revision >= block.revision
+
+
+def _stored(before: StoredObject, document: dict[str, object]) -> StoredObject:
+    return StoredObject(key=before.key, uid=before.uid, revision=before.revision, document=document)
+
+
+def _refuse(address: IPAddress, why: str) -> AddressUnavailable:
+    return AddressUnavailable(
+        f"take address {address}: {why}",
+        hint="fixed addresses that move between nodes belong into a pool's `reserved` ranges",
+    )

@@ -1,0 +1,202 @@
+"""IPBlock and IPAddress documents: which node has a block, and who has one address that no block's owner gives freely.
+
+Written by `control.ipam.claims`, read by whoever follows blocks. Pure. Names come from what is named, so that creating
+the object is the claim: an object exists once. Invariant: what was written is read back the same; of what cannot be
+read nothing is used.
+"""
+
+import ipaddress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from podwire.control.ipam.pools import AddressRange, is_within
+from podwire.model.endpoint import AttachmentKey, IPAddress
+from podwire.model.ids import ContainerId, InterfaceName, NetworkName
+from podwire.model.request import IPNetwork
+from podwire.model.store import ObjectKey, StoredObject
+from podwire.model.store.kinds import IP_ADDRESS, IP_BLOCK
+
+KEPT_SHARE: Final = 16
+"""One of so many addresses of a block is kept for whoever claims it by an object: other nodes too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One block. `node` "": nobody's; the object stays, so that the next claim has a higher epoch."""
+
+    cidr: IPNetwork
+    pool: str
+    node: str
+    epoch: int
+    kept: tuple[AddressRange, ...] = ()
+    """What not even the owner gives without claiming the address by an object."""
+    stored: StoredObject | None = None
+    """As the store has it; None when it is only remembered."""
+
+    @property
+    def revision(self) -> int:
+        """Of the store, 0 when it is only remembered."""
+        return self.stored.revision if self.stored is not None else 0
+
+    def keeps(self, address: IPAddress) -> bool:
+        """Tell whether an address needs an object of its own."""
+        return any(one.contains(address) for one in self.kept)
+
+    def kept_addresses(self) -> list[IPAddress]:
+        """List what is kept, without addresses that no pod may have."""
+        return [
+            address
+            for one in self.kept
+            for address in addresses_of(one)
+            if is_for_pod(address, self.cidr)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """One address that an object claims: borrowed, or asked for."""
+
+    address: IPAddress
+    pool: str
+    node: str
+    key: AttachmentKey
+    """Whose it is."""
+    stored: StoredObject | None = None
+
+
+def is_for_pod(address: IPAddress, cidr: IPNetwork) -> bool:
+    """Tell whether a pod may have an address of a block at all: not the first two, nor IPv4's last."""
+    offset = int(address) - int(cidr.network_address)
+    return offset >= 2 and not (cidr.version == 4 and offset == cidr.num_addresses - 1)
+
+
+def addresses_of(one: AddressRange) -> list[IPAddress]:
+    """List the addresses of a range inside one block."""
+    kind = type(one.first)
+    return [kind(number) for number in range(int(one.first), int(one.last) + 1)]
+
+
+def choose_kept(
+    cidr: IPNetwork, reserved: Sequence[AddressRange], *, lends: bool
+) -> tuple[AddressRange, ...]:
+    """Choose what a new block keeps: what the pool reserves of it and, if it lends, one of KEPT_SHARE at its end."""
+    kind = type(cidr.network_address)
+    last = int(cidr.broadcast_address) - (1 if cidr.version == 4 else 0)
+    found = [
+        AddressRange(
+            kind(max(int(one.first), int(cidr.network_address))),
+            kind(min(int(one.last), int(cidr.broadcast_address))),
+        )
+        for one in reserved
+        if one.overlaps(cidr)
+    ]
+    count = cidr.num_addresses // KEPT_SHARE
+    if lends and count:
+        found.append(AddressRange(kind(last - count + 1), kind(last)))
+    return tuple(found)
+
+
+def block_key(cidr: IPNetwork) -> ObjectKey:
+    """Give the key of a block's object."""
+    return ObjectKey(IP_BLOCK.plural, "", _name(str(cidr)))
+
+
+def address_key(address: IPAddress) -> ObjectKey:
+    """Give the key of an address's object."""
+    return ObjectKey(IP_ADDRESS.plural, "", _name(str(address)))
+
+
+def _name(text: str) -> str:
+    return "".join("-" if one in ".:/" else one for one in text).strip("-")
+
+
+def encode_block(block: Block) -> dict[str, Any]:
+    """Write a block's document."""
+    spec = {
+        "cidr": str(block.cidr),
+        "pool": block.pool,
+        "node": block.node,
+        "epoch": block.epoch,
+        "kept": [str(one) for one in block.kept],
+    }
+    return _document(IP_BLOCK.name, IP_BLOCK.api_versions[0], block_key(block.cidr).name, spec)
+
+
+def encode_claimed(claimed: Claimed) -> dict[str, Any]:
+    """Write an address's document."""
+    key = claimed.key
+    spec = {
+        "address": str(claimed.address),
+        "pool": claimed.pool,
+        "node": claimed.node,
+        "handle": {
+            "network": key.network,
+            "containerID": key.container_id,
+            "interface": key.if_name,
+        },
+    }
+    name = address_key(claimed.address).name
+    return _document(IP_ADDRESS.name, IP_ADDRESS.api_versions[0], name, spec)
+
+
+def decode_block(stored: StoredObject) -> Block | None:
+    """Read a block; None when this is none."""
+    spec = _spec(stored)
+    try:
+        cidr = ipaddress.ip_network(str(spec.get("cidr")))
+        epoch = spec.get("epoch", 0)
+        kept = tuple(_read_range(str(one)) for one in spec.get("kept") or ())
+    except (ValueError, TypeError):
+        return None
+    if block_key(cidr) != stored.key or not isinstance(epoch, int) or epoch < 0:
+        return None
+    return Block(cidr, _text(spec, "pool"), _text(spec, "node"), epoch, kept, stored)
+
+
+def decode_claimed(stored: StoredObject) -> Claimed | None:
+    """Read a claimed address; None when this is none."""
+    spec = _spec(stored)
+    handle = spec.get("handle")
+    handle = handle if isinstance(handle, Mapping) else {}
+    try:
+        address = ipaddress.ip_address(str(spec.get("address")))
+    except ValueError:
+        return None
+    if address_key(address) != stored.key:
+        return None
+    key = AttachmentKey(
+        NetworkName(_text(handle, "network")),
+        ContainerId(_text(handle, "containerID")),
+        InterfaceName(_text(handle, "interface")),
+    )
+    return Claimed(address, _text(spec, "pool"), _text(spec, "node"), key, stored)
+
+
+def released(block: Block) -> Block:
+    """Give a block as nobody's."""
+    return replace(block, node="", kept=())
+
+
+def overlaps(one: IPNetwork, other: IPNetwork) -> bool:
+    """Tell whether two networks share an address: CIDRs are nested or apart."""
+    return is_within(one, other) or is_within(other, one)
+
+
+def _document(kind: str, api_version: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": api_version, "kind": kind, "metadata": {"name": name}, "spec": spec}
+
+
+def _spec(stored: StoredObject) -> Mapping[str, Any]:
+    spec = stored.document.get("spec")
+    return spec if isinstance(spec, Mapping) else {}
+
+
+def _text(values: Mapping[str, Any], name: str) -> str:
+    value = values.get(name)
+    return value if isinstance(value, str) else ""
+
+
+def _read_range(text: str) -> AddressRange:
+    first, _, last = text.partition("-")
+    return AddressRange(ipaddress.ip_address(first), ipaddress.ip_address(last or first))

@@ -1,0 +1,125 @@
+"""What attachments ask of whoever gives the addresses: `control.ipam.node` or `control.ipam.pool`.
+
+Values and a protocol only. Invariant: an address has one holder from `allocate` or `adopt` until `release`, and what
+takes long is done in `make_room`, before anybody's turn.
+"""
+
+import ipaddress
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address
+from typing import Final, Protocol
+
+from podwire.model.endpoint import AttachmentKey, IPAddress
+from podwire.model.ids import EndpointId, IdentityId
+from podwire.model.request import IPNetwork
+
+NO_IDENTITY: Final = IdentityId(0)
+"""An owner whose identity is not known yet has no claim to anybody's rested address."""
+
+Given = tuple[IPv4Address | None, IPv6Address | None]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What one attachment asks for."""
+
+    key: AttachmentKey | None = None
+    """Whose it will be: the handle of what is claimed for it."""
+    identity: IdentityId = NO_IDENTITY
+    wanted: tuple[IPAddress, ...] = ()
+    """Fixed addresses, at most one of each family."""
+    pools: tuple[str, ...] = ()
+    """By name; (): as the namespace says, else all that fit."""
+    namespace: str = ""
+
+
+NO_WISH: Final = Wish()
+
+
+@dataclass(frozen=True)
+class CidrUsage:
+    """How full one CIDR is: `capacity` = `held` + `free`; `quarantined` held ones wait for their device to go."""
+
+    cidr: IPNetwork
+    router: IPAddress
+    capacity: int
+    held: int
+    quarantined: int
+    free: int
+    pool: str = ""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The addresses of one endpoint."""
+
+    owner: EndpointId
+    addresses: tuple[IPAddress, ...]
+    identity: IdentityId
+    quarantined: bool = False
+
+
+class Ipam(Protocol):
+    """The addresses of one node."""
+
+    def waits_for_store(self, wish: Wish, /) -> bool:
+        """Tell whether `make_room` would ask the store; blocks for nothing."""
+        ...
+
+    def make_room(self, wish: Wish, cancelled: Callable[[], bool], wait_s: float) -> None:
+        """See to it that `allocate` finds what is asked for; may wait. What is set aside is the wish's until `drop`.
+
+        Raises Exhausted, AddressUnavailable, Unavailable, InvalidConfiguration, UnsupportedField.
+        """
+        ...
+
+    def drop(self, wish: Wish, /) -> None:
+        """Let go of what was set aside and not allocated; nothing is no error."""
+        ...
+
+    def allocate(self, owner: EndpointId, wish: Wish, /) -> Given:
+        """Give `owner` its addresses, all or none; waits for nothing. Raises as `make_room`."""
+        ...
+
+    def adopt(
+        self,
+        owner: EndpointId,
+        addresses: Sequence[IPAddress],
+        *,
+        identity: IdentityId = NO_IDENTITY,
+        quarantined: bool = False,
+    ) -> None:
+        """Hold again what a record says; called in the order in which the endpoints were made. Bug: held twice."""
+        ...
+
+    def quarantine(self, owner: EndpointId) -> None:
+        """Show the addresses of an ending endpoint as such; they stay held."""
+        ...
+
+    def release(self, owner: EndpointId) -> None:
+        """Let the addresses of an endpoint rest; an unknown owner is no error."""
+        ...
+
+    def find_owner(self, address: IPAddress) -> EndpointId | None:
+        """Tell which endpoint holds an address."""
+        ...
+
+    def holders(self) -> Mapping[EndpointId, Holding]:
+        """Give a copy of what every endpoint holds."""
+        ...
+
+    def usage(self) -> Sequence[CidrUsage]:
+        """Tell how full each CIDR is."""
+        ...
+
+    def list_lacks(self) -> Sequence[str]:
+        """Say what an ordinary ADD would lack now; () when it would get its addresses."""
+        ...
+
+
+def split_families(addresses: Sequence[IPAddress]) -> Given:
+    """Give the first address of each family."""
+    ipv4 = next((one for one in addresses if isinstance(one, ipaddress.IPv4Address)), None)
+    ipv6 = next((one for one in addresses if isinstance(one, ipaddress.IPv6Address)), None)
+    return ipv4, ipv6

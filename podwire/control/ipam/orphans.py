@@ -1,0 +1,77 @@
+"""Orphans: blocks and claimed addresses of nodes that are gone for good, given back after a long look.
+
+Used by `agent.ipam_duty` of the node that holds the lease `duty`. A node is gone when it has no Node object and its
+lease does not live. Invariant: nothing is given back on one observation: two of them, GRACE_S apart, must agree, and
+the object must not have changed in between.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from podwire.control.ipam.documents import decode_block, decode_claimed, encode_block, released
+from podwire.model.errors import Conflict, NotFound
+from podwire.model.store import ObjectKey, Store, StoredObject
+from podwire.model.store.kinds import IP_ADDRESS, IP_BLOCK
+
+GRACE_S: Final = 15 * 60.0
+
+
+@dataclass
+class OrphanCollector:
+    """What was seen without a node, since when, and at which revision."""
+
+    seen: dict[ObjectKey, tuple[int, float]] = field(default_factory=dict)
+
+    def look(
+        self, objects: Iterable[StoredObject], living: Collection[str], now_s: float
+    ) -> list[StoredObject]:
+        """Take one observation; gives the objects that had no node throughout, `now_s` being monotonic.
+
+        `living`: nodes that have an object or a living lease.
+        """
+        found: dict[ObjectKey, tuple[int, float]] = {}
+        due: list[StoredObject] = []
+        for one in objects:
+            node = node_of(one)
+            if not node or node in living:
+                continue
+            revision, since_s = self.seen.get(one.key, (one.revision, now_s))
+            if revision != one.revision:
+                since_s = now_s
+            found[one.key] = (one.revision, since_s)
+            if now_s - since_s >= GRACE_S:
+                due.append(one)
+        self.seen = found
+        return due
+
+
+def node_of(stored: StoredObject) -> str:
+    """Name the node that has a block or a claimed address; "" when nobody has."""
+    if stored.key.kind == IP_BLOCK.plural:
+        block = decode_block(stored)
+        return block.node if block is not None else ""
+    claimed = decode_claimed(stored)
+    return claimed.node if claimed is not None else ""
+
+
+def give_back(store: Store, orphan: StoredObject) -> bool:
+    """Give back what a node that is gone had; False when it changed meanwhile. Raises Unavailable."""
+    try:
+        if orphan.key.kind == IP_ADDRESS.plural:
+            store.delete(orphan.key, revision=orphan.revision, uid=orphan.uid)
+            return True
+        block = decode_block(orphan)
+        if block is None:
+            return False
+        store.update(
+            StoredObject(
+                key=orphan.key,
+                uid=orphan.uid,
+                revision=orphan.revision,
+                document=encode_block(released(block)),
+            )
+        )
+    except (Conflict, NotFound):
+        return False
+    return True

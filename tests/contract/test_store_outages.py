@@ -20,12 +20,12 @@ from podwire.model.errors import (
     NotFound,
     Unavailable,
 )
-from podwire.model.store import Compacted, Store, StoreEvent, Watch
+from podwire.model.store import Compacted, Store, StoredObject, StoreEvent, Watch
 from podwire.model.store.leases import LeaseChange
 from podwire.store.etcd.store import EtcdStore
 from podwire.store.open import open_store
 from podwire.store.sqlite import SqliteStore
-from tests.contract.etcd_rig import Etcd
+from tests.contract.etcd_rig import Etcd, require
 from tests.contract.proxy import CLOSED, DEAF, OPEN, STALLED, Proxy
 from tests.contract.stores import DEADLINE_S, key, make, now_at, seen, take, until
 
@@ -395,3 +395,70 @@ def test_a_watch_of_leases_tells_the_differences_after_a_restart(
         assert changes == [LeaseChange("node/b", "")]
         assert watch.holders == {"node/a": "a"}
     assert not kept.lost
+
+
+# ------------------------------------------------------------------ three members
+
+
+@pytest.fixture
+def members(tmp_path: Path) -> Iterator[list[Etcd]]:
+    """Three etcds that are one cluster."""
+    require()
+    made = [Etcd(tmp_path / f"m{number}") for number in range(3)]
+    peers = ",".join(f"m{n}=http://127.0.0.1:{one.peer_port}" for n, one in enumerate(made))
+    for number, one in enumerate(made):
+        one.directory.mkdir()
+        one.flags += ["--name", f"m{number}", "--initial-cluster", peers]
+    with ExitStack() as stack, ThreadPoolExecutor(3) as threads:
+        for one in made:
+            stack.callback(one.stop)
+        for starting in [threads.submit(one.start) for one in made]:
+            starting.result()
+        yield made
+
+
+def test_a_member_that_dies_is_survived_and_a_lost_majority_is_told(members: list[Etcd]) -> None:
+    with (
+        closing(EtcdStore([one.endpoint for one in members])) as store,
+        store.watch(now_at(store)) as watch,
+    ):
+        lease = store.leases().acquire("duty", "a", 5)
+        written = [store.create(make("a"))]
+        for victim in members:  # the leader is among them
+            victim.kill()
+            until(lambda: bool(_try_create(store, written)))
+            victim.start()
+        members[1].kill()
+        members[2].kill()
+        with pytest.raises(Unavailable) as caught:
+            store.create(make("lost"))
+        assert members[1].endpoint in caught.value.message
+        with ThreadPoolExecutor(2) as threads:
+            for starting in [threads.submit(one.start) for one in members[1:]]:
+                starting.result()
+        until(lambda: bool(_try_create(store, written)))
+        found: list[StoreEvent] = []
+        names = {one.key.name for one in written}
+        until(lambda: names <= {one.object.key.name for one in _all_of(watch, found)})
+        revisions = [event.revision for event in found]
+        assert revisions == sorted(set(revisions))
+        until(lambda: not lease.lost)
+        lease.close()
+
+
+def _try_create(store: Store, written: list[StoredObject]) -> bool:
+    name = f"b{len(written)}"
+    try:
+        written.append(store.create(make(name)))
+    except Unavailable:
+        return False
+    except Conflict:  # what could not say so was done
+        found = store.get(key(name))
+        assert found is not None
+        written.append(found)
+    return True
+
+
+def _all_of(watch: Watch, found: list[StoreEvent]) -> list[StoreEvent]:
+    _next_or_nothing(watch, found)
+    return found

@@ -98,7 +98,7 @@ class Reach:
         """Give the row for addresses of that node."""
         way = self.ways.get(family)
         mtu = self.mtus.get(family, 0) if way else 0
-        return Prefix(identity, self.peer.number if way else 0, way, mtu, is_node)
+        return Prefix(identity, self.peer.number, way, mtu, is_node)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def plan_cluster(
             reaches[one.name] = reach
     plan = ClusterPlan(
         tunnel=tunnel,
-        peers=tuple(reach.peer for reach in reaches.values() if any(reach.ways.values()) or tunnel),
+        peers=tuple(reach.peer for reach in reaches.values()),
         prefixes=_compute_prefixes(context, others, reaches),
         routes=tuple(
             route for reach in reaches.values() for route in _compute_routes(context, reach)
@@ -411,9 +411,10 @@ def _compute_prefixes(
                 UNMANAGED if reach is None else reach.prefix(network.version, UNMANAGED.identity)
             )
     for facts in peers:
-        for address in context.outcome.addresses[facts.name]:
-            prefixes[single(address)] = Prefix(REMOTE_NODE, 0, None, is_node_address=True)
         reach = reaches.get(facts.name)
+        number = 0 if reach is None else reach.peer.number  # it may send from there by the tunnel
+        for address in context.outcome.addresses[facts.name]:
+            prefixes[single(address)] = Prefix(REMOTE_NODE, number, None, is_node_address=True)
         if reach is not None:
             for address in reach.tunnel_addresses:
                 row = reach.prefix(address.version, REMOTE_NODE, is_node=True)

@@ -51,8 +51,14 @@ def lab() -> None:
 @click.option("--nodes", type=int, default=2, show_default=True, help="How many nodes.")
 @click.option("--families", type=click.Choice(["4", "6", "46"]), default="46", show_default=True)
 @click.option("--name", metavar="LAB", help="The lab's name (PODWIRE_LAB, else `lab`).")
-@click.option("--routing", type=click.Choice(["native"]), default="native", show_default=True)
-@click.option("--store", type=click.Choice(["sqlite"]), default="sqlite", show_default=True)
+@click.option(
+    "--routing",
+    type=click.Choice(["overlay", "native", "auto"]),
+    default="overlay",
+    show_default=True,
+    help="How nodes reach each other's pods; auto puts them into two subnets.",
+)
+@click.option("--store", type=click.Choice(["sqlite", "etcd"]), default="sqlite", show_default=True)
 @click.option(
     "--underlay",
     type=click.Choice(["4", "6", "46"]),

@@ -57,7 +57,7 @@ class LabShape(msgspec.Struct, frozen=True, kw_only=True):
     """Of pods: 4, 6 or 46."""
     underlay: str = ""
     """Of the nodes' own addresses; "" = those of the pods."""
-    routing: str = "native"
+    routing: str = "overlay"
     store: str = "sqlite"
     mtu: int = 1500
     """Of the underlay, in bytes."""
@@ -252,15 +252,12 @@ def pod_namespace(lab: str, namespace: str, pod: str) -> str:
 
 
 def plan_routes(plan: LabPlan, node: NodePlan) -> Sequence[str]:
-    """Give the arguments of `ip` that let `node` reach other subnets, and the world by default."""
+    """Give the arguments of `ip` that let `node` reach other subnets, and the world by default.
+
+    Pods of other nodes are the agents' affair.
+    """
     if node.subnet == 0:
         others = [
-            f"route add {cidr} via {via} dev {UPLINK}"
-            for other in plan.nodes
-            if other is not node and plan.shape.routing == "native"
-            for cidr, via in zip(other.pod_cidrs, other.addresses, strict=True)
-        ]
-        others += [
             f"route add {network} via {_address(router)} dev {UPLINK}"
             for subnet in range(1, plan.subnets)
             for network, router in zip(

@@ -23,6 +23,7 @@ _PORT_DIGITS: Final = 5
 _READY_TIMEOUT_S: Final = 15.0
 _REPLY_MAX_BYTES: Final = 4096
 _DATAGRAM_MAX_BYTES: Final = 65_535
+_PING_TRIES: Final = 3
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,10 @@ def _reason(error: OSError) -> str:
 def ping(
     namespace: str, address: str, *, size_bytes: int = 0, timeout_s: float = TIMEOUT_S
 ) -> Attempt:
-    """Send one echo request from a namespace and wait for its answer."""
+    """Ask for an echo from a namespace and wait for the answer.
+
+    A large one is asked for again: the answer may be what its sender learns the path MTU by, and be lost.
+    """
     is_ipv4 = ":" not in address
     family, protocol = (
         (socket.AF_INET, socket.IPPROTO_ICMP)
@@ -136,8 +140,13 @@ def ping(
         with _socket_of(namespace, family, socket.SOCK_RAW, protocol) as one:
             begin = time.perf_counter()
             one.connect((address, 0))
-            one.send(_echo(request, payload, checksum=is_ipv4))
-            found = _await_echo(one, reply, token, begin + timeout_s, skip_header=is_ipv4)
+            found, tries = False, _PING_TRIES if size_bytes else 1
+            for _ in range(tries):
+                one.send(_echo(request, payload, checksum=is_ipv4))
+                until = time.perf_counter() + timeout_s / tries
+                found = _await_echo(one, reply, token, until, skip_header=is_ipv4)
+                if found:
+                    break
     except OSError as error:
         return Attempt(False, (time.perf_counter() - begin) * 1e3, _reason(error))
     taken_ms = (time.perf_counter() - begin) * 1e3
@@ -162,7 +171,10 @@ def _await_echo(
     """Read until the answer with our token comes; raw sockets hear of everybody's."""
     while (left := deadline - time.perf_counter()) > 0:
         one.settimeout(left)
-        packet = one.recv(_DATAGRAM_MAX_BYTES)
+        try:
+            packet = one.recv(_DATAGRAM_MAX_BYTES)
+        except TimeoutError:
+            return False
         message = packet[(packet[0] & 0x0F) * 4 :] if skip_header else packet
         if message[:1] == bytes([kind]) and message[8:].startswith(token):
             return True

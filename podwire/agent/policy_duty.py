@@ -147,7 +147,8 @@ class PolicyDuty:
 
     def _wait(self) -> list[_News]:
         with self._changed:
-            timeout_s = QUIET_S if self._uncollected_since_s else RETRY_S
+            is_quick = self._uncollected_since_s and not self._is_held
+            timeout_s = QUIET_S if is_quick else RETRY_S
             if not (self._news or self._stopping or self.enforcer.has_heard):
                 self._changed.wait(timeout_s)
         return self._take_news()

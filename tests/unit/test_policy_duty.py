@@ -247,6 +247,28 @@ def test_events_that_cannot_be_taken_in_at_first_are_not_lost(
     running.wait_for("a")
 
 
+def test_what_cannot_be_done_is_not_tried_again_at_the_pace_of_collecting(
+    running: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[float] = []
+
+    def fail() -> Any:
+        tries.append(time.monotonic())
+        running.duty._uncollected_since_s = tries[
+            0
+        ]  # as when the change before was done a moment ago
+        raise StorageFailure("full")
+
+    monkeypatch.setattr(policy_duty, "RETRY_S", 0.3)
+    monkeypatch.setattr(policy_duty, "QUIET_S", 0.001)
+    running.put(network_policy("a"))
+    running.wait_for("a")
+    monkeypatch.setattr(running.node.enforcer.engine, "apply", fail)
+    running.put(network_policy("b"))
+    until(lambda: len(tries) == 3)
+    assert tries[2] - tries[1] > 0.2
+
+
 def test_stopping_does_not_wait_for_a_store_that_is_away(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

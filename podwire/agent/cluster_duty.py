@@ -185,8 +185,8 @@ class ClusterDuty:
     # What others ask
 
     def named_identities(self) -> frozenset[int]:
-        """Give the identities that this node's NodeEndpoints names, or is about to: nobody else needs to hold them."""
-        return frozenset(int(one) for one in self.list_pods().values())
+        """Give the identities that this node's NodeEndpoints names, or is about to: its Node need not hold them."""
+        return frozenset(map(int, self._publisher.named(self.list_pods()).values()))
 
     def list_pods(self) -> dict[IPAddress, IdentityId]:
         """Give the identity of every address of this node's pods."""

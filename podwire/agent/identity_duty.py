@@ -28,6 +28,7 @@ from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Conflict, NotFound, PodwireError, Unavailable
 from podwire.model.ids import EndpointId
 from podwire.model.store import StoreEvent
+from podwire.model.store.leases import DUTY, Lease
 
 SOURCES_FACT: Final = "label-sources"
 TICK_S: Final = 1.0
@@ -35,6 +36,8 @@ TICK_S: Final = 1.0
 COLLECT_S: Final = 60.0
 PUBLISH_AGAIN_S: Final = 60.0
 """How often a publication that should stand is looked at: somebody may have deleted it."""
+DUTY_TTL_S: Final = 30.0
+"""How long the cluster's duties wait for an agent that went without a word."""
 _ENDING: Final = frozenset({State.DISCONNECTING, State.DISCONNECTED})
 
 _log = logging.getLogger(__name__)
@@ -95,6 +98,8 @@ class IdentityDuty:
     turn: threading.RLock
     memory: Memory | None = None
     """Where what the store says is kept for a start without it."""
+    named: Callable[[], frozenset[int]] = frozenset
+    """Identities that this node's NodeEndpoints names: its Node need not hold them."""
     collector: Collector = field(default_factory=Collector)
     monotonic: Callable[[], float] = time.monotonic
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
@@ -104,6 +109,7 @@ class IdentityDuty:
     _collected_s: float = 0.0
     _checked: set[EndpointId] = field(default_factory=set)
     _pending: set[EndpointId] = field(default_factory=set)
+    _lease: Lease | None = None
 
     def __post_init__(self) -> None:
         self._resolver = self.feed.resolver
@@ -132,13 +138,31 @@ class IdentityDuty:
         in_use = self._allocator.set_held(held)
         waiting_for = self._repair()
         self._remember()
-        self._publish(in_use)
+        self._publish(in_use - self.named())
         self._allocator.reassert()
         if self.monotonic() - self._collected_s >= COLLECT_S:
             self._collected_s = self.monotonic()
-            collect(self._store, self.collector, now=self.now(), monotonic_s=self._collected_s)
+            if self._has_cluster_duty():
+                collect(self._store, self.collector, now=self.now(), monotonic_s=self._collected_s)
         if waiting_for is not None:
             raise waiting_for
+
+    def close(self) -> None:
+        """Let another node do the cluster's duties."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.close()
+
+    def _has_cluster_duty(self) -> bool:
+        """Take the cluster's duties, if nobody has them; one agent at a time collects. Raises Unavailable."""
+        if self._lease is not None and self._lease.taken_by:
+            self._lease = None
+        if self._lease is None:
+            try:
+                self._lease = self._store.leases().acquire(DUTY, self.node_name, DUTY_TTL_S)
+            except Conflict:
+                return False
+        return not self._lease.lost
 
     def change_labels(self, endpoint_id: EndpointId, changes: Sequence[str]) -> EndpointRecord:
         """Set and take away labels of one endpoint; gives its new record when the new identity is written.

@@ -138,6 +138,9 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
         )
         node.policies.start()
         stack.callback(node.policies.stop)
+        if node.addresses.duty is not None:
+            node.addresses.duty.start()
+            stack.callback(node.addresses.duty.stop)
         node.cluster.start()
         stack.callback(node.cluster.stop)
         async with asyncio.TaskGroup() as tasks:
@@ -154,6 +157,7 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
 def _identity_loops(node: Node, stack: AsyncExitStack) -> list[tuple[str, loops.Loop]]:
     """A thread of its own: it may wait for the store."""
     threads = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="identity"))
+    stack.callback(node.identities.close)
     node.identities.follower.start()
     stack.callback(node.identities.follower.stop)
 

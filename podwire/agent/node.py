@@ -6,6 +6,7 @@ closed by the caller's stack; pods keep running. Nothing here decides about endp
 
 import logging
 import threading
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -13,11 +14,12 @@ from functools import partial
 import msgspec
 
 from podwire.agent import measured
-from podwire.agent.cluster_duty import ClusterDuty, ClusterOptions, OwnRanges
+from podwire.agent.cluster_duty import ClusterDuty, ClusterOptions
 from podwire.agent.cluster_publisher import take_name
 from podwire.agent.config_reload import LiveConfig
 from podwire.agent.health import Health
 from podwire.agent.identity_duty import IdentityDuty
+from podwire.agent.ipam_node import Addresses, open_addresses
 from podwire.agent.metrics import Metrics
 from podwire.agent.policy_duty import PolicyDuty
 from podwire.control.attach.ending import Endings
@@ -38,7 +40,7 @@ from podwire.control.identity.filter import LabelFilter
 from podwire.control.identity.known import KnownIdentities
 from podwire.control.identity.resolver import IdentityResolver
 from podwire.control.identity.sources import LabelSources
-from podwire.control.ipam.node import NodeIpam
+from podwire.control.ipam.interface import Ipam
 from podwire.control.policy.engine import Numbers, PolicyEngine
 from podwire.control.policy.oracle import Enforcement
 from podwire.datapath.host import merge_changes
@@ -56,6 +58,7 @@ from podwire.model.config import AgentConfig
 from podwire.model.config.sources import Settled
 from podwire.model.errors import StorageFailure
 from podwire.model.interfaces import EndpointConfig
+from podwire.model.request import IPNetwork
 from podwire.model.store import Store
 from podwire.store.open import StoreAccess, open_store
 from podwire.store.remembered import FILE_NAME, RememberedObjects
@@ -75,7 +78,8 @@ class Node:
     journal: measured.MeasuredJournal
     datapath: KernelDatapath
     table: EndpointTable
-    ipam: NodeIpam
+    ipam: Ipam
+    addresses: Addresses
     endings: Endings
     regenerator: Regenerator
     store: Store
@@ -118,19 +122,47 @@ def open_node(settled: Settled, stack: ExitStack) -> Node:
     memory = _open_memory(config, stack)
     name = take_name(store, journal, config.node.node_name, config.node.node_address)
     stack.callback(name.close)
-    datapath = stack.enter_context(KernelDatapath(plan_node(config)))
-    opened = _Opened(live, journal, store, name, memory, datapath, clock, health, metrics)
+    addresses = open_addresses(config, store, journal, partial(_report_ipam, health))
+    datapath = stack.enter_context(KernelDatapath(plan_node(config, addresses)))
+    opened = _Opened(
+        live, journal, store, name, memory, addresses, datapath, clock, health, metrics
+    )
     node = _compose(opened, started_ns)
     _prepare_reload(node)
     stack.callback(node.directories.close)
-    if datapath.host_changes:
-        noted = journal.read_fact(HOST_SETTINGS_FACT)
-        noted = merge_changes(noted, datapath.host_changes, clock.boot_id())
-        journal.write_fact(HOST_SETTINGS_FACT, noted)
+    _note_host_changes(node)
+    _follow_blocks(node)
     _load_objects(node)
     _report_restore(_restore(node), node)
     node.cluster.apply()
     return node
+
+
+def _note_host_changes(node: Node) -> None:
+    changes = node.datapath.host_changes
+    if changes:
+        noted = node.journal.read_fact(HOST_SETTINGS_FACT)
+        noted = merge_changes(noted, changes, node.clock.boot_id())
+        node.journal.write_fact(HOST_SETTINGS_FACT, noted)
+
+
+def _follow_blocks(node: Node) -> None:
+    """Have the datapath and the other nodes know which blocks this one has."""
+
+    def plan(ranges: Iterable[IPNetwork]) -> None:
+        with node.turn:
+            node.datapath.change_plan(plan_node(node.config, node.addresses, tuple(ranges)))
+            _note_host_changes(node)
+
+    def changed() -> None:
+        plan(node.addresses.ranges)
+        node.cluster.ranges_changed()
+
+    node.addresses.on_blocks(plan, changed)
+
+
+def _report_ipam(health: Health, message: str) -> None:
+    health.report("pools", ok=not message, message=message, critical=False)
 
 
 def _open_memory(config: AgentConfig, stack: ExitStack) -> RememberedObjects | None:
@@ -156,7 +188,9 @@ def _load_objects(node: Node) -> None:
         node.policies.load()
 
 
-def plan_node(config: AgentConfig) -> NodePlan:
+def plan_node(
+    config: AgentConfig, addresses: Addresses, ranges: tuple[IPNetwork, ...] | None = None
+) -> NodePlan:
     """Say what the node's datapath is to be. The tunnel's port is guarded from the first plan of the cluster on."""
     return NodePlan(
         node_name=config.node.node_name,
@@ -164,7 +198,8 @@ def plan_node(config: AgentConfig) -> NodePlan:
         mtu=config.datapath.mtu,
         node_address=config.node.node_address,
         cluster_cidrs=config.node.cluster_cidrs,
-        node_cidrs=config.node.node_cidrs,
+        node_cidrs=addresses.ranges if ranges is None else ranges,
+        families=addresses.families,
         masquerade=config.datapath.masquerade,
         masquerade_except=config.datapath.masquerade_except,
         conntrack_entries=config.datapath.conntrack_entries,
@@ -182,6 +217,7 @@ class _Opened:
     store: Store
     name: NodePublisher
     memory: RememberedObjects | None
+    addresses: Addresses
     datapath: KernelDatapath
     clock: KernelClock
     health: Health
@@ -193,7 +229,7 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
     clock, health, metrics = opened.clock, opened.health, opened.metrics
     config = live.current
     table = EndpointTable()
-    ipam = NodeIpam(config.node.node_cidrs)
+    ipam = opened.addresses.ipam
     directories = WrittenBehind(RunDirectories(config.files.run_dir / "endpoints"))
     turn = threading.RLock()
     enforcer = _compose_policy(opened, table, directories)
@@ -207,6 +243,7 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
         enforcer=enforcer,
     )
     resolver = _compose_identities(config, store)
+    cluster = _compose_cluster(opened, table, turn)
     context = Context(datapath, regenerator)
     endings = Endings(
         table=table, journal=journal, ipam=ipam, context=context, directories=directories
@@ -232,6 +269,7 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
         datapath=datapath,
         table=table,
         ipam=ipam,
+        addresses=opened.addresses,
         endings=endings,
         regenerator=regenerator,
         store=store,
@@ -244,8 +282,9 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
             regenerator=regenerator,
             turn=turn,
             memory=opened.memory,
+            named=cluster.named_identities,
         ),
-        cluster=_compose_cluster(opened, table, ipam, turn),
+        cluster=cluster,
         attachments=attachments,
         directories=directories,
         turn=turn,
@@ -256,9 +295,7 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
     )
 
 
-def _compose_cluster(
-    opened: _Opened, table: EndpointTable, ipam: NodeIpam, turn: threading.RLock
-) -> ClusterDuty:
+def _compose_cluster(opened: _Opened, table: EndpointTable, turn: threading.RLock) -> ClusterDuty:
     config = opened.live.current
     duty = ClusterDuty(
         options=ClusterOptions(
@@ -275,23 +312,13 @@ def _compose_cluster(
         journal=opened.journal,
         health=opened.health,
         metrics=opened.metrics,
-        own_ranges=partial(_own_ranges, ipam),
+        own_ranges=opened.addresses.own_ranges,
         open_news=opened.datapath.watch_links,
         name=opened.name,
         memory=opened.memory,
     )
     table.changed = duty.pods_changed
     return duty
-
-
-def _own_ranges(ipam: NodeIpam) -> OwnRanges:
-    """The first address of the first range of a family stands for the node itself."""
-    usage = ipam.usage()
-    routers = {one.cidr.version: one.router for one in reversed(usage)}
-    return OwnRanges(
-        pod_cidrs=tuple(one.cidr for one in usage),
-        tunnel_addresses=tuple(routers[version] for version in sorted(routers)),
-    )
 
 
 def _compose_policy_duty(opened: _Opened, enforcer: Enforcer, turn: threading.RLock) -> PolicyDuty:
@@ -374,7 +401,7 @@ def _report_restore(report: RestoreReport, node: Node) -> None:
 def _prepare_reload(node: Node) -> None:
     def apply_masquerade(config: AgentConfig) -> None:
         with node.turn:
-            node.datapath.change_plan(plan_node(config))
+            node.datapath.change_plan(plan_node(config, node.addresses))
 
     node.live.apply_with("log_level", lambda config: log.set_level(config.report.log_level))
 
@@ -386,7 +413,7 @@ def _prepare_reload(node: Node) -> None:
 
     def apply_capacity(config: AgentConfig) -> None:
         with node.turn:
-            node.datapath.change_plan(plan_node(config))
+            node.datapath.change_plan(plan_node(config, node.addresses))
             node.regenerator.enforcer.apply("policy_entries changed")
 
     node.live.apply_with("masquerade", apply_masquerade)

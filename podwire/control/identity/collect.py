@@ -6,11 +6,13 @@ write says which state it is based on, so that whoever takes a number into use a
 """
 
 import enum
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from podwire.control.cluster.published import decode_endpoints
 from podwire.control.identity.key import NumberSpace
 from podwire.control.identity.known import (
     API_VERSION,
@@ -22,8 +24,9 @@ from podwire.control.identity.known import (
     decode,
     with_annotations,
 )
-from podwire.model.errors import Conflict, NotFound, Unavailable
+from podwire.model.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from podwire.model.store import ObjectKey, Store, StoredObject
+from podwire.model.store.kinds import NODE_ENDPOINTS
 
 NODES: Final = "nodes"
 UNUSED_S: Final = 15 * 60.0
@@ -32,6 +35,8 @@ REST_S: Final = 24 * 60 * 60.0
 SKEW_S: Final = 5 * 60.0
 """A mark from further in the future is of a wrong clock, and made again."""
 ATTEMPTS: Final = 8
+
+_log = logging.getLogger(__name__)
 
 
 class Move(enum.Enum):
@@ -140,11 +145,26 @@ def carry_out(store: Store, decisions: Iterable[Decision], now: datetime) -> dic
 def collect(
     store: Store, collector: Collector, *, now: datetime, monotonic_s: float
 ) -> dict[Move, int]:
-    """Read identities, then who uses what, and carry out what the collector decides. Raises Unavailable."""
+    """Read identities, then who uses what, and carry out what the collector decides. Raises Unavailable.
+
+    While some node's pods cannot be read nothing is collected: nobody knows what they use.
+    """
     identities = store.list(IDENTITIES)[0]
-    in_use = read_holds(store.list(NODES)[0])
+    try:
+        named = read_named(store.list(NODE_ENDPOINTS.plural)[0])
+    except InvalidRequest as error:
+        _log.warning("collect no identities", extra={"error": error.message})
+        return {}
+    in_use = named | read_holds(store.list(NODES)[0])
     decisions = collector.decide(identities, in_use, now=now, monotonic_s=monotonic_s)
     return carry_out(store, decisions, now)
+
+
+def read_named(endpoints: Sequence[StoredObject]) -> frozenset[int]:
+    """Give all identities that nodes have published of their pods. Raises InvalidRequest for what cannot be read."""
+    return frozenset(
+        int(identity) for one in endpoints for identity in decode_endpoints(one).identities.values()
+    )
 
 
 def read_holds(nodes: Sequence[StoredObject]) -> frozenset[int]:

@@ -22,7 +22,8 @@ from podwire.model.errors import Unavailable
 
 LOG_FILE: Final = "agent.log"
 CONFIG_FILE: Final = "agent.toml"
-START_DEADLINE_S: Final = 20.0
+START_DEADLINE_S: Final = 60.0
+"""The verifier takes seconds of a CPU for each agent, and a lab starts all of them at once."""
 BRIDGE: Final = "underlay"
 LAB_CONNTRACK_ENTRIES: Final = 65_536
 

@@ -1,0 +1,295 @@
+"""How soon a cluster of five nodes with etcd knows what changed: pods, a node's address, a node that is gone.
+
+A pod of every node but one may send to pods with one label only, so that an echo passes as soon as its node has heard
+which identity the new pod's address has, and not before. New pods come from the launcher, as from a runtime; the clock
+starts when it has answered. The network between the nodes is a lab's: one bridge, without delay.
+"""
+
+import argparse
+import ipaddress
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Final
+
+from bench import results_file
+from bench.probe import Prober, Race, Steady, reached
+from bench.stats import median_of, quantile
+from podwire.control.apply import apply_documents
+from podwire.control.cluster.facts import node_key
+from podwire.control.cluster.published import endpoints_key
+from podwire.datapath import abi, maps
+from podwire.kernel import bpf, netns
+from podwire.lab import labs, node
+from podwire.lab.pod import call_launcher, network_config
+from podwire.lab.state import LabState
+from podwire.lab.topology import UPLINK, LabShape, NodePlan
+from podwire.model.cluster import IPNetwork
+from podwire.model.store import Store
+from podwire.store.open import open_store
+
+LAB: Final = "bench-c"
+NODES: Final = 5
+BURST_PODS: Final = 30
+QUIET_S: Final = 1.3
+"""Longer than a node waits between two writes: what follows meets a quiet node."""
+DEADLINE_S: Final = 20.0
+NEVER_S: Final = 1.5
+"""How long what must not pass is tried."""
+MEETS: Final = {"role": "server"}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The lab, and in it one pod that asks on each node."""
+
+    state: LabState
+    askers: Sequence[str]
+    """Their namespaces, in the order of the nodes."""
+    addresses: Sequence[str]
+    """Theirs."""
+    store: Store
+
+    def node(self, number: int) -> NodePlan:
+        """Give a node; they take turns."""
+        return self.state.plan.nodes[number % NODES]
+
+
+def main() -> None:
+    """Measure, print the table, write the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pods", type=int, default=104)
+    parser.add_argument("--bursts", type=int, default=5)
+    parser.add_argument("--moves", type=int, default=10)
+    parser.add_argument("--routing", default="overlay")
+    parser.add_argument("--dry", action="store_true", help="write no results")
+    arguments = parser.parse_args()
+    raw: dict[str, list[float]] = {}
+    with ExitStack() as stack:
+        cluster = open_cluster(stack, arguments.routing)
+        refuse_stranger(cluster)
+        steady = Steady({cluster.addresses[1]: cluster.askers[0]})
+        steady.start()
+        raw["pod, known identity, ms"] = add_pods(cluster, arguments.pods, new_identity=False)
+        raw["pod, new identity, ms"] = add_pods(cluster, arguments.pods, new_identity=True)
+        raw["pod of a burst, ms"] = add_bursts(cluster, arguments.bursts)
+        raw["node's address changed, ms"] = move_node(cluster, arguments.moves)
+        raw["node gone, ms"] = remove_node(cluster, arguments.moves)
+        sent, lost = steady.stop()
+        raw["echoes of unaffected pods, lost"] = [lost]
+        raw["echoes of unaffected pods, sent"] = [sent]
+    report(arguments, raw)
+
+
+def open_cluster(stack: ExitStack, routing: str) -> Cluster:
+    """Build the lab with its policy and the pods that ask; all of it goes with `stack`."""
+    shape = LabShape(nodes=NODES, families="4", routing=routing, store="etcd")
+    state = labs.up(LAB, shape, progress=_quiet)
+    stack.callback(labs.down, LAB, progress=_quiet)
+    with netns.open_namespace(netns.named_path(state.plan.underlay_namespace)) as fd:
+        store = netns.run_in(fd.fileno(), lambda: _open_here(state))
+    stack.enter_context(closing(store))
+    askers: list[str] = []
+    addresses: list[str] = []
+    for one in state.plan.nodes:
+        namespace, address = add_pod(one, {"role": "asker"})
+        askers.append(namespace)
+        addresses.append(address)
+    apply_documents(store, [_policy()])
+    return Cluster(state, askers, addresses, store)
+
+
+def _open_here(state: LabState) -> Store:
+    return open_store(state.plan.store_url)
+
+
+def _quiet(_line: str) -> None:
+    pass
+
+
+def _policy() -> dict[str, object]:
+    """Askers may send to servers and to each other, and to nobody else."""
+    peers = [{"podSelector": {"matchLabels": {"role": role}}} for role in ("server", "asker")]
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": "askers", "namespace": "default"},
+        "spec": {
+            "podSelector": {"matchLabels": {"role": "asker"}},
+            "policyTypes": ["Egress"],
+            "egress": [{"to": peers}],
+        },
+    }
+
+
+def make_namespace() -> str:
+    """Make a pod's namespace; it goes with the lab."""
+    name = f"pw.{LAB}.p.{uuid.uuid4().hex[:8]}"
+    netns.create_named(name).close()
+    return name
+
+
+def add_pod(
+    on: NodePlan, labels: dict[str, str], namespace: str = "", race: Race | None = None
+) -> tuple[str, str]:
+    """Attach a pod; gives its namespace and its address, which `race` has then as well."""
+    namespace = namespace or make_namespace()
+    answer = call_launcher(
+        "ADD",
+        config=network_config(on, labels),
+        container_id=uuid.uuid4().hex,
+        netns_path=netns.named_path(namespace),
+        pod=("default", namespace.rpartition(".")[2]),
+    )
+    now = time.perf_counter()
+    address = str(answer["ips"][0]["address"]).partition("/")[0]
+    if race is not None:
+        race.add(address, now)
+    return namespace, address
+
+
+def refuse_stranger(cluster: Cluster) -> None:
+    """Make sure that what is measured is policy: pods without the label are not reached, those with it are."""
+    asker = Prober(cluster.askers[0])
+    with closing(asker):
+        for labels, wanted in (({"role": "stranger"}, False), (MEETS, True)):
+            _, address = add_pod(cluster.node(1), labels)
+            if reached(asker, address, DEADLINE_S if wanted else NEVER_S) != wanted:
+                raise RuntimeError(f"a pod with {labels} is{' not' if wanted else ''} reached")
+
+
+def add_pods(cluster: Cluster, count: int, *, new_identity: bool) -> list[float]:
+    """Add pods one by one on nodes in turn, all of them quiet; gives how long the first node did not reach each."""
+    found: list[float] = []
+    quiet_since = [0.0] * NODES
+    asker = Prober(cluster.askers[0])
+    with closing(asker):
+        for index in range(count):
+            number = 1 + index % (NODES - 1)
+            namespace = make_namespace()
+            time.sleep(max(0.0, quiet_since[number] + QUIET_S - time.monotonic()))
+            labels = MEETS | ({"of": f"pod{index}"} if new_identity else {})
+            race = Race([asker], DEADLINE_S)
+            add_pod(cluster.node(number), labels, namespace, race)
+            found += race.run(1)
+            quiet_since[number] = time.monotonic()
+    return found
+
+
+def add_bursts(cluster: Cluster, bursts: int) -> list[float]:
+    """Add many pods of one node at once; gives the time of each from its own answer."""
+    found: list[float] = []
+    asker = Prober(cluster.askers[0])
+    with closing(asker), ThreadPoolExecutor(BURST_PODS) as threads:
+        for index in range(bursts):
+            on = cluster.node(1 + index % (NODES - 1))
+            namespaces = [make_namespace() for _ in range(BURST_PODS)]
+            time.sleep(QUIET_S)
+            race = Race([asker], DEADLINE_S)
+            adding = [threads.submit(add_pod, on, MEETS, one, race) for one in namespaces]
+            found += race.run(BURST_PODS)
+            for one in adding:
+                one.result()
+    return found
+
+
+def move_node(cluster: Cluster, moves: int) -> list[float]:
+    """Give the last node another address, and back; how long each of the others does not reach its pods."""
+    last = cluster.node(NODES - 1)
+    before, after = last.underlay[0], last.underlay[0].replace(last.addresses[0], "192.0.2.99")
+    found: list[float] = []
+    with ExitStack() as stack:
+        askers = [stack.enter_context(closing(Prober(one))) for one in cluster.askers[:-1]]
+        promote = f"/proc/sys/net/ipv4/conf/{UPLINK}/promote_secondaries"
+        _write_in(last.namespace, promote, "1")
+        for _ in range(moves):
+            time.sleep(QUIET_S)
+            commands = [f"addr add {after} dev {UPLINK}", f"addr del {before} dev {UPLINK}"]
+            node.run_ip(last.namespace, commands)
+            race = Race(askers, DEADLINE_S)
+            race.add(cluster.addresses[-1])
+            found += race.run(len(askers))
+            before, after = after, before
+    return found
+
+
+def _write_in(namespace: str, path: str, text: str) -> None:
+    def write() -> None:
+        with open(path, "w", encoding="ascii") as file:
+            file.write(text)
+
+    with netns.open_namespace(netns.named_path(namespace)) as fd:
+        netns.run_in(fd.fileno(), write)
+
+
+def remove_node(cluster: Cluster, moves: int) -> list[float]:
+    """Take the last node out of the store; how long its range stays in the programs' map of each of the others.
+
+    Its agent does not run then, as it would publish itself again; it is started after each try.
+    """
+    last = cluster.node(NODES - 1)
+    tables = [_open_ipcache(one) for one in cluster.state.plan.nodes[:-1]]
+    found: list[float] = []
+    for _ in range(moves):
+        key = maps.to_prefix_key(_range_of(last))
+        labs.change_agent(LAB, last.name, "kill")
+        known = [table.lookup(key) for table in tables]
+        begin = time.perf_counter()
+        for one in (node_key(last.name), endpoints_key(last.name)):
+            cluster.store.delete(one)
+        found += _wait_for_change(tables, key, known, begin)
+        away = [table.lookup(key) for table in tables]
+        labs.change_agent(LAB, last.name, "start")
+        _wait_for_change(tables, key, away, time.perf_counter())
+    return found
+
+
+def _range_of(one: NodePlan) -> IPNetwork:
+    return ipaddress.ip_network(one.pod_cidrs[0])
+
+
+def _open_ipcache(one: NodePlan) -> bpf.Map:
+    path = f"{one.pins}/v{abi.ABI_VERSION}/maps/pw_ipcache"
+    found = bpf.open_any_pinned_map(path)
+    if found is None:
+        raise RuntimeError(f"no map is pinned at {path}")
+    return found
+
+
+def _wait_for_change(
+    tables: Sequence[bpf.Map], key: bytes, known: Sequence[bytes | None], begin: float
+) -> list[float]:
+    """Spin until each table has another row; gives milliseconds."""
+    found: list[float] = []
+    waiting = dict(enumerate(known))
+    while waiting:
+        for index, before in list(waiting.items()):
+            if tables[index].lookup(key) != before:
+                found.append((time.perf_counter() - begin) * 1e3)
+                del waiting[index]
+        if time.perf_counter() - begin > DEADLINE_S:
+            raise RuntimeError(f"nodes {[one + 1 for one in waiting]} did not hear")
+        time.sleep(0.001)
+    return found
+
+
+def report(arguments: argparse.Namespace, raw: dict[str, list[float]]) -> None:
+    """Print and keep medians, 99th percentiles and the worst of each."""
+    print(f"\n{NODES} nodes, etcd, {arguments.routing}: median (95 % interval), p99, worst")
+    summary: dict[str, object] = {"nodes": NODES, "routing": arguments.routing}
+    for name, series in raw.items():
+        found = median_of(series)
+        p99, worst = quantile(series, 0.99), max(series)
+        print(f"  {name:34} {found!s:28} {p99:8.1f} {worst:8.1f}   n={len(series)}")
+        summary[name] = results_file.interval(found)
+        for what, figure in (("p99", p99), ("worst", worst)):
+            summary[f"{name} {what}"] = {"value": figure, "low": figure, "high": figure}
+    if not arguments.dry:
+        results_file.write("convergence", summary, raw)
+
+
+if __name__ == "__main__":
+    main()

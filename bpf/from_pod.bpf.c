@@ -2,15 +2,15 @@
 /* from_pod: everything a pod sends, at tc ingress of its host device.
  *
  * Comes to: drop; straight into the target pod (redirect to the peer, or to the queue of its host device when a rate
- * is set); on to the host's stack; or back to the pod, as an answer of its gateway or an ICMP error. On the direct way
- * the target's verdict is made here too, for to_pod is not passed.
+ * is set); into the tunnel to another node; on to the host's stack; or back to the pod, as an answer of its gateway or
+ * an ICMP error. On the direct way the target's verdict is made here too, for to_pod is not passed.
  */
 #include <linux/bpf.h>
 
 #include <podwire/deliver.h>
 #include <podwire/frame.h>
 
-/* The sender's side. Services will be translated between the look-up of the flow and the guard. */
+/* The sender's side: the flow is looked up first, because an answer takes the way of its question. */
 static __always_inline int judge_sender(struct __sk_buff *skb, struct pw_flow *flow)
 {
 	flow->source_identity = flow->row.identity;

@@ -136,8 +136,8 @@ static int introduce(void)
 
 	put(&text,
 	    "podwire-cni " PODWIRE_VERSION ": the CNI plugin of podwire, CNI 0.1.0 to 1.1.0\n"
-	    "A container runtime runs it, with CNI_COMMAND set. To install it: podwire cni "
-	    "install\n");
+	    "A container runtime runs it, with CNI_COMMAND set. To install it, copy it to where "
+	    "the runtime looks for plugins (/opt/cni/bin); see docs/containers.md\n");
 	write_all(STDERR_FILENO, text.data, text.length);
 	return 0;
 }

@@ -33,13 +33,6 @@ def encode_result(version: str, result: AttachResult) -> bytes:
     return json.dumps(shape(version, result), separators=(",", ":")).encode()
 
 
-def encode_versions(version: str) -> bytes:
-    """Write the answer to VERSION."""
-    return json.dumps(
-        {"cniVersion": version, "supportedVersions": list(SUPPORTED_CNI_VERSIONS)}
-    ).encode()
-
-
 def decode_result(version: str, raw: object) -> AttachResult:
     """Read a result of any version from decoded JSON; `version` is only named when it is wrong.
 

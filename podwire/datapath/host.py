@@ -155,21 +155,6 @@ def find_warnings(
     return warnings
 
 
-def read_reverse_path_filters(netlink: NetlinkSocket) -> dict[str, int]:
-    """Give the effective reverse path filter by device: 0 off, 1 strict, 2 loose.
-
-    The kernel takes the larger number of the device's own setting and that of "all". Strict ones
-    do not hurt pods, whose routes lead to the very device their packets come from.
-    """
-    overall = int(read_sysctl("ipv4", "conf", "all", "rp_filter"))
-    effective = {}
-    for link in _list_links(netlink):
-        with contextlib.suppress(KernelFailure):  # it may vanish while we look
-            own = int(read_sysctl("ipv4", "conf", link.name, "rp_filter"))
-            effective[link.name] = max(overall, own)
-    return effective
-
-
 def detect_underlay(netlink: NetlinkSocket, node_address: IPAddress | None = None) -> Underlay:
     """Find the device that carries the node's traffic: the one with its address, else that of
     the default route.

@@ -103,10 +103,6 @@ class Probe:
             self._known[feature] = answer
         return answer
 
-    def list_missing(self) -> list[Feature]:
-        """List the required features that the kernel certainly lacks."""
-        return [feature for feature in REQUIRED if self.ask(feature) is Answer.NO]
-
 
 def load_program(instructions: bytes = _TRIVIAL) -> tuple[Fd | None, int, str]:
     """Load a classifier without libbpf; gives its descriptor, or None with errno and the

@@ -11,7 +11,6 @@ from podwire.datapath.host import (
     detect_underlay,
     find_warnings,
     prepare_host,
-    read_reverse_path_filters,
     undo_host,
 )
 from podwire.datapath.routes import ensure_block_routes, list_block_routes
@@ -133,15 +132,6 @@ def test_a_learnt_default_route_that_will_expire_is_named(
         assert [warning.hint for warning in found] == ["sysctl -w net.ipv6.conf.up0.accept_ra=2"]
         write_sysctl("2", "ipv6", "conf", uplink, "accept_ra")
         assert find_warnings(netlink, tables, ipv4=False, ipv6=True) == []
-
-
-def test_the_larger_reverse_path_filter_counts(uplink: str, netlink: NetlinkSocket) -> None:
-    write_sysctl("0", "ipv4", "conf", "all", "rp_filter")
-    write_sysctl("2", "ipv4", "conf", uplink, "rp_filter")
-    assert read_reverse_path_filters(netlink)[uplink] == 2
-    write_sysctl("1", "ipv4", "conf", "all", "rp_filter")
-    write_sysctl("0", "ipv4", "conf", uplink, "rp_filter")
-    assert read_reverse_path_filters(netlink)[uplink] == 1
 
 
 def test_underlay_is_the_device_of_the_nodes_address_else_of_the_default_route(

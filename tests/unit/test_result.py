@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from podwire.cni.result import decode_result, encode_result, encode_versions
+from podwire.cni.result import decode_result, encode_result
 from podwire.model.errors import InvalidConfiguration, InvalidRequest, UndecodableRequest
 from podwire.model.request import (
     AttachedAddress,
@@ -89,11 +89,6 @@ def test_the_old_shape_keeps_the_first_address_of_each_family() -> None:
     more = (*RESULT.ips, AttachedAddress(ip_interface("10.9.9.9/32")))
     written = json.loads(encode_result("0.2.0", msgspec.structs.replace(RESULT, ips=more)))
     assert written["ip4"]["ip"] == "10.244.1.7/32"
-
-
-def test_the_versions_are_all_listed_under_the_asked_one() -> None:
-    answer = json.loads(encode_versions("0.4.0"))
-    assert answer == {"cniVersion": "0.4.0", "supportedVersions": list(SUPPORTED_CNI_VERSIONS)}
 
 
 LATER = {

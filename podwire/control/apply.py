@@ -65,6 +65,7 @@ def apply_documents(
         done: dict[ObjectKey, Applied] = {}
         with _writing(store, dry_run=dry_run):
             check_namespaces(store, drafts)
+            refuse_pools(store, drafts)
             for draft in sorted(drafts, key=lambda one: _ORDER[one.key.kind]):
                 done[draft.key] = _apply(store, draft, dry_run=dry_run)
         return done

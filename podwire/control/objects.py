@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from podwire.control.pool_objects import decode_pool
 from podwire.control.policy.rules_cilium import decode_cidr_group, decode_cilium_policy
 from podwire.control.policy.rules_k8s import decode_network_policy
 from podwire.control.policy.schema import (
@@ -21,6 +20,7 @@ from podwire.control.policy.schema import (
     root,
     shown,
 )
+from podwire.control.pool_objects import decode_pool
 from podwire.model.errors import Fault, InvalidRequest
 from podwire.model.ids import (
     DEFAULT_NAMESPACE,

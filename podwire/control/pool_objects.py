@@ -94,11 +94,11 @@ def check_pools(store: Store, drafts: Sequence[StoredObject]) -> list[tuple[int,
     after = {**before, **{name: pool for name, (_, pool) in wanted.items()}}
     found = _find_shared(after, wanted)
     found += _find_changed(store, before, wanted)
-    for name, cidr in static_ranges(store.list(NODE.plural)[0], after.values()):
-        for index, pool in wanted.values():
-            if cidr.overlaps(pool.cidr):
-                message = f"is {pool.cidr}: node {name} has {cidr} as a range of its own"
-                found.append((index, Fault("spec.cidr", message)))
+    ranges = {one.key.name: node_ranges(one) for one in store.list(NODE.plural)[0]}
+    for name, cidr, pool in find_static(ranges, after.values()):
+        if pool.name in wanted:
+            message = f"is {pool.cidr}: node {name} has {cidr} as a range of its own"
+            found.append((wanted[pool.name][0], Fault("spec.cidr", message)))
     return found
 
 
@@ -113,21 +113,42 @@ def decode_pools(objects: Iterable[StoredObject]) -> dict[str, Pool]:
     return found
 
 
-def static_ranges(
-    nodes: Iterable[StoredObject], pools: Iterable[Pool]
-) -> list[tuple[str, IPNetwork]]:
-    """Give (node, range) of what nodes have from their settings: a range that is a pool's block is none of these."""
+def node_ranges(node: StoredObject) -> tuple[IPNetwork, ...]:
+    """Give the ranges that a node has of its own, its blocks not among them; () of what cannot be read."""
+    try:
+        facts = decode_node(node)
+    except InvalidRequest:
+        return ()
+    return tuple(one for one in facts.pod_cidrs if one not in facts.blocks)
+
+
+def find_static(
+    ranges: Mapping[str, Iterable[IPNetwork]], pools: Iterable[Pool]
+) -> list[tuple[str, IPNetwork, Pool]]:
+    """Give (node, range, pool) of ranges that share addresses with a pool and are not what a pool gave the node."""
     kept = list(pools)
-    found: list[tuple[str, IPNetwork]] = []
-    for one in nodes:
-        try:
-            facts = decode_node(one)
-        except InvalidRequest:
-            continue
-        found += (
-            (facts.name, cidr)
-            for cidr in facts.pod_cidrs
-            if cidr not in facts.blocks and not any(pool.is_block(cidr) for pool in kept)
+    return [
+        (name, cidr, pool)
+        for name, cidrs in ranges.items()
+        for cidr in cidrs
+        for pool in kept
+        if cidr.overlaps(pool.cidr) and not (pool.use == NODES and pool.is_block(cidr))
+    ]
+
+
+def find_problems(
+    pools: Mapping[str, Pool], ranges: Mapping[str, Iterable[IPNetwork]]
+) -> dict[str, str]:
+    """Say of which pools nothing can be taken, by name: both of two that overlap."""
+    found: dict[str, str] = {}
+    for one, other in find_overlaps(pools.values()):
+        message = f"pools {one.name} ({one.cidr}) and {other.name} ({other.cidr}) overlap"
+        found.setdefault(one.name, message)
+        found.setdefault(other.name, message)
+    for name, cidr, pool in find_static(ranges, pools.values()):
+        found.setdefault(
+            pool.name,
+            f"pool {pool.name} ({pool.cidr}) overlaps {cidr}, a range of node {name} of its own",
         )
     return found
 
@@ -195,10 +216,10 @@ def _read_block_size(node: Node, cidr: IPNetwork | None) -> int:
     size = node.integer(low, high)
     if size is None:
         size = max(DEFAULT_BLOCK_SIZE[cidr.version], min(cidr.prefixlen, high))
-    if size < cidr.prefixlen:
-        node.wrong(f"is {size}: larger than the pool itself ({cidr})")
-    elif cidr.prefixlen > high:
+    if cidr.prefixlen > high:
         node.faults.note("spec.cidr", f"is {cidr}: a pool has at least one block of 4 addresses")
+    elif size < cidr.prefixlen:
+        node.wrong(f"is {size}: larger than the pool itself ({cidr})")
     return size
 
 

@@ -167,7 +167,11 @@ class KernelDatapath:
 
         What the programs were loaded with stays: directories, capacities and constants need a restart.
         """
-        self.plan = plan
+        before, self.plan = self.plan, plan
+        if any(plan.has_family(one) and not before.has_family(one) for one in (4, 6)):
+            self.host_changes = prepare_host(
+                self._node.netlink, ipv4=plan.has_family(4), ipv6=plan.has_family(6)
+            )
         self._node.policy.capacity = plan.policy_entries
         self._node.others.apply_own(plan)
 

@@ -38,6 +38,8 @@ class NodePlan:
     cluster_cidrs: tuple[IPNetwork, ...] = ()
     node_cidrs: tuple[IPNetwork, ...] = ()
     """Ranges of this node's own pods."""
+    families: frozenset[int] = frozenset()
+    """IP versions that its pods are going to have, beside those of the ranges."""
     masquerade: bool = True
     masquerade_except: tuple[IPNetwork, ...] = ()
     tunnel_port: int = 0
@@ -60,7 +62,9 @@ class NodePlan:
 
     def has_family(self, version: int) -> bool:
         """Tell whether pods of this node have addresses of a family."""
-        return any(network.version == version for network in self.node_cidrs)
+        return version in self.families or any(
+            network.version == version for network in self.node_cidrs
+        )
 
 
 def compute_masquerade(plan: NodePlan) -> MasqueradePlan:

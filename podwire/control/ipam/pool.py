@@ -97,6 +97,8 @@ class PoolIpam:
         self._holdings: dict[EndpointId, Holding] = {}
         self._owners: dict[IPAddress, EndpointId] = {}
         self._aside: dict[AttachmentKey, _Aside] = {}
+        self.before_open: Callable[[Mapping[IPNetwork, int]], None] = lambda _blocks: None
+        """Told of all blocks there are going to be, before the first address of a new one is given."""
         self._claiming = threading.Lock()
         """One claim of a block at a time: those who wait meanwhile find it full of free addresses."""
 
@@ -207,7 +209,7 @@ class PoolIpam:
             return dict(self._holdings)
 
     def usage(self) -> Sequence[CidrUsage]:
-        """Tell how full each own block is."""
+        """Tell how full each own block is, in the order in which they were claimed."""
         with self.lock:
             waiting = [
                 address
@@ -225,7 +227,7 @@ class PoolIpam:
                     free=own.fifo.free if own.is_open else 0,
                     pool=own.block.pool,
                 )
-                for cidr, own in sorted(self.own.items(), key=lambda item: _order(item[0]))
+                for cidr, own in self.own.items()
             ]
 
     def list_lacks(self) -> Sequence[str]:
@@ -274,15 +276,19 @@ class PoolIpam:
     def sync(self, addresses: Iterable[IPAddress] = ()) -> bool:
         """Follow what is known now: open what was claimed, drop what is not ours. Tells whether blocks changed.
 
-        `addresses`: whose claims changed.
+        `addresses`: whose claims changed. `before_open` hears of new blocks first.
         """
         with self.lock, self.known.lock:
             before = self.blocks
-            for cidr, block in list(self.known.own.items()):
-                if cidr not in self.own:
+            fresh = [one for one in self.known.own.values() if one.cidr not in self.own]
+        if fresh:
+            self.before_open({**before, **{one.cidr: one.epoch for one in fresh}})
+        with self.lock, self.known.lock:
+            for block in sorted(self.known.own.values(), key=lambda one: one.revision):
+                if block.cidr not in self.own:
                     self._open(block)
                 else:
-                    self._refresh(self.own[cidr], block)
+                    self._refresh(self.own[block.cidr], block)
             for cidr in [one for one in self.own if one not in self.known.own]:
                 self._lose(cidr)
             for address in addresses:
@@ -575,7 +581,3 @@ class PoolIpam:
             own.lost = True
         else:
             del self.own[cidr]
-
-
-def _order(cidr: IPNetwork) -> tuple[int, int]:
-    return cidr.version, int(cidr.network_address)

@@ -79,14 +79,15 @@ class NodeSettings:
     node_cidrs: tuple[IPNetwork, ...] = setting(
         CIDRS,
         (),
-        "Ranges that this node's pods get their addresses from, of one or both families.",
+        'Ranges that this node\'s pods get their addresses from, of one or both families. Empty with `ipam` "node":'
+        " a block of a pool with `use: nodes`, if there is one.",
     )
     ipam: str = setting(
         choice("node", "pool", "delegated"),
         "node",
         "Where addresses come from: the node's ranges, named pools, or another IPAM plugin.",
-        built=lambda value: value == "node",
-        built_note='only "node"',
+        built=lambda value: value != "delegated",
+        built_note='"node" and "pool"',
     )
 
 

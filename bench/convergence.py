@@ -164,7 +164,7 @@ def refuse_stranger(cluster: Cluster) -> None:
 def add_pods(cluster: Cluster, count: int, *, new_identity: bool) -> list[float]:
     """Add pods one by one on nodes in turn, all of them quiet; gives how long the first node did not reach each."""
     found: list[float] = []
-    quiet_since = [0.0] * NODES
+    quiet_since = [time.monotonic()] * NODES
     asker = Prober(cluster.askers[0])
     with closing(asker):
         for index in range(count):

@@ -90,16 +90,19 @@ class AliveFile:
         self._clock = clock
         self._grace_s = grace_s
 
-    def refresh(self, status: Callable[[], None]) -> bool:
-        """Move the deadline on while `status` (what CNI STATUS would do) succeeds, else take it
-        away."""
+    def refresh(self, status: Callable[[], None]) -> str:
+        """Move the deadline on while `status` (what CNI STATUS would do) succeeds, else take it away; gives why, ""
+        when it succeeds."""
         try:
             status()
             self.write()
-        except (PodwireError, OSError):
+        except PodwireError as error:
             self.remove()
-            return False
-        return True
+            return error.message
+        except OSError as error:
+            self.remove()
+            return f"write {str(self._path)!r}: {error.strerror or error}"
+        return ""
 
     def write(self) -> None:
         """Write boot id and deadline (CLOCK_BOOTTIME in ms). Readers find the old line or the new

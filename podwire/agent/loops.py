@@ -200,10 +200,10 @@ def compare(duties: Duties, endpoint: Endpoint) -> None:
 async def stay_alive(duties: Duties) -> None:
     """Keep the file `alive` current while an ADD would succeed, and record whether it would."""
     while True:
-        ok = await duties.on_thread(partial(duties.alive.refresh, duties.attachments.status))
+        cause = await duties.on_thread(partial(duties.alive.refresh, duties.attachments.status))
         duties.health.report("alive", ok=True, critical=False)
         duties.health.report(
-            "addresses", bool(ok), "an ADD would fail now: see CNI STATUS", critical=False
+            "status", not cause, f"CNI STATUS fails or soon would: {cause}", critical=False
         )
         await asyncio.sleep(ALIVE_REFRESH_S)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from podwire.agent.health import AliveFile, Health
-from podwire.model.errors import CannotServe, KernelFailure
+from podwire.model.errors import CannotServe, KernelFailure, PodwireError
 from podwire.model.wire import Alive, decode_alive
 
 
@@ -65,7 +65,7 @@ def read(directory: Path) -> Alive | None:
 def test_the_deadline_is_the_last_sign_of_life_plus_the_grace(
     alive: AliveFile, tmp_path: Path
 ) -> None:
-    assert alive.refresh(lambda: None)
+    assert alive.refresh(lambda: None) == ""
     assert read(tmp_path) == Alive(Clock().boot_id(), 125_000)
     assert os.stat(tmp_path / "alive").st_mode & 0o777 == 0o600
     assert os.listdir(tmp_path) == ["alive"]
@@ -78,16 +78,18 @@ def test_without_grace_the_deadline_is_over_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [CannotServe("pool is empty"), KernelFailure(1, "x", "y")])
 def test_the_file_goes_while_an_add_would_fail(
-    alive: AliveFile, tmp_path: Path, error: Exception
+    alive: AliveFile, tmp_path: Path, error: PodwireError
 ) -> None:
     def fail() -> None:
         raise error
 
     alive.write()
-    assert not alive.refresh(fail)
+    assert alive.refresh(fail) == error.message
     assert not (tmp_path / "alive").exists()
-    assert not alive.refresh(fail)
+    assert alive.refresh(fail)
 
 
 def test_a_directory_that_cannot_be_written_is_no_crash(tmp_path: Path) -> None:
-    assert not AliveFile(tmp_path / "gone", Clock(), grace_s=1).refresh(lambda: None)
+    cause = AliveFile(tmp_path / "gone", Clock(), grace_s=1).refresh(lambda: None)
+    assert "gone/alive" in cause
+    assert "No such file" in cause

@@ -16,6 +16,7 @@ from podwire.agent.health import AliveFile
 from podwire.agent.loops import Duties, EventPump
 from podwire.agent.node import Node
 from podwire.agent.rest import Api, MapReaders, NodeFacts
+from podwire.agent.rest_nodes import NodeReaders
 from podwire.agent.rest_policy import PolicyReaders
 from podwire.control.flows.enrich import FlowMaker
 from podwire.control.flows.flow import FlowPolicy
@@ -134,11 +135,12 @@ def make_api(node: Node, pump: EventPump) -> Api:
         ),
         store=node.store,
         policy=_policy_readers(node),
-        facts=NodeFacts(
+        facts=NodeFacts(template=datapath.template_id, abi_version=abi.ABI_VERSION),
+        nodes=NodeReaders(
+            list_nodes=node.cluster.list_nodes,
+            totals=node.cluster.totals,
             addresses=datapath.node_addresses,
-            mtu=datapath.mtu,
-            template=datapath.template_id,
-            abi_version=abi.ABI_VERSION,
+            pod_mtu=lambda: datapath.mtu,
         ),
         detach=lambda record: node.attachments.delete(_deletion(record, node.clock)),
         started_boottime_ns=node.started_boottime_ns,

@@ -19,6 +19,7 @@ from podwire.agent.cluster_publisher import DEBOUNCE_S, Publisher
 from podwire.agent.health import Health
 from podwire.agent.metrics import Gauge, Metrics
 from podwire.agent.store_follower import KindList, Memory, StoreFollower
+from podwire.agent.views import ClusterTotals
 from podwire.control.cluster.facts import tunnel_mac
 from podwire.control.cluster.planner import ClusterSettings, NodeNumbers
 from podwire.control.cluster.publish import NodePublisher
@@ -213,6 +214,17 @@ class ClusterDuty:
             own.append(KnownNode(facts[name], outer, tuple(map(str, ways)), mtu))
         return own
 
+    def totals(self) -> ClusterTotals:
+        """Count what is known."""
+        state = self.state
+        return ClusterTotals(
+            routing=self.options.settings.routing,
+            nodes=len(state.facts),
+            reached=self._count_peers(),
+            pods=state.pods.count,
+            heard=state.is_listed,
+        )
+
     # What the threads share
 
     def look_at_self(self) -> OwnNode:
@@ -383,8 +395,8 @@ class _Applier:
         duty.report("cluster", "")
         if repairs_only and differences:
             duty.note_repairs(differences)
+        duty.show_problems()
         if whole or changes:
-            duty.show_problems()
             duty.observe("apply" if whole else "rows", begin_s)
         return True
 

@@ -8,7 +8,6 @@ knows which HTTP status an error is.
 
 import logging
 import os
-import platform
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from podwire.agent.config_reload import LiveConfig
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
 from podwire.agent.openapi import Call, Parameter, Route, describe
+from podwire.agent.rest_nodes import NodeReaders, list_nodes
 from podwire.agent.rest_objects import ROUTES_OBJECTS
 from podwire.agent.rest_policy import ROUTES_POLICY, PolicyReaders, policy_totals
 from podwire.control.endpoint.find import find_endpoint
@@ -88,8 +88,6 @@ class MapReaders:
 class NodeFacts:
     """What does not change while the agent runs."""
 
-    addresses: tuple[str, ...]
-    mtu: int
     template: str
     abi_version: int
 
@@ -112,6 +110,7 @@ class Api:
     store: Store
     policy: PolicyReaders
     facts: NodeFacts
+    nodes: NodeReaders
     detach: Callable[[EndpointRecord], None]
     """End an attachment as a DEL of its own would; blocks."""
     started_boottime_ns: int
@@ -195,11 +194,12 @@ def get_status(api: Api, _call: Call) -> views.StatusView:
             mode=config.datapath.datapath,
             programs=api.facts.template,
             abi_version=api.facts.abi_version,
-            mtu=api.facts.mtu,
+            mtu=api.nodes.pod_mtu(),
         ),
         endpoints=views.endpoint_totals(api.table),
         ipam=views.IpamTotals(mode=config.node.ipam, ranges=_ranges(api)),
         policy=policy_totals(api.policy, config),
+        cluster=api.nodes.totals(),
         checks=tuple(
             views.CheckView(
                 name=check.name,
@@ -362,25 +362,6 @@ def get_map(api: Api, call: Call) -> views.MapRows:
     return views.MapRows(name=call.params["name"], rows=tuple(rows), truncated=truncated)
 
 
-def get_node(api: Api, _call: Call) -> views.NodeView:
-    """Show this node."""
-    node = api.config.current.node
-    return views.NodeView(
-        name=node.node_name,
-        addresses=api.facts.addresses,
-        pod_cidrs=tuple(map(str, node.node_cidrs)),
-        cluster_cidrs=tuple(map(str, node.cluster_cidrs)),
-        mtu=api.facts.mtu,
-        kernel=platform.release(),
-        boot_id=api.clock.boot_id(),
-    )
-
-
-def list_nodes(api: Api, call: Call) -> list[views.NodeView]:
-    """Show the nodes that this one knows: without a store of nodes, itself."""
-    return [get_node(api, call)]
-
-
 def get_openapi(_api: Api, _call: Call) -> dict[str, Any]:
     """Describe the API."""
     return describe(ROUTES, __version__)
@@ -487,7 +468,7 @@ ROUTES: tuple[Route, ...] = (
         query=_FLOW_QUERY,
         media="application/jsonl",
     ),
-    Route("GET", "/node", "The nodes known here", list_nodes, list[views.NodeView]),
+    Route("GET", "/node", "The nodes known here", list_nodes, list[views.NodeView], blocking=True),
     Route("GET", "/metrics", "Figures for Prometheus", _streamed, str, media="text/plain"),
     Route("GET", "/openapi.json", "This description", get_openapi, dict[str, Any]),
 )

@@ -229,6 +229,20 @@ class CheckView(Document, frozen=True, kw_only=True):
     since: str
 
 
+class ClusterTotals(Document, frozen=True, kw_only=True):
+    """Other nodes."""
+
+    routing: str
+    nodes: int
+    """Known ones."""
+    reached: int
+    """Those that packets are sent to."""
+    pods: int
+    """Addresses of their pods."""
+    heard: bool
+    """Whether the store was heard, now or in an earlier life."""
+
+
 class StatusView(Document, frozen=True, kw_only=True):
     """The agent as a whole."""
 
@@ -242,6 +256,7 @@ class StatusView(Document, frozen=True, kw_only=True):
     endpoints: EndpointTotals
     ipam: IpamTotals
     policy: PolicyTotals
+    cluster: ClusterTotals
     checks: tuple[CheckView, ...]
     warnings: tuple[str, ...]
 
@@ -268,15 +283,27 @@ class ConfigView(Document, frozen=True, kw_only=True):
 
 
 class NodeView(Document, frozen=True, kw_only=True):
-    """This node."""
+    """A node that is known here."""
 
     name: str
     addresses: tuple[str, ...]
     pod_cidrs: tuple[str, ...]
-    cluster_cidrs: tuple[str, ...]
+    cluster_cidrs: tuple[str, ...] = ()
+    """As this node is configured; of others nobody asks."""
     mtu: int
-    kernel: str
-    boot_id: str
+    """Of this node: that of new pods, in bytes. Of another: the largest packet that gets there in one piece."""
+    ways: tuple[str, ...] = ()
+    """`local`; of another, how its pods are reached: `tunnel`, `native`; none when they are not."""
+    outer: str = ""
+    """Where tunnel packets to it are sent."""
+    alive: bool | None = None
+    """Whether its agent keeps its name alive; null when the store does not say."""
+    kernel: str = ""
+    boot_id: str = ""
+    instance: str = ""
+    """Random, of that machine: tells it from another one under its name."""
+    epoch: int = 0
+    """How many machines have had its name."""
 
 
 class MapView(Document, frozen=True, kw_only=True):

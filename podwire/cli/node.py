@@ -26,14 +26,30 @@ def list_nodes(opts: Common) -> None:
 
     def read() -> tuple[list[Row], CliError | None]:
         answers, failure = ask_all(opts, ask)
-        return list({row["name"]: row for _, rows in answers for row in rows}.values()), failure
+        # What a node says of itself is more than what others know of it.
+        rows = sorted((row for _, rows in answers for row in rows), key=_is_local)
+        found = {row["name"]: row for row in rows}
+        return [found[name] for name in sorted(found)], failure
 
     columns = [
         Column("NAME", key("name")),
+        Column("ALIVE", _alive),
+        Column("WAYS", lambda row: ",".join(row.get("ways", ())) or "not reached"),
         Column("ADDRESSES", key("addresses")),
         Column("POD CIDRS", key("podCidrs")),
         Column("MTU", key("mtu")),
+        Column("OUTER", key("outer"), wide=True),
+        Column("EPOCH", key("epoch"), wide=True),
         Column("KERNEL", key("kernel"), wide=True),
         Column("BOOT", key("bootId"), wide=True),
     ]
     show_watched(opts, read, columns, lambda row: str(row["name"]))
+
+
+def _is_local(row: Row) -> bool:
+    return "local" in row.get("ways", ())
+
+
+def _alive(row: Row) -> str:
+    alive = row.get("alive")
+    return "unknown" if alive is None else "yes" if alive else "no"

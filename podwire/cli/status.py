@@ -90,6 +90,11 @@ def _long(document: dict[str, Any], verbose: bool) -> Iterator[str]:
     yield f"Endpoints:  {endpoints.get('total', 0)}" + (f" ({states})" if states else "")
     for one in document.get("ipam", {}).get("ranges", ()):
         yield f"Addresses:  {one['cidr']}: {one['used']} of {one['capacity']} used"
+    cluster = document.get("cluster", {})
+    yield (
+        f"Cluster:    {cluster.get('reached', 0)} of {cluster.get('nodes', 0)} other nodes reached,"
+        f" routing {cluster.get('routing')}, {cluster.get('pods', 0)} addresses of pods"
+    )
     for check in document.get("checks", ()):
         if verbose or not check["ok"]:
             word = colour("ok", GREEN) if check["ok"] else colour("failing", RED)

@@ -17,12 +17,16 @@ import pytest
 
 from podwire.agent import api_socket, rest
 from podwire.agent.api_socket import ApiServer
+from podwire.agent.cluster_duty import KnownNode
 from podwire.agent.config_reload import LiveConfig
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
+from podwire.agent.rest_nodes import NodeReaders
 from podwire.agent.rest_policy import PolicyReaders
 from podwire.agent.unix_socket import open_unix_socket
+from podwire.agent.views import ClusterTotals
 from podwire.control.flows.ring import FlowRing
+from podwire.model.cluster import NodeFacts as ClusterFacts
 from podwire.model.config.sources import settle
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Conflict, Fault, InvalidRequest, NotFound, StorageFailure
@@ -40,6 +44,11 @@ def read_rows(name: str, limit: int) -> tuple[list[dict[str, Any]], bool]:
     if name != "config":
         raise NotFound(f"read map {name!r}: there is no such map")
     return [{"ifindex": 1}][:limit], limit < 1
+
+
+PEER = KnownNode(
+    ClusterFacts("n2", "i2", 1, (ip_address("192.0.2.2"),)), "192.0.2.2", ("tunnel",), 1450
+)
 
 
 def make_api(node: FakeNode) -> rest.Api:
@@ -74,7 +83,13 @@ def make_api(node: FakeNode) -> rest.Api:
             change_labels=refuse_labels,
             set_audit=refuse_audit,
         ),
-        facts=rest.NodeFacts(("192.0.2.1",), 1500, "abc", 1),
+        facts=rest.NodeFacts("abc", 1),
+        nodes=NodeReaders(
+            list_nodes=lambda: [PEER],
+            totals=lambda: ClusterTotals(routing="auto", nodes=1, reached=1, pods=3, heard=True),
+            addresses=("192.0.2.1",),
+            pod_mtu=lambda: 1450,
+        ),
         detach=detach,
         started_boottime_ns=0,
     )
@@ -376,7 +391,14 @@ async def test_identities_node_and_metrics(served: Served) -> None:
     assert (identities[0]["id"], identities[0]["labels"]) == (1, ["reserved:host"])
     assert (await served.get("/identity/2")).json["labels"] == ["reserved:world"]
     assert (await served.get("/identity/77")).status == 404
-    assert (await served.get("/node")).json[0]["podCidrs"] == ["10.77.0.0/24", "fd77::/64"]
+    own, peer = (await served.get("/node")).json
+    assert own["podCidrs"] == ["10.77.0.0/24", "fd77::/64"]
+    assert (own["mtu"], own["ways"], own["addresses"]) == (1450, ["local"], ["192.0.2.1"])
+    assert (peer["name"], peer["outer"], peer["alive"]) == ("n2", "192.0.2.2", False)
+    served.node.store.leases().acquire("node/n2", "x", 10)
+    assert (await served.get("/node")).json[1]["alive"] is True
+    served.node.store.leases().away = True
+    assert (await served.get("/node")).json[1]["alive"] is None
     assert b"podwire_api_request_seconds" in (await served.get("/metrics")).body
 
 

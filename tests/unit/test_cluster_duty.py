@@ -1,0 +1,328 @@
+"""The duty as it runs: what it publishes, what it applies, and what it leaves alone while the store is away."""
+
+import contextlib
+import dataclasses
+import ipaddress
+import threading
+import time
+
+import pytest
+
+from podwire.agent.cluster_duty import ClusterDuty, ClusterOptions, OwnRanges
+from podwire.agent.cluster_publisher import take_name
+from podwire.agent.health import Health
+from podwire.agent.metrics import Metrics
+from podwire.control.cluster.facts import decode_node, encode_node, node_key
+from podwire.control.cluster.planner import ClusterSettings
+from podwire.control.cluster.publish import NodeInUse
+from podwire.control.cluster.published import (
+    Publication,
+    decode_endpoints,
+    encode_endpoints,
+    endpoints_key,
+)
+from podwire.control.endpoint.states import State
+from podwire.control.endpoint.table import Endpoint, EndpointTable
+from podwire.model.cluster import ClusterPlan, Way
+from podwire.model.endpoint import AttachmentKey, EndpointRecord, Phase
+from podwire.model.errors import KernelFailure, Unavailable
+from podwire.model.ids import ContainerId, EndpointId, IdentityId, InterfaceName, NetworkName
+from podwire.model.store import StoredObject
+from tests.fakes.store import MemoryStore
+from tests.unit.test_cluster_planner import OVERLAY, OWN, UNDERLAY, make
+from tests.unit.test_identity_duty import FakeClock
+from tests.unit.test_identity_resolver import DEVICE
+
+DEADLINE_S = 10.0
+
+
+class FakeCluster:
+    """A kernel that holds plans, and fails or differs when it is told to."""
+
+    def __init__(self):
+        self.plan = None
+        self.applied = []
+        self.changed = []
+        self.rows = {}
+        self.differences = []
+        self.failing = False
+        self.underlay = UNDERLAY
+
+    def read_underlay(self):
+        if self.underlay is None:
+            raise Unavailable("no device")
+        return self.underlay
+
+    def apply_cluster(self, plan):
+        if self.failing:
+            raise KernelFailure(12, "add route", "x")
+        self.plan = plan
+        self.rows = dict(plan.prefixes)
+        self.applied.append(plan)
+        found, self.differences = self.differences, []
+        return found
+
+    def change_prefixes(self, put, remove=()):
+        self.changed.append((put, tuple(remove)))
+        self.rows.update(put)
+        for one in remove:
+            self.rows.pop(one, None)
+
+
+class FakeNews:
+    """What the kernel tells, by hand."""
+
+    def __init__(self):
+        self._condition = threading.Condition()
+        self._woken = self._changed = False
+
+    def wait(self, timeout_s):
+        with self._condition:
+            self._condition.wait_for(lambda: self._woken or self._changed, timeout_s)
+            changed, self._changed, self._woken = self._changed, False, False
+            return changed
+
+    def wake(self):
+        with self._condition:
+            self._woken = True
+            self._condition.notify_all()
+
+    def change(self):
+        with self._condition:
+            self._changed = True
+            self._condition.notify_all()
+
+    def close(self):
+        pass
+
+
+class Facts(dict):
+    def write_fact(self, name, value):
+        self[name] = value
+
+    def read_fact(self, name):
+        return self.get(name, "")
+
+
+class Rig:
+    def __init__(self, store=None, settings=OVERLAY, name="n1", facts=None):
+        self.store = store or MemoryStore()
+        self.kernel, self.news, self.facts = FakeCluster(), FakeNews(), Facts(facts or {})
+        self.table = EndpointTable()
+        self.health = Health(FakeClock())
+        self.metrics = Metrics()
+        self.duty = ClusterDuty(
+            options=ClusterOptions(node_name=name, settings=settings),
+            store=self.store,
+            datapath=self.kernel,
+            table=self.table,
+            turn=threading.RLock(),
+            journal=self.facts,
+            health=self.health,
+            metrics=self.metrics,
+            own_ranges=lambda: OwnRanges(OWN.pod_cidrs, {}, OWN.tunnel_addresses),
+            open_news=lambda: self.news,
+            name=take_name(self.store, self.facts, name, None),
+        )
+        self.table.changed = self.duty.pods_changed
+
+    @contextlib.contextmanager
+    def running(self):
+        self.duty.prepare()
+        self.duty.apply()
+        self.duty.start()
+        try:
+            yield self
+        finally:
+            self.duty.stop()
+
+    def add_pod(self, number, address, identity):
+        key = AttachmentKey(NetworkName("net"), ContainerId(f"c{number}"), InterfaceName("eth0"))
+        record = EndpointRecord(
+            id=EndpointId(number),
+            key=key,
+            phase=Phase.LIVE,
+            boot_id="b",
+            taken_boottime_ns=1,
+            netns_path="/x",
+            netns_cookie=1,
+            device=DEVICE,
+            ipv4=address,
+            identity=IdentityId(identity),
+        )
+        self.table.insert(Endpoint(record, State.READY, FakeClock(), cause="test"))
+
+    def publish_peer(self, facts):
+        key = node_key(facts.name)
+        document = encode_node(facts)
+        stored = self.store.get(key)
+        if stored is None:
+            self.store.create(StoredObject(key=key, document=document))
+        else:
+            self.store.update(StoredObject(key=key, revision=stored.revision, document=document))
+
+    def publish_pods(self, name, sequence, pods):
+        identities = {ipaddress.ip_address(one): IdentityId(i) for one, i in pods.items()}
+        document = encode_endpoints(Publication(name, 1, sequence, identities), ())
+        key = endpoints_key(name)
+        stored = self.store.get(key)
+        if stored is None:
+            self.store.create(StoredObject(key=key, document=document))
+        else:
+            self.store.update(StoredObject(key=key, revision=stored.revision, document=document))
+
+    def peers(self):
+        return [] if self.kernel.plan is None else [one.name for one in self.kernel.plan.peers]
+
+    def said(self):
+        stored = self.store.get(endpoints_key("n1"))
+        return None if stored is None else decode_endpoints(stored)
+
+
+def wait_for(condition, what="condition"):
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come true"
+        time.sleep(0.005)
+
+
+def test_a_node_publishes_itself_and_its_pods():
+    with Rig().running() as rig:
+        wait_for(lambda: rig.said() is not None, "publication")
+        facts = decode_node(rig.store.get(node_key("n1")))
+        assert (facts.addresses, facts.pod_cidrs) == (UNDERLAY.addresses, OWN.pod_cidrs)
+        assert (facts.epoch, facts.underlay_mtu_bytes) == (1, 1500)
+        rig.add_pod(1, "10.244.1.9", 300)
+        wait_for(lambda: rig.said().identities == {ipaddress.ip_address("10.244.1.9"): 300})
+        assert rig.duty.named_identities() == {300}
+
+
+def test_others_come_change_and_go():
+    with Rig().running() as rig:
+        assert rig.peers() == []
+        assert rig.kernel.plan.tunnel is not None
+        rig.publish_peer(make(2))
+        wait_for(lambda: rig.peers() == ["n2"])
+        rig.publish_pods("n2", 1, {"10.244.2.5": 300})
+        pod = ipaddress.ip_network("10.244.2.5")
+        wait_for(lambda: pod in rig.kernel.rows)
+        count = len(rig.kernel.applied)
+        rig.publish_pods("n2", 2, {"10.244.2.6": 301})
+        wait_for(lambda: pod not in rig.kernel.rows)
+        assert len(rig.kernel.applied) == count, "news of pods need no whole plan"
+        rig.publish_peer(make(2, addresses=make(7).addresses))
+        wait_for(lambda: rig.kernel.plan.peers[0].outer == make(7).addresses[0])
+        rig.store.delete(node_key("n2"))
+        wait_for(lambda: rig.peers() == [])
+        assert rig.kernel.plan.routes == ()
+
+
+def test_what_vanished_while_the_agent_was_away_goes():
+    rig = Rig()
+    rig.publish_peer(make(2))
+    rig.publish_peer(make(3))
+    with rig.running():
+        assert rig.peers() == ["n2", "n3"]
+    rig.store.delete(node_key("n2"))
+    again = Rig(rig.store, facts=rig.facts)
+    with again.running():
+        wait_for(lambda: again.peers() == ["n3"])
+        assert again.kernel.plan.peers[0].number == rig.kernel.plan.peers[1].number
+
+
+def test_nothing_is_taken_away_before_the_store_was_heard():
+    store = MemoryStore()
+    store.away = True
+    with Rig(store).running() as rig:
+        rig.news.change()
+        rig.duty.apply()
+        assert rig.kernel.applied == []
+        store.away = False
+        wait_for(lambda: rig.kernel.applied)
+
+
+def test_a_store_that_goes_away_leaves_the_plan_and_repairs_go_on():
+    with Rig().running() as rig:
+        rig.publish_peer(make(2))
+        wait_for(lambda: rig.peers() == ["n2"])
+        rig.store.away = True
+        rig.kernel.differences = ["route to 10.244.2.0/24 was missing"]
+        rig.news.change()
+        wait_for(lambda: not rig.kernel.differences)
+        assert rig.peers() == ["n2"]
+        wait_for(lambda: b"podwire_cluster_repairs_total 1.0" in rig.metrics.render())
+
+
+def test_what_could_not_be_applied_is_tried_again_and_shown():
+    rig = Rig()
+    rig.kernel.failing = True
+    with rig.running():
+        assert any("cluster: add route" in one for one in rig.health.warnings())
+        rig.kernel.failing = False
+        wait_for(lambda: rig.kernel.applied)
+        wait_for(lambda: not any("cluster:" in one for one in rig.health.warnings()))
+
+
+def test_contradictions_are_shown_with_both_names():
+    with Rig().running() as rig:
+        rig.publish_peer(make(2))
+        rig.publish_peer(make(3, pod_cidrs=make(2).pod_cidrs))
+        wait_for(lambda: any("n2" in one and "n3" in one for one in rig.health.warnings()))
+        rig.store.delete(node_key("n3"))
+        wait_for(lambda: not any("n3" in one for one in rig.health.warnings()))
+
+
+def test_an_unreadable_node_is_named_and_left_out():
+    with Rig().running() as rig:
+        document = encode_node(make(2))
+        document["spec"]["addresses"] = ["nonsense"]
+        rig.store.create(StoredObject(key=node_key("n2"), document=document))
+        wait_for(lambda: any("n2" in one and "nonsense" in one for one in rig.health.warnings()))
+        rig.publish_peer(make(3))
+        wait_for(lambda: rig.peers() == ["n3"])
+
+
+def test_the_underlay_is_followed():
+    with Rig().running() as rig:
+        wait_for(lambda: rig.store.get(node_key("n1")) is not None)
+        rig.kernel.underlay = dataclasses.replace(UNDERLAY, mtu_bytes=1400)
+        rig.news.change()
+        wait_for(lambda: decode_node(rig.store.get(node_key("n1"))).underlay_mtu_bytes == 1400)
+        wait_for(lambda: rig.kernel.plan.pod_mtu_bytes == 1350)
+        rig.kernel.underlay = None
+        rig.news.change()
+        wait_for(lambda: decode_node(rig.store.get(node_key("n1"))).addresses == ())
+
+
+def test_what_somebody_deletes_is_published_again():
+    with Rig().running() as rig:
+        wait_for(lambda: rig.said() is not None)
+        rig.store.delete(node_key("n1"))
+        rig.store.delete(endpoints_key("n1"))
+        wait_for(lambda: rig.store.get(node_key("n1")) is not None and rig.said() is not None)
+
+
+def test_a_second_machine_of_that_name_does_not_start():
+    with Rig().running() as rig, pytest.raises(NodeInUse):
+        Rig(rig.store)
+
+
+def test_a_burst_of_pods_is_one_write_a_second():
+    with Rig().running() as rig:
+        wait_for(lambda: rig.said() is not None)
+        begin = time.monotonic()
+        for number in range(1, 101):
+            rig.add_pod(number, f"10.244.1.{number + 10}", 300 + number)
+        wait_for(lambda: len(rig.said().identities) == 100)
+        took_s = time.monotonic() - begin
+        assert took_s < 5
+        assert rig.said().sequence <= 3 + took_s
+
+
+def test_native_routing_needs_no_tunnel():
+    rig = Rig(settings=ClusterSettings("native", OVERLAY.cluster_cidrs))
+    rig.publish_peer(make(2))
+    with rig.running():
+        assert isinstance(rig.kernel.plan, ClusterPlan)
+        assert rig.kernel.plan.tunnel is None
+        assert {one.way for one in rig.kernel.plan.routes} == {Way.NATIVE}

@@ -297,7 +297,7 @@ class IpamDuty:
                 return  # one is on its way
             try:
                 block = self.ipam.claims.claim_block(pool)
-            except Exhausted:
+            except (Exhausted, Conflict):
                 continue
             _log.info("claimed a block", extra={"cause": f"{block.cidr} of pool {pool.name}"})
             return

@@ -22,12 +22,13 @@ from podwire.control.ipam.pool import PoolIpam
 from podwire.control.ipam.pools import NODES, selects
 from podwire.control.pool_objects import decode_pools, find_problems, node_ranges
 from podwire.model.config import AgentConfig
-from podwire.model.errors import Exhausted, Unavailable
+from podwire.model.errors import Conflict, Exhausted, Unavailable
 from podwire.model.request import IPNetwork
 from podwire.model.store import Store
 from podwire.model.store.kinds import IP_BLOCK, IP_POOL, NODE
 
 RANGES_FACT: Final = "node-ranges"
+ATTEMPTS: Final = 10
 
 _log = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ def take_ranges(node: str, store: Store, facts: Facts) -> Sequence[IPNetwork]:
     """
     before = [ipaddress.ip_network(one) for one in json.loads(facts.read_fact(RANGES_FACT) or "[]")]
     try:
-        ranges = _claim_ranges(node, store)
+        ranges = _retried(lambda: _claim_ranges(node, store))
     except Unavailable:
         if not before:
             raise
@@ -109,6 +110,16 @@ def take_ranges(node: str, store: Store, facts: Facts) -> Sequence[IPNetwork]:
     if ranges or before:
         facts.write_fact(RANGES_FACT, text)
     return ranges
+
+
+def _retried(claim: Callable[[], list[IPNetwork]]) -> list[IPNetwork]:
+    """Try again while other nodes are faster; the last Conflict when that does not end."""
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return claim()
+        except Conflict:
+            continue
+    return claim()
 
 
 def _claim_ranges(node: str, store: Store) -> list[IPNetwork]:

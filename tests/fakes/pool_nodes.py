@@ -1,17 +1,23 @@
 """Nodes that take addresses from pools of one store: the real claims, knowledge and follower, without an agent."""
 
+import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from ipaddress import ip_address
+from typing import Any, Final
 
-from podwire.agent.ipam_duty import IpamNews
+from podwire.agent.ipam_duty import IpamDuty, IpamNews
 from podwire.agent.store_follower import StoreFollower
 from podwire.control.apply import apply_documents
 from podwire.control.ipam.claims import Claims
+from podwire.control.ipam.documents import decode_block
+from podwire.control.ipam.interface import Wish
 from podwire.control.ipam.known import Known
 from podwire.control.ipam.pool import PoolIpam
 from podwire.model.endpoint import AttachmentKey
-from podwire.model.ids import ContainerId, InterfaceName, NetworkName
+from podwire.model.ids import ContainerId, EndpointId, IdentityId, InterfaceName, NetworkName
 from podwire.model.store import Store
+
+WAIT_S: Final = 10.0
 
 
 def pool_document(name: str, cidr: str, **spec: Any) -> dict[str, Any]:
@@ -60,3 +66,99 @@ class PoolNode:
     def close(self) -> None:
         """End the thread."""
         self.follower.stop()
+
+
+class Nodes:
+    """Nodes of one store, whose followers run."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.made: list[PoolNode] = []
+
+    def __call__(self, name: str) -> PoolNode:
+        node = PoolNode(self.store, name)
+        node.start()
+        self.made.append(node)
+        return node
+
+    def close(self) -> None:
+        for node in self.made:
+            node.close()
+
+
+def add(
+    node: "PoolNode | Ticking",
+    owner: int,
+    *wanted: str,
+    pools: tuple[str, ...] = (),
+    identity: int = 0,
+    namespace: str = "default",
+) -> list[str]:
+    """Do what an ADD does."""
+    wish = Wish(
+        key=key_of(f"{node.known.node}-{owner}"),
+        identity=IdentityId(identity),
+        wanted=tuple(ip_address(one) for one in wanted),
+        pools=pools,
+        namespace=namespace,
+    )
+    try:
+        node.ipam.make_room(wish, lambda: False, WAIT_S)
+        found = node.ipam.allocate(EndpointId(owner), wish)
+    finally:
+        node.ipam.drop(wish)
+    return [str(one) for one in found if one is not None]
+
+
+def wait_until(node: "PoolNode | Ticking", condition: object) -> None:
+    """Wait for something to be heard."""
+    assert callable(condition)
+    until_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < until_s, "not heard in time"
+        with node.ipam.lock:
+            node.ipam.changed.wait(0.05)
+
+
+def claimed_blocks(store: Store) -> dict[str, str]:
+    """Give block -> node of what is claimed."""
+    found = [decode_block(one) for one in store.list("ipblocks")[0]]
+    return {str(one.cidr): one.node for one in found if one is not None and one.node}
+
+
+class Facts:
+    """Facts of a journal."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, str] = {}
+
+    def write_fact(self, name: str, value: str) -> None:
+        self.kept[name] = value
+
+    def read_fact(self, name: str) -> str:
+        return self.kept.get(name, "")
+
+
+class Ticking:
+    """A node with its duty, whose time moves when asked."""
+
+    def __init__(self, store: Store, name: str, facts: Facts | None = None) -> None:
+        self.now_s = 1000.0
+        known = Known(name)
+        ipam = PoolIpam(Claims(store, known))
+        self.facts = facts or Facts()
+        self.duty = IpamDuty(
+            ipam=ipam,
+            store=store,
+            facts=self.facts,
+            report=lambda _message: None,
+            monotonic=lambda: self.now_s,
+        )
+        self.known, self.claims, self.ipam = known, ipam.claims, ipam
+        self.duty.prepare()
+
+    def settle(self) -> None:
+        """Tick, and hear what became of it."""
+        self.duty.tick()
+        while self.duty.follower.step(0):
+            pass

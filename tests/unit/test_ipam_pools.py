@@ -149,7 +149,8 @@ def test_a_pool_in_use_is_never_cut_anew(store: Store) -> None:
     apply(store, pool_document("p", "10.0.0.0/24", blockSize=28))
     node = PoolNode(store, "n1")
     node.claims.claim_block(node.known.pools["p"])
-    for change in ({"cidr": "10.1.0.0/24"}, {"blockSize": 27}):
+    changes: list[dict[str, Any]] = [{"cidr": "10.1.0.0/24"}, {"blockSize": 27}]
+    for change in changes:
         with pytest.raises(InvalidRequest, match="nodes have 1 blocks"):
             apply(store, pool_document("p", **{"cidr": "10.0.0.0/24", "blockSize": 28, **change}))
     apply(store, pool_document("p", "10.0.0.0/24", blockSize=28, disabled=True))

@@ -29,7 +29,7 @@ from podwire.control.ipam.documents import (
 from podwire.control.ipam.known import Known
 from podwire.control.ipam.pools import Pool
 from podwire.model.endpoint import AttachmentKey, IPAddress
-from podwire.model.errors import AddressUnavailable, Conflict, Exhausted, NotFound, Unavailable
+from podwire.model.errors import AddressUnavailable, Conflict, Exhausted, NotFound
 from podwire.model.request import IPNetwork
 from podwire.model.store import Store, StoredObject
 
@@ -73,7 +73,8 @@ class Claims:
         return ""
 
     def claim_block(self, pool: Pool) -> Block:
-        """Take one more block of a pool. Raises Exhausted, Unavailable."""
+        """Take one more block of a pool. Raises Exhausted; Conflict when others were faster everywhere: hear first;
+        Unavailable."""
         with self._lock:
             limit = self.find_limit(pool)
             if limit:
@@ -90,11 +91,14 @@ class Claims:
                 if claimed is not None:
                     self._unheard[cidr] = claimed
                     return claimed
-        if conflicts < CONFLICTS_MAX:
-            raise Exhausted(f"claim a block of pool {pool.name} ({pool.cidr}): none is free")
-        raise Unavailable(
-            f"claim a block of pool {pool.name}: other nodes were faster {conflicts} times",
-            hint="call again later",
+        if conflicts:
+            raise Conflict(
+                f"claim a block of pool {pool.name}: other nodes were faster {conflicts} times",
+                hint="call again later",
+            )
+        raise Exhausted(
+            f"claim a block of pool {pool.name} ({pool.cidr}):"
+            f" all {pool.block_count} blocks are claimed"
         )
 
     def release_block(self, block: Block) -> bool:
@@ -112,6 +116,9 @@ class Claims:
         cidr = pool.block_of(address)
         if not is_for_pod(address, cidr):
             raise _refuse(address, f"no pod can have it: it is the first, second or last of {cidr}")
+        known = self.known.claimed.get(address)
+        if known is not None and known.node != self.node:
+            raise _refuse(address, f"node {known.node} has it for {known.key}")
         self._check_block(address, pool, cidr)
         claimed = Claimed(address, pool.name, self.node, key)
         new = StoredObject(key=address_key(address), document=encode_claimed(claimed))

@@ -38,6 +38,7 @@ from podwire.model.errors import (
     AddressUnavailable,
     Bug,
     Cancelled,
+    Conflict,
     Exhausted,
     PodwireError,
     Unavailable,
@@ -446,6 +447,9 @@ class PoolIpam:
                 except Exhausted as error:
                     limits.append(error.message)
                     continue
+                except Conflict as error:
+                    self._wait_news(error, until_s)
+                    return
                 self._wait_open(block, until_s, cancelled)
                 return
             self._borrow(lack.pools, key, limits)
@@ -468,6 +472,14 @@ class PoolIpam:
                         hint="call again later",
                     )
                 self.changed.wait(min(HEAR_S, left_s))
+
+    def _wait_news(self, error: Conflict, until_s: float) -> None:
+        """Wait for what others did meanwhile: with it, the next try knows where to look."""
+        left_s = until_s - self.monotonic()
+        if left_s <= 0:
+            raise Unavailable(error.message, hint=error.hint)
+        with self.lock:
+            self.changed.wait(min(HEAR_S, left_s))
 
     def _borrow(self, pools: Sequence[Pool], key: AttachmentKey, limits: Sequence[str]) -> None:
         for pool in pools:

@@ -1,0 +1,184 @@
+"""What a node does about its blocks over time: ahead, back, remembered, orphans, its range from a pool."""
+
+from collections.abc import Iterator
+from ipaddress import ip_address
+from pathlib import Path
+
+import pytest
+
+from podwire.agent.ipam_node import take_ranges
+from podwire.control.ipam.documents import (
+    block_key,
+    decode_block,
+    encode_block,
+)
+from podwire.control.ipam.orphans import GRACE_S
+from podwire.control.objects import decode
+from podwire.model.errors import Exhausted, Unavailable
+from podwire.model.ids import EndpointId
+from podwire.model.store import Store, StoredObject
+from podwire.store.sqlite import SqliteStore
+from tests.fakes.pool_nodes import (
+    Facts,
+    Nodes,
+    PoolNode,
+    Ticking,
+    add,
+    apply,
+    claimed_blocks,
+    key_of,
+    pool_document,
+)
+from tests.fakes.store import MemoryStore
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    found = SqliteStore(tmp_path / "store.db")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def nodes(store: Store) -> Iterator[Nodes]:
+    made = Nodes(store)
+    yield made
+    made.close()
+
+
+def test_blocks_are_claimed_ahead_and_given_back_when_empty_for_long() -> None:
+    store = MemoryStore()
+    apply(store, pool_document("p", "10.0.0.0/24", blockSize=28))
+    ticking = Ticking(store, "n1")
+    ticking.settle()
+    assert ticking.ipam.count_free("p") == 12
+    for number in range(1, 40):
+        add(ticking, number)
+        ticking.settle()
+    assert len(ticking.ipam.blocks) == 4
+    for number in range(1, 40):
+        ticking.ipam.release(EndpointId(number))
+    for _ in range(8):
+        ticking.settle()
+        ticking.now_s += 301
+    ticking.settle()
+    assert 1 <= len(claimed_blocks(store)) == len(ticking.ipam.blocks) <= 3
+
+
+def test_a_start_without_the_store_uses_the_blocks_of_before() -> None:
+    store = MemoryStore()
+    apply(store, pool_document("p", "10.0.0.0/24", blockSize=28))
+    first = Ticking(store, "n1")
+    first.settle()
+    [held] = add(first, 1)
+    first.settle()
+    store.away = True
+    again = Ticking(store, "n1", first.facts)
+    again.ipam.adopt(EndpointId(1), [ip_address(held)])
+    given = {add(again, number)[0] for number in range(2, 13)}
+    assert len(given) == 11
+    assert held not in given
+    with pytest.raises(Unavailable):
+        add(again, 99)
+
+
+def test_a_block_is_forgotten_on_disk_before_it_is_given_back() -> None:
+    store = MemoryStore()
+    apply(store, pool_document("p", "10.0.0.0/24", blockSize=28))
+    ticking = Ticking(store, "n1")
+    ticking.settle()
+    ticking.settle()
+    [cidr] = ticking.ipam.blocks
+    assert str(cidr) in ticking.facts.read_fact("ipam-blocks")
+    store.delete(store.list("ippools")[0][0].key)
+    ticking.settle()
+    ticking.now_s += 11
+    kept: list[str] = []
+    store.before_update = lambda _new: kept.append(ticking.facts.read_fact("ipam-blocks"))
+    while ticking.duty.follower.step(0):
+        pass
+    ticking.settle()
+    assert not claimed_blocks(store)
+    assert kept
+    assert f'"cidr": "{cidr}"' not in kept[0]
+
+
+def test_orphans_are_given_back_after_two_looks_that_agree() -> None:
+    store = MemoryStore()
+    apply(store, pool_document("p", "10.0.0.0/24", blockSize=28))
+    gone = PoolNode(store, "gone")
+    pool = gone.known.pools["p"]
+    block = gone.claims.claim_block(pool)
+    gone.claims.claim_address(ip_address("10.0.0.200"), pool, key_of(1))
+    living = PoolNode(store, "living")
+    living.claims.claim_block(pool)
+    lease = store.leases().acquire("node/living", "x", 60)
+    collector = Ticking(store, "n1")
+    assert collector.duty.collect() == 0
+    collector.now_s += GRACE_S - 1
+    assert collector.duty.collect() == 0
+    collector.now_s += 1
+    assert collector.duty.collect() == 2
+    assert set(claimed_blocks(store).values()) == {"living"}
+    assert not store.list("ipaddresses")[0]
+    found = store.get(block_key(block.cidr))
+    assert found is not None
+    assert (decode_block(found) or block).epoch == block.epoch
+    lease.close()
+
+
+def test_an_orphan_that_changed_between_both_looks_is_left() -> None:
+    store = MemoryStore()
+    apply(store, pool_document("p", "10.0.0.0/24", blockSize=28))
+    gone = PoolNode(store, "gone")
+    block = gone.claims.claim_block(gone.known.pools["p"])
+    collector = Ticking(store, "n1")
+    collector.duty.collect()
+    assert block.stored is not None
+    store.update(
+        StoredObject(
+            key=block.stored.key,
+            uid=block.stored.uid,
+            revision=block.revision,
+            document=encode_block(block),
+        )
+    )
+    collector.now_s += GRACE_S
+    assert collector.duty.collect() == 0
+    collector.now_s += GRACE_S
+    assert collector.duty.collect() == 1
+
+
+def test_only_one_node_collects(store: Store) -> None:
+    one, other = Ticking(store, "n1"), Ticking(store, "n2")
+    assert one.duty._has_duty()
+    assert not other.duty._has_duty()
+    one.duty.stop()
+    other.duty.stop()
+
+
+def test_pools_that_overlap_behind_applys_back_are_not_used() -> None:
+    store = MemoryStore()
+    apply(store, pool_document("a", "10.0.0.0/24"))
+    store.create(decode(pool_document("b", "10.0.0.128/25")))
+    node = PoolNode(store, "n1")
+    with pytest.raises(Exhausted, match=r"pools a \(10.0.0.0/24\) and b \(10.0.0.128/25\) overlap"):
+        add(node, 1)
+
+
+def test_a_node_keeps_the_range_that_a_pool_gave_it() -> None:
+    store = MemoryStore()
+    apply(
+        store,
+        pool_document("n4", "10.0.0.0/16", use="nodes", blockSize=24),
+        pool_document("n6", "fd00::/48", use="nodes"),
+    )
+    facts = Facts()
+    first = take_ranges("n1", store, facts)
+    assert [one.prefixlen for one in first] == [24, 122]
+    assert list(take_ranges("n1", store, Facts())) == list(first)
+    assert not set(take_ranges("n2", store, Facts())) & set(first)
+    store.away = True
+    assert list(take_ranges("n1", store, facts)) == list(first)
+    with pytest.raises(Unavailable):
+        take_ranges("n3", store, Facts())

@@ -4,7 +4,6 @@ import contextlib
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,14 +79,6 @@ def scripted_agent(
             agent.closing.set()
             thread.join(DEADLINE_S)
             path.unlink(missing_ok=True)
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    """Look until `condition` holds; AssertionError naming `what` when it does not come to hold."""
-    until_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < until_s, f"{what} did not happen in {DEADLINE_S} s"
-        time.sleep(0.002)
 
 
 def answer(status: ReplyStatus, body: bytes) -> Behaviour:

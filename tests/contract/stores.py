@@ -11,6 +11,7 @@ from podwire.model.store import ObjectKey, Store, StoredObject, StoreEvent, Watc
 from podwire.store.etcd.store import EtcdStore
 from podwire.store.sqlite import SqliteStore
 from tests.contract.etcd_rig import ENDPOINT_VARIABLE
+from tests.waiting import wait_for
 
 Open = Callable[[Path], Store]
 
@@ -47,9 +48,7 @@ def take(watch: Watch, count: int) -> list[StoreEvent]:
 
 def until(condition: Callable[[], bool]) -> None:
     """Wait until a condition holds, or fail."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
+    wait_for(condition, deadline_s=DEADLINE_S)
 
 
 def seen(events: Sequence[StoreEvent]) -> list[tuple[str, bool]]:

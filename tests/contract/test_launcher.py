@@ -30,9 +30,9 @@ from tests.contract.launcher_agent import (
     scripted_agent,
     send_garbage,
     stay_silent,
-    wait_for,
 )
 from tests.contract.launcher_clients import ROOT, Run, code_of, config, environment, spooled
+from tests.waiting import wait_for
 
 # --- the agent answers --------------------------------------------------------------------------
 

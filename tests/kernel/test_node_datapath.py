@@ -3,9 +3,7 @@ compared.
 """
 
 import ipaddress
-import select
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +29,7 @@ from podwire.model.ids import EndpointId
 from podwire.model.interfaces import EndpointConfig
 from tests.kernel.conftest import NODE_IPV4, NODE_IPV6, Namespace
 from tests.kernel.node_world import OPEN, KernelWorld, kernel_world
+from tests.waiting import wait_for
 
 DEADLINE_S = 10.0
 
@@ -39,14 +38,6 @@ DEADLINE_S = 10.0
 def world(tmp_path: Path) -> Iterator[KernelWorld]:
     with kernel_world(tmp_path) as made:
         yield made
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition that something else brings about."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S:.0f} s for {what}"
-        select.select([], [], [], 0.01)
 
 
 def pings(namespace: Namespace, address: str) -> bool:
@@ -118,7 +109,7 @@ def test_collection_goes_on_without_an_agent(world: KernelWorld) -> None:
             return abi.Collection.unpack(row[16:]).last_tick_ns
 
         first = last_tick()
-        wait_until(lambda: last_tick() > first, "a tick of the collector")
+        wait_for(lambda: last_tick() > first, "a tick of the collector")
 
 
 # What is refused
@@ -257,7 +248,7 @@ def test_a_spoofed_packet_is_dropped_counted_and_told(world: KernelWorld) -> Non
             found.extend(event for event in events.read() if event.source == "10.77.0.99")
             return bool(found)
 
-        wait_until(seen, "the event of a dropped packet")
+        wait_for(seen, "the event of a dropped packet")
     event = found[0]
     assert (event.verdict, event.reason) == (Verdict.DROPPED, "source-address")
     assert (event.endpoint, event.hook, event.direction) == (record.id, "from_pod", "egress")

@@ -1,7 +1,6 @@
 """From what an endpoint brings to its labels and identity, with namespaces, Workloads and a store that goes away."""
 
 import threading
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +30,7 @@ from podwire.model.request import NamedPort as RequestedPort
 from podwire.model.store import ObjectKey, StoredObject
 from tests.fakes.followers import follow_identities
 from tests.fakes.store import MemoryStore
+from tests.waiting import wait_for
 
 HTTP = NamedPort("http", 6, 80)
 DEVICE = Device(
@@ -194,9 +194,7 @@ def test_an_add_waits_for_the_store_and_goes_on_when_it_is_back() -> None:
     found: list[Resolution] = []
     thread = threading.Thread(target=lambda: found.append(agent.resolve(app="web")))
     thread.start()
-    deadline_s = time.monotonic() + 10
-    while not agent.allocator.counts.waits and time.monotonic() < deadline_s:
-        time.sleep(0.005)
+    wait_for(lambda: agent.allocator.counts.waits, "the ADD to wait")
     store.away = False
     agent.resolver.store_came_back()
     thread.join(10)

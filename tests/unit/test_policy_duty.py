@@ -26,6 +26,7 @@ from podwire.store.sqlite_watch import SqliteWatch
 from tests.fakes.node import FakeNode
 from tests.unit.policies import cidr_group, network_policy
 from tests.unit.test_attach_service import NETNS, request
+from tests.waiting import wait_for
 
 NETPOL = "networkpolicies"
 WAIT_S = 10.0
@@ -70,21 +71,13 @@ class Bench:
         return {one.policy.name for one in self.node.enforcer.engine.list_policies()}
 
     def wait_for(self, *names: str) -> None:
-        until(lambda: self.names() == set(names) and not self.node.enforcer.engine.is_pending)
+        wait_for(lambda: self.names() == set(names) and not self.node.enforcer.engine.is_pending)
 
     def close(self) -> None:
         self.duty.stop()
         self.node.follower.stop()
         self.node.journal.close()
         self.store.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait until something is so that other threads do."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "it does not come"
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -118,21 +111,21 @@ def test_changes_come_into_force(running: Bench) -> None:
     running.wait_for("a")
     revision = running.put(network_policy("b"))
     running.wait_for("a", "b")
-    until(lambda: running.node.enforcer.revision >= revision)
+    wait_for(lambda: running.node.enforcer.revision >= revision)
     running.delete("a")
     running.wait_for("b")
 
 
 def test_other_kinds_move_the_revision_too(running: Bench) -> None:
     revision = running.put({"metadata": {"name": "p"}}, "pods")
-    until(lambda: running.node.enforcer.revision >= revision)
+    wait_for(lambda: running.node.enforcer.revision >= revision)
 
 
 def test_the_revision_never_gets_ahead_of_what_was_taken_in(running: Bench) -> None:
     for number in range(20):
         running.put(network_policy(f"p{number}"))
     revision = running.put(network_policy("last"))
-    until(lambda: running.node.enforcer.revision >= revision)
+    wait_for(lambda: running.node.enforcer.revision >= revision)
     assert len(running.node.policies.rules) == 21
 
 
@@ -192,7 +185,7 @@ def test_a_bug_about_one_object_keeps_no_other_out_and_is_tried_again(
     assert type(error).__name__ in problem
     heal()
     bench.wait_for("a", "b", "c")
-    until(lambda: not bench.node.policies.problems)
+    wait_for(lambda: not bench.node.policies.problems)
 
 
 def test_an_unreadable_version_leaves_the_last_one_in_force(
@@ -202,7 +195,7 @@ def test_an_unreadable_version_leaves_the_last_one_in_force(
     running.wait_for("a")
     _fail_for(monkeypatch, "a", KeyError("x"))
     running.put(network_policy("a", policyTypes=["Egress"]))
-    until(lambda: bool(running.node.policies.problems))
+    wait_for(lambda: bool(running.node.policies.problems))
     assert running.names() == {"a"}
 
 
@@ -224,10 +217,10 @@ def test_a_watch_that_fails_is_opened_again_and_nothing_is_missed(
     monkeypatch.setattr(SqliteWatch, "next", fail_twice)
     running.put(network_policy("a"))
     running.wait_for("a")
-    until(lambda: not failures)
+    wait_for(lambda: not failures)
     running.put(network_policy("b"))
     running.wait_for("a", "b")
-    until(lambda: running.reports[-1] == "")
+    wait_for(lambda: running.reports[-1] == "")
     assert any(str(error) in one for one in running.reports)
     assert len(running.store._watches) <= 2  # of policies and of identities
 
@@ -265,7 +258,7 @@ def test_what_cannot_be_done_is_not_tried_again_at_the_pace_of_collecting(
     running.wait_for("a")
     monkeypatch.setattr(running.node.enforcer.engine, "apply", fail)
     running.put(network_policy("b"))
-    until(lambda: len(tries) == 3)
+    wait_for(lambda: len(tries) == 3)
     assert tries[2] - tries[1] > 0.2
 
 
@@ -281,7 +274,7 @@ def test_stopping_does_not_wait_for_a_store_that_is_away(
 
     monkeypatch.setattr(SqliteWatch, "next", refuse)
     bench.duty.start()
-    until(lambda: "the store is broken" in bench.reports)
+    wait_for(lambda: "the store is broken" in bench.reports)
     begin_s = time.monotonic()
     bench.duty.stop()
     assert time.monotonic() - begin_s < 1
@@ -296,7 +289,7 @@ def test_a_slot_that_nobody_names_is_collected(running: Bench) -> None:
     running.put(cidr_group(), "ciliumcidrgroups")
     endpoint = running.node.table.get(EndpointId(1))
     assert endpoint is not None
-    until(lambda: set(running.node.policy_datapath.slots) <= {endpoint.config.slot})
+    wait_for(lambda: set(running.node.policy_datapath.slots) <= {endpoint.config.slot})
     assert endpoint.state is State.READY
 
 
@@ -334,7 +327,7 @@ def test_before_the_first_word_of_the_store_nothing_is_built_or_collected(
     bench.put(network_policy("a"))
     bench.duty.load()
     bench.duty.start()
-    until(lambda: len(bench.reports) > 1)
+    wait_for(lambda: len(bench.reports) > 1)
     calls = list(bench.node.policy_datapath.calls)
     with pytest.raises(Unavailable, match="never read"):
         bench.node.service.add(request(container="new", labels=(WEB,)), NETNS)
@@ -363,10 +356,10 @@ def test_an_endpoint_that_had_to_wait_is_built_when_the_store_is_heard(
     with bench.duty.turn:
         regenerator.run_due()
     assert endpoint.state is State.NOT_READY
-    until(lambda: len(bench.reports) > 1)
+    wait_for(lambda: len(bench.reports) > 1)
     away.is_away = False
-    until(lambda: bool(regenerator.run_due()) or endpoint.state is State.READY)
-    until(lambda: endpoint.state is State.READY)
+    wait_for(lambda: bool(regenerator.run_due()) or endpoint.state is State.READY)
+    wait_for(lambda: endpoint.state is State.READY)
 
 
 def test_what_the_store_said_last_is_enforced_without_it(

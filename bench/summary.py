@@ -70,6 +70,58 @@ BARS = (
         over="established, no policy",
         at_most=1.03,
     ),
+    Bar(
+        "overlay throughput / plain VXLAN",
+        "cross_node",
+        ("overlay Gbit/s", "ratio"),
+        at_least=0.95,
+        reached_by="high",
+    ),
+    Bar(
+        "overlay round trip p50 / plain VXLAN",
+        "cross_node",
+        ("overlay round trip p50 us", "ratio"),
+        at_most=1.15,
+    ),
+    Bar(
+        "native throughput / plain routing",
+        "cross_node",
+        ("native Gbit/s", "ratio"),
+        at_least=0.95,
+        reached_by="high",
+    ),
+    Bar(
+        "native round trip p50 / plain routing",
+        "cross_node",
+        ("native round trip p50 us", "ratio"),
+        at_most=1.15,
+    ),
+    Bar(
+        "pod on a quiet node, known identity, p99 ms",
+        "convergence",
+        ("pod, known identity, ms p99",),
+        at_most=200,
+    ),
+    Bar(
+        "pod on a quiet node, new identity, p99 ms",
+        "convergence",
+        ("pod, new identity, ms p99",),
+        at_most=200,
+    ),
+    Bar("pod of a burst, p99 ms", "convergence", ("pod of a burst, ms p99",), at_most=1200),
+    Bar(
+        "node's address changed, worst ms",
+        "convergence",
+        ("node's address changed, ms worst",),
+        at_most=1000,
+    ),
+    Bar("node gone, worst ms", "convergence", ("node gone, ms worst",), at_most=1000),
+    Bar(
+        "echoes of unaffected pods, lost",
+        "convergence",
+        ("echoes of unaffected pods, lost",),
+        at_most=0,
+    ),
 )
 
 

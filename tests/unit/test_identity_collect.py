@@ -4,6 +4,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from podwire.control.cluster.published import endpoints_key
 from podwire.control.identity import collect as collecting
 from podwire.control.identity.allocator import SILENCE_S, IdentityAllocator
 from podwire.control.identity.collect import (
@@ -174,6 +175,30 @@ def test_what_every_node_holds_counts() -> None:
     publish_holds(cluster.store, "n1", [web])
     publish_holds(cluster.store, "n2", [db, web])
     assert read_holds(cluster.store.list(NODES)[0]) == {web, db}
+
+
+def publish_pod(store: MemoryStore, node: str, endpoints: str) -> None:
+    spec = {"epoch": 1, "sequence": 1, "bases": ["10.1.0.0/24"], "endpoints": endpoints}
+    store.create(StoredObject(key=endpoints_key(node), document={"spec": spec}))
+
+
+def test_what_a_node_publishes_of_its_pods_is_in_use() -> None:
+    cluster = Cluster()
+    number = cluster.make()
+    publish_pod(cluster.store, "n2", f"2:{number}")
+    cluster.run(UNUSED_S + MARKED_S + MINUTE_S)
+    assert cluster.state(number) == "clean"
+    cluster.store.delete(endpoints_key("n2"))
+    cluster.run(UNUSED_S + MARKED_S + 2 * UNUSED_S)
+    assert cluster.state(number) == "resting"
+
+
+def test_nothing_is_collected_while_a_nodes_pods_cannot_be_read() -> None:
+    cluster = Cluster()
+    number = cluster.make()
+    publish_pod(cluster.store, "n2", "what a newer node says")
+    cluster.run(UNUSED_S + MARKED_S + MINUTE_S)
+    assert cluster.state(number) == "clean"
 
 
 def test_publishing_keeps_the_rest_of_the_node_and_writes_only_changes() -> None:

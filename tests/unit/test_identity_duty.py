@@ -23,6 +23,7 @@ from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import InvalidRequest, NotFound, Unavailable
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import EndpointConfig
+from podwire.model.store.leases import DUTY
 from podwire.store.sqlite import SqliteStore
 from tests.fakes.store import MemoryStore
 from tests.unit.test_identity_resolver import bring, make_record, put_namespace, put_workload
@@ -256,6 +257,27 @@ def test_an_unused_number_is_collected_in_the_end(node: Node) -> None:
     assert node.store.get(object_key(number)) is not None  # it rests
     assert node.add(1).identity == number
     assert [one.number for one in node.allocator.known.facts()] == [number]
+
+
+def test_one_agent_collects_and_another_follows_when_it_ends(tmp_path: Path) -> None:
+    store = MemoryStore()
+    one, other = Node(store, tmp_path, "n1"), Node(store, tmp_path, "n2")
+    one.tick(COLLECT_S)
+    other.tick(COLLECT_S)
+    assert dict(store.leases().holders(DUTY)) == {DUTY: "n1"}
+    one.duty.close()
+    other.tick(COLLECT_S)
+    assert dict(store.leases().holders(DUTY)) == {DUTY: "n2"}
+
+
+def test_what_node_endpoints_name_is_not_held_too(node: Node) -> None:
+    number = int(node.add(1).identity)
+    node.duty.named = lambda: frozenset({number})
+    node.tick()
+    assert number not in read_holds(node.store.list(NODES)[0])
+    node.duty.named = frozenset
+    node.tick()
+    assert number in read_holds(node.store.list(NODES)[0])
 
 
 def test_two_agents_on_one_file_agree(tmp_path: Path) -> None:

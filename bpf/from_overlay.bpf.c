@@ -45,12 +45,18 @@ static __always_inline bool may_be_said(__u32 identity)
 	}
 }
 
-/* Which node sent it, and whether that node may use this key. Until the packet itself is read, an event names the
- * node's address. `end` is on the program's stack, as Linux 6.1 wants keys to be.
+static __always_inline bool is_from_classic(const struct pw_flow *flow)
+{
+	const struct pw_node_value *node = find_node(flow->node);
+
+	return node && is_classic(node);
+}
+
+/* Which node sent it, and whether a node may use this key. Until the packet itself is read, an event names the node's
+ * address. `end` is on the program's stack, as Linux 6.1 wants keys to be.
  */
 static __always_inline int check_sender(struct pw_flow *flow, const struct pw_tunnel_end *end)
 {
-	const struct pw_node_value *node;
 	const __u32 *number;
 
 	copy_address(flow->key.saddr, end->outer);
@@ -59,12 +65,9 @@ static __always_inline int check_sender(struct pw_flow *flow, const struct pw_tu
 	if (!number)
 		return PW_DROP_TUNNEL_SOURCE;
 	flow->node = *number;
-	node = find_node(flow->node);
-	if (!node)
-		return PW_DROP_TUNNEL_SOURCE;
-	if (!is_classic(node))
-		return may_be_said(end->tunnel_id) ? 0 : PW_DROP_TUNNEL_IDENTITY;
-	if (end->tunnel_id != PW_TUNNEL_ID_CLASSIC)
+	if (may_be_said(end->tunnel_id))
+		return 0;
+	if (end->tunnel_id != PW_TUNNEL_ID_CLASSIC || !is_from_classic(flow))
 		return PW_DROP_TUNNEL_IDENTITY;
 	flow->source_identity = PW_IDENTITY_UNKNOWN; /* its address will tell */
 	return 0;
@@ -93,8 +96,13 @@ static __always_inline bool is_no_source(struct pw_flow *flow)
  */
 static __always_inline int check_inner_source(struct pw_flow *flow)
 {
+	const struct pw_node_value *node = find_node(flow->node);
 	const struct pw_ipcache_value *prefix;
 
+	if (!node)
+		return PW_DROP_TUNNEL_SOURCE;
+	if (flow->source_identity && is_classic(node))
+		return PW_DROP_TUNNEL_IDENTITY;
 	if (is_no_source(flow))
 		return PW_DROP_TUNNEL_INNER;
 	prefix = find_prefix(flow->key.saddr);
@@ -159,30 +167,43 @@ static __always_inline int hand_to_stack(struct __sk_buff *skb, struct pw_flow *
 /* A tunnel packet inside of a tunnel packet would come back as one of the node that sent it. */
 static __always_inline int receive_for_host(struct __sk_buff *skb, struct pw_flow *flow)
 {
-	return read_ports(skb, flow) ?: guard_tunnel_port(flow) ?: hand_to_stack(skb, flow);
+	return check_inner_source(flow) ?:
+	       read_ports(skb, flow) ?:
+	       guard_tunnel_port(flow) ?:
+	       hand_to_stack(skb, flow);
 }
 
-/* An answer's other end is who our own question was judged for. */
-static __always_inline __u32 sender_identity(const struct pw_flow *flow)
+/* The flow itself tells that this sender lives at this node, and as whom it came: all of it was looked at when its
+ * entry was made.
+ */
+static __always_inline bool is_vouched_for(const struct pw_flow *flow)
 {
 	const struct pw_match *match = &flow->here;
 
-	if (match->entry && match->related)
-		return match->entry->peer_identity;
-	if (match->entry && match->reply)
-		return flow->source_prefix_identity;
-	return flow->source_identity;
+	return match->entry && !match->related && match->entry->path == PW_PATH_TUNNEL &&
+	       match->entry->node == flow->node && flow->source_identity &&
+	       (match->reply || match->entry->peer_identity == flow->source_identity);
 }
 
-/* What a pod asked through the stack may have been translated there, and the answer has to be translated back. */
-static __always_inline int receive_for_pod(struct __sk_buff *skb, struct pw_flow *flow)
+/* An answer's other end is who our own question was judged for. */
+static __always_inline int identify(struct pw_flow *flow)
 {
-	int reason = read_ports(skb, flow) ?: check_packet_to_pod(flow);
+	const struct pw_match *match = &flow->here;
+	bool vouched = is_vouched_for(flow);
+	int reason = vouched ? 0 : check_inner_source(flow);
 
 	if (reason)
 		return reason;
-	flow->now_ns = bpf_ktime_get_coarse_ns();
-	look_up_flow(skb, flow, &flow->here);
+	if (match->entry && (match->related || (match->reply && vouched)))
+		flow->source_identity = match->entry->peer_identity;
+	else if (match->entry && match->reply)
+		flow->source_identity = flow->source_prefix_identity;
+	return 0;
+}
+
+/* What a pod asked through the stack may have been translated there, and the answer has to be translated back. */
+static __always_inline int take_in(struct __sk_buff *skb, struct pw_flow *flow)
+{
 	if (answers_by(&flow->here, PW_PATH_STACK)) {
 		if (flow->here.entry->flags & PW_CONNTRACK_TRANSLATED && !flow->here.related)
 			keep_alive(flow, &flow->here, flow->here.entry);
@@ -191,8 +212,20 @@ static __always_inline int receive_for_pod(struct __sk_buff *skb, struct pw_flow
 	if (flow->ttl <= 1)
 		return PW_DROP_TTL;
 	flow->path = PW_PATH_TUNNEL;
-	flow->source_identity = sender_identity(flow);
 	return admit(skb, flow, &flow->row, &flow->here, flow->source_identity);
+}
+
+/* Only a sender that may send is remembered: a fragment is looked at before it tells its ports. */
+static __always_inline int receive_for_pod(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	int reason = flow->flags & PW_PACKET_FRAGMENT ? check_inner_source(flow) : 0;
+
+	reason = reason ?: read_ports(skb, flow) ?: check_packet_to_pod(flow);
+	if (reason)
+		return reason;
+	flow->now_ns = bpf_ktime_get_coarse_ns();
+	look_up_flow(skb, flow, &flow->here);
+	return identify(flow) ?: take_in(skb, flow);
 }
 
 static __always_inline int receive(struct __sk_buff *skb, struct pw_flow *flow)
@@ -208,7 +241,6 @@ int from_overlay(struct __sk_buff *skb)
 		      identify_sender(skb, &flow) ?:
 		      check_frame_to_pod(&flow) ?:
 		      read_addresses(skb, &flow) ?:
-		      check_inner_source(&flow) ?:
 		      find_receiver(&flow) ?:
 		      receive(skb, &flow);
 

@@ -214,3 +214,23 @@ def test_a_node_that_is_reached_by_routes_may_still_send_by_the_tunnel(rig: Rig)
     """Both ends do not change their way in the same moment."""
     write_prefix(rig, FAR.pod(4), FAR.identity, FAR.number, IpcacheFlags.NATIVE, MTU)
     assert arrive(rig, to(A, udp(1, 2))).action == Action.PEER
+
+
+def test_a_flow_vouches_for_its_own_node_alone(rig: Rig) -> None:
+    answer = to(A, udp(53, 4000))
+    rig.sent(A, packet(A.ipv4, FAR.pod(4), udp(4000, 53)))
+    refused = arrive(rig, answer, vni=FAR_6.identity, outer=FAR_6.outer)
+    assert refused.reason == DropReason.TUNNEL_INNER
+    assert arrive(rig, answer).action == Action.PEER
+    write_prefix(rig, FAR.pod(4), FAR.identity, FAR_6.number, IpcacheFlags.TUNNEL, MTU)
+    moved = arrive(rig, answer, vni=FAR.identity, outer=FAR_6.outer)
+    assert (moved.action, moved.decision.node) == (Action.PEER, FAR_6.number)
+    new = to(A, udp(4001, 53))
+    assert arrive(rig, new).reason == DropReason.TUNNEL_INNER
+
+
+def test_a_flow_of_the_world_vouches_for_the_world_alone(rig: Rig) -> None:
+    inner = packet(WORLD_4, A.ipv4, udp(4000, 53))
+    assert arrive(rig, inner, vni=Identity.WORLD).action == Action.PEER
+    assert arrive(rig, inner, vni=FAR.identity).reason == DropReason.TUNNEL_INNER
+    assert arrive(rig, inner, vni=Identity.WORLD).action == Action.PEER

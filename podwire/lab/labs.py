@@ -9,9 +9,11 @@ import ipaddress
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -33,6 +35,11 @@ from podwire.lab.topology import (
     plan_lab,
 )
 from podwire.model.errors import Conflict, InvalidRequest, NotFound, PodwireError, Unavailable
+
+SUCCESSOR_DEADLINE_S: Final = 60.0
+SUCCESSOR_RETRY_S: Final = 1.0
+LIVING_PREDECESSOR: Final = "is alive"
+"""What an agent says that does not start because another one has its name."""
 
 Progress = Callable[[str], None]
 
@@ -245,8 +252,23 @@ def replace_node(lab: str, node_name: str, *, progress: Progress = print) -> Non
         progress(f"{node_name} and its {_count(len(gone), 'pod')} are gone")
         nodes.create_node_network(state.plan, node)
         nodes.write_config(state.plan, node)
-        nodes.start_agent(state, node)
+        _start_successor(state, node, progress)
         progress(f"agent of the new {node_name} is ready")
+
+
+def _start_successor(state: LabState, node: NodePlan, progress: Progress) -> None:
+    """Start an agent again and again, as a service manager would, until its predecessor's lease has ended."""
+    deadline = time.monotonic() + SUCCESSOR_DEADLINE_S
+    while True:
+        try:
+            nodes.start_agent(state, node)
+        except Unavailable as error:
+            if LIVING_PREDECESSOR not in error.message or time.monotonic() > deadline:
+                raise
+            progress(f"{node.name}: the old one still counts as alive")
+            time.sleep(SUCCESSOR_RETRY_S)
+        else:
+            return
 
 
 def set_partition(lab: str, one: str, other: str) -> None:

@@ -21,15 +21,15 @@ static __always_inline __u32 sender_identity(struct __sk_buff *skb, struct pw_fl
 	return flow->row.identity;
 }
 
-static __always_inline struct pw_node_value *find_receiver(struct pw_flow *flow)
+static __always_inline bool find_receiver(struct pw_flow *flow)
 {
 	const struct pw_ipcache_value *prefix = find_prefix(flow->key.daddr);
 
 	if (!prefix || !(prefix->flags & PW_IPCACHE_TUNNEL))
-		return NULL;
+		return false;
 	flow->node = prefix->node;
 	flow->destination_identity = prefix->identity;
-	return find_node(flow->node);
+	return true;
 }
 
 PW_CHECKED_ALONE int read_ports(struct __sk_buff *skb, struct pw_flow *flow)

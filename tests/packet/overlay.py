@@ -13,7 +13,7 @@ from podwire.datapath.abi import Identity, IpcacheFlags, NodeFlags
 from podwire.datapath.maps import mac_bytes, to_mapped, to_prefix_key
 from tests.packet import frames
 from tests.packet.frames import Segment, ethernet, ipv4, ipv6
-from tests.packet.rig import TUNNEL, ZERO, Outcome, Rig
+from tests.packet.rig import QUOTA, TUNNEL, ZERO, Outcome, Rig
 
 MTU: Final = 1450
 TUNNELLED: Final = IpcacheFlags.TUNNEL
@@ -96,12 +96,12 @@ def write_ways(rig: Rig, remote: Remote, flags: IpcacheFlags = TUNNELLED) -> Non
         write_prefix(rig, remote.address(version), Identity.REMOTE_NODE, *node_address)
 
 
-def connect(rig: Rig) -> None:
+def connect(rig: Rig, *, quota: int = QUOTA) -> None:
     """Give the node its tunnel and tell it of the others."""
     for remote in REMOTES:
         write_node(rig, remote)
         write_ways(rig, remote)
-    rig.write_settings(tunnel_ifindex=TUNNEL)
+    rig.write_settings(quota=quota, tunnel_ifindex=TUNNEL)
 
 
 def packet(source: str, destination: str, segment: Segment, ttl: int = 64) -> bytes:

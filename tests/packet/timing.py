@@ -25,9 +25,9 @@ from podwire.model.policy import (
     PolicyKey,
     Verdict,
 )
-from tests.packet import frames
+from tests.packet import frames, overlay
 from tests.packet.frames import ACK, RST, SYN, Segment, ipv4, ipv6, tcp
-from tests.packet.rig import ALLOW, OUTSIDE, WORLD_4, A, B, Endpoint, Rig, open_rig
+from tests.packet.rig import ALLOW, OUTSIDE, SMALL, WORLD_4, A, B, Endpoint, Rig, open_rig
 
 REPEAT: Final = 200
 """Runs in one call: fewer than a packet has hops."""
@@ -67,6 +67,48 @@ class _Mirror(Endpoint):
     @property
     def host_mac(self) -> str:
         return A.pod_mac
+
+
+class _Level(Endpoint):
+    """An endpoint whose MACs are one: what it sends into the tunnel is a frame that it may send again."""
+
+    @property
+    def host_mac(self) -> str:
+        return self.pod_mac
+
+
+def _connect(rig: Rig) -> Endpoint:
+    """Open a flow to a pod of another node; gives the endpoint that it is of."""
+    sender = rig.write(_Level(**{name: getattr(SMALL, name) for name in B.__dataclass_fields__}))
+    rig.publish(sender)
+    overlay.connect(rig, quota=NEW_FLOWS)
+    overlay.write_node(rig, _LevelNode(**vars(overlay.FAR)))
+    for version in (4, 6):
+        ends = sender.address(version), overlay.FAR.pod(version)
+        frame = sender.frame(_packet(*ends, tcp(40000, 80, SYN)))
+        run_once(rig, Measured("", "from_pod", sender.ifindex, frame), 1)
+    return sender
+
+
+class _LevelNode(overlay.Remote):
+    """Another node with that MAC, too."""
+
+    @property
+    def mac(self) -> str:
+        return SMALL.pod_mac
+
+
+def _measured_tunnel(sender: Endpoint) -> list[Measured]:
+    data = tcp(40000, 80, ACK, PAYLOAD)
+    return [
+        Measured(
+            f"from_pod, to another node, IPv{version}",
+            "from_pod",
+            sender.ifindex,
+            sender.frame(_packet(sender.address(version), overlay.FAR.pod(version), data)),
+        )
+        for version in (4, 6)
+    ]
 
 
 def _packet(source: str, destination: str, segment: Segment) -> bytes:
@@ -168,7 +210,7 @@ def open_bench(build: str = "") -> Iterator[tuple[Rig, list[Measured]]]:
             back = A.frame_in(_packet(WORLD_4, A.ipv4, tcp(80, 40000, SYN | ACK)))
             run_once(rig, Measured("", "from_pod", A.ifindex, there), 1)
             run_once(rig, Measured("", "to_pod", A.ifindex, back, OUTSIDE), 1)
-        yield rig, _measured(peer)
+        yield rig, [*_measured(peer), *_measured_tunnel(_connect(rig))]
 
 
 def run_once(rig: Rig, case: Measured, repeat: int = REPEAT) -> int:

@@ -49,7 +49,7 @@ from podwire.datapath.plan import NodePlan
 from podwire.journal.behind import WrittenBehind
 from podwire.journal.directories import RunDirectories
 from podwire.journal.lock import locked_state_directory
-from podwire.journal.records import HOST_SETTINGS_FACT
+from podwire.journal.records import HOST_SETTINGS_FACT, SqliteJournal
 from podwire.kernel.clock import KernelClock
 from podwire.kernel.inotify import FileWaker
 from podwire.model import log
@@ -123,14 +123,17 @@ def open_node(settled: Settled, stack: ExitStack) -> Node:
     name = take_name(store, journal, config.node.node_name, config.node.node_address)
     stack.callback(name.close)
     addresses = open_addresses(config, store, journal, partial(_report_ipam, health))
-    datapath = stack.enter_context(KernelDatapath(plan_node(config, addresses)))
+    datapath = KernelDatapath(plan_node(config, addresses))
+    try:
+        stack.enter_context(datapath)
+    finally:
+        _note_host_changes(journal, datapath, clock)
     opened = _Opened(
         live, journal, store, name, memory, addresses, datapath, clock, health, metrics
     )
     node = _compose(opened, started_ns)
     _prepare_reload(node)
     stack.callback(node.directories.close)
-    _note_host_changes(node)
     _follow_blocks(node)
     _load_objects(node)
     _report_restore(_restore(node), node)
@@ -138,12 +141,15 @@ def open_node(settled: Settled, stack: ExitStack) -> Node:
     return node
 
 
-def _note_host_changes(node: Node) -> None:
-    changes = node.datapath.host_changes
+def _note_host_changes(
+    journal: SqliteJournal, datapath: KernelDatapath, clock: KernelClock
+) -> None:
+    """Write down what `podwire cleanup` is to put back, also when the datapath could not be prepared."""
+    changes = datapath.host_changes
     if changes:
-        noted = node.journal.read_fact(HOST_SETTINGS_FACT)
-        noted = merge_changes(noted, changes, node.clock.boot_id())
-        node.journal.write_fact(HOST_SETTINGS_FACT, noted)
+        noted = journal.read_fact(HOST_SETTINGS_FACT)
+        noted = merge_changes(noted, changes, clock.boot_id())
+        journal.write_fact(HOST_SETTINGS_FACT, noted)
 
 
 def _follow_blocks(node: Node) -> None:
@@ -152,7 +158,7 @@ def _follow_blocks(node: Node) -> None:
     def plan(ranges: Iterable[IPNetwork]) -> None:
         with node.turn:
             node.datapath.change_plan(plan_node(node.config, node.addresses, tuple(ranges)))
-            _note_host_changes(node)
+            _note_host_changes(node.journal, node.datapath, node.clock)
 
     def changed() -> None:
         plan(node.addresses.ranges)

@@ -101,9 +101,9 @@ class KernelDatapath:
     def prepare(self) -> None:
         """Bring the node's own things into force: host settings, maps, programs, collector, tables.
 
-        Call it once, in the namespace that the node is to serve. Raises KernelFailure, Unavailable (objects are
-        missing), Conflict (another agent has the pins), NewerData (the pins belong to a newer podwire); nothing was
-        touched then.
+        Call it once, in the namespace that the node is to serve. Raises Unavailable (objects are missing), Conflict
+        (another agent has the pins), NewerData (the pins belong to a newer podwire): nothing was touched then. After a
+        KernelFailure `host_changes` tells what was changed of the host.
         """
         with ExitStack() as stack:
             ensure_bpffs(self.plan.bpf_dir)
@@ -111,11 +111,12 @@ class KernelDatapath:
             netlink = stack.enter_context(NetlinkSocket())
             reaper = Reaper(netlink, stack.enter_context(NetlinkSocket()))
             nft = stack.enter_context(Nftables())
+            loaded = self._load(netlink)
+            stack.callback(loaded.close)
+            # Only now: an agent that is refused must leave the host as it is.
             self.host_changes = prepare_host(
                 netlink, ipv4=self.plan.has_family(4), ipv6=self.plan.has_family(6)
             )
-            loaded = self._load(netlink)
-            stack.callback(loaded.close)
             policy = PolicyTable(loaded.maps, self.plan.policy_entries)
             mtu, side = self._describe_host(netlink, loaded)
             masquerade = Masquerade(nft)

@@ -22,6 +22,7 @@ from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.probe import load_program
 from podwire.kernel.rtnl.link import delete_link
 from podwire.kernel.rtnl.tc import FROM_POD_HOOK, set_bpf_filter
+from podwire.kernel.sysctl import read_sysctl, write_sysctl
 from podwire.model.endpoint import Bandwidth, EndpointRecord
 from podwire.model.errors import Conflict, NewerData, Unavailable
 from podwire.model.flow import FlowEvent, Verdict
@@ -120,8 +121,10 @@ def test_pins_of_a_newer_layout_are_refused_and_left_alone(world: KernelWorld) -
     newer = Pins(world.plan.bpf_dir, abi.ABI_VERSION + 1)
     newer.maps.mkdir(parents=True)
     (newer.root / f"readable-by-v{abi.ABI_VERSION + 1}").mkdir()
+    write_sysctl("0", "ipv4", "ip_forward")
     with pytest.raises(NewerData) as refusal:
         KernelDatapath(world.plan).prepare()
+    assert read_sysctl("ipv4", "ip_forward") == "0"
     assert f"version {abi.ABI_VERSION + 1}" in refusal.value.message
     assert f"version {abi.ABI_VERSION}" in refusal.value.message
     assert list_versions(world.plan.bpf_dir) == [abi.ABI_VERSION, abi.ABI_VERSION + 1]

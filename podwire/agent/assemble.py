@@ -122,6 +122,7 @@ def make_api(node: Node, pump: EventPump) -> Api:
         config=node.live,
         table=node.table,
         ipam=node.ipam,
+        pools=node.addresses.duty.ipam if node.addresses.duty else None,
         journal=node.journal,
         datapath=datapath,
         flows=node.flows,

@@ -22,7 +22,7 @@ from podwire.control.ipam.pool import PoolIpam
 from podwire.control.ipam.pools import NODES, selects
 from podwire.control.pool_objects import decode_pools, find_problems, node_ranges
 from podwire.model.config import AgentConfig
-from podwire.model.errors import Conflict, Exhausted, Unavailable
+from podwire.model.errors import Conflict, Exhausted, InvalidConfiguration, Unavailable
 from podwire.model.request import IPNetwork
 from podwire.model.store import Store
 from podwire.model.store.kinds import IP_BLOCK, IP_POOL, NODE
@@ -90,6 +90,12 @@ def open_addresses(
         duty.prepare()
         return Addresses(duty.ipam, duty)
     ranges = config.node.node_cidrs or take_ranges(config.node.node_name, store, facts)
+    if not ranges:
+        raise InvalidConfiguration(
+            f"give addresses to pods of node {config.node.node_name}: node_cidrs is empty, and no IPPool"
+            " with `use: nodes` selects the node",
+            hint='set node_cidrs, apply such a pool, or set ipam = "pool"; see docs/ipam.md',
+        )
     return Addresses(NodeIpam(ranges))
 
 

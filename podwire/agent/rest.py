@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Any
 
 from podwire import __version__
@@ -21,9 +20,11 @@ from podwire.agent.config_reload import LiveConfig
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
 from podwire.agent.openapi import Call, Parameter, Route, describe
+from podwire.agent.rest_ipam import ROUTES_IPAM, range_views
 from podwire.agent.rest_nodes import NodeReaders, list_nodes
 from podwire.agent.rest_objects import ROUTES_OBJECTS
 from podwire.agent.rest_policy import ROUTES_POLICY, PolicyReaders, policy_totals
+from podwire.agent.views_ipam import IpamTotals
 from podwire.control.endpoint.find import find_endpoint
 from podwire.control.endpoint.states import State
 from podwire.control.endpoint.table import Endpoint, EndpointTable
@@ -32,8 +33,8 @@ from podwire.control.flows.filter import FILTER_WORDS, FlowFilter, parse_filter
 from podwire.control.flows.flow import Flow
 from podwire.control.flows.ring import FlowRing
 from podwire.control.identity.describe import describe_identities
-from podwire.control.ipam.audit import find_address_faults
 from podwire.control.ipam.interface import Ipam
+from podwire.control.ipam.pool import PoolIpam
 from podwire.model import errors
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.interfaces import Clock, Datapath, Journal
@@ -114,6 +115,8 @@ class Api:
     detach: Callable[[EndpointRecord], None]
     """End an attachment as a DEL of its own would; blocks."""
     started_boottime_ns: int
+    pools: PoolIpam | None = None
+    """With IPAM mode `pool`."""
 
     def wall_offset_ns(self) -> int:
         """Give what to add to CLOCK_BOOTTIME for Unix time, now."""
@@ -197,7 +200,7 @@ def get_status(api: Api, _call: Call) -> views.StatusView:
             mtu=api.nodes.pod_mtu(),
         ),
         endpoints=views.endpoint_totals(api.table),
-        ipam=views.IpamTotals(mode=config.node.ipam, ranges=_ranges(api)),
+        ipam=IpamTotals(mode=config.node.ipam, ranges=range_views(api)),
         policy=policy_totals(api.policy, config),
         cluster=api.nodes.totals(),
         checks=tuple(
@@ -282,72 +285,6 @@ def get_identity(api: Api, call: Call) -> views.IdentityView:
     raise errors.NotFound(
         f"find identity {text!r}: there is none", hint="see `podwire identity list`"
     )
-
-
-def _ranges(api: Api) -> tuple[views.RangeView, ...]:
-    return tuple(
-        views.RangeView(
-            cidr=str(usage.cidr),
-            family=usage.cidr.version,
-            capacity=usage.capacity,
-            used=usage.held - usage.quarantined,
-            resting=usage.quarantined,
-            free=usage.free,
-        )
-        for usage in api.ipam.usage()
-    )
-
-
-def get_ipam(api: Api, _call: Call) -> views.IpamView:
-    """Show ranges and addresses."""
-    return views.IpamView(
-        mode=api.config.current.node.ipam,
-        ranges=_ranges(api),
-        allocations=views.allocation_views(list(api.table)),
-    )
-
-
-def check_ipam(api: Api, _call: Call) -> views.IpamCheck:
-    """Compare what memory, journal and kernel say of addresses."""
-    with api.turn:
-        holdings = api.ipam.holders()
-        records = api.journal.list_records()
-        present = api.datapath.read_inventory().endpoint_addresses
-    faults = find_address_faults(holdings, records, present)
-    checked = sum(len(holding.addresses) for holding in holdings.values())
-    return views.IpamCheck(
-        ok=not faults,
-        checked=checked,
-        faults=tuple(
-            views.IpamFault(ip=one.address, problem=one.problem, releasable=one.releasable)
-            for one in faults
-        ),
-    )
-
-
-def release_address(api: Api, call: Call) -> None:
-    """Release an address that no endpoint has; one that an endpoint has is refused."""
-    try:
-        address = ip_address(call.params["ip"])
-    except ValueError:
-        raise errors.UndecodableRequest(
-            f"release {call.params['ip']!r}: this is no address"
-        ) from None
-    with api.turn:
-        owner = next(
-            (one for one, held in api.ipam.holders().items() if address in held.addresses), None
-        )
-        if owner is None:
-            raise errors.NotFound(
-                f"release {address}: nobody holds it", hint="see `podwire ipam show`"
-            )
-        endpoint = api.table.get(owner)
-        if endpoint is not None:
-            raise errors.Conflict(
-                f"release {address}: endpoint {owner} has it ({endpoint.state.value})",
-                hint="end the pod; its address comes back when its device is gone",
-            )
-        api.ipam.release(owner)
 
 
 def list_maps(api: Api, _call: Call) -> list[views.MapView]:
@@ -438,16 +375,7 @@ ROUTES: tuple[Route, ...] = (
     *ROUTES_OBJECTS,
     Route("GET", "/identity", "All identities", list_identities, list[views.IdentityView]),
     Route("GET", "/identity/{id}", "One identity", get_identity, views.IdentityView, errors=(404,)),
-    Route("GET", "/ipam", "Ranges and addresses", get_ipam, views.IpamView),
-    Route("GET", "/ipam/check", "Compare addresses", check_ipam, views.IpamCheck, blocking=True),
-    Route(
-        "DELETE",
-        "/ipam/{ip}",
-        "Release an address that no endpoint has",
-        release_address,
-        errors=(404, 409),
-        blocking=True,
-    ),
+    *ROUTES_IPAM,
     Route("GET", "/map", "Maps of the datapath", list_maps, list[views.MapView], blocking=True),
     Route(
         "GET",

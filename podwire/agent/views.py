@@ -6,11 +6,12 @@ or removing one is not.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
+from podwire.agent.views_ipam import IpamTotals
 from podwire.control.endpoint.table import Endpoint
 from podwire.control.flows.enrich import format_time_ns
 from podwire.control.identity.describe import IdentityDescription
@@ -130,53 +131,6 @@ class IdentityView(Document, frozen=True, kw_only=True):
     endpoint_ids: tuple[int, ...]
 
 
-class RangeView(Document, frozen=True, kw_only=True):
-    """One range of addresses."""
-
-    cidr: str
-    family: int
-    capacity: int
-    used: int
-    resting: int
-    """Of pods that ended: held until the old device is really gone."""
-    free: int
-
-
-class AllocationView(Document, frozen=True, kw_only=True):
-    """One address in use."""
-
-    ip: str
-    endpoint: int
-    owner: str
-    """Who holds it: namespace/pod."""
-    state: str
-    """`used`, or `ending` while the old device is on its way out."""
-
-
-class IpamView(Document, frozen=True, kw_only=True):
-    """Addresses of this node."""
-
-    mode: str
-    ranges: tuple[RangeView, ...]
-    allocations: tuple[AllocationView, ...]
-
-
-class IpamFault(Document, frozen=True, kw_only=True):
-    """One address that memory, journal and kernel do not agree about."""
-
-    ip: str
-    problem: str
-    releasable: bool
-
-
-class IpamCheck(Document, frozen=True, kw_only=True):
-    """Result of comparing addresses."""
-
-    ok: bool
-    checked: int
-    faults: tuple[IpamFault, ...]
-
-
 class StoreView(Document, frozen=True, kw_only=True):
     """The store of objects."""
 
@@ -199,13 +153,6 @@ class EndpointTotals(Document, frozen=True, kw_only=True):
 
     total: int
     by_state: dict[str, int]
-
-
-class IpamTotals(Document, frozen=True, kw_only=True):
-    """Addresses, summed up."""
-
-    mode: str
-    ranges: tuple[RangeView, ...]
 
 
 class PolicyTotals(Document, frozen=True, kw_only=True):
@@ -423,18 +370,3 @@ def plain(value: object) -> Any:
     if value is None:
         return ""
     return value if isinstance(value, bool | int | str) else str(value)
-
-
-def allocation_views(endpoints: Sequence[Endpoint]) -> tuple[AllocationView, ...]:
-    """Show who holds which address; endpoints on their way out hold theirs until the device is
-    gone."""
-    return tuple(
-        AllocationView(
-            ip=str(address),
-            endpoint=endpoint.record.id,
-            owner=f"{endpoint.record.namespace}/{endpoint.record.pod}",
-            state="ending" if endpoint.state.value == "disconnecting" else "used",
-        )
-        for endpoint in endpoints
-        for address in endpoint.record.addresses
-    )

@@ -19,18 +19,66 @@ def ipam() -> None:
 
 
 @ipam.command(epilog="Example: podwire ipam show --ip 10.244.1.7")
-@click.option("--show-blocks", is_flag=True, help="Every address that is held.")
+@click.option(
+    "--show-blocks", is_flag=True, help="With pools: this node's blocks. Else: every held address."
+)
+@click.option("--show-borrowed", is_flag=True, help="Addresses that are claimed one by one.")
 @click.option("--ip", metavar="A", help="Who holds this address?")
 @listing
 @common
-def show(opts: Common, show_blocks: bool, ip: str | None) -> None:
-    """Show how full the node's ranges are."""
+def show(opts: Common, show_blocks: bool, show_borrowed: bool, ip: str | None) -> None:
+    """Show how full the pools are, or the node's ranges."""
+    if show_blocks + show_borrowed + (ip is not None) > 1:
+        raise CliError(
+            EXIT_USAGE, "say one of --show-blocks, --show-borrowed and --ip", "podwire ipam show -h"
+        )
     if ip is not None:
         _show_holder(opts, _read_address(ip))
+        return
+    if show_borrowed:
+        show_list(opts, _reader("borrowed"), _BORROWED_COLUMNS, lambda row: str(row["ip"]))
+        return
+    has_pools = _has_pools(opts)
+    if show_blocks and has_pools:
+        columns = [_RANGE_COLUMNS[0], Column("POOL", key("pool")), *_RANGE_COLUMNS[1:]]
+        show_list(opts, _reader("ranges"), columns, lambda row: str(row["cidr"]))
     elif show_blocks:
         show_list(opts, _reader("allocations"), _HELD_COLUMNS, lambda row: str(row["ip"]))
+    elif has_pools:
+        show_list(opts, _read_pools, _POOL_COLUMNS, _name_pool)
     else:
         show_list(opts, _reader("ranges"), _RANGE_COLUMNS, lambda row: str(row["cidr"]))
+
+
+def _has_pools(opts: Common) -> bool:
+    """Tell whether the agents that are meant give addresses out of pools."""
+    answers, _ = ask_all(opts, lambda agent: client.request(agent.socket, "GET", "/ipam"))
+    return any(answer["mode"] == "pool" for _, answer in answers)
+
+
+def _read_pools(agent: Agent) -> list[Row]:
+    """Give a row for each pool as a whole, and one for each node that has something of it."""
+    rows: list[Row] = []
+    for pool in client.request(agent.socket, "GET", "/ipam")["pools"]:
+        parts = pool.pop("nodes")
+        rows.append({**pool, "of": "cluster"})
+        rows += (
+            {
+                "name": pool["name"],
+                "cidr": pool["cidr"],
+                "of": part["node"],
+                "blocksClaimed": part["blocks"],
+                "capacity": part["capacity"],
+                "used": part["used"],
+                "free": part["free"],
+            }
+            for part in parts
+        )
+    return rows
+
+
+def _name_pool(row: Row) -> str:
+    return str(row["name"]) if row["of"] == "cluster" else f"{row['name']}/{row['of']}"
 
 
 def _reader(field: str) -> Callable[[Agent], list[Row]]:
@@ -48,6 +96,8 @@ def _show_holder(opts: Common, address: str) -> None:
             row for agent, part in answers for row in marked(agent, part) if row["ip"] == address
         ]
         if not rows:
+            rows = _find_claim(opts, address)
+        if not rows:
             raise failure or CliError(
                 EXIT_NOT_FOUND,
                 f"find a holder of {address}: nobody has it",
@@ -56,6 +106,21 @@ def _show_holder(opts: Common, address: str) -> None:
         return rows, failure
 
     show_watched(opts, read, _HELD_COLUMNS, lambda row: str(row["ip"]))
+
+
+def _find_claim(opts: Common, address: str) -> list[Row]:
+    """Give who claimed an address that no endpoint of these agents has: another node, or nobody that is left."""
+    answers, _ = ask_all(opts, _reader("borrowed"))
+    found = [one for _, part in answers for one in part if one["ip"] == address]
+    return [
+        {
+            "ip": address,
+            "endpoint": None,
+            "owner": one["handle"],
+            "state": f"claimed by {one['node']}",
+        }
+        for one in found[:1]
+    ]
 
 
 def _read_address(text: str) -> str:
@@ -75,6 +140,24 @@ _RANGE_COLUMNS = [
     Column("USED", key("used")),
     Column("RESTING", key("resting")),
     Column("FREE", key("free")),
+]
+_POOL_COLUMNS = [
+    Column("POOL", key("name")),
+    Column("CIDR", key("cidr")),
+    Column("OF", key("of")),
+    Column("BLOCKS", key("blocksClaimed")),
+    Column("CAPACITY", key("capacity")),
+    Column("USED", key("used")),
+    Column("FREE", key("free")),
+    Column("PROBLEM", lambda row: row.get("problem", "")),
+]
+_BORROWED_COLUMNS = [
+    Column("ADDRESS", key("ip")),
+    Column("BY", key("node")),
+    Column("POOL", key("pool")),
+    Column("BLOCK", key("block")),
+    Column("BLOCK OF", key("blockNode")),
+    Column("HANDLE", key("handle")),
 ]
 _HELD_COLUMNS = [
     Column("ADDRESS", key("ip")),

@@ -120,7 +120,7 @@ def test_a_key_of_a_later_capability_takes_only_what_works(key: str) -> None:
         "string": '"x"',
         "path": '"/x"',
     }.get(row.kind.name) or {
-        "ipam": '"pool"',
+        "ipam": '"delegated"',
         "datapath": '"netkit"',
         "endpoint_fanout": '"direct"',
     }[key]
@@ -156,7 +156,10 @@ REFUSED = {
     "a key twice": ("mtu = 1\nmtu = 2\n", "is no valid TOML"),
     "unknown key": (CIDRS + "nod_name = 1\n", "unknown key 'nod_name'; did you mean 'node_name'?"),
     "a table": (CIDRS + "[agent]\nmtu = 0\n", "unknown key 'agent'"),
-    "no ranges": ("", "node_cidrs (default) is empty"),
+    "ranges beside pools": (
+        'ipam = "pool"\nnode_cidrs = ["10.0.0.0/24"]',
+        'with ipam "pool" addresses come out of pools alone',
+    ),
     "number as text": (CIDRS + 'mtu = "1500"', "must be a whole number"),
     "bool as number": (CIDRS + "mtu = true", "must be a whole number"),
     "number as bool": (CIDRS + "masquerade = 1", "must be true or false"),

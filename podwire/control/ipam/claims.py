@@ -136,7 +136,10 @@ class Claims:
         return claimed
 
     def borrow(self, pool: Pool, key: AttachmentKey) -> Claimed | None:
-        """Take an address that some block of a pool keeps for this; own blocks first. None when none is left."""
+        """Take an address that some block of a pool keeps for this; own blocks first. None when none is left.
+
+        With strict affinity only own blocks are looked at: they may have been claimed before it was set.
+        """
         conflicts = 0
         for address in self._lendable(pool):
             try:
@@ -216,7 +219,9 @@ class Claims:
         """Give kept addresses that nobody is known to have: of own blocks first, then from this node's own place on."""
         with self.known.lock:
             blocks = [
-                one for one in self.known.blocks.values() if one.node and one.pool == pool.name
+                one
+                for one in (self.known.own if pool.strict_affinity else self.known.blocks).values()
+                if one.node and one.pool == pool.name
             ]
             taken = set(self.known.claimed)
         shift = int.from_bytes(hashlib.sha256(self.node.encode()).digest()[:4])

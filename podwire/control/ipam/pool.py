@@ -483,8 +483,6 @@ class PoolIpam:
 
     def _borrow(self, pools: Sequence[Pool], key: AttachmentKey, limits: Sequence[str]) -> None:
         for pool in pools:
-            if pool.strict_affinity:
-                continue
             claimed = self.claims.borrow(pool, key)
             if claimed is not None:
                 self._grant(key, claimed)

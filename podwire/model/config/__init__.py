@@ -314,8 +314,9 @@ def find_contradictions(config: AgentConfig) -> list[Fault]:
 
 
 def _range_faults(node: NodeSettings) -> Iterator[Fault]:
-    if not node.node_cidrs:
-        yield Fault("node_cidrs", "is empty: this build takes the node's ranges from nowhere else")
+    if node.node_cidrs and node.ipam == "pool":
+        given = ", ".join(map(str, node.node_cidrs))
+        yield Fault("node_cidrs", f'is {given}: with ipam "pool" addresses come out of pools alone')
     for key in ("cluster_cidrs", "node_cidrs"):
         ranges: tuple[IPNetwork, ...] = getattr(node, key)
         for index, one in enumerate(ranges):

@@ -1,0 +1,110 @@
+"""Do blocks, claimed addresses and what nodes publish of their pods agree, in the whole cluster?
+
+Called by the API (`podwire ipam check`) with IPAM mode `pool`. Pure: what the store says is handed in. What a node
+publishes comes some time after its ADDs and DELs, so only what is wrong either way is a fault. An address is releasable
+when its object is of this node and no endpoint has it, or of a node that is gone.
+"""
+
+import ipaddress
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from podwire.control.ipam.audit import AddressFault
+from podwire.control.ipam.documents import Block, Claimed, overlaps
+from podwire.control.ipam.pools import Pool
+from podwire.model.endpoint import IPAddress
+from podwire.model.request import IPNetwork
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """What one node knows of all, taken as close together as can be."""
+
+    node: str
+    """Who looks."""
+    living: Collection[str]
+    """Nodes that have an object or a lease."""
+    pools: Mapping[str, Pool]
+    blocks: Iterable[Block]
+    claimed: Iterable[Claimed]
+    published: Mapping[str, Collection[IPAddress]]
+    """By node: addresses of its pods."""
+    held: Collection[IPAddress]
+    """By endpoints of this node."""
+
+
+def find_cluster_faults(view: ClusterView) -> list[AddressFault]:
+    """Name blocks of unknown nodes, addresses outside blocks, objects without endpoint, and two owners."""
+    blocks = [one for one in view.blocks if one.node]
+    claimed = {one.address: one for one in view.claimed}
+    faults = [
+        *_find_block_faults(view, blocks),
+        *_find_claim_faults(view, claimed.values()),
+        *_find_published_faults(view, blocks, claimed),
+    ]
+    return sorted(faults, key=lambda fault: (":" in fault.address, fault.address))
+
+
+def _find_block_faults(view: ClusterView, blocks: Iterable[Block]) -> Iterator[AddressFault]:
+    ordered = sorted(
+        blocks,
+        key=lambda one: (one.cidr.version, int(one.cidr.network_address), one.cidr.prefixlen),
+    )
+    around: list[Block] = []
+    for block in ordered:
+        if block.node not in view.living:
+            yield AddressFault(str(block.cidr), f"block of node {block.node}, which is unknown")
+        pool = view.pools.get(block.pool)
+        if pool is None:
+            yield AddressFault(str(block.cidr), f"block of pool {block.pool}, which is gone")
+        elif not pool.is_block(block.cidr):
+            yield AddressFault(str(block.cidr), f"is no block of pool {block.pool} ({pool.cidr})")
+        around = [one for one in around if overlaps(one.cidr, block.cidr)]
+        for one in around:
+            problem = f"nodes {one.node} ({one.cidr}) and {block.node} have it as their block"
+            yield AddressFault(str(block.cidr), problem)
+        around.append(block)
+
+
+def _find_claim_faults(view: ClusterView, claimed: Iterable[Claimed]) -> Iterator[AddressFault]:
+    for one in claimed:
+        if one.node == view.node and one.address not in view.held:
+            problem = f"claimed for {one.key}, which is no endpoint here"
+            yield AddressFault(str(one.address), problem, releasable=True)
+        elif one.node not in view.living:
+            problem = f"claimed by node {one.node}, which is unknown"
+            yield AddressFault(str(one.address), problem, releasable=True)
+
+
+def _find_published_faults(
+    view: ClusterView, blocks: Iterable[Block], claimed: Mapping[IPAddress, Claimed]
+) -> Iterator[AddressFault]:
+    finder = _Finder(blocks)
+    published = {**view.published, view.node: view.held}
+    first: dict[IPAddress, str] = {}
+    for node, addresses in sorted(published.items()):
+        for address in addresses:
+            other = first.setdefault(address, node)
+            if other != node:
+                yield AddressFault(str(address), f"nodes {other} and {node} have a pod with it")
+            pool = next((one for one in view.pools.values() if address in one.cidr), None)
+            owner = claimed[address].node if address in claimed else finder.find(address)
+            if pool is not None and owner != node:
+                whose = f"node {owner} owns it" if owner else "no node owns it"
+                yield AddressFault(str(address), f"a pod of node {node} has it, but {whose}")
+
+
+class _Finder:
+    """Finds the node whose block an address is in."""
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        self._nodes: dict[IPNetwork, str] = {one.cidr: one.node for one in blocks}
+        self._lengths = {(one.version, one.prefixlen) for one in self._nodes}
+
+    def find(self, address: IPAddress) -> str:
+        for version, length in self._lengths:
+            if version == address.version:
+                node = self._nodes.get(ipaddress.ip_network((address, length), strict=False))
+                if node:
+                    return node
+        return ""

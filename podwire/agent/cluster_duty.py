@@ -21,8 +21,9 @@ from podwire.agent.metrics import Gauge, Metrics
 from podwire.agent.store_follower import KindList, Memory, StoreFollower
 from podwire.agent.views import ClusterTotals
 from podwire.control.cluster.facts import tunnel_mac
-from podwire.control.cluster.planner import ClusterSettings, NodeNumbers
+from podwire.control.cluster.planner import NodeNumbers
 from podwire.control.cluster.publish import NodePublisher
+from podwire.control.cluster.reach import ClusterSettings
 from podwire.control.cluster.remote import Changes
 from podwire.control.cluster.state import KINDS, ClusterState, OwnNode
 from podwire.control.endpoint.states import State

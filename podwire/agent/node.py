@@ -26,8 +26,8 @@ from podwire.control.attach.ending import Endings
 from podwire.control.attach.restore import Restorer, RestoreReport
 from podwire.control.attach.service import AttachService
 from podwire.control.attach.steps import Context
-from podwire.control.cluster.planner import ClusterSettings
 from podwire.control.cluster.publish import NodePublisher
+from podwire.control.cluster.reach import ClusterSettings
 from podwire.control.endpoint.enforce import Enforcer, rows_of
 from podwire.control.endpoint.policies import PolicyObjects
 from podwire.control.endpoint.queue import BuildQueue

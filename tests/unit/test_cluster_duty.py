@@ -13,7 +13,6 @@ from podwire.agent.cluster_publisher import take_name
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
 from podwire.control.cluster.facts import decode_node, encode_node, node_key
-from podwire.control.cluster.planner import ClusterSettings
 from podwire.control.cluster.publish import NodeInUse
 from podwire.control.cluster.published import (
     Publication,
@@ -21,6 +20,7 @@ from podwire.control.cluster.published import (
     encode_endpoints,
     endpoints_key,
 )
+from podwire.control.cluster.reach import ClusterSettings
 from podwire.control.endpoint.states import State
 from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.model.cluster import ClusterPlan, Way

@@ -11,14 +11,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from podwire.control.cluster.claims import Problem
-from podwire.control.cluster.planner import (
-    UNMANAGED,
-    Planned,
-    Reach,
-    route_to_pod,
-    single,
-)
+from podwire.control.cluster.planner import UNMANAGED, Planned, route_to_pod
 from podwire.control.cluster.published import Publication
+from podwire.control.cluster.reach import Reach, single
 from podwire.model.cluster import HostRoute, IPAddress, IPNetwork, NodeFacts, Prefix
 from podwire.model.ids import IdentityId
 

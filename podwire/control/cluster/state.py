@@ -10,13 +10,9 @@ from dataclasses import dataclass, replace
 
 from podwire.control.cluster.claims import Problem
 from podwire.control.cluster.facts import decode_node, is_published, same_for_peers
-from podwire.control.cluster.planner import (
-    ClusterSettings,
-    NodeNumbers,
-    Planned,
-    plan_cluster,
-)
+from podwire.control.cluster.planner import NodeNumbers, Planned, plan_cluster
 from podwire.control.cluster.published import Publication, decode_endpoints
+from podwire.control.cluster.reach import ClusterSettings
 from podwire.control.cluster.remote import Changes, RemotePods, View
 from podwire.model.cluster import ClusterPlan, IPAddress, NodeFacts, Underlay
 from podwire.model.errors import InvalidRequest

@@ -25,7 +25,7 @@ GENERATED: Final = {"podwire/datapath/abi.py"}
 ELSEWHERE: Final = re.compile(r"(?<![\w.}/])/(work|home|Users|mnt)/\w")
 """Paths of somebody's own machine: a checkout elsewhere must not meet them."""
 URL: Final = re.compile(r"https?://([\w-]+(?:\.[\w-]+)+)")
-HOSTS: Final = {"127.0.0.1", "deb.debian.org", "www.apache.org"}
+HOSTS: Final = {"127.0.0.1", "deb.debian.org", "www.apache.org", "www.w3.org"}
 """The hosts that a text may name; whoever needs a mirror or a registry sets that on the machine."""
 
 

@@ -286,7 +286,7 @@ def check(opts: Common) -> None:
 
     Shows the time that each took; exit code 1 when one fails.
     """
-    from podwire.lab import matrix  # noqa: PLC0415
+    from podwire.lab.show import matrix  # noqa: PLC0415
 
     rows: list[Row] = [
         {

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from podwire.lab import labs
-from podwire.lab.drops import send_forged, wait_for_drop
+from podwire.lab.show.drops import send_forged, wait_for_drop
 from tests.lab.labrig import Lab, Said, lab_name, podwire, run, wait_for
 
 pytestmark = pytest.mark.lab

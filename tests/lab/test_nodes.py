@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from podwire.lab import etcd, labs, matrix, traffic
+from podwire.lab import etcd, labs, traffic
+from podwire.lab.show import matrix
 from tests.lab.labrig import Lab, lab_name, podwire, run, wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]

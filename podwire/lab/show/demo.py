@@ -15,8 +15,8 @@ from typing import Final
 from podwire.kernel import netns
 from podwire.lab import labs, traffic
 from podwire.lab import state as states
-from podwire.lab.drops import send_forged, wait_for_drop
-from podwire.lab.policy_demo import show_policy
+from podwire.lab.show.drops import send_forged, wait_for_drop
+from podwire.lab.show.policy import show_policy
 from podwire.lab.state import LabState, Pod
 from podwire.lab.topology import LabShape
 

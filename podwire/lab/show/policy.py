@@ -1,6 +1,6 @@
 """The demo's part about policy: a flow runs, a policy cuts it, the drop names the policy, the trace explains it.
 
-Called by `lab.demo`. Everything is done by the commands that a person would type.
+Called by `lab.show.demo`. Everything is done by the commands that a person would type.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from podwire.kernel import spawn
 from podwire.lab import traffic
-from podwire.lab.drops import wait_for_drop
+from podwire.lab.show.drops import wait_for_drop
 from podwire.lab.state import Pod
 from podwire.model.errors import Unavailable
 

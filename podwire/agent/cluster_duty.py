@@ -420,7 +420,7 @@ class _Applier:
         news = self._news
         if news is None:
             return
-        reconcile_s = time.monotonic() + RECONCILE_S
+        reconcile_s = time.monotonic() + LOOK_AGAIN_S  # nobody listened since the first plan
         looked_s = 0.0
         while not self._stopping.is_set():
             wait_s = max(0.0, reconcile_s - time.monotonic())

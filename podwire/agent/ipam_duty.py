@@ -17,7 +17,8 @@ from typing import Any, Final, Protocol
 from podwire.agent.store_follower import KindList, StoreFollower
 from podwire.control.ipam.documents import Block, decode_block, encode_block
 from podwire.control.ipam.orphans import OrphanCollector, give_back
-from podwire.control.ipam.pool import OwnBlock, PoolIpam
+from podwire.control.ipam.own import OwnBlock
+from podwire.control.ipam.pool import PoolIpam
 from podwire.control.ipam.pools import (
     POOLS_ANNOTATION,
     NamespaceFacts,

@@ -9,13 +9,12 @@ node has it.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from podwire.control.ipam.claims import Claims
 from podwire.control.ipam.documents import Block, Claimed
-from podwire.control.ipam.fifo import AddressFifo
 from podwire.control.ipam.interface import (
     NO_IDENTITY,
     NO_WISH,
@@ -26,6 +25,7 @@ from podwire.control.ipam.interface import (
     split_families,
 )
 from podwire.control.ipam.known import Known
+from podwire.control.ipam.own import OwnBlocks
 from podwire.control.ipam.pools import (
     NamespaceFacts,
     Pool,
@@ -48,24 +48,6 @@ from podwire.model.request import IPNetwork
 
 HEAR_S: Final = 0.2
 """How often who waits for a block looks whether his caller went away."""
-
-
-@dataclass
-class OwnBlock:
-    """A block of this node."""
-
-    block: Block
-    fifo: AddressFifo
-    closing: bool = False
-    """It is on its way back: nothing is given from it."""
-    lost: bool = False
-    """Another node has it: its endpoints keep running, nothing more is given from it."""
-    empty_since_s: float | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Tell whether addresses may be given from it."""
-        return not (self.closing or self.lost)
 
 
 @dataclass(frozen=True)
@@ -94,7 +76,8 @@ class PoolIpam:
         self.monotonic = monotonic
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self.own: dict[IPNetwork, OwnBlock] = {}
+        self._mine = OwnBlocks(self.known)
+        self.own = self._mine.by_cidr
         self._holdings: dict[EndpointId, Holding] = {}
         self._owners: dict[IPAddress, EndpointId] = {}
         self._aside: dict[AttachmentKey, _Aside] = {}
@@ -137,7 +120,7 @@ class PoolIpam:
         with self.lock:
             aside = self._aside.pop(wish.key, None)
             for address in aside.chosen if aside else ():
-                self._give_back(address, wish)
+                self._mine.give_back(address, wish.identity)
 
     def allocate(self, owner: EndpointId, wish: Wish = NO_WISH) -> Given:
         """Give `owner` what was set aside for the wish, else what own blocks have; asks no store."""
@@ -153,7 +136,7 @@ class PoolIpam:
                     raise Exhausted(f"take an address: {found.why}", hint="call again later")
                 chosen = found
                 for address in chosen:
-                    self._take(address)
+                    self._mine.take(address)
             self._hold(Holding(owner, chosen, wish.identity))
             return split_families(chosen)
 
@@ -177,8 +160,8 @@ class PoolIpam:
                         hint="see `podwire endpoint list`; delete one of both pods",
                     )
             for address in addresses:
-                self._take(address)
-                own = self._find_own(address)
+                self._mine.take(address)
+                own = self._mine.find(address)
                 if own is not None:
                     own.fifo.continue_after(address)
             self._hold(Holding(owner, tuple(addresses), identity, quarantined))
@@ -198,7 +181,7 @@ class PoolIpam:
                 return
             for address in holding.addresses:
                 del self._owners[address]
-                self._give_back(address, Wish(identity=holding.identity))
+                self._mine.give_back(address, holding.identity)
 
     def find_owner(self, address: IPAddress) -> EndpointId | None:
         """Tell which endpoint holds an address."""
@@ -208,28 +191,6 @@ class PoolIpam:
         """Give a copy of what every endpoint holds."""
         with self.lock:
             return dict(self._holdings)
-
-    def usage(self) -> Sequence[CidrUsage]:
-        """Tell how full each own block is, in the order in which they were claimed."""
-        with self.lock:
-            waiting = [
-                address
-                for holding in self._holdings.values()
-                if holding.quarantined
-                for address in holding.addresses
-            ]
-            return [
-                CidrUsage(
-                    cidr=cidr,
-                    router=own.fifo.router,
-                    capacity=own.fifo.held + own.fifo.free,
-                    held=own.fifo.held,
-                    quarantined=sum(own.fifo.is_assignable(address) for address in waiting),
-                    free=own.fifo.free if own.is_open else 0,
-                    pool=own.block.pool,
-                )
-                for cidr, own in self.own.items()
-            ]
 
     def list_lacks(self) -> Sequence[str]:
         """Name the families in which neither an own block nor any pool has an address for an ordinary pod."""
@@ -244,13 +205,34 @@ class PoolIpam:
                     found.append(f"IPv{version} pools {', '.join(one.name for one in same)}")
             return found
 
+    def usage(self) -> Sequence[CidrUsage]:
+        """Tell how full each own block is, in the order in which they were claimed."""
+        with self.lock:
+            waiting = [
+                address
+                for holding in self._holdings.values()
+                if holding.quarantined
+                for address in holding.addresses
+            ]
+            return self._mine.usage(waiting)
+
     # What the duty does
 
     @property
     def blocks(self) -> Mapping[IPNetwork, int]:
         """Give the own blocks with the epochs of their claims, for others to know."""
         with self.lock:
-            return {cidr: one.block.epoch for cidr, one in self.own.items() if not one.lost}
+            return self._mine.epochs()
+
+    def count_free(self, pool: str) -> int:
+        """Tell how many addresses the open blocks of a pool have left."""
+        with self.lock:
+            return sum(own.fifo.free for own in self._mine.list_open([pool]))
+
+    def list_lost(self) -> list[tuple[IPNetwork, int]]:
+        """Give blocks that another node has by now, with how many addresses of endpoints they hold here."""
+        with self.lock:
+            return [(cidr, one.fifo.held) for cidr, one in self.own.items() if one.lost]
 
     def ordinary_pools(self) -> list[Pool]:
         """Give the pools whose blocks a pod of any namespace on this node may have."""
@@ -261,18 +243,6 @@ class PoolIpam:
             and not one.namespace_selector
             and selects(one.node_selector, self.known.node_labels)
         ]
-
-    def count_free(self, pool: str) -> int:
-        """Tell how many addresses the open blocks of a pool have left."""
-        with self.lock:
-            return sum(
-                own.fifo.free for own in self.own.values() if own.is_open and own.block.pool == pool
-            )
-
-    def list_lost(self) -> list[tuple[IPNetwork, int]]:
-        """Give blocks that another node has by now, with how many addresses of endpoints they hold here."""
-        with self.lock:
-            return [(cidr, one.fifo.held) for cidr, one in self.own.items() if one.lost]
 
     def sync(self, addresses: Iterable[IPAddress] = ()) -> bool:
         """Follow what is known now: open what was claimed, drop what is not ours. Tells whether blocks changed.
@@ -287,15 +257,15 @@ class PoolIpam:
         with self.lock, self.known.lock:
             for block in sorted(self.known.own.values(), key=lambda one: one.revision):
                 if block.cidr not in self.own:
-                    self._open(block)
+                    self._mine.open(block, self._list_held())
                 else:
-                    self._refresh(self.own[block.cidr], block)
+                    self._mine.refresh(self.own[block.cidr], block)
             for cidr in [one for one in self.own if one not in self.known.own]:
-                self._lose(cidr)
+                self._mine.lose(cidr)
             for address in addresses:
-                own = self._find_own(address)
+                own = self._mine.find(address)
                 if own is not None:
-                    self._exclude(own)
+                    self._mine.exclude(own)
             self.changed.notify_all()
             return self.blocks != before
 
@@ -305,7 +275,7 @@ class PoolIpam:
             self.known.remember(blocks)
             kept = set(claimed)
             for block in self.known.own.values():
-                self._open(block)
+                self._mine.open(block, self._list_held())
                 own = self.own[block.cidr]
                 own.fifo.exclude((*block.kept_addresses(), *kept))
 
@@ -353,7 +323,7 @@ class PoolIpam:
             )
         for version in sorted(versions):
             same = tuple(one for one in pools if one.version == version)
-            address_or_none = self._choose_next(same, wish) or next(
+            address_or_none = self._mine.choose_next(_names(same), wish.identity) or next(
                 (one for one in granted if one.version == version), None
             )
             if address_or_none is None:
@@ -369,26 +339,6 @@ class PoolIpam:
             namespace=namespace,
             named=wish.pools,
         )
-
-    def _choose_next(self, pools: Sequence[Pool], wish: Wish) -> IPAddress | None:
-        """Name a free address: one that the same identity had, else one never used, else what rested longest."""
-        found = list(self._open_blocks(pools))
-        for own in found:
-            rested = own.fifo.find_rested_of(wish.identity)
-            if rested is not None:
-                return rested
-        for own in found:
-            fresh = own.fifo.find_fresh()
-            if fresh is not None:
-                return fresh
-        longest = [one for own in found if (one := own.fifo.find_rested_longest()) is not None]
-        return min(longest, key=lambda one: one[0])[1] if longest else None
-
-    def _open_blocks(self, pools: Sequence[Pool]) -> Iterator[OwnBlock]:
-        for pool in pools:
-            for own in self.own.values():
-                if own.block.pool == pool.name and own.is_open:
-                    yield own
 
     def _check_wanted(
         self, address: IPAddress, wish: Wish, granted: Mapping[IPAddress, Claimed]
@@ -416,7 +366,7 @@ class PoolIpam:
             raise AddressUnavailable(
                 f"take address {address}: it is of pool {pool.name}, which args.cni.pools does not name"
             )
-        own = self._find_own(address)
+        own = self._mine.find(address)
         if address in granted or (
             own is not None and own.is_open and not own.fifo.is_excluded(address)
         ):
@@ -438,8 +388,9 @@ class PoolIpam:
         if not self._claiming.acquire(timeout=max(0.0, until_s - self.monotonic())):
             raise Unavailable(f"take an address: {lack.why}; a claim takes too long")
         try:
-            if self._has_free(lack.pools):
-                return
+            with self.lock:
+                if any(own.fifo.free for own in self._mine.list_open(_names(lack.pools))):
+                    return
             limits = []
             for pool in lack.pools:
                 try:
@@ -455,10 +406,6 @@ class PoolIpam:
             self._borrow(lack.pools, key, limits)
         finally:
             self._claiming.release()
-
-    def _has_free(self, pools: Sequence[Pool]) -> bool:
-        with self.lock:
-            return any(own.fifo.free for own in self._open_blocks(pools))
 
     def _wait_open(self, block: Block, until_s: float, cancelled: Callable[[], bool]) -> None:
         """Wait until everything up to the claim was heard: before, somebody may have an address of the block."""
@@ -524,70 +471,18 @@ class PoolIpam:
 
     def _set_aside(self, key: AttachmentKey, addresses: tuple[IPAddress, ...]) -> None:
         for address in addresses:
-            self._take(address)
+            self._mine.take(address)
         self._aside[key].chosen = addresses
-
-    def _take(self, address: IPAddress) -> None:
-        own = self._find_own(address)
-        if own is not None and own.fifo.is_assignable(address):
-            own.fifo.take(address)
-            own.empty_since_s = None
-
-    def _give_back(self, address: IPAddress, wish: Wish) -> None:
-        own = self._find_own(address)
-        if own is not None and own.fifo.is_assignable(address):
-            own.fifo.release(address, wish.identity)
 
     def _hold(self, holding: Holding) -> None:
         self._holdings[holding.owner] = holding
         for address in holding.addresses:
             self._owners[address] = holding.owner
 
-    def _find_own(self, address: IPAddress) -> OwnBlock | None:
-        pool = self.known.find_pool(address)
-        if pool is not None:
-            own = self.own.get(pool.block_of(address))
-            if own is not None:
-                return own
-        # Its pool may be gone, or unknown yet.
-        found = (one for cidr, one in self.own.items() if cidr.version == address.version)
-        return next((one for one in found if address in one.block.cidr), None)
+    def _list_held(self) -> list[IPAddress]:
+        aside = [one for other in self._aside.values() for one in other.chosen]
+        return [*self._owners, *aside]
 
-    def _open(self, block: Block) -> None:
-        if block.cidr in self.own or self.known.find_overlapping(block.cidr) is not None:
-            return
-        own = OwnBlock(block, AddressFifo(block.cidr))
-        self.own[block.cidr] = own
-        held = [*self._owners, *(one for aside in self._aside.values() for one in aside.chosen)]
-        for address in held:
-            if address.version == block.cidr.version and address in block.cidr:
-                own.fifo.take(address)
-                own.fifo.continue_after(address)
-        self._exclude(own)
 
-    def _exclude(self, own: OwnBlock) -> None:
-        pool = self.known.pools.get(own.block.pool)
-        claimed = [
-            one
-            for one in self.known.claimed
-            if one.version == own.block.cidr.version and one in own.block.cidr
-        ]
-        reserved = []
-        if pool is not None and pool.reserved:
-            reserved = [one for one in own.block.cidr.hosts() if pool.reserves(one)]
-        own.fifo.exclude((*own.block.kept_addresses(), *claimed, *reserved))
-
-    def _refresh(self, own: OwnBlock, block: Block) -> None:
-        """Take what is said of an own block: that it is so (again)."""
-        if own.block == block:
-            return
-        own.block, own.lost, own.closing = block, False, False
-        self._exclude(own)
-
-    def _lose(self, cidr: IPNetwork) -> None:
-        """Another node has a block, or nobody: its endpoints keep what they have."""
-        own = self.own[cidr]
-        if own.fifo.held:
-            own.lost = True
-        else:
-            del self.own[cidr]
+def _names(pools: Iterable[Pool]) -> list[str]:
+    return [one.name for one in pools]

@@ -65,11 +65,12 @@ def main() -> None:
     parser.add_argument("--bursts", type=int, default=5)
     parser.add_argument("--moves", type=int, default=10)
     parser.add_argument("--routing", default="overlay")
+    parser.add_argument("--store", default="etcd", help="sqlite shows what is not etcd's")
     parser.add_argument("--dry", action="store_true", help="write no results")
     arguments = parser.parse_args()
     raw: dict[str, list[float]] = {}
     with ExitStack() as stack:
-        cluster = open_cluster(stack, arguments.routing)
+        cluster = open_cluster(stack, arguments.routing, arguments.store)
         refuse_stranger(cluster)
         steady = Steady({cluster.addresses[1]: cluster.askers[0]})
         steady.start()
@@ -84,9 +85,9 @@ def main() -> None:
     report(arguments, raw)
 
 
-def open_cluster(stack: ExitStack, routing: str) -> Cluster:
+def open_cluster(stack: ExitStack, routing: str, kind: str) -> Cluster:
     """Build the lab with its policy and the pods that ask; all of it goes with `stack`."""
-    shape = LabShape(nodes=NODES, families="4", routing=routing, store="etcd")
+    shape = LabShape(nodes=NODES, families="4", routing=routing, store=kind)
     state = labs.up(LAB, shape, progress=_quiet)
     stack.callback(labs.down, LAB, progress=_quiet)
     with netns.open_namespace(netns.named_path(state.plan.underlay_namespace)) as fd:
@@ -278,8 +279,11 @@ def _wait_for_change(
 
 def report(arguments: argparse.Namespace, raw: dict[str, list[float]]) -> None:
     """Print and keep medians, 99th percentiles and the worst of each."""
-    print(f"\n{NODES} nodes, etcd, {arguments.routing}: median (95 % interval), p99, worst")
-    summary: dict[str, object] = {"nodes": NODES, "routing": arguments.routing}
+    print(
+        f"\n{NODES} nodes, {arguments.store}, {arguments.routing}: median (95 % interval), p99, worst"
+    )
+    words = {"routing": arguments.routing, "store": arguments.store}
+    summary: dict[str, object] = {"nodes": NODES, **words}
     for name, series in raw.items():
         found = median_of(series)
         p99, worst = quantile(series, 0.99), max(series)

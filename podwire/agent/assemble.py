@@ -161,7 +161,7 @@ def _policy_readers(node: Node) -> PolicyReaders:
         objects=node.policies.objects,
         resolver=node.identities.feed.resolver,
         table=node.table,
-        own_addresses=node.datapath.own_addresses(),
+        identity_at=node.datapath.identity_at,
         hits=node.datapath.read_hits,
         change_labels=changes.change_labels,
         set_audit=changes.set_audit,

@@ -53,7 +53,8 @@ class PolicyReaders:
     objects: PolicyObjects
     resolver: IdentityResolver
     table: EndpointTable
-    own_addresses: frozenset[IPAddress]
+    identity_at: Callable[[IPAddress], int | None]
+    """Who the programs take an address for that no pod of this node has; None or 0 = in no prefix that they know."""
     hits: Callable[[], Mapping[int, tuple[int, int]]]
     """Rule -> packets and bytes of what it decided."""
     change_labels: Callable[[EndpointId, list[str]], EndpointRecord]
@@ -271,8 +272,8 @@ def trace_flow(api: Api, call: Call) -> TraceView:
     asked: TraceRequest = call.body
     readers, config = api.policy, api.config.current
     faults: list[Fault] = []
-    source = _read_end(readers, config, asked.source, "from", faults)
-    target = _read_end(readers, config, asked.target, "to", faults)
+    source = _read_end(readers, asked.source, "from", faults)
+    target = _read_end(readers, asked.target, "to", faults)
     protocol, port = _read_port(asked.port, faults)
     if faults or source is None or target is None:
         raise InvalidRequest(
@@ -308,9 +309,7 @@ def _half(answer: Mapping[str, str]) -> TraceHalf:
     return TraceHalf(verdict=answer["verdict"], policy=answer["policy"], rule=answer["rule"])
 
 
-def _read_end(
-    readers: PolicyReaders, config: AgentConfig, text: str, path: str, faults: list[Fault]
-) -> Party | None:
+def _read_end(readers: PolicyReaders, text: str, path: str, faults: list[Fault]) -> Party | None:
     kind, colon, rest = text.partition(":")
     if not colon:
         named = {str(one.name).lower().replace("_", "-"): int(one) for one in Reserved}
@@ -322,7 +321,7 @@ def _read_end(
     elif kind == "labels":
         return _labels_party(readers, rest, path, faults)
     elif kind == "ip":
-        return _address_party(readers, config, rest, path, faults)
+        return _address_party(readers, rest, path, faults)
     else:
         faults.append(
             Fault(path, f"is {text!r}: write pod:NS/NAME, labels:K=V,..., ip:ADDRESS or an entity")
@@ -355,7 +354,7 @@ def _labels_party(
 
 
 def _address_party(
-    readers: PolicyReaders, config: AgentConfig, text: str, path: str, faults: list[Fault]
+    readers: PolicyReaders, text: str, path: str, faults: list[Fault]
 ) -> Party | None:
     try:
         address = ipaddress.ip_address(text)
@@ -365,12 +364,20 @@ def _address_party(
     endpoint = readers.table.get_by_address(text)
     if endpoint is not None:
         return _pod_party(endpoint)
-    number = int(Reserved.WORLD)
-    if address in readers.own_addresses:
-        number = int(Reserved.HOST)
-    elif any(address in cidr for cidr in (*config.node.cluster_cidrs, *config.node.node_cidrs)):
-        number = int(Reserved.UNMANAGED)
-    return Party(IdentityFacts(number, RESERVED_LABELS[number]), address)
+    number = readers.identity_at(address) or int(Reserved.WORLD)
+    if number in RESERVED_LABELS:
+        return Party(IdentityFacts(number, RESERVED_LABELS[number]), address)
+    known = readers.resolver.allocator.known.get(number)
+    if known is None:
+        faults.append(
+            Fault(
+                path,
+                f"has {text}, a pod of another node; its identity {number} is not known here yet",
+            )
+        )
+        return None
+    # All nodes hold the same policies, so the answer is that of its own node too.
+    return Party(known.key.facts(known.number), address, endpoint=True)
 
 
 def _read_port(text: str, faults: list[Fault]) -> tuple[int, int]:

@@ -419,6 +419,12 @@ def list_ipcache(maps: NodeMaps) -> Iterator[IpcacheEntry]:
         )
 
 
+def find_identity(maps: NodeMaps, address: IPAddress) -> int:
+    """Find the identity of the longest prefix of the ipcache that has the address; 0 = there is none."""
+    row = maps.pw_ipcache.lookup(to_prefix_key(ipaddress.ip_network(address)))
+    return 0 if row is None else abi.IpcacheValue.unpack(row).identity
+
+
 def read_metrics(maps: NodeMaps) -> list[MetricRow]:
     """Sum the counters of all CPUs."""
     rows = []

@@ -386,9 +386,9 @@ class KernelDatapath:
         """Read the local identities of CIDRs."""
         return dict(policy_maps.read_cidrs(self._node.loaded.maps))
 
-    def own_addresses(self) -> frozenset[IPAddress]:
-        """List the addresses of this host."""
-        return frozenset(address for _, address in list_own_addresses(self._node.netlink))
+    def identity_at(self, address: IPAddress) -> int:
+        """Tell who the programs take an address for that no pod of this node has; 0 = it is in no prefix they know."""
+        return tables.find_identity(self._node.loaded.maps, address)
 
     def read_hits(self) -> dict[int, tuple[int, int]]:
         """Give (judgements, bytes) of each rule that has decided."""

@@ -78,7 +78,7 @@ def make_api(node: FakeNode) -> rest.Api:
             objects=node.policies,
             resolver=node.identities,
             table=node.table,
-            own_addresses=frozenset({ip_address("192.0.2.1")}),
+            identity_at={ip_address("192.0.2.1"): 1}.get,
             hits=dict,
             change_labels=refuse_labels,
             set_audit=refuse_audit,

@@ -35,8 +35,12 @@ def plain_pair(name: str, *, tunnel: bool) -> Iterator[PodPair]:
         mtu = plan.shape.mtu - (TUNNEL_BYTES if tunnel else 0)
         for number, one in enumerate(plan.nodes):
             _let_forward(one.namespace)
+            other = plan.nodes[1 - number]
             if tunnel:
-                _join_by_tunnel(one, plan.nodes[1 - number], number, mtu)
+                _join_by_tunnel(one, other, number, mtu)
+            else:
+                route = f"{other.pod_cidrs[0]} via {other.addresses[0]} dev {UPLINK}"
+                node.run_ip(one.namespace, [f"route replace {route}"])
         client, server = (_add_pod(plan, one, mtu) for one in plan.nodes)
         yield PodPair(client[0], server[0], server[1], mtu)
     finally:

@@ -88,6 +88,7 @@ def _start_agents(plan: LabPlan, state: LabState, progress: Progress) -> None:
     for node in plan.nodes:
         nodes.wait_until_ready(node, state.agents[node.name])
         progress(f"agent of {node.name} is ready (pod CIDRs {', '.join(node.pod_cidrs)})")
+    nodes.wait_until_joined(plan)
 
 
 def run(

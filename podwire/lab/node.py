@@ -4,6 +4,7 @@ Used by `lab.labs`. An agent is started with the same program, configuration fil
 real machine; only its paths are the lab's.
 """
 
+import http.client
 import ipaddress
 import json
 import os
@@ -211,6 +212,33 @@ def answers(node: NodePlan) -> bool:
             return connection.recv(64).split(b" ", 2)[1:2] == [b"200"]
     except OSError:
         return False
+
+
+def wait_until_joined(plan: LabPlan, deadline_s: float = START_DEADLINE_S) -> None:
+    """Wait until every agent has heard of all nodes; Unavailable names one that has not."""
+    names = {node.name for node in plan.nodes}
+    deadline = time.monotonic() + deadline_s
+    for node in plan.nodes:
+        while missing := names - _list_known(node):
+            if time.monotonic() > deadline:
+                raise Unavailable(
+                    f"join nodes: {node.name} has not heard of {', '.join(sorted(missing))}",
+                    hint=f"podwire lab logs {node.name}",
+                )
+            time.sleep(0.02)
+
+
+def _list_known(node: NodePlan) -> set[str]:
+    """Ask an agent which nodes there are."""
+    connection = http.client.HTTPConnection("podwire")
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection.sock:
+            connection.sock.settimeout(5)
+            connection.sock.connect(str(node.directory / "api.sock"))
+            connection.request("GET", "/v1/node")
+            return {one["name"] for one in json.loads(connection.getresponse().read())}
+    except (OSError, ValueError, http.client.HTTPException):
+        return set()
 
 
 def read_log(node: NodePlan) -> list[str]:

@@ -209,6 +209,17 @@ def test_a_fixed_address_in_anothers_block_is_refused_by_his_name(nodes: Nodes) 
         add(other, 1, "192.0.2.1")
 
 
+@pytest.mark.parametrize("address", ["10.0.0.0", "10.0.0.1", "10.0.0.63"])
+def test_an_address_that_no_pod_can_have_is_refused(nodes: Nodes, address: str) -> None:
+    apply(nodes.store, pool_document("p", "10.0.0.0/26"))
+    node = nodes("n1")
+    with pytest.raises(AddressUnavailable, match="no pod can have it"):
+        add(node, 1, address)
+    add(node, 2)
+    with pytest.raises(AddressUnavailable, match="no pod can have it"):
+        add(node, 3, address)
+
+
 def test_a_fixed_address_of_no_block_is_left_out_by_who_claims_the_block(nodes: Nodes) -> None:
     apply(nodes.store, pool_document("p", "10.0.0.0/28", blockSize=28))
     first, second = nodes("n1"), nodes("n2")

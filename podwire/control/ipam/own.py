@@ -112,7 +112,7 @@ class OwnBlocks:
         own = OwnBlock(block, AddressFifo(block.cidr))
         self.by_cidr[block.cidr] = own
         for address in held:
-            if address.version == block.cidr.version and address in block.cidr:
+            if own.fifo.is_assignable(address):
                 own.fifo.take(address)
                 own.fifo.continue_after(address)
         self.exclude(own)

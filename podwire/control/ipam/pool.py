@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from podwire.control.ipam.claims import Claims
-from podwire.control.ipam.documents import Block, Claimed
+from podwire.control.ipam.documents import Block, Claimed, is_for_pod
 from podwire.control.ipam.interface import (
     NO_IDENTITY,
     NO_WISH,
@@ -162,7 +162,7 @@ class PoolIpam:
             for address in addresses:
                 self._mine.take(address)
                 own = self._mine.find(address)
-                if own is not None:
+                if own is not None and own.fifo.is_assignable(address):
                     own.fifo.continue_after(address)
             self._hold(Holding(owner, tuple(addresses), identity, quarantined))
 
@@ -365,6 +365,11 @@ class PoolIpam:
         if wish.pools and pool.name not in wish.pools:
             raise AddressUnavailable(
                 f"take address {address}: it is of pool {pool.name}, which args.cni.pools does not name"
+            )
+        if not is_for_pod(address, pool.block_of(address)):
+            raise AddressUnavailable(
+                f"take address {address}: no pod can have it; it is one of the first two, or the last, of"
+                f" block {pool.block_of(address)}"
             )
         own = self._mine.find(address)
         if address in granted or (

@@ -8,6 +8,7 @@ everything else is Unavailable with each endpoint that was tried, or InvalidConf
 import asyncio
 import contextlib
 import io
+import socket
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator
@@ -30,6 +31,8 @@ from podwire.store.etcd.wire import Body
 DEADLINE_S: Final = 5.0
 """Of one request, whatever it takes: failing over and a new login included."""
 _ATTEMPT_MIN_S: Final = 1.0
+_UNHEARD_MS: Final = 600
+"""So long the other kernel may leave what was sent unacknowledged: two retransmissions in a near network (tcp(7))."""
 _REFUSED_FOR_S: Final = 10.0
 """How long a refused login is not tried again: checking a password costs etcd 0.1 s of a core."""
 _LARGE_BYTES: Final = 1 << 20
@@ -107,8 +110,8 @@ class Gateway:
                 failure = error
             self._fail(endpoint)
             is_doubtful |= not isinstance(failure, aiohttp.ClientConnectorError)
-            if endpoint not in tried and isinstance(failure, aiohttp.ServerDisconnectedError):
-                waiting.appendleft(endpoint)  # it may have restarted, and closed what was idle
+            if endpoint not in tried and _is_of_old_connection(failure):
+                waiting.appendleft(endpoint)
             tried[endpoint] = failure
         raise self._give_up(path, tried)
 
@@ -233,7 +236,9 @@ class Gateway:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=60.0),
+                connector=aiohttp.TCPConnector(
+                    limit=0, limit_per_host=0, keepalive_timeout=60.0, socket_factory=_make_socket
+                ),
                 timeout=aiohttp.ClientTimeout(total=None),
                 auto_decompress=False,
             )
@@ -273,6 +278,21 @@ def _read_failure(raw: bytes, status: int, endpoint: str) -> Refused:
         text = raw[:200].decode(errors="replace").strip()
         return Refused(wire.UNAVAILABLE, f"no etcd of 3.4 or newer: HTTP {status} {text}", endpoint)
     return Refused(found.code, found.message or found.error, endpoint)
+
+
+def _make_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Open a socket that soon knows when nothing of it arrives any more: this host's address may be another now."""
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNHEARD_MS)
+    return made
+
+
+def _is_of_old_connection(error: Exception) -> bool:
+    """Tell whether a new connection may do: etcd may have restarted, or this host have another address."""
+    return isinstance(
+        error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError
+    ) and not isinstance(error, aiohttp.ClientConnectorError)
 
 
 def _tell(error: Exception) -> str:

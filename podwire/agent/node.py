@@ -48,7 +48,7 @@ from podwire.datapath.node import KernelDatapath
 from podwire.datapath.plan import NodePlan
 from podwire.journal.behind import WrittenBehind
 from podwire.journal.directories import RunDirectories
-from podwire.journal.lock import locked_state_directory
+from podwire.journal.lock import locked_node_name, locked_state_directory
 from podwire.journal.records import HOST_SETTINGS_FACT, SqliteJournal
 from podwire.kernel.clock import KernelClock
 from podwire.kernel.inotify import FileWaker
@@ -107,6 +107,7 @@ def open_node(settled: Settled, stack: ExitStack) -> Node:
     started_ns = clock.process_start_ns()
     stack.enter_context(locked_state_directory(config.files.state_dir))
     stack.enter_context(locked_state_directory(config.files.run_dir))
+    stack.enter_context(locked_node_name(config.node.node_name))
     journal = measured.MeasuredJournal(
         config.files.state_dir / "journal.db", metrics=metrics, health=health
     )

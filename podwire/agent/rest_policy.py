@@ -41,6 +41,7 @@ from podwire.model.policy import ANY_IDENTITY, CIDR_WORLD_BIT, Direction, Policy
 
 PROTOCOLS: Final = {"tcp": TCP, "udp": UDP, "sctp": SCTP, "icmp": ICMP, "icmpv6": ICMPV6}
 _PROTOCOL_NAMES: Final = {number: name for name, number in PROTOCOLS.items()}
+_FAMILY_OF_ICMP: Final = {"icmp": 4, "icmpv6": 6}
 _ECHO_REQUEST: Final = {"icmp": 8, "icmpv6": 128}
 _VERDICTS: Final = {Verdict.ALLOW: "allow", Verdict.DENY: "deny"}
 
@@ -272,8 +273,9 @@ def trace_flow(api: Api, call: Call) -> TraceView:
     asked: TraceRequest = call.body
     readers, config = api.policy, api.config.current
     faults: list[Fault] = []
-    source = _read_end(readers, asked.source, "from", faults)
-    target = _read_end(readers, asked.target, "to", faults)
+    family = _choose_family(asked, readers.table, faults)
+    source = _read_end(readers, asked.source, family, "from", faults)
+    target = _read_end(readers, asked.target, family, "to", faults)
     protocol, port = _read_port(asked.port, faults)
     if faults or source is None or target is None:
         raise InvalidRequest(
@@ -299,17 +301,32 @@ def trace_flow(api: Api, call: Call) -> TraceView:
         verdict=answer["verdict"],
         ingress=_half(answer["ingress"]),
         egress=_half(answer["egress"]),
-        why=tuple(answer["why"]),
+        why=(*_name_not_in_force(readers.table, asked), *answer["why"]),
         revision=answer["revision"],
         known_ends=sum(one.endpoint and one.address is not None for one in (source, target)),
     )
+
+
+def _name_not_in_force(table: EndpointTable, asked: TraceRequest) -> Iterator[str]:
+    """Say of which pods the programs know an earlier policy: there, the answer is what would be, not what is."""
+    for text in (asked.source, asked.target):
+        kind, _, rest = text.partition(":")
+        endpoint = None
+        if kind == "pod":
+            endpoint = find_endpoint(table, f"pod-name:{rest}")
+        elif kind == "ip":
+            endpoint = table.get_by_address(rest)
+        if endpoint is not None and endpoint.policy_error:
+            yield f"not in force for {text}, which keeps its earlier policy: {endpoint.policy_error}"
 
 
 def _half(answer: Mapping[str, str]) -> TraceHalf:
     return TraceHalf(verdict=answer["verdict"], policy=answer["policy"], rule=answer["rule"])
 
 
-def _read_end(readers: PolicyReaders, text: str, path: str, faults: list[Fault]) -> Party | None:
+def _read_end(
+    readers: PolicyReaders, text: str, family: int, path: str, faults: list[Fault]
+) -> Party | None:
     kind, colon, rest = text.partition(":")
     if not colon:
         named = {str(one.name).lower().replace("_", "-"): int(one) for one in Reserved}
@@ -317,11 +334,11 @@ def _read_end(readers: PolicyReaders, text: str, path: str, faults: list[Fault])
             return Party(IdentityFacts(named[text], RESERVED_LABELS[named[text]]))
         faults.append(Fault(path, f"is {text!r}: no entity ({', '.join(named)})"))
     elif kind == "pod":
-        return _pod_party(find_endpoint(readers.table, f"pod-name:{rest}"))
+        return _pod_party(find_endpoint(readers.table, f"pod-name:{rest}"), family, path, faults)
     elif kind == "labels":
         return _labels_party(readers, rest, path, faults)
     elif kind == "ip":
-        return _address_party(readers, rest, path, faults)
+        return _address_party(readers, rest, family, path, faults)
     else:
         faults.append(
             Fault(path, f"is {text!r}: write pod:NS/NAME, labels:K=V,..., ip:ADDRESS or an entity")
@@ -329,10 +346,32 @@ def _read_end(readers: PolicyReaders, text: str, path: str, faults: list[Fault])
     return None
 
 
-def _pod_party(endpoint: Endpoint) -> Party:
+def _pod_party(endpoint: Endpoint, family: int, path: str, faults: list[Fault]) -> Party:
     record = endpoint.record
     facts = IdentityFacts(record.identity, record.identity_labels, record.named_ports)
-    return Party(facts, record.addresses[0], endpoint=True)
+    addresses = map(ipaddress.ip_address, record.addresses)
+    address = next((one for one in addresses if one.version == family), None)
+    if address is None:
+        name = f"{record.namespace}/{record.pod}"
+        faults.append(Fault(path, f"is pod {name}, which has no IPv{family} address"))
+    return Party(facts, address, endpoint=True)
+
+
+def _choose_family(asked: TraceRequest, table: EndpointTable, faults: list[Fault]) -> int:
+    """Say which family the flow is of: the one that is asked for, else IPv4 where all pods have it."""
+    ends = (asked.source, asked.target)
+    named = {6 if ":" in text[3:] else 4 for text in ends if text.startswith("ip:")}
+    protocol = asked.port.lower().partition("/")[0]
+    if protocol in _FAMILY_OF_ICMP:
+        named.add(_FAMILY_OF_ICMP[protocol])
+    if len(named) > 1:
+        about = f"{asked.source}, {asked.target} and {asked.port} are not of one family"
+        faults.append(Fault("from", about))
+    if named:
+        return min(named)
+    pods = [text.removeprefix("pod:") for text in ends if text.startswith("pod:")]
+    records = [find_endpoint(table, f"pod-name:{name}").record for name in pods]
+    return 4 if all(record.ipv4 for record in records) else 6
 
 
 def _labels_party(
@@ -354,7 +393,7 @@ def _labels_party(
 
 
 def _address_party(
-    readers: PolicyReaders, text: str, path: str, faults: list[Fault]
+    readers: PolicyReaders, text: str, family: int, path: str, faults: list[Fault]
 ) -> Party | None:
     try:
         address = ipaddress.ip_address(text)
@@ -363,7 +402,7 @@ def _address_party(
         return None
     endpoint = readers.table.get_by_address(text)
     if endpoint is not None:
-        return _pod_party(endpoint)
+        return _pod_party(endpoint, family, path, faults)
     number = readers.identity_at(address) or int(Reserved.WORLD)
     if number in RESERVED_LABELS:
         return Party(IdentityFacts(number, RESERVED_LABELS[number]), address)

@@ -150,6 +150,8 @@ class StoreFollower:
 
     def start(self) -> None:
         """Start the thread."""
+        if self._keeper:
+            self._keeper.save(at_once=True)
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
         self._thread.start()
 
@@ -189,9 +191,9 @@ class StoreFollower:
             except Exception as error:  # the thread's door: a bug about one object must not end it
                 _log.exception("follow store", extra={"task": self.name})
                 self._give_up(PodwireError(f"follow store for {self.name}: {error!r}"))
+            if self._keeper:
+                self._keeper.save()  # also what was heard just before the store went away
             if self._is_there:
-                if self._keeper:
-                    self._keeper.save()
                 continue
             with self._changed:
                 # Apart from each other: after an outage all nodes of a cluster come back at once.

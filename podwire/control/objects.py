@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from podwire.control.identity.own_labels import OF_NAMESPACES
 from podwire.control.policy.rules_cilium import decode_cidr_group, decode_cilium_policy
 from podwire.control.policy.rules_k8s import decode_network_policy
 from podwire.control.policy.schema import (
@@ -283,6 +284,10 @@ def _check_workload_labels(node: Node) -> None:
     for key in labels:
         if key.startswith(f"{OWN_PREFIX}/"):
             node.faults.note(join_path(node.path, key), f"is reserved: {OWN_PREFIX}/ is podwire's")
+        elif key.startswith(OF_NAMESPACES):
+            node.faults.note(
+                join_path(node.path, key), "tells of a namespace; label the Namespace object"
+            )
 
 
 _FIELDS: Final[Mapping[str, tuple[str, ...]]] = {

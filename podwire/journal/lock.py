@@ -1,4 +1,4 @@
-"""One agent per state directory: a lock that lives exactly as long as the process that holds it.
+"""One agent per state directory, and per node name of a network namespace: locks that live as long as their process.
 
 Taken by `agent.node` before anything else is opened. The kernel frees it when the holder dies, however it dies.
 """
@@ -6,6 +6,7 @@ Taken by `agent.node` before anything else is opened. The kernel frees it when t
 import contextlib
 import fcntl
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,23 @@ from pathlib import Path
 from podwire.model.errors import Conflict, StorageFailure
 
 LOCK_FILE = "agent.lock"
+
+
+@contextmanager
+def locked_node_name(node_name: str) -> Iterator[None]:
+    """Hold a node's name within this network namespace: what an agent finds there under it, it takes for its own.
+
+    Raises Conflict. An abstract socket belongs to the network namespace and goes with the process (unix(7)).
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
+        try:
+            held.bind(f"\0podwire-agent/{node_name[:80]}")
+        except OSError as error:
+            raise Conflict(
+                f"be node {node_name!r}: another agent is that already in this network namespace",
+                hint="stop that agent, or give this one another node_name",
+            ) from error
+        yield
 
 
 @contextmanager

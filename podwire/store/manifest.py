@@ -197,6 +197,8 @@ def _load_json(part: str) -> list[tuple[Any, int, str]] | None:
         return None
     except RecursionError:
         raise _Unreadable(f"is nested deeper than {DEPTH_MAX}") from None
+    except ValueError as error:
+        raise _Unreadable(f"has a number that is too long: {error}") from None
     return found
 
 

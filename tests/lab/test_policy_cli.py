@@ -411,6 +411,23 @@ def test_a_trace_ends_with_its_verdict(closed: Lab, case: str) -> None:
     assert closed.cli(*ask, "-q").code == code
 
 
+@pytest.mark.parametrize("version", [4, 6])
+def test_a_trace_of_addresses_is_about_their_family(lab: Lab, version: int) -> None:
+    """Only IPv6 addresses are let in: the same two pods are answered by family."""
+    selector = "from: [{podSelector: {matchLabels: {app: proxy}}}]"
+    assert selector in POLICY
+    apply(lab, text=POLICY.replace(selector, 'from: [{ipBlock: {cidr: "::/0"}}]'))
+    db, other = (lab.state.find_pod(name).addresses[version == 6] for name in ("db", "other"))
+    said = lab.cli(
+        *("policy", "trace", "--from", f"ip:{other}", "--to", f"ip:{db}"),
+        *("--port", f"{PORT}/tcp", "-o", "json"),
+    )
+    assert said.document["verdict"] == ("allowed" if version == 6 else "denied")
+    assert traffic.connect(
+        lab.state.find_pod("other").netns, db, PORT, timeout_s=REFUSED_AFTER_S
+    ).ok is (version == 6)
+
+
 def test_a_trace_tells_what_packets_find(closed: Lab) -> None:
     for pod in ("proxy", "other"):
         traced = closed.cli(

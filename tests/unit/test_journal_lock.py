@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from podwire.journal.lock import LOCK_FILE, locked_state_directory
+from podwire.journal.lock import LOCK_FILE, locked_node_name, locked_state_directory
 from podwire.model.errors import Conflict, StorageFailure
 
 HOLDER = """
@@ -80,3 +80,13 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     ):
         pytest.fail("it was made")
     assert "state_dir" in caught.value.hint
+
+
+def test_a_name_is_one_agents_in_a_network_namespace() -> None:
+    with locked_node_name("pwt-one"):
+        with pytest.raises(Conflict, match="pwt-one"), locked_node_name("pwt-one"):
+            pass
+        with locked_node_name("pwt-two"):
+            pass
+    with locked_node_name("pwt-one"):
+        pass

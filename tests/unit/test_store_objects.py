@@ -321,6 +321,12 @@ BAD: dict[str, tuple[dict[str, Any], Change, str, str]] = {
         "spec.labels['podwire.io/name']",
         "reserved",
     ),
+    "a Workload that speaks for a namespace": (
+        workload(labels={"io.cilium.k8s.namespace.labels.team": "red"}),
+        lambda _: None,
+        "spec.labels['io.cilium.k8s.namespace.labels.team']",
+        "label the Namespace object",
+    ),
     "a Workload's pattern": (
         workload(namePattern="a b"),
         lambda _: None,

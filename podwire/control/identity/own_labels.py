@@ -19,7 +19,8 @@ from podwire.model.labels import (
 
 CHANGES_MAX: Final = 256
 _FOREIGN: Final = tuple(f"{source}:" for source in SOURCES)
-_OF_NAMESPACES: Final = ("io.kubernetes.", "io.cilium.")
+OF_NAMESPACES: Final = ("io.kubernetes.", "io.cilium.")
+"""Keys that begin so tell of a pod's namespace: nothing that people say of a pod may have them."""
 WorkloadOf = Callable[[str], str]
 """Names the Workload object that gives this endpoint a label of a key; "" when none does."""
 
@@ -72,7 +73,7 @@ def _find_fault(text: str, key: str, value: str | None, workload_of: WorkloadOf)
         (key.startswith(_FOREIGN), "labels of other sources than cni are not given by hand"),
         (not is_label_key(key), f"{key[:80]!r} is no label key ([prefix/]name)"),
         (key.startswith(f"{OWN_PREFIX}/"), f"{OWN_PREFIX}/ is reserved for podwire"),
-        (key.startswith(_OF_NAMESPACES), "it tells of a namespace; label the Namespace object"),
+        (key.startswith(OF_NAMESPACES), "it tells of a namespace; label the Namespace object"),
         (not is_label_value(value or ""), f"{(value or '')[:80]!r} is no label value"),
         (bool(workload), f"it comes from the Workload object {workload!r}; change that"),
     )

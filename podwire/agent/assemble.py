@@ -15,9 +15,9 @@ from podwire.agent.endpoint_changes import EndpointChanges
 from podwire.agent.health import AliveFile
 from podwire.agent.loops import Duties, EventPump
 from podwire.agent.node import Node
+from podwire.agent.policy_readers import PolicyReaders
 from podwire.agent.rest import Api, MapReaders, NodeFacts
 from podwire.agent.rest_nodes import NodeReaders
-from podwire.agent.rest_policy import PolicyReaders
 from podwire.control.flows.enrich import FlowMaker
 from podwire.control.flows.flow import FlowPolicy
 from podwire.datapath import abi, rows

@@ -20,10 +20,11 @@ from podwire.agent.config_reload import LiveConfig
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
 from podwire.agent.openapi import Call, Parameter, Route, describe
+from podwire.agent.policy_readers import PolicyReaders
 from podwire.agent.rest_ipam import ROUTES_IPAM, range_views
 from podwire.agent.rest_nodes import NodeReaders, list_nodes
 from podwire.agent.rest_objects import ROUTES_OBJECTS
-from podwire.agent.rest_policy import ROUTES_POLICY, PolicyReaders, policy_totals
+from podwire.agent.rest_policy import ROUTES_POLICY, policy_totals
 from podwire.agent.views_ipam import IpamTotals
 from podwire.control.endpoint.find import find_endpoint
 from podwire.control.endpoint.states import State

@@ -21,8 +21,8 @@ from podwire.agent.cluster_duty import KnownNode
 from podwire.agent.config_reload import LiveConfig
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
+from podwire.agent.policy_readers import PolicyReaders
 from podwire.agent.rest_nodes import NodeReaders
-from podwire.agent.rest_policy import PolicyReaders
 from podwire.agent.unix_socket import open_unix_socket
 from podwire.agent.views import ClusterTotals
 from podwire.control.flows.ring import FlowRing

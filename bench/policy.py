@@ -63,6 +63,8 @@ class Sink:
 
     def write_cidrs(self, identities: Mapping[IPNetwork, int]) -> None: ...
 
+    def forget_hits(self, keep: Iterable[int]) -> None: ...
+
     def update_endpoints(self, rows: Iterable[tuple[EndpointRecord, EndpointConfig]]) -> None:
         self.written += sum(1 for _ in rows)
 

@@ -5,6 +5,7 @@ import dataclasses
 import ipaddress
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -39,21 +40,21 @@ DEADLINE_S = 10.0
 class FakeCluster:
     """A kernel that holds plans, and fails or differs when it is told to."""
 
-    def __init__(self):
-        self.plan = None
-        self.applied = []
-        self.changed = []
-        self.rows = {}
-        self.differences = []
+    def __init__(self) -> None:
+        self.plan: Any = None
+        self.applied: list[Any] = []
+        self.changed: list[Any] = []
+        self.rows: dict[Any, Any] = {}
+        self.differences: list[Any] = []
         self.failing = False
         self.underlay = UNDERLAY
 
-    def read_underlay(self):
+    def read_underlay(self) -> Any:
         if self.underlay is None:
             raise Unavailable("no device")
         return self.underlay
 
-    def apply_cluster(self, plan):
+    def apply_cluster(self, plan: Any) -> Any:
         if self.failing:
             raise KernelFailure(12, "add route", "x")
         self.plan = plan
@@ -62,7 +63,7 @@ class FakeCluster:
         found, self.differences = self.differences, []
         return found
 
-    def change_prefixes(self, put, remove=()):
+    def change_prefixes(self, put: Any, remove: Any = ()) -> None:
         self.changed.append((put, tuple(remove)))
         self.rows.update(put)
         for one in remove:
@@ -72,40 +73,42 @@ class FakeCluster:
 class FakeNews:
     """What the kernel tells, by hand."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._condition = threading.Condition()
         self._woken = self._changed = False
 
-    def wait(self, timeout_s):
+    def wait(self, timeout_s: Any) -> Any:
         with self._condition:
             self._condition.wait_for(lambda: self._woken or self._changed, timeout_s)
             changed, self._changed, self._woken = self._changed, False, False
             return changed
 
-    def wake(self):
+    def wake(self) -> None:
         with self._condition:
             self._woken = True
             self._condition.notify_all()
 
-    def change(self):
+    def change(self) -> None:
         with self._condition:
             self._changed = True
             self._condition.notify_all()
 
-    def close(self):
+    def close(self) -> None:
         pass
 
 
-class Facts(dict):
-    def write_fact(self, name, value):
+class Facts(dict[str, Any]):
+    def write_fact(self, name: Any, value: Any) -> None:
         self[name] = value
 
-    def read_fact(self, name):
+    def read_fact(self, name: Any) -> Any:
         return self.get(name, "")
 
 
 class Rig:
-    def __init__(self, store=None, settings=OVERLAY, name="n1", facts=None):
+    def __init__(
+        self, store: Any = None, settings: Any = OVERLAY, name: Any = "n1", facts: Any = None
+    ) -> None:
         self.store = store or MemoryStore()
         self.kernel, self.news, self.facts = FakeCluster(), FakeNews(), Facts(facts or {})
         self.table = EndpointTable()
@@ -127,7 +130,7 @@ class Rig:
         self.table.changed = self.duty.pods_changed
 
     @contextlib.contextmanager
-    def running(self):
+    def running(self) -> Any:
         self.duty.prepare()
         self.duty.apply()
         self.duty.start()
@@ -136,7 +139,7 @@ class Rig:
         finally:
             self.duty.stop()
 
-    def add_pod(self, number, address, identity):
+    def add_pod(self, number: Any, address: Any, identity: Any) -> None:
         key = AttachmentKey(NetworkName("net"), ContainerId(f"c{number}"), InterfaceName("eth0"))
         record = EndpointRecord(
             id=EndpointId(number),
@@ -152,7 +155,7 @@ class Rig:
         )
         self.table.insert(Endpoint(record, State.READY, FakeClock(), cause="test"))
 
-    def publish_peer(self, facts):
+    def publish_peer(self, facts: Any) -> None:
         key = node_key(facts.name)
         document = encode_node(facts)
         stored = self.store.get(key)
@@ -161,7 +164,7 @@ class Rig:
         else:
             self.store.update(StoredObject(key=key, revision=stored.revision, document=document))
 
-    def publish_pods(self, name, sequence, pods):
+    def publish_pods(self, name: Any, sequence: Any, pods: Any) -> None:
         identities = {ipaddress.ip_address(one): IdentityId(i) for one, i in pods.items()}
         document = encode_endpoints(Publication(name, 1, sequence, identities), ())
         key = endpoints_key(name)
@@ -171,22 +174,22 @@ class Rig:
         else:
             self.store.update(StoredObject(key=key, revision=stored.revision, document=document))
 
-    def peers(self):
+    def peers(self) -> Any:
         return [] if self.kernel.plan is None else [one.name for one in self.kernel.plan.peers]
 
-    def said(self):
+    def said(self) -> Any:
         stored = self.store.get(endpoints_key("n1"))
         return None if stored is None else decode_endpoints(stored)
 
 
-def wait_for(condition, what="condition"):
+def wait_for(condition: Any, what: Any = "condition") -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come true"
         time.sleep(0.005)
 
 
-def test_a_node_publishes_itself_and_its_pods():
+def test_a_node_publishes_itself_and_its_pods() -> None:
     with Rig().running() as rig:
         wait_for(lambda: rig.said() is not None, "publication")
         facts = decode_node(rig.store.get(node_key("n1")))
@@ -197,7 +200,7 @@ def test_a_node_publishes_itself_and_its_pods():
         assert rig.duty.named_identities() == {300}
 
 
-def test_others_come_change_and_go():
+def test_others_come_change_and_go() -> None:
     with Rig().running() as rig:
         assert rig.peers() == []
         assert rig.kernel.plan.tunnel is not None
@@ -217,7 +220,7 @@ def test_others_come_change_and_go():
         assert rig.kernel.plan.routes == ()
 
 
-def test_what_vanished_while_the_agent_was_away_goes():
+def test_what_vanished_while_the_agent_was_away_goes() -> None:
     rig = Rig()
     rig.publish_peer(make(2))
     rig.publish_peer(make(3))
@@ -230,7 +233,7 @@ def test_what_vanished_while_the_agent_was_away_goes():
         assert again.kernel.plan.peers[0].number == rig.kernel.plan.peers[1].number
 
 
-def test_nothing_is_taken_away_before_the_store_was_heard():
+def test_nothing_is_taken_away_before_the_store_was_heard() -> None:
     store = MemoryStore()
     store.away = True
     with Rig(store).running() as rig:
@@ -241,7 +244,7 @@ def test_nothing_is_taken_away_before_the_store_was_heard():
         wait_for(lambda: rig.kernel.applied)
 
 
-def test_a_store_that_goes_away_leaves_the_plan_and_repairs_go_on():
+def test_a_store_that_goes_away_leaves_the_plan_and_repairs_go_on() -> None:
     with Rig().running() as rig:
         rig.publish_peer(make(2))
         wait_for(lambda: rig.peers() == ["n2"])
@@ -253,7 +256,7 @@ def test_a_store_that_goes_away_leaves_the_plan_and_repairs_go_on():
         wait_for(lambda: b"podwire_cluster_repairs_total 1.0" in rig.metrics.render())
 
 
-def test_what_could_not_be_applied_is_tried_again_and_shown():
+def test_what_could_not_be_applied_is_tried_again_and_shown() -> None:
     rig = Rig()
     rig.kernel.failing = True
     with rig.running():
@@ -263,7 +266,7 @@ def test_what_could_not_be_applied_is_tried_again_and_shown():
         wait_for(lambda: not any("cluster:" in one for one in rig.health.warnings()))
 
 
-def test_contradictions_are_shown_with_both_names():
+def test_contradictions_are_shown_with_both_names() -> None:
     with Rig().running() as rig:
         rig.publish_peer(make(2))
         rig.publish_peer(make(3, pod_cidrs=make(2).pod_cidrs))
@@ -272,7 +275,7 @@ def test_contradictions_are_shown_with_both_names():
         wait_for(lambda: not any("n3" in one for one in rig.health.warnings()))
 
 
-def test_an_unreadable_node_is_named_and_left_out():
+def test_an_unreadable_node_is_named_and_left_out() -> None:
     with Rig().running() as rig:
         document = encode_node(make(2))
         document["spec"]["addresses"] = ["nonsense"]
@@ -282,7 +285,7 @@ def test_an_unreadable_node_is_named_and_left_out():
         wait_for(lambda: rig.peers() == ["n3"])
 
 
-def test_the_underlay_is_followed():
+def test_the_underlay_is_followed() -> None:
     with Rig().running() as rig:
         wait_for(lambda: rig.store.get(node_key("n1")) is not None)
         rig.kernel.underlay = dataclasses.replace(UNDERLAY, mtu_bytes=1400)
@@ -294,7 +297,7 @@ def test_the_underlay_is_followed():
         wait_for(lambda: decode_node(rig.store.get(node_key("n1"))).addresses == ())
 
 
-def test_what_somebody_deletes_is_published_again():
+def test_what_somebody_deletes_is_published_again() -> None:
     with Rig().running() as rig:
         wait_for(lambda: rig.said() is not None)
         rig.store.delete(node_key("n1"))
@@ -302,12 +305,12 @@ def test_what_somebody_deletes_is_published_again():
         wait_for(lambda: rig.store.get(node_key("n1")) is not None and rig.said() is not None)
 
 
-def test_a_second_machine_of_that_name_does_not_start():
+def test_a_second_machine_of_that_name_does_not_start() -> None:
     with Rig().running() as rig, pytest.raises(NodeInUse):
         Rig(rig.store)
 
 
-def test_a_burst_of_pods_is_one_write_a_second():
+def test_a_burst_of_pods_is_one_write_a_second() -> None:
     with Rig().running() as rig:
         wait_for(lambda: rig.said() is not None)
         begin = time.monotonic()
@@ -319,7 +322,7 @@ def test_a_burst_of_pods_is_one_write_a_second():
         assert rig.said().sequence <= 3 + took_s
 
 
-def test_native_routing_needs_no_tunnel():
+def test_native_routing_needs_no_tunnel() -> None:
     rig = Rig(settings=ClusterSettings("native", OVERLAY.cluster_cidrs))
     rig.publish_peer(make(2))
     with rig.running():

@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -42,25 +43,25 @@ FACTS = NodeFacts(
 )
 
 
-def stored_node(spec):
+def stored_node(spec: Any) -> Any:
     return StoredObject(key=node_key("alpha"), document={"spec": spec})
 
 
-def stored_endpoints(spec):
+def stored_endpoints(spec: Any) -> Any:
     return StoredObject(key=endpoints_key("alpha"), document={"spec": spec})
 
 
-def through_json(document):
+def through_json(document: Any) -> Any:
     return json.loads(json.dumps(document))
 
 
-def test_facts_are_read_back_the_same():
+def test_facts_are_read_back_the_same() -> None:
     document = through_json(encode_node(FACTS))
     assert decode_node(StoredObject(key=node_key("alpha"), document=document)) == FACTS
     assert is_published(document)
 
 
-def test_writing_keeps_what_others_have_put_there():
+def test_writing_keeps_what_others_have_put_there() -> None:
     before = {
         "metadata": {"name": "alpha", "labels": {"zone": "a"}, "annotations": {"x": "y"}},
         "spec": {"newerField": {"a": 1}, "epoch": 1, "requires": []},
@@ -72,12 +73,12 @@ def test_writing_keeps_what_others_have_put_there():
     assert document["spec"]["epoch"] == 3
 
 
-def test_a_field_of_a_newer_node_is_left_alone():
+def test_a_field_of_a_newer_node_is_left_alone() -> None:
     spec = {**encode_node(FACTS)["spec"], "encryption": {"kind": "none"}}
     assert decode_node(stored_node(spec)) == FACTS
 
 
-def test_a_node_that_only_holds_identities_is_not_published_yet():
+def test_a_node_that_only_holds_identities_is_not_published_yet() -> None:
     assert not is_published({"spec": {"holds": [70000]}})
     assert not is_published({})
 
@@ -116,7 +117,7 @@ def test_a_node_that_only_holds_identities_is_not_published_yet():
         pytest.param({"holds": [1 << 24]}, "spec.holds", id="holds too large a number"),
     ],
 )
-def test_a_wrong_node_is_refused_by_field(change, path):
+def test_a_wrong_node_is_refused_by_field(change: Any, path: Any) -> None:
     spec = {**encode_node(FACTS)["spec"], **change}
     with pytest.raises(InvalidRequest) as refused:
         decode_node(stored_node(spec))
@@ -125,19 +126,19 @@ def test_a_wrong_node_is_refused_by_field(change, path):
 
 
 @pytest.mark.parametrize("spec", [None, [], "x", 5], ids=repr)
-def test_a_node_without_fields_is_refused(spec):
+def test_a_node_without_fields_is_refused(spec: Any) -> None:
     with pytest.raises(InvalidRequest):
         decode_node(stored_node(spec))
 
 
-def test_what_a_node_holds_is_nothing_to_its_peers():
+def test_what_a_node_holds_is_nothing_to_its_peers() -> None:
     spec = {**encode_node(FACTS)["spec"], "holds": [70001]}
     assert same_for_peers(FACTS, decode_node(stored_node(spec)))
     spec["epoch"] = 4
     assert not same_for_peers(FACTS, decode_node(stored_node(spec)))
 
 
-def test_every_name_has_its_own_tunnel_mac():
+def test_every_name_has_its_own_tunnel_mac() -> None:
     names = [f"node-{index}" for index in range(5000)]
     assert len({tunnel_mac(name) for name in names}) == len(names)
     assert tunnel_mac("alpha") == tunnel_mac("alpha")
@@ -160,14 +161,16 @@ ADDRESSES = st.one_of(
     sequence=st.integers(0, 1 << 40),
     bases=st.lists(st.sampled_from(BASES), unique=True),
 )
-def test_endpoints_are_read_back_the_same(identities, epoch, sequence, bases):
+def test_endpoints_are_read_back_the_same(
+    identities: Any, epoch: Any, sequence: Any, bases: Any
+) -> None:
     publication = Publication("alpha", epoch, sequence, identities)
     document = through_json(encode_endpoints(publication, bases))
     stored = StoredObject(key=endpoints_key("alpha"), document=document)
     assert decode_endpoints(stored) == publication
 
 
-def test_thirty_pods_take_less_than_a_kilobyte():
+def test_thirty_pods_take_less_than_a_kilobyte() -> None:
     identities = {BASES[0][offset]: IdentityId(16_000_000 + offset) for offset in range(200, 230)}
     identities |= {BASES[1][offset]: IdentityId(16_000_000 + offset) for offset in range(200, 230)}
     document = encode_endpoints(Publication("alpha", 12, 3456, identities), BASES[:2])
@@ -199,7 +202,7 @@ GOOD = {"epoch": 1, "sequence": 1, "bases": ["10.1.0.0/24"], "endpoints": "2:256
         pytest.param({"sequence": "1"}, "spec.sequence", id="sequence is text"),
     ],
 )
-def test_wrong_endpoints_are_refused_by_field(change, path):
+def test_wrong_endpoints_are_refused_by_field(change: Any, path: Any) -> None:
     assert decode_endpoints(stored_endpoints(GOOD)).identities
     with pytest.raises(InvalidRequest) as refused:
         decode_endpoints(stored_endpoints({**GOOD, **change}))

@@ -4,6 +4,7 @@ import dataclasses
 import ipaddress
 import random
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,17 +15,18 @@ from podwire.control.cluster.facts import tunnel_mac
 from podwire.control.cluster.planner import NodeNumbers, plan_cluster, route_to_pod
 from podwire.control.cluster.reach import ClusterSettings
 from podwire.model.cluster import NodeFacts, Prefix, TunnelMode, Underlay, Way
+from podwire.model.ids import IdentityId
 
 
-def nets(*texts):
+def nets(*texts: Any) -> Any:
     return tuple(map(ipaddress.ip_network, texts))
 
 
-def ips(*texts):
+def ips(*texts: Any) -> Any:
     return tuple(map(ipaddress.ip_address, texts))
 
 
-def make(number, **changes):
+def make(number: Any, **changes: Any) -> Any:
     """A node of both families on one subnet, named by its number."""
     facts = NodeFacts(
         name=f"n{number}",
@@ -45,23 +47,29 @@ NATIVE = ClusterSettings("native", OVERLAY.cluster_cidrs)
 AUTO = ClusterSettings("auto", OVERLAY.cluster_cidrs)
 
 
-def plan(*peers, own=OWN, settings=OVERLAY, underlay=UNDERLAY, numbers=None):
+def plan(
+    *peers: Any,
+    own: Any = OWN,
+    settings: Any = OVERLAY,
+    underlay: Any = UNDERLAY,
+    numbers: Any = None,
+) -> Any:
     return plan_cluster(own, underlay, peers, settings, numbers or NodeNumbers())
 
 
-def row(planned, text):
+def row(planned: Any, text: Any) -> Any:
     return planned.plan.prefixes[ipaddress.ip_network(text)]
 
 
-def routes(planned):
+def routes(planned: Any) -> Any:
     return {str(one.destination): one for one in planned.plan.routes}
 
 
-def messages(planned):
+def messages(planned: Any) -> Any:
     return " | ".join(one.message for one in planned.problems)
 
 
-def test_a_peer_over_the_overlay():
+def test_a_peer_over_the_overlay() -> None:
     planned = plan(make(2))
     assert planned.problems == ()
     (peer,) = planned.plan.peers
@@ -71,10 +79,12 @@ def test_a_peer_over_the_overlay():
         *ips("192.0.2.2"),
         1450,
     )
-    assert row(planned, "10.244.2.0/24") == Prefix(3, 1, Way.TUNNEL, 1450)
-    assert row(planned, "10.244.2.1/32") == Prefix(6, 1, Way.TUNNEL, 1450, is_node_address=True)
-    assert row(planned, "192.0.2.2/32") == Prefix(6, 1, None, is_node_address=True)
-    assert row(planned, "10.244.0.0/16") == Prefix(3, 0, None)
+    assert row(planned, "10.244.2.0/24") == Prefix(IdentityId(3), 1, Way.TUNNEL, 1450)
+    assert row(planned, "10.244.2.1/32") == Prefix(
+        IdentityId(6), 1, Way.TUNNEL, 1450, is_node_address=True
+    )
+    assert row(planned, "192.0.2.2/32") == Prefix(IdentityId(6), 1, None, is_node_address=True)
+    assert row(planned, "10.244.0.0/16") == Prefix(IdentityId(3), 0, None)
     route = routes(planned)["fd00:0:0:2::/64"]
     assert (route.way, route.via, route.mtu_bytes, route.peer) == (Way.TUNNEL, None, 1450, 1)
     assert route.source == OWN.tunnel_addresses[1]
@@ -98,30 +108,30 @@ def test_a_peer_over_the_overlay():
         ),
     ],
 )
-def test_when_there_is_a_tunnel(settings, peers, has_tunnel, pod_mtu):
+def test_when_there_is_a_tunnel(settings: Any, peers: Any, has_tunnel: Any, pod_mtu: Any) -> None:
     planned = plan(*peers, settings=settings)
     assert (planned.plan.tunnel is not None) is has_tunnel
     assert planned.plan.pod_mtu_bytes == pod_mtu
     assert planned.problems == ()
 
 
-def test_native_needs_the_peer_on_a_connected_subnet():
+def test_native_needs_the_peer_on_a_connected_subnet() -> None:
     near, far = make(2), make(3, addresses=ips("198.51.100.3", "2001:db8::3"))
     planned = plan(near, far, settings=NATIVE)
     assert routes(planned)["10.244.2.0/24"].via == near.addresses[0]
     assert routes(planned)["10.244.2.0/24"].source == OWN.addresses[0]
     assert routes(planned)["fd00:0:0:3::/64"].via == far.addresses[1]
     assert "10.244.3.0/24" not in routes(planned)
-    assert row(planned, "10.244.3.0/24") == Prefix(3, 2, None)
+    assert row(planned, "10.244.3.0/24") == Prefix(IdentityId(3), 2, None)
     assert "IPv4 pods of node n3 are not reached natively" in messages(planned)
     assert len(planned.problems) == 1
 
 
-def test_auto_takes_the_tunnel_for_what_is_not_connected():
+def test_auto_takes_the_tunnel_for_what_is_not_connected() -> None:
     planned = plan(make(2), make(3, addresses=ips("198.51.100.3", "2001:db8::3")), settings=AUTO)
     assert row(planned, "10.244.2.0/24").way is Way.NATIVE
-    assert row(planned, "10.244.3.0/24") == Prefix(3, 2, Way.TUNNEL, 1450)
-    assert row(planned, "fd00:0:0:3::/64") == Prefix(3, 2, Way.NATIVE, 1500)
+    assert row(planned, "10.244.3.0/24") == Prefix(IdentityId(3), 2, Way.TUNNEL, 1450)
+    assert row(planned, "fd00:0:0:3::/64") == Prefix(IdentityId(3), 2, Way.NATIVE, 1500)
     assert planned.plan.pod_mtu_bytes == 1450
     assert planned.problems == ()
 
@@ -140,7 +150,9 @@ def test_auto_takes_the_tunnel_for_what_is_not_connected():
         ),
     ],
 )  # fmt: skip
-def test_outer_family_and_mtu(own_addresses, peer_addresses, outer, mtu):
+def test_outer_family_and_mtu(
+    own_addresses: Any, peer_addresses: Any, outer: Any, mtu: Any
+) -> None:
     own = make(1, addresses=ips(*own_addresses))
     peer = make(2, addresses=ips(*peer_addresses), underlay_mtu_bytes=1400)
     planned = plan(peer, own=own)
@@ -149,15 +161,15 @@ def test_outer_family_and_mtu(own_addresses, peer_addresses, outer, mtu):
     assert planned.plan.pod_mtu_bytes == mtu
 
 
-def test_no_common_family_is_named():
+def test_no_common_family_is_named() -> None:
     planned = plan(make(2, addresses=ips("2001:db8::2")), own=make(1, addresses=ips("192.0.2.1")))
     assert planned.plan.peers == ()
-    assert row(planned, "10.244.2.0/24") == Prefix(3, 0, None)
+    assert row(planned, "10.244.2.0/24") == Prefix(IdentityId(3), 0, None)
     assert "n2 (2001:db8::2)" in messages(planned)
     assert "n1 (192.0.2.1)" in messages(planned)
 
 
-def test_a_node_without_underlay_says_so_once():
+def test_a_node_without_underlay_says_so_once() -> None:
     planned = plan(make(2), make(3), own=make(1, addresses=()))
     assert planned.plan.peers == ()
     assert planned.plan.tunnel is None
@@ -173,7 +185,7 @@ def test_a_node_without_underlay_says_so_once():
         pytest.param(1, (3, 3), set(), id="equal and higher than ours"),
     ],
 )
-def test_overlapping_ranges(own_epoch, epochs, keepers):
+def test_overlapping_ranges(own_epoch: Any, epochs: Any, keepers: Any) -> None:
     one = make(2, epoch=epochs[0], pod_cidrs=nets("10.244.8.0/23"), tunnel_addresses=())
     other = make(3, epoch=epochs[1], pod_cidrs=nets("10.244.9.0/24"), tunnel_addresses=())
     planned = plan(one, other, own=make(1, epoch=own_epoch))
@@ -185,28 +197,32 @@ def test_overlapping_ranges(own_epoch, epochs, keepers):
     assert "n2 (10.244.8.0/23) and n3 (10.244.9.0/24) overlap" in messages(planned)
     assert len(planned.problems) == 1
     if not keepers:
-        assert row(planned, "10.244.8.0/23") == row(planned, "10.244.9.0/24") == Prefix(3, 0, None)
+        assert (
+            row(planned, "10.244.8.0/23")
+            == row(planned, "10.244.9.0/24")
+            == Prefix(IdentityId(3), 0, None)
+        )
     else:  # no hole in what the winner keeps
         assert ipaddress.ip_network("10.244.9.0/24") not in planned.plan.prefixes
 
 
-def test_siblings_in_one_refused_range_do_not_contradict_each_other():
+def test_siblings_in_one_refused_range_do_not_contradict_each_other() -> None:
     outer = make(2, pod_cidrs=nets("10.244.0.0/20"), epoch=1, tunnel_addresses=())
     left = make(3, pod_cidrs=nets("10.244.2.0/24"), epoch=2, tunnel_addresses=())
     right = make(4, pod_cidrs=nets("10.244.3.0/24"), epoch=2, tunnel_addresses=())
     planned = plan(outer, left, right, own=make(1, pod_cidrs=nets("10.245.0.0/24")))
     assert set(routes(planned)) == {"10.244.2.0/24", "10.244.3.0/24"}
-    assert row(planned, "10.244.0.0/20") == Prefix(3, 0, None)
+    assert row(planned, "10.244.0.0/20") == Prefix(IdentityId(3), 0, None)
 
 
-def test_blocks_have_epochs_of_their_own():
+def test_blocks_have_epochs_of_their_own() -> None:
     old = make(2, epoch=9, pod_cidrs=(), blocks={nets("10.244.64.0/26")[0]: 1}, tunnel_addresses=())
     new = make(3, epoch=1, pod_cidrs=(), blocks={nets("10.244.64.0/26")[0]: 2}, tunnel_addresses=())
     planned = plan(old, new)
     assert routes(planned)["10.244.64.0/26"].peer == planned.numbers.of["n3"]
 
 
-def test_what_is_ours_nobody_gets():
+def test_what_is_ours_nobody_gets() -> None:
     thief = make(2, epoch=99, pod_cidrs=nets("10.244.1.128/25", "10.244.2.0/24"))
     planned = plan(thief)
     assert set(routes(planned)) == {"10.244.2.0/24"}
@@ -222,7 +238,7 @@ def test_what_is_ours_nobody_gets():
         pytest.param(ips("10.244.1.77"), "in a pod range of node n1", id="a pod's"),
     ],
 )
-def test_a_peer_with_an_address_of_ours_is_refused(addresses, wanted):
+def test_a_peer_with_an_address_of_ours_is_refused(addresses: Any, wanted: Any) -> None:
     planned = plan(make(2, addresses=addresses, epoch=99))
     assert planned.plan.peers == ()
     assert planned.plan.routes == ()
@@ -231,7 +247,7 @@ def test_a_peer_with_an_address_of_ours_is_refused(addresses, wanted):
 
 
 @pytest.mark.parametrize(("epochs", "keeper"), [((1, 2), "n3"), ((2, 2), None)], ids=str)
-def test_two_nodes_with_one_address(epochs, keeper):
+def test_two_nodes_with_one_address(epochs: Any, keeper: Any) -> None:
     one = make(2, addresses=ips("192.0.2.9"), epoch=epochs[0])
     other = make(3, addresses=ips("192.0.2.9"), epoch=epochs[1])
     planned = plan(one, other)
@@ -239,12 +255,12 @@ def test_two_nodes_with_one_address(epochs, keeper):
     assert "nodes n2 and n3 have the same address 192.0.2.9" in messages(planned)
 
 
-def test_tunnel_addresses_outside_of_the_nodes_ranges_are_not_believed():
+def test_tunnel_addresses_outside_of_the_nodes_ranges_are_not_believed() -> None:
     planned = plan(make(2, tunnel_addresses=ips("10.244.3.1")), make(3))
     assert row(planned, "10.244.3.1/32").node == planned.numbers.of["n3"]
 
 
-def test_a_range_with_an_underlay_address_would_go_in_circles():
+def test_a_range_with_an_underlay_address_would_go_in_circles() -> None:
     planned = plan(make(2, pod_cidrs=nets("192.0.0.0/16"), tunnel_addresses=()))
     assert planned.plan.routes == ()
     assert "192.0.0.0/16" in messages(planned)
@@ -260,7 +276,7 @@ def test_a_range_with_an_underlay_address_would_go_in_circles():
     ],
 )
 @pytest.mark.parametrize("whose", ["own", "peer"])
-def test_underlay_too_small(mtu, families, whose):
+def test_underlay_too_small(mtu: Any, families: Any, whose: Any) -> None:
     own, peer = make(1), make(2)
     if whose == "own":
         own = make(1, underlay_mtu_bytes=mtu)
@@ -275,7 +291,7 @@ def test_underlay_too_small(mtu, families, whose):
         assert {one.version for one in planned.plan.tunnel.addresses} == families
 
 
-def test_another_port_is_named_and_not_used():
+def test_another_port_is_named_and_not_used() -> None:
     planned = plan(make(2, tunnel_port=4789))
     assert planned.plan.routes == ()
     assert "port 4789" in messages(planned)
@@ -290,31 +306,32 @@ def test_another_port_is_named_and_not_used():
         pytest.param({"tunnel_mac": OWN.tunnel_mac}, "same tunnel MAC", id="with our MAC"),
     ],
 )
-def test_a_classic_peer(change, fault):
+def test_a_classic_peer(change: Any, fault: Any) -> None:
     planned = plan(make(2, tunnel_mode=TunnelMode.CLASSIC, **change))
     assert bool(planned.plan.routes) is not bool(fault)
     assert fault in messages(planned)
     assert planned.plan.peers[0].mode is TunnelMode.CLASSIC
 
 
-def test_a_classic_device_has_one_outer_family():
+def test_a_classic_device_has_one_outer_family() -> None:
     own = make(1, tunnel_mode=TunnelMode.CLASSIC)
     planned = plan(make(2), make(3, addresses=ips("2001:db8::3")), own=own)
     assert [peer.outer.version for peer in planned.plan.peers] == [4]
     assert routes(planned)["10.244.2.0/24"].via == ipaddress.ip_address("10.244.2.1")
 
 
-def test_a_single_pod_elsewhere_has_a_route_of_its_own():
+def test_a_single_pod_elsewhere_has_a_route_of_its_own() -> None:
     planned = plan(make(2))
     reach = planned.reaches["n2"]
     assert route_to_pod(OWN, reach, *ips("10.244.2.9")) is None
     route = route_to_pod(OWN, reach, *ips("10.250.0.9"))
+    assert route is not None
     assert (str(route.destination), route.peer) == ("10.250.0.9/32", 1)
 
 
-def test_numbers_are_never_given_to_another_name():
+def test_numbers_are_never_given_to_another_name() -> None:
     numbers = NodeNumbers()
-    seen = {}
+    seen: dict[str, int] = {}
     for names in (["b", "a"], ["c"], ["a", "d"], ["b", "c"]):
         numbers = numbers.extend(names)
         for name in names:
@@ -335,7 +352,7 @@ ADDRESSES = ips(
 
 
 @st.composite
-def clusters(draw):
+def clusters(draw: Any) -> Any:
     peers = []
     for number in range(2, 2 + draw(st.integers(0, 6))):
         ranges = draw(st.lists(st.sampled_from(RANGES), max_size=3, unique=True))
@@ -365,18 +382,18 @@ SETTINGS = st.sampled_from([OVERLAY, NATIVE, AUTO])
 
 
 @given(clusters(), SETTINGS, st.randoms(use_true_random=False))
-def test_the_order_of_nodes_does_not_matter(peers, settings, chance):
+def test_the_order_of_nodes_does_not_matter(peers: Any, settings: Any, chance: Any) -> None:
     numbers = NodeNumbers().extend(one.name for one in peers)
     planned = plan(*peers, settings=settings, numbers=numbers)
     chance.shuffle(peers)
     assert plan(*peers, settings=settings, numbers=numbers) == planned
 
 
-def overlap(one, other):
+def overlap(one: Any, other: Any) -> Any:
     return one.version == other.version and one.overlaps(other)
 
 
-def are_apart(one, other):
+def are_apart(one: Any, other: Any) -> Any:
     """Whether nothing that one node claims touches anything of the other."""
     if {*one.addresses} & {*other.addresses} or one.tunnel_mac == other.tunnel_mac:
         return False
@@ -386,7 +403,7 @@ def are_apart(one, other):
 
 
 @given(clusters(), SETTINGS, st.data())
-def test_a_node_that_goes_takes_only_its_own_rows(peers, settings, data):
+def test_a_node_that_goes_takes_only_its_own_rows(peers: Any, settings: Any, data: Any) -> None:
     if len(peers) < 2:
         return
     gone = data.draw(st.sampled_from(peers))
@@ -405,7 +422,9 @@ def test_a_node_that_goes_takes_only_its_own_rows(peers, settings, data):
 
 
 @given(clusters(), SETTINGS)
-def test_what_two_claim_equally_leads_to_neither_and_ours_to_none(peers, settings):
+def test_what_two_claim_equally_leads_to_neither_and_ours_to_none(
+    peers: Any, settings: Any
+) -> None:
     planned = plan(*peers, settings=settings)
     names = {number: name for name, number in planned.numbers.of.items()}
     facts = {one.name: one for one in peers}
@@ -427,7 +446,7 @@ def test_what_two_claim_equally_leads_to_neither_and_ours_to_none(peers, setting
             assert network.version in (4, 6)
 
 
-def many(count):
+def many(count: Any) -> Any:
     return [
         NodeFacts(
             name=f"node-{index:05}",
@@ -443,7 +462,7 @@ def many(count):
 
 
 @pytest.mark.parametrize("same", [False, True], ids=["apart", "all with one range"])
-def test_five_thousand_nodes_are_planned_in_linear_time(same):
+def test_five_thousand_nodes_are_planned_in_linear_time(same: Any) -> None:
     peers = many(5000)
     if same:
         peers = [dataclasses.replace(one, pod_cidrs=peers[0].pod_cidrs) for one in peers]

@@ -1,6 +1,7 @@
 """When a node writes what of itself, and who keeps a name that two machines want."""
 
 import ipaddress
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,14 @@ from tests.unit.test_cluster_planner import make
 A, B, C = (ipaddress.ip_address(f"10.244.1.{offset}") for offset in (5, 6, 7))
 
 
-def pods(**identities):
+def stored(store: Any) -> Any:
+    """Give what node n1 has published."""
+    found = store.get(endpoints_key("n1"))
+    assert found is not None
+    return found
+
+
+def pods(**identities: Any) -> Any:
     return {{"a": A, "b": B, "c": C}[name]: IdentityId(one) for name, one in identities.items()}
 
 
@@ -65,7 +73,7 @@ def pods(**identities):
         ),
     ],
 )  # fmt: skip
-def test_when_pods_are_published(steps, wanted, now_s, due):
+def test_when_pods_are_published(steps: Any, wanted: Any, now_s: Any, due: Any) -> None:
     schedule = PublishSchedule()
     for name, *arguments in steps:
         if name == "look":
@@ -75,15 +83,15 @@ def test_when_pods_are_published(steps, wanted, now_s, due):
     assert schedule.due_in(wanted, now_s) == due
 
 
-def published(store, name="n1"):
+def published(store: Any, name: Any = "n1") -> Any:
     return decode_node(store.get(node_key(name)))
 
 
-def writes(store):
+def writes(store: Any) -> Any:
     return [one for one in store.calls if one in ("create", "update")]
 
 
-def test_a_node_is_written_only_when_it_would_say_something_else():
+def test_a_node_is_written_only_when_it_would_say_something_else() -> None:
     store = MemoryStore()
     publisher = NodePublisher(store, "n1", "mine")
     publisher.claim("192.0.2.1")
@@ -97,7 +105,7 @@ def test_a_node_is_written_only_when_it_would_say_something_else():
     assert published(store).instance == "mine"
 
 
-def test_what_is_held_is_left_alone():
+def test_what_is_held_is_left_alone() -> None:
     store = MemoryStore()
     publish_holds(store, "n1", [70000])
     publisher = NodePublisher(store, "n1", "mine")
@@ -110,7 +118,7 @@ def test_what_is_held_is_left_alone():
     assert published(store).instance == "mine"
 
 
-def test_a_living_node_keeps_its_name_and_both_addresses_are_named():
+def test_a_living_node_keeps_its_name_and_both_addresses_are_named() -> None:
     store = MemoryStore()
     first, second = NodePublisher(store, "n1", "first"), NodePublisher(store, "n1", "second")
     first.claim("192.0.2.1")
@@ -124,7 +132,7 @@ def test_a_living_node_keeps_its_name_and_both_addresses_are_named():
     assert published(store).instance == "first"
 
 
-def test_a_name_that_nobody_holds_is_taken_over_with_a_new_epoch():
+def test_a_name_that_nobody_holds_is_taken_over_with_a_new_epoch() -> None:
     store = MemoryStore()
     first, second = NodePublisher(store, "n1", "first"), NodePublisher(store, "n1", "second")
     first.claim("192.0.2.1")
@@ -137,7 +145,7 @@ def test_a_name_that_nobody_holds_is_taken_over_with_a_new_epoch():
         first.publish(make(1))
 
 
-def test_a_restart_keeps_the_epoch():
+def test_a_restart_keeps_the_epoch() -> None:
     store = MemoryStore()
     for _ in range(2):
         publisher = NodePublisher(store, "n1", "mine")
@@ -147,14 +155,14 @@ def test_a_restart_keeps_the_epoch():
     assert writes(store) == ["create"]
 
 
-def test_an_earlier_life_with_another_address_is_waited_for():
+def test_an_earlier_life_with_another_address_is_waited_for() -> None:
     store = MemoryStore()
     NodePublisher(store, "n1", "mine").claim("192.0.2.1")
     with pytest.raises(Unavailable):
         NodePublisher(store, "n1", "mine").claim("192.0.2.7")
 
 
-def test_a_node_that_was_deleted_is_written_again_in_its_epoch():
+def test_a_node_that_was_deleted_is_written_again_in_its_epoch() -> None:
     store = MemoryStore()
     publisher = NodePublisher(store, "n1", "mine")
     publisher.claim("")
@@ -164,14 +172,14 @@ def test_a_node_that_was_deleted_is_written_again_in_its_epoch():
     assert published(store).epoch == 1
 
 
-def test_somebody_faster_costs_only_another_try():
+def test_somebody_faster_costs_only_another_try() -> None:
     store = MemoryStore()
     publisher = NodePublisher(store, "n1", "mine")
     publisher.claim("")
     publisher.publish(make(1))
-    meddled = []
+    meddled: list[Any] = []
 
-    def meddle(new):
+    def meddle(new: Any) -> None:
         if not meddled:
             meddled.append(new)
             publish_holds(store, "n1", [70001])
@@ -182,28 +190,28 @@ def test_somebody_faster_costs_only_another_try():
 
 
 @pytest.mark.parametrize("text", ["", "x", "[]", '{"instance": 5}'])
-def test_a_holder_of_another_kind_is_somebody_unknown(text):
+def test_a_holder_of_another_kind_is_somebody_unknown(text: Any) -> None:
     assert Holder.parse(text) == Holder()
 
 
-def test_pods_are_published_in_a_new_epoch_by_every_life():
+def test_pods_are_published_in_a_new_epoch_by_every_life() -> None:
     store = MemoryStore()
     seen = []
     for _ in range(2):
         publisher = EndpointsPublisher(store, "n1")
         for identities in (pods(a=300), pods(b=301)):
             publisher.write(identities, make(1).pod_cidrs)
-            seen.append(decode_endpoints(store.get(endpoints_key("n1"))))
+            seen.append(decode_endpoints(stored(store)))
     assert [one.order for one in seen] == sorted(one.order for one in seen)
     assert len({one.order for one in seen}) == 4
     assert [one.epoch for one in seen] == [1, 1, 2, 2]
     assert seen[-1].identities == pods(b=301)
 
 
-def test_pods_that_somebody_deleted_are_published_again():
+def test_pods_that_somebody_deleted_are_published_again() -> None:
     store = MemoryStore()
     publisher = EndpointsPublisher(store, "n1")
     publisher.write(pods(a=300), ())
     store.delete(endpoints_key("n1"))
     publisher.write(pods(a=300), ())
-    assert decode_endpoints(store.get(endpoints_key("n1"))).order == (1, 2)
+    assert decode_endpoints(stored(store)).order == (1, 2)

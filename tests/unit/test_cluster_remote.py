@@ -2,6 +2,7 @@
 
 import ipaddress
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,12 +18,12 @@ from tests.unit.test_cluster_planner import OVERLAY, OWN, UNDERLAY, ips, make, m
 BORROWED = make(3, blocks={nets("10.250.0.0/26")[0]: 4})
 
 
-def view_of(*peers, own=OWN):
+def view_of(*peers: Any, own: Any = OWN) -> Any:
     planned = plan_cluster(own, UNDERLAY, peers, OVERLAY, NodeNumbers())
     return View(own, planned, {one.name: one for one in peers})
 
 
-def says(node, epoch=1, sequence=1, **pods):
+def says(node: Any, epoch: Any = 1, sequence: Any = 1, **pods: Any) -> Any:
     """Publication of pods `a10_244_2_5=300`."""
     identities = {
         ipaddress.ip_address(name[1:].replace("_", ".")): IdentityId(number)
@@ -31,25 +32,25 @@ def says(node, epoch=1, sequence=1, **pods):
     return Publication(node, epoch, sequence, identities)
 
 
-def filled(view, *publications):
+def filled(view: Any, *publications: Any) -> Any:
     pods = RemotePods()
     pods.view(view)
     pods.update(pods.replace((one, "u") for one in publications))
     return pods
 
 
-def row(pods, text):
+def row(pods: Any, text: Any) -> Any:
     return pods.rows.get(ipaddress.ip_network(text))
 
 
-def test_a_pod_elsewhere_has_its_identity_and_its_nodes_way():
+def test_a_pod_elsewhere_has_its_identity_and_its_nodes_way() -> None:
     pods = filled(view_of(make(2)), says("n2", a10_244_2_5=300))
     assert row(pods, "10.244.2.5") == Prefix(IdentityId(300), 1, Way.TUNNEL, 1450)
     assert pods.routes == {}
     assert pods.problems == ()
 
 
-def test_a_withdrawn_address_is_its_ranges_again():
+def test_a_withdrawn_address_is_its_ranges_again() -> None:
     pods = filled(view_of(make(2)), says("n2", a10_244_2_5=300, a10_244_2_6=301))
     changes = pods.update(pods.put(says("n2", sequence=2, a10_244_2_6=301), "u"))
     assert changes.remove == [ipaddress.ip_network("10.244.2.5")]
@@ -57,7 +58,7 @@ def test_a_withdrawn_address_is_its_ranges_again():
     assert row(pods, "10.244.2.5") is None
 
 
-def test_news_change_only_what_they_are_about():
+def test_news_change_only_what_they_are_about() -> None:
     pods = filled(view_of(make(2)), says("n2", a10_244_2_5=300, a10_244_2_6=301))
     news = says("n2", sequence=2, a10_244_2_5=300, a10_244_2_6=302, a10_244_2_7=303)
     changes = pods.update(pods.put(news, "u"))
@@ -76,7 +77,9 @@ def test_news_change_only_what_they_are_about():
         pytest.param(1, 1, "v", 301, id="another object of that name"),
     ],
 )
-def test_the_newest_publication_of_a_node_counts(epoch, sequence, uid, identity):
+def test_the_newest_publication_of_a_node_counts(
+    epoch: Any, sequence: Any, uid: Any, identity: Any
+) -> None:
     pods = filled(view_of(make(2)), says("n2", 2, 5, a10_244_2_5=300))
     pods.update(pods.put(says("n2", epoch, sequence, a10_244_2_5=301), uid))
     assert row(pods, "10.244.2.5").identity == identity
@@ -94,7 +97,7 @@ def test_the_newest_publication_of_a_node_counts(epoch, sequence, uid, identity)
         ),
     ],
 )
-def test_an_address_of_two_nodes(publications, wanted):
+def test_an_address_of_two_nodes(publications: Any, wanted: Any) -> None:
     view = view_of(make(2), BORROWED, make(4), make(5, epoch=7))
     address = next(iter(publications[0].identities))
     for given_first in (publications, publications[::-1]):
@@ -118,7 +121,7 @@ def test_an_address_of_two_nodes(publications, wanted):
         pytest.param("10.250.9.9", "a pod of node n1 has it", id="a pod of ours"),
     ],
 )
-def test_what_is_no_pods_is_refused(address, why):
+def test_what_is_no_pods_is_refused(address: Any, why: Any) -> None:
     pods = RemotePods()
     pods.view(view_of(make(2), make(3)))
     pods.set_own_pods(ips("10.250.9.9"))
@@ -130,14 +133,14 @@ def test_what_is_no_pods_is_refused(address, why):
     assert pods.problems == ()
 
 
-def test_an_address_of_our_block_may_be_lent():
+def test_an_address_of_our_block_may_be_lent() -> None:
     own = make(1, blocks={nets("10.250.0.0/26")[0]: 1})
     pods = filled(view_of(make(2), own=own), says("n2", a10_250_0_9=300))
     assert row(pods, "10.250.0.9") == Prefix(IdentityId(300), 1, Way.TUNNEL, 1450)
     assert pods.routes[ipaddress.ip_address("10.250.0.9")].peer == 1
 
 
-def test_a_pod_of_ours_takes_its_address_back():
+def test_a_pod_of_ours_takes_its_address_back() -> None:
     pods = filled(view_of(make(2)), says("n2", a10_250_9_9=300))
     assert row(pods, "10.250.9.9") is not None
     changes = pods.set_own_pods(ips("10.250.9.9"))
@@ -147,7 +150,7 @@ def test_a_pod_of_ours_takes_its_address_back():
     assert row(pods, "10.250.9.9") is not None
 
 
-def test_a_node_that_is_not_reached_is_not_believed():
+def test_a_node_that_is_not_reached_is_not_believed() -> None:
     far = make(2, tunnel_port=4789)
     other = make(3, addresses=ips("192.0.2.1"))
     pods = filled(view_of(far, other), says("n3", a10_244_3_5=300))
@@ -156,7 +159,7 @@ def test_a_node_that_is_not_reached_is_not_believed():
     assert row(pods, "10.244.3.5").identity == 300
 
 
-def test_nothing_is_said_before_the_first_plan():
+def test_nothing_is_said_before_the_first_plan() -> None:
     pods = RemotePods()
     assert not pods.update(pods.put(says("n2", a10_244_2_5=300), "u"))
     assert pods.view(view_of(make(2))).put
@@ -183,9 +186,12 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_step_by_step_gives_what_all_at_once_gives(steps):
-    pods, kernel = RemotePods(), {}
-    published, view, own = {}, view_of(*NODES[:2]), frozenset()
+def test_step_by_step_gives_what_all_at_once_gives(steps: Any) -> None:
+    pods = RemotePods()
+    kernel: dict[Any, Any] = {}
+    published: dict[Any, Any] = {}
+    own: frozenset[Any] = frozenset()
+    view = view_of(*NODES[:2])
     pods.view(view)
     for sequence, step in enumerate(steps):
         if step[0] == "put":
@@ -212,7 +218,7 @@ def test_step_by_step_gives_what_all_at_once_gives(steps):
         assert pods.problems == fresh.problems
 
 
-def test_a_hundred_thousand_pods_are_taken_in_within_seconds():
+def test_a_hundred_thousand_pods_are_taken_in_within_seconds() -> None:
     peers = many(5000)
     view = view_of(*peers)
     publications = [

@@ -343,7 +343,8 @@ def test_what_nobody_bears_any_more_is_not_tried_again() -> None:
     world.detach(EndpointId(1))
     assert world.engine.is_pending
     world.detach(EndpointId(2))
-    assert not world.engine.is_pending
+    is_pending: bool = world.engine.is_pending
+    assert not is_pending
     assert not world.engine.apply().failed
 
 

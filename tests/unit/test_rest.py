@@ -32,6 +32,7 @@ from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Conflict, Fault, InvalidRequest, NotFound, StorageFailure
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import PodNamespace
+from tests.fakes.leases import MemoryLeases
 from tests.fakes.node import FakeNode
 from tests.unit.test_attach_service import request
 from tests.unit.test_flows import make_flow
@@ -397,7 +398,9 @@ async def test_identities_node_and_metrics(served: Served) -> None:
     assert (peer["name"], peer["outer"], peer["alive"]) == ("n2", "192.0.2.2", False)
     served.node.store.leases().acquire("node/n2", "x", 10)
     assert (await served.get("/node")).json[1]["alive"] is True
-    served.node.store.leases().away = True
+    leases = served.node.store.leases()
+    assert isinstance(leases, MemoryLeases)
+    leases.away = True
     assert (await served.get("/node")).json[1]["alive"] is None
     assert b"podwire_api_request_seconds" in (await served.get("/metrics")).body
 

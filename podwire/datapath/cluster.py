@@ -144,6 +144,7 @@ class OtherNodes:
             differences += self._ensure_settings(own, flow_index)
         prefixes = self._put_ipcache(own)
         differences += self._ensure_masquerade(own)
+        differences += routes.ensure_block_routes(self._netlink, own.node_cidrs)
         wanted = self._compute_routes(plan, index, own.node_address)
         changed = routes.ensure_node_routes(self._netlink, self._routes.read(), wanted)
         tables.remove_surplus(self._maps.pw_ipcache, prefixes)

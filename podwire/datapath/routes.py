@@ -185,13 +185,15 @@ def list_block_routes(netlink: NetlinkSocket) -> list[Route]:
     ]
 
 
-def ensure_block_routes(netlink: NetlinkSocket, blocks: Sequence[IPNetwork]) -> None:
-    """Make the unreachable routes be exactly those of `blocks`."""
+def ensure_block_routes(netlink: NetlinkSocket, blocks: Sequence[IPNetwork]) -> list[str]:
+    """Make the unreachable routes be exactly those of `blocks`; name those that were missing."""
     wanted = {route.destination: route for route in compute_block_routes(blocks)}
     present = list_block_routes(netlink)
     remove_routes(netlink, [route for route in present if route.destination not in wanted])
     have = {route.destination for route in present}
-    netlink.execute([add_route(route) for network, route in wanted.items() if network not in have])
+    missing = {network: route for network, route in wanted.items() if network not in have}
+    netlink.execute([add_route(route) for route in missing.values()])
+    return [f"unreachable route to {network} is missing" for network in missing]
 
 
 def dump_routes(

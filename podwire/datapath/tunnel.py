@@ -77,6 +77,8 @@ GATEWAYS: Final[Mapping[int, IPAddress]] = {
 GATEWAY_MAC: Final = "0e:70:ff:ff:ff:ff"
 """Where frames of this host go; receivers look at the packet only. Nobody's: it stands for no endpoint and no node."""
 CLASSIC_VNI: Final = 1
+IPV6_LEAST_MTU_BYTES: Final = 1280
+"""RFC 8200, section 5."""
 _ALIAS: Final = re.compile(rf"{ALIAS_PREFIX}:(?P<node>[^:]+):tunnel")
 _GONE: Final = (errno.ENODEV, errno.ENOENT, errno.ESRCH, errno.EADDRNOTAVAIL)
 
@@ -264,6 +266,9 @@ def _repair(netlink: NetlinkSocket, side: TunnelSide, found: FoundTunnel) -> lis
     index = found.link.index
     if side.plan.mode is TunnelMode.FLOW:
         differences += _repair_programs(netlink, index, side.programs)
+    if found.link.mtu < IPV6_LEAST_MTU_BYTES <= side.plan.mtu_bytes:
+        # The kernel takes IPv6 off a device whose MTU is too small for it, settings and all, and gives it back.
+        netlink.execute([set_link(index, mtu=side.plan.mtu_bytes)])
     differences += _repair_settings(side)
     differences += _repair_link(netlink, side, found)
     differences += _repair_addresses(netlink, index, side.plan.addresses)
@@ -300,7 +305,7 @@ def _repair_settings(side: TunnelSide) -> list[str]:
         (("ipv4", "conf", TUNNEL_DEVICE, "rp_filter"), "2"),
         (("ipv4", "conf", TUNNEL_DEVICE, "forwarding"), "1"),
     ]
-    if 6 in side.families:
+    if 6 in side.families and side.plan.mtu_bytes >= IPV6_LEAST_MTU_BYTES:
         off = ("ipv6", "conf", TUNNEL_DEVICE, "disable_ipv6")
         if not sysctl_exists(*off):
             raise Unsupported(

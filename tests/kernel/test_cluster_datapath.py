@@ -36,7 +36,7 @@ from podwire.model.cluster import (
 from podwire.model.errors import ForeignObject
 from podwire.model.ids import IdentityId
 from tests.kernel.conftest import NODE, new_namespace
-from tests.kernel.node_world import KernelWorld, kernel_world
+from tests.kernel.node_world import PODS_IPV4, KernelWorld, kernel_world
 
 UNDERLAY = "pwtunder"
 UNDERLAY_INDEX = 77
@@ -240,6 +240,11 @@ DAMAGE = [
     ),
     pytest.param(
         _run("ip", "-6", "route", "del", "fd77::1:0/112"), "route to fd77::1:0/112", id="route-ipv6"
+    ),
+    pytest.param(
+        _run("ip", "route", "del", "unreachable", str(PODS_IPV4)),
+        f"unreachable route to {PODS_IPV4}",
+        id="own-range",
     ),
     pytest.param(
         _run(

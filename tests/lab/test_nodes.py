@@ -268,6 +268,41 @@ def test_what_is_deleted_comes_back(lab: Lab) -> None:
     )
 
 
+def set_underlay_mtu(lab: Lab, node: str, mtu: int) -> None:
+    """Change what a node's uplink carries."""
+    run("ip", "-n", lab.node(node).namespace, "link", "set", "uplink", "mtu", str(mtu))
+
+
+def tunnel_mtu(lab: Lab, node: str) -> int:
+    """Read the MTU of a node's tunnel device."""
+    [link] = json.loads(
+        run("ip", "-n", lab.node(node).namespace, "-j", "link", "show", "pw-tunnel")
+    )
+    return int(link["mtu"])
+
+
+def test_an_underlay_that_was_too_small_for_a_while_leaves_nothing_behind(lab: Lab) -> None:
+    """Below 1,280 the kernel takes IPv6 off the tunnel device."""
+    set_underlay_mtu(lab, "node2", 1290)
+    wait_for(lambda: tunnel_mtu(lab, "node2") == 1240, "the tunnel to follow")
+    set_underlay_mtu(lab, "node2", 1500)
+    wait_for(lambda: tunnel_mtu(lab, "node2") == 1450, "the tunnel to follow back")
+    holds(lab, "proxy", "db", True)
+
+
+def test_datagrams_that_a_pod_has_cut_for_a_larger_mtu_arrive_whole(lab: Lab) -> None:
+    place, _ = labs.locate(lab.state, "proxy")
+    address = labs.find_addresses(lab.state, "db")[0]
+    set_underlay_mtu(lab, "node2", 1400)
+    try:
+        wait_for(lambda: tunnel_mtu(lab, "node2") == 1350, "the tunnel to follow")
+        wait_for(lambda: traffic.ping(place, address, size_bytes=3000).ok, "3,000 bytes to arrive")
+        assert traffic.ping(place, address, size_bytes=60_000).ok
+    finally:
+        set_underlay_mtu(lab, "node2", 1500)
+        wait_for(lambda: tunnel_mtu(lab, "node2") == 1450, "the tunnel to follow back")
+
+
 def test_a_node_that_vanishes_while_another_is_away_is_forgotten(tmp_path: Path) -> None:
     lab = Lab(nodes=3, families="4", routing="overlay")
     try:

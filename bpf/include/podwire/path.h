@@ -156,9 +156,22 @@ static __always_inline __u32 largest_piece(struct __sk_buff *skb, const struct p
 	return skb->gso_size == PW_GSO_BY_FRAGMENTS ? 0 : headers + skb->gso_size;
 }
 
+/* A datagram that its pod has cut for a larger MTU: some pieces are too big, the last one seldom is. The stack collects
+ * all of them before it cuts anew, so all take its way.
+ */
+static __always_inline bool is_cut_too_large(const struct pw_flow *flow)
+{
+	return flow->flags & PW_PACKET_FRAGMENT && flow->ethertype == ETH_P_IP && flow->path_mtu &&
+	       flow->row.mtu > flow->path_mtu && !(flow->flags & PW_PACKET_DONT_FRAGMENT);
+}
+
 /* Too big and allowed to be cut: the stack does that. To a local pod through the stack: the stack compares. */
 static __always_inline int check_size(struct __sk_buff *skb, struct pw_flow *flow)
 {
+	if (is_cut_too_large(flow)) {
+		flow->path = PW_PATH_STACK;
+		return 0;
+	}
 	if (!flow->path_mtu || largest_piece(skb, flow) <= flow->path_mtu ||
 	    (flow->local && flow->path == PW_PATH_STACK))
 		return 0;

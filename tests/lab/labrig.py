@@ -24,6 +24,7 @@ from podwire.lab import labs
 from podwire.lab.pod import launcher_program
 from podwire.lab.state import LabState, read_state
 from podwire.lab.topology import LabShape, NodePlan
+from podwire.model.cluster import TUNNEL_DEVICE
 from podwire.model.errors import NotFound
 
 PREFIX: Final = f"t{secrets.token_hex(2)}"
@@ -245,9 +246,13 @@ class Lab:
     # What is there
 
     def devices(self, node: str = "node1") -> list[dict[str, Any]]:
-        """List the host devices of a node's pods."""
+        """List the host devices of a node's pods; the tunnel's is none."""
         shown = json.loads(run("ip", "-n", self.node(node).namespace, "-j", "-d", "link", "show"))
-        return [link for link in shown if link["ifname"].startswith("pw")]
+        return [
+            link
+            for link in shown
+            if link["ifname"].startswith("pw") and link["ifname"] != TUNNEL_DEVICE
+        ]
 
     def look(self, node: str = "node1") -> dict[str, object]:
         """Read everything that an attachment leaves on a node, in words that compare well."""

@@ -390,7 +390,6 @@ def _spawn(lab: Lab, *words: str, stdin: str = "") -> "subprocess.CompletedProce
         ("client", "web:80/udp", "default/client"),
         ("client", "web:53/udp", "default/client"),
         ("node1", "web", "node1"),
-        ("node2", "web:80/udp", "node2"),
     ],
 )
 def test_connect_reaches_every_address_and_shows_who_asked(
@@ -404,6 +403,13 @@ def test_connect_reaches_every_address_and_shows_who_asked(
     for row, from_address in zip(said.document, peers, strict=True):
         assert row["answer"] == f"default/web node1 {row['address']} {from_address}"
         assert 0 < row["ms"] < 3000
+
+
+def test_a_node_is_seen_elsewhere_by_its_address_on_the_tunnel(served_lab: Lab) -> None:
+    said = served_lab.cli("lab", "connect", "node2", "web:80/udp", "-o", "json")
+    assert said.code == 0, said
+    for row, from_address in zip(said.document, ("10.244.2.1", "fd10:244:0:2::1"), strict=True):
+        assert row["answer"] == f"default/web node1 {row['address']} {from_address}"
 
 
 def test_connect_takes_addresses_with_ipv6_in_brackets(served_lab: Lab) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from podwire.agent import health, main
+from podwire.agent import cluster_duty, health, main
 from podwire.control.attach.service import AttachService
 from podwire.journal.records import SqliteJournal
 from podwire.kernel import bpf, netlink, nft
@@ -116,6 +116,8 @@ def install(fuse: Fuse) -> None:
         setattr(SqliteJournal, name, fuse.around(f"journal {name}", getattr(SqliteJournal, name)))
     nft.Nftables.run = fuse.around("nft", nft.Nftables.run)  # type: ignore[method-assign]
     health.AliveFile.refresh = fuse.aside(health.AliveFile.refresh)  # type: ignore[method-assign]
+    # What is done because of other nodes is done again in whole at the next start, and at any moment.
+    cluster_duty._Applier._run = fuse.aside(cluster_duty._Applier._run)  # type: ignore[method-assign]
     for command, method in (("ADD", "add"), ("DEL", "delete")):
         setattr(AttachService, method, _arming(fuse, command, method))
     sys.addaudithook(fuse.watch_files)

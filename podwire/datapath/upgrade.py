@@ -27,7 +27,7 @@ from podwire.datapath.tunnel import TunnelPrograms, find_tunnel
 from podwire.kernel import bpf
 from podwire.kernel.bpf import Member
 from podwire.kernel.netlink import NetlinkSocket
-from podwire.kernel.rtnl.tc import FROM_POD_HOOK, TO_POD_HOOK, set_bpf_filter
+from podwire.kernel.rtnl.tc import FROM_POD_HOOK, TO_POD_HOOK, add_clsact, set_bpf_filter
 from podwire.model.errors import KernelFailure, NewerData, Unsupported
 from podwire.model.ids import IfIndex
 
@@ -310,23 +310,34 @@ def replace_programs(
 ) -> int:
     """Put other programs onto every device of a node, in place, so that no packet passes between.
 
-    Gives the number of devices. One that vanishes meanwhile is nobody's loss.
+    Gives the number of devices. One that vanishes meanwhile is nobody's loss; one that lost its hooks gets them back.
+    Raises KernelFailure when a device keeps its old program.
     """
     hooks = (
         (TO_POD_HOOK, programs.to_pod_fd, "to_pod"),
         (FROM_POD_HOOK, programs.from_pod_fd, "from_pod"),
     )
     owned = [one.index for one in list_devices(netlink)[0] if one.node_name == node_name]
-    requests = [
-        set_bpf_filter(index, hook, fd, name) for index in owned for hook, fd, name in hooks
+    wanted = [
+        (index, set_bpf_filter(index, hook, fd, name))
+        for index in owned
+        for hook, fd, name in hooks
     ]
     found = find_tunnel(netlink, node_name)
     if found is not None and found.settings.flow_based:
-        owned.append(IfIndex(found.link.index))
-        requests += [
-            set_bpf_filter(found.link.index, hook, fd, name) for hook, name, fd, _ in tunnel.hooks()
+        index = IfIndex(found.link.index)
+        owned.append(index)
+        wanted += [
+            (index, set_bpf_filter(index, hook, fd, name)) for hook, name, fd, _ in tunnel.hooks()
         ]
-    for failure in netlink.attempt(requests):
-        if failure is not None and failure.errno not in (errno.ENODEV, errno.EINVAL):
+    failures = netlink.attempt([request for _, request in wanted])
+    for (index, request), failure in zip(wanted, failures, strict=True):
+        if failure is None or failure.errno == errno.ENODEV:
+            continue
+        if failure.errno != errno.EINVAL:
             raise failure
+        # No such hook, or a filter that is refused: with hooks there for certain the second answer tells which.
+        _, second = netlink.attempt([add_clsact(index), request])
+        if second is not None and second.errno != errno.ENODEV:
+            raise second
     return len(owned)

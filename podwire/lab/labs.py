@@ -192,7 +192,8 @@ def _remove_everything(plan: LabPlan, state: LabState) -> None:
         netns.delete_named(name)
     for root in (PIN_ROOT / plan.name, plan.directory):
         _remove_tree(root)
-    for root in (PIN_ROOT, RUN_ROOT):
+    # The first lab of a machine made the folders above, too; an agent of the machine has files in them.
+    for root in (PIN_ROOT, RUN_ROOT, PIN_ROOT.parent, RUN_ROOT.parent):
         _remove_if_empty(root)
 
 

@@ -11,9 +11,11 @@ from typing import Final
 from podwire.datapath import abi
 from podwire.datapath.abi import Identity, IpcacheFlags, NodeFlags
 from podwire.datapath.maps import mac_bytes, to_mapped, to_prefix_key
+from podwire.model import policy
+from podwire.model.policy import PolicyEntry, PolicyKey, Verdict
 from tests.packet import frames
 from tests.packet.frames import Segment, ethernet, ipv4, ipv6
-from tests.packet.rig import QUOTA, TUNNEL, ZERO, Outcome, Rig
+from tests.packet.rig import ALLOW, QUOTA, TUNNEL, ZERO, A, Endpoint, Outcome, Rig
 
 MTU: Final = 1450
 TUNNELLED: Final = IpcacheFlags.TUNNEL
@@ -135,3 +137,15 @@ def enter(rig: Rig, inner: bytes, *, ingress_ifindex: int = 0) -> Outcome:
     """Let the stack send a packet into the tunnel."""
     frame = frame_of(inner, source=OWN_MAC, destination="0e:70:ff:ff:ff:ff")
     return rig.run("to_overlay", TUNNEL, frame, ingress_ifindex=ingress_ifindex)
+
+
+def to(target: Endpoint, segment: Segment, version: int = 4, *, remote: Remote = FAR) -> bytes:
+    """Make a packet from the known pod of a node."""
+    return packet(remote.pod(version), target.address(version), segment)
+
+
+def allow(rig: Rig, identity: int) -> None:
+    """Let only this identity in."""
+    rig.change(A, slot=1, flags=ALLOW | abi.ConfigFlags.DENY_INGRESS)
+    key = PolicyKey(identity, policy.Direction.INGRESS, frames.UDP, 53, 16)
+    rig.rule(1, key, PolicyEntry(Verdict.ALLOW, 1, 41))

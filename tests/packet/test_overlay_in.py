@@ -15,15 +15,12 @@ from podwire.datapath.abi import (
     Identity,
     Path,
 )
-from podwire.model import policy
-from podwire.model.policy import PolicyEntry, PolicyKey, Verdict
 from tests.packet import frames
 from tests.packet.frames import (
     ACK,
     FRAGMENT,
     MORE_FRAGMENTS,
     SYN,
-    Segment,
     check_frame,
     echo,
     ethernet,
@@ -42,11 +39,13 @@ from tests.packet.overlay import (
     FAR_6,
     OWN_MAC,
     Remote,
+    allow,
     arrive,
     arrive_frame,
     connect,
     frame_of,
     packet,
+    to,
     write_node,
 )
 from tests.packet.rig import (
@@ -77,18 +76,6 @@ IN, OUT = ConfigFlags.DENY_INGRESS, ConfigFlags.DENY_EGRESS
 @pytest.fixture(autouse=True)
 def _connected(rig: Rig) -> None:
     connect(rig)
-
-
-def to(target: Endpoint, segment: Segment, version: int = 4, *, remote: Remote = FAR) -> bytes:
-    """Make a packet from the known pod of a node."""
-    return packet(remote.pod(version), target.address(version), segment)
-
-
-def allow(rig: Rig, identity: int) -> None:
-    """Let only this identity in."""
-    rig.change(A, slot=1, flags=ALLOW | IN)
-    key = PolicyKey(identity, policy.Direction.INGRESS, frames.UDP, 53, 16)
-    rig.rule(1, key, PolicyEntry(Verdict.ALLOW, 1, 41))
 
 
 @pytest.mark.parametrize("version", [4, 6])

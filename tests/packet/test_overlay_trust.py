@@ -13,11 +13,7 @@ from podwire.datapath.abi import (
     IpcacheFlags,
 )
 from podwire.datapath.maps import to_mapped
-from podwire.model import policy
-from podwire.model.policy import PolicyEntry, PolicyKey, Verdict
-from tests.packet import frames
 from tests.packet.frames import (
-    Segment,
     udp,
 )
 from tests.packet.overlay import (
@@ -25,15 +21,15 @@ from tests.packet.overlay import (
     FAR_6,
     MTU,
     OLD,
-    Remote,
+    allow,
     arrive,
     connect,
     packet,
     remove_node,
+    to,
     write_prefix,
 )
 from tests.packet.rig import (
-    ALLOW,
     NOBODY_4,
     NOBODY_6,
     NODE_4,
@@ -43,7 +39,6 @@ from tests.packet.rig import (
     WORLD_6,
     A,
     B,
-    Endpoint,
     Rig,
 )
 
@@ -56,18 +51,6 @@ IN, OUT = ConfigFlags.DENY_INGRESS, ConfigFlags.DENY_EGRESS
 @pytest.fixture(autouse=True)
 def _connected(rig: Rig) -> None:
     connect(rig)
-
-
-def to(target: Endpoint, segment: Segment, version: int = 4, *, remote: Remote = FAR) -> bytes:
-    """Make a packet from the known pod of a node."""
-    return packet(remote.pod(version), target.address(version), segment)
-
-
-def allow(rig: Rig, identity: int) -> None:
-    """Let only this identity in."""
-    rig.change(A, slot=1, flags=ALLOW | IN)
-    key = PolicyKey(identity, policy.Direction.INGRESS, frames.UDP, 53, 16)
-    rig.rule(1, key, PolicyEntry(Verdict.ALLOW, 1, 41))
 
 
 @pytest.mark.parametrize("vni", [0, 1, Identity.WORLD, Identity.REMOTE_NODE, FAR.identity])

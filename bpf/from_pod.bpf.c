@@ -2,7 +2,7 @@
 /* from_pod: everything a pod sends, at tc ingress of its host device.
  *
  * Comes to: drop; straight into the target pod (redirect to the peer, or to the queue of its host device when a rate
- * is set); into the tunnel to another node; on to the host's stack; or back to the pod, as an answer of its gateway or
+ * is set); into the tunnel to another node, or to it past the stack; on to the host's stack; or back to the pod, as an answer of its gateway or
  * an ICMP error. On the direct way the target's verdict is made here too, for to_pod is not passed.
  */
 #include <linux/bpf.h>

@@ -2,7 +2,7 @@
 /* to_pod: everything the host's stack, or another pod's program, hands to a pod, at tc egress of the pod's host device.
  *
  * Comes to: drop, or on to the pod. What a program of ours has judged already carries its mark and is let through; the
- * mark counts only on packets that came in through a device of ours, the tunnel's included (rule 7).
+ * mark counts only on packets that came in through a device where a program of ours has been before (rule 7).
  */
 #include <linux/bpf.h>
 
@@ -15,7 +15,8 @@ static __always_inline int pass_judged(struct __sk_buff *skb, struct pw_flow *fl
 
 	if (skb->mark != PW_MARK_JUDGED)
 		return 0;
-	if (!bpf_map_lookup_elem(&pw_config, &ifindex) && (!ifindex || ifindex != tunnel_device()))
+	if (!bpf_map_lookup_elem(&pw_config, &ifindex) &&
+	    (!ifindex || (ifindex != tunnel_device() && ifindex != native_device())))
 		return 0;
 	skb->mark = 0;
 	flow->path = PW_PATH_LOCAL;

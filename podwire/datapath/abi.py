@@ -124,6 +124,7 @@ class IpcacheFlags(enum.IntFlag):
     NATIVE = 2
     LOCAL = 4
     NODE_ADDRESS = 8
+    DIRECT = 16
 
 
 class NodeFlags(enum.IntFlag):
@@ -177,9 +178,10 @@ class Action(enum.IntEnum):
     EGRESS = 3
     ANSWER = 4
     TUNNEL = 5
+    NATIVE = 6
 
 
-_SETTINGS: Final = struct.Struct("=IIIII4x")
+_SETTINGS: Final = struct.Struct("=IIIIII")
 
 
 class Settings(NamedTuple):
@@ -190,11 +192,17 @@ class Settings(NamedTuple):
     flags: int
     hash_seed: int
     tunnel_ifindex: int
+    native_ifindex: int
 
     def pack(self) -> bytes:
         """Give the row's bytes."""
         return _SETTINGS.pack(
-            self.conntrack_quota, self.tunnel_port, self.flags, self.hash_seed, self.tunnel_ifindex
+            self.conntrack_quota,
+            self.tunnel_port,
+            self.flags,
+            self.hash_seed,
+            self.tunnel_ifindex,
+            self.native_ifindex,
         )
 
     @classmethod
@@ -416,7 +424,7 @@ class IpcacheValue(NamedTuple):
 IPCACHE_VALUE_BYTES: Final = _IPCACHE_VALUE.size
 
 
-_NODE_VALUE: Final = struct.Struct("=16sII6s2x")
+_NODE_VALUE: Final = struct.Struct("=16sII6s2x16s4s")
 
 
 class NodeValue(NamedTuple):
@@ -426,10 +434,14 @@ class NodeValue(NamedTuple):
     mtu: int
     flags: int
     mac: bytes
+    hop_ipv6: bytes
+    hop_ipv4: bytes
 
     def pack(self) -> bytes:
         """Give the row's bytes."""
-        return _NODE_VALUE.pack(self.addr, self.mtu, self.flags, self.mac)
+        return _NODE_VALUE.pack(
+            self.addr, self.mtu, self.flags, self.mac, self.hop_ipv6, self.hop_ipv4
+        )
 
     @classmethod
     def unpack(cls, row: bytes) -> Self:

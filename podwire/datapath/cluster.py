@@ -17,8 +17,18 @@ from podwire.datapath import maps as tables
 from podwire.datapath.host import detect_underlay
 from podwire.datapath.maps import IPNetwork, NodeMaps, RowChanges, Rows
 from podwire.datapath.masquerade import Masquerade
+from podwire.datapath.native import (
+    NetdevProgram,
+    ensure_attached,
+    find_obstacle,
+    find_program,
+    list_attached,
+    remove_attached,
+)
 from podwire.datapath.node_maps import (
+    Hops,
     is_about_other_node,
+    list_direct,
     list_ranges,
     node_number_rows,
     node_rows,
@@ -73,6 +83,8 @@ class _Known:
     port: int = 0
     mtu_bytes: int = 0
     """Of pod devices, 0 = nothing is known against the underlay's."""
+    direct: frozenset[tuple[int, int]] = frozenset()
+    """Which nodes' pods are reached past the stack, by IP version."""
 
     def tunnel_peers(self) -> tuple[IPNetwork, ...] | None:
         """Give who may send to a classic device, which has no program that asks."""
@@ -90,11 +102,13 @@ class OtherNodes:
         netlink: NetlinkSocket,
         maps: NodeMaps,
         programs: TunnelPrograms,
+        netdev: NetdevProgram,
         masquerade: Masquerade,
     ) -> None:
         self._netlink = netlink
         self._maps = maps
         self._programs = programs
+        self._netdev = netdev
         self._masquerade = masquerade
         self._routes = routes.RouteReader(netlink)
         self._known = _Known()
@@ -102,6 +116,8 @@ class OtherNodes:
         """Whether what is known is exactly what its plan says."""
         self._weak: Rows = {}
         self._strong: Rows = {}
+        self._obstacle = ""
+        """Why native packets go through the stack though there are any, "" = they do not."""
 
     @property
     def pod_mtu_bytes(self) -> int:
@@ -112,13 +128,20 @@ class OtherNodes:
         """Take over what an earlier agent left in the kernel; it stays in force until the first plan."""
         found = find_tunnel(self._netlink, own.node_name)
         rows = {key: row for key, row in self._maps.pw_ipcache.items() if is_about_other_node(row)}
-        known = _Known(rows=rows, inside=tuple(list_ranges(rows)))
+        known = _Known(
+            rows=rows, inside=tuple(list_ranges(rows)), direct=frozenset(list_direct(rows))
+        )
         index = 0
         if found is not None:
             known.port, known.mtu_bytes = found.settings.port, found.link.mtu
             index = found.link.index if found.settings.flow_based else 0
         self._known = known
-        tables.write_settings(self._maps, tunnel_ifindex=index)
+        native = tables.read_settings(self._maps).native_ifindex
+        if native and not find_program(self._netlink, native):
+            native = 0
+        tables.write_settings(self._maps, tunnel_ifindex=index, native_ifindex=native)
+        attached = list_attached(self._netlink)
+        remove_attached(self._netlink, (one for one in attached if one != native))
 
     def apply_own(self, own: NodePlan) -> None:
         """Put what the node says of itself into force, beside what is known of the others."""
@@ -137,11 +160,13 @@ class OtherNodes:
         """
         differences, index = self._prepare_tunnel(own, plan)
         flow_index = index if _own_mode(plan) is TunnelMode.FLOW else 0
-        self._learn(plan)
-        nodes = tables.put_missing(self._maps.pw_nodes, node_rows(plan.peers))
+        native, hops = self._prepare_native(own, plan, differences)
+        self._learn(plan, frozenset(hops))
+        nodes = tables.put_missing(self._maps.pw_nodes, node_rows(plan.peers, hops))
         numbers = tables.put_missing(self._maps.pw_node_numbers, node_number_rows(plan.peers))
         if flow_index:
             differences += self._ensure_settings(own, flow_index)
+        differences += self._switch_native(native)
         prefixes = self._put_ipcache(own)
         differences += self._ensure_masquerade(own)
         differences += routes.ensure_block_routes(self._netlink, own.node_cidrs)
@@ -166,7 +191,7 @@ class OtherNodes:
         self, put: Mapping[IPNetwork, Prefix], remove: Iterable[IPNetwork] = ()
     ) -> None:
         """Change single rows, `put` before `remove`; what the node says of itself shines through where one goes."""
-        rows = prefix_rows(put, _own_mode(self._known.plan))
+        rows = prefix_rows(put, _own_mode(self._known.plan), self._known.direct)
         gone = [key for one in remove if (key := tables.to_prefix_key(one)) not in rows]
         self._fresh = False
         self._known.rows.update(rows)
@@ -187,15 +212,46 @@ class OtherNodes:
         index, differences = ensure_tunnel(self._netlink, side)
         return differences, index
 
-    def _learn(self, plan: ClusterPlan) -> None:
-        if self._fresh and plan is self._known.plan:
+    def _prepare_native(
+        self, own: NodePlan, plan: ClusterPlan, differences: list[str]
+    ) -> tuple[int, Hops]:
+        """Attach the program where native packets come in; gives the device and the next hops, none = by the stack."""
+        hops: dict[tuple[int, int], IPAddress] = {
+            (route.peer, route.destination.version): route.via
+            for route in plan.routes
+            if route.way is Way.NATIVE and route.via is not None
+        }
+        if not hops:
+            return 0, {}
+        index = detect_underlay(self._netlink, own.node_address).index
+        obstacle = find_obstacle(self._netlink, index)
+        if obstacle != self._obstacle:
+            _log.info("way of native packets", extra={"cause": obstacle or "past the stack"})
+        self._obstacle = obstacle
+        if obstacle:
+            return 0, {}
+        differences += ensure_attached(self._netlink, index, self._netdev)
+        return index, hops
+
+    def _switch_native(self, index: int) -> list[str]:
+        """Let the programs send past the stack by a device whose program is there, in the one moment for both ways."""
+        before = tables.read_settings(self._maps).native_ifindex
+        if before == index:
+            return []
+        tables.write_settings(self._maps, native_ifindex=index)
+        removed = remove_attached(self._netlink, [before] if before else [])
+        return [f"device for native packets is index {before}, wanted {index}", *removed]
+
+    def _learn(self, plan: ClusterPlan, direct: frozenset[tuple[int, int]]) -> None:
+        if self._fresh and plan is self._known.plan and direct == self._known.direct:
             return
         self._known = _Known(
             plan=plan,
-            rows=prefix_rows(plan.prefixes, _own_mode(plan)),
+            rows=prefix_rows(plan.prefixes, _own_mode(plan), direct),
             inside=tuple(plan.inside),
             port=0 if plan.tunnel is None else plan.tunnel.port,
             mtu_bytes=plan.pod_mtu_bytes,
+            direct=direct,
         )
         self._fresh = True
 

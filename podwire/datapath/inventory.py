@@ -14,6 +14,7 @@ from podwire.datapath import maps as rows
 from podwire.datapath.device import CONDEMNED_GROUP, OwnedDevice, list_devices
 from podwire.datapath.maps import NodeMaps
 from podwire.datapath.masquerade import Masquerade
+from podwire.datapath.native import list_attached, remove_attached
 from podwire.datapath.programs import remove_directory
 from podwire.datapath.routes import (
     list_block_routes,
@@ -167,6 +168,9 @@ def remove_everything(bpf_dir: Path) -> list[str]:
         remove_routes(netlink, leftover)
         removed += [f"route to {route.destination}" for route in leftover]
         removed += _remove_tunnels(netlink)
+        attached = list_attached(netlink)
+        remove_attached(netlink, attached)
+        removed += [f"program from_netdev of device index {index}" for index in attached]
         table = Masquerade(nft)
         if table.compare():  # nothing was applied by us, so any table is one too many
             table.remove()

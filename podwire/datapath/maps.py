@@ -339,6 +339,7 @@ def write_settings(
     conntrack_quota: int | None = None,
     tunnel_port: int | None = None,
     tunnel_ifindex: int | None = None,
+    native_ifindex: int | None = None,
 ) -> bool:
     """Write the node's knobs, None = as it is; tells whether any was another one.
 
@@ -352,6 +353,8 @@ def write_settings(
         new = new._replace(tunnel_port=tunnel_port)
     if tunnel_ifindex is not None:
         new = new._replace(tunnel_ifindex=tunnel_ifindex)
+    if native_ifindex is not None:
+        new = new._replace(native_ifindex=native_ifindex)
     if new != old:
         maps.pw_settings.update(_u32(0), new.pack())
     return new != old

@@ -34,6 +34,7 @@ from podwire.datapath.host import (
 )
 from podwire.datapath.maps import NodeMaps
 from podwire.datapath.masquerade import Masquerade
+from podwire.datapath.native import NetdevProgram
 from podwire.datapath.plan import NodePlan, choose_sources, list_own_addresses
 from podwire.datapath.policy_maps import PolicyTable
 from podwire.datapath.programs import (
@@ -59,7 +60,14 @@ from podwire.model.policy import IPNetwork, PolicyKey, PolicyRows
 
 _log = logging.getLogger(__name__)
 
-OBJECTS: Final = ("from_pod", "to_pod", "from_overlay", "to_overlay", "conntrack_gc")
+OBJECTS: Final = (
+    "from_pod",
+    "to_pod",
+    "from_overlay",
+    "to_overlay",
+    "from_netdev",
+    "conntrack_gc",
+)
 _COLLECTOR: Final = "conntrack_gc_start"
 _ANY_FRAME: Final = bytes(64)
 _FALLBACK_MTU: Final = 1500
@@ -120,7 +128,13 @@ class KernelDatapath:
             policy = PolicyTable(loaded.maps, self.plan.policy_entries)
             mtu, side = self._describe_host(netlink, loaded)
             masquerade = Masquerade(nft)
-            others = OtherNodes(netlink, loaded.maps, _tunnel_programs_of(loaded), masquerade)
+            others = OtherNodes(
+                netlink,
+                loaded.maps,
+                _tunnel_programs_of(loaded),
+                _netdev_program_of(loaded),
+                masquerade,
+            )
             others.recall(self.plan)
             others.apply_own(self.plan)
             self._opened = _Opened(
@@ -137,10 +151,15 @@ class KernelDatapath:
         loaded = load_programs(template, pins, plan.capacities)
         try:
             upgrade.mark_readable(pins)
-            programs, tunnel = _programs_of(loaded), _tunnel_programs_of(loaded)
 
             def swap_programs() -> int:
-                return upgrade.replace_programs(netlink, plan.node_name, programs, tunnel)
+                return upgrade.replace_programs(
+                    netlink,
+                    plan.node_name,
+                    _programs_of(loaded),
+                    _tunnel_programs_of(loaded),
+                    _netdev_program_of(loaded),
+                )
 
             upgrade.take_over(plan.bpf_dir, loaded.maps, swap_programs)
             upgrade.resize_conntrack(loaded.maps, plan.capacities)
@@ -461,3 +480,7 @@ def _tunnel_programs_of(loaded: LoadedPrograms) -> TunnelPrograms:
         from_overlay_id=loaded.id("from_overlay"),
         to_overlay_id=loaded.id("to_overlay"),
     )
+
+
+def _netdev_program_of(loaded: LoadedPrograms) -> NetdevProgram:
+    return NetdevProgram(fd=loaded.fd("from_netdev"), id=loaded.id("from_netdev"))

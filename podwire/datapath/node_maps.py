@@ -4,7 +4,8 @@ Called by `datapath.cluster`, which writes, and by the readers behind `podwire b
 reads them; `datapath.maps` writes. Invariant: every outer address of a peer leads to its number, and no number to two.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import ipaddress
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from podwire.datapath import abi
@@ -27,17 +28,27 @@ def u32(number: int) -> bytes:
     return number.to_bytes(4, "little")
 
 
-def node_rows(peers: Iterable[Peer]) -> Rows:
-    """Give the rows of `pw_nodes`: number -> outer address, size, MAC."""
+Hops = Mapping[tuple[int, int], IPAddress]
+"""Next hops of natively reached nodes: (number of the peer, IP version) -> address."""
+
+
+def node_rows(peers: Iterable[Peer], hops: Hops) -> Rows:
+    """Give the rows of `pw_nodes`: number -> outer address, size, MAC, next hops."""
     return {
         u32(peer.number): abi.NodeValue(
             to_mapped(peer.outer),
             peer.mtu_bytes,
             abi.NodeFlags.CLASSIC if peer.mode is TunnelMode.CLASSIC else 0,
             mac_bytes(peer.mac) if peer.mac else bytes(6),
+            *(_hop_bytes(hops, peer.number, version) for version in (6, 4)),
         ).pack()
         for peer in peers
     }
+
+
+def _hop_bytes(hops: Hops, number: int, version: int) -> bytes:
+    hop = hops.get((number, version))
+    return hop.packed if hop is not None else bytes(4 if version == 4 else 16)
 
 
 def node_number_rows(peers: Iterable[Peer]) -> Rows:
@@ -58,6 +69,8 @@ class NodeRow:
     mtu: int
     flags: int
     mac: str
+    hops: tuple[IPAddress, ...] = ()
+    """Towards its pods, natively."""
 
 
 def list_nodes(maps: NodeMaps) -> Iterator[NodeRow]:
@@ -70,6 +83,9 @@ def list_nodes(maps: NodeMaps) -> Iterator[NodeRow]:
             value.mtu,
             value.flags,
             value.mac.hex(":") if any(value.mac) else "",
+            tuple(
+                ipaddress.ip_address(raw) for raw in (value.hop_ipv4, value.hop_ipv6) if any(raw)
+            ),
         )
 
 
@@ -79,10 +95,15 @@ def list_node_numbers(maps: NodeMaps) -> Iterator[tuple[IPAddress, int]]:
         yield from_mapped(key), int.from_bytes(row, "little")
 
 
-def prefix_rows(prefixes: Mapping[IPNetwork, Prefix], mode: TunnelMode) -> Rows:
+def prefix_rows(
+    prefixes: Mapping[IPNetwork, Prefix],
+    mode: TunnelMode,
+    direct: Collection[tuple[int, int]] = (),
+) -> Rows:
     """Give the rows of the ipcache that are about other nodes; `mode` is this node's own.
 
-    A classic tunnel is a device like others: the stack's routes lead into it.
+    `direct`: numbers of nodes and IP versions whose pods are reached past the stack. A classic tunnel is a device
+    like others: the stack's routes lead into it.
     """
     ways = {
         None: 0,
@@ -96,10 +117,27 @@ def prefix_rows(prefixes: Mapping[IPNetwork, Prefix], mode: TunnelMode) -> Rows:
         to_prefix_key(network): abi.IpcacheValue(
             prefix.identity,
             prefix.node,
-            ways[prefix.way] | (node_address if prefix.is_node_address else 0),
+            ways[prefix.way]
+            | (node_address if prefix.is_node_address else 0)
+            | (int(abi.IpcacheFlags.DIRECT) if _is_direct(network, prefix, direct) else 0),
             prefix.mtu_bytes,
         ).pack()
         for network, prefix in prefixes.items()
+    }
+
+
+def _is_direct(network: IPNetwork, prefix: Prefix, direct: Collection[tuple[int, int]]) -> bool:
+    """What a node itself sends and gets passes the stack: only its pods have programs."""
+    natively = prefix.way is Way.NATIVE and not prefix.is_node_address
+    return natively and (prefix.node, network.version) in direct
+
+
+def list_direct(rows: Rows) -> set[tuple[int, int]]:
+    """Give the nodes and IP versions that rows of the ipcache say are reached past the stack."""
+    return {
+        (value.node, from_prefix_key(key).version)
+        for key, row in rows.items()
+        if (value := abi.IpcacheValue.unpack(row)).flags & abi.IpcacheFlags.DIRECT
     }
 
 

@@ -74,6 +74,7 @@ def _nodes(maps: NodeMaps) -> Iterator[Row]:
             "mtu": one.mtu,
             "flags": flag_names(abi.NodeFlags, one.flags),
             "mac": one.mac,
+            "hops": [str(hop) for hop in one.hops],
         }
 
 

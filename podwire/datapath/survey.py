@@ -12,6 +12,7 @@ from podwire.datapath import host
 from podwire.datapath.device import list_devices
 from podwire.datapath.inventory import list_all_routes, remove_everything
 from podwire.datapath.masquerade import Masquerade
+from podwire.datapath.native import list_attached
 from podwire.datapath.node import OBJECTS
 from podwire.datapath.plan import DEFAULT_OBJECT_DIRECTORY
 from podwire.datapath.programs import list_versions
@@ -93,10 +94,12 @@ def survey_leftovers(bpf_dir: Path) -> Sequence[str]:
         owned = list_devices(netlink)[0]
         routes = list_all_routes(netlink)
         tunnels = [one for one in list_tunnels(netlink) if one.node_name is not None]
+        attached = list_attached(netlink)
         has_table = bool(Masquerade(tables).compare())
     found = [f"device {device.name} of endpoint {device.endpoint_id}" for device in owned]
     found.extend(f"route to {route.destination}" for route in routes)
     found.extend(f"tunnel device {one.link.name}" for one in tunnels)
+    found.extend(f"program from_netdev of device index {index}" for index in attached)
     if has_table:
         found.append(f"nftables table {NFT_TABLE}")
     if bpf_dir.is_dir():

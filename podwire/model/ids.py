@@ -29,6 +29,9 @@ INTERFACE_NAME_MAX_BYTES: Final = 15
 
 FILTER_PRIORITY: Final = 1
 FILTER_HANDLE: Final = 1
+NETDEV_FILTER_PRIORITY: Final = 7
+"""On a device of the host: before those who let the kernel choose, and in nobody's way."""
+NETDEV_FILTER_HANDLE: Final = 0x7077
 
 DEFAULT_NAMESPACE: Final = "default"
 """The namespace of pods and objects that name none."""

@@ -108,7 +108,7 @@ def _write_rows(rig: Rig, side: Side, other: Side, mtu: int) -> None:
     rig.publish(side.pod)
     number = other.number.to_bytes(4, "little")
     outer = to_mapped(ipaddress.ip_address(other.outer))
-    node = abi.NodeValue(outer, mtu, 0, mac_bytes(other.mac))
+    node = abi.NodeValue(outer, mtu, 0, mac_bytes(other.mac), bytes(16), bytes(4))
     rig.maps["pw_nodes"].update(number, node.pack())
     rig.maps["pw_node_numbers"].update(outer, number)
     for network in side.blocks:

@@ -19,6 +19,8 @@ from tests.packet.rig import ALLOW, QUOTA, TUNNEL, ZERO, A, Endpoint, Outcome, R
 
 MTU: Final = 1450
 TUNNELLED: Final = IpcacheFlags.TUNNEL
+HOPS: Final = (ipaddress.ip_address("2001:db8:1::21").packed, bytes((192, 0, 2, 21)))
+"""Next hops of both families, IPv6 first."""
 OWN_MAC: Final = "0e:71:00:00:00:01"
 """Of the rig's tunnel device."""
 
@@ -77,7 +79,7 @@ def write_node(rig: Rig, remote: Remote, *, outers: tuple[str, ...] = ()) -> Non
     number = remote.number.to_bytes(4, "little")
     outer = to_mapped(ipaddress.ip_address(remote.outer))
     flags = NodeFlags.CLASSIC if remote.classic else NodeFlags(0)
-    value = abi.NodeValue(outer, remote.mtu, flags, mac_bytes(remote.mac))
+    value = abi.NodeValue(outer, remote.mtu, flags, mac_bytes(remote.mac), *HOPS)
     rig.maps["pw_nodes"].update(number, value.pack())
     for text in outers or (remote.outer,):
         rig.maps["pw_node_numbers"].update(to_mapped(ipaddress.ip_address(text)), number)

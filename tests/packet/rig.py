@@ -29,7 +29,7 @@ from tests.packet import frames
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 OBJECTS: Final = ROOT / "build" / "bpf"
-PROGRAMS: Final = ("from_pod", "to_pod", "from_overlay", "to_overlay")
+PROGRAMS: Final = ("from_pod", "to_pod", "from_overlay", "to_overlay", "from_netdev")
 SHARD_ROWS: Final = 64
 QUOTA: Final = 100
 TUNNEL_PORT: Final = 8472
@@ -201,11 +201,17 @@ class Rig:
             pass
 
     def write_settings(
-        self, *, quota: int = QUOTA, tunnel_port: int = TUNNEL_PORT, tunnel_ifindex: int = 0
+        self,
+        *,
+        quota: int = QUOTA,
+        tunnel_port: int = TUNNEL_PORT,
+        tunnel_ifindex: int = 0,
+        native_ifindex: int = 0,
     ) -> None:
         """Write the node's knobs."""
         self.maps["pw_settings"].update(
-            ZERO, abi.Settings(quota, tunnel_port, 0, 0x5EED, tunnel_ifindex).pack()
+            ZERO,
+            abi.Settings(quota, tunnel_port, 0, 0x5EED, tunnel_ifindex, native_ifindex).pack(),
         )
 
     def write(self, endpoint: Endpoint) -> Endpoint:

@@ -120,6 +120,7 @@ enum pw_ipcache_flags {
 	PW_IPCACHE_NATIVE = 1 << 1,
 	PW_IPCACHE_LOCAL = 1 << 2, /* a block of this node: no endpoint row, nobody there */
 	PW_IPCACHE_NODE_ADDRESS = 1 << 3,
+	PW_IPCACHE_DIRECT = 1 << 4, /* natively, and past the stack: its node's row has the hop */
 };
 
 enum pw_node_flags {
@@ -163,6 +164,7 @@ enum pw_action {
 	PW_ACTION_EGRESS = 3, /* to the host device of the target pod, past its queue */
 	PW_ACTION_ANSWER = 4, /* back to the sender, as an answer or an ICMP error */
 	PW_ACTION_TUNNEL = 5, /* to another node, through the tunnel device */
+	PW_ACTION_NATIVE = 6, /* to another node as it is, past the stack */
 };
 
 /* node-wide knobs, one row */
@@ -172,7 +174,7 @@ struct pw_settings {
 	__u32 flags;
 	__u32 hash_seed; /* random, chosen once: entries are found under it as long as they live */
 	__u32 tunnel_ifindex; /* the flow-based tunnel device, 0 = none */
-	__u32 pad;
+	__u32 native_ifindex; /* where native packets pass by the stack, 0 = nowhere */
 };
 
 struct pw_endpoint_key {
@@ -247,6 +249,8 @@ struct pw_node_value {
 	__u32 flags;   /* enum pw_node_flags */
 	__u8 mac[6];   /* of its tunnel device; asked for classic peers only */
 	__u16 pad;
+	__u8 hop_ipv6[16]; /* towards its pods, natively; network order, all zero = none */
+	__u8 hop_ipv4[4];
 };
 
 struct pw_conntrack_key {
@@ -367,7 +371,7 @@ struct pw_decision {
 	__u32 rule;
 	__u32 sender_rule; /* what the sender's side said, where the target's spoke last */
 	__u32 audited;
-	__u32 node;	 /* flow->node: to which the tunnel leads, or from which it came */
+	__u32 node;	 /* flow->node: where it goes, or from where it came */
 	__u32 tunnel_id; /* of the key that the packet leaves with */
 };
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/* deliver.h: the last steps of a packet: into a local pod, into the tunnel, or out of the program (rules 7, 13). */
+/* deliver.h: the last steps of a packet: into a local pod, to another node, or out of the program (rules 7, 13). */
 #ifndef PODWIRE_DELIVER_H
 #define PODWIRE_DELIVER_H
 
@@ -9,6 +9,9 @@
 
 #include <linux/if_packet.h>
 #include <linux/pkt_cls.h>
+
+#define PW_AF_INET  2
+#define PW_AF_INET6 10
 
 /* One router less to go. Only the checksum's part that changes is computed (RFC 1624). */
 static __always_inline bool decrement_ttl(struct __sk_buff *skb, const struct pw_flow *flow)
@@ -23,6 +26,8 @@ static __always_inline bool decrement_ttl(struct __sk_buff *skb, const struct pw
 		if ((void *)(six + 1) > end)
 			return false;
 		six->hop_limit -= 1;
+		/* what a device has summed up: IPv4 headers always come to the same, this one is less by one */
+		bpf_csum_update(skb, ~(__u32)bpf_htons(1));
 		return true;
 	}
 	if ((void *)(four + 1) > end)
@@ -115,6 +120,35 @@ PW_CHECKED_ALONE int enter_tunnel(struct __sk_buff *skb, struct pw_flow *flow)
 	return reason;
 }
 
+/* By the next hop that the node's row has; nothing but its link address is looked up. */
+PW_CHECKED_ALONE int leave_natively(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	struct bpf_redir_neigh hop = {};
+	struct pw_node_value *node;
+	int reason;
+
+	if (!flow)
+		return PW_DROP_INTERNAL;
+	node = find_node(flow->node);
+	flow->action = PW_ACTION_STACK;
+	if (!node)
+		return 0;
+	if (flow->ethertype == ETH_P_IP) {
+		hop.nh_family = PW_AF_INET;
+		__builtin_memcpy(&hop.ipv4_nh, node->hop_ipv4, sizeof(hop.ipv4_nh));
+	} else {
+		hop.nh_family = PW_AF_INET6;
+		copy_address(hop.ipv6_nh, node->hop_ipv6);
+	}
+	if (is_unspecified(hop.ipv6_nh))
+		return 0;
+	reason = forward_frame(skb, flow, flow->row.pod_mac, flow->row.host_mac);
+	flow->action = reason ? PW_ACTION_DROP : PW_ACTION_NATIVE;
+	if (!reason && bpf_redirect_neigh(native_device(), &hop, sizeof(hop), 0) != TC_ACT_REDIRECT)
+		reason = PW_DROP_INTERNAL;
+	return reason;
+}
+
 static __always_inline int deliver(struct __sk_buff *skb, struct pw_flow *flow)
 {
 	if (flow->path == PW_PATH_STACK) {
@@ -125,7 +159,9 @@ static __always_inline int deliver(struct __sk_buff *skb, struct pw_flow *flow)
 		complain(skb, flow, PW_SAY_EXPIRED, PW_SAY_EXPIRED_V6, 0);
 		return PW_DROP_TTL;
 	}
-	return flow->path == PW_PATH_LOCAL ? deliver_to_pod(skb, flow) : enter_tunnel(skb, flow);
+	if (flow->path == PW_PATH_LOCAL)
+		return deliver_to_pod(skb, flow);
+	return flow->path == PW_PATH_NATIVE ? leave_natively(skb, flow) : enter_tunnel(skb, flow);
 }
 
 static __always_inline int leave(struct __sk_buff *skb, const struct pw_flow *flow)
@@ -142,6 +178,9 @@ static __always_inline int leave(struct __sk_buff *skb, const struct pw_flow *fl
 	case PW_ACTION_EGRESS:
 		skb->mark = PW_MARK_JUDGED;
 		return bpf_redirect(flow->target.ifindex, 0);
+	case PW_ACTION_NATIVE:
+		skb->mark = 0;
+		return TC_ACT_REDIRECT;
 	case PW_ACTION_TUNNEL:
 		skb->mark = 0;
 		return bpf_redirect(tunnel_device(), 0);

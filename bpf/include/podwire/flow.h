@@ -77,7 +77,7 @@ struct pw_flow {
 	__u32 sender_rule; /* that decided at `row`, once `target` has spoken */
 	__u32 path_mtu;	   /* towards the destination, 0 = the stack knows */
 	__u32 instance;	   /* whose verdict was the last one */
-	__u32 node;	   /* where a tunnel leads, or the packet came from by it; 0 = none */
+	__u32 node;	   /* to which other node it goes, or from which it came; 0 = none */
 	__u32 source_prefix_identity; /* what the source's address alone says (from_overlay) */
 	__u16 transport_offset;	      /* from the frame's start */
 	__u16 transport_header_bytes;
@@ -93,6 +93,7 @@ struct pw_flow {
 	__u8 action;	  /* enum pw_action */
 	__u8 jumbo_bytes; /* of a header that cutting a BIG TCP packet into segments takes away */
 	bool local;
+	bool native;	  /* `node` is reached past the stack without a tunnel */
 	bool unreachable; /* the destination is a block of ours, and no endpoint has it */
 	__u8 said;	  /* enum pw_said, of the last verdict */
 	__u8 sender_said; /* of the verdict at `row`, once `target` has spoken */

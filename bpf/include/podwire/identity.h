@@ -36,7 +36,8 @@ static __always_inline int find_destination(struct pw_flow *flow)
 	flow->destination_identity = prefix->identity;
 	flow->path_mtu = prefix->mtu;
 	flow->unreachable = prefix->flags & PW_IPCACHE_LOCAL;
-	if (prefix->flags & PW_IPCACHE_TUNNEL)
+	flow->native = prefix->flags & PW_IPCACHE_DIRECT;
+	if (prefix->flags & (PW_IPCACHE_TUNNEL | PW_IPCACHE_DIRECT))
 		flow->node = prefix->node;
 	return 0;
 }

@@ -42,8 +42,10 @@ static __always_inline void keep_to_tunnel(struct pw_flow *flow)
 	const struct pw_conntrack_value *entry = flow->here.entry;
 
 	if (entry && entry->path == PW_PATH_TUNNEL && !flow->here.reply && !flow->local &&
-	    !flow->node && is_midstream(flow))
+	    (!flow->node || flow->native) && is_midstream(flow)) {
 		flow->node = entry->node;
+		flow->native = false;
+	}
 }
 
 /* Fills the identity of the other end, and where it is. What goes back through the stack may be translated there, and
@@ -113,6 +115,48 @@ static __always_inline __u32 tunnel_device(void)
 	return settings ? settings->tunnel_ifindex : 0;
 }
 
+/* Index of the device that from_netdev looks at, 0 = none: the stack has what goes natively, both ways. */
+static __always_inline __u32 native_device(void)
+{
+	__u32 zero = 0;
+	const struct pw_settings *settings = bpf_map_lookup_elem(&pw_settings, &zero);
+
+	return settings ? settings->native_ifindex : 0;
+}
+
+/* Whole, and with nothing between its network header and its transport header that a router would have to look at. */
+static __always_inline bool is_plain(const struct pw_flow *flow)
+{
+	__u32 header_bytes =
+		flow->ethertype == ETH_P_IP ? sizeof(struct iphdr) : sizeof(struct ipv6hdr);
+
+	return !(flow->flags & PW_PACKET_FRAGMENT) &&
+	       flow->transport_offset == ETH_HLEN + header_bytes + flow->jumbo_bytes;
+}
+
+/* The stack has seen the flow begin, and may have translated it. A new connection of the same ports is another flow. */
+static __always_inline bool belongs_to_stack(const struct pw_flow *flow,
+					     const struct pw_match *match)
+{
+	const struct pw_conntrack_value *entry = match->entry;
+
+	return entry->path == PW_PATH_STACK &&
+	       !(opens_tcp(flow->tcp_flags) && entry->tcp_state == PW_TCP_CLOSED);
+}
+
+/* What the stack would do more than pass on is left to it: answers about size and time, pieces, options. An ICMP error
+ * about a flow that nobody remembers may be about one that the stack translates.
+ */
+static __always_inline bool may_pass_stack_by(const struct pw_flow *flow)
+{
+	const struct pw_match *match = &flow->here;
+
+	if (match->entry ? belongs_to_stack(flow, match)
+			 : flow->flags & PW_PACKET_ICMP_ERROR)
+		return false;
+	return is_plain(flow) && flow->ttl > 1 && flow->path_mtu && native_device();
+}
+
 /* Nobody but this host speaks to tunnels. */
 static __always_inline int guard_tunnel_port(const struct pw_flow *flow)
 {
@@ -140,8 +184,12 @@ static __always_inline int choose_path(struct __sk_buff *skb, struct pw_flow *fl
 		return 0;
 	if (flow->local && !target_wants_stack(skb, flow))
 		flow->path = PW_PATH_LOCAL;
-	if (flow->node && tunnel_device() && !began_through_stack(flow))
+	if (flow->node && flow->native) {
+		if (may_pass_stack_by(flow))
+			flow->path = PW_PATH_NATIVE;
+	} else if (flow->node && tunnel_device() && !began_through_stack(flow)) {
 		flow->path = PW_PATH_TUNNEL;
+	}
 	return 0;
 }
 

@@ -125,7 +125,15 @@ def delete_clsact(index: int) -> Request:
     return Request(RTM_DELQDISC, 0, body, "remove clsact queue of device", f"index {index}")
 
 
-def set_bpf_filter(index: int, hook: int, program_fd: int, name: str) -> Request:
+def set_bpf_filter(
+    index: int,
+    hook: int,
+    program_fd: int,
+    name: str,
+    *,
+    priority: int = FILTER_PRIORITY,
+    handle: int = FILTER_HANDLE,
+) -> Request:
     """Attach a program to a hook, or replace the one that sits there, in place."""
     options = nested(
         _TCA_OPTIONS,
@@ -133,16 +141,32 @@ def set_bpf_filter(index: int, hook: int, program_fd: int, name: str) -> Request
         attribute_text(_TCA_BPF_NAME, name),
         attribute_u32(_TCA_BPF_FLAGS, _BPF_FLAG_DIRECT_ACTION),
     )
-    info = FILTER_PRIORITY << 16 | _ETH_P_ALL_BE
+    info = priority << 16 | _ETH_P_ALL_BE
     return Request(
         RTM_NEWTFILTER,
         NLM_F_CREATE | NLM_F_REPLACE,
-        _TCMSG.pack(0, index, FILTER_HANDLE, hook, info)
-        + attribute_text(_TCA_KIND, "bpf")
-        + options,
+        _TCMSG.pack(0, index, handle, hook, info) + attribute_text(_TCA_KIND, "bpf") + options,
         f"attach program {name} to device",
         f"index {index}",
     )
+
+
+def delete_bpf_filter(index: int, hook: int, priority: int, handle: int) -> Request:
+    """Take one filter away; ENOENT when it is not there."""
+    info = priority << 16 | _ETH_P_ALL_BE
+    return Request(
+        RTM_DELTFILTER,
+        0,
+        _TCMSG.pack(0, index, handle, hook, info) + attribute_text(_TCA_KIND, "bpf"),
+        "detach program from device",
+        f"index {index}",
+    )
+
+
+def read_filter_priority(body: bytes) -> int:
+    """Read the priority out of one answer to `list_filters`, whatever kind of filter it is."""
+    (_, _, _, _, info), _ = unpack_body(_TCMSG, body)
+    return info >> 16
 
 
 def list_filters(index: int, hook: int) -> Request:

@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/* from_netdev: what other nodes' pods send natively, at tc ingress of the device through which those nodes are reached.
+ *
+ * Comes to: straight into the local pod, if this node's stack need not see the flow; drop, where the pod's policy says
+ * so; else on, untouched and uncounted, to whatever else looks at this device and to the stack. An address on a wire is
+ * believed as at to_pod: as far as the ipcache places it at a node that is reached through this device.
+ */
+#include <linux/bpf.h>
+
+#include <podwire/deliver.h>
+#include <podwire/frame.h>
+
+#define PW_NOT_OURS -2
+
+PW_CHECKED_ALONE int read_addresses(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	if (!flow)
+		return PW_DROP_INTERNAL;
+	return parse_network(skb, flow);
+}
+
+PW_CHECKED_ALONE int read_ports(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	if (!flow)
+		return PW_DROP_INTERNAL;
+	return parse_ports_of_packet(skb, flow);
+}
+
+static __always_inline bool is_for_this_host(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	return skb->pkt_type == PACKET_HOST && skb->ifindex == native_device() &&
+	       !open_frame(skb, flow, PW_INGRESS) && is_ip(flow);
+}
+
+static __always_inline bool find_receiver(struct pw_flow *flow)
+{
+	if (copy_target(flow) || !flow->local)
+		return false;
+	flow->row = flow->target;
+	flow->destination_identity = flow->row.identity;
+	flow->instance = flow->row.instance;
+	flow->key.instance = flow->row.instance;
+	return true;
+}
+
+/* flow->native tells whether its source is a pod of a node that is reached past the stack. */
+static __always_inline void find_sender(struct pw_flow *flow)
+{
+	const struct pw_ipcache_value *prefix = find_prefix(flow->key.saddr);
+
+	if (!prefix || !(prefix->flags & PW_IPCACHE_DIRECT))
+		return;
+	flow->native = true;
+	flow->node = prefix->node;
+	flow->source_identity = prefix->identity;
+}
+
+/* The answer to a connection that the stack has translated can look like one of an older connection of the same ports,
+ * which has been closed.
+ */
+static __always_inline bool answers_another(const struct pw_flow *flow,
+					    const struct pw_conntrack_value *entry)
+{
+	return flow->tcp_flags & PW_TCP_FLAG_SYN && !opens_tcp(flow->tcp_flags) &&
+	       entry->tcp_state >= PW_TCP_HALF_CLOSED;
+}
+
+/* May the flow go past the stack? Without an entry only what surely is no answer to a translated packet: the first of a
+ * connection, not from one of our own. An ICMP error takes the way of the flow that it is about, whoever sends it.
+ */
+static __always_inline bool passes_stack_by(struct pw_flow *flow)
+{
+	const struct pw_match *match = &flow->here;
+	const struct pw_conntrack_value *entry = match->entry;
+
+	if (!entry)
+		return flow->native && opens_tcp(flow->tcp_flags) &&
+		       !bpf_map_lookup_elem(&pw_endpoints, flow->key.saddr);
+	if (match->related) {
+		flow->source_identity = entry->peer_identity;
+		return entry->path == PW_PATH_NATIVE;
+	}
+	if (!flow->native || answers_another(flow, entry))
+		return false;
+	if (opens_tcp(flow->tcp_flags))
+		return !belongs_to_stack(flow, match);
+	return entry->path == PW_PATH_NATIVE;
+}
+
+/* What the stack would answer, collect or refuse is left to it. */
+static __always_inline bool is_deliverable(struct __sk_buff *skb, const struct pw_flow *flow)
+{
+	return flow->ttl > 1 && !check_packet_to_pod(flow) &&
+	       (!flow->target.mtu || largest_piece(skb, flow) <= flow->target.mtu);
+}
+
+static __always_inline bool recognise(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	if (!is_for_this_host(skb, flow) || read_addresses(skb, flow) || !is_plain(flow) ||
+	    !find_receiver(flow))
+		return false;
+	find_sender(flow);
+	if (!flow->native && flow->key.protocol != IPPROTO_ICMP &&
+	    flow->key.protocol != IPPROTO_ICMPV6)
+		return false;
+	return !read_ports(skb, flow) && is_deliverable(skb, flow);
+}
+
+static __always_inline int receive(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	if (!recognise(skb, flow))
+		return PW_NOT_OURS;
+	flow->now_ns = bpf_ktime_get_coarse_ns();
+	look_up_flow(skb, flow, &flow->here);
+	if (!passes_stack_by(flow))
+		return PW_NOT_OURS;
+	flow->path = PW_PATH_NATIVE;
+	return admit(skb, flow, &flow->row, &flow->here, flow->source_identity);
+}
+
+SEC("tc")
+int from_netdev(struct __sk_buff *skb)
+{
+	struct pw_flow flow = {.hook = PW_HOOK_FROM_NETDEV};
+	int outcome = receive(skb, &flow);
+
+	if (outcome != PW_NOT_OURS)
+		return finish(skb, &flow, outcome);
+	flow.action = PW_ACTION_STACK;
+	record_decision(skb, &flow, 0);
+	return TC_ACT_UNSPEC;
+}
+
+char _license[] SEC("license") = "Dual BSD/GPL";

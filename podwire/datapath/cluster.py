@@ -63,7 +63,7 @@ from podwire.model.cluster import (
     Way,
 )
 from podwire.model.endpoint import IPAddress
-from podwire.model.errors import ForeignObject
+from podwire.model.errors import ForeignObject, KernelFailure
 from podwire.model.ids import ROUTE_PROTOCOL
 
 _log = logging.getLogger(__name__)
@@ -225,13 +225,15 @@ class OtherNodes:
             return 0, {}
         index = detect_underlay(self._netlink, own.node_address).index
         obstacle = find_obstacle(self._netlink, index)
+        if not obstacle:
+            try:
+                differences += ensure_attached(self._netlink, index, self._netdev)
+            except KernelFailure as failure:
+                obstacle = failure.message
         if obstacle != self._obstacle:
             _log.info("way of native packets", extra={"cause": obstacle or "past the stack"})
         self._obstacle = obstacle
-        if obstacle:
-            return 0, {}
-        differences += ensure_attached(self._netlink, index, self._netdev)
-        return index, hops
+        return (0, {}) if obstacle else (index, hops)
 
     def _switch_native(self, index: int) -> list[str]:
         """Let the programs send past the stack by a device whose program is there, in the one moment for both ways."""

@@ -12,7 +12,6 @@ from typing import Final
 
 from podwire.datapath.device import FIRST_INDEX
 from podwire.kernel.netlink import NetlinkSocket
-from podwire.kernel.probe import Feature, explain_failure
 from podwire.kernel.rtnl.link import Link, get_link, read_link
 from podwire.kernel.rtnl.tc import (
     FROM_POD_HOOK,
@@ -22,7 +21,7 @@ from podwire.kernel.rtnl.tc import (
     list_filters,
     list_queues,
     read_bpf_filter,
-    read_filter_priority,
+    read_filter_place,
     read_queue,
     set_bpf_filter,
 )
@@ -51,12 +50,12 @@ def find_obstacle(netlink: NetlinkSocket, index: int) -> str:
     link = read_link(body)
     if not _is_ethernet(link):
         return f"device {link.name!r} has no Ethernet addresses"
-    priorities = [
-        read_filter_priority(one)
-        for one in netlink.dump(list_filters(index, FROM_POD_HOOK))
-        if not _is_head_of_ours(one)
+    earlier = [
+        priority
+        for one in _dump_filters(netlink, index)
+        if not _is_ours(read_bpf_filter(one))
+        and (priority := _priority_of_foreign(one)) <= NETDEV_FILTER_PRIORITY
     ]
-    earlier = [one for one in priorities if one <= NETDEV_FILTER_PRIORITY]
     if earlier:
         return (
             f"a filter of somebody else with priority {min(earlier)} sees what comes in by device"
@@ -69,12 +68,21 @@ def _is_ethernet(link: Link) -> bool:
     return len(link.mac) == len(_NO_MAC) and link.mac != _NO_MAC
 
 
-def _is_head_of_ours(body: bytes) -> bool:
-    """Tell whether a listed filter is ours, or the head of the chain of its priority, which every filter has."""
-    found = read_bpf_filter(body)
-    return (
-        found is None if read_filter_priority(body) == NETDEV_FILTER_PRIORITY else _is_ours(found)
-    )
+def _priority_of_foreign(body: bytes) -> int:
+    """Give the priority of a filter; the head of the chain that ours is in stands for nobody."""
+    priority, kind, handle = read_filter_place(body)
+    is_head_of_ours = (priority, kind, handle) == (NETDEV_FILTER_PRIORITY, "bpf", 0)
+    return priority + is_head_of_ours
+
+
+def _dump_filters(netlink: NetlinkSocket, index: int) -> Sequence[bytes]:
+    """Give what the device's hook holds; nothing where it has no hooks, or is gone."""
+    try:
+        return list(netlink.dump(list_filters(index, FROM_POD_HOOK)))
+    except KernelFailure as failure:
+        if failure.errno in _GONE:
+            return ()
+        raise
 
 
 def _is_ours(found: BpfFilter | None) -> bool:
@@ -84,18 +92,12 @@ def _is_ours(found: BpfFilter | None) -> bool:
 
 def find_program(netlink: NetlinkSocket, index: int) -> int:
     """Give the number of the program that is attached to a device as ours, 0 = none."""
-    try:
-        bodies = netlink.dump(list_filters(index, FROM_POD_HOOK))
-    except KernelFailure as failure:
-        if failure.errno in _GONE:
-            return 0
-        raise
-    found = (read_bpf_filter(body) for body in bodies)
+    found = (read_bpf_filter(body) for body in _dump_filters(netlink, index))
     return next((one.program_id for one in found if one is not None and _is_ours(one)), 0)
 
 
 def ensure_attached(netlink: NetlinkSocket, index: int, program: NetdevProgram) -> list[str]:
-    """Attach the program to a device, in the place of an older one; name what differed."""
+    """Attach the program to a device, in the place of an older one; name what differed. Raises KernelFailure."""
     present = find_program(netlink, index)
     if present == program.id:
         return []
@@ -109,8 +111,7 @@ def ensure_attached(netlink: NetlinkSocket, index: int, program: NetdevProgram) 
     )
     hooks, failure = netlink.attempt([add_clsact(index), attach])
     if failure is not None:
-        missing = hooks is not None and hooks.errno != errno.EEXIST
-        raise explain_failure(hooks, Feature.CLSACT_BPF) if missing and hooks else failure
+        raise hooks if hooks is not None and hooks.errno != errno.EEXIST else failure
     state = f"number {present}, wanted {program.id}" if present else "not attached"
     return [f"program {PROGRAM} of device index {index} is {state}"]
 

@@ -40,7 +40,8 @@ def node_rows(peers: Iterable[Peer], hops: Hops) -> Rows:
             peer.mtu_bytes,
             abi.NodeFlags.CLASSIC if peer.mode is TunnelMode.CLASSIC else 0,
             mac_bytes(peer.mac) if peer.mac else bytes(6),
-            *(_hop_bytes(hops, peer.number, version) for version in (6, 4)),
+            _hop_bytes(hops, peer.number, 6) if hops else bytes(16),
+            _hop_bytes(hops, peer.number, 4) if hops else bytes(4),
         ).pack()
         for peer in peers
     }

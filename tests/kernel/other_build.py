@@ -87,8 +87,12 @@ def _run(bpf_dir: Path, *, die: bool) -> None:
     with KernelDatapath(make_plan(bpf_dir)) as datapath, NetlinkSocket() as netlink:
         # What restore does device by device.
         loaded = datapath._node.loaded
-        programs, tunnel = node._programs_of(loaded), node._tunnel_programs_of(loaded)
-        upgrade.replace_programs(netlink, datapath.plan.node_name, programs, tunnel)
+        programs = (
+            node._programs_of(loaded),
+            node._tunnel_programs_of(loaded),
+            node._netdev_program_of(loaded),
+        )
+        upgrade.replace_programs(netlink, datapath.plan.node_name, *programs)
         flows = [
             [flow.instance, flow.direction, str(flow.source), flow.source_port, flow.value.packets]
             for flow in maps.list_conntrack(datapath.maps)

@@ -538,7 +538,8 @@ def test_native_routes_lead_over_the_underlay(world: KernelWorld) -> None:
         (f"fd77::{n}:0/112", f"fd50::{n + 1}", UNDERLAY, str(OWN6), 1450, False) for n in (1, 2)
     }
     found = {str(one.network): one for one in tables.list_ipcache(world.datapath.maps)}
-    assert found["10.77.1.0/24"].flags == abi.IpcacheFlags.NATIVE
+    assert found["10.77.1.0/24"].flags == abi.IpcacheFlags.NATIVE | abi.IpcacheFlags.DIRECT
+    assert found["10.50.0.2/32"].flags == abi.IpcacheFlags.NODE_ADDRESS
     assert tables.read_settings(world.datapath.maps).tunnel_ifindex == 0
     assert world.datapath.mtu == 1500
     assert world.datapath.apply_cluster(plan) == []
@@ -882,5 +883,6 @@ def test_people_can_read_the_other_nodes(world: KernelWorld) -> None:
             "mtu": 1450,
             "flags": ["classic"],
             "mac": "0e:78:00:00:00:01",
+            "hops": [],
         }
     ]

@@ -74,12 +74,18 @@ def remove_prefix(rig: Rig, network: str) -> None:
     rig.maps["pw_ipcache"].delete(to_prefix_key(ipaddress.ip_network(network)))
 
 
-def write_node(rig: Rig, remote: Remote, *, outers: tuple[str, ...] = ()) -> None:
+def write_node(
+    rig: Rig,
+    remote: Remote,
+    *,
+    outers: tuple[str, ...] = (),
+    hops: tuple[bytes, bytes] = HOPS,
+) -> None:
     """Write a node's rows; `outers`: every address that it sends from, if not its own alone."""
     number = remote.number.to_bytes(4, "little")
     outer = to_mapped(ipaddress.ip_address(remote.outer))
     flags = NodeFlags.CLASSIC if remote.classic else NodeFlags(0)
-    value = abi.NodeValue(outer, remote.mtu, flags, mac_bytes(remote.mac), *HOPS)
+    value = abi.NodeValue(outer, remote.mtu, flags, mac_bytes(remote.mac), *hops)
     rig.maps["pw_nodes"].update(number, value.pack())
     for text in outers or (remote.outer,):
         rig.maps["pw_node_numbers"].update(to_mapped(ipaddress.ip_address(text)), number)

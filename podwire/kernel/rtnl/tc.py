@@ -163,10 +163,12 @@ def delete_bpf_filter(index: int, hook: int, priority: int, handle: int) -> Requ
     )
 
 
-def read_filter_priority(body: bytes) -> int:
-    """Read the priority out of one answer to `list_filters`, whatever kind of filter it is."""
-    (_, _, _, _, info), _ = unpack_body(_TCMSG, body)
-    return info >> 16
+def read_filter_place(body: bytes) -> tuple[int, str, int]:
+    """Read priority, kind and handle out of one answer to `list_filters`, whatever filter it is; handle 0 is the head
+    of a priority's chain.
+    """
+    (_, _, handle, _, info), attributes = unpack_body(_TCMSG, body)
+    return info >> 16, read_text(attributes, _TCA_KIND), handle
 
 
 def list_filters(index: int, hook: int) -> Request:

@@ -23,6 +23,7 @@ from podwire.datapath.survey import survey_host, survey_leftovers
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.rtnl.link import LinkEnd, create_veth, set_link
 from podwire.kernel.rtnl.route import InterfaceAddress, add_address
+from podwire.kernel.rtnl.tc import FROM_POD_HOOK, add_clsact, set_bpf_filter
 from podwire.model.cluster import (
     TUNNEL_DEVICE,
     ClusterPlan,
@@ -886,3 +887,170 @@ def test_people_can_read_the_other_nodes(world: KernelWorld) -> None:
             "hops": [],
         }
     ]
+
+
+# Past the stack
+
+
+def filters_of(world: KernelWorld, device: str = UNDERLAY) -> list[str]:
+    """Give the programs at a device's ingress, in the order in which they see a packet."""
+    shown = json.loads(world.host.run("tc", "-j", "filter", "show", "dev", device, "ingress"))
+    return [one["options"]["bpf_name"] for one in shown if "bpf_name" in one.get("options", {})]
+
+
+def native_device(world: KernelWorld) -> int:
+    return tables.read_settings(world.datapath.maps).native_ifindex
+
+
+def attach_foreign(world: KernelWorld, priority: int, handle: int = 1) -> None:
+    """Attach a filter of somebody else."""
+    with NetlinkSocket() as netlink:
+        netlink.attempt([add_clsact(UNDERLAY_INDEX)])
+        program = world.datapath._node.loaded.fd("from_netdev")
+        place = {"priority": priority, "handle": handle}
+        netlink.execute([set_bpf_filter(UNDERLAY_INDEX, FROM_POD_HOOK, program, "other", **place)])
+
+
+def priorities_of(world: KernelWorld) -> set[int]:
+    shown = json.loads(world.host.run("tc", "-j", "filter", "show", "dev", UNDERLAY, "ingress"))
+    return {int(one["pref"]) for one in shown}
+
+
+def test_a_native_peer_brings_the_program_to_the_device_and_the_last_one_takes_it_away(
+    world: KernelWorld,
+) -> None:
+    assert filters_of(world) == []
+    plan = make_cluster(2, way=Way.NATIVE)
+    assert "program from_netdev of device index 77 is not attached" in world.datapath.apply_cluster(
+        plan
+    )
+    assert filters_of(world) == ["from_netdev"]
+    assert native_device(world) == UNDERLAY_INDEX
+    rows, _ = read_rows(world.datapath.maps, "nodes", 10)
+    assert [row["hops"] for row in rows] == [["10.50.0.2", "fd50::2"], ["10.50.0.3", "fd50::3"]]
+    assert world.datapath.apply_cluster(plan) == []
+    for other in (make_cluster(2), ClusterPlan()):
+        world.datapath.apply_cluster(plan)
+        assert "program from_netdev of device index 77 was too much" in (
+            world.datapath.apply_cluster(other)
+        )
+        assert (filters_of(world), native_device(world)) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("tc", "filter", "del", "dev", UNDERLAY, "ingress", "prio", "7"),
+        ("tc", "qdisc", "del", "dev", UNDERLAY, "clsact"),
+    ],
+    ids=["filter", "hooks"],
+)
+def test_the_program_comes_back_when_somebody_takes_it_away(
+    world: KernelWorld, command: tuple[str, ...]
+) -> None:
+    plan = make_cluster(1, way=Way.NATIVE)
+    world.datapath.apply_cluster(plan)
+    world.host.run(*command)
+    assert world.datapath.apply_cluster(plan) == [
+        "program from_netdev of device index 77 is not attached"
+    ]
+    assert filters_of(world) == ["from_netdev"]
+
+
+def test_an_agent_that_starts_keeps_the_way_and_replaces_the_program_in_place(
+    world: KernelWorld,
+) -> None:
+    plan = make_cluster(1, way=Way.NATIVE)
+    world.datapath.apply_cluster(plan)
+    world.restart()
+    assert (filters_of(world), native_device(world)) == (["from_netdev"], UNDERLAY_INDEX)
+    pod = ipaddress.ip_network("10.77.1.9/32")
+    world.datapath.change_prefixes({pod: Prefix(IdentityId(70_000), 1, Way.NATIVE, 1450)})
+    assert ipcache_of(world)[str(pod)].flags & abi.IpcacheFlags.DIRECT
+    world.restart(constants={"none": 1})
+    assert "number" in " ".join(world.datapath.apply_cluster(plan))
+    assert filters_of(world) == ["from_netdev"]
+
+
+def test_an_agent_that_finds_the_program_gone_sends_nothing_past_the_stack(
+    world: KernelWorld,
+) -> None:
+    world.datapath.apply_cluster(make_cluster(1, way=Way.NATIVE))
+    world.host.run("tc", "filter", "del", "dev", UNDERLAY, "ingress")
+    world.restart()
+    assert native_device(world) == 0
+
+
+def test_an_agent_that_starts_removes_a_program_that_nobody_sends_by(world: KernelWorld) -> None:
+    world.datapath.apply_cluster(make_cluster(1, way=Way.NATIVE))
+    tables.write_settings(world.datapath.maps, native_ifindex=0)
+    world.restart()
+    assert filters_of(world) == []
+
+
+def test_filters_of_others_stay_and_one_that_comes_first_keeps_native_packets_on_the_stack(
+    world: KernelWorld,
+) -> None:
+    plan = make_cluster(1, way=Way.NATIVE)
+    attach_foreign(world, 100)
+    world.datapath.apply_cluster(plan)
+    assert (native_device(world), priorities_of(world)) == (UNDERLAY_INDEX, {7, 100})
+    attach_foreign(world, 3)
+    world.datapath.apply_cluster(plan)
+    assert (native_device(world), priorities_of(world)) == (0, {3, 100})
+    assert not ipcache_of(world)["10.77.1.0/24"].flags & abi.IpcacheFlags.DIRECT
+    assert world.datapath.apply_cluster(plan) == []
+    world.host.run("tc", "filter", "del", "dev", UNDERLAY, "ingress", "prio", "3")
+    world.datapath.apply_cluster(plan)
+    assert (native_device(world), priorities_of(world)) == (UNDERLAY_INDEX, {7, 100})
+    world.datapath.apply_cluster(ClusterPlan())
+    assert priorities_of(world) == {100}
+
+
+@pytest.mark.parametrize("handle", [1, 0x7077])
+def test_a_filter_of_somebody_else_in_our_place_is_left_there(
+    world: KernelWorld, handle: int
+) -> None:
+    attach_foreign(world, 7, handle)
+    plan = make_cluster(1, way=Way.NATIVE)
+    world.datapath.apply_cluster(plan)
+    assert (native_device(world), priorities_of(world)) == (0, {7})
+    assert world.datapath.apply_cluster(plan) == []
+
+
+def test_a_device_without_ethernet_addresses_keeps_native_packets_on_the_stack(
+    world: KernelWorld,
+) -> None:
+    world.host.run("ip", "link", "del", UNDERLAY)
+    world.host.run("ip", "tuntap", "add", "mode", "tun", "name", UNDERLAY)
+    world.host.run("ip", "address", "add", f"{OWN4}/24", "dev", UNDERLAY)
+    world.host.run("ip", "link", "set", UNDERLAY, "up")
+    plan = make_cluster(1, way=Way.NATIVE, families="4")
+    world.datapath.apply_cluster(plan)
+    assert (filters_of(world), native_device(world)) == ([], 0)
+    assert not ipcache_of(world)["10.77.1.0/24"].flags & abi.IpcacheFlags.DIRECT
+    assert len(routes_of(world, "-4")) == 1
+
+
+def test_a_classic_tunnel_is_no_way_past_the_stack(world: KernelWorld) -> None:
+    world.datapath.apply_cluster(make_cluster(1, mode=TunnelMode.CLASSIC))
+    assert native_device(world) == 0
+    assert ipcache_of(world)["10.77.1.0/24"].flags == abi.IpcacheFlags.NATIVE
+
+
+def test_cleanup_names_and_removes_the_program_and_nothing_of_others(world: KernelWorld) -> None:
+    attach_foreign(world, 100)
+    world.datapath.apply_cluster(make_cluster(1, way=Way.NATIVE))
+    world.close()
+    named = "program from_netdev of device index 77"
+    assert named in survey_leftovers(world.plan.bpf_dir)
+    assert named in remove_everything(world.plan.bpf_dir)
+    assert named not in survey_leftovers(world.plan.bpf_dir)
+    assert priorities_of(world) == {100}
+
+
+def test_a_lost_program_at_the_device_is_news(world: KernelWorld) -> None:
+    world.datapath.apply_cluster(make_cluster(1, way=Way.NATIVE))
+    with world.datapath.watch_links() as events:
+        world.host.run("tc", "filter", "del", "dev", UNDERLAY, "ingress")
+        assert events.wait(5)

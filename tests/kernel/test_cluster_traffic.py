@@ -2,15 +2,19 @@
 
 import contextlib
 import ipaddress
+import select
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from podwire.datapath import abi
+from podwire.datapath import maps as tables
 from podwire.datapath.inventory import remove_everything
 from podwire.datapath.node import KernelDatapath
 from podwire.datapath.plan import NodePlan
@@ -41,6 +45,7 @@ from podwire.model.ids import (
 from podwire.model.interfaces import EndpointConfig
 from tests.kernel.conftest import Namespace, new_namespace
 from tests.kernel.node_world import bpf_directory
+from tests.kernel.traffic import Stream, continuous_traffic
 
 CLUSTER = (ipaddress.ip_network("10.77.0.0/16"), ipaddress.ip_network("fd77::/64"))
 UNMANAGED = IdentityId(abi.Identity.UNMANAGED)
@@ -316,3 +321,110 @@ def test_a_lost_program_is_attached_again(nodes: list[Node], name: str) -> None:
     assert nodes[0].apply(plan_for(1, 2, chosen)) == []
     nodes[0].namespace.run("tc", "qdisc", "del", "dev", TUNNEL_DEVICE, "clsact")
     assert len(nodes[0].apply(plan_for(1, 2, chosen))) == 2
+
+
+# Natively, past the stack
+
+
+def passes(node: Node, hook: abi.Hook, path: abi.Path) -> int:
+    """Give how many packets passed a hook by a path."""
+    return sum(
+        row.packets
+        for row in node.datapath.read_metrics()
+        if (row.hook, row.reason, row.path) == (hook, abi.DropReason.NONE, path)
+    )
+
+
+def test_what_pods_of_two_nodes_exchange_natively_passes_by_both_stacks(nodes: list[Node]) -> None:
+    connect(nodes, Way2(Way.NATIVE))
+    pods = [node.attach(9) for node in nodes]
+    for target in ("10.77.2.9", "fd77::2:9"):
+        before = passes(nodes[0], abi.Hook.FROM_NETDEV, abi.Path.NATIVE)
+        assert pings(pods[0], target)
+        assert passes(nodes[0], abi.Hook.FROM_NETDEV, abi.Path.NATIVE) == before + 1
+    assert passes(nodes[0], abi.Hook.FROM_POD, abi.Path.NATIVE) == 2
+    assert passes(nodes[1], abi.Hook.TO_POD, abi.Path.STACK) == 2, "who is asked asks its stack"
+
+
+def restart(node: Node) -> None:
+    """Let another agent take the node over."""
+    with node.inside():
+        node.datapath.close()
+        node.datapath = KernelDatapath(node.datapath.plan)
+        node.datapath.prepare()
+
+
+def natively(pods: list[Namespace]) -> list[tuple[Namespace, Namespace, str]]:
+    """Name every way between pods of two nodes, once the nodes know each other's MACs."""
+    ways = [
+        (pods[one], pods[other], address)
+        for one, other in ((0, 1), (1, 0))
+        for address in (f"10.77.{other + 1}.9", f"fd77::{other + 1}:9")
+    ]
+    assert all(pings(pod, address) for pod, _, address in ways)
+    return ways
+
+
+def test_nothing_is_lost_while_agents_start_and_look_again_at_native_nodes(
+    nodes: list[Node],
+) -> None:
+    chosen = Way2(Way.NATIVE)
+    connect(nodes, chosen)
+    pods = [node.attach(9) for node in nodes]
+    with continuous_traffic(natively(pods)) as flows:
+        for _ in range(3):
+            for node in nodes:
+                restart(node)
+            connect(nodes, chosen)
+        results = [flow.finish() for flow in flows]
+    assert results == [[], ""] * 4
+    for node in nodes:
+        assert passes(node, abi.Hook.FROM_NETDEV, abi.Path.NATIVE) > 100
+
+
+def test_flows_go_on_while_the_way_past_the_stack_is_lost_and_found(nodes: list[Node]) -> None:
+    chosen = Way2(Way.NATIVE)
+    connect(nodes, chosen)
+    pods = [node.attach(9) for node in nodes]
+    with continuous_traffic(natively(pods)) as flows:
+        for _ in range(2):
+            tables.write_settings(nodes[0].datapath.maps, native_ifindex=0)
+            wanted = passes(nodes[0], abi.Hook.TO_POD, abi.Path.STACK) + 100
+            wait_until(partial(has_passed, nodes[0], wanted))
+            connect(nodes, chosen)
+        results = [flow.finish() for flow in flows]
+    assert results == [[], ""] * 4
+
+
+def has_passed(node: Node, wanted: int) -> bool:
+    """Tell whether so many packets came to pods by the stack."""
+    return passes(node, abi.Hook.TO_POD, abi.Path.STACK) > wanted
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        select.select([], [], [], 0.01)
+
+
+def test_a_device_that_was_deleted_and_made_again_carries_native_packets_again(
+    nodes: list[Node],
+) -> None:
+    chosen = Way2(Way.NATIVE)
+    connect(nodes, chosen)
+    pods = [node.attach(9) for node in nodes]
+    nodes[0].namespace.run("ip", "link", "del", "under")
+    with nodes[0].inside(), NetlinkSocket() as netlink:
+        ends = LinkEnd("under", 60), LinkEnd("under", 61)
+        netlink.execute([create_veth(*ends, nodes[1].namespace.fd.fileno())])
+    for node in nodes:
+        outside, _, _ = facts(node.number)
+        node.namespace.run("ip", "address", "add", f"{outside[0]}/24", "dev", "under")
+        node.namespace.run("ip", "address", "add", f"{outside[1]}/64", "dev", "under", "nodad")
+        node.namespace.run("ip", "link", "set", "under", "up")
+    connect(nodes, chosen)
+    stream = Stream(pods[0], pods[1], "10.77.2.9", 7000)
+    assert stream.finish() == ""
+    for node in nodes:
+        assert passes(node, abi.Hook.FROM_NETDEV, abi.Path.NATIVE) >= 3

@@ -47,6 +47,7 @@ from tests.kernel.traffic import Datagrams, Stream, continuous_traffic
 THIS = abi.ABI_VERSION
 NEXT = THIS + 1
 SOME_TRAFFIC_S = 0.3
+UPLINK = "pwtup"
 POLICY_MAPS = ("pw_policy", "pw_cidrs", "pw_hits")
 ROWS: PolicyRows = {
     PolicyKey(2, Direction.EGRESS, 6, 80, 16): PolicyEntry(Verdict.DENY, 5, 1),
@@ -155,6 +156,42 @@ def test_another_layout_takes_other_nodes_and_the_tunnel_over(
     assert [(one.number, one.outer) for one in list_nodes(world.datapath.maps)] == [(7, outer)]
     settings = tables.read_settings(world.datapath.maps)
     assert (settings.tunnel_port, bool(settings.tunnel_ifindex)) == (8472, True)
+    assert world.datapath.apply_cluster(plan) == []
+
+
+def netdev_programs(world: KernelWorld) -> list[int]:
+    """Give the numbers of the programs at the node's own device."""
+    shown = world.host.tc("filter", "show", "dev", UPLINK, "ingress")
+    return [one["options"]["prog"]["id"] for one in shown if "prog" in one.get("options", {})]
+
+
+def test_another_layout_takes_the_program_at_the_nodes_device_over(
+    world: KernelWorld, next_build: Build
+) -> None:
+    world.host.run("ip", "link", "add", UPLINK, "type", "veth", "peer", "name", "pwtfar")
+    world.host.run("ip", "address", "add", "10.9.0.1/24", "dev", UPLINK)
+    for end in (UPLINK, "pwtfar"):
+        world.host.run("ip", "link", "set", end, "up")
+    world.restart(node_address=ipaddress.ip_address("10.9.0.1"))
+    remote = ipaddress.ip_network("10.77.2.0/24")
+    outer = ipaddress.ip_address("10.9.0.2")
+    plan = ClusterPlan(
+        peers=(Peer(7, "n7", outer, 1400, Way.NATIVE, addresses=(outer,)),),
+        prefixes={remote: Prefix(IdentityId(abi.Identity.UNMANAGED), 7, Way.NATIVE, 1400)},
+        routes=(HostRoute(remote, Way.NATIVE, outer, None, 1400, 7),),
+        inside=(remote,),
+    )
+    world.datapath.apply_cluster(plan)
+    device = tables.read_settings(world.datapath.maps).native_ifindex
+    [before] = netdev_programs(world)
+    world.datapath.close()
+    upgraded = next_build.prepare_node(world.plan.bpf_dir)
+    assert before not in upgraded["programs"]
+    assert set(netdev_programs(world)) <= set(upgraded["programs"])
+    assert len(netdev_programs(world)) == 1
+    world.restart()
+    assert set(netdev_programs(world)) <= {one.id for one in world.datapath.list_programs()}
+    assert tables.read_settings(world.datapath.maps).native_ifindex == device != 0
     assert world.datapath.apply_cluster(plan) == []
 
 

@@ -25,6 +25,7 @@ from podwire.kernel.rtnl.tc import (
     read_queue,
     set_bpf_filter,
 )
+from podwire.kernel.xfrm import has_policies
 from podwire.model.errors import KernelFailure
 from podwire.model.ids import NETDEV_FILTER_HANDLE, NETDEV_FILTER_PRIORITY
 
@@ -50,6 +51,8 @@ def find_obstacle(netlink: NetlinkSocket, index: int) -> str:
     link = read_link(body)
     if not _is_ethernet(link):
         return f"device {link.name!r} has no Ethernet addresses"
+    if has_policies():
+        return "this host has IPsec policies, which hold in its stack only"
     earlier = [
         priority
         for one in _dump_filters(netlink, index)

@@ -1032,6 +1032,22 @@ def test_a_device_without_ethernet_addresses_keeps_native_packets_on_the_stack(
     assert len(routes_of(world, "-4")) == 1
 
 
+def test_a_host_that_encrypts_keeps_native_packets_in_its_stack(world: KernelWorld) -> None:
+    plan = make_cluster(1, way=Way.NATIVE)
+    world.datapath.apply_cluster(plan)
+    policy = ("dst", "10.77.1.0/24", "dir", "out")
+    made = world.host.run(
+        "ip", "xfrm", "policy", "add", *policy, "tmpl", "proto", "esp", check=False
+    )
+    if "not supported" in made:
+        pytest.skip("this kernel has no IPsec")
+    world.datapath.apply_cluster(plan)
+    assert (filters_of(world), native_device(world)) == ([], 0)
+    world.host.run("ip", "xfrm", "policy", "delete", *policy)
+    world.datapath.apply_cluster(plan)
+    assert native_device(world) == UNDERLAY_INDEX
+
+
 def test_a_classic_tunnel_is_no_way_past_the_stack(world: KernelWorld) -> None:
     world.datapath.apply_cluster(make_cluster(1, mode=TunnelMode.CLASSIC))
     assert native_device(world) == 0

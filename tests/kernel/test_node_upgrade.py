@@ -169,12 +169,12 @@ def test_another_layout_takes_the_program_at_the_nodes_device_over(
     world: KernelWorld, next_build: Build
 ) -> None:
     world.host.run("ip", "link", "add", UPLINK, "type", "veth", "peer", "name", "pwtfar")
-    world.host.run("ip", "address", "add", "10.9.0.1/24", "dev", UPLINK)
+    world.host.run("ip", "address", "add", "10.50.0.1/24", "dev", UPLINK)
     for end in (UPLINK, "pwtfar"):
         world.host.run("ip", "link", "set", end, "up")
-    world.restart(node_address=ipaddress.ip_address("10.9.0.1"))
+    world.restart(node_address=ipaddress.ip_address("10.50.0.1"))
     remote = ipaddress.ip_network("10.77.2.0/24")
-    outer = ipaddress.ip_address("10.9.0.2")
+    outer = ipaddress.ip_address("10.50.0.2")
     plan = ClusterPlan(
         peers=(Peer(7, "n7", outer, 1400, Way.NATIVE, addresses=(outer,)),),
         prefixes={remote: Prefix(IdentityId(abi.Identity.UNMANAGED), 7, Way.NATIVE, 1400)},

@@ -5,13 +5,14 @@ Invariant: a change of pods is looked at within a second, however many there are
 and again, each time later.
 """
 
+import contextlib
 import ipaddress
 import logging
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
 from podwire.control.cluster.publish import (
@@ -24,7 +25,7 @@ from podwire.control.cluster.publish import (
     PublishSchedule,
 )
 from podwire.control.cluster.state import OwnNode
-from podwire.model.cluster import IPAddress, NodeFacts
+from podwire.model.cluster import IPAddress, IPNetwork, NodeFacts
 from podwire.model.errors import PodwireError, Unavailable
 from podwire.model.ids import IdentityId
 from podwire.model.store import Store
@@ -63,6 +64,14 @@ class ThisNode(Protocol):
 
     def set_own_pods(self, addresses: Pods) -> None:
         """Hear what is about to be published."""
+        ...
+
+    def list_others(self) -> Iterable[NodeFacts]:
+        """Give what other nodes say of themselves."""
+        ...
+
+    def claims_changed(self) -> None:
+        """Hear that something claimed has its number now."""
         ...
 
     def take_overwritten(self) -> bool:
@@ -180,7 +189,10 @@ class Publisher:
         if own.facts == self._said and now_s - self._said_s < PUBLISH_AGAIN_S:
             return
         self._node.claim(find_address(self._address))
-        self._node.publish(own.facts)
+        numbered = self._node.claims
+        self._node.publish(own.facts, self._duty.list_others)
+        if self._node.claims is not numbered:
+            self._duty.claims_changed()
         self._said, self._said_s = own.facts, now_s
 
     def _publish_pods(self, own: OwnNode, pods: Mapping[IPAddress, IdentityId]) -> float:
@@ -230,15 +242,34 @@ def take_name(
     return publisher
 
 
+def refuse_contested(
+    publisher: NodePublisher, ranges: Sequence[IPNetwork], address: IPAddress | None
+) -> None:
+    """Look whether this node's ranges and address can be its own, before anything of it is touched.
+
+    Raises ClaimRefused. With the store away nobody knows: then the nodes settle it when they see each other.
+    """
+    addresses = find_addresses(address)
+    try:
+        publisher.refuse_contested(
+            NodeFacts(publisher.name, publisher.instance, 0, addresses, tuple(ranges))
+        )
+    except Unavailable as error:
+        _log.warning("whose the node's ranges are is not known", extra={"error": error.message})
+
+
 def find_address(wanted: IPAddress | None) -> str:
     """Give the address that people know this host by, "" when there is none. Nothing is sent."""
+    return next(map(str, find_addresses(wanted)), "")
+
+
+def find_addresses(wanted: IPAddress | None) -> tuple[IPAddress, ...]:
+    """Give the addresses that packets of this host leave with, at most one of a family. Nothing is sent."""
     if wanted is not None:
-        return str(wanted)
+        return (wanted,)
+    found: list[IPAddress] = []
     for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((target, 9))
-            except OSError:
-                continue
-            return str(ipaddress.ip_address(probe.getsockname()[0]))
-    return ""
+        with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            probe.connect((target, 9))
+            found.append(ipaddress.ip_address(probe.getsockname()[0]))
+    return tuple(found)

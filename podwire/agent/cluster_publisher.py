@@ -34,6 +34,8 @@ INSTANCE_FACT: Final = "node-instance"
 """Random, chosen once: tells this machine from another of its name."""
 DEBOUNCE_S: Final = 0.02
 """A request that goes on is served first."""
+GATHER_MAX_S: Final = 0.1
+"""So long a burst of them is, before what it has changed so far is published."""
 PUBLISH_AGAIN_S: Final = 60.0
 """How often what is published is looked at without a cause."""
 
@@ -151,8 +153,7 @@ class Publisher:
         wait_s = 0.0
         while not self._stopping.is_set():
             if self._woken.wait(wait_s):
-                self._woken.clear()
-                self._stopping.wait(DEBOUNCE_S)
+                self._gather()
             if self._stopping.is_set():
                 return
             wait_s = self._not_before_s - time.monotonic()
@@ -163,6 +164,13 @@ class Publisher:
             except Exception as error:  # the thread's door
                 _log.exception("publish this node")
                 wait_s = self._fail(repr(error))
+
+    def _gather(self) -> None:
+        """Let a burst end: each request in it would wait for this thread, and this one for the store."""
+        until_s = time.monotonic() + GATHER_MAX_S
+        while self._woken.is_set() and time.monotonic() < until_s:
+            self._woken.clear()
+            self._stopping.wait(DEBOUNCE_S)
 
     def _step(self) -> float:
         """Publish what is due; gives how long nothing is."""

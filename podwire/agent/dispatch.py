@@ -49,8 +49,14 @@ class Attachments(Protocol):
         """Attach; looks at `cancelled` between steps and then takes everything back."""
         ...
 
-    def waits_for_store(self, request: AttachRequest, /) -> bool:
-        """Tell whether an ADD would have to ask the store, and wait while it is away. Does not block."""
+    def add_at_once(
+        self,
+        request: AttachRequest,
+        namespace: PodNamespace | None,
+        cancelled: Callable[[], bool],
+        /,
+    ) -> AttachResult | None:
+        """Attach if the store need not be asked; else give None, without having done or waited for anything."""
         ...
 
     def delete(self, request: AttachRequest, namespace: PodNamespace | None, /) -> None:
@@ -207,7 +213,7 @@ class Dispatcher:
         }[request.command]
         try:
             if self._closing:
-                raise Unavailable(f"{job}: the agent is stopping", hint="call again in a moment")
+                raise _stopping(job)
             return await carry_out(job)
         finally:
             if not job.started:
@@ -322,7 +328,7 @@ class Dispatcher:
         deadline_s: float,
         *,
         turn_s: float | None = None,
-        patient: Callable[[], AttachResult] | None = None,
+        patient: Callable[[], AttachResult | None] | None = None,
     ) -> AttachResult | None:
         """Wait for the job's turn, have a thread do `work`, give its result, all in time.
 
@@ -341,39 +347,80 @@ class Dispatcher:
             self._leave(job)
             raise
         job.started = True
-        future = asyncio.ensure_future(self._on_threads(work, patient))
-        future.add_done_callback(partial(self._end, job))
-        return await self._outcome(job, future, until_s)
+        return await self._outcome(job, self._hand_over(job, work, patient), until_s)
 
-    async def _on_threads(
+    def _hand_over(
         self,
+        job: _Job,
         work: Callable[[], AttachResult | None],
-        patient: Callable[[], AttachResult] | None,
-    ) -> AttachResult | None:
-        run = asyncio.get_running_loop().run_in_executor
-        result = await run(self._threads, self._guarded, work)
-        if result is None and patient is not None:
-            result = await run(self._patient_threads, self._guarded, patient)
-        return result
+        patient: Callable[[], AttachResult | None] | None,
+    ) -> "asyncio.Future[AttachResult | None]":
+        """Have a thread do `work`, and another kind of thread `patient` when that gave nothing.
+
+        By hand: what asyncio offers for it goes round the loop five times more, a tenth of an ADD.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[AttachResult | None] = loop.create_future()
+
+        def end(result: AttachResult | None, error: PodwireError | None) -> None:
+            self._leave(job)
+            job.released()
+            if future.done():
+                return
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+        def run(
+            what: Callable[[], AttachResult | None],
+            otherwise: Callable[[], AttachResult | None] | None = None,
+        ) -> None:
+            result, failure = None, None
+            try:
+                result = self._guarded(what)
+                if result is None and otherwise is not None:
+                    self._patient_threads.submit(run, otherwise)
+                    return
+            except PodwireError as error:
+                failure = error
+            except RuntimeError:  # no thread takes anything any more
+                failure = _stopping(job)
+            with contextlib.suppress(RuntimeError):  # the loop has ended before this thread
+                loop.call_soon_threadsafe(end, result, failure)
+
+        try:
+            self._threads.submit(run, work, patient)
+        except RuntimeError:
+            loop.call_soon(end, None, _stopping(job))
+        return future
 
     async def _outcome(
         self, job: _Job, future: "asyncio.Future[AttachResult | None]", until_s: float
     ) -> AttachResult | None:
         """Wait for a thread; one that does not end in time is told to, and waited for once more."""
         loop = asyncio.get_running_loop()
+
+        def give_up() -> None:
+            if not future.done():
+                future.set_exception(
+                    Unavailable(
+                        f"{job}: not done in time; it is being undone", hint="see the agent's log"
+                    )
+                )
+
+        timers = [
+            loop.call_at(until_s, job.cancel, "its time is over"),
+            loop.call_at(max(until_s, loop.time()) + self._limits.undo_s, give_up),
+        ]
         try:
-            done, _ = await asyncio.wait({future}, timeout=max(0.0, until_s - loop.time()))
-            if not done:
-                job.cancel("its time is over")
-                done, _ = await asyncio.wait({future}, timeout=self._limits.undo_s)
+            return await future
         except asyncio.CancelledError:
             job.cancel("the agent is stopping")
             raise
-        if not done:
-            raise Unavailable(
-                f"{job}: not done in time; it is being undone", hint="see the agent's log"
-            )
-        return future.result()
+        finally:
+            for timer in timers:
+                timer.cancel()
 
     def _enter(self, job: _Job) -> None:
         line = self._lines.get(job.key, deque())
@@ -396,13 +443,6 @@ class Dispatcher:
         self._job_count -= 1
         if not self._job_count:
             self._idle.set()
-
-    def _end(self, job: _Job, future: "asyncio.Future[AttachResult | None]") -> None:
-        """The thread is done. Its failure may have nobody left to hear it: look at it here."""
-        if not future.cancelled():
-            future.exception()
-        self._leave(job)
-        job.released()
 
     def _list_adds(self) -> Iterator[_Job]:
         for line in self._lines.values():
@@ -434,12 +474,19 @@ class Dispatcher:
 
     def _attach(self, job: _Job) -> AttachResult | None:
         """Attach; None when that may have to wait for the store."""
-        job.refuse_if_cancelled()
-        if self._attachments.waits_for_store(job.request):
-            return None
-        return self._attach_patiently(job)
+        self._prepare(job)
+        return self._unless_cancelled(
+            job, self._attachments.add_at_once(job.request, job.namespace, job.is_cancelled)
+        )
 
-    def _attach_patiently(self, job: _Job) -> AttachResult:
+    def _attach_patiently(self, job: _Job) -> AttachResult | None:
+        self._prepare(job)
+        return self._unless_cancelled(
+            job, self._attachments.add(job.request, job.namespace, job.is_cancelled)
+        )
+
+    def _prepare(self, job: _Job) -> None:
+        """Carry out the DELs of an attachment that are spooled, and refuse an ADD that is older than one."""
         job.refuse_if_cancelled()
         for record in self._spool.pending(job.key):
             self._deletes.note(
@@ -448,8 +495,9 @@ class Dispatcher:
             self._replay_record(record)
         if self._deletes.overtook(job.key, job.request.started_boottime_ns):
             raise _overtaken(job.request, "a DEL of it")
-        result = self._attachments.add(job.request, job.namespace, job.is_cancelled)
-        if job.is_cancelled():
+
+    def _unless_cancelled(self, job: _Job, result: AttachResult | None) -> AttachResult | None:
+        if result is not None and job.is_cancelled():
             # Cancelled behind its last step: nobody is going to hear of what was made.
             self._attachments.delete(job.request, job.namespace)
             job.refuse_if_cancelled()
@@ -461,6 +509,10 @@ class Dispatcher:
     def _replay_record(self, record: SpooledDelete) -> None:
         self._attachments.delete(record.request, None)
         self._spool.remove(record)
+
+
+def _stopping(job: _Job) -> Unavailable:
+    return Unavailable(f"{job}: the agent is stopping", hint="call again in a moment")
 
 
 def _overtaken(request: AttachRequest, what: str) -> Unavailable:

@@ -20,6 +20,8 @@ from podwire.lab.topology import NodePlan
 
 POLL_S = 0.002
 DEADLINE_S = 30.0
+SETTLE_S = 10.0
+"""What a start leaves to be done behind its first answer (directories, lists of the store) is not idling."""
 
 
 def main() -> None:
@@ -43,6 +45,7 @@ def main() -> None:
             if _endpoints(node) != arguments.pods:
                 raise RuntimeError(f"{_endpoints(node)} endpoints after a restart")
             samples.setdefault("MB after a restart", []).append(resident_mb(agent_pid()))
+        time.sleep(SETTLE_S)
         samples["idle CPU, %"] = [_cpu_percent(agent_pid(), arguments.idle_s)]
         samples["MB after idling"] = [resident_mb(agent_pid())]
     summary = {}

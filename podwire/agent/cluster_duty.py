@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 import msgspec
@@ -20,6 +20,7 @@ from podwire.agent.health import Health
 from podwire.agent.metrics import Gauge, Metrics
 from podwire.agent.store_follower import KindList, Memory, StoreFollower
 from podwire.agent.views import ClusterTotals
+from podwire.control.cluster.claims import everything_claimed
 from podwire.control.cluster.facts import tunnel_mac
 from podwire.control.cluster.planner import NodeNumbers
 from podwire.control.cluster.publish import NodePublisher
@@ -155,6 +156,15 @@ class ClusterDuty:
         """Hear that an endpoint of this node has come, changed or gone; from any thread, cheap."""
         self._publisher.pods_changed()
 
+    def claims_changed(self) -> None:
+        """Hear that something this node claims has its number now; from any thread, cheap."""
+        self._applier.wake(look=True)
+
+    def list_others(self) -> Sequence[NodeFacts]:
+        """Give what other nodes say of themselves."""
+        with self.lock:
+            return tuple(self.state.facts.values())
+
     def ranges_changed(self) -> None:
         """Hear that this node has other ranges or blocks; from any thread, cheap."""
         self._applier.wake(look=True)
@@ -252,7 +262,9 @@ class ClusterDuty:
             underlay_mtu_bytes=underlay.mtu_bytes,
             blocks=dict(ranges.blocks),
         )
-        return OwnNode(facts, underlay)
+        numbers = self.name.claims
+        numbered = {one: numbers[one] for one in everything_claimed(facts) if one in numbers}
+        return OwnNode(replace(facts, claims=numbered), underlay)
 
     def put_into_force(self, whole: bool, changes: Changes) -> Sequence[str]:
         """Hand a plan, or rows between two plans, to the kernel; gives what differed from a plan."""
@@ -309,6 +321,8 @@ class ClusterDuty:
         """Have what is wrong between nodes in `podwire status`."""
         with self.lock:
             found = [one.message for one in self.state.problems]
+            lost = self.state.planned.lost if self.state.planned else ""
+        self.report("node-claims", lost, critical=True)
         shown = found[:WARNINGS_MAX]
         if len(found) > WARNINGS_MAX:
             shown.append(f"{len(found) - WARNINGS_MAX} more problems between nodes")

@@ -5,13 +5,14 @@ Invariant: a change of pods is looked at within a second, however many there are
 and again, each time later.
 """
 
+import contextlib
 import ipaddress
 import logging
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
 from podwire.control.cluster.publish import (
@@ -24,7 +25,7 @@ from podwire.control.cluster.publish import (
     PublishSchedule,
 )
 from podwire.control.cluster.state import OwnNode
-from podwire.model.cluster import IPAddress, NodeFacts
+from podwire.model.cluster import IPAddress, IPNetwork, NodeFacts
 from podwire.model.errors import PodwireError, Unavailable
 from podwire.model.ids import IdentityId
 from podwire.model.store import Store
@@ -33,6 +34,8 @@ INSTANCE_FACT: Final = "node-instance"
 """Random, chosen once: tells this machine from another of its name."""
 DEBOUNCE_S: Final = 0.02
 """A request that goes on is served first."""
+GATHER_MAX_S: Final = 0.1
+"""So long a burst of them is, before what it has changed so far is published."""
 PUBLISH_AGAIN_S: Final = 60.0
 """How often what is published is looked at without a cause."""
 
@@ -63,6 +66,14 @@ class ThisNode(Protocol):
 
     def set_own_pods(self, addresses: Pods) -> None:
         """Hear what is about to be published."""
+        ...
+
+    def list_others(self) -> Iterable[NodeFacts]:
+        """Give what other nodes say of themselves."""
+        ...
+
+    def claims_changed(self) -> None:
+        """Hear that something claimed has its number now."""
         ...
 
     def take_overwritten(self) -> bool:
@@ -142,8 +153,7 @@ class Publisher:
         wait_s = 0.0
         while not self._stopping.is_set():
             if self._woken.wait(wait_s):
-                self._woken.clear()
-                self._stopping.wait(DEBOUNCE_S)
+                self._gather()
             if self._stopping.is_set():
                 return
             wait_s = self._not_before_s - time.monotonic()
@@ -155,11 +165,19 @@ class Publisher:
                 _log.exception("publish this node")
                 wait_s = self._fail(repr(error))
 
+    def _gather(self) -> None:
+        """Let a burst end: each request in it would wait for this thread, and this one for the store."""
+        until_s = time.monotonic() + GATHER_MAX_S
+        while self._woken.is_set() and time.monotonic() < until_s:
+            self._woken.clear()
+            self._stopping.wait(DEBOUNCE_S)
+
     def _step(self) -> float:
         """Publish what is due; gives how long nothing is."""
         duty = self._duty
         if duty.own is None:
             return PUBLISH_AGAIN_S
+        looked_s = time.monotonic()
         pods = duty.list_pods()
         duty.set_own_pods(pods)
         if duty.take_overwritten():
@@ -167,7 +185,7 @@ class Publisher:
             self._schedule.published = None
         try:
             self._publish_node(duty.own)
-            due_s = self._publish_pods(duty.own, pods)
+            due_s = self._publish_pods(duty.own, pods, looked_s)
         except PodwireError as error:
             return self._fail(error.message, is_taken=isinstance(error, NodeInUse))
         self._failures = 0
@@ -180,16 +198,23 @@ class Publisher:
         if own.facts == self._said and now_s - self._said_s < PUBLISH_AGAIN_S:
             return
         self._node.claim(find_address(self._address))
-        self._node.publish(own.facts)
+        numbered = self._node.claims
+        self._node.publish(own.facts, self._duty.list_others)
+        if self._node.claims is not numbered:
+            self._duty.claims_changed()
         self._said, self._said_s = own.facts, now_s
 
-    def _publish_pods(self, own: OwnNode, pods: Mapping[IPAddress, IdentityId]) -> float:
-        begin_s = time.monotonic()
-        due_s = self._schedule.due_in(pods, begin_s)
-        if due_s is None or due_s > 0:
-            return PUBLISH_AGAIN_S if due_s is None else min(due_s, PUBLISH_AGAIN_S)
+    def _publish_pods(self, own: OwnNode, pods: Pods, looked_s: float) -> float:
+        begin_s, ranges = time.monotonic(), (*own.facts.pod_cidrs, *own.facts.blocks)
+        due_s = self._schedule.due_in(pods, begin_s, ranges)
+        if due_s is None:
+            # Nobody wakes this thread in the quiet second behind a write: it looks itself when that is over.
+            quiet_s = self._quiet_until_s - looked_s
+            return quiet_s if quiet_s > 0 else PUBLISH_AGAIN_S
+        if due_s > 0:
+            return min(due_s, PUBLISH_AGAIN_S)
         try:
-            self._endpoints.write(pods, (*own.facts.pod_cidrs, *own.facts.blocks))
+            self._endpoints.write(pods, ranges)
         except PodwireError:
             self._schedule.failed(time.monotonic())
             raise
@@ -230,15 +255,34 @@ def take_name(
     return publisher
 
 
+def refuse_contested(
+    publisher: NodePublisher, ranges: Sequence[IPNetwork], address: IPAddress | None
+) -> None:
+    """Look whether this node's ranges and address can be its own, before anything of it is touched.
+
+    Raises ClaimRefused. With the store away nobody knows: then the nodes settle it when they see each other.
+    """
+    addresses = find_addresses(address)
+    try:
+        publisher.refuse_contested(
+            NodeFacts(publisher.name, publisher.instance, 0, addresses, tuple(ranges))
+        )
+    except Unavailable as error:
+        _log.warning("whose the node's ranges are is not known", extra={"error": error.message})
+
+
 def find_address(wanted: IPAddress | None) -> str:
     """Give the address that people know this host by, "" when there is none. Nothing is sent."""
+    return next(map(str, find_addresses(wanted)), "")
+
+
+def find_addresses(wanted: IPAddress | None) -> tuple[IPAddress, ...]:
+    """Give the addresses that packets of this host leave with, at most one of a family. Nothing is sent."""
     if wanted is not None:
-        return str(wanted)
+        return (wanted,)
+    found: list[IPAddress] = []
     for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((target, 9))
-            except OSError:
-                continue
-            return str(ipaddress.ip_address(probe.getsockname()[0]))
-    return ""
+        with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            probe.connect((target, 9))
+            found.append(ipaddress.ip_address(probe.getsockname()[0]))
+    return tuple(found)

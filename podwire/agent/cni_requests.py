@@ -74,8 +74,9 @@ class CniRequests:
                 request, namespace, received.caller, received.close
             )
             reply = Reply(ReplyStatus.DONE, _encode_result(request, result))
-            self._log_done(request, begin_s)
             self.metrics.observe_request(frame.command, "ok", monotonic() - begin_s)
+            # Behind the answer, which goes out before the loop turns.
+            asyncio.get_running_loop().call_soon(self._log_done, request, _elapsed_ms(begin_s))
         except PodwireError as error:
             reply = _refuse(frame, error)
             self._log_failed(frame, error, begin_s)
@@ -125,12 +126,12 @@ class CniRequests:
                 extra={"network": request.network, "keys": ", ".join(request.unknown_keys)},
             )
 
-    def _log_done(self, request: AttachRequest, begin_s: float) -> None:
+    def _log_done(self, request: AttachRequest, ms: float) -> None:
         level = logging.INFO if request.command in ("ADD", "DEL", "GC") else logging.DEBUG
         facts: dict[str, object] = {"op": request.command, "network": request.network}
         if request.key is not None:
             facts |= {"container": request.key.container_id, "iface": request.key.if_name}
-        _log.log(level, "done", extra=facts | {"ms": _elapsed_ms(begin_s)})
+        _log.log(level, "done", extra=facts | {"ms": ms})
 
     def _log_failed(self, frame: Frame, error: PodwireError, begin_s: float) -> None:
         _log.error(

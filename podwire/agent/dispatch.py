@@ -21,9 +21,9 @@ import msgspec
 
 from podwire.agent.overtaken import TakenDeletes, TakenLists
 from podwire.agent.spool import Spool, SpooledDelete
+from podwire.agent.worker_threads import WorkerThreads, guarded
 from podwire.model.endpoint import AttachmentKey
 from podwire.model.errors import (
-    Bug,
     Cancelled,
     CannotServe,
     PodwireError,
@@ -49,8 +49,14 @@ class Attachments(Protocol):
         """Attach; looks at `cancelled` between steps and then takes everything back."""
         ...
 
-    def waits_for_store(self, request: AttachRequest, /) -> bool:
-        """Tell whether an ADD would have to ask the store, and wait while it is away. Does not block."""
+    def add_at_once(
+        self,
+        request: AttachRequest,
+        namespace: PodNamespace | None,
+        cancelled: Callable[[], bool],
+        /,
+    ) -> AttachResult | None:
+        """Attach if the store need not be asked; else give None, without having done or waited for anything."""
         ...
 
     def delete(self, request: AttachRequest, namespace: PodNamespace | None, /) -> None:
@@ -169,9 +175,8 @@ class Dispatcher:
         self._idle.set()
         self._deletes = TakenDeletes()
         self._lists = TakenLists()
-        self._threads = ThreadPoolExecutor(self._limits.threads, thread_name_prefix="attach")
-        self._patient_threads = ThreadPoolExecutor(
-            self._limits.patient_threads, thread_name_prefix="attach-new"
+        self._threads = WorkerThreads[AttachResult](
+            self._limits.threads, self._limits.patient_threads
         )
         self._side_threads = ThreadPoolExecutor(2, thread_name_prefix="status")
 
@@ -207,7 +212,7 @@ class Dispatcher:
         }[request.command]
         try:
             if self._closing:
-                raise Unavailable(f"{job}: the agent is stopping", hint="call again in a moment")
+                raise _stopping(job)
             return await carry_out(job)
         finally:
             if not job.started:
@@ -236,8 +241,8 @@ class Dispatcher:
                 job.cancel("the agent is stopping")
             if not await _happens(self._idle, self._limits.undo_s):
                 _log.error("work does not end", extra={"count": self._job_count})
-        for threads in (self._threads, self._patient_threads, self._side_threads):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shut_down()
+        self._side_threads.shutdown(wait=False, cancel_futures=True)
 
     # --- what each command does before and around its turn ------------------------------------
 
@@ -308,7 +313,7 @@ class Dispatcher:
         self._status_count += 1
         try:
             loop = asyncio.get_running_loop()
-            work = partial(self._guarded, self._attachments.status)
+            work = partial(guarded, self._attachments.status)
             await loop.run_in_executor(self._side_threads, work)
         finally:
             self._status_count -= 1
@@ -322,7 +327,7 @@ class Dispatcher:
         deadline_s: float,
         *,
         turn_s: float | None = None,
-        patient: Callable[[], AttachResult] | None = None,
+        patient: Callable[[], AttachResult | None] | None = None,
     ) -> AttachResult | None:
         """Wait for the job's turn, have a thread do `work`, give its result, all in time.
 
@@ -341,39 +346,35 @@ class Dispatcher:
             self._leave(job)
             raise
         job.started = True
-        future = asyncio.ensure_future(self._on_threads(work, patient))
-        future.add_done_callback(partial(self._end, job))
+        future = self._threads.start(work, patient, partial(self._end, job))
         return await self._outcome(job, future, until_s)
-
-    async def _on_threads(
-        self,
-        work: Callable[[], AttachResult | None],
-        patient: Callable[[], AttachResult] | None,
-    ) -> AttachResult | None:
-        run = asyncio.get_running_loop().run_in_executor
-        result = await run(self._threads, self._guarded, work)
-        if result is None and patient is not None:
-            result = await run(self._patient_threads, self._guarded, patient)
-        return result
 
     async def _outcome(
         self, job: _Job, future: "asyncio.Future[AttachResult | None]", until_s: float
     ) -> AttachResult | None:
         """Wait for a thread; one that does not end in time is told to, and waited for once more."""
         loop = asyncio.get_running_loop()
+
+        def give_up() -> None:
+            if not future.done():
+                future.set_exception(
+                    Unavailable(
+                        f"{job}: not done in time; it is being undone", hint="see the agent's log"
+                    )
+                )
+
+        timers = [
+            loop.call_at(until_s, job.cancel, "its time is over"),
+            loop.call_at(max(until_s, loop.time()) + self._limits.undo_s, give_up),
+        ]
         try:
-            done, _ = await asyncio.wait({future}, timeout=max(0.0, until_s - loop.time()))
-            if not done:
-                job.cancel("its time is over")
-                done, _ = await asyncio.wait({future}, timeout=self._limits.undo_s)
+            return await future
         except asyncio.CancelledError:
             job.cancel("the agent is stopping")
             raise
-        if not done:
-            raise Unavailable(
-                f"{job}: not done in time; it is being undone", hint="see the agent's log"
-            )
-        return future.result()
+        finally:
+            for timer in timers:
+                timer.cancel()
 
     def _enter(self, job: _Job) -> None:
         line = self._lines.get(job.key, deque())
@@ -397,10 +398,7 @@ class Dispatcher:
         if not self._job_count:
             self._idle.set()
 
-    def _end(self, job: _Job, future: "asyncio.Future[AttachResult | None]") -> None:
-        """The thread is done. Its failure may have nobody left to hear it: look at it here."""
-        if not future.cancelled():
-            future.exception()
+    def _end(self, job: _Job) -> None:
         self._leave(job)
         job.released()
 
@@ -419,27 +417,21 @@ class Dispatcher:
 
     # --- on a worker thread ---------------------------------------------------------------------
 
-    def _guarded(self, work: Callable[[], AttachResult | None]) -> AttachResult | None:
-        """Let nothing but PodwireError out: anything else is a mistake of ours."""
-        try:
-            return work()
-        except PodwireError:
-            raise
-        except Exception as error:
-            _log.exception("a request met a bug")
-            raise Bug(
-                f"carry out the request: {type(error).__name__}: {error}",
-                hint="please report it, with the agent's log",
-            ) from error
-
     def _attach(self, job: _Job) -> AttachResult | None:
         """Attach; None when that may have to wait for the store."""
-        job.refuse_if_cancelled()
-        if self._attachments.waits_for_store(job.request):
-            return None
-        return self._attach_patiently(job)
+        self._prepare(job)
+        return self._unless_cancelled(
+            job, self._attachments.add_at_once(job.request, job.namespace, job.is_cancelled)
+        )
 
-    def _attach_patiently(self, job: _Job) -> AttachResult:
+    def _attach_patiently(self, job: _Job) -> AttachResult | None:
+        self._prepare(job)
+        return self._unless_cancelled(
+            job, self._attachments.add(job.request, job.namespace, job.is_cancelled)
+        )
+
+    def _prepare(self, job: _Job) -> None:
+        """Carry out the DELs of an attachment that are spooled, and refuse an ADD that is older than one."""
         job.refuse_if_cancelled()
         for record in self._spool.pending(job.key):
             self._deletes.note(
@@ -448,8 +440,9 @@ class Dispatcher:
             self._replay_record(record)
         if self._deletes.overtook(job.key, job.request.started_boottime_ns):
             raise _overtaken(job.request, "a DEL of it")
-        result = self._attachments.add(job.request, job.namespace, job.is_cancelled)
-        if job.is_cancelled():
+
+    def _unless_cancelled(self, job: _Job, result: AttachResult | None) -> AttachResult | None:
+        if result is not None and job.is_cancelled():
             # Cancelled behind its last step: nobody is going to hear of what was made.
             self._attachments.delete(job.request, job.namespace)
             job.refuse_if_cancelled()
@@ -461,6 +454,10 @@ class Dispatcher:
     def _replay_record(self, record: SpooledDelete) -> None:
         self._attachments.delete(record.request, None)
         self._spool.remove(record)
+
+
+def _stopping(job: _Job) -> Unavailable:
+    return Unavailable(f"{job}: the agent is stopping", hint="call again in a moment")
 
 
 def _overtaken(request: AttachRequest, what: str) -> Unavailable:

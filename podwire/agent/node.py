@@ -15,7 +15,7 @@ import msgspec
 
 from podwire.agent import measured
 from podwire.agent.cluster_duty import ClusterDuty, ClusterOptions
-from podwire.agent.cluster_publisher import take_name
+from podwire.agent.cluster_publisher import refuse_contested, take_name
 from podwire.agent.config_reload import LiveConfig
 from podwire.agent.health import Health
 from podwire.agent.identity_duty import IdentityDuty
@@ -124,6 +124,7 @@ def open_node(settled: Settled, stack: ExitStack) -> Node:
     name = take_name(store, journal, config.node.node_name, config.node.node_address)
     stack.callback(name.close)
     addresses = open_addresses(config, store, journal, partial(_report_ipam, health))
+    refuse_contested(name, addresses.own_ranges().pod_cidrs, config.node.node_address)
     datapath = KernelDatapath(plan_node(config, addresses))
     try:
         stack.enter_context(datapath)
@@ -207,6 +208,8 @@ def plan_node(
         cluster_cidrs=config.node.cluster_cidrs,
         node_cidrs=addresses.ranges if ranges is None else ranges,
         families=addresses.families,
+        # A single address that a node claims of a pool may be of any part of it.
+        pod_sources=config.node.cluster_cidrs if config.node.ipam == "pool" else (),
         masquerade=config.datapath.masquerade,
         masquerade_except=config.datapath.masquerade_except,
         conntrack_entries=config.datapath.conntrack_entries,

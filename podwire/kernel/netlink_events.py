@@ -2,14 +2,17 @@
 
 Opened by `datapath.node` for a duty that looks at the kernel again. Must never be the only sign of a change: the
 kernel tells what happened after it was opened only, and drops what nobody reads (which counts as a change). Bound to
-the namespace of the thread that opened it; any thread may wait.
+the namespace of the thread that opened it; any thread may wait. What is to be ignored for its device is dropped by a
+filter in the kernel: a thread that is woken to find nothing costs whoever holds the interpreter.
 """
 
+import ctypes
 import errno
 import math
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +30,17 @@ GROUP_IPV4_ADDRESS: Final = 0x010
 GROUP_IPV4_ROUTE: Final = 0x040
 GROUP_IPV6_ADDRESS: Final = 0x100
 GROUP_IPV6_ROUTE: Final = 0x400
+# The same header
+_RTM_NEWROUTE: Final = 24
+_RTM_DELROUTE: Final = 25
+_RTA_OIF: Final = 4
+_MESSAGE_TYPE_AT: Final = 4
+"""In struct nlmsghdr, which is where a filter of a netlink socket begins to read."""
+_INDEX_AT: Final = 16 + 4
+"""The device's index in ifinfomsg, ifaddrmsg and tcmsg, behind nlmsghdr."""
+_ROUTE_ATTRIBUTES_AT: Final = 16 + 12
+"""Behind nlmsghdr and rtmsg."""
+_SO_ATTACH_FILTER: Final = 26
 _RECEIVE_BYTES: Final = 1 << 16
 _RECEIVE_BUFFER_BYTES: Final = 1 << 20
 _SO_RCVBUFFORCE: Final = 33
@@ -34,13 +48,17 @@ _DATAGRAMS_AT_ONCE: Final = 1000
 
 
 class NetlinkEvents:
-    """What the kernel tells of changes. `matters` gets type and body of each message; the others are not told."""
+    """What the kernel tells of changes. `matters` gets type and body of each message; the others are not told.
+
+    With `ignored_from`, a power of two, nothing about devices with this or a higher index arrives at all.
+    """
 
     def __init__(
         self,
         groups: int,
         matters: Callable[[int, bytes], bool],
         *,
+        ignored_from: int = 0,
         buffer_bytes: int = _RECEIVE_BUFFER_BYTES,
     ) -> None:
         self._matters = matters
@@ -52,6 +70,8 @@ class NetlinkEvents:
         )
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, buffer_bytes)
+            if ignored_from:
+                _attach_filter(self._socket, _ignore_devices(ignored_from))
             self._socket.bind((0, groups))
             flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
             self._woken = Fd(os.eventfd(0, flags), "wake-up of netlink events")
@@ -120,3 +140,47 @@ class NetlinkEvents:
                 self._matters(kind, body) for kind, _, _, body in split_messages(data)
             )
         return changed
+
+
+def _ignore_devices(first_index: int) -> bytes:
+    """Give a filter that drops what is about devices from `first_index` on, a power of two.
+
+    Classic BPF (include/uapi/linux/{filter,bpf_common}.h) reads words as they stand on a wire, netlink has them in the
+    machine's order: constants are turned around instead. A route's device is in an attribute, which SKF_AD_NLATTR
+    looks up; a message where it is not found arrives.
+    """
+    load_half, load_word, load_word_at_x = 0x28, 0x20, 0x40
+    load, load_x, to_x = 0x00, 0x01, 0x07
+    if_equal, if_any_bit, give_back = 0x15, 0x45, 0x06
+    find_attribute = (-0x1000 + 12) & 0xFFFFFFFF  # SKF_AD_OFF + SKF_AD_NLATTR
+    high_bits = socket.htonl(~(first_index - 1) & 0xFFFFFFFF)
+    everything, nothing = 0xFFFFFFFF, 0
+    return b"".join(
+        struct.pack("=HBBI", *instruction)
+        for instruction in (
+            (load_half, 0, 0, _MESSAGE_TYPE_AT),
+            (if_equal, 3, 0, socket.htons(_RTM_NEWROUTE)),  # true: the attributes
+            (if_equal, 2, 0, socket.htons(_RTM_DELROUTE)),
+            (load_word, 0, 0, _INDEX_AT),
+            (if_any_bit, 8, 7, high_bits),  # true: nothing, false: everything
+            (load, 0, 0, _ROUTE_ATTRIBUTES_AT),
+            (load_x, 0, 0, _RTA_OIF),
+            (load_word, 0, 0, find_attribute),
+            (if_equal, 3, 0, 0),  # not found: everything
+            (to_x, 0, 0, 0),
+            (load_word_at_x, 0, 0, 4),  # behind the attribute's own header
+            (if_any_bit, 1, 0, high_bits),
+            (give_back, 0, 0, everything),
+            (give_back, 0, 0, nothing),
+        )
+    )
+
+
+def _attach_filter(target: socket.socket, program: bytes) -> None:
+    """Attach a classic BPF program: struct sock_fprog, a count and a pointer."""
+    code = ctypes.create_string_buffer(program, len(program))
+    target.setsockopt(
+        socket.SOL_SOCKET,
+        _SO_ATTACH_FILTER,
+        struct.pack("@HP", len(program) // 8, ctypes.addressof(code)),
+    )

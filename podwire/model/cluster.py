@@ -40,6 +40,10 @@ class Way(enum.StrEnum):
     """By a route of the kernel, unchanged."""
 
 
+Claimed = IPAddress | IPNetwork
+"""What a node can have and no other: an address on the underlay, a range of pods."""
+
+
 @dataclass(frozen=True)
 class NodeFacts:
     """What a node publishes. It is written only when one of these changes: it has no heartbeat."""
@@ -48,7 +52,7 @@ class NodeFacts:
     instance: str
     """Random, chosen once and kept in `state_dir`: tells a restart from another machine under the same name."""
     epoch: int
-    """One more each time that the name passes to another instance; of two claims to a prefix the higher one wins."""
+    """One more each time that the name passes to another instance; says nothing of other names."""
     addresses: tuple[IPAddress, ...]
     """On the underlay, at most one per family; the first is the one peers send tunnel packets to if they have its
     family."""
@@ -63,6 +67,8 @@ class NodeFacts:
     """Claimed blocks of pools, with the epoch of the claim."""
     holds: tuple[IdentityId, ...] = ()
     """Identities in use that no NodeEndpoints of it names."""
+    claims: Mapping[Claimed, int] = field(default_factory=dict)
+    """Numbers of its addresses and ranges, in the order in which nodes of the cluster have claimed theirs."""
 
 
 @dataclass(frozen=True)

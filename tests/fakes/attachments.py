@@ -79,8 +79,14 @@ class GatedAttachments:
             self.attached[request.key] = request.started_boottime_ns
         return AttachResult()
 
-    def waits_for_store(self, request: AttachRequest, /) -> bool:
-        return request.key in self.unknown
+    def add_at_once(
+        self,
+        request: AttachRequest,
+        namespace: PodNamespace | None,
+        cancelled: Callable[[], bool],
+        /,
+    ) -> AttachResult | None:
+        return None if request.key in self.unknown else self.add(request, namespace, cancelled)
 
     def delete(self, request: AttachRequest, _namespace: PodNamespace | None, /) -> None:
         # The undo of an ADD calls this inside the ADD's own turn.

@@ -2,8 +2,6 @@
 
 import ipaddress
 import json
-import threading
-import time
 from typing import Any
 
 import pytest
@@ -11,8 +9,7 @@ from pyroute2.netlink.rtnl.ifinfmsg import ifinfmsg
 from pyroute2.netlink.rtnl.ndmsg import ndmsg
 
 from podwire.kernel.netlink import NetlinkSocket, Request
-from podwire.kernel.netlink_events import GROUP_LINK, NetlinkEvents
-from podwire.kernel.rtnl.link import LinkEnd, create_link, delete_link, get_link, list_links
+from podwire.kernel.rtnl.link import LinkEnd, create_link, get_link, list_links
 from podwire.kernel.rtnl.vxlan import (
     KIND,
     ForwardingEntry,
@@ -168,48 +165,3 @@ def test_pyroute2_reads_the_forwarding_entry_that_we_ask_for() -> None:
     found = _attributes(ndmsg, set_forwarding(ForwardingEntry(INDEX, PEER_MAC, V4)))
     assert found["NDA_LLADDR"] == PEER_MAC
     assert found["NDA_DST"] == str(V4)
-
-
-# What the kernel tells
-
-
-def test_a_burst_is_one_change(netlink: NetlinkSocket) -> None:
-    with NetlinkEvents(GROUP_LINK, lambda _kind, _body: True) as events:
-        for number in range(60, 65):
-            netlink.execute([create_link("bridge", LinkEnd(f"pwb{number}", number))])
-        assert events.wait(5)
-        assert not events.wait(0)
-
-
-def test_what_does_not_matter_does_not_end_the_wait(netlink: NetlinkSocket) -> None:
-    kinds = []
-
-    def matters(kind: int, _body: bytes) -> bool:
-        kinds.append(kind)
-        return False
-
-    with NetlinkEvents(GROUP_LINK, matters) as events:
-        netlink.execute([create_link("bridge", LinkEnd("pwbr", 55))])
-        assert not events.wait(0.05)
-    assert kinds
-
-
-def test_what_was_lost_counts_as_a_change(netlink: NetlinkSocket) -> None:
-    with NetlinkEvents(GROUP_LINK, lambda _kind, _body: False, buffer_bytes=1) as events:
-        for _ in range(50):
-            netlink.execute([create_link("bridge", LinkEnd("pwbr", 55))])
-            netlink.execute([delete_link(55)])
-        assert events.wait(0)
-        assert not events.wait(0)
-
-
-def test_another_thread_ends_the_wait(host: Namespace) -> None:
-    del host
-    with NetlinkEvents(GROUP_LINK, lambda _kind, _body: True) as events:
-        waker = threading.Timer(0.05, events.wake)
-        waker.start()
-        began = time.monotonic()
-        assert not events.wait(30)
-        assert time.monotonic() - began < 10
-        waker.join()
-    events.wake()

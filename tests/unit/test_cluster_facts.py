@@ -40,6 +40,11 @@ FACTS = NodeFacts(
     underlay_mtu_bytes=9000,
     blocks={ipaddress.ip_network("10.9.0.64/26"): 7},
     holds=(IdentityId(256), IdentityId(70000)),
+    claims={
+        ipaddress.ip_address("192.0.2.1"): -2,
+        ipaddress.ip_network("10.1.0.0/24"): 12,
+        ipaddress.ip_network("10.9.0.64/26"): 13,
+    },
 )
 
 
@@ -102,6 +107,9 @@ def test_a_node_that_only_holds_identities_is_not_published_yet() -> None:
         pytest.param({"podCIDRs": ["0.0.0.0/0"]}, "spec.podCIDRs", id="everything"),
         pytest.param({"podCIDRs": ["127.5.0.0/16"]}, "spec.podCIDRs", id="loopback range"),
         pytest.param({"podCIDRs": ["fe80::/64"]}, "spec.podCIDRs", id="link-local range"),
+        pytest.param({"claims": [1]}, "spec.claims", id="claims are no object"),
+        pytest.param({"claims": {"10.1.0.0/24": "1"}}, "spec.claims", id="number is text"),
+        pytest.param({"claims": {"10.1.0.1/24": 1}}, "spec.claims", id="claim of no range"),
         pytest.param({"tunnelMAC": "01:00:00:00:00:01"}, "spec.tunnelMAC", id="multicast MAC"),
         pytest.param({"tunnelMAC": "00:00:00:00:00:00"}, "spec.tunnelMAC", id="zero MAC"),
         pytest.param({"tunnelMAC": "0e:70"}, "spec.tunnelMAC", id="short MAC"),

@@ -1,5 +1,6 @@
 """Whose word about a pod's address counts, and that news change only what they are about."""
 
+import dataclasses
 import ipaddress
 import time
 from typing import Any
@@ -148,6 +149,24 @@ def test_a_pod_of_ours_takes_its_address_back() -> None:
     assert row(pods, "10.250.9.9") is None
     pods.set_own_pods(())
     assert row(pods, "10.250.9.9") is not None
+
+
+@pytest.mark.parametrize("comes_late", [False, True], ids=["at once", "later"])
+def test_a_pod_in_another_nodes_own_range_is_refused(comes_late: Any) -> None:
+    """n3 says that it has pods in the range that is n2's by the older claim: only those of n2 are reached."""
+    intruder = make(3, pod_cidrs=nets("10.244.2.0/24"), tunnel_addresses=(), claims={})
+    intruder = dataclasses.replace(intruder, claims=dict.fromkeys(intruder.pod_cidrs, 2))
+    said = (says("n2", a10_244_2_5=300), says("n3", a10_244_2_5=301, a10_244_2_6=302))
+    if comes_late:
+        pods = filled(view_of(intruder), *said)
+        pods.view(view_of(make(2), intruder))
+    else:
+        pods = filled(view_of(make(2), intruder), *said)
+    assert row(pods, "10.244.2.5").identity == 300
+    assert row(pods, "10.244.2.6") is None
+    assert pods.routes == {}
+    assert len(pods.problems) == 2
+    assert all("it is in the pod range of node n2" in one.message for one in pods.problems)
 
 
 def test_a_node_that_is_not_reached_is_not_believed() -> None:

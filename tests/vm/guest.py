@@ -38,12 +38,19 @@ MODULES = (
 TOOLS = ("ip", "tc", "nft", "ping", "bpftool", "nsenter", "mount", "umount", "stty", "sh")
 PYTHON_PACKAGES_LEFT_OUT = ("mypy", "ruff", "uv", "grpc_tools", "mypyc", "pip", "setuptools")
 
+BEGUN = "PODWIRE-BEGUN"
+BOOTS_MAX = 3
+
 INIT = """#!/bin/busybox sh
 /bin/busybox mkdir -p /proc /sys /dev /root
 /bin/busybox mount -t proc proc /proc
 /bin/busybox mount -t sysfs sysfs /sys
 /bin/busybox mount -t devtmpfs dev /dev
 for module in {modules}; do /bin/busybox modprobe $module 2>/dev/null; done
+tries=0
+until [ -b /dev/vda ] || [ $tries -ge 300 ]; do
+    tries=$((tries + 1)); /bin/busybox sleep 0.1
+done
 /bin/busybox mount -t ext4 /dev/vda /root || {{ echo PODWIRE-NO-ROOT; /bin/busybox poweroff -f; }}
 /bin/busybox mount -t proc proc /root/proc
 /bin/busybox mount -t sysfs sysfs /root/sys
@@ -60,6 +67,7 @@ RUN = """export PATH=/usr/bin:/usr/sbin:/bin:/sbin HOME=/tmp LANG=C.UTF-8 PYTHON
 export PYTHONPATH={tree}:{site}
 export PODWIRE_GUEST=1
 stty -F /dev/ttyS1 raw -echo
+echo "{begun}" > /dev/ttyS1
 cd {tree}
 ( {command} ) > /dev/ttyS1 2>&1
 echo "PODWIRE-EXIT $?" > /dev/ttyS1
@@ -77,6 +85,10 @@ class Kernel:
 
 class GuestUnavailable(Exception):
     """Something the tier needs is not to be had here; the message names it."""
+
+
+class GuestDied(Exception):
+    """A guest ended before its command began; the message is what its console said."""
 
 
 def fetch_kernel(package: str, cache: Path) -> Kernel:
@@ -129,30 +141,42 @@ def build_root(directory: Path) -> Path:
 
 
 def boot(kernel: Kernel, root: Path, command: str, directory: Path, timeout_s: float) -> str:
-    """Run `command` in the tree inside the guest; gives all it printed. TimeoutError at the deadline."""
+    """Run `command` in the tree inside the guest; gives all it printed.
+
+    A guest that ends before its command has begun tells nothing about this tree: it is booted again, a few times.
+    Raises GuestDied when that does not help, TimeoutError at the deadline.
+    """
     image = directory / f"{kernel.release}.ext4"
     shutil.copy(root, image)
     site = sysconfig.get_path("purelib")
-    script = RUN.format(tree=GUEST_TREE, site=site, command=command)
+    script = RUN.format(tree=GUEST_TREE, site=site, command=command, begun=BEGUN)
     (directory / "run.sh").write_text(script)
     _run("debugfs", "-w", "-R", f"write {directory / 'run.sh'} run.sh", str(image))
-    initramfs = _initramfs(kernel, directory)
-    output = directory / f"{kernel.release}.out"
+    output, console = directory / f"{kernel.release}.out", directory / f"{kernel.release}.console"
     arguments = [
         *("qemu-system-x86_64", "-accel", "tcg,thread=multi", "-smp", "2", "-m", str(MEMORY_MIB)),
         *("-nodefaults", "-no-reboot", "-display", "none", "-cpu", "max"),
-        *("-kernel", str(kernel.image), "-initrd", str(initramfs)),
+        *("-kernel", str(kernel.image), "-initrd", str(_initramfs(kernel, directory))),
         *("-append", "console=ttyS0 quiet panic=-1 random.trust_cpu=on"),
         *("-drive", f"file={image},if=virtio,format=raw,cache=unsafe"),
-        *("-serial", f"file:{directory / 'console.out'}", "-serial", f"file:{output}"),
+        *("-serial", f"file:{console}", "-serial", f"file:{output}"),
     ]
     try:
-        subprocess.run(arguments, check=True, timeout=timeout_s, capture_output=True)
+        for _ in range(BOOTS_MAX):
+            subprocess.run(arguments, check=True, timeout=timeout_s, capture_output=True)
+            begun, marker, printed = output.read_text(errors="replace").partition(BEGUN)
+            if marker:
+                return begun + printed
     except subprocess.TimeoutExpired:
-        raise TimeoutError(f"the guest did not end within {timeout_s:.0f} s") from None
+        said = output.read_text(errors="replace")[-1000:] + _tail(console)
+        raise TimeoutError(f"the guest did not end within {timeout_s:.0f} s: {said}") from None
     finally:
         image.unlink()
-    return output.read_text(errors="replace")
+    raise GuestDied(f"{BOOTS_MAX} boots of {kernel.release} ended early: {_tail(console)}")
+
+
+def _tail(console: Path) -> str:
+    return console.read_text(errors="replace")[-3000:]
 
 
 def _initramfs(kernel: Kernel, directory: Path) -> Path:

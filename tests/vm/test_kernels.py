@@ -41,6 +41,7 @@ class GuestRun:
 
     release: str
     output: str
+    """What the command printed, and behind it the exit code, if it came so far."""
     outcomes: Mapping[str, list[tuple[str, str]]]
     """By file: (outcome, test)."""
 

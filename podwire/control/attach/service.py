@@ -23,7 +23,7 @@ from podwire.control.endpoint.states import State
 from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.control.identity.key import convert_ports
 from podwire.control.identity.resolver import IdentityResolver, Resolution
-from podwire.control.ipam.interface import NO_IDENTITY, Given, Ipam, Wish
+from podwire.control.ipam.interface import Given, Ipam, Wish
 from podwire.model.endpoint import AttachmentKey, EndpointRecord, Phase
 from podwire.model.errors import (
     AddressUnavailable,
@@ -78,33 +78,28 @@ class AttachService:
         cancelled: Callable[[], bool] = lambda: False,
     ) -> AttachResult:
         """Attach a pod; returns when its datapath is live. Whatever fails, nothing stays behind."""
-        if namespace is None:
-            raise InvalidEnvironment(
-                f"attach {_key(request)}: network namespace {request.netns_path!r} is gone",
-                hint="the runtime must keep CNI_NETNS mounted until ADD has answered",
-            )
+        there = _require_namespace(request, namespace)
         # Before the turn: labels that nobody had before wait for the store, and no other pod may wait with them.
         identity = self._resolve(request, cancelled)
-        wish = _wish(request, identity.number)
-        try:
-            self._make_room(wish, request, cancelled)
-            with self.turn:
-                self._refuse_second_attachment(_key(request))
-                endpoint = self._admit(request, namespace, identity, wish)
-                self._build_up(endpoint, namespace, cancelled)
-        finally:
-            self.ipam.drop(wish)
-        return describe_attachment(endpoint.record)
+        return self._attach(request, there, identity, cancelled)
 
-    def waits_for_store(self, request: AttachRequest) -> bool:
-        """Tell whether `add` would ask the store for labels that no pod of this node has, or for addresses.
-
-        Blocks for nothing.
+    def add_at_once(
+        self,
+        request: AttachRequest,
+        namespace: PodNamespace | None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> AttachResult | None:
+        """Attach like `add`, or give None and do nothing: it would have to ask the store, for labels that no pod of
+        this node has or for addresses.
         """
+        there = _require_namespace(request, namespace)
+        begin_ns = self.clock.boottime_ns()
         ports = convert_ports(request.ports)
-        if self.identities.find(request.labels, ports, request.namespace) is None:
-            return True
-        return self.ipam.waits_for_store(_wish(request))
+        identity = self.identities.find(request.labels, ports, request.namespace)
+        if identity is None or self.ipam.waits_for_store(_wish(request, identity.number)):
+            return None
+        self.observe("ADD", "resolve", (self.clock.boottime_ns() - begin_ns) / 1e6)
+        return self._attach(request, there, identity, cancelled)
 
     def delete(self, request: AttachRequest, _namespace: PodNamespace | None = None) -> None:
         """Detach; success when nothing is there. Older than the attachment it names, it changes nothing."""
@@ -205,6 +200,24 @@ class AttachService:
             f" (network {holder.network!r})",
             hint="call DEL first, or use another CNI_IFNAME",
         )
+
+    def _attach(
+        self,
+        request: AttachRequest,
+        namespace: PodNamespace,
+        identity: Resolution,
+        cancelled: Callable[[], bool],
+    ) -> AttachResult:
+        wish = _wish(request, identity.number)
+        try:
+            self._make_room(wish, request, cancelled)
+            with self.turn:
+                self._refuse_second_attachment(_key(request))
+                endpoint = self._admit(request, namespace, identity, wish)
+                self._build_up(endpoint, namespace, cancelled)
+        finally:
+            self.ipam.drop(wish)
+        return describe_attachment(endpoint.record)
 
     def _resolve(self, request: AttachRequest, cancelled: Callable[[], bool]) -> Resolution:
         begin_ns = self.clock.boottime_ns()
@@ -348,7 +361,16 @@ class AttachService:
         self.observe(op, step, (self.clock.boottime_ns() - begin_ns) / 1e6)
 
 
-def _wish(request: AttachRequest, identity: IdentityId = NO_IDENTITY) -> Wish:
+def _require_namespace(request: AttachRequest, namespace: PodNamespace | None) -> PodNamespace:
+    if namespace is None:
+        raise InvalidEnvironment(
+            f"attach {_key(request)}: network namespace {request.netns_path!r} is gone",
+            hint="the runtime must keep CNI_NETNS mounted until ADD has answered",
+        )
+    return namespace
+
+
+def _wish(request: AttachRequest, identity: IdentityId) -> Wish:
     return Wish(
         key=request.key,
         identity=identity,

@@ -1,15 +1,27 @@
 """Who has which range and which address, when several nodes say that they have it.
 
-Used by `control.cluster.planner`. Pure. A range or address belongs to whoever claims it in the highest epoch; of equal
-ones nobody gets it. What this node itself has no other gets, whatever the epoch. Invariant: the outcome does not
-depend on the order of nodes, and a node that nobody contradicts keeps all it claims.
+Used by `control.cluster.planner`, and by `control.cluster.publish` before a node starts. Pure. A claim has a number
+from its first publication on: one more than the highest there was, so of two claims the lower is the older one, and it
+stands; equal ones (two that began at once) are parted by the nodes' names. Between blocks of pools the higher epoch
+comes first: there the store itself has said who follows whom. What this node itself has no other gets here.
+Invariants: who has the right does not depend on the order of nodes, nor on who asks; a claim that nobody contradicts
+stands; one that stands falls to no later claim.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from ipaddress import IPv4Network, IPv6Network
+from typing import Final
 
-from podwire.model.cluster import IPAddress, IPNetwork, NodeFacts
+from podwire.model.cluster import Claimed, IPAddress, IPNetwork, NodeFacts
+
+UNNUMBERED: Final = 0
+"""Of a claim whose node gives it no number: an older agent's, so it was there first."""
+NOT_YET: Final = math.inf
+"""Of what this node has not published yet."""
+RANGES: Final = (IPv4Network, IPv6Network)
 
 
 @dataclass(frozen=True, order=True)
@@ -21,6 +33,23 @@ class Problem:
     message: str
 
 
+@dataclass(frozen=True)
+class Claim:
+    """What one node says that it has."""
+
+    node: str
+    what: Claimed
+    number: float
+    """The lower, the older."""
+    epoch: int | None = None
+    """Of a pool's block; None of everything else."""
+
+    @property
+    def rank(self) -> tuple[float, str]:
+        """The lower, the stronger."""
+        return self.number, self.node
+
+
 @dataclass
 class Outcome:
     """What of the claims stands."""
@@ -28,47 +57,12 @@ class Outcome:
     ranges: dict[str, list[IPNetwork]] = field(default_factory=dict)
     """By node: its ranges that stand, in the order in which it names them."""
     refused: set[IPNetwork] = field(default_factory=set)
-    """Ranges of other nodes that nobody gets."""
+    """Ranges of other nodes that they do not get here."""
     addresses: dict[str, list[IPAddress]] = field(default_factory=dict)
     """By node: its underlay addresses that stand."""
     problems: set[Problem] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
-class _Claim:
-    network: IPNetwork
-    node: str
-    epoch: float
-    """Infinite for what this node has itself."""
-    first: int
-    last: int
-
-    @property
-    def rank(self) -> tuple[float, str, int, int]:
-        """The lower, the stronger; total, so that no order of input matters."""
-        return -self.epoch, self.node, self.first, self.last
-
-
-_Best = tuple[_Claim, ...]
-"""The strongest claims of the two strongest nodes: enough to find any node's strongest opponent."""
-
-
-@dataclass
-class _Open:
-    """A range while those inside it are looked at."""
-
-    claim: _Claim
-    around: _Best
-    """Of the claims around it, itself included."""
-    inside: _Best = ()
-
-
-def _best(claims: Iterable[_Claim]) -> _Best:
-    kept: list[_Claim] = []
-    for one in sorted(claims, key=lambda one: one.rank):
-        if all(one.node != other.node for other in kept):
-            kept.append(one)
-    return tuple(kept[:2])
+    lost: list[tuple[Claim, Claim]] = field(default_factory=list)
+    """What of this node's claims falls, and to which."""
 
 
 def settle(own: NodeFacts, peers: Sequence[NodeFacts]) -> Outcome:
@@ -87,122 +81,232 @@ def claimed_ranges(facts: NodeFacts) -> Iterator[tuple[IPNetwork, int]]:
     yield from facts.blocks.items()
 
 
-def _settle_addresses(own: NodeFacts, peers: Sequence[NodeFacts], outcome: Outcome) -> None:
-    claimants: dict[IPAddress, list[NodeFacts]] = {}
-    for peer in peers:
-        outcome.addresses[peer.name] = list(peer.addresses)
-        for address in peer.addresses:
-            claimants.setdefault(address, []).append(peer)
-    mine = {*own.addresses, *own.tunnel_addresses}
-    my_ranges = [network for network, _ in claimed_ranges(own)]
-    for address, nodes in claimants.items():
-        is_mine = address in mine or any(address in network for network in my_ranges)
-        if not is_mine and len(nodes) == 1:
-            continue
-        losers = nodes if is_mine else _losers(nodes)
-        for loser in losers:
-            outcome.addresses[loser.name].remove(address)
-        outcome.problems.add(_describe_address(address, nodes, losers, own if is_mine else None))
+def everything_claimed(facts: NodeFacts) -> tuple[Claimed, ...]:
+    """Give all that a node's claims have numbers for."""
+    return *facts.addresses, *(network for network, _ in claimed_ranges(facts))
 
 
-def _describe_address(
-    address: IPAddress,
-    nodes: Sequence[NodeFacts],
-    losers: Sequence[NodeFacts],
-    own: NodeFacts | None,
-) -> Problem:
-    if own is not None and address not in (*own.addresses, *own.tunnel_addresses):
-        names = tuple(sorted(one.name for one in nodes))
-        return Problem(
-            tuple(sorted((*names, own.name))),
-            f"node {_join(names)} has address {address}, which is in a pod range of node {own.name}:"
-            " it is not reached there",
-        )
-    parties = sorted(one.name for one in (*nodes, *([own] if own else [])))
-    lost = {one.name for one in losers}
-    winner = next((name for name in parties if name not in lost), "")
-    return Problem(
-        tuple(parties),
-        f"nodes {_join(parties)} have the same address {address}: {_verdict(winner)}",
+def number_claims(
+    wanted: Iterable[Claimed],
+    before: Mapping[Claimed, int],
+    others: Collection[NodeFacts],
+    living: Collection[str],
+) -> dict[Claimed, int]:
+    """Give what is wanted its numbers: those it had `before`, else one more than all others have.
+
+    An address goes along with its machine, so one that stronger claims of other nodes have, none of them `living`, is
+    taken over: it gets the number before theirs. A range stays with the name that has it: its pods are there.
+    """
+    highest = max((number for one in others for number in one.claims.values()), default=UNNUMBERED)
+    following = max(highest, *before.values(), UNNUMBERED) + 1
+    numbers: dict[Claimed, int] = {}
+    for one in wanted:
+        number = before.get(one, following)
+        rivals = {
+            other.name: other.claims.get(one, UNNUMBERED)
+            for other in others
+            if one in other.addresses and other.claims.get(one, UNNUMBERED) <= number
+        }
+        if rivals and not rivals.keys() & living:
+            number = min(rivals.values()) - 1
+        numbers[one] = number
+    return numbers
+
+
+def describe_lost(outcome: Outcome) -> str:
+    """Say what of this node is another's, "" when nothing is. Blocks are left out: who has one the store says."""
+    return "; ".join(
+        f"{'pod range' if isinstance(mine.what, RANGES) else 'address'} {mine.what} of node {mine.node} is not reached"
+        f" by others: node {other.node} has {other.what} by an older claim"
+        for mine, other in sorted(outcome.lost, key=lambda pair: str(pair[0].what))
+        if mine.epoch is None
     )
 
 
-def _losers(nodes: Sequence[NodeFacts]) -> list[NodeFacts]:
-    highest = max(one.epoch for one in nodes)
-    best = [one for one in nodes if one.epoch == highest]
-    return [one for one in nodes if one is not best[0] or len(best) > 1]
+def find_cidr_owners(
+    peers: Iterable[NodeFacts], outcome: Outcome
+) -> dict[tuple[int, int, int], str]:
+    """Give who has each range that stands and lends no addresses, by `network_key`: blocks of pools do lend."""
+    return {
+        network_key(network.version, network.prefixlen, int(network.network_address)): facts.name
+        for facts in peers
+        for network in outcome.ranges[facts.name]
+        if network not in facts.blocks
+    }
+
+
+def network_key(version: int, length: int, address: int) -> tuple[int, int, int]:
+    """Give the key of the network of a length that has an address: quicker than making the network."""
+    return version, length, address >> ((32 if version == 4 else 128) - length)
+
+
+def _settle_addresses(own: NodeFacts, peers: Sequence[NodeFacts], outcome: Outcome) -> None:
+    claims: dict[IPAddress, list[Claim]] = {}
+    for facts, unknown in ((own, NOT_YET), *((peer, UNNUMBERED) for peer in peers)):
+        outcome.addresses[facts.name] = list(facts.addresses)
+        for address in facts.addresses:
+            number = facts.claims.get(address, unknown)
+            claims.setdefault(address, []).append(Claim(facts.name, address, number))
+    del outcome.addresses[own.name]
+    my_ranges = [network for network, _ in claimed_ranges(own)]
+    for address, several in claims.items():
+        first, *losers = sorted(several, key=lambda one: one.rank)
+        others = [one.node for one in several if one.node != own.name]
+        if losers:
+            outcome.problems.add(_describe_address(address, first, losers))
+            outcome.lost += [(one, first) for one in losers if one.node == own.name]
+        elif others and _is_inside(address, own, my_ranges):
+            outcome.problems.add(_describe_inside(address, others[0], own))
+        is_mine = address in own.addresses or _is_inside(address, own, my_ranges)
+        for name in others if is_mine else (one.node for one in losers):
+            outcome.addresses[name].remove(address)
+
+
+def _is_inside(address: IPAddress, own: NodeFacts, ranges: Sequence[IPNetwork]) -> bool:
+    return address in own.tunnel_addresses or any(address in network for network in ranges)
+
+
+def _describe_address(address: IPAddress, first: Claim, losers: Sequence[Claim]) -> Problem:
+    parties = tuple(sorted((first.node, *(one.node for one in losers))))
+    return Problem(
+        parties,
+        f"nodes {_join(parties)} have the same address {address}: {_verdict(first, losers)}",
+    )
+
+
+def _describe_inside(address: IPAddress, other: str, own: NodeFacts) -> Problem:
+    parties = tuple(sorted((other, own.name)))
+    if address in own.tunnel_addresses:
+        return Problem(
+            parties,
+            f"nodes {_join(parties)} have the same address {address}: {own.name} keeps it for its tunnel,"
+            f" {other} is not reached there",
+        )
+    return Problem(
+        parties,
+        f"node {other} has address {address}, which is in a pod range of node {own.name}:"
+        " it is not reached there",
+    )
+
+
+@dataclass(frozen=True)
+class _Range:
+    """A claim to a range."""
+
+    claim: Claim
+    network: IPNetwork
+    first: int
+    last: int
+
+    @property
+    def order(self) -> tuple[float, str, int, int, int]:
+        """Total, so that no order of input matters."""
+        return *self.claim.rank, self.network.version, self.first, self.last
+
+
+class _Taken:
+    """Ranges that stand so far; any number of one node's own may be in each other."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[int, int, int], _Range] = {}
+        self._lengths: dict[int, set[int]] = {4: set(), 6: set()}
+        self._starts: list[tuple[int, int, int]] = []
+        self._ranges: list[_Range] = []
+
+    def find_other(self, one: _Range) -> _Range | None:
+        """Give a range of another node that overlaps this: around it, else inside it."""
+        version, node = one.network.version, one.claim.node
+        for length in sorted(self._lengths[version]):
+            if length > one.network.prefixlen:
+                break
+            found = self._of.get(network_key(version, length, one.first))
+            if found is not None and found.claim.node != node:
+                return found
+        place = bisect_left(self._starts, (version, one.first, 0))
+        while place < len(self._starts) and self._starts[place][:2] <= (version, one.last):
+            inside = self._ranges[self._starts[place][2]]
+            if inside.claim.node != node:
+                return inside
+            place += 1
+        return None
+
+    def add(self, one: _Range) -> None:
+        version, length = one.network.version, one.network.prefixlen
+        self._of[network_key(version, length, one.first)] = one
+        self._lengths[version].add(length)
+        insort(self._starts, (version, one.first, len(self._ranges)))
+        self._ranges.append(one)
 
 
 def _settle_ranges(own: NodeFacts, peers: Sequence[NodeFacts], outcome: Outcome) -> None:
-    claims = [_claim(network, own.name, math.inf) for network, _ in claimed_ranges(own)]
-    claims += [
-        _claim(network, facts.name, epoch)
-        for facts in peers
-        for network, epoch in claimed_ranges(facts)
-    ]
-    beaten: set[tuple[str, IPNetwork]] = set()
-    for claim, opponent in _find_opponents(claims):
-        if opponent.epoch >= claim.epoch:
-            beaten.add((claim.node, claim.network))
-            outcome.problems.add(_describe_overlap(claim, opponent))
+    mine = list(_list_ranges(own, NOT_YET))
+    claims = mine + [one for peer in peers for one in _list_ranges(peer, UNNUMBERED)]
+    blocks = [(-one.claim.epoch, one) for one in claims if one.claim.epoch is not None]
+    blocks.sort(key=lambda pair: (pair[0], pair[1].order))
+    standing, fallen = _sift(one for _, one in blocks)
+    rest = [one for one in claims if one.claim.epoch is None]
+    standing, later = _sift(sorted((*standing, *rest), key=lambda one: one.order))
+    for one, other in (*fallen, *later):
+        outcome.problems.add(_describe_overlap(one, other))
+        if one.claim.node == own.name:
+            outcome.lost.append((one.claim, other.claim))
+    here = _Taken()
+    for one in mine:
+        here.add(one)
+    allowed: set[tuple[str, IPNetwork]] = set()
+    for one in standing:
+        ours = here.find_other(one)
+        if ours is None:
+            allowed.add((one.claim.node, one.network))
+        elif one.claim.node != own.name:
+            outcome.problems.add(_describe_overlap(ours, one))
     for peer in peers:
         ranges = outcome.ranges[peer.name] = []
         for network, _ in claimed_ranges(peer):
-            if (peer.name, network) in beaten:
-                outcome.refused.add(network)
-            else:
+            if (peer.name, network) in allowed:
                 ranges.append(network)
+            else:
+                outcome.refused.add(network)
 
 
-def _claim(network: IPNetwork, node: str, epoch: float) -> _Claim:
-    first = int(network.network_address)
-    return _Claim(network, node, epoch, first, first + network.num_addresses - 1)
+def _list_ranges(facts: NodeFacts, unknown: float) -> Iterator[_Range]:
+    for network, epoch in claimed_ranges(facts):
+        first = int(network.network_address)
+        number = facts.claims.get(network, unknown)
+        claim = Claim(facts.name, network, number, epoch if network in facts.blocks else None)
+        yield _Range(claim, network, first, first + network.num_addresses - 1)
 
 
-def _find_opponents(claims: Iterable[_Claim]) -> Iterator[tuple[_Claim, _Claim]]:
-    """Give for every claim that another node contradicts the strongest that does.
-
-    Ranges nest or are apart; what contradicts a claim is around it or inside it. One pass, also when all are equal.
-    """
-    ordered = sorted(claims, key=lambda one: (one.network.version, one.first, -one.last, one.rank))
-    opened: list[_Open] = []
-    version = 0
-    for claim in ordered:
-        while opened and (opened[-1].claim.last < claim.first or claim.network.version != version):
-            yield from _close(opened)
-        version = claim.network.version
-        around = _best((*opened[-1].around, claim)) if opened else (claim,)
-        opened.append(_Open(claim, around))
-    while opened:
-        yield from _close(opened)
+def _sift(ordered: Iterable[_Range]) -> tuple[list[_Range], list[tuple[_Range, _Range]]]:
+    """Take ranges, the strongest first: each stands unless another node's that stands overlaps it."""
+    taken = _Taken()
+    standing: list[_Range] = []
+    fallen: list[tuple[_Range, _Range]] = []
+    for one in ordered:
+        other = taken.find_other(one)
+        if other is None:
+            taken.add(one)
+            standing.append(one)
+        else:
+            fallen.append((one, other))
+    return standing, fallen
 
 
-def _close(opened: list[_Open]) -> Iterator[tuple[_Claim, _Claim]]:
-    """End the innermost range: all that is around it or inside it is known."""
-    last = opened.pop()
-    if opened:
-        opened[-1].inside = _best((*opened[-1].inside, *last.inside, last.claim))
-    if last.inside or len(last.around) > 1:
-        for other in _best((*last.around, *last.inside)):
-            if other.node != last.claim.node:
-                yield last.claim, other
-                return
-
-
-def _describe_overlap(one: _Claim, other: _Claim) -> Problem:
-    first, second = sorted((one, other), key=lambda claim: (claim.node, claim.rank))
-    winner = "" if one.epoch == other.epoch else min(one, other, key=lambda claim: claim.rank).node
+def _describe_overlap(loser: _Range, winner: _Range) -> Problem:
+    first, second = sorted((loser, winner), key=lambda one: (one.claim.node, one.order))
     return Problem(
-        (first.node, second.node),
-        f"pod ranges of nodes {first.node} ({first.network}) and {second.node} ({second.network})"
-        f" overlap: {_verdict(winner, 'range')}",
+        (first.claim.node, second.claim.node),
+        f"pod ranges of nodes {first.claim.node} ({first.network}) and {second.claim.node} ({second.network})"
+        f" overlap: {_verdict(winner.claim, [loser.claim])}",
     )
 
 
-def _verdict(winner: str, what: str = "address") -> str:
-    if not winner:
-        return f"neither claim is newer, so nobody gets the {what}"
-    return f"{winner} keeps it, the other is not reached there"
+def _verdict(winner: Claim, losers: Sequence[Claim]) -> str:
+    names = sorted({one.node for one in losers})
+    verb = "is" if len(names) == 1 else "are"
+    return (
+        f"{winner.node} has the older claim and keeps it, {_join(names)} {verb} not reached there"
+    )
 
 
 def _join(names: Sequence[str]) -> str:

@@ -78,6 +78,7 @@ def encode_node(facts: NodeFacts, before: Mapping[str, Any] | None = None) -> di
         "underlayMTU": facts.underlay_mtu_bytes,
         "blocks": {str(block): epoch for block, epoch in facts.blocks.items()},
         "holds": sorted(map(int, facts.holds)),
+        "claims": {str(one): number for one, number in facts.claims.items()},
     }
     return {
         "apiVersion": NODE.api_versions[0],
@@ -115,6 +116,7 @@ def decode_node(stored: StoredObject) -> NodeFacts:
         ),
         blocks=spec.epochs("blocks"),
         holds=tuple(map(IdentityId, spec.numbers("holds", 1, CLUSTER_LAST))),
+        claims=spec.claims("claims", EPOCH_MAX),
     )
     _check(facts, spec)
     refuse("Node", stored.key.name, faults)

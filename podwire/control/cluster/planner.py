@@ -2,7 +2,7 @@
 
 Called by `agent.cluster_duty` with every change of a node. Pure: everything comes in, a new plan goes out.
 Invariants: the plan does not depend on the order of the nodes; a node that goes takes only its own rows with it; a
-node's number is never that of another name; nothing that two nodes claim in the same epoch is sent to either.
+node's number is never that of another name; nothing that two nodes claim is sent to both.
 """
 
 from collections import Counter
@@ -10,7 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from podwire.control.cluster.claims import Problem, claimed_ranges, settle
+from podwire.control.cluster.claims import (
+    Problem,
+    claimed_ranges,
+    describe_lost,
+    find_cidr_owners,
+    settle,
+)
 from podwire.control.cluster.reach import (
     LEAST_MTU_BYTES,
     ClusterSettings,
@@ -77,6 +83,10 @@ class Planned:
     numbers: NodeNumbers
     reaches: Mapping[str, Reach]
     """By name: nodes whose pods' identities may be believed."""
+    cidr_owners: Mapping[tuple[int, int, int], str] = field(default_factory=dict)
+    """Whose each range of a node is that stands, by `claims.network_key`; blocks are lent, so they are not here."""
+    lost: str = ""
+    """What of this node is another's by an older claim; "" = nothing. Blocks follow the store by themselves."""
 
 
 def plan_cluster(
@@ -111,7 +121,14 @@ def plan_cluster(
         pod_mtu_bytes=_compute_pod_mtu(context, tunnel, reaches.values()),
         inside=_compute_inside(context, others),
     )
-    return Planned(plan, tuple(sorted(problems)), numbers, reaches)
+    return Planned(
+        plan,
+        tuple(sorted(problems)),
+        numbers,
+        reaches,
+        find_cidr_owners(others, outcome),
+        describe_lost(outcome),
+    )
 
 
 def route_to_pod(own: NodeFacts, reach: Reach, address: IPAddress) -> HostRoute | None:

@@ -5,18 +5,27 @@ is written only when it would say something else, and never over what another li
 first change of pods is written at once, and no two writes are closer than a second.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import msgspec
 
-from podwire.control.cluster.facts import encode_node, node_key
+from podwire.control.cluster.claims import (
+    RANGES,
+    UNNUMBERED,
+    Claim,
+    everything_claimed,
+    number_claims,
+    settle,
+)
+from podwire.control.cluster.facts import decode_node, encode_node, is_published, node_key
 from podwire.control.cluster.published import Publication, encode_endpoints, endpoints_key
-from podwire.model.cluster import IPAddress, IPNetwork, NodeFacts
-from podwire.model.errors import Conflict, NotFound, Unavailable
+from podwire.model.cluster import Claimed, IPAddress, IPNetwork, NodeFacts
+from podwire.model.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from podwire.model.ids import IdentityId
 from podwire.model.store import Store, StoredObject
+from podwire.model.store.kinds import NODE as NODE_KIND
 from podwire.model.store.leases import NODE as NODE_LEASE
 from podwire.model.store.leases import Lease
 
@@ -24,7 +33,9 @@ LEASE_TTL_S: Final = 15.0
 """How long a node that says nothing counts as alive; another machine under its name waits as long."""
 WRITE_EVERY_S: Final = 1.0
 RELEASE_AFTER_S: Final = 300.0
-"""A pod that is gone is withdrawn with the next write, or after this time."""
+"""A pod that is gone is withdrawn with the next write, or after this time; within the second if another node may get
+its address.
+"""
 RETRY_BASE_S: Final = 1.0
 RETRY_CAP_S: Final = 30.0
 ATTEMPTS: Final = 8
@@ -34,6 +45,10 @@ Identities = Mapping[IPAddress, IdentityId]
 
 class NodeInUse(Conflict):
     """Another living instance has this node's name."""
+
+
+class ClaimRefused(Conflict):
+    """Another node has a range or an address of this one by an older claim."""
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -65,9 +80,12 @@ class PublishSchedule:
     _retry_s: float = 0.0
     _failures: int = 0
 
-    def due_in(self, wanted: Identities, now_s: float) -> float | None:
-        """Give in how many seconds `wanted` is to be written (0 = now); None when nothing is to be."""
-        due_s = self._find_due(wanted, now_s)
+    def due_in(self, wanted: Identities, now_s: float, own: Collection[IPNetwork]) -> float | None:
+        """Give in how many seconds `wanted` is to be written (0 = now); None when nothing is to be.
+
+        `own`: ranges of which no other node can give the addresses that are gone.
+        """
+        due_s = self._find_due(wanted, now_s, own)
         return None if due_s is None else max(0.0, max(due_s, self._retry_s) - now_s)
 
     def written(self, wanted: Identities, now_s: float) -> None:
@@ -87,7 +105,9 @@ class PublishSchedule:
         """Try at once: the store is back."""
         self._failures, self._retry_s = 0, 0.0
 
-    def _find_due(self, wanted: Identities, now_s: float) -> float | None:
+    def _find_due(
+        self, wanted: Identities, now_s: float, own: Collection[IPNetwork]
+    ) -> float | None:
         published = self.published
         if published is None:
             return now_s
@@ -96,19 +116,27 @@ class PublishSchedule:
         if len(wanted) == len(published):
             self._released_since_s = None
             return None
+        if not all(_is_in(one, own) for one in published.keys() - wanted.keys()):
+            return self._written_s + WRITE_EVERY_S
         if self._released_since_s is None:
             self._released_since_s = now_s
         return max(self._released_since_s + RELEASE_AFTER_S, self._written_s + WRITE_EVERY_S)
 
 
+def _is_in(address: IPAddress, networks: Collection[IPNetwork]) -> bool:
+    return any(address in one for one in networks if one.version == address.version)
+
+
 class NodePublisher:
-    """Has a node's name, and writes its Node object. One thread at a time."""
+    """Has a node's name, and writes its Node object. One thread at a time; `claims` may be read by any."""
 
     def __init__(self, store: Store, name: str, instance: str) -> None:
         self.name = name
         self.instance = instance
         self._store = store
         self._lease: Lease | None = None
+        self.claims: Mapping[Claimed, int] = {}
+        """Numbers of all that this life has claimed so far; replaced, never changed."""
 
     def claim(self, address: str) -> None:
         """Take the name, if it is not held yet. Raises NodeInUse, which names both addresses; Unavailable."""
@@ -132,16 +160,37 @@ class NodePublisher:
                 hint=f"give one of both another node_name; if the other is gone, wait {LEASE_TTL_S:g} seconds",
             ) from error
 
-    def publish(self, facts: NodeFacts) -> NodeFacts:
-        """Write the Node object if it would say something else; gives the facts with the epoch in force.
+    def refuse_contested(self, facts: NodeFacts) -> None:
+        """Look whether all that `facts` claim can be this node's, before it is used.
 
-        What the node holds is written by the identity duty and left alone here. Raises NodeInUse when the object is
-        another instance's and the name is not held; Unavailable, Conflict (others write it all the time).
+        Raises ClaimRefused, which names the other node and both ranges, when an older claim of another stands against
+        it: a range also when that node does not live now, as its pods come back with it; an address only when it does.
+        """
+        others = self._list_others()
+        numbers = self._number(
+            facts, self._read_before(self._store.get(node_key(self.name))), others
+        )
+        lost = settle(replace(facts, claims=numbers), others).lost
+        if not lost:
+            return
+        mine, other = min(lost, key=lambda pair: str(pair[0].what))
+        of = {one.name: one for one in others}[other.node]
+        raise _refusal(mine, other, of, is_alive=other.node in self._list_living())
+
+    def publish(
+        self, facts: NodeFacts, known: Callable[[], Iterable[NodeFacts]] | None = None
+    ) -> NodeFacts:
+        """Write the Node object if it would say something else; gives the facts with epoch and numbers in force.
+
+        What is claimed for the first time is numbered after what all others have: those `known`, but for the first time
+        in a life, when the store is asked. What the node holds is written by the identity duty and left alone here.
+        Raises NodeInUse when the object is another instance's and the name is not held; Unavailable, Conflict (others
+        write it all the time).
         """
         for _ in range(ATTEMPTS):
             stored = self._store.get(node_key(self.name))
             try:
-                return self._write(facts, stored)
+                return self._write(facts, stored, known)
             except (NotFound, Conflict) as error:
                 if isinstance(error, NodeInUse):
                     raise
@@ -153,19 +202,61 @@ class NodePublisher:
             self._lease.close()
             self._lease = None
 
-    def _write(self, facts: NodeFacts, stored: StoredObject | None) -> NodeFacts:
+    def _write(
+        self,
+        facts: NodeFacts,
+        stored: StoredObject | None,
+        known: Callable[[], Iterable[NodeFacts]] | None,
+    ) -> NodeFacts:
         spec = _spec_of(stored)
+        epoch = self._choose_epoch(spec)
+        numbers = self.claims
+        if any(one not in numbers for one in everything_claimed(facts)):
+            others = list(known()) if known and numbers else self._list_others()
+            numbers = self._number(facts, self._read_before(stored), others)
         facts = replace(
-            facts, instance=self.instance, epoch=self._choose_epoch(spec), holds=_holds_of(spec)
+            facts,
+            instance=self.instance,
+            epoch=epoch,
+            holds=_holds_of(spec),
+            claims={one: numbers[one] for one in everything_claimed(facts)},
         )
+        self._store_node(facts, stored)
+        self.claims = numbers
+        return facts
+
+    def _store_node(self, facts: NodeFacts, stored: StoredObject | None) -> None:
         if stored is None:
             document = encode_node(facts)
             self._store.create(StoredObject(key=node_key(self.name), document=document))
-            return facts
+            return
         document = encode_node(facts, stored.document)
         if document != stored.document:
             self._store.update(_changed(stored, document))
-        return facts
+
+    def _number(
+        self, facts: NodeFacts, before: Mapping[Claimed, int], others: Collection[NodeFacts]
+    ) -> dict[Claimed, int]:
+        """Give all that is claimed its numbers; what this life has numbered keeps them."""
+        new = [one for one in everything_claimed(facts) if one not in self.claims]
+        is_contested = any(address in new for one in others for address in one.addresses)
+        living = self._list_living() if is_contested else frozenset[str]()
+        return {**number_claims(new, {**before, **self.claims}, others, living), **self.claims}
+
+    def _read_before(self, stored: StoredObject | None) -> dict[Claimed, int]:
+        """Give the numbers that this node's claims have had so far, as others read them."""
+        facts = None if stored is None else _try_to_read(stored)
+        if facts is None:
+            return {}
+        return {one: facts.claims.get(one, UNNUMBERED) for one in everything_claimed(facts)}
+
+    def _list_others(self) -> list[NodeFacts]:
+        read = map(_try_to_read, self._store.list(NODE_KIND.plural)[0])
+        return [one for one in read if one is not None and one.name != self.name]
+
+    def _list_living(self) -> frozenset[str]:
+        names = self._store.leases().holders(NODE_LEASE)
+        return frozenset(one.removeprefix(NODE_LEASE) for one in names)
 
     def _choose_epoch(self, spec: Mapping[str, Any]) -> int:
         epoch, other = spec.get("epoch"), spec.get("instance")
@@ -220,6 +311,28 @@ class EndpointsPublisher:
         else:
             self._store.update(_changed(stored, document))
         self._sequence += 1
+
+
+def _try_to_read(stored: StoredObject) -> NodeFacts | None:
+    """Give what a node says; None of what cannot be read, which whoever plans names."""
+    try:
+        return decode_node(stored) if is_published(stored.document) else None
+    except InvalidRequest:
+        return None
+
+
+def _refusal(mine: Claim, other: Claim, of: NodeFacts, *, is_alive: bool) -> ClaimRefused:
+    life = "lives" if is_alive else "does not live now"
+    address = ", ".join(map(str, of.addresses)) or "an unknown address"
+    what, setting = "address", "node_address"
+    if isinstance(mine.what, RANGES):
+        what, setting = "pod range", "node_cidrs"
+    return ClaimRefused(
+        f"use {what} {mine.what} on node {mine.node!r}: node {other.node!r} at {address}, which {life}, has"
+        f" {other.what} by an older claim",
+        hint=f"give one of both another {setting}; if node {other.node!r} is gone for good:"
+        f" podwire delete node {other.node}",
+    )
 
 
 def _spec_of(stored: StoredObject | None) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ import ipaddress
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
-from podwire.model.cluster import IPAddress, IPNetwork
+from podwire.model.cluster import Claimed, IPAddress, IPNetwork
 from podwire.model.errors import Fault, InvalidRequest
 
 FAULTS_KEPT: Final = 16
@@ -106,6 +106,22 @@ class Fields:
             network = self._convert(name, key, ipaddress.ip_network, "range")
             if network is not None:
                 found[network] = self._number(name, epoch, 0, EPOCH_MAX, 0)
+        return found
+
+    def claims(self, name: str, limit: int) -> dict[Claimed, int]:
+        """Give an object of addresses and ranges and their numbers, from -`limit` to `limit`."""
+        value = self._values.get(name)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            self.wrong(name, f"is {_shown(value)}, not an object")
+            return {}
+        found: dict[Claimed, int] = {}
+        for key, number in value.items():
+            convert = ipaddress.ip_network if "/" in str(key) else ipaddress.ip_address
+            what = self._convert(name, key, convert, "address or range")
+            if what is not None:
+                found[what] = self._number(name, number, -limit, limit, 0)
         return found
 
     def _number(self, name: str, value: object, low: int, high: int, default: int) -> int:

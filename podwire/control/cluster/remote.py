@@ -1,16 +1,17 @@
 """Pods of other nodes: whose word about an address counts, and the rows of the ipcache that follow from it.
 
 Used by `agent.cluster_duty`, one thread. Pure. Of several sources for an address the first of these counts: a pod of
-this node; a node's own address; the newest publication of the node that claimed it in the highest epoch; the range it
-is in. Claims of equal epochs are denied. Invariant: `rows` is always what the publications and the last plan say, so an
-address that nobody publishes any more is its range's again.
+this node; a node's own address; the newest publication of the node in whose range it is, or, as blocks of pools lend
+addresses, of the node that claimed it in the highest epoch; the range it is in. Claims of equal epochs are denied.
+Invariant: `rows` is always what the publications and the last plan say, so an address that nobody publishes any more is
+its range's again.
 """
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from podwire.control.cluster.claims import Problem
+from podwire.control.cluster.claims import Problem, network_key
 from podwire.control.cluster.planner import UNMANAGED, Planned, route_to_pod
 from podwire.control.cluster.published import Publication
 from podwire.control.cluster.reach import Reach, single
@@ -57,6 +58,9 @@ class RemotePods:
         self._view: View | None = None
         self._own_pods: frozenset[IPAddress] = frozenset()
         self._prefixes: dict[tuple[str, int, int], Prefix] = {}
+        self._cidr_lengths: dict[int, list[int]] = {}
+        self._strangers: set[IPAddress] = set()
+        """Published addresses in none of their node's ranges: borrowed ones, and wrong ones."""
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -99,6 +103,11 @@ class RemotePods:
         """Take over another plan; gives the rows that differ because of it."""
         before, self._view = self._view, view
         self._prefixes.clear()
+        lengths = {key[:2] for key in view.planned.cidr_owners}
+        self._cidr_lengths = {
+            family: sorted(length for version, length in lengths if version == family)
+            for family in (4, 6)
+        }
         if before is None or before.own != view.own:
             return self._update(self._claimants, view)
         touched = {
@@ -109,6 +118,8 @@ class RemotePods:
             for address in publication.identities
         }
         touched.update(self._problems)
+        if before.planned.cidr_owners != view.planned.cidr_owners:
+            touched.update(self._strangers)
         for one in before.planned.plan.prefixes.keys() ^ view.planned.plan.prefixes.keys():
             if one.prefixlen == one.max_prefixlen and one.network_address in self._claimants:
                 touched.add(one.network_address)
@@ -167,7 +178,12 @@ class RemotePods:
     def _judge(self, address: IPAddress, view: View) -> tuple[Prefix | None, HostRoute | None]:
         """Give row and route of one address, and keep what is wrong with it."""
         claimants = self._claimants.get(address, ())
-        believed = [one for one in claimants if one in view.planned.reaches]
+        if all(self._is_at_home(address, one, view) for one in claimants):
+            self._strangers.discard(address)
+        else:
+            self._strangers.add(address)
+        owner = self._find_cidr_owner(address, claimants, view)
+        believed = [one for one in claimants if one in view.planned.reaches and owner in ("", one)]
         problem = self._find_refusal(address, view, claimants)
         if problem is not None or not believed:
             self._note(address, problem)
@@ -175,6 +191,8 @@ class RemotePods:
         winner = believed[0]
         if len(believed) > 1:
             winner, problem = _contest(address, believed, view)
+        if owner and len(claimants) > 1:
+            problem = _foreign(address, owner, claimants)
         self._note(address, problem)
         if not winner:
             return UNMANAGED, None
@@ -198,6 +216,21 @@ class RemotePods:
         else:
             self._problems[address] = problem
 
+    def _is_at_home(self, address: IPAddress, node: str, view: View) -> bool:
+        reach = view.planned.reaches.get(node)
+        return reach is not None and any(address in network for network in reach.ranges)
+
+    def _find_cidr_owner(self, address: IPAddress, claimants: tuple[str, ...], view: View) -> str:
+        """Give the node in whose own range an address is, "" when it is in none."""
+        if address not in self._strangers and len(claimants) < 2:
+            return ""  # nearly always
+        version, number, owners = address.version, int(address), view.planned.cidr_owners
+        for length in self._cidr_lengths.get(version, ()):
+            owner = owners.get(network_key(version, length, number))
+            if owner is not None:
+                return owner
+        return ""
+
     def _find_refusal(
         self,
         address: IPAddress,
@@ -214,12 +247,25 @@ class RemotePods:
             why = f"it is in the pod range of node {own.name}"
         elif single(address) in view.planned.plan.prefixes or address in own.addresses:
             why = "it is a node's own"
+        else:
+            owner = self._find_cidr_owner(address, claimants, view)
+            if owner and owner not in claimants:
+                return _foreign(address, owner, claimants)
         if not why:
             return None
         return Problem(
             tuple(sorted({own.name, *claimants})),
             f"address {address}, which node {' and '.join(claimants)} publishes as a pod's, is refused: {why}",
         )
+
+
+def _foreign(address: IPAddress, owner: str, claimants: tuple[str, ...]) -> Problem:
+    others = " and ".join(one for one in claimants if one != owner)
+    return Problem(
+        tuple(sorted({owner, *claimants})),
+        f"address {address}, which node {others} publishes as a pod's, is refused:"
+        f" it is in the pod range of node {owner}",
+    )
 
 
 def _contest(address: IPAddress, names: list[str], view: View) -> tuple[str, Problem]:

@@ -63,7 +63,7 @@ from podwire.model.cluster import (
     Way,
 )
 from podwire.model.endpoint import IPAddress
-from podwire.model.errors import ForeignObject, KernelFailure
+from podwire.model.errors import ForeignObject, KernelFailure, Unavailable
 from podwire.model.ids import ROUTE_PROTOCOL
 
 _log = logging.getLogger(__name__)
@@ -223,13 +223,14 @@ class OtherNodes:
         }
         if not hops:
             return 0, {}
-        index = detect_underlay(self._netlink, own.node_address).index
-        obstacle = find_obstacle(self._netlink, index)
-        if not obstacle:
-            try:
+        index, obstacle = 0, ""
+        try:
+            index = detect_underlay(self._netlink, own.node_address).index
+            obstacle = find_obstacle(self._netlink, index)
+            if not obstacle:
                 differences += ensure_attached(self._netlink, index, self._netdev)
-            except KernelFailure as failure:
-                obstacle = failure.message
+        except (Unavailable, KernelFailure) as failure:
+            obstacle = failure.message
         if obstacle != self._obstacle:
             _log.info("way of native packets", extra={"cause": obstacle or "past the stack"})
         self._obstacle = obstacle

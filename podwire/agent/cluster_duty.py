@@ -7,6 +7,7 @@ stays in force and is repaired; what could not be applied is tried again as a wh
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +39,11 @@ from podwire.model.store import Store, StoreEvent
 NUMBERS_FACT: Final = "node-numbers"
 RECONCILE_S: Final = 30.0
 LOOK_AGAIN_S: Final = 1.0
-"""Shortest time between two looks because of what the kernel tells."""
+"""Longest time between what the kernel tells and a look at it."""
+LOOK_LEAST_S: Final = 0.1
+LOOK_REST: Final = 4.0
+"""After a look comes no other for so many times as long as it took: a kernel that tells all the time costs a fifth of
+one core."""
 RETRY_BASE_S: Final = 1.0
 RETRY_CAP_S: Final = 30.0
 WARNINGS_MAX: Final = 10
@@ -435,20 +440,30 @@ class _Applier:
         if news is None:
             return
         reconcile_s = time.monotonic() + LOOK_AGAIN_S  # nobody listened since the first plan
-        looked_s = 0.0
+        look_s, quiet_until_s = math.inf, 0.0
         while not self._stopping.is_set():
-            wait_s = max(0.0, reconcile_s - time.monotonic())
-            if self._failures:
-                wait_s = min(wait_s, RETRY_CAP_S, RETRY_BASE_S * 2.0 ** min(self._failures - 1, 8))
-            kernel_changed = news.wait(wait_s)
+            due_s = min(reconcile_s, look_s)
+            kernel_changed = news.wait(max(0.0, due_s - time.monotonic()))
             now_s = time.monotonic()
-            if kernel_changed:
-                self._stopping.wait(max(DEBOUNCE_S, looked_s + LOOK_AGAIN_S - now_s))
-                looked_s = time.monotonic()
+            if kernel_changed:  # what other nodes say does not wait for the look
+                look_s = min(look_s, max(now_s + DEBOUNCE_S, quiet_until_s))
+                if now_s < min(reconcile_s, look_s):
+                    continue
+            is_due = now_s >= min(reconcile_s, look_s)
+            if is_due:
+                look_s = math.inf
             else:
                 self._stopping.wait(DEBOUNCE_S)
             if self._stopping.is_set():
                 return
-            is_due = kernel_changed or now_s >= reconcile_s
-            if self.step(is_reconciliation=is_due) and is_due:
-                reconcile_s = time.monotonic() + RECONCILE_S
+            done = self.step(is_reconciliation=is_due)
+            end_s = time.monotonic()
+            if not done:
+                reconcile_s = end_s + self._retry_in()
+            elif is_due:
+                reconcile_s = end_s + RECONCILE_S
+                took_s = end_s - now_s
+                quiet_until_s = end_s + min(LOOK_AGAIN_S, max(LOOK_LEAST_S, LOOK_REST * took_s))
+
+    def _retry_in(self) -> float:
+        return min(RETRY_CAP_S, RETRY_BASE_S * 2.0 ** min(self._failures - 1, 8))

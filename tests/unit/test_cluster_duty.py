@@ -297,6 +297,39 @@ def test_the_underlay_is_followed() -> None:
         wait_for(lambda: decode_node(rig.store.get(node_key("n1"))).addresses == ())
 
 
+def test_changes_one_after_another_are_each_acted_on_at_once() -> None:
+    with Rig().running() as rig:
+        wait_for(lambda: rig.store.get(node_key("n1")) is not None)
+        begin_s = time.monotonic()
+        for mtu in range(1400, 1410):
+            rig.kernel.underlay = dataclasses.replace(UNDERLAY, mtu_bytes=mtu)
+            rig.news.change()
+            wait_for(lambda mtu=mtu: published_mtu(rig) == mtu)
+        assert time.monotonic() - begin_s < 5, "a second each would be ten"
+
+
+def published_mtu(rig: Rig) -> int:
+    return decode_node(rig.store.get(node_key("n1"))).underlay_mtu_bytes
+
+
+def test_a_kernel_that_goes_on_failing_is_not_asked_all_the_time() -> None:
+    rig = Rig()
+    tries: list[float] = []
+    apply = rig.kernel.apply_cluster
+
+    def count(plan: Any) -> Any:
+        tries.append(time.monotonic())
+        return apply(plan)
+
+    rig.kernel.apply_cluster = count  # type: ignore[method-assign]
+    rig.kernel.failing = True
+    with rig.running():
+        wait_for(lambda: len(tries) >= 3)  # at the start, and after 1 and 2 s, or for a look
+        rest = len(tries)
+        threading.Event().wait(0.9)
+        assert len(tries) - rest < 5
+
+
 def test_what_somebody_deletes_is_published_again() -> None:
     with Rig().running() as rig:
         wait_for(lambda: rig.said() is not None)

@@ -33,6 +33,8 @@ DEADLINE_S: Final = 5.0
 _ATTEMPT_MIN_S: Final = 1.0
 _UNHEARD_MS: Final = 600
 """So long the other kernel may leave what was sent unacknowledged: two retransmissions in a near network (tcp(7))."""
+_SEGMENT_BYTES: Final = 1220
+"""What fits in 1,280 bytes, which every link carries IPv6 with (RFC 8200)."""
 _REFUSED_FOR_S: Final = 10.0
 """How long a refused login is not tried again: checking a password costs etcd 0.1 s of a core."""
 _LARGE_BYTES: Final = 1 << 20
@@ -281,10 +283,15 @@ def _read_failure(raw: bytes, status: int, endpoint: str) -> Refused:
 
 
 def _make_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Open a socket that soon knows when nothing of it arrives any more: this host's address may be another now."""
+    """Open a socket that soon knows when nothing of it arrives any more: this host's address may be another now.
+
+    Nor do answers get lost when this host's underlay gets a smaller MTU: etcd is not told, and would go on sending
+    segments that do not arrive any more.
+    """
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNHEARD_MS)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENT_BYTES)
     return made
 
 

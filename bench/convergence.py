@@ -7,11 +7,13 @@ starts when it has answered. The network between the nodes is a lab's: one bridg
 
 import argparse
 import ipaddress
+import random
+import subprocess
 import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,7 +29,8 @@ from podwire.lab import labs, node
 from podwire.lab.pod import call_launcher, network_config
 from podwire.lab.state import LabState
 from podwire.lab.topology import UPLINK, LabShape, NodePlan
-from podwire.model.cluster import IPNetwork
+from podwire.model.cluster import TUNNEL_OVERHEAD_IPV4_BYTES, IPNetwork
+from podwire.model.errors import NotFound
 from podwire.model.store import Store
 from podwire.store.open import open_store
 
@@ -78,6 +81,8 @@ def main() -> None:
         raw["pod, new identity, ms"] = add_pods(cluster, arguments.pods, new_identity=True)
         raw["pod of a burst, ms"] = add_bursts(cluster, arguments.bursts)
         raw["node's address changed, ms"] = move_node(cluster, arguments.moves)
+        raw["node's underlay MTU changed, ms"] = change_mtu(cluster, 2 * arguments.moves)
+        raw["node's link is up again, ms"] = cut_link(cluster, arguments.moves)
         raw["node gone, ms"] = remove_node(cluster, arguments.moves)
         sent, lost = steady.stop()
         raw["echoes of unaffected pods, lost"] = [lost]
@@ -217,6 +222,51 @@ def move_node(cluster: Cluster, moves: int) -> list[float]:
     return found
 
 
+def change_mtu(cluster: Cluster, changes: int) -> list[float]:
+    """Change the MTU of the last node's link; how long each of the others has the old one on its route there."""
+    last, others = cluster.node(NODES - 1), cluster.state.plan.nodes[:-1]
+    found: list[float] = []
+    for index in range(changes):
+        time.sleep(random.uniform(0.0, 2 * QUIET_S))  # also when the node has just looked
+        mtu = 1500 if index % 2 else 1400
+        begin = time.perf_counter()
+        node.run_ip(last.namespace, [f"link set {UPLINK} mtu {mtu}"])
+        waiting = list(others)
+        while waiting:
+            if time.perf_counter() - begin > DEADLINE_S:
+                raise RuntimeError(f"nodes {[one.name for one in waiting]} kept the old MTU")
+            for one in tuple(waiting):
+                if _route_mtu(one, last) == mtu - TUNNEL_OVERHEAD_IPV4_BYTES:
+                    found.append((time.perf_counter() - begin) * 1e3)
+                    waiting.remove(one)
+    return found
+
+
+def _route_mtu(on: NodePlan, target: NodePlan) -> int:
+    """Read the MTU of the route to a node's pods; 0 when there is none."""
+    command = ["ip", "-n", on.namespace, "route", "show", target.pod_cidrs[0]]
+    words = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    return int(words[words.index("mtu") + 1]) if "mtu" in words else 0
+
+
+def cut_link(cluster: Cluster, cuts: int) -> list[float]:
+    """Set the last node's link down for a second; from when it is up again, how long each of the others does not reach
+    its pods."""
+    last = cluster.node(NODES - 1)
+    found: list[float] = []
+    with ExitStack() as stack:
+        askers = [stack.enter_context(closing(Prober(one))) for one in cluster.askers[:-1]]
+        for _ in range(cuts):
+            time.sleep(QUIET_S)
+            node.run_ip(last.namespace, [f"link set {UPLINK} down"])
+            time.sleep(1)
+            node.run_ip(last.namespace, [f"link set {UPLINK} up"])
+            race = Race(askers, DEADLINE_S)
+            race.add(cluster.addresses[-1])
+            found += race.run(len(askers))
+    return found
+
+
 def _write_in(namespace: str, path: str, text: str) -> None:
     def write() -> None:
         with open(path, "w", encoding="ascii") as file:
@@ -240,7 +290,8 @@ def remove_node(cluster: Cluster, moves: int) -> list[float]:
         known = [table.lookup(key) for table in tables]
         begin = time.perf_counter()
         for one in (node_key(last.name), endpoints_key(last.name)):
-            cluster.store.delete(one)
+            with suppress(NotFound):  # it had no time to publish its pods
+                cluster.store.delete(one)
         found += _wait_for_change(tables, key, known, begin)
         away = [table.lookup(key) for table in tables]
         labs.change_agent(LAB, last.name, "start")

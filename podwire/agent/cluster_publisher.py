@@ -177,6 +177,7 @@ class Publisher:
         duty = self._duty
         if duty.own is None:
             return PUBLISH_AGAIN_S
+        looked_s = time.monotonic()
         pods = duty.list_pods()
         duty.set_own_pods(pods)
         if duty.take_overwritten():
@@ -184,7 +185,7 @@ class Publisher:
             self._schedule.published = None
         try:
             self._publish_node(duty.own)
-            due_s = self._publish_pods(duty.own, pods)
+            due_s = self._publish_pods(duty.own, pods, looked_s)
         except PodwireError as error:
             return self._fail(error.message, is_taken=isinstance(error, NodeInUse))
         self._failures = 0
@@ -203,11 +204,15 @@ class Publisher:
             self._duty.claims_changed()
         self._said, self._said_s = own.facts, now_s
 
-    def _publish_pods(self, own: OwnNode, pods: Mapping[IPAddress, IdentityId]) -> float:
+    def _publish_pods(self, own: OwnNode, pods: Pods, looked_s: float) -> float:
         begin_s = time.monotonic()
         due_s = self._schedule.due_in(pods, begin_s)
-        if due_s is None or due_s > 0:
-            return PUBLISH_AGAIN_S if due_s is None else min(due_s, PUBLISH_AGAIN_S)
+        if due_s is None:
+            # Nobody wakes this thread in the quiet second behind a write: it looks itself when that is over.
+            quiet_s = self._quiet_until_s - looked_s
+            return quiet_s if quiet_s > 0 else PUBLISH_AGAIN_S
+        if due_s > 0:
+            return min(due_s, PUBLISH_AGAIN_S)
         try:
             self._endpoints.write(pods, (*own.facts.pod_cidrs, *own.facts.blocks))
         except PodwireError:

@@ -20,8 +20,10 @@ from typing import Final
 from bench import results_file
 from bench.probe import Prober, Race, Steady, reached
 from bench.stats import median_of, quantile
+from podwire.cli.client import request
 from podwire.control.apply import apply_documents
 from podwire.control.cluster.facts import node_key
+from podwire.control.cluster.publish import LEASE_TTL_S
 from podwire.control.cluster.published import endpoints_key
 from podwire.datapath import abi, maps
 from podwire.kernel import bpf, netns
@@ -32,6 +34,7 @@ from podwire.lab.topology import UPLINK, LabShape, NodePlan
 from podwire.model.cluster import TUNNEL_OVERHEAD_IPV4_BYTES, IPNetwork
 from podwire.model.errors import NotFound
 from podwire.model.store import Store
+from podwire.model.store.leases import NODE as NODE_LEASE
 from podwire.store.open import open_store
 
 LAB: Final = "bench-c"
@@ -67,6 +70,7 @@ def main() -> None:
     parser.add_argument("--pods", type=int, default=104)
     parser.add_argument("--bursts", type=int, default=5)
     parser.add_argument("--moves", type=int, default=10)
+    parser.add_argument("--losses", type=int, default=5)
     parser.add_argument("--routing", default="overlay")
     parser.add_argument("--store", default="etcd", help="sqlite shows what is not etcd's")
     parser.add_argument("--dry", action="store_true", help="write no results")
@@ -84,6 +88,9 @@ def main() -> None:
         raw["node's underlay MTU changed, ms"] = change_mtu(cluster, 2 * arguments.moves)
         raw["node's link is up again, ms"] = cut_link(cluster, arguments.moves)
         raw["node gone, ms"] = remove_node(cluster, arguments.moves)
+        ended, heard = lose_node(cluster, arguments.losses)
+        raw["node lost: until its lease ends, ms"] = ended
+        raw["node lost: from then until others say so, ms"] = heard
         sent, lost = steady.stop()
         raw["echoes of unaffected pods, lost"] = [lost]
         raw["echoes of unaffected pods, sent"] = [sent]
@@ -296,6 +303,48 @@ def remove_node(cluster: Cluster, moves: int) -> list[float]:
         away = [table.lookup(key) for table in tables]
         labs.change_agent(LAB, last.name, "start")
         _wait_for_change(tables, key, away, time.perf_counter())
+    return found
+
+
+def lose_node(cluster: Cluster, losses: int) -> tuple[list[float], list[float]]:
+    """Cut the last node off and kill its agent; how long its lease lasts, and from then until each other node's status
+    says that it does not live."""
+    last, others = cluster.node(NODES - 1), cluster.state.plan.nodes[:-1]
+    name = f"{NODE_LEASE}{last.name}"
+    ended: list[float] = []
+    heard: list[float] = []
+    for _ in range(losses):
+        time.sleep(
+            random.uniform(QUIET_S, QUIET_S + LEASE_TTL_S / 3)
+        )  # its last sign of life is as old as it may be
+        with cluster.store.leases().watch(NODE_LEASE) as watch:
+            watch.next(DEADLINE_S)
+            begin = time.perf_counter()
+            labs.set_link(LAB, last.name, is_up=False)
+            labs.change_agent(LAB, last.name, "kill")
+            while name in watch.holders:
+                watch.next(DEADLINE_S)
+            end = time.perf_counter()
+        ended.append((end - begin) * 1e3)
+        heard += _wait_for_warnings(others, f"no agent lives on node {last.name}", end)
+        labs.set_link(LAB, last.name, is_up=True)
+        labs.change_agent(LAB, last.name, "start")
+    return ended, heard
+
+
+def _wait_for_warnings(nodes: Sequence[NodePlan], text: str, begin: float) -> list[float]:
+    """Ask for status until each node warns of something; gives milliseconds."""
+    found: list[float] = []
+    waiting = list(nodes)
+    while waiting:
+        for one in tuple(waiting):
+            status = request(str(one.directory / "api.sock"), "GET", "/status")
+            if any(text in warning for warning in status["warnings"]):
+                found.append((time.perf_counter() - begin) * 1e3)
+                waiting.remove(one)
+        if time.perf_counter() - begin > DEADLINE_S:
+            raise RuntimeError(f"nodes {[one.name for one in waiting]} do not say {text!r}")
+        time.sleep(0.005)
     return found
 
 

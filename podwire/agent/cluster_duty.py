@@ -1,9 +1,9 @@
 """Look after other nodes: publish this one, follow the others, keep the kernel as the plan says.
 
-Made by `agent.node`, started and stopped by `agent.main`. Three threads: one follows the store, one plans and applies,
-one publishes (it may wait for the store). Nothing waits for the store under the node's turn. Invariants: nothing is
-taken out of the kernel before the store was heard, now or in an earlier life; while the store is away the last plan
-stays in force and is repaired; what could not be applied is tried again as a whole.
+Made by `agent.node`, started and stopped by `agent.main`. Four threads: one follows the store, one who lives, one plans
+and applies, one publishes (it may wait for the store). Nothing waits for the store under the node's turn. Invariants:
+nothing is taken out of the kernel before the store was heard, now or in an earlier life; while the store is away the
+last plan stays in force and is repaired; what could not be applied is tried again as a whole.
 """
 
 import logging
@@ -16,6 +16,7 @@ from typing import Final, Protocol
 
 import msgspec
 
+from podwire.agent.cluster_lives import Lives
 from podwire.agent.cluster_publisher import DEBOUNCE_S, Publisher
 from podwire.agent.health import Health
 from podwire.agent.metrics import Gauge, Metrics
@@ -133,6 +134,7 @@ class ClusterDuty:
         self.follower = StoreFollower("cluster-watch", self.store, KINDS, self, self.memory)
         self._applier = _Applier(self)
         self._publisher = Publisher(self, self.store, self.name, options.node_address)
+        self._lives = Lives(self.store, self.show_problems)
         self.metrics.look_up(self._gauges())
 
     # Life
@@ -150,9 +152,11 @@ class ClusterDuty:
         self._applier.start(self.open_news())
         self._publisher.start()
         self.follower.start()
+        self._lives.start()
 
     def stop(self) -> None:
         """End all threads; the plan stays in force, the name is given up."""
+        self._lives.stop()
         self.follower.stop()
         self._publisher.stop()
         self._applier.stop()
@@ -169,6 +173,11 @@ class ClusterDuty:
         """Give what other nodes say of themselves."""
         with self.lock:
             return tuple(self.state.facts.values())
+
+    def list_names(self) -> Sequence[str]:
+        """Give the names of all other nodes."""
+        with self.lock:
+            return tuple(self.state.facts)
 
     def ranges_changed(self) -> None:
         """Hear that this node has other ranges or blocks; from any thread, cheap."""
@@ -327,6 +336,7 @@ class ClusterDuty:
         with self.lock:
             found = [one.message for one in self.state.problems]
             lost = self.state.planned.lost if self.state.planned else ""
+        self.health.warn("cluster-lives", self._lives.describe_dead(self.list_names()))
         self.report("node-claims", lost, critical=True)
         shown = found[:WARNINGS_MAX]
         if len(found) > WARNINGS_MAX:
@@ -340,6 +350,8 @@ class ClusterDuty:
 
         return [
             Gauge("cluster_nodes", "Other nodes known", (), count(lambda: len(self.state.facts))),
+            Gauge("cluster_nodes_dead", "Other nodes whose agents do not live", (),
+                  count(lambda: len(self._lives.find_dead(self.list_names())))),
             Gauge("cluster_peers", "Other nodes reached", (), count(self._count_peers)),
             Gauge("cluster_pods", "Addresses of other nodes' pods", (),
                   count(lambda: self.state.pods.count)),

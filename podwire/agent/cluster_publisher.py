@@ -205,8 +205,8 @@ class Publisher:
         self._said, self._said_s = own.facts, now_s
 
     def _publish_pods(self, own: OwnNode, pods: Pods, looked_s: float) -> float:
-        begin_s = time.monotonic()
-        due_s = self._schedule.due_in(pods, begin_s)
+        begin_s, ranges = time.monotonic(), (*own.facts.pod_cidrs, *own.facts.blocks)
+        due_s = self._schedule.due_in(pods, begin_s, ranges)
         if due_s is None:
             # Nobody wakes this thread in the quiet second behind a write: it looks itself when that is over.
             quiet_s = self._quiet_until_s - looked_s
@@ -214,7 +214,7 @@ class Publisher:
         if due_s > 0:
             return min(due_s, PUBLISH_AGAIN_S)
         try:
-            self._endpoints.write(pods, (*own.facts.pod_cidrs, *own.facts.blocks))
+            self._endpoints.write(pods, ranges)
         except PodwireError:
             self._schedule.failed(time.monotonic())
             raise

@@ -21,9 +21,9 @@ import msgspec
 
 from podwire.agent.overtaken import TakenDeletes, TakenLists
 from podwire.agent.spool import Spool, SpooledDelete
+from podwire.agent.worker_threads import WorkerThreads, guarded
 from podwire.model.endpoint import AttachmentKey
 from podwire.model.errors import (
-    Bug,
     Cancelled,
     CannotServe,
     PodwireError,
@@ -175,9 +175,8 @@ class Dispatcher:
         self._idle.set()
         self._deletes = TakenDeletes()
         self._lists = TakenLists()
-        self._threads = ThreadPoolExecutor(self._limits.threads, thread_name_prefix="attach")
-        self._patient_threads = ThreadPoolExecutor(
-            self._limits.patient_threads, thread_name_prefix="attach-new"
+        self._threads = WorkerThreads[AttachResult](
+            self._limits.threads, self._limits.patient_threads
         )
         self._side_threads = ThreadPoolExecutor(2, thread_name_prefix="status")
 
@@ -242,8 +241,8 @@ class Dispatcher:
                 job.cancel("the agent is stopping")
             if not await _happens(self._idle, self._limits.undo_s):
                 _log.error("work does not end", extra={"count": self._job_count})
-        for threads in (self._threads, self._patient_threads, self._side_threads):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shut_down()
+        self._side_threads.shutdown(wait=False, cancel_futures=True)
 
     # --- what each command does before and around its turn ------------------------------------
 
@@ -314,7 +313,7 @@ class Dispatcher:
         self._status_count += 1
         try:
             loop = asyncio.get_running_loop()
-            work = partial(self._guarded, self._attachments.status)
+            work = partial(guarded, self._attachments.status)
             await loop.run_in_executor(self._side_threads, work)
         finally:
             self._status_count -= 1
@@ -347,53 +346,8 @@ class Dispatcher:
             self._leave(job)
             raise
         job.started = True
-        return await self._outcome(job, self._hand_over(job, work, patient), until_s)
-
-    def _hand_over(
-        self,
-        job: _Job,
-        work: Callable[[], AttachResult | None],
-        patient: Callable[[], AttachResult | None] | None,
-    ) -> "asyncio.Future[AttachResult | None]":
-        """Have a thread do `work`, and another kind of thread `patient` when that gave nothing.
-
-        By hand: what asyncio offers for it goes round the loop five times more, a tenth of an ADD.
-        """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[AttachResult | None] = loop.create_future()
-
-        def end(result: AttachResult | None, error: PodwireError | None) -> None:
-            self._leave(job)
-            job.released()
-            if future.done():
-                return
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
-
-        def run(
-            what: Callable[[], AttachResult | None],
-            otherwise: Callable[[], AttachResult | None] | None = None,
-        ) -> None:
-            result, failure = None, None
-            try:
-                result = self._guarded(what)
-                if result is None and otherwise is not None:
-                    self._patient_threads.submit(run, otherwise)
-                    return
-            except PodwireError as error:
-                failure = error
-            except RuntimeError:  # no thread takes anything any more
-                failure = _stopping(job)
-            with contextlib.suppress(RuntimeError):  # the loop has ended before this thread
-                loop.call_soon_threadsafe(end, result, failure)
-
-        try:
-            self._threads.submit(run, work, patient)
-        except RuntimeError:
-            loop.call_soon(end, None, _stopping(job))
-        return future
+        future = self._threads.start(work, patient, partial(self._end, job))
+        return await self._outcome(job, future, until_s)
 
     async def _outcome(
         self, job: _Job, future: "asyncio.Future[AttachResult | None]", until_s: float
@@ -444,6 +398,10 @@ class Dispatcher:
         if not self._job_count:
             self._idle.set()
 
+    def _end(self, job: _Job) -> None:
+        self._leave(job)
+        job.released()
+
     def _list_adds(self) -> Iterator[_Job]:
         for line in self._lines.values():
             yield from (job for job in line if job.request.command == "ADD")
@@ -458,19 +416,6 @@ class Dispatcher:
         return undoing
 
     # --- on a worker thread ---------------------------------------------------------------------
-
-    def _guarded(self, work: Callable[[], AttachResult | None]) -> AttachResult | None:
-        """Let nothing but PodwireError out: anything else is a mistake of ours."""
-        try:
-            return work()
-        except PodwireError:
-            raise
-        except Exception as error:
-            _log.exception("a request met a bug")
-            raise Bug(
-                f"carry out the request: {type(error).__name__}: {error}",
-                hint="please report it, with the agent's log",
-            ) from error
 
     def _attach(self, job: _Job) -> AttachResult | None:
         """Attach; None when that may have to wait for the store."""

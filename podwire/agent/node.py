@@ -208,6 +208,8 @@ def plan_node(
         cluster_cidrs=config.node.cluster_cidrs,
         node_cidrs=addresses.ranges if ranges is None else ranges,
         families=addresses.families,
+        # A single address that a node claims of a pool may be of any part of it.
+        pod_sources=config.node.cluster_cidrs if config.node.ipam == "pool" else (),
         masquerade=config.datapath.masquerade,
         masquerade_except=config.datapath.masquerade_except,
         conntrack_entries=config.datapath.conntrack_entries,

@@ -60,6 +60,13 @@ def lab() -> None:
 )
 @click.option("--store", type=click.Choice(["sqlite", "etcd"]), default="sqlite", show_default=True)
 @click.option(
+    "--ipam",
+    type=click.Choice(["node", "pool"]),
+    default="node",
+    show_default=True,
+    help="Addresses of a node's own range, or of blocks that it claims from pools of the lab.",
+)
+@click.option(
     "--underlay",
     type=click.Choice(["4", "6", "46"]),
     help="Families of the nodes' own addresses (default: those of --families).",
@@ -337,6 +344,7 @@ def _describe_lab(state: "LabState") -> dict[str, Any]:
         "underlay": state.shape.underlay_families,
         "routing": state.shape.routing,
         "store": state.plan.store_url,
+        "ipam": state.shape.ipam,
         "partitions": [f"{one} {other}" for one, other in state.partitions],
         "nodes": [
             {

@@ -32,7 +32,7 @@ class MasqueradePlan:
     """What the table must do. Networks of both families mixed; order and overlaps do not matter."""
 
     pod_cidrs: Sequence[IPNetwork]
-    """Whose packets are translated: this node's own pod networks."""
+    """Whose packets are translated: this node's own pod networks, and all in which it has single addresses."""
     inside: Sequence[IPNetwork]
     """Where packets keep the pod's address: the cluster's networks and the exceptions."""
     enabled: bool = True

@@ -40,6 +40,8 @@ class NodePlan:
     """Ranges of this node's own pods."""
     families: frozenset[int] = frozenset()
     """IP versions that its pods are going to have, beside those of the ranges."""
+    pod_sources: tuple[IPNetwork, ...] = ()
+    """Where else addresses of its pods may be from: out of other nodes' blocks, or out of none."""
     masquerade: bool = True
     masquerade_except: tuple[IPNetwork, ...] = ()
     tunnel_port: int = 0
@@ -70,7 +72,7 @@ class NodePlan:
 def compute_masquerade(plan: NodePlan) -> MasqueradePlan:
     """Compute what leaves under the node's address, and what stays untracked."""
     return MasqueradePlan(
-        pod_cidrs=plan.node_cidrs,
+        pod_cidrs=(*plan.node_cidrs, *plan.pod_sources),
         inside=(*plan.inside, *plan.masquerade_except),
         enabled=plan.masquerade,
         tunnel_port=plan.tunnel_port,

@@ -17,6 +17,7 @@ from typing import Final
 
 import msgspec
 
+from podwire.control.apply import apply_documents
 from podwire.kernel import netns
 from podwire.lab import etcd, faults, traffic
 from podwire.lab import node as nodes
@@ -35,6 +36,7 @@ from podwire.lab.topology import (
     plan_lab,
 )
 from podwire.model.errors import Conflict, InvalidRequest, NotFound, PodwireError, Unavailable
+from podwire.store.open import open_store
 
 SUCCESSOR_DEADLINE_S: Final = 60.0
 SUCCESSOR_RETRY_S: Final = 1.0
@@ -64,6 +66,9 @@ def up(name: str, shape: LabShape, *, progress: Progress = print) -> LabState:
                 etcd.start_store(plan, state)
                 states.write_state(state)
                 progress(f"etcd answers at {plan.store_url}")
+            if plan.pools:
+                with contextlib.closing(open_store(plan.store_url)) as store:
+                    apply_documents(store, plan.pools)
             _start_agents(plan, state, progress)
             states.write_state(state)
             undo.pop_all()
@@ -87,7 +92,8 @@ def _start_agents(plan: LabPlan, state: LabState, progress: Progress) -> None:
         states.write_state(state)
     for node in plan.nodes:
         nodes.wait_until_ready(node, state.agents[node.name])
-        progress(f"agent of {node.name} is ready (pod CIDRs {', '.join(node.pod_cidrs)})")
+        addresses = f"pod CIDRs {', '.join(node.pod_cidrs)}" if node.pod_cidrs else "pools"
+        progress(f"agent of {node.name} is ready ({addresses})")
     nodes.wait_until_joined(plan)
 
 

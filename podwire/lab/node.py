@@ -12,9 +12,10 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from podwire.kernel import netns, spawn
 from podwire.lab.state import LabState, Process, describe_process, end_process, is_running
@@ -144,6 +145,7 @@ def write_config(plan: LabPlan, node: NodePlan) -> None:
         "bpf_dir": str(node.pins),
         # One store for all nodes: what is applied to one is in force on all.
         "store": plan.store_url,
+        "ipam": plan.shape.ipam,
         "node_cidrs": list(node.pod_cidrs),
         "cluster_cidrs": list(plan.cluster_cidrs),
         "node_address": node.addresses[0],
@@ -215,30 +217,45 @@ def answers(node: NodePlan) -> bool:
 
 
 def wait_until_joined(plan: LabPlan, deadline_s: float = START_DEADLINE_S) -> None:
-    """Wait until every agent has heard of all nodes; Unavailable names one that has not."""
-    names = {node.name for node in plan.nodes}
+    """Wait until every agent has a way to the addresses of every other; Unavailable names one that has not."""
     deadline = time.monotonic() + deadline_s
-    for node in plan.nodes:
-        while missing := names - _list_known(node):
-            if time.monotonic() > deadline:
-                raise Unavailable(
-                    f"join nodes: {node.name} has not heard of {', '.join(sorted(missing))}",
-                    hint=f"podwire lab logs {node.name}",
-                )
-            time.sleep(0.02)
+    while missing := _find_missing(plan):
+        if time.monotonic() > deadline:
+            raise Unavailable(
+                f"join nodes: {missing[0]} has no way to {missing[1]} yet",
+                hint=f"podwire lab logs {missing[0]}",
+            )
+        time.sleep(0.02)
 
 
-def _list_known(node: NodePlan) -> set[str]:
-    """Ask an agent which nodes there are."""
+def _find_missing(plan: LabPlan) -> tuple[str, str] | None:
+    """Give a node, and another that it has no way to or of which it knows other ranges than that one itself."""
+    views = {node.name: _list_known(node) for node in plan.nodes}
+    ranges = {name: set(view[name]["podCidrs"]) for name, view in views.items() if name in view}
+    for name, view in views.items():
+        for other in views:
+            seen = view.get(other)
+            if (
+                seen is None
+                or not seen["ways"]
+                or set(seen["podCidrs"]) != ranges.get(other)
+                or len(seen["podCidrs"]) < len(plan.shape.families)
+            ):
+                return name, other
+    return None
+
+
+def _list_known(node: NodePlan) -> Mapping[str, Mapping[str, Any]]:
+    """Ask an agent which nodes it knows, by name; none while it does not answer."""
     connection = http.client.HTTPConnection("podwire")
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection.sock:
             connection.sock.settimeout(5)
             connection.sock.connect(str(node.directory / "api.sock"))
             connection.request("GET", "/v1/node")
-            return {one["name"] for one in json.loads(connection.getresponse().read())}
+            return {one["name"]: one for one in json.loads(connection.getresponse().read())}
     except (OSError, ValueError, http.client.HTTPException):
-        return set()
+        return {}
 
 
 def read_log(node: NodePlan) -> list[str]:

@@ -6,7 +6,7 @@ namespace, so the same addresses serve every lab of a machine and nothing is cha
 
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -44,6 +44,9 @@ LARGEST_MTU: Final = 9000
 FAMILIES: Final = ("4", "6", "46")
 ROUTINGS: Final = ("overlay", "native", "auto")
 STORES: Final = ("sqlite", "etcd")
+IPAMS: Final = ("node", "pool")
+POOL_BLOCK_SIZES: Final = {4: 26, 6: 122}
+"""64 addresses each."""
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,18}[a-z0-9])?")
 _POD_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,40}[a-z0-9])?")
@@ -59,6 +62,8 @@ class LabShape(msgspec.Struct, frozen=True, kw_only=True):
     """Of the nodes' own addresses; "" = those of the pods."""
     routing: str = "overlay"
     store: str = "sqlite"
+    ipam: str = "node"
+    """Whether a node's addresses are its own ranges, or blocks of pools that all nodes share."""
     mtu: int = 1500
     """Of the underlay, in bytes."""
 
@@ -77,6 +82,7 @@ class NodePlan:
     underlay: tuple[str, ...]
     """Its addresses on the underlay, with prefix length."""
     pod_cidrs: tuple[str, ...]
+    """Empty when it claims blocks of pools."""
     subnet: int = 0
     """Which of UNDERLAYS it stands in."""
 
@@ -159,6 +165,22 @@ class LabPlan:
         return f"etcd://{host}:{STORE_PORT}"
 
     @property
+    def pools(self) -> Sequence[Mapping[str, object]]:
+        """Objects of the pools that addresses are from, one for each family."""
+        if self.shape.ipam != "pool":
+            return ()
+        networks = [ipaddress.ip_network(text) for text in self.cluster_cidrs]
+        return [
+            {
+                "apiVersion": "podwire.io/v1",
+                "kind": "IPPool",
+                "metadata": {"name": f"ipv{one.version}"},
+                "spec": {"cidr": str(one), "blockSize": POOL_BLOCK_SIZES[one.version]},
+            }
+            for one in networks
+        ]
+
+    @property
     def world_addresses(self) -> tuple[str, ...]:
         """Addresses of the world."""
         return tuple(str(ipaddress.ip_interface(text).ip) for text in self.world_underlay)
@@ -204,6 +226,7 @@ def _check_shape(shape: LabShape) -> None:
         ("underlay families", shape.underlay_families, FAMILIES),
         ("routing", shape.routing, ROUTINGS),
         ("store", shape.store, STORES),
+        ("ipam", shape.ipam, IPAMS),
     ):
         if value not in known:
             raise InvalidRequest(f"use {what} {value!r}", hint=f"choose one of {', '.join(known)}")
@@ -284,9 +307,9 @@ def plan_world_routes(plan: LabPlan) -> Sequence[str]:
 
 def _plan_node(lab: str, number: int, shape: LabShape) -> NodePlan:
     cidrs = []
-    if "4" in shape.families:
+    if "4" in shape.families and shape.ipam == "node":
         cidrs.append(str(ipaddress.ip_network((int(CLUSTER_IPV4[0]) + (number << 8), 24))))
-    if "6" in shape.families:
+    if "6" in shape.families and shape.ipam == "node":
         cidrs.append(str(ipaddress.ip_network((int(CLUSTER_IPV6[0]) + (number << 64), 64))))
     subnet = (number - 1) % len(UNDERLAYS) if shape.routing == "auto" else 0
     underlay = _hosts(shape.underlay_families, _FIRST_NODE_HOST + number - 1, subnet)

@@ -27,6 +27,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "native": {"nodes": 2, "routing": "native"},
     "native-five-nodes": {"nodes": 5, "families": "4", "routing": "native"},
     "auto-two-subnets": {"nodes": 3, "routing": "auto"},
+    "pools": {"nodes": 3, "ipam": "pool"},
+    "pools-native": {"nodes": 2, "ipam": "pool", "routing": "native"},
 }
 PORT = 5432
 HELD_DEADLINE_S = 5.0

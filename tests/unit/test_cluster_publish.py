@@ -21,6 +21,8 @@ from tests.fakes.store import MemoryStore
 from tests.unit.test_cluster_planner import make
 
 A, B, C = (ipaddress.ip_address(f"10.244.1.{offset}") for offset in (5, 6, 7))
+FOREIGN = ipaddress.ip_address("10.244.7.9")
+OWN_RANGES = (ipaddress.ip_network("10.244.1.0/24"), ipaddress.ip_network("fd10::/64"))
 
 
 def stored(store: Any) -> Any:
@@ -31,7 +33,10 @@ def stored(store: Any) -> Any:
 
 
 def pods(**identities: Any) -> Any:
-    return {{"a": A, "b": B, "c": C}[name]: IdentityId(one) for name, one in identities.items()}
+    return {
+        {"a": A, "b": B, "c": C, "foreign": FOREIGN}[name]: IdentityId(one)
+        for name, one in identities.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -50,6 +55,13 @@ def pods(**identities: Any) -> Any:
         ),
         pytest.param(
             [("written", pods(a=1), 10), ("look", pods(), 20)], pods(), 400, 0, id="not longer"
+        ),
+        pytest.param(
+            [("written", pods(a=1, foreign=1), 10)],
+            pods(a=1),
+            10.25,
+            0.75,
+            id="of an address that another node may get not even a release waits",
         ),
         pytest.param(
             [("written", pods(a=1), 10), ("look", pods(), 20)],
@@ -77,10 +89,11 @@ def test_when_pods_are_published(steps: Any, wanted: Any, now_s: Any, due: Any) 
     schedule = PublishSchedule()
     for name, *arguments in steps:
         if name == "look":
-            schedule.due_in(*arguments)
+            seen, looked_s = arguments
+            schedule.due_in(seen, looked_s, OWN_RANGES)
         else:
             getattr(schedule, name)(*arguments)
-    assert schedule.due_in(wanted, now_s) == due
+    assert schedule.due_in(wanted, now_s, OWN_RANGES) == due
 
 
 def published(store: Any, name: Any = "n1") -> Any:

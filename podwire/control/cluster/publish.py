@@ -33,7 +33,9 @@ LEASE_TTL_S: Final = 15.0
 """How long a node that says nothing counts as alive; another machine under its name waits as long."""
 WRITE_EVERY_S: Final = 1.0
 RELEASE_AFTER_S: Final = 300.0
-"""A pod that is gone is withdrawn with the next write, or after this time."""
+"""A pod that is gone is withdrawn with the next write, or after this time; within the second if another node may get
+its address.
+"""
 RETRY_BASE_S: Final = 1.0
 RETRY_CAP_S: Final = 30.0
 ATTEMPTS: Final = 8
@@ -78,9 +80,12 @@ class PublishSchedule:
     _retry_s: float = 0.0
     _failures: int = 0
 
-    def due_in(self, wanted: Identities, now_s: float) -> float | None:
-        """Give in how many seconds `wanted` is to be written (0 = now); None when nothing is to be."""
-        due_s = self._find_due(wanted, now_s)
+    def due_in(self, wanted: Identities, now_s: float, own: Collection[IPNetwork]) -> float | None:
+        """Give in how many seconds `wanted` is to be written (0 = now); None when nothing is to be.
+
+        `own`: ranges of which no other node can give the addresses that are gone.
+        """
+        due_s = self._find_due(wanted, now_s, own)
         return None if due_s is None else max(0.0, max(due_s, self._retry_s) - now_s)
 
     def written(self, wanted: Identities, now_s: float) -> None:
@@ -100,7 +105,9 @@ class PublishSchedule:
         """Try at once: the store is back."""
         self._failures, self._retry_s = 0, 0.0
 
-    def _find_due(self, wanted: Identities, now_s: float) -> float | None:
+    def _find_due(
+        self, wanted: Identities, now_s: float, own: Collection[IPNetwork]
+    ) -> float | None:
         published = self.published
         if published is None:
             return now_s
@@ -109,9 +116,15 @@ class PublishSchedule:
         if len(wanted) == len(published):
             self._released_since_s = None
             return None
+        if not all(_is_in(one, own) for one in published.keys() - wanted.keys()):
+            return self._written_s + WRITE_EVERY_S
         if self._released_since_s is None:
             self._released_since_s = now_s
         return max(self._released_since_s + RELEASE_AFTER_S, self._written_s + WRITE_EVERY_S)
+
+
+def _is_in(address: IPAddress, networks: Collection[IPNetwork]) -> bool:
+    return any(address in one for one in networks if one.version == address.version)
 
 
 class NodePublisher:

@@ -1,0 +1,71 @@
+"""Addresses of pools are where their pods are, whoever has the block around them: packets decide."""
+
+import ipaddress
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from podwire.lab import labs
+from podwire.lab.show import matrix
+from podwire.model.errors import PodwireError
+from tests.lab.labrig import Lab, wait_for
+from tests.lab.test_nodes import settled
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
+
+ROUTINGS = ("overlay", "native")
+
+
+@pytest.fixture(params=ROUTINGS)
+def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
+    """Three nodes with a pod on each, all with blocks of the same pools."""
+    made = Lab(nodes=3, routing=request.param, ipam="pool")
+    try:
+        settled(made)
+        for node in made.state.plan.nodes:
+            labs.run(made.name, f"on-{node.name}", node.name)
+        yield made
+    finally:
+        made.close()
+
+
+def kept_addresses(lab: Lab, pod: str) -> list[str]:
+    """Give an address of each family that the blocks around a pod's addresses keep for whoever claims it."""
+    blocks = lab.cli("get", "ipblocks", "-o", "json").document["items"]
+    return [
+        str(ipaddress.ip_address(block["spec"]["kept"][0].partition("-")[0]))
+        for one in labs.find_addresses(lab.state, pod)
+        for block in blocks
+        if ipaddress.ip_address(one) in ipaddress.ip_network(block["spec"]["cidr"])
+    ]
+
+
+def run_fixed(lab: Lab, pod: str, node: str, addresses: Sequence[str]) -> None:
+    """Start a pod that asks for its addresses."""
+    labs.run(lab.name, pod, node, extra={"args": {"cni": {"ips": list(addresses)}}})
+    assert list(labs.find_addresses(lab.state, pod)) == list(addresses)
+
+
+def failures(lab: Lab) -> list[Any]:
+    """Try every pair; gives what failed."""
+    return [pair for pair in matrix.check(lab.name) if not pair.attempt.ok]
+
+
+def test_an_address_out_of_another_nodes_block_is_reached_where_its_pod_is(lab: Lab) -> None:
+    addresses = kept_addresses(lab, "on-node1")
+    run_fixed(lab, "guest", "node2", addresses)
+    wait_for(lambda: not failures(lab), "everybody to reach everybody, the guest included", 10)
+    # And back: the node that has the block gives the same address to a pod of its own.
+    labs.remove(lab.name, "guest")
+    wait_for(lambda: gives(lab, "host", "node1", addresses), "its own node to have it again", 20)
+    wait_for(lambda: not failures(lab), "everybody to reach everybody, the host included", 10)
+
+
+def gives(lab: Lab, pod: str, node: str, addresses: Sequence[str]) -> bool:
+    """Tell whether a node gives these addresses by now."""
+    try:
+        run_fixed(lab, pod, node, addresses)
+    except PodwireError:
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""How soon a cluster of five nodes with etcd knows what changed: pods, a node's address, a node that is gone.
+"""How soon a cluster of five nodes with etcd knows what changed: pods, a node's address, MTU or link, a node gone.
 
 A pod of every node but one may send to pods with one label only, so that an echo passes as soon as its node has heard
 which identity the new pod's address has, and not before. New pods come from the launcher, as from a runtime; the clock

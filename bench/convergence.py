@@ -1,4 +1,4 @@
-"""How soon a cluster of five nodes with etcd knows what changed: pods, a node's address, a node that is gone.
+"""How soon a cluster of five nodes with etcd knows what changed: pods, a node's address, MTU or link, a node gone.
 
 A pod of every node but one may send to pods with one label only, so that an echo passes as soon as its node has heard
 which identity the new pod's address has, and not before. New pods come from the launcher, as from a runtime; the clock
@@ -7,19 +7,23 @@ starts when it has answered. The network between the nodes is a lab's: one bridg
 
 import argparse
 import ipaddress
+import random
+import subprocess
 import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from typing import Final
 
 from bench import results_file
 from bench.probe import Prober, Race, Steady, reached
 from bench.stats import median_of, quantile
+from podwire.cli.client import request
 from podwire.control.apply import apply_documents
 from podwire.control.cluster.facts import node_key
+from podwire.control.cluster.publish import LEASE_TTL_S
 from podwire.control.cluster.published import endpoints_key
 from podwire.datapath import abi, maps
 from podwire.kernel import bpf, netns
@@ -27,8 +31,10 @@ from podwire.lab import labs, node
 from podwire.lab.pod import call_launcher, network_config
 from podwire.lab.state import LabState
 from podwire.lab.topology import UPLINK, LabShape, NodePlan
-from podwire.model.cluster import IPNetwork
+from podwire.model.cluster import TUNNEL_OVERHEAD_IPV4_BYTES, IPNetwork
+from podwire.model.errors import NotFound
 from podwire.model.store import Store
+from podwire.model.store.leases import NODE as NODE_LEASE
 from podwire.store.open import open_store
 
 LAB: Final = "bench-c"
@@ -64,6 +70,7 @@ def main() -> None:
     parser.add_argument("--pods", type=int, default=104)
     parser.add_argument("--bursts", type=int, default=5)
     parser.add_argument("--moves", type=int, default=10)
+    parser.add_argument("--losses", type=int, default=5)
     parser.add_argument("--routing", default="overlay")
     parser.add_argument("--store", default="etcd", help="sqlite shows what is not etcd's")
     parser.add_argument("--dry", action="store_true", help="write no results")
@@ -78,7 +85,12 @@ def main() -> None:
         raw["pod, new identity, ms"] = add_pods(cluster, arguments.pods, new_identity=True)
         raw["pod of a burst, ms"] = add_bursts(cluster, arguments.bursts)
         raw["node's address changed, ms"] = move_node(cluster, arguments.moves)
+        raw["node's underlay MTU changed, ms"] = change_mtu(cluster, 2 * arguments.moves)
+        raw["node's link is up again, ms"] = cut_link(cluster, arguments.moves)
         raw["node gone, ms"] = remove_node(cluster, arguments.moves)
+        ended, heard = lose_node(cluster, arguments.losses)
+        raw["node lost: until its lease ends, ms"] = ended
+        raw["node lost: from then until others say so, ms"] = heard
         sent, lost = steady.stop()
         raw["echoes of unaffected pods, lost"] = [lost]
         raw["echoes of unaffected pods, sent"] = [sent]
@@ -217,6 +229,51 @@ def move_node(cluster: Cluster, moves: int) -> list[float]:
     return found
 
 
+def change_mtu(cluster: Cluster, changes: int) -> list[float]:
+    """Change the MTU of the last node's link; how long each of the others has the old one on its route there."""
+    last, others = cluster.node(NODES - 1), cluster.state.plan.nodes[:-1]
+    found: list[float] = []
+    for index in range(changes):
+        time.sleep(random.uniform(0.0, 2 * QUIET_S))  # also when the node has just looked
+        mtu = 1500 if index % 2 else 1400
+        begin = time.perf_counter()
+        node.run_ip(last.namespace, [f"link set {UPLINK} mtu {mtu}"])
+        waiting = list(others)
+        while waiting:
+            if time.perf_counter() - begin > DEADLINE_S:
+                raise RuntimeError(f"nodes {[one.name for one in waiting]} kept the old MTU")
+            for one in tuple(waiting):
+                if _route_mtu(one, last) == mtu - TUNNEL_OVERHEAD_IPV4_BYTES:
+                    found.append((time.perf_counter() - begin) * 1e3)
+                    waiting.remove(one)
+    return found
+
+
+def _route_mtu(on: NodePlan, target: NodePlan) -> int:
+    """Read the MTU of the route to a node's pods; 0 when there is none."""
+    command = ["ip", "-n", on.namespace, "route", "show", target.pod_cidrs[0]]
+    words = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    return int(words[words.index("mtu") + 1]) if "mtu" in words else 0
+
+
+def cut_link(cluster: Cluster, cuts: int) -> list[float]:
+    """Set the last node's link down for a second; from when it is up again, how long each of the others does not reach
+    its pods."""
+    last = cluster.node(NODES - 1)
+    found: list[float] = []
+    with ExitStack() as stack:
+        askers = [stack.enter_context(closing(Prober(one))) for one in cluster.askers[:-1]]
+        for _ in range(cuts):
+            time.sleep(QUIET_S)
+            node.run_ip(last.namespace, [f"link set {UPLINK} down"])
+            time.sleep(1)
+            node.run_ip(last.namespace, [f"link set {UPLINK} up"])
+            race = Race(askers, DEADLINE_S)
+            race.add(cluster.addresses[-1])
+            found += race.run(len(askers))
+    return found
+
+
 def _write_in(namespace: str, path: str, text: str) -> None:
     def write() -> None:
         with open(path, "w", encoding="ascii") as file:
@@ -240,11 +297,54 @@ def remove_node(cluster: Cluster, moves: int) -> list[float]:
         known = [table.lookup(key) for table in tables]
         begin = time.perf_counter()
         for one in (node_key(last.name), endpoints_key(last.name)):
-            cluster.store.delete(one)
+            with suppress(NotFound):  # it had no time to publish its pods
+                cluster.store.delete(one)
         found += _wait_for_change(tables, key, known, begin)
         away = [table.lookup(key) for table in tables]
         labs.change_agent(LAB, last.name, "start")
         _wait_for_change(tables, key, away, time.perf_counter())
+    return found
+
+
+def lose_node(cluster: Cluster, losses: int) -> tuple[list[float], list[float]]:
+    """Cut the last node off and kill its agent; how long its lease lasts, and from then until each other node's status
+    says that it does not live."""
+    last, others = cluster.node(NODES - 1), cluster.state.plan.nodes[:-1]
+    name = f"{NODE_LEASE}{last.name}"
+    ended: list[float] = []
+    heard: list[float] = []
+    for _ in range(losses):
+        time.sleep(
+            random.uniform(QUIET_S, QUIET_S + LEASE_TTL_S / 3)
+        )  # its last sign of life is as old as it may be
+        with cluster.store.leases().watch(NODE_LEASE) as watch:
+            watch.next(DEADLINE_S)
+            begin = time.perf_counter()
+            labs.set_link(LAB, last.name, is_up=False)
+            labs.change_agent(LAB, last.name, "kill")
+            while name in watch.holders:
+                watch.next(DEADLINE_S)
+            end = time.perf_counter()
+        ended.append((end - begin) * 1e3)
+        heard += _wait_for_warnings(others, f"no agent lives on node {last.name}", end)
+        labs.set_link(LAB, last.name, is_up=True)
+        labs.change_agent(LAB, last.name, "start")
+    return ended, heard
+
+
+def _wait_for_warnings(nodes: Sequence[NodePlan], text: str, begin: float) -> list[float]:
+    """Ask for status until each node warns of something; gives milliseconds."""
+    found: list[float] = []
+    waiting = list(nodes)
+    while waiting:
+        for one in tuple(waiting):
+            status = request(str(one.directory / "api.sock"), "GET", "/status")
+            if any(text in warning for warning in status["warnings"]):
+                found.append((time.perf_counter() - begin) * 1e3)
+                waiting.remove(one)
+        if time.perf_counter() - begin > DEADLINE_S:
+            raise RuntimeError(f"nodes {[one.name for one in waiting]} do not say {text!r}")
+        time.sleep(0.005)
     return found
 
 

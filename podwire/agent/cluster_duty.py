@@ -1,12 +1,13 @@
 """Look after other nodes: publish this one, follow the others, keep the kernel as the plan says.
 
-Made by `agent.node`, started and stopped by `agent.main`. Three threads: one follows the store, one plans and applies,
-one publishes (it may wait for the store). Nothing waits for the store under the node's turn. Invariants: nothing is
-taken out of the kernel before the store was heard, now or in an earlier life; while the store is away the last plan
-stays in force and is repaired; what could not be applied is tried again as a whole.
+Made by `agent.node`, started and stopped by `agent.main`. Four threads: one follows the store, one who lives, one plans
+and applies, one publishes (it may wait for the store). Nothing waits for the store under the node's turn. Invariants:
+nothing is taken out of the kernel before the store was heard, now or in an earlier life; while the store is away the
+last plan stays in force and is repaired; what could not be applied is tried again as a whole.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Final, Protocol
 
 import msgspec
 
+from podwire.agent.cluster_lives import Lives
 from podwire.agent.cluster_publisher import DEBOUNCE_S, Publisher
 from podwire.agent.health import Health
 from podwire.agent.metrics import Gauge, Metrics
@@ -38,7 +40,11 @@ from podwire.model.store import Store, StoreEvent
 NUMBERS_FACT: Final = "node-numbers"
 RECONCILE_S: Final = 30.0
 LOOK_AGAIN_S: Final = 1.0
-"""Shortest time between two looks because of what the kernel tells."""
+"""Longest time between what the kernel tells and a look at it."""
+LOOK_LEAST_S: Final = 0.1
+LOOK_REST: Final = 4.0
+"""After a look comes no other for so many times as long as it took: a kernel that tells all the time costs a fifth of
+one core."""
 RETRY_BASE_S: Final = 1.0
 RETRY_CAP_S: Final = 30.0
 WARNINGS_MAX: Final = 10
@@ -128,6 +134,7 @@ class ClusterDuty:
         self.follower = StoreFollower("cluster-watch", self.store, KINDS, self, self.memory)
         self._applier = _Applier(self)
         self._publisher = Publisher(self, self.store, self.name, options.node_address)
+        self._lives = Lives(self.store, self.show_problems)
         self.metrics.look_up(self._gauges())
 
     # Life
@@ -145,9 +152,11 @@ class ClusterDuty:
         self._applier.start(self.open_news())
         self._publisher.start()
         self.follower.start()
+        self._lives.start()
 
     def stop(self) -> None:
         """End all threads; the plan stays in force, the name is given up."""
+        self._lives.stop()
         self.follower.stop()
         self._publisher.stop()
         self._applier.stop()
@@ -164,6 +173,11 @@ class ClusterDuty:
         """Give what other nodes say of themselves."""
         with self.lock:
             return tuple(self.state.facts.values())
+
+    def list_names(self) -> Sequence[str]:
+        """Give the names of all other nodes."""
+        with self.lock:
+            return tuple(self.state.facts)
 
     def ranges_changed(self) -> None:
         """Hear that this node has other ranges or blocks; from any thread, cheap."""
@@ -322,6 +336,7 @@ class ClusterDuty:
         with self.lock:
             found = [one.message for one in self.state.problems]
             lost = self.state.planned.lost if self.state.planned else ""
+        self.health.warn("cluster-lives", self._lives.describe_dead(self.list_names()))
         self.report("node-claims", lost, critical=True)
         shown = found[:WARNINGS_MAX]
         if len(found) > WARNINGS_MAX:
@@ -335,6 +350,8 @@ class ClusterDuty:
 
         return [
             Gauge("cluster_nodes", "Other nodes known", (), count(lambda: len(self.state.facts))),
+            Gauge("cluster_nodes_dead", "Other nodes whose agents do not live", (),
+                  count(lambda: len(self._lives.find_dead(self.list_names())))),
             Gauge("cluster_peers", "Other nodes reached", (), count(self._count_peers)),
             Gauge("cluster_pods", "Addresses of other nodes' pods", (),
                   count(lambda: self.state.pods.count)),
@@ -435,20 +452,30 @@ class _Applier:
         if news is None:
             return
         reconcile_s = time.monotonic() + LOOK_AGAIN_S  # nobody listened since the first plan
-        looked_s = 0.0
+        look_s, quiet_until_s = math.inf, 0.0
         while not self._stopping.is_set():
-            wait_s = max(0.0, reconcile_s - time.monotonic())
-            if self._failures:
-                wait_s = min(wait_s, RETRY_CAP_S, RETRY_BASE_S * 2.0 ** min(self._failures - 1, 8))
-            kernel_changed = news.wait(wait_s)
+            due_s = min(reconcile_s, look_s)
+            kernel_changed = news.wait(max(0.0, due_s - time.monotonic()))
             now_s = time.monotonic()
-            if kernel_changed:
-                self._stopping.wait(max(DEBOUNCE_S, looked_s + LOOK_AGAIN_S - now_s))
-                looked_s = time.monotonic()
+            if kernel_changed:  # what other nodes say does not wait for the look
+                look_s = min(look_s, max(now_s + DEBOUNCE_S, quiet_until_s))
+                if now_s < min(reconcile_s, look_s):
+                    continue
+            is_due = now_s >= min(reconcile_s, look_s)
+            if is_due:
+                look_s = math.inf
             else:
                 self._stopping.wait(DEBOUNCE_S)
             if self._stopping.is_set():
                 return
-            is_due = kernel_changed or now_s >= reconcile_s
-            if self.step(is_reconciliation=is_due) and is_due:
-                reconcile_s = time.monotonic() + RECONCILE_S
+            done = self.step(is_reconciliation=is_due)
+            end_s = time.monotonic()
+            if not done:
+                reconcile_s = end_s + self._retry_in()
+            elif is_due:
+                reconcile_s = end_s + RECONCILE_S
+                took_s = end_s - now_s
+                quiet_until_s = end_s + min(LOOK_AGAIN_S, max(LOOK_LEAST_S, LOOK_REST * took_s))
+
+    def _retry_in(self) -> float:
+        return min(RETRY_CAP_S, RETRY_BASE_S * 2.0 ** min(self._failures - 1, 8))

@@ -140,6 +140,9 @@ class IdentityDuty:
         self._remember()
         self._publish(in_use - self.named())
         self._allocator.reassert()
+        self._resolver.reassert_namespaces(
+            one.record.namespace for one in self.table if one.state not in _ENDING
+        )
         if self.monotonic() - self._collected_s >= COLLECT_S:
             self._collected_s = self.monotonic()
             if self._has_cluster_duty():

@@ -1,5 +1,7 @@
 """`podwire node`: list."""
 
+from typing import Final
+
 import click
 
 from podwire.cli import client
@@ -7,6 +9,9 @@ from podwire.cli.client import CliError
 from podwire.cli.lists import ask_all, show_watched
 from podwire.cli.options import Agent, Common, common, listing
 from podwire.cli.output import Column, Row, key
+
+SEEN_BY: Final = "seenBy"
+"""The node of a lab whose agent says a row."""
 
 
 @click.group(epilog="Example: podwire node list")
@@ -18,7 +23,10 @@ def node() -> None:
 @listing
 @common
 def list_nodes(opts: Common) -> None:
-    """List the nodes that the agents know."""
+    """List the nodes that the agents know.
+
+    Of a lab's nodes each is shown as it sees itself; with --node, as that one sees them.
+    """
 
     def ask(agent: Agent) -> list[Row]:
         rows: list[Row] = client.request(agent.socket, "GET", "/node")
@@ -27,11 +35,14 @@ def list_nodes(opts: Common) -> None:
     def read() -> tuple[list[Row], CliError | None]:
         answers, failure = ask_all(opts, ask)
         # What a node says of itself is more than what others know of it.
-        rows = sorted((row for _, rows in answers for row in rows), key=_is_local)
+        seen = ((agent.node, row) for agent, rows in answers for row in rows)
+        rows = sorted(({SEEN_BY: by, **row} if by else row for by, row in seen), key=_is_local)
         found = {row["name"]: row for row in rows}
         return [found[name] for name in sorted(found)], failure
 
+    several = opts.node is None and len(opts.agents()) > 1
     columns = [
+        *([Column("SEEN BY", key(SEEN_BY))] if several else ()),
         Column("NAME", key("name")),
         Column("ALIVE", _alive),
         Column("WAYS", lambda row: ",".join(row.get("ways", ())) or "not reached"),

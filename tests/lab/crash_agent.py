@@ -17,6 +17,7 @@ from typing import Any
 
 from podwire.agent import cluster_duty, health, main
 from podwire.control.attach.service import AttachService
+from podwire.journal import behind
 from podwire.journal.records import SqliteJournal
 from podwire.kernel import bpf, netlink, nft
 
@@ -118,7 +119,8 @@ def install(fuse: Fuse) -> None:
     health.AliveFile.refresh = fuse.aside(health.AliveFile.refresh)  # type: ignore[method-assign]
     # What is done because of other nodes is done again in whole at the next start, and at any moment.
     cluster_duty._Applier._run = fuse.aside(cluster_duty._Applier._run)  # type: ignore[method-assign]
-    for command, method in (("ADD", "add"), ("DEL", "delete")):
+    behind.LOOK_S = 0.01  # type: ignore[misc]  # the test waits until nothing happens any more, at each of its points
+    for command, method in (("ADD", "add"), ("ADD", "add_at_once"), ("DEL", "delete")):
         setattr(AttachService, method, _arming(fuse, command, method))
     sys.addaudithook(fuse.watch_files)
 

@@ -103,7 +103,15 @@ def test_lists_over_all_nodes_say_which_node(lab: Lab, command: str) -> None:
     said = lab.cli(*command.split())
     assert said.code == 0, said
     if command == "node list":
-        assert [line.split()[0] for line in said.lines] == ["NAME", "node1", "node2"]
+        assert said.lines[0].split()[:3] == ["SEEN", "BY", "NAME"]
+        assert [line.split()[:2] for line in said.lines[1:]] == [
+            [one, one] for one in ("node1", "node2")
+        ]
+        rows = lab.cli("node", "list", "--node", "node2", "-o", "json").document
+        assert [(row["seenBy"], row["name"]) for row in rows] == [
+            ("node2", one) for one in ("node1", "node2")
+        ]
+        assert lab.cli("node", "list", "--node", "node2").lines[0].startswith("NAME ")
         return
     assert said.lines[0].startswith("NODE ")
     assert {line.split()[0] for line in said.lines[1:]} == {"node1", "node2"}

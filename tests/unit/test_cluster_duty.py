@@ -275,6 +275,35 @@ def test_contradictions_are_shown_with_both_names() -> None:
         wait_for(lambda: not any("n3" in one for one in rig.health.warnings()))
 
 
+def test_a_node_whose_agent_lives_no_more_is_named_and_keeps_its_ways() -> None:
+    with Rig().running() as rig:
+        lease = rig.store.leases().acquire("node/n2", "n2", 15)
+        rig.publish_peer(make(2))
+        wait_for(lambda: rig.peers() == ["n2"])
+        assert not any("no agent lives" in one for one in rig.health.warnings())
+        rig.store.leases().vanish("node/n2")
+        wait_for(lambda: any("no agent lives on node n2" in one for one in rig.health.warnings()))
+        assert b"podwire_cluster_nodes_dead 1.0" in rig.metrics.render()
+        assert rig.peers() == ["n2"]
+        lease.close()
+        rig.store.leases().acquire("node/n2", "n2", 15)
+        wait_for(lambda: not any("no agent lives" in one for one in rig.health.warnings()))
+        rig.store.leases().vanish("node/n2")
+        wait_for(lambda: any("no agent lives on node n2" in one for one in rig.health.warnings()))
+        rig.store.delete(node_key("n2"))
+        wait_for(lambda: not any("n2" in one for one in rig.health.warnings()))
+
+
+def test_while_the_store_is_away_nobody_is_said_to_be_dead() -> None:
+    with Rig().running() as rig:
+        rig.publish_peer(make(2))
+        wait_for(lambda: any("no agent lives on node n2" in one for one in rig.health.warnings()))
+        rig.store.leases().away = True
+        with rig.store.leases().changed:
+            rig.store.leases().changed.notify_all()
+        wait_for(lambda: not any("no agent lives" in one for one in rig.health.warnings()))
+
+
 def test_an_unreadable_node_is_named_and_left_out() -> None:
     with Rig().running() as rig:
         document = encode_node(make(2))
@@ -295,6 +324,39 @@ def test_the_underlay_is_followed() -> None:
         rig.kernel.underlay = None
         rig.news.change()
         wait_for(lambda: decode_node(rig.store.get(node_key("n1"))).addresses == ())
+
+
+def test_changes_one_after_another_are_each_acted_on_at_once() -> None:
+    with Rig().running() as rig:
+        wait_for(lambda: rig.store.get(node_key("n1")) is not None)
+        begin_s = time.monotonic()
+        for mtu in range(1400, 1410):
+            rig.kernel.underlay = dataclasses.replace(UNDERLAY, mtu_bytes=mtu)
+            rig.news.change()
+            wait_for(lambda mtu=mtu: published_mtu(rig) == mtu)
+        assert time.monotonic() - begin_s < 5, "a second each would be ten"
+
+
+def published_mtu(rig: Any) -> Any:
+    return decode_node(rig.store.get(node_key("n1"))).underlay_mtu_bytes
+
+
+def test_a_kernel_that_goes_on_failing_is_not_asked_all_the_time() -> None:
+    rig = Rig()
+    tries: list[float] = []
+    apply = rig.kernel.apply_cluster
+
+    def count(plan: Any) -> Any:
+        tries.append(time.monotonic())
+        return apply(plan)
+
+    rig.kernel.apply_cluster = count  # type: ignore[method-assign]
+    rig.kernel.failing = True
+    with rig.running():
+        wait_for(lambda: len(tries) >= 3)  # at the start, and after 1 and 2 s, or for a look
+        rest = len(tries)
+        threading.Event().wait(0.9)
+        assert len(tries) - rest < 5
 
 
 def test_what_somebody_deletes_is_published_again() -> None:

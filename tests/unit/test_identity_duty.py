@@ -23,6 +23,7 @@ from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import InvalidRequest, NotFound, Unavailable
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import EndpointConfig
+from podwire.model.store import ObjectKey
 from podwire.model.store.leases import DUTY
 from podwire.store.sqlite import SqliteStore
 from tests.fakes.store import MemoryStore
@@ -247,6 +248,25 @@ def test_numbers_in_use_are_made_again_when_the_store_lost_them(node: Node) -> N
     node.tick()
     assert node.store.get(object_key(number)) is not None
     assert node.allocator.counts.remade == 1
+
+
+def test_a_namespace_with_pods_is_made_again_when_the_store_lost_it(node: Node) -> None:
+    put_namespace(node.store, "default", team="web")
+    put_namespace(node.store, "empty")
+    node.tick()
+    record = node.add(1, app="web")
+    for name in ("default", "empty"):
+        node.store.delete(ObjectKey("namespaces", "", name))
+    node.tick()
+    assert node.store.get(ObjectKey("namespaces", "", "default")) is None, "somebody deleted it"
+    node.duty.follower.list_again()
+    node.tick()
+    found = node.store.get(ObjectKey("namespaces", "", "default"))
+    assert found is not None
+    assert found.document["metadata"]["labels"]["team"] == "web"
+    assert node.store.get(ObjectKey("namespaces", "", "empty")) is None
+    node.tick()
+    assert node.record(1) == record
 
 
 def test_an_unused_number_is_collected_in_the_end(node: Node) -> None:

@@ -7,7 +7,7 @@ labels and its number together, or stays as it is.
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -141,6 +141,11 @@ class IdentityResolver:
         """
         return self.resolve(own_labels(record), record.named_ports, record.namespace, wait_s=0)
 
+    def reassert_namespaces(self, namespaces: Iterable[str]) -> None:
+        """Make the objects of these namespaces again that the store has lost, with their labels. Raises Unavailable."""
+        for name, labels in self.sources.find_lost(namespaces).items():
+            self._make_namespace(name, labels)
+
     def store_came_back(self) -> None:
         """Let waiting ADDs look at once."""
         self._came_back.set()
@@ -152,15 +157,15 @@ class IdentityResolver:
         if not self.sources.is_complete:
             raise Unavailable("namespaces and workloads were not read from the store yet")
         if not self.sources.knows_namespace(namespace):
-            self._ensure_namespace(namespace)
+            self._make_namespace(namespace, {NAMESPACE_NAME_KEY: namespace})
         labels, key = self.describe(own_labels, ports, namespace)
         number = self.allocator.allocate(key)
         return Resolution(IdentityId(number), labels, own_labels, key)
 
-    def _ensure_namespace(self, name: str) -> None:
-        """Make the Namespace object on first use, as Kubernetes would have it."""
+    def _make_namespace(self, name: str, labels: Mapping[str, str]) -> None:
+        """Make the Namespace object, on first use as Kubernetes would have it; learn it if there is one."""
         key = ObjectKey(NAMESPACES, "", name)
-        metadata = {"name": name, "labels": {NAMESPACE_NAME_KEY: name}}
+        metadata = {"name": name, "labels": dict(labels)}
         document = {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata}
         store = self.allocator.store
         try:

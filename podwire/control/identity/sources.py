@@ -89,6 +89,7 @@ class LabelSources:
         self._workloads: dict[ObjectKey, Workload] = {}
         self._in_order: tuple[Workload, ...] = ()
         self._listed: set[str] = set()
+        self._unlisted: frozenset[str] = frozenset()
         self.version = 0
         """Grows with every change: `dump` gives the same as before while this stays."""
         self.is_complete = False
@@ -97,6 +98,12 @@ class LabelSources:
     def knows_namespace(self, namespace: str) -> bool:
         """Tell whether a namespace has an object, or had one when it was seen last."""
         return namespace in self._namespaces
+
+    def find_lost(self, namespaces: Iterable[str]) -> dict[str, dict[str, str]]:
+        """Give which of the namespaces the last whole list lacked, though they were known, with their labels."""
+        with self._lock:
+            wanted = self._unlisted.intersection(namespaces)
+            return {name: self._namespaces[name] for name in sorted(wanted)}
 
     def effective(self, own: Iterable[str], namespace: str) -> tuple[str, ...]:
         """Give all labels of an endpoint that brings `own` (its network and name among them)."""
@@ -130,6 +137,7 @@ class LabelSources:
                 workloads = {one.key: _read_workload(one) for one in objects}
                 return self._set_workloads(workloads)
             changed = SourceChange()
+            self._unlisted = frozenset(self._namespaces) - {one.key.name for one in objects}
             for one in objects:
                 changed |= self._set_namespace(one)
             return changed
@@ -181,6 +189,7 @@ class LabelSources:
 
     def _set_namespace(self, stored: StoredObject) -> SourceChange:
         name, labels = stored.key.name, _read_labels(stored.document.get("metadata"))
+        self._unlisted -= {name}
         before = self._namespaces.get(name)
         if before == labels:
             return SourceChange()

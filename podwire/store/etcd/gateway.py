@@ -8,7 +8,6 @@ everything else is Unavailable with each endpoint that was tried, or InvalidConf
 import asyncio
 import contextlib
 import io
-import socket
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator
@@ -26,13 +25,12 @@ from podwire.model.errors import (
 )
 from podwire.store.etcd import wire
 from podwire.store.etcd.access import StoreAccess, make_context, read_password
+from podwire.store.etcd.sockets import Sockets
 from podwire.store.etcd.wire import Body
 
 DEADLINE_S: Final = 5.0
 """Of one request, whatever it takes: failing over and a new login included."""
 _ATTEMPT_MIN_S: Final = 1.0
-_UNHEARD_MS: Final = 600
-"""So long the other kernel may leave what was sent unacknowledged: two retransmissions in a near network (tcp(7))."""
 _REFUSED_FOR_S: Final = 10.0
 """How long a refused login is not tried again: checking a password costs etcd 0.1 s of a core."""
 _LARGE_BYTES: Final = 1 << 20
@@ -77,6 +75,7 @@ class Gateway:
         self._access = access
         self._deadline_s = deadline_s
         self._current = 0
+        self._sockets = Sockets()
         self._session: aiohttp.ClientSession | None = None
         self._context: ssl.SSLContext | None = None
         self._token = ""
@@ -90,6 +89,7 @@ class Gateway:
 
     async def call(self, path: str, body: Body, answer: type[_T]) -> tuple[_T, bool]:
         """Ask; gives the answer, and whether an attempt before may have been carried out unheard."""
+        await self._leave_old_addresses()
         raw = _encode(body)
         now_s = asyncio.get_running_loop().time
         end_s = now_s() + self._deadline_s
@@ -118,6 +118,7 @@ class Gateway:
     @contextlib.asynccontextmanager
     async def stream(self, path: str, body: Body) -> AsyncIterator[AsyncIterator[bytes]]:
         """Ask for a stream of messages, each the JSON of one; one endpoint is tried."""
+        await self._leave_old_addresses()
         endpoint = self._in_order()[0]
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -168,6 +169,12 @@ class Gateway:
                 hint="podwire needs etcd's own limits or more: --max-request-bytes, --max-txn-ops",
             )
         return Unavailable(f"{place}: {error.reason}", hint="see the log of etcd")
+
+    async def _leave_old_addresses(self) -> None:
+        """Have requests take new connections after this host got another address, at once."""
+        if self._sockets.drop_homeless():
+            for _ in range(2):  # the loop hears of the ends, and takes them out of its pool
+                await asyncio.sleep(0)
 
     async def _ask(self, endpoint: str, path: str, raw: bytes) -> bytes:
         response = await self._post(endpoint, path, raw)
@@ -237,7 +244,10 @@ class Gateway:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
-                    limit=0, limit_per_host=0, keepalive_timeout=60.0, socket_factory=_make_socket
+                    limit=0,
+                    limit_per_host=0,
+                    keepalive_timeout=60.0,
+                    socket_factory=self._sockets.make,
                 ),
                 timeout=aiohttp.ClientTimeout(total=None),
                 auto_decompress=False,
@@ -278,14 +288,6 @@ def _read_failure(raw: bytes, status: int, endpoint: str) -> Refused:
         text = raw[:200].decode(errors="replace").strip()
         return Refused(wire.UNAVAILABLE, f"no etcd of 3.4 or newer: HTTP {status} {text}", endpoint)
     return Refused(found.code, found.message or found.error, endpoint)
-
-
-def _make_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Open a socket that soon knows when nothing of it arrives any more: this host's address may be another now."""
-    family, kind, protocol, _, _ = address
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNHEARD_MS)
-    return made
 
 
 def _is_of_old_connection(error: Exception) -> bool:

@@ -151,8 +151,7 @@ static __always_inline bool may_pass_stack_by(const struct pw_flow *flow)
 {
 	const struct pw_match *match = &flow->here;
 
-	if (match->entry ? belongs_to_stack(flow, match)
-			 : flow->flags & PW_PACKET_ICMP_ERROR)
+	if (match->entry ? belongs_to_stack(flow, match) : flow->flags & PW_PACKET_ICMP_ERROR)
 		return false;
 	return is_plain(flow) && flow->ttl > 1 && flow->path_mtu && native_device();
 }

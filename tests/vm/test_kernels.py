@@ -1,7 +1,7 @@
 """Programs pass the verifier of Debian 12's own kernel and of 6.12, and do there what they do here.
 
 Each kernel is booted once under emulation and runs the tier `packet`, the datapath's contract (real pods,
-the programs as they are shipped), the tests of the policy maps and the overlay's traffic inside; a test here stands
+the programs as they are shipped), the tests of the policy maps and the traffic between nodes inside; a test here stands
 for one file of those.
 """
 
@@ -27,6 +27,7 @@ FILES = (
     "tests/contract/test_datapath.py",
     "tests/kernel/test_policy_maps.py",
     "tests/kernel/test_overlay_programs.py",
+    "tests/kernel/test_cluster_traffic.py",
 )
 COMMAND = (
     f"python3 -m pytest {' '.join(FILES)} --tiers packet,kernel"

@@ -1,6 +1,5 @@
 """What the kernel tells of changes, and what it does not even bring to this process."""
 
-import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -108,13 +107,13 @@ def test_everything_arrives_about_any_other(host: Namespace, index: int) -> None
 
 
 def test_a_route_without_a_device_arrives(host: Namespace) -> None:
-    told: list[bytes] = []
+    told: set[int] = set()
 
-    def matters(kind: int, body: bytes) -> bool:
-        told.append(struct.pack("=H", kind) + body)
-        return True
+    def matters(kind: int, _body: bytes) -> bool:
+        told.add(kind)
+        return kind == RTM_NEWROUTE
 
     with NetlinkEvents(GROUPS, matters, ignored_from=IGNORED_FROM) as events:
         host.run("ip", "route", "add", "unreachable", "10.11.0.0/24")
         assert events.wait(5)
-    assert [int.from_bytes(one[:2], "little") for one in told] == [RTM_NEWROUTE]
+    assert RTM_NEWROUTE in told

@@ -91,6 +91,7 @@ def make_duties(node: Node, dispatcher: Dispatcher, threads: ThreadPoolExecutor)
         backlog=lambda: len(node.endings),
         requests_taken=lambda: node.metrics.requests_observed,
         list_warnings=list_warnings,
+        watch_devices=node.datapath.watch_devices,
         replay=dispatcher.replay,
         threads=threads,
     )

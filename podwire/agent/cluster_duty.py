@@ -190,7 +190,8 @@ class ClusterDuty:
         with self.lock:
             for one in lists:
                 self.state.replace(one.kind, one.objects)
-        self._applier.wake()
+            is_overwritten = self.state.own_overwritten
+        self._look(is_overwritten)
 
     def on_events(self, events: Sequence[StoreEvent], _revision: int) -> None:
         """Take changes."""
@@ -199,7 +200,13 @@ class ClusterDuty:
         with self.lock:
             for event in events:
                 self.state.apply(event)
+            is_overwritten = self.state.own_overwritten
+        self._look(is_overwritten)
+
+    def _look(self, is_overwritten: bool) -> None:
         self._applier.wake()
+        if is_overwritten:
+            self._publisher.wake()
 
     def on_away(self, error: PodwireError) -> None:
         """Go on with the last plan. That the store is away is told by who follows its policies."""

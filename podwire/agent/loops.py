@@ -36,6 +36,8 @@ BUILD_LOOK_S = 0.25
 SPOOL_LOOK_S = 1.0
 RECONCILE_S = 300.0
 WARNINGS_S = 60.0
+LOSSES_PAUSE_S = 0.5
+"""Between what the kernel tells of losses and a look: a burst is one."""
 EVENT_PAUSE_S = 0.02
 """Pause after each read of the ring: under a flood this many bytes at a time, the rest is lost and counted."""
 RESTART_BASE_S = 1.0
@@ -52,6 +54,18 @@ class EventSource(Protocol):
     def read(self) -> list[FlowEvent]:
         """Give the events that are there, up to one buffer full."""
         ...
+
+
+class DeviceNews(Protocol):
+    """Tells that pods' devices lost something (`kernel.netlink_events.NetlinkEvents`)."""
+
+    def fileno(self) -> int: ...
+
+    def wait(self, timeout_s: float) -> bool:
+        """Take what was told; False when that was nothing."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Attachments(Protocol):
@@ -84,6 +98,8 @@ class Duties:
     requests_taken: Callable[[], int]
     """How many CNI requests were ever taken."""
     list_warnings: Callable[[], Sequence[str]]
+    watch_devices: Callable[[Callable[[int], None]], DeviceNews]
+    """Listen for what pods' devices lose: the index of each is told while `wait` takes it."""
     replay: Callable[[], Awaitable[tuple[int, int]]]
     """Carry out spooled DELs: how many were done, how many failed."""
     threads: ThreadPoolExecutor
@@ -176,6 +192,40 @@ async def reconcile(duties: Duties) -> None:
         duties.health.report("reconciliation", ok=True, critical=False)
 
 
+async def watch_devices(duties: Duties) -> None:
+    """Look at endpoints whose devices lost a filter, a queue or a route: without its programs a pod has no policy."""
+    loop = asyncio.get_running_loop()
+    touched: set[int] = set()
+    news = duties.watch_devices(touched.add)
+    try:
+        while True:
+            await _readable(loop, news.fileno())
+            await asyncio.sleep(LOSSES_PAUSE_S)
+            if not news.wait(0):
+                continue
+            indexes, everything = (
+                set(touched),
+                not touched,
+            )  # what was lost on the way may be of any device
+            touched.clear()
+            for endpoint in duties.table:
+                if everything or endpoint.record.device.host_ifindex in indexes:
+                    await duties.on_thread(partial(compare, duties, endpoint))
+            duties.health.report("devices", ok=True, critical=False)
+    finally:
+        news.close()
+
+
+async def _readable(loop: asyncio.AbstractEventLoop, fd: int) -> None:
+    """Wait until a descriptor is readable; without a reader afterwards, which would be called all the time."""
+    ready = asyncio.Event()
+    loop.add_reader(fd, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(fd)
+
+
 def compare(duties: Duties, endpoint: Endpoint) -> None:
     """Compare one endpoint with the kernel; a difference asks for a build."""
     with duties.turn:
@@ -240,6 +290,7 @@ LOOPS: dict[str, Loop] = {
     "reaper": reap,
     "builds": build,
     "reconciliation": reconcile,
+    "devices": watch_devices,
     "alive": stay_alive,
     "host": watch_host,
     "spool": replay_spool,

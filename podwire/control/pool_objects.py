@@ -2,7 +2,7 @@
 
 Called by `control.objects` and `control.apply` before anything is written, and by `agent.ipam_duty` for what the store
 says. Invariant: a pool that is accepted shares no address with another pool nor with a node's fixed range, and is cut
-into blocks of the same size for as long as it has any.
+into blocks of the same size for as long as it has any. A node's own address is in no pool.
 """
 
 import ipaddress
@@ -97,7 +97,7 @@ def check_pools(store: Store, drafts: Sequence[StoredObject]) -> list[tuple[int,
     ranges = {one.key.name: node_ranges(one) for one in store.list(NODE.plural)[0]}
     for name, cidr, pool in find_static(ranges, after.values()):
         if pool.name in wanted:
-            message = f"is {pool.cidr}: node {name} has {cidr} as a range of its own"
+            message = f"is {pool.cidr}: {_describe_own(name, cidr)}"
             found.append((wanted[pool.name][0], Fault("spec.cidr", message)))
     return found
 
@@ -114,12 +114,15 @@ def decode_pools(objects: Iterable[StoredObject]) -> dict[str, Pool]:
 
 
 def node_ranges(node: StoredObject) -> tuple[IPNetwork, ...]:
-    """Give the ranges that a node has of its own, its blocks not among them; () of what cannot be read."""
+    """Give the ranges that a node has of its own, its blocks not among them, and its addresses; () of what cannot be
+    read.
+    """
     try:
         facts = decode_node(node)
     except InvalidRequest:
         return ()
-    return tuple(one for one in facts.pod_cidrs if one not in facts.blocks)
+    ranges = [one for one in facts.pod_cidrs if one not in facts.blocks]
+    return *ranges, *(ipaddress.ip_network(one) for one in facts.addresses)
 
 
 def find_static(
@@ -148,9 +151,15 @@ def find_problems(
     for name, cidr, pool in find_static(ranges, pools.values()):
         found.setdefault(
             pool.name,
-            f"pool {pool.name} ({pool.cidr}) overlaps {cidr}, a range of node {name} of its own",
+            f"pool {pool.name} is {pool.cidr}: {_describe_own(name, cidr)}",
         )
     return found
+
+
+def _describe_own(node: str, cidr: IPNetwork) -> str:
+    if cidr.prefixlen == cidr.max_prefixlen:
+        return f"node {node} itself has the address {cidr.network_address}"
+    return f"node {node} has {cidr} as a range of its own"
 
 
 def _find_shared(

@@ -1,4 +1,4 @@
-"""Which of the kernel's events are about the way to other nodes.
+"""Which of the kernel's events are about the way to other nodes, and which about a pod's device that lost something.
 
 Used by `datapath.node` to open `kernel.netlink_events.NetlinkEvents`. Pure. Invariant: what comes and goes with pods is
 never told (their devices have numbers that only they have), so that a busy node does not look at itself all the time,
@@ -7,6 +7,7 @@ nothing.
 """
 
 import struct
+from collections.abc import Callable
 from typing import Final
 
 from podwire.datapath.device import FIRST_INDEX
@@ -49,6 +50,17 @@ _LINK_INDEX: Final = struct.Struct("=4xi")
 def watch_links() -> NetlinkEvents:
     """Listen for changes of what a plan for other nodes needs or makes, in the calling thread's namespace."""
     return NetlinkEvents(_GROUPS, matters, ignored_from=FIRST_INDEX)
+
+
+def watch_devices(told: Callable[[int], None]) -> NetlinkEvents:
+    """Listen for filters, queues and routes that pods' devices lose; `told` gets the index of each such device."""
+
+    def note(kind: int, body: bytes) -> bool:
+        told(read_route(body).index if kind == RTM_DELROUTE else _LINK_INDEX.unpack_from(body)[0])
+        return True
+
+    groups = GROUP_FILTER | GROUP_IPV4_ROUTE | GROUP_IPV6_ROUTE
+    return NetlinkEvents(groups, note, losses_from=FIRST_INDEX)
 
 
 def matters(kind: int, body: bytes) -> bool:

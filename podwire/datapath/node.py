@@ -12,7 +12,7 @@ Thread-safe without the caller's lock: `reap_devices` (own socket, own list), `r
 import errno
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final, Self
@@ -390,6 +390,10 @@ class KernelDatapath:
     def watch_links(self) -> NetlinkEvents:
         """Listen for changes of links, addresses, routes and filters that call for another look."""
         return changes.watch_links()
+
+    def watch_devices(self, told: Callable[[int], None]) -> NetlinkEvents:
+        """Listen for what pods' devices lose; `told` gets the index of each device."""
+        return changes.watch_devices(told)
 
     @property
     def policy_fill(self) -> tuple[int, int]:

@@ -33,6 +33,8 @@ GROUP_IPV6_ROUTE: Final = 0x400
 # The same header
 _RTM_NEWROUTE: Final = 24
 _RTM_DELROUTE: Final = 25
+_RTM_DELQDISC: Final = 37
+_RTM_DELTFILTER: Final = 45
 _RTA_OIF: Final = 4
 _MESSAGE_TYPE_AT: Final = 4
 """In struct nlmsghdr, which is where a filter of a netlink socket begins to read."""
@@ -50,7 +52,8 @@ _DATAGRAMS_AT_ONCE: Final = 1000
 class NetlinkEvents:
     """What the kernel tells of changes. `matters` gets type and body of each message; the others are not told.
 
-    With `ignored_from`, a power of two, nothing about devices with this or a higher index arrives at all.
+    With `ignored_from`, a power of two, nothing about devices with this or a higher index arrives at all; with
+    `losses_from` only that a route, filter or queue of those devices is gone.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class NetlinkEvents:
         matters: Callable[[int, bytes], bool],
         *,
         ignored_from: int = 0,
+        losses_from: int = 0,
         buffer_bytes: int = _RECEIVE_BUFFER_BYTES,
     ) -> None:
         self._matters = matters
@@ -72,6 +76,8 @@ class NetlinkEvents:
             self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, buffer_bytes)
             if ignored_from:
                 _attach_filter(self._socket, _ignore_devices(ignored_from))
+            if losses_from:
+                _attach_filter(self._socket, _keep_losses(losses_from))
             self._socket.bind((0, groups))
             flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
             self._woken = Fd(os.eventfd(0, flags), "wake-up of netlink events")
@@ -83,6 +89,10 @@ class NetlinkEvents:
         self._poll = select.poll()
         self._poll.register(self._socket.fileno(), select.POLLIN)
         self._poll.register(self._woken.fileno(), select.POLLIN)
+
+    def fileno(self) -> int:
+        """Give the descriptor that is readable when there is something to read."""
+        return self._socket.fileno()
 
     def wait(self, timeout_s: float) -> bool:
         """Return True as soon as something that matters has changed, False after `timeout_s` or at `wake`."""
@@ -136,43 +146,79 @@ class NetlinkEvents:
                     ) from error
                 changed = True
                 continue
-            changed = changed or any(
-                self._matters(kind, body) for kind, _, _, body in split_messages(data)
-            )
+            told = [self._matters(kind, body) for kind, _, _, body in split_messages(data)]
+            changed = changed or any(told)
         return changed
 
 
-def _ignore_devices(first_index: int) -> bytes:
-    """Give a filter that drops what is about devices from `first_index` on, a power of two.
+# Classic BPF (include/uapi/linux/{filter,bpf_common}.h). It reads words as they stand on a wire, netlink has them in
+# the machine's order: constants are turned around instead. A route's device is in an attribute, which SKF_AD_NLATTR
+# looks up.
+_LOAD_HALF: Final = 0x28
+_LOAD_WORD: Final = 0x20
+_LOAD_WORD_AT_X: Final = 0x40
+_LOAD: Final = 0x00
+_LOAD_X: Final = 0x01
+_TO_X: Final = 0x07
+_IF_EQUAL: Final = 0x15
+_IF_ANY_BIT: Final = 0x45
+_GIVE_BACK: Final = 0x06
+_FIND_ATTRIBUTE: Final = (-0x1000 + 12) & 0xFFFFFFFF
+"""SKF_AD_OFF + SKF_AD_NLATTR"""
+_EVERYTHING: Final = 0xFFFFFFFF
+_NOTHING: Final = 0
 
-    Classic BPF (include/uapi/linux/{filter,bpf_common}.h) reads words as they stand on a wire, netlink has them in the
-    machine's order: constants are turned around instead. A route's device is in an attribute, which SKF_AD_NLATTR
-    looks up; a message where it is not found arrives.
-    """
-    load_half, load_word, load_word_at_x = 0x28, 0x20, 0x40
-    load, load_x, to_x = 0x00, 0x01, 0x07
-    if_equal, if_any_bit, give_back = 0x15, 0x45, 0x06
-    find_attribute = (-0x1000 + 12) & 0xFFFFFFFF  # SKF_AD_OFF + SKF_AD_NLATTR
-    high_bits = socket.htonl(~(first_index - 1) & 0xFFFFFFFF)
-    everything, nothing = 0xFFFFFFFF, 0
-    return b"".join(
-        struct.pack("=HBBI", *instruction)
-        for instruction in (
-            (load_half, 0, 0, _MESSAGE_TYPE_AT),
-            (if_equal, 3, 0, socket.htons(_RTM_NEWROUTE)),  # true: the attributes
-            (if_equal, 2, 0, socket.htons(_RTM_DELROUTE)),
-            (load_word, 0, 0, _INDEX_AT),
-            (if_any_bit, 8, 7, high_bits),  # true: nothing, false: everything
-            (load, 0, 0, _ROUTE_ATTRIBUTES_AT),
-            (load_x, 0, 0, _RTA_OIF),
-            (load_word, 0, 0, find_attribute),
-            (if_equal, 3, 0, 0),  # not found: everything
-            (to_x, 0, 0, 0),
-            (load_word_at_x, 0, 0, 4),  # behind the attribute's own header
-            (if_any_bit, 1, 0, high_bits),
-            (give_back, 0, 0, everything),
-            (give_back, 0, 0, nothing),
-        )
+
+def _high_bits(first_index: int) -> int:
+    """Give the bits of which an index has one if it is `first_index`, a power of two, or more."""
+    return socket.htonl(~(first_index - 1) & 0xFFFFFFFF)
+
+
+def _assemble(*instructions: tuple[int, int, int, int]) -> bytes:
+    """Join instructions: code, jump if true, jump if false, constant."""
+    return b"".join(struct.pack("=HBBI", *one) for one in instructions)
+
+
+def _ignore_devices(first_index: int) -> bytes:
+    """Give a filter that drops what is about devices from `first_index` on; a route without a device arrives."""
+    high_bits = _high_bits(first_index)
+    return _assemble(
+        (_LOAD_HALF, 0, 0, _MESSAGE_TYPE_AT),
+        (_IF_EQUAL, 3, 0, socket.htons(_RTM_NEWROUTE)),  # true: the attributes
+        (_IF_EQUAL, 2, 0, socket.htons(_RTM_DELROUTE)),
+        (_LOAD_WORD, 0, 0, _INDEX_AT),
+        (_IF_ANY_BIT, 8, 7, high_bits),  # true: nothing, false: everything
+        (_LOAD, 0, 0, _ROUTE_ATTRIBUTES_AT),
+        (_LOAD_X, 0, 0, _RTA_OIF),
+        (_LOAD_WORD, 0, 0, _FIND_ATTRIBUTE),
+        (_IF_EQUAL, 3, 0, 0),  # not found: everything
+        (_TO_X, 0, 0, 0),
+        (_LOAD_WORD_AT_X, 0, 0, 4),  # behind the attribute's own header
+        (_IF_ANY_BIT, 1, 0, high_bits),
+        (_GIVE_BACK, 0, 0, _EVERYTHING),
+        (_GIVE_BACK, 0, 0, _NOTHING),
+    )
+
+
+def _keep_losses(first_index: int) -> bytes:
+    """Give a filter that keeps only that something of devices from `first_index` on is gone."""
+    high_bits = _high_bits(first_index)
+    return _assemble(
+        (_LOAD_HALF, 0, 0, _MESSAGE_TYPE_AT),
+        (_IF_EQUAL, 4, 0, socket.htons(_RTM_DELROUTE)),  # true: the attributes
+        (_IF_EQUAL, 1, 0, socket.htons(_RTM_DELTFILTER)),
+        (_IF_EQUAL, 0, 10, socket.htons(_RTM_DELQDISC)),  # false: nothing
+        (_LOAD_WORD, 0, 0, _INDEX_AT),
+        (_IF_ANY_BIT, 7, 8, high_bits),  # true: everything, false: nothing
+        (_LOAD, 0, 0, _ROUTE_ATTRIBUTES_AT),
+        (_LOAD_X, 0, 0, _RTA_OIF),
+        (_LOAD_WORD, 0, 0, _FIND_ATTRIBUTE),
+        (_IF_EQUAL, 4, 0, 0),  # not found: nothing
+        (_TO_X, 0, 0, 0),
+        (_LOAD_WORD_AT_X, 0, 0, 4),  # behind the attribute's own header
+        (_IF_ANY_BIT, 0, 1, high_bits),
+        (_GIVE_BACK, 0, 0, _EVERYTHING),
+        (_GIVE_BACK, 0, 0, _NOTHING),
     )
 
 

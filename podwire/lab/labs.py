@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -67,12 +68,17 @@ def up(name: str, shape: LabShape, *, progress: Progress = print) -> LabState:
                 states.write_state(state)
                 progress(f"etcd answers at {plan.store_url}")
             if plan.pools:
-                with contextlib.closing(open_store(plan.store_url)) as store:
-                    apply_documents(store, plan.pools)
+                with netns.open_namespace(netns.named_path(plan.underlay_namespace)) as there:
+                    netns.run_in(there.fileno(), partial(_apply_pools, plan))
             _start_agents(plan, state, progress)
             states.write_state(state)
             undo.pop_all()
     return state
+
+
+def _apply_pools(plan: LabPlan) -> None:
+    with contextlib.closing(open_store(plan.store_url)) as store:
+        apply_documents(store, plan.pools)
 
 
 def _require_nothing_there(plan: LabPlan) -> None:

@@ -21,7 +21,7 @@ from podwire.model.store import ObjectKey, StoredObject
 from podwire.store.etcd.store import EtcdStore
 from podwire.store.open import open_store
 from tests.contract.etcd_rig import Etcd, started
-from tests.contract.stores import DEADLINE_S, key, make, now_at
+from tests.contract.stores import DEADLINE_S, key, make, now_at, until
 
 FORMAT_KEY = "/podwire/v1/format"
 OBJECT_KEY = "/podwire/v1/objects/networkpolicies/default/{}"
@@ -77,6 +77,27 @@ def test_a_foreign_value_is_named_and_left(
                 action()
             assert "etcdctl del" in caught.value.hint
     assert own_etcd.read(OBJECT_KEY.format("x")) == value
+
+
+def test_a_lease_whose_key_somebody_deleted_is_there_again(
+    own_etcd: Etcd, etcd_store: EtcdStore
+) -> None:
+    with closing(etcd_store.leases().acquire("node/a", "me", 2)) as lease:
+        own_etcd.wipe()
+        assert etcd_store.leases().holders("node/") == {}
+        until(lambda: etcd_store.leases().holders("node/") == {"node/a": "me"})
+        assert not lease.lost
+    assert etcd_store.leases().holders("node/") == {}
+
+
+def test_a_lease_whose_key_somebody_else_took_meanwhile_is_lost(
+    own_etcd: Etcd, etcd_store: EtcdStore
+) -> None:
+    with closing(etcd_store.leases().acquire("node/a", "me", 2)) as lease:
+        own_etcd.put("/podwire/v1/leases/node/a", b"you")
+        until(lambda: lease.lost)
+        assert lease.taken_by == "you"
+    assert etcd_store.leases().holders("node/") == {"node/a": "you"}
 
 
 def test_nothing_is_made_where_nothing_is_wanted(own_etcd: Etcd) -> None:

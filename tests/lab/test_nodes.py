@@ -31,7 +31,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "auto-five-nodes-etcd": {"nodes": 5, "families": "4", "routing": "auto", "store": "etcd"},
     "auto-two-subnets": {"nodes": 3, "routing": "auto"},
     "pools": {"nodes": 3, "ipam": "pool"},
-    "pools-native": {"nodes": 2, "ipam": "pool", "routing": "native"},
+    "pools-native-etcd": {"nodes": 2, "ipam": "pool", "routing": "native", "store": "etcd"},
 }
 PORT = 5432
 HELD_DEADLINE_S = 5.0

@@ -142,6 +142,8 @@ def test_a_pool_over_a_nodes_own_range_is_refused_by_both_names(store: Store) ->
     store.create(StoredObject(key=ObjectKey("nodes", "", "n1"), document=document))
     with pytest.raises(InvalidRequest, match=r"node n1 has 10\.0\.3\.0/24"):
         apply(store, pool_document("p", "10.0.0.0/16"))
+    with pytest.raises(InvalidRequest, match=r"node n1 itself has the address 192\.0\.2\.1"):
+        apply(store, pool_document("p", "192.0.2.0/24"))
     apply(store, pool_document("p", "10.1.0.0/16"))
 
 

@@ -32,6 +32,39 @@ from tests.unit.test_flows import make_event
 NETNS = PodNamespace(fd=-1, path="/run/netns/a", cookie=7)
 
 
+class Losses:
+    """What the kernel would tell of devices, by hand."""
+
+    def __init__(self) -> None:
+        self._lost: list[int] = []
+        self._fd = -1
+        self.closed = 0
+
+    def open(self, told: Callable[[int], None]) -> "Losses":
+        self._told = told
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        return self
+
+    def lose(self, *indexes: int) -> None:
+        self._lost += indexes
+        os.eventfd_write(self._fd, 1)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def wait(self, timeout_s: float) -> bool:
+        assert timeout_s == 0
+        os.eventfd_read(self._fd)
+        lost, self._lost = self._lost, []
+        for one in lost:
+            self._told(one)
+        return True
+
+    def close(self) -> None:
+        os.close(self._fd)
+        self.closed += 1
+
+
 @dataclass
 class Scene:
     """A node without a kernel, and what the loops are given."""
@@ -40,6 +73,7 @@ class Scene:
     duties: Duties
     warnings: list[str] = field(default_factory=list)
     replayed: list[tuple[int, int]] = field(default_factory=list)
+    losses: Losses = field(default_factory=Losses)
 
 
 @pytest.fixture
@@ -62,6 +96,7 @@ def scene(node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     def list_warnings() -> Sequence[str]:
         return list(warnings)
 
+    losses = Losses()
     with ThreadPoolExecutor(1) as threads:
         duties = Duties(
             attachments=node.service,
@@ -76,10 +111,11 @@ def scene(node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
             backlog=lambda: len(node.endings),
             requests_taken=lambda: 0,
             list_warnings=list_warnings,
+            watch_devices=losses.open,
             replay=replay,
             threads=threads,
         )
-        yield Scene(node, duties, warnings, replayed)
+        yield Scene(node, duties, warnings, replayed, losses)
 
 
 @contextlib.asynccontextmanager
@@ -151,6 +187,26 @@ async def test_an_endpoint_that_differs_is_repaired(scene: Scene) -> None:
         await until(lambda: scene.node.datapath.routes)
         await until(lambda: endpoint.state is State.READY)
     assert any("reconciliation: route to" in entry.cause for entry in endpoint.log)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["of its device", "of what is not known"])
+async def test_an_endpoint_whose_device_lost_something_is_repaired(
+    scene: Scene, told: bool
+) -> None:
+    for container in ("c1", "c2"):
+        scene.node.service.add(request(container=container), NETNS)
+    first, second = scene.node.table
+    async with running(loops.watch_devices, scene.duties), running(loops.build, scene.duties):
+        await until(lambda: scene.losses.fileno() >= 0)
+        scene.node.datapath.routes.clear()
+        scene.losses.lose(*([first.record.device.host_ifindex] if told else []))
+        await until(lambda: any("reconciliation" in entry.cause for entry in first.log))
+        await until(lambda: first.state is State.READY)
+        if told:
+            assert not any("reconciliation" in entry.cause for entry in second.log)
+        else:
+            await until(lambda: any("reconciliation" in entry.cause for entry in second.log))
+    assert scene.losses.closed == 1
 
 
 async def test_endpoints_that_agree_are_left_alone(scene: Scene) -> None:

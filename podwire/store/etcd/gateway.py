@@ -302,8 +302,12 @@ def _tell(error: Exception) -> str:
         return "no answer in time"
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return f"its certificate is not trusted: {error.certificate_error}"
+    if isinstance(error, aiohttp.ClientConnectorSSLError):
+        return f"no TLS connection: {error.os_error!r} (does this port speak TLS? if not, leave etcd_ca out)"
     if isinstance(error, aiohttp.ClientConnectorError):
-        return error.os_error.strerror or str(error.os_error)
+        return error.os_error.strerror or repr(error.os_error)
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "it ended the connection (does this port want TLS? then set etcd_ca)"
     return str(error) or type(error).__name__
 
 

@@ -26,6 +26,8 @@ TTL_MIN_S: Final = 2
 """What etcd makes of anything shorter, with its usual election timeout of one second."""
 CLAIM_ATTEMPTS: Final = 10
 _AGAIN_S: Final = 1.0
+LOOK_EVERY: Final = 3
+"""With every so many signs of life it is looked whether the key is there: somebody may have deleted it."""
 
 
 def _now_s() -> float:
@@ -51,6 +53,7 @@ class EtcdLease:
         self._forget = forget
         self._number = 0
         self._until_s = 0.0
+        self._renewals = 0
         self._keeping: Future[None] | None = None
 
     @property
@@ -98,8 +101,18 @@ class EtcdLease:
         )
         if answer.result is None or not answer.result.TTL:
             await self._claim()
-        else:
-            self._until_s = started_s + answer.result.TTL
+            return
+        self._renewals += 1
+        if not self._renewals % LOOK_EVERY:
+            await self._restore()
+        self._until_s = started_s + answer.result.TTL
+
+    async def _restore(self) -> None:
+        """Write the key again if it is gone; Conflict when another has it by now. Past etcd's log while it is there."""
+        key = LEASES + self.name.encode()
+        found, _ = await self._cluster.read_range(key, key + b"\0")
+        if not any(one.lease == self._number for one in found):
+            await self._write(self._number)
 
     async def _claim(self) -> None:
         """Take the name with a lease of etcd's; Conflict when another has it."""

@@ -17,11 +17,11 @@ import pytest
 
 from tests.vm.guest import ROOT, GuestUnavailable, boot, build_root, fetch_kernel
 
-pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vm, pytest.mark.timeout(1800)]
 
 KERNELS = {"6.1": "linux-image-cloud-amd64", "6.12": "linux-image-6.12-cloud-amd64"}
 CACHE = ROOT / ".cache" / "vm"
-DEADLINE_S = 800
+DEADLINE_S = 1700
 FILES = (
     *sorted(f"tests/packet/{path.name}" for path in (ROOT / "tests" / "packet").glob("test_*.py")),
     "tests/contract/test_datapath.py",

@@ -207,12 +207,11 @@ class Publisher:
     def _publish_pods(self, own: OwnNode, pods: Pods, looked_s: float) -> float:
         begin_s, ranges = time.monotonic(), (*own.facts.pod_cidrs, *own.facts.blocks)
         due_s = self._schedule.due_in(pods, begin_s, ranges)
-        if due_s is None:
+        if due_s is None or due_s > 0:
             # Nobody wakes this thread in the quiet second behind a write: it looks itself when that is over.
             quiet_s = self._quiet_until_s - looked_s
-            return quiet_s if quiet_s > 0 else PUBLISH_AGAIN_S
-        if due_s > 0:
-            return min(due_s, PUBLISH_AGAIN_S)
+            next_s = PUBLISH_AGAIN_S if due_s is None else min(due_s, PUBLISH_AGAIN_S)
+            return min(quiet_s, next_s) if quiet_s > 0 else next_s
         try:
             self._endpoints.write(pods, ranges)
         except PodwireError:

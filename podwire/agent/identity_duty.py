@@ -28,7 +28,7 @@ from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Conflict, NotFound, PodwireError, Unavailable
 from podwire.model.ids import EndpointId
 from podwire.model.store import StoreEvent
-from podwire.model.store.leases import DUTY, Lease
+from podwire.model.store.leases import IDENTITY_DUTY, Lease
 
 SOURCES_FACT: Final = "label-sources"
 TICK_S: Final = 1.0
@@ -162,7 +162,9 @@ class IdentityDuty:
             self._lease = None
         if self._lease is None:
             try:
-                self._lease = self._store.leases().acquire(DUTY, self.node_name, DUTY_TTL_S)
+                self._lease = self._store.leases().acquire(
+                    IDENTITY_DUTY, self.node_name, DUTY_TTL_S
+                )
             except Conflict:
                 return False
         return not self._lease.lost

@@ -32,7 +32,7 @@ from podwire.model.errors import Conflict, Exhausted, PodwireError, Unavailable
 from podwire.model.request import IPNetwork
 from podwire.model.store import ObjectKey, Store, StoredObject, StoreEvent
 from podwire.model.store.kinds import IP_ADDRESS, IP_BLOCK, IP_POOL, NAMESPACE, NODE
-from podwire.model.store.leases import DUTY, Lease
+from podwire.model.store.leases import ADDRESS_DUTY, Lease
 from podwire.model.store.leases import NODE as NODE_LEASE
 
 FACT: Final = "ipam-blocks"
@@ -122,7 +122,9 @@ class IpamNews:
                     self._pools[stored.key] = stored
                 is_about_pools = True
             elif stored.key.kind == NAMESPACE.plural:
-                self._known.namespaces[stored.key.name] = _read_namespace(stored.document)
+                self._known.namespaces.pop(stored.key.name, None)
+                if not event.deleted:
+                    self._known.namespaces[stored.key.name] = _read_namespace(stored.document)
             elif stored.key.kind == NODE.plural:
                 is_about_pools |= self._take_node(stored, gone=event.deleted)
             else:
@@ -419,7 +421,7 @@ class IpamDuty:
             self._lease.close()
             self._lease = None
         try:
-            self._lease = self.store.leases().acquire(DUTY, self.known.node, DUTY_TTL_S)
+            self._lease = self.store.leases().acquire(ADDRESS_DUTY, self.known.node, DUTY_TTL_S)
         except Conflict:
             return False
         return True

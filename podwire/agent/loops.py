@@ -65,6 +65,10 @@ class DeviceNews(Protocol):
         """Take what was told; False when that was nothing."""
         ...
 
+    def take_lost(self) -> bool:
+        """Tell, once, whether something was not told for want of room."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -203,10 +207,7 @@ async def watch_devices(duties: Duties) -> None:
             await asyncio.sleep(LOSSES_PAUSE_S)
             if not news.wait(0):
                 continue
-            indexes, everything = (
-                set(touched),
-                not touched,
-            )  # what was lost on the way may be of any device
+            indexes, everything = set(touched), news.take_lost()
             touched.clear()
             for endpoint in duties.table:
                 if everything or endpoint.record.device.host_ifindex in indexes:
@@ -229,6 +230,9 @@ async def _readable(loop: asyncio.AbstractEventLoop, fd: int) -> None:
 def compare(duties: Duties, endpoint: Endpoint) -> None:
     """Compare one endpoint with the kernel; a difference asks for a build."""
     with duties.turn:
+        if endpoint.state in (State.NOT_READY, State.WAITING_TO_REGENERATE):
+            # A build is due anyway, which may be about its policy alone: let it look at the device, too.
+            duties.regenerator.retry(endpoint)
         if endpoint.state is not State.READY:
             return
         record = endpoint.record

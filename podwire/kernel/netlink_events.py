@@ -66,6 +66,7 @@ class NetlinkEvents:
         buffer_bytes: int = _RECEIVE_BUFFER_BYTES,
     ) -> None:
         self._matters = matters
+        self._has_lost = False
         self._lock = threading.Lock()
         self._socket = socket.socket(
             socket.AF_NETLINK,
@@ -108,6 +109,11 @@ class NetlinkEvents:
             if left <= 0:
                 return False
 
+    def take_lost(self) -> bool:
+        """Tell, once, whether the kernel has dropped messages that nobody read: they may have been about anything."""
+        found, self._has_lost = self._has_lost, False
+        return found
+
     def wake(self) -> None:
         """End `wait` on another thread; after `close` do nothing."""
         with self._lock:
@@ -144,7 +150,7 @@ class NetlinkEvents:
                     raise KernelFailure(
                         error.errno or errno.EIO, "read", "netlink events", detail=str(error)
                     ) from error
-                changed = True
+                changed = self._has_lost = True
                 continue
             told = [self._matters(kind, body) for kind, _, _, body in split_messages(data)]
             changed = changed or any(told)

@@ -24,7 +24,7 @@ from podwire.model.errors import InvalidRequest, NotFound, Unavailable
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import EndpointConfig
 from podwire.model.store import ObjectKey
-from podwire.model.store.leases import DUTY
+from podwire.model.store.leases import IDENTITY_DUTY
 from podwire.store.sqlite import SqliteStore
 from tests.fakes.store import MemoryStore
 from tests.unit.test_identity_resolver import bring, make_record, put_namespace, put_workload
@@ -284,10 +284,10 @@ def test_one_agent_collects_and_another_follows_when_it_ends(tmp_path: Path) -> 
     one, other = Node(store, tmp_path, "n1"), Node(store, tmp_path, "n2")
     one.tick(COLLECT_S)
     other.tick(COLLECT_S)
-    assert dict(store.leases().holders(DUTY)) == {DUTY: "n1"}
+    assert dict(store.leases().holders(IDENTITY_DUTY)) == {IDENTITY_DUTY: "n1"}
     one.duty.close()
     other.tick(COLLECT_S)
-    assert dict(store.leases().holders(DUTY)) == {DUTY: "n2"}
+    assert dict(store.leases().holders(IDENTITY_DUTY)) == {IDENTITY_DUTY: "n2"}
 
 
 def test_what_node_endpoints_name_is_not_held_too(node: Node) -> None:

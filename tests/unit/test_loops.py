@@ -37,6 +37,7 @@ class Losses:
 
     def __init__(self) -> None:
         self._lost: list[int] = []
+        self.has_lost = False
         self._fd = -1
         self.closed = 0
 
@@ -59,6 +60,10 @@ class Losses:
         for one in lost:
             self._told(one)
         return True
+
+    def take_lost(self) -> bool:
+        found, self.has_lost = self.has_lost, False
+        return found
 
     def close(self) -> None:
         os.close(self._fd)
@@ -189,9 +194,11 @@ async def test_an_endpoint_that_differs_is_repaired(scene: Scene) -> None:
     assert any("reconciliation: route to" in entry.cause for entry in endpoint.log)
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["of its device", "of what is not known"])
+@pytest.mark.parametrize(
+    "has_lost", [False, True], ids=["all was told", "some was lost on the way"]
+)
 async def test_an_endpoint_whose_device_lost_something_is_repaired(
-    scene: Scene, told: bool
+    scene: Scene, has_lost: bool
 ) -> None:
     for container in ("c1", "c2"):
         scene.node.service.add(request(container=container), NETNS)
@@ -199,13 +206,14 @@ async def test_an_endpoint_whose_device_lost_something_is_repaired(
     async with running(loops.watch_devices, scene.duties), running(loops.build, scene.duties):
         await until(lambda: scene.losses.fileno() >= 0)
         scene.node.datapath.routes.clear()
-        scene.losses.lose(*([first.record.device.host_ifindex] if told else []))
+        scene.losses.has_lost = has_lost
+        scene.losses.lose(first.record.device.host_ifindex)
         await until(lambda: any("reconciliation" in entry.cause for entry in first.log))
         await until(lambda: first.state is State.READY)
-        if told:
-            assert not any("reconciliation" in entry.cause for entry in second.log)
-        else:
+        if has_lost:
             await until(lambda: any("reconciliation" in entry.cause for entry in second.log))
+        else:
+            assert not any("reconciliation" in entry.cause for entry in second.log)
     assert scene.losses.closed == 1
 
 
@@ -375,3 +383,16 @@ async def test_events_become_flows_and_losses_are_counted() -> None:
 
 def replace_lost(event: FlowEvent, lost: int) -> FlowEvent:
     return make_event(length_bytes=event.length_bytes, lost=lost)
+
+
+async def test_a_device_that_lost_something_while_its_endpoint_is_not_ready_is_repaired_with_it(
+    scene: Scene,
+) -> None:
+    scene.node.service.add(request(), NETNS)
+    [endpoint] = scene.node.table
+    scene.node.datapath.routes.clear()
+    endpoint.state = State.NOT_READY
+    loops.compare(scene.duties, endpoint)
+    async with running(loops.build, scene.duties):
+        await until(lambda: scene.node.datapath.routes)
+        await until(lambda: endpoint.state is State.READY)

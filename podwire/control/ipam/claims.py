@@ -89,7 +89,8 @@ class Claims:
                         break
                     continue
                 if claimed is not None:
-                    self._unheard[cidr] = claimed
+                    with self.known.lock:
+                        self._unheard[cidr] = claimed
                     return claimed
         if conflicts:
             raise Conflict(

@@ -12,7 +12,9 @@ from typing import Final, Protocol, Self
 
 NODE: Final = "node/"
 """Before the name of a node. The holder is JSON: `instance` and `address`."""
-DUTY: Final = "duty"
+IDENTITY_DUTY: Final = "duty/identities"
+ADDRESS_DUTY: Final = "duty/addresses"
+"""What one agent does for the whole cluster. A name for each: holders in one agent must not take it from each other."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ _OF_ERROR: Mapping[type[errors.PodwireError], int] = {
     errors.Unavailable: EXIT_UNREACHABLE,
     errors.CannotServe: EXIT_UNREACHABLE,
     errors.Impaired: EXIT_UNREACHABLE,
-    errors.StorageFailure: EXIT_UNREACHABLE,
     errors.Exhausted: EXIT_NOT_SO,
     errors.CheckFailed: EXIT_NOT_SO,
     errors.PodwireError: EXIT_INTERNAL,

@@ -194,8 +194,11 @@ def open_objects(opts: Common, store: str | None, *, create: bool = False) -> It
         raise CliError(EXIT_USAGE, error.message, error.hint) from None
     except StorageFailure as error:
         raise CliError(EXIT_UNREACHABLE, error.message, error.hint) from None
-    with contextlib.closing(opened):
-        yield StoreObjects(opened)
+    try:
+        with contextlib.closing(opened):
+            yield StoreObjects(opened)
+    except StorageFailure as error:  # damage that shows when it is read
+        raise CliError(EXIT_UNREACHABLE, error.message, error.hint) from None
 
 
 def with_store(command: _F) -> _F:

@@ -359,6 +359,8 @@ void read_config(const unsigned char *data, size_t length, struct config *config
 	scan.at = data;
 	scan.end = data + length;
 	if (!scan_document(&scan)) {
+		/* What a broken document seems to ask for counts for nothing: its last string may have no end. */
+		scan.cni_version.kind = MISSING;
 		config->code = CODE_DECODE;
 		config->fault = "read the network configuration: stdin is not one JSON object";
 	} else if (!read_socket(&scan.socket, config)) {

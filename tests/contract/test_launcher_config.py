@@ -224,6 +224,8 @@ def _damaged_documents(draw: st.DrawFn) -> bytes:
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(stdin=_damaged_documents())
 @example(stdin=b'{"a": "\\ud834\\udd1e"}')
+@example(stdin=b'{"cniVersion": "0.1.0}')
+@example(stdin=b'{"cniVersion": "0.1.0", "a"')
 def test_both_clients_judge_every_document_alike(launcher: Path, stdin: bytes) -> None:
     assert launcher.exists()
     # GC: an absent agent is code 11 at once, whatever agent-wait says.

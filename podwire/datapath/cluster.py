@@ -116,6 +116,8 @@ class OtherNodes:
         """Whether what is known is exactly what its plan says."""
         self._weak: Rows = {}
         self._strong: Rows = {}
+        self._attached: set[int] = set()
+        """Devices that may have the program for native packets by this process."""
         self._obstacle = ""
         """Why native packets go through the stack though there are any, "" = they do not."""
 
@@ -228,6 +230,7 @@ class OtherNodes:
             index = detect_underlay(self._netlink, own.node_address).index
             obstacle = find_obstacle(self._netlink, index)
             if not obstacle:
+                self._attached.add(index)
                 differences += ensure_attached(self._netlink, index, self._netdev)
         except (Unavailable, KernelFailure) as failure:
             obstacle = failure.message
@@ -239,11 +242,14 @@ class OtherNodes:
     def _switch_native(self, index: int) -> list[str]:
         """Let the programs send past the stack by a device whose program is there, in the one moment for both ways."""
         before = tables.read_settings(self._maps).native_ifindex
-        if before == index:
-            return []
-        tables.write_settings(self._maps, native_ifindex=index)
-        removed = remove_attached(self._netlink, [before] if before else [])
-        return [f"device for native packets is index {before}, wanted {index}", *removed]
+        differences = []
+        if before != index:
+            tables.write_settings(self._maps, native_ifindex=index)
+            differences = [f"device for native packets is index {before}, wanted {index}"]
+        # Also one that a pass attached to and did not come so far as to use.
+        differences += remove_attached(self._netlink, (self._attached | {before}) - {index, 0})
+        self._attached = {index} - {0}
+        return differences
 
     def _learn(self, plan: ClusterPlan, direct: frozenset[tuple[int, int]]) -> None:
         if self._fresh and plan is self._known.plan and direct == self._known.direct:

@@ -194,12 +194,7 @@ def _ignore_devices(first_index: int) -> bytes:
         (_IF_EQUAL, 2, 0, socket.htons(_RTM_DELROUTE)),
         (_LOAD_WORD, 0, 0, _INDEX_AT),
         (_IF_ANY_BIT, 8, 7, high_bits),  # true: nothing, false: everything
-        (_LOAD, 0, 0, _ROUTE_ATTRIBUTES_AT),
-        (_LOAD_X, 0, 0, _RTA_OIF),
-        (_LOAD_WORD, 0, 0, _FIND_ATTRIBUTE),
-        (_IF_EQUAL, 3, 0, 0),  # not found: everything
-        (_TO_X, 0, 0, 0),
-        (_LOAD_WORD_AT_X, 0, 0, 4),  # behind the attribute's own header
+        *_load_device_of_route(unknown=3),  # unknown: everything
         (_IF_ANY_BIT, 1, 0, high_bits),
         (_GIVE_BACK, 0, 0, _EVERYTHING),
         (_GIVE_BACK, 0, 0, _NOTHING),
@@ -216,15 +211,22 @@ def _keep_losses(first_index: int) -> bytes:
         (_IF_EQUAL, 0, 10, socket.htons(_RTM_DELQDISC)),  # false: nothing
         (_LOAD_WORD, 0, 0, _INDEX_AT),
         (_IF_ANY_BIT, 7, 8, high_bits),  # true: everything, false: nothing
-        (_LOAD, 0, 0, _ROUTE_ATTRIBUTES_AT),
-        (_LOAD_X, 0, 0, _RTA_OIF),
-        (_LOAD_WORD, 0, 0, _FIND_ATTRIBUTE),
-        (_IF_EQUAL, 4, 0, 0),  # not found: nothing
-        (_TO_X, 0, 0, 0),
-        (_LOAD_WORD_AT_X, 0, 0, 4),  # behind the attribute's own header
+        *_load_device_of_route(unknown=4),  # unknown: nothing
         (_IF_ANY_BIT, 0, 1, high_bits),
         (_GIVE_BACK, 0, 0, _EVERYTHING),
         (_GIVE_BACK, 0, 0, _NOTHING),
+    )
+
+
+def _load_device_of_route(unknown: int) -> tuple[tuple[int, int, int, int], ...]:
+    """Give six instructions that load the index of a route's device; `unknown`: where to jump, from the fourth on."""
+    return (
+        (_LOAD, 0, 0, _ROUTE_ATTRIBUTES_AT),
+        (_LOAD_X, 0, 0, _RTA_OIF),
+        (_LOAD_WORD, 0, 0, _FIND_ATTRIBUTE),
+        (_IF_EQUAL, unknown, 0, 0),
+        (_TO_X, 0, 0, 0),
+        (_LOAD_WORD_AT_X, 0, 0, 4),  # behind the attribute's own header
     )
 
 

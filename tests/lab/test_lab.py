@@ -652,10 +652,11 @@ def test_the_environment_names_the_lab(served_lab: Lab, monkeypatch: pytest.Monk
         ("lab", "status", "-o", "name"),
         ("lab", "connect", "client", "web", "-q"),
         ("lab", "logs", "node1"),
-        ("lab", "check", "-q"),
+        ("lab", "check", "-o", "jsonl"),
         ("endpoint", "list"),
     ):
-        assert podwire(*command).code == 0, command
+        said = podwire(*command)
+        assert said.code == 0, (command, [line for line in said.lines if '"ok": false' in line])
     monkeypatch.setenv("PODWIRE_LAB", lab_name())
     assert podwire("lab", "status").code == 4
     assert podwire("endpoint", "list").code == 4

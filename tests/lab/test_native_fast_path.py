@@ -5,20 +5,23 @@ import ipaddress
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from podwire.lab import labs, traffic
+from tests.lab import test_nodes
 from tests.lab.labrig import Lab, run, wait_for
+from tests.lab.test_nodes import PORT, reaches
 
 pytestmark = pytest.mark.lab
 
-PORT = 7000
 SERVICE_PORT, NODE_PORT = 80, 30080
 SERVICES = {4: "172.30.0.10", 6: "fd30::10"}
 HELD_DEADLINE_S = 40
+holds = partial(test_nodes.holds, deadline_s=HELD_DEADLINE_S)
 
 
 def settled(lab: Lab) -> None:
@@ -46,24 +49,6 @@ def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
         yield made
     finally:
         made.close()
-
-
-def reaches(lab: Lab, source: str, target: str, protocol: str = "tcp") -> set[bool]:
-    """Try each address of the target; gives what happened."""
-    namespace, _ = labs.locate(lab.state, source)
-    return {
-        traffic.connect(namespace, address, PORT, protocol, timeout_s=0.4).ok
-        for address in labs.find_addresses(lab.state, target)
-    }
-
-
-def holds(lab: Lab, source: str, target: str, wanted: bool, protocol: str = "tcp") -> None:
-    """Wait until the way is as wanted in every family."""
-    wait_for(
-        lambda: reaches(lab, source, target, protocol) == {wanted},
-        f"{source} -> {target} to be {'open' if wanted else 'closed'}",
-        HELD_DEADLINE_S,
-    )
 
 
 def paths(lab: Lab, node: str, address: str) -> set[str]:

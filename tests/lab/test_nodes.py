@@ -130,12 +130,20 @@ def reaches(lab: Lab, source: str, target: str, protocol: str = "tcp") -> set[bo
     }
 
 
-def holds(lab: Lab, source: str, target: str, wanted: bool, protocol: str = "tcp") -> None:
-    """Wait until the way is as wanted in both families."""
+def holds(
+    lab: Lab,
+    source: str,
+    target: str,
+    wanted: bool,
+    protocol: str = "tcp",
+    *,
+    deadline_s: float = HELD_DEADLINE_S,
+) -> None:
+    """Wait until the way is as wanted in every family."""
     wait_for(
         lambda: reaches(lab, source, target, protocol) == {wanted},
         f"{source} -> {target} to be {'open' if wanted else 'closed'}",
-        HELD_DEADLINE_S,
+        deadline_s,
     )
 
 

@@ -155,7 +155,7 @@ def test_an_add_that_needs_it_is_told_so_and_leaves_nothing(
         return own_scene.node.look() == before
 
     wait_for(is_gone, DEADLINE_S, "the failed ADD to leave nothing")
-    own_scene.write([SMALL])
+    own_scene.enforce([SMALL])
     outcome = add(own_scene, namespace, new_pod(**changes))
     assert outcome.ok, outcome.document
     own_scene.wait_enforced(0)

@@ -95,14 +95,8 @@ class Fields:
 
     def epochs(self, name: str) -> dict[IPNetwork, int]:
         """Give an object of ranges and the epochs they were claimed in."""
-        value = self._values.get(name)
-        if value is None:
-            return {}
-        if not isinstance(value, Mapping):
-            self.wrong(name, f"is {_shown(value)}, not an object")
-            return {}
         found: dict[IPNetwork, int] = {}
-        for key, epoch in value.items():
+        for key, epoch in self._object(name).items():
             network = self._convert(name, key, ipaddress.ip_network, "range")
             if network is not None:
                 found[network] = self._number(name, epoch, 0, EPOCH_MAX, 0)
@@ -110,19 +104,21 @@ class Fields:
 
     def claims(self, name: str, limit: int) -> dict[Claimed, int]:
         """Give an object of addresses and ranges and their numbers, from -`limit` to `limit`."""
-        value = self._values.get(name)
-        if value is None:
-            return {}
-        if not isinstance(value, Mapping):
-            self.wrong(name, f"is {_shown(value)}, not an object")
-            return {}
         found: dict[Claimed, int] = {}
-        for key, number in value.items():
+        for key, number in self._object(name).items():
             convert = ipaddress.ip_network if "/" in str(key) else ipaddress.ip_address
             what = self._convert(name, key, convert, "address or range")
             if what is not None:
                 found[what] = self._number(name, number, -limit, limit, 0)
         return found
+
+    def _object(self, name: str) -> Mapping[str, object]:
+        """Give an object's members; none when it is absent or no object, which is noted."""
+        value = self._values.get(name, {})
+        if value is None or isinstance(value, Mapping):
+            return value or {}
+        self.wrong(name, f"is {_shown(value)}, not an object")
+        return {}
 
     def _number(self, name: str, value: object, low: int, high: int, default: int) -> int:
         if isinstance(value, bool) or not isinstance(value, int):

@@ -28,6 +28,7 @@ from podwire.control.ipam.pools import (
     selects,
 )
 from podwire.control.pool_objects import decode_pools, find_problems, node_ranges
+from podwire.control.readable import find_fault
 from podwire.model.errors import Conflict, Exhausted, PodwireError, Unavailable
 from podwire.model.request import IPNetwork
 from podwire.model.store import ObjectKey, Store, StoredObject, StoreEvent
@@ -185,6 +186,7 @@ class IpamDuty:
         """Told after blocks were opened or lost."""
         self.news = IpamNews(ipam, self._hear, report)
         self.follower = StoreFollower("ipam-watch", store, IpamNews.KINDS, self.news)
+        self.follower.unreadable.find_fault = find_fault
         self._written = ""
         self._changed = threading.Condition()
         self._is_due = True
@@ -397,14 +399,17 @@ class IpamDuty:
         if not text:
             return
         found = json.loads(text)
-        pools = decode_pools(_as_stored(IP_POOL.plural, one) for one in found["pools"])
+        pool_objects = [_as_stored(IP_POOL.plural, one) for one in found["pools"]]
+        block_objects = [_as_stored(IP_BLOCK.plural, one) for one in found["blocks"]]
+        self.follower.recall([*pool_objects, *block_objects])
+        pools = decode_pools(pool_objects)
         self.known.set_pools(pools, found["problems"])
         self.known.node_labels = found["labels"]
         self.known.namespaces = {
             name: NamespaceFacts(labels, tuple(names))
             for name, (labels, names) in found["namespaces"].items()
         }
-        blocks = [decode_block(_as_stored(IP_BLOCK.plural, one)) for one in found["blocks"]]
+        blocks = [decode_block(one) for one in block_objects]
         self.ipam.remember(
             [
                 Block(one.cidr, one.pool, one.node, one.epoch, one.kept)

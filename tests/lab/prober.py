@@ -96,7 +96,7 @@ class DropFeed:
 
     def __init__(self, path: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.settimeout(10)
+        self.socket.settimeout(30)
         self.socket.connect(path)
         query = "follow=true&last=0&type=drop"
         self.socket.sendall(f"GET /v1/flows?{query} HTTP/1.1\r\nHost: x\r\n\r\n".encode())

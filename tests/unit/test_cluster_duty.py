@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import ipaddress
+import statistics
 import threading
 import time
 from typing import Any
@@ -34,7 +35,7 @@ from tests.unit.test_cluster_planner import OVERLAY, OWN, UNDERLAY, make
 from tests.unit.test_identity_duty import FakeClock
 from tests.unit.test_identity_resolver import DEVICE
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 
 
 class FakeCluster:
@@ -283,7 +284,7 @@ def test_a_node_whose_agent_lives_no_more_is_named_and_keeps_its_ways() -> None:
         assert not any("no agent lives" in one for one in rig.health.warnings())
         rig.store.leases().vanish("node/n2")
         wait_for(lambda: any("no agent lives on node n2" in one for one in rig.health.warnings()))
-        assert b"podwire_cluster_nodes_dead 1.0" in rig.metrics.render()
+        wait_for(lambda: b"podwire_cluster_nodes_dead 1.0" in rig.metrics.render())
         assert rig.peers() == ["n2"]
         lease.close()
         rig.store.leases().acquire("node/n2", "n2", 15)
@@ -329,12 +330,14 @@ def test_the_underlay_is_followed() -> None:
 def test_changes_one_after_another_are_each_acted_on_at_once() -> None:
     with Rig().running() as rig:
         wait_for(lambda: rig.store.get(node_key("n1")) is not None)
-        begin_s = time.monotonic()
+        took_s = []
         for mtu in range(1400, 1410):
+            begin_s = time.monotonic()
             rig.kernel.underlay = dataclasses.replace(UNDERLAY, mtu_bytes=mtu)
             rig.news.change()
             wait_for(lambda mtu=mtu: published_mtu(rig) == mtu)
-        assert time.monotonic() - begin_s < 5, "a second each would be ten"
+            took_s.append(time.monotonic() - begin_s)
+        assert statistics.median(took_s) < 0.5, took_s
 
 
 def published_mtu(rig: Any) -> Any:
@@ -380,7 +383,7 @@ def test_a_burst_of_pods_is_one_write_a_second() -> None:
             rig.add_pod(number, f"10.244.1.{number + 10}", 300 + number)
         wait_for(lambda: len(rig.said().identities) == 100)
         took_s = time.monotonic() - begin
-        assert took_s < 5
+        assert took_s < 20
         assert rig.said().sequence <= 3 + took_s
 
 

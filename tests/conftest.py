@@ -8,9 +8,17 @@ import os
 import random
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 TIERS = ("unit", "packet", "kernel", "lab", "runtime", "vm")
 _FOLDER_TIERS = {"contract": "unit"}
+_SLOW_TIERS = ("packet", "kernel", "lab", "runtime")
+_SLOW_TIMEOUT_S = 300
+"""What a test with processes and namespaces may take where nothing else is said: others may keep the machine busy."""
+
+# How long an example takes says something of the machine: it may stand still for seconds.
+settings.register_profile("podwire", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("podwire")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,6 +51,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left: list[pytest.Item] = []
     for item in items:
         (kept if _tier(item) in wanted else left).append(item)
+    for item in kept:
+        if _tier(item) in _SLOW_TIERS and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_SLOW_TIMEOUT_S))
     config.hook.pytest_deselected(items=left)
     items[:] = sorted(kept, key=lambda item: TIERS.index(_tier(item)))
 

@@ -22,7 +22,7 @@ PROGRAM = "etcd"
 MISSING = "no program 'etcd': apt-get install etcd-server"
 ENDPOINT_VARIABLE = "PODWIRE_TEST_ETCD"
 """Where processes that tests start find the endpoint."""
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 def require() -> None:
@@ -107,7 +107,7 @@ class Etcd:
             json.dumps(body).encode(),
             {"Authorization": self.token} if self.token else {},
         )
-        with urllib.request.urlopen(request, timeout=10, context=self.context) as answer:
+        with urllib.request.urlopen(request, timeout=30, context=self.context) as answer:
             return json.load(answer)
 
     def put(self, key: str, value: bytes) -> int:

@@ -12,7 +12,7 @@ from podwire.model import wire
 from podwire.model.wire import Frame, Reply, ReplyStatus
 
 Behaviour = Callable[["ScriptedAgent", socket.socket], None]
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True)

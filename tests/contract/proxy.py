@@ -88,12 +88,12 @@ class Proxy:
             client.close()
             return
         try:
-            server = socket.create_connection(self._target, timeout=5)
+            server = socket.create_connection(self._target, timeout=30)
         except OSError:
             client.close()
             return
-        server.settimeout(5)
-        client.settimeout(5)
+        server.settimeout(30)
+        client.settimeout(30)
         self._peers[client], self._peers[server] = server, client
         self._clients.add(client)
         for one in (client, server):

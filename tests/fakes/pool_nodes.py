@@ -17,7 +17,7 @@ from podwire.model.endpoint import AttachmentKey
 from podwire.model.ids import ContainerId, EndpointId, IdentityId, InterfaceName, NetworkName
 from podwire.model.store import Store
 
-WAIT_S: Final = 10.0
+WAIT_S: Final = 30.0
 
 
 def pool_document(name: str, cidr: str, **spec: Any) -> dict[str, Any]:

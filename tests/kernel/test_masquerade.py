@@ -270,7 +270,7 @@ def _receiver(namespace: Namespace, address: str, port: int) -> Iterator[socket.
             socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM
         )
     with opened:
-        opened.settimeout(5)
+        opened.settimeout(20)
         opened.bind((address, port))
         yield opened
 

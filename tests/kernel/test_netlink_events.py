@@ -27,7 +27,7 @@ def test_a_burst_is_one_change(netlink: NetlinkSocket) -> None:
     with NetlinkEvents(GROUP_LINK, lambda _kind, _body: True) as events:
         for number in range(60, 65):
             netlink.execute([create_link("bridge", LinkEnd(f"pwb{number}", number))])
-        assert events.wait(5)
+        assert events.wait(30)
         assert not events.wait(0)
 
 
@@ -59,8 +59,8 @@ def test_another_thread_ends_the_wait(host: Namespace) -> None:
         waker = threading.Timer(0.05, events.wake)
         waker.start()
         began = time.monotonic()
-        assert not events.wait(30)
-        assert time.monotonic() - began < 10
+        assert not events.wait(60)
+        assert time.monotonic() - began < 30
         waker.join()
     events.wake()
 
@@ -115,5 +115,5 @@ def test_a_route_without_a_device_arrives(host: Namespace) -> None:
 
     with NetlinkEvents(GROUPS, matters, ignored_from=IGNORED_FROM) as events:
         host.run("ip", "route", "add", "unreachable", "10.11.0.0/24")
-        assert events.wait(5)
+        assert events.wait(30)
     assert RTM_NEWROUTE in told

@@ -233,7 +233,7 @@ def _exchange(
         opened.connect((target or bound, PORT))
         accepted, peer = listening.accept()
         with accepted:
-            accepted.settimeout(20)
+            accepted.settimeout(60)
             _pour(opened, accepted)
             _pour(accepted, opened)
             return peer[0], opened.getpeername()[0]
@@ -249,7 +249,7 @@ def _pour(sender: socket.socket, receiver: socket.socket) -> None:
             assert chunk, f"the stream ends after {len(received)} bytes"
             received += chunk
     finally:
-        thread.join(10)
+        thread.join(30)
     assert hashlib.sha256(received).digest() == hashlib.sha256(DATA).digest()
 
 
@@ -265,7 +265,7 @@ def _paths(node: Node, hook: Hook) -> dict[Path, int]:
 @pytest.mark.parametrize("version", [4, 6])
 def test_pods_of_two_nodes_ping_each_other(nodes: tuple[Node, Node], version: int) -> None:
     one, two = nodes
-    result = one.pod.run("ping", "-c", "2", "-i", "0.1", "-W", "3", two.side.pod.address(version))
+    result = one.pod.run("ping", "-c", "2", "-i", "0.1", "-W", "15", two.side.pod.address(version))
     assert result.returncode == 0, result.stdout + result.stderr
     for node in nodes:
         assert _paths(node, Hook.FROM_POD).keys() == {Path.TUNNEL}

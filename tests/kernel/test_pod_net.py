@@ -278,7 +278,7 @@ def test_a_tcp_connection_works_as_soon_as_the_pod_is_configured(
     configure_pod(record, pod.pod)
     for address in record.addresses:
         with _echo_server(pod, address) as port, socket.socket(_family(address)) as client:
-            client.settimeout(2)
+            client.settimeout(20)
             client.connect((str(address), port))
             client.sendall(b"hello")
             assert client.recv(16) == b"hello"
@@ -300,7 +300,7 @@ def _echo_server(
         with connection:
             connection.sendall(connection.recv(16))
 
-    server.settimeout(5)
+    server.settimeout(20)
     thread = threading.Thread(target=serve)
     thread.start()
     try:

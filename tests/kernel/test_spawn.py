@@ -19,36 +19,36 @@ from tests.kernel.conftest import Namespace
 
 def test_output_input_and_status_are_the_childs() -> None:
     script = "cat; echo problem >&2; exit 3"
-    done = run(["sh", "-c", script], input_bytes=b"hello\n", timeout_s=10)
+    done = run(["sh", "-c", script], input_bytes=b"hello\n", timeout_s=60)
     assert (done.status, done.stdout, done.stderr) == (3, b"hello\n", b"problem\n")
 
 
 def test_big_input_and_output_do_not_block_each_other() -> None:
     data = os.urandom(512 * 1024)
-    assert run(["cat"], input_bytes=data, timeout_s=20).stdout == data
+    assert run(["cat"], input_bytes=data, timeout_s=60).stdout == data
 
 
 def test_input_that_nobody_reads_is_no_error() -> None:
-    assert run(["true"], input_bytes=b"x" * 1_000_000, timeout_s=10).status == 0
+    assert run(["true"], input_bytes=b"x" * 1_000_000, timeout_s=60).status == 0
 
 
 def test_death_by_signal_is_a_negative_status() -> None:
-    assert run(["sh", "-c", "kill -9 $$"], timeout_s=10).status == -9
+    assert run(["sh", "-c", "kill -9 $$"], timeout_s=60).status == -9
 
 
 def test_environment_is_exactly_what_was_given() -> None:
-    done = run(["/usr/bin/env"], environment={"ONLY": "this"}, timeout_s=10)
+    done = run(["/usr/bin/env"], environment={"ONLY": "this"}, timeout_s=60)
     assert done.stdout == b"ONLY=this\n"
 
 
 def test_ignored_signals_are_not_inherited() -> None:
-    status = run(["grep", "SigIgn", "/proc/self/status"], timeout_s=10).stdout
+    status = run(["grep", "SigIgn", "/proc/self/status"], timeout_s=60).stdout
     assert int(status.split()[1], 16) & (1 << 12) == 0  # SIGPIPE, which Python ignores
 
 
 def test_missing_program_is_named() -> None:
     with pytest.raises(KernelFailure) as caught:
-        run(["pwt-no-such-program"], timeout_s=10)
+        run(["pwt-no-such-program"], timeout_s=60)
     assert caught.value.errno == errno.ENOENT
     assert "pwt-no-such-program" in caught.value.message
 
@@ -57,15 +57,15 @@ def test_deadline_ends_the_child_and_its_children(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     began = time.monotonic()
     with pytest.raises(KernelFailure) as caught:
-        run(["sh", "-c", f"sleep 60 & echo $! > {pid_file}; wait"], timeout_s=0.5)
+        run(["sh", "-c", f"sleep 60 & echo $! > {pid_file}; wait"], timeout_s=3)
     assert caught.value.errno == errno.ETIMEDOUT
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     grandchild = int(pid_file.read_text(encoding="ascii"))
     _wait_until_gone(grandchild)
 
 
 def _wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         status = Path(f"/proc/{pid}/stat")
         try:
@@ -78,13 +78,13 @@ def _wait_until_gone(pid: int) -> None:
 
 def test_endless_output_is_refused() -> None:
     with pytest.raises(KernelFailure) as caught:
-        run(["cat", "/dev/zero"], timeout_s=20)
+        run(["cat", "/dev/zero"], timeout_s=60)
     assert caught.value.errno == errno.EFBIG
 
 
 def test_child_runs_in_the_given_network_namespace(pod: Namespace) -> None:
     place = Place(network_fd=pod.fd.fileno())
-    done = run(["readlink", "/proc/self/ns/net"], place=place, timeout_s=10)
+    done = run(["readlink", "/proc/self/ns/net"], place=place, timeout_s=60)
     assert done.stdout.strip() == f"net:[{pod.pod.cookie}]".encode()
     assert os.stat("/proc/self/ns/net").st_ino != pod.pod.cookie
 
@@ -92,8 +92,8 @@ def test_child_runs_in_the_given_network_namespace(pod: Namespace) -> None:
 def test_child_runs_in_the_given_mount_namespace(tmp_path: Path) -> None:
     with _mount_namespace_with(tmp_path) as (mounts, marker):
         place = Place(mount_fd=mounts.fileno())
-        inside = run(["cat", str(marker)], place=place, timeout_s=10)
-        outside = run(["cat", str(marker)], timeout_s=10)
+        inside = run(["cat", str(marker)], place=place, timeout_s=60)
+        outside = run(["cat", str(marker)], timeout_s=60)
     assert inside.stdout == b"inside"
     assert outside.status == 1
 
@@ -136,9 +136,9 @@ def test_closing_a_running_child_ends_it() -> None:
 def test_no_descriptor_is_left_behind() -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
-        run(["true"], timeout_s=10)
+        run(["true"], timeout_s=60)
     with pytest.raises(KernelFailure):
-        run(["pwt-no-such-program"], timeout_s=10)
+        run(["pwt-no-such-program"], timeout_s=60)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -146,19 +146,19 @@ def test_library_is_not_forked() -> None:
     """A handler for fork never runs: children share no state of this process."""
     called: list[int] = []
     os.register_at_fork(before=lambda: called.append(1))
-    run(["true"], timeout_s=10)
+    run(["true"], timeout_s=60)
     assert called == []
 
 
 def test_a_daemon_that_keeps_the_streams_open_does_not_hold_up_the_answer() -> None:
     began = time.monotonic()
-    done = run(["sh", "-c", "sleep 30 & echo $!; echo answer"], timeout_s=20)
-    assert time.monotonic() - began < 10
+    done = run(["sh", "-c", "sleep 100 & echo $!; echo answer"], timeout_s=60)
+    assert time.monotonic() - began < 30
     pid, answer = done.stdout.split()
     os.kill(int(pid), 9)
     assert (done.status, answer) == (0, b"answer")
 
 
 def test_a_closed_output_does_not_end_the_wait_for_the_child() -> None:
-    done = run(["sh", "-c", "exec >&- 2>&-; sleep 0.2; exit 7"], timeout_s=20)
+    done = run(["sh", "-c", "exec >&- 2>&-; sleep 0.2; exit 7"], timeout_s=60)
     assert done.status == 7

@@ -22,7 +22,7 @@ from typing import Any, Final
 from tests.lab.policy_rig import Place
 from tests.policy_cases import PROTOCOLS, Flow
 
-DEADLINE_S: Final = 5.0
+DEADLINE_S: Final = 15.0
 LINGER_NOT: Final = struct.pack("ii", 1, 0)
 ECHO_REPLY: Final = {4: 0, 6: 129}
 _ICMP_PROTOCOL: Final = {4: socket.IPPROTO_ICMP, 6: socket.IPPROTO_ICMPV6}
@@ -96,7 +96,7 @@ class DropFeed:
 
     def __init__(self, path: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.settimeout(10)
+        self.socket.settimeout(30)
         self.socket.connect(path)
         query = "follow=true&last=0&type=drop"
         self.socket.sendall(f"GET /v1/flows?{query} HTTP/1.1\r\nHost: x\r\n\r\n".encode())

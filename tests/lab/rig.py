@@ -23,8 +23,10 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 LAUNCHER: Final = ROOT / "build" / "bin" / "podwire-cni"
-START_DEADLINE_S: Final = 20.0
-SETTLE_DEADLINE_S: Final = 20.0
+START_DEADLINE_S: Final = 60.0
+SETTLE_DEADLINE_S: Final = 60.0
+STOP_DEADLINE_S: Final = 30.0
+DIRECTORIES_DEADLINE_S: Final = 30.0
 AGENT: Final = ("-c", "import sys; from podwire.agent.main import main; sys.exit(main())")
 CRASH_AGENT: Final = ("-m", "tests.lab.crash_agent")
 
@@ -192,7 +194,10 @@ class Rig:
                 raise AssertionError(f"the agent ended:\n{self.log_tail()}")
             try:
                 return self.get("/healthz")[0] == 200
-            except OSError:
+            except (
+                OSError,
+                IndexError,
+            ):  # nobody listens yet, or the agent ended before it answered
                 return False
 
         wait_for(ready, START_DEADLINE_S, "the agent to be ready")
@@ -201,13 +206,13 @@ class Rig:
         """Stop the agent as a service manager does; gives its exit code."""
         assert self.agent is not None
         self.agent.send_signal(signal.SIGTERM)
-        return self.agent.wait(20)
+        return self.agent.wait(STOP_DEADLINE_S)
 
     def kill(self) -> None:
         """Kill the agent."""
         assert self.agent is not None
         self.agent.kill()
-        self.agent.wait(20)
+        self.agent.wait(STOP_DEADLINE_S)
 
     def log_tail(self, lines: int = 20) -> str:
         """Give the end of the agent's log."""
@@ -381,6 +386,8 @@ class Rig:
 
     def assert_consistent(self) -> Present:
         """Fail unless kernel, maps, directories and journal tell the same; gives what is there."""
+        if self.is_running():
+            self.settle()
         present = self.look()
         records = present.records
         assert {record["phase"] for record in records.values()} <= {"live"}, records
@@ -397,7 +404,11 @@ class Rig:
         assert present.routes == set(addresses)
         # Directories are for people and are written behind: they follow.
         wanted = {str(number) for number in records}
-        wait_for(lambda: self._list_directories() == wanted, 5, f"directories {sorted(wanted)}")
+        wait_for(
+            lambda: self._list_directories() == wanted,
+            DIRECTORIES_DEADLINE_S,
+            f"directories {sorted(wanted)}",
+        )
         if self.is_running():
             shown = {one["id"]: one for one in self.get("/endpoint")[1]}
             assert set(shown) == set(records)
@@ -411,7 +422,7 @@ class Rig:
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
-            process.wait(20)
+            process.wait(STOP_DEADLINE_S)
             for stream in (process.stdin, process.stdout, process.stderr):
                 if stream is not None:
                     stream.close()

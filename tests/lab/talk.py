@@ -20,9 +20,9 @@ from typing import Final
 from tests.lab.policy_rig import Place
 
 TICK_S: Final = 0.005
-OPEN_DEADLINE_S: Final = 5.0
-ANSWER_DEADLINE_S: Final = 3.0
-RESUME_DEADLINE_S: Final = 10.0
+OPEN_DEADLINE_S: Final = 15.0
+ANSWER_DEADLINE_S: Final = 15.0
+RESUME_DEADLINE_S: Final = 30.0
 SHORTLY_S: Final = 0.05
 _MESSAGE: Final = struct.Struct("!IQ")
 _KINDS: Final = {"tcp": socket.SOCK_STREAM, "udp": socket.SOCK_DGRAM}

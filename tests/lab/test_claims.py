@@ -60,7 +60,7 @@ def undisturbed(lab: Lab) -> Iterator[None]:
         address = labs.find_addresses(lab.state, target)[0]
         while not ended.wait(0.005):
             sent[index] += 1
-            if not traffic.ping(namespace, address, timeout_s=1).ok:
+            if not traffic.ping(namespace, address, timeout_s=10).ok:
                 lost.append(f"{source} -> {target}, packet {sent[index]}")
 
     pairs = [(0, "a", "b"), (1, "b", "a")]
@@ -147,8 +147,10 @@ def test_all_settle_on_the_older_claim_when_both_got_in(lab: Lab) -> None:
                 f"node2 ({cidr}) and node3 ({cidr}) overlap: node2 has the older claim" in said[0]
             )
         assert route_to(lab, "node1", cidr) == before
-        assert not lab.get("/status", NEWCOMER)["ready"]
-        assert lab.get("/status", "node1")["ready"]
+        wait_for(
+            lambda: not lab.get("/status", NEWCOMER)["ready"], "the newcomer to be told unready"
+        )
+        wait_for(lambda: lab.get("/status", "node1")["ready"], "the first node to be ready")
         labs.change_agent(lab.name, "node2", "kill")
         labs.change_agent(lab.name, "node2", "start")  # it takes its range back
         labs.change_agent(lab.name, NEWCOMER, "stop")

@@ -39,7 +39,7 @@ def cleanup(rig: Rig, *options: str) -> "subprocess.CompletedProcess[str]":
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=120,
     )
 
 

@@ -7,9 +7,10 @@ import pytest
 
 from tests.lab.rig import Rig, run, wait_for
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
 
-DEADLINE_S = 5.0
+DEADLINE_S = 30.0
+"""Far below the five minutes of the look at everything, and enough for a busy machine."""
 
 
 @pytest.fixture
@@ -41,8 +42,12 @@ def test_what_a_device_lost_comes_back_and_is_told(rig: Rig, command: str) -> No
     def agrees() -> bool:
         return rig.cni("CHECK", "pod", namespace, config=previous).ok
 
+    def is_missed() -> bool:
+        """Take it away and CHECK, which says so unless the agent was faster: then once more."""
+        run("ip", "netns", "exec", rig.name, *command.format(device=device).split())
+        return not agrees()
+
     assert agrees()
-    run("ip", "netns", "exec", rig.name, *command.format(device=device).split())
-    assert not agrees()
+    wait_for(is_missed, DEADLINE_S, "CHECK to miss it")
     wait_for(agrees, DEADLINE_S, "the device to be whole again")
-    assert "it is repaired" in rig.log_tail(50)
+    wait_for(lambda: "it is repaired" in rig.log_tail(50), DEADLINE_S, "the log to tell it")

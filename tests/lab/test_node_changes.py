@@ -1,6 +1,5 @@
 """What changes at one node is in force at the others within a second of it."""
 
-import statistics
 import time
 from collections.abc import Iterator
 
@@ -16,6 +15,11 @@ OTHERS = ("node1", "node2")
 WITHIN_S = 1.0
 DEAD_CONNECTION_S = 0.6
 """How long the kernel takes at least to find out that nothing of a connection arrives."""
+
+
+def assert_ordinarily(took_s: list[float], within_s: float) -> None:
+    """Fail when all but one took longer: what waits for a timer does so each time, a busy machine does not."""
+    assert sorted(took_s)[1] < within_s, f"seconds of each: {took_s}"
 
 
 def route_mtu(lab: Lab, node: str, target: NodePlan) -> int:
@@ -53,8 +57,7 @@ def test_the_mtu_of_a_nodes_underlay_is_followed_by_all_others(lab: Lab) -> None
                 f"{one} to have a route for {mtu}",
             )
         took_s.append(time.monotonic() - begin_s)
-    assert statistics.median(took_s) < WITHIN_S, f"seconds of each: {took_s}"
-    assert max(took_s) < 3 * WITHIN_S, f"seconds of each, on a busy machine: {took_s}"
+    assert_ordinarily(took_s, WITHIN_S)
 
 
 def test_another_address_of_a_node_is_followed_by_all_others(lab: Lab) -> None:
@@ -77,8 +80,7 @@ def test_another_address_of_a_node_is_followed_by_all_others(lab: Lab) -> None:
             )
         took_s.append(time.monotonic() - begin_s)
         before, after = after, before
-    assert statistics.median(took_s) < DEAD_CONNECTION_S, f"seconds of each: {took_s}"
-    assert max(took_s) < 3 * WITHIN_S, f"seconds of each, on a busy machine: {took_s}"
+    assert_ordinarily(took_s, DEAD_CONNECTION_S)
 
 
 def outer_address(lab: Lab, node: str, target: str) -> str:

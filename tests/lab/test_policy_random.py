@@ -9,6 +9,7 @@ and so is its answer: a memory must never outlive what it was made under.
 import ipaddress
 import itertools
 import json
+import time
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -41,6 +42,8 @@ FLOWS_PER_ROUND = 30
 REPEATED_PER_ROUND = 12
 """Flows of earlier rounds that are asked again."""
 REMEMBERED = 200
+REMEMBERED_S = 10.0
+"""No longer are flows asked again: the programs forget them after 30 s."""
 ENFORCEMENT = {Enforcement.DEFAULT: 0.86, Enforcement.ALWAYS: 0.07, Enforcement.NEVER: 0.07}
 """Shares of rounds under each value of the setting `policy_enforcement`."""
 RESTARTS = 0.03
@@ -190,7 +193,8 @@ class Run:
     relabelled: int = 0
     restarts: int = 0
     wrong: list[tuple[str, Asked | None]] = field(default_factory=list)
-    passed: list[Asked] = field(default_factory=list)
+    passed: list[tuple[float, Asked]] = field(default_factory=list)
+    """When each flow passed first."""
 
     def round(self) -> None:
         """Bring other policies and labels into force, and compare."""
@@ -213,7 +217,7 @@ class Run:
         for _ in range(FLOWS_PER_ROUND):
             asked = self.flows.make()
             if self._compare(asked, "a new flow"):
-                self.passed.append(asked)
+                self.passed.append((time.monotonic(), asked))
         self.passed = self.passed[-REMEMBERED:]
         self._check_drops(before, self.denied - denied_before)
 
@@ -236,7 +240,9 @@ class Run:
     def _ask_again(self) -> None:
         random = self.subject.random
         again = random.sample(self.passed, min(len(self.passed), REPEATED_PER_ROUND))
-        for asked in again:
+        for passed_s, asked in again:
+            if time.monotonic() > passed_s + REMEMBERED_S:
+                continue
             has_answer = asked.wire.protocol not in (ICMP, ICMPV6)
             if has_answer and random.random() < 0.5:
                 self._compare(asked, "the answer of an old flow", is_answer=True)

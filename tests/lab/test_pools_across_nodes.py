@@ -55,11 +55,11 @@ def failures(lab: Lab) -> list[Any]:
 def test_an_address_out_of_another_nodes_block_is_reached_where_its_pod_is(lab: Lab) -> None:
     addresses = kept_addresses(lab, "on-node1")
     run_fixed(lab, "guest", "node2", addresses)
-    wait_for(lambda: not failures(lab), "everybody to reach everybody, the guest included", 10)
+    wait_for(lambda: not failures(lab), "everybody to reach everybody, the guest included", 60)
     # And back: the node that has the block gives the same address to a pod of its own.
     labs.remove(lab.name, "guest")
-    wait_for(lambda: gives(lab, "host", "node1", addresses), "its own node to have it again", 20)
-    wait_for(lambda: not failures(lab), "everybody to reach everybody, the host included", 10)
+    wait_for(lambda: gives(lab, "host", "node1", addresses), "its own node to have it again", 60)
+    wait_for(lambda: not failures(lab), "everybody to reach everybody, the host included", 60)
 
 
 def gives(lab: Lab, pod: str, node: str, addresses: Sequence[str]) -> bool:

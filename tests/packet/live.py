@@ -47,7 +47,7 @@ class LivePod:
         """Open a socket inside; it may be used from outside."""
         with netns.namespace(self.fd.fileno()):
             found = socket.socket(family, kind, protocol)
-        found.settimeout(5)
+        found.settimeout(30)
         return found
 
     def raw_socket(self) -> socket.socket:
@@ -79,7 +79,7 @@ class LiveHost:
         """Open a socket inside; it may be used from outside."""
         with netns.namespace(self.fd.fileno()):
             found = socket.socket(family, kind, protocol)
-        found.settimeout(5)
+        found.settimeout(30)
         return found
 
 

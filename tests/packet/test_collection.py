@@ -26,6 +26,7 @@ QUICK_TICK_MS: Final = 2
 DEADLINE_S: Final = 60
 CLOSED_LIFETIME_S: Final = 10
 USES: Final = 10
+BEHIND_S: Final = 0.3
 NS: Final = 1_000_000_000
 
 
@@ -69,10 +70,10 @@ def collector(rig: Rig) -> Iterator[Collector]:
         yield running
 
 
-def age(rig: Rig, key: abi.ConntrackKey, seconds: float) -> None:
+def age(rig: Rig, key: abi.ConntrackKey, seconds: float, *, lifetime_s: int = 5) -> None:
     """Make an entry one that was last used some seconds ago."""
     now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-    rig.change_entry(key, last_seen_ns=max(now - int(seconds * NS), 0), lifetime_s=5)
+    rig.change_entry(key, last_seen_ns=max(now - int(seconds * NS), 0), lifetime_s=lifetime_s)
 
 
 def test_what_is_over_goes_and_what_lives_stays(rig: Rig, collector: Collector) -> None:
@@ -81,10 +82,10 @@ def test_what_is_over_goes_and_what_lives_stays(rig: Rig, collector: Collector) 
     old, ripe, young = sorted(rig.entries(A), key=lambda key: key.sport)
     age(rig, old, 3000)
     age(rig, ripe, 5.5)
-    age(rig, young, 0)
+    age(rig, young, 0, lifetime_s=300)
     assert eventually(lambda: set(rig.entries(A)) == {young})
-    assert rig.usage(A) == 1
-    assert collector.state().removed >= 2
+    assert eventually(lambda: rig.usage(A) == 1)
+    assert eventually(lambda: collector.state().removed >= 2)
     collector.wait_rounds(3)
     assert set(rig.entries(A)) == {young}
 
@@ -95,7 +96,7 @@ def test_an_entry_that_is_used_in_time_stays(rig: Rig, collector: Collector) -> 
     key, entry = rig.entry(A)
     for _ in range(USES):
         # Two of these would be more than its lifetime: each use must have counted.
-        rig.change_entry(key, last_seen_ns=entry.last_seen_ns - 3 * NS, lifetime_s=5)
+        rig.change_entry(key, last_seen_ns=entry.last_seen_ns - 12 * NS, lifetime_s=20)
         assert rig.sent(A, packet).action == Action.STACK
         collector.wait_rounds(1)
         assert set(rig.entries(A)) == {key}
@@ -122,7 +123,7 @@ def test_flows_of_an_endpoint_that_is_gone_are_collected_at_once(
     rig.maps["pw_usage"].delete(A.instance.to_bytes(4, "little"))
     assert eventually(lambda: not rig.entries(A))
     assert rig.usage(B) == len(rig.entries(B)) == 1
-    assert collector.state().removed >= 50
+    assert eventually(lambda: collector.state().removed >= 50)
 
 
 @pytest.mark.timeout(900)
@@ -140,14 +141,18 @@ def test_new_flows_are_never_refused_while_old_ones_are_collected(rig: Rig, full
 
 
 def flood(rig: Rig, *, rate: int, seconds: float, tick_ms: int) -> None:
-    """Open `rate` flows a second and fail on the first one that is refused."""
+    """Open `rate` flows a second and fail on the first one that is refused.
+
+    What the machine kept from being opened in time is opened late, but at no higher rate.
+    """
     two_rounds_s = 2 * abi.CONNTRACK_SHARDS * tick_ms / 1000
     quota = int(rate * (CLOSED_LIFETIME_S + two_rounds_s + 2))
     rig.write_settings(quota=quota)
     with collecting(rig, tick_ms) as collector:
         begin, sent = time.monotonic(), 0
-        while (elapsed := time.monotonic() - begin) < seconds:
-            while sent < elapsed * rate:
+        while sent < seconds * rate:
+            begin = max(begin, time.monotonic() - sent / rate - BEHIND_S)
+            while sent < (time.monotonic() - begin) * rate:
                 open_and_reset(rig, sent)
                 sent += 1
             time.sleep(0.002)

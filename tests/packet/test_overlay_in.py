@@ -312,11 +312,16 @@ def test_a_pods_neighbours_are_not_on_other_nodes(rig: Rig) -> None:
 
 
 def test_a_flood_of_forged_packets_is_counted_and_told_in_measure(rig: Rig) -> None:
-    for _ in range(500):
-        arrive(rig, to(A, udp(1, 2)), outer=WORLD_4)
+    told: Counter[int] = Counter()
+    sent = 0
+    # Until the machine let enough of them through within one second.
+    while max(told.values(), default=0) < 200 and sent < 10_000:
+        for _ in range(500):
+            arrive(rig, to(A, udp(1, 2)), outer=WORLD_4)
+        sent += 500
+        told.update(event.time_ns // 10**9 for event in rig.take_events())
     reason = DropReason.TUNNEL_SOURCE
-    assert rig.metrics()[Hook.FROM_OVERLAY, reason, Path.NONE][0] == 500
-    told = Counter(event.time_ns // 10**9 for event in rig.take_events())
+    assert rig.metrics()[Hook.FROM_OVERLAY, reason, Path.NONE][0] == sent
     assert max(told.values()) == 200
     assert rig.sent(A, packet(A.ipv4, FAR.pod(4), udp(1, TUNNEL_PORT))).action == Action.DROP
     assert len(rig.take_events()) == 1

@@ -20,8 +20,8 @@ from tests.lab.rig import wait_for
 from tests.runtime.machine import Machine
 from tests.runtime.oci import BUSYBOX_IMAGE, PAUSE_IMAGE, write_layout
 
-START_DEADLINE_S: Final = 30.0
-CALL_DEADLINE_S: Final = 60.0
+START_DEADLINE_S: Final = 60.0
+CALL_DEADLINE_S: Final = 120.0
 
 _CONFIG = """
 version = 2
@@ -139,7 +139,7 @@ class Containerd:
 
     def wait_network_ready(self) -> None:
         """Wait until the runtime has read its network configuration."""
-        wait_for(lambda: self.conditions().get("NetworkReady") == "", 20, "the runtime's network")
+        wait_for(lambda: self.conditions().get("NetworkReady") == "", 60, "the runtime's network")
 
     def network_configuration(self) -> str:
         """Give the network configurations that the runtime has read, as it tells them."""
@@ -209,7 +209,7 @@ class Containerd:
 
     def execute(self, container_id: str, *command: str) -> str:
         """Run a command in a container; its failure is the test's."""
-        reply = self.call("ExecSync", container_id=container_id, cmd=list(command), timeout=20)
+        reply = self.call("ExecSync", container_id=container_id, cmd=list(command), timeout=60)
         assert reply.exit_code == 0, f"{' '.join(command)}: {reply.stdout}{reply.stderr}"
         return bytes(reply.stdout).decode()
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 from tests.lab.rig import wait_for
 from tests.runtime.machine import Machine, Place
 
-ANSWER_DEADLINE_S: Final = 10.0
+ANSWER_DEADLINE_S: Final = 30.0
 REFUSED_AFTER_S: Final = 0.5
 """How long a connection that is to be dropped is tried; its drop must be told besides."""
 _LOOK_S: Final = 0.1
@@ -55,11 +55,21 @@ def _echo(listener: socket.socket, stop: threading.Event) -> None:
                 selector.unregister(one)
 
 
-def reaches(machine: Machine, place: Place, address: str, port: int, *, source: str = "") -> bool:
-    """Tell whether a server answers at once; `source` is the client's own address, of several."""
+def reaches(
+    machine: Machine,
+    place: Place,
+    address: str,
+    port: int,
+    *,
+    source: str = "",
+    within_s: float = REFUSED_AFTER_S,
+) -> bool:
+    """Tell whether a server answers in time; `source` is the client's own address, of several."""
     try:
-        with Conversation(machine, place, address, port, source=source) as opened:
-            return opened.is_answered(REFUSED_AFTER_S)
+        with Conversation(
+            machine, place, address, port, source=source, within_s=within_s
+        ) as opened:
+            return opened.is_answered(within_s)
     except TimeoutError:
         return False
 
@@ -68,13 +78,20 @@ class Conversation:
     """One open connection to an echo server."""
 
     def __init__(
-        self, machine: Machine, place: Place, address: str, port: int, *, source: str = ""
+        self,
+        machine: Machine,
+        place: Place,
+        address: str,
+        port: int,
+        *,
+        source: str = "",
+        within_s: float = ANSWER_DEADLINE_S,
     ) -> None:
         self._sent = 0
         self._echoed = 0
         self._socket = machine.open_socket(place, address)
         try:
-            self._socket.settimeout(REFUSED_AFTER_S)
+            self._socket.settimeout(within_s)
             if source:
                 self._socket.bind((source, 0))
             self._socket.connect((address, port))
@@ -136,7 +153,7 @@ def wait_drop(
 ) -> dict[str, Any]:
     """Wait for a drop after the first `before` ones, and give it; it must name the policy."""
     found: list[dict[str, Any]] = wait_for(
-        lambda: list_drops(machine, source, target)[before:], 5, f"a drop of {source} -> {target}"
+        lambda: list_drops(machine, source, target)[before:], 30, f"a drop of {source} -> {target}"
     )
     assert found[-1]["reason"] == "policy", found[-1]
     assert [one["name"] for one in found[-1]["policies"]] == [by], found[-1]

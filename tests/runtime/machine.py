@@ -117,7 +117,7 @@ class Machine:
         assert self._keeper is not None
         return ("nsenter", f"--target={self._keeper.pid}", "--net", "--mount", "--")
 
-    def run(self, *command: str, timeout_s: float = 60) -> str:
+    def run(self, *command: str, timeout_s: float = 180) -> str:
         """Run a tool there; its failure is the test's."""
         done = subprocess.run(
             [*self.place, *command], capture_output=True, text=True, timeout=timeout_s, check=False
@@ -201,7 +201,7 @@ class Machine:
                     *("-o", "json"),
                 )
                 revision = found.document["metadata"]["resourceVersion"]
-                self.change("policy", "wait", revision, "--timeout", "10")
+                self.change("policy", "wait", revision, "--timeout", "30")
 
     # Sockets
 
@@ -218,7 +218,7 @@ class Machine:
         """Open a socket there, of the family of `address`; it may be used from anywhere."""
         with self.inside(place):
             made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, kind)
-        made.settimeout(10)
+        made.settimeout(30)
         return made
 
     def close(self) -> None:
@@ -262,7 +262,7 @@ class Machine:
                     os.kill(pid, signal.SIGKILL)
             return not left()
 
-        wait_for(none_left, 20, "the runtime's processes to end")
+        wait_for(none_left, 60, "the runtime's processes to end")
 
     @property
     def _keeper_pid(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 from tests.runtime.machine import Machine
 from tests.runtime.oci import BUSYBOX_IMAGE, write_layout
 
-COMMAND_DEADLINE_S: Final = 60.0
+COMMAND_DEADLINE_S: Final = 180.0
 
 _CONFIG = """
 [containers]

@@ -116,7 +116,7 @@ def test_published_ports_work_by_the_chained_portmap(machine: Machine, podman: P
     podman.start_container("web", "--publish", "18080:80/tcp")
     podman.run("exec", "--detach", "web", "/bin/httpd", "-f", "-p", "80", "-h", "/www")
     published = partial(serves, machine, NODE_ADDRESSES[0], 18080, machine.world)
-    wait_for(published, 10, "the published port to be served")
+    wait_for(published, 30, "the published port to be served")
     podman.run("rm", "--force", "--time", "0", "web")
     assert not published()
     assert_nothing_left(machine)

@@ -24,7 +24,7 @@ from tests.fakes.node import FakeNode
 from tests.fakes.store import MemoryStore
 from tests.unit.test_attach_service import NETNS, request
 
-BUSY_S = 2.0
+BUSY_S = 6.0
 NEW_ADDS = 8
 
 
@@ -79,14 +79,14 @@ async def test_adds_of_new_labels_leave_threads_for_the_others(bench: Bench) -> 
     ]
     await asyncio.sleep(0)
     await bench.submit(request("DEL", container="old", at_ns=200))
-    assert time.monotonic() - begin_s < 1.0
+    assert time.monotonic() - begin_s < BUSY_S / 2
     await bench.submit(request(container="again", labels=("cni:app=old",), at_ns=200))
-    assert time.monotonic() - begin_s < 1.0
+    assert time.monotonic() - begin_s < BUSY_S / 2
     assert not any(one.done() for one in adds)
     failures = await asyncio.gather(*adds, return_exceptions=True)
     assert {type(one) for one in failures} == {Unavailable}
     assert time.monotonic() - begin_s < 4 * BUSY_S
-    await bench.dispatcher.close(5.0)
+    await bench.dispatcher.close(30.0)
 
 
 async def test_adds_of_the_same_new_labels_fail_together(bench: Bench) -> None:
@@ -101,7 +101,7 @@ async def test_adds_of_the_same_new_labels_fail_together(bench: Bench) -> None:
     )
     assert {type(one) for one in failures} == {Unavailable}
     assert time.monotonic() - begin_s < 4 * BUSY_S
-    await bench.dispatcher.close(5.0)
+    await bench.dispatcher.close(30.0)
 
 
 def test_a_store_that_cannot_be_written_is_code_11(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_a_list_imports_nothing_that_is_slow() -> None:
         "print(*sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=90
     )
     loaded = set(done.stdout.split())
     slow = {"msgspec", "aiohttp", "asyncio", "yaml", "podwire.lab", "podwire.model", "http.client"}
@@ -141,7 +141,7 @@ def _run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[st
         capture_output=True,
         text=True,
         check=False,
-        timeout=30,
+        timeout=90,
         env={"PATH": "/usr/bin:/bin", **environment},
     )
 

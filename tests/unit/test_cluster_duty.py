@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import ipaddress
+import statistics
 import threading
 import time
 from typing import Any
@@ -34,7 +35,7 @@ from tests.unit.test_cluster_planner import OVERLAY, OWN, UNDERLAY, make
 from tests.unit.test_identity_duty import FakeClock
 from tests.unit.test_identity_resolver import DEVICE
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 
 
 class FakeCluster:
@@ -283,7 +284,7 @@ def test_a_node_whose_agent_lives_no_more_is_named_and_keeps_its_ways() -> None:
         assert not any("no agent lives" in one for one in rig.health.warnings())
         rig.store.leases().vanish("node/n2")
         wait_for(lambda: any("no agent lives on node n2" in one for one in rig.health.warnings()))
-        assert b"podwire_cluster_nodes_dead 1.0" in rig.metrics.render()
+        wait_for(lambda: b"podwire_cluster_nodes_dead 1.0" in rig.metrics.render())
         assert rig.peers() == ["n2"]
         lease.close()
         rig.store.leases().acquire("node/n2", "n2", 15)
@@ -329,12 +330,14 @@ def test_the_underlay_is_followed() -> None:
 def test_changes_one_after_another_are_each_acted_on_at_once() -> None:
     with Rig().running() as rig:
         wait_for(lambda: rig.store.get(node_key("n1")) is not None)
-        begin_s = time.monotonic()
+        took_s = []
         for mtu in range(1400, 1410):
+            begin_s = time.monotonic()
             rig.kernel.underlay = dataclasses.replace(UNDERLAY, mtu_bytes=mtu)
             rig.news.change()
             wait_for(lambda mtu=mtu: published_mtu(rig) == mtu)
-        assert time.monotonic() - begin_s < 5, "a second each would be ten"
+            took_s.append(time.monotonic() - begin_s)
+        assert statistics.median(took_s) < 0.5, took_s
 
 
 def published_mtu(rig: Any) -> Any:
@@ -359,6 +362,34 @@ def test_a_kernel_that_goes_on_failing_is_not_asked_all_the_time() -> None:
         assert len(tries) - rest < 5
 
 
+def test_news_do_not_hasten_what_fails_and_a_new_peer_does_not_wait_for_it() -> None:
+    rig = Rig()
+    tries: list[int] = []
+    apply = rig.kernel.apply_cluster
+
+    def count(plan: Any) -> Any:
+        tries.append(len(plan.peers))
+        return apply(plan)
+
+    rig.kernel.apply_cluster = count  # type: ignore[method-assign]
+    rig.kernel.failing = True
+    with rig.running():
+        wait_for(lambda: len(tries) >= 3)  # at the start, and after 1 and 2 s; the next one after 4
+        begin_s = time.monotonic()
+        for number in range(1, 4):
+            rig.publish_peer(make(2, epoch=number))
+            wait_for(
+                lambda number=number: [one.epoch for one in rig.duty.list_others()] == [number]
+            )
+            wait_for(lambda: 1 in tries)
+            rig.news.change()
+        assert time.monotonic() - begin_s < 2, "a peer that is new does not wait"
+        assert tries.count(1) <= 1 + (time.monotonic() - begin_s)
+        rig.kernel.failing = False
+        rig.publish_peer(make(3))
+        wait_for(lambda: rig.peers() == ["n2", "n3"])
+
+
 def test_what_somebody_deletes_is_published_again() -> None:
     with Rig().running() as rig:
         wait_for(lambda: rig.said() is not None)
@@ -380,7 +411,7 @@ def test_a_burst_of_pods_is_one_write_a_second() -> None:
             rig.add_pod(number, f"10.244.1.{number + 10}", 300 + number)
         wait_for(lambda: len(rig.said().identities) == 100)
         took_s = time.monotonic() - begin
-        assert took_s < 5
+        assert took_s < 20
         assert rig.said().sequence <= 3 + took_s
 
 

@@ -481,4 +481,4 @@ def test_five_thousand_nodes_are_planned_in_linear_time(same: Any) -> None:
     took_s = time.perf_counter() - begin
     assert len(planned.plan.routes) == (1 if same else 5000)
     print(f"planned 5,000 nodes in {took_s * 1e3:.0f} ms")
-    assert took_s < 5  # 0.2 s on a quiet machine; quadratic would be minutes
+    assert took_s < 20  # 0.2 s on a quiet machine; quadratic would be minutes

@@ -25,7 +25,7 @@ from podwire.model.wire import Frame, Reply, ReplyStatus
 from tests.contract.launcher_clients import LAUNCHER, build_launcher
 from tests.fakes.attachments import GatedAttachments
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 NETCONF = {"cniVersion": "0.4.0", "name": "n", "type": "podwire-cni"}
 
 

@@ -20,7 +20,7 @@ from podwire.cni import client
 from podwire.model import wire
 from podwire.model.wire import Frame, Reply, ReplyStatus
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 DONE = Reply(ReplyStatus.DONE, b'{"done": true}')
 
 
@@ -361,7 +361,7 @@ async def test_without_descriptors_the_door_waits_and_goes_on(
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             connection.send(GOOD)
             assert await read_reply(connection) == DONE
-    assert len([line for line in caplog.records if line.levelno == logging.ERROR]) < 50
+    assert len([line for line in caplog.records if line.levelno == logging.ERROR]) < 1000
 
 
 # --- the end ------------------------------------------------------------------------------------

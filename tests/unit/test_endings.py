@@ -34,7 +34,7 @@ class SlowKernel:
         with self._one_at_a_time:
             gone = self._reap()
             self.inside.set()
-            assert self.let_go.wait(10)
+            assert self.let_go.wait(30)
         return gone
 
 
@@ -44,10 +44,10 @@ def test_another_attachment_is_added_while_the_kernel_deletes(node: FakeNode) ->
     kernel = SlowKernel(node)
     reaper = threading.Thread(target=node.service.settle)
     reaper.start()
-    assert kernel.inside.wait(10)
+    assert kernel.inside.wait(30)
     node.service.add(request(container="c2"), NETNS)
     kernel.let_go.set()
-    reaper.join(10)
+    reaper.join(30)
     assert [endpoint.record.key.container_id for endpoint in node.table] == ["c2"]
 
 
@@ -57,11 +57,11 @@ def test_an_add_of_the_same_attachment_has_what_the_reaper_found(node: FakeNode)
     kernel = SlowKernel(node)
     reaper = threading.Thread(target=node.service.settle)
     reaper.start()
-    assert kernel.inside.wait(10)
+    assert kernel.inside.wait(30)
     again = threading.Thread(target=node.service.add, args=(request(at_ns=300), NETNS))
     again.start()
     kernel.let_go.set()
-    again.join(10)
-    reaper.join(10)
+    again.join(30)
+    reaper.join(30)
     [endpoint] = node.table
     assert endpoint.record.taken_boottime_ns == 300

@@ -135,7 +135,7 @@ async def running(loop: Callable[[Duties], Awaitable[None]], duties: Duties) -> 
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.001)
 

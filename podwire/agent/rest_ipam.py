@@ -6,7 +6,6 @@ while it is away, what this node knows is shown. All run on a thread.
 
 import ipaddress
 import threading
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol
 
@@ -26,10 +25,10 @@ from podwire.control.cluster.published import decode_endpoints
 from podwire.control.endpoint.table import EndpointTable
 from podwire.control.ipam.audit import AddressFault, find_address_faults
 from podwire.control.ipam.cluster_audit import ClusterView, find_cluster_faults
+from podwire.control.ipam.counts import count_pools
 from podwire.control.ipam.documents import Block, Claimed, address_key, decode_block, decode_claimed
 from podwire.control.ipam.interface import Ipam
 from podwire.control.ipam.pool import PoolIpam
-from podwire.control.ipam.pools import Pool
 from podwire.control.pool_objects import decode_pools
 from podwire.model.endpoint import IPAddress
 from podwire.model.errors import Conflict, InvalidRequest, NotFound, Unavailable, UndecodableRequest
@@ -124,17 +123,8 @@ def _pool_views(
     ipam: PoolIpam, blocks: Iterable[Block], published: Mapping[str, Collection[IPAddress]]
 ) -> Iterable[PoolView]:
     pools = ipam.known.pools
-    claimed = Counter((one.pool, one.node) for one in blocks if one.node)
-    used: Counter[tuple[str, str]] = Counter()
-    for node, addresses in published.items():
-        for address in addresses:
-            pool = ipam.known.find_pool(address)
-            if pool is not None:
-                used[pool.name, node] += 1
-    for name, pool in sorted(pools.items()):
-        each = _block_capacity(pool)
-        nodes = sorted({node for one, node in (*claimed, *used) if one == name})
-        total = sum(count for (one, _), count in used.items() if one == name)
+    for name, count in count_pools(pools, blocks, published).items():
+        pool, whole = pools[name], count.whole
         yield PoolView(
             name=name,
             cidr=str(pool.cidr),
@@ -142,27 +132,23 @@ def _pool_views(
             disabled=pool.disabled,
             problem=ipam.known.problems.get(name, ""),
             blocks=pool.block_count,
-            blocks_claimed=sum(count for (one, _), count in claimed.items() if one == name),
-            capacity=pool.block_count * each,
-            used=total,
-            free=pool.block_count * each - total,
+            blocks_claimed=whole.blocks,
+            capacity=whole.capacity,
+            used=whole.used,
+            free=whole.free,
+            borrowed=whole.borrowed,
             nodes=tuple(
                 PoolNodeView(
                     node=node,
-                    blocks=claimed[name, node],
-                    capacity=claimed[name, node] * each,
-                    used=used[name, node],
-                    free=max(0, claimed[name, node] * each - used[name, node]),
+                    blocks=one.blocks,
+                    capacity=one.capacity,
+                    used=one.used,
+                    free=one.free,
+                    borrowed=one.borrowed,
                 )
-                for node in nodes
+                for node, one in count.nodes.items()
             ),
         )
-
-
-def _block_capacity(pool: Pool) -> int:
-    """How many pods a block has addresses for: not the first two, nor IPv4's last."""
-    addresses = 1 << (pool.cidr.max_prefixlen - pool.block_size)
-    return addresses - (3 if pool.version == 4 else 2)
 
 
 def _borrowed_views(ipam: PoolIpam, claimed: Iterable[Claimed]) -> Iterable[BorrowedView]:

@@ -34,9 +34,12 @@ class PoolNodeView(Document, frozen=True, kw_only=True):
     node: str
     blocks: int
     capacity: int
+    """Addresses of its blocks that pods could have."""
     used: int
-    """By its pods, as it published them last."""
+    """Addresses of its blocks that pods have, whosesoever, as nodes published them last."""
     free: int
+    borrowed: int
+    """Addresses that its pods have outside its blocks: of other nodes' blocks, or claimed one by one."""
 
 
 class PoolView(Document, frozen=True, kw_only=True):
@@ -55,6 +58,8 @@ class PoolView(Document, frozen=True, kw_only=True):
     """Addresses that pods could have if all blocks were claimed."""
     used: int
     free: int
+    borrowed: int
+    """Addresses that pods have outside their nodes' blocks; part of `used`."""
     nodes: tuple[PoolNodeView, ...]
 
 

@@ -71,6 +71,7 @@ def _read_pools(agent: Agent) -> list[Row]:
                 "capacity": part["capacity"],
                 "used": part["used"],
                 "free": part["free"],
+                "borrowed": part["borrowed"],
             }
             for part in parts
         )
@@ -149,6 +150,7 @@ _POOL_COLUMNS = [
     Column("CAPACITY", key("capacity")),
     Column("USED", key("used")),
     Column("FREE", key("free")),
+    Column("BORROWED", key("borrowed")),
     Column("PROBLEM", lambda row: row.get("problem", "")),
 ]
 _BORROWED_COLUMNS = [

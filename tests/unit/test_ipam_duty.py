@@ -127,6 +127,20 @@ def test_what_cannot_be_done_for_another_reason_is_told_too(
     assert ticking.reports[-1] == ""
 
 
+@pytest.mark.parametrize("state", ["open", "lost", "closing"])
+def test_what_is_shown_of_a_block_adds_up(state: str) -> None:
+    store = MemoryStore()
+    apply(store, pool_document("p", "10.0.0.0/24", blockSize=28))
+    ticking = Ticking(store, "n1")
+    ticking.settle()
+    add(ticking, 1)
+    [own] = ticking.ipam.own.values()
+    own.lost, own.closing = state == "lost", state == "closing"
+    [shown] = ticking.ipam.usage()
+    assert (shown.held, shown.capacity) == (1, shown.held + shown.free)
+    assert shown.free == (11 if state == "open" else 0)
+
+
 def test_a_block_is_forgotten_on_disk_before_it_is_given_back() -> None:
     store = MemoryStore()
     apply(store, pool_document("p", "10.0.0.0/24", blockSize=28))

@@ -72,7 +72,7 @@ class OwnBlocks:
             CidrUsage(
                 cidr=cidr,
                 router=own.fifo.router,
-                capacity=own.fifo.held + own.fifo.free,
+                capacity=own.fifo.held + (own.fifo.free if own.is_open else 0),
                 held=own.fifo.held,
                 quarantined=sum(own.fifo.is_assignable(address) for address in waiting),
                 free=own.fifo.free if own.is_open else 0,

@@ -202,6 +202,7 @@ class IpamDuty:
         self._facts = facts
         troubles = _Troubles(report)
         self._report = troubles.of("duty")
+        self._report_recalled = troubles.of("memory")
         self.blocks_changed: Callable[[], None] = lambda: None
         """Told after blocks were opened or lost."""
         self.news = IpamNews(ipam, self._hear, troubles.of("watch"))
@@ -260,6 +261,7 @@ class IpamDuty:
         self._remember()
         if not self.known.is_listed:
             return
+        self._report_recalled("")
         for claimed in self.ipam.list_unheld():
             self.ipam.claims.return_address(claimed)
         self._claim_ahead()
@@ -440,7 +442,7 @@ class IpamDuty:
             for name, (labels, names) in found["namespaces"].items()
         }
         blocks = [decode_block(one) for one in block_objects]
-        self.ipam.remember(
+        left_out = self.ipam.remember(
             [
                 Block(one.cidr, one.pool, one.node, one.epoch, one.kept)
                 for one in blocks
@@ -448,6 +450,9 @@ class IpamDuty:
             ],
             [ip_address(one) for one in found["claimed"]],
         )
+        for message in left_out:
+            _log.warning("take over blocks of before", extra={"cause": message})
+        self._report_recalled("; ".join(left_out))
 
     def _has_duty(self) -> bool:
         if self._lease is not None:

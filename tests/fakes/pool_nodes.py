@@ -159,6 +159,14 @@ class Ticking:
         self.known, self.claims, self.ipam = known, ipam.claims, ipam
         self.duty.prepare()
 
+    def hear_and_work(self) -> None:
+        """Hear what there is, and do what is due as the duty's thread does."""
+        while self.duty.follower.step(0):
+            pass
+        assert self.duty.work(), self.reports[-1]
+        while self.duty.follower.step(0):
+            pass
+
     def settle(self) -> None:
         """Tick, and hear what became of it."""
         self.duty.tick()

@@ -1,13 +1,17 @@
 """What a node does about its blocks over time: ahead, back, remembered, orphans, its range from a pool."""
 
+import json
 from collections.abc import Iterator
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from podwire.agent.ipam_duty import FACT
 from podwire.agent.ipam_node import take_ranges
 from podwire.control.ipam.documents import (
+    Block,
     block_key,
     decode_block,
     encode_block,
@@ -139,6 +143,74 @@ def test_what_is_shown_of_a_block_adds_up(state: str) -> None:
     [shown] = ticking.ipam.usage()
     assert (shown.held, shown.capacity) == (1, shown.held + shown.free)
     assert shown.free == (11 if state == "open" else 0)
+
+
+def _remember(facts: Facts, blocks: dict[str, int]) -> None:
+    """Write down blocks as an earlier life would have, by their epochs."""
+    pool = pool_document("p", "10.0.0.0/24", blockSize=28)
+    documents = [
+        encode_block(Block(ip_network(cidr), "p", "n1", epoch)) for cidr, epoch in blocks.items()
+    ]
+    kept = {"pools": [pool], "problems": {}, "labels": {}, "namespaces": {}}
+    facts.write_fact(FACT, json.dumps({**kept, "blocks": documents, "claimed": []}))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "opened"),
+    [
+        (["10.0.0.0/28", "10.0.0.16/28"], ["10.0.0.0/28", "10.0.0.16/28"]),
+        (["10.0.0.0/28", "10.0.0.0/27"], ["10.0.0.0/27"]),
+        (["10.0.0.0/27", "10.0.0.16/28"], ["10.0.0.0/27"]),
+        (["10.0.0.0/29", "10.0.0.8/29", "10.0.0.0/28"], ["10.0.0.0/28"]),
+        (["10.0.0.0/28", "10.0.0.0/26", "10.0.0.0/27"], ["10.0.0.0/26"]),
+        (["10.0.0.0/28", "fd00::/124"], ["10.0.0.0/28", "fd00::/124"]),
+        (["10.0.0.0/26", "10.0.0.64/28", "10.0.0.16/28"], ["10.0.0.0/26", "10.0.0.64/28"]),
+    ],
+    ids=[
+        "apart",
+        "smaller-first",
+        "larger-first",
+        "two-in-one",
+        "nested",
+        "families",
+        "one-of-two",
+    ],
+)
+def test_remembered_blocks_that_overlap_are_one_until_the_store_is_heard(
+    blocks: list[str], opened: list[str]
+) -> None:
+    store, facts = MemoryStore(), Facts()
+    _remember(facts, dict.fromkeys(blocks, 1))
+    store.away = True
+    ticking = Ticking(store, "n1", facts)
+    assert sorted(map(str, ticking.ipam.own)) == sorted(opened)
+    assert ticking.ipam.list_lacks() == []
+    assert len(ticking.ipam.usage()) == len(opened)
+    told = " ".join(ticking.reports)
+    for one in set(blocks) - set(opened):
+        assert f"block {one} of pool p is left out" in told
+    store.away = False
+    apply(store, pool_document("p", "10.0.0.0/24", blockSize=28))
+    ticking.hear_and_work()
+    assert ticking.reports[-1] == ""
+
+
+def test_an_unreadable_pool_and_block_are_what_this_node_remembers_of_them() -> None:
+    store = MemoryStore()
+    apply(store, pool_document("p", "10.0.0.0/24", blockSize=28))
+    first = Ticking(store, "n1")
+    first.settle()
+    [held] = add(first, 1)
+    first.settle()
+    [pool], [block] = store.list("ippools")[0], store.list("ipblocks")[0]
+    store.update(replace(pool, document={"spec": [7]}))
+    store.update(replace(block, document={"spec": {"cidr": "x"}}))
+    again = Ticking(store, "n1", first.facts)
+    assert set(again.known.usable()) == {"p"}
+    assert again.ipam.blocks == first.ipam.blocks
+    again.ipam.adopt(EndpointId(1), [ip_address(held)])
+    assert add(again, 2) != [held]
+    assert set(again.duty.follower.unreadable.faults) == {pool.key, block.key}
 
 
 def test_a_block_is_forgotten_on_disk_before_it_is_given_back() -> None:

@@ -7,7 +7,7 @@ what the pool reserves is given only to who asks for it; a block that another no
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from podwire.control.ipam.documents import Block
+from podwire.control.ipam.documents import Block, overlaps
 from podwire.control.ipam.fifo import AddressFifo
 from podwire.control.ipam.interface import CidrUsage
 from podwire.control.ipam.known import Known
@@ -144,3 +144,23 @@ class OwnBlocks:
             own.lost = True
         else:
             del self.by_cidr[cidr]
+
+
+def leave_out_overlapped(blocks: Iterable[Block]) -> tuple[list[Block], list[str]]:
+    """Give blocks that share no address, and what is left out, and why.
+
+    Only a pool that was cut anew can have left such blocks. The larger one stays: it has all addresses of the smaller,
+    so no pod loses its own, and none is given twice. Of two of one CIDR the later claim stays.
+    """
+    opened: list[Block] = []
+    left_out: list[str] = []
+    for block in sorted(blocks, key=lambda one: (one.cidr.prefixlen, -one.epoch)):
+        over = next((one for one in opened if overlaps(one.cidr, block.cidr)), None)
+        if over is None:
+            opened.append(block)
+        else:
+            left_out.append(
+                f"block {block.cidr} of pool {block.pool} is left out until the store is heard:"
+                f" it overlaps block {over.cidr} of pool {over.pool}, which this node remembers too"
+            )
+    return opened, left_out

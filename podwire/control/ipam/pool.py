@@ -25,7 +25,7 @@ from podwire.control.ipam.interface import (
     split_families,
 )
 from podwire.control.ipam.known import Known
-from podwire.control.ipam.own import OwnBlocks
+from podwire.control.ipam.own import OwnBlocks, leave_out_overlapped
 from podwire.control.ipam.pools import (
     NamespaceFacts,
     Pool,
@@ -269,15 +269,20 @@ class PoolIpam:
             self.changed.notify_all()
             return self.blocks != before
 
-    def remember(self, blocks: Iterable[Block], claimed: Iterable[IPAddress]) -> None:
-        """Open blocks that an earlier life had, before the store was heard; nothing of `claimed` is given."""
+    def remember(self, blocks: Iterable[Block], claimed: Iterable[IPAddress]) -> Sequence[str]:
+        """Open blocks that an earlier life had, before the store was heard; nothing of `claimed` is given.
+
+        Gives what had to be left out, and why.
+        """
+        opened, left_out = leave_out_overlapped(blocks)
         with self.lock:
-            self.known.remember(blocks)
+            self.known.remember(opened)
             kept = set(claimed)
             for block in self.known.own.values():
                 self._mine.open(block, self._list_held())
-                own = self.own[block.cidr]
-                own.fifo.exclude((*block.kept_addresses(), *kept))
+                if block.cidr in self.own:
+                    self.own[block.cidr].fifo.exclude((*block.kept_addresses(), *kept))
+        return left_out
 
     def list_unheld(self) -> list[Claimed]:
         """Give claimed addresses of this node that nobody here has, nor is about to have."""

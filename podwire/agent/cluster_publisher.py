@@ -15,9 +15,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
+from podwire.control.cluster.backoff import Backoff
 from podwire.control.cluster.publish import (
-    RETRY_BASE_S,
-    RETRY_CAP_S,
     WRITE_EVERY_S,
     EndpointsPublisher,
     NodeInUse,
@@ -109,8 +108,7 @@ class Publisher:
         self._thread: threading.Thread | None = None
         self._said: NodeFacts | None = None
         self._said_s = 0.0
-        self._failures = 0
-        self._not_before_s = 0.0
+        self._backoff = Backoff()
         self._quiet_until_s = 0.0
 
     def start(self) -> None:
@@ -140,13 +138,13 @@ class Publisher:
 
     def store_is_back(self) -> None:
         """Do not wait any longer with what could not be written."""
-        self._not_before_s = 0.0
+        self._backoff.stop_waiting()
         self._schedule.forget_failures()
         self._woken.set()
 
     def named(self, pods: Pods) -> Pods:
         """Give what others know of this node's pods, or will within a second when nothing is in the way."""
-        is_well = not self._failures and self._schedule.published is not None
+        is_well = not self._backoff.failures and self._schedule.published is not None
         return pods if is_well else self._schedule.published or {}
 
     def _run(self) -> None:
@@ -156,7 +154,7 @@ class Publisher:
                 self._gather()
             if self._stopping.is_set():
                 return
-            wait_s = self._not_before_s - time.monotonic()
+            wait_s = self._backoff.until_s - time.monotonic()
             if wait_s > 0:
                 continue
             try:
@@ -188,7 +186,7 @@ class Publisher:
             due_s = self._publish_pods(duty.own, pods, looked_s)
         except PodwireError as error:
             return self._fail(error.message, is_taken=isinstance(error, NodeInUse))
-        self._failures = 0
+        self._backoff.forget()
         duty.report("node-name", "", critical=True)
         duty.report("publication", "")
         return due_s
@@ -223,16 +221,15 @@ class Publisher:
         return WRITE_EVERY_S
 
     def _fail(self, message: str, *, is_taken: bool = False) -> float:
-        if not self._failures:
+        if not self._backoff.failures:
             _log.warning("publish this node", extra={"error": message})
-        delay_s = min(RETRY_CAP_S, RETRY_BASE_S * 2.0 ** min(self._failures, 8))
-        self._failures += 1
-        self._not_before_s = time.monotonic() + delay_s
+        now_s = time.monotonic()
+        self._backoff.failed(now_s)
         if is_taken:
             self._duty.report("node-name", message, critical=True)
         else:
             self._duty.report("publication", message)
-        return delay_s
+        return self._backoff.until_s - now_s
 
 
 def take_name(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from podwire.agent.cluster_duty import KnownNode
+from podwire.agent.cluster_views import KnownNode
 from podwire.agent.config_reload import LiveConfig
 from podwire.agent.openapi import Call
 from podwire.agent.views import ClusterTotals, NodeView

@@ -291,7 +291,8 @@ def _attempt_lines(row: Row) -> Iterator[str]:
 def check(opts: Common) -> None:
     """Try every pair of pods, nodes and the world by TCP, UDP and ICMP, with short and with large messages.
 
-    Shows the time that each took; exit code 1 when one fails.
+    Shows the time that each took; exit code 1 when one fails. A datagram without an answer is sent up to three times,
+    as the network may lose one; how many it took is told.
     """
     from podwire.lab.show import matrix  # noqa: PLC0415
 
@@ -305,6 +306,7 @@ def check(opts: Common) -> None:
             "ok": pair.attempt.ok,
             "ms": round(pair.attempt.ms, 3),
             "answer": pair.attempt.answer,
+            "tries": pair.attempt.tries,
         }
         for pair in matrix.check(choose(opts.lab))
     ]
@@ -316,6 +318,7 @@ def check(opts: Common) -> None:
         Column("BYTES", lambda row: str(row["bytes"] or "-")),
         Column("RESULT", lambda row: colour("ok", GREEN) if row["ok"] else colour("failed", RED)),
         Column("MS", lambda row: f"{row['ms']:.1f}"),
+        Column("TRIES", lambda row: str(row["tries"])),
         Column("ANSWER", key("answer"), wide=True),
     ]
     show_rows(rows, columns, opts.style, lambda row: f"{row['from']} {row['to']} {row['address']}")

@@ -152,10 +152,13 @@ def list_tunnels(netlink: NetlinkSocket) -> list[FoundTunnel]:
 
 def find_tunnel(netlink: NetlinkSocket, node_name: str) -> FoundTunnel | None:
     """Find the node's own device."""
-    for one in list_tunnels(netlink):
-        if one.link.name == TUNNEL_DEVICE and one.node_name in ("", node_name):
-            return one
-    return None
+    own = _list_own(netlink, node_name)
+    return next((one for one in own if one.link.name == TUNNEL_DEVICE), None)
+
+
+def _list_own(netlink: NetlinkSocket, node_name: str) -> list[FoundTunnel]:
+    """List the node's devices: one, and what somebody has given another name."""
+    return [one for one in list_tunnels(netlink) if one.node_name in ("", node_name)]
 
 
 def _owner(link: Link) -> str | None:
@@ -200,8 +203,8 @@ def ensure_tunnel(netlink: NetlinkSocket, side: TunnelSide) -> tuple[int, list[s
 
     Raises ForeignObject when a process has the UDP port, KernelFailure, Unsupported.
     """
+    differences = _remove_renamed(netlink, side.node_name)
     found = find_tunnel(netlink, side.node_name)
-    differences = []
     if found is not None and _must_go(found.settings, side.settings):
         differences.append(
             f"tunnel device {TUNNEL_DEVICE!r} is {_shown(found.settings)},"
@@ -222,15 +225,22 @@ def ensure_tunnel(netlink: NetlinkSocket, side: TunnelSide) -> tuple[int, list[s
     return found.link.index, _repair(netlink, side, found)
 
 
+def _remove_renamed(netlink: NetlinkSocket, node_name: str) -> list[str]:
+    """Remove what is ours under another name: it has the UDP port, and a device that is up keeps its name in 6.1."""
+    own = _list_own(netlink, node_name)
+    return _remove(netlink, [one.link for one in own if one.link.name != TUNNEL_DEVICE])
+
+
 def remove_tunnel(netlink: NetlinkSocket, node_name: str) -> list[str]:
     """Remove the node's device, and with it its routes and neighbours; names it, or nothing when there is none."""
-    found = find_tunnel(netlink, node_name)
-    if found is None:
-        return []
-    failure = netlink.attempt([delete_link(found.link.index)])[0]
-    if failure is not None and failure.errno not in _GONE:
-        raise failure
-    return [f"tunnel device {TUNNEL_DEVICE!r} is there, wanted none"]
+    return _remove(netlink, [one.link for one in _list_own(netlink, node_name)])
+
+
+def _remove(netlink: NetlinkSocket, links: Sequence[Link]) -> list[str]:
+    for failure in netlink.attempt([delete_link(one.index) for one in links]):
+        if failure is not None and failure.errno not in _GONE:
+            raise failure
+    return [f"tunnel device {one.name!r} is there, wanted none" for one in links]
 
 
 def _must_go(found: Vxlan, wanted: Vxlan) -> bool:

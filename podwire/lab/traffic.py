@@ -23,7 +23,10 @@ _PORT_DIGITS: Final = 5
 _READY_TIMEOUT_S: Final = 15.0
 _REPLY_MAX_BYTES: Final = 4096
 _DATAGRAM_MAX_BYTES: Final = 65_535
-_PING_TRIES: Final = 3
+_LARGE_ECHO_TRIES: Final = 3
+_SOL_RAW: Final = 255
+_ICMP_FILTER: Final = 1
+"""Of <linux/icmp.h>; ICMP6_FILTER of <linux/icmpv6.h> has the same number."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Attempt:
     ms: float
     answer: str
     """The server's line, or the error."""
+    tries: int = 1
+    """How often it was asked: more than once where datagrams may be lost on the way."""
 
 
 def parse_port(text: str) -> tuple[int, str]:
@@ -92,19 +97,32 @@ def connect(
     *,
     timeout_s: float = TIMEOUT_S,
     size_bytes: int = 0,
+    tries: int = 1,
 ) -> Attempt:
-    """Open one connection from a namespace, send `size_bytes` along with the question, and read the server's line."""
+    """Open one connection from a namespace, send `size_bytes` along with the question, and read the server's line.
+
+    A question of UDP that nobody answers is asked up to `tries` times within the timeout, by the same socket.
+    """
     begin = time.perf_counter()
+    asked = 0
     try:
         with socket_in(namespace, address, protocol) as one:
             begin = time.perf_counter()
-            one.settimeout(timeout_s)
+            one.settimeout(timeout_s / tries)
             one.connect((address, port))
-            one.sendall(_question(protocol, size_bytes))
-            answer = _read_line(one, protocol)
+            while True:
+                asked += 1
+                one.sendall(_question(protocol, size_bytes))
+                try:
+                    answer = _read_line(one, protocol)
+                    break
+                except TimeoutError:
+                    if asked >= tries:
+                        raise
     except OSError as error:
-        return Attempt(False, (time.perf_counter() - begin) * 1e3, _reason(error))
-    return Attempt(bool(answer), (time.perf_counter() - begin) * 1e3, answer or "no answer")
+        return Attempt(False, (time.perf_counter() - begin) * 1e3, _reason(error), max(asked, 1))
+    taken_ms = (time.perf_counter() - begin) * 1e3
+    return Attempt(bool(answer), taken_ms, answer or "no answer", asked)
 
 
 def _question(protocol: str, size_bytes: int) -> bytes:
@@ -120,12 +138,19 @@ def _reason(error: OSError) -> str:
 
 
 def ping(
-    namespace: str, address: str, *, size_bytes: int = 0, timeout_s: float = TIMEOUT_S
+    namespace: str,
+    address: str,
+    *,
+    size_bytes: int = 0,
+    timeout_s: float = TIMEOUT_S,
+    tries: int = 0,
 ) -> Attempt:
-    """Ask for an echo from a namespace and wait for the answer.
+    """Ask for an echo from a namespace up to `tries` times, and wait for the answer.
 
-    A large one is asked for again: the answer may be what its sender learns the path MTU by, and be lost.
+    0 tries: as many as it needs, which is one, and more for a large one, as the answer may be what its sender learns
+    the path MTU by, and be lost.
     """
+    tries = tries or (_LARGE_ECHO_TRIES if size_bytes else 1)
     is_ipv4 = ":" not in address
     family, protocol = (
         (socket.AF_INET, socket.IPPROTO_ICMP)
@@ -136,26 +161,37 @@ def ping(
     token = os.urandom(8)
     payload = token + bytes(max(size_bytes, 56) - len(token))
     begin = time.perf_counter()
+    asked, found = 0, False
     try:
         with _socket_of(namespace, family, socket.SOCK_RAW, protocol) as one:
+            _hear_only(one, reply, is_ipv4=is_ipv4)
             begin = time.perf_counter()
             one.connect((address, 0))
-            found, tries = False, _PING_TRIES if size_bytes else 1
-            for _ in range(tries):
+            while not found and asked < tries:
+                asked += 1
                 one.send(_echo(request, payload, checksum=is_ipv4))
                 until = time.perf_counter() + timeout_s / tries
                 found = _await_echo(one, reply, token, until, skip_header=is_ipv4)
-                if found:
-                    break
     except OSError as error:
-        return Attempt(False, (time.perf_counter() - begin) * 1e3, _reason(error))
+        return Attempt(False, (time.perf_counter() - begin) * 1e3, _reason(error), max(asked, 1))
     taken_ms = (time.perf_counter() - begin) * 1e3
-    return Attempt(found, taken_ms, f"{len(payload)} bytes" if found else "timed out")
+    return Attempt(found, taken_ms, f"{len(payload)} bytes" if found else "timed out", asked)
+
+
+def _hear_only(one: socket.socket, kind: int, *, is_ipv4: bool) -> None:
+    """Keep other messages from a raw socket: others' large echoes would fill it, and ours would be lost."""
+    if is_ipv4:
+        one.setsockopt(_SOL_RAW, _ICMP_FILTER, struct.pack("=I", 0xFFFFFFFF & ~(1 << kind)))
+        return
+    words = [0xFFFFFFFF] * 8
+    words[kind >> 5] &= ~(1 << (kind & 31))
+    one.setsockopt(socket.IPPROTO_ICMPV6, _ICMP_FILTER, struct.pack("=8I", *words))
 
 
 def _echo(kind: int, payload: bytes, *, checksum: bool) -> bytes:
     """Write an echo request; the kernel adds the checksum of ICMPv6 by itself (RFC 3542 3.1)."""
-    message = struct.pack("!BBHHH", kind, 0, 0, os.getpid() & 0xFFFF, 1) + payload
+    # Its number is that of this question alone: pods that share a number share an entry of the masquerade.
+    message = struct.pack("!BBH2sH", kind, 0, 0, payload[:2], 1) + payload
     if not checksum:
         return message
     words = struct.unpack(f"!{(len(message) + 1) // 2}H", message + b"\0" * (len(message) % 2))

@@ -205,6 +205,19 @@ DAMAGE = [
     ),
     pytest.param(_run("ip", "link", "set", TUNNEL_DEVICE, "down"), "state is 'down'", id="down"),
     pytest.param(
+        _run("ip", "link", "set", TUNNEL_DEVICE, "down", "name", "elsewhere"),
+        "tunnel device 'elsewhere' is there, wanted none",
+        id="renamed",
+    ),
+    pytest.param(
+        _run(
+            *("sh", "-c"),
+            f"ip link set {TUNNEL_DEVICE} down name elsewhere && ip link set elsewhere up",
+        ),
+        "tunnel device 'pw-tunnel' is missing",
+        id="renamed-and-on-the-port",
+    ),
+    pytest.param(
         _run("ip", "link", "set", TUNNEL_DEVICE, "down", "address", "0e:00:00:00:00:09"),
         "mac is '0e:00:00:00:00:09'",
         id="device-mac",

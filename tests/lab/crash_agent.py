@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from podwire.agent import cluster_duty, health, main
+from podwire.agent import cluster_applier, health, main
 from podwire.control.attach.service import AttachService
 from podwire.journal import behind
 from podwire.journal.records import SqliteJournal
@@ -118,7 +118,7 @@ def install(fuse: Fuse) -> None:
     nft.Nftables.run = fuse.around("nft", nft.Nftables.run)  # type: ignore[method-assign]
     health.AliveFile.refresh = fuse.aside(health.AliveFile.refresh)  # type: ignore[method-assign]
     # What is done because of other nodes is done again in whole at the next start, and at any moment.
-    cluster_duty._Applier._run = fuse.aside(cluster_duty._Applier._run)  # type: ignore[method-assign]
+    cluster_applier.Applier._run = fuse.aside(cluster_applier.Applier._run)  # type: ignore[method-assign]
     behind.LOOK_S = 0.01  # type: ignore[misc]  # the test waits until nothing happens any more, at each of its points
     for command, method in (("ADD", "add"), ("ADD", "add_at_once"), ("DEL", "delete")):
         setattr(AttachService, method, _arming(fuse, command, method))

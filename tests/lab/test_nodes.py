@@ -4,7 +4,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,15 @@ def serve_everywhere(lab: Lab, per_node: int = 2) -> None:
             labs.run(lab.name, f"{node.name}-{number}", node.name)
 
 
-def list_failures(lab: Lab) -> list[matrix.CheckedPair]:
-    """Try every pair; gives what failed."""
-    return [pair for pair in matrix.check(lab.name) if not pair.attempt.ok]
+def assert_everybody_reached(pairs: Sequence[matrix.CheckedPair]) -> None:
+    """A datagram may be lost on a machine that is busy: one in a hundred is too many.
+
+    A large one is what a path's MTU is learned by.
+    """
+    failed = [pair for pair in pairs if not pair.attempt.ok]
+    assert not failed, "\n".join(map(str, failed[:20]))
+    lost = [pair for pair in pairs if pair.attempt.tries > 1 and not pair.size_bytes]
+    assert len(lost) <= 1 + len(pairs) // 100, "\n".join(map(str, lost[:20]))
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -57,10 +63,7 @@ def test_everybody_reaches_everybody(shape: Mapping[str, Any]) -> None:
     try:
         serve_everywhere(lab, 1 if len(lab.state.plan.nodes) > 3 else 2)
         settled(lab)
-        failed = list_failures(lab)
-        # The cluster is seconds old: blocks, routes and masquerade may still have been on their way.
-        failed = failed and list_failures(lab)
-        assert not failed, "\n".join(map(str, failed[:20]))
+        assert_everybody_reached(matrix.check(lab.name))
     finally:
         lab.close()
 

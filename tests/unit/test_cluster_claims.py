@@ -14,6 +14,7 @@ from podwire.control.cluster.claims import everything_claimed, number_claims, se
 from podwire.control.cluster.facts import decode_node, encode_node, node_key
 from podwire.control.cluster.publish import ClaimRefused, NodePublisher
 from podwire.model.cluster import NodeFacts
+from podwire.model.errors import Unavailable
 from tests.fakes.store import MemoryStore
 from tests.unit.test_cluster_planner import ips, make, nets, overlap
 
@@ -276,14 +277,57 @@ def test_a_store_that_lost_everything_gets_the_same_numbers_again() -> None:
     assert {name: read(store, name) for name in before} == before
 
 
-def test_an_address_that_was_away_for_a_moment_is_as_old_as_before() -> None:
+@pytest.mark.parametrize(
+    ("taken_by", "number"),
+    [pytest.param(None, 3, id="by nobody"), pytest.param(4, 4, id="by another node meanwhile")],
+)
+def test_an_address_that_was_let_go_and_taken_again_is_the_youngest(
+    taken_by: Any, number: int
+) -> None:
     store = MemoryStore()
     publisher = started(store, make(2))
     started(store, make(3))
     publisher.publish(make(2, addresses=()))
     assert ADDRESSES[0] not in read(store, "n2").claims
-    publisher.publish(make(2), lambda: [read(store, "n3")])
-    assert read(store, "n2").claims[ADDRESSES[0]] == 1
+    if taken_by:
+        started(store, make(taken_by, addresses=make(2).addresses))
+    others = [read(store, f"n{one}") for one in (3, taken_by) if one]
+    publisher.publish(make(2), lambda: others)
+    assert read(store, "n2").claims[ADDRESSES[0]] == number
+    assert publisher.claims == read(store, "n2").claims
+    nodes = [read(store, "n2"), *others]
+    assert (f"n{taken_by or 2}", ADDRESSES[0]) in rightful(nodes)
+    assert read(store, "n2").claims[RANGES[2]] == 1, "what it kept is as old as before"
+
+
+def test_an_address_whose_absence_could_not_be_written_is_as_old_as_before() -> None:
+    store = MemoryStore()
+    publisher = started(store, make(2))
+    started(store, make(3))
+
+    def refuse(_new: Any) -> None:
+        raise Unavailable("write")
+
+    store.before_update = refuse
+    with pytest.raises(Unavailable):
+        publisher.publish(make(2, addresses=()))
+    store.before_update = lambda _new: None
+    assert publisher.publish(make(2), lambda: [read(store, "n3")]).claims[ADDRESSES[0]] == 1
+
+
+def test_numbers_of_what_is_let_go_do_not_pile_up() -> None:
+    store = MemoryStore()
+    publisher = started(store, make(2))
+    held = len(publisher.claims)
+    for number in range(20):
+        block = ipaddress.ip_network(f"10.250.{number}.0/26")
+        publisher.publish(make(2, blocks={block: 1}), list)
+        assert len(publisher.claims) == held + 1
+    publisher.publish(make(2), list)
+    assert publisher.claims == read(store, "n2").claims
+    before = publisher.claims
+    publisher.publish(make(2, underlay_mtu_bytes=1400), list)
+    assert publisher.claims is before, "nobody is woken for nothing"
 
 
 def test_a_new_range_of_a_running_node_comes_after_what_others_have() -> None:

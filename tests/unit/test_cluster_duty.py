@@ -368,6 +368,34 @@ def test_a_kernel_that_goes_on_failing_is_not_asked_all_the_time() -> None:
         assert len(tries) - rest < 5
 
 
+def test_news_do_not_hasten_what_fails_and_a_new_peer_does_not_wait_for_it() -> None:
+    rig = Rig()
+    tries: list[int] = []
+    apply = rig.kernel.apply_cluster
+
+    def count(plan: Any) -> Any:
+        tries.append(len(plan.peers))
+        return apply(plan)
+
+    rig.kernel.apply_cluster = count  # type: ignore[method-assign]
+    rig.kernel.failing = True
+    with rig.running():
+        wait_for(lambda: len(tries) >= 3)  # at the start, and after 1 and 2 s; the next one after 4
+        begin_s = time.monotonic()
+        for number in range(1, 4):
+            rig.publish_peer(make(2, epoch=number))
+            wait_for(
+                lambda number=number: [one.epoch for one in rig.duty.list_others()] == [number]
+            )
+            wait_for(lambda: 1 in tries)
+            rig.news.change()
+        assert time.monotonic() - begin_s < 2, "a peer that is new does not wait"
+        assert tries.count(1) <= 1 + (time.monotonic() - begin_s)
+        rig.kernel.failing = False
+        rig.publish_peer(make(3))
+        wait_for(lambda: rig.peers() == ["n2", "n3"])
+
+
 def test_what_somebody_deletes_is_published_again() -> None:
     with Rig().running() as rig:
         wait_for(lambda: rig.said() is not None)

@@ -16,7 +16,9 @@ from podwire.model.cluster import Prefix, Way
 from podwire.model.ids import IdentityId
 from tests.unit.test_cluster_planner import OVERLAY, OWN, UNDERLAY, ips, make, many, nets
 
-BORROWED = make(3, blocks={nets("10.250.0.0/26")[0]: 4})
+BLOCK = nets("10.250.0.0/26")[0]
+BORROWED = make(3, blocks={BLOCK: 4}, claims={BLOCK: 5})
+OLDER = make(6, blocks={BLOCK: 4}, claims={BLOCK: 2})
 
 
 def view_of(*peers: Any, own: Any = OWN) -> Any:
@@ -92,6 +94,16 @@ def test_the_newest_publication_of_a_node_counts(
         pytest.param([says("n2", a10_250_0_5=300), says("n3", a10_250_0_5=301)], 301, id="block"),
         pytest.param([says("n2", a10_244_7_5=300), says("n4", a10_244_7_5=301)], None, id="equal"),
         pytest.param(
+            [says("n3", a10_250_0_5=300), says("n6", a10_250_0_5=301)],
+            301,
+            id="one block in one epoch: the older claim",
+        ),
+        pytest.param(
+            [says("n3", a10_250_0_5=300), says("n8", a10_250_0_5=301)],
+            None,
+            id="a block and a node in one epoch",
+        ),
+        pytest.param(
             [says("n2", a10_244_7_5=300), says("n4", a10_244_7_5=301), says("n5", a10_244_7_5=302)],
             302,
             id="the newest of three",
@@ -99,7 +111,7 @@ def test_the_newest_publication_of_a_node_counts(
     ],
 )
 def test_an_address_of_two_nodes(publications: Any, wanted: Any) -> None:
-    view = view_of(make(2), BORROWED, make(4), make(5, epoch=7))
+    view = view_of(make(2), BORROWED, make(4), make(5, epoch=7), OLDER, make(8, epoch=4))
     address = next(iter(publications[0].identities))
     for given_first in (publications, publications[::-1]):
         pods = filled(view, *given_first)
@@ -107,7 +119,8 @@ def test_an_address_of_two_nodes(publications: Any, wanted: Any) -> None:
         assert found == UNMANAGED if wanted is None else found.identity == wanted
         assert str(address) in pods.problems[0].message
         assert set(pods.problems[0].nodes) >= {one.node for one in publications} - {"n3"}
-    pods.update(pods.remove("n5") | pods.remove("n3") | pods.remove("n4"))
+    for one in publications[1:]:
+        pods.update(pods.remove(one.node))
     assert row(pods, str(address)).identity == 300
     assert pods.problems == ()
 

@@ -17,7 +17,7 @@ import pytest
 
 from podwire.agent import api_socket, rest
 from podwire.agent.api_socket import ApiServer
-from podwire.agent.cluster_duty import KnownNode
+from podwire.agent.cluster_views import KnownNode
 from podwire.agent.config_reload import LiveConfig
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
+from podwire.control.cluster.backoff import Backoff
 from podwire.control.cluster.claims import (
     RANGES,
     UNNUMBERED,
@@ -36,8 +37,6 @@ RELEASE_AFTER_S: Final = 300.0
 """A pod that is gone is withdrawn with the next write, or after this time; within the second if another node may get
 its address.
 """
-RETRY_BASE_S: Final = 1.0
-RETRY_CAP_S: Final = 30.0
 ATTEMPTS: Final = 8
 
 Identities = Mapping[IPAddress, IdentityId]
@@ -77,8 +76,7 @@ class PublishSchedule:
     """What was written last; None before the first write of this life."""
     _written_s: float = field(default=0.0, repr=False)
     _released_since_s: float | None = field(default=None, repr=False)
-    _retry_s: float = 0.0
-    _failures: int = 0
+    _backoff: Backoff = field(default_factory=Backoff, repr=False)
 
     def due_in(self, wanted: Identities, now_s: float, own: Collection[IPNetwork]) -> float | None:
         """Give in how many seconds `wanted` is to be written (0 = now); None when nothing is to be.
@@ -86,24 +84,22 @@ class PublishSchedule:
         `own`: ranges of which no other node can give the addresses that are gone.
         """
         due_s = self._find_due(wanted, now_s, own)
-        return None if due_s is None else max(0.0, max(due_s, self._retry_s) - now_s)
+        return None if due_s is None else max(0.0, max(due_s, self._backoff.until_s) - now_s)
 
     def written(self, wanted: Identities, now_s: float) -> None:
         """Note that `wanted` was written."""
         self.published = dict(wanted)
         self._written_s = now_s
         self._released_since_s = None
-        self._failures, self._retry_s = 0, 0.0
+        self._backoff.forget()
 
     def failed(self, now_s: float) -> None:
         """Note that a write failed: the next try waits, each time twice as long."""
-        delay_s = min(RETRY_CAP_S, RETRY_BASE_S * 2.0**self._failures)
-        self._failures = min(self._failures + 1, 16)
-        self._retry_s = now_s + delay_s
+        self._backoff.failed(now_s)
 
     def forget_failures(self) -> None:
         """Try at once: the store is back."""
-        self._failures, self._retry_s = 0, 0.0
+        self._backoff.forget()
 
     def _find_due(
         self, wanted: Identities, now_s: float, own: Collection[IPNetwork]
@@ -136,7 +132,10 @@ class NodePublisher:
         self._store = store
         self._lease: Lease | None = None
         self.claims: Mapping[Claimed, int] = {}
-        """Numbers of all that this life has claimed so far; replaced, never changed."""
+        """Numbers of what this life has published last; replaced, never changed.
+
+        What is taken again after it was let go comes after whoever has it by then. Until others can read that it was
+        let go, it was not."""
 
     def claim(self, address: str) -> None:
         """Take the name, if it is not held yet. Raises NodeInUse, which names both addresses; Unavailable."""
@@ -222,7 +221,8 @@ class NodePublisher:
             claims={one: numbers[one] for one in everything_claimed(facts)},
         )
         self._store_node(facts, stored)
-        self.claims = numbers
+        if facts.claims != self.claims:
+            self.claims = facts.claims
         return facts
 
     def _store_node(self, facts: NodeFacts, stored: StoredObject | None) -> None:

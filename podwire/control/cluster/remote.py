@@ -2,16 +2,17 @@
 
 Used by `agent.cluster_duty`, one thread. Pure. Of several sources for an address the first of these counts: a pod of
 this node; a node's own address; the newest publication of the node in whose range it is, or, as blocks of pools lend
-addresses, of the node that claimed it in the highest epoch; the range it is in. Claims of equal epochs are denied.
+addresses, of the node that claimed it in the highest epoch; the range it is in. Of equal epochs of one block the older
+claim counts, as for the block itself; where one of them has no block there, equal ones are denied.
 Invariant: `rows` is always what the publications and the last plan say, so an address that nobody publishes any more is
 its range's again.
 """
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
-from podwire.control.cluster.claims import Problem, network_key
+from podwire.control.cluster.claims import UNNUMBERED, Problem, network_key
 from podwire.control.cluster.planner import UNMANAGED, Planned, route_to_pod
 from podwire.control.cluster.published import Publication
 from podwire.control.cluster.reach import Reach, single
@@ -269,16 +270,31 @@ def _foreign(address: IPAddress, owner: str, claimants: tuple[str, ...]) -> Prob
 
 
 def _contest(address: IPAddress, names: list[str], view: View) -> tuple[str, Problem]:
-    epochs = {name: _epoch_of(address, view.facts.get(name, _NOBODY)) for name in names}
-    highest = max(epochs.values())
-    best = [name for name in names if epochs[name] == highest]
-    winner = best[0] if len(best) == 1 else ""
-    verdict = f"{winner} has it by the newer claim" if winner else "it is denied to all"
+    claims = [_claim_of(address, view.facts.get(name, _NOBODY)) for name in names]
+    highest = max(claim.epoch for claim in claims)
+    first, *equal = sorted(one for one in claims if one.epoch == highest)
+    winner, verdict = first.node, f"{first.node} has it by the newer claim"
+    if equal and all(one.is_block for one in (first, *equal)):
+        verdict = f"{first.node} has it by the older claim to the block it is in"
+    elif equal:
+        winner, verdict = "", "it is denied to all"
     return winner, Problem(
         tuple(names), f"nodes {' and '.join(names)} both publish pod address {address}: {verdict}"
     )
 
 
-def _epoch_of(address: IPAddress, facts: NodeFacts) -> int:
-    """Give the epoch of the block that an address is in, else the node's."""
-    return next((epoch for block, epoch in facts.blocks.items() if address in block), facts.epoch)
+class _Lent(NamedTuple):
+    """What speaks for one of several nodes that publish an address; of one epoch the least is the older claim."""
+
+    number: float
+    node: str
+    epoch: int
+    is_block: bool
+
+
+def _claim_of(address: IPAddress, facts: NodeFacts) -> _Lent:
+    """Give the claim to the block that an address is in, else what the node's epoch says."""
+    for block, epoch in facts.blocks.items():
+        if address in block:
+            return _Lent(facts.claims.get(block, UNNUMBERED), facts.name, epoch, is_block=True)
+    return _Lent(UNNUMBERED, facts.name, facts.epoch, is_block=False)

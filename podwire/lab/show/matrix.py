@@ -17,6 +17,8 @@ from podwire.lab.state import LabState, Pod, read_state
 
 CHECK_PORT: Final = 7999
 _CHECK_THREADS: Final = 4
+_DATAGRAM_TRIES: Final = 3
+"""A lost datagram is not a missing way; how many it took is told."""
 LARGE_TCP_BYTES: Final = 256 * 1024
 LARGE_DATAGRAM_BYTES: Final = 60_000
 """Fragments of every size; the largest that fits both families with all headers is 65,507."""
@@ -86,7 +88,10 @@ def _check_pair(
 ) -> CheckedPair:
     protocol, size_bytes = tried
     if protocol == "icmp":
-        attempt = traffic.ping(namespace, address, size_bytes=size_bytes)
+        attempt = traffic.ping(namespace, address, size_bytes=size_bytes, tries=_DATAGRAM_TRIES)
     else:
-        attempt = traffic.connect(namespace, address, CHECK_PORT, protocol, size_bytes=size_bytes)
+        tries = _DATAGRAM_TRIES if protocol == "udp" else 1
+        attempt = traffic.connect(
+            namespace, address, CHECK_PORT, protocol, size_bytes=size_bytes, tries=tries
+        )
     return CheckedPair(source, target, address, protocol, size_bytes, attempt)

@@ -380,7 +380,7 @@ def test_news_do_not_hasten_what_fails_and_a_new_peer_does_not_wait_for_it() -> 
     rig.kernel.apply_cluster = count  # type: ignore[method-assign]
     rig.kernel.failing = True
     with rig.running():
-        wait_for(lambda: len(tries) >= 3)  # at the start, and after 1 and 2 s; the next one after 4
+        wait_for(lambda: len(tries) >= 4)  # at the start, after 1, 2 and 4 s; the next one after 8
         begin_s = time.monotonic()
         for number in range(1, 4):
             rig.publish_peer(make(2, epoch=number))
@@ -389,7 +389,7 @@ def test_news_do_not_hasten_what_fails_and_a_new_peer_does_not_wait_for_it() -> 
             )
             wait_for(lambda: 1 in tries)
             rig.news.change()
-        assert time.monotonic() - begin_s < 2, "a peer that is new does not wait"
+        assert time.monotonic() - begin_s < 6, "a peer that is new does not wait"
         assert tries.count(1) <= 1 + (time.monotonic() - begin_s)
         rig.kernel.failing = False
         rig.publish_peer(make(3))

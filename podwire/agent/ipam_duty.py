@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from ipaddress import ip_address
 from typing import Any, Final, Protocol
 
@@ -28,6 +29,7 @@ from podwire.control.ipam.pools import (
     selects,
 )
 from podwire.control.pool_objects import decode_pools, find_problems, node_ranges
+from podwire.control.readable import find_fault
 from podwire.model.errors import Conflict, Exhausted, PodwireError, Unavailable
 from podwire.model.request import IPNetwork
 from podwire.model.store import ObjectKey, Store, StoredObject, StoreEvent
@@ -57,6 +59,24 @@ class Facts(Protocol):
     def write_fact(self, name: str, value: str) -> None: ...
 
     def read_fact(self, name: str) -> str: ...
+
+
+class _Troubles:
+    """What is wrong now, by who has met it: the success of one takes nothing back that another has said."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._lock = threading.Lock()
+        self._found: dict[str, str] = {}
+
+    def of(self, who: str) -> Callable[[str], None]:
+        """Give what `who` says what is wrong to; "": nothing, any more."""
+        return partial(self._note, who)
+
+    def _note(self, who: str, message: str) -> None:
+        with self._lock:
+            self._found[who] = message
+            self._report("; ".join(dict.fromkeys(filter(None, self._found.values()))))
 
 
 class IpamNews:
@@ -180,11 +200,13 @@ class IpamDuty:
         self.monotonic = monotonic
         self.orphans = OrphanCollector()
         self._facts = facts
-        self._report = report
+        troubles = _Troubles(report)
+        self._report = troubles.of("duty")
         self.blocks_changed: Callable[[], None] = lambda: None
         """Told after blocks were opened or lost."""
-        self.news = IpamNews(ipam, self._hear, report)
+        self.news = IpamNews(ipam, self._hear, troubles.of("watch"))
         self.follower = StoreFollower("ipam-watch", store, IpamNews.KINDS, self.news)
+        self.follower.unreadable.find_fault = find_fault
         self._written = ""
         self._changed = threading.Condition()
         self._is_due = True
@@ -215,6 +237,23 @@ class IpamDuty:
             self._thread.join()
         if self._lease is not None:
             self._lease.close()
+
+    def work(self) -> bool:
+        """Do what is due, and let `podwire status` tell how that went; False when it is to be tried again."""
+        try:
+            self.tick()
+        except Unavailable as error:
+            self._report(error.message)
+        except PodwireError as error:
+            _log.error("look after blocks", extra={"error": error.message})
+            self._report(error.message)
+        except Exception as error:  # the thread's door: a bug must not end the duty
+            _log.exception("look after blocks")
+            self._report(f"look after blocks: {error!r}")
+        else:
+            self._report("")
+            return True
+        return False
 
     def tick(self) -> None:
         """Do what is due. Raises Unavailable and what else the store says; the rest is done first where it can be."""
@@ -261,15 +300,8 @@ class IpamDuty:
                 self._is_due = False
                 if self._stopping:
                     return
-            try:
-                self.tick()
+            if self.work():
                 continue
-            except Unavailable as error:
-                self._report(error.message)
-            except PodwireError as error:
-                _log.error("look after blocks", extra={"error": error.message})
-            except Exception:  # the thread's door: a bug must not end the duty
-                _log.exception("look after blocks")
             with self._changed:
                 self._changed.wait_for(lambda: self._stopping, RETRY_S)
 
@@ -397,14 +429,17 @@ class IpamDuty:
         if not text:
             return
         found = json.loads(text)
-        pools = decode_pools(_as_stored(IP_POOL.plural, one) for one in found["pools"])
+        pool_objects = [_as_stored(IP_POOL.plural, one) for one in found["pools"]]
+        block_objects = [_as_stored(IP_BLOCK.plural, one) for one in found["blocks"]]
+        self.follower.recall([*pool_objects, *block_objects])
+        pools = decode_pools(pool_objects)
         self.known.set_pools(pools, found["problems"])
         self.known.node_labels = found["labels"]
         self.known.namespaces = {
             name: NamespaceFacts(labels, tuple(names))
             for name, (labels, names) in found["namespaces"].items()
         }
-        blocks = [decode_block(_as_stored(IP_BLOCK.plural, one)) for one in found["blocks"]]
+        blocks = [decode_block(one) for one in block_objects]
         self.ipam.remember(
             [
                 Block(one.cidr, one.pool, one.node, one.epoch, one.kept)

@@ -43,6 +43,7 @@ from podwire.control.identity.sources import LabelSources
 from podwire.control.ipam.interface import Ipam
 from podwire.control.policy.engine import Numbers, PolicyEngine
 from podwire.control.policy.oracle import Enforcement
+from podwire.control.readable import find_fault
 from podwire.datapath.host import merge_changes
 from podwire.datapath.node import KernelDatapath
 from podwire.datapath.plan import NodePlan
@@ -59,7 +60,7 @@ from podwire.model.config.sources import Settled
 from podwire.model.errors import StorageFailure
 from podwire.model.interfaces import EndpointConfig
 from podwire.model.request import IPNetwork
-from podwire.model.store import Store
+from podwire.model.store import Store, StoredObject
 from podwire.store.open import StoreAccess, open_store
 from podwire.store.remembered import FILE_NAME, RememberedObjects
 
@@ -134,6 +135,7 @@ def open_node(settled: Settled, stack: ExitStack) -> Node:
         live, journal, store, name, memory, addresses, datapath, clock, health, metrics
     )
     node = _compose(opened, started_ns)
+    _name_unreadable(node)
     _prepare_reload(node)
     stack.callback(node.directories.close)
     _follow_blocks(node)
@@ -152,6 +154,27 @@ def _note_host_changes(
         noted = journal.read_fact(HOST_SETTINGS_FACT)
         noted = merge_changes(noted, changes, clock.boot_id())
         journal.write_fact(HOST_SETTINGS_FACT, noted)
+
+
+def _name_unreadable(node: Node) -> None:
+    """Have objects of the store that cannot be read named in `podwire status`, and kept from whoever works by them.
+
+    What this node itself publishes goes through as it is: whoever publishes it puts it right.
+    """
+    own_name = node.config.node.node_name
+
+    def find_others_fault(stored: StoredObject) -> str:
+        return stored.fault if stored.key.name == own_name else find_fault(stored)
+
+    node.policies.follower.unreadable.find_fault = find_fault
+    node.identities.follower.unreadable.find_fault = find_fault
+    node.cluster.follower.unreadable.find_fault = find_others_fault
+    followers = [node.policies.follower, node.identities.follower, node.cluster.follower]
+    if node.addresses.duty is not None:
+        followers.append(node.addresses.duty.follower)
+    for one in followers:
+        one.unreadable.warn = node.health.warn
+        one.unreadable.show()
 
 
 def _follow_blocks(node: Node) -> None:

@@ -69,7 +69,9 @@ class PolicyDuty:
     _list_again_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.follower = StoreFollower("policy-watch", self.store, POLICY_KINDS, self, self.memory)
+        self.follower = StoreFollower(
+            "policy-watch", self.store, POLICY_KINDS, self, self.memory, tell_unreadable=True
+        )
 
     def load(self) -> None:
         """Take in all policies; raises what the store says unless it is away. Before endpoints are restored."""

@@ -3,7 +3,8 @@
 Each duty that works by objects has one follower with one thread and one watch for all of its kinds. It decides nothing
 about objects: a `Listener` is handed lists and changes, in order, on one thread. Invariant: nothing is missed: after a
 gap, and after a listener that failed, everything is listed again; and no change that a list holds already comes after
-it. What the store said last can be kept in a `Memory`, for a start without the store.
+it. An object that cannot be read stands for what was last read of it (`agent.unreadable`). What the store said last
+can be kept in a `Memory`, for a start without the store.
 """
 
 import logging
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from podwire.agent.unreadable import Unreadable
 from podwire.model.errors import PodwireError, StorageFailure, Unavailable
 from podwire.model.store import Compacted, ObjectKey, Store, StoredObject, StoreEvent, Watch
 
@@ -75,7 +77,10 @@ class Memory(Protocol):
 
 
 class StoreFollower:
-    """Follows `kinds` of one store for one listener."""
+    """Follows `kinds` of one store for one listener.
+
+    `tell_unreadable`: the listener is handed unreadable objects too, as changes after what was last read of them.
+    """
 
     def __init__(
         self,
@@ -84,12 +89,16 @@ class StoreFollower:
         kinds: Sequence[str],
         listener: Listener,
         memory: Memory | None = None,
+        *,
+        tell_unreadable: bool = False,
     ) -> None:
         self.name = name
         self.store = store
         self.kinds = tuple(kinds)
         self._listener = listener
-        self._keeper = _Keeper(memory) if memory else None
+        self._keeper = _Keeper(memory or _InProcess())
+        self.unreadable = Unreadable(name, self._keeper.find)
+        self._tells_unreadable = tell_unreadable
         self._watch: Watch | None = None
         self._listed: dict[str, int] = {}
         self._revision = 0
@@ -127,6 +136,10 @@ class StoreFollower:
             return self._load_remembered()
         return True
 
+    def recall(self, objects: Iterable[StoredObject]) -> None:
+        """Say what was last read of objects in an earlier life, where no memory tells; before `load`."""
+        self._keeper.seed(objects)
+
     def step(self, timeout_s: float) -> bool:
         """List if need be, else wait for changes; tells whether anything came. Raises what store and listener raise."""
         if self._again:
@@ -150,8 +163,7 @@ class StoreFollower:
 
     def start(self) -> None:
         """Start the thread."""
-        if self._keeper:
-            self._keeper.save(at_once=True)
+        self._keeper.save(at_once=True)
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
         self._thread.start()
 
@@ -164,8 +176,7 @@ class StoreFollower:
         if self._thread is not None:
             self._thread.join()
         self.drop_watch()  # the thread may have been listing
-        if self._keeper:
-            self._keeper.save(at_once=True)
+        self._keeper.save(at_once=True)
 
     def list_again(self) -> None:
         """Have everything listed again, soon; from any thread."""
@@ -181,7 +192,7 @@ class StoreFollower:
         delay_s = AWAY_BASE_S
         while not self._stopping:
             try:
-                self.step(SAVE_S if self._keeper and self._keeper.has_news else WATCH_S)
+                self.step(SAVE_S if self._keeper.has_news else WATCH_S)
                 delay_s = AWAY_BASE_S
             except Unavailable as error:
                 self._note_away(error)
@@ -191,8 +202,7 @@ class StoreFollower:
             except Exception as error:  # the thread's door: a bug about one object must not end it
                 _log.exception("follow store", extra={"task": self.name})
                 self._give_up(PodwireError(f"follow store for {self.name}: {error!r}"))
-            if self._keeper:
-                self._keeper.save()  # also what was heard just before the store went away
+            self._keeper.save()  # also what was heard just before the store went away
             if self._is_there:
                 continue
             with self._changed:
@@ -203,10 +213,25 @@ class StoreFollower:
     def _hand_over(self, events: Sequence[StoreEvent], revision: int) -> None:
         fresh = [one for one in events if one.revision > self._listed.get(one.object.key.kind, 0)]
         self._revision = max(self._revision, revision)
-        self._listener.on_events(fresh, self._revision)
-        if self._keeper:
-            self._keeper.note_events(fresh)
+        told, good = self._sift(fresh)
+        self._listener.on_events(told, self._revision)
+        self._keeper.note_events(good)
         self._note_back()
+
+    def _sift(self, events: Sequence[StoreEvent]) -> tuple[list[StoreEvent], list[StoreEvent]]:
+        """Give what the listener is told of changes, and what is kept of them."""
+        told: list[StoreEvent] = []
+        good: list[StoreEvent] = []
+        for event in events:
+            readable = self.unreadable.sift_event(event)
+            if readable is not None:
+                good.append(readable)
+                told.append(readable)
+            elif self._tells_unreadable:
+                told.append(event)
+        if events:
+            self.unreadable.show()
+        return told, good
 
     def _give_up(self, error: PodwireError) -> None:
         """What was handed over is in doubt: list again."""
@@ -214,14 +239,15 @@ class StoreFollower:
         self._note_away(error)
 
     def _list(self) -> None:
-        lists = [KindList(kind, *self.store.list(kind)) for kind in self.kinds]
+        lists = [self._list_kind(kind) for kind in self.kinds]
+        self.unreadable.show()
         revision = min(one.revision for one in lists)
         watch = self.store.watch(revision, self.kinds)
         try:
             self._listed = {one.kind: one.revision for one in lists}
             self._listener.on_lists(lists)
             self._revision = revision
-            self._listener.on_events((), revision)
+            self._listener.on_events(self._list_unreadable(), revision)
         except BaseException:
             watch.close()
             raise
@@ -229,13 +255,21 @@ class StoreFollower:
         self._is_whole = True
         if self._stopping:
             self.drop_watch()
-        if self._keeper:
-            self._keeper.note_lists(lists)
+        self._keeper.note_lists(lists)
         self._note_back()
+
+    def _list_kind(self, kind: str) -> KindList:
+        objects, revision = self.store.list(kind)
+        return KindList(kind, self.unreadable.sift_list(kind, objects), revision)
+
+    def _list_unreadable(self) -> list[StoreEvent]:
+        if not self._tells_unreadable:
+            return []
+        return [StoreEvent(one, one.revision) for one in self.unreadable.objects]
 
     def _load_remembered(self) -> bool:
         """Hand over what was kept of each kind. A kind of which nothing was is not handed over at all."""
-        found = self._keeper.load(self.kinds) if self._keeper else []
+        found = self._keeper.load(self.kinds)
         if found:
             self._listener.on_lists(found)
         self._is_whole = len(found) == len(self.kinds)
@@ -262,12 +296,44 @@ class StoreFollower:
             self._listener.on_back()
 
 
+class _InProcess:
+    """The memory of who needs none across restarts: what was last read of an object that cannot be read any more."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, dict[ObjectKey, StoredObject]] = {}
+        self._revisions: dict[str, int] = {}
+
+    def load(self, kind: str) -> tuple[Sequence[StoredObject], int] | None:
+        if kind not in self._objects:
+            return None
+        return list(self._objects[kind].values()), self._revisions[kind]
+
+    def save(
+        self,
+        lists: Mapping[str, tuple[Sequence[StoredObject], int]],
+        changes: Iterable[StoreEvent],
+    ) -> None:
+        for kind, (objects, revision) in lists.items():
+            self._objects[kind] = {one.key: one for one in objects}
+            self._revisions[kind] = revision
+        for event in changes:
+            key = event.object.key
+            objects_of_kind = self._objects.setdefault(key.kind, {})
+            objects_of_kind.pop(key, None)
+            if not event.deleted:
+                objects_of_kind[key] = event.object
+            self._revisions[key.kind] = max(self._revisions.get(key.kind, 0), event.revision)
+
+
 class _Keeper:
     """Writes what was heard into a memory: not more often than it must. A full disk costs only the memory."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._lists: dict[str, tuple[Sequence[StoredObject], int]] = {}
+        self._recalled: dict[str, dict[ObjectKey, StoredObject]] = {}
+        """Of kinds that somebody has asked about, until the next write."""
+        self._seed: dict[ObjectKey, StoredObject] = {}
         self._changes: dict[ObjectKey, StoreEvent] = {}
         self._due_s = 0.0
         self._has_failed = False
@@ -284,10 +350,28 @@ class _Keeper:
             return []
         return [KindList(kind, *kept) for kind, kept in found if kept is not None]
 
+    def find(self, key: ObjectKey) -> StoredObject | None:
+        """Give what was last heard of an object, written or not yet; None when it was never there, or is gone."""
+        change = self._changes.get(key)
+        if change is not None:
+            return None if change.deleted else change.object
+        if key.kind not in self._recalled:
+            unwritten = self._lists.get(key.kind)
+            found = () if unwritten else self.load([key.kind])
+            objects = unwritten[0] if unwritten else found[0].objects if found else ()
+            known = unwritten or found
+            self._recalled[key.kind] = {one.key: one for one in objects} if known else self._seed
+        return self._recalled[key.kind].get(key)
+
+    def seed(self, objects: Iterable[StoredObject]) -> None:
+        """Take what `find` gives of kinds that were never listed."""
+        self._seed = {one.key: one for one in objects}
+
     def note_lists(self, lists: Sequence[KindList]) -> None:
         for one in lists:
             self._lists[one.kind] = (one.objects, one.revision)
         self._changes.clear()
+        self._recalled.clear()
 
     def note_events(self, events: Sequence[StoreEvent]) -> None:
         self._changes.update((one.object.key, one) for one in events)
@@ -305,4 +389,4 @@ class _Keeper:
             self._has_failed = True
             return
         self._has_failed = False
-        self._lists, self._changes = {}, {}
+        self._lists, self._changes, self._recalled = {}, {}, {}

@@ -108,14 +108,29 @@ def make_key(word: str, namespace: str, name: str) -> ObjectKey:
 
 
 def show_document(stored: StoredObject) -> dict[str, Any]:
-    """Give the document with what the store knows of it: uid, revision, time of creation."""
+    """Give the document with what the store knows of it: uid, revision, time of creation.
+
+    One that cannot be read has its name and, as `unreadable`, the reason; nothing that could be applied.
+    """
+    if stored.fault:
+        return _show_fault(stored)
+    kept = stored.document.get("metadata")
     metadata = {
-        **stored.document.get("metadata", {}),
+        **(kept if isinstance(kept, Mapping) else {"name": stored.key.name}),
         "uid": stored.uid,
         "resourceVersion": str(stored.revision),
         "creationTimestamp": stored.created,
     }
     return {**stored.document, "metadata": metadata}
+
+
+def _show_fault(stored: StoredObject) -> dict[str, Any]:
+    kind = find_kind(stored.key.kind)
+    metadata = {"name": stored.key.name, "resourceVersion": str(stored.revision)}
+    if stored.key.namespace:
+        metadata["namespace"] = stored.key.namespace
+    header = {"apiVersion": kind.api_versions[0], "kind": kind.name} if kind else {}
+    return {**header, "metadata": metadata, "unreadable": stored.fault}
 
 
 def summarise(faults: Sequence[Fault]) -> str:

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import msgspec
 
-from podwire.model.errors import Conflict, NotFound, StorageFailure, Unavailable
-from podwire.model.store import ObjectKey, OpenWaker, StoredObject
+from podwire.model.errors import Conflict, NotFound, Unavailable
+from podwire.model.store import ObjectKey, OpenWaker, StoredObject, UnreadableObject
 from podwire.store.documents import encode_document
 from podwire.store.leases_sqlite import SqliteLeases
 from podwire.store.sqlite_file import open_file
@@ -79,7 +79,12 @@ class SqliteStore:
         with self._read_lock, self._file.reported("read"):
             self._file.check_same()
             row = self._reader.execute(f"{_READ} WHERE {_ONE}", _columns(key)).fetchone()
-        return None if row is None else self._make(row)
+        if row is None:
+            return None
+        found = self._make(row)
+        if found.fault:
+            raise UnreadableObject(found)
+        return found
 
     def list(self, kind: str, namespace: str | None = None) -> tuple[Sequence[StoredObject], int]:
         """Give all objects of a kind (of one namespace), by namespace and name, and the store's revision."""
@@ -261,11 +266,9 @@ class SqliteStore:
         key = ObjectKey(kind, namespace, name)
         try:
             decoded = _decode(document)
-        except msgspec.MsgspecError as error:
-            raise StorageFailure(
-                f"read {key} of store {str(self._file.path)!r}: {error}",
-                hint="something else has changed the file: delete the object and apply it again",
-            ) from error
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            fault = f"something else has changed store {str(self._file.path)!r}: {error}"
+            return StoredObject(key=key, uid=uid, revision=revision, created=created, fault=fault)
         return StoredObject(key=key, uid=uid, revision=revision, created=created, document=decoded)
 
 

@@ -1,6 +1,5 @@
 """What the store in etcd makes of what others wrote there, and of what is too large or written together."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -21,7 +20,7 @@ from podwire.model.store import ObjectKey, StoredObject
 from podwire.store.etcd.store import EtcdStore
 from podwire.store.open import open_store
 from tests.contract.etcd_rig import Etcd, started
-from tests.contract.stores import DEADLINE_S, key, make, now_at, until
+from tests.contract.stores import key, make, now_at, until
 
 FORMAT_KEY = "/podwire/v1/format"
 OBJECT_KEY = "/podwire/v1/objects/networkpolicies/default/{}"
@@ -57,26 +56,6 @@ def test_a_foreign_format_is_refused(own_etcd: Etcd, found: bytes) -> None:
         open_store(f"etcd://{own_etcd.endpoint}")
     assert own_etcd.endpoint in caught.value.message
     assert own_etcd.read(FORMAT_KEY) == found
-
-
-@pytest.mark.parametrize("value", [b"", b"x", b"{}", b'{"uid":1}'])
-def test_a_foreign_value_is_named_and_left(
-    own_etcd: Etcd, etcd_store: EtcdStore, value: bytes
-) -> None:
-    revision = now_at(etcd_store)
-    own_etcd.put(OBJECT_KEY.format("x"), value)
-    actions: list[Callable[[], object]] = [
-        lambda: etcd_store.get(key("x")),
-        lambda: etcd_store.list("networkpolicies"),
-        lambda: etcd_store.delete(key("x")),
-    ]
-    with etcd_store.watch(revision) as watch:
-        actions += [lambda: watch.next(DEADLINE_S)] * 2  # it stays so
-        for action in actions:
-            with pytest.raises(StorageFailure, match=r"networkpolicies/default/x") as caught:
-                action()
-            assert "etcdctl del" in caught.value.hint
-    assert own_etcd.read(OBJECT_KEY.format("x")) == value
 
 
 def test_a_lease_whose_key_somebody_deleted_is_there_again(

@@ -147,11 +147,13 @@ class Ticking:
         known = Known(name)
         ipam = PoolIpam(Claims(store, known))
         self.facts = facts or Facts()
+        self.reports: list[str] = []
+        """What was said of pools in `podwire status`, the newest last."""
         self.duty = IpamDuty(
             ipam=ipam,
             store=store,
             facts=self.facts,
-            report=lambda _message: None,
+            report=self.reports.append,
             monotonic=lambda: self.now_s,
         )
         self.known, self.claims, self.ipam = known, ipam.claims, ipam

@@ -14,7 +14,7 @@ from podwire.control.ipam.documents import (
 )
 from podwire.control.ipam.orphans import GRACE_S
 from podwire.control.objects import decode
-from podwire.model.errors import Exhausted, Unavailable
+from podwire.model.errors import Exhausted, StorageFailure, Unavailable
 from podwire.model.ids import EndpointId
 from podwire.model.store import Store, StoredObject
 from podwire.store.sqlite import SqliteStore
@@ -80,6 +80,51 @@ def test_a_start_without_the_store_uses_the_blocks_of_before() -> None:
     assert held not in given
     with pytest.raises(Unavailable):
         add(again, 99)
+
+
+def test_a_request_that_failed_once_is_told_until_the_next_succeeds() -> None:
+    store = MemoryStore()
+    apply(store, pool_document("p", "10.0.0.0/24", blockSize=28))
+    ticking = Ticking(store, "n1")
+
+    def be_slow(_new: StoredObject) -> None:
+        raise Unavailable("create: no answer in 5 s")
+
+    store.before_create = be_slow
+    assert not ticking.duty.work()
+    assert ticking.reports[-1] == "create: no answer in 5 s"
+    store.before_create = lambda _new: None
+    assert ticking.duty.work()
+    assert ticking.reports[-1] == ""
+    assert claimed_blocks(store)
+
+
+def test_a_tick_that_asks_nothing_does_not_call_a_store_that_is_away_healthy() -> None:
+    store = MemoryStore()
+    apply(store, pool_document("p", "10.0.0.0/24", blockSize=28))
+    ticking = Ticking(store, "n1")
+    ticking.settle()
+    ticking.duty.news.on_away(Unavailable("the store is away"))
+    assert ticking.duty.work()
+    assert ticking.reports[-1] == "the store is away"
+    ticking.duty.news.on_back()
+    assert ticking.reports[-1] == ""
+
+
+def test_what_cannot_be_done_for_another_reason_is_told_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ticking = Ticking(MemoryStore(), "n1")
+    errors: list[Exception] = [StorageFailure("the disk is full"), KeyError("a bug")]
+    monkeypatch.setattr(ticking.duty, "tick", lambda: (_ for _ in ()).throw(errors[0]))
+    assert not ticking.duty.work()
+    assert ticking.reports[-1] == "the disk is full"
+    del errors[0]
+    assert not ticking.duty.work()
+    assert "a bug" in ticking.reports[-1]
+    monkeypatch.undo()
+    assert ticking.duty.work()
+    assert ticking.reports[-1] == ""
 
 
 def test_a_block_is_forgotten_on_disk_before_it_is_given_back() -> None:

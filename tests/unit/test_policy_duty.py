@@ -1,5 +1,6 @@
 """The duty of policies on a real store: every change comes into force, and no failure keeps others out or ends it."""
 
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -197,6 +198,25 @@ def test_an_unreadable_version_leaves_the_last_one_in_force(
     running.put(network_policy("a", policyTypes=["Egress"]))
     wait_for(lambda: bool(running.node.policies.problems))
     assert running.names() == {"a"}
+
+
+def test_what_the_store_itself_cannot_read_leaves_the_last_one_in_force_and_others_come_in(
+    running: Bench, tmp_path: Path
+) -> None:
+    running.put(network_policy("a"))
+    running.wait_for("a")
+    whole = running.store.get(ObjectKey(NETPOL, "default", "a"))
+    assert whole is not None
+    with closing(sqlite3.connect(running.path)) as other, other:
+        for table in ("object", "change"):
+            other.execute(f"UPDATE {table} SET document = 'x' WHERE name = 'a'")
+    running.duty.follower.list_again()
+    running.put(network_policy("b"))
+    running.wait_for("a", "b")
+    wait_for(lambda: [one.name for one in running.node.policies.problems] == ["a"])
+    running.store.update(whole)
+    wait_for(lambda: not running.node.policies.problems)
+    assert running.names() == {"a", "b"}
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_an_object_that_cannot_be_read_does_not_hide_the_others(store: SqliteSto
     store.create(make("a"))
     good = store.create(make("b"))
     run_sql(store._file.path, "UPDATE object SET document = x'ff' WHERE name = 'a'")
-    with pytest.raises(StorageFailure, match="read workloads a of store"):
+    with pytest.raises(StorageFailure, match="read workloads a: something else has changed"):
         store.get(ObjectKey("workloads", "", "a"))
     assert store.get(good.key) == good
     store.delete(good.key)

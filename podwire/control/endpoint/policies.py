@@ -91,6 +91,8 @@ class PolicyObjects:
     def _put(self, stored: StoredObject) -> None:
         key = stored.key
         self._known.add(key)
+        if stored.fault:
+            raise InvalidRequest(stored.fault)
         if key.kind == GROUPS:
             group = decode_cidr_group(stored.document)
             self._engine.set_group(group)

@@ -25,7 +25,7 @@ from podwire.control.identity.known import (
     with_annotations,
 )
 from podwire.model.errors import Conflict, NotFound, Unavailable
-from podwire.model.store import Store
+from podwire.model.store import Store, UnreadableObject
 
 SILENCE_S: Final = 30 * 60.0
 """After a watch was silent for so long, marks may have been missed: only numbers in use here are used."""
@@ -169,7 +169,10 @@ class IdentityAllocator:
     def _take_over(self, number: int, key: IdentityKey) -> bool | None:
         """Use a number that exists, without its mark; False when it means another key, None when it is gone."""
         for _ in range(ATTEMPTS):
-            stored = self.store.get(object_key(number))
+            try:
+                stored = self.store.get(object_key(number))
+            except UnreadableObject:
+                return False  # whatever it means: the number is taken
             if stored is None:
                 return None
             self.known.learn(stored)

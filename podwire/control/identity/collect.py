@@ -147,15 +147,15 @@ def collect(
 ) -> dict[Move, int]:
     """Read identities, then who uses what, and carry out what the collector decides. Raises Unavailable.
 
-    While some node's pods cannot be read nothing is collected: nobody knows what they use.
+    While what some node says cannot be read nothing is collected: nobody knows what it uses.
     """
     identities = store.list(IDENTITIES)[0]
     try:
         named = read_named(store.list(NODE_ENDPOINTS.plural)[0])
+        in_use = named | read_holds(store.list(NODES)[0])
     except InvalidRequest as error:
         _log.warning("collect no identities", extra={"error": error.message})
         return {}
-    in_use = named | read_holds(store.list(NODES)[0])
     decisions = collector.decide(identities, in_use, now=now, monotonic_s=monotonic_s)
     return carry_out(store, decisions, now)
 
@@ -168,9 +168,11 @@ def read_named(endpoints: Sequence[StoredObject]) -> frozenset[int]:
 
 
 def read_holds(nodes: Sequence[StoredObject]) -> frozenset[int]:
-    """Give all numbers that nodes have published as held."""
+    """Give all numbers that nodes have published as held. Raises InvalidRequest for what the store cannot read."""
     found: set[int] = set()
     for node in nodes:
+        if node.fault:
+            raise InvalidRequest(f"read what node {node.key.name!r} holds: {node.fault}")
         spec = node.document.get("spec")
         holds = spec.get("holds") if isinstance(spec, Mapping) else None
         if isinstance(holds, list | tuple):

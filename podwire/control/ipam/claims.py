@@ -31,7 +31,7 @@ from podwire.control.ipam.pools import Pool
 from podwire.model.endpoint import AttachmentKey, IPAddress
 from podwire.model.errors import AddressUnavailable, Conflict, Exhausted, NotFound
 from podwire.model.request import IPNetwork
-from podwire.model.store import Store, StoredObject
+from podwire.model.store import Store, StoredObject, UnreadableObject
 
 CONFLICTS_MAX: Final = 64
 """So often somebody else may be faster before a claim gives up: the watch is far behind then."""
@@ -193,7 +193,10 @@ class Claims:
 
     def _check_block(self, address: IPAddress, pool: Pool, cidr: IPNetwork) -> None:
         """Refuse an address that its block's owner may give by himself."""
-        stored = self.store.get(block_key(cidr))
+        try:
+            stored = self.store.get(block_key(cidr))
+        except UnreadableObject as error:
+            raise _refuse(address, f"nobody knows whose block {cidr} is: {error.message}") from None
         block = decode_block(stored) if stored is not None else None
         if block is None or not block.node or block.keeps(address):
             return
@@ -203,7 +206,10 @@ class Claims:
 
     def _take_over(self, wanted: Claimed) -> Claimed:
         """Take an address whose object exists already: only one that this node itself has, for another pod."""
-        stored = self.store.get(address_key(wanted.address))
+        try:
+            stored = self.store.get(address_key(wanted.address))
+        except UnreadableObject as error:
+            raise _refuse(wanted.address, error.message) from None
         found = decode_claimed(stored) if stored is not None else None
         if stored is None or found is None or found.node != self.node:
             whose = f"node {found.node} has it for {found.key}" if found else "somebody has it"

@@ -151,6 +151,8 @@ def decode_block(stored: StoredObject) -> Block | None:
         return None
     if block_key(cidr) != stored.key or not isinstance(epoch, int) or epoch < 0:
         return None
+    if not all(_is_inside(one, cidr) for one in kept):
+        return None
     return Block(cidr, _text(spec, "pool"), _text(spec, "node"), epoch, kept, stored)
 
 
@@ -195,6 +197,11 @@ def _spec(stored: StoredObject) -> Mapping[str, Any]:
 def _text(values: Mapping[str, Any], name: str) -> str:
     value = values.get(name)
     return value if isinstance(value, str) else ""
+
+
+def _is_inside(one: AddressRange, cidr: IPNetwork) -> bool:
+    """Tell whether a range is one, and part of a block: what a block keeps is listed address by address."""
+    return one.first in cidr and one.last in cidr and int(one.first) <= int(one.last)
 
 
 def _read_range(text: str) -> AddressRange:

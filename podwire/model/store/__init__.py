@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
-from podwire.model.errors import Unavailable
+from podwire.model.errors import StorageFailure, Unavailable
 from podwire.model.store.leases import Leases
 
 
@@ -46,6 +46,9 @@ class StoredObject(msgspec.Struct, frozen=True, kw_only=True):
     """RFC 3339, UTC."""
     document: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """The whole document, as Kubernetes writes it: apiVersion, kind, metadata (with labels), spec."""
+    fault: str = ""
+    """Why what the store has there cannot be read: something else wrote it. The document is empty then. Lists and
+    watches give such objects, so that one does not stop all others; nothing but the name may be used of them."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,17 @@ class StoreEvent:
     object: StoredObject
     revision: int
     deleted: bool = False
+
+
+class UnreadableObject(StorageFailure):
+    """What the store has under this name is no object; `stored` is what is known of it, `stored.fault` says why."""
+
+    def __init__(self, stored: StoredObject) -> None:
+        super().__init__(
+            f"read {stored.key}: {stored.fault}",
+            hint="something else wrote it: put it right (podwire apply), or delete it (podwire delete)",
+        )
+        self.stored = stored
 
 
 class Compacted(Unavailable):
@@ -107,7 +121,7 @@ class Store(Protocol):
     """Objects of one cluster. Safe to call from several threads."""
 
     def get(self, key: ObjectKey) -> StoredObject | None:
-        """Give one object; None when there is none."""
+        """Give one object; None when there is none. UnreadableObject when what is there is none."""
         ...
 
     def list(self, kind: str, namespace: str | None = None) -> tuple[Sequence[StoredObject], int]:
@@ -120,7 +134,7 @@ class Store(Protocol):
 
     def update(self, new: StoredObject) -> StoredObject:
         """Replace an object whose revision must still be `new.revision` (else Conflict; NotFound). Uid and time of
-        creation stay what they are, whatever `new` says."""
+        creation stay what they are, whatever `new` says. One that cannot be read may be replaced too."""
         ...
 
     def delete(self, key: ObjectKey, *, revision: int | None = None, uid: str = "") -> StoredObject:

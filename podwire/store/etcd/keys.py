@@ -32,6 +32,9 @@ class Value(msgspec.Struct, frozen=True):
     document: msgspec.Raw
 
 
+UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What a decoder says of bytes that are not what it expects: RecursionError of very deep ones."""
+
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Value).decode
 _decode_document = msgspec.json.Decoder(dict[str, Any]).decode
@@ -65,9 +68,20 @@ def parse_key(raw: bytes) -> ObjectKey | None:
     if len(parts) != 3 or not raw.startswith(OBJECTS):
         return None
     kind, namespace, name = parts
-    return ObjectKey(
+    key = ObjectKey(
         unquote(kind), "" if namespace == _CLUSTER_WIDE else unquote(namespace), unquote(name)
     )
+    # Otherwise two keys of etcd would be one object.
+    return key if object_key(key) == raw else None
+
+
+def name_key(raw: bytes) -> ObjectKey:
+    """Name what a key of etcd is about: its object, else the key itself, which no object is called."""
+    key = parse_key(raw)
+    if key is not None:
+        return key
+    kind = raw.removeprefix(OBJECTS).decode(errors="replace").partition("/")[0]
+    return ObjectKey(unquote(kind), "", raw.decode(errors="replace"))
 
 
 def encode_value(value: Value) -> bytes:
@@ -79,20 +93,23 @@ def decode_value(found: KeyValue) -> Value:
     """Read the value of an object's key; StorageFailure when it is none that we wrote."""
     try:
         return _decode(found.value)
-    except msgspec.MsgspecError as error:
-        raise _foreign(found, str(error)) from error
+    except UNDECODABLE as error:
+        raise StorageFailure(describe_foreign(found, str(error))) from error
 
 
 def decode_object(found: KeyValue) -> StoredObject:
-    """Read an object; StorageFailure names the key when it is none that we wrote."""
+    """Read an object. One that something else wrote has a `fault` that names the key of etcd, and no document."""
+    try:
+        value = _decode(found.value)
+        document = _decode_document(value.document)
+    except UNDECODABLE as error:
+        return _unreadable(found, str(error))
     key = parse_key(found.key)
     if key is None:
-        raise _foreign(found, "its name is no object's")
-    value = decode_value(found)
-    try:
-        document = _decode_document(value.document)
-    except msgspec.MsgspecError as error:
-        raise _foreign(found, str(error)) from error
+        return _unreadable(
+            found,
+            f"its name is no object's; etcdctl del '{found.key.decode(errors='replace')}' removes it",
+        )
     return StoredObject(
         key=key,
         uid=value.uid,
@@ -102,9 +119,15 @@ def decode_object(found: KeyValue) -> StoredObject:
     )
 
 
-def _foreign(found: KeyValue, reason: str) -> StorageFailure:
+def describe_foreign(found: KeyValue, reason: str) -> str:
+    """Say what is wrong with a key of etcd."""
     text = found.key.decode(errors="replace")
-    return StorageFailure(
-        f"read key {text!r} of etcd, of revision {found.mod_revision}: {reason}",
-        hint=f"something else wrote it: look at it, and remove it (etcdctl del '{text}')",
+    return f"key {text!r} of etcd, of revision {found.mod_revision}, is not podwire's: {reason}"
+
+
+def _unreadable(found: KeyValue, reason: str) -> StoredObject:
+    return StoredObject(
+        key=name_key(found.key),
+        revision=found.mod_revision,
+        fault=describe_foreign(found, reason),
     )

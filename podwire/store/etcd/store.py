@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from podwire.model.errors import Conflict, PodwireError, Unavailable
-from podwire.model.store import ObjectKey, StoredObject
+from podwire.model.store import ObjectKey, StoredObject, UnreadableObject
 from podwire.store.documents import encode_document
 from podwire.store.etcd.access import StoreAccess, check_access
 from podwire.store.etcd.changes import Change, Changes, check_found, commit, exists
@@ -76,8 +76,13 @@ class EtcdStore:
 
     def get(self, key: ObjectKey) -> StoredObject | None:
         """Give one object; None when there is none."""
-        found = self._read(key)
-        return None if found is None else decode_object(found)
+        raw = self._read(key)
+        if raw is None:
+            return None
+        found = decode_object(raw)
+        if found.fault:
+            raise UnreadableObject(found)
+        return found
 
     def list(self, kind: str, namespace: str | None = None) -> tuple[Sequence[StoredObject], int]:
         """Give all objects of a kind (of one namespace), by namespace and name, and the store's revision."""
@@ -89,7 +94,7 @@ class EtcdStore:
     def create(self, new: StoredObject) -> StoredObject:
         """Write an object that must not exist (else Conflict); gives it with uid, revision and time."""
         document = encode_document(new)
-        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._now()))
+        created = self._stamp()
         batch = self._batch()
         if batch is not None and (found := self._read(new.key)) is not None:
             raise exists(new.key, found.mod_revision)
@@ -99,7 +104,8 @@ class EtcdStore:
         """Replace an object whose revision must still be `new.revision` (else Conflict; NotFound)."""
         document = encode_document(new)
         old = check_found("update", new.key, self._read(new.key), new.revision, new.uid)
-        return self._write("update", new.key, old.revision, document, old.uid, old.created)
+        uid, created = old.uid or str(uuid.uuid4()), old.created or self._stamp()
+        return self._write("update", new.key, old.revision, document, uid, created)
 
     def delete(self, key: ObjectKey, *, revision: int | None = None, uid: str = "") -> StoredObject:
         """Remove an object, under the preconditions that are given; gives what was there. NotFound, Conflict."""
@@ -158,6 +164,9 @@ class EtcdStore:
         for one in watches:
             one.close()
         self._cluster.close()
+
+    def _stamp(self) -> str:
+        return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._now()))
 
     async def _check(self, timeout_s: float) -> None:
         with suppress(TimeoutError):

@@ -20,7 +20,7 @@ from podwire.model.store import Compacted, ObjectKey, StoredObject, StoreEvent
 from podwire.store.etcd import wire
 from podwire.store.etcd.cluster import Cluster
 from podwire.store.etcd.gateway import Refused
-from podwire.store.etcd.keys import FORMAT_KEY, decode_object, parse_key, range_of_kinds
+from podwire.store.etcd.keys import FORMAT_KEY, decode_object, name_key, range_of_kinds
 from podwire.store.etcd.wire import Event, WatchAnswer
 
 IDLE_S: Final = 60.0
@@ -82,11 +82,6 @@ class KeyWatch:
                 )
                 raise self._error
         return None
-
-    def put_back(self, batch: Batch) -> None:
-        """Keep changes for the next call: they could not be read."""
-        with self._changed:
-            self._batches.appendleft(batch)
 
     def close(self) -> None:
         """Stop; a waiting `take` gives None."""
@@ -246,11 +241,7 @@ class EtcdWatch:
         """Give what has happened; see `model.store.Watch`."""
         deadline_s = time.monotonic() + timeout_s
         while (batch := self._keys.take(deadline_s - time.monotonic())) is not None:
-            try:
-                events = tuple(filter(None, map(self._make_event, batch[0])))
-            except PodwireError:
-                self._keys.put_back(batch)
-                raise
+            events = tuple(filter(None, map(self._make_event, batch[0])))
             self._revision = batch[1]
             if events:
                 return events
@@ -268,8 +259,8 @@ class EtcdWatch:
         self.close()
 
     def _make_event(self, event: Event) -> StoreEvent | None:
-        key = parse_key(event.kv.key)
-        if key is not None and self._kinds and key.kind not in self._kinds:
+        key = name_key(event.kv.key)
+        if self._kinds and key.kind not in self._kinds:
             return None
         revision = event.kv.mod_revision
         if event.type != "DELETE":
@@ -277,9 +268,6 @@ class EtcdWatch:
         return StoreEvent(_make_last(event, key), revision, deleted=True)
 
 
-def _make_last(event: Event, key: ObjectKey | None) -> StoredObject:
-    """Make what was there before it was deleted; what nobody could read need not be readable now."""
-    if event.prev_kv is not None:
-        with contextlib.suppress(PodwireError):
-            return decode_object(event.prev_kv)
-    return StoredObject(key=key or ObjectKey("", "", event.kv.key.decode(errors="replace")))
+def _make_last(event: Event, key: ObjectKey) -> StoredObject:
+    """Make what was there before it was deleted; etcd may have forgotten it."""
+    return StoredObject(key=key) if event.prev_kv is None else decode_object(event.prev_kv)

@@ -41,6 +41,7 @@ from podwire.datapath.tunnel import (
     TunnelSide,
     ensure_tunnel,
     find_tunnel,
+    list_own_tunnels,
     name_differences,
     remove_tunnel,
     require_free,
@@ -275,13 +276,12 @@ class OtherNodes:
 
     def _put_ipcache(self, own: NodePlan) -> RowChanges:
         """Write the rows that are missing: what the node knows of itself for certain beats what is said of others."""
-        going = None
+        going = set()
         if self._fresh and self._known.plan.tunnel is None:
-            going = find_tunnel(self._netlink, own.node_name)
+            tunnels = list_own_tunnels(self._netlink, own.node_name)
+            going = {one.link.index for one in tunnels}
         addresses = [
-            address
-            for index, address in list_own_addresses(self._netlink)
-            if going is None or index != going.link.index
+            address for index, address in list_own_addresses(self._netlink) if index not in going
         ]
         certain = abi.IpcacheFlags.LOCAL | abi.IpcacheFlags.NODE_ADDRESS
         entries = compute_ipcache(own, addresses)

@@ -152,11 +152,11 @@ def list_tunnels(netlink: NetlinkSocket) -> list[FoundTunnel]:
 
 def find_tunnel(netlink: NetlinkSocket, node_name: str) -> FoundTunnel | None:
     """Find the node's own device."""
-    own = _list_own(netlink, node_name)
+    own = list_own_tunnels(netlink, node_name)
     return next((one for one in own if one.link.name == TUNNEL_DEVICE), None)
 
 
-def _list_own(netlink: NetlinkSocket, node_name: str) -> list[FoundTunnel]:
+def list_own_tunnels(netlink: NetlinkSocket, node_name: str) -> list[FoundTunnel]:
     """List the node's devices: one, and what somebody has given another name."""
     return [one for one in list_tunnels(netlink) if one.node_name in ("", node_name)]
 
@@ -227,13 +227,13 @@ def ensure_tunnel(netlink: NetlinkSocket, side: TunnelSide) -> tuple[int, list[s
 
 def _remove_renamed(netlink: NetlinkSocket, node_name: str) -> list[str]:
     """Remove what is ours under another name: it has the UDP port, and a device that is up keeps its name in 6.1."""
-    own = _list_own(netlink, node_name)
+    own = list_own_tunnels(netlink, node_name)
     return _remove(netlink, [one.link for one in own if one.link.name != TUNNEL_DEVICE])
 
 
 def remove_tunnel(netlink: NetlinkSocket, node_name: str) -> list[str]:
     """Remove the node's device, and with it its routes and neighbours; names it, or nothing when there is none."""
-    return _remove(netlink, [one.link for one in _list_own(netlink, node_name)])
+    return _remove(netlink, [one.link for one in list_own_tunnels(netlink, node_name)])
 
 
 def _remove(netlink: NetlinkSocket, links: Sequence[Link]) -> list[str]:

@@ -2,8 +2,8 @@
 
 Part of the store's contract (`Store.leases`); the same suite holds for every back end. A lease is a name that one
 holder has as long as he keeps it alive, which happens by itself. Names in use: `node/NAME`, held by a node's agent, and
-`duty/...`, by the agent that does a duty for the cluster. Errors as in `model.store`. Invariant: while one holder's lease is
-not lost, no other has that name.
+`duty/...`, by the agent that does a duty for the cluster. Errors as in `model.store`. Invariant: while one holder's
+lease is not lost, no other has that name.
 """
 
 from collections.abc import Mapping, Sequence

@@ -164,7 +164,7 @@ def _name_unreadable(node: Node) -> None:
     own_name = node.config.node.node_name
 
     def find_others_fault(stored: StoredObject) -> str:
-        return stored.fault if stored.key.name == own_name else find_fault(stored)
+        return "" if stored.key.name == own_name else find_fault(stored)
 
     node.policies.follower.unreadable.find_fault = find_fault
     node.identities.follower.unreadable.find_fault = find_fault

@@ -25,10 +25,10 @@ from podwire.control.cluster.published import decode_endpoints
 from podwire.control.endpoint.table import EndpointTable
 from podwire.control.ipam.audit import AddressFault, find_address_faults
 from podwire.control.ipam.cluster_audit import ClusterView, find_cluster_faults
-from podwire.control.ipam.counts import count_pools
 from podwire.control.ipam.documents import Block, Claimed, address_key, decode_block, decode_claimed
 from podwire.control.ipam.interface import Ipam
 from podwire.control.ipam.pool import PoolIpam
+from podwire.control.pool_counts import count_pools
 from podwire.control.pool_objects import decode_pools
 from podwire.model.endpoint import IPAddress
 from podwire.model.errors import Conflict, InvalidRequest, NotFound, Unavailable, UndecodableRequest

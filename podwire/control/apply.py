@@ -17,7 +17,7 @@ from podwire.control.objects import (
 from podwire.control.pool_objects import check_pools
 from podwire.model.errors import Conflict, Fault, InvalidRequest, NotFound
 from podwire.model.ids import DEFAULT_NAMESPACE
-from podwire.model.store import ObjectKey, Store, StoredObject, UnreadableObject
+from podwire.model.store import ObjectKey, Store, StoredObject, look_at
 from podwire.model.store.kinds import KINDS, NAMESPACE
 
 ATTEMPTS: Final = 50
@@ -142,7 +142,7 @@ def put_object(
         refuse_pools(store, [draft])
         if wanted in (None, ""):
             return _apply(store, draft, dry_run=dry_run)
-        found = _look(store, key)
+        found = look_at(store, key)
         revision = found.revision if found is not None else 0
         if str(wanted) != str(revision):
             is_at = f"at revision {revision}" if found is not None else "not there any more"
@@ -156,7 +156,7 @@ def put_object(
 def delete_object(store: Store, key: ObjectKey, *, dry_run: bool = False) -> Applied:
     """Delete one object. NotFound; Conflict for a namespace that has policies, and for `default`."""
     with _writing(store, dry_run=dry_run):
-        found = _look(store, key)
+        found = look_at(store, key)
         if found is None:
             raise NotFound(f"delete {key}: there is none", hint=f"see podwire get {key.kind}")
         if key.kind == NAMESPACE.plural:
@@ -190,7 +190,7 @@ def _apply(
     """Create or replace one object unless it is so already; `revision`: only if it is still at this one."""
 
     def attempt() -> Applied:
-        found = _look(store, draft.key)
+        found = look_at(store, draft.key)
         if found is not None and found.document == draft.document:
             return Applied(draft.key, UNCHANGED, found, found)
         action = CREATED if found is None else CONFIGURED
@@ -207,14 +207,6 @@ def _apply(
         return Applied(draft.key, action, found, store.update(replaced))
 
     return attempt() if revision is not None else _retried(attempt)
-
-
-def _look(store: Store, key: ObjectKey) -> StoredObject | None:
-    """Give what is to be replaced or deleted: that may be what nobody can read."""
-    try:
-        return store.get(key)
-    except UnreadableObject as error:
-        return error.stored
 
 
 def _writing(store: Store, *, dry_run: bool) -> AbstractContextManager[None]:

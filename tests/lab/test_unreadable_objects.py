@@ -51,6 +51,12 @@ def warnings(lab: Lab, node: str) -> str:
     return " ".join(lab.get("/status", node)["warnings"])
 
 
+def is_well(lab: Lab, node: str) -> bool:
+    """Tell whether what a node publishes can be read in the store."""
+    found = [lab.api("GET", f"/object/{kind}/{node}") for kind in ("nodes", "nodeendpoints")]
+    return all(status == 200 for status, _ in found)
+
+
 def test_damage_in_the_store_changes_nothing_and_stops_nothing(lab: Lab, tmp_path: Path) -> None:
     for name, node in (("db", "node1"), ("proxy", "node2"), ("other", "node2")):
         labs.run(lab.name, name, node, labels={"app": name}, serve=[f"{PORT}/tcp"])
@@ -60,8 +66,6 @@ def test_damage_in_the_store_changes_nothing_and_stops_nothing(lab: Lab, tmp_pat
     identity = next(one["identity"] for one in lab.list_endpoints("node2"))
     damaged = [
         ("networkpolicies/default/db-only-from", "networkpolicies default/db-only-from"),
-        ("nodes/_/node2", "nodes node2"),
-        ("nodeendpoints/_/node2", "nodeendpoints node2"),
         (f"identities/_/{identity}", f"identities {identity}"),
     ]
     for key, _ in damaged:
@@ -85,9 +89,34 @@ def test_damage_in_the_store_changes_nothing_and_stops_nothing(lab: Lab, tmp_pat
     apply(lab, tmp_path, ingress_from("other"))
     holds(lab, "other", "db", True)
     holds(lab, "proxy", "db", False)
-    for kind, name in (("nodes", "node2"), ("nodeendpoints", "node2"), ("identities", identity)):
-        said = lab.cli("delete", kind, str(name))
-        assert said.code == 0, said.err
+    assert lab.cli("delete", "identities", str(identity)).code == 0
     wait_for(lambda: "cannot be read" not in warnings(lab, "node1"), "all to be well again")
     holds(lab, "other", "db", True)
     holds(lab, "proxy", "db", False)
+
+
+def test_a_node_puts_right_what_it_publishes(lab: Lab) -> None:
+    for name, node in (("db", "node1"), ("proxy", "node2")):
+        labs.run(lab.name, name, node, labels={"app": name}, serve=[f"{PORT}/tcp"])
+    holds(lab, "proxy", "db", True)
+    published = ("nodes/_/node2", "nodeendpoints/_/node2")
+    for key in published:
+        damage(lab, key)
+    wait_for(lambda: is_well(lab, "node2"), "the running agent to publish itself anew")
+    holds(lab, "proxy", "db", True)
+
+    labs.change_agent(lab.name, "node2", "kill")
+    for key in published:
+        damage(lab, key)
+    for key in published:
+        kind, _, name = key.split("/")
+        wait_for(
+            lambda kind=kind, name=name: f"{kind} {name}" in warnings(lab, "node1"),  # type: ignore[misc]
+            f"{key} to be named",
+        )
+    holds(lab, "db", "proxy", True)  # as it was last read
+    labs.change_agent(lab.name, "node2", "start")
+    wait_for(lambda: is_well(lab, "node2"), "the agent to publish itself after its start")
+    wait_for(lambda: "cannot be read" not in warnings(lab, "node1"), "the others to have read it")
+    labs.run(lab.name, "late", "node2", labels={"app": "late"}, serve=[f"{PORT}/tcp"])
+    holds(lab, "db", "late", True)

@@ -25,7 +25,7 @@ from podwire.control.cluster.published import Publication, encode_endpoints, end
 from podwire.model.cluster import Claimed, IPAddress, IPNetwork, NodeFacts
 from podwire.model.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from podwire.model.ids import IdentityId
-from podwire.model.store import Store, StoredObject
+from podwire.model.store import Store, StoredObject, look_at
 from podwire.model.store.kinds import NODE as NODE_KIND
 from podwire.model.store.leases import NODE as NODE_LEASE
 from podwire.model.store.leases import Lease
@@ -167,7 +167,7 @@ class NodePublisher:
         """
         others = self._list_others()
         numbers = self._number(
-            facts, self._read_before(self._store.get(node_key(self.name))), others
+            facts, self._read_before(look_at(self._store, node_key(self.name))), others
         )
         lost = settle(replace(facts, claims=numbers), others).lost
         if not lost:
@@ -187,7 +187,7 @@ class NodePublisher:
         write it all the time).
         """
         for _ in range(ATTEMPTS):
-            stored = self._store.get(node_key(self.name))
+            stored = look_at(self._store, node_key(self.name))
             try:
                 return self._write(facts, stored, known)
             except (NotFound, Conflict) as error:
@@ -286,7 +286,7 @@ class EndpointsPublisher:
     def write(self, identities: Identities, bases: Sequence[IPNetwork]) -> None:
         """Publish pods; the first time in a new epoch. Raises Unavailable, Conflict."""
         for _ in range(ATTEMPTS):
-            stored = self._store.get(endpoints_key(self._name))
+            stored = look_at(self._store, endpoints_key(self._name))
             try:
                 self._write(stored, identities, bases)
             except (Conflict, NotFound):
@@ -347,4 +347,4 @@ def _holds_of(spec: Mapping[str, Any]) -> tuple[IdentityId, ...]:
 
 
 def _changed(stored: StoredObject, document: Mapping[str, Any]) -> StoredObject:
-    return msgspec.structs.replace(stored, document=document)
+    return msgspec.structs.replace(stored, document=document, fault="")

@@ -94,8 +94,8 @@ class ClusterState:
         self._unreadable = {key: one for key, one in self._unreadable.items() if key[0] != kind}
         everything = list(objects)
         given = [one for one in everything if one.key.name != self._own_name]
-        if len(given) == len(everything):
-            self.own_overwritten = True
+        if len(given) == len(everything) or any(one.fault for one in everything):
+            self.own_overwritten = True  # of others, none that is unreadable comes here
         if kind == NODE.plural:
             before, self._facts = self._facts, {}
             for one in given:
@@ -158,8 +158,10 @@ class ClusterState:
         self._is_stale = False
 
     def _is_not_ours(self, event: StoreEvent) -> bool:
-        if event.deleted or event.object.key.kind != NODE.plural:
-            return event.deleted
+        if event.deleted or event.object.fault:
+            return True
+        if event.object.key.kind != NODE.plural:
+            return False
         spec = event.object.document.get("spec")
         return not isinstance(spec, Mapping) or spec.get("instance") != self._instance
 

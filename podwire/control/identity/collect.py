@@ -25,7 +25,7 @@ from podwire.control.identity.known import (
     with_annotations,
 )
 from podwire.model.errors import Conflict, InvalidRequest, NotFound, Unavailable
-from podwire.model.store import ObjectKey, Store, StoredObject
+from podwire.model.store import ObjectKey, Store, StoredObject, look_at
 from podwire.model.store.kinds import NODE_ENDPOINTS
 
 NODES: Final = "nodes"
@@ -185,7 +185,7 @@ def publish_holds(store: Store, node_name: str, numbers: Collection[int]) -> Non
     key = ObjectKey(NODES, "", node_name)
     holds = sorted(numbers)
     for _ in range(ATTEMPTS):
-        stored = store.get(key)
+        stored = look_at(store, key)
         try:
             if stored is None:
                 store.create(StoredObject(key=key, document=_node_document(node_name, holds)))

@@ -160,3 +160,11 @@ class Store(Protocol):
     def close(self) -> None:
         """Close what is open, watches and leases too; names that are held run out."""
         ...
+
+
+def look_at(store: Store, key: ObjectKey) -> StoredObject | None:
+    """Give one object for whoever is going to replace or delete it: one that cannot be read has a `fault`."""
+    try:
+        return store.get(key)
+    except UnreadableObject as error:
+        return error.stored

@@ -70,7 +70,8 @@ class RememberedObjects:
                 " WHERE kind = ? ORDER BY namespace, name",
                 (kind,),
             ).fetchall()
-            return [_make(kind, row) for row in rows], found[0]
+            made = (_make(kind, row) for row in rows)
+            return [one for one in made if one is not None], found[0]
 
     def save(
         self,
@@ -198,12 +199,15 @@ def _row(stored: StoredObject) -> Row:
     return key.kind, key.namespace, key.name, stored.uid, stored.created, stored.revision, document
 
 
-def _make(kind: str, row: Sequence[Any]) -> StoredObject:
+def _make(kind: str, row: Sequence[Any]) -> StoredObject | None:
+    """Read an object back; None of one that cannot be read: the others are worth having without it."""
     namespace, name, uid, created, revision, document = row
-    return StoredObject(
-        key=ObjectKey(kind, namespace, name),
-        uid=uid,
-        created=created,
-        revision=revision,
-        document=_decode(document),
-    )
+    key = ObjectKey(kind, namespace, name)
+    try:
+        decoded = _decode(document)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError) as error:
+        _log.warning(
+            "read what the store said last", extra={"object": str(key), "error": str(error)}
+        )
+        return None
+    return StoredObject(key=key, uid=uid, created=created, revision=revision, document=decoded)

@@ -70,6 +70,15 @@ def test_a_list_replaces_what_was_known_of_its_kind_alone(memory: RememberedObje
     assert memory.load("workloads") == ([make("w", kind="workloads")], 2)
 
 
+@pytest.mark.parametrize("found", [b"{", b"[1]", b"\xff", b"[" * 100_000], ids=len)
+def test_one_object_that_cannot_be_read_costs_no_other(path: Path, found: bytes) -> None:
+    with RememberedObjects(path, URL) as memory:
+        memory.save({"namespaces": ([make("a"), make("b"), make("c")], 5)}, ())
+        with closing(sqlite3.connect(path)) as other, other:
+            other.execute("UPDATE object SET document = ? WHERE name = 'b'", (found,))
+        assert memory.load("namespaces") == ([make("a"), make("c")], 5)
+
+
 def test_a_write_that_fails_leaves_what_was_there(memory: RememberedObjects) -> None:
     memory.save({"namespaces": ([make("a")], 1)}, ())
     with pytest.raises(TypeError):

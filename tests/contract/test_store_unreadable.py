@@ -337,13 +337,13 @@ def test_one_unreadable_object_stands_for_what_it_was_and_stops_no_other(
 
         one.follower.list_again()  # as after a gap: the list says no more than the watch
         own_etcd.put(_raw_key(later), _value(_changed(later)))
-        until(lambda: objects.get(later.key) != later.document)
+        until(lambda: objects.get(later.key) == _changed(later))
         assert objects[hit.key] == hit.document
         assert never.key not in objects
 
         own_etcd.put(_raw_key(hit), _value(_changed(hit)))
         etcd_store.delete(never.key)
-        until(lambda: objects[hit.key] == _changed(hit))
+        until(lambda: objects.get(hit.key) == _changed(hit))
         until(lambda: not one.warning)
         own_etcd.put(_raw_key(hit), break_it(hit))
         until(lambda: bool(one.warning))

@@ -14,12 +14,12 @@ from podwire.lab.topology import STORE_PORT
 from tests.lab.labrig import Lab, run, wait_for
 from tests.lab.test_nodes import PORT, apply, holds, ingress_from, settled
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
 
 OBJECTS = "/podwire/v1/objects/"
 _PUT = """
 import sys, urllib.request
-with urllib.request.urlopen(sys.argv[1], sys.argv[2].encode(), timeout=10) as answer:
+with urllib.request.urlopen(sys.argv[1], sys.argv[2].encode(), timeout=60) as answer:
     answer.read()
 """
 
@@ -81,7 +81,7 @@ def test_damage_in_the_store_changes_nothing_and_stops_nothing(lab: Lab, tmp_pat
     labs.change_agent(lab.name, "node1", "kill")
     labs.change_agent(lab.name, "node1", "start")
     for _, name in damaged:
-        assert name in warnings(lab, "node1")
+        wait_for(lambda name=name: name in warnings(lab, "node1"), f"{name} to be named again")  # type: ignore[misc]
     holds(lab, "late", "db", True)
     holds(lab, "proxy", "db", True)
     holds(lab, "other", "db", False)

@@ -24,6 +24,8 @@ _GROUPS: Final[dict[int, IPNetwork]] = {
     4: ipaddress.ip_network("224.0.0.0/4"),
     6: ipaddress.ip_network("ff00::/8"),
 }
+PORT_LEAST: Final = 1024
+PORT_MAX: Final = 65_535
 _FAMILIES: Final = ((4, "ip", "ipv4_addr"), (6, "ip6", "ipv6_addr"))
 
 
@@ -53,15 +55,25 @@ def render_table(plan: MasqueradePlan) -> str:
         inside = _collapse([*plan.inside, *plan.pod_cidrs, _GROUPS[version]], version)
         lines += _render_set(f"pods{version}", kind, pods)
         lines += _render_set(f"inside{version}", kind, inside)
-        rules.append(
-            f"{keyword} saddr @pods{version} {keyword} daddr != @inside{version}"
-            " masquerade fully-random"
-        )
+        leaving = f"{keyword} saddr @pods{version} {keyword} daddr != @inside{version}"
+        if plan.tunnel_port:
+            ports = _ports_beside(plan.tunnel_port)
+            rules.append(f"{leaving} meta l4proto udp masquerade to :{ports} fully-random")
+        rules.append(f"{leaving} masquerade fully-random")
     if rules:
         lines += _render_chain("leave", "type nat hook postrouting priority srcnat", rules)
     if plan.tunnel_port:
         lines += _render_tunnel(plan)
     return "\n".join([*lines, "}", ""])
+
+
+def _ports_beside(tunnel_port: int) -> str:
+    """Give where the sources of datagrams are taken from: what comes to the tunnel's port is not tracked, so an answer
+    to it would find no way back: of ports taken from all, one flow in 64,512 never got an answer.
+    """
+    above = PORT_MAX - tunnel_port, f"{max(tunnel_port + 1, PORT_LEAST)}-{PORT_MAX}"
+    below = tunnel_port - PORT_LEAST, f"{PORT_LEAST}-{tunnel_port - 1}"
+    return max(above, below)[1]
 
 
 def _render_tunnel(plan: MasqueradePlan) -> list[str]:

@@ -6,7 +6,7 @@ import contextlib
 import ipaddress
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -47,6 +47,8 @@ def tables(host: Namespace) -> Iterator[Nftables]:
 
 PLANS = [
     pytest.param(PLAN, id="dual"),
+    pytest.param(replace(PLAN, tunnel_port=53), id="tunnel-port-low"),
+    pytest.param(replace(PLAN, tunnel_port=65_535), id="tunnel-port-last"),
     pytest.param(MasqueradePlan(PODS[:1], []), id="ipv4"),
     pytest.param(MasqueradePlan(PODS[1:], []), id="ipv6"),
     pytest.param(MasqueradePlan([], []), id="nothing"),
@@ -254,6 +256,27 @@ def test_the_tunnel_port_is_not_tracked(world: World, tables: Nftables) -> None:
             receiver.recvfrom(16)
     tracked = world.host.run("sysctl", "-n", "net.netfilter.nf_conntrack_count").strip()
     assert tracked == "1"
+
+
+@pytest.mark.parametrize(("tunnel_port", "side"), [(8472, "above"), (60_000, "below")])
+@pytest.mark.parametrize(
+    ("source", "target"), [("10.244.1.2", "192.0.2.2"), ("fd00:244:1::2", "2001:db8::2")]
+)
+def test_no_datagram_is_sent_from_the_tunnels_port_whose_answers_are_not_tracked(
+    world: World, tables: Nftables, source: str, target: str, tunnel_port: int, side: str
+) -> None:
+    Masquerade(tables).apply(replace(PLAN, tunnel_port=tunnel_port))
+    seen = []
+    with _receiver(world.outside, target, 0) as receiver:
+        for _ in range(200):
+            with _sender(world.pod, source) as sender:
+                sender.sendto(b"?", receiver.getsockname()[:2])
+                _, back = receiver.recvfrom(16)
+                receiver.sendto(b"!", back)
+                assert sender.recv(16) == b"!"
+            seen.append(back[1])
+    assert all(port > tunnel_port if side == "above" else port < tunnel_port for port in seen)
+    assert len(set(seen)) > 100, "the ports are random"
 
 
 def _seen_source(sender: Namespace, source: str, receiver: Namespace, target: str) -> str:

@@ -16,7 +16,7 @@ from podwire.agent.health import AliveFile
 from podwire.agent.loops import Duties, EventPump
 from podwire.agent.node import Node
 from podwire.agent.policy_readers import PolicyReaders
-from podwire.agent.rest import Api, MapReaders, NodeFacts
+from podwire.agent.rest import Api, BuildFacts, MapReaders
 from podwire.agent.rest_nodes import NodeReaders
 from podwire.control.flows.enrich import FlowMaker
 from podwire.control.flows.flow import FlowPolicy
@@ -137,7 +137,7 @@ def make_api(node: Node, pump: EventPump) -> Api:
         ),
         store=node.store,
         policy=_policy_readers(node),
-        facts=NodeFacts(template=datapath.template_id, abi_version=abi.ABI_VERSION),
+        facts=BuildFacts(template=datapath.template_id, abi_version=abi.ABI_VERSION),
         nodes=NodeReaders(
             list_nodes=node.cluster.list_nodes,
             totals=node.cluster.totals,

@@ -87,7 +87,7 @@ class MapReaders:
 
 
 @dataclass(frozen=True)
-class NodeFacts:
+class BuildFacts:
     """What does not change while the agent runs."""
 
     template: str
@@ -111,7 +111,7 @@ class Api:
     maps: MapReaders
     store: Store
     policy: PolicyReaders
-    facts: NodeFacts
+    facts: BuildFacts
     nodes: NodeReaders
     detach: Callable[[EndpointRecord], None]
     """End an attachment as a DEL of its own would; blocks."""

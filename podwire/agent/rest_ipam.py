@@ -25,7 +25,13 @@ from podwire.control.cluster.published import decode_endpoints
 from podwire.control.endpoint.table import EndpointTable
 from podwire.control.ipam.audit import AddressFault, find_address_faults
 from podwire.control.ipam.cluster_audit import ClusterView, find_cluster_faults
-from podwire.control.ipam.documents import Block, Claimed, address_key, decode_block, decode_claimed
+from podwire.control.ipam.documents import (
+    Block,
+    ClaimedAddress,
+    address_key,
+    decode_block,
+    decode_claimed,
+)
 from podwire.control.ipam.interface import Ipam
 from podwire.control.ipam.pool import PoolIpam
 from podwire.control.pool_counts import count_pools
@@ -151,7 +157,7 @@ def _pool_views(
         )
 
 
-def _borrowed_views(ipam: PoolIpam, claimed: Iterable[Claimed]) -> Iterable[BorrowedView]:
+def _borrowed_views(ipam: PoolIpam, claimed: Iterable[ClaimedAddress]) -> Iterable[BorrowedView]:
     for one in sorted(claimed, key=lambda one: (one.address.version, int(one.address))):
         pool = ipam.known.find_pool(one.address)
         cidr = pool.block_of(one.address) if pool is not None else None

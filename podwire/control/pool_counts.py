@@ -18,7 +18,7 @@ class Count:
     """How full something is."""
 
     blocks: int
-    """Claimed ones."""
+    """ClaimedAddress ones."""
     capacity: int
     """Addresses that pods can have: of a node's blocks; of a pool, if all its blocks were claimed."""
     used: int
@@ -76,7 +76,7 @@ class _Pool:
         self._pool = pool
         self._blocks: dict[IPNetwork, str] = {}
         self._others: list[IPNetwork] = []
-        """Claimed before the pool was cut as it is now."""
+        """ClaimedAddress before the pool was cut as it is now."""
         self._used: set[IPAddress] = set()
         self._used_of: dict[str, set[IPAddress]] = {}
         self._borrowed: dict[str, int] = {}

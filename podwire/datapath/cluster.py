@@ -74,7 +74,7 @@ _CLASSIC_GATEWAYS_IPV6: Final = ipaddress.IPv6Address("fe80::7077:0:0")
 
 
 @dataclass
-class _Known:
+class _InForce:
     """What is in force, so that what the node itself changes does not forget it."""
 
     plan: ClusterPlan = field(default_factory=ClusterPlan)
@@ -112,7 +112,7 @@ class OtherNodes:
         self._netdev = netdev
         self._masquerade = masquerade
         self._routes = routes.RouteReader(netlink)
-        self._known = _Known()
+        self._known = _InForce()
         self._fresh = False
         """Whether what is known is exactly what its plan says."""
         self._weak: Rows = {}
@@ -131,7 +131,7 @@ class OtherNodes:
         """Take over what an earlier agent left in the kernel; it stays in force until the first plan."""
         found = find_tunnel(self._netlink, own.node_name)
         rows = {key: row for key, row in self._maps.pw_ipcache.items() if is_about_other_node(row)}
-        known = _Known(
+        known = _InForce(
             rows=rows, inside=tuple(list_ranges(rows)), direct=frozenset(list_direct(rows))
         )
         index = 0
@@ -255,7 +255,7 @@ class OtherNodes:
     def _learn(self, plan: ClusterPlan, direct: frozenset[tuple[int, int]]) -> None:
         if self._fresh and plan is self._known.plan and direct == self._known.direct:
             return
-        self._known = _Known(
+        self._known = _InForce(
             plan=plan,
             rows=prefix_rows(plan.prefixes, _own_mode(plan), direct),
             inside=tuple(plan.inside),

@@ -5,7 +5,7 @@ from ipaddress import ip_address, ip_network
 import pytest
 
 from podwire.control.ipam.cluster_audit import ClusterView, find_cluster_faults
-from podwire.control.ipam.documents import Block, Claimed
+from podwire.control.ipam.documents import Block, ClaimedAddress
 from podwire.control.ipam.pools import Pool
 from tests.fakes.pool_nodes import key_of
 
@@ -29,7 +29,7 @@ def view(
         living={"n1", "n2"},
         pools={one.name: one for one in pools},
         blocks=blocks,
-        claimed=[Claimed(ip_address(one), "p", node, key_of(1)) for one, node in claimed],
+        claimed=[ClaimedAddress(ip_address(one), "p", node, key_of(1)) for one, node in claimed],
         published={"n2": [ip_address(one) for one in others]},
         held=[ip_address(one) for one in held],
     )

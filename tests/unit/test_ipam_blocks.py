@@ -8,7 +8,7 @@ import pytest
 
 from podwire.control.ipam.documents import (
     Block,
-    Claimed,
+    ClaimedAddress,
     address_key,
     block_key,
     decode_block,
@@ -311,6 +311,6 @@ def test_documents_are_read_back_as_written() -> None:
         )
         assert decode_block(stored) == Block(network, "p", "n", 3, (), stored)
         address = network.network_address + 7
-        claimed = Claimed(address, "p", "n", key_of(1))
+        claimed = ClaimedAddress(address, "p", "n", key_of(1))
         stored = StoredObject(key=address_key(address), document=encode_claimed(claimed))
-        assert decode_claimed(stored) == Claimed(address, "p", "n", key_of(1), stored)
+        assert decode_claimed(stored) == ClaimedAddress(address, "p", "n", key_of(1), stored)

@@ -26,7 +26,7 @@ from podwire.agent.rest_nodes import NodeReaders
 from podwire.agent.unix_socket import open_unix_socket
 from podwire.agent.views import ClusterTotals
 from podwire.control.flows.ring import FlowRing
-from podwire.model.cluster import NodeFacts as ClusterFacts
+from podwire.model.cluster import NodeFacts
 from podwire.model.config.sources import settle
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Conflict, Fault, InvalidRequest, NotFound, StorageFailure
@@ -48,7 +48,7 @@ def read_rows(name: str, limit: int) -> tuple[list[dict[str, Any]], bool]:
 
 
 PEER = KnownNode(
-    ClusterFacts("n2", "i2", 1, (ip_address("192.0.2.2"),)), "192.0.2.2", ("tunnel",), 1450
+    NodeFacts("n2", "i2", 1, (ip_address("192.0.2.2"),)), "192.0.2.2", ("tunnel",), 1450
 )
 
 
@@ -84,7 +84,7 @@ def make_api(node: FakeNode) -> rest.Api:
             change_labels=refuse_labels,
             set_audit=refuse_audit,
         ),
-        facts=rest.NodeFacts("abc", 1),
+        facts=rest.BuildFacts("abc", 1),
         nodes=NodeReaders(
             list_nodes=lambda: [PEER],
             totals=lambda: ClusterTotals(routing="auto", nodes=1, reached=1, pods=3, heard=True),

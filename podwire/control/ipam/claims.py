@@ -15,7 +15,7 @@ from typing import Final
 
 from podwire.control.ipam.documents import (
     Block,
-    Claimed,
+    ClaimedAddress,
     address_key,
     block_key,
     choose_kept,
@@ -112,7 +112,7 @@ class Claims:
             return False
         return True
 
-    def claim_address(self, address: IPAddress, pool: Pool, key: AttachmentKey) -> Claimed:
+    def claim_address(self, address: IPAddress, pool: Pool, key: AttachmentKey) -> ClaimedAddress:
         """Take one address that is in no own block, or that the block keeps. Raises AddressUnavailable, Unavailable."""
         cidr = pool.block_of(address)
         if not is_for_pod(address, cidr):
@@ -121,7 +121,7 @@ class Claims:
         if known is not None and known.node != self.node:
             raise _refuse(address, f"node {known.node} has it for {known.key}")
         self._check_block(address, pool, cidr)
-        claimed = Claimed(address, pool.name, self.node, key)
+        claimed = ClaimedAddress(address, pool.name, self.node, key)
         new = StoredObject(key=address_key(address), document=encode_claimed(claimed))
         try:
             stored = self.store.create(new)
@@ -136,7 +136,7 @@ class Claims:
         self.known.put_claimed(claimed)
         return claimed
 
-    def borrow(self, pool: Pool, key: AttachmentKey) -> Claimed | None:
+    def borrow(self, pool: Pool, key: AttachmentKey) -> ClaimedAddress | None:
         """Take an address that some block of a pool keeps for this; own blocks first. None when none is left.
 
         With strict affinity only own blocks are looked at: they may have been claimed before it was set.
@@ -151,7 +151,7 @@ class Claims:
                     return None
         return None
 
-    def return_address(self, claimed: Claimed) -> None:
+    def return_address(self, claimed: ClaimedAddress) -> None:
         """Give one address back, unless it was taken over meanwhile. Raises Unavailable."""
         if claimed.stored is None:
             return
@@ -204,7 +204,7 @@ class Claims:
             raise _refuse(address, f"block {cidr} of this node is not in use yet, or not any more")
         raise _refuse(address, f"it is in block {cidr} of node {block.node} (pool {pool.name})")
 
-    def _take_over(self, wanted: Claimed) -> Claimed:
+    def _take_over(self, wanted: ClaimedAddress) -> ClaimedAddress:
         """Take an address whose object exists already: only one that this node itself has, for another pod."""
         try:
             stored = self.store.get(address_key(wanted.address))

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from podwire.control.ipam.audit import AddressFault
-from podwire.control.ipam.documents import Block, Claimed, overlaps
+from podwire.control.ipam.documents import Block, ClaimedAddress, overlaps
 from podwire.control.ipam.pools import Pool
 from podwire.model.endpoint import IPAddress
 from podwire.model.request import IPNetwork
@@ -26,7 +26,7 @@ class ClusterView:
     """Nodes that have an object or a lease."""
     pools: Mapping[str, Pool]
     blocks: Iterable[Block]
-    claimed: Iterable[Claimed]
+    claimed: Iterable[ClaimedAddress]
     published: Mapping[str, Collection[IPAddress]]
     """By node: addresses of its pods."""
     held: Collection[IPAddress]
@@ -66,7 +66,9 @@ def _find_block_faults(view: ClusterView, blocks: Iterable[Block]) -> Iterator[A
         around.append(block)
 
 
-def _find_claim_faults(view: ClusterView, claimed: Iterable[Claimed]) -> Iterator[AddressFault]:
+def _find_claim_faults(
+    view: ClusterView, claimed: Iterable[ClaimedAddress]
+) -> Iterator[AddressFault]:
     for one in claimed:
         if one.node == view.node and one.address not in view.held:
             problem = f"claimed for {one.key}, which is no endpoint here"
@@ -77,7 +79,7 @@ def _find_claim_faults(view: ClusterView, claimed: Iterable[Claimed]) -> Iterato
 
 
 def _find_published_faults(
-    view: ClusterView, blocks: Iterable[Block], claimed: Mapping[IPAddress, Claimed]
+    view: ClusterView, blocks: Iterable[Block], claimed: Mapping[IPAddress, ClaimedAddress]
 ) -> Iterator[AddressFault]:
     finder = _Finder(blocks)
     published = {**view.published, view.node: view.held}

@@ -54,7 +54,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Claimed:
+class ClaimedAddress:
     """One address that an object claims: borrowed, or asked for."""
 
     address: IPAddress
@@ -123,7 +123,7 @@ def encode_block(block: Block) -> dict[str, Any]:
     return _document(IP_BLOCK.name, IP_BLOCK.api_versions[0], block_key(block.cidr).name, spec)
 
 
-def encode_claimed(claimed: Claimed) -> dict[str, Any]:
+def encode_claimed(claimed: ClaimedAddress) -> dict[str, Any]:
     """Write an address's document."""
     key = claimed.key
     spec = {
@@ -156,7 +156,7 @@ def decode_block(stored: StoredObject) -> Block | None:
     return Block(cidr, _text(spec, "pool"), _text(spec, "node"), epoch, kept, stored)
 
 
-def decode_claimed(stored: StoredObject) -> Claimed | None:
+def decode_claimed(stored: StoredObject) -> ClaimedAddress | None:
     """Read a claimed address; None when this is none."""
     spec = _spec(stored)
     handle = spec.get("handle")
@@ -172,7 +172,7 @@ def decode_claimed(stored: StoredObject) -> Claimed | None:
         ContainerId(_text(handle, "containerID")),
         InterfaceName(_text(handle, "interface")),
     )
-    return Claimed(address, _text(spec, "pool"), _text(spec, "node"), key, stored)
+    return ClaimedAddress(address, _text(spec, "pool"), _text(spec, "node"), key, stored)
 
 
 def released(block: Block) -> Block:

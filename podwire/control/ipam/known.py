@@ -9,7 +9,13 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from podwire.control.ipam.documents import Block, Claimed, decode_block, decode_claimed, overlaps
+from podwire.control.ipam.documents import (
+    Block,
+    ClaimedAddress,
+    decode_block,
+    decode_claimed,
+    overlaps,
+)
 from podwire.control.ipam.pools import Labels, NamespaceFacts, Pool
 from podwire.model.endpoint import IPAddress
 from podwire.model.request import IPNetwork
@@ -30,7 +36,7 @@ class Known:
         self.namespaces: dict[str, NamespaceFacts] = {}
         self.blocks: dict[IPNetwork, Block] = {}
         self.own: dict[IPNetwork, Block] = {}
-        self.claimed: dict[IPAddress, Claimed] = {}
+        self.claimed: dict[IPAddress, ClaimedAddress] = {}
         self.is_listed = False
         """Whether blocks and addresses were listed in this life."""
         self._counts: Counter[str] = Counter()
@@ -85,7 +91,7 @@ class Known:
                 self._at[claimed.address] = event.revision
             return {claimed.address}
 
-    def put_claimed(self, claimed: Claimed) -> None:
+    def put_claimed(self, claimed: ClaimedAddress) -> None:
         """Note a claimed address, unless something newer is known of it."""
         revision = claimed.stored.revision if claimed.stored is not None else 0
         with self.lock:

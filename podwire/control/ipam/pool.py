@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from podwire.control.ipam.claims import Claims
-from podwire.control.ipam.documents import Block, Claimed, is_for_pod
+from podwire.control.ipam.documents import Block, ClaimedAddress, is_for_pod
 from podwire.control.ipam.interface import (
     NO_IDENTITY,
     NO_WISH,
@@ -63,7 +63,7 @@ class _Lack:
 class _Aside:
     """What is set aside for a wish that is being granted."""
 
-    claimed: dict[IPAddress, Claimed] = field(default_factory=dict)
+    claimed: dict[IPAddress, ClaimedAddress] = field(default_factory=dict)
     chosen: tuple[IPAddress, ...] = ()
 
 
@@ -284,7 +284,7 @@ class PoolIpam:
                     self.own[block.cidr].fifo.exclude((*block.kept_addresses(), *kept))
         return left_out
 
-    def list_unheld(self) -> list[Claimed]:
+    def list_unheld(self) -> list[ClaimedAddress]:
         """Give claimed addresses of this node that nobody here has, nor is about to have."""
         with self.lock, self.known.lock:
             busy = set(self._aside)
@@ -346,7 +346,7 @@ class PoolIpam:
         )
 
     def _check_wanted(
-        self, address: IPAddress, wish: Wish, granted: Mapping[IPAddress, Claimed]
+        self, address: IPAddress, wish: Wish, granted: Mapping[IPAddress, ClaimedAddress]
     ) -> _Lack | None:
         """Refuse a fixed address, or say what must be claimed first; None when it may be taken."""
         holder = self._owners.get(address)
@@ -452,7 +452,7 @@ class PoolIpam:
             hint="add a pool, raise maxBlocksPerNode, or remove pods; see `podwire ipam show`",
         )
 
-    def _grant(self, key: AttachmentKey, claimed: Claimed) -> None:
+    def _grant(self, key: AttachmentKey, claimed: ClaimedAddress) -> None:
         with self.lock:
             aside = self._aside.get(key)
             taken = claimed.address in self._owners or any(

@@ -524,7 +524,7 @@ def test_nodes_that_are_parted_hear_nothing_of_each_other_until_they_are_healed(
 
 def ping_from(pod: str, address: str, lab: Lab) -> bool:
     """Ask one echo of an address from a pod."""
-    return traffic.ping(lab.state.find_pod(pod).netns, address).ok
+    return traffic.ping(lab.state.find_pod(pod).netns, address, tries=3).ok
 
 
 @pytest.mark.parametrize(

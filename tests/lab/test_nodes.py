@@ -245,7 +245,7 @@ def steady_flow(lab: Lab, source: str, target: str) -> Iterator[list[bool]]:
 
     def ask() -> None:
         while not ended.wait(0.01):
-            seen.append(traffic.ping(namespace, address, timeout_s=1).ok)
+            seen.append(traffic.ping(namespace, address, timeout_s=10).ok)
 
     thread = threading.Thread(target=ask)
     thread.start()

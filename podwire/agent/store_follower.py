@@ -216,6 +216,8 @@ class StoreFollower:
         told, good = self._sift(fresh)
         self._listener.on_events(told, self._revision)
         self._keeper.note_events(good)
+        if len(good) < len(fresh):
+            self._keep_what_stands_in()
         self._note_back()
 
     def _sift(self, events: Sequence[StoreEvent]) -> tuple[list[StoreEvent], list[StoreEvent]]:
@@ -232,6 +234,10 @@ class StoreFollower:
         if events:
             self.unreadable.show()
         return told, good
+
+    def _keep_what_stands_in(self) -> None:
+        """What was last read of an object is nowhere else now: an agent that is killed has to find it again."""
+        self._keeper.save(at_once=True)
 
     def _give_up(self, error: PodwireError) -> None:
         """What was handed over is in doubt: list again."""
@@ -256,6 +262,8 @@ class StoreFollower:
         if self._stopping:
             self.drop_watch()
         self._keeper.note_lists(lists)
+        if self.unreadable.objects:
+            self._keep_what_stands_in()
         self._note_back()
 
     def _list_kind(self, kind: str) -> KindList:

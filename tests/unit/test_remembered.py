@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from podwire.agent.store_follower import StoreFollower
 from podwire.model.errors import NewerData, StorageFailure, Unavailable
@@ -169,6 +170,33 @@ def test_changes_are_kept_without_a_proper_stop(memory: RememberedObjects) -> No
         # The follower tells of each quiet second.
         assert mirror.changed.wait_for(is_kept, 10)
     follower.stop()
+
+
+def test_what_stands_for_an_unreadable_object_is_kept_before_anything_else_happens(
+    memory: RememberedObjects,
+) -> None:
+    def find_fault(stored: StoredObject) -> str:
+        return "bad" if stored.document else ""
+
+    store = MemoryStore()
+    follower, mirror = follow(store, memory)
+    follower.unreadable.find_fault = find_fault
+    follower.load()
+    put(store, "a")
+    follower.step(1)  # an agent that is killed from here on has written nothing but by itself
+    assert memory.load("namespaces") is None
+    [stored], _ = store.list("namespaces")
+    store.update(replace(stored, document={"bad": True}))
+    follower.step(1)
+    kept = memory.load("namespaces")
+    assert kept is not None
+    assert [one.document for one in kept[0]] == [{}]
+    again, mirror = follow(store, memory)
+    again.unreadable.find_fault = find_fault
+    again.load()
+    assert mirror.names["namespaces"] == {"a"}
+    follower.stop()
+    again.stop()
 
 
 def test_a_kind_that_was_never_heard_is_not_handed_over(memory: RememberedObjects) -> None:

@@ -18,8 +18,7 @@ from podwire.lab.state import LabState, Pod, read_state
 CHECK_PORT: Final = 7999
 _CHECK_THREADS: Final = 4
 _DATAGRAM_TRIES: Final = 3
-"""A lost datagram is not a missing way; how many it took is told. The kernel answers the echoes of all namespaces of
-a CPU by one socket, and leaves an answer out while large ones fill it."""
+"""A lost datagram is not a missing way; how many it took is told."""
 LARGE_TCP_BYTES: Final = 256 * 1024
 LARGE_DATAGRAM_BYTES: Final = 60_000
 """Fragments of every size; the largest that fits both families with all headers is 65,507."""

@@ -14,17 +14,18 @@ from typing import Final
 from podwire.agent.cluster_duty import OwnRanges
 from podwire.agent.ipam_duty import HOST_NAME_LABEL, Facts, IpamDuty
 from podwire.control.ipam.claims import Claims
-from podwire.control.ipam.documents import decode_block
+from podwire.control.ipam.documents import block_key, decode_block
 from podwire.control.ipam.interface import Ipam
 from podwire.control.ipam.known import Known
 from podwire.control.ipam.node import NodeIpam
 from podwire.control.ipam.pool import PoolIpam
 from podwire.control.ipam.pools import NODES, selects
 from podwire.control.pool_objects import decode_pools, find_problems, node_ranges
+from podwire.control.readable import find_fault
 from podwire.model.config import AgentConfig
 from podwire.model.errors import Conflict, Exhausted, InvalidConfiguration, Unavailable
 from podwire.model.request import IPNetwork
-from podwire.model.store import Store
+from podwire.model.store import Store, StoredObject
 from podwire.model.store.kinds import IP_BLOCK, IP_POOL, NODE
 
 RANGES_FACT: Final = "node-ranges"
@@ -106,6 +107,10 @@ def take_ranges(node: str, store: Store, facts: Facts) -> Sequence[IPNetwork]:
     """
     before = [ipaddress.ip_network(one) for one in json.loads(facts.read_fact(RANGES_FACT) or "[]")]
     try:
+        doubt = _find_doubt(store, before)
+        if doubt:
+            _log.warning("the node keeps its ranges of before", extra={"cause": doubt})
+            return before
         ranges = _retried(lambda: _claim_ranges(node, store))
     except Unavailable:
         if not before:
@@ -116,6 +121,24 @@ def take_ranges(node: str, store: Store, facts: Facts) -> Sequence[IPNetwork]:
     if ranges or before:
         facts.write_fact(RANGES_FACT, text)
     return ranges
+
+
+def _find_doubt(store: Store, before: Sequence[IPNetwork]) -> str:
+    """Say which of what gave the node its ranges cannot be read now; "" when all can, or it had none."""
+    if not before:
+        return ""
+    own = {block_key(one) for one in before}
+    found = [
+        *store.list(IP_POOL.plural)[0],
+        *(one for one in store.list(IP_BLOCK.plural)[0] if one.key in own),
+    ]
+    return next((f"{one.key}: {fault}" for one in found if (fault := find_fault(one))), "")
+
+
+def _labels_of(stored: StoredObject) -> Mapping[str, str]:
+    metadata = stored.document.get("metadata")
+    labels = metadata.get("labels") if isinstance(metadata, Mapping) else None
+    return labels if isinstance(labels, Mapping) else {}
 
 
 def _retried(claim: Callable[[], list[IPNetwork]]) -> list[IPNetwork]:
@@ -135,7 +158,7 @@ def _claim_ranges(node: str, store: Store) -> list[IPNetwork]:
     if not wanted:
         return []
     nodes = store.list(NODE.plural)[0]
-    own = [one.document["metadata"].get("labels") or {} for one in nodes if one.key.name == node]
+    own = [_labels_of(one) for one in nodes if one.key.name == node]
     known.node_labels = {HOST_NAME_LABEL: node, **(own[0] if own else {})}
     known.set_pools(pools, find_problems(pools, {one.key.name: node_ranges(one) for one in nodes}))
     blocks = store.list(IP_BLOCK.plural)[0]

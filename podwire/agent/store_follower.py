@@ -277,7 +277,7 @@ class StoreFollower:
 
     def _load_remembered(self) -> bool:
         """Hand over what was kept of each kind. A kind of which nothing was is not handed over at all."""
-        found = self._keeper.load(self.kinds)
+        found = self._keeper.load(self.kinds, whole=self._tells_unreadable)
         if found:
             self._listener.on_lists(found)
         self._is_whole = len(found) == len(self.kinds)
@@ -350,13 +350,19 @@ class _Keeper:
     def has_news(self) -> bool:
         return bool(self._lists or self._changes)
 
-    def load(self, kinds: Sequence[str]) -> list[KindList]:
+    def load(self, kinds: Sequence[str], *, whole: bool = False) -> list[KindList]:
+        """Give what was kept. Of `whole` kinds all or nothing: without one of its policies more would be allowed."""
         try:
             found = [(kind, self._memory.load(kind)) for kind in kinds]
         except StorageFailure as error:
             _log.warning("read what the store said last", extra={"error": error.message})
             return []
-        return [KindList(kind, *kept) for kind, kept in found if kept is not None]
+        lists = []
+        for kind, kept in found:
+            good = [one for one in kept[0] if not one.fault] if kept is not None else []
+            if kept is not None and not (whole and len(good) < len(kept[0])):
+                lists.append(KindList(kind, good, kept[1]))
+        return lists
 
     def find(self, key: ObjectKey) -> StoredObject | None:
         """Give what was last heard of an object, written or not yet; None when it was never there, or is gone."""

@@ -70,8 +70,7 @@ class RememberedObjects:
                 " WHERE kind = ? ORDER BY namespace, name",
                 (kind,),
             ).fetchall()
-            made = (_make(kind, row) for row in rows)
-            return [one for one in made if one is not None], found[0]
+            return [_make(kind, row) for row in rows], found[0]
 
     def save(
         self,
@@ -199,8 +198,8 @@ def _row(stored: StoredObject) -> Row:
     return key.kind, key.namespace, key.name, stored.uid, stored.created, stored.revision, document
 
 
-def _make(kind: str, row: Sequence[Any]) -> StoredObject | None:
-    """Read an object back; None of one that cannot be read: the others are worth having without it."""
+def _make(kind: str, row: Sequence[Any]) -> StoredObject:
+    """Read an object back; one that cannot be read has a `fault`."""
     namespace, name, uid, created, revision, document = row
     key = ObjectKey(kind, namespace, name)
     try:
@@ -209,5 +208,7 @@ def _make(kind: str, row: Sequence[Any]) -> StoredObject | None:
         _log.warning(
             "read what the store said last", extra={"object": str(key), "error": str(error)}
         )
-        return None
+        return StoredObject(
+            key=key, uid=uid, created=created, revision=revision, fault=f"remembered: {error}"
+        )
     return StoredObject(key=key, uid=uid, created=created, revision=revision, document=decoded)

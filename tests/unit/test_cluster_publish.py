@@ -4,6 +4,7 @@ import ipaddress
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from podwire.control.cluster.facts import decode_node, node_key
 from podwire.control.cluster.publish import (
@@ -15,6 +16,7 @@ from podwire.control.cluster.publish import (
 )
 from podwire.control.cluster.published import decode_endpoints, endpoints_key
 from podwire.control.identity.collect import publish_holds
+from podwire.control.readable import find_fault
 from podwire.model.errors import Unavailable
 from podwire.model.ids import IdentityId
 from tests.fakes.store import MemoryStore
@@ -228,3 +230,49 @@ def test_pods_that_somebody_deleted_are_published_again() -> None:
     store.delete(endpoints_key("n1"))
     publisher.write(pods(a=300), ())
     assert decode_endpoints(stored(store)).order == (1, 2)
+
+
+@pytest.mark.parametrize("spec", [None, "x", {}, {"epoch": "7"}, {"epoch": True}])
+def test_a_life_after_damage_comes_after_all_lives_before(spec: Any) -> None:
+    store = MemoryStore()
+    for _ in range(3):
+        EndpointsPublisher(store, "n1").write(pods(a=300), ())
+    before = decode_endpoints(stored(store))
+    store.update(replace(stored(store), document={"spec": spec}))
+    EndpointsPublisher(store, "n1").write(pods(a=301), ())
+    assert decode_endpoints(stored(store)).order > before.order
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"spec": "x"},
+        {"metadata": []},
+        {"metadata": {"annotations": "x", "labels": {"a": "b", "c": 1}}, "spec": {}},
+        {"metadata": {"labels": []}},
+    ],
+    ids=["spec", "metadata", "annotations", "labels"],
+)
+def test_a_node_is_written_over_whatever_else_is_there(document: Any) -> None:
+    store = MemoryStore()
+    publisher = NodePublisher(store, "n1", "one")
+    publisher.claim("192.0.2.1")
+    publisher.publish(make(1))
+    found = store.get(node_key("n1"))
+    assert found is not None
+    store.update(replace(found, document=document))
+    publisher.publish(make(1))
+    found = store.get(node_key("n1"))
+    assert found is not None
+    assert find_fault(found) == ""
+    assert decode_node(found).addresses == make(1).addresses
+
+
+def test_what_a_node_holds_waits_until_its_damaged_object_is_written_anew() -> None:
+    store = MemoryStore()
+    publish_holds(store, "n1", [300])
+    found = store.get(node_key("n1"))
+    assert found is not None
+    store.update(replace(found, document={"spec": "x"}))
+    with pytest.raises(Unavailable, match="written anew"):
+        publish_holds(store, "n1", [301])

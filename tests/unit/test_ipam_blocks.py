@@ -5,6 +5,7 @@ from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from podwire.control.ipam.documents import (
     Block,
@@ -207,6 +208,22 @@ def test_a_fixed_address_in_anothers_block_is_refused_by_his_name(nodes: Nodes) 
         add(other, 1, "10.0.0.20")
     with pytest.raises(AddressUnavailable, match="no pool"):
         add(other, 1, "192.0.2.1")
+
+
+@pytest.mark.parametrize(
+    "spec", [{"kept": ["192.0.2.1"]}, {"epoch": "x"}, {"node": None}, {"node": 7}], ids=str
+)
+def test_an_address_of_a_block_that_cannot_be_read_is_nobodys_to_take(
+    nodes: Nodes, spec: dict[str, object]
+) -> None:
+    apply(nodes.store, pool_document("p", "10.0.0.0/26"))
+    add(nodes("n1"), 1)
+    other = nodes("n2")
+    [block] = nodes.store.list("ipblocks")[0]
+    damaged = {**block.document, "spec": {**block.document["spec"], **spec}}
+    nodes.store.update(replace(block, document=damaged))
+    with pytest.raises(AddressUnavailable, match=r"its object is none|node n1"):
+        add(other, 1, "10.0.0.20")
 
 
 @pytest.mark.parametrize("address", ["10.0.0.0", "10.0.0.1", "10.0.0.63"])

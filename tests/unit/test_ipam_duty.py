@@ -20,7 +20,7 @@ from podwire.control.ipam.orphans import GRACE_S
 from podwire.control.objects import decode
 from podwire.model.errors import Exhausted, StorageFailure, Unavailable
 from podwire.model.ids import EndpointId
-from podwire.model.store import Store, StoredObject
+from podwire.model.store import ObjectKey, Store, StoredObject
 from podwire.store.sqlite import SqliteStore
 from tests.fakes.pool_nodes import (
     Facts,
@@ -313,3 +313,24 @@ def test_a_node_keeps_the_range_that_a_pool_gave_it() -> None:
     assert list(take_ranges("n1", store, facts)) == list(first)
     with pytest.raises(Unavailable):
         take_ranges("n3", store, Facts())
+
+
+@pytest.mark.parametrize("kind", ["ippools", "ipblocks"])
+def test_a_node_keeps_its_range_while_what_gave_it_cannot_be_read(kind: str) -> None:
+    store = MemoryStore()
+    apply(store, pool_document("n4", "10.0.0.0/16", use="nodes", blockSize=24))
+    facts = Facts()
+    first = list(take_ranges("n1", store, facts))
+    for one in store.list(kind)[0]:
+        store.update(replace(one, document={"metadata": {"name": one.key.name}, "spec": "x"}))
+    assert list(take_ranges("n1", store, facts)) == first
+    assert len(store.list("ipblocks")[0]) == 1
+    store.away = True
+    assert list(take_ranges("n1", store, facts)) == first
+
+
+def test_a_node_whose_own_object_is_damaged_takes_its_range_all_the_same() -> None:
+    store = MemoryStore()
+    apply(store, pool_document("n4", "10.0.0.0/16", use="nodes", blockSize=24))
+    store.create(StoredObject(key=ObjectKey("nodes", "", "n1"), document={"spec": "x"}))
+    assert len(take_ranges("n1", store, Facts())) == 1

@@ -74,6 +74,24 @@ def test_no_document_breaks_a_listener(kind: Any, name: str, document: dict[str,
         tell(stored)
 
 
+@settings(max_examples=300, deadline=None, print_blob=True)
+@given(kind=st.sampled_from(["nodes", "nodeendpoints"]), document=_DOCUMENTS)
+def test_what_stands_where_this_node_published_breaks_nothing_and_is_seen(
+    kind: str, document: dict[str, Any]
+) -> None:
+    key = ObjectKey(kind, "", "own")
+    stored = StoredObject(key=key, revision=1, document=document)
+    for listed in (True, False):
+        cluster = ClusterState("own", "i", ClusterSettings(), NodeNumbers())
+        # Not checked before: whoever publishes puts it right.
+        if listed:
+            cluster.replace(kind, [stored])
+        else:
+            cluster.apply(StoreEvent(stored, 2))
+        if kind == "nodeendpoints" and find_fault(stored) and "metadata" not in document:
+            assert cluster.own_overwritten
+
+
 @pytest.mark.parametrize(
     ("kept", "readable"),
     [

@@ -77,7 +77,17 @@ def test_one_object_that_cannot_be_read_costs_no_other(path: Path, found: bytes)
         memory.save({"namespaces": ([make("a"), make("b"), make("c")], 5)}, ())
         with closing(sqlite3.connect(path)) as other, other:
             other.execute("UPDATE object SET document = ? WHERE name = 'b'", (found,))
-        assert memory.load("namespaces") == ([make("a"), make("c")], 5)
+        objects, revision = memory.load("namespaces") or ([], 0)
+        assert ([one.key.name for one in objects if one.fault], revision) == (["b"], 5)
+        assert [one for one in objects if not one.fault] == [make("a"), make("c")]
+        for whole, names in ((False, {"a", "c"}), (True, None)):
+            store = MemoryStore()
+            store.away = True
+            mirror = Mirror()
+            made = StoreFollower("test", store, KINDS[:1], mirror, memory, tell_unreadable=whole)
+            assert made.load() is not whole, "of policies all or nothing: one less allows more"
+            assert mirror.names.get("namespaces") == names
+            made.stop()
 
 
 def test_a_write_that_fails_leaves_what_was_there(memory: RememberedObjects) -> None:

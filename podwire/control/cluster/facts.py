@@ -58,15 +58,19 @@ def tunnel_mac(node_name: str) -> str:
 
 def encode_node(facts: NodeFacts, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Write a node's document; what somebody else has put into `before` stays: labels, annotations, unknown fields."""
-    metadata = dict((before or {}).get("metadata") or {})
+    before = before or {}
+    metadata = dict(_members(before, "metadata"))
+    if "labels" in metadata:
+        labels = _members(metadata, "labels")
+        metadata["labels"] = {key: one for key, one in labels.items() if isinstance(one, str)}
     annotations = {
-        **(metadata.get("annotations") or {}),
+        **_members(metadata, "annotations"),
         ADDRESSES_ANNOTATION: ",".join(map(str, facts.addresses)),
         CIDRS_ANNOTATION: ",".join(map(str, (*facts.pod_cidrs, *facts.blocks))),
         MTU_ANNOTATION: str(facts.underlay_mtu_bytes),
     }
     spec = {
-        **((before or {}).get("spec") or {}),
+        **_members(before, "spec"),
         "instance": facts.instance,
         "epoch": facts.epoch,
         "addresses": _texts(facts.addresses),
@@ -86,6 +90,12 @@ def encode_node(facts: NodeFacts, before: Mapping[str, Any] | None = None) -> di
         "metadata": {**metadata, "name": facts.name, "annotations": annotations},
         "spec": spec,
     }
+
+
+def _members(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Give an object's members; none where something else wrote what is no object."""
+    found = document.get(name)
+    return found if isinstance(found, Mapping) else {}
 
 
 def is_published(document: Mapping[str, Any]) -> bool:

@@ -299,7 +299,10 @@ class EndpointsPublisher:
     ) -> None:
         spec = _spec_of(stored)
         known, sequence = spec.get("epoch"), spec.get("sequence")
-        theirs = known if isinstance(known, int) else 0
+        if not isinstance(known, int) or isinstance(known, bool):
+            # Nobody knows the epoch of before; it was never above the revision, as each took a write.
+            known = 0 if stored is None else stored.revision
+        theirs = known
         if not self._epoch or theirs > self._epoch:
             self._epoch, self._sequence = theirs + 1, 0
         elif theirs == self._epoch and isinstance(sequence, int):

@@ -94,8 +94,9 @@ class ClusterState:
         self._unreadable = {key: one for key, one in self._unreadable.items() if key[0] != kind}
         everything = list(objects)
         given = [one for one in everything if one.key.name != self._own_name]
-        if len(given) == len(everything) or any(one.fault for one in everything):
-            self.own_overwritten = True  # of others, none that is unreadable comes here
+        own = [one for one in everything if one.key.name == self._own_name]
+        if not own or any(map(_is_damaged, own)):
+            self.own_overwritten = True
         if kind == NODE.plural:
             before, self._facts = self._facts, {}
             for one in given:
@@ -158,7 +159,7 @@ class ClusterState:
         self._is_stale = False
 
     def _is_not_ours(self, event: StoreEvent) -> bool:
-        if event.deleted or event.object.fault:
+        if event.deleted or _is_damaged(event.object):
             return True
         if event.object.key.kind != NODE.plural:
             return False
@@ -184,6 +185,17 @@ class ClusterState:
         key = stored.key
         problem = Problem((key.name,), f"{error.message}: it is left out")
         self._unreadable[key.kind, key.name] = problem
+
+
+def _is_damaged(stored: StoredObject) -> bool:
+    """Tell whether what a node published was written over by something that cannot be read."""
+    if stored.fault or stored.key.kind == NODE.plural:
+        return bool(stored.fault)
+    try:
+        decode_endpoints(stored)
+    except InvalidRequest:
+        return True
+    return False
 
 
 def _differ(before: Mapping[str, NodeFacts], after: Mapping[str, NodeFacts]) -> bool:

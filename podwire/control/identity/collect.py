@@ -186,6 +186,11 @@ def publish_holds(store: Store, node_name: str, numbers: Collection[int]) -> Non
     holds = sorted(numbers)
     for _ in range(ATTEMPTS):
         stored = look_at(store, key)
+        if stored is not None and _is_damaged(stored):
+            # What would be left of it reads like a node that has said nothing of itself: others would let go of it.
+            raise Unavailable(
+                f"publish what node {node_name!r} holds: its object is to be written anew first"
+            )
         try:
             if stored is None:
                 store.create(StoredObject(key=key, document=_node_document(node_name, holds)))
@@ -195,6 +200,10 @@ def publish_holds(store: Store, node_name: str, numbers: Collection[int]) -> Non
             continue
         return
     raise Unavailable(f"publish what node {node_name!r} holds: others change it all the time")
+
+
+def _is_damaged(stored: StoredObject) -> bool:
+    return bool(stored.fault) or not isinstance(stored.document.get("spec") or {}, Mapping)
 
 
 def _node_document(name: str, holds: list[int]) -> dict[str, Any]:

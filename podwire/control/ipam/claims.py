@@ -197,8 +197,12 @@ class Claims:
             stored = self.store.get(block_key(cidr))
         except UnreadableObject as error:
             raise _refuse(address, f"nobody knows whose block {cidr} is: {error.message}") from None
-        block = decode_block(stored) if stored is not None else None
-        if block is None or not block.node or block.keeps(address):
+        if stored is None:
+            return
+        block = decode_block(stored)
+        if block is None:
+            raise _refuse(address, f"nobody knows whose block {cidr} is: its object is none")
+        if not block.node or block.keeps(address):
             return
         if block.node == self.node:
             raise _refuse(address, f"block {cidr} of this node is not in use yet, or not any more")

@@ -153,6 +153,8 @@ def decode_block(stored: StoredObject) -> Block | None:
         return None
     if not all(_is_inside(one, cidr) for one in kept):
         return None
+    if not isinstance(spec.get("node"), str):
+        return None  # nobody's block has the name "": one without is damaged, and may be somebody's
     return Block(cidr, _text(spec, "pool"), _text(spec, "node"), epoch, kept, stored)
 
 

@@ -266,7 +266,7 @@ class SqliteStore:
         key = ObjectKey(kind, namespace, name)
         try:
             decoded = _decode(document)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError) as error:
             fault = f"something else has changed store {str(self._file.path)!r}: {error}"
             return StoredObject(key=key, uid=uid, revision=revision, created=created, fault=fault)
         return StoredObject(key=key, uid=uid, revision=revision, created=created, document=decoded)

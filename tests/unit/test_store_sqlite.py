@@ -159,10 +159,14 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
         SqliteStore(tmp_path / "missing" / "store.db")
 
 
-def test_an_object_that_cannot_be_read_does_not_hide_the_others(store: SqliteStore) -> None:
+@pytest.mark.parametrize("found", ["x'ff'", "'{'", "7", "1.5"])
+def test_an_object_that_cannot_be_read_does_not_hide_the_others(
+    store: SqliteStore, found: str
+) -> None:
     store.create(make("a"))
     good = store.create(make("b"))
-    run_sql(store._file.path, "UPDATE object SET document = x'ff' WHERE name = 'a'")
+    run_sql(store._file.path, f"UPDATE object SET document = {found} WHERE name = 'a'")
+    assert [bool(one.fault) for one in store.list("workloads")[0]] == [True, False]
     with pytest.raises(StorageFailure, match="read workloads a: something else has changed"):
         store.get(ObjectKey("workloads", "", "a"))
     assert store.get(good.key) == good

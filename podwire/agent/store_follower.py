@@ -67,6 +67,11 @@ class Memory(Protocol):
         """Give the last list of a kind with all changes after it, and its revision; None when there never was one."""
         ...
 
+    def find(self, key: ObjectKey) -> StoredObject | None:
+        """Give one object as it was last; None when it is not there, or cannot be read. Costs the same however many
+        there are."""
+        ...
+
     def save(
         self,
         lists: Mapping[str, tuple[Sequence[StoredObject], int]],
@@ -316,6 +321,9 @@ class _InProcess:
             return None
         return list(self._objects[kind].values()), self._revisions[kind]
 
+    def find(self, key: ObjectKey) -> StoredObject | None:
+        return self._objects.get(key.kind, {}).get(key)
+
     def save(
         self,
         lists: Mapping[str, tuple[Sequence[StoredObject], int]],
@@ -339,8 +347,8 @@ class _Keeper:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._lists: dict[str, tuple[Sequence[StoredObject], int]] = {}
-        self._recalled: dict[str, dict[ObjectKey, StoredObject]] = {}
-        """Of kinds that somebody has asked about, until the next write."""
+        self._unwritten: dict[str, dict[ObjectKey, StoredObject]] = {}
+        """By key, of `_lists` that somebody has asked about."""
         self._seed: dict[ObjectKey, StoredObject] = {}
         self._changes: dict[ObjectKey, StoreEvent] = {}
         self._due_s = 0.0
@@ -369,13 +377,15 @@ class _Keeper:
         change = self._changes.get(key)
         if change is not None:
             return None if change.deleted else change.object
-        if key.kind not in self._recalled:
-            unwritten = self._lists.get(key.kind)
-            found = () if unwritten else self.load([key.kind])
-            objects = unwritten[0] if unwritten else found[0].objects if found else ()
-            known = unwritten or found
-            self._recalled[key.kind] = {one.key: one for one in objects} if known else self._seed
-        return self._recalled[key.kind].get(key)
+        if key.kind in self._lists:
+            if key.kind not in self._unwritten:
+                self._unwritten[key.kind] = {one.key: one for one in self._lists[key.kind][0]}
+            return self._unwritten[key.kind].get(key)
+        try:
+            return self._memory.find(key) or self._seed.get(key)
+        except StorageFailure as error:
+            _log.warning("read what the store said last", extra={"error": error.message})
+            return None
 
     def seed(self, objects: Iterable[StoredObject]) -> None:
         """Take what `find` gives of kinds that were never listed."""
@@ -384,8 +394,10 @@ class _Keeper:
     def note_lists(self, lists: Sequence[KindList]) -> None:
         for one in lists:
             self._lists[one.kind] = (one.objects, one.revision)
+            self._unwritten.pop(one.kind, None)
         self._changes.clear()
-        self._recalled.clear()
+        listed = {one.kind for one in lists}
+        self._seed = {key: one for key, one in self._seed.items() if key.kind not in listed}
 
     def note_events(self, events: Sequence[StoreEvent]) -> None:
         self._changes.update((one.object.key, one) for one in events)
@@ -403,4 +415,4 @@ class _Keeper:
             self._has_failed = True
             return
         self._has_failed = False
-        self._lists, self._changes, self._recalled = {}, {}, {}
+        self._lists, self._changes, self._unwritten = {}, {}, {}

@@ -72,6 +72,17 @@ class RememberedObjects:
             ).fetchall()
             return [_make(kind, row) for row in rows], found[0]
 
+    def find(self, key: ObjectKey) -> StoredObject | None:
+        """Give one object as it was said last; None when there is none, or it cannot be read."""
+        with self._lock, self._reported("read"):
+            row = self._connection.execute(
+                "SELECT namespace, name, uid, created, revision, document FROM object"
+                " WHERE kind = ? AND namespace = ? AND name = ?",
+                (key.kind, key.namespace, key.name),
+            ).fetchone()
+        made = None if row is None else _make(key.kind, row)
+        return None if made is None or made.fault else made
+
     def save(
         self,
         lists: Mapping[str, tuple[Sequence[StoredObject], int]],

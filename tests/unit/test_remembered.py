@@ -209,6 +209,27 @@ def test_what_stands_for_an_unreadable_object_is_kept_before_anything_else_happe
     again.stop()
 
 
+def test_what_stands_in_is_found_without_reading_its_whole_kind(
+    memory: RememberedObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    put(store, "a")
+    follower, _ = follow(store, memory)
+    follower.unreadable.find_fault = lambda stored: "bad" if stored.document else ""
+    follower.load()
+    follower.start()
+    follower.stop()  # it is on disk now
+    monkeypatch.setattr(memory, "load", lambda _kind: pytest.fail("a whole kind was read"))
+    again, mirror = follow(store, memory)
+    again.unreadable.find_fault = lambda stored: "bad" if stored.document else ""
+    [stored], _ = store.list("namespaces")
+    store.update(replace(stored, document={"bad": True}))
+    again.load()
+    assert mirror.names["namespaces"] == {"a"}
+    assert "stays in force" in next(iter(again.unreadable.faults.values()))
+    again.stop()
+
+
 def test_a_kind_that_was_never_heard_is_not_handed_over(memory: RememberedObjects) -> None:
     store = MemoryStore()
     memory.save({"namespaces": ([make("a")], 1)}, ())

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from podwire.control.ipam.documents import Block, is_for_pod
-from podwire.control.ipam.pools import Pool
+from podwire.control.ipam.pools import Pool, find_pool
 from podwire.model.endpoint import IPAddress
 from podwire.model.request import IPNetwork
 
@@ -18,7 +18,7 @@ class Count:
     """How full something is."""
 
     blocks: int
-    """ClaimedAddress ones."""
+    """Claimed ones."""
     capacity: int
     """Addresses that pods can have: of a node's blocks; of a pool, if all its blocks were claimed."""
     used: int
@@ -58,15 +58,10 @@ def count_pools(
             by_pool[block.pool].add_block(block)
     for node, addresses in published.items():
         for address in addresses:
-            pool = _find_pool(pools, address)
+            pool = find_pool(pools, address)
             if pool is not None:
                 by_pool[pool.name].add_address(node, address)
     return {name: one.count() for name, one in by_pool.items()}
-
-
-def _find_pool(pools: Mapping[str, Pool], address: IPAddress) -> Pool | None:
-    found = (one for one in pools.values() if one.version == address.version)
-    return next((one for one in found if address in one.cidr), None)
 
 
 class _Pool:
@@ -76,7 +71,7 @@ class _Pool:
         self._pool = pool
         self._blocks: dict[IPNetwork, str] = {}
         self._others: list[IPNetwork] = []
-        """ClaimedAddress before the pool was cut as it is now."""
+        """Claimed before the pool was cut as it is now."""
         self._used: set[IPAddress] = set()
         self._used_of: dict[str, set[IPAddress]] = {}
         self._borrowed: dict[str, int] = {}

@@ -408,4 +408,6 @@ def test_open_flows_live_on_when_another_rule_takes_over(scene: Scene, protocol:
 def test_flows_stop_within_a_second_of_the_change() -> None:
     """Looks at what the tests above measured."""
     print(f"seconds until each cut: {[round(one, 3) for one in sorted(cuts_s)]}")
-    assert not cuts_s or statistics.median(cuts_s) < CUT_S, cuts_s
+    if not cuts_s:
+        pytest.skip("no test that cuts flows ran before this one")
+    assert statistics.median(cuts_s) < CUT_S, cuts_s

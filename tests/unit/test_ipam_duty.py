@@ -69,13 +69,19 @@ def test_blocks_are_claimed_ahead_and_given_back_when_empty_for_long() -> None:
     assert 1 <= len(claimed_blocks(store)) == len(ticking.ipam.blocks) <= 3
 
 
-def test_a_start_without_the_store_uses_the_blocks_of_before() -> None:
+def live_with_a_pod() -> tuple[MemoryStore, Ticking, str]:
+    """Give a store, a node that has a block of its pool, and the address of a pod there."""
     store = MemoryStore()
     apply(store, pool_document("p", "10.0.0.0/24", blockSize=28))
     first = Ticking(store, "n1")
     first.settle()
     [held] = add(first, 1)
     first.settle()
+    return store, first, held
+
+
+def test_a_start_without_the_store_uses_the_blocks_of_before() -> None:
+    store, first, held = live_with_a_pod()
     store.away = True
     again = Ticking(store, "n1", first.facts)
     again.ipam.adopt(EndpointId(1), [ip_address(held)])
@@ -196,12 +202,7 @@ def test_remembered_blocks_that_overlap_are_one_until_the_store_is_heard(
 
 
 def test_an_unreadable_pool_and_block_are_what_this_node_remembers_of_them() -> None:
-    store = MemoryStore()
-    apply(store, pool_document("p", "10.0.0.0/24", blockSize=28))
-    first = Ticking(store, "n1")
-    first.settle()
-    [held] = add(first, 1)
-    first.settle()
+    store, first, held = live_with_a_pod()
     [pool], [block] = store.list("ippools")[0], store.list("ipblocks")[0]
     store.update(replace(pool, document={"spec": [7]}))
     store.update(replace(block, document={"spec": {"cidr": "x"}}))

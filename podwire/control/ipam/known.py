@@ -16,7 +16,7 @@ from podwire.control.ipam.documents import (
     decode_claimed,
     overlaps,
 )
-from podwire.control.ipam.pools import Labels, NamespaceFacts, Pool
+from podwire.control.ipam.pools import Labels, NamespaceFacts, Pool, find_pool
 from podwire.model.endpoint import IPAddress
 from podwire.model.request import IPNetwork
 from podwire.model.store import StoredObject, StoreEvent
@@ -54,8 +54,7 @@ class Known:
 
     def find_pool(self, address: IPAddress) -> Pool | None:
         """Give the pool that an address is in."""
-        found = (one for one in self.pools.values() if one.version == address.version)
-        return next((one for one in found if address in one.cidr), None)
+        return find_pool(self.pools, address)
 
     def replace(self, kind: str, objects: Sequence[StoredObject]) -> set[IPAddress]:
         """Take a whole list of blocks or claimed addresses; gives the addresses whose claim changed."""

@@ -209,6 +209,12 @@ def _find_named(pools: Mapping[str, Pool], name: str, source: str) -> Pool:
     )
 
 
+def find_pool(pools: Mapping[str, Pool], address: IPAddress) -> Pool | None:
+    """Give the pool that an address is in."""
+    found = (one for one in pools.values() if one.version == address.version)
+    return next((one for one in found if address in one.cidr), None)
+
+
 def find_overlaps(pools: Iterable[Pool]) -> list[tuple[Pool, Pool]]:
     """Give every two pools that share addresses, the disabled ones too: what they gave is still in use."""
     found: list[tuple[Pool, Pool]] = []

@@ -117,7 +117,12 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
     async with AsyncExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(THREADS, thread_name_prefix="duty"))
         files = node.config.files
-        spool = Spool(files.run_dir / SPOOL_DIRECTORY, node.clock, _decode_spooled)
+        spool = Spool(
+            files.run_dir / SPOOL_DIRECTORY,
+            node.clock,
+            _decode_spooled,
+            ran_at=node.clock.process_ran_at,
+        )
         dispatcher = Dispatcher(node.attachments, spool, node.clock)
         stack.push_async_callback(dispatcher.close, STOP_DEADLINE_S)
         await dispatcher.replay()

@@ -34,7 +34,7 @@ class Bench:
     def __init__(self, node: FakeNode, directory: Path, take_store: Callable[[], None]) -> None:
         self.node = node
         self.take_store = take_store
-        spool = Spool(directory / wire.SPOOL_DIRECTORY, node.clock, _decode)
+        spool = Spool(directory / wire.SPOOL_DIRECTORY, node.clock, _decode, ran_at=lambda *_: None)
         node.identities.wait_s = BUSY_S
         node.service.add(request(container="old", labels=("cni:app=old",)), NETNS)
         self.dispatcher = Dispatcher(node.service, spool, node.clock)

@@ -56,7 +56,7 @@ class Bench:
         self.clock = TickingClock()
         self.directory = directory / wire.SPOOL_DIRECTORY
         self.attachments = GatedAttachments(steps)
-        spool = Spool(self.directory, self.clock, _decode)
+        spool = Spool(self.directory, self.clock, _decode, ran_at=lambda *_: None)
         self.dispatcher = Dispatcher(self.attachments, spool, self.clock, limits)
         self.released = 0
 

@@ -26,7 +26,7 @@ BAD_DIRECTORY: Final = "bad"
 BAD_KEPT: Final = 100
 """Unreadable records that are kept for people; the oldest give way."""
 TEMPORARY_MAX_AGE_NS: Final = 120_000_000_000
-"""Launchers write at most 20 s after their start; what is older was left by one that died."""
+"""Launchers write at most 20 s after their start. Counts where nobody can tell whether the launcher still runs."""
 RETRY_BASE_NS: Final = 1_000_000_000
 RETRY_CAP_NS: Final = 60_000_000_000
 
@@ -57,12 +57,21 @@ class Spool:
     """The directory beside the socket. Safe to use from several threads."""
 
     def __init__(
-        self, directory: Path, clock: Clock, decode: Callable[[Frame], AttachRequest]
+        self,
+        directory: Path,
+        clock: Clock,
+        decode: Callable[[Frame], AttachRequest],
+        *,
+        ran_at: Callable[[int, int], bool | None],
     ) -> None:
-        """`decode` turns a frame into a request or raises PodwireError (`cni.netconf`)."""
+        """`decode` turns a frame into a request or raises PodwireError (`cni.netconf`).
+
+        `ran_at` tells whether the process that had a number at a time still runs, None = unknown (`kernel.clock`).
+        """
         self._directory = directory
         self._clock = clock
         self._decode = decode
+        self._ran_at = ran_at
         self._lock = threading.Lock()
         self._known: dict[str, SpooledDelete] = {}
         self._left_alone: set[str] = set()
@@ -140,12 +149,20 @@ class Spool:
                 self._known[name] = record
 
     def _remove_abandoned(self, names: Sequence[str]) -> None:
-        """Remove temporary files that no launcher is going to finish."""
+        """Remove temporary files that no launcher is going to finish. Today's give a record its name when it is whole,
+        but where the file system cannot do that; those of before always wrote such files."""
         now_ns = self._clock.boottime_ns()
         for name in names:
-            started_ns = wire.temporary_started_ns(name)
-            if started_ns is not None and not 0 <= now_ns - started_ns < TEMPORARY_MAX_AGE_NS:
+            writer = wire.temporary_writer(name)
+            if writer is not None and not self._is_written(*writer, now_ns):
                 self._unlink(name)
+
+    def _is_written(self, started_ns: int, pid: int, now_ns: int) -> bool:
+        age_ns = now_ns - started_ns
+        if age_ns < 0:
+            return False  # of another boot
+        still_runs = self._ran_at(pid, started_ns)
+        return age_ns < TEMPORARY_MAX_AGE_NS if still_runs is None else still_runs
 
     def _read_record(self, name: str) -> SpooledDelete | None:
         try:

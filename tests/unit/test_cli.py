@@ -125,9 +125,7 @@ def test_completion_completes() -> None:
         "endpoint list",
         "status",
         "node list",
-        "identity list",
         "ipam show",
-        "policy list",
         "observe",
     ],
 )

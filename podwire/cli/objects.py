@@ -125,14 +125,14 @@ class StoreObjects:
 
     def list(self, kind: Kind, namespace: str) -> Sequence[Document]:
         """Give all objects of a kind (of one namespace)."""
-        from podwire.control.objects import show_document  # noqa: PLC0415 (start-up time)
+        from podwire.control.documents.kinds import show_document  # noqa: PLC0415 (start-up time)
 
         found, _ = self._store.list(kind.plural, namespace or None)
         return [show_document(one) for one in found]
 
     def get(self, kind: Kind, namespace: str, name: str) -> Document:
         """Give one object; CliError when there is none."""
-        from podwire.control.objects import make_key, show_document  # noqa: PLC0415
+        from podwire.control.documents.kinds import make_key, show_document  # noqa: PLC0415
 
         key = make_key(kind.plural, namespace, name)
         found = self._store.get(key)
@@ -154,7 +154,7 @@ class StoreObjects:
     def delete(self, kind: Kind, namespace: str, name: str, *, dry_run: bool) -> Row:
         """Delete one object."""
         from podwire.control.apply import delete_object  # noqa: PLC0415
-        from podwire.control.objects import make_key  # noqa: PLC0415
+        from podwire.control.documents.kinds import make_key  # noqa: PLC0415
 
         key = make_key(kind.plural, namespace, name)
         return _make_row(delete_object(self._store, key, dry_run=dry_run))

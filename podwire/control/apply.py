@@ -9,12 +9,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from podwire.control.objects import (
+from podwire.control.documents.kinds import (
     decode,
     identify,
     summarise,
 )
-from podwire.control.pool_objects import check_pools
+from podwire.control.documents.pools import check_pools
 from podwire.model.errors import Conflict, Fault, InvalidRequest, NotFound
 from podwire.model.ids import DEFAULT_NAMESPACE
 from podwire.model.store import ObjectKey, Store, StoredObject, look_at

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from podwire.agent import loops
+from podwire.agent.duties import loops
+from podwire.agent.duties.loops import Duties, EventPump
 from podwire.agent.health import AliveFile, Health
-from podwire.agent.loops import Duties, EventPump
 from podwire.agent.metrics import Metrics
 from podwire.control.endpoint.queue import Level
 from podwire.control.endpoint.states import State
 from podwire.control.flows.enrich import FlowMaker
-from podwire.control.flows.filter import FlowFilter, parse_filter
+from podwire.control.flows.flow_filter import FlowFilter, parse_filter
 from podwire.control.flows.ring import FlowRing
 from podwire.model.errors import CannotServe, KernelFailure
 from podwire.model.flow import FlowEvent

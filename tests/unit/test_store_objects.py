@@ -18,7 +18,7 @@ from podwire.control.apply import (
     identify_all,
     put_object,
 )
-from podwire.control.objects import decode, identify, make_key, show_document
+from podwire.control.documents.kinds import decode, identify, make_key, show_document
 from podwire.model.errors import Conflict, InvalidRequest, NotFound, StorageFailure
 from podwire.model.store import ObjectKey, StoredObject
 from podwire.model.store.kinds import KINDS, find_kind, kind_of_document, kind_of_plural

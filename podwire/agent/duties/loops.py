@@ -64,7 +64,7 @@ class EventSource(Protocol):
         ...
 
 
-class KernelNews(Protocol):
+class KernelChanges(Protocol):
     """Tells that something has changed in the kernel (`kernel.netlink_events.NetlinkEvents`)."""
 
     def fileno(self) -> int: ...
@@ -110,9 +110,9 @@ class Duties:
     requests_taken: Callable[[], int]
     """How many CNI requests were ever taken."""
     list_warnings: Callable[[], Sequence[str]]
-    watch_devices: Callable[[Callable[[int], None]], KernelNews]
+    watch_devices: Callable[[Callable[[int], None]], KernelChanges]
     """Listen for what pods' devices lose: the index of each is told while `wait` takes it."""
-    watch_tables: Callable[[Callable[[str], None]], KernelNews]
+    watch_tables: Callable[[Callable[[str], None]], KernelChanges]
     """Listen for changes of nftables: the name of the process that made each is told while `wait` takes it."""
     repair_tables: Callable[[], Sequence[str]]
     """Put the node's own table right; tells what differed."""
@@ -236,8 +236,8 @@ async def watch_tables(duties: Duties) -> None:
     cost a core.
     """
     loop = asyncio.get_running_loop()
-    strangers: dict[str, None] = {}
-    news = duties.watch_tables(lambda name: strangers.setdefault(name))
+    strangers: set[str] = set()
+    news = duties.watch_tables(strangers.add)
     pause_s, calm_at_s = TABLES_PAUSE_S, 0.0
     try:
         while True:
@@ -265,7 +265,7 @@ def _repair_tables(duties: Duties, strangers: Iterable[str]) -> bool:
     for difference in differences:
         _log.warning(
             "repaired the rules of nftables",
-            extra={"cause": difference, "keys": [name for name in strangers if name]},
+            extra={"cause": difference, "keys": sorted(filter(None, strangers))},
         )
     if differences:
         duties.metrics.count("cluster_repairs", by=len(differences))

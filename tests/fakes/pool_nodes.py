@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from podwire.agent.duties.addresses import IpamDuty, IpamNews
 from podwire.agent.duties.follower import StoreFollower
-from podwire.control.apply import apply_documents
+from podwire.control.documents.apply import apply_documents
 from podwire.control.ipam.claims import Claims
 from podwire.control.ipam.documents import decode_block
 from podwire.control.ipam.interface import Wish

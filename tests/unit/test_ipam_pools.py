@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from podwire.control.apply import apply_documents, put_object
+from podwire.control.documents.apply import apply_documents, put_object
 from podwire.control.documents.kinds import make_key
 from podwire.control.documents.pools import decode_pool
 from podwire.control.ipam.pools import (

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from podwire.control import apply as applying
-from podwire.control.apply import (
+from podwire.control.documents import apply as applying
+from podwire.control.documents.apply import (
     apply_documents,
     decode_all,
     delete_object,

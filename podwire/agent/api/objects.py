@@ -1,7 +1,7 @@
 """The API's operations on objects: list, get, put, delete, apply.
 
-`agent.api.routes` takes ROUTES_OBJECTS into its table. All that is decided here is decided by `control.apply`. The
-handlers block on the store's disk, so all of them run on a thread.
+`agent.api.routes` takes ROUTES_OBJECTS into its table. All that is decided here is decided by
+`control.documents.apply`. The handlers block on the store's disk, so all of them run on a thread.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from podwire.agent.api.openapi import Call, Parameter, Route
-from podwire.control.apply import Applied, apply_documents, delete_object, put_object
+from podwire.control.documents.apply import Applied, apply_documents, delete_object, put_object
 from podwire.control.documents.kinds import make_key, show_document
 from podwire.model.errors import InvalidRequest, NotFound
 from podwire.model.store import ObjectKey, Store, StoredObject

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from podwire.agent.dispatch import Dispatcher
-from podwire.agent.spool import Spool
+from podwire.agent.cni.dispatch import Dispatcher
+from podwire.agent.cni.spool import Spool
 from podwire.cni.errors import code_of
 from podwire.cni.netconf import decode_request
 from podwire.model import wire

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from podwire.agent.spool import BAD_DIRECTORY, BAD_KEPT, TEMPORARY_MAX_AGE_NS, Spool, SpooledDelete
+from podwire.agent.cni.spool import (
+    BAD_DIRECTORY,
+    BAD_KEPT,
+    TEMPORARY_MAX_AGE_NS,
+    Spool,
+    SpooledDelete,
+)
 from podwire.cni import client
 from podwire.cni.netconf import decode_request
 from podwire.model import wire

@@ -68,6 +68,21 @@ static __always_inline bool is_from_this_host(struct __sk_buff *skb, const struc
 	return !(flow->flags & PW_PACKET_FRAGMENT) || skb->sk;
 }
 
+/* The device of the pod that a packet of the stack came from; 0 = another one's, or this host's. Where IPv6 cuts a packet
+ * again that it had put together from pieces, it forgets the device, but not the mark that from_pod gives to pieces: the
+ * pod's address tells then.
+ */
+static __always_inline __u32 sender_device(struct __sk_buff *skb, const struct pw_flow *flow)
+{
+	const struct pw_endpoint_value *endpoint;
+
+	if (skb->ingress_ifindex || !(flow->flags & PW_PACKET_FRAGMENT) ||
+	    (skb->mark & ~PW_MARK_FOREIGN_BITS) != PW_MARK_POD_PIECE)
+		return skb->ingress_ifindex;
+	endpoint = bpf_map_lookup_elem(&pw_endpoints, flow->key.saddr);
+	return endpoint ? endpoint->ifindex : 0;
+}
+
 /* The identity of a sender beyond this host. An address of a node stands for everybody who was masqueraded behind it,
  * and one of our own blocks that comes from elsewhere is forged: both count as the world.
  */
@@ -87,9 +102,11 @@ static __noinline int address_identity(const struct pw_flow *flow)
 static __always_inline __u32 stack_identity(struct __sk_buff *skb, const struct pw_flow *flow,
 					    struct pw_row *sender)
 {
+	__u32 ifindex = sender_device(skb, flow);
+
 	if (is_from_this_host(skb, flow))
 		return PW_IDENTITY_HOST;
-	if (skb->ingress_ifindex && !copy_row(skb->ingress_ifindex, sender))
+	if (ifindex && !copy_row(ifindex, sender))
 		return sender->instance == flow->row.instance ? PW_IDENTITY_SELF : sender->identity;
 	return address_identity(flow);
 }

@@ -171,6 +171,17 @@ static __always_inline int guard_tunnel_port(const struct pw_flow *flow)
 }
 
 /* `here` and `there` are what the sender and, for a local pod, the receiver remember. */
+/* A pod that asked from that port is answered: at its address there is no tunnel. */
+static __always_inline int guard_tunnel_ends(const struct pw_flow *flow,
+					     const struct pw_conntrack_value *entry)
+{
+	int reason = guard_tunnel_port(flow);
+
+	if (reason && entry && flow->here.reply && is_pod_address(flow->key.daddr))
+		return 0;
+	return reason;
+}
+
 PW_CHECKED_ALONE int choose_path(struct __sk_buff *skb, struct pw_flow *flow,
 				 const struct pw_conntrack_value *here,
 				 const struct pw_conntrack_value *there)

@@ -111,4 +111,50 @@ static __always_inline __u32 stack_identity(struct __sk_buff *skb, const struct 
 	return address_identity(flow);
 }
 
+/* The identity that a pod's address has now; 0 = it is none, or nobody has told us yet whose. */
+static __noinline __u32 pod_identity(const void *address)
+{
+	const struct pw_endpoint_value *endpoint;
+	const struct pw_config_value *row;
+	const struct pw_ipcache_value *prefix;
+	struct pw_endpoint_key key;
+	__u32 ifindex;
+
+	copy_address(key.addr, address);
+	endpoint = bpf_map_lookup_elem(&pw_endpoints, &key);
+	if (endpoint) {
+		ifindex = endpoint->ifindex;
+		row = bpf_map_lookup_elem(&pw_config, &ifindex);
+		return row && row->instance == endpoint->instance ? row->identity : 0;
+	}
+	prefix = find_prefix(address);
+	if (!prefix || prefix->flags & (PW_IPCACHE_NODE_ADDRESS | PW_IPCACHE_LOCAL) ||
+	    prefix->identity == PW_IDENTITY_HOST || prefix->identity == PW_IDENTITY_UNMANAGED)
+		return 0;
+	return prefix->identity;
+}
+
+/* Those of pods, which may become others. */
+static __always_inline bool may_change(__u32 identity)
+{
+	switch (identity) {
+	case PW_IDENTITY_UNKNOWN:
+	case PW_IDENTITY_HOST:
+	case PW_IDENTITY_WORLD:
+	case PW_IDENTITY_REMOTE_NODE:
+	case PW_IDENTITY_SELF:
+		return false;
+	default:
+		return true;
+	}
+}
+
+/* Who the other end of an answer is now, or a stream in which only one side speaks would outlive what its peer was
+ * (rule 6). Behind the address of a node or a service it stays who the entry says.
+ */
+static __always_inline __u32 present_identity(const void *address, __u32 remembered)
+{
+	return may_change(remembered) ? pod_identity(address) ?: remembered : remembered;
+}
+
 #endif

@@ -48,7 +48,7 @@ static __always_inline void keep_to_tunnel(struct pw_flow *flow,
 }
 
 /* Fills the identity of the other end, and where it is. What goes back through the stack may be translated there, and
- * what came by the tunnel said itself who it is: its other end is who the entry says.
+ * what came by the tunnel said itself who it is: the entry knows, as long as its address tells nothing newer.
  */
 PW_CHECKED_ALONE int resolve_destination(struct pw_flow *flow,
 					 const struct pw_conntrack_value *entry)
@@ -60,7 +60,8 @@ PW_CHECKED_ALONE int resolve_destination(struct pw_flow *flow,
 		return PW_DROP_INTERNAL;
 	tunnel = answers_by(&flow->here, entry, PW_PATH_TUNNEL);
 	if (tunnel || answers_by(&flow->here, entry, PW_PATH_STACK)) {
-		flow->destination_identity = entry->peer_identity;
+		flow->destination_identity =
+			present_identity(flow->key.daddr, entry->peer_identity);
 		if (tunnel)
 			answer_node(flow, entry->node);
 		return 0;
@@ -170,7 +171,6 @@ static __always_inline int guard_tunnel_port(const struct pw_flow *flow)
 		       : 0;
 }
 
-/* `here` and `there` are what the sender and, for a local pod, the receiver remember. */
 /* A pod that asked from that port is answered: at its address there is no tunnel. */
 static __always_inline int guard_tunnel_ends(const struct pw_flow *flow,
 					     const struct pw_conntrack_value *entry)
@@ -182,6 +182,7 @@ static __always_inline int guard_tunnel_ends(const struct pw_flow *flow,
 	return reason;
 }
 
+/* `here` and `there` are what the sender and, for a local pod, the receiver remember. */
 PW_CHECKED_ALONE int choose_path(struct __sk_buff *skb, struct pw_flow *flow,
 				 const struct pw_conntrack_value *here,
 				 const struct pw_conntrack_value *there)

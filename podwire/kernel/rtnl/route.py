@@ -47,7 +47,9 @@ AF_INET6: Final = 10
 TABLE_MAIN: Final = 254
 SCOPE_UNIVERSE: Final = 0
 SCOPE_LINK: Final = 253
+TABLE_LOCAL: Final = 255
 ROUTE_UNICAST: Final = 1
+ROUTE_LOCAL: Final = 2
 ROUTE_UNREACHABLE: Final = 7
 NEIGHBOUR_PERMANENT: Final = 0x80
 IPV6_DEFAULT_METRIC: Final = 1024
@@ -68,6 +70,7 @@ _RTA_PRIORITY: Final = 6
 _RTA_PREFSRC: Final = 7
 _RTA_METRICS: Final = 8
 _RTA_TABLE: Final = 15
+_RTA_EXPIRES: Final = 23
 _RTAX_MTU: Final = 2
 _NDA_DST: Final = 1
 _NDA_LLADDR: Final = 2
@@ -101,7 +104,8 @@ class InterfaceAddress:
 class Route:
     """A route.
 
-    `metric` 0 is IPv4's default; IPv6's is IPV6_DEFAULT_METRIC, also where 0 is asked for.
+    `metric` 0 is IPv4's default; IPv6's is IPV6_DEFAULT_METRIC, also where 0 is asked for. With `lifetime_s` the kernel
+    removes it by itself afterwards (IPv6 only); it is not read back.
     """
 
     destination: IPNetwork
@@ -114,6 +118,7 @@ class Route:
     mtu: int = 0
     onlink: bool = False
     kind: int = ROUTE_UNICAST
+    lifetime_s: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +349,7 @@ def _route_body(route: Route) -> bytes:
         (_RTA_OIF, route.index),
         (_RTA_PRIORITY, route.metric),
         (_RTA_TABLE, route.table if route.table > 255 else 0),
+        (_RTA_EXPIRES, route.lifetime_s),
     ):
         if value:
             parts.append(attribute_u32(kind, value))

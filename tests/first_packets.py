@@ -1,7 +1,7 @@
 """The first packets to a new pod: one echo request and one SYN of each family, of which none may need a second try.
 
-Sockets are opened inside a namespace and used from outside. Nothing is judged by time: an echo request is sent once, and
-the kernel itself counts how often it has repeated a SYN. The pod has nobody who listens, so its answer is a reset.
+Sockets are opened inside a namespace and used from outside. Nothing is judged by time: an echo request is sent once,
+and the kernel itself counts how often it has repeated a SYN. Nobody listens in the pod, so its answer is a reset.
 """
 
 import ipaddress

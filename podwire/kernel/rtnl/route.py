@@ -47,6 +47,8 @@ AF_INET6: Final = 10
 TABLE_MAIN: Final = 254
 SCOPE_UNIVERSE: Final = 0
 SCOPE_LINK: Final = 253
+_SCOPE_ANY: Final = 255
+"""RT_SCOPE_NOWHERE, by which the kernel removes a route of any scope."""
 TABLE_LOCAL: Final = 255
 ROUTE_UNICAST: Final = 1
 ROUTE_LOCAL: Final = 2
@@ -82,6 +84,8 @@ _IFADDR: Final = struct.Struct("=BBBBI")
 """ifaddrmsg: family, prefix length, flags, scope, index."""
 _RTMSG: Final = struct.Struct("=BBBBBBBBI")
 """rtmsg: family, destination bits, source bits, tos, table, protocol, scope, type, flags."""
+_RTMSG_SCOPE: Final = 6
+"""Where the scope stands in it."""
 _NDMSG: Final = struct.Struct("=BxxxiHBB")
 """ndmsg: family, index, state, flags, type."""
 
@@ -192,10 +196,10 @@ def add_route(wanted: Route, *, replace: bool = False) -> Request:
 
 
 def delete_route(unwanted: Route) -> Request:
-    """Remove the route that agrees in everything given; ESRCH when there is none."""
-    return Request(
-        RTM_DELROUTE, 0, _route_body(unwanted), "remove route", str(unwanted.destination)
-    )
+    """Remove the route that agrees in everything given, of whatever scope; ESRCH when there is none."""
+    body = bytearray(_route_body(unwanted))
+    body[_RTMSG_SCOPE] = _SCOPE_ANY
+    return Request(RTM_DELROUTE, 0, bytes(body), "remove route", str(unwanted.destination))
 
 
 def list_routes(family: int, *, table: int = 0, protocol: int = 0, index: int = 0) -> Request:

@@ -38,7 +38,7 @@ static __always_inline int judge_receiver(struct __sk_buff *skb, struct pw_flow 
 	if (entry && flow->here.related)
 		flow->source_identity = entry->peer_identity;
 	else if (entry && flow->here.reply)
-		flow->source_identity = present_identity(flow->key.saddr, entry->peer_identity);
+		flow->source_identity = present_identity(flow->key.saddr, entry);
 	else
 		flow->source_identity = stack_identity(skb, flow, &flow->target);
 	flow->here.peer_identity = flow->source_identity;

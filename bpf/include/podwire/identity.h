@@ -111,8 +111,9 @@ static __always_inline __u32 stack_identity(struct __sk_buff *skb, const struct 
 	return address_identity(flow);
 }
 
-/* The identity that a pod's address has now; 0 = it is none, or nobody has told us yet whose. */
-static __noinline __u32 pod_identity(const void *address)
+/* The identity that a pod's address has now, at `node` if that is not 0; 0 = it is none, or nobody has told us yet whose.
+ */
+static __noinline __u32 pod_identity(const void *address, __u32 node)
 {
 	const struct pw_endpoint_value *endpoint;
 	const struct pw_config_value *row;
@@ -125,10 +126,11 @@ static __noinline __u32 pod_identity(const void *address)
 	if (endpoint) {
 		ifindex = endpoint->ifindex;
 		row = bpf_map_lookup_elem(&pw_config, &ifindex);
-		return row && row->instance == endpoint->instance ? row->identity : 0;
+		return row && row->instance == endpoint->instance && !node ? row->identity : 0;
 	}
 	prefix = find_prefix(address);
-	if (!prefix || prefix->flags & (PW_IPCACHE_NODE_ADDRESS | PW_IPCACHE_LOCAL) ||
+	if (!prefix || (node && prefix->node != node) ||
+	    prefix->flags & (PW_IPCACHE_NODE_ADDRESS | PW_IPCACHE_LOCAL) ||
 	    prefix->identity == PW_IDENTITY_HOST || prefix->identity == PW_IDENTITY_UNMANAGED)
 		return 0;
 	return prefix->identity;
@@ -150,11 +152,17 @@ static __always_inline bool may_change(__u32 identity)
 }
 
 /* Who the other end of an answer is now, or a stream in which only one side speaks would outlive what its peer was
- * (rule 6). Behind the address of a node or a service it stays who the entry says.
+ * (rule 6). Behind the address of a node or a service, and where its address has gone to another node, it stays who the
+ * entry says.
  */
-static __always_inline __u32 present_identity(const void *address, __u32 remembered)
+static __always_inline __u32 present_identity(const void *address,
+					      const struct pw_conntrack_value *entry)
 {
-	return may_change(remembered) ? pod_identity(address) ?: remembered : remembered;
+	__u32 node = entry->path == PW_PATH_TUNNEL ? entry->node : 0;
+
+	if (!may_change(entry->peer_identity))
+		return entry->peer_identity;
+	return pod_identity(address, node) ?: entry->peer_identity;
 }
 
 #endif

@@ -60,8 +60,7 @@ PW_CHECKED_ALONE int resolve_destination(struct pw_flow *flow,
 		return PW_DROP_INTERNAL;
 	tunnel = answers_by(&flow->here, entry, PW_PATH_TUNNEL);
 	if (tunnel || answers_by(&flow->here, entry, PW_PATH_STACK)) {
-		flow->destination_identity =
-			present_identity(flow->key.daddr, entry->peer_identity);
+		flow->destination_identity = present_identity(flow->key.daddr, entry);
 		if (tunnel)
 			answer_node(flow, entry->node);
 		return 0;

@@ -1,8 +1,9 @@
 """From what nodes say of themselves to what this node's kernel shall hold because of them.
 
 Called by `agent.cluster_duty` with every change of a node. Pure: everything comes in, a new plan goes out.
-Invariants: the plan does not depend on the order of the nodes; a node that goes takes only its own rows with it; a
-node's number is never that of another name; nothing that two nodes claim is sent to both.
+Invariants: the plan does not depend on the order of the nodes; a node that goes takes only its own rows with it, and
+lets what its claims held off stand again; a node's number is never that of another name; nothing that two nodes claim
+is sent to both.
 """
 
 from collections import Counter

@@ -43,7 +43,9 @@ def make(number: Any, **changes: Any) -> Any:
 
 OWN = make(1)
 UNDERLAY = Underlay(OWN.addresses, nets("192.0.2.0/24", "2001:db8::/64"), 2, 1500)
-OVERLAY = ClusterSettings("overlay", nets("10.244.0.0/16", "fd00::/48"))
+OVERLAY = ClusterSettings(
+    "overlay", nets("10.244.0.0/16", "10.250.0.0/16", "100.64.0.0/10", "fd00::/48")
+)
 NATIVE = ClusterSettings("native", OVERLAY.cluster_cidrs)
 AUTO = ClusterSettings("auto", OVERLAY.cluster_cidrs)
 

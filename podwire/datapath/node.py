@@ -5,7 +5,7 @@ routes, shaping and the maps. Never decides what an endpoint should be: that com
 Invariant: the row that drops everything precedes the device, rows of a live endpoint change in place, and nothing
 here opens a file, starts a process or passes the verifier after `prepare`.
 
-Thread-safe without the caller's lock: `reap_devices` (own socket, own list), `read_metrics`,
+Thread-safe without the caller's lock: `reap_devices` (own socket, own list), `repair_tables`, `read_metrics`,
 `list_programs`, reading `maps`. Everything else belongs under the turn.
 """
 
@@ -394,6 +394,10 @@ class KernelDatapath:
     def watch_devices(self, told: Callable[[int], None]) -> NetlinkEvents:
         """Listen for what pods' devices lose; `told` gets the index of each device."""
         return changes.watch_devices(told)
+
+    def repair_tables(self) -> Sequence[str]:
+        """Write the node's own table of nftables anew where somebody has changed it. Needs no turn."""
+        return self._node.masquerade.repair()
 
     @property
     def policy_fill(self) -> tuple[int, int]:

@@ -761,7 +761,7 @@ def test_the_underlay_is_the_device_with_the_nodes_address(world: KernelWorld) -
 
 
 def test_what_this_host_reaches_by_itself_is_known(world: KernelWorld) -> None:
-    """Every device's addresses and links, and every next hop; but for what is ours, and for single addresses on links."""
+    """Addresses and links of every device, and every next hop; nothing of ours, and no single address on a link."""
     run = world.host.run
     world.datapath.apply_cluster(make_cluster(1))
     before = world.datapath.read_underlay().around

@@ -12,9 +12,9 @@ from typing import Any, Final, TypeVar
 import msgspec
 import pytest
 
-from podwire.control.apply import apply_documents
 from podwire.control.cluster.facts import node_key
 from podwire.control.cluster.published import endpoints_key
+from podwire.control.documents.apply import apply_documents
 from podwire.kernel import netns
 from podwire.lab import etcd, labs, traffic
 from podwire.lab.topology import UNDERLAYS

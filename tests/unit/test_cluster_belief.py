@@ -1,4 +1,4 @@
-"""What a node is believed to have: every lie that was thought of is refused with what to do, and every honest case is not."""
+"""What a node is believed to have: each lie is refused with what to do, and no honest publication is."""
 
 import dataclasses
 import ipaddress
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from podwire.control.cluster.belief import Grants
-from podwire.control.cluster.claims import number_claims
 from podwire.control.cluster.facts import tunnel_mac
+from podwire.control.cluster.ownership import number_claims
 from podwire.control.cluster.planner import NodeNumbers, plan_cluster
 from podwire.control.cluster.published import Publication
 from podwire.control.cluster.reach import ClusterSettings

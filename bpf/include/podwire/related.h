@@ -69,35 +69,38 @@ static __always_inline bool quote_transport(struct __sk_buff *skb, struct pw_quo
 }
 
 /* Finds the flow at the endpoint whose instance and direction stand in flow->key. */
-static __noinline int find_related(struct __sk_buff *skb, struct pw_flow *flow,
-				   struct pw_match *match)
+static __noinline struct pw_conntrack_value *
+find_related(struct __sk_buff *skb, struct pw_flow *flow, struct pw_match *match)
 {
+	struct pw_conntrack_value *entry;
 	struct pw_quoted quoted = {
 		.key.instance = flow->key.instance,
 		.key.direction = !flow->key.direction,
 		.chain.offset = flow->transport_offset + sizeof(struct pw_icmp_header),
 	};
-	bool read =
-		flow->ethertype == ETH_P_IP ? quote_ipv4(skb, &quoted) : quote_ipv6(skb, &quoted);
+	bool reply, read = flow->ethertype == ETH_P_IP ? quote_ipv4(skb, &quoted)
+						       : quote_ipv6(skb, &quoted);
 
 	if (!read || !quote_transport(skb, &quoted))
-		return 0;
-	find_either(&quoted.key, match);
-	if (!match->entry) {
-		describe_match(match, &flow->key, false);
-		return 0;
-	}
+		return NULL;
+	entry = find_either(&quoted.key, &reply);
+	if (!entry)
+		return NULL;
+	describe_match(match, &quoted.key, reply);
 	match->related = true;
-	match->reply = !match->reply;
-	return 0;
+	match->reply = !reply;
+	return entry;
 }
 
-static __always_inline void look_up_flow(struct __sk_buff *skb, struct pw_flow *flow,
-					 struct pw_match *match)
+/* The entry of the packet's flow, and in `match` what else is known of it. */
+static __noinline struct pw_conntrack_value *
+look_up_flow(struct __sk_buff *skb, struct pw_flow *flow, struct pw_match *match)
 {
-	find_flow(flow, match);
+	struct pw_conntrack_value *entry = find_flow(flow, match);
+
 	if (flow->flags & PW_PACKET_ICMP_ERROR && !(flow->flags & PW_PACKET_LATER_FRAGMENT))
-		find_related(skb, flow, match);
+		return find_related(skb, flow, match);
+	return entry;
 }
 
 #endif

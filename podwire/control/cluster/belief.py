@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
 
-from podwire.control.cluster.claims import Problem, claimed_ranges
 from podwire.control.cluster.facts import NEVER_PODS
+from podwire.control.cluster.ownership import Problem, claimed_ranges
 from podwire.model.cluster import IPAddress, IPNetwork, NodeFacts, Surroundings
 
 IMPLIED_BITS: Final[Mapping[int, int]] = {4: 16, 6: 48}
@@ -100,9 +100,9 @@ class Belief:
         )
 
     def find_address_fault(self, node: str, address: IPAddress) -> str:
-        """Say why a node cannot have an address on the underlay; "" when it can. Other nodes' are left to `claims`."""
+        """Say why a node cannot have an address on the underlay; "" when it can. Contests are left to `ownership`."""
         if address in self.own_addresses or any(address in one for one in self.own_ranges):
-            return ""  # a contest with this node, which may be the one that loses it: see `claims`
+            return ""  # a contest with this node, which it may lose
         if address in self.around.own:
             return f"it is an address of node {self.node}"
         is_linked = any(address in one for one in self.around.subnets)
@@ -156,7 +156,7 @@ class Belief:
 def believe_nodes(
     belief: Belief, nodes: Sequence[NodeFacts]
 ) -> tuple[Belief, list[NodeFacts], set[Problem]]:
-    """Give (the belief that knows the nodes' addresses, the nodes without what is not believed of them, what that is)."""
+    """Give (the belief that knows the nodes' addresses, the nodes as far as they are believed, what is refused)."""
     refused: dict[str, list[tuple[str, str]]] = {}
     screened: list[NodeFacts] = []
     for facts in nodes:

@@ -59,7 +59,7 @@ class PoolGrants:
         return Grants(tuple(sorted(set(self._pools.values()), key=str)), dict(self._left))
 
     def replace(self, pools: Iterable[StoredObject], published: Published) -> bool:
-        """Take all pools there are; tells whether that changes anything. `published` is looked at only if one is gone."""
+        """Take all pools there are; tells whether that changes anything. `published` is read only if one is gone."""
         after = {one.key.name: cidr for one in pools if (cidr := _read_cidr(one)) is not None}
         before, self._pools = self._pools, after
         gone = set(before.values()) - set(after.values())

@@ -152,7 +152,15 @@ class KernelDatapath:
         try:
             upgrade.mark_readable(pins)
 
+            def write_settings() -> None:
+                tables.write_settings(
+                    loaded.maps,
+                    conntrack_quota=plan.conntrack_quota,
+                    new_flow_rate=plan.capacities.new_flow_rate,
+                )
+
             def swap_programs() -> int:
+                write_settings()
                 return upgrade.replace_programs(
                     netlink,
                     plan.node_name,
@@ -163,7 +171,7 @@ class KernelDatapath:
 
             upgrade.take_over(plan.bpf_dir, loaded.maps, swap_programs)
             upgrade.resize_conntrack(loaded.maps, plan.capacities)
-            tables.write_settings(loaded.maps, conntrack_quota=plan.conntrack_quota)
+            write_settings()
             loaded.programs[_COLLECTOR].run(Packet(_ANY_FRAME))
         except BaseException:
             loaded.close()

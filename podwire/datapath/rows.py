@@ -185,7 +185,7 @@ def describe_maps(maps: NodeMaps, fills: Mapping[str, tuple[int, int]] | None = 
 
 def count_conntrack(maps: NodeMaps) -> int:
     """Count the remembered flows without reading them: what the endpoints are charged with."""
-    return sum(value.conntrack_entries for _, value in typed.list_usage(maps))
+    return sum(sum(value.connections) for _, value in typed.list_usage(maps))
 
 
 def conntrack_capacity(maps: NodeMaps) -> int:

@@ -275,10 +275,11 @@ def recount_usage(maps: NodeMaps) -> None:
     After rows were copied while programs and collector went on; a flow that opens or ends in this
     very moment is miscounted by one.
     """
-    counts = Counter(flow.instance for flow in list_conntrack(maps))
+    counts = Counter((flow.instance, flow.direction) for flow in list_conntrack(maps))
     for instance, row in list_usage(maps):
-        if row.conntrack_entries != counts[instance]:
-            fresh = row._replace(conntrack_entries=counts[instance])
+        found = tuple(counts[instance, direction] for direction in abi.Direction)
+        if row.connections != found:
+            fresh = row._replace(connections=found)
             maps.pw_usage.update(instance.to_bytes(4, "little"), fresh.pack())
 
 

@@ -104,7 +104,7 @@ def _run(bpf_dir: Path, *, die: bool) -> None:
                     "programs": [one.id for one in datapath.list_programs()],
                     "seed": maps.read_settings(datapath.maps).hash_seed,
                     "usage": {
-                        str(key): row.conntrack_entries
+                        str(key): sum(row.connections)
                         for key, row in maps.list_usage(datapath.maps)
                     },
                     "flows": flows,

@@ -339,7 +339,7 @@ def test_conntrack_is_resized_under_traffic_with_its_flows(
     assert after >= before
     assert results == [[], ""]
     counted = Counter(instance for instance, *_ in after)
-    usage = {key: row.conntrack_entries for key, row in tables.list_usage(world.datapath.maps)}
+    usage = {key: sum(row.connections) for key, row in tables.list_usage(world.datapath.maps)}
     assert {first.id: counted[first.id], second.id: counted[second.id]} == usage
 
 

@@ -20,7 +20,7 @@ from podwire.agent.health import AliveFile
 from podwire.agent.node import Node
 from podwire.control.flows.enrich import FlowMaker
 from podwire.control.flows.flow import FlowPolicy
-from podwire.datapath import abi, rows
+from podwire.datapath import abi, changes, rows
 from podwire.datapath.events import hook_name, path_name, reason_name
 from podwire.datapath.node import KernelDatapath
 from podwire.model.endpoint import EndpointRecord
@@ -92,6 +92,8 @@ def make_duties(node: Node, dispatcher: Dispatcher, threads: ThreadPoolExecutor)
         requests_taken=lambda: node.metrics.requests_observed,
         list_warnings=list_warnings,
         watch_devices=node.datapath.watch_devices,
+        watch_tables=changes.watch_tables,
+        repair_tables=node.datapath.repair_tables,
         replay=dispatcher.replay,
         threads=threads,
     )

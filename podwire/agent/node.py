@@ -45,12 +45,13 @@ from podwire.control.ipam.interface import Ipam
 from podwire.control.policy.engine import Numbers, PolicyEngine
 from podwire.control.policy.oracle import Enforcement
 from podwire.datapath.host import merge_changes
+from podwire.datapath.native import OwnHooks
 from podwire.datapath.node import KernelDatapath
 from podwire.datapath.plan import NodePlan
 from podwire.journal.background_writer import BackgroundWriter
 from podwire.journal.directories import RunDirectories
 from podwire.journal.lock import locked_node_name, locked_state_directory
-from podwire.journal.records import HOST_SETTINGS_FACT, SqliteJournal
+from podwire.journal.records import HOST_SETTINGS_FACT, UNDERLAY_HOOKS_FACT, SqliteJournal
 from podwire.kernel.clock import KernelClock
 from podwire.kernel.inotify import FileWaker
 from podwire.model import log
@@ -126,7 +127,7 @@ def open_node(settled: Settled, stack: ExitStack) -> Node:
     stack.callback(name.close)
     addresses = open_addresses(config, store, journal, partial(_report_ipam, health))
     refuse_contested(name, addresses.own_ranges().pod_cidrs, config.node.node_address)
-    datapath = KernelDatapath(plan_node(config, addresses))
+    datapath = KernelDatapath(plan_node(config, addresses), _recall_hooks(journal, clock))
     try:
         stack.enter_context(datapath)
     finally:
@@ -143,6 +144,14 @@ def open_node(settled: Settled, stack: ExitStack) -> Node:
     _report_restore(_restore(node), node)
     node.cluster.apply()
     return node
+
+
+def _recall_hooks(journal: SqliteJournal, clock: KernelClock) -> OwnHooks:
+    return OwnHooks(
+        journal.read_fact(UNDERLAY_HOOKS_FACT),
+        boot_id=clock.boot_id(),
+        write=partial(journal.write_fact, UNDERLAY_HOOKS_FACT),
+    )
 
 
 def _note_host_changes(

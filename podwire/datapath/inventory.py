@@ -14,7 +14,12 @@ from podwire.datapath import maps as rows
 from podwire.datapath.device import CONDEMNED_GROUP, OwnedDevice, list_devices
 from podwire.datapath.maps import NodeMaps
 from podwire.datapath.masquerade import Masquerade
-from podwire.datapath.native import list_attached, remove_attached
+from podwire.datapath.native import (
+    OwnHooks,
+    list_attached,
+    list_free_hooks,
+    remove_attached,
+)
 from podwire.datapath.programs import remove_directory
 from podwire.datapath.routes import (
     list_block_routes,
@@ -155,11 +160,27 @@ def _remove_tunnels(netlink: NetlinkSocket) -> list[str]:
     return [f"tunnel device {link.name}" for link in ours]
 
 
-def remove_everything(bpf_dir: Path) -> list[str]:
+def _remove_native(netlink: NetlinkSocket, hooks: OwnHooks) -> list[str]:
+    hooks.compare(netlink)
+    attached, free = list_attached(netlink), list_free_hooks(netlink, hooks)
+    remove_attached(netlink, {*attached, *free}, hooks)
+    return name_native(attached, free)
+
+
+def name_native(attached: Iterable[int], free: Iterable[int]) -> list[str]:
+    """Name programs and hooks at devices of the host."""
+    return [
+        *(f"program from_netdev of device index {index}" for index in attached),
+        *(f"clsact queue of device index {index}" for index in free),
+    ]
+
+
+def remove_everything(bpf_dir: Path, hooks: OwnHooks | None = None) -> list[str]:
     """Remove all that any node name has in this network namespace, and the pins; name what was removed.
 
-    For `podwire cleanup --all` and a lab's end, with no agent running: running pods lose their network.
+    For `podwire cleanup --all`, with no agent running: running pods lose their network. `hooks`: what the agent noted.
     """
+    hooks = hooks or OwnHooks()
     removed = []
     with NetlinkSocket() as netlink, Nftables() as nft:
         owned = list_devices(netlink)[0]
@@ -168,9 +189,7 @@ def remove_everything(bpf_dir: Path) -> list[str]:
         remove_routes(netlink, leftover)
         removed += [f"route to {route.destination}" for route in leftover]
         removed += _remove_tunnels(netlink)
-        attached = list_attached(netlink)
-        remove_attached(netlink, attached)
-        removed += [f"program from_netdev of device index {index}" for index in attached]
+        removed += _remove_native(netlink, hooks)
         table = Masquerade(nft)
         if table.compare():  # nothing was applied by us, so any table is one too many
             table.remove()

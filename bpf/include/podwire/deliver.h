@@ -94,8 +94,6 @@ static __always_inline int deliver_to_pod(struct __sk_buff *skb, struct pw_flow 
 	flow->there.peer_identity = flow->source_identity;
 	if (flow->target.instance == flow->row.instance)
 		flow->there.peer_identity = PW_IDENTITY_SELF;
-	if (there && flow->there.related)
-		flow->there.peer_identity = there->peer_identity;
 	flow->sender_rule = flow->rule;
 	flow->sender_said = flow->said;
 	stand_at(flow, &flow->target, PW_INGRESS);

@@ -58,8 +58,8 @@ PW_CHECKED_ALONE int count_hit(__u32 rule, __u32 bytes)
 	return 0;
 }
 
-/* The other end of the flow as the pod sees it. An ICMP error may come from anywhere: the packet that it quotes, which
- * crossed the edge the other way, tells.
+/* The other end of the flow as the pod sees it. An ICMP error may come from between: who the packet was for that it
+ * quotes, tells.
  */
 static __always_inline bool read_peer_address(struct __sk_buff *skb, const struct pw_flow *flow,
 					      const struct pw_match *match, __u8 *address)
@@ -68,17 +68,15 @@ static __always_inline bool read_peer_address(struct __sk_buff *skb, const struc
 	bool outwards = flow->key.direction == PW_EGRESS;
 	__be32 ipv4_be;
 
-	if (!match->related) {
+	if (!match->related || outwards) {
 		copy_address(address, outwards ? flow->key.daddr : flow->key.saddr);
 		return true;
 	}
-	if (flow->ethertype == ETH_P_IPV6) {
-		quoted += outwards ? offsetof(struct ipv6hdr, saddr)
-				   : offsetof(struct ipv6hdr, daddr);
-		return !bpf_skb_load_bytes(skb, quoted, address, 16);
-	}
-	quoted += outwards ? offsetof(struct iphdr, saddr) : offsetof(struct iphdr, daddr);
-	if (bpf_skb_load_bytes(skb, quoted, &ipv4_be, sizeof(ipv4_be)))
+	if (flow->ethertype == ETH_P_IPV6)
+		return !bpf_skb_load_bytes(skb, quoted + offsetof(struct ipv6hdr, daddr), address,
+					   16);
+	if (bpf_skb_load_bytes(skb, quoted + offsetof(struct iphdr, daddr), &ipv4_be,
+			       sizeof(ipv4_be)))
 		return false;
 	map_ipv4(address, ipv4_be);
 	return true;

@@ -69,8 +69,6 @@ PW_CHECKED_ALONE int resolve_destination(struct pw_flow *flow,
 	reason = find_destination(flow);
 	if (reason)
 		return reason;
-	if (entry && flow->here.related)
-		flow->destination_identity = entry->peer_identity;
 	keep_to_tunnel(flow, entry);
 	return 0;
 }

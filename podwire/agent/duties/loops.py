@@ -9,7 +9,7 @@ and does nothing.
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from podwire.control.flows.enrich import FlowMaker
 from podwire.control.flows.ring import FlowRing, Watch
 from podwire.model.errors import PodwireError
 from podwire.model.flow import FlowEvent
+from podwire.model.ids import NFT_TABLE
 from podwire.model.interfaces import Datapath
 
 REAP_LOOK_S = 0.25
@@ -38,11 +39,18 @@ RECONCILE_S = 300.0
 WARNINGS_S = 60.0
 LOSSES_PAUSE_S = 0.5
 """Between what the kernel tells of losses and a look: a burst is one."""
+TABLES_PAUSE_S = 0.1
+"""Between what the kernel tells of nftables and a look; twice as long after each repair in a row."""
+TABLES_PAUSE_CAP_S = 1.0
+"""Whoever changes the table all the time does not keep it away for longer."""
+TABLES_CALM_S = 10.0
+"""Without a repair for so long, the next one is the first again."""
 EVENT_PAUSE_S = 0.02
 """Pause after each read of the ring: under a flood this many bytes at a time, the rest is lost and counted."""
 RESTART_BASE_S = 1.0
 RESTART_CAP_S = 60.0
 
+_TABLES = "tables"
 _log = logging.getLogger(__name__)
 
 
@@ -56,8 +64,8 @@ class EventSource(Protocol):
         ...
 
 
-class DeviceNews(Protocol):
-    """Tells that pods' devices lost something (`kernel.netlink_events.NetlinkEvents`)."""
+class KernelChanges(Protocol):
+    """Tells that something has changed in the kernel (`kernel.netlink_events.NetlinkEvents`)."""
 
     def fileno(self) -> int: ...
 
@@ -102,8 +110,12 @@ class Duties:
     requests_taken: Callable[[], int]
     """How many CNI requests were ever taken."""
     list_warnings: Callable[[], Sequence[str]]
-    watch_devices: Callable[[Callable[[int], None]], DeviceNews]
+    watch_devices: Callable[[Callable[[int], None]], KernelChanges]
     """Listen for what pods' devices lose: the index of each is told while `wait` takes it."""
+    watch_tables: Callable[[Callable[[str], None]], KernelChanges]
+    """Listen for changes of nftables: the name of the process that made each is told while `wait` takes it."""
+    repair_tables: Callable[[], Sequence[str]]
+    """Put the node's own table right; tells what differed."""
     replay: Callable[[], Awaitable[tuple[int, int]]]
     """Carry out spooled DELs: how many were done, how many failed."""
     threads: ThreadPoolExecutor
@@ -217,6 +229,67 @@ async def watch_devices(duties: Duties) -> None:
         news.close()
 
 
+async def watch_tables(duties: Duties) -> None:
+    """Put the node's own table of nftables back as soon as somebody has taken it away or changed it.
+
+    Who does so again and again is named, and waited for longer each time: two that write against each other must not
+    cost a core.
+    """
+    loop = asyncio.get_running_loop()
+    strangers: set[str] = set()
+    news = duties.watch_tables(strangers.add)
+    pause_s, calm_at_s = TABLES_PAUSE_S, 0.0
+    try:
+        while True:
+            if await duties.on_thread(partial(_repair_tables, duties, strangers)):
+                in_a_row = loop.time() < calm_at_s
+                pause_s = min(TABLES_PAUSE_CAP_S, pause_s * 2) if in_a_row else TABLES_PAUSE_S
+                calm_at_s = loop.time() + TABLES_CALM_S
+                if pause_s == TABLES_PAUSE_CAP_S:
+                    duties.health.warn(_TABLES, _contested(strangers))
+            strangers.clear()
+            duties.health.report(_TABLES, ok=True, critical=False)
+            while not await _is_readable(loop, news.fileno(), calm_at_s):
+                duties.health.warn(_TABLES, "")
+                pause_s, calm_at_s = TABLES_PAUSE_S, 0.0
+            await asyncio.sleep(pause_s)
+            news.wait(0)
+    finally:
+        duties.health.warn(_TABLES, "")
+        news.close()
+
+
+def _repair_tables(duties: Duties, strangers: Iterable[str]) -> bool:
+    """Tell whether something had to be put right. Between two looks all who have written are suspects."""
+    differences = duties.repair_tables()
+    for difference in differences:
+        _log.warning(
+            "repaired the rules of nftables",
+            extra={"cause": difference, "keys": sorted(filter(None, strangers))},
+        )
+    if differences:
+        duties.metrics.count("cluster_repairs", by=len(differences))
+    return bool(differences)
+
+
+def _contested(strangers: Iterable[str]) -> str:
+    names = ", ".join(sorted(name for name in strangers if name)) or "somebody"
+    return (
+        f"the table {NFT_TABLE!r} of nftables is taken away or changed again and again, by {names}: meanwhile pods'"
+        f" packets leave without masquerade and guards; let it leave that table alone"
+    )
+
+
+async def _is_readable(loop: asyncio.AbstractEventLoop, fd: int, until_s: float) -> bool:
+    """Wait until a descriptor is readable; False at `until_s`, 0 = never."""
+    try:
+        async with asyncio.timeout_at(until_s or None):
+            await _readable(loop, fd)
+    except TimeoutError:
+        return False
+    return True
+
+
 async def _readable(loop: asyncio.AbstractEventLoop, fd: int) -> None:
     """Wait until a descriptor is readable; without a reader afterwards, which would be called all the time."""
     ready = asyncio.Event()
@@ -295,6 +368,7 @@ LOOPS: dict[str, Loop] = {
     "builds": build,
     "reconciliation": reconcile,
     "devices": watch_devices,
+    _TABLES: watch_tables,
     "alive": stay_alive,
     "host": watch_host,
     "spool": replay_spool,

@@ -91,20 +91,6 @@ class MetricRow:
 
 
 @dataclass(frozen=True)
-class ConntrackRow:
-    """One remembered flow of one endpoint, seen in the direction it began."""
-
-    instance: EndpointId
-    direction: abi.Direction
-    protocol: int
-    source: IPAddress
-    destination: IPAddress
-    source_port: int
-    destination_port: int
-    value: abi.ConntrackValue
-
-
-@dataclass(frozen=True)
 class NodeMaps:
     """The open maps of a node. Owner of their descriptors; closing them takes nothing out of the kernel."""
 
@@ -349,7 +335,7 @@ def write_settings(
 ) -> bool:
     """Write the node's knobs, None = as it is; tells whether any was another one.
 
-    Hash seed and tunnel mark are chosen once: live entries are found under the one, packets are under way with the other.
+    Hash seed and tunnel mark are chosen once: live entries are found under the one, packets leave with the other.
     """
     old = read_settings(maps)
     new = old._replace(
@@ -471,38 +457,3 @@ def read_metrics(maps: NodeMaps) -> list[MetricRow]:
             )
         )
     return sorted(rows, key=lambda row: (row.hook, row.reason, row.path))
-
-
-def open_shards(maps: NodeMaps) -> Iterator[bpf.Map]:
-    """Open the hashes of conntrack, in order; the caller closes each."""
-    for _, raw_id in sorted(maps.pw_conntrack.items()):
-        shard = bpf.open_map_by_id(int.from_bytes(raw_id, "little"))
-        if shard is None:
-            raise Bug("open conntrack shards: a slot was replaced meanwhile")
-        yield shard
-
-
-def open_conntrack_shards(maps: NodeMaps) -> Iterator[bpf.Map]:
-    """Open the hashes of conntrack one after the other; each is closed before the next is given."""
-    for shard in open_shards(maps):
-        with shard:
-            yield shard
-
-
-def list_conntrack(maps: NodeMaps, instance: EndpointId | None = None) -> Iterator[ConntrackRow]:
-    """Walk the remembered flows, of one endpoint or of all. Slow: reads every shard."""
-    wanted = b"" if instance is None else _u32(instance)
-    for shard in open_conntrack_shards(maps):
-        for raw_key, raw in shard.items():
-            if raw_key.startswith(wanted):
-                key = abi.ConntrackKey.unpack(raw_key)
-                yield ConntrackRow(
-                    instance=EndpointId(key.instance),
-                    direction=abi.Direction(key.direction),
-                    protocol=key.protocol,
-                    source=from_mapped(key.saddr),
-                    destination=from_mapped(key.daddr),
-                    source_port=key.sport,
-                    destination_port=key.dport,
-                    value=abi.ConntrackValue.unpack(raw),
-                )

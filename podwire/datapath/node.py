@@ -155,15 +155,8 @@ class KernelDatapath:
         try:
             upgrade.mark_readable(pins)
 
-            def write_settings() -> None:
-                tables.write_settings(
-                    loaded.maps,
-                    conntrack_quota=plan.conntrack_quota,
-                    new_flow_rate=plan.capacities.new_flow_rate,
-                )
-
             def swap_programs() -> int:
-                write_settings()
+                tables.write_settings(loaded.maps, **plan.flow_limits)
                 return upgrade.replace_programs(
                     netlink,
                     plan.node_name,
@@ -174,7 +167,7 @@ class KernelDatapath:
 
             upgrade.take_over(plan.bpf_dir, loaded.maps, swap_programs)
             upgrade.resize_conntrack(loaded.maps, plan.capacities)
-            write_settings()
+            tables.write_settings(loaded.maps, **plan.flow_limits)
             loaded.programs[_COLLECTOR].run(Packet(_ANY_FRAME))
         except BaseException:
             loaded.close()

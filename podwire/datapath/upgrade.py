@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Final
 
 from podwire.datapath import abi
+from podwire.datapath.conntrack_maps import list_conntrack, open_shards
 from podwire.datapath.device import Programs, list_devices
-from podwire.datapath.maps import NodeMaps, list_conntrack, list_usage, open_shards
+from podwire.datapath.maps import NodeMaps, list_usage
 from podwire.datapath.native import NetdevProgram, list_attached, replace_attached
 from podwire.datapath.programs import Capacities, Pins, list_versions, remove_version
 from podwire.datapath.tunnel import TunnelPrograms, find_tunnel
@@ -277,7 +278,7 @@ def recount_usage(maps: NodeMaps) -> None:
     """
     counts = Counter((flow.instance, flow.direction) for flow in list_conntrack(maps))
     for instance, row in list_usage(maps):
-        found = tuple(counts[instance, direction] for direction in abi.Direction)
+        found = counts[instance, abi.Direction.EGRESS], counts[instance, abi.Direction.INGRESS]
         if row.connections != found:
             fresh = row._replace(connections=found)
             maps.pw_usage.update(instance.to_bytes(4, "little"), fresh.pack())

@@ -75,7 +75,7 @@ static __always_inline void clean_up(struct __sk_buff *skb)
 
 /* The receiver's verdict, its entry, its frame. `row` and `match` are the receiver's, which is flow->target. */
 static __always_inline int admit(struct __sk_buff *skb, struct pw_flow *flow,
-				 const struct pw_row *row, struct pw_match *match,
+				 const struct pw_config_value *row, struct pw_match *match,
 				 struct pw_conntrack_value *entry)
 {
 	int reason = judge(skb, flow, row, match, entry) ?:

@@ -100,7 +100,7 @@ static __noinline int address_identity(const struct pw_flow *flow)
  * way. `sender` is room for a row.
  */
 static __always_inline __u32 stack_identity(struct __sk_buff *skb, const struct pw_flow *flow,
-					    struct pw_row *sender)
+					    struct pw_config_value *sender)
 {
 	__u32 ifindex = sender_device(skb, flow);
 

@@ -12,7 +12,8 @@
 #define PW_GSO_BY_FRAGMENTS 0xffff /* gso_size where every piece has a size of its own (SCTP) */
 
 /* Which endpoint's edge the packet is about to cross: what conntrack is asked and told from here on. */
-static __always_inline void stand_at(struct pw_flow *flow, const struct pw_row *row, __u8 direction)
+static __always_inline void stand_at(struct pw_flow *flow, const struct pw_config_value *row,
+				     __u8 direction)
 {
 	flow->key.instance = row->instance;
 	flow->key.direction = direction;

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from podwire.control.apply import apply_documents
+from podwire.control.documents.apply import apply_documents
 from podwire.kernel import netns
 from podwire.lab import labs
 from podwire.lab.pod import launcher_program, network_config

@@ -21,10 +21,10 @@ from bench import results_file
 from bench.probe import Prober, Race, Steady, reached
 from bench.stats import median_of, quantile
 from podwire.cli.client import request
-from podwire.control.apply import apply_documents
 from podwire.control.cluster.facts import node_key
 from podwire.control.cluster.publish import LEASE_TTL_S
 from podwire.control.cluster.published import endpoints_key
+from podwire.control.documents.apply import apply_documents
 from podwire.datapath import abi, maps
 from podwire.kernel import bpf, netns
 from podwire.lab import labs, node

@@ -16,7 +16,7 @@ from bench import results_file
 from bench.agent import agent_pid, resident_mb, restart_ms
 from bench.contestants import one_node, pod_namespace
 from bench.stats import median_of, quantile
-from podwire.control.apply import apply_documents
+from podwire.control.documents.apply import apply_documents
 from podwire.control.identity.key import IdentityKey
 from podwire.control.identity.known import make_object
 from podwire.datapath import abi

@@ -68,10 +68,10 @@ static __always_inline bool answers_another(const struct pw_flow *flow,
 /* May the flow go past the stack? Without an entry only what surely is no answer to a translated packet: the first of a
  * connection, not from one of our own. An ICMP error takes the way of the flow that it is about, whoever sends it.
  */
-static __always_inline bool passes_stack_by(struct pw_flow *flow)
+static __always_inline bool passes_stack_by(struct pw_flow *flow,
+					    const struct pw_conntrack_value *entry)
 {
 	const struct pw_match *match = &flow->here;
-	const struct pw_conntrack_value *entry = match->entry;
 
 	if (!entry)
 		return flow->native && opens_tcp(flow->tcp_flags) &&
@@ -83,7 +83,7 @@ static __always_inline bool passes_stack_by(struct pw_flow *flow)
 	if (!flow->native || answers_another(flow, entry))
 		return false;
 	if (opens_tcp(flow->tcp_flags))
-		return !belongs_to_stack(flow, match);
+		return !belongs_to_stack(flow, entry);
 	return entry->path == PW_PATH_NATIVE;
 }
 
@@ -108,26 +108,32 @@ static __always_inline bool recognise(struct __sk_buff *skb, struct pw_flow *flo
 
 static __always_inline int receive(struct __sk_buff *skb, struct pw_flow *flow)
 {
+	struct pw_conntrack_value *entry;
+
 	if (!recognise(skb, flow))
 		return PW_NOT_OURS;
 	flow->now_ns = bpf_ktime_get_coarse_ns();
-	look_up_flow(skb, flow, &flow->here);
-	if (!passes_stack_by(flow))
+	entry = look_up_flow(skb, flow, &flow->here);
+	if (!passes_stack_by(flow, entry))
 		return PW_NOT_OURS;
 	flow->path = PW_PATH_NATIVE;
-	return admit(skb, flow, &flow->row, &flow->here, flow->source_identity);
+	flow->here.peer_identity = flow->source_identity;
+	return admit(skb, flow, &flow->row, &flow->here, entry);
 }
 
 SEC("tc")
 int from_netdev(struct __sk_buff *skb)
 {
-	struct pw_flow flow = {.hook = PW_HOOK_FROM_NETDEV};
-	int outcome = receive(skb, &flow);
+	struct pw_flow *flow = begin_flow(PW_HOOK_FROM_NETDEV);
+	int outcome;
 
+	if (!flow)
+		return TC_ACT_SHOT;
+	outcome = receive(skb, flow);
 	if (outcome != PW_NOT_OURS)
-		return finish(skb, &flow, outcome);
-	flow.action = PW_ACTION_STACK;
-	record_decision(skb, &flow, 0);
+		return finish(skb, flow, outcome);
+	flow->action = PW_ACTION_STACK;
+	record_decision(skb, flow, 0);
 	return TC_ACT_UNSPEC;
 }
 

@@ -176,56 +176,65 @@ static __always_inline int receive_for_host(struct __sk_buff *skb, struct pw_flo
 /* The flow itself tells that this sender lives at this node, and as whom it came: all of it was looked at when its
  * entry was made.
  */
-static __always_inline bool is_vouched_for(const struct pw_flow *flow)
+static __always_inline bool is_vouched_for(const struct pw_flow *flow,
+					   const struct pw_conntrack_value *entry)
 {
 	const struct pw_match *match = &flow->here;
 
-	return match->entry && !match->related && match->entry->path == PW_PATH_TUNNEL &&
-	       match->entry->node == flow->node && flow->source_identity &&
-	       (match->reply || match->entry->peer_identity == flow->source_identity);
+	return entry && !match->related && entry->path == PW_PATH_TUNNEL &&
+	       entry->node == flow->node && flow->source_identity &&
+	       (match->reply || entry->peer_identity == flow->source_identity);
 }
 
 /* An answer's other end is who our own question was judged for. */
-static __always_inline int identify(struct pw_flow *flow)
+PW_CHECKED_ALONE int identify(struct pw_flow *flow, const struct pw_conntrack_value *entry)
 {
-	const struct pw_match *match = &flow->here;
-	bool vouched = is_vouched_for(flow);
-	int reason = vouched ? 0 : check_inner_source(flow);
+	const struct pw_match *match;
+	bool vouched;
+	int reason;
 
+	if (!flow)
+		return PW_DROP_INTERNAL;
+	match = &flow->here;
+	vouched = is_vouched_for(flow, entry);
+	reason = vouched ? 0 : check_inner_source(flow);
 	if (reason)
 		return reason;
-	if (match->entry && (match->related || (match->reply && vouched)))
-		flow->source_identity = match->entry->peer_identity;
-	else if (match->entry && match->reply)
+	if (entry && (match->related || (match->reply && vouched)))
+		flow->source_identity = entry->peer_identity;
+	else if (entry && match->reply)
 		flow->source_identity = flow->source_prefix_identity;
 	return 0;
 }
 
 /* What a pod asked through the stack may have been translated there, and the answer has to be translated back. */
-static __always_inline int take_in(struct __sk_buff *skb, struct pw_flow *flow)
+static __always_inline int take_in(struct __sk_buff *skb, struct pw_flow *flow,
+				   struct pw_conntrack_value *entry)
 {
-	if (answers_by(&flow->here, PW_PATH_STACK)) {
-		if (flow->here.entry->flags & PW_CONNTRACK_TRANSLATED && !flow->here.related)
-			keep_alive(flow, &flow->here, flow->here.entry);
+	if (answers_by(&flow->here, entry, PW_PATH_STACK)) {
+		if (entry->flags & PW_CONNTRACK_TRANSLATED && !flow->here.related)
+			keep_alive(flow, &flow->here, entry);
 		return hand_to_stack(skb, flow);
 	}
 	if (flow->ttl <= 1)
 		return PW_DROP_TTL;
 	flow->path = PW_PATH_TUNNEL;
-	return admit(skb, flow, &flow->row, &flow->here, flow->source_identity);
+	flow->here.peer_identity = flow->source_identity;
+	return admit(skb, flow, &flow->row, &flow->here, entry);
 }
 
 /* Only a sender that may send is remembered: a fragment is looked at before it tells its ports. */
 static __always_inline int receive_for_pod(struct __sk_buff *skb, struct pw_flow *flow)
 {
+	struct pw_conntrack_value *entry;
 	int reason = flow->flags & PW_PACKET_FRAGMENT ? check_inner_source(flow) : 0;
 
 	reason = reason ?: read_ports(skb, flow) ?: check_packet_to_pod(flow);
 	if (reason)
 		return reason;
 	flow->now_ns = bpf_ktime_get_coarse_ns();
-	look_up_flow(skb, flow, &flow->here);
-	return identify(flow) ?: take_in(skb, flow);
+	entry = look_up_flow(skb, flow, &flow->here);
+	return identify(flow, entry) ?: take_in(skb, flow, entry);
 }
 
 static __always_inline int receive(struct __sk_buff *skb, struct pw_flow *flow)
@@ -236,15 +245,18 @@ static __always_inline int receive(struct __sk_buff *skb, struct pw_flow *flow)
 SEC("tc")
 int from_overlay(struct __sk_buff *skb)
 {
-	struct pw_flow flow = {.hook = PW_HOOK_FROM_OVERLAY};
-	int outcome = open_frame(skb, &flow, PW_INGRESS) ?:
-		      identify_sender(skb, &flow) ?:
-		      check_frame_to_pod(&flow) ?:
-		      read_addresses(skb, &flow) ?:
-		      find_receiver(&flow) ?:
-		      receive(skb, &flow);
+	struct pw_flow *flow = begin_flow(PW_HOOK_FROM_OVERLAY);
+	int outcome;
 
-	return finish(skb, &flow, outcome);
+	if (!flow)
+		return TC_ACT_SHOT;
+	outcome = open_frame(skb, flow, PW_INGRESS) ?:
+		  identify_sender(skb, flow) ?:
+		  check_frame_to_pod(flow) ?:
+		  read_addresses(skb, flow) ?:
+		  find_receiver(flow) ?:
+		  receive(skb, flow);
+	return finish(skb, flow, outcome);
 }
 
 char _license[] SEC("license") = "Dual BSD/GPL";

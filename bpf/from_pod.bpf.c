@@ -11,33 +11,64 @@
 #include <podwire/frame.h>
 
 /* The sender's side: the flow is looked up first, because an answer takes the way of its question. */
-static __always_inline int judge_sender(struct __sk_buff *skb, struct pw_flow *flow)
+static __always_inline int judge_sender(struct __sk_buff *skb, struct pw_flow *flow,
+					struct pw_conntrack_value *here)
 {
+	int reason = guard_tunnel_port(flow) ?: resolve_destination(flow, here);
+
+	if (reason)
+		return reason;
+	flow->here.peer_identity = flow->destination_identity;
+	return judge(skb, flow, &flow->row, &flow->here, here);
+}
+
+/* What the target remembers, if it is a pod of this node. */
+static __always_inline struct pw_conntrack_value *ask_target(struct __sk_buff *skb,
+							     struct pw_flow *flow)
+{
+	struct pw_conntrack_value *there;
+
+	if (!flow->local)
+		return NULL;
+	stand_at(flow, &flow->target, PW_INGRESS);
+	there = look_up_flow(skb, flow, &flow->there);
+	stand_at(flow, &flow->row, PW_EGRESS);
+	return there;
+}
+
+static __always_inline int forward(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	struct pw_conntrack_value *here, *there;
+	int reason;
+
 	flow->source_identity = flow->row.identity;
-	flow->there.entry = NULL;
 	flow->now_ns = bpf_ktime_get_coarse_ns();
-	look_up_flow(skb, flow, &flow->here);
-	return guard_tunnel_port(flow) ?:
-	       resolve_destination(flow) ?:
-	       judge(skb, flow, &flow->row, &flow->here, flow->destination_identity) ?:
-	       choose_path(skb, flow) ?:
+	here = look_up_flow(skb, flow, &flow->here);
+	reason = judge_sender(skb, flow, here);
+	if (reason)
+		return reason;
+	there = ask_target(skb, flow);
+	return choose_path(skb, flow, here, there) ?:
 	       check_size(skb, flow) ?:
-	       remember(flow, &flow->row, &flow->here, flow->destination_identity);
+	       remember(flow, &flow->row, &flow->here, here) ?:
+	       deliver(skb, flow, there);
 }
 
 SEC("tc")
 int from_pod(struct __sk_buff *skb)
 {
-	struct pw_flow flow = {.hook = PW_HOOK_FROM_POD};
-	int outcome = copy_row(skb->ifindex, &flow.row) ?:
-		      open_frame(skb, &flow, PW_EGRESS) ?:
-		      check_frame_of_pod(skb, &flow) ?:
-		      parse_packet(skb, &flow) ?:
-		      check_packet_of_pod(skb, &flow) ?:
-		      judge_sender(skb, &flow) ?:
-		      deliver(skb, &flow);
+	struct pw_flow *flow = begin_flow(PW_HOOK_FROM_POD);
+	int outcome;
 
-	return finish(skb, &flow, outcome);
+	if (!flow)
+		return TC_ACT_SHOT;
+	outcome = copy_row(skb->ifindex, &flow->row) ?:
+		  open_frame(skb, flow, PW_EGRESS) ?:
+		  check_frame_of_pod(skb, flow) ?:
+		  parse_packet(skb, flow) ?:
+		  check_packet_of_pod(skb, flow) ?:
+		  forward(skb, flow);
+	return finish(skb, flow, outcome);
 }
 
 char _license[] SEC("license") = "Dual BSD/GPL";

@@ -46,16 +46,18 @@ PW_CHECKED_ALONE int read_ports(struct __sk_buff *skb, struct pw_flow *flow)
 static __always_inline int remember_translation(struct __sk_buff *skb, struct pw_flow *flow)
 {
 	struct pw_match *match = &flow->here;
+	struct pw_conntrack_value *entry;
 
 	if (!flow->instance || !has_address(&flow->row, flow->key.saddr) || read_ports(skb, flow))
 		return 0;
 	flow->now_ns = bpf_ktime_get_coarse_ns();
-	find_flow(flow, match);
-	if (match->entry && (match->reply || !(match->entry->flags & PW_CONNTRACK_TRANSLATED)))
+	entry = look_up_flow(skb, flow, match);
+	if (entry && (match->reply || !(entry->flags & PW_CONNTRACK_TRANSLATED)))
 		return 0;
 	match->translated = true;
+	match->peer_identity = flow->destination_identity;
 	flow->path = PW_PATH_STACK;
-	return remember(flow, &flow->row, match, flow->destination_identity);
+	return remember(flow, &flow->row, match, entry);
 }
 
 PW_CHECKED_ALONE int read_addresses(struct __sk_buff *skb, struct pw_flow *flow)
@@ -100,16 +102,19 @@ static __always_inline int enter_from_stack(struct __sk_buff *skb, struct pw_flo
 SEC("tc")
 int to_overlay(struct __sk_buff *skb)
 {
-	struct pw_flow flow = {.hook = PW_HOOK_TO_OVERLAY};
+	struct pw_flow *flow;
 	int outcome;
 
 	if (is_under_way(skb))
 		return TC_ACT_OK;
-	outcome = open_frame(skb, &flow, PW_EGRESS) ?:
-		  check_frame_to_pod(&flow) ?:
-		  read_addresses(skb, &flow) ?:
-		  enter_from_stack(skb, &flow);
-	return finish(skb, &flow, outcome);
+	flow = begin_flow(PW_HOOK_TO_OVERLAY);
+	if (!flow)
+		return TC_ACT_SHOT;
+	outcome = open_frame(skb, flow, PW_EGRESS) ?:
+		  check_frame_to_pod(flow) ?:
+		  read_addresses(skb, flow) ?:
+		  enter_from_stack(skb, flow);
+	return finish(skb, flow, outcome);
 }
 
 char _license[] SEC("license") = "Dual BSD/GPL";

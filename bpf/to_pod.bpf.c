@@ -27,33 +27,39 @@ static __always_inline int pass_judged(struct __sk_buff *skb, struct pw_flow *fl
 /* The receiver's side. An answer's other end is who the entry says: the stack may have translated it. */
 static __always_inline int judge_receiver(struct __sk_buff *skb, struct pw_flow *flow)
 {
+	struct pw_conntrack_value *entry;
+
 	flow->path = PW_PATH_STACK;
 	flow->destination_identity = flow->row.identity;
 	flow->now_ns = bpf_ktime_get_coarse_ns();
-	look_up_flow(skb, flow, &flow->here);
-	if (flow->here.entry && (flow->here.reply || flow->here.related))
-		flow->source_identity = flow->here.entry->peer_identity;
+	entry = look_up_flow(skb, flow, &flow->here);
+	if (entry && (flow->here.reply || flow->here.related))
+		flow->source_identity = entry->peer_identity;
 	else
 		flow->source_identity = stack_identity(skb, flow, &flow->target);
-	return judge(skb, flow, &flow->row, &flow->here, flow->source_identity)
-		       ?: remember(flow, &flow->row, &flow->here, flow->source_identity);
+	flow->here.peer_identity = flow->source_identity;
+	return judge(skb, flow, &flow->row, &flow->here, entry)
+		       ?: remember(flow, &flow->row, &flow->here, entry);
 }
 
 SEC("tc")
 int to_pod(struct __sk_buff *skb)
 {
-	struct pw_flow flow = {.hook = PW_HOOK_TO_POD};
-	int outcome = copy_row(skb->ifindex, &flow.row) ?:
-		      open_frame(skb, &flow, PW_INGRESS) ?:
-		      pass_judged(skb, &flow) ?:
-		      check_frame_to_pod(&flow) ?:
-		      parse_packet(skb, &flow) ?:
-		      check_packet_to_pod(&flow) ?:
-		      judge_receiver(skb, &flow);
+	struct pw_flow *flow = begin_flow(PW_HOOK_TO_POD);
+	int outcome;
 
+	if (!flow)
+		return TC_ACT_SHOT;
+	outcome = copy_row(skb->ifindex, &flow->row) ?:
+		  open_frame(skb, flow, PW_INGRESS) ?:
+		  pass_judged(skb, flow) ?:
+		  check_frame_to_pod(flow) ?:
+		  parse_packet(skb, flow) ?:
+		  check_packet_to_pod(flow) ?:
+		  judge_receiver(skb, flow);
 	if (!outcome)
-		flow.action = PW_ACTION_STACK;
-	return finish(skb, &flow, outcome);
+		flow->action = PW_ACTION_STACK;
+	return finish(skb, flow, outcome);
 }
 
 char _license[] SEC("license") = "Dual BSD/GPL";

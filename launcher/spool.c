@@ -67,24 +67,47 @@ static int make_directories(char *path, struct text *what_failed)
 	return 0;
 }
 
-static int write_record(int directory, const char *temporary, const char *name,
-			const struct frame *frame)
+/* A record gets its name when it is whole, so who is killed before that leaves nothing. -1 also where the
+ * file system knows no nameless files, or /proc is not mounted.
+ */
+static int write_nameless(int directory, const char *name, const struct frame *frame)
 {
-	int fd = openat(directory, temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW,
-			0600);
+	static struct text itself;
+	int fd = openat(directory, ".", O_WRONLY | O_TMPFILE | O_CLOEXEC, 0600);
 	bool ok;
-	int saved_errno;
 
+	if (fd < 0)
+		return -1;
+	put(&itself, "/proc/self/fd/");
+	put_number(&itself, (unsigned long long)fd, 1);
+	ok = write_all(fd, frame->data, frame->length) && !fsync(fd) &&
+	     !linkat(AT_FDCWD, itself.data, directory, name, AT_SYMLINK_FOLLOW);
+	close(fd);
+	return ok ? 0 : -1;
+}
+
+/* The same by way of a temporary name; the agent removes it when this process dies meanwhile. */
+static int write_renamed(int directory, const char *name, const struct frame *frame)
+{
+	static struct text temporary;
+	int fd, saved_errno;
+	bool ok;
+
+	put(&temporary, ".");
+	put(&temporary, name);
+	put(&temporary, ".tmp");
+	fd = openat(directory, temporary.data, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW,
+		    0600);
 	if (fd < 0)
 		return -1;
 	ok = write_all(fd, frame->data, frame->length) && !fsync(fd);
 	saved_errno = errno;
 	close(fd);
 	errno = saved_errno;
-	if (ok && !renameat(directory, temporary, directory, name))
-		return fsync(directory);
+	if (ok && !renameat(directory, temporary.data, directory, name))
+		return 0;
 	saved_errno = errno;
-	unlinkat(directory, temporary, 0);
+	unlinkat(directory, temporary.data, 0);
 	errno = saved_errno;
 	return -1;
 }
@@ -92,7 +115,7 @@ static int write_record(int directory, const char *temporary, const char *name,
 /* Leave the request where the agent finds it, durable on return. -1: `what_failed` says why not. */
 int spool_request(const char *socket_path, struct frame *frame, struct text *what_failed)
 {
-	static struct text name, temporary;
+	static struct text name;
 	char path[PATH_BYTES];
 	int directory;
 
@@ -106,11 +129,10 @@ int spool_request(const char *socket_path, struct frame *frame, struct text *wha
 	put(&name, "-");
 	put_number(&name, (unsigned long long)getpid(), 1);
 	put(&name, ".del");
-	put(&temporary, ".");
-	put(&temporary, name.data);
-	put(&temporary, ".tmp");
 	write_header(frame, false);
-	if (write_record(directory, temporary.data, name.data, frame))
+	if ((write_nameless(directory, name.data, frame) &&
+	     write_renamed(directory, name.data, frame)) ||
+	    fsync(directory))
 		return note(what_failed, "write a record into", path);
 	close(directory);
 	return 0;

@@ -10,17 +10,17 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from podwire.agent import measured
-from podwire.agent.dispatch import Dispatcher
-from podwire.agent.endpoint_changes import EndpointChanges
+from podwire.agent.api.endpoint_changes import EndpointChanges
+from podwire.agent.api.nodes import NodeReaders
+from podwire.agent.api.policy_readers import PolicyReaders
+from podwire.agent.api.routes import Api, BuildFacts, MapReaders
+from podwire.agent.cni.dispatch import Dispatcher
+from podwire.agent.duties.loops import Duties, EventPump
 from podwire.agent.health import AliveFile
-from podwire.agent.loops import Duties, EventPump
 from podwire.agent.node import Node
-from podwire.agent.policy_readers import PolicyReaders
-from podwire.agent.rest import Api, BuildFacts, MapReaders
-from podwire.agent.rest_nodes import NodeReaders
 from podwire.control.flows.enrich import FlowMaker
 from podwire.control.flows.flow import FlowPolicy
-from podwire.datapath import abi, rows
+from podwire.datapath import abi, changes, rows
 from podwire.datapath.events import hook_name, path_name, reason_name
 from podwire.datapath.node import KernelDatapath
 from podwire.model.endpoint import EndpointRecord
@@ -92,6 +92,8 @@ def make_duties(node: Node, dispatcher: Dispatcher, threads: ThreadPoolExecutor)
         requests_taken=lambda: node.metrics.requests_observed,
         list_warnings=list_warnings,
         watch_devices=node.datapath.watch_devices,
+        watch_tables=changes.watch_tables,
+        repair_tables=node.datapath.repair_tables,
         replay=dispatcher.replay,
         threads=threads,
     )

@@ -10,22 +10,12 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from podwire.model.config import SETTINGS, AgentConfig
-from podwire.model.config.sources import (
-    CONFIG_FILE_MAX_BYTES,
-    DEFAULT_CONFIG_FILE,
-    Arguments,
-    Settled,
-    raise_faults,
-    read_value,
-    settle,
-)
-from podwire.model.errors import Fault, InvalidConfiguration, PodwireError
-
-CONFIG_VARIABLE = "PODWIRE_CONFIG"
+from podwire.model.config.files import settle_from_file
+from podwire.model.config.sources import Arguments, Settled, raise_faults, read_value
+from podwire.model.errors import Fault, PodwireError
 
 Apply = Callable[[AgentConfig], None]
 
@@ -34,29 +24,7 @@ _log = logging.getLogger(__name__)
 
 def read_settings(parsed: Arguments) -> Settled:
     """Read file and environment; raises InvalidConfiguration with every fault. A named file must be there."""
-    named = parsed.config or os.environ.get(CONFIG_VARIABLE)
-    path = Path(named or DEFAULT_CONFIG_FILE)
-    text = ""
-    try:
-        raw = path.read_bytes()
-        if len(raw) > CONFIG_FILE_MAX_BYTES:
-            raise InvalidConfiguration(
-                f"read settings {str(path)!r}: larger than {CONFIG_FILE_MAX_BYTES} bytes"
-            )
-        text = raw.decode()
-    except (OSError, UnicodeDecodeError) as error:
-        if named or not isinstance(error, FileNotFoundError):
-            raise InvalidConfiguration(
-                f"read settings {str(path)!r}: {getattr(error, 'strerror', None) or error}",
-                hint="name the file with --config FILE; docs/configuration.md lists its keys",
-            ) from error
-    return settle(
-        host_name=socket.gethostname(),
-        arguments=parsed,
-        environment=os.environ,
-        text=text,
-        file_name=str(path),
-    )
+    return settle_from_file(parsed, os.environ, socket.gethostname())
 
 
 class LiveConfig:

@@ -18,16 +18,16 @@ from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 
 from podwire import __version__
-from podwire.agent import loops
 from podwire.agent.assemble import make_api, make_duties, start_events
-from podwire.agent.cni_requests import CniRequests
-from podwire.agent.cni_socket import CniServer
+from podwire.agent.cni.dispatch import Dispatcher
+from podwire.agent.cni.requests import CniRequests
+from podwire.agent.cni.socket import CniServer
+from podwire.agent.cni.spool import Spool
 from podwire.agent.config_reload import read_settings
-from podwire.agent.dispatch import Dispatcher
-from podwire.agent.identity_duty import tend_identities
-from podwire.agent.loops import EventPump
+from podwire.agent.duties import loops
+from podwire.agent.duties.identity import tend_identities
+from podwire.agent.duties.loops import EventPump
 from podwire.agent.node import Node, open_node
-from podwire.agent.spool import Spool
 from podwire.agent.unix_socket import open_unix_socket
 from podwire.cni.netconf import decode_request
 from podwire.model import log
@@ -117,7 +117,12 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
     async with AsyncExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(THREADS, thread_name_prefix="duty"))
         files = node.config.files
-        spool = Spool(files.run_dir / SPOOL_DIRECTORY, node.clock, _decode_spooled)
+        spool = Spool(
+            files.run_dir / SPOOL_DIRECTORY,
+            node.clock,
+            _decode_spooled,
+            ran_at=node.clock.process_ran_at,
+        )
         dispatcher = Dispatcher(node.attachments, spool, node.clock)
         stack.push_async_callback(dispatcher.close, STOP_DEADLINE_S)
         await dispatcher.replay()
@@ -178,8 +183,8 @@ async def _open_doors(
     )
     listener = open_unix_socket(files.cni_socket)
     await stack.enter_async_context(cni.serving(listener, files.cni_socket, STOP_DEADLINE_S))
-    await asyncio.to_thread(importlib.import_module, "podwire.agent.api_socket")
-    from podwire.agent.api_socket import ApiServer, serving_metrics  # noqa: PLC0415
+    await asyncio.to_thread(importlib.import_module, "podwire.agent.api.server")
+    from podwire.agent.api.server import ApiServer, serving_metrics  # noqa: PLC0415
 
     api = ApiServer(make_api(node, pump))
     listener = open_unix_socket(files.api_socket)

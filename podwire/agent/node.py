@@ -14,20 +14,21 @@ from functools import partial
 import msgspec
 
 from podwire.agent import measured
-from podwire.agent.cluster_duty import ClusterDuty, ClusterOptions
-from podwire.agent.cluster_publisher import refuse_contested, take_name
 from podwire.agent.config_reload import LiveConfig
+from podwire.agent.duties.cluster.duty import ClusterDuty, ClusterOptions
+from podwire.agent.duties.cluster.publisher import refuse_contested, take_name
+from podwire.agent.duties.identity import IdentityDuty
+from podwire.agent.duties.node_ranges import Addresses, open_addresses
+from podwire.agent.duties.policy import PolicyDuty
 from podwire.agent.health import Health
-from podwire.agent.identity_duty import IdentityDuty
-from podwire.agent.ipam_node import Addresses, open_addresses
 from podwire.agent.metrics import Metrics
-from podwire.agent.policy_duty import PolicyDuty
 from podwire.control.attach.ending import Endings
 from podwire.control.attach.restore import Restorer, RestoreReport
 from podwire.control.attach.service import AttachService
 from podwire.control.attach.steps import Context
 from podwire.control.cluster.publish import NodePublisher
 from podwire.control.cluster.reach import ClusterSettings
+from podwire.control.documents.readable import find_fault
 from podwire.control.endpoint.enforce import Enforcer, rows_of
 from podwire.control.endpoint.policies import PolicyObjects
 from podwire.control.endpoint.queue import BuildQueue
@@ -43,14 +44,14 @@ from podwire.control.identity.sources import LabelSources
 from podwire.control.ipam.interface import Ipam
 from podwire.control.policy.engine import Numbers, PolicyEngine
 from podwire.control.policy.oracle import Enforcement
-from podwire.control.readable import find_fault
 from podwire.datapath.host import merge_changes
+from podwire.datapath.native import OwnHooks
 from podwire.datapath.node import KernelDatapath
 from podwire.datapath.plan import NodePlan
-from podwire.journal.behind import WrittenBehind
+from podwire.journal.background_writer import BackgroundWriter
 from podwire.journal.directories import RunDirectories
 from podwire.journal.lock import locked_node_name, locked_state_directory
-from podwire.journal.records import HOST_SETTINGS_FACT, SqliteJournal
+from podwire.journal.records import HOST_SETTINGS_FACT, UNDERLAY_HOOKS_FACT, SqliteJournal
 from podwire.kernel.clock import KernelClock
 from podwire.kernel.inotify import FileWaker
 from podwire.model import log
@@ -88,7 +89,7 @@ class Node:
     identities: IdentityDuty
     cluster: ClusterDuty
     attachments: AttachService
-    directories: WrittenBehind
+    directories: BackgroundWriter
     turn: threading.RLock
     health: Health
     metrics: Metrics
@@ -126,7 +127,7 @@ def open_node(settled: Settled, stack: ExitStack) -> Node:
     stack.callback(name.close)
     addresses = open_addresses(config, store, journal, partial(_report_ipam, health))
     refuse_contested(name, addresses.own_ranges().pod_cidrs, config.node.node_address)
-    datapath = KernelDatapath(plan_node(config, addresses))
+    datapath = KernelDatapath(plan_node(config, addresses), _recall_hooks(journal, clock))
     try:
         stack.enter_context(datapath)
     finally:
@@ -143,6 +144,14 @@ def open_node(settled: Settled, stack: ExitStack) -> Node:
     _report_restore(_restore(node), node)
     node.cluster.apply()
     return node
+
+
+def _recall_hooks(journal: SqliteJournal, clock: KernelClock) -> OwnHooks:
+    return OwnHooks(
+        journal.read_fact(UNDERLAY_HOOKS_FACT),
+        boot_id=clock.boot_id(),
+        write=partial(journal.write_fact, UNDERLAY_HOOKS_FACT),
+    )
 
 
 def _note_host_changes(
@@ -263,7 +272,7 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
     config = live.current
     table = EndpointTable()
     ipam = opened.addresses.ipam
-    directories = WrittenBehind(RunDirectories(config.files.run_dir / "endpoints"))
+    directories = BackgroundWriter(RunDirectories(config.files.run_dir / "endpoints"))
     turn = threading.RLock()
     enforcer = _compose_policy(opened, table, directories)
     flows = FlowRing(config.report.flow_ring)
@@ -379,7 +388,9 @@ def _base_config(live: LiveConfig, flows: FlowRing, endpoint: Endpoint) -> Endpo
     )
 
 
-def _compose_policy(opened: _Opened, table: EndpointTable, directories: WrittenBehind) -> Enforcer:
+def _compose_policy(
+    opened: _Opened, table: EndpointTable, directories: BackgroundWriter
+) -> Enforcer:
     live, journal, datapath = opened.live, opened.journal, opened.datapath
     engine = PolicyEngine(
         datapath=datapath,

@@ -138,7 +138,7 @@ def delete(
 
 def _identify(files: Sequence[str], namespace: str | None) -> list[tuple[str, str, str]]:
     from podwire.cli.documents import documents_of, read_manifests, speaking_of  # noqa: PLC0415
-    from podwire.control.apply import identify_all  # noqa: PLC0415 (start-up time)
+    from podwire.control.documents.apply import identify_all  # noqa: PLC0415 (start-up time)
 
     manifests = read_manifests(files)
     with speaking_of(manifests):

@@ -1,5 +1,13 @@
-"""`podwire cleanup`: remove what podwire left on this machine. Needs no agent, and refuses while one runs."""
+"""`podwire cleanup`: remove what podwire left on this machine. Needs no agent, and refuses while one runs.
 
+Where an agent keeps its things its own settings say, so they are read as the agent reads them.
+"""
+
+import os
+import shutil
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import click
@@ -7,37 +15,45 @@ import click
 from podwire.cli.client import EXIT_USAGE, CliError
 from podwire.cli.options import Common, common
 from podwire.cli.output import show_one
+from podwire.model.config import AgentConfig, FileSettings
 
-_STATE_DIR = "/var/lib/podwire"
-_BPF_DIR = "/sys/fs/bpf/podwire"
+_STATE_FILES = ("journal.db*", "remembered.db*")
+_RUN_FILES = ("cni.sock", "api.sock", "alive", "spool", "endpoints")
 
 
-@click.command(epilog="Example: podwire cleanup --all --yes")
+@click.command(
+    epilog="Example: podwire cleanup --all --config /etc/podwire/agent.toml --yes",
+    context_settings={"ignore_unknown_options": True},
+)
 @click.option("--all", "everything", is_flag=True, help="Also of this machine's own node.")
 @click.option("--yes", is_flag=True, help="Do it; without it only say what would be removed.")
-@click.option("--state-dir", default=_STATE_DIR, show_default=True, metavar="DIR")
-@click.option("--bpf-dir", default=_BPF_DIR, show_default=True, metavar="DIR")
+@click.option("--config", metavar="FILE", help="The agent's settings; as for podwire-agent.")
+@click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[--KEY VALUE]...")
 @common
-def cleanup(opts: Common, everything: bool, yes: bool, state_dir: str, bpf_dir: str) -> None:
+def cleanup(
+    opts: Common, everything: bool, yes: bool, config: str | None, settings: tuple[str, ...]
+) -> None:
     """Remove labs that are not up any more; with --all every lab, device, route, table and pin of ours.
 
-    With --all, running pods lose their network. Records in the state directory are removed as well: nothing of
-    what they tell of exists afterwards.
+    With --all, running pods lose their network. What the agent remembers and has in its run directory goes as well:
+    nothing of what it tells of exists afterwards. Where that is, the agent's settings say: file, environment and
+    flags (--state-dir, --bpf-dir, --run-dir, ...) are those of podwire-agent.
     """
     from podwire.lab import labs  # noqa: PLC0415 (start-up time)
 
+    agent = _read_settings(config, settings) if everything else AgentConfig()
+    if (config or settings) and not everything:
+        given = ("--config", *settings)[config is None]
+        raise CliError(EXIT_USAGE, f"{given}: no node of this machine is meant", "say --all, too")
     found = labs.list_leftovers(running_too=everything)
     removed = [f"lab {name}" for name in found]
-    if everything:
-        from podwire.datapath.survey import survey_leftovers  # noqa: PLC0415
-
-        removed.extend(survey_leftovers(Path(bpf_dir)))
+    if everything and not yes:
+        removed.extend(_survey_own_node(agent.files))
     if yes:
         for name in found:
             labs.down(name, progress=lambda _line: None)
         if everything:
-            removed = [f"lab {name}" for name in found]
-            removed.extend(_remove_own_node(Path(state_dir), Path(bpf_dir)))
+            removed.extend(_remove_own_node(agent))
     document = {"done": yes, "removed": removed}
     verb = "removed" if yes else "would remove"
     lines = [f"{verb} {one}" for one in removed] or ["nothing of ours is here"]
@@ -46,34 +62,88 @@ def cleanup(opts: Common, everything: bool, yes: bool, state_dir: str, bpf_dir: 
         raise CliError(EXIT_USAGE, "nothing was removed", "say --yes to do it")
 
 
-def _remove_own_node(state_dir: Path, bpf_dir: Path) -> list[str]:
-    from podwire.datapath.survey import remove_everything, restore_settings  # noqa: PLC0415
-    from podwire.journal.lock import locked_state_directory  # noqa: PLC0415
+def _read_settings(config: str | None, settings: Iterable[str]) -> AgentConfig:
+    from podwire.model.config.files import settle_from_file  # noqa: PLC0415
+    from podwire.model.config.sources import parse_arguments  # noqa: PLC0415
 
-    if not state_dir.exists():
-        return remove_everything(bpf_dir)
-    with locked_state_directory(state_dir):
-        removed = remove_everything(bpf_dir)
-        removed.extend(restore_settings(_read_noted_settings(state_dir / "journal.db")))
-        for path in sorted((*state_dir.glob("journal.db*"), *state_dir.glob("remembered.db*"))):
-            path.unlink()
+    parsed = parse_arguments(tuple(settings))
+    parsed.config = Path(config) if config is not None else None
+    return settle_from_file(parsed, os.environ, socket.gethostname()).config
+
+
+def _survey_own_node(files: FileSettings) -> list[str]:
+    from podwire.datapath.survey import read_hooks, survey_leftovers  # noqa: PLC0415
+
+    _, hooks = _read_noted(files.state_dir / "journal.db")
+    return [
+        *survey_leftovers(files.bpf_dir, read_hooks(hooks)),
+        *(str(path) for path in _list_files(files)),
+    ]
+
+
+def _remove_own_node(config: AgentConfig) -> list[str]:
+    from podwire.datapath.survey import (  # noqa: PLC0415
+        read_hooks,
+        remove_everything,
+        restore_settings,
+    )
+
+    files = config.files
+    with _stopped_agent(config):
+        settings, hooks = _read_noted(files.state_dir / "journal.db")
+        removed = remove_everything(files.bpf_dir, read_hooks(hooks))
+        removed.extend(restore_settings(settings))
+        for path in _list_files(files):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
             removed.append(str(path))
     return removed
 
 
-def _read_noted_settings(path: Path) -> str:
-    """Give what the agent noted; a journal that cannot be read any more tells nothing and is removed all the same."""
-    from podwire.journal.records import HOST_SETTINGS_FACT, SqliteJournal  # noqa: PLC0415
+@contextmanager
+def _stopped_agent(config: AgentConfig) -> Iterator[None]:
+    """Keep an agent from running; Conflict when one does, under these directories or this node's name."""
+    from podwire.journal.lock import locked_node_name, locked_state_directory  # noqa: PLC0415
+
+    with ExitStack() as locks:
+        for directory in (config.files.state_dir, config.files.run_dir):
+            if directory.exists():
+                locks.enter_context(locked_state_directory(directory))
+        locks.enter_context(locked_node_name(config.node.node_name))
+        yield
+
+
+def _list_files(files: FileSettings) -> list[Path]:
+    return [
+        path
+        for directory, patterns in ((files.state_dir, _STATE_FILES), (files.run_dir, _RUN_FILES))
+        for pattern in patterns
+        for path in sorted(directory.glob(pattern))
+    ]
+
+
+def _read_noted(path: Path) -> tuple[str, str]:
+    """Give what the agent noted of settings and of hooks; a journal that cannot be read any more tells nothing and is
+    removed all the same."""
+    from podwire.journal.records import (  # noqa: PLC0415
+        HOST_SETTINGS_FACT,
+        UNDERLAY_HOOKS_FACT,
+        SqliteJournal,
+    )
     from podwire.model.errors import PodwireError  # noqa: PLC0415
 
     if not path.exists():
-        return ""
+        return "", ""
     try:
         journal = SqliteJournal(path)
     except PodwireError as error:
-        click.echo(f"warning: {error.message}; settings of the host stay as they are", err=True)
-        return ""
+        click.echo(
+            f"warning: {error.message}; settings of the host and clsact queues stay", err=True
+        )
+        return "", ""
     try:
-        return journal.read_fact(HOST_SETTINGS_FACT)
+        return journal.read_fact(HOST_SETTINGS_FACT), journal.read_fact(UNDERLAY_HOOKS_FACT)
     finally:
         journal.close()

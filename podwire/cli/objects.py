@@ -28,7 +28,7 @@ from podwire.model.store.kinds import (
 )
 
 if TYPE_CHECKING:
-    from podwire.control.apply import Applied
+    from podwire.control.documents.apply import Applied
     from podwire.model.store import Store
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -125,14 +125,14 @@ class StoreObjects:
 
     def list(self, kind: Kind, namespace: str) -> Sequence[Document]:
         """Give all objects of a kind (of one namespace)."""
-        from podwire.control.objects import show_document  # noqa: PLC0415 (start-up time)
+        from podwire.control.documents.kinds import show_document  # noqa: PLC0415 (start-up time)
 
         found, _ = self._store.list(kind.plural, namespace or None)
         return [show_document(one) for one in found]
 
     def get(self, kind: Kind, namespace: str, name: str) -> Document:
         """Give one object; CliError when there is none."""
-        from podwire.control.objects import make_key, show_document  # noqa: PLC0415
+        from podwire.control.documents.kinds import make_key, show_document  # noqa: PLC0415
 
         key = make_key(kind.plural, namespace, name)
         found = self._store.get(key)
@@ -146,15 +146,15 @@ class StoreObjects:
         self, documents: Sequence[Document], namespace: str, *, dry_run: bool
     ) -> Sequence[Row]:
         """Make objects so."""
-        from podwire.control.apply import apply_documents  # noqa: PLC0415
+        from podwire.control.documents.apply import apply_documents  # noqa: PLC0415
 
         done = apply_documents(self._store, documents, namespace=namespace, dry_run=dry_run)
         return [_make_row(one) for one in done]
 
     def delete(self, kind: Kind, namespace: str, name: str, *, dry_run: bool) -> Row:
         """Delete one object."""
-        from podwire.control.apply import delete_object  # noqa: PLC0415
-        from podwire.control.objects import make_key  # noqa: PLC0415
+        from podwire.control.documents.apply import delete_object  # noqa: PLC0415
+        from podwire.control.documents.kinds import make_key  # noqa: PLC0415
 
         key = make_key(kind.plural, namespace, name)
         return _make_row(delete_object(self._store, key, dry_run=dry_run))
@@ -297,7 +297,7 @@ def validate_files(files: Sequence[str], *, warned: bool = False) -> list[str]:
     `warned`: say on stderr what is named and nothing can have.
     """
     from podwire.cli.documents import documents_of, read_manifests, speaking_of  # noqa: PLC0415
-    from podwire.control.apply import decode_all  # noqa: PLC0415
+    from podwire.control.documents.apply import decode_all  # noqa: PLC0415
 
     manifests = read_manifests(files)
     with speaking_of(manifests):

@@ -12,8 +12,8 @@ from typing import Any, Final
 from podwire.cli.client import CliError
 from podwire.cli.documents import find_place
 from podwire.cli.objects import POLICY_KINDS, Objects
+from podwire.control.documents.kinds import decode
 from podwire.control.identity.filter import LabelFilter
-from podwire.control.objects import decode
 from podwire.control.policy.schema import GroupMention, Mention
 from podwire.control.policy.unmatched import find_mentions, find_unmatched
 from podwire.model.store import ObjectKey

@@ -90,9 +90,10 @@ class DropReason(enum.IntEnum):
     TUNNEL_IDENTITY = 24
     TUNNEL_INNER = 25
     NO_NODE = 26
+    REDIRECT = 27
 
 
-DROP_REASONS: Final = 27
+DROP_REASONS: Final = 28
 
 
 class EventKind(enum.IntEnum):

@@ -1,4 +1,4 @@
-"""Which of the kernel's events are about the way to other nodes, and which about a pod's device that lost something.
+"""Which of the kernel's events are about the way to other nodes, a pod's device that lost something, or nftables.
 
 Used by `datapath.node` to open `kernel.netlink_events.NetlinkEvents`. Pure. Invariant: what comes and goes with pods is
 never told (their devices have numbers that only they have), so that a busy node does not look at itself all the time,
@@ -6,18 +6,23 @@ and an ADD does not wake a thread at each of its steps (measured: half of its ti
 nothing.
 """
 
+import os
 import struct
 from collections.abc import Callable
 from typing import Final
 
 from podwire.datapath.device import FIRST_INDEX
+from podwire.kernel.netlink import read_text, unpack_body
 from podwire.kernel.netlink_events import (
+    COMMITTED,
     GROUP_FILTER,
     GROUP_IPV4_ADDRESS,
     GROUP_IPV4_ROUTE,
     GROUP_IPV6_ADDRESS,
     GROUP_IPV6_ROUTE,
     GROUP_LINK,
+    GROUP_TABLES,
+    NETLINK_NETFILTER,
     NetlinkEvents,
 )
 from podwire.kernel.rtnl.link import RTM_DELLINK, RTM_NEWLINK
@@ -45,6 +50,10 @@ _ABOUT_A_LINK: Final = frozenset(
 )
 _LINK_INDEX: Final = struct.Struct("=4xi")
 """Common to ifinfomsg, ifaddrmsg and tcmsg: the index stands behind four bytes."""
+_GENERATION: Final = struct.Struct("=BBH")
+"""struct nfgenmsg, which stands before the attributes."""
+_NFTA_GEN_PROC_PID: Final = 2
+_NFTA_GEN_PROC_NAME: Final = 3
 
 
 def watch_links() -> NetlinkEvents:
@@ -61,6 +70,22 @@ def watch_devices(told: Callable[[int], None]) -> NetlinkEvents:
 
     groups = GROUP_FILTER | GROUP_IPV4_ROUTE | GROUP_IPV6_ROUTE
     return NetlinkEvents(groups, note, losses_from=FIRST_INDEX)
+
+
+def watch_tables(told: Callable[[str], None]) -> NetlinkEvents:
+    """Listen for changes of nftables, of whichever table; `told` gets the name of each process that made one, "" = we.
+
+    One message ends each commit, and only those arrive: what a commit says of its rules may be megabytes.
+    """
+
+    def note(_kind: int, body: bytes) -> bool:
+        _, attributes = unpack_body(_GENERATION, body)
+        thread = int.from_bytes(attributes.get(_NFTA_GEN_PROC_PID, b""), "big")
+        is_own = os.path.exists(f"/proc/self/task/{thread}")
+        told("" if is_own else read_text(attributes, _NFTA_GEN_PROC_NAME))
+        return not is_own
+
+    return NetlinkEvents(GROUP_TABLES, note, only_kind=COMMITTED, protocol=NETLINK_NETFILTER)
 
 
 def matters(kind: int, body: bytes) -> bool:

@@ -19,6 +19,7 @@ from podwire.datapath.maps import IPNetwork, NodeMaps, RowChanges, Rows
 from podwire.datapath.masquerade import Masquerade
 from podwire.datapath.native import (
     NetdevProgram,
+    OwnHooks,
     ensure_attached,
     find_obstacle,
     find_program,
@@ -64,7 +65,7 @@ from podwire.model.cluster import (
     Way,
 )
 from podwire.model.endpoint import IPAddress
-from podwire.model.errors import ForeignObject, KernelFailure, Unavailable
+from podwire.model.errors import ForeignObject, KernelFailure, StorageFailure, Unavailable
 from podwire.model.ids import ROUTE_PROTOCOL
 
 _log = logging.getLogger(__name__)
@@ -105,12 +106,14 @@ class OtherNodes:
         programs: TunnelPrograms,
         netdev: NetdevProgram,
         masquerade: Masquerade,
+        hooks: OwnHooks,
     ) -> None:
         self._netlink = netlink
         self._maps = maps
         self._programs = programs
         self._netdev = netdev
         self._masquerade = masquerade
+        self._hooks = hooks
         self._routes = routes.RouteReader(netlink)
         self._known = _InForce()
         self._fresh = False
@@ -143,8 +146,9 @@ class OtherNodes:
         if native and not find_program(self._netlink, native):
             native = 0
         tables.write_settings(self._maps, tunnel_ifindex=index, native_ifindex=native)
-        attached = list_attached(self._netlink)
-        remove_attached(self._netlink, (one for one in attached if one != native))
+        self._hooks.compare(self._netlink)
+        attached = {*list_attached(self._netlink), *self._hooks.devices}
+        remove_attached(self._netlink, attached - {native}, self._hooks)
 
     def apply_own(self, own: NodePlan) -> None:
         """Put what the node says of itself into force, beside what is known of the others."""
@@ -232,8 +236,8 @@ class OtherNodes:
             obstacle = find_obstacle(self._netlink, index)
             if not obstacle:
                 self._attached.add(index)
-                differences += ensure_attached(self._netlink, index, self._netdev)
-        except (Unavailable, KernelFailure) as failure:
+                differences += ensure_attached(self._netlink, index, self._netdev, self._hooks)
+        except (Unavailable, KernelFailure, StorageFailure) as failure:
             obstacle = failure.message
         if obstacle != self._obstacle:
             _log.info("way of native packets", extra={"cause": obstacle or "past the stack"})
@@ -248,7 +252,8 @@ class OtherNodes:
             tables.write_settings(self._maps, native_ifindex=index)
             differences = [f"device for native packets is index {before}, wanted {index}"]
         # Also one that a pass attached to and did not come so far as to use.
-        differences += remove_attached(self._netlink, (self._attached | {before}) - {index, 0})
+        surplus = (self._attached | self._hooks.devices | {before}) - {index, 0}
+        differences += remove_attached(self._netlink, surplus, self._hooks)
         self._attached = {index} - {0}
         return differences
 

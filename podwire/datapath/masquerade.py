@@ -103,6 +103,8 @@ class Masquerade:
         self._lock = threading.RLock()
         """Whoever compares on another thread must not see a table between its writing and its reading back."""
         self._applied: str | None = None
+        self._shown = ""
+        """What the kernel showed after the last apply: a stranger may have written in between."""
         self._plan: MasqueradePlan | None = None
         self._text = ""
 
@@ -119,6 +121,14 @@ class Masquerade:
                 self.apply(plan)
             return differences
 
+    def repair(self) -> list[str]:
+        """Write the table anew if it is not as the last plan wants it; name what differed."""
+        with self._lock:
+            differences = [] if self._plan is None else self.compare()
+            if self._plan is not None and differences:
+                self.apply(self._plan)
+            return differences
+
     def apply(self, plan: MasqueradePlan) -> None:
         """Make the table do what the plan says.
 
@@ -127,8 +137,10 @@ class Masquerade:
         text = render_table(plan)
         with self._lock:
             self._tables.run(text)
-            self._applied = _fingerprint(self._list())
-            self._plan, self._text = plan, text
+            shown = _fingerprint(self._list())
+            if text != self._text or shown == self._shown:
+                self._applied = shown
+            self._plan, self._text, self._shown = plan, text, shown
 
     def remove(self) -> None:
         """Remove the table; an absent one is success."""

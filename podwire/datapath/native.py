@@ -1,23 +1,28 @@
 """The program on the device towards natively reached nodes: what it needs there, attached, kept, taken away.
 
 Called by `datapath.cluster` and `datapath.upgrade` under the node's turn, and by those who look for leftovers. The
-device is the host's: nothing of it is changed but one filter of our own, which its place and name tell. Invariant: a
-device that has what stands in the way of this filter is named and left alone.
+device is the host's: nothing of it is changed but one filter of our own, which its place and name tell, and the hooks
+(a clsact queue) that the filter is in. Nothing tells whose hooks are, so a note does. Invariants: a device that has
+what stands in the way of this filter is named and left alone; hooks that somebody else made, or has filters in, stay.
 """
 
 import errno
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from podwire.datapath.device import FIRST_INDEX
-from podwire.kernel.netlink import NetlinkSocket
+from podwire.kernel.netlink import NetlinkSocket, Request
 from podwire.kernel.rtnl.link import Link, get_link, read_link
 from podwire.kernel.rtnl.tc import (
     FROM_POD_HOOK,
+    TO_POD_HOOK,
     BpfFilter,
     add_clsact,
     delete_bpf_filter,
+    delete_clsact,
     list_filters,
     list_queues,
     read_bpf_filter,
@@ -41,6 +46,64 @@ class NetdevProgram:
 
     fd: int
     id: int
+
+
+class _Note(msgspec.Struct, frozen=True):
+    """What is written down: indexes do not outlive a boot."""
+
+    boot_id: str
+    devices: dict[int, bool] = {}
+
+
+class OwnHooks:
+    """Which devices got their hooks from podwire.
+
+    A note is written before hooks are made, and once more afterwards. A process that dies in between leaves one that
+    says "perhaps"; the program, attached by the call into the kernel that makes the hooks, tells how far it came.
+    """
+
+    def __init__(
+        self,
+        noted: str = "",
+        *,
+        boot_id: str = "",
+        write: Callable[[str], None] = lambda _note: None,
+    ) -> None:
+        found = msgspec.json.decode(noted, type=_Note) if noted else _Note(boot_id)
+        self._boot_id = boot_id
+        self._write = write
+        self._made = dict(found.devices) if found.boot_id == boot_id else {}
+        """By index: True = made, False = perhaps."""
+
+    @property
+    def devices(self) -> frozenset[int]:
+        """Give the devices whose hooks are podwire's."""
+        return frozenset(self._made)
+
+    def note(self, index: int, *, made: bool) -> None:
+        """Write down that hooks are about to be made, or were made. Raises StorageFailure."""
+        self._save({**self._made, index: made})
+
+    def forget(self, indexes: Iterable[int]) -> None:
+        """Write down that hooks are gone, or somebody else's."""
+        gone = self._made.keys() & set(indexes)
+        if gone:
+            self._save({index: made for index, made in self._made.items() if index not in gone})
+
+    def compare(self, netlink: NetlinkSocket) -> None:
+        """Forget what an earlier process noted and did not make, and what is not there any more."""
+        self.forget(
+            [
+                index
+                for index, made in self._made.items()
+                if not (_has_hooks(netlink, index) if made else find_program(netlink, index))
+            ]
+        )
+
+    def _save(self, made: dict[int, bool]) -> None:
+        if made != self._made:
+            self._write(msgspec.json.encode(_Note(self._boot_id, made)).decode())
+            self._made = made
 
 
 def find_obstacle(netlink: NetlinkSocket, index: int) -> str:
@@ -73,19 +136,40 @@ def _is_ethernet(link: Link) -> bool:
 
 def _priority_of_foreign(body: bytes) -> int:
     """Give the priority of a filter; the head of the chain that ours is in stands for nobody."""
-    priority, kind, handle = read_filter_place(body)
-    is_head_of_ours = (priority, kind, handle) == (NETDEV_FILTER_PRIORITY, "bpf", 0)
-    return priority + is_head_of_ours
+    return read_filter_place(body)[0] + _is_head_of_ours(body)
 
 
-def _dump_filters(netlink: NetlinkSocket, index: int) -> Sequence[bytes]:
-    """Give what the device's hook holds; nothing where it has no hooks, or is gone."""
+def _is_head_of_ours(body: bytes) -> bool:
+    return read_filter_place(body) == (NETDEV_FILTER_PRIORITY, "bpf", 0)
+
+
+def _dump_filters(netlink: NetlinkSocket, index: int, hook: int = FROM_POD_HOOK) -> Sequence[bytes]:
+    """Give what a hook of the device holds; nothing where it has no hooks, or is gone."""
     try:
-        return list(netlink.dump(list_filters(index, FROM_POD_HOOK)))
+        return list(netlink.dump(list_filters(index, hook)))
     except KernelFailure as failure:
         if failure.errno in _GONE:
             return ()
         raise
+
+
+def _are_used_by_others(netlink: NetlinkSocket, index: int) -> bool:
+    """Tell whether somebody else has a filter in the hooks of a device."""
+    return any(
+        not (hook == FROM_POD_HOOK and (_is_ours(read_bpf_filter(one)) or _is_head_of_ours(one)))
+        for hook in (FROM_POD_HOOK, TO_POD_HOOK)
+        for one in _dump_filters(netlink, index, hook)
+    )
+
+
+def _has_hooks(netlink: NetlinkSocket, index: int) -> bool:
+    return index in _list_hooked(netlink)
+
+
+def _list_hooked(netlink: NetlinkSocket) -> frozenset[int]:
+    """List the devices that have hooks."""
+    queues = [read_queue(body) for body in netlink.dump(list_queues(0))]
+    return frozenset(one.index for one in queues if one.kind == "clsact")
 
 
 def _is_ours(found: BpfFilter | None) -> bool:
@@ -99,12 +183,31 @@ def find_program(netlink: NetlinkSocket, index: int) -> int:
     return next((one.program_id for one in found if one is not None and _is_ours(one)), 0)
 
 
-def ensure_attached(netlink: NetlinkSocket, index: int, program: NetdevProgram) -> list[str]:
-    """Attach the program to a device, in the place of an older one; name what differed. Raises KernelFailure."""
+def ensure_attached(
+    netlink: NetlinkSocket, index: int, program: NetdevProgram, hooks: OwnHooks
+) -> list[str]:
+    """Attach the program to a device, in the place of an older one; name what differed.
+
+    Raises KernelFailure; StorageFailure when hooks would have to be made that nobody could take away later.
+    """
     present = find_program(netlink, index)
     if present == program.id:
         return []
-    attach = set_bpf_filter(
+    if _has_hooks(netlink, index):
+        replace_attached(netlink, index, program)
+    else:
+        _attach_with_hooks(netlink, index, program, hooks)
+    state = f"number {present}, wanted {program.id}" if present else "not attached"
+    return [f"program {PROGRAM} of device index {index} is {state}"]
+
+
+def replace_attached(netlink: NetlinkSocket, index: int, program: NetdevProgram) -> None:
+    """Attach the program to a device that has hooks, in the place of an older one. Raises KernelFailure."""
+    netlink.execute([_attach(index, program)])
+
+
+def _attach(index: int, program: NetdevProgram) -> Request:
+    return set_bpf_filter(
         index,
         FROM_POD_HOOK,
         program.fd,
@@ -112,28 +215,53 @@ def ensure_attached(netlink: NetlinkSocket, index: int, program: NetdevProgram) 
         priority=NETDEV_FILTER_PRIORITY,
         handle=NETDEV_FILTER_HANDLE,
     )
-    hooks, failure = netlink.attempt([add_clsact(index), attach])
+
+
+def _attach_with_hooks(
+    netlink: NetlinkSocket, index: int, program: NetdevProgram, hooks: OwnHooks
+) -> None:
+    hooks.note(index, made=False)
+    refused, failure = netlink.attempt([add_clsact(index), _attach(index, program)])
+    if refused is None:
+        hooks.note(index, made=True)
+    else:
+        hooks.forget([index])  # somebody else was faster, or the device is gone
     if failure is not None:
-        raise hooks if hooks is not None and hooks.errno != errno.EEXIST else failure
-    state = f"number {present}, wanted {program.id}" if present else "not attached"
-    return [f"program {PROGRAM} of device index {index} is {state}"]
+        raise refused if refused is not None and refused.errno != errno.EEXIST else failure
 
 
-def remove_attached(netlink: NetlinkSocket, indexes: Iterable[int]) -> list[str]:
-    """Take the program away from devices; the hooks stay, for others may count on them. Names what was removed."""
-    present = [index for index in indexes if find_program(netlink, index)]
-    requests = [
-        delete_bpf_filter(index, FROM_POD_HOOK, NETDEV_FILTER_PRIORITY, NETDEV_FILTER_HANDLE)
-        for index in present
-    ]
+def remove_attached(netlink: NetlinkSocket, indexes: Iterable[int], hooks: OwnHooks) -> list[str]:
+    """Take the program away from devices, and the hooks that were made for it and nobody else uses; names both."""
+    removed, requests, freed = [], [], []
+    for index in indexes:
+        if find_program(netlink, index):
+            removed.append(f"program {PROGRAM} of device index {index} was too much")
+            requests.append(
+                delete_bpf_filter(
+                    index, FROM_POD_HOOK, NETDEV_FILTER_PRIORITY, NETDEV_FILTER_HANDLE
+                )
+            )
+        if index in hooks.devices and not _are_used_by_others(netlink, index):
+            removed.append(f"clsact queue of device index {index} was too much")
+            requests.append(delete_clsact(index))
+            freed.append(index)
+    for index in freed:
+        hooks.note(
+            index, made=False
+        )  # should this process die now, what is there later may be somebody else's
     for failure in netlink.attempt(requests):
         if failure is not None and failure.errno not in _GONE:
             raise failure
-    return [f"program {PROGRAM} of device index {index} was too much" for index in present]
+    hooks.forget(freed)
+    return removed
 
 
 def list_attached(netlink: NetlinkSocket) -> Sequence[int]:
     """List the devices of this host that have the program."""
-    queues = [read_queue(body) for body in netlink.dump(list_queues(0))]
-    hooked = {one.index for one in queues if one.kind == "clsact" and one.index < FIRST_INDEX}
+    hooked = (one for one in _list_hooked(netlink) if one < FIRST_INDEX)
     return [index for index in sorted(hooked) if find_program(netlink, index)]
+
+
+def list_free_hooks(netlink: NetlinkSocket, hooks: OwnHooks) -> Sequence[int]:
+    """List the devices whose hooks are podwire's and of no use to anybody else."""
+    return [one for one in sorted(hooks.devices) if not _are_used_by_others(netlink, one)]

@@ -5,7 +5,7 @@ routes, shaping and the maps. Never decides what an endpoint should be: that com
 Invariant: the row that drops everything precedes the device, rows of a live endpoint change in place, and nothing
 here opens a file, starts a process or passes the verifier after `prepare`.
 
-Thread-safe without the caller's lock: `reap_devices` (own socket, own list), `read_metrics`,
+Thread-safe without the caller's lock: `reap_devices` (own socket, own list), `repair_tables`, `read_metrics`,
 `list_programs`, reading `maps`. Everything else belongs under the turn.
 """
 
@@ -22,6 +22,7 @@ from podwire.datapath import device as devices
 from podwire.datapath import inventory as inventories
 from podwire.datapath import maps as tables
 from podwire.datapath import rows as documents
+from podwire.datapath.carrier import await_carrier
 from podwire.datapath.cluster import OtherNodes, read_underlay
 from podwire.datapath.device import HostSide, LeftoverDevice, Programs, Reaper
 from podwire.datapath.events import EventReader
@@ -34,7 +35,7 @@ from podwire.datapath.host import (
 )
 from podwire.datapath.maps import NodeMaps
 from podwire.datapath.masquerade import Masquerade
-from podwire.datapath.native import NetdevProgram
+from podwire.datapath.native import NetdevProgram, OwnHooks
 from podwire.datapath.plan import NodePlan, choose_sources, list_own_addresses
 from podwire.datapath.policy_maps import PolicyTable
 from podwire.datapath.programs import (
@@ -91,8 +92,10 @@ class _Opened:
 class KernelDatapath:
     """The running kernel as the datapath of one node."""
 
-    def __init__(self, plan: NodePlan) -> None:
+    def __init__(self, plan: NodePlan, hooks: OwnHooks | None = None) -> None:
+        """`hooks`: what is remembered of devices that podwire gave hooks to; None = nothing, and it is not kept."""
         self.plan = plan
+        self._hooks = hooks or OwnHooks()
         self.host_changes: list[SettingChange] = []
         """Settings of the host that `prepare` changed, for whoever puts them back."""
         self._opened: _Opened | None = None
@@ -134,6 +137,7 @@ class KernelDatapath:
                 _tunnel_programs_of(loaded),
                 _netdev_program_of(loaded),
                 masquerade,
+                self._hooks,
             )
             others.recall(self.plan)
             others.apply_own(self.plan)
@@ -257,8 +261,9 @@ class KernelDatapath:
             _log.info("repaired device", extra={"endpoint": record.id, "cause": difference})
 
     def configure_pod(self, record: EndpointRecord, namespace: PodNamespace) -> None:
-        """Give the pod's side its addresses, gateway, routes, neighbours and sysctls."""
+        """Give the pod's side its addresses, gateway, routes, neighbours and sysctls; both ends can send then."""
         pod_net.configure_pod(record, namespace)
+        await_carrier(self._node.netlink, record.device)
 
     def shape(self, device: Device, bandwidth: Bandwidth, namespace: PodNamespace | None) -> None:
         """Set the limits of both directions, or remove them where they are 0."""
@@ -394,6 +399,10 @@ class KernelDatapath:
     def watch_devices(self, told: Callable[[int], None]) -> NetlinkEvents:
         """Listen for what pods' devices lose; `told` gets the index of each device."""
         return changes.watch_devices(told)
+
+    def repair_tables(self) -> Sequence[str]:
+        """Write the node's own table of nftables anew where somebody has changed it. Needs no turn."""
+        return self._node.masquerade.repair()
 
     @property
     def policy_fill(self) -> tuple[int, int]:

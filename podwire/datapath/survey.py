@@ -10,12 +10,13 @@ from pathlib import Path
 
 from podwire.datapath import host
 from podwire.datapath.device import list_devices
-from podwire.datapath.inventory import list_all_routes, remove_everything
+from podwire.datapath.inventory import name_native, remove_everything
 from podwire.datapath.masquerade import Masquerade
-from podwire.datapath.native import list_attached
+from podwire.datapath.native import OwnHooks, list_attached, list_free_hooks
 from podwire.datapath.node import OBJECTS
 from podwire.datapath.plan import DEFAULT_OBJECT_DIRECTORY
 from podwire.datapath.programs import list_versions
+from podwire.datapath.routes import list_own_routes
 from podwire.datapath.templates import read_template
 from podwire.datapath.tunnel import list_tunnels
 from podwire.kernel.clock import KernelClock
@@ -28,6 +29,7 @@ from podwire.model.ids import NFT_TABLE
 
 __all__ = [
     "Finding",
+    "read_hooks",
     "remove_everything",
     "restore_settings",
     "survey_host",
@@ -88,23 +90,30 @@ def survey_host(tunnel_port: int = DEFAULT_TUNNEL_PORT) -> list[Finding]:
     return findings
 
 
-def survey_leftovers(bpf_dir: Path) -> Sequence[str]:
-    """Name what `cleanup --all` would remove here."""
+def survey_leftovers(bpf_dir: Path, hooks: OwnHooks | None = None) -> Sequence[str]:
+    """Name what `cleanup --all` would remove here. `hooks`: what the agent noted."""
+    hooks = hooks or OwnHooks()
     with NetlinkSocket() as netlink, Nftables() as tables:
         owned = list_devices(netlink)[0]
-        routes = list_all_routes(netlink)
+        routes = list_own_routes(netlink)
         tunnels = [one for one in list_tunnels(netlink) if one.node_name is not None]
-        attached = list_attached(netlink)
+        hooks.compare(netlink)
+        attached, free = list_attached(netlink), list_free_hooks(netlink, hooks)
         has_table = bool(Masquerade(tables).compare())
     found = [f"device {device.name} of endpoint {device.endpoint_id}" for device in owned]
     found.extend(f"route to {route.destination}" for route in routes)
     found.extend(f"tunnel device {one.link.name}" for one in tunnels)
-    found.extend(f"program from_netdev of device index {index}" for index in attached)
+    found.extend(name_native(attached, free))
     if has_table:
         found.append(f"nftables table {NFT_TABLE}")
     if bpf_dir.is_dir():
         found.extend(f"pins {bpf_dir}/v{version}" for version in list_versions(bpf_dir))
     return found
+
+
+def read_hooks(noted: str) -> OwnHooks:
+    """Read what an agent noted of devices that it gave hooks to; nothing of another boot."""
+    return OwnHooks(noted, boot_id=KernelClock().boot_id())
 
 
 def restore_settings(noted: str) -> list[str]:

@@ -22,7 +22,7 @@ from typing import Final
 from podwire.datapath import abi
 from podwire.datapath.device import Programs, list_devices
 from podwire.datapath.maps import NodeMaps, list_conntrack, list_usage, open_shards
-from podwire.datapath.native import NetdevProgram, ensure_attached, list_attached
+from podwire.datapath.native import NetdevProgram, list_attached, replace_attached
 from podwire.datapath.programs import Capacities, Pins, list_versions, remove_version
 from podwire.datapath.tunnel import TunnelPrograms, find_tunnel
 from podwire.kernel import bpf
@@ -336,7 +336,7 @@ def replace_programs(
             (index, set_bpf_filter(index, hook, fd, name)) for hook, name, fd, _ in tunnel.hooks()
         ]
     for host_index in list_attached(netlink):
-        ensure_attached(netlink, host_index, netdev)
+        replace_attached(netlink, host_index, netdev)
     failures = netlink.attempt([request for _, request in wanted])
     for (index, request), failure in zip(wanted, failures, strict=True):
         if failure is None or failure.errno == errno.ENODEV:

@@ -27,6 +27,8 @@ ENDPOINT_ID_MAX: Final = (1 << 32) - 1
 FILE_MODE: Final = 0o600
 HOST_SETTINGS_FACT: Final = "host-settings"
 """Which settings of the host the agent changed, for `podwire cleanup`."""
+UNDERLAY_HOOKS_FACT: Final = "underlay-hooks"
+"""Which devices of the host the agent gave a clsact queue, for itself and for `podwire cleanup`."""
 BUSY_TIMEOUT_S: Final = 2.0
 """Only a person's sqlite shell can hold the file; a write must not wait for it longer than a runtime would."""
 

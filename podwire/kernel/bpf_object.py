@@ -21,6 +21,8 @@ from podwire.model.errors import KernelFailure
 
 VERIFIER_LOG_BYTES: Final = 16 << 20
 LOG_LINES_SHOWN: Final = 12
+OWN_MAP_PREFIX: Final = "own_"
+"""Begins the names of maps that belong to one object: made anew at each load, never pinned, gone with its programs."""
 _CONSTANTS_SECTION: Final = ".rodata"
 
 
@@ -109,8 +111,10 @@ class BpfObject:
 
     @property
     def map_names(self) -> tuple[str, ...]:
-        """Names of the maps the object declares; those of its data sections are left out."""
-        return tuple(name for name in self._maps if "." not in name)
+        """Names of the maps that may be shared; data sections and what is the object's own are left out."""
+        return tuple(
+            name for name in self._maps if "." not in name and not name.startswith(OWN_MAP_PREFIX)
+        )
 
     def shape(self, map_name: str) -> MapShape:
         """Tell how the object declares a map."""

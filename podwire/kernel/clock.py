@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 from typing import Final
 
-SELF_STAT_PATH: Final = Path("/proc/self/stat")
+PROC_PATH: Final = Path("/proc")
+FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"
+"""The kernel's own (PROC_PID_INIT_INO): every process has a number in it."""
 BOOT_ID_PATH: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -25,10 +27,26 @@ class KernelClock:
 
     def process_start_ns(self) -> int:
         """Give CLOCK_BOOTTIME of this process's start, as the kernel counts it: in ticks of 10 ms."""
-        # Behind the name, which may hold anything but ends at the last parenthesis: proc(5), field 22.
-        fields = SELF_STAT_PATH.read_bytes().rpartition(b")")[2].split()
-        return int(fields[19]) * (1_000_000_000 // os.sysconf("SC_CLK_TCK"))
+        return _read_start_ns("self")
+
+    def process_ran_at(self, pid: int, boottime_ns: int) -> bool | None:
+        """Tell whether the process that had a number at a time still runs; None where this process cannot see all.
+
+        A process that was given the number later does not count.
+        """
+        try:
+            if os.readlink(PROC_PATH / "self/ns/pid") != FIRST_PID_NAMESPACE:
+                return None
+            return _read_start_ns(str(pid)) <= boottime_ns
+        except (FileNotFoundError, ProcessLookupError):
+            return False
 
     def boot_id(self) -> str:
         """Give the random number that the kernel drew at this boot."""
         return self._boot_id
+
+
+def _read_start_ns(process: str) -> int:
+    # Behind the name, which may hold anything but ends at the last parenthesis: proc(5), field 22.
+    fields = (PROC_PATH / process / "stat").read_bytes().rpartition(b")")[2].split()
+    return int(fields[19]) * (1_000_000_000 // os.sysconf("SC_CLK_TCK"))

@@ -1,4 +1,4 @@
-"""NetlinkEvents: waits until links, addresses, routes or filters of a network namespace change.
+"""NetlinkEvents: waits until links, addresses, routes, filters or nftables of a network namespace change.
 
 Opened by `datapath.node` for a duty that looks at the kernel again. Must never be the only sign of a change: the
 kernel tells what happened after it was opened only, and drops what nobody reads (which counts as a change). Bound to
@@ -30,7 +30,12 @@ GROUP_IPV4_ADDRESS: Final = 0x010
 GROUP_IPV4_ROUTE: Final = 0x040
 GROUP_IPV6_ADDRESS: Final = 0x100
 GROUP_IPV6_ROUTE: Final = 0x400
-# The same header
+NETLINK_NETFILTER: Final = 12
+"""include/uapi/linux/netlink.h; Python's socket module does not have it."""
+# include/uapi/linux/netfilter/nfnetlink.h, nf_tables.h: what ends a commit, whatever was in it
+GROUP_TABLES: Final = 1 << (7 - 1)
+COMMITTED: Final = 10 << 8 | 15
+# include/uapi/linux/rtnetlink.h
 _RTM_NEWROUTE: Final = 24
 _RTM_DELROUTE: Final = 25
 _RTM_DELQDISC: Final = 37
@@ -53,7 +58,8 @@ class NetlinkEvents:
     """What the kernel tells of changes. `matters` gets type and body of each message; the others are not told.
 
     With `ignored_from`, a power of two, nothing about devices with this or a higher index arrives at all; with
-    `losses_from` only that a route, filter or queue of those devices is gone.
+    `losses_from` only that a route, filter or queue of those devices is gone; with `only_kind` only messages of one
+    type.
     """
 
     def __init__(
@@ -63,6 +69,8 @@ class NetlinkEvents:
         *,
         ignored_from: int = 0,
         losses_from: int = 0,
+        only_kind: int = 0,
+        protocol: int = socket.NETLINK_ROUTE,
         buffer_bytes: int = _RECEIVE_BUFFER_BYTES,
     ) -> None:
         self._matters = matters
@@ -71,7 +79,7 @@ class NetlinkEvents:
         self._socket = socket.socket(
             socket.AF_NETLINK,
             socket.SOCK_RAW | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK,
-            socket.NETLINK_ROUTE,
+            protocol,
         )
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, buffer_bytes)
@@ -79,6 +87,8 @@ class NetlinkEvents:
                 _attach_filter(self._socket, _ignore_devices(ignored_from))
             if losses_from:
                 _attach_filter(self._socket, _keep_losses(losses_from))
+            if only_kind:
+                _attach_filter(self._socket, _keep_kind(only_kind))
             self._socket.bind((0, groups))
             flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
             self._woken = Fd(os.eventfd(0, flags), "wake-up of netlink events")
@@ -213,6 +223,16 @@ def _keep_losses(first_index: int) -> bytes:
         (_IF_ANY_BIT, 7, 8, high_bits),  # true: everything, false: nothing
         *_load_device_of_route(unknown=4),  # unknown: nothing
         (_IF_ANY_BIT, 0, 1, high_bits),
+        (_GIVE_BACK, 0, 0, _EVERYTHING),
+        (_GIVE_BACK, 0, 0, _NOTHING),
+    )
+
+
+def _keep_kind(kind: int) -> bytes:
+    """Give a filter that keeps messages of one type."""
+    return _assemble(
+        (_LOAD_HALF, 0, 0, _MESSAGE_TYPE_AT),
+        (_IF_EQUAL, 0, 1, socket.htons(kind)),
         (_GIVE_BACK, 0, 0, _EVERYTHING),
         (_GIVE_BACK, 0, 0, _NOTHING),
     )

@@ -18,7 +18,7 @@ from typing import Final
 
 import msgspec
 
-from podwire.control.apply import apply_documents
+from podwire.control.documents.apply import apply_documents
 from podwire.kernel import netns
 from podwire.lab import etcd, faults, traffic
 from podwire.lab import node as nodes

@@ -1,6 +1,6 @@
 """Errors, by what the caller can do about them.
 
-`kernel` turns errno into `KernelFailure`; `agent.rest` alone knows HTTP and `cni.errors` alone knows CNI numbers.
+`kernel` turns errno into `KernelFailure`; `agent.api.routes` alone knows HTTP and `cni.errors` alone knows CNI numbers.
 A message is the failed intent in lower case with its values; the hint is the next thing a person should do.
 """
 

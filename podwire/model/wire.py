@@ -1,6 +1,6 @@
 """The launcher's protocol: frames, replies, spool records and the file `alive`, as bytes and back.
 
-Called by `cni.client`, `agent.cni_socket` and `agent.spool`; `launcher/` is the same in C (a test
+Called by `cni.client`, `agent.cni.socket` and `agent.cni.spool`; `launcher/` is the same in C (a test
 compares the numbers). Never touches a socket, file or clock. Invariant: what an encoder writes, the
 decoder of the version before and of the version after reads; anything else is refused with a
 message, never half understood. Described in docs/protocol.md.
@@ -69,7 +69,7 @@ COMMON_HEADER_BYTES: Final = _COMMON.size
 REQUEST_HEADER_BYTES: Final = _COMMON.size + _REQUEST_REST.size
 
 _RECORD_NAME = re.compile(r"[0-9]{20}-[0-9]+\.del")
-_TEMPORARY_NAME = re.compile(r"\.(?P<started_ns>[0-9]{20})-[0-9]+\.del\.tmp")
+_TEMPORARY_NAME = re.compile(r"\.(?P<started_ns>[0-9]{20})-(?P<pid>[0-9]{1,10})\.del\.tmp")
 _ALIVE_LINE = re.compile(r"(?P<boot_id>[0-9a-f-]{1,64}) (?P<until_ms>[0-9]{1,19})\n?")
 
 
@@ -252,10 +252,10 @@ def temporary_name(record: str) -> str:
     return f".{record}.tmp"
 
 
-def temporary_started_ns(name: str) -> int | None:
-    """Give the start of the launcher that writes, or wrote, a temporary file; None for others."""
+def temporary_writer(name: str) -> tuple[int, int] | None:
+    """Give start and process id of the launcher that writes, or wrote, a temporary file; None for other files."""
     match = _TEMPORARY_NAME.fullmatch(name)
-    return int(match["started_ns"]) if match else None
+    return (int(match["started_ns"]), int(match["pid"])) if match else None
 
 
 def is_record_name(name: str) -> bool:

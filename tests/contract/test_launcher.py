@@ -7,6 +7,8 @@ import errno
 import json
 import os
 import re
+import resource
+import signal
 import socket
 import subprocess
 import threading
@@ -308,6 +310,43 @@ def test_a_del_fails_with_code_5_on_a_full_disk_and_leaves_nothing(
     assert code_of(outcome) == 5
     assert str(full_disk / wire.SPOOL_DIRECTORY) in json.loads(outcome.stdout)["msg"]
     assert os.listdir(full_disk / wire.SPOOL_DIRECTORY) == []
+
+
+@pytest.mark.parametrize("written_bytes", [0, 64])
+def test_who_is_killed_while_it_writes_leaves_nothing(
+    launcher: Path, socket_path: Path, written_bytes: int
+) -> None:
+    def die_by_the_next_byte() -> None:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (written_bytes, written_bytes))
+
+    ended = subprocess.run(
+        [launcher],
+        env=environment("DEL"),
+        input=config(socket_path),
+        preexec_fn=die_by_the_next_byte,
+        check=False,
+        timeout=60,
+    )
+    assert ended.returncode == -signal.SIGXFSZ
+    assert os.listdir(socket_path.parent / wire.SPOOL_DIRECTORY) == []
+
+
+@pytest.mark.kernel
+def test_a_record_is_written_where_a_nameless_file_can_get_no_name(
+    launcher: Path, socket_path: Path
+) -> None:
+    without_proc = 'mount -t tmpfs none /proc && exec "$0"'
+    ended = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", without_proc, launcher],
+        env=environment("DEL", PATH=os.environ["PATH"]),
+        input=config(socket_path),
+        check=False,
+        timeout=60,
+    )
+    assert ended.returncode == 0
+    (record,) = spooled(socket_path)
+    assert record.environment == environment("DEL")
 
 
 # --- STATUS and its sign of life ----------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from podwire.control.apply import apply_documents
+from podwire.control.documents.apply import apply_documents
 from podwire.model.errors import (
     Conflict,
     InvalidRequest,

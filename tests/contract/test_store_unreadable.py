@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from podwire.agent.store_follower import KindList, Memory, StoreFollower
-from podwire.control.apply import apply_documents, delete_object
+from podwire.agent.duties.follower import KindList, Memory, StoreFollower
 from podwire.control.cluster.facts import encode_node
 from podwire.control.cluster.published import Publication, encode_endpoints
+from podwire.control.documents.apply import apply_documents, delete_object
+from podwire.control.documents.readable import find_fault
 from podwire.control.identity.key import IdentityKey
 from podwire.control.identity.known import make_object
-from podwire.control.readable import find_fault
 from podwire.model.cluster import NodeFacts
 from podwire.model.errors import PodwireError
 from podwire.model.store import (

@@ -1,7 +1,7 @@
 """Followers as the agent has them, for tests that have no agent."""
 
-from podwire.agent.identity_duty import IdentityNews
-from podwire.agent.store_follower import StoreFollower
+from podwire.agent.duties.follower import StoreFollower
+from podwire.agent.duties.identity import IdentityNews
 from podwire.control.identity.feed import KINDS, IdentityFeed
 from podwire.model.store import Store
 

@@ -172,7 +172,7 @@ class FakeNode:
             LabelFilter.parse(),
             wait_s=0.2,
         )
-        self.identities.allocator.known.listen(self.enforcer.hear)
+        self.identities.allocator.known.listen(self.enforcer.queue_identity_change)
         for record in self.journal.list_records():
             self.identities.adopt(record)
         self.follower = follow_identities(self.store, IdentityFeed(self.identities))

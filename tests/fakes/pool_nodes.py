@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping
 from ipaddress import ip_address
 from typing import Any, Final
 
-from podwire.agent.ipam_duty import IpamDuty, IpamNews
-from podwire.agent.store_follower import StoreFollower
-from podwire.control.apply import apply_documents
+from podwire.agent.duties.addresses import IpamDuty, IpamNews
+from podwire.agent.duties.follower import StoreFollower
+from podwire.control.documents.apply import apply_documents
 from podwire.control.ipam.claims import Claims
 from podwire.control.ipam.documents import decode_block
 from podwire.control.ipam.interface import Wish
-from podwire.control.ipam.known import Known
 from podwire.control.ipam.pool import PoolIpam
+from podwire.control.ipam.pool_cache import PoolCache
 from podwire.model.endpoint import AttachmentKey
 from podwire.model.ids import ContainerId, EndpointId, IdentityId, InterfaceName, NetworkName
 from podwire.model.store import Store
@@ -47,7 +47,7 @@ class PoolNode:
 
     def __init__(self, store: Store, name: str, *, monotonic: Callable[[], float] | None = None):
         self.store = store
-        self.known = Known(name)
+        self.known = PoolCache(name)
         self.claims = Claims(store, self.known)
         self.ipam = PoolIpam(self.claims, **({"monotonic": monotonic} if monotonic else {}))
         self.news = IpamNews(self.ipam)
@@ -144,7 +144,7 @@ class Ticking:
 
     def __init__(self, store: Store, name: str, facts: Facts | None = None) -> None:
         self.now_s = 1000.0
-        known = Known(name)
+        known = PoolCache(name)
         ipam = PoolIpam(Claims(store, known))
         self.facts = facts or Facts()
         self.reports: list[str] = []

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from podwire.datapath.inventory import remove_everything
+from podwire.datapath.native import OwnHooks
 from podwire.datapath.node import KernelDatapath
 from podwire.datapath.plan import NodePlan
 from podwire.kernel import bpf, netns
@@ -52,7 +53,9 @@ class KernelWorld:
     def __init__(self, host: Namespace, plan: NodePlan, stack: ExitStack) -> None:
         self.host = host
         self.plan = plan
-        self.datapath = KernelDatapath(plan)
+        self.hooks_noted = ""
+        """What the agent wrote down of hooks that it made."""
+        self.datapath = self._make_datapath()
         self.pods: dict[int, Namespace] = {}
         self._stack = stack
 
@@ -75,11 +78,20 @@ class KernelWorld:
         self.datapath.close()
 
     def restart(self, **changes: object) -> None:
-        """Be another agent process: nothing but the kernel is remembered."""
+        """Be another agent process: nothing is remembered but the kernel and what was written down."""
         self.datapath.close()
         self.plan = replace(self.plan, **changes)  # type: ignore[arg-type]
-        self.datapath = KernelDatapath(self.plan)
+        self.datapath = self._make_datapath()
         self.datapath.prepare()
+
+    def read_hooks(self) -> OwnHooks:
+        return OwnHooks(self.hooks_noted, boot_id="boot", write=self._note_hooks)
+
+    def _note_hooks(self, note: str) -> None:
+        self.hooks_noted = note
+
+    def _make_datapath(self) -> KernelDatapath:
+        return KernelDatapath(self.plan, self.read_hooks())
 
     def make_record(self, number: int, namespace: PodNamespace) -> EndpointRecord:
         key = AttachmentKey(NetworkName("net"), ContainerId(f"c{number}"), InterfaceName("eth0"))

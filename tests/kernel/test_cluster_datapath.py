@@ -17,6 +17,7 @@ import pytest
 from podwire.datapath import abi
 from podwire.datapath import maps as tables
 from podwire.datapath.inventory import remove_everything
+from podwire.datapath.native import OwnHooks
 from podwire.datapath.node_maps import list_node_numbers, list_nodes
 from podwire.datapath.rows import read_rows
 from podwire.datapath.survey import survey_host, survey_leftovers
@@ -24,7 +25,7 @@ from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.netlink_events import NetlinkEvents
 from podwire.kernel.rtnl.link import LinkEnd, create_veth, set_link
 from podwire.kernel.rtnl.route import InterfaceAddress, add_address
-from podwire.kernel.rtnl.tc import FROM_POD_HOOK, add_clsact, set_bpf_filter
+from podwire.kernel.rtnl.tc import FROM_POD_HOOK, TO_POD_HOOK, add_clsact, set_bpf_filter
 from podwire.model.cluster import (
     TUNNEL_DEVICE,
     ClusterPlan,
@@ -35,7 +36,7 @@ from podwire.model.cluster import (
     TunnelPlan,
     Way,
 )
-from podwire.model.errors import ForeignObject
+from podwire.model.errors import ForeignObject, StorageFailure
 from podwire.model.ids import IdentityId
 from tests.kernel.conftest import NODE, new_namespace
 from tests.kernel.node_world import PODS_IPV4, KernelWorld, kernel_world
@@ -918,13 +919,15 @@ def native_device(world: KernelWorld) -> int:
     return tables.read_settings(world.datapath.maps).native_ifindex
 
 
-def attach_foreign(world: KernelWorld, priority: int, handle: int = 1) -> None:
+def attach_foreign(
+    world: KernelWorld, priority: int, handle: int = 1, hook: int = FROM_POD_HOOK
+) -> None:
     """Attach a filter of somebody else."""
     with NetlinkSocket() as netlink:
         netlink.attempt([add_clsact(UNDERLAY_INDEX)])
         program = world.datapath._node.loaded.fd("from_netdev")
         place = {"priority": priority, "handle": handle}
-        netlink.execute([set_bpf_filter(UNDERLAY_INDEX, FROM_POD_HOOK, program, "other", **place)])
+        netlink.execute([set_bpf_filter(UNDERLAY_INDEX, hook, program, "other", **place)])
 
 
 def priorities_of(world: KernelWorld) -> set[int]:
@@ -1079,6 +1082,149 @@ def test_cleanup_names_and_removes_the_program_and_nothing_of_others(world: Kern
     assert named in remove_everything(world.plan.bpf_dir)
     assert named not in survey_leftovers(world.plan.bpf_dir)
     assert priorities_of(world) == {100}
+
+
+# Whose the hooks at the underlay device are
+
+
+def has_hooks(world: KernelWorld) -> bool:
+    return "clsact" in world.host.run("tc", "qdisc", "show", "dev", UNDERLAY)
+
+
+def detach_foreign(world: KernelWorld) -> None:
+    world.host.run("tc", "filter", "del", "dev", UNDERLAY, "ingress", "prio", "100")
+
+
+def go_native(world: KernelWorld) -> None:
+    world.datapath.apply_cluster(make_cluster(1, way=Way.NATIVE))
+
+
+def leave_native(world: KernelWorld) -> None:
+    world.datapath.apply_cluster(make_cluster(1))
+
+
+def start_without_native(world: KernelWorld) -> None:
+    """The setting was changed while the agent did not run."""
+    tables.write_settings(world.datapath.maps, native_ifindex=0)
+    world.restart()
+
+
+def clean_up(world: KernelWorld) -> None:
+    world.close()
+    named = "clsact queue of device index 77" in survey_leftovers(
+        world.plan.bpf_dir, world.read_hooks()
+    )
+    removed = remove_everything(world.plan.bpf_dir, world.read_hooks())
+    assert named == ("clsact queue of device index 77" in removed)
+
+
+ENDS = {
+    "the last peer goes": leave_native,
+    "the agent starts without": start_without_native,
+    "cleanup": clean_up,
+}
+ends = pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+
+
+@ends
+@pytest.mark.parametrize("restarted", [False, True])
+def test_hooks_that_were_made_for_the_program_go_with_it(
+    world: KernelWorld, end: Callable[[KernelWorld], None], restarted: bool
+) -> None:
+    go_native(world)
+    assert has_hooks(world)
+    if restarted:
+        world.restart()
+        go_native(world)
+    end(world)
+    assert not has_hooks(world)
+    assert json.loads(world.hooks_noted)["devices"] == {}
+
+
+@ends
+def test_hooks_of_somebody_else_stay(
+    world: KernelWorld, end: Callable[[KernelWorld], None]
+) -> None:
+    world.host.run("tc", "qdisc", "add", "dev", UNDERLAY, "clsact")
+    go_native(world)
+    end(world)
+    assert has_hooks(world)
+
+
+@ends
+@pytest.mark.parametrize(
+    ("hook", "priority"), [(FROM_POD_HOOK, 100), (TO_POD_HOOK, 7)], ids=["ingress", "egress"]
+)
+def test_hooks_stay_while_somebody_else_uses_them(
+    world: KernelWorld, end: Callable[[KernelWorld], None], hook: int, priority: int
+) -> None:
+    go_native(world)
+    attach_foreign(world, priority, hook=hook)
+    end(world)
+    side = "ingress" if hook == FROM_POD_HOOK else "egress"
+    assert "other" in world.host.run("tc", "filter", "show", "dev", UNDERLAY, side)
+    assert "from_netdev" not in filters_of(world)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_hooks_go_when_the_last_who_used_them_has_gone(world: KernelWorld, restarted: bool) -> None:
+    go_native(world)
+    attach_foreign(world, 100)
+    leave_native(world)
+    assert has_hooks(world)
+    detach_foreign(world)
+    if restarted:
+        world.restart()
+    leave_native(world)
+    assert not has_hooks(world)
+
+
+def test_an_agent_that_died_before_it_made_hooks_leaves_those_of_others(world: KernelWorld) -> None:
+    world.read_hooks().note(UNDERLAY_INDEX, made=False)
+    world.host.run("tc", "qdisc", "add", "dev", UNDERLAY, "clsact")
+    world.restart()
+    go_native(world)
+    leave_native(world)
+    assert has_hooks(world)
+
+
+def test_an_agent_that_died_when_it_had_made_hooks_takes_them_away(world: KernelWorld) -> None:
+    go_native(world)
+    world.read_hooks().note(UNDERLAY_INDEX, made=False)
+    world.restart()
+    go_native(world)
+    leave_native(world)
+    assert not has_hooks(world)
+
+
+def test_an_agent_that_died_when_it_had_taken_hooks_away_leaves_those_of_others(
+    world: KernelWorld,
+) -> None:
+    go_native(world)
+    noted_while_they_go: list[str] = []
+    world.datapath._hooks._write = noted_while_they_go.append
+    leave_native(world)
+    world.hooks_noted = noted_while_they_go[0]
+    world.host.run("tc", "qdisc", "add", "dev", UNDERLAY, "clsact")
+    world.restart()
+    leave_native(world)
+    assert has_hooks(world)
+
+
+def test_what_was_noted_before_a_boot_is_nothing(world: KernelWorld) -> None:
+    go_native(world)
+    assert world.read_hooks().devices == {UNDERLAY_INDEX}
+    assert OwnHooks(world.hooks_noted, boot_id="another").devices == frozenset()
+
+
+def test_no_hooks_are_made_that_cannot_be_noted(world: KernelWorld) -> None:
+    def refuse(_note: str) -> None:
+        raise StorageFailure("write the journal: no space left on device")
+
+    world.datapath._hooks._write = refuse
+    go_native(world)
+    assert not has_hooks(world)
+    assert native_device(world) == 0
 
 
 def test_a_lost_program_at_the_device_is_news(world: KernelWorld) -> None:

@@ -138,6 +138,7 @@ class Node:
     datapath: KernelDatapath
     stack: ExitStack
     pods: dict[int, Namespace] = field(default_factory=dict)
+    records: dict[int, EndpointRecord] = field(default_factory=dict)
 
     def inside(self) -> contextlib.AbstractContextManager[object]:
         return netns.namespace(self.namespace.fd.fileno())
@@ -174,12 +175,20 @@ class Node:
             config = EndpointConfig(identity=70_000 + self.number, policy_revision=1)
             self.datapath.open_endpoint(record, config)
         self.pods[number] = pod
+        self.records[number] = record
         return pod
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[list[Node]]:
-    """Two prepared nodes on one underlay, with a pod of number 9 each."""
+    """Two prepared nodes on one underlay."""
+    with two_nodes(tmp_path) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def two_nodes(tmp_path: Path) -> Iterator[list[Node]]:
+    """Prepare two nodes on one underlay; everything is gone at the end."""
     with ExitStack() as stack:
         bpf_dir = stack.enter_context(bpf_directory(tmp_path))
         namespaces = [stack.enter_context(new_namespace()) for _ in range(2)]

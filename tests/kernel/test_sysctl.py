@@ -1,11 +1,14 @@
 """Settings are those of the calling thread's namespace, and no name leads out of /proc/sys/net."""
 
 import errno
+import os
+import subprocess
+import sys
 
 import pytest
 
 from podwire.kernel import netns
-from podwire.kernel.clock import KernelClock
+from podwire.kernel.clock import FIRST_PID_NAMESPACE, KernelClock
 from podwire.kernel.sysctl import ensure_sysctl, read_sysctl, sysctl_exists, write_sysctl
 from podwire.model.errors import InvalidConfiguration, KernelFailure
 from tests.kernel.conftest import Namespace
@@ -53,3 +56,24 @@ def test_clock_counts_up_within_one_boot() -> None:
     assert clock.boottime_ns() > first
     assert clock.boot_id() == KernelClock().boot_id()
     assert len(clock.boot_id()) == 36
+
+
+def test_a_process_ran_from_its_start_to_its_end() -> None:
+    clock = KernelClock()
+    if os.readlink("/proc/self/ns/pid") != FIRST_PID_NAMESPACE:
+        pytest.skip("the tests run in a process id namespace of their own")
+    with subprocess.Popen(["sleep", "60"]) as process:
+        started_ns = clock.boottime_ns()
+        assert clock.process_ran_at(process.pid, started_ns)
+        # Somebody else had the number before.
+        assert clock.process_ran_at(process.pid, started_ns - 60_000_000_000) is False
+        process.kill()
+    assert clock.process_ran_at(process.pid, started_ns) is False
+
+
+def test_nobody_tells_of_processes_that_a_namespace_hides() -> None:
+    program = (
+        "from podwire.kernel.clock import KernelClock; print(KernelClock().process_ran_at(1, 1))"
+    )
+    own = ["unshare", "--fork", "--pid", "--mount-proc", sys.executable, "-c", program]
+    assert subprocess.run(own, capture_output=True, check=True, text=True).stdout == "None\n"

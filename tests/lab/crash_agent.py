@@ -15,9 +15,10 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from podwire.agent import cluster_applier, health, main
+from podwire.agent import health, main
+from podwire.agent.duties.cluster import applier as cluster_applier
 from podwire.control.attach.service import AttachService
-from podwire.journal import behind
+from podwire.journal import background_writer
 from podwire.journal.records import SqliteJournal
 from podwire.kernel import bpf, netlink, nft
 
@@ -119,7 +120,8 @@ def install(fuse: Fuse) -> None:
     health.AliveFile.refresh = fuse.aside(health.AliveFile.refresh)  # type: ignore[method-assign]
     # What is done because of other nodes is done again in whole at the next start, and at any moment.
     cluster_applier.Applier._run = fuse.aside(cluster_applier.Applier._run)  # type: ignore[method-assign]
-    behind.LOOK_S = 0.01  # type: ignore[misc]  # the test waits until nothing happens any more, at each of its points
+    # The test waits at each of its points until nothing happens any more.
+    background_writer.LOOK_S = 0.01  # type: ignore[misc]
     for command, method in (("ADD", "add"), ("ADD", "add_at_once"), ("DEL", "delete")):
         setattr(AttachService, method, _arming(fuse, command, method))
     sys.addaudithook(fuse.watch_files)

@@ -5,9 +5,10 @@ over those that labs use, in a mount namespace of its own.
 """
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -26,16 +27,20 @@ def rig() -> Iterator[Rig]:
         yield made
 
 
-def cleanup(rig: Rig, *options: str) -> "subprocess.CompletedProcess[str]":
-    """Run the command in the node's network namespace, out of sight of labs."""
+def cleanup(
+    rig: Rig, *options: str, variables: Mapping[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """Run the command in the node's network namespace, out of sight of labs; by default with the agent's own file."""
     hide = "".join(f"if [ -d {path} ]; then mount -t tmpfs none {path}; fi; " for path in HIDDEN)
-    state, pins = f"--state-dir={rig.directory / 'state'}", f"--bpf-dir={rig.bpf}"
+    if variables is None:
+        options = ("--config", str(rig.directory / "agent.toml"), *options)
     return subprocess.run(
         [
             *("nsenter", f"--net=/run/netns/{rig.name}", "unshare", "--mount"),
             *("sh", "-ec", f'{hide} exec "$@"', "sh"),
-            *(str(PODWIRE), "cleanup", "--all", state, pins, "-o", "json", *options),
+            *(str(PODWIRE), "cleanup", "--all", "-o", "json", *options),
         ],
+        env={**os.environ, **(variables or {})},
         capture_output=True,
         text=True,
         check=False,
@@ -55,11 +60,18 @@ def marks(rig: Rig) -> dict[str, object]:
         ],
         "tables": "podwire" in run(*in_node, "nft", "list", "tables"),
         "pins": sorted(str(path) for path in rig.bpf.rglob("*") if path.is_file()),
-        "journal": (rig.directory / "state" / "journal.db").exists(),
+        "files": sorted(
+            path.name
+            for path in (*rig.directory.iterdir(), *(rig.directory / "state").iterdir())
+            if path.name.startswith(OURS) and not path.name.endswith(SIDE_FILES)
+        ),
     }
 
 
-NOTHING = {"devices": [], "routes": [[], []], "tables": False, "pins": [], "journal": False}
+OURS = ("journal.db", "remembered.db", "cni.sock", "api.sock", "alive", "spool", "endpoints")
+SIDE_FILES = ("-shm", "-wal")
+"""They come and go with whoever looks into a database."""
+NOTHING = {"devices": [], "routes": [[], []], "tables": False, "pins": [], "files": []}
 
 
 def test_cleanup_removes_all_that_carries_our_marks_and_only_that(rig: Rig) -> None:
@@ -78,9 +90,12 @@ def test_cleanup_removes_all_that_carries_our_marks_and_only_that(rig: Rig) -> N
     rig.kill()
     dry = cleanup(rig)
     assert dry.returncode == 2, dry
-    promised = sorted(one.split()[0] for one in json.loads(dry.stdout)["removed"])
+    promised = json.loads(dry.stdout)["removed"]
+    kinds = sorted(one.split()[0] for one in promised if not one.startswith("/"))
     # Each pod has a route in both families, and so has the node's block.
-    assert promised == [*["device"] * 2, "nftables", "pins", *["route"] * 6]
+    assert kinds == [*["device"] * 2, "nftables", "pins", *["route"] * 6]
+    files = [Path(one).name for one in promised if one.startswith("/")]
+    assert sorted(one for one in files if not one.endswith(SIDE_FILES)) == before["files"]
     assert marks(rig) == before
 
     done = cleanup(rig, "--yes")
@@ -91,6 +106,57 @@ def test_cleanup_removes_all_that_carries_our_marks_and_only_that(rig: Rig) -> N
 
     again = cleanup(rig, "--yes")
     assert (again.returncode, json.loads(again.stdout)["removed"]) == (0, [])
+
+
+def say_by_flags(rig: Rig) -> tuple[list[str], dict[str, str]]:
+    said = {"--state-dir": rig.directory / "state", "--run-dir": rig.directory}
+    return [*(f"{flag}={path}" for flag, path in said.items()), "--bpf-dir", str(rig.bpf)], {}
+
+
+def say_by_environment(rig: Rig) -> tuple[list[str], dict[str, str]]:
+    return [], {
+        "PODWIRE_STATE_DIR": str(rig.directory / "state"),
+        "PODWIRE_RUN_DIR": str(rig.directory),
+        "PODWIRE_BPF_DIR": str(rig.bpf),
+    }
+
+
+def name_the_file(rig: Rig) -> tuple[list[str], dict[str, str]]:
+    return [], {"PODWIRE_CONFIG": str(rig.directory / "agent.toml")}
+
+
+@pytest.mark.parametrize("say", [say_by_flags, say_by_environment, name_the_file])
+def test_where_the_agent_keeps_its_things_is_said_as_to_the_agent(
+    rig: Rig, say: Callable[[Rig], tuple[list[str], dict[str, str]]]
+) -> None:
+    rig.start()
+    rig.kill()
+    assert marks(rig)["files"]
+    options, variables = say(rig)
+    done = cleanup(rig, "--yes", *options, variables=variables)
+    assert done.returncode == 0, done
+    assert marks(rig) == NOTHING
+
+
+@pytest.mark.parametrize("dead", [False, True], ids=["agent runs", "agent is dead"])
+def test_wrong_settings_are_refused_and_remove_nothing(rig: Rig, dead: bool) -> None:
+    rig.start()
+    if dead:
+        rig.kill()
+    before = marks(rig)
+    for options in (["--yess"], ["--yes", "--mtu=7"], ["--yes", "--config", "/nowhere"]):
+        refused = cleanup(rig, *options)
+        assert refused.returncode in (2, 6), refused
+        assert refused.stderr.count("\n") == 2
+    assert marks(rig) == before
+
+
+def test_a_running_agent_with_other_directories_is_seen_by_the_name_of_its_node(rig: Rig) -> None:
+    rig.start()
+    before = marks(rig)
+    refused = cleanup(rig, "--yes", f"--node-name={rig.name}", variables={})
+    assert refused.returncode == 5, refused
+    assert marks(rig) == before
 
 
 def test_an_agent_starts_anew_after_a_cleanup(rig: Rig) -> None:

@@ -121,7 +121,9 @@ def test_an_answer_is_judged_by_the_question_also_by_its_address(
 def test_a_related_error_is_judged_by_the_address_of_the_flow(
     rig: Rig, version: int, direction: Direction
 ) -> None:
-    """The router that sends the error is in no CIDR; and it must not decide what the entry is worth from then on."""
+    """The router that sends the error is in no CIDR; and it must not decide what the entry is worth from then on. What
+    the pod itself has to say of a packet goes to who sent it.
+    """
     make, world, router = (
         (ipv4, WORLD_4, "203.0.113.1") if version == 4 else (ipv6, WORLD_6, "2001:db8:2::1")
     )
@@ -140,7 +142,7 @@ def test_a_related_error_is_judged_by_the_address_of_the_flow(
     def tell() -> Outcome:
         if direction == EGRESS:
             return rig.received(A, make(router, own, quoted), ingress_ifindex=OUTSIDE)
-        return rig.sent(A, make(own, router, quoted))
+        return rig.sent(A, make(own, world, quoted))
 
     close(rig, A, revision=2)
     assert tell().action == Action.STACK

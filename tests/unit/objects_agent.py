@@ -13,9 +13,9 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
 
-from podwire.agent.openapi import Call
-from podwire.agent.rest import error_answer
-from podwire.agent.rest_objects import ROUTES_OBJECTS
+from podwire.agent.api.objects import ROUTES_OBJECTS
+from podwire.agent.api.openapi import Call
+from podwire.agent.api.routes import error_answer
 from podwire.model.store import Store
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from podwire.agent.dispatch import Dispatcher
-from podwire.agent.spool import Spool
+from podwire.agent.cni.dispatch import Dispatcher
+from podwire.agent.cni.spool import Spool
 from podwire.cni.errors import code_of
 from podwire.cni.netconf import decode_request
 from podwire.model import wire
@@ -34,7 +34,7 @@ class Bench:
     def __init__(self, node: FakeNode, directory: Path, take_store: Callable[[], None]) -> None:
         self.node = node
         self.take_store = take_store
-        spool = Spool(directory / wire.SPOOL_DIRECTORY, node.clock, _decode)
+        spool = Spool(directory / wire.SPOOL_DIRECTORY, node.clock, _decode, ran_at=lambda *_: None)
         node.identities.wait_s = BUSY_S
         node.service.add(request(container="old", labels=("cni:app=old",)), NETNS)
         self.dispatcher = Dispatcher(node.service, spool, node.clock)

@@ -119,11 +119,21 @@ def test_completion_completes() -> None:
     assert done.stdout.split() == ["plain,cidrs", "plain,config", "plain,ct"]
 
 
-def test_a_list_imports_nothing_that_is_slow() -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        "endpoint list",
+        "status",
+        "node list",
+        "ipam show",
+        "observe",
+    ],
+)
+def test_what_only_asks_the_agent_imports_nothing_that_is_slow(command: str) -> None:
     code = (
         "import sys\n"
         "from podwire.cli.main import main\n"
-        "try: main(['endpoint', 'list', '--agent', '/nonexistent'])\n"
+        f"try: main([*{command.split()}, '--agent', '/nonexistent'])\n"
         "except SystemExit as leave: assert leave.code == 3, leave.code\n"
         "print(*sys.modules)"
     )

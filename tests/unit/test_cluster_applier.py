@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from podwire.agent.cluster_applier import Applier
+from podwire.agent.duties.cluster.applier import Applier
 from podwire.control.cluster.facts import node_key
 from podwire.model.errors import ForeignObject, KernelFailure
 from tests.unit.test_cluster_duty import Rig

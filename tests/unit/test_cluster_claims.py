@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from podwire.control.cluster.claims import everything_claimed, number_claims, settle
 from podwire.control.cluster.facts import decode_node, encode_node, node_key
+from podwire.control.cluster.ownership import everything_claimed, number_claims, settle
 from podwire.control.cluster.publish import ClaimRefused, NodePublisher
 from podwire.model.cluster import NodeFacts
 from podwire.model.errors import Unavailable

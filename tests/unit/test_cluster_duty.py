@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from podwire.agent.cluster_duty import ClusterDuty, ClusterOptions, OwnRanges
-from podwire.agent.cluster_publisher import take_name
+from podwire.agent.duties.cluster.duty import ClusterDuty, ClusterOptions, OwnRanges
+from podwire.agent.duties.cluster.publisher import take_name
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
 from podwire.control.cluster.facts import decode_node, encode_node, node_key

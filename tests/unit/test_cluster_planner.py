@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from podwire.control.cluster.claims import claimed_ranges, everything_claimed
 from podwire.control.cluster.facts import tunnel_mac
+from podwire.control.cluster.ownership import claimed_ranges, everything_claimed
 from podwire.control.cluster.planner import NodeNumbers, plan_cluster, route_to_pod
 from podwire.control.cluster.reach import ClusterSettings
 from podwire.model.cluster import NodeFacts, Prefix, TunnelMode, Underlay, Way

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from podwire.agent.cni_requests import INLINE_MAX_BYTES, CniRequests
-from podwire.agent.cni_socket import CniServer, Received
-from podwire.agent.dispatch import Caller, Dispatcher
+from podwire.agent.cni.dispatch import Caller, Dispatcher
+from podwire.agent.cni.requests import INLINE_MAX_BYTES, CniRequests
+from podwire.agent.cni.socket import CniServer, Received
+from podwire.agent.cni.spool import Spool
 from podwire.agent.metrics import Metrics
-from podwire.agent.spool import Spool
 from podwire.agent.unix_socket import open_unix_socket
 from podwire.cni import client
 from podwire.cni.netconf import decode_request
@@ -34,7 +34,7 @@ class Bench:
 
     def __init__(self, directory: Path) -> None:
         clock = KernelClock()
-        spool = Spool(directory / wire.SPOOL_DIRECTORY, clock, _decode)
+        spool = Spool(directory / wire.SPOOL_DIRECTORY, clock, _decode, ran_at=lambda *_: None)
         self.attachments = GatedAttachments()
         self.attachments.open_gates()
         self.dispatcher = Dispatcher(self.attachments, spool, clock)

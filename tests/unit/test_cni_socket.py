@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from podwire.agent.cni_socket import CniServer, Received, SocketLimits
+from podwire.agent.cni.socket import CniServer, Received, SocketLimits
 from podwire.cni import client
 from podwire.model import wire
 from podwire.model.wire import Frame, Reply, ReplyStatus

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from podwire.agent.dispatch import Caller, Dispatcher, Limits
-from podwire.agent.overtaken import KEPT_NS, TakenDeletes, TakenLists
-from podwire.agent.spool import Spool
+from podwire.agent.cni.dispatch import Caller, Dispatcher, Limits
+from podwire.agent.cni.spool import Spool
+from podwire.agent.cni.stale_adds import KEPT_NS, TakenDeletes, TakenLists
 from podwire.cni.netconf import decode_request
 from podwire.model import wire
 from podwire.model.endpoint import AttachmentKey
@@ -56,7 +56,7 @@ class Bench:
         self.clock = TickingClock()
         self.directory = directory / wire.SPOOL_DIRECTORY
         self.attachments = GatedAttachments(steps)
-        spool = Spool(self.directory, self.clock, _decode)
+        spool = Spool(self.directory, self.clock, _decode, ran_at=lambda *_: None)
         self.dispatcher = Dispatcher(self.attachments, spool, self.clock, limits)
         self.released = 0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from podwire.agent.endpoint_changes import EndpointChanges
+from podwire.agent.api.endpoint_changes import EndpointChanges
 from podwire.control.endpoint.queue import Level
 from podwire.control.endpoint.states import DisconnectAccepted, State
 from podwire.control.endpoint.table import Endpoint

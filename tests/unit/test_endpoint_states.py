@@ -11,7 +11,7 @@ from podwire.control.endpoint import states
 from podwire.control.endpoint.states import TRANSITIONS, IllegalTransition, State, next_state
 
 EVENTS: list[type] = list(typing.get_args(states.Event))
-ARCHITECTURE = Path(__file__).parents[2] / "docs" / "ARCHITECTURE.md"
+TREE = Path(__file__).parents[2] / "docs" / "tree.md"
 
 
 def make(event: type) -> states.Event:
@@ -54,7 +54,7 @@ def test_terminal_states_lead_nowhere() -> None:
 
 
 def test_the_diagram_in_the_docs_is_the_table() -> None:
-    text = ARCHITECTURE.read_text(encoding="utf-8")
+    text = TREE.read_text(encoding="utf-8")
     wanted = [
         f"    {old.value} --> {new.value}: {event.__name__}"
         for (old, event), new in TRANSITIONS.items()

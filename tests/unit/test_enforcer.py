@@ -343,9 +343,9 @@ def test_damage_to_a_slot_that_nobody_has_any_more_is_forgotten(node: FakeNode) 
 def test_a_revision_that_changes_no_policy_is_reached_without_work(node: FakeNode) -> None:
     endpoint = add(node)
     node.policy_datapath.calls.clear()
-    node.enforcer.reach(77)
+    node.enforcer.mark_revision(77)
     assert endpoint.realized_revision == node.enforcer.revision == 77
-    node.enforcer.reach(76)
+    node.enforcer.mark_revision(76)
     assert node.enforcer.revision == 77
     assert not node.policy_datapath.calls
 
@@ -354,7 +354,7 @@ def test_who_is_behind_does_not_reach_a_revision(node: FakeNode) -> None:
     endpoint = add(node)
     node.policy_datapath.capacity = 0
     allow(node, 80)
-    node.enforcer.reach(77)
+    node.enforcer.mark_revision(77)
     assert endpoint.realized_revision < 77
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podwire.control.flows.enrich import FlowMaker, format_time_ns
-from podwire.control.flows.filter import FlowFilter, parse_filter
 from podwire.control.flows.flow import Flow, FlowEnd, FlowPolicy
+from podwire.control.flows.flow_filter import FlowFilter, parse_filter
 from podwire.control.flows.ring import FOLLOWER_QUEUE_FLOWS, FlowRing
 from podwire.model.errors import UndecodableRequest
 from podwire.model.flow import FlowEvent, Verdict

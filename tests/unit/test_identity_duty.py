@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from podwire.agent.identity_duty import COLLECT_S, IdentityDuty
+from podwire.agent.duties.identity import COLLECT_S, IdentityDuty
 from podwire.control.endpoint.queue import Level
 from podwire.control.endpoint.states import DisconnectAccepted, State
 from podwire.control.endpoint.table import Endpoint, EndpointTable

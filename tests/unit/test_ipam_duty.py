@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from podwire.agent.ipam_duty import FACT
-from podwire.agent.ipam_node import take_ranges
+from podwire.agent.duties.addresses import FACT
+from podwire.agent.duties.node_ranges import take_ranges
+from podwire.control.documents.kinds import decode
 from podwire.control.ipam.documents import (
     Block,
     block_key,
@@ -17,7 +18,6 @@ from podwire.control.ipam.documents import (
     encode_block,
 )
 from podwire.control.ipam.orphans import GRACE_S
-from podwire.control.objects import decode
 from podwire.model.errors import Exhausted, StorageFailure, Unavailable
 from podwire.model.ids import EndpointId
 from podwire.model.store import ObjectKey, Store, StoredObject

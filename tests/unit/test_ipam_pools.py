@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from podwire.control.apply import apply_documents, put_object
+from podwire.control.documents.apply import apply_documents, put_object
+from podwire.control.documents.kinds import make_key
+from podwire.control.documents.pools import decode_pool
 from podwire.control.ipam.pools import (
     NamespaceFacts,
     Pool,
@@ -14,8 +16,6 @@ from podwire.control.ipam.pools import (
     find_overlaps,
     read_pool_names,
 )
-from podwire.control.objects import make_key
-from podwire.control.pool_objects import decode_pool
 from podwire.model.errors import InvalidConfiguration, InvalidRequest
 from podwire.model.store import ObjectKey, Store, StoredObject
 from podwire.store.sqlite import SqliteStore

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from podwire.journal.behind import WrittenBehind
+from podwire.journal.background_writer import BackgroundWriter
 from podwire.journal.directories import RunDirectories
 from podwire.model.ids import EndpointId, InterfaceName
 from podwire.model.interfaces import EndpointConfig
@@ -96,7 +96,7 @@ def test_a_run_directory_that_cannot_be_written_is_nobodys_failure(
     directories: RunDirectories, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.rmtree(tmp_path / "endpoints")
-    behind = WrittenBehind(directories)
+    behind = BackgroundWriter(directories)
     behind.publish(record(7), EndpointConfig())
     behind.keep_failure(record(7), EndpointConfig(), "no")
     behind.prune([SEVEN])
@@ -107,7 +107,7 @@ def test_a_run_directory_that_cannot_be_written_is_nobodys_failure(
 def test_what_is_written_behind_is_written_in_order_and_before_the_end(
     directories: RunDirectories, tmp_path: Path
 ) -> None:
-    behind = WrittenBehind(directories)
+    behind = BackgroundWriter(directories)
     for revision in range(20):
         behind.publish(record(7), EndpointConfig(policy_revision=revision))
         behind.remove(EndpointId(70))

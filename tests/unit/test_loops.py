@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from podwire.agent import loops
+from podwire.agent.duties import loops
+from podwire.agent.duties.loops import Duties, EventPump
 from podwire.agent.health import AliveFile, Health
-from podwire.agent.loops import Duties, EventPump
 from podwire.agent.metrics import Metrics
 from podwire.control.endpoint.queue import Level
 from podwire.control.endpoint.states import State
 from podwire.control.flows.enrich import FlowMaker
-from podwire.control.flows.filter import FlowFilter, parse_filter
+from podwire.control.flows.flow_filter import FlowFilter, parse_filter
 from podwire.control.flows.ring import FlowRing
 from podwire.model.errors import CannotServe, KernelFailure
 from podwire.model.flow import FlowEvent
@@ -70,6 +70,47 @@ class Losses:
         self.closed += 1
 
 
+class Tables:
+    """Our table of nftables, and who has changed it."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._fd = -1
+        self.differences: list[str] = []
+        self.looks = 0
+
+    def open(self, told: Callable[[str], None]) -> "Tables":
+        self._told = told
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        return self
+
+    def change(self, name: str, *differences: str) -> None:
+        self.differences += differences
+        self._names.append(name)
+        os.eventfd_write(self._fd, 1)
+
+    def repair(self) -> list[str]:
+        self.looks += 1
+        found, self.differences = self.differences, []
+        return found
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def wait(self, timeout_s: float) -> bool:
+        assert timeout_s == 0
+        os.eventfd_read(self._fd)
+        while self._names:
+            self._told(self._names.pop())
+        return True
+
+    def take_lost(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
 @dataclass
 class Scene:
     """A node without a kernel, and what the loops are given."""
@@ -79,6 +120,7 @@ class Scene:
     warnings: list[str] = field(default_factory=list)
     replayed: list[tuple[int, int]] = field(default_factory=list)
     losses: Losses = field(default_factory=Losses)
+    tables: Tables = field(default_factory=Tables)
 
 
 @pytest.fixture
@@ -101,7 +143,7 @@ def scene(node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     def list_warnings() -> Sequence[str]:
         return list(warnings)
 
-    losses = Losses()
+    losses, tables = Losses(), Tables()
     with ThreadPoolExecutor(1) as threads:
         duties = Duties(
             attachments=node.service,
@@ -117,10 +159,12 @@ def scene(node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
             requests_taken=lambda: 0,
             list_warnings=list_warnings,
             watch_devices=losses.open,
+            watch_tables=tables.open,
+            repair_tables=tables.repair,
             replay=replay,
             threads=threads,
         )
-        yield Scene(node, duties, warnings, replayed, losses)
+        yield Scene(node, duties, warnings, replayed, losses, tables)
 
 
 @contextlib.asynccontextmanager
@@ -215,6 +259,38 @@ async def test_an_endpoint_whose_device_lost_something_is_repaired(
         else:
             assert not any("reconciliation" in entry.cause for entry in second.log)
     assert scene.losses.closed == 1
+
+
+async def test_a_changed_table_is_put_right_and_who_may_have_done_it_is_told(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(loops.watch_tables, scene.duties):
+        await until(lambda: scene.tables.looks == 1)
+        scene.tables.change("kube-proxy")
+        await until(lambda: scene.tables.looks == 2)
+        scene.tables.change("nft", "it is missing")
+        await until(lambda: scene.tables.looks == 3)
+        await until(lambda: caplog.records)
+    [line] = caplog.records
+    assert line.__dict__["cause"] == "it is missing"
+    assert line.__dict__["keys"] == ["nft"]
+
+
+async def test_who_changes_the_table_again_and_again_is_warned_of_until_it_stops(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loops, "TABLES_PAUSE_CAP_S", 0.008)
+    monkeypatch.setattr(loops, "TABLES_CALM_S", 0.2)
+    health = scene.duties.health
+
+    def contest() -> bool:
+        scene.tables.change("firewall", "it is missing")
+        return any("firewall" in one for one in health.warnings())
+
+    async with running(loops.watch_tables, scene.duties):
+        await until(lambda: scene.tables.looks == 1)
+        await until(contest)
+        await until(lambda: not health.warnings())
 
 
 async def test_endpoints_that_agree_are_left_alone(scene: Scene) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from podwire.cni.errors import code_of
 from podwire.cni.netconf import decode_request
-from podwire.control.objects import decode
+from podwire.control.documents.kinds import decode
 from podwire.model.errors import InvalidConfiguration, InvalidRequest
 from podwire.model.ids import is_valid_namespace
 from podwire.model.request import AttachRequest

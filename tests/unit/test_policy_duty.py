@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from podwire.agent import policy_duty, store_follower
-from podwire.agent.policy_duty import PolicyDuty
+from podwire.agent.duties import follower as store_follower
+from podwire.agent.duties import policy as policy_duty
+from podwire.agent.duties.policy import PolicyDuty
 from podwire.control.endpoint import policies
 from podwire.control.endpoint.policies import POLICY_KINDS
 from podwire.control.endpoint.queue import Level

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from podwire.control.documents.pool_counts import Count, count_pools
 from podwire.control.ipam.documents import Block
 from podwire.control.ipam.pools import Pool
-from podwire.control.pool_counts import Count, count_pools
 
 POOL = Pool(name="p", cidr=ip_network("10.0.0.0/26"), block_size=28)
 """Four blocks of 13 addresses for pods."""

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from podwire.agent.ipam_duty import IpamNews
-from podwire.agent.store_follower import KindList
+from podwire.agent.duties.addresses import IpamNews
+from podwire.agent.duties.follower import KindList
 from podwire.control.cluster.planner import NodeNumbers
 from podwire.control.cluster.reach import ClusterSettings
 from podwire.control.cluster.state import ClusterState
+from podwire.control.documents.readable import find_fault
 from podwire.control.identity.known import KnownIdentities
 from podwire.control.identity.sources import LabelSources
 from podwire.control.ipam.claims import Claims
-from podwire.control.ipam.known import Known
 from podwire.control.ipam.pool import PoolIpam
-from podwire.control.readable import find_fault
+from podwire.control.ipam.pool_cache import PoolCache
 from podwire.model.store import ObjectKey, StoredObject, StoreEvent
 from podwire.model.store.kinds import KINDS
 from tests.fakes.store import MemoryStore
@@ -46,7 +46,7 @@ _NAMES = st.sampled_from(["n", "7", "10-0-0-0-26", "10-0-0-9", "none"])
 
 def _listeners() -> list[Callable[[StoredObject], object]]:
     """Give who is told of objects on followers' threads, but for policies, which look after themselves."""
-    ipam = PoolIpam(Claims(MemoryStore(), Known("n")))
+    ipam = PoolIpam(Claims(MemoryStore(), PoolCache("n")))
     news = IpamNews(ipam)
     cluster = ClusterState("own", "i", ClusterSettings(), NodeNumbers())
     identities, sources = KnownIdentities(), LabelSources()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from podwire.agent.store_follower import StoreFollower
+from podwire.agent.duties.follower import StoreFollower
 from podwire.model.errors import NewerData, StorageFailure, Unavailable
 from podwire.model.store import ObjectKey, StoredObject, StoreEvent
 from podwire.store import late

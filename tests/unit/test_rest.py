@@ -15,16 +15,17 @@ from typing import Any
 
 import pytest
 
-from podwire.agent import api_socket, rest
-from podwire.agent.api_socket import ApiServer
-from podwire.agent.cluster_views import KnownNode
+from podwire.agent.api import routes as rest
+from podwire.agent.api import server as api_socket
+from podwire.agent.api.nodes import NodeReaders
+from podwire.agent.api.policy_readers import PolicyReaders
+from podwire.agent.api.server import ApiServer
+from podwire.agent.api.shared import ClusterTotals
 from podwire.agent.config_reload import LiveConfig
+from podwire.agent.duties.cluster.views import KnownNode
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
-from podwire.agent.policy_readers import PolicyReaders
-from podwire.agent.rest_nodes import NodeReaders
 from podwire.agent.unix_socket import open_unix_socket
-from podwire.agent.views import ClusterTotals
 from podwire.control.flows.ring import FlowRing
 from podwire.model.cluster import NodeFacts
 from podwire.model.config.sources import settle

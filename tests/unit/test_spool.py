@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from podwire.agent.spool import BAD_DIRECTORY, BAD_KEPT, TEMPORARY_MAX_AGE_NS, Spool, SpooledDelete
+from podwire.agent.cni.spool import (
+    BAD_DIRECTORY,
+    BAD_KEPT,
+    TEMPORARY_MAX_AGE_NS,
+    Spool,
+    SpooledDelete,
+)
 from podwire.cni import client
 from podwire.cni.netconf import decode_request
 from podwire.model import wire
@@ -35,6 +41,10 @@ def decode(frame: Frame) -> AttachRequest:
     return decode_request(frame.environment, frame.stdin, frame.started_boottime_ns)
 
 
+def unseen(_pid: int, _boottime_ns: int) -> None:
+    """Nobody can tell whether a process runs."""
+
+
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     path = tmp_path / wire.SPOOL_DIRECTORY
@@ -49,7 +59,7 @@ def clock() -> HandClock:
 
 @pytest.fixture
 def spool(directory: Path, clock: HandClock) -> Spool:
-    return Spool(directory, clock, decode)
+    return Spool(directory, clock, decode, ran_at=unseen)
 
 
 def frame(container: str = "c1", started_ns: int = 1, **more: str) -> Frame:
@@ -115,12 +125,12 @@ def test_what_the_launcher_writes_is_read(tmp_path: Path, clock: HandClock) -> N
     assert outcome == client.Outcome(0)
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     clock.boot_id = lambda: boot_id  # type: ignore[method-assign]
-    spool = Spool(tmp_path / wire.SPOOL_DIRECTORY, clock, decode)
+    spool = Spool(tmp_path / wire.SPOOL_DIRECTORY, clock, decode, ran_at=unseen)
     assert keys(spool.read()) == ["real"]
 
 
 def test_no_directory_is_an_empty_spool(tmp_path: Path, clock: HandClock) -> None:
-    spool = Spool(tmp_path / "none", clock, decode)
+    spool = Spool(tmp_path / "none", clock, decode, ran_at=unseen)
     assert spool.read() == []
     spool.remove(SpooledDelete("00000000000000000001-1.del", decode(frame())))
 
@@ -128,7 +138,7 @@ def test_no_directory_is_an_empty_spool(tmp_path: Path, clock: HandClock) -> Non
 def test_a_spool_that_cannot_be_read_is_an_error(tmp_path: Path, clock: HandClock) -> None:
     (tmp_path / "spool").write_text("")
     with pytest.raises(StorageFailure, match="spool"):
-        Spool(tmp_path / "spool", clock, decode).read()
+        Spool(tmp_path / "spool", clock, decode, ran_at=unseen).read()
 
 
 def _cut(directory: Path, name: str) -> None:
@@ -257,6 +267,24 @@ def test_temporary_files_go_when_their_launcher_must_be_dead(
     (directory / name).write_bytes(b"half")
     assert spool.read() == []
     assert os.listdir(directory) == ([name] if stays else [])
+
+
+@pytest.mark.parametrize("runs", [True, False])
+@pytest.mark.parametrize("age_ns", [0, TEMPORARY_MAX_AGE_NS])
+def test_a_temporary_file_stays_exactly_as_long_as_its_launcher_runs(
+    directory: Path, clock: HandClock, age_ns: int, runs: bool
+) -> None:
+    asked = []
+
+    def ran_at(pid: int, boottime_ns: int) -> bool:
+        asked.append((pid, boottime_ns))
+        return runs
+
+    name = wire.temporary_name(wire.record_name(clock.now_ns - age_ns, 4711))
+    (directory / name).write_bytes(b"half")
+    assert Spool(directory, clock, decode, ran_at=ran_at).read() == []
+    assert os.listdir(directory) == ([name] if runs else [])
+    assert asked == [(4711, clock.now_ns - age_ns)]
 
 
 def test_foreign_files_are_not_touched(spool: Spool, directory: Path) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from podwire.agent import store_follower
-from podwire.agent.store_follower import KindList, StoreFollower
+from podwire.agent.duties import follower as store_follower
+from podwire.agent.duties.follower import KindList, StoreFollower
 from podwire.model.errors import Bug, PodwireError, Unavailable
 from podwire.model.store import ObjectKey, StoredObject, StoreEvent
 from tests.fakes.store import MemoryStore

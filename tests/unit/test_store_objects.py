@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from podwire.control import apply as applying
-from podwire.control.apply import (
+from podwire.control.documents import apply as applying
+from podwire.control.documents.apply import (
     apply_documents,
     decode_all,
     delete_object,
     identify_all,
     put_object,
 )
-from podwire.control.objects import decode, identify, make_key, show_document
+from podwire.control.documents.kinds import decode, identify, make_key, show_document
 from podwire.model.errors import Conflict, InvalidRequest, NotFound, StorageFailure
 from podwire.model.store import ObjectKey, StoredObject
 from podwire.model.store.kinds import KINDS, find_kind, kind_of_document, kind_of_plural

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from podwire.agent.api_socket import ApiServer
+from podwire.agent.api.server import ApiServer
 from podwire.agent.unix_socket import open_unix_socket
 from podwire.store.sqlite import SqliteStore
 from tests.fakes.node import FakeNode

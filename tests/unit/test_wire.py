@@ -171,14 +171,14 @@ def test_record_names_sort_by_start(one_ns: int, other_ns: int, pid: int) -> Non
     names = [wire.record_name(ns, pid) for ns in (one_ns, other_ns)]
     assert all(wire.is_record_name(name) for name in names)
     assert (names[0] < names[1]) == (one_ns < other_ns)
-    assert wire.temporary_started_ns(wire.temporary_name(names[0])) == one_ns
+    assert wire.temporary_writer(wire.temporary_name(names[0])) == (one_ns, pid)
     assert not wire.is_record_name(wire.temporary_name(names[0]))
 
 
 @pytest.mark.parametrize("name", [".00000000000000000001-1.del.tmp", "bad", "1-1.del", "x.del"])
 def test_other_files_are_not_taken_for_records(name: str) -> None:
     assert not wire.is_record_name(name)
-    assert name.startswith(".") or wire.temporary_started_ns(name) is None
+    assert name.startswith(".") or wire.temporary_writer(name) is None
 
 
 def test_alive_is_read_as_it_was_written() -> None:

@@ -94,6 +94,7 @@ enum pw_drop_reason {
 	PW_DROP_TUNNEL_IDENTITY = 24, /* the tunnel key is none that this sender may use */
 	PW_DROP_TUNNEL_INNER = 25, /* the inner source lives elsewhere, or nothing is known of it */
 	PW_DROP_NO_NODE = 26,	   /* at the tunnel device, and no node has the destination */
+	PW_DROP_REDIRECT = 27,	   /* an ICMP redirect: pods have one gateway */
 	PW_DROP_REASONS,
 };
 

@@ -102,6 +102,9 @@ static __always_inline void describe_match(struct pw_match *match,
 					   const struct pw_conntrack_key *key, bool reply)
 {
 	match->reply = reply;
+	match->related = false;
+	match->picked_up = false;
+	match->translated = false;
 	match->protocol = key->protocol;
 	match->direction = reply ? !key->direction : key->direction;
 	match->port_be = reply ? key->sport_be : key->dport_be;
@@ -110,40 +113,39 @@ static __always_inline void describe_match(struct pw_match *match,
 /* An entry in one direction is made only where there is none in the other, so the order of the two lookups decides
  * nothing; the likelier comes first: servers have the lower port.
  */
-static __always_inline void find_either(struct pw_conntrack_key *key, struct pw_match *match)
+static __noinline struct pw_conntrack_value *find_either(struct pw_conntrack_key *key, bool *reply)
 {
-	bool reply = bpf_ntohs(key->sport_be) < bpf_ntohs(key->dport_be);
+	bool answer = bpf_ntohs(key->sport_be) < bpf_ntohs(key->dport_be);
+	struct pw_conntrack_value *entry = answer ? find_reversed(key) : find_entry(key);
 
-	match->entry = reply ? find_reversed(key) : find_entry(key);
-	if (!match->entry) {
-		reply = !reply;
-		match->entry = reply ? find_reversed(key) : find_entry(key);
+	if (!entry) {
+		answer = !answer;
+		entry = answer ? find_reversed(key) : find_entry(key);
 	}
-	describe_match(match, key, match->entry && reply);
+	*reply = entry && answer;
+	return entry;
 }
 
 /* What opens a flow is never a reply, though an entry of the reversed tuple may linger: else a server could open
  * connections to its former client's ports. An ICMP packet that neither asks nor answers an echo belongs to no flow.
  */
-static __always_inline void find_flow(struct pw_flow *flow, struct pw_match *match)
+static __always_inline struct pw_conntrack_value *find_flow(struct pw_flow *flow,
+							    struct pw_match *match)
 {
 	bool icmp = flow->key.protocol == IPPROTO_ICMP || flow->key.protocol == IPPROTO_ICMPV6;
+	struct pw_conntrack_value *entry = NULL;
+	bool reply = false;
 
-	match->related = false;
-	match->picked_up = false;
-	match->translated = false;
-	match->entry = NULL;
 	if (flow->flags & PW_PACKET_ECHO_REPLY) {
-		match->entry = find_reversed(&flow->key);
-		describe_match(match, &flow->key, match->entry != NULL);
+		entry = find_reversed(&flow->key);
+		reply = entry != NULL;
 	} else if (opens_tcp(flow->tcp_flags) || flow->flags & PW_PACKET_ECHO_REQUEST) {
-		match->entry = find_entry(&flow->key);
-		describe_match(match, &flow->key, false);
-	} else if (icmp) {
-		describe_match(match, &flow->key, false);
-	} else {
-		find_either(&flow->key, match);
+		entry = find_entry(&flow->key);
+	} else if (!icmp) {
+		entry = find_either(&flow->key, &reply);
 	}
+	describe_match(match, &flow->key, reply);
+	return entry;
 }
 
 /* Inserts an entry if its endpoint has room for one more. `key` is the tuple of the flow's first packet. */

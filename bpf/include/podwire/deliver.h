@@ -75,11 +75,11 @@ static __always_inline void clean_up(struct __sk_buff *skb)
 
 /* The receiver's verdict, its entry, its frame. `row` and `match` are the receiver's, which is flow->target. */
 static __always_inline int admit(struct __sk_buff *skb, struct pw_flow *flow,
-				 const struct pw_config_value *row, struct pw_match *match,
-				 __u32 peer)
+				 const struct pw_row *row, struct pw_match *match,
+				 struct pw_conntrack_value *entry)
 {
-	int reason = judge(skb, flow, row, match, peer) ?:
-		     remember(flow, row, match, peer) ?:
+	int reason = judge(skb, flow, row, match, entry) ?:
+		     remember(flow, row, match, entry) ?:
 		     forward_frame(skb, flow, flow->target.pod_mac, flow->target.host_mac);
 
 	if (!reason)
@@ -88,18 +88,16 @@ static __always_inline int admit(struct __sk_buff *skb, struct pw_flow *flow,
 	return reason;
 }
 
-static __always_inline int deliver_to_pod(struct __sk_buff *skb, struct pw_flow *flow)
+static __always_inline int deliver_to_pod(struct __sk_buff *skb, struct pw_flow *flow,
+					  struct pw_conntrack_value *there)
 {
-	__u32 peer = flow->source_identity;
-
+	flow->there.peer_identity = flow->source_identity;
 	if (flow->target.instance == flow->row.instance)
-		peer = PW_IDENTITY_SELF;
-	if (flow->there.entry && flow->there.related)
-		peer = flow->there.entry->peer_identity;
+		flow->there.peer_identity = PW_IDENTITY_SELF;
 	flow->sender_rule = flow->rule;
 	flow->sender_said = flow->said;
 	stand_at(flow, &flow->target, PW_INGRESS);
-	return admit(skb, flow, &flow->target, &flow->there, peer);
+	return admit(skb, flow, &flow->target, &flow->there, there);
 }
 
 /* What leads to a node that is just leaving goes where the stack's routes lead. */
@@ -149,7 +147,8 @@ PW_CHECKED_ALONE int leave_natively(struct __sk_buff *skb, struct pw_flow *flow)
 	return reason;
 }
 
-static __always_inline int deliver(struct __sk_buff *skb, struct pw_flow *flow)
+static __always_inline int deliver(struct __sk_buff *skb, struct pw_flow *flow,
+				   struct pw_conntrack_value *there)
 {
 	if (flow->path == PW_PATH_STACK) {
 		flow->action = PW_ACTION_STACK;
@@ -160,7 +159,7 @@ static __always_inline int deliver(struct __sk_buff *skb, struct pw_flow *flow)
 		return PW_DROP_TTL;
 	}
 	if (flow->path == PW_PATH_LOCAL)
-		return deliver_to_pod(skb, flow);
+		return deliver_to_pod(skb, flow, there);
 	return flow->path == PW_PATH_NATIVE ? leave_natively(skb, flow) : enter_tunnel(skb, flow);
 }
 

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /* flow.h: what a program learns about its packet, from the first step to the last.
  *
- * One struct pw_flow lives on the stack of each entry function; every step reads and fills it. A step returns 0 (go
- * on), PW_DONE (the packet is dealt with), or the drop reason that ends the run. Nothing here looks at a packet or a
- * map.
+ * One struct pw_flow for each CPU, too large for the stack: nothing interrupts a program with another one of ours, for
+ * they run with bottom halves disabled, and none reads it after a redirect. Every step reads and fills it. A step returns
+ * 0 (go on), PW_DONE (the packet is dealt with), or the drop reason that ends the run. Nothing here looks at a packet.
  */
 #ifndef PODWIRE_FLOW_H
 #define PODWIRE_FLOW_H
@@ -18,9 +18,8 @@
 #define PW_DONE -1
 
 /* A function that the verifier checks once and by itself, not anew for each way that leads to it. It takes its
- * arguments as if anything could stand in them, and map pointers do not survive in a struct that is handed to it: so
- * only for steps before conntrack is asked, or after which nobody asks it any more. Pointers have to be compared with
- * NULL.
+ * arguments as if anything could stand in them: scalars, the packet, pointers to structs that have to be compared with
+ * NULL. It can give no pointer back.
  */
 #define PW_CHECKED_ALONE __attribute__((noinline))
 
@@ -41,17 +40,41 @@ enum pw_tcp_flags {
 	PW_TCP_FLAG_ACK = 0x10,
 };
 
-/* What conntrack knows of the packet at one endpoint. */
+/* What conntrack knows of the packet at one endpoint. The entry itself is handed on beside it: a pointer into a map may
+ * stand on the stack only.
+ */
 struct pw_match {
-	struct pw_conntrack_value *entry; /* NULL = a new flow */
-	__be16 port_be;			  /* destination port of the flow's first packet */
-	__u8 protocol;			  /* of the flow; differs from the packet's when related */
-	__u8 direction;			  /* of the flow's first packet, enum pw_direction */
-	bool reply;			  /* the packet goes against that direction */
-	bool related;			  /* an ICMP error about a packet of the flow */
-	bool picked_up;			  /* TCP in mid-stream without an entry (rule 3) */
-	bool translated;		  /* its tuple is what the stack made of another one */
+	__u32 peer_identity; /* of the other end, as it is judged now */
+	__be16 port_be;	     /* destination port of the flow's first packet */
+	__u8 protocol;	     /* of the flow; differs from the packet's when related */
+	__u8 direction;	     /* of the flow's first packet, enum pw_direction */
+	bool reply;	     /* the packet goes against that direction */
+	bool related;	     /* an ICMP error about a packet of the flow */
+	bool picked_up;	     /* TCP in mid-stream without an entry (rule 3) */
+	bool translated;     /* its tuple is what the stack made of another one */
 };
+
+/* A copy of a row of pw_config, which has its lock where `reserved` is: a lock may stand in a live row only. */
+struct pw_row {
+	__u32 reserved;
+	__u32 ifindex;
+	__u32 instance;
+	__u32 identity;
+	__u32 slot;
+	__u32 policy_revision;
+	__u32 mtu;
+	__u32 flags;
+	__u32 default_rule_egress;
+	__u32 default_rule_ingress;
+	__u8 ipv6[16];
+	__u8 ipv4[4];
+	__u8 pod_mac[6];
+	__u8 host_mac[6];
+} __attribute__((aligned(8)));
+
+_Static_assert(sizeof(struct pw_row) == sizeof(struct pw_config_value), "one row, two types");
+_Static_assert(offsetof(struct pw_row, host_mac) == offsetof(struct pw_config_value, host_mac),
+	       "one row, two types");
 
 /* What is to be told of one endpoint's verdict. */
 enum pw_said {
@@ -61,8 +84,8 @@ enum pw_said {
 };
 
 struct pw_flow {
-	struct pw_config_value row;    /* the endpoint whose device this is */
-	struct pw_config_value target; /* the local endpoint it goes to, if `local` */
+	struct pw_row row;    /* the endpoint whose device this is */
+	struct pw_row target; /* the local endpoint it goes to, if `local` */
 	struct pw_conntrack_key
 		key; /* the packet's tuple; instance and direction of the side that is judged */
 	__u32 fragment_id;
@@ -98,6 +121,27 @@ struct pw_flow {
 	__u8 said;	  /* enum pw_said, of the last verdict */
 	__u8 sender_said; /* of the verdict at `row`, once `target` has spoken */
 };
+
+/* Not shared and never pinned, as every map called own_*: its layout is the object's own affair. */
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct pw_flow);
+} own_flow SEC(".maps");
+
+/* This CPU's, emptied: what the last packet left in it is nobody's business. */
+static __always_inline struct pw_flow *begin_flow(enum pw_hook hook)
+{
+	__u32 zero = 0;
+	struct pw_flow *flow = bpf_map_lookup_elem(&own_flow, &zero);
+
+	if (flow) {
+		__builtin_memset(flow, 0, sizeof(*flow));
+		flow->hook = hook;
+	}
+	return flow;
+}
 
 /* Addresses are compared and copied as words: every one in a struct here stands at a multiple of four. */
 static __always_inline bool same_address(const void *left, const void *right)
@@ -155,7 +199,7 @@ static __always_inline __be32 mapped_ipv4(const void *address)
 	return ((const __u32 *)address)[3];
 }
 
-static __always_inline bool has_address(const struct pw_config_value *row, const void *address)
+static __always_inline bool has_address(const struct pw_row *row, const void *address)
 {
 	if (is_mapped_ipv4(address)) {
 		__be32 own_be = *(const __be32 *)row->ipv4;

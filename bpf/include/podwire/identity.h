@@ -42,6 +42,22 @@ static __always_inline int find_destination(struct pw_flow *flow)
 	return 0;
 }
 
+/* A pod's, as far as anybody knows: what is not a node's, within the cluster. The key is on the stack, as Linux 6.1 wants
+ * it to be.
+ */
+static __noinline bool is_pod_address(const void *address)
+{
+	struct pw_endpoint_key key;
+	const struct pw_ipcache_value *prefix;
+
+	copy_address(key.addr, address);
+	if (bpf_map_lookup_elem(&pw_endpoints, &key))
+		return true;
+	prefix = find_prefix(address);
+	return prefix && !(prefix->flags & PW_IPCACHE_NODE_ADDRESS) &&
+	       prefix->identity != PW_IDENTITY_HOST;
+}
+
 /* A packet without a receiving device was made here. Of the kernel's own copies of forwarded fragments not all keep the
  * device, and those have no socket: they are whatever their address says, never the host.
  */
@@ -69,7 +85,7 @@ static __noinline int address_identity(const struct pw_flow *flow)
  * way. `sender` is room for a row.
  */
 static __always_inline __u32 stack_identity(struct __sk_buff *skb, const struct pw_flow *flow,
-					    struct pw_config_value *sender)
+					    struct pw_row *sender)
 {
 	if (is_from_this_host(skb, flow))
 		return PW_IDENTITY_HOST;

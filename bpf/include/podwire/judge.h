@@ -58,8 +58,8 @@ PW_CHECKED_ALONE int count_hit(__u32 rule, __u32 bytes)
 	return 0;
 }
 
-/* The other end of the flow as the pod sees it. An ICMP error may come from anywhere: the packet that it quotes, which
- * crossed the edge the other way, tells.
+/* The other end of the flow as the pod sees it. An ICMP error may come from between: who the packet was for that it
+ * quotes, tells.
  */
 static __always_inline bool read_peer_address(struct __sk_buff *skb, const struct pw_flow *flow,
 					      const struct pw_match *match, __u8 *address)
@@ -68,26 +68,25 @@ static __always_inline bool read_peer_address(struct __sk_buff *skb, const struc
 	bool outwards = flow->key.direction == PW_EGRESS;
 	__be32 ipv4_be;
 
-	if (!match->related) {
+	if (!match->related || outwards) {
 		copy_address(address, outwards ? flow->key.daddr : flow->key.saddr);
 		return true;
 	}
-	if (flow->ethertype == ETH_P_IPV6) {
-		quoted += outwards ? offsetof(struct ipv6hdr, saddr)
-				   : offsetof(struct ipv6hdr, daddr);
-		return !bpf_skb_load_bytes(skb, quoted, address, 16);
-	}
-	quoted += outwards ? offsetof(struct iphdr, saddr) : offsetof(struct iphdr, daddr);
-	if (bpf_skb_load_bytes(skb, quoted, &ipv4_be, sizeof(ipv4_be)))
+	if (flow->ethertype == ETH_P_IPV6)
+		return !bpf_skb_load_bytes(skb, quoted + offsetof(struct ipv6hdr, daddr), address,
+					   16);
+	if (bpf_skb_load_bytes(skb, quoted + offsetof(struct iphdr, daddr), &ipv4_be,
+			       sizeof(ipv4_be)))
 		return false;
 	map_ipv4(address, ipv4_be);
 	return true;
 }
 
 /* An echo reply that answers nothing is asked about by its own type: its tuple has the request's. */
-static __always_inline __be16 asked_port(const struct pw_flow *flow, const struct pw_match *match)
+static __always_inline __be16 asked_port(const struct pw_flow *flow, const struct pw_match *match,
+					 bool known)
 {
-	if (!match->entry && flow->flags & PW_PACKET_ECHO_REPLY)
+	if (!known && flow->flags & PW_PACKET_ECHO_REPLY)
 		return bpf_htons(flow->icmp_type << 8 | (bpf_ntohs(flow->key.sport_be) & 0xff));
 	return match->port_be;
 }
@@ -96,8 +95,8 @@ static __always_inline __be16 asked_port(const struct pw_flow *flow, const struc
  * as that (rule 3).
  */
 static __always_inline void judge_reversed(const struct pw_flow *flow, struct pw_match *match,
-					   const struct pw_config_value *row,
-					   struct pw_question *question, struct pw_verdict *verdict)
+					   const struct pw_row *row, struct pw_question *question,
+					   struct pw_verdict *verdict)
 {
 	struct pw_verdict reversed = {};
 
@@ -112,54 +111,54 @@ static __always_inline void judge_reversed(const struct pw_flow *flow, struct pw
 	match->port_be = question->port_be;
 }
 
-static __noinline int judge_anew(struct __sk_buff *skb, struct pw_flow *flow,
-				 const struct pw_config_value *row, struct pw_match *match,
-				 __u32 peer_identity)
+PW_CHECKED_ALONE int judge_anew(struct __sk_buff *skb, struct pw_flow *flow,
+				const struct pw_row *row, struct pw_match *match,
+				struct pw_conntrack_value *entry)
 {
-	struct pw_question question = {
-		.peer_identity = peer_identity,
-		.port_be = asked_port(flow, match),
-		.protocol = match->protocol,
-		.direction = match->direction,
-	};
+	struct pw_question question = {};
 	struct pw_verdict verdict = {};
 
+	if (!flow || !row || !match)
+		return PW_DROP_INTERNAL;
+	question.peer_identity = match->peer_identity;
+	question.port_be = asked_port(flow, match, entry);
+	question.protocol = match->protocol;
+	question.direction = match->direction;
 	if (row->flags & (PW_CONFIG_CIDR_EGRESS | PW_CONFIG_CIDR_INGRESS) &&
 	    !read_peer_address(skb, flow, match, question.peer_addr))
 		return PW_DROP_INTERNAL;
 	policy_verdict(row, &question, &verdict);
-	if (!match->entry && is_midstream(flow)) {
+	if (!entry && is_midstream(flow)) {
 		match->picked_up = true;
 		if (!verdict.allowed || verdict.said & PW_SAID_AUDIT)
 			judge_reversed(flow, match, row, &question, &verdict);
 	}
 	flow->rule = verdict.rule;
-	flow->said = match->entry ? verdict.said & ~PW_SAID_BY_SLOT : verdict.said;
+	flow->said = entry ? verdict.said & ~PW_SAID_BY_SLOT : verdict.said;
 	count_hit(verdict.rule, flow->packet_bytes);
-	if (match->entry) {
-		match->entry->rule = verdict.rule;
-		*judgement_of(match->entry) =
+	if (entry) {
+		entry->rule = verdict.rule;
+		*judgement_of(entry) =
 			judgement(verdict.allowed ? row->policy_revision : ~row->policy_revision,
-				  peer_identity);
+				  match->peer_identity);
 	}
 	return verdict.allowed ? 0 : PW_DROP_POLICY;
 }
 
-/* Asks one endpoint about the packet. `peer_identity` is that of the other end as it is now. */
+/* Asks one endpoint about the packet. match->peer_identity is that of the other end as it is now. */
 static __always_inline int judge(struct __sk_buff *skb, struct pw_flow *flow,
-				 const struct pw_config_value *row, struct pw_match *match,
-				 __u32 peer_identity)
+				 const struct pw_row *row, struct pw_match *match,
+				 struct pw_conntrack_value *entry)
 {
-	struct pw_conntrack_value *entry = match->entry;
-
 	flow->instance = row->instance;
 	flow->direction = flow->key.direction;
-	if (entry && *judgement_of(entry) == judgement(row->policy_revision, peer_identity)) {
+	if (entry &&
+	    *judgement_of(entry) == judgement(row->policy_revision, match->peer_identity)) {
 		flow->rule = entry->rule;
 		flow->said = 0;
 		return 0;
 	}
-	return judge_anew(skb, flow, row, match, peer_identity);
+	return judge_anew(skb, flow, row, match, entry);
 }
 
 #endif

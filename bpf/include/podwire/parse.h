@@ -264,6 +264,29 @@ static __always_inline int parse_ports(struct __sk_buff *skb, struct pw_flow *fl
 	return 0;
 }
 
+/* An error that quotes IPv6 with IPv4 in it: it would be looked for among the flows of the other family. */
+static __always_inline bool quotes_mapped_ipv4(struct __sk_buff *skb, const struct pw_flow *flow)
+{
+	__u32 quoted = flow->transport_offset + sizeof(struct pw_icmp_header);
+	__u32 addresses[8];
+
+	if (flow->ethertype != ETH_P_IPV6 || !(flow->flags & PW_PACKET_ICMP_ERROR) ||
+	    bpf_skb_load_bytes(skb, quoted + offsetof(struct ipv6hdr, saddr), addresses,
+			       sizeof(addresses)))
+		return false;
+	return is_mapped_ipv4(addresses) || is_mapped_ipv4(addresses + 4);
+}
+
+/* A redirect would tell a pod of another gateway: it has one, which is a program of ours and sends none. That of IPv6 is
+ * neighbour discovery.
+ */
+static __always_inline int check_icmp(struct __sk_buff *skb, const struct pw_flow *flow)
+{
+	if (flow->ethertype == ETH_P_IP && flow->icmp_type == PW_ICMPV4_REDIRECT)
+		return PW_DROP_REDIRECT;
+	return quotes_mapped_ipv4(skb, flow) ? PW_DROP_HEADER : 0;
+}
+
 static __always_inline int parse_icmp(struct __sk_buff *skb, struct pw_flow *flow)
 {
 	bool six = flow->key.protocol == IPPROTO_ICMPV6;
@@ -279,7 +302,7 @@ static __always_inline int parse_icmp(struct __sk_buff *skb, struct pw_flow *flo
 	flow->icmp_code = icmp.code;
 	flow->flags |= icmp_flags(flow->key.protocol, icmp.type);
 	set_icmp_ports(&flow->key, &icmp);
-	return 0;
+	return check_icmp(skb, flow);
 }
 
 /* Protocols that are not listed have no ports and are told apart by their addresses alone. */

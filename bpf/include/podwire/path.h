@@ -12,35 +12,34 @@
 #define PW_GSO_BY_FRAGMENTS 0xffff /* gso_size where every piece has a size of its own (SCTP) */
 
 /* Which endpoint's edge the packet is about to cross: what conntrack is asked and told from here on. */
-static __always_inline void stand_at(struct pw_flow *flow, const struct pw_config_value *row,
-				     __u8 direction)
+static __always_inline void stand_at(struct pw_flow *flow, const struct pw_row *row, __u8 direction)
 {
 	flow->key.instance = row->instance;
 	flow->key.direction = direction;
 }
 
 /* Does the packet leave by `path` whatever its destination is? An answer takes the way of the question. */
-static __always_inline bool answers_by(const struct pw_match *match, enum pw_path path)
+static __always_inline bool answers_by(const struct pw_match *match,
+				       const struct pw_conntrack_value *entry, enum pw_path path)
 {
-	return match->entry && (match->reply || match->related) && match->entry->path == path;
+	return entry && (match->reply || match->related) && entry->path == path;
 }
 
 /* An answer to what came by the tunnel, to the node that it came from. */
-static __always_inline void answer_node(struct pw_flow *flow)
+static __always_inline void answer_node(struct pw_flow *flow, __u32 number)
 {
 	struct pw_node_value *node;
 
-	flow->node = flow->here.entry->node;
+	flow->node = number;
 	node = find_node(flow->node);
 	if (node)
 		flow->path_mtu = node->mtu;
 }
 
 /* TCP that has begun through the tunnel goes on that way when the peer's other connections take another one. */
-static __always_inline void keep_to_tunnel(struct pw_flow *flow)
+static __always_inline void keep_to_tunnel(struct pw_flow *flow,
+					   const struct pw_conntrack_value *entry)
 {
-	const struct pw_conntrack_value *entry = flow->here.entry;
-
 	if (entry && entry->path == PW_PATH_TUNNEL && !flow->here.reply && !flow->local &&
 	    (!flow->node || flow->native) && is_midstream(flow)) {
 		flow->node = entry->node;
@@ -51,59 +50,61 @@ static __always_inline void keep_to_tunnel(struct pw_flow *flow)
 /* Fills the identity of the other end, and where it is. What goes back through the stack may be translated there, and
  * what came by the tunnel said itself who it is: its other end is who the entry says.
  */
-static __always_inline int resolve_destination(struct pw_flow *flow)
+PW_CHECKED_ALONE int resolve_destination(struct pw_flow *flow,
+					 const struct pw_conntrack_value *entry)
 {
-	bool tunnel = answers_by(&flow->here, PW_PATH_TUNNEL);
+	bool tunnel;
 	int reason;
 
-	if (tunnel || answers_by(&flow->here, PW_PATH_STACK)) {
-		flow->destination_identity = flow->here.entry->peer_identity;
+	if (!flow)
+		return PW_DROP_INTERNAL;
+	tunnel = answers_by(&flow->here, entry, PW_PATH_TUNNEL);
+	if (tunnel || answers_by(&flow->here, entry, PW_PATH_STACK)) {
+		flow->destination_identity = entry->peer_identity;
 		if (tunnel)
-			answer_node(flow);
+			answer_node(flow, entry->node);
 		return 0;
 	}
 	reason = find_destination(flow);
 	if (reason)
 		return reason;
-	if (flow->here.entry && flow->here.related)
-		flow->destination_identity = flow->here.entry->peer_identity;
-	keep_to_tunnel(flow);
+	keep_to_tunnel(flow, entry);
 	return 0;
 }
 
 /* What began in mid-stream stays on the stack, which alone knows whether it is translated, until its ports are used
  * for a new connection.
  */
-static __always_inline bool is_bound_to_stack(const struct pw_flow *flow)
+static __always_inline bool is_bound_to_stack(const struct pw_flow *flow,
+					      const struct pw_conntrack_value *entry)
 {
 	const struct pw_match *match = &flow->here;
 
 	if (match->picked_up)
 		return true;
-	return match->entry && !match->reply && match->entry->flags & PW_CONNTRACK_PICKED_UP &&
+	return entry && !match->reply && entry->flags & PW_CONNTRACK_PICKED_UP &&
 	       !opens_tcp(flow->tcp_flags);
 }
 
 /* The target has its say too: it has no entry in mid-stream, or began the flow through the stack. */
-static __always_inline bool target_wants_stack(struct __sk_buff *skb, struct pw_flow *flow)
+static __always_inline bool target_wants_stack(const struct pw_flow *flow,
+					       const struct pw_conntrack_value *there)
 {
-	stand_at(flow, &flow->target, PW_INGRESS);
-	look_up_flow(skb, flow, &flow->there);
-	stand_at(flow, &flow->row, PW_EGRESS);
-	if (!flow->there.entry)
+	if (!there)
 		return is_midstream(flow);
-	return answers_by(&flow->there, PW_PATH_STACK);
+	return answers_by(&flow->there, there, PW_PATH_STACK);
 }
 
 /* A node passes all of a connection through its stack or nothing: a tunnel that was not there when it began is not
  * taken (rule 2).
  */
-static __always_inline bool began_through_stack(const struct pw_flow *flow)
+static __always_inline bool began_through_stack(const struct pw_flow *flow,
+						const struct pw_conntrack_value *entry)
 {
 	const struct pw_match *match = &flow->here;
 
-	return match->entry && !match->reply && !match->related &&
-	       match->entry->path == PW_PATH_STACK && is_midstream(flow);
+	return entry && !match->reply && !match->related && entry->path == PW_PATH_STACK &&
+	       is_midstream(flow);
 }
 
 /* Its index, 0 = none. */
@@ -136,10 +137,8 @@ static __always_inline bool is_plain(const struct pw_flow *flow)
 
 /* The stack has seen the flow begin, and may have translated it. A new connection of the same ports is another flow. */
 static __always_inline bool belongs_to_stack(const struct pw_flow *flow,
-					     const struct pw_match *match)
+					     const struct pw_conntrack_value *entry)
 {
-	const struct pw_conntrack_value *entry = match->entry;
-
 	return entry->path == PW_PATH_STACK &&
 	       !(opens_tcp(flow->tcp_flags) && entry->tcp_state == PW_TCP_CLOSED);
 }
@@ -147,11 +146,10 @@ static __always_inline bool belongs_to_stack(const struct pw_flow *flow,
 /* What the stack would do more than pass on is left to it: answers about size and time, pieces, options. An ICMP error
  * about a flow that nobody remembers may be about one that the stack translates.
  */
-static __always_inline bool may_pass_stack_by(const struct pw_flow *flow)
+static __always_inline bool may_pass_stack_by(const struct pw_flow *flow,
+					      const struct pw_conntrack_value *entry)
 {
-	const struct pw_match *match = &flow->here;
-
-	if (match->entry ? belongs_to_stack(flow, match) : flow->flags & PW_PACKET_ICMP_ERROR)
+	if (entry ? belongs_to_stack(flow, entry) : flow->flags & PW_PACKET_ICMP_ERROR)
 		return false;
 	return is_plain(flow) && flow->ttl > 1 && flow->path_mtu && native_device();
 }
@@ -172,21 +170,26 @@ static __always_inline int guard_tunnel_port(const struct pw_flow *flow)
 		       : 0;
 }
 
-static __always_inline int choose_path(struct __sk_buff *skb, struct pw_flow *flow)
+/* `here` and `there` are what the sender and, for a local pod, the receiver remember. */
+PW_CHECKED_ALONE int choose_path(struct __sk_buff *skb, struct pw_flow *flow,
+				 const struct pw_conntrack_value *here,
+				 const struct pw_conntrack_value *there)
 {
+	if (!flow)
+		return PW_DROP_INTERNAL;
 	flow->path = PW_PATH_STACK;
 	if (flow->unreachable) {
 		complain(skb, flow, PW_SAY_NOBODY, PW_SAY_NOBODY_V6, 0);
 		return PW_DROP_NO_POD;
 	}
-	if (is_bound_to_stack(flow))
+	if (is_bound_to_stack(flow, here))
 		return 0;
-	if (flow->local && !target_wants_stack(skb, flow))
+	if (flow->local && !target_wants_stack(flow, there))
 		flow->path = PW_PATH_LOCAL;
 	if (flow->node && flow->native) {
-		if (may_pass_stack_by(flow))
+		if (may_pass_stack_by(flow, here))
 			flow->path = PW_PATH_NATIVE;
-	} else if (flow->node && tunnel_device() && !began_through_stack(flow)) {
+	} else if (flow->node && tunnel_device() && !began_through_stack(flow, here)) {
 		flow->path = PW_PATH_TUNNEL;
 	}
 	return 0;
@@ -213,8 +216,10 @@ static __always_inline bool is_cut_too_large(const struct pw_flow *flow)
 }
 
 /* Too big and allowed to be cut: the stack does that. To a local pod through the stack: the stack compares. */
-static __always_inline int check_size(struct __sk_buff *skb, struct pw_flow *flow)
+PW_CHECKED_ALONE int check_size(struct __sk_buff *skb, struct pw_flow *flow)
 {
+	if (!flow)
+		return PW_DROP_INTERNAL;
 	if (is_cut_too_large(flow)) {
 		flow->path = PW_PATH_STACK;
 		return 0;

@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /* related.h: which flow an ICMP error is about. It quotes a packet that crossed the endpoint's edge the other way; that
- * packet's tuple is looked up, and the error passes if the flow may.
+ * packet's tuple is looked up, and the error passes if the flow may. Anybody can quote anything, so the error's own
+ * addresses have to belong to the flow, too (rule 21); what does not is judged as the message that it is.
  */
 #ifndef PODWIRE_RELATED_H
 #define PODWIRE_RELATED_H
 
 #include <podwire/conntrack.h>
+#include <podwire/identity.h>
 #include <podwire/parse.h>
 
 /* The quoted packet. */
@@ -43,12 +45,15 @@ static __always_inline bool quote_ipv6(struct __sk_buff *skb, struct pw_quoted *
 	       !(quoted->chain.flags & PW_PACKET_LATER_FRAGMENT);
 }
 
-/* Every protocol with ports has them in its first four bytes. */
-static __always_inline bool quote_transport(struct __sk_buff *skb, struct pw_quoted *quoted)
+/* Every protocol with ports has them in its first four bytes. What a frame has behind its packet is no part of it. */
+static __always_inline bool quote_transport(struct __sk_buff *skb, const struct pw_flow *flow,
+					    struct pw_quoted *quoted)
 {
+	__u32 end = flow->transport_offset + flow->transport_bytes;
 	struct pw_icmp_header start;
 
-	if (bpf_skb_load_bytes(skb, quoted->chain.offset, &start, sizeof(start)))
+	if (quoted->chain.offset + sizeof(start) > end ||
+	    bpf_skb_load_bytes(skb, quoted->chain.offset, &start, sizeof(start)))
 		return false;
 	quoted->key.protocol = quoted->chain.protocol;
 	switch (quoted->key.protocol) {
@@ -68,36 +73,73 @@ static __always_inline bool quote_transport(struct __sk_buff *skb, struct pw_quo
 	}
 }
 
-/* Finds the flow at the endpoint whose instance and direction stand in flow->key. */
-static __noinline int find_related(struct __sk_buff *skb, struct pw_flow *flow,
-				   struct pw_match *match)
+/* A pod speaks of what it was sent itself. A router, a node or the gateway may tell of a packet for somebody else. */
+static __always_inline bool is_from_pod(struct __sk_buff *skb, const struct pw_flow *flow)
 {
+	__u32 ifindex = skb->ingress_ifindex;
+
+	return flow->hook == PW_HOOK_FROM_POD || bpf_map_lookup_elem(&pw_config, &ifindex) ||
+	       is_pod_address(flow->key.saddr);
+}
+
+/* Has somebody who is neither end of the flow ever seen its packets? This host sees all of them. What stays on the node,
+ * to a pod or to the host itself, nobody else does; what goes through the tunnel, only who sends through it.
+ */
+static __always_inline bool stands_between(struct __sk_buff *skb, const struct pw_flow *flow,
+					   const struct pw_conntrack_value *entry)
+{
+	if (is_from_this_host(skb, flow))
+		return true;
+	if (entry->path == PW_PATH_LOCAL || entry->peer_identity == PW_IDENTITY_HOST)
+		return false;
+	return entry->path != PW_PATH_TUNNEL || flow->hook == PW_HOOK_FROM_OVERLAY;
+}
+
+static __always_inline bool read_quote(struct __sk_buff *skb, const struct pw_flow *flow,
+				       struct pw_quoted *quoted)
+{
+	bool read = flow->ethertype == ETH_P_IP ? quote_ipv4(skb, quoted) : quote_ipv6(skb, quoted);
+
+	return read && quote_transport(skb, flow, quoted);
+}
+
+/* Finds the flow at the endpoint whose instance and direction stand in flow->key. The error goes to who sent what it
+ * quotes, and comes from whom that was for, or from between.
+ */
+static __noinline struct pw_conntrack_value *
+find_related(struct __sk_buff *skb, struct pw_flow *flow, struct pw_match *match)
+{
+	struct pw_conntrack_value *entry;
 	struct pw_quoted quoted = {
 		.key.instance = flow->key.instance,
 		.key.direction = !flow->key.direction,
 		.chain.offset = flow->transport_offset + sizeof(struct pw_icmp_header),
 	};
-	bool read =
-		flow->ethertype == ETH_P_IP ? quote_ipv4(skb, &quoted) : quote_ipv6(skb, &quoted);
+	bool reply, from_peer;
 
-	if (!read || !quote_transport(skb, &quoted))
-		return 0;
-	find_either(&quoted.key, match);
-	if (!match->entry) {
-		describe_match(match, &flow->key, false);
-		return 0;
-	}
+	if (!read_quote(skb, flow, &quoted) || !same_address(quoted.key.saddr, flow->key.daddr))
+		return NULL;
+	from_peer = same_address(quoted.key.daddr, flow->key.saddr);
+	if (!from_peer && is_from_pod(skb, flow))
+		return NULL;
+	entry = find_either(&quoted.key, &reply);
+	if (!entry || !(from_peer || stands_between(skb, flow, entry)))
+		return NULL;
+	describe_match(match, &quoted.key, reply);
 	match->related = true;
-	match->reply = !match->reply;
-	return 0;
+	match->reply = !reply;
+	return entry;
 }
 
-static __always_inline void look_up_flow(struct __sk_buff *skb, struct pw_flow *flow,
-					 struct pw_match *match)
+/* The entry of the packet's flow, and in `match` what else is known of it. */
+static __noinline struct pw_conntrack_value *
+look_up_flow(struct __sk_buff *skb, struct pw_flow *flow, struct pw_match *match)
 {
-	find_flow(flow, match);
+	struct pw_conntrack_value *entry = find_flow(flow, match);
+
 	if (flow->flags & PW_PACKET_ICMP_ERROR && !(flow->flags & PW_PACKET_LATER_FRAGMENT))
-		find_related(skb, flow, match);
+		return find_related(skb, flow, match);
+	return entry;
 }
 
 #endif

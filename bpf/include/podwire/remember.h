@@ -50,17 +50,20 @@ static __always_inline void forget_reversed(struct pw_conntrack_key *key)
 }
 
 /* A flow that was picked up as an answer is remembered as what it answers. */
-static __noinline int make_entry(struct pw_flow *flow, const struct pw_config_value *row,
-				 const struct pw_match *match, __u32 peer_identity)
+PW_CHECKED_ALONE int make_entry(struct pw_flow *flow, const struct pw_row *row,
+				const struct pw_match *match)
 {
 	struct pw_conntrack_value entry;
 	int reason;
 
+	if (!flow || !row || !match)
+		return PW_DROP_INTERNAL;
 	if (!is_remembered(flow))
 		return 0;
 	fill_entry(flow, match, &entry);
-	*judgement_of(&entry) = judgement(
-		match->translated ? ~row->policy_revision : row->policy_revision, peer_identity);
+	*judgement_of(&entry) =
+		judgement(match->translated ? ~row->policy_revision : row->policy_revision,
+			  match->peer_identity);
 	if (opens_tcp(flow->tcp_flags))
 		forget_reversed(&flow->key);
 	if (match->reply)
@@ -99,14 +102,14 @@ static __always_inline void keep_alive(const struct pw_flow *flow, const struct 
 }
 
 /* flow->key must be that of the side which `row` and `match` stand for. */
-static __always_inline int remember(struct pw_flow *flow, const struct pw_config_value *row,
-				    struct pw_match *match, __u32 peer_identity)
+static __always_inline int remember(struct pw_flow *flow, const struct pw_row *row,
+				    struct pw_match *match, struct pw_conntrack_value *entry)
 {
 	if (match->related)
 		return 0;
-	if (!match->entry)
-		return make_entry(flow, row, match, peer_identity);
-	keep_alive(flow, match, match->entry);
+	if (!entry)
+		return make_entry(flow, row, match);
+	keep_alive(flow, match, entry);
 	return 0;
 }
 

@@ -1,8 +1,8 @@
 """ADD, DEL, CHECK, GC and STATUS, as decisions: what to refuse, which steps to take, what to answer.
 
-Called by `agent.dispatch` on a worker thread; implements its protocol. Every change happens under the node's *turn*,
-one lock for all kernel work (four workers side by side were measured slower than one). Never raises anything but
-PodwireError. Invariant: the journal knows of an attachment before the kernel does, and until after the kernel has
+Called by `agent.cni.dispatch` on a worker thread; implements its protocol. Every change happens under the node's
+*turn*, one lock for all kernel work (four workers side by side were measured slower than one). Never raises anything
+but PodwireError. Invariant: the journal knows of an attachment before the kernel does, and until after the kernel has
 forgotten it.
 """
 

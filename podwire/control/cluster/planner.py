@@ -1,6 +1,6 @@
 """From what nodes say of themselves to what this node's kernel shall hold because of them.
 
-Called by `agent.cluster_duty` with every change of a node. Pure: everything comes in, a new plan goes out.
+Called by `agent.duties.cluster.duty` with every change of a node. Pure: everything comes in, a new plan goes out.
 Invariants: the plan does not depend on the order of the nodes; a node that goes takes only its own rows with it; a
 node's number is never that of another name; nothing that two nodes claim is sent to both.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from podwire.control.cluster.claims import (
+from podwire.control.cluster.ownership import (
     Problem,
     claimed_ranges,
     describe_lost,

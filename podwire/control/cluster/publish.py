@@ -1,8 +1,8 @@
 """What this node publishes of itself: its Node object, its NodeEndpoints, and when.
 
-Called by `agent.cluster_publisher` on a thread that may wait for the store. `PublishSchedule` is pure. Invariants: an
-object is written only when it would say something else, and never over what another living instance of this name says;
-the first change of pods is written at once, and no two writes are closer than a second.
+Called by `agent.duties.cluster.publisher` on a thread that may wait for the store. `PublishSchedule` is pure.
+Invariants: an object is written only when it would say something else, and never over what another living instance of
+this name says; the first change of pods is written at once, and no two writes are closer than a second.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,7 +12,8 @@ from typing import Any, Final
 import msgspec
 
 from podwire.control.cluster.backoff import Backoff
-from podwire.control.cluster.claims import (
+from podwire.control.cluster.facts import decode_node, encode_node, is_published, node_key
+from podwire.control.cluster.ownership import (
     RANGES,
     UNNUMBERED,
     Claim,
@@ -20,7 +21,6 @@ from podwire.control.cluster.claims import (
     number_claims,
     settle,
 )
-from podwire.control.cluster.facts import decode_node, encode_node, is_published, node_key
 from podwire.control.cluster.published import Publication, encode_endpoints, endpoints_key
 from podwire.model.cluster import Claimed, IPAddress, IPNetwork, NodeFacts
 from podwire.model.errors import Conflict, InvalidRequest, NotFound, Unavailable

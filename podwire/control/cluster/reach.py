@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from podwire.control.cluster.claims import Outcome, Problem, claimed_ranges
+from podwire.control.cluster.ownership import Outcome, Problem, claimed_ranges
 from podwire.model.cluster import (
     TUNNEL_OVERHEAD_IPV4_BYTES,
     TUNNEL_OVERHEAD_IPV6_BYTES,

@@ -1,18 +1,18 @@
 """Pods of other nodes: whose word about an address counts, and the rows of the ipcache that follow from it.
 
-Used by `agent.cluster_duty`, one thread. Pure. Of several sources for an address the first of these counts: a pod of
-this node; a node's own address; the newest publication of the node in whose range it is, or, as blocks of pools lend
-addresses, of the node that claimed it in the highest epoch; the range it is in. Of equal epochs of one block the older
-claim counts, as for the block itself; where one of them has no block there, equal ones are denied.
-Invariant: `rows` is always what the publications and the last plan say, so an address that nobody publishes any more is
-its range's again.
+Used by `agent.duties.cluster.duty`, one thread. Pure. Of several sources for an address the first of these counts: a
+pod of this node; a node's own address; the newest publication of the node in whose range it is, or, as blocks of pools
+lend addresses, of the node that claimed it in the highest epoch; the range it is in. Of equal epochs of one block the
+older claim counts, as for the block itself; where one of them has no block there, equal ones are denied. Invariant:
+`rows` is always what the publications and the last plan say, so an address that nobody publishes any more is its
+range's again.
 """
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from podwire.control.cluster.claims import UNNUMBERED, Problem, network_key
+from podwire.control.cluster.ownership import UNNUMBERED, Problem, network_key
 from podwire.control.cluster.planner import UNMANAGED, Planned, route_to_pod
 from podwire.control.cluster.published import Publication
 from podwire.control.cluster.reach import Reach, single

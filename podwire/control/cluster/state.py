@@ -1,15 +1,15 @@
 """All that is known of other nodes, and the plan that follows from it.
 
-Used by `agent.cluster_duty` under its lock: objects go in as the store gives them, `advance` says what the kernel needs
-now. Never looks at the world. Invariant: nothing is planned before nodes and their pods were listed once; what cannot
-be read is left out and named.
+Used by `agent.duties.cluster.duty` under its lock: objects go in as the store gives them, `advance` says what the
+kernel needs now. Never looks at the world. Invariant: nothing is planned before nodes and their pods were listed once;
+what cannot be read is left out and named.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from podwire.control.cluster.claims import Problem
 from podwire.control.cluster.facts import decode_node, is_published, same_for_peers
+from podwire.control.cluster.ownership import Problem
 from podwire.control.cluster.planner import NodeNumbers, Planned, plan_cluster
 from podwire.control.cluster.published import Publication, decode_endpoints
 from podwire.control.cluster.reach import ClusterSettings

@@ -79,7 +79,7 @@ class Enforcer:
     _damaged: set[int] = field(default_factory=set)
     """Identities whose slots were changed by somebody else."""
 
-    def hear(self, change: IdentityChange) -> None:
+    def queue_identity_change(self, change: IdentityChange) -> None:
         """Note a change of identities, on any thread; it is taken in before the next thing that is done."""
         self._heard.append(change)
 
@@ -88,7 +88,7 @@ class Enforcer:
         """Tell whether identities changed since the last time they were taken in."""
         return bool(self._heard)
 
-    def take_in(self) -> None:
+    def drain(self) -> None:
         """Hand what was heard of identities to the engine."""
         while self._heard:
             change = self._heard.popleft()
@@ -99,14 +99,14 @@ class Enforcer:
 
     def apply(self, cause: str) -> Outcome:
         """Bring what changed into force for every endpoint."""
-        self.take_in()
+        self.drain()
         if not self.is_complete():
             return Outcome(self.engine.revision)
         outcome = self.engine.apply()
         self._report(outcome, cause)
         return outcome
 
-    def reach(self, revision: int) -> None:
+    def mark_revision(self, revision: int) -> None:
         """Note that the store is at a revision without any change of policy since: nothing is to be done for it."""
         self.revision = max(self.revision, revision)
         for endpoint in self.table:
@@ -133,7 +133,7 @@ class Enforcer:
                 "find the policy of an endpoint: policies and identities were never read from the store",
                 hint="the store must be there for the first start of a node; see `podwire status`",
             )
-        self.take_in()
+        self.drain()
         record = endpoint.record
         if record.identity_labels:
             facts = IdentityFacts(record.identity, record.identity_labels, record.named_ports)
@@ -220,7 +220,7 @@ class Enforcer:
         }
         for endpoint in self.table:
             endpoint.policy_error = errors.get(endpoint.record.id, "")
-        self.reach(self.revision)
+        self.mark_revision(self.revision)
 
     def _note_change(self, endpoint_id: EndpointId, values: PolicyValues, cause: str) -> None:
         endpoint = self.table.get(endpoint_id)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from podwire.control.flows.filter import FlowFilter
 from podwire.control.flows.flow import Flow
+from podwire.control.flows.flow_filter import FlowFilter
 
 FOLLOWER_QUEUE_FLOWS = 1024
 """Flows that wait for one follower; a further one is dropped and counted in the next flow's `lost`.

@@ -26,7 +26,7 @@ from podwire.control.ipam.documents import (
     is_for_pod,
     released,
 )
-from podwire.control.ipam.known import Known
+from podwire.control.ipam.pool_cache import PoolCache
 from podwire.control.ipam.pools import Pool
 from podwire.model.endpoint import AttachmentKey, IPAddress
 from podwire.model.errors import AddressUnavailable, Conflict, Exhausted, NotFound
@@ -40,7 +40,7 @@ CONFLICTS_MAX: Final = 64
 class Claims:
     """What one node writes of blocks and addresses."""
 
-    def __init__(self, store: Store, known: Known) -> None:
+    def __init__(self, store: Store, known: PoolCache) -> None:
         self.store = store
         self.known = known
         self._lock = threading.Lock()

@@ -1,8 +1,8 @@
 """Orphans: blocks and claimed addresses of nodes that are gone for good, given back after a long look.
 
-Used by `agent.ipam_duty` of the node that holds the lease `duty/addresses`. A node is gone when it has no Node object
-and its lease does not live. Invariant: nothing is given back on one observation: two of them, GRACE_S apart, must
-agree, and the object must not have changed in between.
+Used by `agent.duties.addresses` of the node that holds the lease `duty/addresses`. A node is gone when it has no Node
+object and its lease does not live. Invariant: nothing is given back on one observation: two of them, GRACE_S apart,
+must agree, and the object must not have changed in between.
 """
 
 from collections.abc import Collection, Iterable

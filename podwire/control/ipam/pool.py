@@ -1,10 +1,10 @@
 """IPAM mode `pool`: pods get addresses out of blocks that this node has claimed from pools.
 
-Used by `control.attach`; `agent.ipam_duty` hands over what the store says and does what is due. Who has which address
-of an own block only the journal says: ADD and DEL write no store while a block has a free address. Thread-safe; nothing
-is asked of the store under the lock. Invariant: an address has one holder in the whole cluster: a block is opened when
-everything up to its claim was heard, gives nothing that somebody claimed by an object, and nothing more once another
-node has it.
+Used by `control.attach`; `agent.duties.addresses` hands over what the store says and does what is due. Who has which
+address of an own block only the journal says: ADD and DEL write no store while a block has a free address. Thread-safe;
+nothing is asked of the store under the lock. Invariant: an address has one holder in the whole cluster: a block is
+opened when everything up to its claim was heard, gives nothing that somebody claimed by an object, and nothing more
+once another node has it.
 """
 
 import threading
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from podwire.control.ipam.blocks import OwnBlocks, leave_out_overlapped
 from podwire.control.ipam.claims import Claims
 from podwire.control.ipam.documents import Block, ClaimedAddress, is_for_pod
 from podwire.control.ipam.interface import (
@@ -24,8 +25,7 @@ from podwire.control.ipam.interface import (
     Wish,
     split_families,
 )
-from podwire.control.ipam.known import Known
-from podwire.control.ipam.own import OwnBlocks, leave_out_overlapped
+from podwire.control.ipam.pool_cache import PoolCache
 from podwire.control.ipam.pools import (
     NamespaceFacts,
     Pool,
@@ -72,7 +72,7 @@ class PoolIpam:
 
     def __init__(self, claims: Claims, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.claims = claims
-        self.known: Known = claims.known
+        self.known: PoolCache = claims.known
         self.monotonic = monotonic
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)

@@ -1,7 +1,7 @@
 """Pools: what an IPPool says, which pools a pod may have its address from, and which must not stand side by side.
 
-`control.pool_objects` makes them from documents; `control.ipam.pool` and the claims use them. Pure. Invariant: a pool
-is cut into blocks of one size, so two blocks of one pool never overlap.
+`control.documents.pools` makes them from documents; `control.ipam.pool` and the claims use them. Pure. Invariant: a
+pool is cut into blocks of one size, so two blocks of one pool never overlap.
 """
 
 import ipaddress

@@ -172,7 +172,7 @@ class PolicyEngine:
         self._subjects.leave(endpoint_id)
         self._may_have_waste = True
         behind = self._subjects.behind
-        for subject in [one for one in behind if not one.live and not one.coming]:
+        for subject in [one for one in behind if not one.live and not one.pending_endpoints]:
             # Nobody waits any more for what cannot be brought into force.
             self._end(subject)
 

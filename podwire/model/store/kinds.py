@@ -1,7 +1,7 @@
 """Kinds of objects that people read and write, under every name that they are called by.
 
-Used by the doors, by `control.objects` and by whoever needs the plural name that keys have. Pure. Invariant: a word
-names one kind only.
+Used by the doors, by `control.documents.kinds` and by whoever needs the plural name that keys have. Pure. Invariant: a
+word names one kind only.
 """
 
 from collections.abc import Mapping

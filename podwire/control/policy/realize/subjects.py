@@ -90,14 +90,14 @@ class Subjects:
 
     def without_endpoints(self) -> list[Subject]:
         """Give the subjects that nobody bears any more."""
-        return [one for one in self if not one.live and not one.coming]
+        return [one for one in self if not one.live and not one.pending_endpoints]
 
     def expect(self, endpoint_id: EndpointId, subject: Subject) -> None:
         """Note that an endpoint's row is going to name a subject."""
         self._forget_coming(endpoint_id)
         self._wanted[endpoint_id] = subject.number
         if self._live.get(endpoint_id) != subject.number:
-            subject.coming.add(endpoint_id)
+            subject.pending_endpoints.add(endpoint_id)
 
     def settle(self, endpoint_id: EndpointId) -> None:
         """Note that an endpoint's row names what was expected."""
@@ -105,7 +105,7 @@ class Subjects:
         former = self.of_endpoint(endpoint_id)
         if former is not None:
             former.live.discard(endpoint_id)
-        subject.coming.discard(endpoint_id)
+        subject.pending_endpoints.discard(endpoint_id)
         subject.live.add(endpoint_id)
         self._live[endpoint_id] = subject.number
 
@@ -169,7 +169,7 @@ class Subjects:
     def _forget_coming(self, endpoint_id: EndpointId) -> None:
         identity = self._wanted.get(endpoint_id)
         if identity in self._by_identity:
-            self._by_identity[identity].coming.discard(endpoint_id)
+            self._by_identity[identity].pending_endpoints.discard(endpoint_id)
 
     def _named_ports_of(self, number: int) -> tuple[NamedPort, ...]:
         facts = self._peers.facts(number)

@@ -87,7 +87,7 @@ class Subject:
         """By direction and identity: what the slot has in place of what `families` has."""
         self.live: set[EndpointId] = set()
         """Endpoints whose rows name this identity."""
-        self.coming: set[EndpointId] = set()
+        self.pending_endpoints: set[EndpointId] = set()
         """Endpoints that are going to."""
         self.values = PolicyValues(facts.number)
         """What the rows of all live endpoints hold."""

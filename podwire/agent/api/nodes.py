@@ -1,0 +1,95 @@
+"""The API's operations on nodes, and what status says of the cluster.
+
+Routed by `agent.api.routes`, on a thread: it asks the store who lives. Shows only.
+"""
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from podwire.agent.api.openapi import Call
+from podwire.agent.api.shared import ClusterTotals, NodeView
+from podwire.agent.config_reload import LiveConfig
+from podwire.agent.duties.cluster.views import KnownNode
+from podwire.model.errors import PodwireError
+from podwire.model.interfaces import Clock
+from podwire.model.store import Store
+from podwire.model.store.leases import NODE
+
+
+@dataclass(frozen=True)
+class NodeReaders:
+    """What is known of other nodes."""
+
+    list_nodes: Callable[[], Sequence[KnownNode]]
+    totals: Callable[[], ClusterTotals]
+    addresses: tuple[str, ...]
+    """That this host uses towards its pods."""
+    pod_mtu: Callable[[], int]
+    """Of new pods, in bytes: it follows the other nodes."""
+
+
+class NodesApi(Protocol):
+    """What these handlers look at."""
+
+    @property
+    def config(self) -> LiveConfig: ...
+
+    @property
+    def clock(self) -> Clock: ...
+
+    @property
+    def store(self) -> Store: ...
+
+    @property
+    def nodes(self) -> NodeReaders: ...
+
+
+def list_nodes(api: NodesApi, _call: Call) -> list[NodeView]:
+    """Show the nodes that this one knows, itself first."""
+    alive = _ask_who_lives(api.store)
+    known = {one.facts.name: one for one in api.nodes.list_nodes()}
+    own = known.pop(api.config.current.node.node_name, None)
+    return [_view_own(api, own), *(_view(one, alive) for one in known.values())]
+
+
+def _ask_who_lives(store: Store) -> Mapping[str, str] | None:
+    try:
+        return store.leases().holders(NODE)
+    except PodwireError:
+        return None
+
+
+def _view_own(api: NodesApi, known: KnownNode | None) -> NodeView:
+    node = api.config.current.node
+    ranges = node.node_cidrs if known is None else (*known.facts.pod_cidrs, *known.facts.blocks)
+    published = () if known is None else known.facts.addresses
+    return NodeView(
+        name=node.node_name,
+        addresses=tuple(map(str, published)) or api.nodes.addresses,
+        pod_cidrs=tuple(map(str, ranges)),
+        cluster_cidrs=tuple(map(str, node.cluster_cidrs)),
+        mtu=api.nodes.pod_mtu(),
+        ways=("local",),
+        alive=True,
+        kernel=platform.release(),
+        boot_id=api.clock.boot_id(),
+        instance="" if known is None else known.facts.instance,
+        epoch=0 if known is None else known.facts.epoch,
+    )
+
+
+def _view(known: KnownNode, alive: Mapping[str, str] | None) -> NodeView:
+    facts = known.facts
+    return NodeView(
+        name=facts.name,
+        addresses=tuple(map(str, facts.addresses)),
+        pod_cidrs=tuple(map(str, (*facts.pod_cidrs, *facts.blocks))),
+        mtu=known.mtu_bytes,
+        ways=known.ways,
+        outer=known.outer,
+        alive=None if alive is None else f"{NODE}{facts.name}" in alive,
+        instance=facts.instance,
+        epoch=facts.epoch,
+    )

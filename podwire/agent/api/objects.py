@@ -1,0 +1,192 @@
+"""The API's operations on objects: list, get, put, delete, apply.
+
+`agent.api.routes` takes ROUTES_OBJECTS into its table. All that is decided here is decided by
+`control.documents.apply`. The handlers block on the store's disk, so all of them run on a thread.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from podwire.agent.api.openapi import Call, Parameter, Route
+from podwire.control.documents.apply import Applied, apply_documents, delete_object, put_object
+from podwire.control.documents.kinds import make_key, show_document
+from podwire.model.errors import InvalidRequest, NotFound
+from podwire.model.store import ObjectKey, Store, StoredObject
+from podwire.model.store.kinds import Kind, kind_of_plural
+
+
+class ObjectsApi(Protocol):
+    """What the handlers need of the API's context."""
+
+    @property
+    def store(self) -> Store:
+        """The cluster's objects."""
+        ...
+
+
+class AppliedView(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one object. `before` and `after` are its documents; only a dry run tells them.
+
+    `revision`: the store's that holds it, for whoever waits until a policy is enforced.
+    """
+
+    kind: str
+    namespace: str
+    name: str
+    action: str
+    revision: int | None = None
+    before: dict[str, Any] | None = None
+    after: dict[str, Any] | None = None
+
+
+class ObjectList(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Objects of a kind, as Kubernetes writes lists; `podwire apply` takes it back."""
+
+    api_version: str = "v1"
+    kind: str = "List"
+    metadata: dict[str, str]
+    items: list[dict[str, Any]]
+
+
+def list_objects(api: ObjectsApi, call: Call) -> ObjectList:
+    """Show all objects of a kind, or those of one namespace."""
+    kind = _kind(call)
+    namespace = call.query.get("namespace")
+    found, revision = api.store.list(kind.plural, namespace if kind.namespaced else None)
+    return ObjectList(
+        metadata={"resourceVersion": str(revision)}, items=[show_document(one) for one in found]
+    )
+
+
+def get_object(api: ObjectsApi, call: Call) -> dict[str, Any]:
+    """Show one object."""
+    key = _key(call)
+    found = api.store.get(key)
+    if found is None:
+        raise NotFound(f"get {key}: there is none", hint=f"see podwire get {key.kind}")
+    return show_document(found)
+
+
+def put_one(api: ObjectsApi, call: Call) -> dict[str, Any]:
+    """Make one object so, and show it."""
+    done = put_object(api.store, _key(call), call.body, dry_run=_is_dry(call))
+    return show_document(_after(done))
+
+
+def delete_one(api: ObjectsApi, call: Call) -> AppliedView:
+    """Delete one object."""
+    return _view(delete_object(api.store, _key(call), dry_run=_is_dry(call)), dry=_is_dry(call))
+
+
+def apply_all(api: ObjectsApi, call: Call) -> list[AppliedView]:
+    """Make many objects so: all are checked before the first is written."""
+    namespace, dry = str(call.query.get("namespace", "")), _is_dry(call)
+    done = apply_documents(api.store, call.body, namespace=namespace, dry_run=dry)
+    return [_view(one, dry=dry) for one in done]
+
+
+def _after(done: Applied) -> StoredObject:
+    assert done.after is not None, "what was put is there"
+    return done.after
+
+
+def _view(done: Applied, *, dry: bool) -> AppliedView:
+    return AppliedView(
+        kind=done.key.kind,
+        namespace=done.key.namespace,
+        name=done.key.name,
+        action=done.action,
+        revision=None if dry else done.revision,
+        before=_document(done.before) if dry else None,
+        after=_document(done.after) if dry else None,
+    )
+
+
+def _document(stored: StoredObject | None) -> dict[str, Any] | None:
+    return None if stored is None else dict(stored.document)
+
+
+def _is_dry(call: Call) -> bool:
+    return bool(call.query.get("dryRun", False))
+
+
+def _kind(call: Call) -> Kind:
+    kind = kind_of_plural(_key_of(call.params["kind"], "", "-").kind)
+    assert kind is not None, "keys have known kinds"
+    return kind
+
+
+def _key(call: Call) -> ObjectKey:
+    params: Mapping[str, str] = call.params
+    return _key_of(params["kind"], params.get("namespace", ""), params["name"])
+
+
+def _key_of(kind: str, namespace: str, name: str) -> ObjectKey:
+    try:
+        return make_key(kind, namespace, name)
+    except InvalidRequest as error:
+        raise NotFound(error.message, hint=error.hint) from None
+
+
+_DRY_RUN: Final = Parameter("dryRun", "Only tell what would be done.", "boolean")
+_NAMESPACE: Final = Parameter("namespace", "Of this namespace only.")
+_DEFAULT: Final = Parameter("namespace", "Of objects that name none; by default `default`.")
+_Document = dict[str, Any]
+
+
+def _routes_of_one(path: str) -> tuple[Route, ...]:
+    """Give the operations on one object; its namespace is a part of the path, or `default`, or it has none."""
+    return (
+        Route("GET", path, "One object", get_object, _Document, errors=(404, 507), blocking=True),
+        Route(
+            "PUT",
+            path,
+            "Create or replace an object",
+            put_one,
+            _Document,
+            body=_Document,
+            query=(_DRY_RUN,),
+            errors=(404, 409, 507),
+            blocking=True,
+        ),
+        Route(
+            "DELETE",
+            path,
+            "Delete an object",
+            delete_one,
+            AppliedView,
+            query=(_DRY_RUN,),
+            errors=(404, 409, 507),
+            blocking=True,
+        ),
+    )
+
+
+ROUTES_OBJECTS: Final[tuple[Route, ...]] = (
+    Route(
+        "GET",
+        "/object/{kind}",
+        "All objects of a kind",
+        list_objects,
+        ObjectList,
+        query=(_NAMESPACE,),
+        errors=(404, 507),
+        blocking=True,
+    ),
+    *_routes_of_one("/object/{kind}/{name}"),
+    *_routes_of_one("/object/{kind}/{namespace}/{name}"),
+    Route(
+        "POST",
+        "/apply",
+        "Create or replace objects, all or none if one is invalid",
+        apply_all,
+        list[AppliedView],
+        body=list[Any],
+        query=(_DRY_RUN, _DEFAULT),
+        errors=(409, 507),
+        blocking=True,
+    ),
+)
+"""`{kind}` is the plural name; the singular and short names of the command line are taken too."""

@@ -1,0 +1,223 @@
+"""`POST /policy/trace`: who the two ends of a flow are, and what the oracle says of it.
+
+A row of `agent.api.policies`'s table. Ends are read here, because only this node knows who its pods are.
+"""
+
+import ipaddress
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import msgspec
+
+from podwire.agent.api.openapi import Call
+from podwire.agent.api.policy_readers import Api, PolicyReaders
+from podwire.agent.api.shared import Document
+from podwire.control.endpoint.find import find_endpoint
+from podwire.control.endpoint.table import Endpoint, EndpointTable
+from podwire.control.policy.oracle import Enforcement, Party, Question, Settings
+from podwire.control.policy.rule import ICMP, ICMPV6, SCTP, TCP, UDP
+from podwire.control.policy.trace import trace
+from podwire.model.errors import Fault, InvalidRequest
+from podwire.model.identity import RESERVED_LABELS, IdentityFacts, Reserved
+from podwire.model.labels import SOURCE_CNI, SOURCES
+from podwire.model.policy import Direction
+
+PROTOCOLS: Final = {"tcp": TCP, "udp": UDP, "sctp": SCTP, "icmp": ICMP, "icmpv6": ICMPV6}
+_FAMILY_OF_ICMP: Final = {"icmp": 4, "icmpv6": 6}
+_ECHO_REQUEST: Final = {"icmp": 8, "icmpv6": 128}
+
+
+class TraceRequest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What would happen to a flow? Ends are pod:NS/NAME, labels:K=V,..., ip:ADDRESS or an entity."""
+
+    source: str = msgspec.field(name="from")
+    target: str = msgspec.field(name="to")
+    port: str = ""
+
+
+class TraceHalf(Document, frozen=True, kw_only=True):
+    """What one end's policy says."""
+
+    verdict: str
+    """allowed or denied."""
+    policy: str
+    rule: str
+
+
+class TraceView(Document, frozen=True, kw_only=True):
+    """The verdict of both ends, and why."""
+
+    verdict: str
+    ingress: TraceHalf
+    egress: TraceHalf
+    why: tuple[str, ...]
+    revision: int
+    known_ends: int
+    """How many of the two ends are pods of this node: others it knows by labels or address only."""
+
+
+def trace_flow(api: Api, call: Call) -> TraceView:
+    """Say what would happen to a flow, by the oracle."""
+    asked: TraceRequest = call.body
+    readers, config = api.policy, api.config.current
+    faults: list[Fault] = []
+    family = _choose_family(asked, readers.table, faults)
+    source = _read_end(readers, asked.source, family, "from", faults)
+    target = _read_end(readers, asked.target, family, "to", faults)
+    protocol, port = _read_port(asked.port, faults)
+    if faults or source is None or target is None:
+        raise InvalidRequest(
+            "trace: " + "; ".join(f"{fault.path} {fault.message}" for fault in faults),
+            hint="podwire policy trace -h",
+            faults=tuple(faults),
+        )
+    settings = Settings(
+        enforcement=Enforcement(config.policy.policy_enforcement),
+        host_allowed=config.datapath.host_access,
+        audit=config.policy.policy_audit,
+    )
+    with api.turn:
+        policies, groups = readers.engine.list_policies(), readers.engine.list_groups()
+    answer = trace(
+        policies,
+        groups,
+        Question(source, target, Direction.EGRESS, protocol, port),
+        revision=readers.enforcer.revision,
+        settings=settings,
+    )
+    return TraceView(
+        verdict=answer["verdict"],
+        ingress=_half(answer["ingress"]),
+        egress=_half(answer["egress"]),
+        why=(*_name_not_in_force(readers.table, asked), *answer["why"]),
+        revision=answer["revision"],
+        known_ends=sum(one.endpoint and one.address is not None for one in (source, target)),
+    )
+
+
+def _name_not_in_force(table: EndpointTable, asked: TraceRequest) -> Iterator[str]:
+    """Say of which pods the programs know an earlier policy: there, the answer is what would be, not what is."""
+    for text in (asked.source, asked.target):
+        kind, _, rest = text.partition(":")
+        endpoint = None
+        if kind == "pod":
+            endpoint = find_endpoint(table, f"pod-name:{rest}")
+        elif kind == "ip":
+            endpoint = table.get_by_address(rest)
+        if endpoint is not None and endpoint.policy_error:
+            yield f"not in force for {text}, which keeps its earlier policy: {endpoint.policy_error}"
+
+
+def _half(answer: Mapping[str, str]) -> TraceHalf:
+    return TraceHalf(verdict=answer["verdict"], policy=answer["policy"], rule=answer["rule"])
+
+
+def _read_end(
+    readers: PolicyReaders, text: str, family: int, path: str, faults: list[Fault]
+) -> Party | None:
+    kind, colon, rest = text.partition(":")
+    if not colon:
+        named = {str(one.name).lower().replace("_", "-"): int(one) for one in Reserved}
+        if text in named:
+            return Party(IdentityFacts(named[text], RESERVED_LABELS[named[text]]))
+        faults.append(Fault(path, f"is {text!r}: no entity ({', '.join(named)})"))
+    elif kind == "pod":
+        return _pod_party(find_endpoint(readers.table, f"pod-name:{rest}"), family, path, faults)
+    elif kind == "labels":
+        return _labels_party(readers, rest, path, faults)
+    elif kind == "ip":
+        return _address_party(readers, rest, family, path, faults)
+    else:
+        faults.append(
+            Fault(path, f"is {text!r}: write pod:NS/NAME, labels:K=V,..., ip:ADDRESS or an entity")
+        )
+    return None
+
+
+def _pod_party(endpoint: Endpoint, family: int, path: str, faults: list[Fault]) -> Party:
+    record = endpoint.record
+    facts = IdentityFacts(record.identity, record.identity_labels, record.named_ports)
+    addresses = map(ipaddress.ip_address, record.addresses)
+    address = next((one for one in addresses if one.version == family), None)
+    if address is None:
+        name = f"{record.namespace}/{record.pod}"
+        faults.append(Fault(path, f"is pod {name}, which has no IPv{family} address"))
+    return Party(facts, address, endpoint=True)
+
+
+def _choose_family(asked: TraceRequest, table: EndpointTable, faults: list[Fault]) -> int:
+    """Say which family the flow is of: the one that is asked for, else IPv4 where all pods have it."""
+    ends = (asked.source, asked.target)
+    named = {6 if ":" in text[3:] else 4 for text in ends if text.startswith("ip:")}
+    protocol = asked.port.lower().partition("/")[0]
+    if protocol in _FAMILY_OF_ICMP:
+        named.add(_FAMILY_OF_ICMP[protocol])
+    if len(named) > 1:
+        about = f"{asked.source}, {asked.target} and {asked.port} are not of one family"
+        faults.append(Fault("from", about))
+    if named:
+        return min(named)
+    pods = [text.removeprefix("pod:") for text in ends if text.startswith("pod:")]
+    records = [find_endpoint(table, f"pod-name:{name}").record for name in pods]
+    return 4 if all(record.ipv4 for record in records) else 6
+
+
+def _labels_party(
+    readers: PolicyReaders, text: str, path: str, faults: list[Fault]
+) -> Party | None:
+    own, namespace = [], "default"
+    for pair in filter(None, text.split(",")):
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            faults.append(Fault(path, f"has {pair!r}: write KEY=VALUE"))
+            return None
+        if key.removeprefix("k8s:") == "io.kubernetes.pod.namespace":
+            namespace = value
+            continue
+        source = key.partition(":")[0]
+        own.append(f"{key}={value}" if source in SOURCES else f"{SOURCE_CNI}:{key}={value}")
+    labels = readers.resolver.sources.effective(own, namespace)
+    return Party(IdentityFacts(0, labels), None, endpoint=True)
+
+
+def _address_party(
+    readers: PolicyReaders, text: str, family: int, path: str, faults: list[Fault]
+) -> Party | None:
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        faults.append(Fault(path, f"has {text!r}, which is no address"))
+        return None
+    endpoint = readers.table.get_by_address(text)
+    if endpoint is not None:
+        return _pod_party(endpoint, family, path, faults)
+    number = readers.identity_at(address) or int(Reserved.WORLD)
+    if number in RESERVED_LABELS:
+        return Party(IdentityFacts(number, RESERVED_LABELS[number]), address)
+    known = readers.resolver.allocator.known.get(number)
+    if known is None:
+        faults.append(
+            Fault(
+                path,
+                f"has {text}, a pod of another node; its identity {number} is not known here yet",
+            )
+        )
+        return None
+    # All nodes hold the same policies, so the answer is that of its own node too.
+    return Party(known.key.facts(known.number), address, endpoint=True)
+
+
+def _read_port(text: str, faults: list[Fault]) -> tuple[int, int]:
+    """Read `80/tcp`, `icmp` or `icmp/8`; gives protocol and port (of ICMP: type << 8)."""
+    first, _, second = text.lower().partition("/")
+    try:
+        if first in _ECHO_REQUEST:
+            kind = int(second) if second else _ECHO_REQUEST[first]
+            if 0 <= kind <= 255:
+                return PROTOCOLS[first], kind << 8
+        elif 0 < int(first) < 65536 and (second or "tcp") in ("tcp", "udp", "sctp"):
+            return PROTOCOLS[second or "tcp"], int(first)
+    except ValueError:
+        pass
+    faults.append(Fault("port", f"is {text!r}: write 80/tcp, 53/udp, 38412/sctp, icmp or icmp/8"))
+    return 0, 0

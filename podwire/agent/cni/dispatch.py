@@ -1,0 +1,477 @@
+"""Which request runs when: one operation per attachment at a time, in order, on a thread, in time.
+
+The only bridge between the loop and the synchronous decisions: `agent.cni.requests` submits, a
+worker thread runs what `control.attach` does. Everything here but the work itself happens on the
+loop, so there is no lock. A thread cannot be cancelled; it is told, and looks between its steps.
+Invariants: two operations of one attachment never overlap; an ADD that started before a DEL of its
+attachment was taken is never carried out after it; every request is answered or cancelled.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import msgspec
+
+from podwire.agent.cni.spool import Spool, SpooledDelete
+from podwire.agent.cni.stale_adds import TakenDeletes, TakenLists
+from podwire.agent.cni.worker_threads import WorkerThreads, guarded
+from podwire.model.endpoint import AttachmentKey
+from podwire.model.errors import (
+    Cancelled,
+    CannotServe,
+    PodwireError,
+    Unavailable,
+)
+from podwire.model.ids import ContainerId, InterfaceName
+from podwire.model.interfaces import Clock, PodNamespace
+from podwire.model.request import AttachRequest, AttachResult
+
+_log = logging.getLogger(__name__)
+
+
+class Attachments(Protocol):
+    """Who carries requests out (`control.attach.service`): blocks, raises only PodwireError."""
+
+    def add(
+        self,
+        request: AttachRequest,
+        namespace: PodNamespace | None,
+        cancelled: Callable[[], bool],
+        /,
+    ) -> AttachResult:
+        """Attach; looks at `cancelled` between steps and then takes everything back."""
+        ...
+
+    def add_at_once(
+        self,
+        request: AttachRequest,
+        namespace: PodNamespace | None,
+        cancelled: Callable[[], bool],
+        /,
+    ) -> AttachResult | None:
+        """Attach if the store need not be asked; else give None, without having done or waited for anything."""
+        ...
+
+    def delete(self, request: AttachRequest, namespace: PodNamespace | None, /) -> None:
+        """Detach; changes nothing about an attachment that is younger than the request."""
+        ...
+
+    def check(self, request: AttachRequest, namespace: PodNamespace | None, /) -> None:
+        """Compare; CheckFailed names every difference."""
+        ...
+
+    def collect(self, request: AttachRequest, /) -> None:
+        """Detach what GC's list does not name."""
+        ...
+
+    def status(self) -> None:
+        """Tell whether an ADD would succeed now."""
+        ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is taken on at once, and how long anything may last."""
+
+    threads: int = 4
+    """All kernel work happens in one turn: more threads only fight for it. Sixteen launchers at
+    once, work that does nothing: 16 threads 1685 requests/s, 4 threads 2080, 1 thread 2266."""
+    patient_threads: int = 8
+    """For ADDs that ask the store: while it is away they hold their threads, and nobody else's."""
+    requests_max: int = 512
+    """Running and queued; above it requests are refused."""
+    queue_max: int = 16
+    """Running and queued for one attachment."""
+    status_max: int = 32
+    deadline_s: float = 60.0
+    """For ADD, CHECK and GC, from being taken to the end; then they are cancelled."""
+    del_deadline_s: float = 14.0
+    """With `undo_s` below the launcher's own (wire.DEL_WAIT_MS): it hears what became of it."""
+    undo_s: float = 5.0
+    """How long a DEL, a GC or an answer waits for the undo of a cancelled ADD."""
+
+
+@dataclass(eq=False)
+class Caller:
+    """The other end of a request. Only the loop changes it; any thread may look at `gone`."""
+
+    gone: bool = False
+    on_leave: list[Callable[[], None]] = field(default_factory=list)
+
+    def leave(self) -> None:
+        """Note that nobody waits for the answer any more."""
+        if not self.gone:
+            self.gone = True
+            for call in self.on_leave:
+                call()
+
+
+@dataclass(eq=False)
+class _Job:
+    """One request in its line."""
+
+    request: AttachRequest
+    namespace: PodNamespace | None
+    caller: Caller
+    released: Callable[[], None]
+    started: bool = False
+    """A thread has it: `released` is called when the thread is done, not when the caller is."""
+    cancel_cause: str = ""
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when its turn has come, or when it is cancelled before."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def key(self) -> AttachmentKey:
+        assert self.request.key is not None
+        return self.request.key
+
+    def __str__(self) -> str:
+        return f"{self.request.command} {self.request.key or self.request.network}"
+
+    def cancel(self, cause: str) -> None:
+        self.cancel_cause = self.cancel_cause or cause
+        self.wake.set()
+
+    def cancel_with_caller(self) -> None:
+        self.caller.on_leave.append(partial(self.cancel, "the caller went away"))
+        if self.caller.gone:
+            self.cancel("the caller went away")
+
+    def is_cancelled(self) -> bool:
+        return bool(self.cancel_cause)
+
+    def refuse_if_cancelled(self) -> None:
+        if self.cancel_cause:
+            raise Cancelled(
+                f"{self}: {self.cancel_cause}",
+                hint="nothing was left behind; call ADD again if the pod is still wanted",
+            )
+
+
+class Dispatcher:
+    """Takes requests and has them carried out. Belongs to one event loop."""
+
+    def __init__(
+        self, attachments: Attachments, spool: Spool, clock: Clock, limits: Limits | None = None
+    ) -> None:
+        self._attachments = attachments
+        self._spool = spool
+        self._clock = clock
+        self._limits = limits or Limits()
+        self._lines: dict[AttachmentKey, deque[_Job]] = {}
+        """The first of each line runs, or is about to."""
+        self._job_count = 0
+        self._status_count = 0
+        self._closing = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._deletes = TakenDeletes()
+        self._lists = TakenLists()
+        self._threads = WorkerThreads[AttachResult](
+            self._limits.threads, self._limits.patient_threads
+        )
+        self._side_threads = ThreadPoolExecutor(2, thread_name_prefix="status")
+
+    @property
+    def request_count(self) -> int:
+        """How many requests run or wait."""
+        return self._job_count
+
+    @property
+    def running_count(self) -> int:
+        """How many requests a thread has, or is about to take."""
+        return sum(1 for line in self._lines.values() if line[0].started)
+
+    async def submit(
+        self,
+        request: AttachRequest,
+        namespace: PodNamespace | None = None,
+        caller: Caller | None = None,
+        released: Callable[[], None] = lambda: None,
+    ) -> AttachResult | None:
+        """Have `request` carried out; raises what became of it, as PodwireError.
+
+        `released` is called exactly once, on the loop, when nothing uses `namespace` any more: work
+        that outlives its deadline keeps it longer than the answer takes.
+        """
+        job = _Job(request, namespace, caller or Caller(), released)
+        carry_out = {
+            "ADD": self._add,
+            "DEL": self._delete,
+            "CHECK": self._check,
+            "GC": self._collect,
+            "STATUS": self._status,
+        }[request.command]
+        try:
+            if self._closing:
+                raise _stopping(job)
+            return await carry_out(job)
+        finally:
+            if not job.started:
+                released()
+
+    async def replay(self) -> tuple[int, int]:
+        """Carry out what is spooled and due; how many DELs were done, and how many failed."""
+        loop = asyncio.get_running_loop()
+        records = await loop.run_in_executor(self._side_threads, self._spool.read)
+        done = 0
+        for record in records:
+            # Its launcher has answered long ago: the DEL is as old as that launcher.
+            job = _Job(record.request, None, Caller(gone=True), lambda: None)
+            try:
+                await self._delete(job, partial(self._replay_record, record))
+                done += 1
+            except PodwireError as error:
+                self._spool.postpone(record, error)
+        return done, len(records) - done
+
+    async def close(self, deadline_s: float) -> None:
+        """Take nothing more; let work end; cancel the ADDs that have not after `deadline_s`."""
+        self._closing = True
+        if not await _happens(self._idle, deadline_s):
+            for job in self._list_adds():
+                job.cancel("the agent is stopping")
+            if not await _happens(self._idle, self._limits.undo_s):
+                _log.error("work does not end", extra={"count": self._job_count})
+        self._threads.shut_down()
+        self._side_threads.shutdown(wait=False, cancel_futures=True)
+
+    # --- what each command does before and around its turn ------------------------------------
+
+    async def _add(self, job: _Job) -> AttachResult | None:
+        started_ns = job.request.started_boottime_ns
+        if self._deletes.overtook(job.key, started_ns):
+            raise _overtaken(job.request, "a DEL of it")
+        if self._lists.overtook(job.key, started_ns):
+            raise _overtaken(job.request, "a GC that does not name it")
+        job.cancel_with_caller()
+        return await self._in_line(
+            job,
+            partial(self._attach, job),
+            self._limits.deadline_s,
+            patient=partial(self._attach_patiently, job),
+        )
+
+    async def _delete(
+        self, job: _Job, work: Callable[[], AttachResult | None] | None = None
+    ) -> AttachResult | None:
+        """Overtake the ADDs that are older than this DEL, then take its turn.
+
+        While its caller waits, nobody has been told that the DEL is done: it is as young as the
+        moment it is taken. A DEL whose caller has gone is as old as that caller, because a new life
+        of the attachment may have begun since.
+        """
+        request, now_ns = job.request, self._clock.boottime_ns()
+        until_ns = request.started_boottime_ns
+        if not job.caller.gone:
+            until_ns = max(until_ns, now_ns)
+        self._deletes.note(job.key, until_ns, now_ns)
+        undoing = self._overtake(job.key, until_ns)
+        job.request = msgspec.structs.replace(request, started_boottime_ns=until_ns)
+        turn_s = self._limits.undo_s if undoing else self._limits.del_deadline_s
+        return await self._in_line(
+            job, work or partial(self._detach, job), self._limits.del_deadline_s, turn_s=turn_s
+        )
+
+    async def _check(self, job: _Job) -> AttachResult | None:
+        job.cancel_with_caller()
+        work = partial(self._attachments.check, job.request, job.namespace)
+        return await self._in_line(job, work, self._limits.deadline_s)
+
+    async def _collect(self, job: _Job) -> AttachResult | None:
+        """Overtake the ADDs that are older than this GC and not in its list, whether they are here or still to come."""
+        request = job.request
+        overtaken = []
+        if request.valid_attachments is not None:
+            self._lists.note(request, self._clock.boottime_ns())
+            for add in self._list_adds():
+                if self._lists.overtook(add.key, add.request.started_boottime_ns):
+                    add.cancel("a GC that does not name it overtook it")
+                    overtaken.append(add)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._limits.undo_s):
+                for add in overtaken:
+                    await add.ended.wait()
+        # One GC of a network at a time; no attachment has this key.
+        key = AttachmentKey(request.network, ContainerId(""), InterfaceName(""))
+        job.request = msgspec.structs.replace(request, key=key)
+        work = partial(self._attachments.collect, request)
+        return await self._in_line(job, work, self._limits.deadline_s)
+
+    async def _status(self, job: _Job) -> None:
+        """Never in a line: a runtime that hears nothing in time takes the node out of service."""
+        if self._status_count >= self._limits.status_max:
+            raise CannotServe(f"{job}: too many at once", hint="ask less often")
+        self._status_count += 1
+        try:
+            loop = asyncio.get_running_loop()
+            work = partial(guarded, self._attachments.status)
+            await loop.run_in_executor(self._side_threads, work)
+        finally:
+            self._status_count -= 1
+
+    # --- lines ----------------------------------------------------------------------------------
+
+    async def _in_line(
+        self,
+        job: _Job,
+        work: Callable[[], AttachResult | None],
+        deadline_s: float,
+        *,
+        turn_s: float | None = None,
+        patient: Callable[[], AttachResult | None] | None = None,
+    ) -> AttachResult | None:
+        """Wait for the job's turn, have a thread do `work`, give its result, all in time.
+
+        `patient` is done where waiting keeps nobody else waiting, when `work` gives no result.
+        """
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + deadline_s
+        self._enter(job)
+        try:
+            if not await _happens(job.wake, deadline_s if turn_s is None else turn_s):
+                raise Unavailable(
+                    f"{job}: an earlier request for it does not end", hint="call again later"
+                )
+            job.refuse_if_cancelled()
+        except BaseException:
+            self._leave(job)
+            raise
+        job.started = True
+        future = self._threads.start(work, patient, partial(self._end, job))
+        return await self._outcome(job, future, until_s)
+
+    async def _outcome(
+        self, job: _Job, future: "asyncio.Future[AttachResult | None]", until_s: float
+    ) -> AttachResult | None:
+        """Wait for a thread; one that does not end in time is told to, and waited for once more."""
+        loop = asyncio.get_running_loop()
+
+        def give_up() -> None:
+            if not future.done():
+                future.set_exception(
+                    Unavailable(
+                        f"{job}: not done in time; it is being undone", hint="see the agent's log"
+                    )
+                )
+
+        timers = [
+            loop.call_at(until_s, job.cancel, "its time is over"),
+            loop.call_at(max(until_s, loop.time()) + self._limits.undo_s, give_up),
+        ]
+        try:
+            return await future
+        except asyncio.CancelledError:
+            job.cancel("the agent is stopping")
+            raise
+        finally:
+            for timer in timers:
+                timer.cancel()
+
+    def _enter(self, job: _Job) -> None:
+        line = self._lines.get(job.key, deque())
+        if self._job_count >= self._limits.requests_max or len(line) >= self._limits.queue_max:
+            raise Unavailable(f"{job}: too many requests at once", hint="call again in a moment")
+        self._lines[job.key] = line
+        line.append(job)
+        line[0].wake.set()
+        self._job_count += 1
+        self._idle.clear()
+
+    def _leave(self, job: _Job) -> None:
+        line = self._lines[job.key]
+        line.remove(job)
+        if line:
+            line[0].wake.set()
+        else:
+            del self._lines[job.key]
+        job.ended.set()
+        self._job_count -= 1
+        if not self._job_count:
+            self._idle.set()
+
+    def _end(self, job: _Job) -> None:
+        self._leave(job)
+        job.released()
+
+    def _list_adds(self) -> Iterator[_Job]:
+        for line in self._lines.values():
+            yield from (job for job in line if job.request.command == "ADD")
+
+    def _overtake(self, key: AttachmentKey, until_ns: int) -> bool:
+        """Cancel the ADDs of `key` that started before `until_ns`; whether one is to be undone."""
+        undoing = False
+        for job in self._lines.get(key, ()):
+            if job.request.command == "ADD" and job.request.started_boottime_ns < until_ns:
+                job.cancel("a DEL overtook it")
+                undoing = undoing or job.started
+        return undoing
+
+    # --- on a worker thread ---------------------------------------------------------------------
+
+    def _attach(self, job: _Job) -> AttachResult | None:
+        """Attach; None when that may have to wait for the store."""
+        self._prepare(job)
+        return self._unless_cancelled(
+            job, self._attachments.add_at_once(job.request, job.namespace, job.is_cancelled)
+        )
+
+    def _attach_patiently(self, job: _Job) -> AttachResult | None:
+        self._prepare(job)
+        return self._unless_cancelled(
+            job, self._attachments.add(job.request, job.namespace, job.is_cancelled)
+        )
+
+    def _prepare(self, job: _Job) -> None:
+        """Carry out the DELs of an attachment that are spooled, and refuse an ADD that is older than one."""
+        job.refuse_if_cancelled()
+        for record in self._spool.pending(job.key):
+            self._deletes.note(
+                job.key, record.request.started_boottime_ns, self._clock.boottime_ns()
+            )
+            self._replay_record(record)
+        if self._deletes.overtook(job.key, job.request.started_boottime_ns):
+            raise _overtaken(job.request, "a DEL of it")
+
+    def _unless_cancelled(self, job: _Job, result: AttachResult | None) -> AttachResult | None:
+        if result is not None and job.is_cancelled():
+            # Cancelled behind its last step: nobody is going to hear of what was made.
+            self._attachments.delete(job.request, job.namespace)
+            job.refuse_if_cancelled()
+        return result
+
+    def _detach(self, job: _Job) -> None:
+        self._attachments.delete(job.request, job.namespace)
+
+    def _replay_record(self, record: SpooledDelete) -> None:
+        self._attachments.delete(record.request, None)
+        self._spool.remove(record)
+
+
+def _stopping(job: _Job) -> Unavailable:
+    return Unavailable(f"{job}: the agent is stopping", hint="call again in a moment")
+
+
+def _overtaken(request: AttachRequest, what: str) -> Unavailable:
+    return Unavailable(
+        f"ADD {request.key}: {what} came after this ADD was started",
+        hint="call ADD again if the pod is still wanted",
+    )
+
+
+async def _happens(event: asyncio.Event, wait_s: float) -> bool:
+    """Wait for an event for at most `wait_s`; whether it came."""
+    if event.is_set():
+        return True
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(wait_s):
+            await event.wait()
+    return event.is_set()

@@ -1,0 +1,191 @@
+"""One CNI request from its frame to its reply: decode, dispatch, encode, log.
+
+Called by `agent.cni.socket`. Knows no limits and no order (`agent.cni.dispatch`) and decides nothing
+(`control.attach`). Invariants: whatever happens there is one reply, with the code the specification
+wants; the descriptors are closed when nothing uses them any more. An error is logged here, once.
+"""
+
+import asyncio
+import fcntl
+import json
+import logging
+import os
+from dataclasses import dataclass
+from time import monotonic
+from typing import Final, Protocol
+
+from podwire.agent.cni.dispatch import Dispatcher
+from podwire.agent.cni.socket import Received
+from podwire.cni.errors import code_of, encode_error
+from podwire.cni.netconf import decode_request
+from podwire.cni.result import encode_result
+from podwire.model.errors import (
+    Bug,
+    InvalidEnvironment,
+    InvalidRequest,
+    PodwireError,
+    UnsupportedField,
+)
+from podwire.model.interfaces import PodNamespace
+from podwire.model.request import AttachRequest, AttachResult
+from podwire.model.wire import IPAM_PROGRAM, Frame, Reply, ReplyStatus
+
+NETWORKS_REMEMBERED: Final = 1024
+INLINE_MAX_BYTES: Final = 65_536
+"""A larger configuration is decoded on a thread: it would hold the loop up."""
+_NS_GET_NSTYPE: Final = 0xB703
+_CLONE_NEWNET: Final = 0x40000000
+
+_log = logging.getLogger(__name__)
+
+
+class Metrics(Protocol):
+    """What is counted (`agent.metrics`)."""
+
+    def observe_request(self, command: str, outcome: str, seconds: float) -> None:
+        """Count one request: `outcome` is `ok` or the kind of the error."""
+        ...
+
+
+@dataclass(eq=False)
+class CniRequests:
+    """Answers requests with the help of one dispatcher."""
+
+    dispatcher: Dispatcher
+    metrics: Metrics
+
+    def __post_init__(self) -> None:
+        self._own_netns = os.stat("/proc/self/ns/net").st_ino
+        self._networks_seen: set[str] = set()
+
+    async def answer(self, received: Received) -> Reply:
+        """Carry a request out and give its reply; closes the descriptors, then or later."""
+        begin_s = monotonic()
+        frame = received.frame
+        handed_over = False
+        try:
+            if frame.program == IPAM_PROGRAM:
+                return _answer_as_ipam(frame)
+            request = await self._decode(frame)
+            self._note_unknown_keys(request)
+            namespace = self._read_namespace(received, request)
+            handed_over = True
+            result = await self.dispatcher.submit(
+                request, namespace, received.caller, received.close
+            )
+            reply = Reply(ReplyStatus.DONE, _encode_result(request, result))
+            self.metrics.observe_request(frame.command, "ok", monotonic() - begin_s)
+            # Behind the answer, which goes out before the loop turns.
+            asyncio.get_running_loop().call_soon(self._log_done, request, _elapsed_ms(begin_s))
+        except PodwireError as error:
+            reply = _refuse(frame, error)
+            self._log_failed(frame, error, begin_s)
+            self.metrics.observe_request(frame.command, error.kind, monotonic() - begin_s)
+        except Exception as error:  # the door: whatever it is, the runtime gets an answer
+            _log.exception("a request met a bug", extra={"op": frame.command})
+            reply = _refuse(frame, Bug(f"answer the request: {type(error).__name__}: {error}"))
+            self.metrics.observe_request(frame.command, Bug.kind, monotonic() - begin_s)
+        finally:
+            if not handed_over:
+                received.close()
+        return reply
+
+    async def _decode(self, frame: Frame) -> AttachRequest:
+        call = (frame.environment, frame.stdin, frame.started_boottime_ns)
+        if len(frame.stdin) <= INLINE_MAX_BYTES:
+            return decode_request(*call)
+        return await asyncio.to_thread(decode_request, *call)
+
+    def _read_namespace(self, received: Received, request: AttachRequest) -> PodNamespace | None:
+        """Look at the descriptor; only ADD needs it to be usable."""
+        frame, fd = received.frame, received.netns_fd
+        fault = ""
+        if fd is None:
+            fault = os.strerror(frame.netns_errno) if frame.netns_errno else "it is empty"
+        elif not _is_network_namespace(fd):
+            fault = "it is no network namespace"
+        elif os.fstat(fd).st_ino == self._own_netns:
+            fault = "it is the node's own network namespace"
+        if fault and request.command == "ADD":
+            raise InvalidEnvironment(
+                f"open CNI_NETNS {request.netns_path!r}: {fault}",
+                hint="the runtime must keep the pod's namespace there until ADD has answered",
+            )
+        if fd is None or fault:
+            return None
+        return PodNamespace(fd, request.netns_path, os.fstat(fd).st_ino)
+
+    def _note_unknown_keys(self, request: AttachRequest) -> None:
+        """Say once for each network which keys of its configuration mean nothing to us."""
+        if not request.unknown_keys or request.network in self._networks_seen:
+            return
+        if len(self._networks_seen) < NETWORKS_REMEMBERED:
+            self._networks_seen.add(request.network)
+            _log.info(
+                "the network configuration has keys that mean nothing here",
+                extra={"network": request.network, "keys": ", ".join(request.unknown_keys)},
+            )
+
+    def _log_done(self, request: AttachRequest, ms: float) -> None:
+        level = logging.INFO if request.command in ("ADD", "DEL", "GC") else logging.DEBUG
+        facts: dict[str, object] = {"op": request.command, "network": request.network}
+        if request.key is not None:
+            facts |= {"container": request.key.container_id, "iface": request.key.if_name}
+        _log.log(level, "done", extra=facts | {"ms": ms})
+
+    def _log_failed(self, frame: Frame, error: PodwireError, begin_s: float) -> None:
+        _log.error(
+            "a CNI request failed",
+            extra={
+                "op": frame.command,
+                "container": frame.environment.get("CNI_CONTAINERID", ""),
+                "iface": frame.environment.get("CNI_IFNAME", ""),
+                "code": code_of(error),
+                "error": error.message,
+                "hint": error.hint,
+                "ms": _elapsed_ms(begin_s),
+            },
+        )
+
+
+def _elapsed_ms(begin_s: float) -> float:
+    return round((monotonic() - begin_s) * 1000, 3)
+
+
+def _encode_result(request: AttachRequest, result: AttachResult | None) -> bytes:
+    return b"" if result is None else encode_result(request.cni_version, result)
+
+
+def _refuse(frame: Frame, error: PodwireError) -> Reply:
+    """Give the error in the asked version; a DEL that is right but cannot be done now is spooled."""
+    later = frame.command == "DEL" and not isinstance(error, InvalidRequest)
+    status = ReplyStatus.NOT_NOW if later else ReplyStatus.FAILED
+    return Reply(status, encode_error(_asked_version(frame.stdin), error))
+
+
+def _answer_as_ipam(frame: Frame) -> Reply:
+    """Refuse to give addresses to another main plugin. What was never given is released at once."""
+    if frame.command in ("DEL", "GC"):
+        return Reply(ReplyStatus.DONE, b"")
+    raise UnsupportedField(
+        f"be an IPAM plugin as {frame.program!r}: this is not built",
+        hint="use podwire-cni as the main plugin: it brings its own addresses",
+    )
+
+
+def _asked_version(stdin: bytes) -> str:
+    """Give `cniVersion` of a configuration that may be anything; "" when it has none."""
+    try:
+        document = json.loads(stdin)
+    except (ValueError, RecursionError):
+        return ""
+    version = document.get("cniVersion") if isinstance(document, dict) else None
+    return version if isinstance(version, str) else ""
+
+
+def _is_network_namespace(fd: int) -> bool:
+    """Ask the namespace for its kind (ioctl_ns(2)); anything else does not know the question."""
+    try:
+        return fcntl.ioctl(fd, _NS_GET_NSTYPE) == _CLONE_NEWNET
+    except OSError:
+        return False

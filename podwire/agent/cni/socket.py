@@ -1,0 +1,353 @@
+"""The launchers' door: frames and descriptors in, replies out; its limits answer, nothing hangs.
+
+Opened by `agent.main`; what is asked is answered by `agent.cni.requests`. Never blocks the loop,
+never interprets a request. Invariants: every descriptor that arrives is closed exactly once; a
+connection that ends before its reply tells the request so; whoever is not root is refused.
+Protocol: docs/protocol.md.
+"""
+
+import array
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from podwire.agent.cni.dispatch import Caller
+from podwire.cni.errors import encode_error
+from podwire.model import wire
+from podwire.model.errors import (
+    InvalidEnvironment,
+    PodwireError,
+    Unavailable,
+    UndecodableRequest,
+)
+from podwire.model.wire import Frame, Reply, ReplyStatus
+
+READ_BYTES: Final = 65_536
+DESCRIPTORS_MAX: Final = 2
+_CONTROL_BYTES: Final = socket.CMSG_SPACE((DESCRIPTORS_MAX + 2) * array.array("i").itemsize)
+"""Room for more than are allowed, so that too many are seen (and closed), not cut off."""
+_CREDENTIALS: Final = struct.Struct("iII")
+_OUT_OF_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SocketLimits:
+    """What one door takes on."""
+
+    connections_max: int = 1024
+    frame_time_s: float = 5.0
+    """From being accepted to the last byte of the frame."""
+    reply_time_s: float = 5.0
+    """For the launcher to take the reply."""
+    accept_pause_s: float = 0.1
+    """When the process has no descriptor left."""
+
+
+@dataclass(eq=False)
+class Received:
+    """One request: the frame, its descriptors, and who waits for the answer."""
+
+    frame: Frame
+    caller: Caller
+    descriptors: list[int] = field(default_factory=list)
+
+    @property
+    def netns_fd(self) -> int | None:
+        """The pod's network namespace; None when CNI_NETNS was empty or could not be opened."""
+        return self.descriptors[0] if self.frame.has_netns else None
+
+    @property
+    def mntns_fd(self) -> int | None:
+        """The launcher's mount namespace."""
+        return self.descriptors[-1] if self.frame.has_mntns else None
+
+    def close(self) -> None:
+        """Close the descriptors; whoever answers calls it once nothing uses them."""
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+
+Answer = Callable[[Received], Awaitable[Reply]]
+"""Answers a request; raises nothing, and sees to it that `Received.close` is called."""
+
+
+class CniServer:
+    """Serves one socket. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        count_refusal: Callable[[str], None] = lambda _limit: None,
+        limits: SocketLimits | None = None,
+    ) -> None:
+        """`count_refusal` is told which limit a connection met."""
+        self._answer = answer
+        self._count_refusal = count_refusal
+        self._limits = limits or SocketLimits()
+        self._connections: set[_Connection] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def connection_count(self) -> int:
+        """How many connections are open."""
+        return len(self._connections)
+
+    @contextlib.asynccontextmanager
+    async def serving(
+        self, listener: socket.socket, path: Path, deadline_s: float = 10.0
+    ) -> AsyncIterator[None]:
+        """Serve `listener`, which is bound to `path`, until the block ends.
+
+        Then take nothing new and let what was taken end, for `deadline_s` at most.
+        """
+        loop = asyncio.get_running_loop()
+        listener.setblocking(False)
+        inode = os.stat(path).st_ino
+        loop.add_reader(listener, self._accept, listener)
+        try:
+            yield
+        finally:
+            # First the name: who comes now finds nobody and tries again. Then those who came before.
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(path).st_ino == inode:
+                    os.unlink(path)
+            loop.remove_reader(listener)
+            self._accept(listener)
+            listener.close()
+            await self._finish(deadline_s)
+
+    async def _finish(self, deadline_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + deadline_s
+        while self._connections and loop.time() < until_s:
+            done = [connection.closed.wait() for connection in self._connections]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(until_s):
+                    await asyncio.gather(*done)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for connection in list(self._connections):
+            connection.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = listener.accept()
+            except BlockingIOError:
+                return
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                if error.errno not in _OUT_OF_DESCRIPTORS:
+                    raise
+                # The backlog stays readable: looking again at once would only burn the processor.
+                _log.error("accept a launcher", extra={"error": error.strerror})
+                loop.remove_reader(listener)
+                loop.call_later(self._limits.accept_pause_s, self._accept_again, listener)
+                return
+            self._take(accepted)
+
+    def _accept_again(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _take(self, accepted: socket.socket) -> None:
+        accepted.setblocking(False)
+        connection = _Connection(accepted, self._limits, self._serve, self._connections.discard)
+        self._connections.add(connection)
+        if len(self._connections) > self._limits.connections_max:
+            self._count_refusal("connections")
+            message = f"serve the request: {self._limits.connections_max} are being served"
+            self._refuse(connection, Unavailable(message, hint="call again in a moment"))
+            return
+        credentials = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _gid = _CREDENTIALS.unpack(credentials)
+        if uid != 0:
+            self._count_refusal("credentials")
+            _log.warning("refused a caller that is not root", extra={"pid": pid})
+            message = f"serve the request: its user id is {uid}, not root's"
+            self._refuse(connection, InvalidEnvironment(message, hint="run the runtime as root"))
+            return
+        connection.start()
+
+    def _serve(self, connection: "_Connection", outcome: Received | PodwireError) -> None:
+        if isinstance(outcome, PodwireError):
+            self._count_refusal("frame")
+            self._refuse(connection, outcome)
+            return
+        task = asyncio.get_running_loop().create_task(
+            self._answer_one(connection, outcome), name=f"cni {outcome.frame.command}"
+        )
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer_one(self, connection: "_Connection", received: Received) -> None:
+        try:
+            reply = await self._answer(received)
+            await connection.send(wire.encode_reply(reply))
+        finally:
+            connection.close()
+
+    def _refuse(self, connection: "_Connection", error: PodwireError) -> None:
+        # A DEL is recorded by its launcher: whatever it was, it must not be lost here.
+        reply = Reply(ReplyStatus.NOT_NOW, encode_error("", error))
+        connection.send_at_once(wire.encode_reply(reply))
+        connection.close()
+
+
+class _Connection:
+    """One launcher: bytes until the frame is whole, then only whether it is still there."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        limits: SocketLimits,
+        deliver: Callable[["_Connection", Received | PodwireError], None],
+        on_close: Callable[["_Connection"], None],
+    ) -> None:
+        self._socket = connection
+        self._limits = limits
+        self._deliver = deliver
+        self._on_close = on_close
+        self._loop = asyncio.get_running_loop()
+        self._buffer = bytearray()
+        self._descriptors: list[int] = []
+        self._total_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._delivered = False
+        self.caller = Caller()
+        self.closed = asyncio.Event()
+
+    def start(self) -> None:
+        """Read the frame, in time."""
+        self._timer = self._loop.call_later(self._limits.frame_time_s, self._give_up)
+        self._loop.add_reader(self._socket, self._read)
+        self._read()
+
+    async def send(self, data: bytes) -> None:
+        """Send the reply; a launcher that has gone, or takes nothing, does not matter."""
+        try:
+            async with asyncio.timeout(self._limits.reply_time_s):
+                await self._loop.sock_sendall(self._socket, data)
+        except (OSError, TimeoutError) as error:
+            _log.info("the launcher did not take its answer", extra={"error": str(error)})
+
+    def send_at_once(self, data: bytes) -> None:
+        """Send what fits the socket's buffer, which a refusal does."""
+        with contextlib.suppress(OSError):
+            self._socket.send(data, socket.MSG_NOSIGNAL)
+
+    def close(self) -> None:
+        """End the connection and close what still belongs to it."""
+        if self.closed.is_set():
+            return
+        self._stop_reading()
+        self._socket.close()
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+        self.caller.leave()
+        self.closed.set()
+        self._on_close(self)
+
+    def _stop_reading(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket)
+
+    def _give_up(self) -> None:
+        limit_s = self._limits.frame_time_s
+        message = f"read the request: it was not complete after {limit_s:g} s"
+        self._fail(Unavailable(message, hint="call again"))
+
+    def _fail(self, error: PodwireError) -> None:
+        self._stop_reading()
+        self._delivered = True
+        self._deliver(self, error)
+
+    def _read(self) -> None:
+        """Read until there is nothing more, so that an end behind the frame is seen with it."""
+        whole: Received | None = None
+        while True:
+            try:
+                data = self._receive()
+                if data is None:
+                    break
+                if not data:
+                    self._end()
+                    break
+                if whole or self._delivered:
+                    self._leave_rudely()
+                    break
+                self._buffer += data
+                whole = self._complete()
+            except PodwireError as error:
+                self._fail(error)
+                return
+        if whole is not None and not self._delivered:
+            self._delivered = True
+            assert self._timer is not None
+            self._timer.cancel()
+            self._deliver(self, whole)
+
+    def _receive(self) -> bytes | None:
+        """Give the next bytes, b"" at the end, None when there are none yet; keep descriptors."""
+        try:
+            data, ancillary, flags, _ = self._socket.recvmsg(
+                READ_BYTES, _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
+        except (BlockingIOError, InterruptedError):
+            return None
+        except OSError:
+            return b""
+        for level, kind, payload in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                numbers = array.array("i")
+                numbers.frombytes(payload[: len(payload) - len(payload) % numbers.itemsize])
+                self._descriptors.extend(numbers)
+        if flags & socket.MSG_CTRUNC or len(self._descriptors) > DESCRIPTORS_MAX:
+            raise UndecodableRequest("read the request: too many descriptors came with it")
+        return data
+
+    def _complete(self) -> Received | None:
+        """Give the request when its frame is whole."""
+        if not self._total_bytes and len(self._buffer) >= wire.COMMON_HEADER_BYTES:
+            self._total_bytes = wire.request_bytes(self._buffer)
+        if not self._total_bytes or len(self._buffer) < self._total_bytes:
+            return None
+        frame = wire.decode_frame(bytes(self._buffer))
+        if frame.descriptor_count != len(self._descriptors):
+            raise UndecodableRequest(
+                f"read the request: it says that {frame.descriptor_count} descriptors come with it,"
+                f" {len(self._descriptors)} came"
+            )
+        received = Received(frame, self.caller, self._descriptors)
+        self._descriptors = []
+        self._buffer = bytearray()
+        return received
+
+    def _end(self) -> None:
+        """The launcher has closed. Without a whole frame nothing was asked."""
+        self._loop.remove_reader(self._socket)
+        if self._buffer or not (self._delivered or self._total_bytes):
+            self._delivered = True
+            self.close()
+        else:
+            self.caller.leave()
+
+    def _leave_rudely(self) -> None:
+        """Nothing may follow a frame: whoever sends more is not waited for."""
+        self._loop.remove_reader(self._socket)
+        self.caller.leave()

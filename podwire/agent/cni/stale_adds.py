@@ -1,0 +1,112 @@
+"""Which ADDs came too late: a DEL of their attachment, or a GC that does not name it, was taken before they arrived.
+
+Used by `agent.cni.dispatch` alone. A launcher may reach the agent long after it started; carried out then, it would
+make what nobody asks for any more, and nobody would end it. Times are those of the launchers' starts, CLOCK_BOOTTIME in
+nanoseconds. Invariants: memory is bounded, and what is forgotten for that refuses too much, never too little; what is
+older than any launcher lives is forgotten for nothing.
+"""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from podwire.model.endpoint import AttachmentKey
+from podwire.model.ids import ContainerId, InterfaceName, NetworkName
+from podwire.model.request import AttachRequest
+
+KEPT_NS: Final = 900 * 10**9
+"""Longer than any launcher lives: wire.AGENT_WAIT_MAX_S and wire.REPLY_WAIT_MS together."""
+DELETES_KEPT: Final = 65_536
+LISTS_KEPT: Final = 256
+NAMES_KEPT: Final = 100_000
+"""In all lists of GC together; no single one has more (`cni.netconf.ATTACHMENTS_MAX`)."""
+
+
+class TakenDeletes:
+    """Which DELs were taken lately: an ADD that started before one of its attachment is refused.
+
+    Bounded: what is forgotten raises a floor, below which every ADD is refused. So the answer is
+    never a wrong yes.
+    """
+
+    def __init__(self, kept: int = DELETES_KEPT, kept_ns: int = KEPT_NS) -> None:
+        self._kept = kept
+        self._kept_ns = kept_ns
+        self._until_ns: dict[AttachmentKey, int] = {}
+        self._floor_ns = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._until_ns)
+
+    def note(self, key: AttachmentKey, until_ns: int, now_ns: int) -> None:
+        """Remember that ADDs of `key` that started before `until_ns` (CLOCK_BOOTTIME) are over."""
+        with self._lock:
+            self._until_ns[key] = max(until_ns, self._until_ns.pop(key, 0))
+            for oldest in list(self._list_surplus(now_ns)):
+                self._floor_ns = max(self._floor_ns, self._until_ns.pop(oldest))
+
+    def overtook(self, key: AttachmentKey, started_ns: int) -> bool:
+        """Tell whether an ADD that started at `started_ns` must not be carried out any more."""
+        with self._lock:
+            return started_ns < max(self._until_ns.get(key, 0), self._floor_ns)
+
+    def _list_surplus(self, now_ns: int) -> Iterator[AttachmentKey]:
+        surplus = len(self._until_ns) - self._kept
+        for key, until_ns in self._until_ns.items():
+            if surplus <= 0 and until_ns >= now_ns - self._kept_ns:
+                return
+            surplus -= 1
+            yield key
+
+
+@dataclass(frozen=True)
+class _List:
+    started_ns: int
+    valid: frozenset[tuple[ContainerId, InterfaceName]]
+
+
+class TakenLists:
+    """Which GC was the last one of each network: an ADD that started before it and is not in its list is refused.
+
+    One per network is enough: what a newer list names is wanted, whatever an older one said. Used on one thread.
+    """
+
+    def __init__(self, lists: int = LISTS_KEPT, names: int = NAMES_KEPT) -> None:
+        self._kept = lists
+        self._names = names
+        self._lists: dict[NetworkName, _List] = {}
+        self._floor_ns = 0
+
+    def __len__(self) -> int:
+        return len(self._lists)
+
+    def note(self, request: AttachRequest, now_ns: int) -> None:
+        """Remember a GC with its list."""
+        new = _List(request.started_boottime_ns, frozenset(request.valid_attachments or ()))
+        old = self._lists.pop(request.network, new)
+        self._lists[request.network] = max(old, new, key=_started)
+        for network in [one for one, it in self._lists.items() if it.started_ns < now_ns - KEPT_NS]:
+            del self._lists[network]
+        while len(self._lists) > self._kept or self._count_names() > self._names:
+            oldest = self._lists.pop(next(iter(self._lists)))
+            self._floor_ns = max(self._floor_ns, oldest.started_ns)
+
+    def _count_names(self) -> int:
+        return sum(len(one.valid) for one in self._lists.values())
+
+    def overtook(self, key: AttachmentKey, started_ns: int) -> bool:
+        """Tell whether an ADD that started at `started_ns` must not be carried out any more."""
+        if started_ns < self._floor_ns:
+            return True
+        last = self._lists.get(key.network)
+        return (
+            last is not None
+            and started_ns < last.started_ns
+            and (key.container_id, key.if_name) not in last.valid
+        )
+
+
+def _started(one: _List) -> int:
+    return one.started_ns

@@ -1,0 +1,490 @@
+"""Look after pools: hear of blocks, claim ahead, give back what is not needed, collect what nobody has any more.
+
+Only with IPAM mode `pool`. `agent.node` prepares it before anything is restored, `agent.main` starts it: the follower's
+thread opens what was claimed, the one here writes to the store. Neither holds the node's turn while it waits for the
+store. Invariant: a block is forgotten on disk before it is given back, so a start without the store never uses a block
+that somebody else may have by now.
+"""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from ipaddress import ip_address
+from typing import Any, Final, Protocol
+
+from podwire.agent.duties.follower import KindList, StoreFollower
+from podwire.control.documents.pools import decode_pools, find_problems, node_ranges
+from podwire.control.documents.readable import find_fault
+from podwire.control.ipam.blocks import OwnBlock
+from podwire.control.ipam.documents import Block, decode_block, encode_block
+from podwire.control.ipam.orphans import OrphanCollector, give_back
+from podwire.control.ipam.pool import PoolIpam
+from podwire.control.ipam.pools import (
+    POOLS_ANNOTATION,
+    NamespaceFacts,
+    Pool,
+    is_for_pods,
+    read_pool_names,
+    selects,
+)
+from podwire.model.errors import Conflict, Exhausted, PodwireError, Unavailable
+from podwire.model.request import IPNetwork
+from podwire.model.store import ObjectKey, Store, StoredObject, StoreEvent
+from podwire.model.store.kinds import IP_ADDRESS, IP_BLOCK, IP_POOL, NAMESPACE, NODE
+from podwire.model.store.leases import ADDRESS_DUTY, Lease
+from podwire.model.store.leases import NODE as NODE_LEASE
+
+FACT: Final = "ipam-blocks"
+TICK_S: Final = 1.0
+RETRY_S: Final = 5.0
+EMPTY_S: Final = 300.0
+"""So long a block stays empty before it is given back."""
+UNWANTED_S: Final = 10.0
+"""The same for a block of a pool that this node may not use (any more)."""
+ORPHANS_S: Final = 60.0
+DUTY_TTL_S: Final = 30.0
+LOW_WATER: Final = 8
+"""Fewer free addresses than this, and the next block is claimed."""
+HOST_NAME_LABEL: Final = "kubernetes.io/hostname"
+
+_log = logging.getLogger(__name__)
+
+
+class Facts(Protocol):
+    """What this duty keeps across restarts."""
+
+    def write_fact(self, name: str, value: str) -> None: ...
+
+    def read_fact(self, name: str) -> str: ...
+
+
+class _Troubles:
+    """What is wrong now, by who has met it: the success of one takes nothing back that another has said."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._lock = threading.Lock()
+        self._found: dict[str, str] = {}
+
+    def of(self, who: str) -> Callable[[str], None]:
+        """Give what `who` says what is wrong to; "": nothing, any more."""
+        return partial(self._note, who)
+
+    def _note(self, who: str, message: str) -> None:
+        with self._lock:
+            self._found[who] = message
+            self._report("; ".join(dict.fromkeys(filter(None, self._found.values()))))
+
+
+class IpamNews:
+    """Hands what the store says to the allocator, on the follower's thread."""
+
+    KINDS: Final = (
+        IP_POOL.plural,
+        NAMESPACE.plural,
+        NODE.plural,
+        IP_BLOCK.plural,
+        IP_ADDRESS.plural,
+    )
+    """Addresses after blocks: the list of addresses must not be older than that of blocks."""
+
+    def __init__(
+        self,
+        ipam: PoolIpam,
+        changed: Callable[[bool], None] = lambda _blocks: None,
+        report: Callable[[str], None] = lambda _message: None,
+    ) -> None:
+        self._ipam = ipam
+        self._known = ipam.known
+        self._changed = changed
+        self._report = report
+        self._pools: dict[ObjectKey, StoredObject] = {}
+        self._ranges: dict[str, tuple[IPNetwork, ...]] = {}
+        self._set_labels({})
+
+    @property
+    def pool_documents(self) -> list[Mapping[str, Any]]:
+        """Give the documents of all pools."""
+        return [one.document for _, one in sorted(self._pools.items())]
+
+    def on_lists(self, lists: Sequence[KindList]) -> None:
+        """Take whole lists."""
+        touched = set()
+        for one in lists:
+            if one.kind == IP_POOL.plural:
+                self._pools = {found.key: found for found in one.objects}
+            elif one.kind == NAMESPACE.plural:
+                self._known.namespaces = {
+                    found.key.name: _read_namespace(found.document) for found in one.objects
+                }
+            elif one.kind == NODE.plural:
+                self._ranges.clear()
+                for found in one.objects:
+                    self._take_node(found, gone=False)
+            else:
+                touched |= self._known.replace(one.kind, one.objects)
+        self._review()
+        self._changed(self._ipam.sync(touched))
+
+    def on_events(self, events: Sequence[StoreEvent], _revision: int) -> None:
+        """Take changes."""
+        if not events:
+            return
+        touched, is_about_pools = set(), False
+        for event in events:
+            stored = event.object
+            if stored.key.kind == IP_POOL.plural:
+                self._pools.pop(stored.key, None)
+                if not event.deleted:
+                    self._pools[stored.key] = stored
+                is_about_pools = True
+            elif stored.key.kind == NAMESPACE.plural:
+                self._known.namespaces.pop(stored.key.name, None)
+                if not event.deleted:
+                    self._known.namespaces[stored.key.name] = _read_namespace(stored.document)
+            elif stored.key.kind == NODE.plural:
+                is_about_pools |= self._take_node(stored, gone=event.deleted)
+            else:
+                touched |= self._known.apply(event)
+        if is_about_pools:
+            self._review()
+        self._changed(self._ipam.sync(touched))
+
+    def on_away(self, error: PodwireError) -> None:
+        """Let `podwire status` tell."""
+        self._report(error.message)
+
+    def on_back(self) -> None:
+        """Let `podwire status` tell."""
+        self._report("")
+
+    def _take_node(self, stored: StoredObject, *, gone: bool) -> bool:
+        """Note a node's own ranges, and the labels of this one; tells whether a pool may be concerned."""
+        name = stored.key.name
+        before = self._ranges.pop(name, ())
+        if not gone:
+            self._ranges[name] = node_ranges(stored)
+        if name == self._known.node:
+            self._set_labels({} if gone else _labels(stored.document))
+        return before != self._ranges.get(name, ())
+
+    def _set_labels(self, labels: Mapping[str, str]) -> None:
+        self._known.node_labels = {HOST_NAME_LABEL: self._known.node, **labels}
+
+    def _review(self) -> None:
+        pools = decode_pools(self._pools.values())
+        unreadable = {one.name for one in self._pools} - pools.keys()
+        problems = find_problems(pools, self._ranges)
+        problems.update((name, "its document cannot be read") for name in unreadable)
+        self._known.set_pools(pools, problems)
+
+
+class IpamDuty:
+    """Pools and blocks of one node over time."""
+
+    def __init__(
+        self,
+        *,
+        ipam: PoolIpam,
+        store: Store,
+        facts: Facts,
+        report: Callable[[str], None],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.ipam = ipam
+        self.known = ipam.known
+        self.store = store
+        self.monotonic = monotonic
+        self.orphans = OrphanCollector()
+        self._facts = facts
+        troubles = _Troubles(report)
+        self._report = troubles.of("duty")
+        self._report_recalled = troubles.of("memory")
+        self.blocks_changed: Callable[[], None] = lambda: None
+        """Told after blocks were opened or lost."""
+        self.news = IpamNews(ipam, self._hear, troubles.of("watch"))
+        self.follower = StoreFollower("ipam-watch", store, IpamNews.KINDS, self.news)
+        self.follower.unreadable.find_fault = find_fault
+        self._written = ""
+        self._changed = threading.Condition()
+        self._is_due = True
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._lease: Lease | None = None
+        self._looked_s = 0.0
+
+    def prepare(self) -> None:
+        """Take over what is known without the store, then what it says; before endpoints are restored."""
+        self._written = self._facts.read_fact(FACT)
+        self._recall(self._written)
+        self.follower.load()
+
+    def start(self) -> None:
+        """Start the threads."""
+        self._thread = threading.Thread(target=self._work, name="ipam", daemon=True)
+        self._thread.start()
+        self.follower.start()
+
+    def stop(self) -> None:
+        """End the threads; blocks stay this node's."""
+        self.follower.stop()
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+        if self._lease is not None:
+            self._lease.close()
+
+    def work(self) -> bool:
+        """Do what is due, and let `podwire status` tell how that went; False when it is to be tried again."""
+        try:
+            self.tick()
+        except Unavailable as error:
+            self._report(error.message)
+        except PodwireError as error:
+            _log.error("look after blocks", extra={"error": error.message})
+            self._report(error.message)
+        except Exception as error:  # the thread's door: a bug must not end the duty
+            _log.exception("look after blocks")
+            self._report(f"look after blocks: {error!r}")
+        else:
+            self._report("")
+            return True
+        return False
+
+    def tick(self) -> None:
+        """Do what is due. Raises Unavailable and what else the store says; the rest is done first where it can be."""
+        self._remember()
+        if not self.known.is_listed:
+            return
+        self._report_recalled("")
+        for claimed in self.ipam.list_unheld():
+            self.ipam.claims.return_address(claimed)
+        self._claim_ahead()
+        self._give_back()
+        if self.monotonic() - self._looked_s >= ORPHANS_S:
+            self._looked_s = self.monotonic()
+            self.collect()
+
+    def collect(self) -> int:
+        """Give back what nodes had that are gone, if this agent holds the lease for it; tells how much that was."""
+        if not self._has_duty():
+            return 0
+        nodes = {one.key.name for one in self.store.list(NODE.plural)[0]}
+        nodes.update(
+            one.removeprefix(NODE_LEASE) for one in self.store.leases().holders(NODE_LEASE)
+        )
+        objects = [*self.store.list(IP_BLOCK.plural)[0], *self.store.list(IP_ADDRESS.plural)[0]]
+        count = 0
+        for orphan in self.orphans.look(objects, nodes | {self.known.node}, self.monotonic()):
+            if give_back(self.store, orphan):
+                count += 1
+                _log.warning(
+                    "gave back what a node had that is gone", extra={"cause": str(orphan.key)}
+                )
+        return count
+
+    def _hear(self, blocks_changed: bool) -> None:
+        if blocks_changed:
+            self.blocks_changed()
+        with self._changed:
+            self._is_due = True
+            self._changed.notify()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_due or self._stopping, TICK_S)
+                self._is_due = False
+                if self._stopping:
+                    return
+            if self.work():
+                continue
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping, RETRY_S)
+
+    # Blocks
+
+    def _claim_ahead(self) -> None:
+        """Claim the next block of a family, or of a pool that pods here use by name, while a few addresses are left."""
+        ordinary = self.ipam.ordinary_pools()
+        groups = [[one for one in ordinary if one.version == version] for version in (4, 6)]
+        names = {one.name for one in ordinary}
+        with self.ipam.lock:
+            used = {own.block.pool for own in self.ipam.own.values() if own.fifo.held}
+        usable = self.known.usable()
+        groups += [
+            [usable[name]]
+            for name in sorted(used - names)
+            if name in usable and is_for_pods(usable[name])
+        ]
+        for pools in groups:
+            if pools and sum(self.ipam.count_free(one.name) for one in pools) < _low_water(
+                pools[0]
+            ):
+                self._claim_one(pools)
+
+    def _claim_one(self, pools: Sequence[Pool]) -> None:
+        for pool in pools:
+            if self.ipam.claims.count_own(pool.name) > self._count_open(pool.name):
+                return  # one is on its way
+            try:
+                block = self.ipam.claims.claim_block(pool)
+            except (Exhausted, Conflict):
+                continue
+            _log.info("claimed a block", extra={"cause": f"{block.cidr} of pool {pool.name}"})
+            return
+
+    def _count_open(self, pool: str) -> int:
+        with self.ipam.lock:
+            return sum(one.block.pool == pool for one in self.ipam.own.values())
+
+    def _give_back(self) -> None:
+        """Give back blocks that stayed empty, and those that were never opened."""
+        for cidr in self._choose_empty():
+            block = self.ipam.close_block(cidr)
+            if block is None:
+                continue
+            self._remember()
+            if self.ipam.claims.release_block(block):
+                _log.info("gave a block back", extra={"cause": f"{cidr} of pool {block.pool}"})
+        with self.ipam.lock, self.known.lock:
+            unopened = [one for cidr, one in self.known.own.items() if cidr not in self.ipam.own]
+        for block in unopened:
+            if self.known.find_overlapping(block.cidr) is not None:
+                self.ipam.claims.release_block(block)
+
+    def _choose_empty(self) -> list[IPNetwork]:
+        now_s = self.monotonic()
+        due: list[IPNetwork] = []
+        firsts: set[int] = set()
+        with self.ipam.lock:
+            for cidr, own in self.ipam.own.items():
+                is_first = cidr.version not in firsts
+                firsts.add(cidr.version)
+                if own.fifo.held or own.lost:
+                    own.empty_since_s = None
+                    continue
+                if own.empty_since_s is None:
+                    own.empty_since_s = now_s
+                age_s = now_s - own.empty_since_s
+                if own.closing or (age_s >= UNWANTED_S and not self._is_wanted(own)):
+                    due.append(cidr)
+                elif age_s >= EMPTY_S and not is_first and not due:
+                    # One at a time: what is left must be enough after each.
+                    rest = self.ipam.count_free(own.block.pool) - own.fifo.free
+                    if rest >= 2 * LOW_WATER:
+                        due.append(cidr)
+        return due
+
+    def _is_wanted(self, own: OwnBlock) -> bool:
+        """Tell whether pods of this node may have addresses of a block's pool."""
+        pool = self.known.pools.get(own.block.pool)
+        return (
+            pool is not None
+            and is_for_pods(pool)
+            and pool.is_block(own.block.cidr)
+            and (selects(pool.node_selector, self.known.node_labels) or pool.name in self._named())
+        )
+
+    def _named(self) -> set[str]:
+        return {name for one in list(self.known.namespaces.values()) for name in one.pools}
+
+    # What a start without the store needs
+
+    def _remember(self) -> None:
+        if not self.known.is_listed:
+            return
+        with self.ipam.lock, self.known.lock:
+            own = [one for one in self.ipam.own.values() if one.is_open]
+            claimed = [
+                str(address)
+                for address in self.known.claimed
+                if any(
+                    address.version == one.block.cidr.version and address in one.block.cidr
+                    for one in own
+                )
+            ]
+            text = json.dumps(
+                {
+                    "pools": self.news.pool_documents,
+                    "problems": dict(self.known.problems),
+                    "labels": dict(self.known.node_labels),
+                    "namespaces": {
+                        name: [dict(one.labels), list(one.pools)]
+                        for name, one in self.known.namespaces.items()
+                    },
+                    "blocks": [encode_block(one.block) for one in own],
+                    "claimed": sorted(claimed),
+                },
+                sort_keys=True,
+            )
+        if text != self._written:
+            self._facts.write_fact(FACT, text)
+            self._written = text
+
+    def _recall(self, text: str) -> None:
+        if not text:
+            return
+        found = json.loads(text)
+        pool_objects = [_as_stored(IP_POOL.plural, one) for one in found["pools"]]
+        block_objects = [_as_stored(IP_BLOCK.plural, one) for one in found["blocks"]]
+        self.follower.recall([*pool_objects, *block_objects])
+        pools = decode_pools(pool_objects)
+        self.known.set_pools(pools, found["problems"])
+        self.known.node_labels = found["labels"]
+        self.known.namespaces = {
+            name: NamespaceFacts(labels, tuple(names))
+            for name, (labels, names) in found["namespaces"].items()
+        }
+        blocks = [decode_block(one) for one in block_objects]
+        left_out = self.ipam.remember(
+            [
+                Block(one.cidr, one.pool, one.node, one.epoch, one.kept)
+                for one in blocks
+                if one is not None
+            ],
+            [ip_address(one) for one in found["claimed"]],
+        )
+        for message in left_out:
+            _log.warning("take over blocks of before", extra={"cause": message})
+        self._report_recalled("; ".join(left_out))
+
+    def _has_duty(self) -> bool:
+        if self._lease is not None:
+            if not self._lease.lost:
+                return True
+            self._lease.close()
+            self._lease = None
+        try:
+            self._lease = self.store.leases().acquire(ADDRESS_DUTY, self.known.node, DUTY_TTL_S)
+        except Conflict:
+            return False
+        return True
+
+
+def _low_water(pool: Pool) -> int:
+    addresses = 1 << (pool.cidr.max_prefixlen - pool.block_size)
+    return max(1, min(LOW_WATER, addresses // 8))
+
+
+def _as_stored(kind: str, document: Mapping[str, Any]) -> StoredObject:
+    return StoredObject(key=ObjectKey(kind, "", document["metadata"]["name"]), document=document)
+
+
+def _labels(document: Mapping[str, Any]) -> dict[str, str]:
+    return _texts(document, "labels")
+
+
+def _texts(document: Mapping[str, Any], field: str) -> dict[str, str]:
+    found = (document.get("metadata") or {}).get(field) or {}
+    return {key: value for key, value in found.items() if isinstance(value, str)}
+
+
+def _read_namespace(document: Mapping[str, Any]) -> NamespaceFacts:
+    names = read_pool_names(_texts(document, "annotations").get(POOLS_ANNOTATION, ""))
+    return NamespaceFacts(_labels(document), names)

@@ -1,0 +1,258 @@
+"""Bring the kernel to what is planned about other nodes, on a thread of its own, and keep it there.
+
+Made by `agent.duties.cluster.duty`. Plans under the duty's lock, applies under the node's turn, never waits for the
+store. Invariants: a plan that is new is applied at once; one that the kernel has refused is tried again as a whole,
+each time later, whatever is told meanwhile; single rows never wait for that.
+"""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from podwire.agent.duties.cluster.publisher import DEBOUNCE_S
+from podwire.agent.metrics import Metrics
+from podwire.control.cluster.backoff import RETRY_CAP_S, Backoff
+from podwire.control.cluster.planner import NodeNumbers
+from podwire.control.cluster.remote import Changes
+from podwire.control.cluster.state import ClusterState, OwnNode
+from podwire.model.cluster import ClusterPlan
+from podwire.model.errors import PodwireError
+from podwire.model.interfaces import ClusterDatapath
+
+RECONCILE_S: Final = 30.0
+LOOK_AGAIN_S: Final = 1.0
+"""Longest time between what the kernel tells and a look at it."""
+LOOK_LEAST_S: Final = 0.1
+LOOK_REST: Final = 4.0
+"""After a look comes no other for so many times as long as it took: a kernel that tells all the time costs a fifth of
+one core."""
+
+_log = logging.getLogger(__name__)
+
+
+class KernelNews(Protocol):
+    """Tells that links, addresses, routes or filters have changed (`kernel.netlink_events.NetlinkEvents`)."""
+
+    def wait(self, timeout_s: float) -> bool: ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PlannedNode(Protocol):
+    """Whose kernel it is, and who hears of what became of a plan."""
+
+    @property
+    def lock(self) -> threading.Lock:
+        """Held around `state`."""
+        ...
+
+    @property
+    def state(self) -> ClusterState:
+        """What is known of other nodes, and the plan that follows."""
+        ...
+
+    @property
+    def own(self) -> OwnNode | None:
+        """This node; None before it was looked at."""
+        ...
+
+    def look_at_self(self) -> OwnNode:
+        """Read this node's own facts. Raises KernelFailure."""
+        ...
+
+    def own_changed(self, own: OwnNode) -> None:
+        """Hear what this node is now."""
+        ...
+
+    def save_numbers(self) -> None:
+        """Keep the numbers of nodes across restarts."""
+        ...
+
+    def report(self, name: str, message: str, *, critical: bool = False) -> None:
+        """Hear whether something works; "" = it does."""
+        ...
+
+    def observe(self, step: str, begin_s: float) -> None:
+        """Measure one step since `begin_s`."""
+        ...
+
+    def show_problems(self) -> None:
+        """Show what is wrong between nodes."""
+        ...
+
+
+class Applier:
+    """The thread that plans and applies."""
+
+    def __init__(
+        self,
+        duty: PlannedNode,
+        datapath: ClusterDatapath,
+        turn: threading.RLock,
+        metrics: Metrics,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._duty = duty
+        self._datapath = datapath
+        self._turn = turn
+        self._metrics = metrics
+        self._now = now
+        self._news: KernelNews | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self._must_apply = True
+        """More than rows may have changed in the plan since it was applied."""
+        self._must_look = True
+        """This node itself may be another."""
+        self._backoff = Backoff()
+        """Has failures while the kernel may not have what the plan says."""
+        self._refused: ClusterPlan | None = None
+        """The plan that failed as a whole."""
+        self._saved: NodeNumbers | None = None
+
+    def start(self, news: KernelNews) -> None:
+        """Start the thread."""
+        self._news = news
+        self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; what was applied stays."""
+        self._stopping.set()
+        if self._news is not None:
+            self._news.wake()
+        if self._thread is not None:
+            self._thread.join()
+        if self._news is not None:
+            self._news.close()
+
+    def wake(self, *, whole: bool = False, look: bool = False) -> None:
+        """Have a step soon; from any thread, cheap. `whole`: rows are not all; `look`: this node may be another."""
+        self._must_apply = self._must_apply or whole
+        self._must_look = self._must_look or look
+        if self._news is not None:
+            self._news.wake()
+
+    def step(self, *, is_reconciliation: bool) -> None:
+        """Bring the kernel to what is known now; what fails is reported, and tried again when its time has come."""
+        try:
+            self._step(is_reconciliation)
+        except PodwireError as error:
+            self._fail(f"{error.message}; {error.hint}" if error.hint else error.message)
+        except Exception as error:  # the thread's door
+            _log.exception("apply what other nodes say")
+            self._fail(f"{error!r}; see the agent's log")
+
+    def _step(self, is_reconciliation: bool) -> None:
+        duty, begin_s = self._duty, self._now()
+        look, self._must_look = self._must_look or is_reconciliation, False
+        own = duty.own
+        if own is None or look:
+            own = self._look()
+        duty.own_changed(own)
+        asked, self._must_apply = self._must_apply, False
+        with duty.lock:
+            replanned, changes = duty.state.advance(own)
+            if not duty.state.is_listed:
+                self._must_apply = True
+                return
+            plan = self._choose_plan(replanned or asked, is_reconciliation, begin_s)
+        self._save_numbers()
+        if plan is not None:
+            is_repair = is_reconciliation and not (replanned or changes or asked)
+            self._apply(plan, is_repair and not self._backoff.failures)
+        elif changes:
+            self._change_rows(changes)
+        if not self._backoff.failures:
+            duty.report("cluster", "")
+        duty.show_problems()
+        if plan is not None or changes:
+            duty.observe("rows" if plan is None else "apply", begin_s)
+
+    def _look(self) -> OwnNode:
+        try:
+            return self._duty.look_at_self()
+        except PodwireError:
+            self._must_look = True
+            raise
+
+    def _choose_plan(
+        self, is_asked: bool, is_reconciliation: bool, now_s: float
+    ) -> ClusterPlan | None:
+        """Give the plan if it is to be applied as a whole now. One that was refused waits, another one does not."""
+        state = self._duty.state
+        if self._backoff.is_waiting(now_s):
+            return state.plan if is_asked and state.plan != self._refused else None
+        return state.plan if is_asked or is_reconciliation or self._backoff.failures else None
+
+    def _apply(self, plan: ClusterPlan, is_repair: bool) -> None:
+        if self._backoff.is_waiting(self._now()):
+            self._backoff.forget()  # another plan: what it fails at is its own
+        self._refused = plan
+        with self._turn:
+            differences = self._datapath.apply_cluster(plan)
+        self._refused = None
+        self._backoff.forget()
+        if is_repair and differences:
+            self._note_repairs(differences)
+
+    def _change_rows(self, changes: Changes) -> None:
+        with self._turn:
+            self._datapath.change_prefixes(changes.put, changes.remove)
+
+    def _note_repairs(self, differences: Sequence[str]) -> None:
+        for difference in differences:
+            _log.warning("repaired the way to other nodes", extra={"cause": difference})
+        self._metrics.count("cluster_repairs", by=len(differences))
+
+    def _save_numbers(self) -> None:
+        """Before the kernel has them: a number must never come to mean another name."""
+        numbers = self._duty.state.numbers
+        if numbers is not self._saved:
+            self._duty.save_numbers()
+            self._saved = numbers
+
+    def _fail(self, message: str) -> None:
+        now_s = self._now()
+        if not self._backoff.failures:
+            _log.warning("apply what other nodes say", extra={"error": message})
+        if not self._backoff.is_waiting(now_s):  # else a look or a row: that postpones nothing
+            self._backoff.failed(now_s)
+        self._duty.report("cluster", f"{message}; tried again within {RETRY_CAP_S:g} s")
+        self._duty.show_problems()
+
+    def _run(self) -> None:
+        news = self._news
+        if news is None:
+            return
+        reconcile_s = self._now() + LOOK_AGAIN_S  # nobody listened since the first plan
+        look_s, quiet_until_s = math.inf, 0.0
+        while not self._stopping.is_set():
+            due_s = min(reconcile_s, look_s)
+            kernel_changed = news.wait(max(0.0, due_s - self._now()))
+            now_s = self._now()
+            if kernel_changed:  # what other nodes say does not wait for the look
+                look_s = min(look_s, max(now_s + DEBOUNCE_S, quiet_until_s))
+                if now_s < min(reconcile_s, look_s):
+                    continue
+            is_due = now_s >= min(reconcile_s, look_s)
+            if is_due:
+                look_s = math.inf
+            else:
+                self._stopping.wait(DEBOUNCE_S)
+            if self._stopping.is_set():
+                return
+            self.step(is_reconciliation=is_due)
+            end_s = self._now()
+            if self._backoff.failures:
+                reconcile_s = self._backoff.until_s
+            elif is_due:
+                reconcile_s = end_s + RECONCILE_S
+            if is_due:
+                took_s = end_s - now_s
+                quiet_until_s = end_s + min(LOOK_AGAIN_S, max(LOOK_LEAST_S, LOOK_REST * took_s))

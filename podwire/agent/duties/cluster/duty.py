@@ -1,0 +1,268 @@
+"""Look after other nodes: publish this one, follow the others, keep the kernel as the plan says.
+
+Made by `agent.node`, started and stopped by `agent.main`. Brings four threads together, each with a module of its own:
+one follows the store, one who lives, one plans and applies, one publishes (it may wait for the store). Nothing waits
+for the store under the node's turn. Invariants: nothing is taken out of the kernel before the store was heard, now or
+in an earlier life; while the store is away the last plan stays in force and is repaired.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
+
+import msgspec
+
+from podwire.agent.api.shared import ClusterTotals
+from podwire.agent.duties.cluster.applier import Applier, KernelNews
+from podwire.agent.duties.cluster.liveness import Lives
+from podwire.agent.duties.cluster.publisher import Publisher
+from podwire.agent.duties.cluster.views import ClusterViews, KnownNode
+from podwire.agent.duties.follower import KindList, Memory, StoreFollower
+from podwire.agent.health import Health
+from podwire.agent.metrics import Metrics
+from podwire.control.cluster.facts import tunnel_mac
+from podwire.control.cluster.ownership import everything_claimed
+from podwire.control.cluster.planner import NodeNumbers
+from podwire.control.cluster.publish import NodePublisher
+from podwire.control.cluster.reach import ClusterSettings
+from podwire.control.cluster.state import KINDS, ClusterState, OwnNode
+from podwire.control.endpoint.states import State
+from podwire.control.endpoint.table import EndpointTable
+from podwire.model.cluster import IPAddress, IPNetwork, NodeFacts, TunnelMode, Underlay
+from podwire.model.errors import PodwireError, Unavailable
+from podwire.model.ids import IdentityId
+from podwire.model.interfaces import ClusterDatapath
+from podwire.model.store import Store, StoreEvent
+
+NUMBERS_FACT: Final = "node-numbers"
+_ENDING: Final = frozenset({State.DISCONNECTING, State.DISCONNECTED})
+_NOWHERE: Final = Underlay((), (), 0, 1500)
+
+
+class ClusterJournal(Protocol):
+    """What this duty keeps across restarts."""
+
+    def write_fact(self, name: str, value: str) -> None: ...
+
+    def read_fact(self, name: str) -> str: ...
+
+
+@dataclass(frozen=True)
+class OwnRanges:
+    """Which addresses this node's pods have, and which of them stand for the node itself."""
+
+    pod_cidrs: tuple[IPNetwork, ...] = ()
+    blocks: Mapping[IPNetwork, int] = field(default_factory=dict)
+    """Claimed ones of pools, with the epochs of the claims."""
+    tunnel_addresses: tuple[IPAddress, ...] = ()
+    """At most one per family."""
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """What the configuration says of this node among the others."""
+
+    node_name: str
+    settings: ClusterSettings
+    tunnel_mode: TunnelMode = TunnelMode.FLOW
+    tunnel_port: int = 8472
+    node_address: IPAddress | None = None
+
+
+@dataclass(eq=False)
+class ClusterDuty:
+    """This node among the others, over time."""
+
+    options: ClusterOptions
+    store: Store
+    datapath: ClusterDatapath
+    table: EndpointTable
+    turn: threading.RLock
+    journal: ClusterJournal
+    health: Health
+    metrics: Metrics
+    own_ranges: Callable[[], OwnRanges]
+    open_news: Callable[[], KernelNews]
+    name: NodePublisher
+    memory: Memory | None = None
+    """Where what the store says is kept for a start without it."""
+    own: OwnNode | None = None
+
+    def __post_init__(self) -> None:
+        options = self.options
+        numbers = msgspec.json.decode(
+            self.journal.read_fact(NUMBERS_FACT) or "{}", type=NodeNumbers
+        )
+        self.state = ClusterState(options.node_name, self.name.instance, options.settings, numbers)
+        self.lock = threading.Lock()
+        self.follower = StoreFollower("cluster-watch", self.store, KINDS, self, self.memory)
+        self._applier = Applier(self, self.datapath, self.turn, self.metrics)
+        self._publisher = Publisher(self, self.store, self.name, options.node_address)
+        self._lives = Lives(self.store, self.show_problems)
+        self._views = ClusterViews(self.state, self.lock, self._lives, options.settings.routing)
+        self.metrics.look_up(self._views.gauges())
+
+    # Life
+
+    def prepare(self) -> None:
+        """Read what the store has, or said last, before endpoints are restored."""
+        self.follower.load()
+
+    def apply(self) -> None:
+        """Plan and apply once, after the restore; what fails is reported and tried again later."""
+        self._applier.step(is_reconciliation=False)
+
+    def start(self) -> None:
+        """Start all threads."""
+        self._applier.start(self.open_news())
+        self._publisher.start()
+        self.follower.start()
+        self._lives.start()
+
+    def stop(self) -> None:
+        """End all threads; the plan stays in force, the name is given up."""
+        self._lives.stop()
+        self.follower.stop()
+        self._publisher.stop()
+        self._applier.stop()
+
+    def pods_changed(self) -> None:
+        """Hear that an endpoint of this node has come, changed or gone; from any thread, cheap."""
+        self._publisher.pods_changed()
+
+    def claims_changed(self) -> None:
+        """Hear that something this node claims has its number now; from any thread, cheap."""
+        self._applier.wake(look=True)
+
+    def list_others(self) -> Sequence[NodeFacts]:
+        """Give what other nodes say of themselves."""
+        with self.lock:
+            return tuple(self.state.facts.values())
+
+    def ranges_changed(self) -> None:
+        """Hear that this node has other ranges or blocks; from any thread, cheap."""
+        self._applier.wake(look=True)
+
+    # Listener of the store
+
+    def on_lists(self, lists: Sequence[KindList]) -> None:
+        """Take whole lists."""
+        with self.lock:
+            for one in lists:
+                self.state.replace(one.kind, one.objects)
+            is_overwritten = self.state.own_overwritten
+        self._look(is_overwritten)
+
+    def on_events(self, events: Sequence[StoreEvent], _revision: int) -> None:
+        """Take changes."""
+        if not events:
+            return
+        with self.lock:
+            for event in events:
+                self.state.apply(event)
+            is_overwritten = self.state.own_overwritten
+        self._look(is_overwritten)
+
+    def _look(self, is_overwritten: bool) -> None:
+        self._applier.wake()
+        if is_overwritten:
+            self._publisher.wake()
+
+    def on_away(self, error: PodwireError) -> None:
+        """Go on with the last plan. That the store is away is told by who follows its policies."""
+
+    def on_back(self) -> None:
+        """Publish what had to wait."""
+        self._publisher.store_is_back()
+
+    # What others ask
+
+    def named_identities(self) -> frozenset[int]:
+        """Give the identities that this node's NodeEndpoints names, or is about to: its Node need not hold them."""
+        return frozenset(map(int, self._publisher.named(self.list_pods()).values()))
+
+    def list_pods(self) -> dict[IPAddress, IdentityId]:
+        """Give the identity of every address of this node's pods."""
+        return {
+            address: one.record.identity
+            for one in self.table
+            if one.state not in _ENDING and one.record.identity
+            for address in one.record.addresses
+        }
+
+    def list_nodes(self) -> list[KnownNode]:
+        """Give every node that has published itself, this one first."""
+        return self._views.list_nodes(self.own)
+
+    def totals(self) -> ClusterTotals:
+        """Count what is known."""
+        return self._views.totals()
+
+    # What the threads share
+
+    def look_at_self(self) -> OwnNode:
+        """Read this node's own facts from kernel and addresses. Raises KernelFailure."""
+        options, ranges = self.options, self.own_ranges()
+        with self.turn:
+            try:
+                underlay = self.datapath.read_underlay()
+            except Unavailable:
+                underlay = _NOWHERE
+        addresses = underlay.addresses
+        if options.node_address in addresses:
+            addresses = tuple(sorted(addresses, key=lambda one: one != options.node_address))
+        facts = NodeFacts(
+            name=options.node_name,
+            instance="",
+            epoch=0,
+            addresses=addresses,
+            pod_cidrs=ranges.pod_cidrs,
+            tunnel_addresses=ranges.tunnel_addresses,
+            tunnel_mac=tunnel_mac(options.node_name),
+            tunnel_mode=options.tunnel_mode,
+            tunnel_port=options.tunnel_port,
+            underlay_mtu_bytes=underlay.mtu_bytes,
+            blocks=dict(ranges.blocks),
+        )
+        numbers = self.name.claims
+        numbered = {one: numbers[one] for one in everything_claimed(facts) if one in numbers}
+        return OwnNode(replace(facts, claims=numbered), underlay)
+
+    def set_own_pods(self, addresses: Mapping[IPAddress, IdentityId]) -> None:
+        """Let no other node have an address that a pod of this one has."""
+        with self.lock:
+            changes = self.state.pods.set_own_pods(addresses)
+            if changes:
+                self.state.note(changes)
+        if changes:
+            self._applier.wake(whole=True)
+
+    def own_changed(self, own: OwnNode) -> None:
+        """Take in what this node is now."""
+        if own != self.own:
+            self.own = own
+            self._publisher.wake()
+
+    def take_overwritten(self) -> bool:
+        """Tell, once, whether somebody else has changed or deleted what this node publishes."""
+        with self.lock:
+            found, self.state.own_overwritten = self.state.own_overwritten, False
+        return found
+
+    def save_numbers(self) -> None:
+        """Keep the numbers of nodes: rows of connections name them across restarts."""
+        self.journal.write_fact(NUMBERS_FACT, msgspec.json.encode(self.state.numbers).decode())
+
+    def observe(self, step: str, begin_s: float) -> None:
+        """Measure one step since `begin_s`."""
+        self.metrics.observe_step("cluster", step, (time.monotonic() - begin_s) * 1e3)
+
+    def report(self, name: str, message: str, *, critical: bool = False) -> None:
+        """Say whether something works; "" = it does."""
+        self.health.report(name, ok=not message, message=message, critical=critical)
+
+    def show_problems(self) -> None:
+        """Have what is wrong between nodes in `podwire status`."""
+        self._views.show_problems(self.health)

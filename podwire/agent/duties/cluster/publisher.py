@@ -1,0 +1,284 @@
+"""Publish this node and its pods, on a thread of its own: it may wait for the store.
+
+Made by `agent.duties.cluster.duty`. When what is written is decided by `control.cluster.publish`. Never holds the
+node's turn. Invariant: a change of pods is looked at within a second, however many there are; a store that is away is
+asked again and again, each time later.
+"""
+
+import contextlib
+import ipaddress
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, Protocol
+
+from podwire.control.cluster.backoff import Backoff
+from podwire.control.cluster.publish import (
+    WRITE_EVERY_S,
+    EndpointsPublisher,
+    NodeInUse,
+    NodePublisher,
+    PublishSchedule,
+)
+from podwire.control.cluster.state import OwnNode
+from podwire.model.cluster import IPAddress, IPNetwork, NodeFacts
+from podwire.model.errors import PodwireError, Unavailable
+from podwire.model.ids import IdentityId
+from podwire.model.store import Store
+
+INSTANCE_FACT: Final = "node-instance"
+"""Random, chosen once: tells this machine from another of its name."""
+DEBOUNCE_S: Final = 0.02
+"""A request that goes on is served first."""
+GATHER_MAX_S: Final = 0.1
+"""So long a burst of them is, before what it has changed so far is published."""
+PUBLISH_AGAIN_S: Final = 60.0
+"""How often what is published is looked at without a cause."""
+
+_log = logging.getLogger(__name__)
+
+Pods = Mapping[IPAddress, IdentityId]
+
+
+class InstanceJournal(Protocol):
+    """Where it is kept which machine this is."""
+
+    def write_fact(self, name: str, value: str) -> None: ...
+
+    def read_fact(self, name: str) -> str: ...
+
+
+class ThisNode(Protocol):
+    """What is published, and who hears of it."""
+
+    @property
+    def own(self) -> OwnNode | None:
+        """This node; None before it was looked at."""
+        ...
+
+    def list_pods(self) -> Pods:
+        """Give the identity of every address of its pods."""
+        ...
+
+    def set_own_pods(self, addresses: Pods) -> None:
+        """Hear what is about to be published."""
+        ...
+
+    def list_others(self) -> Iterable[NodeFacts]:
+        """Give what other nodes say of themselves."""
+        ...
+
+    def claims_changed(self) -> None:
+        """Hear that something claimed has its number now."""
+        ...
+
+    def take_overwritten(self) -> bool:
+        """Tell, once, whether somebody else has changed or deleted what was published."""
+        ...
+
+    def report(self, name: str, message: str, *, critical: bool = False) -> None:
+        """Hear whether something works; "" = it does."""
+        ...
+
+    def observe(self, step: str, begin_s: float) -> None:
+        """Measure one step since `begin_s`."""
+        ...
+
+
+class Publisher:
+    """The thread that publishes this node and its pods."""
+
+    def __init__(
+        self,
+        duty: ThisNode,
+        store: Store,
+        node: NodePublisher,
+        address: IPAddress | None,
+    ) -> None:
+        self._duty = duty
+        self._address = address
+        self._node = node
+        self._endpoints = EndpointsPublisher(store, node.name)
+        self._schedule = PublishSchedule()
+        self._woken = threading.Event()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._said: NodeFacts | None = None
+        self._said_s = 0.0
+        self._backoff = Backoff()
+        self._quiet_until_s = 0.0
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name="cluster-publish", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and give the name up."""
+        self._stopping.set()
+        self._woken.set()
+        if self._thread is not None:
+            self._thread.join()
+        try:
+            self._node.close()
+        except PodwireError as error:
+            _log.warning("give the node's name up", extra={"error": error.message})
+
+    def wake(self) -> None:
+        """Look soon whether something is to be published."""
+        self._woken.set()
+
+    def pods_changed(self) -> None:
+        """Look at the pods soon: at once, or when the next write may be."""
+        if time.monotonic() >= self._quiet_until_s:
+            self._woken.set()
+
+    def store_is_back(self) -> None:
+        """Do not wait any longer with what could not be written."""
+        self._backoff.stop_waiting()
+        self._schedule.forget_failures()
+        self._woken.set()
+
+    def named(self, pods: Pods) -> Pods:
+        """Give what others know of this node's pods, or will within a second when nothing is in the way."""
+        is_well = not self._backoff.failures and self._schedule.published is not None
+        return pods if is_well else self._schedule.published or {}
+
+    def _run(self) -> None:
+        wait_s = 0.0
+        while not self._stopping.is_set():
+            if self._woken.wait(wait_s):
+                self._gather()
+            if self._stopping.is_set():
+                return
+            wait_s = self._backoff.until_s - time.monotonic()
+            if wait_s > 0:
+                continue
+            try:
+                wait_s = self._step()
+            except Exception as error:  # the thread's door
+                _log.exception("publish this node")
+                wait_s = self._fail(repr(error))
+
+    def _gather(self) -> None:
+        """Let a burst end: each request in it would wait for this thread, and this one for the store."""
+        until_s = time.monotonic() + GATHER_MAX_S
+        while self._woken.is_set() and time.monotonic() < until_s:
+            self._woken.clear()
+            self._stopping.wait(DEBOUNCE_S)
+
+    def _step(self) -> float:
+        """Publish what is due; gives how long nothing is."""
+        duty = self._duty
+        if duty.own is None:
+            return PUBLISH_AGAIN_S
+        looked_s = time.monotonic()
+        pods = duty.list_pods()
+        duty.set_own_pods(pods)
+        if duty.take_overwritten():
+            self._said = None
+            self._schedule.published = None
+        try:
+            self._publish_node(duty.own)
+            due_s = self._publish_pods(duty.own, pods, looked_s)
+        except PodwireError as error:
+            return self._fail(error.message, is_taken=isinstance(error, NodeInUse))
+        self._backoff.forget()
+        duty.report("node-name", "", critical=True)
+        duty.report("publication", "")
+        return due_s
+
+    def _publish_node(self, own: OwnNode) -> None:
+        now_s = time.monotonic()
+        if own.facts == self._said and now_s - self._said_s < PUBLISH_AGAIN_S:
+            return
+        self._node.claim(find_address(self._address))
+        numbered = self._node.claims
+        self._node.publish(own.facts, self._duty.list_others)
+        if self._node.claims is not numbered:
+            self._duty.claims_changed()
+        self._said, self._said_s = own.facts, now_s
+
+    def _publish_pods(self, own: OwnNode, pods: Pods, looked_s: float) -> float:
+        begin_s, ranges = time.monotonic(), (*own.facts.pod_cidrs, *own.facts.blocks)
+        due_s = self._schedule.due_in(pods, begin_s, ranges)
+        if due_s is None or due_s > 0:
+            # Nobody wakes this thread in the quiet second behind a write: it looks itself when that is over.
+            quiet_s = self._quiet_until_s - looked_s
+            next_s = PUBLISH_AGAIN_S if due_s is None else min(due_s, PUBLISH_AGAIN_S)
+            return min(quiet_s, next_s) if quiet_s > 0 else next_s
+        try:
+            self._endpoints.write(pods, ranges)
+        except PodwireError:
+            self._schedule.failed(time.monotonic())
+            raise
+        self._schedule.written(pods, time.monotonic())
+        self._quiet_until_s = time.monotonic() + WRITE_EVERY_S
+        self._duty.observe("publish", begin_s)
+        return WRITE_EVERY_S
+
+    def _fail(self, message: str, *, is_taken: bool = False) -> float:
+        if not self._backoff.failures:
+            _log.warning("publish this node", extra={"error": message})
+        now_s = time.monotonic()
+        self._backoff.failed(now_s)
+        if is_taken:
+            self._duty.report("node-name", message, critical=True)
+        else:
+            self._duty.report("publication", message)
+        return self._backoff.until_s - now_s
+
+
+def take_name(
+    store: Store, journal: InstanceJournal, name: str, address: IPAddress | None
+) -> NodePublisher:
+    """Take the node's name for this machine, before anything of it is touched.
+
+    Raises NodeInUse when a living node elsewhere has it. A store that is away stops nothing: it is taken later.
+    """
+    instance = journal.read_fact(INSTANCE_FACT)
+    if not instance:
+        instance = secrets.token_hex(8)
+        journal.write_fact(INSTANCE_FACT, instance)
+    publisher = NodePublisher(store, name, instance)
+    try:
+        publisher.claim(find_address(address))
+    except Unavailable as error:
+        _log.warning("the node's name is not taken yet", extra={"error": error.message})
+    return publisher
+
+
+def refuse_contested(
+    publisher: NodePublisher, ranges: Sequence[IPNetwork], address: IPAddress | None
+) -> None:
+    """Look whether this node's ranges and address can be its own, before anything of it is touched.
+
+    Raises ClaimRefused. With the store away nobody knows: then the nodes settle it when they see each other.
+    """
+    addresses = find_addresses(address)
+    try:
+        publisher.refuse_contested(
+            NodeFacts(publisher.name, publisher.instance, 0, addresses, tuple(ranges))
+        )
+    except Unavailable as error:
+        _log.warning("whose the node's ranges are is not known", extra={"error": error.message})
+
+
+def find_address(wanted: IPAddress | None) -> str:
+    """Give the address that people know this host by, "" when there is none. Nothing is sent."""
+    return next(map(str, find_addresses(wanted)), "")
+
+
+def find_addresses(wanted: IPAddress | None) -> tuple[IPAddress, ...]:
+    """Give the addresses that packets of this host leave with, at most one of a family. Nothing is sent."""
+    if wanted is not None:
+        return (wanted,)
+    found: list[IPAddress] = []
+    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            probe.connect((target, 9))
+            found.append(ipaddress.ip_address(probe.getsockname()[0]))
+    return tuple(found)

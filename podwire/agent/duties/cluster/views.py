@@ -1,0 +1,108 @@
+"""What people see of other nodes: the nodes by name, counts, metrics, and what is wrong between them.
+
+Made by `agent.duties.cluster.duty`; asked by the API, by whoever scrapes metrics, and after every step of the applier.
+Reads only: what is shown is what the last plan says. Safe from any thread.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from podwire.agent.api.shared import ClusterTotals
+from podwire.agent.duties.cluster.liveness import Lives
+from podwire.agent.health import Health
+from podwire.agent.metrics import Gauge
+from podwire.control.cluster.reach import Reach
+from podwire.control.cluster.state import ClusterState, OwnNode
+from podwire.model.cluster import NodeFacts
+
+WARNINGS_MAX: Final = 10
+
+
+@dataclass(frozen=True)
+class KnownNode:
+    """A node as people see it."""
+
+    facts: NodeFacts
+    outer: str
+    """Where tunnel packets go, "" when it is not reached."""
+    ways: tuple[str, ...]
+    mtu_bytes: int
+
+
+class ClusterViews:
+    """Other nodes as people see them."""
+
+    def __init__(
+        self, state: ClusterState, lock: threading.Lock, lives: Lives, routing: str
+    ) -> None:
+        self._state = state
+        self._lock = lock
+        """Held around the state."""
+        self._lives = lives
+        self._routing = routing
+
+    def list_nodes(self, own: OwnNode | None) -> list[KnownNode]:
+        """Give every node that has published itself, this one first."""
+        with self._lock:
+            facts = dict(self._state.facts)
+            reaches = self._state.planned.reaches if self._state.planned else {}
+        here = [] if own is None else [KnownNode(own.facts, "", ("local",), 0)]
+        return here + [_view(facts[name], reaches.get(name)) for name in sorted(facts)]
+
+    def totals(self) -> ClusterTotals:
+        """Count what is known."""
+        state = self._state
+        return ClusterTotals(
+            routing=self._routing,
+            nodes=len(state.facts),
+            reached=self._count_peers(),
+            pods=state.pods.count,
+            heard=state.is_listed,
+        )
+
+    def show_problems(self, health: Health) -> None:
+        """Have what is wrong between nodes in `podwire status`."""
+        with self._lock:
+            found = [one.message for one in self._state.problems]
+            lost = self._state.planned.lost if self._state.planned else ""
+        health.warn("cluster-lives", self._lives.describe_dead(self._list_names()))
+        health.report("node-claims", ok=not lost, message=lost, critical=True)
+        shown = found[:WARNINGS_MAX]
+        if len(found) > WARNINGS_MAX:
+            shown.append(f"{len(found) - WARNINGS_MAX} more problems between nodes")
+        for index in range(WARNINGS_MAX + 1):
+            health.warn(f"cluster-{index}", shown[index] if index < len(shown) else "")
+
+    def gauges(self) -> list[Gauge]:
+        """Give the figures that are looked up at each scrape."""
+
+        def count(what: Callable[[], int]) -> Callable[[], Mapping[tuple[str, ...], float]]:
+            return lambda: {(): float(what())}
+
+        state, lives = self._state, self._lives
+        return [
+            Gauge("cluster_nodes", "Other nodes known", (), count(lambda: len(state.facts))),
+            Gauge("cluster_nodes_dead", "Other nodes whose agents do not live", (),
+                  count(lambda: len(lives.find_dead(self._list_names())))),
+            Gauge("cluster_peers", "Other nodes reached", (), count(self._count_peers)),
+            Gauge("cluster_pods", "Addresses of other nodes' pods", (),
+                  count(lambda: state.pods.count)),
+            Gauge("cluster_problems", "Contradictions between nodes", (),
+                  count(lambda: len(state.problems))),
+        ]  # fmt: skip
+
+    def _list_names(self) -> tuple[str, ...]:
+        with self._lock:
+            return tuple(self._state.facts)
+
+    def _count_peers(self) -> int:
+        return len(self._state.planned.plan.peers) if self._state.planned else 0
+
+
+def _view(facts: NodeFacts, reach: Reach | None) -> KnownNode:
+    ways = () if reach is None else tuple(sorted({str(way) for way in reach.ways.values() if way}))
+    if reach is None or not ways:
+        return KnownNode(facts, "", ways, 0)
+    return KnownNode(facts, str(reach.peer.outer), ways, reach.peer.mtu_bytes)

@@ -1,0 +1,216 @@
+"""Follow the store's policies, and bring every change of policies and identities into force at once.
+
+`agent.node` loads it before endpoints are restored; `agent.main` starts it: the follower's thread waits for the store,
+the one here takes the node's turn and works. So neither a slow store nor a long wait for the turn delays the other, and
+a burst of changes becomes one. Invariant: nothing is missed, and one object that cannot be taken in keeps no other out.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from podwire.agent.duties.follower import KindList, Memory, StoreFollower
+from podwire.control.endpoint.enforce import Enforcer
+from podwire.control.endpoint.policies import POLICY_KINDS, PolicyObjects
+from podwire.control.endpoint.states import State
+from podwire.control.identity.known import IdentityChange
+from podwire.model.errors import PodwireError
+from podwire.model.store import Store, StoreEvent
+
+QUIET_S: Final = 0.05
+"""Without changes for so long, slots that nobody names any more are deleted: that waits for the kernel."""
+COLLECT_AT_LATEST_S: Final = 1.0
+RETRY_S: Final = 2.0
+"""How often what could not be brought into force is tried again."""
+
+LIST_AGAIN_S: Final = 30.0
+"""After a bug about an object: so long it waits for a fresh list, which may find that all is well."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _News:
+    """What the follower's thread hands over: whole lists, or changes; and the store's revision after them."""
+
+    lists: Sequence[KindList] = ()
+    events: Sequence[StoreEvent] = ()
+    revision: int = 0
+
+
+@dataclass
+class PolicyDuty:
+    """Policies of one node over time."""
+
+    store: Store
+    objects: PolicyObjects
+    enforcer: Enforcer
+    turn: threading.RLock
+    observe: Callable[[str, str, float], None]
+    """Told how long what took: operation, phase, milliseconds."""
+    report: Callable[[str], None]
+    """Told what is wrong with the store; "" when nothing is."""
+    memory: Memory | None = None
+    """Where policies are kept for a start without the store."""
+    _listed: set[str] = field(default_factory=set)
+    _was_complete: bool = False
+    _told_revision: int = 0
+    _news: list[_News] = field(default_factory=list)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _stopping: bool = False
+    _thread: threading.Thread | None = None
+    _is_held: bool = False
+    """The engine could not begin with what it was given: a full disk, say."""
+    _uncollected_since_s: float = 0.0
+    _bugs_seen: int = 0
+    _list_again_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.follower = StoreFollower(
+            "policy-watch", self.store, POLICY_KINDS, self, self.memory, tell_unreadable=True
+        )
+
+    def load(self) -> None:
+        """Take in all policies; raises what the store says unless it is away. Before endpoints are restored."""
+        self.follower.load()
+        for one in self._take_news():
+            self._take_in(one)
+        self._was_complete = self.enforcer.is_complete()
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether all kinds of policy were taken in, as the store has them or as it said last in an earlier life."""
+        return self._listed.issuperset(POLICY_KINDS)
+
+    def hear(self, change: IdentityChange) -> None:
+        """Hear of identities, on any thread."""
+        self.enforcer.queue_identity_change(change)
+        with self._changed:
+            self._changed.notify()
+
+    def start(self) -> None:
+        """Start the threads."""
+        self._thread = threading.Thread(target=self._work, name="policy", daemon=True)
+        self._thread.start()
+        self.follower.start()
+
+    def stop(self) -> None:
+        """End the threads; what is in force stays."""
+        self.follower.stop()
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def on_lists(self, lists: Sequence[KindList]) -> None:
+        """Take whole lists, on the follower's thread."""
+        # No revision: it is the one of `on_events` that follows. What is only remembered is of no revision.
+        self._hand_over(_News(lists=lists))
+
+    def on_events(self, events: Sequence[StoreEvent], revision: int) -> None:
+        """Take changes, on the follower's thread."""
+        # Other kinds move the store's revision too: whoever waits for one of theirs must not wait for ever.
+        if events or revision > self._told_revision:
+            self._told_revision = revision
+            self._hand_over(_News(events=events, revision=revision))
+
+    def on_away(self, error: PodwireError) -> None:
+        """Let `podwire status` tell."""
+        self.report(error.message)
+
+    def on_back(self) -> None:
+        """Let `podwire status` tell."""
+        self.report("")
+
+    def _hand_over(self, news: _News) -> None:
+        with self._changed:
+            self._news.append(news)
+            self._changed.notify()
+
+    def _work(self) -> None:
+        while True:
+            news = self._wait()
+            if self._stopping:
+                return
+            try:
+                self._do(news)
+                self._list_again_after_bugs()
+            except PodwireError as error:
+                # What was taken in waits in the engine.
+                self._is_held = True
+                _log.error("bring policies into force", extra={"error": error.message})
+            except Exception:  # the thread's door: a bug must not end the duty
+                self._is_held = True
+                _log.exception("bring policies into force")
+
+    def _wait(self) -> list[_News]:
+        with self._changed:
+            is_quick = self._uncollected_since_s and not self._is_held
+            timeout_s = QUIET_S if is_quick else RETRY_S
+            if not (self._news or self._stopping or self.enforcer.has_heard):
+                self._changed.wait(timeout_s)
+        return self._take_news()
+
+    def _take_news(self) -> list[_News]:
+        with self._changed:
+            news, self._news = self._news, []
+            return news
+
+    def _do(self, news: Sequence[_News]) -> None:
+        """Bring news into force. An endpoint that cannot follow is tried again by the queue of builds, not here."""
+        is_released = not self._was_complete and self.enforcer.is_complete()
+        is_change = any(one.lists or one.events for one in news)
+        if is_change or self._is_held or self.enforcer.has_heard or is_released:
+            self._apply(news)
+        elif news:
+            with self.turn:
+                self.enforcer.mark_revision(max(one.revision for one in news))
+        waited_s = time.monotonic() - self._uncollected_since_s
+        # Slots and rules end with endpoints too, of which nobody tells this duty: each quiet wake looks.
+        if not is_change or waited_s > COLLECT_AT_LATEST_S:
+            self._uncollected_since_s = 0.0
+            with self.turn:
+                self.enforcer.collect_waste()
+
+    def _apply(self, news: Sequence[_News]) -> None:
+        begin_s = time.monotonic()
+        with self.turn:
+            for one in news:
+                self._take_in(one)
+            taken_s = time.monotonic()
+            self._release()
+            self.enforcer.apply("policy changed")
+        self._is_held = False
+        self.observe("policy", "take-in", (taken_s - begin_s) * 1e3)
+        self.observe("policy", "apply", (time.monotonic() - taken_s) * 1e3)
+        if not self._uncollected_since_s:
+            self._uncollected_since_s = time.monotonic()
+
+    def _release(self) -> None:
+        """Build what had to wait for the first word of the store."""
+        if self._was_complete or not self.enforcer.is_complete():
+            return
+        self._was_complete = True
+        for endpoint in self.enforcer.table:
+            if endpoint.state is State.NOT_READY:
+                self.enforcer.retry(endpoint, "the store was heard")
+
+    def _take_in(self, news: _News) -> None:
+        for one in news.lists:
+            self.objects.replace(one.kind, one.objects)
+            self._listed.add(one.kind)
+        for event in news.events:
+            self.objects.apply(event)
+        self.enforcer.revision = max(self.enforcer.revision, news.revision)
+
+    def _list_again_after_bugs(self) -> None:
+        now_s = time.monotonic()
+        if self.objects.bugs > self._bugs_seen:
+            self._bugs_seen, self._list_again_s = self.objects.bugs, now_s + LIST_AGAIN_S
+        elif self._list_again_s and now_s >= self._list_again_s:
+            self._list_again_s = 0.0
+            self.follower.list_again()

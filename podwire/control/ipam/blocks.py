@@ -1,0 +1,166 @@
+"""The blocks of this node: which addresses of each are held, which rest, and which are not its owner's to give.
+
+Owned by `control.ipam.pool`, under its lock. Pure, in memory. Invariant: what a block keeps, what an object claims and
+what the pool reserves is given only to who asks for it; a block that another node has gives nothing more.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from podwire.control.ipam.documents import Block, overlaps
+from podwire.control.ipam.fifo import AddressFifo
+from podwire.control.ipam.interface import CidrUsage
+from podwire.control.ipam.pool_cache import PoolCache
+from podwire.model.endpoint import IPAddress
+from podwire.model.ids import IdentityId
+from podwire.model.request import IPNetwork
+
+
+@dataclass
+class OwnBlock:
+    """A block of this node."""
+
+    block: Block
+    fifo: AddressFifo
+    closing: bool = False
+    """It is on its way back: nothing is given from it."""
+    lost: bool = False
+    """Another node has it: its endpoints keep running, nothing more is given from it."""
+    empty_since_s: float | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Tell whether addresses may be given from it."""
+        return not (self.closing or self.lost)
+
+
+class OwnBlocks:
+    """The blocks of one node, in the order in which they were opened."""
+
+    def __init__(self, known: PoolCache) -> None:
+        self.known = known
+        self.by_cidr: dict[IPNetwork, OwnBlock] = {}
+
+    def epochs(self) -> dict[IPNetwork, int]:
+        """Give the blocks that are this node's with the epochs of their claims."""
+        return {cidr: one.block.epoch for cidr, one in self.by_cidr.items() if not one.lost}
+
+    def list_open(self, pools: Iterable[str]) -> Iterator[OwnBlock]:
+        """Give the blocks of some pools that addresses may be given from, pool by pool."""
+        for pool in pools:
+            for own in self.by_cidr.values():
+                if own.block.pool == pool and own.is_open:
+                    yield own
+
+    def choose_next(self, pools: Iterable[str], identity: IdentityId) -> IPAddress | None:
+        """Name a free address: one that the same identity had, else one never used, else what rested longest."""
+        found = list(self.list_open(pools))
+        for own in found:
+            rested = own.fifo.find_rested_of(identity)
+            if rested is not None:
+                return rested
+        for own in found:
+            fresh = own.fifo.find_fresh()
+            if fresh is not None:
+                return fresh
+        longest = [one for own in found if (one := own.fifo.find_rested_longest()) is not None]
+        return min(longest, key=lambda one: one[0])[1] if longest else None
+
+    def usage(self, waiting: Collection[IPAddress]) -> Sequence[CidrUsage]:
+        """Tell how full each block is; `waiting` ones are in quarantine."""
+        return [
+            CidrUsage(
+                cidr=cidr,
+                router=own.fifo.router,
+                capacity=own.fifo.held + (own.fifo.free if own.is_open else 0),
+                held=own.fifo.held,
+                quarantined=sum(own.fifo.is_assignable(address) for address in waiting),
+                free=own.fifo.free if own.is_open else 0,
+                pool=own.block.pool,
+            )
+            for cidr, own in self.by_cidr.items()
+        ]
+
+    def take(self, address: IPAddress) -> None:
+        """Hold an address, if it is in a block."""
+        own = self.find(address)
+        if own is not None and own.fifo.is_assignable(address):
+            own.fifo.take(address)
+            own.empty_since_s = None
+
+    def give_back(self, address: IPAddress, identity: IdentityId) -> None:
+        """Let an address rest, if it is in a block and nobody claimed it by an object."""
+        own = self.find(address)
+        if own is not None and own.fifo.is_assignable(address):
+            own.fifo.release(address, identity)
+
+    def find(self, address: IPAddress) -> OwnBlock | None:
+        """Give the block that an address is in."""
+        pool = self.known.find_pool(address)
+        if pool is not None:
+            own = self.by_cidr.get(pool.block_of(address))
+            if own is not None:
+                return own
+        # Its pool may be gone, or unknown yet.
+        found = (one for cidr, one in self.by_cidr.items() if cidr.version == address.version)
+        return next((one for one in found if address in one.block.cidr), None)
+
+    def open(self, block: Block, held: Iterable[IPAddress]) -> None:
+        """Use a block from now on, but for a claim of other blocks over it; `held` addresses are held in it."""
+        if block.cidr in self.by_cidr or self.known.find_overlapping(block.cidr) is not None:
+            return
+        own = OwnBlock(block, AddressFifo(block.cidr))
+        self.by_cidr[block.cidr] = own
+        for address in held:
+            if own.fifo.is_assignable(address):
+                own.fifo.take(address)
+                own.fifo.continue_after(address)
+        self.exclude(own)
+
+    def exclude(self, own: OwnBlock) -> None:
+        """Say what of a block is only given to who asks for it."""
+        pool = self.known.pools.get(own.block.pool)
+        claimed = [
+            one
+            for one in self.known.claimed
+            if one.version == own.block.cidr.version and one in own.block.cidr
+        ]
+        reserved = []
+        if pool is not None and pool.reserved:
+            reserved = [one for one in own.block.cidr.hosts() if pool.reserves(one)]
+        own.fifo.exclude((*own.block.kept_addresses(), *claimed, *reserved))
+
+    def refresh(self, own: OwnBlock, block: Block) -> None:
+        """Take what is said of an own block: that it is so (again)."""
+        if own.block == block:
+            return
+        own.block, own.lost, own.closing = block, False, False
+        self.exclude(own)
+
+    def lose(self, cidr: IPNetwork) -> None:
+        """Another node has a block, or nobody: its endpoints keep what they have."""
+        own = self.by_cidr[cidr]
+        if own.fifo.held:
+            own.lost = True
+        else:
+            del self.by_cidr[cidr]
+
+
+def leave_out_overlapped(blocks: Iterable[Block]) -> tuple[list[Block], list[str]]:
+    """Give blocks that share no address, and what is left out, and why.
+
+    Only a pool that was cut anew can have left such blocks. The larger one stays: it has all addresses of the smaller,
+    so no pod loses its own, and none is given twice. Of two of one CIDR the later claim stays.
+    """
+    opened: list[Block] = []
+    left_out: list[str] = []
+    for block in sorted(blocks, key=lambda one: (one.cidr.prefixlen, -one.epoch)):
+        over = next((one for one in opened if overlaps(one.cidr, block.cidr)), None)
+        if over is None:
+            opened.append(block)
+        else:
+            left_out.append(
+                f"block {block.cidr} of pool {block.pool} is left out until the store is heard:"
+                f" it overlaps block {over.cidr} of pool {over.pool}, which this node remembers too"
+            )
+    return opened, left_out

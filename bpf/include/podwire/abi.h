@@ -22,6 +22,10 @@
 
 /* skb->mark between two programs of ours: the sender's one has judged both sides already (rule 7) */
 #define PW_MARK_JUDGED 0x70770001
+/* and on a pod's IPv6 fragments in the stack, which forgets the device that they came by (identity.h) */
+#define PW_MARK_POD_PIECE 0x70770002
+/* Bits that others set on what passes the stack: kube-proxy and the kubelet */
+#define PW_MARK_FOREIGN_BITS 0xc000
 
 /* Set in a CIDR's identity when its rows are looked up for a peer that is outside the cluster */
 #define PW_CIDR_WORLD_BIT 0x2000000

@@ -151,6 +151,8 @@ static __always_inline int deliver(struct __sk_buff *skb, struct pw_flow *flow,
 				   struct pw_conntrack_value *there)
 {
 	if (flow->path == PW_PATH_STACK) {
+		if (flow->flags & PW_PACKET_FRAGMENT && flow->ethertype == ETH_P_IPV6)
+			skb->mark = PW_MARK_POD_PIECE;
 		flow->action = PW_ACTION_STACK;
 		return 0;
 	}

@@ -1,7 +1,8 @@
 """Apply documents to a store: all are checked before the first is written, and each is written only if it differs.
 
 Called by the API and, with `--store`, by the command line. The store comes in as `model.store.Store`; nothing else is
-touched. Invariant: a set with one fault in it changes nothing; what was there before stays in force.
+touched. What a server has added to an object is no difference (`control.documents.same`). Invariant: a set with one
+fault in it changes nothing; what was there before stays in force.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from podwire.control.documents.kinds import (
     summarise,
 )
 from podwire.control.documents.pools import check_pools
+from podwire.control.documents.same import is_so, keep_additions, leave_out_additions
 from podwire.model.errors import Conflict, Fault, InvalidRequest, NotFound
 from podwire.model.ids import DEFAULT_NAMESPACE
 from podwire.model.store import ObjectKey, Store, StoredObject, look_at
@@ -191,18 +193,19 @@ def _apply(
 
     def attempt() -> Applied:
         found = look_at(store, draft.key)
-        if found is not None and found.document == draft.document:
+        if found is not None and is_so(found, draft):
             return Applied(draft.key, UNCHANGED, found, found)
         action = CREATED if found is None else CONFIGURED
         if dry_run:
-            return Applied(draft.key, action, found, draft)
+            before = None if found is None else leave_out_additions(found, draft)
+            return Applied(draft.key, action, before, draft)
         if found is None:
             return Applied(draft.key, action, None, store.create(draft))
         replaced = StoredObject(
             key=draft.key,
             uid=found.uid,
             revision=found.revision if revision is None else revision,
-            document=draft.document,
+            document=keep_additions(found, draft),
         )
         return Applied(draft.key, action, found, store.update(replaced))
 

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
@@ -59,6 +60,8 @@ _log = logging.getLogger(__name__)
 GC_THRESHOLD = 20_000
 """Allocations between two collections; a request makes some hundreds."""
 SWITCH_INTERVAL_S = 0.0005
+API_MODULE = "podwire.agent.api.server"
+"""Its HTTP library takes a third of a second to import; that is done while the node is opened, which mostly waits."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log.configure(settled.config.report.log_level, settled.config.report.log_format)
         for warning in settled.warnings:
             _log.warning("an environment variable is no setting", extra={"cause": warning})
+        threading.Thread(target=importlib.import_module, args=(API_MODULE,), daemon=True).start()
         with ExitStack() as stack:
             node = open_node(settled, stack)
             asyncio.run(serve(node, partial(read_settings, parsed)))
@@ -175,20 +179,20 @@ def _identity_loops(node: Node, stack: AsyncExitStack) -> list[tuple[str, loops.
 async def _open_doors(
     node: Node, dispatcher: Dispatcher, pump: EventPump, stack: AsyncExitStack
 ) -> None:
-    """Launchers first: the HTTP library takes a third of a second to import, and they need not wait for it."""
+    """Both sockets in one moment, that of the API first: whoever has reached the node by one finds the other, too."""
     files, metrics = node.config.files, node.metrics
     cni = CniServer(
         CniRequests(dispatcher, metrics).answer,
         lambda limit: metrics.count("refused_requests", ("cni", limit)),
     )
-    listener = open_unix_socket(files.cni_socket)
-    await stack.enter_async_context(cni.serving(listener, files.cni_socket, STOP_DEADLINE_S))
-    await asyncio.to_thread(importlib.import_module, "podwire.agent.api.server")
+    await asyncio.to_thread(importlib.import_module, API_MODULE)
     from podwire.agent.api.server import ApiServer, serving_metrics  # noqa: PLC0415
 
     api = ApiServer(make_api(node, pump))
     listener = open_unix_socket(files.api_socket)
     await stack.enter_async_context(api.serving(listener, files.api_socket))
+    listener = open_unix_socket(files.cni_socket)
+    await stack.enter_async_context(cni.serving(listener, files.cni_socket, STOP_DEADLINE_S))
     if node.config.report.metrics_listen:
         listen = node.config.report.metrics_listen
         await stack.enter_async_context(serving_metrics(listen, metrics))

@@ -64,7 +64,10 @@ def apply(
     from podwire.cli.documents import documents_of, read_manifests, speaking_of  # noqa: PLC0415
 
     manifests = read_manifests(files)
-    with open_objects(opts, store, create=not dry_run) as objects, speaking_of(manifests):
+    with (
+        open_objects(opts, store, create=not dry_run) as objects,
+        speaking_of(manifests, namespace),
+    ):
         done = objects.apply(documents_of(manifests), namespace or "", dry_run=dry_run)
         _warn(opts, manifests, objects, namespace or "")
     _show_done(opts, done, dry_run=dry_run)
@@ -89,7 +92,7 @@ def diff(opts: Common, files: tuple[str, ...], namespace: str | None, store: str
     from podwire.cli.documents import documents_of, read_manifests, speaking_of  # noqa: PLC0415
 
     manifests = read_manifests(files)
-    with open_objects(opts, store) as objects, speaking_of(manifests):
+    with open_objects(opts, store) as objects, speaking_of(manifests, namespace):
         done = objects.apply(documents_of(manifests), namespace or "", dry_run=True)
     changed = [row for row in done if row["action"] != "unchanged"]
     _show_differences(opts, changed)
@@ -141,7 +144,7 @@ def _identify(files: Sequence[str], namespace: str | None) -> list[tuple[str, st
     from podwire.control.documents.apply import identify_all  # noqa: PLC0415 (start-up time)
 
     manifests = read_manifests(files)
-    with speaking_of(manifests):
+    with speaking_of(manifests, namespace):
         keys = identify_all(documents_of(manifests), namespace=namespace or "")
     return [(one.kind, one.namespace, one.name) for one in keys]
 

@@ -6,17 +6,20 @@ of policies take their time to import.
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from podwire.cli.client import EXIT_REFUSED, EXIT_USAGE, CliError
 from podwire.model.errors import Fault, InvalidRequest
+from podwire.model.ids import DEFAULT_NAMESPACE
+from podwire.model.store.kinds import kind_of_document
 from podwire.store.manifest import FILE_MAX_BYTES, Manifest, load_manifests
 
 SUFFIXES = (".yaml", ".yml", ".json")
 
+_NAME_MAX = 200
 _PLACE = re.compile(r"documents\[(?P<index>\d+)\](?:\.(?P<path>(?:\[[^\]]*\]|[^\s;:])+))?")
 
 
@@ -42,17 +45,17 @@ def read_manifests(files: Sequence[str]) -> list[Manifest]:
 
 
 @contextmanager
-def speaking_of(manifests: Sequence[Manifest]) -> Iterator[None]:
-    """In errors of the block, write `documents[3].spec` as file, line, document and field."""
+def speaking_of(manifests: Sequence[Manifest], namespace: str | None = None) -> Iterator[None]:
+    """In errors of the block, write `documents[3].spec` as file, line, object, document and field."""
     try:
         yield
     except InvalidRequest as error:
         faults = [f"{one.path} {one.message}" for one in error.faults]
         lines = [error.message, *(one for one in faults if one not in error.message)]
-        message = _translate("; ".join(lines), manifests)
+        message = _translate("; ".join(lines), manifests, namespace or "")
         raise CliError(EXIT_REFUSED, message, error.hint) from None
     except CliError as error:
-        message = _translate(error.message, manifests)
+        message = _translate(error.message, manifests, namespace or "")
         raise CliError(error.exit_code, message, error.hint) from None
 
 
@@ -88,16 +91,35 @@ def _read(name: str) -> bytes:
         ) from error
 
 
-def find_place(manifest: Manifest, path: str) -> str:
-    """Say where a field stands: file, line, document and path."""
+def find_place(manifest: Manifest, path: str, *, name: str = "") -> str:
+    """Say where a field stands: file, line, object (its `name`, where nothing else tells it), document and path."""
     line = manifest.find_line(path) or manifest.line
     item = "" if manifest.item is None else f" items[{manifest.item}]"
-    return f"{manifest.file}:{line} (document {manifest.number}{item}) {path}".rstrip()
+    named = f", {name}" if name else ""
+    return f"{manifest.file}:{line} (document {manifest.number}{item}{named}) {path}".rstrip()
 
 
-def _translate(text: str, manifests: Sequence[Manifest]) -> str:
+def describe_object(document: Mapping[str, Any], namespace: str) -> str:
+    """Write kind, namespace and name of a document, as far as it has them. `namespace`: of objects that name none."""
+    kind, metadata = document.get("kind"), document.get("metadata")
+    metadata = metadata if isinstance(metadata, Mapping) else {}
+    own, name = metadata.get("namespace"), metadata.get("name")
+    known = kind_of_document(document.get("apiVersion"), kind)
+    if known is not None and not known.namespaced:
+        own = ""
+    elif known is not None and own is None:
+        own = namespace or DEFAULT_NAMESPACE
+    words = [one for one in (own, name) if isinstance(one, str) and one]
+    said = " ".join(one for one in (kind, "/".join(words)) if isinstance(one, str) and one)
+    return said[:_NAME_MAX]
+
+
+def _translate(text: str, manifests: Sequence[Manifest], namespace: str) -> str:
     def speak(match: "re.Match[str]") -> str:
         index, path = int(match["index"]), match["path"] or ""
-        return match[0] if index >= len(manifests) else find_place(manifests[index], path)
+        if index >= len(manifests):
+            return match[0]
+        name = describe_object(manifests[index].document, namespace)
+        return find_place(manifests[index], path, name=name)
 
     return _PLACE.sub(speak, text)

@@ -10,7 +10,7 @@ from podwire.cli import client
 from podwire.cli.client import EXIT_NOT_FOUND, EXIT_NOT_SO, EXIT_USAGE, CliError, segment
 from podwire.cli.lists import NODE, ask_all, marked, show_list, show_watched
 from podwire.cli.options import Agent, Common, common, listing
-from podwire.cli.output import Column, Row, key, show_one
+from podwire.cli.output import Column, Row, count, key, show_one
 
 
 @click.group(epilog="Example: podwire ipam show")
@@ -137,19 +137,19 @@ def _read_address(text: str) -> str:
 
 _RANGE_COLUMNS = [
     Column("CIDR", key("cidr")),
-    Column("CAPACITY", key("capacity")),
-    Column("USED", key("used")),
+    Column("CAPACITY", count("capacity")),
+    Column("USED", count("used")),
     Column("RESTING", key("resting")),
-    Column("FREE", key("free")),
+    Column("FREE", count("free")),
 ]
 _POOL_COLUMNS = [
     Column("POOL", key("name")),
     Column("CIDR", key("cidr")),
     Column("OF", key("of")),
-    Column("BLOCKS", key("blocksClaimed")),
-    Column("CAPACITY", key("capacity")),
-    Column("USED", key("used")),
-    Column("FREE", key("free")),
+    Column("BLOCKS", count("blocksClaimed")),
+    Column("CAPACITY", count("capacity")),
+    Column("USED", count("used")),
+    Column("FREE", count("free")),
     Column("BORROWED", key("borrowed")),
     Column("PROBLEM", lambda row: row.get("problem", "")),
 ]

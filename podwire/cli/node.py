@@ -25,7 +25,7 @@ def node() -> None:
 def list_nodes(opts: Common) -> None:
     """List the nodes that the agents know.
 
-    Of a lab's nodes each is shown as it sees itself; with --node, as that one sees them.
+    In a lab every node says how it reaches the others; with --node only that one does.
     """
 
     def ask(agent: Agent) -> list[Row]:
@@ -34,11 +34,12 @@ def list_nodes(opts: Common) -> None:
 
     def read() -> tuple[list[Row], CliError | None]:
         answers, failure = ask_all(opts, ask)
-        # What a node says of itself is more than what others know of it.
-        seen = ((agent.node, row) for agent, rows in answers for row in rows)
-        rows = sorted(({SEEN_BY: by, **row} if by else row for by, row in seen), key=_is_local)
-        found = {row["name"]: row for row in rows}
-        return [found[name] for name in sorted(found)], failure
+        rows = [
+            {SEEN_BY: agent.node, **row} if agent.node else row
+            for agent, seen in answers
+            for row in seen
+        ]
+        return rows, failure
 
     several = opts.node is None and len(opts.agents()) > 1
     columns = [
@@ -54,7 +55,11 @@ def list_nodes(opts: Common) -> None:
         Column("KERNEL", key("kernel"), wide=True),
         Column("BOOT", key("bootId"), wide=True),
     ]
-    show_watched(opts, read, columns, lambda row: str(row["name"]))
+    show_watched(opts, read, columns, lambda row: _name(row) if several else str(row["name"]))
+
+
+def _name(row: Row) -> str:
+    return str(row["name"]) if _is_local(row) else f"{row[SEEN_BY]}/{row['name']}"
 
 
 def _is_local(row: Row) -> bool:

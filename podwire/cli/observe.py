@@ -14,6 +14,7 @@ from podwire.cli.output import GREEN, RED, YELLOW, Style, colour, show_document
 
 _QUEUE_LINES = 1024
 _LAST = 20
+_NOISE_HELP = "Also what every pod's kernel sends unasked, and nobody misses (reason quiet)."
 _AWAY = "is its agent running? see `podwire status`"
 
 
@@ -26,15 +27,20 @@ _AWAY = "is its agent running? see `podwire status`"
 @click.option("--pod", metavar="X", help="Either end.")
 @click.option("--verdict", type=click.Choice(["forwarded", "dropped", "audit"]))
 @click.option("--port", metavar="P/proto", help="On either end.")
+@click.option("--noise", is_flag=True, help=_NOISE_HELP)
 @common
-def observe(opts: Common, follow: bool, last: int | None, **conditions: str | None) -> None:
+def observe(
+    opts: Common, follow: bool, last: int | None, noise: bool, **conditions: str | None
+) -> None:
     """Show flows: who talked to whom, and what became of it.
 
-    Drops are always there. What passes is told only while somebody follows, with -f or by `podwire monitor`.
+    Drops are always there, and so is the first packet of each new flow (of an endpoint: up to 100 in a second). What
+    passes after it is told only while somebody follows, with -f or by `podwire monitor`.
     """
     query = {
         "follow": "true" if follow else None,
         "last": _LAST if last is None and not conditions["since"] else last,
+        "noise": _say_noise(noise),
         **{name: value for name, value in conditions.items() if name not in ("source", "target")},
         "from": conditions["source"],
         "to": conditions["target"],
@@ -50,10 +56,16 @@ def observe(opts: Common, follow: bool, last: int | None, **conditions: str | No
     help="Only drops, only single packets that pass, or only verdicts on new connections.",
 )
 @click.option("--endpoint", "endpoint_id", metavar="ID", help="Only at this endpoint.")
+@click.option("--noise", is_flag=True, help=_NOISE_HELP)
 @common
-def monitor(opts: Common, kind: str | None, endpoint_id: str | None) -> None:
+def monitor(opts: Common, kind: str | None, endpoint_id: str | None, noise: bool) -> None:
     """Show what the programs report from now on, until interrupted."""
-    query: dict[str, Any] = {"follow": "true", "last": 0, "type": kind}
+    query: dict[str, Any] = {
+        "follow": "true",
+        "last": 0,
+        "type": kind,
+        "noise": _say_noise(noise),
+    }
     agents = opts.agents()
     if endpoint_id is not None:
         from podwire.cli.endpoint import find_endpoint  # noqa: PLC0415
@@ -61,6 +73,10 @@ def monitor(opts: Common, kind: str | None, endpoint_id: str | None) -> None:
         agent, row = find_endpoint(agents, endpoint_id)
         agents, query["endpoint"] = [agent], row["id"]
     _show(opts, query, agents)
+
+
+def _say_noise(wanted: bool) -> str | None:
+    return None if wanted else "false"
 
 
 def _show(opts: Common, query: Mapping[str, Any], agents: Sequence[Agent] | None = None) -> None:

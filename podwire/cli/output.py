@@ -9,11 +9,13 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 FORMATS = ("table", "wide", "name", "json", "yaml", "jsonl")
 
 Row = dict[str, Any]
+
+_COUNT_IN_FULL: Final = 10**9
 
 _PAINT = re.compile("\033\\[[0-9]*m")
 
@@ -43,6 +45,18 @@ class Style:
     def without_headers(self) -> "Style":
         """Give the style for what follows a first part."""
         return replace(self, headers=False)
+
+
+def count(name: str) -> Callable[[Row], str]:
+    """Give the function that reads a field which counts something."""
+    return lambda row: readable_count(row.get(name))
+
+
+def readable_count(value: Any) -> str:
+    """Write a count: in full, or, where it is one of IPv6 addresses that nobody would read, as 1.8e19."""
+    if isinstance(value, int) and value >= _COUNT_IN_FULL:
+        return f"{value:.1e}".replace("e+", "e")
+    return cell(value)
 
 
 def key(name: str) -> Callable[[Row], Any]:

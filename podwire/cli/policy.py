@@ -9,16 +9,16 @@ from typing import Any
 import click
 
 from podwire.cli import client
-from podwire.cli.client import EXIT_NOT_FOUND, EXIT_NOT_SO, CliError
+from podwire.cli.client import EXIT_NOT_SO, CliError
 from podwire.cli.endpoint import Requirement, find_endpoint, matches, read_selector
 from podwire.cli.lists import ask_all, show_list
 from podwire.cli.objects import POLICY_KINDS, AgentObjects, Document, name_object, select
 from podwire.cli.options import Agent, Common, common, listing, namespaced, selecting
 from podwire.cli.output import Column, Row, key, show_one
+from podwire.cli.trace import trace_flow
 from podwire.model.store.kinds import find_kind
 
 _WAIT_LOOK_S = 0.05
-_ANOTHER_NODE = "podwire endpoint list; a pod of another node is said by its address: ip:ADDRESS"
 
 
 @click.group(
@@ -153,34 +153,12 @@ def entries(
 @common
 def trace(opts: Common, source: str, target: str, port: str) -> None:
     """Say whether a flow would be allowed, which rule decides, and why nothing allows it; exit code 1 when denied."""
-    body = {"from": source, "to": target, "port": port}
-    unknown: list[CliError] = []
-
-    def ask(agent: Agent) -> Row | None:
-        try:
-            answer: Row = client.request(agent.socket, "POST", "/policy/trace", body)
-        except CliError as error:
-            if error.exit_code != EXIT_NOT_FOUND:
-                raise
-            unknown.append(error)  # a pod of another node
-            return None
-        return answer
-
-    answers, failure = ask_all(opts, ask)
-    found = [answer for _, answer in answers if answer is not None]
-    if not found:
-        raise CliError(EXIT_NOT_FOUND, unknown[0].message, _ANOTHER_NODE)
-    document = _best_informed(found)
+    document, failure = trace_flow(opts, source, target, port)
     show_one(document, opts.style, lambda: _trace_lines(document), document["verdict"])
     if failure is not None:
         raise failure
     if document["verdict"] != "allowed":
         raise SystemExit(EXIT_NOT_SO)
-
-
-def _best_informed(answers: list[Row]) -> Row:
-    """Of a lab's nodes believe the one that knows both ends as its own pods, else the one that knows most of them."""
-    return max(answers, key=lambda answer: int(answer.get("knownEnds", 0)))
 
 
 def _trace_lines(document: Row) -> list[str]:

@@ -20,6 +20,7 @@ from podwire.cli.output import (
     cell,
     colour,
     key,
+    readable_count,
     show_one,
 )
 
@@ -89,7 +90,7 @@ def _long(document: dict[str, Any], verbose: bool) -> Iterator[str]:
     )
     yield f"Endpoints:  {endpoints.get('total', 0)}" + (f" ({states})" if states else "")
     for one in document.get("ipam", {}).get("ranges", ()):
-        yield f"Addresses:  {one['cidr']}: {one['used']} of {one['capacity']} used"
+        yield f"Addresses:  {one['cidr']}: {one['used']} of {readable_count(one['capacity'])} used"
     cluster = document.get("cluster", {})
     yield (
         f"Cluster:    {cluster.get('reached', 0)} of {cluster.get('nodes', 0)} other nodes reached,"

@@ -22,8 +22,10 @@ from podwire.datapath.native import (
 )
 from podwire.datapath.programs import remove_directory
 from podwire.datapath.routes import (
-    list_block_routes,
-    list_node_routes,
+    is_of_block,
+    is_to_node,
+    is_to_pod,
+    list_own_routes,
     list_pod_routes,
     remove_routes,
 )
@@ -93,19 +95,34 @@ def remove_leftovers(
     inventory: Inventory,
     keep_records: Iterable[EndpointRecord],
 ) -> list[str]:
-    """Remove what `inventory` lists and no record accounts for; name what was removed.
+    """Remove what `inventory` lists and no record accounts for, and routes of ours without an owner; name them.
 
     Rows go before devices: a device without a row passes nothing.
     """
     keep = _Keep.of(keep_records)
     removed = _remove_rows(maps, inventory, keep)
-    owned = [one for one in list_devices(netlink)[0] if is_of_node(one, node_name)]
+    devices = list_devices(netlink)[0]
+    mine = [one for one in devices if is_of_node(one, node_name)]
+    theirs = {one.index for one in devices} - {one.index for one in mine}
     unwanted = [
-        route for route in _routes_to(netlink, owned) if _destination(route) not in keep.addresses
+        route
+        for route in list_own_routes(netlink)
+        if not (_is_planned(route) or route.index in theirs or _leads_to_kept(route, keep))
     ]
     remove_routes(netlink, unwanted)
-    removed += [f"route to {_destination(route)}" for route in unwanted]
-    return removed + _remove_devices(netlink, owned, keep)
+    removed += [f"route to {route.destination}" for route in unwanted]
+    return removed + _remove_devices(netlink, mine, keep)
+
+
+def _is_planned(route: Route) -> bool:
+    """Tell whether a route of ours is the business of the plan about other nodes, which a start makes next."""
+    return is_to_node(route) or is_of_block(route)
+
+
+def _leads_to_kept(route: Route, keep: _Keep) -> bool:
+    return (
+        is_to_pod(route) and route.index in keep.indexes and _destination(route) in keep.addresses
+    )
 
 
 def _remove_rows(maps: NodeMaps, inventory: Inventory, keep: _Keep) -> list[str]:
@@ -143,16 +160,6 @@ def _raise_unless_gone(failure: KernelFailure | None) -> None:
         raise failure
 
 
-def list_all_routes(netlink: NetlinkSocket) -> list[Route]:
-    """List every route of ours: to pods, to other nodes, and those that refuse."""
-    every = [
-        *list_pod_routes(netlink),
-        *list_node_routes(netlink),
-        *list_block_routes(netlink),
-    ]
-    return list(dict.fromkeys(every))
-
-
 def _remove_tunnels(netlink: NetlinkSocket) -> list[str]:
     ours = [one.link for one in list_tunnels(netlink) if one.node_name is not None]
     for failure in netlink.attempt([delete_link(link.index) for link in ours]):
@@ -185,7 +192,7 @@ def remove_everything(bpf_dir: Path, hooks: OwnHooks | None = None) -> list[str]
     with NetlinkSocket() as netlink, Nftables() as nft:
         owned = list_devices(netlink)[0]
         removed += _remove_devices(netlink, owned, _Keep())
-        leftover = list_all_routes(netlink)
+        leftover = list_own_routes(netlink)
         remove_routes(netlink, leftover)
         removed += [f"route to {route.destination}" for route in leftover]
         removed += _remove_tunnels(netlink)

@@ -22,6 +22,7 @@ from podwire.datapath import device as devices
 from podwire.datapath import inventory as inventories
 from podwire.datapath import maps as tables
 from podwire.datapath import rows as documents
+from podwire.datapath.carrier import await_carrier
 from podwire.datapath.cluster import OtherNodes, read_underlay
 from podwire.datapath.device import HostSide, LeftoverDevice, Programs, Reaper
 from podwire.datapath.events import EventReader
@@ -260,8 +261,9 @@ class KernelDatapath:
             _log.info("repaired device", extra={"endpoint": record.id, "cause": difference})
 
     def configure_pod(self, record: EndpointRecord, namespace: PodNamespace) -> None:
-        """Give the pod's side its addresses, gateway, routes, neighbours and sysctls."""
+        """Give the pod's side its addresses, gateway, routes, neighbours and sysctls; both ends can send then."""
         pod_net.configure_pod(record, namespace)
+        await_carrier(self._node.netlink, record.device)
 
     def shape(self, device: Device, bandwidth: Bandwidth, namespace: PodNamespace | None) -> None:
         """Set the limits of both directions, or remove them where they are 0."""

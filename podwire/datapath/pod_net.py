@@ -24,6 +24,8 @@ from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.rtnl.link import get_link, read_link, set_link
 from podwire.kernel.rtnl.route import (
     IPV6_DEFAULT_METRIC,
+    ROUTE_LOCAL,
+    TABLE_LOCAL,
     InterfaceAddress,
     Neighbour,
     Route,
@@ -47,6 +49,7 @@ from podwire.model.ids import GATEWAY_IPV4, GATEWAY_IPV6, ROUTE_PROTOCOL
 from podwire.model.interfaces import PodNamespace
 
 RULE_PRIORITY: Final = 1990
+LOCAL_ROUTE_LIFETIME_S: Final = 60
 _LOOPBACK_INDEX: Final = 1
 _AF: Final = {4: 2, 6: 10}
 _DEFAULT: Final = {
@@ -66,6 +69,11 @@ class FamilyPlan:
     """What one family of one attachment needs in the pod."""
 
     address: InterfaceAddress
+    local_route: Route | None
+    """Until the kernel's own is there: for an IPv6 address it makes one in a work of its own, some time after the
+    address, also where no duplicates are looked for (net/ipv6/addrconf.c:addrconf_dad_start). What comes in before that
+    is dropped, and the first packet after an ADD was lost.
+    """
     neighbour: Neighbour
     gateway_route: Route
     default_route: Route
@@ -96,8 +104,18 @@ def plan_family(device: Device, address: IPAddress, *, route_mtu: int = 0) -> Fa
             onlink=True,
         )
 
+    local_route = Route(
+        host_network(address),
+        index=index,
+        table=TABLE_LOCAL,
+        protocol=ROUTE_PROTOCOL,
+        metric=metric,
+        kind=ROUTE_LOCAL,
+        lifetime_s=LOCAL_ROUTE_LIFETIME_S,
+    )
     return FamilyPlan(
         address=InterfaceAddress(index, address, address.max_prefixlen),
+        local_route=None if version == 4 else local_route,
         neighbour=Neighbour(index, gateway, device.host_mac),
         gateway_route=Route(
             _GATEWAY_NETWORK[version], index=index, protocol=ROUTE_PROTOCOL, metric=metric
@@ -201,6 +219,7 @@ def _set_up(netlink: NetlinkSocket, record: EndpointRecord, families: list[Famil
         quiet,
         *(add_address(family.address) for family in families),
         set_link(device.pod_ifindex, name=device.pod_name, up=True),
+        *(add_route(family.local_route) for family in families if family.local_route is not None),
         *(set_neighbour(family.neighbour) for family in families),
     ]
     for request, failure in zip(requests, netlink.attempt(requests), strict=True):

@@ -150,16 +150,29 @@ def require_free_destinations(netlink: NetlinkSocket, record: EndpointRecord) ->
                 )
 
 
-def list_pod_routes(netlink: NetlinkSocket) -> list[Route]:
-    """List the routes with our protocol number that lead to one address on a device, both
-    families.
-    """
+def list_own_routes(netlink: NetlinkSocket) -> list[Route]:
+    """List every route with our protocol number, both families, whatever table it is in."""
     return [
         route
         for family in (AF_INET, AF_INET6)
-        for route in dump_routes(netlink, family, table=TABLE_MAIN, protocol=ROUTE_PROTOCOL)
-        if route.index and route.destination.prefixlen == route.destination.max_prefixlen
+        for route in dump_routes(netlink, family, protocol=ROUTE_PROTOCOL)
     ]
+
+
+def is_to_pod(route: Route) -> bool:
+    """Tell whether a route has the form of those that lead to one address on a pod's device."""
+    return (
+        route.table == TABLE_MAIN
+        and route.kind == ROUTE_UNICAST
+        and route.index > 0
+        and route.gateway is None
+        and route.destination.prefixlen == route.destination.max_prefixlen
+    )
+
+
+def list_pod_routes(netlink: NetlinkSocket) -> list[Route]:
+    """List our routes that lead to one address on a device, both families."""
+    return [route for route in list_own_routes(netlink) if is_to_pod(route)]
 
 
 def remove_routes(netlink: NetlinkSocket, routes: Iterable[Route]) -> None:
@@ -178,20 +191,15 @@ def compute_block_routes(blocks: Iterable[IPNetwork]) -> list[Route]:
     ]
 
 
-def list_block_routes(netlink: NetlinkSocket) -> list[Route]:
-    """List the unreachable routes that carry our protocol number."""
-    return [
-        route
-        for family in (AF_INET, AF_INET6)
-        for route in dump_routes(netlink, family, table=TABLE_MAIN, protocol=ROUTE_PROTOCOL)
-        if route.kind == ROUTE_UNREACHABLE
-    ]
+def is_of_block(route: Route) -> bool:
+    """Tell whether a route of ours refuses a range."""
+    return (route.table, route.kind) == (TABLE_MAIN, ROUTE_UNREACHABLE)
 
 
 def ensure_block_routes(netlink: NetlinkSocket, blocks: Sequence[IPNetwork]) -> list[str]:
     """Make the unreachable routes be exactly those of `blocks`; name those that were missing."""
     wanted = {route.destination: route for route in compute_block_routes(blocks)}
-    present = list_block_routes(netlink)
+    present = [route for route in list_own_routes(netlink) if is_of_block(route)]
     remove_routes(netlink, [route for route in present if route.destination not in wanted])
     have = {route.destination for route in present}
     missing = {network: route for network, route in wanted.items() if network not in have}
@@ -249,17 +257,9 @@ def _families(record: EndpointRecord) -> list[int]:
 
 def is_to_node(route: Route) -> bool:
     """Tell whether a route of ours leads to another node: only those have a next hop."""
-    return route.protocol == ROUTE_PROTOCOL and route.gateway is not None
-
-
-def list_node_routes(netlink: NetlinkSocket) -> list[Route]:
-    """List our routes to other nodes' pods, both families."""
-    return [
-        route
-        for family in (AF_INET, AF_INET6)
-        for route in dump_routes(netlink, family, table=TABLE_MAIN, protocol=ROUTE_PROTOCOL)
-        if is_to_node(route)
-    ]
+    return (route.table, route.protocol) == (TABLE_MAIN, ROUTE_PROTOCOL) and (
+        route.gateway is not None
+    )
 
 
 @dataclass(frozen=True)

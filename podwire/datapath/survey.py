@@ -10,12 +10,13 @@ from pathlib import Path
 
 from podwire.datapath import host
 from podwire.datapath.device import list_devices
-from podwire.datapath.inventory import list_all_routes, name_native, remove_everything
+from podwire.datapath.inventory import name_native, remove_everything
 from podwire.datapath.masquerade import Masquerade
 from podwire.datapath.native import OwnHooks, list_attached, list_free_hooks
 from podwire.datapath.node import OBJECTS
 from podwire.datapath.plan import DEFAULT_OBJECT_DIRECTORY
 from podwire.datapath.programs import list_versions
+from podwire.datapath.routes import list_own_routes
 from podwire.datapath.templates import read_template
 from podwire.datapath.tunnel import list_tunnels
 from podwire.kernel.clock import KernelClock
@@ -94,7 +95,7 @@ def survey_leftovers(bpf_dir: Path, hooks: OwnHooks | None = None) -> Sequence[s
     hooks = hooks or OwnHooks()
     with NetlinkSocket() as netlink, Nftables() as tables:
         owned = list_devices(netlink)[0]
-        routes = list_all_routes(netlink)
+        routes = list_own_routes(netlink)
         tunnels = [one for one in list_tunnels(netlink) if one.node_name is not None]
         hooks.compare(netlink)
         attached, free = list_attached(netlink), list_free_hooks(netlink, hooks)

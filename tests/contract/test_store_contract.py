@@ -173,9 +173,14 @@ def test_patches_are_written_together(store: Store) -> None:
         store.patch(key("b"), {"spec": {"v": 2}})
     found = store.list("networkpolicies")[0]
     assert [one.document for one in found] == [{"spec": {"v": 2}}] * 2
-    with pytest.raises(NotFound), store.together():
-        store.patch(key("a"), {"spec": {"v": 3}})
-        store.patch(key("c"), {"spec": {"v": 3}})
+
+    def patch_one_that_is_not_there() -> None:
+        with store.together():
+            store.patch(key("a"), {"spec": {"v": 3}})
+            store.patch(key("c"), {"spec": {"v": 3}})
+
+    with pytest.raises(NotFound):
+        patch_one_that_is_not_there()
     assert store.list("networkpolicies")[0] == found
 
 

@@ -13,7 +13,7 @@ from podwire.datapath.host import (
     prepare_host,
     undo_host,
 )
-from podwire.datapath.routes import ensure_block_routes, list_block_routes
+from podwire.datapath.routes import ensure_block_routes, list_own_routes
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.nft import Nftables
 from podwire.kernel.rtnl.link import LinkEnd, create_veth, set_link
@@ -171,5 +171,5 @@ def test_own_blocks_are_unreachable_where_no_pod_is(
     blocks = [ipaddress.ip_network("10.244.1.0/24"), ipaddress.ip_network("fd00:244:1::/64")]
     for wanted in (blocks, blocks, blocks[:1], []):
         ensure_block_routes(netlink, wanted)
-        assert [route.destination for route in list_block_routes(netlink)] == wanted
+        assert [route.destination for route in list_own_routes(netlink)] == wanted
     assert host.ip("route", "show", "10.1.0.0/16")[0]["type"] == "unreachable"

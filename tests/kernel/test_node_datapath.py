@@ -2,8 +2,10 @@
 compared.
 """
 
+import contextlib
 import ipaddress
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +19,10 @@ from podwire.datapath.inventory import remove_everything
 from podwire.datapath.maps import IpcacheEntry
 from podwire.datapath.node import KernelDatapath
 from podwire.datapath.programs import Pins, ensure_bpffs, list_versions
-from podwire.kernel import bpf
+from podwire.kernel import bpf, netns
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.probe import load_program
-from podwire.kernel.rtnl.link import delete_link
+from podwire.kernel.rtnl.link import LinkEnd, create_link, delete_link, set_link
 from podwire.kernel.rtnl.tc import FROM_POD_HOOK, set_bpf_filter
 from podwire.kernel.sysctl import read_sysctl, write_sysctl
 from podwire.model.endpoint import Bandwidth, EndpointRecord
@@ -28,11 +30,14 @@ from podwire.model.errors import Conflict, NewerData, Unavailable
 from podwire.model.flow import FlowEvent, Verdict
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import EndpointConfig
-from tests.kernel.conftest import NODE_IPV4, NODE_IPV6, Namespace
+from tests.first_packets import Sender
+from tests.kernel.conftest import NODE_IPV4, NODE_IPV6, Namespace, new_namespace
 from tests.kernel.node_world import OPEN, KernelWorld, kernel_world
 from tests.waiting import wait_for
 
 DEADLINE_S = 30.0
+ATTACHMENTS = 100
+"""Of so many, about seven were late before anything was done about it."""
 
 
 @pytest.fixture
@@ -230,6 +235,42 @@ def test_nothing_passes_between_guard_and_opening(world: KernelWorld) -> None:
     assert pings(world.host, record.ipv6)
     world.datapath.close_endpoint(record)
     assert not pings(pod, str(NODE_IPV4), wait_s=1)
+
+
+@contextlib.contextmanager
+def busy_with_devices() -> Iterator[None]:
+    """Make and delete devices in a namespace of its own all the time: the kernel has one lock for all of them."""
+    ended = threading.Event()
+
+    def churn() -> None:
+        with new_namespace() as elsewhere, NetlinkSocket.open_in(elsewhere.fd.fileno()) as socket:
+            end = LinkEnd("pwtchurn", 5)
+            while not ended.is_set():
+                socket.execute([create_link("bridge", end), set_link(5, up=True), delete_link(5)])
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_no_first_packet_to_an_attached_pod_is_lost(world: KernelWorld) -> None:
+    """Neither end waits for a work of the kernel: the host's device has its queue, the pod knows its addresses."""
+    _, neighbour = world.attach(2)
+    with (
+        Sender("the node", netns.named_path(world.host.name)) as node,
+        Sender("a neighbour", netns.named_path(neighbour.name)) as pod,
+        busy_with_devices(),
+    ):
+        for number in range(3, 3 + ATTACHMENTS):
+            record, _ = world.attach(number)
+            for sender in (node, pod):
+                sender.send([record.ipv4, record.ipv6])
+            assert not [*node.list_lost(), *pod.list_lost()]
+            world.detach(record)
 
 
 def test_pods_of_a_node_reach_each_other_in_both_families(world: KernelWorld) -> None:

@@ -37,6 +37,18 @@ def start_failing(*arguments: str, **environment: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+def test_the_api_answers_as_soon_as_launchers_are_answered(rig: Rig) -> None:
+    def connects(name: str) -> bool:
+        with socket.socket(socket.AF_UNIX) as tried:
+            return tried.connect_ex(str(rig.directory / name)) == 0
+
+    rig.start(wait=False)
+    wait_for(lambda: connects("cni.sock"), 60, "the launchers' socket")
+    assert connects("api.sock")
+    status, ready = rig.get("/healthz")
+    assert (status, ready["ready"]) == (200, True)
+
+
 def test_help_and_version_need_nothing() -> None:
     assert start_failing("--help")[0] == 0
     status, text = start_failing("--version")

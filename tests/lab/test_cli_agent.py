@@ -1,6 +1,7 @@
 """The command line against real agents: every command, every form, every exit code."""
 
 import contextlib
+import datetime
 import json
 import os
 import pty
@@ -120,12 +121,17 @@ def test_lists_over_all_nodes_say_which_node(lab: Lab, command: str) -> None:
     assert said.code == 0, said
     if command == "node list":
         assert said.lines[0].split()[:3] == ["SEEN", "BY", "NAME"]
-        assert [line.split()[:2] for line in said.lines[1:]] == [
-            [one, one] for one in ("node1", "node2")
+        assert [line.split()[:4] for line in said.lines[1:]] == [
+            ["node1", "node1", "yes", "local"],
+            ["node1", "node2", "yes", "tunnel"],
+            ["node2", "node2", "yes", "local"],
+            ["node2", "node1", "yes", "tunnel"],
         ]
+        names = ["node1", "node1/node2", "node2", "node2/node1"]
+        assert lab.cli("node", "list", "-q").lines == names
         rows = lab.cli("node", "list", "--node", "node2", "-o", "json").document
         assert [(row["seenBy"], row["name"]) for row in rows] == [
-            ("node2", one) for one in ("node1", "node2")
+            ("node2", one) for one in ("node2", "node1")
         ]
         assert lab.cli("node", "list", "--node", "node2").lines[0].startswith("NAME ")
         return
@@ -334,7 +340,7 @@ def test_identities(lab: Lab) -> None:
 
 
 def test_nodes(lab: Lab) -> None:
-    rows = lab.cli("node", "list", "-o", "json").document
+    rows = lab.cli("node", "list", "-o", "json", "--node", "node1").document
     assert [row["name"] for row in rows] == ["node1", "node2"]
     assert rows[0]["kernel"] == os.uname().release
 
@@ -619,6 +625,34 @@ def test_what_passes_is_shown_while_somebody_follows(
     wait_for(lambda: not any(rows()), "the programs to be told that nobody watches")
     kept = lab.cli("observe", "--verdict", "forwarded", "--last", "1000", "-o", "json").document
     assert "trace" not in {flow["type"] for flow in kept}
+
+
+def test_the_last_flows_are_those_of_a_first_connection(lab: Lab) -> None:
+    since = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    # Whoever joins a group reports it: nobody hears that, and nobody asks for it.
+    join = "import socket; s = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM);"
+    join += " group = socket.inet_pton(socket.AF_INET6, 'ff05::7');"
+    join += " index = socket.if_nametoindex('eth0').to_bytes(4, 'little');"
+    join += " s.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_JOIN_GROUP, group + index)"
+    inside = ["ip", "netns", "exec", lab.state.find_pod("client").netns]
+    subprocess.run([*inside, sys.executable, "-c", join], check=True)
+    assert lab.cli("lab", "connect", "client", "web").code == 0
+
+    def shown(*options: str) -> set[tuple[str, str, str, str]]:
+        said = lab.cli("observe", "--since", since, "--last", "100", "-o", "json", *options)
+        return {
+            (flow["verdict"], flow["reason"], flow["direction"], flow["to"]["ip"])
+            for flow in said.document
+        }
+
+    web = lab.get("/endpoint", "node1")
+    [address] = [one["ipv4"] for one in web if one["pod"] == "web"]
+    passed = {("forwarded", "", one, address) for one in ("egress", "ingress")}
+    wait_for(lambda: shown() >= passed, "both nodes to tell of the new flow")
+    wait_for(
+        lambda: "quiet" in {reason for _, reason, _, _ in shown("--noise")}, "the report to be seen"
+    )
+    assert "quiet" not in {reason for _, reason, _, _ in shown()}
 
 
 @contextlib.contextmanager

@@ -387,6 +387,10 @@ TRACES: dict[str, tuple[str, str, str, int]] = {
     "a ping of the proxy": ("pod:default/proxy", "pod:default/db", "icmp", 1),
     "another pod": ("pod:default/other", "pod:default/db", f"{PORT}/tcp", 1),
     "another pod by its address": ("ip:OTHER", "pod:default/db", f"{PORT}/tcp", 1),
+    "a pod of another node": ("pod:default/far", "pod:default/db", f"{PORT}/tcp", 0),
+    "a pod of another node at another port": ("pod:default/far", "pod:default/db", "80/tcp", 1),
+    "a ping of a pod of another node": ("pod:default/far", "pod:default/db", "icmpv6", 1),
+    "a pod of another node as the target": ("pod:default/other", "pod:default/far", "80/tcp", 0),
     "labels": ("labels:app=proxy", "labels:app=db", f"{PORT}/tcp", 0),
     "labels of another namespace": (
         "labels:app=proxy,io.kubernetes.pod.namespace=blue",
@@ -435,6 +439,20 @@ def test_a_trace_of_addresses_is_about_their_family(lab: Lab, version: int) -> N
     )
 
 
+def test_a_trace_between_two_nodes_tells_both_sides(closed: Lab) -> None:
+    said = closed.cli(
+        *("policy", "trace", "--from", "pod:default/far", "--to", "pod:default/db"),
+        *("--port", "80/tcp"),
+    )
+    assert said.lines[1:4] == [
+        "  egress  allowed  no policy restricts this direction",
+        f"  ingress denied   NetworkPolicy default/{NAME} default-deny",
+        f"  because: ingress: NetworkPolicy default/{NAME} closes ingress for what no rule allows",
+    ]
+    nobody = ("policy", "trace", "--from", "pod:default/far", "--to", "pod:default/nobody")
+    assert closed.cli(*nobody, "--port", "80/tcp").code == 4
+
+
 def test_a_trace_tells_what_packets_find(closed: Lab) -> None:
     for pod in ("proxy", "other"):
         traced = closed.cli(
@@ -462,7 +480,7 @@ def test_a_trace_tells_what_packets_find(closed: Lab) -> None:
         ("get pods", 2, "there is no such kind"),
         ("policy entries --endpoint nobody", 4, "nobody"),
         ("policy trace --from pod:default/nobody --to world --port 80/tcp", 4, "default/nobody"),
-        ("policy trace --from pod:default/far --to pod:default/db --port 1/tcp", 4, "ip:ADDRESS"),
+        ("policy trace --from pod:default/no --to pod:default/db --port 1/tcp", 4, "ip:ADDRESS"),
         ("identity get 77777", 4, "77777"),
         ("endpoint label nobody a=b", 4, "nobody"),
         ("policy trace --from nobody --to world --port 80/tcp", 6, "from is 'nobody'"),

@@ -82,6 +82,8 @@ def test_a_device_that_is_nobodys_is_only_counted(rig: Rig) -> None:
 def test_passes_are_told_where_someone_watches(rig: Rig) -> None:
     packet = ipv4(A.ipv4, B.ipv4, udp(4000, 53))
     rig.sent(A, packet)
+    rig.take_events()
+    rig.sent(A, packet)
     assert not rig.take_events()
     rig.change(A, flags=ALLOW | TRACE)
     rig.sent(A, packet)
@@ -95,6 +97,17 @@ def test_a_verdict_is_told_when_one_was_made(rig: Rig) -> None:
     rig.sent(A, packet)
     rig.sent(A, packet)
     assert [event.kind for event in rig.take_events()] == [EventKind.POLICY, EventKind.TRACE]
+
+
+@pytest.mark.parametrize("target", [B.ipv4, WORLD_4], ids=["pod", "world"])
+def test_a_new_flow_is_told_once_though_no_rule_spoke_and_nobody_watches(
+    rig: Rig, target: str
+) -> None:
+    packet = ipv4(A.ipv4, target, udp(4000, 53))
+    for _ in range(3):
+        rig.sent(A, packet)
+    [event] = rig.take_events()
+    assert (event.kind, event.reason) == (EventKind.POLICY, DropReason.NONE)
 
 
 def test_what_audit_lets_pass_is_told_without_watching(rig: Rig) -> None:

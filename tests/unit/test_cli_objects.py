@@ -165,24 +165,31 @@ def bytes_of(raw: bytes) -> Callable[[Shell], object]:
 REFUSED: dict[str, tuple[Callable[[Shell], object], str]] = {
     "a field": (
         bad_port,
-        "x.yaml:34 (document 2) spec.ingress[0].ports[0].port is 0, not from 1 to 65535",
+        "x.yaml:34 (document 2, NetworkPolicy default/b) spec.ingress[0].ports[0].port is 0, not from",
     ),
-    "an item of a List": (bad_list, "x.yaml:30 (document 1 items[1]) spec.labels is missing"),
+    "an item of a List": (
+        bad_list,
+        "x.yaml:30 (document 1 items[1], Workload web) spec.labels is missing",
+    ),
     "a label": (
         bad_label,
-        "x.yaml:9 (document 1) spec.podSelector.matchLabels['example.com/a'] is '-', no label value",
+        "x.yaml:9 (document 1, NetworkPolicy default/a) spec.podSelector.matchLabels['example.com/a'] is",
     ),
     "an unknown kind": (
         bytes_of(b"apiVersion: v1\nkind: Pod\nmetadata: {name: a}\n"),
-        "x.yaml:2 (document 1) kind is 'Pod', not one of Namespace",
+        "x.yaml:2 (document 1, Pod a) kind is 'Pod', not one of Namespace",
     ),
     "a namespace that does not exist": (
         lambda shell: shell.write("x.yaml", network_policy("a", "nowhere")),
-        "x.yaml:5 (document 1) metadata.namespace is 'nowhere', which does not exist",
+        "x.yaml:5 (document 1, NetworkPolicy nowhere/a) metadata.namespace is 'nowhere', which does not exist",
     ),
     "a duplicate": (
         lambda shell: shell.write("x.yaml", network_policy("a"), network_policy("a")),
-        "x.yaml:22 (document 2) is networkpolicies default/a again: ",
+        "x.yaml:22 (document 2, NetworkPolicy default/a) is networkpolicies default/a again: ",
+    ),
+    "a name that is none": (
+        bytes_of(b"apiVersion: podwire.io/v1\nkind: Workload\nmetadata: {name: [1]}\n"),
+        "x.yaml:3 (document 1, Workload) metadata.name is",
     ),
     "a key twice": (
         bytes_of(b"# c\n---\nkind: a\nkind: b\n"),
@@ -459,4 +466,7 @@ def test_validate_files_needs_nobody(tmp_path: Path) -> None:
     with pytest.raises(CliError) as caught:
         validate_files([str(path)])
     assert caught.value.exit_code == 6
-    assert f"{path}:4 (document 1) metadata.name is 'A', no name" in caught.value.message
+    assert (
+        f"{path}:4 (document 1, NetworkPolicy default/A) metadata.name is 'A', no name"
+        in caught.value.message
+    )

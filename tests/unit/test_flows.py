@@ -201,6 +201,7 @@ MATCHES = {
     "type": ({"type": "drop"}, True),
     "endpoint": ({"endpoint": "8"}, True),
     "other endpoint": ({"endpoint": "9"}, False),
+    "noise": ({"noise": "false"}, True),
     "since before": ({"since": "2026-01-01T00:00:00Z"}, True),
     "since after": ({"since": "2026-01-01T00:00:00.000002Z"}, False),
     "all conditions": ({"from": "web", "to": "db", "verdict": "dropped"}, True),
@@ -211,6 +212,14 @@ MATCHES = {
 @pytest.mark.parametrize(("words", "matches"), MATCHES.values(), ids=MATCHES.keys())
 def test_filter(words: dict[str, str], matches: bool) -> None:
     assert parse_filter(words).matches(make_flow()) is matches
+
+
+@pytest.mark.parametrize(
+    ("words", "matches"), [({}, True), ({"noise": "true"}, True), ({"noise": "false"}, False)]
+)
+def test_what_pods_send_unasked_can_be_left_out(words: dict[str, str], matches: bool) -> None:
+    flow = msgspec.structs.replace(make_flow(), reason="quiet")
+    assert parse_filter(words).matches(flow) is matches
 
 
 def test_since_takes_a_duration() -> None:

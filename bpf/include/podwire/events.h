@@ -162,11 +162,12 @@ static __always_inline void tell_sender_verdict(struct __sk_buff *skb, struct pw
 /* Most packets go on with what is known of their flow, and nobody watches them. */
 static __always_inline bool has_news(const struct pw_flow *flow)
 {
-	return (flow->said | flow->sender_said) & (PW_SAID_BY_SLOT | PW_SAID_AUDIT) ||
+	return (flow->said | flow->sender_said) &
+		       (PW_SAID_ANEW | PW_SAID_BY_SLOT | PW_SAID_AUDIT) ||
 	       flow->row.flags & PW_CONFIG_TRACE;
 }
 
-/* Drops are told always, and so is what the rules of a slot say about a new flow; passes where someone watches. */
+/* Drops are told always, and so is each new flow, by both ends where rules decided; passes where someone watches. */
 PW_CHECKED_ALONE int tell(struct __sk_buff *skb, struct pw_flow *flow, __u32 reason)
 {
 	if (!flow)
@@ -177,9 +178,12 @@ PW_CHECKED_ALONE int tell(struct __sk_buff *skb, struct pw_flow *flow, __u32 rea
 		tell_sender_verdict(skb, flow);
 	if (is_told(flow->said))
 		tell_verdict(skb, flow, flow->said);
-	else if (flow->row.flags & PW_CONFIG_TRACE && !is_told(flow->sender_said))
-		send_event(skb, flow, flow->said & PW_SAID_ANEW ? PW_EVENT_POLICY : PW_EVENT_TRACE,
-			   0);
+	else if (is_told(flow->sender_said))
+		return 0;
+	else if (flow->said & PW_SAID_ANEW)
+		send_event(skb, flow, PW_EVENT_POLICY, 0);
+	else if (flow->row.flags & PW_CONFIG_TRACE)
+		send_event(skb, flow, PW_EVENT_TRACE, 0);
 	return 0;
 }
 

@@ -320,6 +320,7 @@ _FLOW_QUERY = (
     Parameter("type", "drop, trace or policy."),
     Parameter("port", "80, 80/tcp or udp, on either end."),
     Parameter("endpoint", "Number of an endpoint on either end."),
+    Parameter("noise", "false: without what every pod's kernel sends unasked (reason quiet)."),
 )
 
 ROUTES: tuple[Route, ...] = (

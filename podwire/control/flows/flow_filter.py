@@ -17,6 +17,8 @@ Condition = Callable[[Flow], bool]
 _PORT = re.compile(r"(?P<port>[0-9]{1,5})(?:/(?P<protocol>[a-z0-9]+))?|(?P<only>[a-z][a-z0-9]*)")
 _PORT_MAX = 65_535
 _VERDICTS = ("forwarded", "dropped", "audit")
+_NOISE = "quiet"
+"""The reason of drops that no person asks for: what every pod's kernel sends unasked."""
 _TYPES = ("drop", "trace", "policy")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(?P<count>[0-9]{1,9})(?P<unit>[smhd])")
@@ -41,7 +43,7 @@ class FlowFilter:
 def parse_filter(
     words: Mapping[str, str], *, format_ago: Callable[[int], str] | None = None
 ) -> FlowFilter:
-    """Read `from`, `to`, `pod`, `verdict`, `type`, `port`, `endpoint` and `since`;
+    """Read `from`, `to`, `pod`, `verdict`, `type`, `port`, `endpoint`, `noise` and `since`;
     UndecodableRequest names all faults.
 
     `since` is a time or a duration like `5m`; `format_ago` gives the time so many seconds ago.
@@ -114,6 +116,12 @@ def _type(text: str) -> Condition:
     return lambda flow: flow.type == text
 
 
+def _noise(text: str) -> Condition:
+    if text not in ("true", "false"):
+        raise ValueError(f"is {text!r}, not true or false")
+    return lambda flow: text == "true" or flow.reason != _NOISE
+
+
 def _endpoint(text: str) -> Condition:
     if not text.isascii() or not text.isdigit():
         raise ValueError(f"is {text!r}, not an endpoint's number")
@@ -156,5 +164,6 @@ _MAKERS: Mapping[str, Callable[[str], Condition]] = {
     "type": _type,
     "port": _port,
     "endpoint": _endpoint,
+    "noise": _noise,
 }
 FILTER_WORDS = (*_MAKERS, "since")

@@ -37,6 +37,7 @@ _IFLA_LINK: Final = 5
 _IFLA_QDISC: Final = 6
 _IFLA_MASTER: Final = 10
 _IFLA_TXQLEN: Final = 13
+_IFLA_OPERSTATE: Final = 16
 _IFLA_LINKINFO: Final = 18
 _IFLA_IFALIAS: Final = 20
 _IFLA_AF_SPEC: Final = 26
@@ -50,6 +51,7 @@ _IFLA_INFO_DATA: Final = 2
 _IFLA_INET6_ADDR_GEN_MODE: Final = 8
 _VETH_INFO_PEER: Final = 1
 _ADDR_GEN_MODE_NONE: Final = 1
+_IF_OPER_UP: Final = 6
 _RTEXT_FILTER_SKIP_STATS: Final = 1 << 3
 _AF_INET6: Final = 10
 _IFINFO: Final = struct.Struct("=BxHiII")
@@ -76,7 +78,8 @@ class LinkEnd:
 class Link:
     """A device as the kernel reports it.
 
-    `peer_index` is the other end's index in its own namespace.
+    `peer_index` is the other end's index in its own namespace. `operating`: the kernel has acted on the carrier, so
+    the device has its queue; until then it drops what it is to send.
     """
 
     index: int
@@ -88,6 +91,7 @@ class Link:
     group: int
     up: bool
     carrier: bool
+    operating: bool
     peer_index: int
     master: int
     queue_discipline: str
@@ -230,6 +234,7 @@ def read_link(body: bytes) -> Link:
         group=read_u32(attributes, _IFLA_GROUP),
         up=bool(flags & IFF_UP),
         carrier=bool(flags & IFF_LOWER_UP),
+        operating=attributes.get(_IFLA_OPERSTATE) == bytes([_IF_OPER_UP]),
         peer_index=read_u32(attributes, _IFLA_LINK),
         master=read_u32(attributes, _IFLA_MASTER),
         queue_discipline=read_text(attributes, _IFLA_QDISC),

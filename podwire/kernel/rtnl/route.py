@@ -47,7 +47,11 @@ AF_INET6: Final = 10
 TABLE_MAIN: Final = 254
 SCOPE_UNIVERSE: Final = 0
 SCOPE_LINK: Final = 253
+_SCOPE_ANY: Final = 255
+"""RT_SCOPE_NOWHERE, by which the kernel removes a route of any scope."""
+TABLE_LOCAL: Final = 255
 ROUTE_UNICAST: Final = 1
+ROUTE_LOCAL: Final = 2
 ROUTE_UNREACHABLE: Final = 7
 NEIGHBOUR_PERMANENT: Final = 0x80
 IPV6_DEFAULT_METRIC: Final = 1024
@@ -70,6 +74,7 @@ _RTA_METRICS: Final = 8
 _RTA_MULTIPATH: Final = 9
 _RTA_TABLE: Final = 15
 _RTA_VIA: Final = 18
+_RTA_EXPIRES: Final = 23
 _RTAX_MTU: Final = 2
 _NDA_DST: Final = 1
 _NDA_LLADDR: Final = 2
@@ -83,6 +88,10 @@ _RTMSG: Final = struct.Struct("=BBBBBBBBI")
 """rtmsg: family, destination bits, source bits, tos, table, protocol, scope, type, flags."""
 _RTNEXTHOP: Final = struct.Struct("=HBBi")
 """rtnexthop: length with the attributes behind it, flags, weight less one, index."""
+_RTMSG_PROTOCOL: Final = 5
+"""Where the protocol stands in it."""
+_RTMSG_SCOPE: Final = 6
+"""Where the scope stands in it."""
 _NDMSG: Final = struct.Struct("=BxxxiHBB")
 """ndmsg: family, index, state, flags, type."""
 
@@ -105,7 +114,8 @@ class InterfaceAddress:
 class Route:
     """A route.
 
-    `metric` 0 is IPv4's default; IPv6's is IPV6_DEFAULT_METRIC, also where 0 is asked for.
+    `metric` 0 is IPv4's default; IPv6's is IPV6_DEFAULT_METRIC, also where 0 is asked for. With `lifetime_s` the kernel
+    removes it by itself afterwards (IPv6 only); it is not read back.
     """
 
     destination: IPNetwork
@@ -118,6 +128,7 @@ class Route:
     mtu: int = 0
     onlink: bool = False
     kind: int = ROUTE_UNICAST
+    lifetime_s: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +202,10 @@ def add_route(wanted: Route, *, replace: bool = False) -> Request:
 
 
 def delete_route(unwanted: Route) -> Request:
-    """Remove the route that agrees in everything given; ESRCH when there is none."""
-    return Request(
-        RTM_DELROUTE, 0, _route_body(unwanted), "remove route", str(unwanted.destination)
-    )
+    """Remove the route that agrees in everything given, of whatever scope; ESRCH when there is none."""
+    body = bytearray(_route_body(unwanted))
+    body[_RTMSG_SCOPE] = _SCOPE_ANY
+    return Request(RTM_DELROUTE, 0, bytes(body), "remove route", str(unwanted.destination))
 
 
 def list_routes(family: int, *, table: int = 0, protocol: int = 0, index: int = 0) -> Request:
@@ -235,7 +246,7 @@ def read_route(body: bytes) -> Route:
 
 def read_protocol(body: bytes) -> int:
     """Give whose mark an answer to `list_routes` carries, without decoding it."""
-    return body[5]
+    return body[_RTMSG_PROTOCOL]
 
 
 def read_next_hops(body: bytes) -> frozenset[IPAddress]:
@@ -365,6 +376,7 @@ def _route_body(route: Route) -> bytes:
         (_RTA_OIF, route.index),
         (_RTA_PRIORITY, route.metric),
         (_RTA_TABLE, route.table if route.table > 255 else 0),
+        (_RTA_EXPIRES, route.lifetime_s),
     ):
         if value:
             parts.append(attribute_u32(kind, value))

@@ -1,0 +1,38 @@
+"""The carrier of a new pair: no ADD answers before both ends can send.
+
+Called by `datapath.node` once the pod's end is up. The end that was set up last finds its carrier there and gets its
+queue at once. The host's end was up before it had a carrier; it gets its queue only when the kernel's link-watch work
+has run, and drops all that it is to send until then (net/core/link_watch.c, net/sched/sch_generic.c:dev_activate).
+Under load that work was seen to come after the ADD's answer, and the first packet from the node to its pod was lost.
+
+Nothing is brought forward by this: programs and the row that drops everything were there before either end was up.
+"""
+
+import time
+from typing import Final
+
+from podwire.kernel.netlink import NetlinkSocket
+from podwire.kernel.rtnl.link import get_link, read_link
+from podwire.model.endpoint import Device
+from podwire.model.errors import Unavailable
+
+WAIT_S: Final = 5.0
+LOOK_S: Final = 0.0002
+
+
+def await_carrier(netlink: NetlinkSocket, device: Device) -> None:
+    """Have the kernel act on the carrier of a pair's host end; Unavailable when it does not within WAIT_S.
+
+    Since Linux 6.8 ("net: core: synchronize link-watch when carrier is queried") looking a device up does what is due
+    for it, so that one look is enough. Older kernels are waited for: what they do then is urgent for a device whose
+    peer has another index, and not put off (see `plan_device`).
+    """
+    request = get_link(device.host_ifindex)
+    until_s = time.monotonic() + WAIT_S
+    while not read_link(netlink.get(request)).operating:
+        if time.monotonic() > until_s:
+            raise Unavailable(
+                f"wait for the carrier of device {device.host_name!r}: it did not come in {WAIT_S:g} s",
+                hint="try again; if it stays so, see whether something sets the pod's interface down",
+            )
+        time.sleep(LOOK_S)

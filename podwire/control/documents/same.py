@@ -33,8 +33,8 @@ def is_so(found: StoredObject, draft: StoredObject) -> bool:
 def leave_out_additions(found: StoredObject, draft: StoredObject) -> StoredObject:
     """Give an object without what a server has added to it: what is left differs because somebody wrote so."""
     there = None if found.fault else _read_own(found)
-    if there is None or there == draft.document:
-        return found
+    if there is None or there == found.document:
+        return found  # nothing was added, so what looks like a default was written
     document = _strip(there, draft.document, _fill(draft.document))
     return StoredObject(
         key=found.key,

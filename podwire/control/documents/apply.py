@@ -20,7 +20,7 @@ from podwire.control.documents.same import is_so, keep_additions, leave_out_addi
 from podwire.model.errors import Conflict, Fault, InvalidRequest, NotFound
 from podwire.model.ids import DEFAULT_NAMESPACE
 from podwire.model.store import ObjectKey, Store, StoredObject, look_at
-from podwire.model.store.kinds import KINDS, NAMESPACE
+from podwire.model.store.kinds import KINDS, NAMESPACE, kind_of_plural
 
 ATTEMPTS: Final = 50
 """How often one object is tried because somebody else changed it meanwhile: only where writes are not done together."""
@@ -156,7 +156,12 @@ def put_object(
 
 
 def delete_object(store: Store, key: ObjectKey, *, dry_run: bool = False) -> Applied:
-    """Delete one object. NotFound; Conflict for a namespace that has policies, and for `default`."""
+    """Delete one object. NotFound; Conflict for a namespace that has policies, for `default`, and for what is not
+    podwire's to delete.
+    """
+    kind = kind_of_plural(key.kind)
+    if kind is not None and kind.is_of_kubernetes:
+        raise Conflict(f"delete {key}: it is Kubernetes' own", hint="kubectl delete it")
     with _writing(store, dry_run=dry_run):
         found = look_at(store, key)
         if found is None:

@@ -14,7 +14,7 @@ from typing import Final
 
 from podwire.datapath import abi, routes
 from podwire.datapath import maps as tables
-from podwire.datapath.host import detect_underlay
+from podwire.datapath.host import detect_underlay, list_host_networks
 from podwire.datapath.maps import IPNetwork, NodeMaps, RowChanges, Rows
 from podwire.datapath.masquerade import Masquerade
 from podwire.datapath.native import (
@@ -35,7 +35,7 @@ from podwire.datapath.node_maps import (
     node_rows,
     prefix_rows,
 )
-from podwire.datapath.plan import NodePlan, compute_ipcache, compute_masquerade, list_own_addresses
+from podwire.datapath.plan import NodePlan, compute_ipcache, compute_masquerade
 from podwire.datapath.tunnel import (
     GATEWAYS,
     TunnelPrograms,
@@ -287,11 +287,9 @@ class OtherNodes:
         if self._fresh and self._known.plan.tunnel is None:
             tunnels = list_own_tunnels(self._netlink, own.node_name)
             going = {one.link.index for one in tunnels}
-        addresses = [
-            address for index, address in list_own_addresses(self._netlink) if index not in going
-        ]
+        host = [one for index, one in list_host_networks(self._netlink) if index not in going]
         certain = abi.IpcacheFlags.LOCAL | abi.IpcacheFlags.NODE_ADDRESS
-        entries = compute_ipcache(own, addresses)
+        entries = compute_ipcache(own, host)
         self._weak = tables.ipcache_rows(one for one in entries if not one.flags & certain)
         self._strong = tables.ipcache_rows(one for one in entries if one.flags & certain)
         wanted = self._weak | self._known.rows | self._strong

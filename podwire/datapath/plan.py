@@ -84,6 +84,8 @@ def compute_masquerade(plan: NodePlan) -> MasqueradePlan:
         inside=(*plan.inside, *plan.masquerade_except),
         enabled=plan.masquerade,
         tunnel_port=plan.tunnel_port,
+        pod_networks=plan.inside,
+        own_ranges=plan.node_cidrs,
     )
 
 

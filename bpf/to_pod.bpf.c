@@ -76,6 +76,7 @@ int to_pod(struct __sk_buff *skb)
 		  parse_packet(skb, flow) ?:
 		  check_packet_to_pod(flow) ?:
 		  check_sender_device(skb, flow) ?:
+		  keep_fragment(flow) ?:
 		  judge_receiver(skb, flow);
 	if (!outcome)
 		flow->action = PW_ACTION_STACK;

@@ -137,7 +137,7 @@ def test_the_command_line_shows_pools_blocks_and_what_is_borrowed(
     wait_for(lambda: used() == 2, 30, "both addresses to be shown")
     pools = cli(rig, "show")
     four = next(one for one in pools if one["name"] == "four" and one["of"] == "cluster")
-    assert four["capacity"] == 4 * 13
+    assert four["capacity"] == 4 * 16 - 1
     mine = [one for one in pools if one["of"] == rig.name and one["name"] == "four"]
     assert mine[0]["blocksClaimed"] >= 1
     blocks = cli(rig, "show", "--show-blocks")

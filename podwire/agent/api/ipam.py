@@ -129,7 +129,7 @@ def _pool_views(
     ipam: PoolIpam, blocks: Iterable[Block], published: Mapping[str, Collection[IPAddress]]
 ) -> Iterable[PoolView]:
     pools = ipam.known.pools
-    for name, count in count_pools(pools, blocks, published).items():
+    for name, count in count_pools(pools, blocks, published, ipam.list_node_addresses()).items():
         pool, whole = pools[name], count.whole
         yield PoolView(
             name=name,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from podwire.control.cluster.ownership import UNNUMBERED, Problem, network_key
-from podwire.control.cluster.planner import UNMANAGED, Planned, route_to_pod
+from podwire.control.cluster.planner import REMOTE_NODE, UNMANAGED, Planned, route_to_pod
 from podwire.control.cluster.published import Publication
 from podwire.control.cluster.reach import Reach, single
 from podwire.model.cluster import HostRoute, IPAddress, IPNetwork, NodeFacts, Prefix
@@ -121,8 +121,14 @@ class RemotePods:
         touched.update(self._problems)
         if before.planned.cidr_owners != view.planned.cidr_owners:
             touched.update(self._strangers)
-        for one in before.planned.plan.prefixes.keys() ^ view.planned.plan.prefixes.keys():
-            if one.prefixlen == one.max_prefixlen and one.network_address in self._claimants:
+        old, new = before.planned.plan.prefixes, view.planned.plan.prefixes
+        for one in old.keys() | new.keys():
+            is_single = one.prefixlen == one.max_prefixlen
+            if (
+                is_single
+                and one.network_address in self._claimants
+                and old.get(one) != new.get(one)
+            ):
                 touched.add(one.network_address)
         return self._update(touched, view)
 
@@ -164,7 +170,11 @@ class RemotePods:
             network = single(address)
             row, route = self._judge(address, view)
             if row is None:
-                if self.rows.pop(network, None) is not None:
+                whole = view.planned.plan.prefixes.get(network)
+                had_row = self.rows.pop(network, None) is not None
+                if had_row and whole is not None:
+                    put[network] = whole  # a block of this one address, or a node's
+                elif had_row:
                     remove.append(network)
             elif self.rows.get(network) != row:
                 self.rows[network] = put[network] = row
@@ -246,7 +256,7 @@ class RemotePods:
             why = f"a pod of node {own.name} has it"
         elif any(address in network for network in own.pod_cidrs if network not in own.blocks):
             why = f"it is in the pod range of node {own.name}"
-        elif single(address) in view.planned.plan.prefixes or address in own.addresses:
+        elif _is_of_node(address, view) or address in own.addresses:
             why = "it is a node's own"
         else:
             owner = self._find_cidr_owner(address, claimants, view)
@@ -258,6 +268,12 @@ class RemotePods:
             tuple(sorted({own.name, *claimants})),
             f"address {address}, which node {' and '.join(claimants)} publishes as a pod's, is refused: {why}",
         )
+
+
+def _is_of_node(address: IPAddress, view: View) -> bool:
+    """Tell whether a plan says that an address is a node's own, and not only a block of one address."""
+    row = view.planned.plan.prefixes.get(single(address))
+    return row is not None and row.identity == REMOTE_NODE
 
 
 def _foreign(address: IPAddress, owner: str, claimants: tuple[str, ...]) -> Problem:

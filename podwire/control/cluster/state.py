@@ -83,7 +83,7 @@ class ClusterState:
             rows, single_routes = self.pods.rows, self.pods.routes
             self._plan = replace(
                 planned.plan,
-                prefixes={**rows, **planned.plan.prefixes},
+                prefixes={**planned.plan.prefixes, **rows},
                 routes=(*planned.plan.routes, *single_routes.values()),
             )
         return self._plan

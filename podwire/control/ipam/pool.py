@@ -15,7 +15,7 @@ from typing import Final
 
 from podwire.control.ipam.blocks import OwnBlocks, leave_out_overlapped
 from podwire.control.ipam.claims import Claims
-from podwire.control.ipam.documents import Block, ClaimedAddress, is_for_pod
+from podwire.control.ipam.documents import Block, ClaimedAddress
 from podwire.control.ipam.interface import (
     NO_IDENTITY,
     NO_WISH,
@@ -27,6 +27,7 @@ from podwire.control.ipam.interface import (
 )
 from podwire.control.ipam.pool_cache import PoolCache
 from podwire.control.ipam.pools import (
+    AddressRange,
     NamespaceFacts,
     Pool,
     choose_pools,
@@ -83,6 +84,8 @@ class PoolIpam:
         self._aside: dict[AttachmentKey, _Aside] = {}
         self.before_open: Callable[[Mapping[IPNetwork, int]], None] = lambda _blocks: None
         """Told of all blocks there are going to be, before the first address of a new one is given."""
+        self._followed: Mapping[str, Pool] = {}
+        """The pools that own blocks were last compared with."""
         self._claiming = threading.Lock()
         """One claim of a block at a time: those who wait meanwhile find it full of free addresses."""
 
@@ -262,6 +265,9 @@ class PoolIpam:
                     self._mine.refresh(self.own[block.cidr], block)
             for cidr in [one for one in self.own if one not in self.known.own]:
                 self._mine.lose(cidr)
+            if self._followed is not self.known.pools:
+                self._followed = self.known.pools
+                self._mine.follow_pools()
             for address in addresses:
                 own = self._mine.find(address)
                 if own is not None:
@@ -269,11 +275,17 @@ class PoolIpam:
             self.changed.notify_all()
             return self.blocks != before
 
-    def remember(self, blocks: Iterable[Block], claimed: Iterable[IPAddress]) -> Sequence[str]:
+    def remember(
+        self,
+        blocks: Iterable[Block],
+        claimed: Iterable[IPAddress],
+        node_addresses: Iterable[IPAddress] = (),
+    ) -> Sequence[str]:
         """Open blocks that an earlier life had, before the store was heard; nothing of `claimed` is given.
 
-        Gives what had to be left out, and why.
+        `node_addresses` stood for the node. Gives what had to be left out, and why.
         """
+        self._mine.node_addresses.update({one.version: one for one in node_addresses})
         opened, left_out = leave_out_overlapped(blocks)
         with self.lock:
             self.known.remember(opened)
@@ -304,7 +316,39 @@ class PoolIpam:
             if own is None or own.fifo.held or own.lost or own.block.stored is None:
                 return None
             own.closing = True
+            self._mine.settle_node_addresses()
             return own.block
+
+    @property
+    def node_addresses(self) -> list[IPAddress]:
+        """Give what stands for the node itself, to be remembered."""
+        with self.lock:
+            return list(self._mine.node_addresses.values())
+
+    def list_node_addresses(self) -> set[IPAddress]:
+        """Give what stands for nodes themselves, this one and the others."""
+        others = [
+            one
+            for name, has in list(self.known.node_addresses.items())
+            if name != self.known.node
+            for one in has
+        ]
+        return {*self.own_node_addresses(), *others}
+
+    def own_node_addresses(self) -> list[IPAddress]:
+        """Give what stands for this node itself."""
+        with self.lock:
+            own = (one.fifo.node_address for one in self.own.values())
+            return [one for one in own if one is not None]
+
+    def list_outdated(self) -> list[tuple[Block, tuple[AddressRange, ...]]]:
+        """Give own blocks that keep something else than they shall, with what that is."""
+        with self.lock:
+            return [
+                (one.block, one.kept)
+                for one in self.own.values()
+                if one.is_open and one.kept != one.block.kept
+            ]
 
     # How
 
@@ -371,12 +415,9 @@ class PoolIpam:
             raise AddressUnavailable(
                 f"take address {address}: it is of pool {pool.name}, which args.cni.pools does not name"
             )
-        if not is_for_pod(address, pool.block_of(address)):
-            raise AddressUnavailable(
-                f"take address {address}: no pod can have it; it is one of the first two, or the last, of"
-                f" block {pool.block_of(address)}"
-            )
         own = self._mine.find(address)
+        if own is not None and own.fifo.node_address == address:
+            raise AddressUnavailable(f"take address {address}: it stands for this node itself")
         if address in granted or (
             own is not None and own.is_open and not own.fifo.is_excluded(address)
         ):

@@ -70,7 +70,7 @@ static long visit_entry(void *shard, struct pw_conntrack_key *key, struct pw_con
 		return 0;
 	walk->removed += 1;
 	if (usage)
-		__sync_fetch_and_add(&usage->conntrack_entries, -1);
+		__sync_fetch_and_add(&usage->connections[key->direction & 1], -1);
 	return 0;
 }
 

@@ -179,14 +179,12 @@ static __always_inline int receive_for_host(struct __sk_buff *skb, struct pw_flo
 static __always_inline bool is_vouched_for(const struct pw_flow *flow,
 					   const struct pw_conntrack_value *entry)
 {
-	const struct pw_match *match = &flow->here;
-
-	return entry && !match->related && entry->path == PW_PATH_TUNNEL &&
+	return entry && !flow->here.related && entry->path == PW_PATH_TUNNEL &&
 	       entry->node == flow->node && flow->source_identity &&
-	       (match->reply || entry->peer_identity == flow->source_identity);
+	       entry->peer_identity == flow->source_identity;
 }
 
-/* An answer's other end is who our own question was judged for. */
+/* An answer's other end is who our own question would be judged for now. */
 PW_CHECKED_ALONE int identify(struct pw_flow *flow, const struct pw_conntrack_value *entry)
 {
 	const struct pw_match *match;
@@ -200,9 +198,9 @@ PW_CHECKED_ALONE int identify(struct pw_flow *flow, const struct pw_conntrack_va
 	reason = vouched ? 0 : check_inner_source(flow);
 	if (reason)
 		return reason;
-	if (entry && (match->related || (match->reply && vouched)))
+	if (entry && match->related)
 		flow->source_identity = entry->peer_identity;
-	else if (entry && match->reply)
+	else if (entry && match->reply && !vouched)
 		flow->source_identity = flow->source_prefix_identity;
 	return 0;
 }

@@ -14,7 +14,7 @@
 static __always_inline int judge_sender(struct __sk_buff *skb, struct pw_flow *flow,
 					struct pw_conntrack_value *here)
 {
-	int reason = guard_tunnel_port(flow) ?: resolve_destination(flow, here);
+	int reason = guard_tunnel_ends(flow, here) ?: resolve_destination(flow, here);
 
 	if (reason)
 		return reason;

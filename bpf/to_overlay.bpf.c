@@ -12,9 +12,11 @@
 /* The pod's row, where a pod sent it, is kept: an event is about that pod. */
 static __always_inline __u32 sender_identity(struct __sk_buff *skb, struct pw_flow *flow)
 {
+	__u32 ifindex = sender_device(skb, flow);
+
 	if (is_from_this_host(skb, flow))
 		return PW_IDENTITY_REMOTE_NODE;
-	if (!skb->ingress_ifindex || copy_row(skb->ingress_ifindex, &flow->row))
+	if (!ifindex || copy_row(ifindex, &flow->row))
 		return PW_IDENTITY_WORLD;
 	flow->instance = flow->row.instance;
 	flow->key.instance = flow->row.instance;

@@ -24,7 +24,9 @@ static __always_inline int pass_judged(struct __sk_buff *skb, struct pw_flow *fl
 	return PW_DONE;
 }
 
-/* The receiver's side. An answer's other end is who the entry says: the stack may have translated it. */
+/* The receiver's side. An answer's other end is who the entry says, as the stack may have translated it, as long as its
+ * address tells nothing newer; an ICMP error's is that of its flow.
+ */
 static __always_inline int judge_receiver(struct __sk_buff *skb, struct pw_flow *flow)
 {
 	struct pw_conntrack_value *entry;
@@ -33,8 +35,10 @@ static __always_inline int judge_receiver(struct __sk_buff *skb, struct pw_flow 
 	flow->destination_identity = flow->row.identity;
 	flow->now_ns = bpf_ktime_get_coarse_ns();
 	entry = look_up_flow(skb, flow, &flow->here);
-	if (entry && (flow->here.reply || flow->here.related))
+	if (entry && flow->here.related)
 		flow->source_identity = entry->peer_identity;
+	else if (entry && flow->here.reply)
+		flow->source_identity = present_identity(flow->key.saddr, entry);
 	else
 		flow->source_identity = stack_identity(skb, flow, &flow->target);
 	flow->here.peer_identity = flow->source_identity;

@@ -62,7 +62,8 @@ from podwire.model.errors import StorageFailure
 from podwire.model.interfaces import EndpointConfig
 from podwire.model.request import IPNetwork
 from podwire.model.store import Store, StoredObject
-from podwire.store.open import StoreAccess, open_store
+from podwire.model.store.kinds import IP_POOL
+from podwire.store.open import StoreAccess, list_hosts, open_store
 from podwire.store.remembered import FILE_NAME, RememberedObjects
 
 NUMBERS_FACT = "policy-numbers"
@@ -126,7 +127,12 @@ def open_node(settled: Settled, stack: ExitStack) -> Node:
     name = take_name(store, journal, config.node.node_name, config.node.node_address)
     stack.callback(name.close)
     addresses = open_addresses(config, store, journal, partial(_report_ipam, health))
-    refuse_contested(name, addresses.own_ranges().pod_cidrs, config.node.node_address)
+    refuse_contested(
+        name,
+        addresses.own_ranges().pod_cidrs,
+        config.node.node_address,
+        config.node.cluster_cidrs,
+    )
     datapath = KernelDatapath(plan_node(config, addresses), _recall_hooks(journal, clock))
     try:
         stack.enter_context(datapath)
@@ -173,7 +179,8 @@ def _name_unreadable(node: Node) -> None:
     own_name = node.config.node.node_name
 
     def find_others_fault(stored: StoredObject) -> str:
-        return "" if stored.key.name == own_name else find_fault(stored)
+        is_own = stored.key.kind != IP_POOL.plural and stored.key.name == own_name
+        return "" if is_own else find_fault(stored)
 
     node.policies.follower.unreadable.find_fault = find_fault
     node.identities.follower.unreadable.find_fault = find_fault
@@ -346,6 +353,7 @@ def _compose_cluster(opened: _Opened, table: EndpointTable, turn: threading.RLoc
             tunnel_mode=TunnelMode(config.datapath.tunnel_mode),
             tunnel_port=config.datapath.tunnel_port,
             node_address=config.node.node_address,
+            store_hosts=list_hosts(config.store.store),
         ),
         store=opened.store,
         datapath=opened.datapath,

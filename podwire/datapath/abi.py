@@ -11,12 +11,17 @@ from collections.abc import Iterator
 from socket import htons, ntohs
 from typing import Any, Final, NamedTuple, Self
 
-ABI_VERSION: Final = 2
+ABI_VERSION: Final = 3
 ABI_OLDEST_READER: Final = 1
 CONNTRACK_SHARDS: Final = 64
 MARK_JUDGED: Final = 1886846977
+MARK_POD_PIECE: Final = 1886846978
+MARK_FOREIGN_BITS: Final = 49152
 CIDR_WORLD_BIT: Final = 33554432
 IDENTITY_FIXED_FIRST: Final = 256
+METRICS_HOOKS: Final = 6
+METRICS_REASONS: Final = 48
+METRICS_PATHS: Final = 5
 
 
 class Direction(enum.IntEnum):
@@ -132,6 +137,7 @@ class NodeFlags(enum.IntFlag):
     """enum pw_node_flags"""
 
     CLASSIC = 1
+    ENCRYPTED = 2
 
 
 class TcpState(enum.IntEnum):
@@ -154,6 +160,16 @@ class ConntrackFlags(enum.IntFlag):
     PICKED_UP = 8
     EXPIRED = 16
     TRANSLATED = 32
+    NEW = 64
+    LEFT = 128
+
+
+class ConntrackKind(enum.IntEnum):
+    """enum pw_conntrack_kind"""
+
+    PLAIN = 0
+    SERVICE = 1
+    OF_BACK_END = 2
 
 
 class PolicyVerdict(enum.IntEnum):
@@ -182,7 +198,7 @@ class Action(enum.IntEnum):
     NATIVE = 6
 
 
-_SETTINGS: Final = struct.Struct("=IIIIII")
+_SETTINGS: Final = struct.Struct("=IIIIIIII")
 
 
 class Settings(NamedTuple):
@@ -194,6 +210,8 @@ class Settings(NamedTuple):
     hash_seed: int
     tunnel_ifindex: int
     native_ifindex: int
+    tunnel_mark: int
+    new_flow_rate: int
 
     def pack(self) -> bytes:
         """Give the row's bytes."""
@@ -204,6 +222,8 @@ class Settings(NamedTuple):
             self.hash_seed,
             self.tunnel_ifindex,
             self.native_ifindex,
+            self.tunnel_mark,
+            self.new_flow_rate,
         )
 
     @classmethod
@@ -498,7 +518,7 @@ class ConntrackKey(NamedTuple):
 CONNTRACK_KEY_BYTES: Final = _CONNTRACK_KEY.size
 
 
-_CONNTRACK_VALUE: Final = struct.Struct("=QIIII2Q2QBBHIIHH16s")
+_CONNTRACK_VALUE: Final = struct.Struct("=QIIII2Q2QBBHIIHH16sIIIIB7x")
 
 
 class ConntrackValue(NamedTuple):
@@ -519,6 +539,11 @@ class ConntrackValue(NamedTuple):
     nat_sport: int
     nat_dport: int
     nat_addr: bytes
+    tag: int
+    charged: int
+    answer: int
+    backend: int
+    kind: int
 
     def pack(self) -> bytes:
         """Give the row's bytes."""
@@ -538,6 +563,11 @@ class ConntrackValue(NamedTuple):
             htons(self.nat_sport),
             htons(self.nat_dport),
             self.nat_addr,
+            self.tag,
+            self.charged,
+            self.answer,
+            self.backend,
+            self.kind,
         )
 
     @classmethod
@@ -627,13 +657,17 @@ class FragmentValue(NamedTuple):
 FRAGMENT_VALUE_BYTES: Final = _FRAGMENT_VALUE.size
 
 
-_USAGE_VALUE: Final = struct.Struct("=IIHHI")
+_USAGE_VALUE: Final = struct.Struct("=2I2I2Q2Q2QIHHI4x")
 
 
 class UsageValue(NamedTuple):
     """struct pw_usage_value"""
 
-    conntrack_entries: int
+    connections: tuple[int, int]
+    tokens: tuple[int, int]
+    refilled_ns: tuple[int, int]
+    unremembered: tuple[int, int]
+    unprotected: tuple[int, int]
     event_second: int
     drops: int
     passes: int
@@ -642,13 +676,34 @@ class UsageValue(NamedTuple):
     def pack(self) -> bytes:
         """Give the row's bytes."""
         return _USAGE_VALUE.pack(
-            self.conntrack_entries, self.event_second, self.drops, self.passes, self.events_lost
+            *self.connections,
+            *self.tokens,
+            *self.refilled_ns,
+            *self.unremembered,
+            *self.unprotected,
+            self.event_second,
+            self.drops,
+            self.passes,
+            self.events_lost,
         )
 
     @classmethod
     def unpack(cls, row: bytes) -> Self:
         """Read the row's bytes."""
-        return cls(*_USAGE_VALUE.unpack(row))
+        return cls._from_values(_USAGE_VALUE.unpack(row))
+
+    @classmethod
+    def _from_values(cls, values: tuple[Any, ...]) -> Self:
+        return cls._make(
+            (
+                (values[0], values[1]),
+                (values[2], values[3]),
+                (values[4], values[5]),
+                (values[6], values[7]),
+                (values[8], values[9]),
+                *values[10:],
+            )
+        )
 
 
 USAGE_VALUE_BYTES: Final = _USAGE_VALUE.size
@@ -678,29 +733,6 @@ class Collection(NamedTuple):
 COLLECTION_BYTES: Final = _COLLECTION.size
 
 
-_METRICS_KEY: Final = struct.Struct("=BBB1x")
-
-
-class MetricsKey(NamedTuple):
-    """struct pw_metrics_key"""
-
-    hook: int
-    reason: int
-    path: int
-
-    def pack(self) -> bytes:
-        """Give the row's bytes."""
-        return _METRICS_KEY.pack(self.hook, self.reason, self.path)
-
-    @classmethod
-    def unpack(cls, row: bytes) -> Self:
-        """Read the row's bytes."""
-        return cls(*_METRICS_KEY.unpack(row))
-
-
-METRICS_KEY_BYTES: Final = _METRICS_KEY.size
-
-
 _COUNTER: Final = struct.Struct("=QQ")
 
 
@@ -723,7 +755,7 @@ class Counter(NamedTuple):
 COUNTER_BYTES: Final = _COUNTER.size
 
 
-_EVENT: Final = struct.Struct("=QIIIIIIIIBBBBBBB1xH2xHH16s16s6s2x")
+_EVENT: Final = struct.Struct("=QIIIIIIIIBBBBBBB1xH2xHH16s16s16sH6s")
 
 
 class Event(NamedTuple):
@@ -750,6 +782,8 @@ class Event(NamedTuple):
     dport: int
     saddr: bytes
     daddr: bytes
+    original_daddr: bytes
+    original_dport: int
     source_mac: bytes
 
     def pack(self) -> bytes:
@@ -776,6 +810,8 @@ class Event(NamedTuple):
             htons(self.dport),
             self.saddr,
             self.daddr,
+            self.original_daddr,
+            htons(self.original_dport),
             self.source_mac,
         )
 
@@ -791,7 +827,9 @@ class Event(NamedTuple):
                 *values[0:17],
                 ntohs(values[17]),
                 ntohs(values[18]),
-                *values[19:],
+                *values[19:22],
+                ntohs(values[22]),
+                *values[23:],
             )
         )
 

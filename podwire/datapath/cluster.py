@@ -50,6 +50,7 @@ from podwire.datapath.tunnel import (
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.rtnl.route import (
     IPV6_DEFAULT_METRIC,
+    InterfaceAddress,
     Route,
     host_network,
     list_addresses,
@@ -59,6 +60,7 @@ from podwire.model.cluster import (
     ClusterPlan,
     HostRoute,
     Prefix,
+    Surroundings,
     TunnelMode,
     TunnelPlan,
     Underlay,
@@ -324,8 +326,11 @@ class OtherNodes:
 def read_underlay(netlink: NetlinkSocket, node_address: IPAddress | None) -> Underlay:
     """Look at the device that carries the node's traffic. Raises Unavailable when there is none."""
     device = detect_underlay(netlink, node_address)
-    present = [read_address(body) for body in netlink.dump(list_addresses(device.index))]
-    usable = [one for one in present if not (one.address.is_loopback or one.address.is_link_local)]
+    present = [read_address(body) for body in netlink.dump(list_addresses())]
+    everywhere = [
+        one for one in present if not (one.address.is_loopback or one.address.is_link_local)
+    ]
+    usable = [one for one in everywhere if one.index == device.index]
     chosen: dict[int, IPAddress] = {}
     for one in usable:
         if one.address == node_address:
@@ -336,6 +341,19 @@ def read_underlay(netlink: NetlinkSocket, node_address: IPAddress | None) -> Und
         connected=tuple(dict.fromkeys(one.network for one in usable)),
         ifindex=device.index,
         mtu_bytes=device.mtu,
+        around=_look_around(netlink, everywhere),
+    )
+
+
+def _look_around(netlink: NetlinkSocket, addresses: Sequence[InterfaceAddress]) -> Surroundings:
+    """Look at what this host reaches by itself. Single addresses on a link are left out: each pod of another plugin has
+    a route like that, and comes and goes."""
+    links, gateways = routes.list_foreign_ways(netlink)
+    links.update(one.network for one in addresses)
+    return Surroundings(
+        own=frozenset(one.address for one in addresses),
+        subnets=tuple(sorted((one for one in links if one.prefixlen < one.max_prefixlen), key=str)),
+        gateways=frozenset(gateways),
     )
 
 

@@ -25,6 +25,8 @@ IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 MAPPED_PREFIX: Final = bytes(10) + b"\xff\xff"
 MAPPED_PREFIX_BITS: Final = 96
+MARKS_OF_OTHERS: Final = 0xC000
+"""Bits of a packet's mark that kube-proxy (0x4000) and kubelet (0x8000) act on."""
 
 
 def to_mapped(address: IPAddress) -> bytes:
@@ -89,20 +91,6 @@ class MetricRow:
 
 
 @dataclass(frozen=True)
-class ConntrackRow:
-    """One remembered flow of one endpoint, seen in the direction it began."""
-
-    instance: EndpointId
-    direction: abi.Direction
-    protocol: int
-    source: IPAddress
-    destination: IPAddress
-    source_port: int
-    destination_port: int
-    value: abi.ConntrackValue
-
-
-@dataclass(frozen=True)
 class NodeMaps:
     """The open maps of a node. Owner of their descriptors; closing them takes nothing out of the kernel."""
 
@@ -115,6 +103,8 @@ class NodeMaps:
     pw_usage: bpf.Map
     pw_metrics: bpf.Map
     pw_conntrack: bpf.Map
+    pw_new_flows: bpf.Map
+    pw_fragments: bpf.Map
     pw_events: bpf.Map
     pw_policy: bpf.Map
     pw_cidrs: bpf.Map
@@ -223,7 +213,7 @@ def ensure_usage(maps: NodeMaps, instance: EndpointId) -> None:
     """Make the instance's row in `pw_usage` if there is none; a present one counts on."""
     key = _u32(instance)
     if maps.pw_usage.lookup(key) is None:
-        maps.pw_usage.update(key, abi.UsageValue(0, 0, 0, 0, 0).pack())
+        maps.pw_usage.update(key, bytes(abi.USAGE_VALUE_BYTES))
 
 
 def write_endpoint(maps: NodeMaps, record: EndpointRecord, config: EndpointConfig) -> None:
@@ -261,6 +251,7 @@ def remove_endpoint(maps: NodeMaps, record: EndpointRecord) -> None:
         if found is not None and found.instance == record.id:
             maps.pw_endpoints.delete(to_mapped(address))
     maps.pw_usage.delete(_u32(record.id))
+    maps.pw_fragments.delete(_u32(record.id))
 
 
 def read_config(maps: NodeMaps, ifindex: IfIndex) -> abi.ConfigValue | None:
@@ -340,15 +331,21 @@ def write_settings(
     tunnel_port: int | None = None,
     tunnel_ifindex: int | None = None,
     native_ifindex: int | None = None,
+    new_flow_rate: int | None = None,
 ) -> bool:
     """Write the node's knobs, None = as it is; tells whether any was another one.
 
-    The hash seed is chosen once: live entries are found under it.
+    Hash seed and tunnel mark are chosen once: live entries are found under the one, packets leave with the other.
     """
     old = read_settings(maps)
-    new = old._replace(hash_seed=old.hash_seed or secrets.randbelow(2**32 - 1) + 1)
+    new = old._replace(
+        hash_seed=old.hash_seed or secrets.randbelow(2**32 - 1) + 1,
+        tunnel_mark=old.tunnel_mark or _choose_mark(),
+    )
     if conntrack_quota is not None:
         new = new._replace(conntrack_quota=conntrack_quota)
+    if new_flow_rate is not None:
+        new = new._replace(new_flow_rate=new_flow_rate)
     if tunnel_port is not None:
         new = new._replace(tunnel_port=tunnel_port)
     if tunnel_ifindex is not None:
@@ -358,6 +355,13 @@ def write_settings(
     if new != old:
         maps.pw_settings.update(_u32(0), new.pack())
     return new != old
+
+
+def _choose_mark() -> int:
+    mark = 0
+    while mark in (0, abi.MARK_JUDGED & ~MARKS_OF_OTHERS):
+        mark = secrets.randbits(32) & ~MARKS_OF_OTHERS
+    return mark
 
 
 def read_settings(maps: NodeMaps) -> abi.Settings:
@@ -428,54 +432,28 @@ def find_identity(maps: NodeMaps, address: IPAddress) -> int:
     return 0 if row is None else abi.IpcacheValue.unpack(row).identity
 
 
+def split_metrics_index(index: int) -> tuple[int, int, int]:
+    """Give hook, reason and path that a counter's place stands for."""
+    rest, path = divmod(index, abi.METRICS_PATHS)
+    hook, reason = divmod(rest, abi.METRICS_REASONS)
+    return hook, reason, path
+
+
 def read_metrics(maps: NodeMaps) -> list[MetricRow]:
     """Sum the counters of all CPUs."""
     rows = []
-    for raw_key, raw in maps.pw_metrics.items():
-        key = abi.MetricsKey.unpack(raw_key)
+    for key, raw in maps.pw_metrics.items():
+        if not any(raw):
+            continue
+        hook, reason, path = split_metrics_index(int.from_bytes(key, "little"))
         counters = [abi.Counter.unpack(one) for one in maps.pw_metrics.split_cpus(raw)]
         rows.append(
             MetricRow(
-                hook=key.hook,
-                reason=key.reason,
-                path=key.path,
+                hook=hook,
+                reason=reason,
+                path=path,
                 packets=sum(one.packets for one in counters),
                 size_bytes=sum(one.bytes_ for one in counters),
             )
         )
     return sorted(rows, key=lambda row: (row.hook, row.reason, row.path))
-
-
-def open_shards(maps: NodeMaps) -> Iterator[bpf.Map]:
-    """Open the hashes of conntrack, in order; the caller closes each."""
-    for _, raw_id in sorted(maps.pw_conntrack.items()):
-        shard = bpf.open_map_by_id(int.from_bytes(raw_id, "little"))
-        if shard is None:
-            raise Bug("open conntrack shards: a slot was replaced meanwhile")
-        yield shard
-
-
-def open_conntrack_shards(maps: NodeMaps) -> Iterator[bpf.Map]:
-    """Open the hashes of conntrack one after the other; each is closed before the next is given."""
-    for shard in open_shards(maps):
-        with shard:
-            yield shard
-
-
-def list_conntrack(maps: NodeMaps, instance: EndpointId | None = None) -> Iterator[ConntrackRow]:
-    """Walk the remembered flows, of one endpoint or of all. Slow: reads every shard."""
-    wanted = b"" if instance is None else _u32(instance)
-    for shard in open_conntrack_shards(maps):
-        for raw_key, raw in shard.items():
-            if raw_key.startswith(wanted):
-                key = abi.ConntrackKey.unpack(raw_key)
-                yield ConntrackRow(
-                    instance=EndpointId(key.instance),
-                    direction=abi.Direction(key.direction),
-                    protocol=key.protocol,
-                    source=from_mapped(key.saddr),
-                    destination=from_mapped(key.daddr),
-                    source_port=key.sport,
-                    destination_port=key.dport,
-                    value=abi.ConntrackValue.unpack(raw),
-                )

@@ -157,6 +157,7 @@ class KernelDatapath:
             upgrade.mark_readable(pins)
 
             def swap_programs() -> int:
+                tables.write_settings(loaded.maps, **plan.flow_limits)
                 return upgrade.replace_programs(
                     netlink,
                     plan.node_name,
@@ -167,7 +168,7 @@ class KernelDatapath:
 
             upgrade.take_over(plan.bpf_dir, loaded.maps, swap_programs)
             upgrade.resize_conntrack(loaded.maps, plan.capacities)
-            tables.write_settings(loaded.maps, conntrack_quota=plan.conntrack_quota)
+            tables.write_settings(loaded.maps, **plan.flow_limits)
             loaded.programs[_COLLECTOR].run(Packet(_ANY_FRAME))
         except BaseException:
             loaded.close()

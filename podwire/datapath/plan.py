@@ -58,6 +58,14 @@ class NodePlan:
         return Capacities(conntrack_entries=self.conntrack_entries)
 
     @property
+    def flow_limits(self) -> dict[str, int]:
+        """What one endpoint may have of the memory of flows, as the node's knobs name it."""
+        return {
+            "conntrack_quota": self.conntrack_quota,
+            "new_flow_rate": self.capacities.new_flow_rate,
+        }
+
+    @property
     def inside(self) -> tuple[IPNetwork, ...]:
         """What belongs to the cluster: its networks, or only the node's own where none are set."""
         return self.cluster_cidrs or self.node_cidrs

@@ -31,6 +31,8 @@ from podwire.model.ids import ABI_DIRECTORY_PREFIX
 _log = logging.getLogger(__name__)
 
 BPFFS_ROOT: Final = Path("/sys/fs/bpf")
+NEW_FLOW_ENTRIES: Final = (16_384, 131_072)
+"""Least and most rows for flows that are no connections yet; between them an eighth of what the connections have."""
 _CONNTRACK_STRUCTS: Final = ("pw_conntrack_key", "pw_conntrack_value")
 _FILLING_PREFIX: Final = "filling-"
 """A bpf file system refuses names with a dot."""
@@ -70,6 +72,25 @@ class Capacities:
         """Rows of one conntrack shard: an even share and four times its spread, for hashes are not even."""
         share = self.conntrack_entries // abi.CONNTRACK_SHARDS
         return share + 4 * math.isqrt(share)
+
+    @property
+    def new_flow_entries(self) -> int:
+        """Rows for flows that are no connections yet."""
+        least, most = NEW_FLOW_ENTRIES
+        return min(max(self.conntrack_entries // 8, least), most)
+
+    @property
+    def new_flow_rate(self) -> int:
+        """New flows each second that one side of an endpoint is remembered for.
+
+        An unanswered row of the LRU outlives 0.45 of its size in later ones [measured]. Two endpoints, one that floods
+        and one that is flooded, make less than that in the second that an answer may take.
+        """
+        return self.new_flow_entries // 8
+
+    def inner_entries(self, outer: str) -> int:
+        """Rows of a map that stands in the map of maps `outer`."""
+        return self.new_flow_entries if outer == "pw_new_flows" else self.shard_entries
 
 
 @dataclass(frozen=True)
@@ -262,27 +283,30 @@ def _load_object(one: BpfObject, pins: Pins, capacities: Capacities) -> None:
                 continue
             fresh.append(name)
             if one.shape(name).inner is not None:
-                one.model_inner(name, opened.enter_context(_create_shard(one, name, 0, capacities)))
+                one.model_inner(name, opened.enter_context(_create_inner(one, name, 0, capacities)))
         one.load()
     for name in fresh:
         with one.take_map(name) as made:
             if one.shape(name).inner is not None:
-                _fill_shards(one, made, capacities)
+                _fill_slots(one, made, capacities)
             made.pin(str(pins.maps / name))
 
 
-def _create_shard(one: BpfObject, outer: str, index: int, capacities: Capacities) -> bpf.Map:
+def _create_inner(one: BpfObject, outer: str, index: int, capacities: Capacities) -> bpf.Map:
     return one.create_inner(
-        outer, f"{outer}_{index}", max_entries=capacities.shard_entries, rows=_CONNTRACK_STRUCTS
+        outer,
+        f"{outer}_{index}",
+        max_entries=capacities.inner_entries(outer),
+        rows=_CONNTRACK_STRUCTS,
     )
 
 
-def _fill_shards(one: BpfObject, outer: bpf.Map, capacities: Capacities) -> None:
+def _fill_slots(one: BpfObject, outer: bpf.Map, capacities: Capacities) -> None:
     """Give every slot its hash, in one batch: each single update of a slot waits for RCU."""
     with ExitStack() as opened:
         slots = []
         for index in range(outer.info.max_entries):
-            inner = opened.enter_context(_create_shard(one, outer.name, index, capacities))
+            inner = opened.enter_context(_create_inner(one, outer.name, index, capacities))
             slots.append((index.to_bytes(4, "little"), inner.fd.to_bytes(4, "little")))
         outer.update_batch(slots)
 

@@ -29,10 +29,12 @@ from podwire.kernel.rtnl.route import (
     list_neighbours,
     list_routes,
     read_neighbour,
+    read_next_hops,
+    read_protocol,
     read_route,
     set_neighbour,
 )
-from podwire.model.endpoint import EndpointRecord
+from podwire.model.endpoint import EndpointRecord, IPAddress
 from podwire.model.errors import ForeignObject, KernelFailure
 from podwire.model.ids import ROUTE_PROTOCOL
 
@@ -226,6 +228,27 @@ def dump_routes(
         if failure.errno in _GONE:
             return []
         raise
+
+
+def list_foreign_ways(netlink: NetlinkSocket) -> tuple[set[IPNetwork], set[IPAddress]]:
+    """Give what routes without our mark say is on a link of this host, and their next hops; nothing link-local."""
+    on_link: set[IPNetwork] = set()
+    gateways: set[IPAddress] = set()
+    for family in (AF_INET, AF_INET6):
+        for body in netlink.dump(list_routes(family)):
+            if read_protocol(body) == ROUTE_PROTOCOL:
+                continue  # not decoded: there may be thousands
+            route = read_route(body)
+            if route.kind != ROUTE_UNICAST:
+                continue
+            hops = read_next_hops(body)
+            gateways |= hops
+            if not hops and route.destination.prefixlen:
+                on_link.add(route.destination)
+    return (
+        {one for one in on_link if not (one.is_link_local or one.is_loopback or one.is_multicast)},
+        {one for one in gateways if not one.is_link_local},
+    )
 
 
 def _families(record: EndpointRecord) -> list[int]:

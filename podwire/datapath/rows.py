@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from podwire.datapath import abi, node_maps, policy_maps
+from podwire.datapath import abi, conntrack_maps, node_maps, policy_maps
 from podwire.datapath import maps as typed
 from podwire.datapath.events import hook_name, path_name, protocol_name, reason_name
 from podwire.datapath.maps import NodeMaps, flag_names
@@ -79,7 +79,7 @@ def _nodes(maps: NodeMaps) -> Iterator[Row]:
 
 
 def _conntrack(maps: NodeMaps) -> Iterator[Row]:
-    for row in typed.list_conntrack(maps):
+    for row in conntrack_maps.list_conntrack(maps):
         yield {
             "endpoint": int(row.instance),
             "direction": row.direction.name.lower(),
@@ -185,12 +185,12 @@ def describe_maps(maps: NodeMaps, fills: Mapping[str, tuple[int, int]] | None = 
 
 def count_conntrack(maps: NodeMaps) -> int:
     """Count the remembered flows without reading them: what the endpoints are charged with."""
-    return sum(value.conntrack_entries for _, value in typed.list_usage(maps))
+    return sum(sum(value.connections) for _, value in typed.list_usage(maps))
 
 
 def conntrack_capacity(maps: NodeMaps) -> int:
     """Give how many flows fit into all shards together."""
-    return sum(shard.info.max_entries for shard in typed.open_conntrack_shards(maps))
+    return sum(shard.info.max_entries for shard in conntrack_maps.open_conntrack_shards(maps))
 
 
 def _capacity(maps: NodeMaps, own_name: str) -> int:

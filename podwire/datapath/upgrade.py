@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Final
 
 from podwire.datapath import abi
+from podwire.datapath.conntrack_maps import list_conntrack, open_shards
 from podwire.datapath.device import Programs, list_devices
-from podwire.datapath.maps import NodeMaps, list_conntrack, list_usage, open_shards
+from podwire.datapath.maps import NodeMaps, list_usage
 from podwire.datapath.native import NetdevProgram, list_attached, replace_attached
 from podwire.datapath.programs import Capacities, Pins, list_versions, remove_version
 from podwire.datapath.tunnel import TunnelPrograms, find_tunnel
@@ -275,10 +276,11 @@ def recount_usage(maps: NodeMaps) -> None:
     After rows were copied while programs and collector went on; a flow that opens or ends in this
     very moment is miscounted by one.
     """
-    counts = Counter(flow.instance for flow in list_conntrack(maps))
+    counts = Counter((flow.instance, flow.direction) for flow in list_conntrack(maps))
     for instance, row in list_usage(maps):
-        if row.conntrack_entries != counts[instance]:
-            fresh = row._replace(conntrack_entries=counts[instance])
+        found = counts[instance, abi.Direction.EGRESS], counts[instance, abi.Direction.INGRESS]
+        if row.connections != found:
+            fresh = row._replace(connections=found)
             maps.pw_usage.update(instance.to_bytes(4, "little"), fresh.pack())
 
 

@@ -72,6 +72,20 @@ class NodeFacts:
 
 
 @dataclass(frozen=True)
+class Surroundings:
+    """What this host reaches without any other node's help: no other node's pods may have it."""
+
+    own: frozenset[IPAddress] = frozenset()
+    """Addresses of all devices of this host."""
+    subnets: tuple[IPNetwork, ...] = ()
+    """What it reaches on a link of its own, whichever device that is on."""
+    gateways: frozenset[IPAddress] = frozenset()
+    """Next hops of its routes, our own left out."""
+    store: frozenset[IPAddress] = frozenset()
+    """Where the store answers."""
+
+
+@dataclass(frozen=True)
 class Underlay:
     """What this node's kernel says of the way to other nodes."""
 
@@ -81,6 +95,7 @@ class Underlay:
     """Subnets on that device: a peer in one of them is reached without a router."""
     ifindex: int
     mtu_bytes: int
+    around: Surroundings = Surroundings()
 
 
 @dataclass(frozen=True)

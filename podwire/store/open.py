@@ -18,7 +18,7 @@ from podwire.store.sqlite_watch import ThreadWaker
 SQLITE: Final = "sqlite://"
 PATIENT_S: Final = 3.0
 """How long one try to open may take when another one follows: an agent's pods wait for it."""
-__all__ = ["ETCD", "SQLITE", "StoreAccess", "open_store", "read_environment"]
+__all__ = ["ETCD", "SQLITE", "StoreAccess", "list_hosts", "open_store", "read_environment"]
 
 
 def open_store(
@@ -47,6 +47,13 @@ def open_store(
             hint=f"write {SQLITE}/PATH, the absolute path of a file, or {ETCD}HOST:PORT",
         )
     return _open_file(Path(path), open_waker, create=create, patient=patient)
+
+
+def list_hosts(url: str) -> tuple[str, ...]:
+    """Give the names and addresses of the hosts that a store is on; () of a file. Raises InvalidConfiguration."""
+    if not url.startswith(ETCD):
+        return ()
+    return tuple(dict.fromkeys(one.rpartition(":")[0] for one in parse_endpoints(url)))
 
 
 def _open_file(path: Path, open_waker: OpenWaker, *, create: bool, patient: bool) -> Store:

@@ -77,7 +77,7 @@ def make_build(directory: Path, version: int, *, oldest_reader: int) -> Build:
 
 
 def _run(bpf_dir: Path, *, die: bool) -> None:
-    from podwire.datapath import abi, maps, node, upgrade  # noqa: PLC0415 (another build's)
+    from podwire.datapath import abi, conntrack_maps, maps, node, upgrade  # noqa: PLC0415 (another build's)
     from podwire.datapath.node import KernelDatapath  # noqa: PLC0415
     from podwire.kernel.netlink import NetlinkSocket  # noqa: PLC0415
     from tests.kernel.node_world import make_plan  # noqa: PLC0415
@@ -95,7 +95,7 @@ def _run(bpf_dir: Path, *, die: bool) -> None:
         upgrade.replace_programs(netlink, datapath.plan.node_name, *programs)
         flows = [
             [flow.instance, flow.direction, str(flow.source), flow.source_port, flow.value.packets]
-            for flow in maps.list_conntrack(datapath.maps)
+            for flow in conntrack_maps.list_conntrack(datapath.maps)
         ]
         print(
             json.dumps(
@@ -104,7 +104,7 @@ def _run(bpf_dir: Path, *, die: bool) -> None:
                     "programs": [one.id for one in datapath.list_programs()],
                     "seed": maps.read_settings(datapath.maps).hash_seed,
                     "usage": {
-                        str(key): row.conntrack_entries
+                        str(key): sum(row.connections)
                         for key, row in maps.list_usage(datapath.maps)
                     },
                     "flows": flows,

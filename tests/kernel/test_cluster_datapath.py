@@ -761,6 +761,39 @@ def test_the_underlay_is_the_device_with_the_nodes_address(world: KernelWorld) -
     assert world.datapath.read_underlay().mtu_bytes == 1400
 
 
+def test_what_this_host_reaches_by_itself_is_known(world: KernelWorld) -> None:
+    """Addresses and links of every device, and every next hop; nothing of ours, and no single address on a link."""
+    run = world.host.run
+    world.datapath.apply_cluster(make_cluster(1))
+    before = world.datapath.read_underlay().around
+    assert before.gateways == frozenset()
+    run("ip", "link", "add", "other0", "type", "veth", "peer", "name", "other1")
+    run("ip", "link", "set", "other1", "up")
+    run("ip", "address", "add", "172.17.0.1/16", "dev", "other0")
+    run("ip", "address", "add", "fd17::1/64", "dev", "other0", "nodad")
+    run("ip", "link", "set", "other0", "up")
+    run("ip", "route", "add", "10.8.0.0/24", "dev", "other0")
+    run("ip", "route", "add", "10.8.1.7/32", "dev", "other0")
+    run("ip", "route", "add", "10.19.0.0/24", "via", "10.50.0.77")
+    run("ip", "route", "add", "10.10.0.0/24", "via", "inet6", "fd17::9", "dev", "other0")
+    run(
+        *("ip", "route", "add", "10.11.0.0/24", "nexthop", "via", "10.50.0.78"),
+        *("nexthop", "via", "172.17.0.9"),
+    )
+    run("ip", "route", "add", "10.12.0.0/24", "via", "172.17.0.10", "table", "77")
+    run("ip", "-6", "route", "add", "fd18::/64", "via", "fe80::9", "dev", "other0")
+    around = world.datapath.read_underlay().around
+    hops = ("10.50.0.77", "fd17::9", "10.50.0.78", "172.17.0.9", "172.17.0.10")
+    assert {str(one) for one in around.gateways} == set(hops)
+    links = {"172.17.0.0/16", "fd17::/64", "10.8.0.0/24"}
+    assert {str(one) for one in {*around.subnets} - {*before.subnets}} == links
+    assert {ipaddress.ip_network("10.50.0.0/24"), ipaddress.ip_network("fd50::/64")} <= {
+        *before.subnets
+    }
+    assert {str(one) for one in around.own - before.own} == {"172.17.0.1", "fd17::1"}
+    assert {OWN4, OWN6} <= before.own
+
+
 def test_own_addresses_and_mtu_are_followed(world: KernelWorld) -> None:
     world.restart(node_address=None)
     world.host.run("ip", "route", "add", "default", "dev", UNDERLAY)

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from podwire.datapath import abi
+from podwire.datapath import abi, conntrack_maps
 from podwire.datapath import maps as tables
 from podwire.datapath.inventory import remove_everything
 from podwire.datapath.maps import IpcacheEntry
@@ -212,7 +212,10 @@ def test_changed_settings_keep_the_hash_seed(world: KernelWorld) -> None:
 
 
 def test_conntrack_has_a_hash_in_every_slot_with_room_for_all(world: KernelWorld) -> None:
-    sizes = [shard.info.max_entries for shard in tables.open_conntrack_shards(world.datapath.maps)]
+    sizes = [
+        shard.info.max_entries
+        for shard in conntrack_maps.open_conntrack_shards(world.datapath.maps)
+    ]
     assert len(sizes) == abi.CONNTRACK_SHARDS
     assert sum(sizes) >= world.plan.conntrack_entries
 
@@ -309,12 +312,12 @@ def test_a_flow_is_remembered_for_both_ends(world: KernelWorld) -> None:
     first, first_pod = world.attach(7)
     second, _ = world.attach(8)
     assert pings(first_pod, second.ipv4)
-    flows = list(tables.list_conntrack(world.datapath.maps))
+    flows = list(conntrack_maps.list_conntrack(world.datapath.maps))
     assert {(flow.instance, flow.direction) for flow in flows} >= {
         (first.id, abi.Direction.EGRESS),
         (second.id, abi.Direction.INGRESS),
     }
-    assert list(tables.list_conntrack(world.datapath.maps, EndpointId(999))) == []
+    assert list(conntrack_maps.list_conntrack(world.datapath.maps, EndpointId(999))) == []
 
 
 def test_a_container_started_again_at_once_does_not_wait_for_the_reaper(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from podwire.datapath import abi
+from podwire.datapath import abi, conntrack_maps
 from podwire.datapath import maps as tables
 from podwire.datapath.node import KernelDatapath
 from podwire.datapath.node_maps import list_nodes
@@ -101,7 +101,9 @@ def test_a_longer_layout_takes_over_and_gives_back_under_traffic(
     with continuous_traffic(ways) as flows:
         let_flow(flows)
         before = world.datapath.maps, tables.read_settings(world.datapath.maps)
-        known = {(flow.instance, flow.source_port) for flow in tables.list_conntrack(before[0])}
+        known = {
+            (flow.instance, flow.source_port) for flow in conntrack_maps.list_conntrack(before[0])
+        }
         world.datapath.close()
         upgraded = next_build.prepare_node(world.plan.bpf_dir)
         let_flow(flows)
@@ -114,7 +116,8 @@ def test_a_longer_layout_takes_over_and_gives_back_under_traffic(
         assert list_versions(world.plan.bpf_dir) == [THIS]
         assert not set(upgraded["programs"]) & {one.id for one in world.datapath.list_programs()}
         assert {
-            (flow.instance, flow.source_port) for flow in tables.list_conntrack(world.datapath.maps)
+            (flow.instance, flow.source_port)
+            for flow in conntrack_maps.list_conntrack(world.datapath.maps)
         } >= known
         results = [flow.finish() for flow in flows]
     assert results == [[] if isinstance(flow, Datagrams) else "" for flow in flows]
@@ -204,7 +207,7 @@ def test_counters_of_open_flows_go_on_in_the_other_layout(
         let_flow(flows)
         before = {
             (flow.instance, flow.source_port): flow.value.packets[0]
-            for flow in tables.list_conntrack(world.datapath.maps, first.id)
+            for flow in conntrack_maps.list_conntrack(world.datapath.maps, first.id)
         }
         world.datapath.close()
         upgraded = next_build.prepare_node(world.plan.bpf_dir)
@@ -329,7 +332,8 @@ def test_conntrack_is_resized_under_traffic_with_its_flows(
         before = conntrack_keys(world)
         world.restart(conntrack_entries=entries)
         sizes = [
-            shard.info.max_entries for shard in tables.open_conntrack_shards(world.datapath.maps)
+            shard.info.max_entries
+            for shard in conntrack_maps.open_conntrack_shards(world.datapath.maps)
         ]
         let_flow(flows)
         after = conntrack_keys(world)
@@ -339,14 +343,14 @@ def test_conntrack_is_resized_under_traffic_with_its_flows(
     assert after >= before
     assert results == [[], ""]
     counted = Counter(instance for instance, *_ in after)
-    usage = {key: row.conntrack_entries for key, row in tables.list_usage(world.datapath.maps)}
+    usage = {key: sum(row.connections) for key, row in tables.list_usage(world.datapath.maps)}
     assert {first.id: counted[first.id], second.id: counted[second.id]} == usage
 
 
 def conntrack_keys(world: KernelWorld) -> set[tuple[int, str, int, int]]:
     return {
         (flow.instance, flow.direction.name, flow.protocol, flow.source_port)
-        for flow in tables.list_conntrack(world.datapath.maps)
+        for flow in conntrack_maps.list_conntrack(world.datapath.maps)
     }
 
 

@@ -35,7 +35,7 @@ from podwire.kernel.rtnl.tc import FROM_POD_HOOK, TO_POD_HOOK, add_clsact, set_b
 from podwire.kernel.rtnl.vxlan import Vxlan, create_vxlan
 from tests.packet import frames
 from tests.packet.live import LiveHost, LivePod, live_pods
-from tests.packet.rig import TUNNEL_PORT, Endpoint, Rig, open_rig
+from tests.packet.rig import TUNNEL_PORT, Endpoint, Rig, clear_counters, open_rig
 
 pytestmark = pytest.mark.kernel
 
@@ -208,8 +208,9 @@ def nodes(running: tuple[Node, Node]) -> tuple[Node, Node]:
     """Give both nodes with the rows they began with, and without memory."""
     sides = [node.side for node in running]
     for node, other in zip(running, sides[::-1], strict=True):
-        for table in (*node.rig.shards, node.rig.maps["pw_metrics"]):
+        for table in node.rig.shards:
             table.clear()
+        clear_counters(node.rig.maps["pw_metrics"])
         _write_rows(node.rig, node.side, other, node.side.pod.mtu)
     return running
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from podwire.datapath import abi
+from podwire.datapath.maps import split_metrics_index
 from podwire.kernel import bpf
 from podwire.kernel.bpf_program import Packet, Program, open_pinned_program
 from podwire.kernel.netns import namespace
@@ -97,8 +98,9 @@ class Hooks:
         """Give how many packets were dropped so far, by reason."""
         found: dict[abi.DropReason, int] = {}
         for raw, values in self._metrics.items():
-            reason = abi.DropReason(abi.MetricsKey.unpack(raw).reason)
-            if reason:
+            _, number, _ = split_metrics_index(int.from_bytes(raw, "little"))
+            if number and any(values):
+                reason = abi.DropReason(number)
                 cpus = self._metrics.split_cpus(values)
                 packets = sum(abi.Counter.unpack(value).packets for value in cpus)
                 found[reason] = found.get(reason, 0) + packets

@@ -141,10 +141,10 @@ def arrive(
     return arrive_frame(rig, frame_of(inner), vni=vni, outer=outer, mark=mark)
 
 
-def enter(rig: Rig, inner: bytes, *, ingress_ifindex: int = 0) -> Outcome:
+def enter(rig: Rig, inner: bytes, *, ingress_ifindex: int = 0, mark: int = 0) -> Outcome:
     """Let the stack send a packet into the tunnel."""
     frame = frame_of(inner, source=OWN_MAC, destination="0e:70:ff:ff:ff:ff")
-    return rig.run("to_overlay", TUNNEL, frame, ingress_ifindex=ingress_ifindex)
+    return rig.run("to_overlay", TUNNEL, frame, ingress_ifindex=ingress_ifindex, mark=mark)
 
 
 def to(target: Endpoint, segment: Segment, version: int = 4, *, remote: Remote = FAR) -> bytes:

@@ -15,7 +15,7 @@ from typing import Final
 
 from podwire.datapath import abi
 from podwire.datapath.abi import Action, ConfigFlags, Direction, DropReason, IpcacheFlags
-from podwire.datapath.maps import mac_bytes, to_mapped, to_prefix_key
+from podwire.datapath.maps import mac_bytes, split_metrics_index, to_mapped, to_prefix_key
 from podwire.datapath.policy_maps import pack_key
 from podwire.kernel import bpf, netns
 from podwire.kernel.bpf_object import BpfObject
@@ -31,8 +31,11 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 OBJECTS: Final = ROOT / "build" / "bpf"
 PROGRAMS: Final = ("from_pod", "to_pod", "from_overlay", "to_overlay", "from_netdev")
 SHARD_ROWS: Final = 64
+NEW_FLOW_ROWS: Final = 16_384
 QUOTA: Final = 100
 TUNNEL_PORT: Final = 8472
+TUNNEL_MARK: Final = 0x12340001
+NEW_FLOW_RATE: Final = 1 << 20
 GATEWAY_4: Final = "169.254.1.1"
 GATEWAY_6: Final = "fe80::1"
 GSO_BY_FRAGMENTS: Final = 0xFFFF
@@ -168,6 +171,7 @@ class Rig:
     programs: Mapping[str, Program]
     maps: Mapping[str, bpf.Map]
     shards: list[bpf.Map]
+    new_flows: bpf.Map
     events: RingReader
 
     def reset(self) -> None:
@@ -179,7 +183,6 @@ class Rig:
             "pw_usage",
             "pw_ipcache",
             "pw_fragments",
-            "pw_metrics",
             "pw_policy",
             "pw_cidrs",
             "pw_hits",
@@ -187,8 +190,9 @@ class Rig:
             "pw_node_numbers",
         ):
             self.maps[name].clear()
+        clear_counters(self.maps["pw_metrics"])
         self.maps["pw_strangers"].update(ZERO, bytes(abi.USAGE_VALUE_BYTES))
-        for shard in self.shards:
+        for shard in (*self.shards, self.new_flows):
             shard.clear()
         for network, value in IPCACHE.items():
             self.maps["pw_ipcache"].update(
@@ -211,14 +215,23 @@ class Rig:
         """Write the node's knobs."""
         self.maps["pw_settings"].update(
             ZERO,
-            abi.Settings(quota, tunnel_port, 0, 0x5EED, tunnel_ifindex, native_ifindex).pack(),
+            abi.Settings(
+                conntrack_quota=quota,
+                tunnel_port=tunnel_port,
+                flags=0,
+                hash_seed=0x5EED,
+                tunnel_ifindex=tunnel_ifindex,
+                native_ifindex=native_ifindex,
+                tunnel_mark=TUNNEL_MARK,
+                new_flow_rate=NEW_FLOW_RATE,
+            ).pack(),
         )
 
     def write(self, endpoint: Endpoint) -> Endpoint:
         """Write an endpoint's row as the agent does, and its usage row if there is none."""
         key = endpoint.instance.to_bytes(4, "little")
         if self.maps["pw_usage"].lookup(key) is None:
-            self.maps["pw_usage"].update(key, abi.UsageValue(0, 0, 0, 0, 0).pack())
+            self.maps["pw_usage"].update(key, bytes(abi.USAGE_VALUE_BYTES))
         index = endpoint.ifindex.to_bytes(4, "little")
         self.maps["pw_config"].update(index, endpoint.row().pack(), bpf.Update.LOCK)
         return endpoint
@@ -308,7 +321,7 @@ class Rig:
         """Give the remembered flows, of all endpoints or of one."""
         return {
             key: abi.ConntrackValue.unpack(value)
-            for shard in self.shards
+            for shard in (*self.shards, self.new_flows)
             for raw, value in shard.items()
             for key in [abi.ConntrackKey.unpack(raw)]
             if endpoint is None or key.instance == endpoint.instance
@@ -321,7 +334,7 @@ class Rig:
 
     def change_entry(self, key: abi.ConntrackKey, **changes: int) -> None:
         """Rewrite some fields of a remembered flow, in whichever shard it is."""
-        for shard in self.shards:
+        for shard in (*self.shards, self.new_flows):
             found = shard.lookup(key.pack())
             if found is not None:
                 value = abi.ConntrackValue.unpack(found)
@@ -333,25 +346,27 @@ class Rig:
     def forget(self, endpoint: Endpoint) -> None:
         """Lose every flow of an endpoint, as after a crash of the machine's memory of them."""
         for key in self.entries(endpoint):
-            for shard in self.shards:
+            for shard in (*self.shards, self.new_flows):
                 shard.delete(key.pack())
-        usage = abi.UsageValue(0, 0, 0, 0, 0).pack()
+        usage = bytes(abi.USAGE_VALUE_BYTES)
         self.maps["pw_usage"].update(endpoint.instance.to_bytes(4, "little"), usage)
 
     def usage(self, endpoint: Endpoint) -> int:
         """Give how many flows an endpoint is charged with."""
         raw = self.maps["pw_usage"].lookup(endpoint.instance.to_bytes(4, "little"))
         assert raw is not None
-        return abi.UsageValue.unpack(raw).conntrack_entries
+        return sum(abi.UsageValue.unpack(raw).connections)
 
     def metrics(self) -> dict[tuple[abi.Hook, DropReason, abi.Path], tuple[int, int]]:
         """Give (packets, bytes) of each outcome, summed over the CPUs."""
         table = self.maps["pw_metrics"]
         found = {}
         for raw, values in table.items():
-            key = abi.MetricsKey.unpack(raw)
+            if not any(values):
+                continue
+            hook, reason, path = split_metrics_index(int.from_bytes(raw, "little"))
             counters = [abi.Counter.unpack(value) for value in table.split_cpus(values)]
-            where = abi.Hook(key.hook), DropReason(key.reason), abi.Path(key.path)
+            where = abi.Hook(hook), DropReason(reason), abi.Path(path)
             found[where] = (
                 sum(one.packets for one in counters),
                 sum(one.bytes_ for one in counters),
@@ -368,6 +383,13 @@ class Rig:
             taken += list(abi.Event.unpack_all(data))
 
 
+def clear_counters(table: bpf.Map) -> None:
+    """Set the counters of an array back to zero."""
+    for key, values in table.items():
+        if any(values):
+            table.update(key, bytes(len(values)))
+
+
 def make_shards(outer: bpf.Map, rows: int, stack: ExitStack) -> list[bpf.Map]:
     """Fill every slot of pw_conntrack with a hash of its own, as the loader has to."""
     shards = []
@@ -378,10 +400,25 @@ def make_shards(outer: bpf.Map, rows: int, stack: ExitStack) -> list[bpf.Map]:
             key_size=abi.CONNTRACK_KEY_BYTES,
             value_size=abi.CONNTRACK_VALUE_BYTES,
             max_entries=rows,
+            flags=bpf.CreateFlags.NO_PREALLOC,
         )
         shards.append(stack.enter_context(shard))
         outer.update_fd(number.to_bytes(4, "little"), shard.fd)
     return shards
+
+
+def make_new_flows(outer: bpf.Map, rows: int, stack: ExitStack) -> bpf.Map:
+    """Give pw_new_flows its hash, as the loader has to."""
+    made = bpf.create_map(
+        bpf.MapType.LRU_HASH,
+        "pw_new",
+        key_size=abi.CONNTRACK_KEY_BYTES,
+        value_size=abi.CONNTRACK_VALUE_BYTES,
+        max_entries=rows,
+    )
+    stack.enter_context(made)
+    outer.update_fd(ZERO, made.fd)
+    return made
 
 
 def load_objects(
@@ -421,7 +458,9 @@ def make_devices(namespace: Fd) -> None:
 
 
 @contextmanager
-def open_rig(*, build: str = ".test", shard_rows: int = SHARD_ROWS) -> Iterator[Rig]:
+def open_rig(
+    *, build: str = ".test", shard_rows: int = SHARD_ROWS, new_flow_rows: int = NEW_FLOW_ROWS
+) -> Iterator[Rig]:
     """Load the programs and make the devices; everything goes at the end."""
     with ExitStack() as stack:
         namespace = stack.enter_context(netns.open_new())
@@ -429,7 +468,8 @@ def open_rig(*, build: str = ".test", shard_rows: int = SHARD_ROWS) -> Iterator[
         programs, maps = load_objects(PROGRAMS, stack, build=build)
         shards = make_shards(maps["pw_conntrack"], shard_rows, stack)
         events = stack.enter_context(RingReader(maps["pw_events"], record_bytes=abi.EVENT_BYTES))
-        yield Rig(namespace, programs, maps, shards, events)
+        new_flows = make_new_flows(maps["pw_new_flows"], new_flow_rows, stack)
+        yield Rig(namespace, programs, maps, shards, new_flows, events)
 
 
 def egress(instance: int) -> tuple[int, Direction]:

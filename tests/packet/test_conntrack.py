@@ -126,7 +126,8 @@ def test_an_endpoint_over_its_quota_opens_no_flow_and_keeps_those_it_has(rig: Ri
 
 
 def test_a_full_receiver_refuses_without_harm_to_the_sender(rig: Rig) -> None:
-    fill(rig, B, QUOTA)
+    for number in range(QUOTA):
+        rig.sent(SMALL, ipv4(SMALL.ipv4, B.ipv4, udp(10000 + number, 53)))
     outcome = rig.sent(A, to_b(udp(4000, 53)))
     assert (outcome.reason, outcome.decision.instance) == (DropReason.CONNTRACK_QUOTA, B.instance)
     assert rig.usage(A) == 1

@@ -185,11 +185,11 @@ def test_an_established_claim_never_loses_to_a_later_one(newcomers: Any, names: 
 # With the store
 
 
-def started(store: Any, facts: Any, instance: Any = "") -> Any:
+def started(store: Any, facts: Any, instance: Any = "", cluster_cidrs: Any = ()) -> Any:
     """Give the publisher of an agent that has started and published itself."""
     publisher = NodePublisher(store, facts.name, instance or f"instance of {facts.name}")
     publisher.claim(str(facts.addresses[0]))
-    publisher.refuse_contested(facts)
+    publisher.refuse_contested(facts, cluster_cidrs)
     publisher.publish(facts)
     return publisher
 
@@ -227,6 +227,18 @@ def test_a_newcomer_that_wants_what_another_has_is_refused(changes: Any, wanted:
     assert wanted in refused.value.message
     assert "podwire delete node n2" in refused.value.hint
     assert store.get(node_key("n1")) is None
+
+
+def test_what_nobody_believes_of_another_keeps_no_node_from_starting() -> None:
+    """A liar that names everything, by the oldest claim there can be."""
+    store = MemoryStore()
+    everything = nets("10.0.0.0/8", "fd00::/8")
+    liar = NodePublisher(store, "n2", "liar")
+    liar.claim("192.0.2.2")
+    liar.claims = dict.fromkeys(everything, -1000)
+    liar.publish(make(2, pod_cidrs=everything))
+    started(store, make(3), cluster_cidrs=nets("10.244.0.0/16", "fd00::/48"))
+    started(store, make(4))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ OLDER = make(6, blocks={BLOCK: 4}, claims={BLOCK: 2})
 
 def view_of(*peers: Any, own: Any = OWN) -> Any:
     planned = plan_cluster(own, UNDERLAY, peers, OVERLAY, NodeNumbers())
-    return View(own, planned, {one.name: one for one in peers})
+    return View(own, planned)
 
 
 def says(node: Any, epoch: Any = 1, sequence: Any = 1, **pods: Any) -> Any:

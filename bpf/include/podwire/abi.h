@@ -12,7 +12,7 @@
 #include <linux/bpf.h>
 #include <linux/types.h>
 
-#define PW_ABI_VERSION 2
+#define PW_ABI_VERSION 3
 /* The oldest build that may take these rows over, field by field, when a node goes back (docs/restore.md). Raise it
  * together with the version when a new layout's rows mean something else under an old field's name, or need a field
  * that may not be dropped. The hash that chooses a conntrack shard is part of this promise.
@@ -22,6 +22,10 @@
 
 /* skb->mark between two programs of ours: the sender's one has judged both sides already (rule 7) */
 #define PW_MARK_JUDGED 0x70770001
+/* and on a pod's IPv6 fragments in the stack, which forgets the device that they came by (identity.h) */
+#define PW_MARK_POD_PIECE 0x70770002
+/* Bits that others set on what passes the stack: kube-proxy and the kubelet */
+#define PW_MARK_FOREIGN_BITS 0xc000
 
 /* Set in a CIDR's identity when its rows are looked up for a peer that is outside the cluster */
 #define PW_CIDR_WORLD_BIT 0x2000000
@@ -125,7 +129,8 @@ enum pw_ipcache_flags {
 };
 
 enum pw_node_flags {
-	PW_NODE_CLASSIC = 1 << 0, /* speaks VNI 1 and says no identity */
+	PW_NODE_CLASSIC = 1 << 0,   /* speaks VNI 1 and says no identity */
+	PW_NODE_ENCRYPTED = 1 << 1, /* what goes there has to be encrypted on the way */
 };
 
 enum pw_tcp_state {
@@ -144,6 +149,16 @@ enum pw_conntrack_flags {
 	PW_CONNTRACK_PICKED_UP = 1 << 3,  /* began in mid-stream: stays on the stack (rule 3) */
 	PW_CONNTRACK_EXPIRED = 1 << 4,	  /* the collector deletes it on its next round */
 	PW_CONNTRACK_TRANSLATED = 1 << 5, /* by the stack: shows answers the way, allows nothing */
+	PW_CONNTRACK_NEW = 1 << 6,	  /* stands in pw_new_flows */
+	PW_CONNTRACK_LEFT =
+		1 << 7, /* for good: its flow stands elsewhere, or its ports are another's */
+};
+
+/* What a row of conntrack stands for. A flow that a service translates has two, which go together. */
+enum pw_conntrack_kind {
+	PW_CONNTRACK_PLAIN = 0,
+	PW_CONNTRACK_SERVICE = 1,     /* the tuple as the pod has it: to the service */
+	PW_CONNTRACK_OF_BACK_END = 2, /* the tuple as the back end has it */
 };
 
 /* What a row of pw_policy says. Anything else denies. */
@@ -170,12 +185,14 @@ enum pw_action {
 
 /* node-wide knobs, one row */
 struct pw_settings {
-	__u32 conntrack_quota; /* entries per endpoint */
-	__u32 tunnel_port;     /* guarded UDP port, 0 = none */
+	__u32 conntrack_quota; /* connections that an endpoint opened, and as many that others opened to it */
+	__u32 tunnel_port; /* guarded UDP port, 0 = none */
 	__u32 flags;
 	__u32 hash_seed; /* random, chosen once: entries are found under it as long as they live */
 	__u32 tunnel_ifindex; /* the flow-based tunnel device, 0 = none */
 	__u32 native_ifindex; /* where native packets pass by the stack, 0 = nowhere */
+	__u32 tunnel_mark; /* random, chosen once: on what enters the tunnel by a program of ours */
+	__u32 new_flow_rate; /* flows each second that an endpoint's side is remembered for */
 };
 
 struct pw_endpoint_key {
@@ -265,7 +282,9 @@ struct pw_conntrack_key {
 	__be16 dport_be;
 };
 
-/* policy_revision and peer_identity are one judgement: written and compared as one 8-byte word (rule 6). */
+/* policy_revision and peer_identity are one judgement: written and compared as one 8-byte word (rule 6). Rows of
+ * pw_conntrack and of pw_new_flows have one form.
+ */
 struct pw_conntrack_value {
 	__u64 last_seen_ns; /* CLOCK_MONOTONIC at the last tick */
 	__u32 policy_revision;
@@ -282,6 +301,12 @@ struct pw_conntrack_value {
 	__be16 nat_sport_be;
 	__be16 nat_dport_be;
 	__u8 nat_addr[16];
+	__u32 tag; /* of the row's own key: who holds a row that was given to another flow sees it */
+	__u32 charged; /* 1 = it counts among its endpoint's connections */
+	__u32 answer; /* TCP: sequence number of the SYN-ACK; else when the first answer came, in ms */
+	__u32 backend;
+	__u8 kind; /* enum pw_conntrack_kind */
+	__u8 pad[7];
 };
 
 struct pw_fragment_key {
@@ -302,13 +327,20 @@ struct pw_fragment_value {
 	__u16 pad;
 };
 
-/* key: u32 instance. While this row exists the instance may have conntrack entries; without it they are collected. */
+/* key: u32 instance. While this row exists the instance may have conntrack entries; without it they are collected.
+ * Pairs are of the flows that it opened (PW_EGRESS) and of those that others opened to it (PW_INGRESS).
+ */
 struct pw_usage_value {
-	__u32 conntrack_entries;
-	__u32 event_second; /* that `drops` and `passes` count, of CLOCK_BOOTTIME */
-	__u16 drops;	    /* told in that second */
-	__u16 passes;	    /* told in that second: traces and verdicts */
-	__u32 events_lost;  /* since the last event that was sent */
+	__u32 connections[2];  /* in pw_conntrack, each within the quota */
+	__u32 tokens[2];       /* new flows that are remembered before the next refill */
+	__u64 refilled_ns[2];  /* CLOCK_MONOTONIC at the last tick */
+	__u64 unremembered[2]; /* new flows that passed beyond the tokens */
+	__u64 unprotected[2];  /* connections that stayed among the new flows for want of room */
+	__u32 event_second;    /* that `drops` and `passes` count, of CLOCK_BOOTTIME */
+	__u16 drops;	       /* told in that second */
+	__u16 passes;	       /* told in that second: traces and verdicts */
+	__u32 events_lost;     /* since the last event that was sent */
+	__u32 pad;
 };
 
 /* What the collector tells of itself; stands in the map pw_ct_timer behind the 16 bytes of its timer. */
@@ -319,12 +351,10 @@ struct pw_collection {
 	__u64 ticks; /* one shard each: ticks % PW_CONNTRACK_SHARDS is the next one */
 };
 
-struct pw_metrics_key {
-	__u8 hook;
-	__u8 reason; /* enum pw_drop_reason; 0 = passed */
-	__u8 path;
-	__u8 pad;
-};
+/* The index of a counter in pw_metrics is (hook * PW_METRICS_REASONS + reason) * PW_METRICS_PATHS + path. */
+#define PW_METRICS_HOOKS   6
+#define PW_METRICS_REASONS 48
+#define PW_METRICS_PATHS   5
 
 struct pw_counter {
 	__u64 packets;
@@ -355,8 +385,9 @@ struct pw_event {
 	__be16 dport_be;
 	__u8 saddr[16];
 	__u8 daddr[16];
+	__u8 original_daddr[16]; /* before a service was translated, all zero = it was not */
+	__be16 original_dport_be;
 	__u8 source_mac[6];
-	__u8 pad3[2];
 };
 
 /* Test builds only (map pw_decision): what the last packet came to, for test runs cannot see it (rule 19). */

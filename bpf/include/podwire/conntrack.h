@@ -53,7 +53,7 @@ static __always_inline void remove_entry(void *shard, const struct pw_conntrack_
 		return;
 	usage = bpf_map_lookup_elem(&pw_usage, &instance);
 	if (usage)
-		__sync_fetch_and_add(&usage->conntrack_entries, -1);
+		__sync_fetch_and_add(&usage->connections[key->direction & 1], -1);
 }
 
 /* The collector marks what is over and deletes it a round later; what is marked is over for everyone. */
@@ -162,14 +162,14 @@ static __noinline int insert_entry(const struct pw_conntrack_key *key,
 	usage = bpf_map_lookup_elem(&pw_usage, &instance);
 	if (!settings || !usage || !shard)
 		return PW_DROP_INTERNAL;
-	if ((__s32)usage->conntrack_entries >= (__s32)settings->conntrack_quota)
+	if ((__s32)usage->connections[key->direction & 1] >= (__s32)settings->conntrack_quota)
 		return PW_DROP_CONNTRACK_QUOTA;
 	failure = bpf_map_update_elem(shard, key, entry, BPF_NOEXIST);
 	if (failure == -EEXIST)
 		return 0;
 	if (failure)
 		return failure == -E2BIG ? PW_DROP_CONNTRACK_FULL : PW_DROP_INTERNAL;
-	__sync_fetch_and_add(&usage->conntrack_entries, 1);
+	__sync_fetch_and_add(&usage->connections[key->direction & 1], 1);
 	return 0;
 }
 

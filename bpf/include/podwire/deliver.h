@@ -75,7 +75,7 @@ static __always_inline void clean_up(struct __sk_buff *skb)
 
 /* The receiver's verdict, its entry, its frame. `row` and `match` are the receiver's, which is flow->target. */
 static __always_inline int admit(struct __sk_buff *skb, struct pw_flow *flow,
-				 const struct pw_row *row, struct pw_match *match,
+				 const struct pw_config_value *row, struct pw_match *match,
 				 struct pw_conntrack_value *entry)
 {
 	int reason = judge(skb, flow, row, match, entry) ?:
@@ -151,6 +151,8 @@ static __always_inline int deliver(struct __sk_buff *skb, struct pw_flow *flow,
 				   struct pw_conntrack_value *there)
 {
 	if (flow->path == PW_PATH_STACK) {
+		if (flow->flags & PW_PACKET_FRAGMENT && flow->ethertype == ETH_P_IPV6)
+			skb->mark = PW_MARK_POD_PIECE;
 		flow->action = PW_ACTION_STACK;
 		return 0;
 	}

@@ -6,7 +6,7 @@
 #include <podwire/flow.h>
 
 /* Copies the row of a host device under its lock (rule 20): an update in place is seen whole or not at all. */
-static __always_inline int copy_row(__u32 ifindex, struct pw_row *row)
+static __always_inline int copy_row(__u32 ifindex, struct pw_config_value *row)
 {
 	struct pw_config_value *live = bpf_map_lookup_elem(&pw_config, &ifindex);
 
@@ -15,7 +15,7 @@ static __always_inline int copy_row(__u32 ifindex, struct pw_row *row)
 	bpf_spin_lock(&live->lock);
 	row->ifindex = live->ifindex;
 	__builtin_memcpy(&row->instance, &live->instance,
-			 sizeof(*row) - offsetof(struct pw_row, instance));
+			 sizeof(*row) - offsetof(struct pw_config_value, instance));
 	bpf_spin_unlock(&live->lock);
 	/* a row that was deleted and given to another device since the lookup */
 	if (row->ifindex != ifindex)

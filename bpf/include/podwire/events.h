@@ -13,20 +13,15 @@
 #define PW_TRACES_PER_SECOND   400 /* verdicts of a watched endpoint included; they may go beyond */
 #define PW_NS_PER_SECOND       1000000000ULL
 
-/* One row per hook, reason and path, made on its first packet. */
+_Static_assert(PW_DROP_REASONS <= PW_METRICS_REASONS, "every reason has a counter");
+
 static __always_inline void count_packet(const struct pw_flow *flow, __u32 bytes, __u8 reason)
 {
-	struct pw_metrics_key key = {.hook = flow->hook, .reason = reason, .path = flow->path};
-	struct pw_counter *counter = bpf_map_lookup_elem(&pw_metrics, &key);
+	__u32 index = (flow->hook * PW_METRICS_REASONS + reason) * PW_METRICS_PATHS + flow->path;
+	struct pw_counter *counter = bpf_map_lookup_elem(&pw_metrics, &index);
 
-	if (!counter) {
-		struct pw_counter first = {};
-
-		bpf_map_update_elem(&pw_metrics, &key, &first, BPF_NOEXIST);
-		counter = bpf_map_lookup_elem(&pw_metrics, &key);
-		if (!counter)
-			return;
-	}
+	if (!counter)
+		return;
 	counter->packets += 1;
 	counter->bytes += bytes;
 }

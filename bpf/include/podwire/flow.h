@@ -54,28 +54,6 @@ struct pw_match {
 	bool translated;     /* its tuple is what the stack made of another one */
 };
 
-/* A copy of a row of pw_config, which has its lock where `reserved` is: a lock may stand in a live row only. */
-struct pw_row {
-	__u32 reserved;
-	__u32 ifindex;
-	__u32 instance;
-	__u32 identity;
-	__u32 slot;
-	__u32 policy_revision;
-	__u32 mtu;
-	__u32 flags;
-	__u32 default_rule_egress;
-	__u32 default_rule_ingress;
-	__u8 ipv6[16];
-	__u8 ipv4[4];
-	__u8 pod_mac[6];
-	__u8 host_mac[6];
-} __attribute__((aligned(8)));
-
-_Static_assert(sizeof(struct pw_row) == sizeof(struct pw_config_value), "one row, two types");
-_Static_assert(offsetof(struct pw_row, host_mac) == offsetof(struct pw_config_value, host_mac),
-	       "one row, two types");
-
 /* What is to be told of one endpoint's verdict. */
 enum pw_said {
 	PW_SAID_ANEW = 1 << 0,	  /* its policy was asked, not a memory */
@@ -84,8 +62,8 @@ enum pw_said {
 };
 
 struct pw_flow {
-	struct pw_row row;    /* the endpoint whose device this is */
-	struct pw_row target; /* the local endpoint it goes to, if `local` */
+	struct pw_config_value row;    /* the endpoint whose device this is */
+	struct pw_config_value target; /* the local endpoint it goes to, if `local` */
 	struct pw_conntrack_key
 		key; /* the packet's tuple; instance and direction of the side that is judged */
 	__u32 fragment_id;
@@ -122,12 +100,14 @@ struct pw_flow {
 	__u8 sender_said; /* of the verdict at `row`, once `target` has spoken */
 };
 
-/* Not shared and never pinned, as every map called own_*: its layout is the object's own affair. */
+/* Not shared and never pinned, as every map called own_*: its layout is the object's own affair. Bytes to the kernel,
+ * which would take the copies of rows for rows with locks.
+ */
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
 	__uint(max_entries, 1);
-	__type(key, __u32);
-	__type(value, struct pw_flow);
+	__uint(key_size, sizeof(__u32));
+	__uint(value_size, sizeof(struct pw_flow));
 } own_flow SEC(".maps");
 
 /* This CPU's, emptied: what the last packet left in it is nobody's business. */
@@ -199,7 +179,7 @@ static __always_inline __be32 mapped_ipv4(const void *address)
 	return ((const __u32 *)address)[3];
 }
 
-static __always_inline bool has_address(const struct pw_row *row, const void *address)
+static __always_inline bool has_address(const struct pw_config_value *row, const void *address)
 {
 	if (is_mapped_ipv4(address)) {
 		__be32 own_be = *(const __be32 *)row->ipv4;

@@ -35,7 +35,7 @@ static __always_inline void set_all_nodes(void *address)
 }
 
 /* Is it a request of this pod for the gateway, or its probe whether somebody has that address (RFC 5227)? */
-static __always_inline bool is_own_arp(const struct pw_row *row, const struct pw_arp *arp)
+static __always_inline bool is_own_arp(const struct pw_config_value *row, const struct pw_arp *arp)
 {
 	__be32 sender, target;
 

@@ -68,6 +68,21 @@ static __always_inline bool is_from_this_host(struct __sk_buff *skb, const struc
 	return !(flow->flags & PW_PACKET_FRAGMENT) || skb->sk;
 }
 
+/* The device of the pod that a packet of the stack came from; 0 = another one's, or this host's. Where IPv6 cuts a packet
+ * again that it had put together from pieces, it forgets the device, but not the mark that from_pod gives to pieces: the
+ * pod's address tells then.
+ */
+static __always_inline __u32 sender_device(struct __sk_buff *skb, const struct pw_flow *flow)
+{
+	const struct pw_endpoint_value *endpoint;
+
+	if (skb->ingress_ifindex || !(flow->flags & PW_PACKET_FRAGMENT) ||
+	    (skb->mark & ~PW_MARK_FOREIGN_BITS) != PW_MARK_POD_PIECE)
+		return skb->ingress_ifindex;
+	endpoint = bpf_map_lookup_elem(&pw_endpoints, flow->key.saddr);
+	return endpoint ? endpoint->ifindex : 0;
+}
+
 /* The identity of a sender beyond this host. An address of a node stands for everybody who was masqueraded behind it,
  * and one of our own blocks that comes from elsewhere is forged: both count as the world.
  */
@@ -85,13 +100,69 @@ static __noinline int address_identity(const struct pw_flow *flow)
  * way. `sender` is room for a row.
  */
 static __always_inline __u32 stack_identity(struct __sk_buff *skb, const struct pw_flow *flow,
-					    struct pw_row *sender)
+					    struct pw_config_value *sender)
 {
+	__u32 ifindex = sender_device(skb, flow);
+
 	if (is_from_this_host(skb, flow))
 		return PW_IDENTITY_HOST;
-	if (skb->ingress_ifindex && !copy_row(skb->ingress_ifindex, sender))
+	if (ifindex && !copy_row(ifindex, sender))
 		return sender->instance == flow->row.instance ? PW_IDENTITY_SELF : sender->identity;
 	return address_identity(flow);
+}
+
+/* The identity that a pod's address has now, at `node` if that is not 0; 0 = it is none, or nobody has told us yet whose.
+ */
+static __noinline __u32 pod_identity(const void *address, __u32 node)
+{
+	const struct pw_endpoint_value *endpoint;
+	const struct pw_config_value *row;
+	const struct pw_ipcache_value *prefix;
+	struct pw_endpoint_key key;
+	__u32 ifindex;
+
+	copy_address(key.addr, address);
+	endpoint = bpf_map_lookup_elem(&pw_endpoints, &key);
+	if (endpoint) {
+		ifindex = endpoint->ifindex;
+		row = bpf_map_lookup_elem(&pw_config, &ifindex);
+		return row && row->instance == endpoint->instance && !node ? row->identity : 0;
+	}
+	prefix = find_prefix(address);
+	if (!prefix || (node && prefix->node != node) ||
+	    prefix->flags & (PW_IPCACHE_NODE_ADDRESS | PW_IPCACHE_LOCAL) ||
+	    prefix->identity == PW_IDENTITY_HOST || prefix->identity == PW_IDENTITY_UNMANAGED)
+		return 0;
+	return prefix->identity;
+}
+
+/* Those of pods, which may become others. */
+static __always_inline bool may_change(__u32 identity)
+{
+	switch (identity) {
+	case PW_IDENTITY_UNKNOWN:
+	case PW_IDENTITY_HOST:
+	case PW_IDENTITY_WORLD:
+	case PW_IDENTITY_REMOTE_NODE:
+	case PW_IDENTITY_SELF:
+		return false;
+	default:
+		return true;
+	}
+}
+
+/* Who the other end of an answer is now, or a stream in which only one side speaks would outlive what its peer was
+ * (rule 6). Behind the address of a node or a service, and where its address has gone to another node, it stays who the
+ * entry says.
+ */
+static __always_inline __u32 present_identity(const void *address,
+					      const struct pw_conntrack_value *entry)
+{
+	__u32 node = entry->path == PW_PATH_TUNNEL ? entry->node : 0;
+
+	if (!may_change(entry->peer_identity))
+		return entry->peer_identity;
+	return pod_identity(address, node) ?: entry->peer_identity;
 }
 
 #endif

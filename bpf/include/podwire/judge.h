@@ -95,8 +95,8 @@ static __always_inline __be16 asked_port(const struct pw_flow *flow, const struc
  * as that (rule 3).
  */
 static __always_inline void judge_reversed(const struct pw_flow *flow, struct pw_match *match,
-					   const struct pw_row *row, struct pw_question *question,
-					   struct pw_verdict *verdict)
+					   const struct pw_config_value *row,
+					   struct pw_question *question, struct pw_verdict *verdict)
 {
 	struct pw_verdict reversed = {};
 
@@ -112,7 +112,7 @@ static __always_inline void judge_reversed(const struct pw_flow *flow, struct pw
 }
 
 PW_CHECKED_ALONE int judge_anew(struct __sk_buff *skb, struct pw_flow *flow,
-				const struct pw_row *row, struct pw_match *match,
+				const struct pw_config_value *row, struct pw_match *match,
 				struct pw_conntrack_value *entry)
 {
 	struct pw_question question = {};
@@ -147,7 +147,7 @@ PW_CHECKED_ALONE int judge_anew(struct __sk_buff *skb, struct pw_flow *flow,
 
 /* Asks one endpoint about the packet. match->peer_identity is that of the other end as it is now. */
 static __always_inline int judge(struct __sk_buff *skb, struct pw_flow *flow,
-				 const struct pw_row *row, struct pw_match *match,
+				 const struct pw_config_value *row, struct pw_match *match,
 				 struct pw_conntrack_value *entry)
 {
 	flow->instance = row->instance;

@@ -5,9 +5,10 @@
  * 1. Capacities of pw_endpoints, pw_config, pw_usage and pw_ipcache may be chosen before the load. Every map is pinned
  *    under its own name; a pinned one is reused, never made again while a program uses it.
  * 2. pw_settings[0] is written before anything else, with a random hash_seed. The seed stays as long as the pin does.
- * 3. Each of the PW_CONNTRACK_SHARDS slots of pw_conntrack gets a hash of its own (flags 0: preallocated; key
- *    pw_conntrack_key, value pw_conntrack_value; capacity = conntrack_entries / PW_CONNTRACK_SHARDS). A slot that is
- *    filled is never replaced: its flows would be forgotten. An empty slot refuses new flows (PW_DROP_INTERNAL).
+ * 3. Each of the PW_CONNTRACK_SHARDS slots of pw_conntrack gets a hash of its own (BPF_F_NO_PREALLOC; key
+ *    pw_conntrack_key, value pw_conntrack_value; capacity = conntrack_entries / PW_CONNTRACK_SHARDS), and slot 0 of
+ *    pw_new_flows an LRU hash of such rows. A slot that is replaced has its rows copied: they would be forgotten. An
+ *    empty slot remembers nothing.
  * 4. conntrack_gc_start is run once by a test run (any frame, repeat 1); running it again is harmless, and is how a
  *    newer collector takes over. From then on collection needs neither the agent nor a pin of the program; it lives as
  *    long as the pin of pw_ct_timer.
@@ -117,12 +118,13 @@ struct {
 	__type(value, __u32);
 } pw_node_numbers SEC(".maps");
 
-/* What a slot of pw_conntrack holds: tuple -> flow. Written by the programs, emptied by the collector. Preallocated and
- * no LRU, or one port scan would erase a node's rights to reply (rule 4).
+/* What a slot of pw_conntrack holds: tuple -> connection. Written by the programs, emptied by the collector. No LRU, or
+ * one port scan would erase a node's rights to reply (rule 4); memory is taken as rows come.
  */
 struct pw_conntrack_shard {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 2048);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
 	__uint(key_size, sizeof(struct pw_conntrack_key));
 	__uint(value_size, sizeof(struct pw_conntrack_value));
 };
@@ -135,15 +137,61 @@ struct {
 	__array(values, struct pw_conntrack_shard);
 } pw_conntrack SEC(".maps");
 
-/* fragmented packet -> the ports that only its first fragment tells. Written and read by the programs; LRU, because
- * fragments that lose their first one are lost anyway.
+/* What slot 0 of pw_new_flows holds: tuple -> flow that is no connection yet. Written by the programs; new flows push
+ * out new flows and nothing else. No row is ever deleted: its memory would be given to another flow under a reader.
+ */
+struct pw_new_flow_hash {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 16384);
+	__uint(key_size, sizeof(struct pw_conntrack_key));
+	__uint(value_size, sizeof(struct pw_conntrack_value));
+};
+
+/* 0 -> hash of new flows. A map of maps, so that its size can be changed under running programs. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__array(values, struct pw_new_flow_hash);
+} pw_new_flows SEC(".maps");
+
+/* Datagrams in pieces of one endpoint that one direction keeps the ports of: sets, chosen by what names the datagram,
+ * with some ways each. A piece is seldom far from the first one: ways are used in turn.
+ */
+#define PW_FRAGMENT_SETS 8
+#define PW_FRAGMENT_WAYS 4
+
+struct pw_fragment {
+	struct pw_fragment_key key;
+	struct pw_fragment_value value;
+};
+
+struct pw_fragments_value {
+	struct bpf_spin_lock lock;
+	__u32 next; /* the way that is overwritten next */
+	struct pw_fragment kept[2][PW_FRAGMENT_SETS][PW_FRAGMENT_WAYS]; /* by direction, set, way */
+};
+
+/* instance -> the ports that only first fragments tell; 0: of packets that belong to no endpoint. Room for each, so that
+ * no flood of one costs another anything (rule 26). Made and used by the programs; removed with the endpoint by the agent.
  */
 struct {
-	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 8192);
-	__type(key, struct pw_fragment_key);
-	__type(value, struct pw_fragment_value);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, __u32);
+	__type(value, struct pw_fragments_value);
 } pw_fragments SEC(".maps");
+
+/* What a row of pw_fragments begins as: bytes, because what has a lock is no source of an update. The object's own, as
+ * every map called own_*.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__uint(value_size, sizeof(struct pw_fragments_value));
+} own_no_fragments SEC(".maps");
 
 /* instance -> how much of the shared things it uses. The row is made and removed by the agent, counted by the programs
  * and the collector.
@@ -163,13 +211,11 @@ struct {
 	__type(value, struct pw_usage_value);
 } pw_strangers SEC(".maps");
 
-/* hook, reason, path -> packets and bytes, on each CPU. Written by the programs, read by the agent. Holds every
- * combination that can occur.
- */
+/* index made of hook, reason and path -> packets and bytes, on each CPU. Written by the programs, read by the agent. */
 struct {
-	__uint(type, BPF_MAP_TYPE_PERCPU_HASH);
-	__uint(max_entries, 1024);
-	__type(key, struct pw_metrics_key);
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, PW_METRICS_HOOKS *PW_METRICS_REASONS *PW_METRICS_PATHS);
+	__type(key, __u32);
 	__type(value, struct pw_counter);
 } pw_metrics SEC(".maps");
 

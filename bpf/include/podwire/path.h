@@ -12,7 +12,8 @@
 #define PW_GSO_BY_FRAGMENTS 0xffff /* gso_size where every piece has a size of its own (SCTP) */
 
 /* Which endpoint's edge the packet is about to cross: what conntrack is asked and told from here on. */
-static __always_inline void stand_at(struct pw_flow *flow, const struct pw_row *row, __u8 direction)
+static __always_inline void stand_at(struct pw_flow *flow, const struct pw_config_value *row,
+				     __u8 direction)
 {
 	flow->key.instance = row->instance;
 	flow->key.direction = direction;
@@ -48,7 +49,7 @@ static __always_inline void keep_to_tunnel(struct pw_flow *flow,
 }
 
 /* Fills the identity of the other end, and where it is. What goes back through the stack may be translated there, and
- * what came by the tunnel said itself who it is: its other end is who the entry says.
+ * what came by the tunnel said itself who it is: the entry knows, as long as its address tells nothing newer.
  */
 PW_CHECKED_ALONE int resolve_destination(struct pw_flow *flow,
 					 const struct pw_conntrack_value *entry)
@@ -60,7 +61,7 @@ PW_CHECKED_ALONE int resolve_destination(struct pw_flow *flow,
 		return PW_DROP_INTERNAL;
 	tunnel = answers_by(&flow->here, entry, PW_PATH_TUNNEL);
 	if (tunnel || answers_by(&flow->here, entry, PW_PATH_STACK)) {
-		flow->destination_identity = entry->peer_identity;
+		flow->destination_identity = present_identity(flow->key.daddr, entry);
 		if (tunnel)
 			answer_node(flow, entry->node);
 		return 0;
@@ -168,6 +169,17 @@ static __always_inline int guard_tunnel_port(const struct pw_flow *flow)
 	return settings->tunnel_port && bpf_ntohs(flow->key.dport_be) == settings->tunnel_port
 		       ? PW_DROP_TUNNEL_PORT
 		       : 0;
+}
+
+/* A pod that asked from that port is answered: at its address there is no tunnel. */
+static __always_inline int guard_tunnel_ends(const struct pw_flow *flow,
+					     const struct pw_conntrack_value *entry)
+{
+	int reason = guard_tunnel_port(flow);
+
+	if (reason && entry && flow->here.reply && is_pod_address(flow->key.daddr))
+		return 0;
+	return reason;
 }
 
 /* `here` and `there` are what the sender and, for a local pod, the receiver remember. */

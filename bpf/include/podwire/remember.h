@@ -50,7 +50,7 @@ static __always_inline void forget_reversed(struct pw_conntrack_key *key)
 }
 
 /* A flow that was picked up as an answer is remembered as what it answers. */
-PW_CHECKED_ALONE int make_entry(struct pw_flow *flow, const struct pw_row *row,
+PW_CHECKED_ALONE int make_entry(struct pw_flow *flow, const struct pw_config_value *row,
 				const struct pw_match *match)
 {
 	struct pw_conntrack_value entry;
@@ -102,7 +102,7 @@ static __always_inline void keep_alive(const struct pw_flow *flow, const struct 
 }
 
 /* flow->key must be that of the side which `row` and `match` stand for. */
-static __always_inline int remember(struct pw_flow *flow, const struct pw_row *row,
+static __always_inline int remember(struct pw_flow *flow, const struct pw_config_value *row,
 				    struct pw_match *match, struct pw_conntrack_value *entry)
 {
 	if (match->related)

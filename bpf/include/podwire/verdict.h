@@ -85,7 +85,8 @@ ask_slot(__u32 slot, const struct pw_question *question, __u32 cidr)
 }
 
 /* By the slot that the row names, else by the default of the direction. */
-static __always_inline void ask_rules(const struct pw_row *row, const struct pw_question *question,
+static __always_inline void ask_rules(const struct pw_config_value *row,
+				      const struct pw_question *question,
 				      struct pw_verdict *verdict)
 {
 	bool inwards = question->direction == PW_INGRESS;
@@ -115,8 +116,8 @@ static __always_inline void ask_rules(const struct pw_row *row, const struct pw_
 }
 
 /* An endpoint may always talk to itself, and the host may come in where the row says so (probes). */
-PW_CHECKED_ALONE int policy_verdict(const struct pw_row *row, const struct pw_question *question,
-				    struct pw_verdict *verdict)
+PW_CHECKED_ALONE int policy_verdict(const struct pw_config_value *row,
+				    const struct pw_question *question, struct pw_verdict *verdict)
 {
 	if (!row || !question || !verdict)
 		return 0;

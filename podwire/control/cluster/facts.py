@@ -39,9 +39,9 @@ CIDRS_ANNOTATION: Final = "podwire.io/pod-cidrs"
 
 _MAC: Final = re.compile(r"[0-9a-f]{2}(?::[0-9a-f]{2}){5}")
 _SMALLEST_PREFIX: Final = 8
-_NEVER_PODS: Final[Sequence[IPNetwork]] = tuple(
+NEVER_PODS: Final[Sequence[IPNetwork]] = tuple(
     ipaddress.ip_network(text)
-    for text in ("0.0.0.0/8", "127.0.0.0/8", "169.254.0.0/16", "224.0.0.0/4")
+    for text in ("0.0.0.0/8", "127.0.0.0/8", "169.254.0.0/16", "224.0.0.0/4", "255.255.255.255/32")
 ) + tuple(ipaddress.ip_network(text) for text in ("::/127", "fe80::/10", "ff00::/8"))
 
 
@@ -183,7 +183,7 @@ def find_range_fault(network: IPNetwork) -> str:
     """Say why a range can be no node's pods', "" when it can."""
     if network.prefixlen < _SMALLEST_PREFIX:
         return f"which is larger than a /{_SMALLEST_PREFIX}"
-    for other in _NEVER_PODS:
+    for other in NEVER_PODS:
         if network.version == other.version and network.overlaps(other):
             return f"which overlaps {other} (never a pod's)"
     return ""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network
 from typing import Final
 
+from podwire.control.cluster.reading import EPOCH_MAX
 from podwire.model.cluster import Claimed, IPAddress, IPNetwork, NodeFacts
 
 UNNUMBERED: Final = 0
@@ -98,7 +99,8 @@ def number_claims(
     taken over: it gets the number before theirs. A range stays with the name that has it: its pods are there.
     """
     highest = max((number for one in others for number in one.claims.values()), default=UNNUMBERED)
-    following = max(highest, *before.values(), UNNUMBERED) + 1
+    # A node that says the highest number there is must not make the next one unreadable for all others.
+    following = min(max(highest, *before.values(), UNNUMBERED) + 1, EPOCH_MAX)
     numbers: dict[Claimed, int] = {}
     for one in wanted:
         number = before.get(one, following)
@@ -108,7 +110,7 @@ def number_claims(
             if one in other.addresses and other.claims.get(one, UNNUMBERED) <= number
         }
         if rivals and not rivals.keys() & living:
-            number = min(rivals.values()) - 1
+            number = max(min(rivals.values()) - 1, -EPOCH_MAX)
         numbers[one] = number
     return numbers
 

@@ -1,15 +1,17 @@
 """From what nodes say of themselves to what this node's kernel shall hold because of them.
 
 Called by `agent.duties.cluster.duty` with every change of a node. Pure: everything comes in, a new plan goes out.
-Invariants: the plan does not depend on the order of the nodes; a node that goes takes only its own rows with it; a
-node's number is never that of another name; nothing that two nodes claim is sent to both.
+Invariants: the plan does not depend on the order of the nodes; a node that goes takes only its own rows with it, and
+lets what its claims held off stand again; a node's number is never that of another name; nothing that two nodes claim
+is sent to both.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
+from podwire.control.cluster.belief import Belief, Grants, believe_nodes, is_within
 from podwire.control.cluster.ownership import (
     Problem,
     claimed_ranges,
@@ -83,6 +85,10 @@ class Planned:
     numbers: NodeNumbers
     reaches: Mapping[str, Reach]
     """By name: nodes whose pods' identities may be believed."""
+    facts: Mapping[str, NodeFacts]
+    """By name: what is believed of what the other nodes say of themselves."""
+    belief: Belief
+    """By which it was decided."""
     cidr_owners: Mapping[tuple[int, int, int], str] = field(default_factory=dict)
     """Whose each range of a node is that stands, by `claims.network_key`; blocks are lent, so they are not here."""
     lost: str = ""
@@ -95,13 +101,17 @@ def plan_cluster(
     peers: Iterable[NodeFacts],
     settings: ClusterSettings,
     numbers: NodeNumbers,
+    grants: Grants | None = None,
 ) -> Planned:
     """Compute the plan. `peers` are all other nodes, each name once; `numbers` what the last plan gave."""
     others = sorted(peers, key=lambda one: one.name)
     numbers = numbers.extend(one.name for one in others)
-    outcome = settle(own, others)
+    belief, believed, problems = believe_nodes(
+        _make_belief(own, underlay, settings, grants or Grants()), others
+    )
+    outcome = settle(own, believed)
     tunnel, found = _plan_tunnel(own, settings, bool(others))
-    problems = outcome.problems | found
+    problems |= outcome.problems | found
     twins = _find_twins(own, others, problems)
     context = Context(own, underlay, settings, outcome, twins, tunnel is not None)
     if others and not own.addresses:
@@ -119,14 +129,16 @@ def plan_cluster(
             route for reach in reaches.values() for route in _compute_routes(context, reach)
         ),
         pod_mtu_bytes=_compute_pod_mtu(context, tunnel, reaches.values()),
-        inside=_compute_inside(context, others),
+        inside=_compute_inside(context, believed),
     )
     return Planned(
         plan,
         tuple(sorted(problems)),
         numbers,
         reaches,
-        find_cidr_owners(others, outcome),
+        {one.name: one for one in believed},
+        belief,
+        find_cidr_owners(believed, outcome),
         describe_lost(outcome),
     )
 
@@ -136,6 +148,18 @@ def route_to_pod(own: NodeFacts, reach: Reach, address: IPAddress) -> HostRoute 
     if any(address in network for network in reach.ranges):
         return None
     return _route(own, reach, single(address))
+
+
+def _make_belief(
+    own: NodeFacts, underlay: Underlay, settings: ClusterSettings, grants: Grants
+) -> Belief:
+    around = replace(
+        underlay.around,
+        own=underlay.around.own | {*own.addresses},
+        subnets=tuple(dict.fromkeys((*underlay.around.subnets, *underlay.connected))),
+    )
+    own_ranges = tuple(network for network, _ in claimed_ranges(own))
+    return Belief(own.name, settings.cluster_cidrs, own.addresses, own_ranges, around, grants)
 
 
 def _plan_tunnel(
@@ -287,15 +311,9 @@ def _compute_inside(context: Context, peers: Sequence[NodeFacts]) -> tuple[IPNet
     for facts in peers:
         alone = (single(one) for one in facts.addresses)
         for network in (*(network for network, _ in claimed_ranges(facts)), *alone):
-            if not any(_within(network, outer) for outer in cluster):
+            if not any(is_within(network, outer) for outer in cluster):
                 found.add(network)
     return tuple(sorted(found, key=_network_order))
-
-
-def _within(inner: IPNetwork, outer: IPNetwork) -> bool:
-    return inner.version == outer.version and (
-        outer.prefixlen <= inner.prefixlen and inner.network_address in outer
-    )
 
 
 def _network_order(network: IPNetwork) -> tuple[int, int, int]:

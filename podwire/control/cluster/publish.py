@@ -12,7 +12,9 @@ from typing import Any, Final
 import msgspec
 
 from podwire.control.cluster.backoff import Backoff
+from podwire.control.cluster.belief import Belief, believe_nodes
 from podwire.control.cluster.facts import decode_node, encode_node, is_published, node_key
+from podwire.control.cluster.grants import PoolGrants
 from podwire.control.cluster.ownership import (
     RANGES,
     UNNUMBERED,
@@ -22,10 +24,11 @@ from podwire.control.cluster.ownership import (
     settle,
 )
 from podwire.control.cluster.published import Publication, encode_endpoints, endpoints_key
-from podwire.model.cluster import Claimed, IPAddress, IPNetwork, NodeFacts
+from podwire.model.cluster import Claimed, IPAddress, IPNetwork, NodeFacts, Surroundings
 from podwire.model.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from podwire.model.ids import IdentityId
 from podwire.model.store import Store, StoredObject, look_at
+from podwire.model.store.kinds import IP_POOL
 from podwire.model.store.kinds import NODE as NODE_KIND
 from podwire.model.store.leases import NODE as NODE_LEASE
 from podwire.model.store.leases import Lease
@@ -159,13 +162,20 @@ class NodePublisher:
                 hint=f"give one of both another node_name; if the other is gone, wait {LEASE_TTL_S:g} seconds",
             ) from error
 
-    def refuse_contested(self, facts: NodeFacts) -> None:
+    def refuse_contested(self, facts: NodeFacts, cluster_cidrs: tuple[IPNetwork, ...] = ()) -> None:
         """Look whether all that `facts` claim can be this node's, before it is used.
 
         Raises ClaimRefused, which names the other node and both ranges, when an older claim of another stands against
         it: a range also when that node does not live now, as its pods come back with it; an address only when it does.
+        What nobody believes of another keeps this node from nothing.
         """
-        others = self._list_others()
+        pools = PoolGrants()
+        pools.replace(self._store.list(IP_POOL.plural)[0], ())
+        around = Surroundings(own=frozenset(facts.addresses))
+        belief = Belief(
+            self.name, cluster_cidrs, facts.addresses, facts.pod_cidrs, around, pools.current()
+        )
+        _, others, _ = believe_nodes(belief, self._list_others())
         numbers = self._number(
             facts, self._read_before(look_at(self._store, node_key(self.name))), others
         )

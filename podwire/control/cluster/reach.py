@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from podwire.control.cluster.facts import tunnel_mac
 from podwire.control.cluster.ownership import Outcome, Problem, claimed_ranges
 from podwire.model.cluster import (
     TUNNEL_OVERHEAD_IPV4_BYTES,
@@ -105,7 +106,6 @@ def find_reach(
     addresses = context.outcome.addresses[facts.name]
     outer = _choose_outer(context, addresses)
     ranges = tuple(context.outcome.ranges[facts.name])
-    ranges = tuple(one for one in ranges if not _swallows(context, facts, one, problems))
     if outer is None:
         if facts.addresses and not addresses:
             return None  # named already: it is contested
@@ -155,27 +155,6 @@ def _choose_outer(context: Context, addresses: Sequence[IPAddress]) -> IPAddress
     return None
 
 
-def _swallows(
-    context: Context, facts: NodeFacts, network: IPNetwork, problems: set[Problem]
-) -> bool:
-    """Tell whether a pod range has an address that tunnel packets go from or to: they would go in circles."""
-    for name, addresses in (
-        (context.own.name, context.own.addresses),
-        (facts.name, facts.addresses),
-    ):
-        for address in addresses:
-            if address in network:
-                problems.add(
-                    Problem(
-                        tuple(sorted({facts.name, name})),
-                        f"pod range {network} of node {facts.name} has the address {address} of node {name}:"
-                        " it is not reached",
-                    )
-                )
-                return True
-    return False
-
-
 def _choose_way(
     context: Context, facts: NodeFacts, family: int, outer: IPAddress
 ) -> tuple[Way | None, Problem | None]:
@@ -216,7 +195,8 @@ def _check_tunnel(
     elif TunnelMode.CLASSIC in (own.tunnel_mode, facts.tunnel_mode):
         if not facts.tunnel_mac:
             fault = "a classic tunnel needs its MAC, which it does not say"
-        elif facts.tunnel_mac in context.twins:
+        elif facts.tunnel_mac in context.twins and facts.tunnel_mac != tunnel_mac(facts.name):
+            # Whoever repeats another's does not take the way to it away: that one's follows from its name.
             fault = f"another node has its tunnel MAC {facts.tunnel_mac}"
     if not fault:
         return Way.TUNNEL, None

@@ -8,12 +8,12 @@ older claim counts, as for the block itself; where one of them has no block ther
 range's again.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from podwire.control.cluster.ownership import UNNUMBERED, Problem, network_key
-from podwire.control.cluster.planner import REMOTE_NODE, UNMANAGED, Planned, route_to_pod
+from podwire.control.cluster.ownership import UNNUMBERED, Problem, claimed_ranges, network_key
+from podwire.control.cluster.planner import UNMANAGED, Planned, route_to_pod
 from podwire.control.cluster.published import Publication
 from podwire.control.cluster.reach import Reach, single
 from podwire.model.cluster import HostRoute, IPAddress, IPNetwork, NodeFacts, Prefix
@@ -28,8 +28,11 @@ class View:
 
     own: NodeFacts
     planned: Planned
-    facts: Mapping[str, NodeFacts]
-    """Of the other nodes."""
+
+    @property
+    def facts(self) -> Mapping[str, NodeFacts]:
+        """Of the other nodes: what is believed of them."""
+        return self.planned.facts
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class RemotePods:
         self.routes: dict[IPAddress, HostRoute] = {}
         """To pods whose addresses are in none of their node's ranges."""
         self._problems: dict[IPAddress, Problem] = {}
+        self._refused: dict[IPAddress, Mapping[str, str]] = {}
+        """By address and node: why it is not believed to have it."""
         self._publications: dict[str, tuple[str, Publication]] = {}
         self._claimants: dict[IPAddress, tuple[str, ...]] = {}
         self._view: View | None = None
@@ -65,13 +70,28 @@ class RemotePods:
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """What is contested."""
-        return tuple(sorted(set(self._problems.values())))
+        """What is contested, and what is refused."""
+        return tuple(sorted({*self._problems.values(), *self._describe_refused()}))
 
     @property
     def count(self) -> int:
         """How many addresses are published."""
         return len(self._claimants)
+
+    def list_strangers(self, facts: Mapping[str, NodeFacts]) -> Iterator[tuple[str, IPNetwork]]:
+        """Give (node, single address) of all that is published outside of what its node says are its ranges."""
+        for node, (_, publication) in self._publications.items():
+            known = facts.get(node, _NOBODY)
+            ranges = [network for network, _ in claimed_ranges(known)]
+            for address in publication.identities:
+                if not any(address in one for one in ranges):
+                    yield node, single(address)
+
+    def is_published(self, node: str, network: IPNetwork) -> bool:
+        """Tell whether a node publishes a single address."""
+        known = self._publications.get(node)
+        is_single = network.prefixlen == network.max_prefixlen
+        return is_single and known is not None and network.network_address in known[1].identities
 
     def put(self, publication: Publication, uid: str) -> set[IPAddress]:
         """Take a publication in; gives the addresses about which it says something new.
@@ -119,16 +139,13 @@ class RemotePods:
             for address in publication.identities
         }
         touched.update(self._problems)
-        if before.planned.cidr_owners != view.planned.cidr_owners:
+        if (
+            before.planned.cidr_owners != view.planned.cidr_owners
+            or before.planned.belief != view.planned.belief
+        ):
             touched.update(self._strangers)
-        old, new = before.planned.plan.prefixes, view.planned.plan.prefixes
-        for one in old.keys() | new.keys():
-            is_single = one.prefixlen == one.max_prefixlen
-            if (
-                is_single
-                and one.network_address in self._claimants
-                and old.get(one) != new.get(one)
-            ):
+        for one in before.planned.plan.prefixes.keys() ^ view.planned.plan.prefixes.keys():
+            if one.prefixlen == one.max_prefixlen and one.network_address in self._claimants:
                 touched.add(one.network_address)
         return self._update(touched, view)
 
@@ -170,11 +187,11 @@ class RemotePods:
             network = single(address)
             row, route = self._judge(address, view)
             if row is None:
-                whole = view.planned.plan.prefixes.get(network)
-                had_row = self.rows.pop(network, None) is not None
-                if had_row and whole is not None:
-                    put[network] = whole  # a block of this one address, or a node's
-                elif had_row:
+                if self.rows.pop(network, None) is None:
+                    pass
+                elif network in view.planned.plan.prefixes:  # a block of this one address
+                    put[network] = view.planned.plan.prefixes[network]
+                else:
                     remove.append(network)
             elif self.rows.get(network) != row:
                 self.rows[network] = put[network] = row
@@ -196,6 +213,10 @@ class RemotePods:
         owner = self._find_cidr_owner(address, claimants, view)
         believed = [one for one in claimants if one in view.planned.reaches and owner in ("", one)]
         problem = self._find_refusal(address, view, claimants)
+        if problem is None:
+            believed = self._believe(address, believed, view)
+        else:
+            self._refused.pop(address, None)
         if problem is not None or not believed:
             self._note(address, problem)
             return None, None
@@ -213,6 +234,38 @@ class RemotePods:
             view.own, reach, address
         )
 
+    def _believe(self, address: IPAddress, claimants: list[str], view: View) -> list[str]:
+        """Give those of the nodes that may have an address, and keep why the others may not."""
+        if address not in self._strangers:
+            self._refused.pop(address, None)
+            return claimants  # nearly always
+        network, belief = single(address), view.planned.belief
+        faults = {
+            one: fault
+            for one in claimants
+            if not self._is_at_home(address, one, view)
+            and (fault := belief.find_fault(one, network))
+        }
+        if faults:
+            self._refused[address] = faults
+        else:
+            self._refused.pop(address, None)
+        return [one for one in claimants if one not in faults]
+
+    def _describe_refused(self) -> Iterator[Problem]:
+        """Give one problem for each node and reason, however many addresses it is about."""
+        several: dict[tuple[str, str], list[IPAddress]] = {}
+        for address, faults in self._refused.items():
+            for node, why in faults.items():
+                several.setdefault((node, why), []).append(address)
+        for (node, why), addresses in several.items():
+            first = min(addresses, key=lambda one: (one.version, int(one)))
+            more = f" (and {len(addresses) - 1} more)" if len(addresses) > 1 else ""
+            yield Problem(
+                (node,),
+                f"address {first}{more}, which node {node} publishes as a pod's, is refused: {why}",
+            )
+
     def _prefix(self, node: str, reach: Reach, family: int, identity: IdentityId) -> Prefix:
         """One object for all pods of a node with one identity: there are many."""
         key = (node, family, identity)
@@ -226,6 +279,10 @@ class RemotePods:
             self._problems.pop(address, None)
         else:
             self._problems[address] = problem
+
+    def _is_of_a_node(self, address: IPAddress, view: View) -> bool:
+        row = view.planned.plan.prefixes.get(single(address))
+        return address in view.own.addresses or (row is not None and row.is_node_address)
 
     def _is_at_home(self, address: IPAddress, node: str, view: View) -> bool:
         reach = view.planned.reaches.get(node)
@@ -256,7 +313,7 @@ class RemotePods:
             why = f"a pod of node {own.name} has it"
         elif any(address in network for network in own.pod_cidrs if network not in own.blocks):
             why = f"it is in the pod range of node {own.name}"
-        elif _is_of_node(address, view) or address in own.addresses:
+        elif self._is_of_a_node(address, view):
             why = "it is a node's own"
         else:
             owner = self._find_cidr_owner(address, claimants, view)
@@ -268,12 +325,6 @@ class RemotePods:
             tuple(sorted({own.name, *claimants})),
             f"address {address}, which node {' and '.join(claimants)} publishes as a pod's, is refused: {why}",
         )
-
-
-def _is_of_node(address: IPAddress, view: View) -> bool:
-    """Tell whether a plan says that an address is a node's own, and not only a block of one address."""
-    row = view.planned.plan.prefixes.get(single(address))
-    return row is not None and row.identity == REMOTE_NODE
 
 
 def _foreign(address: IPAddress, owner: str, claimants: tuple[str, ...]) -> Problem:

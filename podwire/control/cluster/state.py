@@ -5,21 +5,23 @@ kernel needs now. Never looks at the world. Invariant: nothing is planned before
 what cannot be read is left out and named.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from podwire.control.cluster.facts import decode_node, is_published, same_for_peers
-from podwire.control.cluster.ownership import Problem
+from podwire.control.cluster.grants import PoolGrants
+from podwire.control.cluster.ownership import Problem, claimed_ranges
 from podwire.control.cluster.planner import NodeNumbers, Planned, plan_cluster
 from podwire.control.cluster.published import Publication, decode_endpoints
 from podwire.control.cluster.reach import ClusterSettings
 from podwire.control.cluster.remote import Changes, RemotePods, View
-from podwire.model.cluster import ClusterPlan, IPAddress, NodeFacts, Underlay
+from podwire.model.cluster import ClusterPlan, IPAddress, IPNetwork, NodeFacts, Underlay
 from podwire.model.errors import InvalidRequest
 from podwire.model.store import StoredObject, StoreEvent
-from podwire.model.store.kinds import NODE, NODE_ENDPOINTS
+from podwire.model.store.kinds import IP_POOL, NODE, NODE_ENDPOINTS
 
-KINDS = (NODE.plural, NODE_ENDPOINTS.plural)
+KINDS = (NODE.plural, NODE_ENDPOINTS.plural, IP_POOL.plural)
+"""Pools after the others: what they are asked for is known then."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,16 @@ class ClusterState:
     """Other nodes as the store and this node's kernel have them. Not thread-safe."""
 
     def __init__(
-        self, own_name: str, instance: str, settings: ClusterSettings, numbers: NodeNumbers
+        self,
+        own_name: str,
+        instance: str,
+        settings: ClusterSettings,
+        numbers: NodeNumbers,
+        grants: PoolGrants | None = None,
     ) -> None:
         self.numbers = numbers
         self.pods = RemotePods()
+        self.grants = grants or PoolGrants()
         self.own_overwritten = False
         """Whether somebody else has changed or deleted what this node publishes."""
         self._own_name = own_name
@@ -92,6 +100,9 @@ class ClusterState:
         """Take a whole list."""
         self._listed.add(kind)
         self._unreadable = {key: one for key, one in self._unreadable.items() if key[0] != kind}
+        if kind == IP_POOL.plural:
+            self._is_stale = self.grants.replace(objects, self._list_published()) or self._is_stale
+            return
         everything = list(objects)
         given = [one for one in everything if one.key.name != self._own_name]
         own = [one for one in everything if one.key.name == self._own_name]
@@ -110,6 +121,15 @@ class ClusterState:
     def apply(self, event: StoreEvent) -> None:
         """Take one change."""
         key = event.object.key
+        if key.kind == IP_POOL.plural:
+            published = self._list_published()
+            changed = (
+                self.grants.remove(key.name, published)
+                if event.deleted
+                else self.grants.put(event.object, published)
+            )
+            self._is_stale = self._is_stale or changed
+            return
         if key.name == self._own_name:
             self.own_overwritten = self.own_overwritten or self._is_not_ours(event)
             return
@@ -149,14 +169,32 @@ class ClusterState:
         return changes.routes_changed, changes
 
     def _replan(self, own: OwnNode) -> None:
+        self.grants.forget(self._is_published)
         planned = plan_cluster(
-            own.facts, own.underlay, self._facts.values(), self._settings, self.numbers
+            own.facts,
+            own.underlay,
+            self._facts.values(),
+            self._settings,
+            self.numbers,
+            self.grants.current(),
         )
         dirty, self._dirty = self._dirty, set()
-        self.pods.view(View(own.facts, planned, dict(self._facts)))
+        self.pods.view(View(own.facts, planned))
         self.pods.update(dirty)
         self.numbers, self._planned, self._plan = planned.numbers, planned, None
         self._is_stale = False
+
+    def _list_published(self) -> Iterator[tuple[str, IPNetwork]]:
+        """Give all that other nodes publish as theirs or their pods'."""
+        for facts in self._facts.values():
+            for network, _ in claimed_ranges(facts):
+                yield facts.name, network
+        yield from self.pods.list_strangers(self._facts)
+
+    def _is_published(self, node: str, network: IPNetwork) -> bool:
+        facts = self._facts.get(node)
+        is_range = facts is not None and (network in facts.pod_cidrs or network in facts.blocks)
+        return is_range or self.pods.is_published(node, network)
 
     def _is_not_ours(self, event: StoreEvent) -> bool:
         if event.deleted or _is_damaged(event.object):

@@ -71,7 +71,9 @@ _RTA_GATEWAY: Final = 5
 _RTA_PRIORITY: Final = 6
 _RTA_PREFSRC: Final = 7
 _RTA_METRICS: Final = 8
+_RTA_MULTIPATH: Final = 9
 _RTA_TABLE: Final = 15
+_RTA_VIA: Final = 18
 _RTA_EXPIRES: Final = 23
 _RTAX_MTU: Final = 2
 _NDA_DST: Final = 1
@@ -84,6 +86,10 @@ _IFADDR: Final = struct.Struct("=BBBBI")
 """ifaddrmsg: family, prefix length, flags, scope, index."""
 _RTMSG: Final = struct.Struct("=BBBBBBBBI")
 """rtmsg: family, destination bits, source bits, tos, table, protocol, scope, type, flags."""
+_RTNEXTHOP: Final = struct.Struct("=HBBi")
+"""rtnexthop: length with the attributes behind it, flags, weight less one, index."""
+_RTMSG_PROTOCOL: Final = 5
+"""Where the protocol stands in it."""
 _RTMSG_SCOPE: Final = 6
 """Where the scope stands in it."""
 _NDMSG: Final = struct.Struct("=BxxxiHBB")
@@ -236,6 +242,23 @@ def read_route(body: bytes) -> Route:
         onlink=bool(flags & _RTNH_F_ONLINK),
         kind=kind,
     )
+
+
+def read_protocol(body: bytes) -> int:
+    """Give whose mark an answer to `list_routes` carries, without decoding it."""
+    return body[_RTMSG_PROTOCOL]
+
+
+def read_next_hops(body: bytes) -> frozenset[IPAddress]:
+    """Give all next hops of an answer to `list_routes`, those of a route with several ways too."""
+    _, attributes = unpack_body(_RTMSG, body)
+    several = attributes.get(_RTA_MULTIPATH, b"")
+    found = {_read_hop(attributes)}
+    while len(several) >= _RTNEXTHOP.size:
+        length = max(_RTNEXTHOP.unpack_from(several)[0], _RTNEXTHOP.size)
+        found.add(_read_hop(parse_attributes(several[_RTNEXTHOP.size : length])))
+        several = several[length:]
+    return frozenset(one for one in found if one is not None)
 
 
 def set_neighbour(wanted: Neighbour) -> Request:
@@ -391,6 +414,13 @@ def _read_ip(raw: bytes) -> IPAddress:
     if len(raw) == 16:
         return ipaddress.IPv6Address(raw)
     raise malformed(f"address of {len(raw)} bytes")
+
+
+def _read_hop(attributes: Attributes) -> IPAddress | None:
+    via = attributes.get(
+        _RTA_VIA
+    )  # of the other family than the route's: family in two bytes, then the address
+    return _read_optional_ip(attributes, _RTA_GATEWAY) if via is None else _read_ip(via[2:])
 
 
 def _read_optional_ip(attributes: Attributes, kind: int) -> IPAddress | None:

@@ -74,7 +74,8 @@ class NodeSettings:
     cluster_cidrs: tuple[IPNetwork, ...] = setting(
         CIDRS,
         (),
-        "Ranges of all pods of the cluster: never masqueraded. Empty: the node's own ranges.",
+        "Ranges of all pods of the cluster: never masqueraded, and where other nodes are believed to have pods. Empty:"
+        " the node's own ranges, and of others what is in pools or near its own (docs/nodes.md).",
     )
     node_cidrs: tuple[IPNetwork, ...] = setting(
         CIDRS,

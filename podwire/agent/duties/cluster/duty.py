@@ -18,11 +18,13 @@ from podwire.agent.api.shared import ClusterTotals
 from podwire.agent.duties.cluster.applier import Applier, KernelNews
 from podwire.agent.duties.cluster.liveness import Lives
 from podwire.agent.duties.cluster.publisher import Publisher
+from podwire.agent.duties.cluster.store_addresses import StoreAddresses
 from podwire.agent.duties.cluster.views import ClusterViews, KnownNode
 from podwire.agent.duties.follower import KindList, Memory, StoreFollower
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
 from podwire.control.cluster.facts import tunnel_mac
+from podwire.control.cluster.grants import PoolGrants
 from podwire.control.cluster.ownership import everything_claimed
 from podwire.control.cluster.planner import NodeNumbers
 from podwire.control.cluster.publish import NodePublisher
@@ -37,6 +39,7 @@ from podwire.model.interfaces import ClusterDatapath
 from podwire.model.store import Store, StoreEvent
 
 NUMBERS_FACT: Final = "node-numbers"
+GRANTS_FACT: Final = "pool-grants"
 _ENDING: Final = frozenset({State.DISCONNECTING, State.DISCONNECTED})
 _NOWHERE: Final = Underlay((), (), 0, 1500)
 
@@ -69,6 +72,8 @@ class ClusterOptions:
     tunnel_mode: TunnelMode = TunnelMode.FLOW
     tunnel_port: int = 8472
     node_address: IPAddress | None = None
+    store_hosts: tuple[str, ...] = ()
+    """Names and addresses by which the store is reached."""
 
 
 @dataclass(eq=False)
@@ -95,7 +100,15 @@ class ClusterDuty:
         numbers = msgspec.json.decode(
             self.journal.read_fact(NUMBERS_FACT) or "{}", type=NodeNumbers
         )
-        self.state = ClusterState(options.node_name, self.name.instance, options.settings, numbers)
+        self._saved_grants = self.journal.read_fact(GRANTS_FACT)
+        self.state = ClusterState(
+            options.node_name,
+            self.name.instance,
+            options.settings,
+            numbers,
+            PoolGrants.load(self._saved_grants),
+        )
+        self._store_addresses = StoreAddresses(options.store_hosts)
         self.lock = threading.Lock()
         self.follower = StoreFollower("cluster-watch", self.store, KINDS, self, self.memory)
         self._applier = Applier(self, self.datapath, self.turn, self.metrics)
@@ -166,6 +179,7 @@ class ClusterDuty:
         self._look(is_overwritten)
 
     def _look(self, is_overwritten: bool) -> None:
+        self._save_grants()
         self._applier.wake()
         if is_overwritten:
             self._publisher.wake()
@@ -228,7 +242,8 @@ class ClusterDuty:
         )
         numbers = self.name.claims
         numbered = {one: numbers[one] for one in everything_claimed(facts) if one in numbers}
-        return OwnNode(replace(facts, claims=numbered), underlay)
+        around = replace(underlay.around, store=self._store_addresses.known)
+        return OwnNode(replace(facts, claims=numbered), replace(underlay, around=around))
 
     def set_own_pods(self, addresses: Mapping[IPAddress, IdentityId]) -> None:
         """Let no other node have an address that a pod of this one has."""
@@ -250,6 +265,19 @@ class ClusterDuty:
         with self.lock:
             found, self.state.own_overwritten = self.state.own_overwritten, False
         return found
+
+    def look_up_store(self) -> None:
+        """Look up where the store is, now and then; on a thread that may wait."""
+        if self._store_addresses.look_up():
+            self._applier.wake(look=True)
+
+    def _save_grants(self) -> None:
+        """Keep what pools have given: one may be gone when the agent starts again."""
+        with self.lock:
+            text = self.state.grants.dump()
+        if text != self._saved_grants:
+            self.journal.write_fact(GRANTS_FACT, text)
+            self._saved_grants = text
 
     def save_numbers(self) -> None:
         """Keep the numbers of nodes: rows of connections name them across restarts."""

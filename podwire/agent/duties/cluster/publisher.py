@@ -75,6 +75,10 @@ class ThisNode(Protocol):
         """Hear that something claimed has its number now."""
         ...
 
+    def look_up_store(self) -> None:
+        """Look up where the store is, if it is time; may wait."""
+        ...
+
     def take_overwritten(self) -> bool:
         """Tell, once, whether somebody else has changed or deleted what was published."""
         ...
@@ -175,6 +179,7 @@ class Publisher:
         duty = self._duty
         if duty.own is None:
             return PUBLISH_AGAIN_S
+        duty.look_up_store()
         looked_s = time.monotonic()
         pods = duty.list_pods()
         duty.set_own_pods(pods)
@@ -252,7 +257,10 @@ def take_name(
 
 
 def refuse_contested(
-    publisher: NodePublisher, ranges: Sequence[IPNetwork], address: IPAddress | None
+    publisher: NodePublisher,
+    ranges: Sequence[IPNetwork],
+    address: IPAddress | None,
+    cluster_cidrs: tuple[IPNetwork, ...],
 ) -> None:
     """Look whether this node's ranges and address can be its own, before anything of it is touched.
 
@@ -261,7 +269,8 @@ def refuse_contested(
     addresses = find_addresses(address)
     try:
         publisher.refuse_contested(
-            NodeFacts(publisher.name, publisher.instance, 0, addresses, tuple(ranges))
+            NodeFacts(publisher.name, publisher.instance, 0, addresses, tuple(ranges)),
+            cluster_cidrs,
         )
     except Unavailable as error:
         _log.warning("whose the node's ranges are is not known", extra={"error": error.message})

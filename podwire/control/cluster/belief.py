@@ -1,0 +1,218 @@
+"""What another node's publication is believed for: its own addresses, and what may be a pod's (datapath.md rule 23).
+
+Used by `control.cluster.planner` for nodes' addresses and ranges, and by `control.cluster.remote` for single addresses
+of pods. Pure. Routes and identities follow from publications, and whoever has one node's credentials can publish
+anything in that node's name; so nothing is believed that would lead this host's traffic away from where it goes.
+Invariant: what pods may have and what nodes may have is apart, so neither kind of publication can take the other's.
+"""
+
+import ipaddress
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Final
+
+from podwire.control.cluster.facts import NEVER_PODS
+from podwire.control.cluster.ownership import Problem, claimed_ranges
+from podwire.model.cluster import IPAddress, IPNetwork, NodeFacts, Surroundings
+
+IMPLIED_BITS: Final[Mapping[int, int]] = {4: 16, 6: 48}
+"""Without `cluster_cidrs`: pods may be in so large a network around this node's own range. Kubernetes' usual size of a
+cluster for IPv4, a site for IPv6 (RFC 6177)."""
+PRIVATE: Final = tuple(
+    map(
+        ipaddress.IPv4Network,
+        ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "198.18.0.0/15"),
+    )
+)
+"""RFC 1918, 6598 and 2544. Around a range of the world nothing is implied: the rest of it is somebody's."""
+NAMED_MAX: Final = 3
+"""So many refused ranges of one node are named one by one."""
+
+
+@dataclass(frozen=True)
+class Grants:
+    """Ranges that somebody above the nodes gives to pods: they may be on a link of this host's."""
+
+    pools: tuple[IPNetwork, ...] = ()
+    """To pods of any node."""
+    of_node: Mapping[str, frozenset[IPNetwork]] = field(default_factory=dict)
+    """To pods of one node alone, by its name."""
+
+    def to(self, node: str) -> Iterator[IPNetwork]:
+        """Give what pods of a node may have."""
+        yield from self.pools
+        yield from self.of_node.get(node, ())
+
+    def everything(self) -> Iterator[IPNetwork]:
+        """Give what pods of some node may have."""
+        yield from self.pools
+        for several in self.of_node.values():
+            yield from several
+
+
+@dataclass(frozen=True)
+class Belief:
+    """What is believed on one node at one time. Two that are equal believe the same."""
+
+    node: str
+    """Whose belief it is."""
+    cluster_cidrs: tuple[IPNetwork, ...]
+    """As the setting says."""
+    own_addresses: tuple[IPAddress, ...]
+    """On the underlay, as it publishes them."""
+    own_ranges: tuple[IPNetwork, ...]
+    around: Surroundings
+    grants: Grants
+    nodes: Mapping[IPAddress, str] = field(default_factory=dict)
+    """Addresses of other nodes that are believed, and whose they are."""
+
+    @cached_property
+    def cluster(self) -> tuple[IPNetwork, ...]:
+        """Where pods are by the settings: what this host has on a link is not meant."""
+        if self.cluster_cidrs:
+            return self.cluster_cidrs
+        found = (_widen(one) for one in self.own_ranges)
+        return tuple(dict.fromkeys(one for one in found if one is not None))
+
+    def find_fault(self, node: str, network: IPNetwork) -> str:
+        """Say why a node's pods cannot have a range, or a single address; "" when they can."""
+        never = next((one for one in NEVER_PODS if _overlap(one, network)), None)
+        if never is not None:
+            return f"{never} is never a pod's"
+        taken = self._find_taken(network)
+        if taken:
+            return f"{taken}; give node {node} other ranges, or see who writes as it"
+        if any(is_within(network, one) for one in self.grants.to(node)):
+            return ""
+        link = next((one for one in self.around.subnets if _overlap(one, network)), None)
+        if link is not None:
+            return (
+                f"node {self.node} itself is connected to {link}, and no IPPool has it;"
+                f" if pods are there, apply such a pool, else see who writes as node {node}"
+            )
+        if any(is_within(network, one) for one in self.cluster):
+            return ""
+        return (
+            f"it is {self._describe_outside()}; if pods are there, add it to cluster_cidrs of every node or apply an"
+            f" IPPool with it, else see who writes as node {node}"
+        )
+
+    def find_address_fault(self, node: str, address: IPAddress) -> str:
+        """Say why a node cannot have an address on the underlay; "" when it can. Contests are left to `ownership`."""
+        if address in self.own_addresses or any(address in one for one in self.own_ranges):
+            return ""  # a contest with this node, which it may lose
+        if address in self.around.own:
+            return f"it is an address of node {self.node}"
+        is_linked = any(address in one for one in self.around.subnets)
+        cluster = () if is_linked else self.cluster
+        pods = next((one for one in (*self.grants.everything(), *cluster) if address in one), None)
+        if pods is None:
+            return ""
+        return (
+            f"pods are in {pods}; give node {node} another node_address, or take it out of what pods may have"
+            " (cluster_cidrs, IPPools)"
+        )
+
+    def _describe_outside(self) -> str:
+        if self.cluster_cidrs:
+            return f"in no IPPool and not in cluster_cidrs ({_list(self.cluster_cidrs)})"
+        if self.cluster:
+            return (
+                "in no IPPool, cluster_cidrs is not set, and it is not near this node's own range"
+                f" ({_list(self.cluster)})"
+            )
+        return "in no IPPool, and cluster_cidrs is not set"
+
+    def _find_taken(self, network: IPNetwork) -> str:
+        """Say whose address is in a range, if somebody's is."""
+        owners, ordered = self._taken
+        first = int(network.network_address)
+        place = bisect_left(ordered, (network.version, first))
+        if place == len(ordered) or ordered[place] > (
+            network.version,
+            first + network.num_addresses - 1,
+        ):
+            return ""
+        address, owner = owners[ordered[place]]
+        return f"{address} is an address of {owner}"
+
+    @cached_property
+    def _taken(self) -> tuple[dict[tuple[int, int], tuple[IPAddress, str]], list[tuple[int, int]]]:
+        """Addresses that no pod may have. What this host has in a range of its own is contested as a range is."""
+        around = self.around
+        found: dict[IPAddress, str] = dict.fromkeys(around.gateways, "a gateway")
+        found.update(dict.fromkeys(around.store, "the store"))
+        found.update((address, f"node {name}") for address, name in self.nodes.items())
+        mine = (one for one in around.own if not any(one in other for other in self.own_ranges))
+        found.update(dict.fromkeys(mine, f"node {self.node}"))
+        keyed: dict[tuple[int, int], tuple[IPAddress, str]] = {
+            (one.version, int(one)): (one, owner) for one, owner in found.items()
+        }
+        return keyed, sorted(keyed)
+
+
+def believe_nodes(
+    belief: Belief, nodes: Sequence[NodeFacts]
+) -> tuple[Belief, list[NodeFacts], set[Problem]]:
+    """Give (the belief that knows the nodes' addresses, the nodes as far as they are believed, what is refused)."""
+    refused: dict[str, list[tuple[str, str]]] = {}
+    screened: list[NodeFacts] = []
+    for facts in nodes:
+        faults = {one: belief.find_address_fault(facts.name, one) for one in facts.addresses}
+        kept = tuple(one for one in facts.addresses if not faults[one])
+        screened.append(facts if kept == facts.addresses else replace(facts, addresses=kept))
+        refused[facts.name] = [(f"address {one}", why) for one, why in faults.items() if why]
+    addresses = {address: facts.name for facts in reversed(screened) for address in facts.addresses}
+    belief = replace(belief, nodes=addresses)
+    believed = [_believe_ranges(belief, facts, refused[facts.name]) for facts in screened]
+    return belief, believed, {_describe(name, found) for name, found in refused.items() if found}
+
+
+def _believe_ranges(belief: Belief, facts: NodeFacts, refused: list[tuple[str, str]]) -> NodeFacts:
+    faults = {
+        network: why
+        for network, _ in claimed_ranges(facts)
+        if (why := belief.find_fault(facts.name, network))
+    }
+    if not faults:
+        return facts
+    refused += [(f"pod range {network}", why) for network, why in faults.items()]
+    return replace(
+        facts,
+        pod_cidrs=tuple(one for one in facts.pod_cidrs if one not in faults),
+        blocks={one: epoch for one, epoch in facts.blocks.items() if one not in faults},
+    )
+
+
+def _describe(node: str, refused: Sequence[tuple[str, str]]) -> Problem:
+    """One problem for a node, however much it publishes."""
+    said = "; ".join(f"{what} is refused: {why}" for what, why in refused[:NAMED_MAX])
+    more = len(refused) - NAMED_MAX
+    rest = f"; so are {more} more" if more > 0 else ""
+    return Problem((node,), f"of what node {node} publishes, {said}{rest}")
+
+
+def _widen(network: IPNetwork) -> IPNetwork | None:
+    if network.version == 4 and not any(is_within(network, one) for one in PRIVATE):
+        return None
+    bits = min(IMPLIED_BITS[network.version], network.prefixlen)
+    return network.supernet(new_prefix=bits)
+
+
+def is_within(inner: IPNetwork, outer: IPNetwork) -> bool:
+    """Tell whether a range is a part of another one, or all of it."""
+    return (
+        inner.version == outer.version
+        and outer.prefixlen <= inner.prefixlen
+        and inner.network_address in outer
+    )
+
+
+def _overlap(one: IPNetwork, other: IPNetwork) -> bool:
+    return is_within(one, other) or is_within(other, one)
+
+
+def _list(networks: Iterable[IPNetwork]) -> str:
+    return ", ".join(map(str, networks))

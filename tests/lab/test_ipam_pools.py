@@ -113,7 +113,7 @@ def test_what_is_exhausted_is_named(tmp_path: Path, store: SqliteStore) -> None:
             "a block claimed ahead",
         )
         outcomes = [
-            rig.cni("ADD", f"pod{number}", rig.make_pod_namespace()) for number in range(14)
+            rig.cni("ADD", f"pod{number}", rig.make_pod_namespace()) for number in range(16)
         ]
     failed = [one for one in outcomes if not one.ok]
     assert len(failed) == 1

@@ -24,6 +24,8 @@ SEPARATE: Final = frozenset(
         "tests/contract/test_store_outages.py",
         "tests/contract/test_store_processes.py",
         "tests/lab/test_crash_points.py",
+        "tests/runtime/test_containerd.py",
+        "tests/runtime/test_policy.py",
         "tests/unit/test_add_without_store.py",
     }
 )

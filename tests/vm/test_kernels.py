@@ -25,9 +25,10 @@ from tests.vm.guest import (
     fetch_kernel,
 )
 
-pytestmark = [pytest.mark.vm, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vm, pytest.mark.timeout(4500)]
 
-DEADLINE_S = 1700
+DEADLINE_S = 4200
+"""A busy machine takes several times what one takes that is left alone."""
 FILES = (
     *sorted(f"tests/packet/{path.name}" for path in (ROOT / "tests" / "packet").glob("test_*.py")),
     "tests/contract/test_datapath.py",

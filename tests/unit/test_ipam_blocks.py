@@ -240,7 +240,7 @@ def test_the_address_that_stands_for_a_node_is_no_pods(nodes: Nodes) -> None:
     apply(nodes.store, pool_document("p", "10.0.0.0/26", reserved=["10.0.0.1"]))
     node, other = nodes("n1"), nodes("n2")
     add(node, 1)
-    [own] = node.ipam.list_node_addresses()
+    [own] = node.ipam.mine.list_node_addresses()
     assert str(own) == "10.0.0.0", "what is reserved is left to who asks for it"
     with pytest.raises(AddressUnavailable, match="stands for this node"):
         add(node, 2, str(own))
@@ -255,7 +255,7 @@ def test_blocks_of_one_address_are_used_up(nodes: Nodes, cidr: str, size: int) -
     apply(nodes.store, pool_document("p", cidr, blockSize=size))
     node = nodes("n1")
     given = [add(node, number)[0] for number in range(1, 8)]
-    own = set(map(str, node.ipam.list_node_addresses()))
+    own = set(map(str, node.ipam.mine.list_node_addresses()))
     assert len(own) == 1
     assert {*given, *own} == set(map(str, ip_network(cidr)))
     with pytest.raises(Exhausted):
@@ -266,9 +266,9 @@ def test_a_pod_of_before_keeps_an_address_that_would_stand_for_the_node(nodes: N
     apply(nodes.store, pool_document("p", "10.0.0.0/28", blockSize=28))
     node = nodes("n1")
     add(node, 1)
-    [own] = node.ipam.list_node_addresses()
+    [own] = node.ipam.mine.list_node_addresses()
     node.ipam.adopt(EndpointId(9), [own])
-    [another] = node.ipam.list_node_addresses()
+    [another] = node.ipam.mine.list_node_addresses()
     assert another != own
     assert node.ipam.find_owner(another) is None
 
@@ -281,10 +281,10 @@ def test_what_a_pool_reserves_later_holds_in_blocks_that_exist(nodes: Nodes) -> 
     reserved = pool_document("p", "10.0.0.0/28", blockSize=28, reserved=["10.0.0.0/29"])
     apply(nodes.store, reserved)
     wait_until(node, lambda: node.known.pools["p"].reserved)
-    wait_until(node, node.ipam.list_outdated)
-    for block, kept in node.ipam.list_outdated():
+    wait_until(node, node.ipam.mine.list_outdated)
+    for block, kept in node.ipam.mine.list_outdated():
         node.claims.change_kept(block, kept)
-    wait_until(node, lambda: not node.ipam.list_outdated())
+    wait_until(node, lambda: not node.ipam.mine.list_outdated())
     given = [add(node, number)[0] for number in range(2, 9)]
     assert set(given) == {f"10.0.0.{number}" for number in range(8, 15)}
     wait_until(
@@ -294,7 +294,7 @@ def test_what_a_pool_reserves_later_holds_in_blocks_that_exist(nodes: Nodes) -> 
     with pytest.raises(AddressUnavailable, match="node n1"):
         add(other, 2, running)
     node.ipam.release(EndpointId(1))
-    [(block, kept)] = node.ipam.list_outdated()
+    [(block, kept)] = node.ipam.mine.list_outdated()
     assert any(one.contains(ip_address(running)) for one in kept)
 
 
@@ -309,9 +309,9 @@ def test_what_a_pool_reserves_no_longer_is_given_again(nodes: Nodes) -> None:
     add(node, 1)
     assert node.ipam.count_free("p") == 6
     apply(nodes.store, pool_document("p", "10.0.0.0/28", blockSize=28, strictAffinity=True))
-    wait_until(node, node.ipam.list_outdated)
+    wait_until(node, node.ipam.mine.list_outdated)
     assert node.ipam.count_free("p") == 6, "others may still claim them"
-    for block, kept in node.ipam.list_outdated():
+    for block, kept in node.ipam.mine.list_outdated():
         node.claims.change_kept(block, kept)
     wait_until(node, lambda: node.ipam.count_free("p") == 14)
 
@@ -392,7 +392,7 @@ def test_a_lost_block_keeps_its_endpoints_and_gives_nothing_more(nodes: Nodes) -
             document=encode_block(taken),
         )
     )
-    wait_until(node, node.ipam.list_lost)
+    wait_until(node, node.ipam.mine.list_lost)
     assert node.ipam.find_owner(ip_address(address)) == 1
     [other] = add(node, 2)
     assert ip_address(other) not in own.cidr

@@ -16,12 +16,7 @@ from ipaddress import ip_address
 from typing import Any, Final, Protocol
 
 from podwire.agent.duties.follower import KindList, StoreFollower
-from podwire.control.documents.pools import (
-    decode_pools,
-    find_problems,
-    node_own_addresses,
-    node_ranges,
-)
+from podwire.control.documents.pools import decode_pools, find_problems, node_ranges, own_addresses
 from podwire.control.documents.readable import find_fault
 from podwire.control.ipam.blocks import OwnBlock
 from podwire.control.ipam.documents import Block, decode_block, encode_block
@@ -174,7 +169,7 @@ class IpamNews:
         self._known.node_addresses.pop(name, None)
         if not gone:
             self._ranges[name] = node_ranges(stored)
-            self._known.node_addresses[name] = node_own_addresses(stored)
+            self._known.node_addresses[name] = own_addresses(stored)
         if name == self._known.node:
             self._set_labels({} if gone else _labels(stored.document))
         return before != self._ranges.get(name, ())
@@ -273,7 +268,9 @@ class IpamDuty:
         for claimed in self.ipam.list_unheld():
             self.ipam.claims.return_address(claimed)
         self._claim_ahead()
-        for block, kept in self.ipam.list_outdated():
+        with self.ipam.lock:
+            outdated = self.ipam.mine.list_outdated()
+        for block, kept in outdated:
             self.ipam.claims.change_kept(block, kept)
         self._give_back()
         if self.monotonic() - self._looked_s >= ORPHANS_S:
@@ -427,7 +424,7 @@ class IpamDuty:
                     },
                     "blocks": [encode_block(one.block) for one in own],
                     "claimed": sorted(claimed),
-                    "own": sorted(map(str, self.ipam.node_addresses)),
+                    "own": sorted(map(str, self.ipam.mine.node_addresses.values())),
                 },
                 sort_keys=True,
             )

@@ -126,7 +126,7 @@ def node_ranges(node: StoredObject) -> tuple[IPNetwork, ...]:
     return *ranges, *(ipaddress.ip_network(one) for one in facts.addresses)
 
 
-def node_own_addresses(node: StoredObject) -> tuple[IPAddress, ...]:
+def own_addresses(node: StoredObject) -> tuple[IPAddress, ...]:
     """Give the addresses inside the pods' ranges that stand for a node itself; () of what cannot be read."""
     try:
         return decode_node(node).tunnel_addresses

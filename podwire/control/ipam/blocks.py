@@ -4,14 +4,14 @@ Owned by `control.ipam.pool`, under its lock. Pure, in memory. Invariant: what a
 what the pool reserves is given only to who asks for it; a block that another node has gives nothing more.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from podwire.control.ipam.documents import Block, addresses_of, choose_kept, overlaps
 from podwire.control.ipam.fifo import AddressFifo
 from podwire.control.ipam.interface import CidrUsage
 from podwire.control.ipam.pool_cache import PoolCache
-from podwire.control.ipam.pools import AddressRange
+from podwire.control.ipam.pools import AddressRange, Pool
 from podwire.model.endpoint import IPAddress
 from podwire.model.ids import IdentityId
 from podwire.model.request import IPNetwork
@@ -45,6 +45,9 @@ class OwnBlocks:
         self.by_cidr: dict[IPNetwork, OwnBlock] = {}
         self.node_addresses: dict[int, IPAddress] = {}
         """By IP version: what stands for the node itself; remembered across restarts."""
+
+        self._followed: Mapping[str, Pool] = {}
+        """The pools that the blocks were last compared with."""
 
     def epochs(self) -> dict[IPNetwork, int]:
         """Give the blocks that are this node's with the epochs of their claims."""
@@ -188,6 +191,26 @@ class OwnBlocks:
         found = (one.fifo.find_node_address() for one in blocks)
         return next((one for one in found if one is not None), None)
 
+    def list_node_addresses(self) -> set[IPAddress]:
+        """Give what stands for nodes themselves, this one and the others."""
+        found = {one.fifo.node_address for one in self.by_cidr.values()}
+        for name, has in list(self.known.node_addresses.items()):
+            if name != self.known.node:
+                found.update(has)
+        return {one for one in found if one is not None}
+
+    def list_outdated(self) -> list[tuple[Block, tuple[AddressRange, ...]]]:
+        """Give blocks that keep something else than they shall, with what that is."""
+        return [
+            (one.block, one.kept)
+            for one in self.by_cidr.values()
+            if one.is_open and one.kept != one.block.kept
+        ]
+
+    def list_lost(self) -> list[tuple[IPNetwork, int]]:
+        """Give blocks that another node has by now, with how many addresses of endpoints they hold here."""
+        return [(cidr, one.fifo.held) for cidr, one in self.by_cidr.items() if one.lost]
+
     def refresh(self, own: OwnBlock, block: Block) -> None:
         """Take what is said of an own block: that it is so (again)."""
         if own.block != block:
@@ -196,9 +219,11 @@ class OwnBlocks:
             self.settle_node_addresses()
 
     def follow_pools(self) -> None:
-        """Have the blocks keep what their pools reserve by now."""
-        for own in self.by_cidr.values():
-            self.exclude(own)
+        """Have the blocks keep what their pools reserve by now, if pools have changed."""
+        if self._followed is not self.known.pools:
+            self._followed = self.known.pools
+            for own in self.by_cidr.values():
+                self.exclude(own)
 
     def lose(self, cidr: IPNetwork) -> None:
         """Another node has a block, or nobody: its endpoints keep what they have."""

@@ -27,7 +27,6 @@ from podwire.control.ipam.interface import (
 )
 from podwire.control.ipam.pool_cache import PoolCache
 from podwire.control.ipam.pools import (
-    AddressRange,
     NamespaceFacts,
     Pool,
     choose_pools,
@@ -77,15 +76,14 @@ class PoolIpam:
         self.monotonic = monotonic
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self._mine = OwnBlocks(self.known)
-        self.own = self._mine.by_cidr
+        self.mine = OwnBlocks(self.known)
+        """To be looked at under the lock."""
+        self.own = self.mine.by_cidr
         self._holdings: dict[EndpointId, Holding] = {}
         self._owners: dict[IPAddress, EndpointId] = {}
         self._aside: dict[AttachmentKey, _Aside] = {}
         self.before_open: Callable[[Mapping[IPNetwork, int]], None] = lambda _blocks: None
         """Told of all blocks there are going to be, before the first address of a new one is given."""
-        self._followed: Mapping[str, Pool] = {}
-        """The pools that own blocks were last compared with."""
         self._claiming = threading.Lock()
         """One claim of a block at a time: those who wait meanwhile find it full of free addresses."""
 
@@ -123,7 +121,7 @@ class PoolIpam:
         with self.lock:
             aside = self._aside.pop(wish.key, None)
             for address in aside.chosen if aside else ():
-                self._mine.give_back(address, wish.identity)
+                self.mine.give_back(address, wish.identity)
 
     def allocate(self, owner: EndpointId, wish: Wish = NO_WISH) -> Given:
         """Give `owner` what was set aside for the wish, else what own blocks have; asks no store."""
@@ -139,7 +137,7 @@ class PoolIpam:
                     raise Exhausted(f"take an address: {found.why}", hint="call again later")
                 chosen = found
                 for address in chosen:
-                    self._mine.take(address)
+                    self.mine.take(address)
             self._hold(Holding(owner, chosen, wish.identity))
             return split_families(chosen)
 
@@ -163,8 +161,8 @@ class PoolIpam:
                         hint="see `podwire endpoint list`; delete one of both pods",
                     )
             for address in addresses:
-                self._mine.take(address)
-                own = self._mine.find(address)
+                self.mine.take(address)
+                own = self.mine.find(address)
                 if own is not None and own.fifo.is_assignable(address):
                     own.fifo.continue_after(address)
             self._hold(Holding(owner, tuple(addresses), identity, quarantined))
@@ -184,7 +182,7 @@ class PoolIpam:
                 return
             for address in holding.addresses:
                 del self._owners[address]
-                self._mine.give_back(address, holding.identity)
+                self.mine.give_back(address, holding.identity)
 
     def find_owner(self, address: IPAddress) -> EndpointId | None:
         """Tell which endpoint holds an address."""
@@ -217,7 +215,7 @@ class PoolIpam:
                 if holding.quarantined
                 for address in holding.addresses
             ]
-            return self._mine.usage(waiting)
+            return self.mine.usage(waiting)
 
     # What the duty does
 
@@ -225,17 +223,12 @@ class PoolIpam:
     def blocks(self) -> Mapping[IPNetwork, int]:
         """Give the own blocks with the epochs of their claims, for others to know."""
         with self.lock:
-            return self._mine.epochs()
+            return self.mine.epochs()
 
     def count_free(self, pool: str) -> int:
         """Tell how many addresses the open blocks of a pool have left."""
         with self.lock:
-            return sum(own.fifo.free for own in self._mine.list_open([pool]))
-
-    def list_lost(self) -> list[tuple[IPNetwork, int]]:
-        """Give blocks that another node has by now, with how many addresses of endpoints they hold here."""
-        with self.lock:
-            return [(cidr, one.fifo.held) for cidr, one in self.own.items() if one.lost]
+            return sum(own.fifo.free for own in self.mine.list_open([pool]))
 
     def ordinary_pools(self) -> list[Pool]:
         """Give the pools whose blocks a pod of any namespace on this node may have."""
@@ -260,18 +253,16 @@ class PoolIpam:
         with self.lock, self.known.lock:
             for block in sorted(self.known.own.values(), key=lambda one: one.revision):
                 if block.cidr not in self.own:
-                    self._mine.open(block, self._list_held())
+                    self.mine.open(block, self._list_held())
                 else:
-                    self._mine.refresh(self.own[block.cidr], block)
+                    self.mine.refresh(self.own[block.cidr], block)
             for cidr in [one for one in self.own if one not in self.known.own]:
-                self._mine.lose(cidr)
-            if self._followed is not self.known.pools:
-                self._followed = self.known.pools
-                self._mine.follow_pools()
+                self.mine.lose(cidr)
+            self.mine.follow_pools()
             for address in addresses:
-                own = self._mine.find(address)
+                own = self.mine.find(address)
                 if own is not None:
-                    self._mine.exclude(own)
+                    self.mine.exclude(own)
             self.changed.notify_all()
             return self.blocks != before
 
@@ -285,13 +276,13 @@ class PoolIpam:
 
         `node_addresses` stood for the node. Gives what had to be left out, and why.
         """
-        self._mine.node_addresses.update({one.version: one for one in node_addresses})
+        self.mine.node_addresses.update({one.version: one for one in node_addresses})
         opened, left_out = leave_out_overlapped(blocks)
         with self.lock:
             self.known.remember(opened)
             kept = set(claimed)
             for block in self.known.own.values():
-                self._mine.open(block, self._list_held())
+                self.mine.open(block, self._list_held())
                 if block.cidr in self.own:
                     self.own[block.cidr].fifo.exclude((*block.kept_addresses(), *kept))
         return left_out
@@ -316,39 +307,8 @@ class PoolIpam:
             if own is None or own.fifo.held or own.lost or own.block.stored is None:
                 return None
             own.closing = True
-            self._mine.settle_node_addresses()
+            self.mine.settle_node_addresses()
             return own.block
-
-    @property
-    def node_addresses(self) -> list[IPAddress]:
-        """Give what stands for the node itself, to be remembered."""
-        with self.lock:
-            return list(self._mine.node_addresses.values())
-
-    def list_node_addresses(self) -> set[IPAddress]:
-        """Give what stands for nodes themselves, this one and the others."""
-        others = [
-            one
-            for name, has in list(self.known.node_addresses.items())
-            if name != self.known.node
-            for one in has
-        ]
-        return {*self.own_node_addresses(), *others}
-
-    def own_node_addresses(self) -> list[IPAddress]:
-        """Give what stands for this node itself."""
-        with self.lock:
-            own = (one.fifo.node_address for one in self.own.values())
-            return [one for one in own if one is not None]
-
-    def list_outdated(self) -> list[tuple[Block, tuple[AddressRange, ...]]]:
-        """Give own blocks that keep something else than they shall, with what that is."""
-        with self.lock:
-            return [
-                (one.block, one.kept)
-                for one in self.own.values()
-                if one.is_open and one.kept != one.block.kept
-            ]
 
     # How
 
@@ -372,7 +332,7 @@ class PoolIpam:
             )
         for version in sorted(versions):
             same = tuple(one for one in pools if one.version == version)
-            address_or_none = self._mine.choose_next(_names(same), wish.identity) or next(
+            address_or_none = self.mine.choose_next(_names(same), wish.identity) or next(
                 (one for one in granted if one.version == version), None
             )
             if address_or_none is None:
@@ -415,7 +375,7 @@ class PoolIpam:
             raise AddressUnavailable(
                 f"take address {address}: it is of pool {pool.name}, which args.cni.pools does not name"
             )
-        own = self._mine.find(address)
+        own = self.mine.find(address)
         if own is not None and own.fifo.node_address == address:
             raise AddressUnavailable(f"take address {address}: it stands for this node itself")
         if address in granted or (
@@ -440,7 +400,7 @@ class PoolIpam:
             raise Unavailable(f"take an address: {lack.why}; a claim takes too long")
         try:
             with self.lock:
-                if any(own.fifo.free for own in self._mine.list_open(_names(lack.pools))):
+                if any(own.fifo.free for own in self.mine.list_open(_names(lack.pools))):
                     return
             limits = []
             for pool in lack.pools:
@@ -522,7 +482,7 @@ class PoolIpam:
 
     def _set_aside(self, key: AttachmentKey, addresses: tuple[IPAddress, ...]) -> None:
         for address in addresses:
-            self._mine.take(address)
+            self.mine.take(address)
         self._aside[key].chosen = addresses
 
     def _hold(self, holding: Holding) -> None:

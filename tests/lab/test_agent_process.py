@@ -14,7 +14,7 @@ import pytest
 
 from tests.lab.rig import AGENT, ROOT, Rig, run, wait_for
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 
 
 @pytest.fixture

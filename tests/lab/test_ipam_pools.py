@@ -13,7 +13,7 @@ from podwire.store.sqlite import SqliteStore
 from tests.fakes.pool_nodes import apply, claimed_blocks, pool_document
 from tests.lab.rig import Rig, wait_for
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 
 PODWIRE = str(Path(sys.executable).parent / "podwire")
 BORROWED = 5

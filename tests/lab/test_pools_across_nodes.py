@@ -12,7 +12,7 @@ from podwire.model.errors import PodwireError
 from tests.lab.labrig import Lab, wait_for
 from tests.lab.test_nodes import settled
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 
 ROUTINGS = ("overlay", "native")
 

@@ -27,8 +27,8 @@ pytestmark = [pytest.mark.packet, pytest.mark.parametrize("version", [4, 6])]
 WHOLE = udp(4000, 53, bytes(range(200)) * 4)
 CUT = 400
 FIRST, LATER = Segment(WHOLE.protocol, WHOLE.data[:CUT]), raw(WHOLE.protocol, WHOLE.data[CUT:])
-FLOOD = 10_000
-"""More than there is room for."""
+FLOOD = 4096
+"""Twice the room that a hook has."""
 
 
 def piece(source: str, destination: str, segment: Segment, number: int) -> bytes:

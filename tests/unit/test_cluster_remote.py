@@ -154,6 +154,17 @@ def test_an_address_of_our_block_may_be_lent() -> None:
     assert pods.routes[ipaddress.ip_address("10.250.0.9")].peer == 1
 
 
+def test_a_block_of_one_address_is_its_pods_row_and_afterwards_its_own() -> None:
+    block = nets("10.250.0.9/32")[0]
+    view = view_of(make(2, blocks={block: 1}))
+    whole = view.planned.plan.prefixes[block]
+    pods = filled(view, says("n2", a10_250_0_9=300))
+    assert row(pods, "10.250.0.9") == Prefix(IdentityId(300), 1, Way.TUNNEL, 1450)
+    assert pods.problems == ()
+    changes = pods.update(pods.remove("n2"))
+    assert (changes.put, list(changes.remove)) == ({block: whole}, [])
+
+
 def test_a_pod_of_ours_takes_its_address_back() -> None:
     pods = filled(view_of(make(2)), says("n2", a10_250_9_9=300))
     assert row(pods, "10.250.9.9") is not None

@@ -46,7 +46,7 @@ cd {tree} && exec python3 -m pytest --collect-only -q -p no:cacheprovider {files
 """
 BEGUN = "PODWIRE-BEGUN"
 BOOTS_MAX = 3
-SILENCE_S = 1200.0
+SILENCE_S = 2000.0
 """No test takes so long in a guest, even where others keep the machine busy."""
 LOOK_S = 0.2
 

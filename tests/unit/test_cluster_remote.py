@@ -274,19 +274,19 @@ def test_a_hundred_thousand_pods_are_taken_in_within_seconds() -> None:
         for one in peers
     ]
     pods = RemotePods()
-    begin = time.perf_counter()
+    begin = time.process_time()
     pods.replace((one, "u") for one in publications)
     pods.view(view)
-    took_s = time.perf_counter() - begin
+    took_s = time.process_time() - begin
     assert len(pods.rows) == 100_000
     took_each_s = []
     for number in range(7, 12):
         one = publications[number]
         address = peers[number].pod_cidrs[0][30]
         news = Publication(one.node, 1, 2, {**one.identities, address: IdentityId(9)})
-        begin = time.perf_counter()
+        begin = time.process_time()
         changes = pods.update(pods.put(news, "u"))
-        took_each_s.append(time.perf_counter() - begin)
+        took_each_s.append(time.process_time() - begin)
         assert len(changes.put) == 1
     news_s = min(took_each_s)
     print(f"all in {took_s:.2f} s, one node's news in {news_s * 1e6:.0f} us")

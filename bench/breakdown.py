@@ -1,4 +1,6 @@
-"""Where the time of an ADD and a DEL goes: from an empty process up to the whole call, and each step in the agent."""
+"""Where the time of an ADD and a DEL goes: from an empty process up to the whole call, each step in the agent, and
+what of these steps is the kernel's alone.
+"""
 
 import argparse
 import re
@@ -13,6 +15,7 @@ from pathlib import Path
 
 from bench import results_file
 from bench.contestants import Contestant, one_node, pod_namespace, podwire_on, scratch
+from bench.floor import measure_floor
 from bench.stats import median_of
 
 SETTLE_S = 0.05
@@ -45,7 +48,11 @@ def main() -> None:
             _one_round(ours, empty, samples)
             time.sleep(SETTLE_S)
         inside = _means(before, read_sums(api))
-    results_file.write("breakdown", _summarise(samples, inside), samples)
+        floor = measure_floor(arguments.rounds, directory)
+    summary = _summarise(samples, inside)
+    summary["the kernel alone, median ms"] = _summarise_floor(floor)
+    raw = samples | {f"the kernel alone: {name}": _rounded(one) for name, one in floor.items()}
+    results_file.write("breakdown", summary, raw)
 
 
 def _one_round(ours: Contestant, empty: Contestant, samples: dict[str, list[float]]) -> None:
@@ -112,6 +119,18 @@ def _summarise(
         name: round(mean_ms, 3) for name, mean_ms in inside.items()
     }
     return summary
+
+
+def _summarise_floor(floor: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
+    print("\nthe kernel alone, the same messages in a bare loop, median ms (95 % interval)")
+    found = {name: median_of(series) for name, series in floor.items()}
+    for name, one in found.items():
+        print(f"  {name:50} {one}")
+    return {name: results_file.interval(one) for name, one in found.items()}
+
+
+def _rounded(series: list[float]) -> list[float]:
+    return [round(one, 3) for one in series]
 
 
 if __name__ == "__main__":

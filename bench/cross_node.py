@@ -86,7 +86,8 @@ def main() -> None:
             print(f"round {number + 1} of {arguments.rounds}", flush=True)
     summary = _summarise(samples, [name for name in OURS if name in names])
     if not arguments.dry:
-        results_file.write("cross_node", summary, samples)
+        only = f"_{arguments.only}" if arguments.only else ""
+        results_file.write(f"cross_node{only}", summary, samples)
 
 
 def _require_same_mtu(pairs: Mapping[str, PodPair]) -> None:

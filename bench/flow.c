@@ -3,7 +3,7 @@
  * flow stream SERVER-NS CLIENT-NS ADDRESS MS SERVER-CPU CLIENT-CPU    prints bytes and nanoseconds, measured by the receiver
  * flow ask    SERVER-NS CLIENT-NS ADDRESS N  SERVER-CPU CLIENT-CPU    prints p50, p90 and p99 of N round trips of 64 bytes, in ns
  *
- * A tenth of the time, or of the round trips, goes by before anything is counted. IPv4.
+ * One more argument names the congestion control. A tenth of the time, or of the round trips, goes by before anything is counted. IPv4.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -24,6 +24,7 @@
 
 static long long amount;
 static int answering;
+static const char *congestion_control; /* NULL: what the machine's sockets have */
 
 static long long now_ns(void)
 {
@@ -63,6 +64,9 @@ static int socket_in(const char *namespace)
 		die("make a socket");
 	setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof(one));
 	setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one));
+	if (congestion_control && setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, congestion_control,
+					     strlen(congestion_control)))
+		die(congestion_control);
 	setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof(timeout));
 	setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &timeout, sizeof(timeout));
 	return fd;
@@ -160,10 +164,11 @@ int main(int argc, char **argv)
 	pthread_t thread;
 	int listener, client;
 
-	if (argc != 8 || inet_pton(AF_INET, argv[4], &address.sin_addr) != 1)
+	if (argc < 8 || argc > 9 || inet_pton(AF_INET, argv[4], &address.sin_addr) != 1)
 		return 2;
 	answering = !strcmp(argv[1], "ask");
 	amount = atoll(argv[5]);
+	congestion_control = argv[8];
 	listener = socket_in(argv[2]);
 	if (bind(listener, (struct sockaddr *)&address, sizeof(address)) || listen(listener, 1))
 		die("listen");

@@ -20,12 +20,21 @@ class PodPair:
 
 
 def run_flow(
-    tool: str, what: str, pair: PodPair, amount: int, cpus: tuple[str, str]
+    tool: str,
+    what: str,
+    pair: PodPair,
+    amount: int,
+    cpus: tuple[str, str],
+    congestion_control: str | None = None,
 ) -> Sequence[int]:
-    """Run `flow` (see flow.c) once; `amount` is milliseconds or round trips. RuntimeError shows what it said."""
+    """Run `flow` (see flow.c) once; `amount` is milliseconds or round trips. RuntimeError shows what it said.
+
+    It has a real-time priority: what else the machine has to do waits until it ends.
+    """
     places = [netns.named_path(one) for one in (pair.server, pair.client)]
+    more = [congestion_control] if congestion_control else []
     done = subprocess.run(
-        [tool, what, *places, pair.address, str(amount), *cpus],
+        ["chrt", "--fifo", "10", tool, what, *places, pair.address, str(amount), *cpus, *more],
         capture_output=True,
         text=True,
         check=False,

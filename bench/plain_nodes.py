@@ -1,6 +1,7 @@
 """Two nodes without podwire, joined as a lab's nodes are: one veth pair per pod, routes, and a VXLAN device or none.
 
-What the kernel does by itself, at its best: no bridge, no rules, no connection tracking. IPv4.
+What the kernel does by itself, at its best: no bridge, no rules, no connection tracking. IPv4. On demand with what
+podwire's nodes have and a bare kernel lacks: a flow-based device, and the rules that masquerade needs.
 """
 
 import ipaddress
@@ -24,8 +25,29 @@ GATEWAY: Final = "169.254.1.1"
 HOST_MAC: Final = "ee:ee:ee:ee:ee:ee"
 
 
+_RULES: Final = """
+table inet plain {{
+    chain leave {{
+        type nat hook postrouting priority srcnat; policy accept;
+        ip saddr {own} ip daddr != {inside} masquerade fully-random
+    }}
+    chain prerouting {{
+        type filter hook prerouting priority raw; policy accept;
+        udp dport {port} notrack
+    }}
+    chain output {{
+        type filter hook output priority raw; policy accept;
+        udp dport {port} notrack
+    }}
+}}
+"""
+"""The least that lets pods reach the world by the node's address, without an entry per tunnel flow."""
+
+
 @contextmanager
-def plain_pair(name: str, *, tunnel: bool) -> Iterator[PodPair]:
+def plain_pair(
+    name: str, *, tunnel: bool, flow_based: bool = False, masquerade: bool = False
+) -> Iterator[PodPair]:
     """Give two pods on two nodes that are named like a lab's; on leaving all of it goes."""
     plan = plan_lab(
         name, LabShape(nodes=2, families="4", routing="overlay" if tunnel else "native")
@@ -36,7 +58,11 @@ def plain_pair(name: str, *, tunnel: bool) -> Iterator[PodPair]:
         for number, one in enumerate(plan.nodes):
             _let_forward(one.namespace)
             other = plan.nodes[1 - number]
-            if tunnel:
+            if masquerade:
+                _masquerade(plan, one)
+            if flow_based:
+                _join_by_flows(one, other, number, mtu)
+            elif tunnel:
                 _join_by_tunnel(one, other, number, mtu)
             else:
                 route = f"{other.pod_cidrs[0]} via {other.addresses[0]} dev {UPLINK}"
@@ -69,6 +95,29 @@ def _join_by_tunnel(own: NodePlan, other: NodePlan, number: int, mtu: int) -> No
         ],
     )
     _append_forwarding(own, _tunnel_mac(1 - number), other.addresses[0])
+
+
+def _join_by_flows(own: NodePlan, other: NodePlan, number: int, mtu: int) -> None:
+    """By routes that say the tunnel's end: the device knows none, as podwire's."""
+    away = ipaddress.ip_network(other.pod_cidrs[0])
+    here = ipaddress.ip_network(own.pod_cidrs[0])
+    node.run_ip(
+        own.namespace,
+        [
+            f"link add vxlan1 mtu {mtu} address {_tunnel_mac(number)} type vxlan external"
+            f" dstport {TUNNEL_PORT} nolearning",
+            f"addr add {here[0]}/32 dev vxlan1",
+            "link set vxlan1 up",
+            f"neigh add {away[0]} lladdr {_tunnel_mac(1 - number)} dev vxlan1 nud permanent",
+            f"route add {away} encap ip id {TUNNEL_ID} dst {other.addresses[0]} csum"
+            f" via {away[0]} dev vxlan1 onlink",
+        ],
+    )
+
+
+def _masquerade(plan: LabPlan, own: NodePlan) -> None:
+    rules = _RULES.format(own=own.pod_cidrs[0], inside=plan.cluster_cidrs[0], port=TUNNEL_PORT)
+    _run_in(own.namespace, ["nft", rules])
 
 
 def _append_forwarding(own: NodePlan, mac: str, outer: str) -> None:

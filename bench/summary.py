@@ -84,6 +84,21 @@ BARS = (
         at_most=1.15,
     ),
     Bar(
+        "overlay throughput / kernel, same device, rules",
+        "overlay_cost",
+        ("podwire Gbit/s, one CPU",),
+        over="both Gbit/s, one CPU",
+        at_least=0.95,
+        reached_by="high",
+    ),
+    Bar(
+        "overlay round trip p50 / kernel, same device, rules",
+        "overlay_cost",
+        ("podwire round trip p50 us",),
+        over="both round trip p50 us",
+        at_most=1.0,
+    ),
+    Bar(
         "native throughput / plain routing",
         "cross_node",
         ("native Gbit/s", "ratio"),

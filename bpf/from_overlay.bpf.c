@@ -169,6 +169,7 @@ static __always_inline int receive_for_host(struct __sk_buff *skb, struct pw_flo
 {
 	return check_inner_source(flow) ?:
 	       read_ports(skb, flow) ?:
+	       keep_fragment(flow) ?:
 	       guard_tunnel_port(flow) ?:
 	       hand_to_stack(skb, flow);
 }
@@ -227,7 +228,10 @@ static __always_inline int receive_for_pod(struct __sk_buff *skb, struct pw_flow
 	struct pw_conntrack_value *entry;
 	int reason = flow->flags & PW_PACKET_FRAGMENT ? check_inner_source(flow) : 0;
 
-	reason = reason ?: read_ports(skb, flow) ?: check_packet_to_pod(flow);
+	reason = reason ?:
+			 read_ports(skb, flow) ?:
+			 check_packet_to_pod(flow) ?:
+			 keep_fragment(flow);
 	if (reason)
 		return reason;
 	flow->now_ns = bpf_ktime_get_coarse_ns();

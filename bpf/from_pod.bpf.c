@@ -67,6 +67,7 @@ int from_pod(struct __sk_buff *skb)
 		  check_frame_of_pod(skb, flow) ?:
 		  parse_packet(skb, flow) ?:
 		  check_packet_of_pod(skb, flow) ?:
+		  keep_fragment(flow) ?:
 		  forward(skb, flow);
 	return finish(skb, flow, outcome);
 }

@@ -50,7 +50,8 @@ static __always_inline int remember_translation(struct __sk_buff *skb, struct pw
 	struct pw_match *match = &flow->here;
 	struct pw_conntrack_value *entry;
 
-	if (!flow->instance || !has_address(&flow->row, flow->key.saddr) || read_ports(skb, flow))
+	if (!flow->instance || !has_address(&flow->row, flow->key.saddr) || read_ports(skb, flow) ||
+	    keep_fragment(flow))
 		return 0;
 	flow->now_ns = bpf_ktime_get_coarse_ns();
 	entry = look_up_flow(skb, flow, match);

@@ -60,6 +60,7 @@ int to_pod(struct __sk_buff *skb)
 		  check_frame_to_pod(flow) ?:
 		  parse_packet(skb, flow) ?:
 		  check_packet_to_pod(flow) ?:
+		  keep_fragment(flow) ?:
 		  judge_receiver(skb, flow);
 	if (!outcome)
 		flow->action = PW_ACTION_STACK;

@@ -1,24 +1,37 @@
-"""Tiers, counts and the listing of what was skipped, for every test.
+"""Tiers, counts, workers and the listing of what was skipped, for every test.
 
 A test belongs to the tier of its folder (tests/lab -> `lab`) or of its marker; `--tiers` says which run, bare `pytest`
-runs `unit`, which needs no privilege. `--full` raises the counts of randomised tests to those of the issues.
+runs `unit`, which needs no privilege. `--full` raises the counts of randomised tests to those of the issues, and lets
+them begin with a seed that nobody has tried. `scripts/test` spreads all over workers (spread.py) and shows where they
+are (progress.py).
 """
 
 import os
 import random
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.progress import Progress
+from tests.spread import put_longest_first
+
 TIERS = ("unit", "packet", "kernel", "lab", "runtime", "vm")
 _FOLDER_TIERS = {"contract": "unit"}
 _SLOW_TIERS = ("packet", "kernel", "lab", "runtime")
-_SLOW_TIMEOUT_S = 300
-"""What a test with processes and namespaces may take where nothing else is said: others may keep the machine busy."""
+_SLOW_TIMEOUT_S = 900 if "PODWIRE_GUEST" in os.environ else 300
+"""What a test with processes and namespaces may take where nothing else is said: others may keep the machine busy, and
+emulators (tests/vm) take many times as long.
+"""
+
+FIXED_SEED = 20_261
+"""What randomised tests begin with where nobody asks for more: a change is judged by the same cases each time."""
 
 # How long an example takes says something of the machine: it may stand still for seconds.
-settings.register_profile("podwire", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("podwire")
+_PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fixed", _PATIENT, derandomize=True)
+settings.register_profile("short", _PATIENT, print_blob=True)
+settings.register_profile("full", _PATIENT, max_examples=1000, print_blob=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,12 +39,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--tiers", default="unit", help="comma-separated tiers to run")
     group.addoption("--full", action="store_true", help="counts of the issues, not the short ones")
     group.addoption("--seed", type=int, default=None, help="seed of randomised tests")
+    group.addoption("--learn", action="store_true", help="write tests/seconds.json (with workers)")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--seed") is None:
-        given = os.environ.get("PODWIRE_SEED")
-        config.option.seed = int(given) if given else random.SystemRandom().randrange(1 << 32)
+    _choose_cases(config)
+    if _is_worker(config):
+        # What the hander-out proposes is a directory in its /tmp; ours may be another (scripts/own-room).
+        config.option.basetemp = tempfile.mkdtemp(prefix="pytest-")
+    elif config.getoption("--tx"):
+        config.pluginmanager.register(Progress(config))
+
+
+def _choose_cases(config: pytest.Config) -> None:
+    """Let randomised tests take their fixed cases, or search: with `--full`, or from a seed that was given."""
+    full = config.getoption("--full")
+    seed = config.option.seed
+    if seed is None:
+        seed = int(os.environ.get("PODWIRE_SEED") or (_random_seed() if full else FIXED_SEED))
+    config.option.seed = seed
+    if full or seed != FIXED_SEED:
+        config.option.hypothesis_seed = str(seed)
+    settings.load_profile("full" if full else "short" if seed != FIXED_SEED else "fixed")
+
+
+def _random_seed() -> int:
+    return random.SystemRandom().randrange(1 << 32)
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -56,6 +94,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(_SLOW_TIMEOUT_S))
     config.hook.pytest_deselected(items=left)
     items[:] = sorted(kept, key=lambda item: TIERS.index(_tier(item)))
+    if _is_worker(config):
+        put_longest_first(items)
 
 
 def _tier(item: pytest.Item) -> str:

@@ -25,6 +25,7 @@ from podwire.model.store.kinds import (
     NETWORK_POLICY,
     Kind,
     find_kind,
+    kind_of_document,
 )
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ def read_kind(word: str) -> Kind:
     """Find the kind that somebody means."""
     kind = find_kind(word)
     if kind is None:
-        known = ", ".join("/".join((one.singular, *one.short_names[:1])) for one in KINDS)
+        known = ", ".join("/".join((one.words[0], *one.short_names[:1])) for one in KINDS)
         raise CliError(EXIT_USAGE, f"find kind {word!r}: there is no such kind", f"say {known}")
     return kind
 
@@ -328,7 +329,7 @@ def _show_one(opts: Common, read: Callable[[], Document]) -> None:
         raise CliError(EXIT_USAGE, "-w is for lists", "leave NAME or -w out")
     document = read()
     if opts.style.form in ("table", "wide") and not opts.style.quiet:
-        kind = find_kind(document["kind"])
+        kind = _kind_of(document)
         assert kind is not None
         _show_list(opts, kind, lambda: [document])
         return
@@ -359,9 +360,13 @@ def _uid(document: Document) -> object:
 def name_object(document: Document) -> str:
     """Name an object as `-o name` does: `networkpolicies/default/web`."""
     metadata = _metadata(document)
-    kind = find_kind(document["kind"])
+    kind = _kind_of(document)
     plural = kind.plural if kind else document["kind"]
     return "/".join(filter(None, (plural, metadata.get("namespace"), metadata["name"])))
+
+
+def _kind_of(document: Document) -> Kind | None:
+    return kind_of_document(document.get("apiVersion"), document["kind"])
 
 
 def _describe(document: Document) -> Iterator[str]:

@@ -12,7 +12,7 @@ import time
 from typing import Final
 
 from podwire.kernel.netlink import NetlinkSocket
-from podwire.kernel.rtnl.link import get_link, read_link
+from podwire.kernel.rtnl.link import get_link, is_operating
 from podwire.model.endpoint import Device
 from podwire.model.errors import Unavailable
 
@@ -29,7 +29,7 @@ def await_carrier(netlink: NetlinkSocket, device: Device) -> None:
     """
     request = get_link(device.host_ifindex)
     until_s = time.monotonic() + WAIT_S
-    while not read_link(netlink.get(request)).operating:
+    while not is_operating(netlink.get(request)):
         if time.monotonic() > until_s:
             raise Unavailable(
                 f"wait for the carrier of device {device.host_name!r}: it did not come in {WAIT_S:g} s",

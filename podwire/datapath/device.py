@@ -149,7 +149,7 @@ def plan_device(
     for attempt in range(_PLAN_TRIES):
         # Both indexes differ: equal ones make the kernel report a pair's loss of carrier up to a second late.
         host_index = FIRST_INDEX + 2 * ((int(endpoint_id) + attempt * 7919) % _INDEX_PAIRS)
-        if netlink.find(get_link(host_index)) is None:
+        if not netlink.has_index(host_index):
             return Device(
                 kind=KIND,
                 host_name=host_name,

@@ -251,7 +251,6 @@ def remove_endpoint(maps: NodeMaps, record: EndpointRecord) -> None:
         if found is not None and found.instance == record.id:
             maps.pw_endpoints.delete(to_mapped(address))
     maps.pw_usage.delete(_u32(record.id))
-    maps.pw_fragments.delete(_u32(record.id))
 
 
 def read_config(maps: NodeMaps, ifindex: IfIndex) -> abi.ConfigValue | None:

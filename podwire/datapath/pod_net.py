@@ -26,6 +26,7 @@ from podwire.kernel.rtnl.route import (
     IPV6_DEFAULT_METRIC,
     ROUTE_LOCAL,
     TABLE_LOCAL,
+    TABLE_MAIN,
     InterfaceAddress,
     Neighbour,
     Route,
@@ -42,9 +43,8 @@ from podwire.kernel.rtnl.route import (
     read_source_rule,
     set_neighbour,
 )
-from podwire.kernel.sysctl import ensure_sysctl, write_sysctl
+from podwire.kernel.sysctl import ensure_sysctl
 from podwire.model.endpoint import Device, EndpointRecord, IPAddress
-from podwire.model.errors import KernelFailure
 from podwire.model.ids import GATEWAY_IPV4, GATEWAY_IPV6, ROUTE_PROTOCOL
 from podwire.model.interfaces import PodNamespace
 
@@ -66,65 +66,99 @@ _GATEWAY_NETWORK: Final = {version: host_network(gateway) for version, gateway i
 
 @dataclass(frozen=True)
 class FamilyPlan:
-    """What one family of one attachment needs in the pod."""
+    """What one family of one attachment needs in the pod; what few need is computed when it is asked for."""
 
-    address: InterfaceAddress
-    local_route: Route | None
-    """Until the kernel's own is there: for an IPv6 address it makes one in a work of its own, some time after the
-    address, also where no duplicates are looked for (net/ipv6/addrconf.c:addrconf_dad_start). What comes in before that
-    is dropped, and the first packet after an ADD was lost.
-    """
-    neighbour: Neighbour
-    gateway_route: Route
-    default_route: Route
-    further_default_route: Route
-    table_default_route: Route
-    rule: SourceRule
+    device: Device
+    ip: IPAddress
+    mtu: int
+    """Bytes, on the default routes; 0 = the device's."""
 
+    @property
+    def index(self) -> int:
+        """Index of the pod's device."""
+        return int(self.device.pod_ifindex)
 
-def plan_family(device: Device, address: IPAddress, *, route_mtu: int = 0) -> FamilyPlan:
-    """Compute what an address needs in the pod; `route_mtu` in bytes, 0 or the device's own =
-    none on the route.
-    """
-    version = address.version
-    index = int(device.pod_ifindex)
-    gateway = _GATEWAY[version]
-    metric = 0 if version == 4 else IPV6_DEFAULT_METRIC
-    mtu = 0 if route_mtu == device.mtu else route_mtu
+    @property
+    def metric(self) -> int:
+        """The family's metric for routes that name none."""
+        return 0 if self.ip.version == 4 else IPV6_DEFAULT_METRIC
 
-    def default(metric: int, table: int) -> Route:
+    @property
+    def address(self) -> InterfaceAddress:
+        """The address on the pod's device."""
+        return InterfaceAddress(self.index, self.ip, self.ip.max_prefixlen)
+
+    @property
+    def local_route(self) -> Route | None:
+        """The route that makes an IPv6 address the pod's own, until the kernel's is there.
+
+        The kernel makes one in a work of its own, some time after the address, also where no duplicates are looked for
+        (net/ipv6/addrconf.c:addrconf_dad_start). What comes in before that is dropped, and the first packet after an
+        ADD was lost.
+        """
+        if self.ip.version == 4:
+            return None
         return Route(
-            _DEFAULT[version],
-            index=index,
-            gateway=gateway,
+            host_network(self.ip),
+            index=self.index,
+            table=TABLE_LOCAL,
+            protocol=ROUTE_PROTOCOL,
+            metric=self.metric,
+            kind=ROUTE_LOCAL,
+            lifetime_s=LOCAL_ROUTE_LIFETIME_S,
+        )
+
+    @property
+    def neighbour(self) -> Neighbour:
+        """The gateway's permanent entry."""
+        return Neighbour(self.index, _GATEWAY[self.ip.version], self.device.host_mac)
+
+    @property
+    def gateway_route(self) -> Route:
+        """The route to the gateway."""
+        return Route(
+            _GATEWAY_NETWORK[self.ip.version],
+            index=self.index,
+            protocol=ROUTE_PROTOCOL,
+            metric=self.metric,
+        )
+
+    @property
+    def default_route(self) -> Route:
+        """The default route of the first attachment."""
+        return self._default(self.metric, TABLE_MAIN)
+
+    @property
+    def further_default_route(self) -> Route:
+        """The default route of a further attachment, for what binds to its device."""
+        return self._default(self.index, TABLE_MAIN)
+
+    @property
+    def table_default_route(self) -> Route:
+        """The default route in the table of a further attachment."""
+        return self._default(self.metric, self.index)
+
+    @property
+    def rule(self) -> SourceRule:
+        """The rule that sends what has the address into that table."""
+        return SourceRule(host_network(self.ip), self.index, RULE_PRIORITY, ROUTE_PROTOCOL)
+
+    def _default(self, metric: int, table: int) -> Route:
+        return Route(
+            _DEFAULT[self.ip.version],
+            index=self.index,
+            gateway=_GATEWAY[self.ip.version],
             table=table,
             protocol=ROUTE_PROTOCOL,
             metric=metric,
-            mtu=mtu,
+            mtu=self.mtu,
             onlink=True,
         )
 
-    local_route = Route(
-        host_network(address),
-        index=index,
-        table=TABLE_LOCAL,
-        protocol=ROUTE_PROTOCOL,
-        metric=metric,
-        kind=ROUTE_LOCAL,
-        lifetime_s=LOCAL_ROUTE_LIFETIME_S,
-    )
-    return FamilyPlan(
-        address=InterfaceAddress(index, address, address.max_prefixlen),
-        local_route=None if version == 4 else local_route,
-        neighbour=Neighbour(index, gateway, device.host_mac),
-        gateway_route=Route(
-            _GATEWAY_NETWORK[version], index=index, protocol=ROUTE_PROTOCOL, metric=metric
-        ),
-        default_route=default(metric, 254),
-        further_default_route=default(index, 254),
-        table_default_route=default(metric, index),
-        rule=SourceRule(host_network(address), index, RULE_PRIORITY, ROUTE_PROTOCOL),
-    )
+
+def plan_family(device: Device, address: IPAddress, *, route_mtu: int = 0) -> FamilyPlan:
+    """Plan what an address needs in the pod; `route_mtu` in bytes, 0 or the device's own = none on the route."""
+    return FamilyPlan(device, address, 0 if route_mtu == device.mtu else route_mtu)
 
 
 def configure_pod(record: EndpointRecord, namespace: PodNamespace, *, route_mtu: int = 0) -> None:
@@ -136,7 +170,8 @@ def configure_pod(record: EndpointRecord, namespace: PodNamespace, *, route_mtu:
     with netns.namespace(namespace.fd):
         netlink = NetlinkSocket()
         try:
-            _write_settings(record)
+            if record.ipv6:
+                _switch_ipv6_on(record)
         except BaseException:
             netlink.close()
             raise
@@ -145,7 +180,6 @@ def configure_pod(record: EndpointRecord, namespace: PodNamespace, *, route_mtu:
             plan_family(device, address, route_mtu=route_mtu) for address in record.addresses
         ]
         _set_up(netlink, record, families)
-        _add_routes(netlink, families)
 
 
 def compare_pod(
@@ -194,65 +228,55 @@ def compare_pod(
     return differences
 
 
-def _write_settings(record: EndpointRecord) -> None:
-    """Write settings of the pod's device; the calling thread is inside the pod's namespace."""
-    name = record.device.pod_name
-    try:
-        write_sysctl("0", "ipv6", "conf", name, "accept_ra")
-    except KernelFailure as failure:
-        if failure.errno == errno.ENOENT and not record.ipv6:
-            return  # a kernel without IPv6, and nobody wants it
-        raise
-    if record.ipv6:
-        # Some runtimes switch IPv6 off in every new namespace.
-        for device in (name, "lo"):
-            ensure_sysctl("0", "ipv6", "conf", device, "disable_ipv6")
+def _switch_ipv6_on(record: EndpointRecord) -> None:
+    """Undo what some runtimes do to every new namespace; the calling thread is inside the pod's."""
+    for device in (record.device.pod_name, "lo"):
+        ensure_sysctl("0", "ipv6", "conf", device, "disable_ipv6")
 
 
 def _set_up(netlink: NetlinkSocket, record: EndpointRecord, families: list[FamilyPlan]) -> None:
-    """Addresses first, then up, so that nobody sees the interface run without them."""
+    """Addresses first, then up, so that nobody sees the interface run without them; routes last.
+
+    Where another attachment has the default route, this one's becomes a further one.
+    """
     device = record.device
     # By itself: in one message the kernel would set the device up first, and make the address.
     quiet = set_link(device.pod_ifindex, name=device.pod_name, no_link_local=True)
+    local_routes = [route for family in families if (route := family.local_route) is not None]
     requests = [
         set_link(_LOOPBACK_INDEX, name="lo", up=True),
         quiet,
         *(add_address(family.address) for family in families),
         set_link(device.pod_ifindex, name=device.pod_name, up=True),
-        *(add_route(family.local_route) for family in families if family.local_route is not None),
+        *(add_route(route) for route in local_routes),
         *(set_neighbour(family.neighbour) for family in families),
     ]
-    for request, failure in zip(requests, netlink.attempt(requests), strict=True):
-        without_ipv6 = failure is not None and failure.errno == errno.EAFNOSUPPORT
-        if failure is not None and not (request is quiet and without_ipv6 and not record.ipv6):
+    routes = {
+        len(requests) + number: family
+        for number, family in enumerate(family for family in families for _ in range(2))
+    }
+    for family in families:
+        requests += [add_route(family.gateway_route), add_route(family.default_route)]
+    further: list[FamilyPlan] = []
+    for position, failure in enumerate(netlink.attempt(requests)):
+        if failure is None:
+            continue
+        if position in routes and failure.errno == errno.EEXIST:
+            further += [] if routes[position] in further else [routes[position]]
+        elif requests[position] is not quiet or failure.errno != errno.EAFNOSUPPORT or record.ipv6:
             raise failure
+    _add_further(netlink, further)
 
 
-def _add_routes(netlink: NetlinkSocket, families: list[FamilyPlan]) -> None:
-    """Add gateway and default routes; where another attachment has the default route, make this
-    one a further one.
-    """
-    requests = [
-        add_route(route)
-        for family in families
-        for route in (family.gateway_route, family.default_route)
-    ]
-    failures = netlink.attempt(requests)
-    further = []
-    for position, family in enumerate(families):
-        of_family = [
-            failure for failure in failures[2 * position : 2 * position + 2] if failure is not None
-        ]
-        for failure in of_family:
-            if failure.errno != errno.EEXIST:
-                raise failure
-        if of_family:
-            further += [
+def _add_further(netlink: NetlinkSocket, families: list[FamilyPlan]) -> None:
+    for family in families:
+        netlink.execute(
+            [
                 add_route(family.further_default_route),
                 add_route(family.table_default_route),
                 add_rule(family.rule),
             ]
-    netlink.execute(further)
+        )
 
 
 def _compare_routes(netlink: NetlinkSocket, family: FamilyPlan) -> list[str]:

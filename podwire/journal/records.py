@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from podwire.journal import schema
-from podwire.model.endpoint import EndpointRecord
+from podwire.model.endpoint import EndpointRecord, Phase
 from podwire.model.errors import Bug, NewerData, StorageFailure
 from podwire.model.ids import EndpointId
 
@@ -38,6 +38,10 @@ VALUES (?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (id) DO UPDATE SET phase = excluded.phase, ipv4 = excluded.ipv4, ipv6 = excluded.ipv6,
     record = excluded.record
 """
+_UPDATE = """
+UPDATE endpoint SET phase = ?, record = ? WHERE id = ? AND ipv4 IS ? AND ipv6 IS ?
+"""
+"""For a record that keeps its addresses: two indexes need not be written, half of what a commit costs."""
 
 
 class SqliteJournal:
@@ -84,18 +88,19 @@ class SqliteJournal:
 
     def write(self, record: EndpointRecord) -> None:
         """Insert or replace the record with this id."""
-        row = (
-            record.id,
-            *(record.key.network, record.key.container_id, record.key.if_name),
-            record.phase.value,
-            *(record.ipv4 or None, record.ipv6 or None),
-            self._encode(record),
-        )
+        phase, blob = record.phase.value, self._encode(record)
+        addresses = (record.ipv4 or None, record.ipv6 or None)
+        key = record.key
+        names = (key.network, key.container_id, key.if_name)
         with self._lock, self._reported("write"):
             try:
-                self._connection.execute(_UPSERT, row)
+                if record.phase is not Phase.ADDING:
+                    change = (phase, blob, record.id, *addresses)
+                    if self._connection.execute(_UPDATE, change).rowcount:
+                        return
+                self._connection.execute(_UPSERT, (record.id, *names, phase, *addresses, blob))
             except sqlite3.IntegrityError as error:
-                raise Bug(f"write record {record.id} of {record.key}: {error}") from error
+                raise Bug(f"write record {record.id} of {key}: {error}") from error
 
     def remove(self, endpoint_ids: Iterable[EndpointId]) -> None:
         """Forget records, all in one transaction."""

@@ -1,5 +1,5 @@
-"""Netlink: frames, attributes, and a socket that sends many requests at once and hears one answer
-for each.
+"""Netlink: frames, attributes, and a socket that sends many requests at once and hears which of them
+failed.
 
 Used by `kernel.rtnl` builders and by everyone in `datapath` and `lab` who sends them. A socket
 stays bound to the namespace of the thread that opened it and may be used from any thread
@@ -9,6 +9,7 @@ request that must not run without its predecessor belongs in a later send.
 """
 
 import errno
+import fcntl
 import os
 import socket
 import struct
@@ -42,6 +43,10 @@ _NETLINK_EXT_ACK: Final = 11
 _NETLINK_GET_STRICT_CHK: Final = 12
 _SO_RCVBUFFORCE: Final = 33
 
+_SIOCGIFNAME: Final = 0x8910
+_IFREQ_INDEX: Final = struct.Struct("=16xi20x")
+"""struct ifreq: room for the name, the index, the rest of a union."""
+
 _HEADER: Final = struct.Struct("=IHHII")
 _ATTRIBUTE: Final = struct.Struct("=HH")
 _ERRNO: Final = struct.Struct("=i")
@@ -50,7 +55,7 @@ _RECEIVE_BYTES: Final = 1 << 17
 _RECEIVE_BUFFER_BYTES: Final = 1 << 21
 _RECEIVE_TIMEOUT_S: Final = 30
 _BATCH_REQUESTS: Final = 128
-"""Acknowledgements wait in the receive buffer, so a batch is cut before they could overflow it."""
+"""Failures wait in the receive buffer, so a batch is cut before they could overflow it."""
 _DUMP_TRIES: Final = 10
 
 Attributes = dict[int, bytes]
@@ -58,15 +63,16 @@ Attributes = dict[int, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One message to the kernel; `call` and `object_name` are what an error says was tried on
-    what.
+    """One message to the kernel; `call` and `target` are what an error says was tried on what.
+
+    `target` becomes text only then: most requests succeed, and addresses take their time.
     """
 
     type: int
     flags: int
     body: bytes
     call: str
-    object_name: str
+    target: object
 
 
 def attribute(kind: int, payload: bytes) -> bytes:
@@ -201,7 +207,7 @@ class NetlinkSocket:
                 if bodies is not None:
                     return bodies
         raise KernelFailure(
-            errno.EAGAIN, request.call, request.object_name, detail="the list changed on every try"
+            errno.EAGAIN, request.call, str(request.target), detail="the list changed on every try"
         )
 
     def get(self, request: Request) -> bytes:
@@ -216,6 +222,18 @@ class NetlinkSocket:
                 return body
         raise malformed("no answer")
 
+    def has_index(self, index: int) -> bool:
+        """Tell whether a device has this index in the socket's namespace, without the kernel's lock for devices."""
+        try:
+            fcntl.ioctl(self._socket, _SIOCGIFNAME, _IFREQ_INDEX.pack(index))
+        except OSError as error:
+            if error.errno == errno.ENODEV:
+                return False
+            raise KernelFailure(
+                error.errno or errno.EIO, "look up device", f"index {index}"
+            ) from error
+        return True
+
     def find(self, request: Request) -> bytes | None:
         """Like `get`, but None when the kernel says that there is no such device or object."""
         try:
@@ -226,16 +244,17 @@ class NetlinkSocket:
             raise
 
     def _exchange(self, requests: Sequence[Request]) -> list[KernelFailure | None]:
-        first = self._send([(request, NLM_F_REQUEST | NLM_F_ACK) for request in requests])
+        """Only the last asks for an acknowledgement: the kernel answers in order, and a failure without being asked."""
+        last = len(requests) - 1
+        asking = [(request, NLM_F_REQUEST) for request in requests[:last]]
+        first = self._send([*asking, (requests[last], NLM_F_REQUEST | NLM_F_ACK)])
         results: list[KernelFailure | None] = [None] * len(requests)
-        waiting = len(requests)
         for kind, flags, number, body in self._receive(requests[0]):
             position = (number - first) & 0xFFFFFFFF
-            if kind != _NLMSG_ERROR or position >= len(requests):
+            if kind != _NLMSG_ERROR or position > last:
                 continue
             results[position] = _failure(requests[position], body, flags)
-            waiting -= 1
-            if not waiting:
+            if position == last:
                 break
         return results
 
@@ -272,7 +291,7 @@ class NetlinkSocket:
             self._socket.send(b"".join(frames))
         except OSError as error:
             raise KernelFailure(
-                error.errno or errno.EIO, request.call, request.object_name, detail=str(error)
+                error.errno or errno.EIO, request.call, str(request.target), detail=str(error)
             ) from error
         return first & 0xFFFFFFFF
 
@@ -284,7 +303,7 @@ class NetlinkSocket:
             except OSError as error:
                 number = errno.ETIMEDOUT if error.errno == errno.EAGAIN else error.errno
                 raise KernelFailure(
-                    number or errno.EIO, request.call, request.object_name, detail="no answer"
+                    number or errno.EIO, request.call, str(request.target), detail="no answer"
                 ) from error
             yield from split_messages(data)
 
@@ -315,5 +334,5 @@ def _failure(request: Request, body: bytes, flags: int) -> KernelFailure | None:
     if flags & _NLM_F_ACK_TLVS and flags & _NLM_F_CAPPED:
         detail = read_text(parse_attributes(body[_ECHOED_BYTES:]), _NLMSGERR_ATTR_MSG)
     return KernelFailure(
-        number, request.call, request.object_name, detail=detail or os.strerror(number).lower()
+        number, request.call, str(request.target), detail=detail or os.strerror(number).lower()
     )

@@ -17,7 +17,7 @@ from podwire.model.errors import InvalidRequest, Unavailable
 
 PROGRAM: Final = "etcd"
 _PEER_PORT: Final = 2380
-_START_DEADLINE_S: Final = 20.0
+_START_DEADLINE_S: Final = 60.0
 _LOG_FILE: Final = "etcd.log"
 
 

@@ -4,6 +4,7 @@
 """
 
 import enum
+import functools
 import ipaddress
 
 import msgspec
@@ -19,6 +20,13 @@ from podwire.model.ids import (
 )
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+_ADDRESSES_REMEMBERED = 4096
+"""Texts of addresses that were read lately: an ADD asks for the same ones again and again."""
+
+
+@functools.lru_cache(_ADDRESSES_REMEMBERED)
+def _parse_address(text: str) -> IPAddress:
+    return ipaddress.ip_address(text)
 
 
 class AttachmentKey(msgspec.Struct, frozen=True, order=True):
@@ -104,4 +112,4 @@ class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def addresses(self) -> tuple[IPAddress, ...]:
         """Addresses of the endpoint, IPv4 first."""
-        return tuple(ipaddress.ip_address(text) for text in (self.ipv4, self.ipv6) if text)
+        return tuple(_parse_address(text) for text in (self.ipv4, self.ipv6) if text)

@@ -1,9 +1,10 @@
-"""What every back end asks of a document before it writes it: a kind, a name, JSON, and not too much of it.
+"""What every back end asks of a document before it writes it (a kind, a name, JSON, not too much of it), and patches.
 
 Used by the back ends. Pure. Invariant: what one back end takes, every other takes too.
 """
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import msgspec
 
@@ -14,6 +15,20 @@ DOCUMENT_MAX_BYTES: Final = 1 << 20
 """As JSON. etcd takes requests of 1.5 MiB by default, names and conditions included."""
 
 _encode = msgspec.json.Encoder().encode
+
+
+def merge(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Give a document with single fields changed: a merge patch, as RFC 7386 says. None takes a field away."""
+    merged = dict(document)
+    for name, change in changes.items():
+        if change is None:
+            merged.pop(name, None)
+        elif isinstance(change, Mapping):
+            before = merged.get(name)
+            merged[name] = merge(before if isinstance(before, Mapping) else {}, change)
+        else:
+            merged[name] = change
+    return merged
 
 
 def encode_document(new: StoredObject) -> bytes:

@@ -6,9 +6,9 @@ damaged, of a newer layout or no store at all is refused as ever. Implements `mo
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 from podwire.model.errors import Unavailable
 from podwire.model.store import ObjectKey, Store, StoredObject, Watch
@@ -40,6 +40,16 @@ class LateStore:
 
     def update(self, new: StoredObject) -> StoredObject:
         return self._open().update(new)
+
+    def patch(
+        self,
+        key: ObjectKey,
+        changes: Mapping[str, Any],
+        *,
+        revision: int | None = None,
+        uid: str = "",
+    ) -> StoredObject:
+        return self._open().patch(key, changes, revision=revision, uid=uid)
 
     def delete(self, key: ObjectKey, *, revision: int | None = None, uid: str = "") -> StoredObject:
         return self._open().delete(key, revision=revision, uid=uid)

@@ -9,7 +9,7 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ import msgspec
 
 from podwire.model.errors import Conflict, NotFound, Unavailable
 from podwire.model.store import ObjectKey, OpenWaker, StoredObject, UnreadableObject
-from podwire.store.documents import encode_document
+from podwire.store.documents import encode_document, merge
 from podwire.store.leases_sqlite import SqliteLeases
 from podwire.store.sqlite_file import open_file
 from podwire.store.sqlite_watch import SqliteWatch, ThreadWaker
@@ -125,14 +125,27 @@ class SqliteStore:
         document = encode_document(new)
         with self._changing("write") as connection:
             found = self._expect(connection, "update", new.key, new.revision, new.uid)
-            revision = _next_revision(connection)
-            row = (*found[:5], revision, document)
-            connection.execute(
-                f"UPDATE object SET revision = ?, document = ? WHERE {_ONE}",
-                (revision, document, *_columns(new.key)),
-            )
-            self._log(connection, revision, row)
-        return self._make(row)
+            return self._replace(connection, found, document)
+
+    def patch(
+        self,
+        key: ObjectKey,
+        changes: Mapping[str, Any],
+        *,
+        revision: int | None = None,
+        uid: str = "",
+    ) -> StoredObject:
+        """Change single fields of an object and leave all others; None takes one away."""
+        with self._changing("write") as connection:
+            row = self._expect(connection, "patch", key, revision, uid)
+            found = self._make(row)
+            if found.fault:
+                raise UnreadableObject(found)
+            document = merge(found.document, changes)
+            if document == found.document:
+                return found
+            encoded = encode_document(StoredObject(key=key, document=document))
+            return self._replace(connection, row, encoded)
 
     def delete(self, key: ObjectKey, *, revision: int | None = None, uid: str = "") -> StoredObject:
         """Remove an object, under the preconditions that are given; gives what was there. NotFound, Conflict."""
@@ -224,6 +237,17 @@ class SqliteStore:
             yield
         finally:
             self._write_lock.release()
+
+    def _replace(self, connection: sqlite3.Connection, found: Row, document: bytes) -> StoredObject:
+        """Write another document in the place of what was found."""
+        revision = _next_revision(connection)
+        row = (*found[:5], revision, document)
+        connection.execute(
+            f"UPDATE object SET revision = ?, document = ? WHERE {_ONE}",
+            (revision, document, *found[:3]),
+        )
+        self._log(connection, revision, row)
+        return self._make(row)
 
     def _find(self, connection: sqlite3.Connection, key: ObjectKey) -> Row | None:
         row: Row | None = connection.execute(f"{_READ} WHERE {_ONE}", _columns(key)).fetchone()

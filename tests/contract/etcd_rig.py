@@ -1,8 +1,10 @@
 """A real etcd on the loopback, with an own directory: started, killed, stopped for a while, started again."""
 
 import base64
+import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -23,6 +25,8 @@ MISSING = "no program 'etcd': apt-get install etcd-server"
 ENDPOINT_VARIABLE = "PODWIRE_TEST_ETCD"
 """Where processes that tests start find the endpoint."""
 DEADLINE_S = 60.0
+PORTS = (20_000, 32_000)
+"""Below those that clients get (net.ipv4.ip_local_port_range)."""
 
 
 def require() -> None:
@@ -32,10 +36,13 @@ def require() -> None:
 
 
 def free_port() -> int:
-    """Give a port of the loopback that nobody uses now."""
-    with closing(socket.socket()) as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    """Give a port of the loopback that nobody uses now, and that the kernel gives to no client while a server rests."""
+    while True:
+        port = random.randrange(*PORTS)
+        with closing(socket.socket()) as one, contextlib.suppress(OSError):
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(("127.0.0.1", port))
+            return port
 
 
 class Etcd:

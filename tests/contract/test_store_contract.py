@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -98,6 +99,89 @@ def test_a_successor_of_the_same_name_is_another_object(store: Store) -> None:
             StoredObject(key=first.key, uid=first.uid, revision=second.revision, document={})
         )
     assert store.get(key("a")) == second
+
+
+PATCHES = {
+    "a field": ({"spec": {"v": 2}}, {"spec": {"v": 2, "w": {"x": 1, "y": [1, 2]}}}),
+    "a field of a field": ({"spec": {"w": {"x": 9}}}, {"spec": {"v": 1, "w": {"x": 9, "y": [1, 2]}}}),
+    "a new field": ({"more": {"a": 1}}, {"spec": {"v": 1, "w": {"x": 1, "y": [1, 2]}}, "more": {"a": 1}}),
+    "one away": ({"spec": {"w": {"x": None}}}, {"spec": {"v": 1, "w": {"y": [1, 2]}}}),
+    "one away that is not there": ({"spec": {"z": None}}, None),
+    "what is there": ({"spec": {"v": 1, "w": {"y": [1, 2]}}}, None),
+    "nothing": ({}, None),
+    "a list, whole": ({"spec": {"w": {"y": [3]}}}, {"spec": {"v": 1, "w": {"x": 1, "y": [3]}}}),
+    "an object for a value": (
+        {"spec": {"v": {"a": 1, "b": None}}}, {"spec": {"v": {"a": 1}, "w": {"x": 1, "y": [1, 2]}}}
+    ),
+    "a value for an object": ({"spec": {"w": 7}}, {"spec": {"v": 1, "w": 7}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "wanted"), PATCHES.values(), ids=PATCHES)
+def test_a_patch_changes_what_it_names(store: Store, changes: Any, wanted: Any) -> None:
+    document = {"spec": {"v": 1, "w": {"x": 1, "y": [1, 2]}}}
+    made = store.create(StoredObject(key=key("a"), document=document))
+    with store.watch(made.revision) as watch:
+        changed = store.patch(key("a"), changes)
+        assert changed == store.get(key("a"))
+        assert (changed.uid, changed.created) == (made.uid, made.created)
+        if wanted is None:
+            assert changed == made, "nothing is written"
+            assert watch.next(0.1) == ()
+        else:
+            assert changed.document == wanted
+            assert changed.revision > made.revision
+            assert [one.object for one in take(watch, 1)] == [changed]
+
+
+def test_a_patch_has_preconditions(store: Store) -> None:
+    made = store.create(make("a", 1))
+    changed = store.patch(key("a"), {"spec": {"v": 2}}, revision=made.revision, uid=made.uid)
+    with pytest.raises(Conflict):
+        store.patch(key("a"), {"spec": {"v": 3}}, revision=made.revision)
+    with pytest.raises(Conflict, match="made anew"):
+        store.patch(key("a"), {"spec": {"v": 3}}, uid="another")
+    with pytest.raises(NotFound):
+        store.patch(key("b"), {"spec": {"v": 3}})
+    with pytest.raises(InvalidRequest):
+        store.patch(key("a"), {"spec": {"v": "x" * DOCUMENT_MAX_BYTES}})
+    assert store.get(key("a")) == changed
+
+
+def test_patches_of_several_writers_lose_nothing(
+    store: Store, open_again: Callable[[], Store]
+) -> None:
+    other = open_again()
+    store.create(make("a"))
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            for number in range(40):
+                one = (store, other)[number % 2]
+                threads.submit(one.patch, key("a"), {"spec": {f"f{number}": number}})
+    finally:
+        other.close()
+    found = store.get(key("a"))
+    assert found is not None
+    assert found.document["spec"] == {"v": 0, **{f"f{number}": number for number in range(40)}}
+
+
+def test_patches_are_written_together(store: Store) -> None:
+    store.create(make("a", 1))
+    store.create(make("b", 1))
+    with store.together():
+        store.patch(key("a"), {"spec": {"v": 2}})
+        store.patch(key("b"), {"spec": {"v": 2}})
+    found = store.list("networkpolicies")[0]
+    assert [one.document for one in found] == [{"spec": {"v": 2}}] * 2
+
+    def patch_one_that_is_not_there() -> None:
+        with store.together():
+            store.patch(key("a"), {"spec": {"v": 3}})
+            store.patch(key("c"), {"spec": {"v": 3}})
+
+    with pytest.raises(NotFound):
+        patch_one_that_is_not_there()
+    assert store.list("networkpolicies")[0] == found
 
 
 def test_a_delete_gives_what_was_there(store: Store) -> None:

@@ -27,11 +27,13 @@ def test_what_was_written_is_there_after_opening_again(open_again: Callable[[], 
         second.close()
 
 
+DEADLINE_S = 240.0
 PROCESS = """
 import sys
 from pathlib import Path
 from tests.contract.stores import BACK_ENDS, increment, make
 store = BACK_ENDS[sys.argv[1]](Path(sys.argv[2]))
+print("ready", flush=True)
 sys.stdin.readline()
 increment(store, int(sys.argv[3]))
 store.create(make("done" + sys.argv[4]))
@@ -40,31 +42,40 @@ store.close()
 
 
 def test_processes_that_write_at_once_lose_no_count(
-    back_end: str, store: Store, tmp_path: Path
+    back_end: str, store: Store, tmp_path: Path, full: bool
 ) -> None:
     before = now_at(store)
     store.create(make("counter"))
+    count = 20 if full else 6
     children = [
         subprocess.Popen(
             [sys.executable, "-c", PROCESS, back_end, str(tmp_path), "10", str(number)],
             stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for number in range(20)
+        for number in range(count)
     ]
     try:
-        errors = [child.communicate("go\n", timeout=60)[1] for child in children]
+        for child in children:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "ready\n"
+        for child in children:
+            assert child.stdin is not None
+            child.stdin.write("go\n")
+            child.stdin.flush()
+        errors = [child.communicate(timeout=DEADLINE_S)[1] for child in children]
     finally:
         for child in children:
             child.kill()
-            child.wait()
-    assert [child.returncode for child in children] == [0] * 20, errors
+            child.communicate()
+    assert [child.returncode for child in children] == [0] * count, errors
     found = store.get(key("counter"))
     assert found is not None
-    assert found.document == {"spec": {"v": 200}}
+    assert found.document == {"spec": {"v": 10 * count}}
     with store.watch(before) as watch:
-        revisions = [event.revision for event in take(watch, 221)]
+        revisions = [event.revision for event in take(watch, 11 * count + 1)]
     assert revisions == sorted(set(revisions))
 
 

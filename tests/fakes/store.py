@@ -2,15 +2,16 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Self
+from typing import Any, Self
 from uuid import uuid4
 
 import msgspec
 
 from podwire.model.errors import Conflict, NotFound, Unavailable
 from podwire.model.store import Compacted, ObjectKey, StoredObject, StoreEvent
+from podwire.store.documents import merge
 from tests.fakes.leases import MemoryLeases
 
 
@@ -66,6 +67,25 @@ class MemoryStore:
             if old.revision != new.revision:
                 raise Conflict(f"update {new.key}: it is at revision {old.revision}")
             return self._write(msgspec.structs.replace(new, uid=old.uid, created=old.created))
+
+    def patch(
+        self,
+        key: ObjectKey,
+        changes: Mapping[str, Any],
+        *,
+        revision: int | None = None,
+        uid: str = "",
+    ) -> StoredObject:
+        self._call("patch")
+        self.before_update(StoredObject(key=key, document=changes))
+        with self.changed:
+            old = self._find(key)
+            if revision not in (None, old.revision) or uid not in ("", old.uid):
+                raise Conflict(f"patch {key}: it is another one")
+            document = merge(old.document, changes)
+            if document == old.document:
+                return old
+            return self._write(msgspec.structs.replace(old, document=document))
 
     def delete(self, key: ObjectKey, *, revision: int | None = None, uid: str = "") -> StoredObject:
         with self.changed:

@@ -4,6 +4,8 @@ compared.
 
 import contextlib
 import ipaddress
+import socket
+import struct
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -33,6 +35,7 @@ from podwire.model.interfaces import EndpointConfig
 from tests.first_packets import Sender
 from tests.kernel.conftest import NODE_IPV4, NODE_IPV6, Namespace, new_namespace
 from tests.kernel.node_world import OPEN, KernelWorld, kernel_world
+from tests.packet import frames
 from tests.waiting import wait_for
 
 DEADLINE_S = 30.0
@@ -246,10 +249,10 @@ def busy_with_devices() -> Iterator[None]:
     ended = threading.Event()
 
     def churn() -> None:
-        with new_namespace() as elsewhere, NetlinkSocket.open_in(elsewhere.fd.fileno()) as socket:
+        with new_namespace() as elsewhere, NetlinkSocket.open_in(elsewhere.fd.fileno()) as netlink:
             end = LinkEnd("pwtchurn", 5)
             while not ended.is_set():
-                socket.execute([create_link("bridge", end), set_link(5, up=True), delete_link(5)])
+                netlink.execute([create_link("bridge", end), set_link(5, up=True), delete_link(5)])
 
     thread = threading.Thread(target=churn)
     thread.start()
@@ -282,6 +285,33 @@ def test_pods_of_a_node_reach_each_other_in_both_families(world: KernelWorld) ->
     for family in ("ipv4", "ipv6"):
         assert pings(first_pod, getattr(second, family))
         assert pings(second_pod, getattr(first, family))
+
+
+def advertise_router(record: EndpointRecord, destination: str) -> None:
+    """Send a router advertisement to a pod, as a daemon on the node would, past the node's own stack."""
+    words = struct.pack("!BBHII", 64, 0, 1800, 0, 0)
+    body = frames.icmpv6(134, 0, int.from_bytes(words[:4], "big"), words[4:])
+    packet = frames.ipv6("fe80::77", destination, body, hop_limit=255)
+    device = record.device
+    frame = frames.ethernet(device.pod_mac, device.host_mac, frames.ETH_P_IPV6, packet)
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as sender:
+        sender.bind((device.host_name, 0))
+        # The kernel says so when a program drops it.
+        with contextlib.suppress(OSError):
+            sender.send(frame)
+
+
+def test_no_router_advertisement_reaches_a_pod(world: KernelWorld) -> None:
+    record, pod = world.attach(7)
+    destinations = ("ff02::1", record.ipv6)
+    before = pod.ip("-6", "route")
+    for destination in destinations:
+        advertise_router(record, destination)
+    assert pod.ip("-6", "route") == before
+    # The same without the program, so that it is known what the advertisement would have done.
+    world.host.run("tc", "filter", "del", "dev", record.device.host_name, "egress")
+    advertise_router(record, "ff02::1")
+    wait_for(lambda: pod.ip("-6", "route") != before, "a route by the advertisement")
 
 
 def test_a_spoofed_packet_is_dropped_counted_and_told(world: KernelWorld) -> None:

@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(4 * 3600)]
 SIDE_BY_SIDE = 6
 ADDS, ADDS_FULL = 10, 1112
 """Of each of those that run side by side."""
+NEIGHBOURS_QUOTA = 32_768
+"""The neighbour opens a flow with each pod, and what is over is remembered for a while."""
 IPV4, IPV6 = "10.99.0.0/24", "fd99::/64"
 COMPUTE = "while :; do :; done"
 CHANGE = "yes 'link set lo mtu 65000\nlink set lo mtu 65536' | ip -batch -"
@@ -78,7 +80,8 @@ def attach_again_and_again(rig: Rig, neighbour: str, worker: int, count: int) ->
     ],
 )
 def test_no_first_packet_is_lost(cidrs: Sequence[str], full: bool) -> None:
-    with Rig(cidrs=cidrs) as rig, ThreadPoolExecutor(SIDE_BY_SIDE) as threads:
+    room = {"conntrack_entries": 65_536, "conntrack_quota": NEIGHBOURS_QUOTA}
+    with Rig(cidrs=cidrs, **room) as rig, ThreadPoolExecutor(SIDE_BY_SIDE) as threads:
         rig.start()
         neighbour = rig.make_pod_namespace()
         assert rig.cni("ADD", "neighbour", neighbour).ok

@@ -89,7 +89,14 @@ def test_the_first_packet_to_another_node_is_not_late(make_lab: MakeLab) -> None
     with pods(lab, web="node1 80/tcp", client="node2"):
         [row] = lab.cli("lab", "connect", "client", "web", "-o", "json").document
         assert row["ok"]
-        assert row["ms"] < 500  # a lost SYN, or a lost question for a neighbour, costs a second
+        # A lost SYN, or a lost question for a neighbour, costs a second; a busy machine may do so without a loss.
+        assert row["ms"] < 500 or not count_resent(f"pw.{lab.name}.default.client")
+
+
+def count_resent(namespace: str) -> int:
+    """Count the TCP segments that a namespace had to send again."""
+    shown = run("ip", "netns", "exec", namespace, "nstat", "-j", "-a", "-s", "-z", "TcpRetransSegs")
+    return int(json.loads(shown)["kernel"]["TcpRetransSegs"])
 
 
 def test_down_of_what_is_not_there_is_not_found() -> None:
@@ -310,7 +317,7 @@ def test_a_pod_is_not_attached_while_its_agent_is_away(make_lab: MakeLab) -> Non
     begin = time.monotonic()
     said = lab.cli("lab", "run", "web")
     assert (said.code, "podwire lab node start node1" in said.err) == (3, True)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 20  # a start is waited for longer
     assert lab.state.pods == []
     # Stopped on purpose is not left over.
     assert lab.name not in labs.list_leftovers(running_too=False)
@@ -444,7 +451,7 @@ def test_connect_counts_and_keeps_time(served_lab: Lab) -> None:
         "lab", "connect", "client", "web", "--count", "4", "--every", "100", "-o", "jsonl"
     )
     assert len(said.lines) == 8  # two addresses
-    assert 0.3 <= time.monotonic() - begin < 2
+    assert 0.3 <= time.monotonic() - begin < 20
 
 
 def test_connect_quietly_says_it_by_the_exit_code_only(served_lab: Lab) -> None:

@@ -251,7 +251,7 @@ def test_what_is_refused_is_named_and_changes_nothing(
     before = closed.cli("get", "netpol", "-o", "json").document
     for command in (("apply",), ("apply", "--dry-run"), ("diff",)):
         said = closed.cli(*command, "-f", str(file))
-        assert_failed(said, 6, f"{file}:", "(document 2)", expected)
+        assert_failed(said, 6, f"{file}:", "(document 2, ", expected)
     assert closed.cli("get", "netpol", "-o", "json").document == before
     assert closed.cli("policy", "list", "-q").lines == [f"NetworkPolicy/default/{NAME}"] * 2
 
@@ -290,7 +290,7 @@ def test_validate_needs_no_agent(tmp_path: Path) -> None:
     document = podwire("policy", "validate", "-f", str(good), "-o", "json", *away).document
     assert document == {"valid": [f"networkpolicies default/{NAME}"]}
     said = podwire("policy", "validate", "-f", str(good), "-f", str(bad), *away)
-    assert_failed(said, 6, f"{bad}:", "(document 2)", "spec.policyTypes[0]")
+    assert_failed(said, 6, f"{bad}:", "(document 2, ", "spec.policyTypes[0]")
     assert_failed(podwire("apply", "-f", str(good), *away), 3, "/nonexistent/api.sock")
 
 

@@ -182,7 +182,6 @@ class Rig:
             "pw_endpoints",
             "pw_usage",
             "pw_ipcache",
-            "pw_fragments",
             "pw_policy",
             "pw_cidrs",
             "pw_hits",
@@ -194,6 +193,7 @@ class Rig:
         self.maps["pw_strangers"].update(ZERO, bytes(abi.USAGE_VALUE_BYTES))
         for shard in (*self.shards, self.new_flows):
             shard.clear()
+        self.forget_fragments()
         for network, value in IPCACHE.items():
             self.maps["pw_ipcache"].update(
                 to_prefix_key(ipaddress.ip_network(network)), value.pack()
@@ -203,6 +203,13 @@ class Rig:
             self.publish(endpoint)
         while self.events.take()[0]:
             pass
+
+    def forget_fragments(self) -> None:
+        """Empty every set that has something in it."""
+        table = self.maps["pw_fragments"]
+        for key, value in table.items():
+            if any(value):
+                table.update(key, bytes(len(value)))
 
     def write_settings(
         self,

@@ -15,7 +15,7 @@ import pytest
 from podwire.cli.client import CliError
 from podwire.cli.main import main
 from podwire.cli.objects import validate_files
-from podwire.model.store import ObjectKey
+from podwire.model.store import ObjectKey, StoredObject
 from podwire.store.manifest import dump, load_manifests
 from podwire.store.sqlite import SqliteStore
 from tests.unit.objects_agent import serving_objects
@@ -86,6 +86,38 @@ def shell(
         socket = tmp_path / "api.sock"
         with serving_objects(socket, store):
             yield Shell(files, store, ("--agent", str(socket)), capsys)
+
+
+# ------------------------------------------------------------------ kinds of one name
+
+
+@pytest.mark.parametrize(
+    ("word", "names"),
+    [("nodes", ["nodes/ours"]), ("pwn", ["nodes/ours"]), ("nodes.podwire.io", ["nodes/ours"]),
+     ("nodes.core", ["nodes.core/theirs"]), ("Node.core", ["nodes.core/theirs"])],
+)  # fmt: skip
+def test_kinds_of_one_name_are_told_apart_by_their_groups(
+    shell: Shell, word: str, names: list[str]
+) -> None:
+    for plural, version, name in (
+        ("nodes", "podwire.io/v1", "ours"),
+        ("nodes.core", "v1", "theirs"),
+    ):
+        document = {"apiVersion": version, "kind": "Node", "metadata": {"name": name}, "spec": {}}
+        shell.store.create(StoredObject(key=ObjectKey(plural, "", name), document=document))
+    assert shell.run(f"get {word} -o name").lines == [names]
+    name = names[0].partition("/")[2]
+    assert shell.run(f"get {word} {name} -o json").json["metadata"]["name"] == name
+    assert ["Name:", name] in shell.run(f"describe {word} {name}").lines
+
+
+def test_what_is_kubernetes_own_is_not_deleted(shell: Shell) -> None:
+    document = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "a"}, "spec": {}}
+    shell.store.create(StoredObject(key=ObjectKey("nodes.core", "", "a"), document=document))
+    done = shell.run("delete nodes.core a")
+    assert done.code != 0
+    assert "Kubernetes' own" in done.err
+    assert shell.store.get(ObjectKey("nodes.core", "", "a")) is not None
 
 
 # ------------------------------------------------------------------ apply

@@ -23,7 +23,6 @@ from podwire.control.identity.known import (
     decode,
     make_object,
     object_key,
-    with_annotations,
 )
 from podwire.model.errors import NotFound, Unavailable
 from podwire.model.identity import IdentityFacts, NamedPort
@@ -73,7 +72,7 @@ def agent(store: MemoryStore, space: NumberSpace | None = None) -> Agent:
 def annotate(store: MemoryStore, number: int, *names: str) -> None:
     stored = store.get(object_key(number))
     assert stored is not None
-    store.update(with_annotations(stored, dict.fromkeys(names, MARK)))
+    store.patch(stored.key, {"metadata": {"annotations": dict.fromkeys(names, MARK)}})
 
 
 def meaning(store: MemoryStore, number: int) -> IdentityKey | None:

@@ -27,7 +27,6 @@ from podwire.control.identity.known import (
     KnownIdentities,
     annotations,
     object_key,
-    with_annotations,
 )
 from podwire.model.store import ObjectKey, StoredObject
 from tests.fakes.store import MemoryStore
@@ -156,7 +155,7 @@ def test_a_mark_of_a_wrong_clock_is_taken_away(text: str) -> None:
     number = cluster.make()
     stored = cluster.store.get(object_key(number))
     assert stored is not None
-    cluster.store.update(with_annotations(stored, {UNUSED_SINCE: text}))
+    cluster.store.patch(stored.key, {"metadata": {"annotations": {UNUSED_SINCE: text}}})
     cluster.collect()
     assert cluster.state(number) == "clean"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from podwire.control.policy.labels_match import LabelSet, make_selector, matches
@@ -409,7 +409,6 @@ MODES = st.builds(Settings, st.sampled_from(list(Enforcement)), st.booleans(), s
 
 
 @given(POLICIES, GROUPS, QUESTIONS, MODES, st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=200)
 def test_the_order_of_everything_is_without_effect(
     policies: list[PolicyRules],
     groups: list[CidrGroup],
@@ -427,7 +426,6 @@ def test_the_order_of_everything_is_without_effect(
 
 
 @given(POLICIES, GROUPS, QUESTIONS, MODES, RULES)
-@settings(deadline=None, max_examples=200)
 def test_one_more_rule_moves_the_verdict_its_own_way_only(
     policies: list[PolicyRules],
     groups: list[CidrGroup],
@@ -442,7 +440,6 @@ def test_one_more_rule_moves_the_verdict_its_own_way_only(
 
 
 @given(POLICIES, GROUPS, QUESTIONS, SELECTORS)
-@settings(deadline=None, max_examples=200)
 def test_closing_a_direction_never_opens_it(
     policies: list[PolicyRules], groups: list[CidrGroup], asked: Question, subject: LabelSelector
 ) -> None:
@@ -454,7 +451,6 @@ def test_closing_a_direction_never_opens_it(
 
 
 @given(POLICIES, GROUPS, QUESTIONS, MODES)
-@settings(deadline=None, max_examples=200)
 def test_a_denial_has_a_reason_and_an_allowance_needs_none(
     policies: list[PolicyRules], groups: list[CidrGroup], asked: Question, mode: Settings
 ) -> None:
@@ -465,7 +461,6 @@ def test_a_denial_has_a_reason_and_an_allowance_needs_none(
 
 
 @given(POLICIES, GROUPS, QUESTIONS)
-@settings(deadline=None, max_examples=200)
 def test_a_flow_passes_only_where_both_ends_let_it(
     policies: list[PolicyRules], groups: list[CidrGroup], asked: Question
 ) -> None:

@@ -33,8 +33,8 @@ POLICIES: Final = [PolicyId("NetworkPolicy", "n", f"p{number}") for number in ra
 
 Asked = tuple[EndpointId, Packet]
 
-EXAMPLES: Final = 15
-WATCHED_EXAMPLES: Final = 8
+EXAMPLES: Final = settings().max_examples * 15 // 100
+WATCHED_EXAMPLES: Final = settings().max_examples * 5 // 100
 """Of tests that ask between any two elements."""
 SETTINGS: Final = settings(
     max_examples=EXAMPLES,

@@ -68,7 +68,7 @@ def test_every_word_for_a_kind_finds_it(word: str, plural: str) -> None:
 
 
 def test_no_word_means_two_kinds() -> None:
-    words = [word for kind in KINDS for word in {kind.singular, kind.plural, *kind.short_names}]
+    words = [word for kind in KINDS for word in set(kind.words)]
     assert len(words) == len(set(words))
     assert find_kind("pods") is None
     assert kind_of_document("v1", "NetworkPolicy") is None
@@ -198,7 +198,7 @@ BAD: dict[str, tuple[dict[str, Any], Change, str, str]] = {
         {"apiVersion": "podwire.io/v1", "kind": "Identity", "metadata": {"name": "70000"}},
         lambda _: None,
         "kind",
-        "agents make these themselves",
+        "agents make these",
     ),
     "no metadata": (network_policy(), drop("metadata"), "metadata", "not an object with a name"),
     "metadata that is a list": (network_policy(), put("metadata", []), "metadata", "not an object"),

@@ -121,7 +121,7 @@ REFUSED: dict[str, tuple[str, str, Any, int, str]] = {
         "/object/identities/70000",
         {"apiVersion": "podwire.io/v1", "kind": "Identity", "metadata": {"name": "70000"}},
         400,
-        "agents make these themselves",
+        "agents make these",
     ),
     "an unknown parameter": ("GET", WEB + "?watch=1", None, 400, "is no parameter here"),
     "a wrong parameter": (

@@ -312,24 +312,6 @@ struct pw_conntrack_value {
 	__u8 pad[7];
 };
 
-struct pw_fragment_key {
-	__u32 instance;
-	__u32 id; /* IPv4 id or IPv6 fragment identification, as on the wire */
-	__u8 saddr[16];
-	__u8 daddr[16];
-	__u8 direction;
-	__u8 protocol; /* 0 for IPv6 (RFC 8200 4.5: not part of what names a packet) */
-	__u16 pad;
-};
-
-struct pw_fragment_value {
-	__be16 sport_be;
-	__be16 dport_be;
-	__u8 protocol; /* later IPv6 fragments do not tell it */
-	__u8 icmp_type;
-	__u16 pad;
-};
-
 /* key: u32 instance. While this row exists the instance may have conntrack entries; without it they are collected.
  * Pairs are of the flows that it opened (PW_EGRESS) and of those that others opened to it (PW_INGRESS).
  */

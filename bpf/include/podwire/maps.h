@@ -155,43 +155,42 @@ struct {
 	__array(values, struct pw_new_flow_hash);
 } pw_new_flows SEC(".maps");
 
-/* Datagrams in pieces of one endpoint that one direction keeps the ports of: sets, chosen by what names the datagram,
- * with some ways each. A piece is seldom far from the first one: ways are used in turn.
+/* Where the programs keep what first fragments tell: sets, chosen by what names the datagram, the newest one in front.
+ * Each hook has sets of its own, so that the world, whose addresses may be forged, pushes out nothing that pods send; and
+ * in a set one source address keeps no more than its share, so that who floods pushes out his own (rule 26): the two
+ * addresses of a pod together keep half of a set at most.
  */
-#define PW_FRAGMENT_SETS 8
-#define PW_FRAGMENT_WAYS 4
+#define PW_FRAGMENT_HOOKS 4 /* from_netdev leaves fragments to the stack */
+#define PW_FRAGMENT_SETS  256
+#define PW_FRAGMENT_WAYS  8
+#define PW_FRAGMENT_SHARE 2
 
 struct pw_fragment {
-	struct pw_fragment_key key;
-	struct pw_fragment_value value;
+	__u8 saddr[16];
+	__u8 daddr[16];
+	__u32 instance;
+	__u32 id;	    /* IPv4 id or IPv6 fragment identification, as on the wire */
+	__u8 wire_protocol; /* 0 for IPv6 (RFC 8200 4.5: not part of what names a packet) */
+	__u8 protocol;	    /* later IPv6 fragments do not tell it */
+	__u8 icmp_type;
+	__u8 pad;
+	__be16 sport_be;
+	__be16 dport_be;
 };
 
-struct pw_fragments_value {
+struct pw_fragment_set {
 	struct bpf_spin_lock lock;
-	__u32 next; /* the way that is overwritten next */
-	struct pw_fragment kept[2][PW_FRAGMENT_SETS][PW_FRAGMENT_WAYS]; /* by direction, set, way */
+	__u32 pad;
+	struct pw_fragment ways[PW_FRAGMENT_WAYS];
 };
 
-/* instance -> the ports that only first fragments tell; 0: of packets that belong to no endpoint. Room for each, so that
- * no flood of one costs another anything (rule 26). Made and used by the programs; removed with the endpoint by the agent.
- */
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 8192);
-	__uint(map_flags, BPF_F_NO_PREALLOC);
-	__type(key, __u32);
-	__type(value, struct pw_fragments_value);
-} pw_fragments SEC(".maps");
-
-/* What a row of pw_fragments begins as: bytes, because what has a lock is no source of an update. The object's own, as
- * every map called own_*.
- */
+/* hook and set -> the ports of datagrams in pieces. Written and read by the programs alone. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
-	__uint(max_entries, 1);
+	__uint(max_entries, PW_FRAGMENT_HOOKS *PW_FRAGMENT_SETS);
 	__type(key, __u32);
-	__uint(value_size, sizeof(struct pw_fragments_value));
-} own_no_fragments SEC(".maps");
+	__type(value, struct pw_fragment_set);
+} pw_fragments SEC(".maps");
 
 /* instance -> how much of the shared things it uses. The row is made and removed by the agent, counted by the programs
  * and the collector.

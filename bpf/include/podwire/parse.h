@@ -332,17 +332,11 @@ static __always_inline int parse_network(struct __sk_buff *skb, struct pw_flow *
 	return flow->ethertype == ETH_P_IP ? parse_ipv4(skb, flow) : parse_ipv6(skb, flow);
 }
 
-/* Completes the tuple. flow->key.instance and flow->key.direction must be set: fragments are remembered under them. */
+/* Completes the tuple. flow->key.instance must be set: fragments are remembered under it. */
 static __always_inline int parse_ports_of_packet(struct __sk_buff *skb, struct pw_flow *flow)
 {
-	int reason;
-
-	if (flow->flags & PW_PACKET_LATER_FRAGMENT)
-		return recall_ports(flow);
-	reason = parse_transport(skb, flow);
-	if (!reason && flow->flags & PW_PACKET_FRAGMENT)
-		reason = keep_ports(flow);
-	return reason;
+	return flow->flags & PW_PACKET_LATER_FRAGMENT ? recall_ports(flow)
+						      : parse_transport(skb, flow);
 }
 
 PW_CHECKED_ALONE int parse_packet(struct __sk_buff *skb, struct pw_flow *flow)

@@ -78,7 +78,7 @@ class Belief:
 
     def find_fault(self, node: str, network: IPNetwork) -> str:
         """Say why a node's pods cannot have a range, or a single address; "" when they can."""
-        never = next((one for one in NEVER_PODS if _overlap(one, network)), None)
+        never = next((one for one in _NEVER[network.version] if _overlap(one, network)), None)
         if never is not None:
             return f"{never} is never a pod's"
         taken = self._find_taken(network)
@@ -86,7 +86,8 @@ class Belief:
             return f"{taken}; give node {node} other ranges, or see who writes as it"
         if any(is_within(network, one) for one in self.grants.to(node)):
             return ""
-        link = next((one for one in self.around.subnets if _overlap(one, network)), None)
+        links = self._links[network.version]
+        link = next((one for one in links if _overlap(one, network)), None)
         if link is not None:
             return (
                 f"node {self.node} itself is connected to {link}, and no IPPool has it;"
@@ -114,6 +115,10 @@ class Belief:
             f"pods are in {pods}; give node {node} another node_address, or take it out of what pods may have"
             " (cluster_cidrs, IPPools)"
         )
+
+    @cached_property
+    def _links(self) -> Mapping[int, Sequence[IPNetwork]]:
+        return _by_version(self.around.subnets)
 
     def _describe_outside(self) -> str:
         if self.cluster_cidrs:
@@ -211,7 +216,16 @@ def is_within(inner: IPNetwork, outer: IPNetwork) -> bool:
 
 
 def _overlap(one: IPNetwork, other: IPNetwork) -> bool:
-    return is_within(one, other) or is_within(other, one)
+    inner, outer = (one, other) if one.prefixlen >= other.prefixlen else (other, one)
+    return is_within(inner, outer)
+
+
+def _by_version(networks: Iterable[IPNetwork]) -> Mapping[int, Sequence[IPNetwork]]:
+    listed = tuple(networks)
+    return {version: [one for one in listed if one.version == version] for version in (4, 6)}
+
+
+_NEVER: Final = _by_version(NEVER_PODS)
 
 
 def _list(networks: Iterable[IPNetwork]) -> str:

@@ -1,7 +1,8 @@
 """Apply documents to a store: all are checked before the first is written, and each is written only if it differs.
 
 Called by the API and, with `--store`, by the command line. The store comes in as `model.store.Store`; nothing else is
-touched. Invariant: a set with one fault in it changes nothing; what was there before stays in force.
+touched. What a server has added to an object is no difference (`control.documents.same`). Invariant: a set with one
+fault in it changes nothing; what was there before stays in force.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +16,11 @@ from podwire.control.documents.kinds import (
     summarise,
 )
 from podwire.control.documents.pools import check_pools
+from podwire.control.documents.same import is_so, keep_additions, leave_out_additions
 from podwire.model.errors import Conflict, Fault, InvalidRequest, NotFound
 from podwire.model.ids import DEFAULT_NAMESPACE
 from podwire.model.store import ObjectKey, Store, StoredObject, look_at
-from podwire.model.store.kinds import KINDS, NAMESPACE
+from podwire.model.store.kinds import KINDS, NAMESPACE, kind_of_plural
 
 ATTEMPTS: Final = 50
 """How often one object is tried because somebody else changed it meanwhile: only where writes are not done together."""
@@ -154,7 +156,12 @@ def put_object(
 
 
 def delete_object(store: Store, key: ObjectKey, *, dry_run: bool = False) -> Applied:
-    """Delete one object. NotFound; Conflict for a namespace that has policies, and for `default`."""
+    """Delete one object. NotFound; Conflict for a namespace that has policies, for `default`, and for what is not
+    podwire's to delete.
+    """
+    kind = kind_of_plural(key.kind)
+    if kind is not None and kind.is_of_kubernetes:
+        raise Conflict(f"delete {key}: it is Kubernetes' own", hint="kubectl delete it")
     with _writing(store, dry_run=dry_run):
         found = look_at(store, key)
         if found is None:
@@ -191,18 +198,19 @@ def _apply(
 
     def attempt() -> Applied:
         found = look_at(store, draft.key)
-        if found is not None and found.document == draft.document:
+        if found is not None and is_so(found, draft):
             return Applied(draft.key, UNCHANGED, found, found)
         action = CREATED if found is None else CONFIGURED
         if dry_run:
-            return Applied(draft.key, action, found, draft)
+            before = None if found is None else leave_out_additions(found, draft)
+            return Applied(draft.key, action, before, draft)
         if found is None:
             return Applied(draft.key, action, None, store.create(draft))
         replaced = StoredObject(
             key=draft.key,
             uid=found.uid,
             revision=found.revision if revision is None else revision,
-            document=draft.document,
+            document=keep_additions(found, draft),
         )
         return Applied(draft.key, action, found, store.update(replaced))
 

@@ -43,6 +43,7 @@ from podwire.model.store.kinds import (
     Kind,
     find_kind,
     kind_of_document,
+    kind_of_plural,
 )
 
 NAME_MAX: Final = 253
@@ -125,7 +126,7 @@ def show_document(stored: StoredObject) -> dict[str, Any]:
 
 
 def _show_fault(stored: StoredObject) -> dict[str, Any]:
-    kind = find_kind(stored.key.kind)
+    kind = kind_of_plural(stored.key.kind)
     metadata = {"name": stored.key.name, "resourceVersion": str(stored.revision)}
     if stored.key.namespace:
         metadata["namespace"] = stored.key.namespace
@@ -173,7 +174,8 @@ def _read_header(document: object, faults: Faults) -> tuple[Kind | None, Node]:
     if kind is None:
         _explain_kind(top, faults)
     elif not kind.for_people:
-        top.child("kind").wrong(f"is {kind.name}: agents make these themselves")
+        maker = "Kubernetes makes" if kind.is_of_kubernetes else "agents make"
+        top.child("kind").wrong(f"is {kind.name}: {maker} these")
         kind = None
     return kind, top.child("metadata")
 

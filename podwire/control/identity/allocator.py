@@ -22,7 +22,6 @@ from podwire.control.identity.known import (
     decode,
     make_object,
     object_key,
-    with_annotations,
 )
 from podwire.model.errors import Conflict, NotFound, Unavailable
 from podwire.model.store import Store, UnreadableObject
@@ -182,8 +181,10 @@ class IdentityAllocator:
             if not (found.is_marked or found.is_resting):
                 return True
             try:
-                clean = with_annotations(stored, {UNUSED_SINCE: None, RESTING_SINCE: None})
-                self.known.learn(self.store.update(clean))
+                unmarked = {"metadata": {"annotations": {UNUSED_SINCE: None, RESTING_SINCE: None}}}
+                self.known.learn(
+                    self.store.patch(stored.key, unmarked, revision=stored.revision, uid=stored.uid)
+                )
                 return True
             except Conflict:
                 continue

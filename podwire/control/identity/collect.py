@@ -22,10 +22,9 @@ from podwire.control.identity.known import (
     KnownIdentity,
     annotations,
     decode,
-    with_annotations,
 )
 from podwire.model.errors import Conflict, InvalidRequest, NotFound, Unavailable
-from podwire.model.store import ObjectKey, Store, StoredObject, look_at
+from podwire.model.store import ObjectKey, Store, StoredObject, UnreadableObject, look_at
 from podwire.model.store.kinds import NODE_ENDPOINTS
 
 NODES: Final = "nodes"
@@ -135,7 +134,8 @@ def carry_out(store: Store, decisions: Iterable[Decision], now: datetime) -> dic
             if decision.move is Move.DELETE:
                 store.delete(stored.key, revision=stored.revision, uid=stored.uid)
             else:
-                store.update(with_annotations(stored, changes[decision.move]))
+                marks = {"metadata": {"annotations": changes[decision.move]}}
+                store.patch(stored.key, marks, revision=stored.revision, uid=stored.uid)
         except (Conflict, NotFound):
             continue
         done[decision.move] = done.get(decision.move, 0) + 1
@@ -195,8 +195,8 @@ def publish_holds(store: Store, node_name: str, numbers: Collection[int]) -> Non
             if stored is None:
                 store.create(StoredObject(key=key, document=_node_document(node_name, holds)))
             elif (stored.document.get("spec") or {}).get("holds") != holds:
-                store.update(_with_holds(stored, holds))
-        except (Conflict, NotFound):
+                store.patch(key, {"spec": {"holds": holds}}, uid=stored.uid)
+        except (Conflict, NotFound, UnreadableObject):
             continue
         return
     raise Unavailable(f"publish what node {node_name!r} holds: others change it all the time")
@@ -213,14 +213,3 @@ def _node_document(name: str, holds: list[int]) -> dict[str, Any]:
         "metadata": {"name": name},
         "spec": {"holds": holds},
     }
-
-
-def _with_holds(stored: StoredObject, holds: list[int]) -> StoredObject:
-    spec = {**(stored.document.get("spec") or {}), "holds": holds}
-    return StoredObject(
-        key=stored.key,
-        uid=stored.uid,
-        revision=stored.revision,
-        created=stored.created,
-        document={**stored.document, "spec": spec},
-    )

@@ -8,7 +8,7 @@ number that is in use here is never forgotten, only found to be missing.
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from podwire.control.identity.key import HASH_DIGITS, IdentityKey, read_spec, write_spec
 from podwire.model.errors import InvalidRequest
@@ -255,21 +255,3 @@ def annotations(stored: StoredObject) -> Mapping[str, str]:
     metadata = stored.document.get("metadata")
     found = metadata.get("annotations") if isinstance(metadata, Mapping) else None
     return found if isinstance(found, Mapping) else {}
-
-
-def with_annotations(stored: StoredObject, changes: Mapping[str, str | None]) -> StoredObject:
-    """Give the object with annotations set, or taken away (None), at the same revision."""
-    kept: dict[str, Any] = {
-        name: value for name, value in annotations(stored).items() if name not in changes
-    }
-    kept.update({name: value for name, value in changes.items() if value is not None})
-    metadata = {**stored.document.get("metadata", {}), "annotations": kept}
-    if not kept:
-        del metadata["annotations"]
-    return StoredObject(
-        key=stored.key,
-        uid=stored.uid,
-        revision=stored.revision,
-        created=stored.created,
-        document={**stored.document, "metadata": metadata},
-    )

@@ -51,7 +51,7 @@ _IFLA_INFO_DATA: Final = 2
 _IFLA_INET6_ADDR_GEN_MODE: Final = 8
 _VETH_INFO_PEER: Final = 1
 _ADDR_GEN_MODE_NONE: Final = 1
-_IF_OPER_UP: Final = 6
+_IF_OPER_UP: Final = bytes([6])
 _RTEXT_FILTER_SKIP_STATS: Final = 1 << 3
 _AF_INET6: Final = 10
 _IFINFO: Final = struct.Struct("=BxHiII")
@@ -78,8 +78,7 @@ class LinkEnd:
 class Link:
     """A device as the kernel reports it.
 
-    `peer_index` is the other end's index in its own namespace. `operating`: the kernel has acted on the carrier, so
-    the device has its queue; until then it drops what it is to send.
+    `peer_index` is the other end's index in its own namespace.
     """
 
     index: int
@@ -91,7 +90,6 @@ class Link:
     group: int
     up: bool
     carrier: bool
-    operating: bool
     peer_index: int
     master: int
     queue_discipline: str
@@ -234,13 +232,21 @@ def read_link(body: bytes) -> Link:
         group=read_u32(attributes, _IFLA_GROUP),
         up=bool(flags & IFF_UP),
         carrier=bool(flags & IFF_LOWER_UP),
-        operating=attributes.get(_IFLA_OPERSTATE) == bytes([_IF_OPER_UP]),
         peer_index=read_u32(attributes, _IFLA_LINK),
         master=read_u32(attributes, _IFLA_MASTER),
         queue_discipline=read_text(attributes, _IFLA_QDISC),
         queue_length=read_u32(attributes, _IFLA_TXQLEN),
         addr_gen_mode=mode[0] if mode else None,
     )
+
+
+def is_operating(body: bytes) -> bool:
+    """Tell from the same answers whether the kernel has acted on a device's carrier.
+
+    Only then it has its queue; before, it drops what it is to send.
+    """
+    _, attributes = unpack_body(_IFINFO, body)
+    return attributes.get(_IFLA_OPERSTATE) == _IF_OPER_UP
 
 
 def read_settings(body: bytes, kind: str) -> Attributes | None:

@@ -5,6 +5,7 @@ and a dump can be compared as values. Pure. Attributes and structures:
 include/uapi/linux/{rtnetlink,if_addr,neighbour,fib_rules}.h.
 """
 
+import functools
 import ipaddress
 import struct
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ _RTMSG_PROTOCOL: Final = 5
 """Where the protocol stands in it."""
 _RTMSG_SCOPE: Final = 6
 """Where the scope stands in it."""
+_NETWORKS_REMEMBERED: Final = 1024
 _NDMSG: Final = struct.Struct("=BxxxiHBB")
 """ndmsg: family, index, state, flags, type."""
 
@@ -151,6 +153,7 @@ class SourceRule:
     protocol: int = _PROTOCOL_BOOT
 
 
+@functools.lru_cache(_NETWORKS_REMEMBERED)
 def host_network(address: IPAddress) -> IPNetwork:
     """Give the /32 or /128 of an address."""
     if isinstance(address, ipaddress.IPv4Address):
@@ -167,13 +170,13 @@ def add_address(wanted: InterfaceAddress) -> Request:
         NLM_F_CREATE | NLM_F_EXCL,
         _address_body(wanted) + attribute_u32(_IFA_FLAGS, _IFA_F_NODAD | _IFA_F_NOPREFIXROUTE),
         "add address",
-        f"{wanted.address}/{wanted.prefix_bits}",
+        wanted.address,
     )
 
 
 def delete_address(unwanted: InterfaceAddress) -> Request:
     """Remove an address."""
-    return Request(RTM_DELADDR, 0, _address_body(unwanted), "remove address", str(unwanted.address))
+    return Request(RTM_DELADDR, 0, _address_body(unwanted), "remove address", unwanted.address)
 
 
 def list_addresses(index: int = 0) -> Request:
@@ -197,7 +200,7 @@ def add_route(wanted: Route, *, replace: bool = False) -> Request:
         NLM_F_CREATE | (NLM_F_REPLACE if replace else NLM_F_EXCL),
         _route_body(wanted),
         "add route",
-        str(wanted.destination),
+        wanted.destination,
     )
 
 
@@ -205,7 +208,7 @@ def delete_route(unwanted: Route) -> Request:
     """Remove the route that agrees in everything given, of whatever scope; ESRCH when there is none."""
     body = bytearray(_route_body(unwanted))
     body[_RTMSG_SCOPE] = _SCOPE_ANY
-    return Request(RTM_DELROUTE, 0, bytes(body), "remove route", str(unwanted.destination))
+    return Request(RTM_DELROUTE, 0, bytes(body), "remove route", unwanted.destination)
 
 
 def list_routes(family: int, *, table: int = 0, protocol: int = 0, index: int = 0) -> Request:
@@ -265,15 +268,13 @@ def set_neighbour(wanted: Neighbour) -> Request:
     """Add or replace a neighbour entry that never expires."""
     body = _neighbour_body(wanted) + attribute(_NDA_LLADDR, parse_mac(wanted.mac))
     return Request(
-        RTM_NEWNEIGH, NLM_F_CREATE | NLM_F_REPLACE, body, "set neighbour", str(wanted.address)
+        RTM_NEWNEIGH, NLM_F_CREATE | NLM_F_REPLACE, body, "set neighbour", wanted.address
     )
 
 
 def delete_neighbour(unwanted: Neighbour) -> Request:
     """Remove a neighbour entry."""
-    return Request(
-        RTM_DELNEIGH, 0, _neighbour_body(unwanted), "remove neighbour", str(unwanted.address)
-    )
+    return Request(RTM_DELNEIGH, 0, _neighbour_body(unwanted), "remove neighbour", unwanted.address)
 
 
 def list_neighbours(index: int = 0) -> Request:
@@ -302,15 +303,13 @@ def add_rule(wanted: SourceRule) -> Request:
         NLM_F_CREATE | NLM_F_EXCL,
         _rule_body(wanted),
         "add rule for source",
-        str(wanted.source),
+        wanted.source,
     )
 
 
 def delete_rule(unwanted: SourceRule) -> Request:
     """Remove a policy rule."""
-    return Request(
-        RTM_DELRULE, 0, _rule_body(unwanted), "remove rule for source", str(unwanted.source)
-    )
+    return Request(RTM_DELRULE, 0, _rule_body(unwanted), "remove rule for source", unwanted.source)
 
 
 def list_rules(family: int) -> Request:

@@ -137,6 +137,19 @@ class Store(Protocol):
         creation stay what they are, whatever `new` says. One that cannot be read may be replaced too."""
         ...
 
+    def patch(
+        self,
+        key: ObjectKey,
+        changes: Mapping[str, Any],
+        *,
+        revision: int | None = None,
+        uid: str = "",
+    ) -> StoredObject:
+        """Change single fields, under the preconditions that are given, and leave all others as they are, whoever
+        writes them meanwhile: a merge patch (RFC 7386), in which None takes a field away and a list is replaced whole.
+        Nothing is written when it would change nothing. NotFound, Conflict; UnreadableObject of what is none."""
+        ...
+
     def delete(self, key: ObjectKey, *, revision: int | None = None, uid: str = "") -> StoredObject:
         """Remove an object, under the preconditions that are given; gives what was there. NotFound, Conflict."""
         ...

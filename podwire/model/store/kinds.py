@@ -1,12 +1,16 @@
 """Kinds of objects that people read and write, under every name that they are called by.
 
-Used by the doors, by `control.documents.kinds` and by whoever needs the plural name that keys have. Pure. Invariant: a
-word names one kind only.
+Used by the doors, by `control.documents.kinds` and by whoever needs the plural name that keys have. Pure. Two kinds of
+different API groups may share a name, as Kubernetes' Node and podwire's do: each is called by its name with its group
+(`nodes.podwire.io`, `nodes.core`), and one of them by the plain name. Invariant: a word names one kind only. So does
+the plural name in keys, which never changes: agents of two versions share a store.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
+
+CORE: Final = "core"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,18 +20,38 @@ class Kind:
     name: str
     """As in the document: `NetworkPolicy`."""
     plural: str
-    """As in keys and REST paths: `networkpolicies`."""
+    """As in keys and REST paths: `networkpolicies`. Where another kind has that name already, with the group."""
     api_versions: tuple[str, ...]
     """All that are accepted; the first is written."""
     namespaced: bool
     short_names: tuple[str, ...] = ()
     for_people: bool = True
-    """False: made by agents alone; it can be read and not applied."""
+    """False: made by agents alone, or by Kubernetes; it can be read and not applied."""
 
     @property
     def singular(self) -> str:
         """`networkpolicy`."""
         return self.name.lower()
+
+    @property
+    def group(self) -> str:
+        """The API group: `networking.k8s.io`; `core` of Kubernetes' own first kinds, whose group has no name."""
+        group, slash, _ = self.api_versions[0].partition("/")
+        return group if slash else CORE
+
+    @property
+    def is_of_kubernetes(self) -> bool:
+        """Whether podwire reads these, and neither makes nor deletes any."""
+        return self.group == CORE and not self.for_people
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """All that the kind is called by. With its group it is called by every name."""
+        resource = self.plural.removesuffix(f".{self.group}")
+        qualified = tuple(f"{word}.{self.group}" for word in (self.singular, resource))
+        is_plain = resource == self.plural
+        plain = (self.singular, resource) if is_plain else ()
+        return *plain, *self.short_names, *qualified
 
 
 NETWORK_POLICY: Final = Kind(
@@ -50,6 +74,7 @@ NAMESPACE: Final = Kind("Namespace", "namespaces", ("v1",), False, ("ns",))
 WORKLOAD: Final = Kind("Workload", "workloads", ("podwire.io/v1",), False)
 IDENTITY: Final = Kind("Identity", "identities", ("podwire.io/v1",), False, for_people=False)
 NODE: Final = Kind("Node", "nodes", ("podwire.io/v1",), False, ("pwn",), for_people=False)
+CORE_NODE: Final = Kind("Node", f"nodes.{CORE}", ("v1",), False, for_people=False)
 NODE_ENDPOINTS: Final = Kind(
     "NodeEndpoints", "nodeendpoints", ("podwire.io/v1",), False, for_people=False
 )
@@ -70,17 +95,16 @@ KINDS: Final = (
     NODE_ENDPOINTS,
     IP_BLOCK,
     IP_ADDRESS,
+    CORE_NODE,
 )
 """In the order in which they are applied: what others speak of comes first."""
 
-_BY_WORD: Final[Mapping[str, Kind]] = {
-    word: kind for kind in KINDS for word in (kind.singular, kind.plural, *kind.short_names)
-}
+_BY_WORD: Final[Mapping[str, Kind]] = {word: kind for kind in KINDS for word in kind.words}
 _BY_PLURAL: Final[Mapping[str, Kind]] = {kind.plural: kind for kind in KINDS}
 
 
 def find_kind(word: str) -> Kind | None:
-    """Find a kind by its singular, plural or short name, or as documents spell it, in any case."""
+    """Find a kind by its singular, plural or short name, plain or with its group, in any case."""
     return _BY_WORD.get(word.lower())
 
 

@@ -14,8 +14,8 @@ from podwire.store.etcd import wire
 from podwire.store.etcd.access import StoreAccess
 from podwire.store.etcd.gateway import Gateway, Refused
 from podwire.store.etcd.keys import FORMAT, FORMAT_KEY
-from podwire.store.etcd.loop import LoopThread
 from podwire.store.etcd.wire import Body, KeyValue, RangeAnswer, TxnAnswer
+from podwire.store.loop import LoopThread
 
 PAGE: Final = 500
 

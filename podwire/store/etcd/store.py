@@ -8,15 +8,15 @@ import asyncio
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from podwire.model.errors import Conflict, PodwireError, Unavailable
 from podwire.model.store import ObjectKey, StoredObject, UnreadableObject
-from podwire.store.documents import encode_document
+from podwire.store.documents import encode_document, merge
 from podwire.store.etcd.access import StoreAccess, check_access
 from podwire.store.etcd.changes import Change, Changes, check_found, commit, exists
 from podwire.store.etcd.cluster import Cluster
@@ -35,8 +35,8 @@ from podwire.store.etcd.wire import KeyValue, prefix_end
 
 OPEN_S: Final = 2.0
 """How long opening waits for a sign of etcd: an agent's pods wait for it."""
-DELETE_ATTEMPTS: Final = 20
-"""How often an object is deleted whatever its revision, because others change it meanwhile."""
+CHANGE_ATTEMPTS: Final = 20
+"""How often an object is patched or deleted whatever its revision, because others change it meanwhile."""
 
 
 class EtcdStore:
@@ -107,15 +107,39 @@ class EtcdStore:
         uid, created = old.uid or str(uuid.uuid4()), old.created or self._stamp()
         return self._write("update", new.key, old.revision, document, uid, created)
 
+    def patch(
+        self,
+        key: ObjectKey,
+        changes: Mapping[str, Any],
+        *,
+        revision: int | None = None,
+        uid: str = "",
+    ) -> StoredObject:
+        """Change single fields of an object and leave all others; None takes one away."""
+        for attempt in range(CHANGE_ATTEMPTS):
+            old = check_found("patch", key, self._read(key), revision, uid)
+            if old.fault:
+                raise UnreadableObject(old)
+            document = merge(old.document, changes)
+            if document == old.document:
+                return old
+            encoded = encode_document(StoredObject(key=key, document=document))
+            try:
+                return self._write("patch", key, old.revision, encoded, old.uid, old.created)
+            except Conflict:
+                if revision is not None or attempt == CHANGE_ATTEMPTS - 1:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
     def delete(self, key: ObjectKey, *, revision: int | None = None, uid: str = "") -> StoredObject:
         """Remove an object, under the preconditions that are given; gives what was there. NotFound, Conflict."""
-        for attempt in range(DELETE_ATTEMPTS):
+        for attempt in range(CHANGE_ATTEMPTS):
             old = check_found("delete", key, self._read(key), revision, uid)
             try:
                 self._submit(Change("delete", old, old.revision))
                 break
             except Conflict:
-                if attempt == DELETE_ATTEMPTS - 1:
+                if attempt == CHANGE_ATTEMPTS - 1:
                     raise
         return old
 

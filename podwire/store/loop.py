@@ -1,7 +1,8 @@
-"""A thread with an event loop, for the connections to etcd.
+"""A thread with an event loop, for the connections of a back end that is on the network.
 
-Made by `store.etcd.cluster`. Callers of the store are synchronous and wait here. Must never run anything that waits
-for the caller's thread. Invariant: after `close` nothing runs on it any more.
+Each such back end makes one (`store.etcd.cluster`), under a name of its own. Callers of the store are synchronous and
+wait here. Must never run anything that waits for the caller's thread. Invariant: after `close` nothing runs on it any
+more, and whoever waited has been told that the store is closed.
 """
 
 import asyncio

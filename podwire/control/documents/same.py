@@ -1,0 +1,135 @@
+"""Whether an object is so already: what a person wrote, compared with what the store has, field by field.
+
+Called by `control.documents.apply`. Pure. A server that keeps objects adds to them: metadata of its own, a status, and
+defaults. None of that is a difference; a field that is not in the file any more is one, unless it has the default.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from podwire.control.documents.kinds import decode
+from podwire.model.errors import InvalidRequest
+from podwire.model.store import StoredObject
+from podwire.model.store.kinds import NETWORK_POLICY
+
+SERVERS_METADATA: Final = ("finalizers", "ownerReferences")
+"""What of metadata stays when an object is replaced: without it a server would remove the object, or forget to."""
+TOOLS: Final = "kubectl.kubernetes.io/"
+"""Annotations that another tool keeps for itself, next to whatever people wrote."""
+
+Document = Mapping[str, Any]
+
+
+def is_so(found: StoredObject, draft: StoredObject) -> bool:
+    """Tell whether an object of the store says what a draft does."""
+    if found.fault:
+        return False
+    if found.document == draft.document:
+        return True
+    there = _read_own(found)
+    return there is not None and _fill(there) == _fill(draft.document)
+
+
+def leave_out_additions(found: StoredObject, draft: StoredObject) -> StoredObject:
+    """Give an object without what a server has added to it: what is left differs because somebody wrote so."""
+    there = None if found.fault else _read_own(found)
+    if there is None or there == found.document:
+        return found  # nothing was added, so what looks like a default was written
+    document = _strip(there, draft.document, _fill(draft.document))
+    return StoredObject(
+        key=found.key,
+        uid=found.uid,
+        revision=found.revision,
+        created=found.created,
+        document=document,
+    )
+
+
+def keep_additions(found: StoredObject, draft: StoredObject) -> dict[str, Any]:
+    """Give a draft's document with what a server, or another tool, has for itself in the object that it replaces."""
+    before = _members(found.document, "metadata")
+    others = {name: before[name] for name in SERVERS_METADATA if name in before}
+    metadata = {**others, **draft.document["metadata"]}
+    tools = {
+        name: value
+        for name, value in _members(before, "annotations").items()
+        if str(name).startswith(TOOLS)
+    }
+    if tools:
+        metadata["annotations"] = {**tools, **metadata.get("annotations", {})}
+    return {**draft.document, "metadata": metadata}
+
+
+def _read_own(found: StoredObject) -> Document | None:
+    """Give what somebody has written of an object; None of one that nobody could have applied."""
+    try:
+        own = decode(found.document).document
+    except InvalidRequest:
+        return None
+    metadata = own["metadata"]
+    annotations = {
+        name: value
+        for name, value in metadata.get("annotations", {}).items()
+        if not name.startswith(TOOLS)
+    }
+    rest = {name: value for name, value in metadata.items() if name != "annotations"}
+    return {**own, "metadata": {**rest, "annotations": annotations} if annotations else rest}
+
+
+def _members(document: Document, name: str) -> Document:
+    value = document.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _fill(document: Document) -> Any:
+    """Give a document with its kind's defaults, as the API server of Kubernetes writes it back."""
+    if document.get("kind") != NETWORK_POLICY.name:
+        return document
+    filled = _drop_empty(document)
+    spec = dict(filled.get("spec") or {})
+    # pkg/apis/networking/v1/defaults.go of Kubernetes.
+    if not spec.get("policyTypes"):
+        spec["policyTypes"] = ["Ingress", *(["Egress"] if spec.get("egress") else [])]
+    for direction in ("ingress", "egress"):
+        if direction in spec:
+            spec[direction] = [_fill_rule(one) for one in spec[direction]]
+    return {**filled, "spec": spec}
+
+
+def _fill_rule(rule: Document) -> Document:
+    if "ports" not in rule:
+        return rule
+    return {**rule, "ports": [{"protocol": "TCP", **one} for one in rule["ports"]]}
+
+
+def _drop_empty(value: Any) -> Any:
+    """Leave out lists that are empty, and labels that are none: the server does not write them back. An empty selector
+    stays, as it selects everything."""
+    if isinstance(value, Mapping):
+        kept = {name: _drop_empty(one) for name, one in value.items()}
+        return {
+            name: one
+            for name, one in kept.items()
+            if one is not None and one != [] and not (one == {} and name == "matchLabels")
+        }
+    if isinstance(value, list | tuple):
+        return [_drop_empty(one) for one in value]
+    return value
+
+
+def _strip(there: Any, written: Any, filled: Any) -> Any:
+    """Leave out of `there` what `filled` has by default and nobody has `written`."""
+    if isinstance(there, Mapping) and isinstance(written, Mapping) and isinstance(filled, Mapping):
+        return {
+            name: _strip(one, written.get(name), filled.get(name))
+            for name, one in there.items()
+            if name in written or filled.get(name) != one
+        }
+    if (
+        isinstance(there, list)
+        and isinstance(written, list)
+        and isinstance(filled, list)
+        and len(there) == len(written) == len(filled)
+    ):
+        return [_strip(*three) for three in zip(there, written, filled, strict=True)]
+    return there

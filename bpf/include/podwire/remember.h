@@ -76,12 +76,12 @@ static __always_inline void fill_entry(const struct pw_flow *flow, const struct 
 }
 
 /* What lingers of the reversed tuple goes when a new connection takes its ports: no two entries fit one packet. */
-static __always_inline void retire_reversed(struct pw_flow *flow)
+static __always_inline void retire_reversed(struct pw_conntrack_key *key, __u64 now_ns)
 {
-	struct pw_conntrack_value *entry = find_reversed(&flow->key, flow->now_ns);
+	struct pw_conntrack_value *entry = find_reversed(key, now_ns);
 
 	if (entry)
-		retire(entry, flow->key.instance, !flow->key.direction);
+		retire(entry, key->instance, !key->direction);
 }
 
 /* Without a row in pw_usage the endpoint is just going. What the stack has translated is found by nobody else when its
@@ -90,6 +90,7 @@ static __always_inline void retire_reversed(struct pw_flow *flow)
 PW_CHECKED_ALONE int make_entry(struct pw_flow *flow, const struct pw_config_value *row,
 				const struct pw_match *match)
 {
+	struct pw_conntrack_key key __attribute__((aligned(8))); /* Linux 6.1 takes no other */
 	struct pw_conntrack_value entry;
 	struct pw_settings *settings;
 	struct pw_usage_value *usage;
@@ -104,8 +105,9 @@ PW_CHECKED_ALONE int make_entry(struct pw_flow *flow, const struct pw_config_val
 	settings = bpf_map_lookup_elem(&pw_settings, &zero);
 	if (!usage || !settings)
 		return PW_DROP_INTERNAL;
+	key = flow->key;
 	if (opens_tcp(flow->tcp_flags))
-		retire_reversed(flow);
+		retire_reversed(&key, flow->now_ns);
 	if (!take_token(usage, flow->key.direction & 1, settings->new_flow_rate, flow->now_ns)) {
 		flow->unremembered = true;
 		return 0;
@@ -114,8 +116,8 @@ PW_CHECKED_ALONE int make_entry(struct pw_flow *flow, const struct pw_config_val
 	*judgement_of(&entry) =
 		judgement(match->translated ? ~row->policy_revision : row->policy_revision,
 			  match->peer_identity);
-	if (!match->translated || insert_connection(&flow->key, &entry, usage))
-		insert_new(&flow->key, &entry);
+	if (!match->translated || insert_connection(&key, &entry, usage))
+		insert_new(&key, &entry);
 	return 0;
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /* to_overlay: everything that enters the tunnel, at tc egress of the tunnel device.
  *
+ * All of it leaves with the node's mark, and a classic device, which chooses the far end itself, wants no more.
  * What from_pod sent here has its key and goes on. What the host's stack sends here gets one: who it is for the other
  * end is told by the device it came in through, as at to_pod (rule 1).
  */
@@ -108,7 +109,8 @@ int to_overlay(struct __sk_buff *skb)
 	struct pw_flow *flow;
 	int outcome;
 
-	if (is_under_way(skb))
+	mark_as_tunnelled(skb);
+	if (skb->ifindex != tunnel_device() || is_under_way(skb))
 		return TC_ACT_OK;
 	flow = begin_flow(PW_HOOK_TO_OVERLAY);
 	if (!flow)

@@ -24,6 +24,21 @@ static __always_inline int pass_judged(struct __sk_buff *skb, struct pw_flow *fl
 	return PW_DONE;
 }
 
+/* What an endpoint of this node sends came in through its own device, whatever the stack did with it since (rule 24).
+ * Without a device it was made here: a process that may choose its source may do anything, and so may the stack, which
+ * puts a pod's address on what it answers in that pod's place.
+ */
+static __always_inline int check_sender_device(struct __sk_buff *skb, const struct pw_flow *flow)
+{
+	const struct pw_endpoint_value *owner;
+	__u32 ifindex = skb->ingress_ifindex;
+
+	if (!ifindex)
+		return 0;
+	owner = bpf_map_lookup_elem(&pw_endpoints, flow->key.saddr);
+	return owner && owner->ifindex != ifindex ? PW_DROP_SOURCE_ADDRESS : 0;
+}
+
 /* The receiver's side. An answer's other end is who the entry says, as the stack may have translated it, as long as its
  * address tells nothing newer; an ICMP error's is that of its flow.
  */
@@ -60,6 +75,7 @@ int to_pod(struct __sk_buff *skb)
 		  check_frame_to_pod(flow) ?:
 		  parse_packet(skb, flow) ?:
 		  check_packet_to_pod(flow) ?:
+		  check_sender_device(skb, flow) ?:
 		  keep_fragment(flow) ?:
 		  judge_receiver(skb, flow);
 	if (!outcome)

@@ -6,7 +6,7 @@ from typing import Final, TypeVar
 
 Found = TypeVar("Found")
 
-DEADLINE_S: Final = 30.0
+DEADLINE_S: Final = 120.0
 """Long enough for a loaded machine; nobody waits for it unless something is wrong."""
 LOOK_S: Final = 0.005
 

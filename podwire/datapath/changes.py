@@ -27,10 +27,14 @@ from podwire.kernel.netlink_events import (
 )
 from podwire.kernel.rtnl.link import RTM_DELLINK, RTM_NEWLINK
 from podwire.kernel.rtnl.route import (
+    ROUTE_ANYCAST,
+    ROUTE_BROADCAST,
+    ROUTE_LOCAL,
     RTM_DELADDR,
     RTM_DELROUTE,
     RTM_NEWADDR,
     RTM_NEWROUTE,
+    TABLE_LOCAL,
     TABLE_MAIN,
     read_route,
 )
@@ -98,8 +102,10 @@ def matters(kind: int, body: bytes) -> bool:
 
 
 def _route_matters(kind: int, body: bytes) -> bool:
-    """Default routes choose the underlay; of ours, only that one goes is news."""
+    """Default routes choose the underlay; of ours, only that one goes is news. Local ones are the host itself."""
     route = read_route(body)
+    if route.table == TABLE_LOCAL and route.kind in (ROUTE_LOCAL, ROUTE_BROADCAST, ROUTE_ANYCAST):
+        return route.index < FIRST_INDEX
     if route.table != TABLE_MAIN or route.index >= FIRST_INDEX:
         return False
     if route.destination.prefixlen == 0:

@@ -14,7 +14,7 @@ from typing import Final
 
 from podwire.datapath import abi, routes
 from podwire.datapath import maps as tables
-from podwire.datapath.host import detect_underlay
+from podwire.datapath.host import detect_underlay, list_host_networks
 from podwire.datapath.maps import IPNetwork, NodeMaps, RowChanges, Rows
 from podwire.datapath.masquerade import Masquerade
 from podwire.datapath.native import (
@@ -30,6 +30,7 @@ from podwire.datapath.node_maps import (
     Hops,
     is_about_other_node,
     list_direct,
+    list_node_numbers,
     list_ranges,
     node_number_rows,
     node_rows,
@@ -84,6 +85,11 @@ class _InForce:
     rows: Rows = field(default_factory=dict)
     """Of the ipcache, about other nodes; changes of single ones included."""
     inside: tuple[IPNetwork, ...] = ()
+    """Where packets of this node's pods keep their addresses."""
+    pod_networks: tuple[IPNetwork, ...] = ()
+    """The part of `inside` that no address of a node is in."""
+    outer: tuple[IPAddress, ...] = ()
+    """Where tunnels of other nodes may end."""
     port: int = 0
     mtu_bytes: int = 0
     """Of pod devices, 0 = nothing is known against the underlay's."""
@@ -94,8 +100,7 @@ class _InForce:
         """Give who may send to a classic device, which has no program that asks."""
         if _own_mode(self.plan) is TunnelMode.FLOW:
             return None
-        addresses = [one for peer in self.plan.peers for one in (peer.outer, *peer.addresses)]
-        return tuple(host_network(address) for address in dict.fromkeys(addresses))
+        return tuple(host_network(address) for address in _outer_addresses(self.plan))
 
 
 class OtherNodes:
@@ -122,6 +127,8 @@ class OtherNodes:
         """Whether what is known is exactly what its plan says."""
         self._weak: Rows = {}
         self._strong: Rows = {}
+        self._outer: Sequence[IPAddress] = ()
+        """Addresses of this host to which tunnels of others may lead."""
         self._attached: set[int] = set()
         """Devices that may have the program for native packets by this process."""
         self._obstacle = ""
@@ -137,7 +144,11 @@ class OtherNodes:
         found = find_tunnel(self._netlink, own.node_name)
         rows = {key: row for key, row in self._maps.pw_ipcache.items() if is_about_other_node(row)}
         known = _InForce(
-            rows=rows, inside=tuple(list_ranges(rows)), direct=frozenset(list_direct(rows))
+            rows=rows,
+            inside=tuple(list_ranges(rows)),
+            pod_networks=tuple(list_ranges(rows, [abi.Identity.UNMANAGED])),
+            outer=tuple(address for address, _ in list_node_numbers(self._maps)),
+            direct=frozenset(list_direct(rows)),
         )
         index = 0
         if found is not None:
@@ -266,6 +277,8 @@ class OtherNodes:
             plan=plan,
             rows=prefix_rows(plan.prefixes, _own_mode(plan), direct),
             inside=tuple(plan.inside),
+            pod_networks=_pod_networks(plan),
+            outer=_outer_addresses(plan),
             port=0 if plan.tunnel is None else plan.tunnel.port,
             mtu_bytes=plan.pod_mtu_bytes,
             direct=direct,
@@ -283,15 +296,16 @@ class OtherNodes:
 
     def _put_ipcache(self, own: NodePlan) -> RowChanges:
         """Write the rows that are missing: what the node knows of itself for certain beats what is said of others."""
-        going = set()
-        if self._fresh and self._known.plan.tunnel is None:
-            tunnels = list_own_tunnels(self._netlink, own.node_name)
-            going = {one.link.index for one in tunnels}
-        addresses = [
-            address for index, address in list_own_addresses(self._netlink) if index not in going
-        ]
+        tunnels = {one.link.index for one in list_own_tunnels(self._netlink, own.node_name)}
+        going = tunnels if self._fresh and self._known.plan.tunnel is None else ()
+        present = list_own_addresses(self._netlink)
+        self._outer = [address for index, address in present if index not in tunnels]
+        # Beside what the kernel routes: it installs the route of a new IPv6 address a moment later.
+        singles = [(index, host_network(address)) for index, address in present]
+        networks = [*singles, *list_host_networks(self._netlink)]
+        host = [network for index, network in networks if index not in going]
         certain = abi.IpcacheFlags.LOCAL | abi.IpcacheFlags.NODE_ADDRESS
-        entries = compute_ipcache(own, addresses)
+        entries = compute_ipcache(own, host)
         self._weak = tables.ipcache_rows(one for one in entries if not one.flags & certain)
         self._strong = tables.ipcache_rows(one for one in entries if one.flags & certain)
         wanted = self._weak | self._known.rows | self._strong
@@ -303,8 +317,11 @@ class OtherNodes:
             replace(
                 plan,
                 inside=(*plan.inside, *self._known.inside),
+                pod_networks=(*plan.pod_networks, *self._known.pod_networks),
                 tunnel_port=self._port(own),
                 tunnel_peers=self._known.tunnel_peers(),
+                tunnel_ends=(*self._outer, *self._known.outer),
+                tunnel_mark=tables.read_settings(self._maps).tunnel_mark if self._known.port else 0,
             )
         )
 
@@ -355,6 +372,17 @@ def _look_around(netlink: NetlinkSocket, addresses: Sequence[InterfaceAddress]) 
         subnets=tuple(sorted((one for one in links if one.prefixlen < one.max_prefixlen), key=str)),
         gateways=frozenset(gateways),
     )
+
+
+def _outer_addresses(plan: ClusterPlan) -> tuple[IPAddress, ...]:
+    addresses = (one for peer in plan.peers for one in (peer.outer, *peer.addresses))
+    return tuple(dict.fromkeys(addresses))
+
+
+def _pod_networks(plan: ClusterPlan) -> tuple[IPNetwork, ...]:
+    """Give the networks of pods that a plan names, without single addresses of nodes."""
+    nodes = {network for network, prefix in plan.prefixes.items() if prefix.is_node_address}
+    return tuple(network for network in plan.inside if network not in nodes)
 
 
 def _own_mode(plan: ClusterPlan) -> TunnelMode:

@@ -24,7 +24,12 @@ from podwire.kernel.rtnl.link import Link, list_links, read_link
 from podwire.kernel.rtnl.route import (
     AF_INET,
     AF_INET6,
+    ROUTE_ANYCAST,
+    ROUTE_BROADCAST,
+    ROUTE_LOCAL,
+    TABLE_LOCAL,
     TABLE_MAIN,
+    IPNetwork,
     Route,
     list_addresses,
     read_address,
@@ -153,6 +158,28 @@ def find_warnings(
     if ipv6:
         warnings += _find_ipv6_warnings(netlink)
     return warnings
+
+
+def list_host_networks(netlink: NetlinkSocket) -> list[tuple[int, IPNetwork]]:
+    """List what this host answers to: (device index, network).
+
+    Not only its addresses: a subnet's broadcast and router anycast address, and whole networks of `ip route add local`,
+    lead to its sockets, too. What no pod's packet can be sent to is left out.
+    """
+    routes = [
+        route
+        for family in (AF_INET, AF_INET6)
+        for kind in (ROUTE_LOCAL, ROUTE_BROADCAST, ROUTE_ANYCAST)
+        for route in dump_routes(netlink, family, table=TABLE_LOCAL, kind=kind)
+    ]
+    return [
+        (one.index, one.destination) for one in routes if not _is_never_sent_to(one.destination)
+    ]
+
+
+def _is_never_sent_to(network: IPNetwork) -> bool:
+    """Tell whether the programs drop what a pod sends there, whoever has it (bpf/include/podwire/frame.h)."""
+    return network.is_loopback or (network.version == 6 and network.is_link_local)
 
 
 def detect_underlay(netlink: NetlinkSocket, node_address: IPAddress | None = None) -> Underlay:

@@ -1,5 +1,5 @@
-"""Masquerade: what pods send out of the cluster carries the node's address; what nodes tunnel is
-not tracked twice.
+"""The node's own table of nftables: what pods send out of the cluster carries the node's address, what nodes tunnel is
+not tracked twice, and nobody forges the packets of tunnels and of pods.
 
 One nftables table of ours, rebuilt whole in one transaction each time, so that applying it twice
 changes nothing and no packet sees half of it. Never translates what stays inside: packets to the
@@ -10,14 +10,18 @@ cluster's networks, to the exceptions, to this host (they do not pass this hook)
 import ipaddress
 import json
 import threading
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from podwire.datapath.maps import MARKS_OF_OTHERS
 from podwire.kernel.nft import Nftables
 from podwire.kernel.rtnl.route import IPNetwork
+from podwire.model.cluster import TUNNEL_DEVICE
+from podwire.model.endpoint import IPAddress
 from podwire.model.errors import KernelFailure, PodwireError
-from podwire.model.ids import NFT_TABLE
+from podwire.model.ids import DEVICE_PREFIX, NFT_TABLE
 
 _TABLE: Final = f"inet {NFT_TABLE}"
 _GROUPS: Final[dict[int, IPNetwork]] = {
@@ -42,6 +46,14 @@ class MasqueradePlan:
     """UDP port that connection tracking leaves alone; 0 = none."""
     tunnel_peers: Sequence[IPNetwork] | None = None
     """Who may send to that port; None = a program on the tunnel device judges senders, nothing is refused here."""
+    tunnel_mark: int = 0
+    """Of what our programs send through the tunnel, as the host's stack sees it: nothing else leaves for that port."""
+    pod_networks: Sequence[IPNetwork] = ()
+    """Where pods of any node are, beside `pod_cidrs`: no tunnel ends there, so that port is one like others."""
+    tunnel_ends: Sequence[IPAddress] = ()
+    """Addresses of nodes; those in `pod_networks` are none of a pod's."""
+    own_ranges: Sequence[IPNetwork] = ()
+    """Whose packets come from devices of this node's pods only, or from where the route to a borrowed address leads."""
 
 
 def render_table(plan: MasqueradePlan) -> str:
@@ -62,6 +74,7 @@ def render_table(plan: MasqueradePlan) -> str:
         rules.append(f"{leaving} masquerade fully-random")
     if rules:
         lines += _render_chain("leave", "type nat hook postrouting priority srcnat", rules)
+    lines += _render_sources(plan)
     if plan.tunnel_port:
         lines += _render_tunnel(plan)
     return "\n".join([*lines, "}", ""])
@@ -76,20 +89,78 @@ def _ports_beside(tunnel_port: int) -> str:
     return max(above, below)[1]
 
 
+def _render_sources(plan: MasqueradePlan) -> list[str]:
+    """Drop what claims to come from a pod of ours, or from an address that no pod has, and came in by another device.
+
+    The program at the pod's device asks the same of single pods; here nothing of it reaches the host either. An address
+    that another node has borrowed may come in where no route leads back: its packets to this host pass by the tunnel.
+    """
+    lines, rules = [], []
+    for version, keyword, kind in _FAMILIES:
+        own = _collapse(plan.own_ranges, version)
+        if not own:
+            continue
+        lines += _render_set(f"own{version}", kind, own)
+        rules.append(
+            f"{keyword} saddr @own{version} fib saddr . iif oif missing jump from_elsewhere"
+        )
+    if rules:
+        lines += [
+            "  chain from_elsewhere {",
+            f'    fib saddr oifname "{TUNNEL_DEVICE}" accept',
+            f'    fib saddr oifname "{DEVICE_PREFIX}*" drop',
+            "    fib saddr oif missing drop",
+            "  }",
+        ]
+        lines += _render_chain("sources", "type filter hook prerouting priority raw", rules)
+    return lines
+
+
 def _render_tunnel(plan: MasqueradePlan) -> list[str]:
-    """Keep tunnel packets out of connection tracking, and strangers' ones out altogether where no program looks."""
+    """Keep tunnel packets out of connection tracking, and out altogether whose sender is no tunnel.
+
+    What is tracked and goes to the port was translated to it: tunnels' own packets are not tracked. What this host
+    sends there without the mark comes from a process. Strangers' packets are refused where no program looks.
+    """
     port = f"udp dport {plan.tunnel_port}"
-    lines, refused = [], []
-    for version, keyword, kind in _FAMILIES if plan.tunnel_peers is not None else ():
-        peers = _collapse(plan.tunnel_peers or (), version)
+    lines, elsewhere, strangers = [], [], []
+    for version, keyword, kind in _FAMILIES:
+        pods = _collapse((*plan.pod_cidrs, *plan.pod_networks), version)
+        ends = _list_inside(pods, plan.tunnel_ends)
+        is_no_end = f"{keyword} daddr @cluster{version}"
+        if ends:
+            lines += _render_set(f"ends{version}", kind, ends)
+            is_no_end += f" {keyword} daddr != @ends{version}"
+        if pods:
+            lines += _render_set(f"cluster{version}", kind, pods)
+            elsewhere.append(f"{is_no_end} accept")
+        if plan.tunnel_peers is None:
+            continue
+        peers = _collapse(plan.tunnel_peers, version)
         if peers:
             lines += _render_set(f"peers{version}", kind, peers)
-        strangers = f"{keyword} saddr != @peers{version}" if peers else f"meta nfproto ipv{version}"
-        refused.append(f"{strangers} {port} drop")
-    for hook, rules in (("prerouting", refused), ("output", [])):
-        lines += _render_chain(
-            f"tunnel_{hook}", f"type filter hook {hook} priority raw", [*rules, f"{port} notrack"]
-        )
+        is_other = f"{keyword} saddr != @peers{version}" if peers else f"meta nfproto ipv{version}"
+        strangers.append(f"{is_other} drop")
+    translated, unmarked = "ct state != untracked drop", []
+    if plan.tunnel_mark:
+        mask = ~MARKS_OF_OTHERS & 0xFFFFFFFF
+        unmarked = [f"meta mark & {mask:#x} != {plan.tunnel_mark & mask:#x}"]
+    chains = {
+        "prerouting priority raw": [*elsewhere, *strangers, "notrack"],
+        "output priority raw": [*elsewhere, "notrack"],
+        "input priority filter": [translated],
+        "forward priority filter": [*elsewhere, translated],
+        "output priority filter": [*elsewhere, *(f"{one} drop" for one in unmarked)],
+        "postrouting priority filter": [
+            *elsewhere,
+            *(f"ct state != untracked {one} drop" for one in unmarked),
+        ],
+    }
+    for hook, rules in chains.items():
+        name = hook.replace(" priority", "").replace(" ", "_")
+        wanted = [f"{port} {rule}" for rule in rules if rules != elsewhere]
+        if wanted:
+            lines += _render_chain(f"tunnel_{name}", f"type filter hook {hook}", wanted)
     return lines
 
 
@@ -202,6 +273,21 @@ def _collapse(networks: Iterable[IPNetwork], version: int) -> list[str]:
         return [str(network) for network in ipaddress.collapse_addresses(four)]
     six = [network for network in networks if isinstance(network, ipaddress.IPv6Network)]
     return [str(network) for network in ipaddress.collapse_addresses(six)]
+
+
+def _list_inside(networks: Sequence[str], addresses: Iterable[IPAddress]) -> list[str]:
+    """List the addresses that are in one of the networks, which are in order and do not overlap."""
+    ranges = [ipaddress.ip_network(one) for one in networks]
+    if not ranges:
+        return []
+    starts = [int(one.network_address) for one in ranges]
+    alike = sorted({int(one) for one in addresses if one.version == ranges[0].version})
+    found = []
+    for number in alike:
+        at = bisect_right(starts, number) - 1
+        if at >= 0 and number <= int(ranges[at].broadcast_address):
+            found.append(str(ranges[at][number - starts[at]]))
+    return found
 
 
 def _render_set(name: str, kind: str, elements: Sequence[str]) -> list[str]:

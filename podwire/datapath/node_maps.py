@@ -7,6 +7,7 @@ reads them; `datapath.maps` writes. Invariant: every outer address of a peer lea
 import ipaddress
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from podwire.datapath import abi
 from podwire.datapath.maps import (
@@ -148,11 +149,13 @@ def is_about_other_node(row: bytes) -> bool:
     return bool(value.node) or value.identity == abi.Identity.REMOTE_NODE or not value.flags
 
 
-def list_ranges(rows: Rows) -> list[IPNetwork]:
-    """Give the networks of rows that name no single pod: ranges and nodes' addresses."""
-    anonymous = (abi.Identity.UNMANAGED, abi.Identity.REMOTE_NODE)
+ANONYMOUS: Final = (abi.Identity.UNMANAGED, abi.Identity.REMOTE_NODE)
+
+
+def list_ranges(rows: Rows, identities: Collection[int] = ANONYMOUS) -> list[IPNetwork]:
+    """List the networks of rows that name no single pod: ranges and nodes' addresses, or one kind of them."""
     return [
         from_prefix_key(key)
         for key, row in rows.items()
-        if abi.IpcacheValue.unpack(row).identity in anonymous
+        if abi.IpcacheValue.unpack(row).identity in identities
     ]

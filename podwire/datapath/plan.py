@@ -107,10 +107,19 @@ def compute_masquerade(plan: NodePlan) -> MasqueradePlan:
         inside=(*plan.inside, *plan.masquerade_except),
         enabled=plan.masquerade,
         tunnel_port=plan.tunnel_port,
+        pod_networks=plan.inside,
+        own_ranges=plan.node_cidrs,
     )
 
 
-def compute_ipcache(plan: NodePlan, own_addresses: Iterable[IPAddress]) -> list[IpcacheEntry]:
+UNSPECIFIED: Final[tuple[IPNetwork, ...]] = (
+    ipaddress.ip_network("0.0.0.0"),
+    ipaddress.ip_network("::"),
+)
+"""Whoever sends there means this host."""
+
+
+def compute_ipcache(plan: NodePlan, host_networks: Iterable[IPNetwork]) -> list[IpcacheEntry]:
     """Compute what a node says of itself in the ipcache; `datapath.cluster` adds the others.
 
     The longest prefix wins: a node's address inside a pod range stays a node's address.
@@ -123,8 +132,7 @@ def compute_ipcache(plan: NodePlan, own_addresses: Iterable[IPAddress]) -> list[
         entries[network] = IpcacheEntry(
             network, abi.Identity.UNMANAGED, flags=abi.IpcacheFlags.LOCAL
         )
-    for address in own_addresses:
-        network = ipaddress.ip_network(address)
+    for network in (*UNSPECIFIED, *host_networks):
         entries[network] = IpcacheEntry(
             network, abi.Identity.HOST, flags=abi.IpcacheFlags.NODE_ADDRESS
         )

@@ -214,10 +214,11 @@ def dump_routes(
     table: int = 0,
     protocol: int = 0,
     index: int = 0,
+    kind: int = 0,
     defaults_only: bool = False,
 ) -> list[Route]:
     """List routes; a table that does not exist has none. With `defaults_only` the many others are not decoded."""
-    request = list_routes(family, table=table, protocol=protocol, index=index)
+    request = list_routes(family, table=table, protocol=protocol, index=index, kind=kind)
     try:
         return [
             read_route(body)

@@ -2,8 +2,8 @@
 
 Called by `datapath.cluster` under the node's turn, and by those who look for leftovers. A device is ours when its
 alias says so; between birth and alias its name, kind and group say it. Nothing else is ever changed, and a device or
-process of somebody else on the tunnel's UDP port is named and left alone. Invariant: a flow-based device has both
-programs before it is up, so no packet from outside passes unjudged.
+process of somebody else on the tunnel's UDP port is named and left alone. Invariant: a device has its programs
+before it is up, so no packet from outside passes unjudged, and none leaves without the mark.
 """
 
 import errno
@@ -85,19 +85,19 @@ _GONE: Final = (errno.ENODEV, errno.ENOENT, errno.ESRCH, errno.EADDRNOTAVAIL)
 
 @dataclass(frozen=True)
 class TunnelPrograms:
-    """The two programs of a flow-based device: descriptors to attach, and numbers to recognise them by."""
+    """The two programs of a tunnel device: descriptors to attach, and numbers to recognise them by."""
 
     from_overlay_fd: int
     to_overlay_fd: int
     from_overlay_id: int
     to_overlay_id: int
 
-    def hooks(self) -> Sequence[tuple[int, str, int, int]]:
-        """Give (hook, name, descriptor, number) of both."""
-        return (
-            (FROM_POD_HOOK, "from_overlay", self.from_overlay_fd, self.from_overlay_id),
-            (TO_POD_HOOK, "to_overlay", self.to_overlay_fd, self.to_overlay_id),
-        )
+    def hooks(self, *, is_flow_based: bool) -> Sequence[tuple[int, str, int, int]]:
+        """Give (hook, name, descriptor, number) of what a device gets: a classic one is only to mark what it sends."""
+        out = TO_POD_HOOK, "to_overlay", self.to_overlay_fd, self.to_overlay_id
+        if not is_flow_based:
+            return (out,)
+        return (FROM_POD_HOOK, "from_overlay", self.from_overlay_fd, self.from_overlay_id), out
 
 
 @dataclass(frozen=True)
@@ -274,8 +274,7 @@ def _repair(netlink: NetlinkSocket, side: TunnelSide, found: FoundTunnel) -> lis
     """Put right what differs. What a device needs before it is up comes before that."""
     differences: list[str] = []
     index = found.link.index
-    if side.plan.mode is TunnelMode.FLOW:
-        differences += _repair_programs(netlink, index, side.programs)
+    differences += _repair_programs(netlink, index, side)
     if found.link.mtu < IPV6_LEAST_MTU_BYTES <= side.plan.mtu_bytes:
         # The kernel takes IPv6 off a device whose MTU is too small for it, settings and all, and gives it back.
         netlink.execute([set_link(index, mtu=side.plan.mtu_bytes)])
@@ -288,9 +287,10 @@ def _repair(netlink: NetlinkSocket, side: TunnelSide, found: FoundTunnel) -> lis
     return differences
 
 
-def _repair_programs(netlink: NetlinkSocket, index: int, programs: TunnelPrograms) -> list[str]:
+def _repair_programs(netlink: NetlinkSocket, index: int, side: TunnelSide) -> list[str]:
     differences, requests = [], []
-    for hook, name, fd, number in programs.hooks():
+    hooks = side.programs.hooks(is_flow_based=side.plan.mode is TunnelMode.FLOW)
+    for hook, name, fd, number in hooks:
         present = [
             one.program_id
             for body in netlink.dump(list_filters(index, hook))
@@ -302,9 +302,9 @@ def _repair_programs(netlink: NetlinkSocket, index: int, programs: TunnelProgram
             differences.append(f"program {name} of {TUNNEL_DEVICE!r} is {state}")
             requests.append(set_bpf_filter(index, hook, fd, name))
     if requests:
-        hooks = netlink.attempt([add_clsact(index)])[0]
-        if hooks is not None and hooks.errno != errno.EEXIST:
-            raise explain_failure(hooks, Feature.CLSACT_BPF)
+        failure = netlink.attempt([add_clsact(index)])[0]
+        if failure is not None and failure.errno != errno.EEXIST:
+            raise explain_failure(failure, Feature.CLSACT_BPF)
         netlink.execute(requests)
     return differences
 

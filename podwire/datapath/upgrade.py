@@ -340,11 +340,12 @@ def replace_programs(
         for hook, fd, name in hooks
     ]
     found = find_tunnel(netlink, node_name)
-    if found is not None and found.settings.flow_based:
+    if found is not None:
         index = IfIndex(found.link.index)
         owned.append(index)
         wanted += [
-            (index, set_bpf_filter(index, hook, fd, name)) for hook, name, fd, _ in tunnel.hooks()
+            (index, set_bpf_filter(index, hook, fd, name))
+            for hook, name, fd, _ in tunnel.hooks(is_flow_based=found.settings.flow_based)
         ]
     for host_index in list_attached(netlink):
         replace_attached(netlink, host_index, netdev)

@@ -24,7 +24,7 @@ from podwire.model.errors import Unavailable
 
 LOG_FILE: Final = "agent.log"
 CONFIG_FILE: Final = "agent.toml"
-START_DEADLINE_S: Final = 60.0
+START_DEADLINE_S: Final = 180.0
 """The verifier takes seconds of a CPU for each agent, and a lab starts all of them at once."""
 BRIDGE: Final = "underlay"
 LAB_CONNTRACK_ENTRIES: Final = 65_536

@@ -24,7 +24,7 @@ PROGRAM = "etcd"
 MISSING = "no program 'etcd': apt-get install etcd-server"
 ENDPOINT_VARIABLE = "PODWIRE_TEST_ETCD"
 """Where processes that tests start find the endpoint."""
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 PORTS = (20_000, 32_000)
 """Below those that clients get (net.ipv4.ip_local_port_range)."""
 

@@ -20,7 +20,7 @@ BACK_ENDS: dict[str, Open] = {
     "sqlite-inotify": lambda directory: SqliteStore(directory / "store.db", open_waker=FileWaker),
     "etcd": lambda _directory: EtcdStore([os.environ[ENDPOINT_VARIABLE]]),
 }
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 def now_at(store: Store) -> int:

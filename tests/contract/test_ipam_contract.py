@@ -3,7 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 
 import pytest
 
@@ -64,8 +64,10 @@ def test_racing_nodes_share_no_address(nodes: Nodes) -> None:
 
 def test_racing_nodes_use_up_a_pool_and_no_more(nodes: Nodes) -> None:
     apply(nodes.store, pool_document("p", "10.0.0.0/26", blockSize=28))
-    given = race([nodes(f"n{number}") for number in range(NODES)], 60)
-    assert len(given) == len(set(given)) == 4 * 13
+    made = [nodes(f"n{number}") for number in range(NODES)]
+    given = race(made, 70)
+    own = [str(one) for node in made for one in node.ipam.mine.list_node_addresses()]
+    assert sorted([*given, *own]) == sorted(map(str, ip_network("10.0.0.0/26")))
 
 
 def test_one_of_many_gets_a_fixed_address(nodes: Nodes) -> None:

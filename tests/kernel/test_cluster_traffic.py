@@ -147,7 +147,9 @@ class Node:
         with self.inside():
             return list(self.datapath.apply_cluster(plan))
 
-    def attach(self, number: int) -> Namespace:
+    def attach(self, number: int, block: int = 0) -> Namespace:
+        """Connect a pod; `block`: the node from whose range it borrows its address."""
+        block = block or self.number
         pod = self.stack.enter_context(new_namespace())
         key = AttachmentKey(NetworkName("net"), ContainerId(f"c{number}"), InterfaceName("eth0"))
         with self.inside():
@@ -166,8 +168,8 @@ class Node:
                     mtu=0,
                     pod_mac="",
                 ),
-                ipv4=f"10.77.{self.number}.{number}",
-                ipv6=f"fd77::{self.number}:{number:x}",
+                ipv4=f"10.77.{block}.{number}",
+                ipv6=f"fd77::{block}:{number:x}",
             )
             self.datapath.create_guard(record)
             self.datapath.create_device(record, pod.pod)

@@ -5,6 +5,7 @@ is ours alone.
 import contextlib
 import ipaddress
 import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -187,7 +188,8 @@ def _join(
     near_addresses: tuple[str, str],
     far_addresses: tuple[str, str],
 ) -> None:
-    ends = LinkEnd(f"n{index}", index), LinkEnd(f"f{index}", index + 1)
+    name = f"pw{index}" if far_addresses[0].startswith("10.244.") else f"n{index}"
+    ends = LinkEnd(name, index), LinkEnd(f"f{index}", index + 1)
     netlink.execute([create_veth(*ends, far.fd.fileno())])
     with NetlinkSocket.open_in(far.fd.fileno()) as inside:
         for socket_, number, addresses in (
@@ -277,6 +279,61 @@ def test_no_datagram_is_sent_from_the_tunnels_port_whose_answers_are_not_tracked
             seen.append(back[1])
     assert all(port > tunnel_port if side == "above" else port < tunnel_port for port in seen)
     assert len(set(seen)) > 100, "the ports are random"
+
+
+OWN = replace(PLAN, own_ranges=PODS)
+RAW = """
+import socket, sys
+source, target, port = sys.argv[1:]
+family = socket.AF_INET6 if ":" in source else socket.AF_INET
+one = socket.socket(family, socket.SOCK_DGRAM)
+level, option = (socket.IPPROTO_IPV6, 75) if ":" in source else (socket.IPPROTO_IP, 19)
+one.setsockopt(level, option, 1)  # any source, as a process with NET_RAW may have
+one.bind((source, 0))
+one.sendto(b"forged", (target, int(port)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("10.244.1.2", "192.0.2.1"), ("fd00:244:1::2", "2001:db8::1")]
+)
+def test_a_source_of_the_own_range_comes_from_where_its_route_leads(
+    world: World, tables: Nftables, source: str, target: str
+) -> None:
+    for device in ("all", "n103"):
+        world.host.run("sysctl", "-qw", f"net.ipv4.conf.{device}.rp_filter=0")
+    seen: dict[bool, bytes] = {}
+    for is_guarded in (False, True):
+        Masquerade(tables).apply(OWN if is_guarded else PLAN)
+        with _receiver(world.host, target, 0) as listening, _sender(world.pod, source) as sending:
+            port = listening.getsockname()[1]
+            world.outside.run(sys.executable, "-c", RAW, source, target, str(port))
+            assert _answers(world.outside, target)
+            sending.sendto(b"honest", (target, port))
+            seen[is_guarded] = listening.recv(16)
+    assert seen == {False: b"forged", True: b"honest"}
+
+
+def _answers(namespace: Namespace, target: str) -> bool:
+    return "1 received" in namespace.run("ping", "-c", "1", "-W", "10", target, check=False)
+
+
+@pytest.mark.parametrize(
+    ("address", "via"), [("10.244.1.77", "192.0.2.2"), ("fd00:244:1::77", "2001:db8::2")]
+)
+def test_an_address_of_the_own_range_that_lives_elsewhere_and_the_hosts_own_one_are_heard(
+    world: World, tables: Nftables, address: str, via: str
+) -> None:
+    Masquerade(tables).apply(OWN)
+    bits = "32" if "." in address else "128"
+    nodad = [] if "." in address else ["nodad"]
+    world.outside.run("ip", "addr", "add", f"{address}/{bits}", "dev", "lo", *nodad)
+    world.host.run("ip", "route", "add", f"{address}/{bits}", "via", via)
+    own = address.removesuffix("77") + "1"
+    assert _answers(world.host, own)
+    assert _answers(world.pod, own)
+    assert _answers(world.host, address)
+    assert _seen_source(world.outside, address, world.host, own) == address
 
 
 def _seen_source(sender: Namespace, source: str, receiver: Namespace, target: str) -> str:

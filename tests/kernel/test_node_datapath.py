@@ -192,6 +192,10 @@ def test_ipcache_knows_the_cluster_the_blocks_and_the_node(world: KernelWorld) -
         "fd77::/120": (abi.Identity.UNMANAGED, local),
         f"{NODE_IPV4}/32": (abi.Identity.HOST, node),
         f"{NODE_IPV6}/128": (abi.Identity.HOST, node),
+        "10.9.0.255/32": (abi.Identity.HOST, node),
+        "fd99::/128": (abi.Identity.HOST, node),  # its subnet's routers
+        "0.0.0.0/32": (abi.Identity.HOST, node),
+        "::/128": (abi.Identity.HOST, node),
     }
     assert {name: (one.identity, one.flags) for name, one in found.items()} == expected
 

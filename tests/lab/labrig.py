@@ -28,7 +28,7 @@ from podwire.model.cluster import TUNNEL_DEVICE
 from podwire.model.errors import NotFound
 
 PREFIX: Final = f"t{secrets.token_hex(2)}"
-DEADLINE_S: Final = 30.0
+DEADLINE_S: Final = 120.0
 _numbers = itertools.count(1)
 
 

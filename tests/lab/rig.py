@@ -23,10 +23,10 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 LAUNCHER: Final = ROOT / "build" / "bin" / "podwire-cni"
-START_DEADLINE_S: Final = 60.0
-SETTLE_DEADLINE_S: Final = 60.0
-STOP_DEADLINE_S: Final = 30.0
-DIRECTORIES_DEADLINE_S: Final = 30.0
+START_DEADLINE_S: Final = 180.0
+SETTLE_DEADLINE_S: Final = 120.0
+STOP_DEADLINE_S: Final = 120.0
+DIRECTORIES_DEADLINE_S: Final = 120.0
 AGENT: Final = ("-c", "import sys; from podwire.agent.main import main; sys.exit(main())")
 CRASH_AGENT: Final = ("-m", "tests.lab.crash_agent")
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.lab.rig import AGENT, ROOT, Rig, run, wait_for
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def test_status_succeeds_without_the_agent_only_within_the_grace() -> None:
 
 
 def test_an_exhausted_range_is_told_by_add_status_and_metrics() -> None:
-    with Rig(cidrs=("10.99.0.0/30",)) as rig:
+    with Rig(cidrs=("10.99.0.2/31",)) as rig:
         rig.start()
         first = rig.cni("ADD", "c1", rig.make_pod_namespace())
         assert first.addresses == ["10.99.0.2"]

@@ -13,7 +13,7 @@ from podwire.lab.topology import NodePlan
 from podwire.model.errors import Unavailable
 from tests.lab.labrig import Lab, run, wait_for
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 
 NEWCOMER = "node3"
 

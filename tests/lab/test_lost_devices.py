@@ -7,9 +7,9 @@ import pytest
 
 from tests.lab.rig import Rig, run, wait_for
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 """Far below the five minutes of the look at everything, and enough for a busy machine."""
 
 

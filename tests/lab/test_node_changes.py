@@ -9,7 +9,7 @@ from podwire.lab import etcd
 from podwire.lab.topology import UPLINK, NodePlan
 from tests.lab.labrig import Lab, run, wait_for
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 
 OTHERS = ("node1", "node2")
 WITHIN_S = 1.0

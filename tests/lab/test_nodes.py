@@ -14,7 +14,7 @@ from podwire.lab import etcd, labs, traffic
 from podwire.lab.show import matrix
 from tests.lab.labrig import Lab, lab_name, podwire, run, wait_for
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "overlay": {"nodes": 2},

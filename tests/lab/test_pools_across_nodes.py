@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from podwire.lab import labs
+from podwire.lab import labs, topology
 from podwire.lab.show import matrix
 from podwire.model.errors import PodwireError
 from tests.lab.labrig import Lab, wait_for
 from tests.lab.test_nodes import settled
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 
 ROUTINGS = ("overlay", "native")
 
@@ -69,3 +69,41 @@ def gives(lab: Lab, pod: str, node: str, addresses: Sequence[str]) -> bool:
     except PodwireError:
         return False
     return True
+
+
+@pytest.fixture(
+    params=[("overlay", 30), ("overlay", 32), ("native", 32)], ids="{0[0]}-{0[1]}".format
+)
+def small_blocks(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Lab, int]]:
+    """Two nodes whose blocks have so few addresses that every one of them is needed."""
+    routing, length = request.param
+    monkeypatch.setattr(topology, "POOL_BLOCK_SIZES", {4: length, 6: length + 96})
+    made = Lab(nodes=2, routing=routing, ipam="pool")
+    try:
+        settled(made)
+        yield made, length
+    finally:
+        made.close()
+
+
+def test_every_address_of_small_blocks_works_as_a_pods(small_blocks: tuple[Lab, int]) -> None:
+    lab, length = small_blocks
+    for number in range(3):
+        for node in ("node1", "node2"):
+            labs.run(lab.name, f"pod{number}-{node}", node)
+    found = [ipaddress.ip_address(one) for pod in lab.state.pods for one in pod.addresses]
+    if length == 30:  # the first and the last ones, too
+        assert {int(one) % 4 for one in found} == {0, 2, 3}
+    wait_for(lambda: not failures(lab), "everybody to reach everybody", 60)
+    labs.remove(lab.name, "pod0-node1")
+    labs.run(lab.name, "again", "node1")
+    wait_for(lambda: not failures(lab), "everybody to reach the new pod, too", 60)
+    said = lab.cli("ipam", "check")
+    assert said.code == 0, said
+    rows = lab.cli("ipam", "show", "-o", "json", "--node", "node1").document
+    assert all(row["capacity"] == row["used"] + row["free"] for row in rows)
+    parts = [row for row in rows if row["of"] != "cluster"]
+    size = 1 << (32 - length)
+    assert all(row["capacity"] == size * row["blocksClaimed"] - 1 for row in parts)

@@ -17,7 +17,7 @@ from tests.lab.policy_rig import Place
 from tests.lab.rig import Outcome, Rig, wait_for
 from tests.unit.policies import network_policy
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 
 PORT = 5432
 BACK_S = 60.0

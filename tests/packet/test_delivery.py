@@ -70,17 +70,24 @@ def test_what_was_judged_passes_the_queue_without_another_verdict(rig: Rig) -> N
 
 
 @pytest.mark.parametrize(
-    ("ingress_ifindex", "mark"),
-    [(0, MARK_JUDGED), (OUTSIDE, MARK_JUDGED), (A.ifindex, MARK_JUDGED ^ 1), (A.ifindex, 0)],
+    ("ingress_ifindex", "mark", "reason"),
+    [
+        (0, MARK_JUDGED, DropReason.POLICY),
+        (OUTSIDE, MARK_JUDGED, DropReason.SOURCE_ADDRESS),
+        (A.ifindex, MARK_JUDGED ^ 1, DropReason.POLICY),
+        (A.ifindex, 0, DropReason.POLICY),
+    ],
     ids=["of-this-host", "from-a-foreign-device", "another-mark", "no-mark"],
 )
-def test_a_forged_mark_opens_nothing(rig: Rig, ingress_ifindex: int, mark: int) -> None:
+def test_a_forged_mark_opens_nothing(
+    rig: Rig, ingress_ifindex: int, mark: int, reason: DropReason
+) -> None:
     flags = (SHAPED.flags | ConfigFlags.DENY_INGRESS) & ~ConfigFlags.HOST_ALLOWED
     denying = rig.change(SHAPED, flags=flags)
     outcome = rig.received(
         denying, packet_to(SHAPED, 4), mark=mark, ingress_ifindex=ingress_ifindex
     )
-    assert (outcome.action, outcome.reason) == (Action.DROP, DropReason.POLICY)
+    assert (outcome.action, outcome.reason) == (Action.DROP, reason)
 
 
 def test_a_mark_does_not_pass_a_guard(rig: Rig) -> None:

@@ -103,6 +103,7 @@ PLACES = [
     Place("unpublished-pod", FAR.stranger, by_tunnel(70099), True),
     Place("native-pod", NEAR.pod, natively, True),
     Place("unpublished-native-pod", NEAR.stranger, natively, True),
+    Place("tunnelled-pod-behind-its-node", FAR.address, by_tunnel(FAR.identity), True),
     Place("tunnelled-node", FAR.address, by_tunnel(Identity.REMOTE_NODE)),
     Place("native-node", NEAR.address, natively),
     Place("world", ROUTER.__getitem__, natively),

@@ -17,6 +17,7 @@ from tests.packet.rig import (
     REMOTE_IDENTITY,
     REMOTE_POD_4,
     REMOTE_POD_6,
+    SMALL,
     WORLD_4,
     WORLD_6,
     A,
@@ -55,10 +56,8 @@ SENDERS = [
     Sender("remote-pod", REMOTE_POD_4, OUTSIDE, REMOTE_IDENTITY),
     Sender("remote-pod-v6", REMOTE_POD_6, OUTSIDE, REMOTE_IDENTITY),
     Sender("remote-pod-nobody-knows", "10.7.9.9", OUTSIDE, UNMANAGED),
-    Sender("local-pods-address-from-outside", B.ipv4, OUTSIDE, WORLD),
-    Sender("own-address-from-outside", A.ipv4, OUTSIDE, WORLD),
     Sender("device-behind-its-guard", GUARD.ipv4, GUARD.ifindex, WORLD),
-    Sender("device-that-is-gone", B.ipv4, 1999, WORLD),
+    Sender("device-that-is-gone", WORLD_4, 1999, WORLD),
 ]
 
 
@@ -71,6 +70,28 @@ def test_the_sender_is_who_the_device_says(rig: Rig, case: Sender) -> None:
     assert outcome.action == Action.STACK
     assert outcome.decision.source_identity == case.identity
     assert outcome.decision.destination_identity == A.identity
+
+
+FORGED = {
+    "a-local-pods": (B.ipv4, OUTSIDE),
+    "a-local-pods-v6": (B.ipv6, OUTSIDE),
+    "the-receivers-own": (A.ipv4, OUTSIDE),
+    "the-receivers-own-v6": (A.ipv6, OUTSIDE),
+    "of-a-pod-by-another-pods-device": (B.ipv4, SMALL.ifindex),
+    "of-a-pod-by-a-device-that-is-gone": (B.ipv4, 1999),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_local_pods_address_comes_from_its_own_device_only(rig: Rig, name: str) -> None:
+    source, ingress_ifindex = FORGED[name]
+    version = 6 if ":" in source else 4
+    build = ipv6 if version == 6 else ipv4
+    question = build(A.address(version), source, udp(53, 4000))
+    rig.sent(A, question)  # so that the forged packet would be its answer
+    packet = build(source, A.address(version), udp(4000, 53))
+    outcome = rig.received(A, packet, ingress_ifindex=ingress_ifindex)
+    assert (outcome.action, outcome.reason) == (Action.DROP, DropReason.SOURCE_ADDRESS)
 
 
 @dataclass(frozen=True)

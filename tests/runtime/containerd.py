@@ -20,7 +20,7 @@ from tests.lab.rig import wait_for
 from tests.runtime.machine import Machine
 from tests.runtime.oci import BUSYBOX_IMAGE, PAUSE_IMAGE, write_layout
 
-START_DEADLINE_S: Final = 60.0
+START_DEADLINE_S: Final = 180.0
 CALL_DEADLINE_S: Final = 120.0
 
 _CONFIG = """

@@ -189,7 +189,7 @@ def test_addresses_rest_until_the_device_is_gone(node: FakeNode) -> None:
 
 
 def test_the_last_address_is_waited_for_behind_a_dying_device(tmp_path: Path) -> None:
-    with FakeNode(tmp_path, cidrs=("10.77.0.0/30",)) as node:
+    with FakeNode(tmp_path, cidrs=("10.77.0.2/31",)) as node:
         node.service.add(request(), NETNS)
         with pytest.raises(Exhausted):
             node.service.add(request(container="c2"), NETNS)

@@ -343,7 +343,7 @@ def test_changes_one_after_another_are_each_acted_on_at_once() -> None:
             rig.news.change()
             wait_for(lambda mtu=mtu: published_mtu(rig) == mtu)
             took_s.append(time.monotonic() - begin_s)
-        assert statistics.median(took_s) < 0.5, took_s
+        assert statistics.median(took_s) < 2, took_s
 
 
 def published_mtu(rig: Any) -> Any:

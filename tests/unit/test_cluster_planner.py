@@ -513,9 +513,9 @@ def test_five_thousand_nodes_are_planned_in_linear_time(same: Any) -> None:
         peers = [dataclasses.replace(one, pod_cidrs=peers[0].pod_cidrs) for one in peers]
     random.Random(5).shuffle(peers)
     numbers = plan(*peers).numbers
-    begin = time.perf_counter()
+    begin = time.process_time()
     planned = plan(*peers, numbers=numbers)
-    took_s = time.perf_counter() - begin
+    took_s = time.process_time() - begin
     assert len(planned.plan.routes) == (1 if same else 5000)
     print(f"planned 5,000 nodes in {took_s * 1e3:.0f} ms")
     assert took_s < 20  # 0.2 s on a quiet machine; quadratic would be minutes

@@ -154,6 +154,17 @@ def test_an_address_of_our_block_may_be_lent() -> None:
     assert pods.routes[ipaddress.ip_address("10.250.0.9")].peer == 1
 
 
+def test_a_block_of_one_address_is_its_pods_row_and_afterwards_its_own() -> None:
+    block = nets("10.250.0.9/32")[0]
+    view = view_of(make(2, blocks={block: 1}))
+    whole = view.planned.plan.prefixes[block]
+    pods = filled(view, says("n2", a10_250_0_9=300))
+    assert row(pods, "10.250.0.9") == Prefix(IdentityId(300), 1, Way.TUNNEL, 1450)
+    assert pods.problems == ()
+    changes = pods.update(pods.remove("n2"))
+    assert (changes.put, list(changes.remove)) == ({block: whole}, [])
+
+
 def test_a_pod_of_ours_takes_its_address_back() -> None:
     pods = filled(view_of(make(2)), says("n2", a10_250_9_9=300))
     assert row(pods, "10.250.9.9") is not None
@@ -263,19 +274,19 @@ def test_a_hundred_thousand_pods_are_taken_in_within_seconds() -> None:
         for one in peers
     ]
     pods = RemotePods()
-    begin = time.perf_counter()
+    begin = time.process_time()
     pods.replace((one, "u") for one in publications)
     pods.view(view)
-    took_s = time.perf_counter() - begin
+    took_s = time.process_time() - begin
     assert len(pods.rows) == 100_000
     took_each_s = []
     for number in range(7, 12):
         one = publications[number]
         address = peers[number].pod_cidrs[0][30]
         news = Publication(one.node, 1, 2, {**one.identities, address: IdentityId(9)})
-        begin = time.perf_counter()
+        begin = time.process_time()
         changes = pods.update(pods.put(news, "u"))
-        took_each_s.append(time.perf_counter() - begin)
+        took_each_s.append(time.process_time() - begin)
         assert len(changes.put) == 1
     news_s = min(took_each_s)
     print(f"all in {took_s:.2f} s, one node's news in {news_s * 1e6:.0f} us")

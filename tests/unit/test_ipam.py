@@ -32,37 +32,50 @@ def release(ipam: NodeIpam, *owners: int) -> None:
 
 RANGES: list[tuple[str, int, str, str, str]] = [
     # range, capacity, the node's own, first for a pod, last for a pod
-    ("10.0.0.0/24", 253, "10.0.0.1", "10.0.0.2", "10.0.0.254"),
-    ("10.0.0.4/30", 1, "10.0.0.5", "10.0.0.6", "10.0.0.6"),
-    ("10.0.0.0/16", 65533, "10.0.0.1", "10.0.0.2", "10.0.255.254"),
-    ("fd00::/64", 2**64 - 2, "fd00::1", "fd00::2", "fd00::ffff:ffff:ffff:ffff"),
-    ("fd00::/126", 2, "fd00::1", "fd00::2", "fd00::3"),
-    ("fd00::/112", 65534, "fd00::1", "fd00::2", "fd00::ffff"),
+    ("10.0.0.0/24", 255, "10.0.0.1", "10.0.0.2", "10.0.0.255"),
+    ("10.0.0.4/30", 3, "10.0.0.5", "10.0.0.6", "10.0.0.4"),
+    ("10.0.0.4/31", 1, "10.0.0.5", "10.0.0.4", "10.0.0.4"),
+    ("10.0.0.0/16", 65535, "10.0.0.1", "10.0.0.2", "10.0.0.0"),
+    ("fd00::/64", 2**64 - 1, "fd00::1", "fd00::2", "fd00::ffff:ffff:ffff:ffff"),
+    ("fd00::/126", 3, "fd00::1", "fd00::2", "fd00::"),
+    ("fd00::/127", 1, "fd00::1", "fd00::", "fd00::"),
+    ("fd00::/112", 65535, "fd00::1", "fd00::2", "fd00::ffff"),
 ]
 
 
 @pytest.mark.parametrize(("cidr", "capacity", "router", "first", "last"), RANGES)
-def test_a_range_gives_everything_but_what_is_reserved(
+def test_a_range_gives_everything_but_the_nodes_own_address(
     cidr: str, capacity: int, router: str, first: str, last: str
 ) -> None:
     ipam = NodeIpam([cidr])
     [usage] = ipam.usage()
-    assert (usage.capacity, usage.free, str(usage.router)) == (capacity, capacity, router)
+    assert (usage.capacity, usage.free, str(usage.node_address)) == (capacity, capacity, router)
     assert take(ipam, 1) == [first]
     if first != last:
         assert take(ipam, 2, 0, last) == [last]
-    for reserved in (str(usage.cidr.network_address), router):
-        with pytest.raises(AddressUnavailable, match="outside"):
-            take(ipam, 3, 0, reserved)
-    if usage.cidr.version == 4:
-        with pytest.raises(AddressUnavailable, match="outside"):
-            take(ipam, 3, 0, str(usage.cidr.broadcast_address))
+    with pytest.raises(AddressUnavailable, match="outside"):
+        take(ipam, 3, 0, router)
+
+
+@pytest.mark.parametrize("cidr", ["10.0.0.0/28", "10.0.0.8/30", "fd00::/124", "fd00::8/127"])
+def test_every_other_address_of_a_range_is_given_once(cidr: str) -> None:
+    ipam = NodeIpam([cidr])
+    [usage] = ipam.usage()
+    given = [take(ipam, number)[0] for number in range(1, usage.capacity + 1)]
+    assert sorted([*given, str(usage.node_address)]) == sorted(map(str, usage.cidr))
+    with pytest.raises(Exhausted):
+        take(ipam, usage.capacity + 1)
+
+
+def test_only_the_first_range_of_a_family_has_the_nodes_own_address() -> None:
+    ipam = NodeIpam(["10.0.0.4/30", "fd00::/126", "10.0.1.4/32", "fd00::8/128"])
+    shown = [(str(one.node_address), one.capacity) for one in ipam.usage()]
+    assert shown == [("10.0.0.5", 3), ("fd00::1", 3), ("None", 1), ("None", 1)]
 
 
 UNUSABLE = [
-    ("10.0.0.0/31", "2 addresses"),
-    ("10.0.0.1/32", "1 addresses"),
-    ("fd00::/127", "2 addresses"),
+    ("10.0.0.1/32", "its one address is the node's own"),
+    ("fd00::1/128", "its one address is the node's own"),
 ]
 
 
@@ -92,38 +105,38 @@ def test_an_endpoint_gets_one_address_of_each_family(cidrs: list[str], expected:
 
 
 def test_a_full_range_passes_on_to_the_next_of_its_family() -> None:
-    ipam = NodeIpam(["10.0.0.0/30", "10.0.1.0/30"])
-    assert [take(ipam, 1), take(ipam, 2)] == [["10.0.0.2"], ["10.0.1.2"]]
+    ipam = NodeIpam(["10.0.0.0/31", "10.0.1.0/32"])
+    assert [take(ipam, 1), take(ipam, 2)] == [["10.0.0.0"], ["10.0.1.0"]]
     with pytest.raises(Exhausted) as caught:
         take(ipam, 3)
-    assert "10.0.0.0/30 (1 of 1 held), 10.0.1.0/30 (1 of 1 held)" in caught.value.message
+    assert "10.0.0.0/31 (1 of 1 held), 10.0.1.0/32 (1 of 1 held)" in caught.value.message
     assert caught.value.hint
 
 
 def test_dual_stack_gives_both_or_none() -> None:
     ipam = NodeIpam(["10.0.0.0/24", "fd00::/126"])
-    take(ipam, 1), take(ipam, 2)
+    take(ipam, 1), take(ipam, 2), take(ipam, 3)
     before = ipam.usage()
     with pytest.raises(Exhausted, match="IPv6"):
-        take(ipam, 3)
+        take(ipam, 4)
     assert ipam.usage() == before
-    assert EndpointId(3) not in ipam.holders()
+    assert EndpointId(4) not in ipam.holders()
 
 
 def test_addresses_come_back_in_the_order_in_which_they_were_released() -> None:
     ipam = NodeIpam(["10.0.0.0/29"])
-    first = [take(ipam, owner)[0] for owner in range(1, 6)]
-    release(ipam, 3, 1, 5, 2, 4)
-    again = [take(ipam, owner)[0] for owner in range(11, 16)]
-    assert again == [first[owner - 1] for owner in (3, 1, 5, 2, 4)]
+    first = [take(ipam, owner)[0] for owner in range(1, 8)]
+    release(ipam, 3, 1, 7, 5, 2, 4, 6)
+    again = [take(ipam, owner)[0] for owner in range(11, 18)]
+    assert again == [first[owner - 1] for owner in (3, 1, 7, 5, 2, 4, 6)]
 
 
 def test_an_address_never_used_goes_before_one_that_rests() -> None:
     ipam = NodeIpam(["10.0.0.0/29"])
     take(ipam, 1)
     release(ipam, 1)
-    assert [take(ipam, owner)[0] for owner in (2, 3, 4, 5, 6)] == [
-        *("10.0.0.3", "10.0.0.4", "10.0.0.5", "10.0.0.6"),
+    assert [take(ipam, owner)[0] for owner in range(2, 9)] == [
+        *("10.0.0.3", "10.0.0.4", "10.0.0.5", "10.0.0.6", "10.0.0.7", "10.0.0.0"),
         "10.0.0.2",
     ]
 
@@ -152,7 +165,7 @@ def test_unknown_identities_have_no_claim() -> None:
 
 
 def test_a_quarantined_address_comes_back_only_by_release() -> None:
-    ipam = NodeIpam(["10.0.0.0/30"])
+    ipam = NodeIpam(["10.0.0.2/31"])
     take(ipam, 1)
     ipam.quarantine(EndpointId(1))
     assert ipam.usage()[0].quarantined == 1
@@ -216,11 +229,12 @@ def test_adopted_addresses_are_held_and_the_line_goes_on_behind_the_newest() -> 
     assert [usage.quarantined for usage in ipam.usage()] == [1, 1]
     assert [take(ipam, owner) for owner in (5, 6, 7)] == [
         ["10.0.0.6", "fd00::6"],
-        ["10.0.0.3", "fd00::7"],
-        ["10.0.0.4", "fd00::8"],
+        ["10.0.0.7", "fd00::7"],
+        ["10.0.0.0", "fd00::8"],
     ]
+    assert [take(ipam, owner)[0] for owner in (8, 9)] == ["10.0.0.3", "10.0.0.4"]
     with pytest.raises(Exhausted):
-        take(ipam, 8)
+        take(ipam, 10)
 
 
 def test_adopting_an_address_twice_is_refused_and_changes_nothing() -> None:

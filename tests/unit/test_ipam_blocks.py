@@ -115,14 +115,14 @@ def test_the_limit_of_blocks_and_what_is_exhausted_are_named(nodes: Nodes) -> No
         pool_document("p", "10.0.0.0/24", blockSize=28, maxBlocksPerNode=1, strictAffinity=True),
     )
     node = nodes("n1")
-    for owner in range(13):
+    for owner in range(15):
         add(node, owner + 1)
     with pytest.raises(Exhausted) as caught:
         add(node, 99)
     for word in (
         "pool p",
         "maxBlocksPerNode",
-        "1 blocks here, 13 addresses held",
+        "1 blocks here, 15 addresses held",
         "strictAffinity",
     ):
         assert word in caught.value.message
@@ -145,7 +145,7 @@ def test_a_node_without_a_block_borrows_what_owners_never_give(nodes: Nodes) -> 
     assert len(set(borrowed)) == 4
     with pytest.raises(Exhausted):
         add(borrower, 5)
-    given = [first, *(add(owner, number)[0] for number in range(2, 58))]
+    given = [first, *(add(owner, number)[0] for number in range(2, 60))]
     assert not set(given) & set(borrowed)
     with pytest.raises(Exhausted):
         add(owner, 99)
@@ -158,8 +158,8 @@ def test_a_node_without_a_block_borrows_what_owners_never_give(nodes: Nodes) -> 
 def test_an_owner_takes_its_own_kept_addresses_by_objects(nodes: Nodes) -> None:
     apply(nodes.store, pool_document("p", "10.0.0.0/26"))
     owner = nodes("n1")
-    given = [add(owner, number)[0] for number in range(1, 62)]
-    assert len(set(given)) == 61
+    given = [add(owner, number)[0] for number in range(1, 64)]
+    assert len(set(given)) == 63
     assert len(nodes.store.list("ipaddresses")[0]) == 4
 
 
@@ -226,15 +226,94 @@ def test_an_address_of_a_block_that_cannot_be_read_is_nobodys_to_take(
         add(other, 1, "10.0.0.20")
 
 
-@pytest.mark.parametrize("address", ["10.0.0.0", "10.0.0.1", "10.0.0.63"])
-def test_an_address_that_no_pod_can_have_is_refused(nodes: Nodes, address: str) -> None:
+@pytest.mark.parametrize("address", ["10.0.0.0", "10.0.0.63"])
+def test_the_first_and_the_last_address_of_a_block_are_as_good_as_any(
+    nodes: Nodes, address: str
+) -> None:
     apply(nodes.store, pool_document("p", "10.0.0.0/26"))
     node = nodes("n1")
-    with pytest.raises(AddressUnavailable, match="no pod can have it"):
-        add(node, 1, address)
-    add(node, 2)
-    with pytest.raises(AddressUnavailable, match="no pod can have it"):
-        add(node, 3, address)
+    add(node, 1)
+    assert add(node, 2, address) == [address]
+
+
+def test_the_address_that_stands_for_a_node_is_no_pods(nodes: Nodes) -> None:
+    apply(nodes.store, pool_document("p", "10.0.0.0/26", reserved=["10.0.0.1"]))
+    node, other = nodes("n1"), nodes("n2")
+    add(node, 1)
+    [own] = node.ipam.mine.list_node_addresses()
+    assert str(own) == "10.0.0.0", "what is reserved is left to who asks for it"
+    with pytest.raises(AddressUnavailable, match="stands for this node"):
+        add(node, 2, str(own))
+    assert add(node, 2, "10.0.0.1") == ["10.0.0.1"]
+    other.known.node_addresses["n1"] = (own,)
+    with pytest.raises(AddressUnavailable, match="stands for node n1"):
+        add(other, 1, str(own))
+
+
+@pytest.mark.parametrize(("cidr", "size"), [("10.0.0.0/29", 32), ("fd00::/125", 128)])
+def test_blocks_of_one_address_are_used_up(nodes: Nodes, cidr: str, size: int) -> None:
+    apply(nodes.store, pool_document("p", cidr, blockSize=size))
+    node = nodes("n1")
+    given = [add(node, number)[0] for number in range(1, 8)]
+    own = set(map(str, node.ipam.mine.list_node_addresses()))
+    assert len(own) == 1
+    assert {*given, *own} == set(map(str, ip_network(cidr)))
+    with pytest.raises(Exhausted):
+        add(node, 8)
+
+
+def test_a_pod_of_before_keeps_an_address_that_would_stand_for_the_node(nodes: Nodes) -> None:
+    apply(nodes.store, pool_document("p", "10.0.0.0/28", blockSize=28))
+    node = nodes("n1")
+    add(node, 1)
+    [own] = node.ipam.mine.list_node_addresses()
+    node.ipam.adopt(EndpointId(9), [own])
+    [another] = node.ipam.mine.list_node_addresses()
+    assert another != own
+    assert node.ipam.find_owner(another) is None
+
+
+def test_what_a_pool_reserves_later_holds_in_blocks_that_exist(nodes: Nodes) -> None:
+    apply(nodes.store, pool_document("p", "10.0.0.0/28", blockSize=28))
+    node, other = nodes("n1"), nodes("n2")
+    [running] = add(node, 1)
+    assert running == "10.0.0.2"
+    reserved = pool_document("p", "10.0.0.0/28", blockSize=28, reserved=["10.0.0.0/29"])
+    apply(nodes.store, reserved)
+    wait_until(node, lambda: node.known.pools["p"].reserved)
+    wait_until(node, node.ipam.mine.list_outdated)
+    for block, kept in node.ipam.mine.list_outdated():
+        node.claims.change_kept(block, kept)
+    wait_until(node, lambda: not node.ipam.mine.list_outdated())
+    given = [add(node, number)[0] for number in range(2, 9)]
+    assert set(given) == {f"10.0.0.{number}" for number in range(8, 15)}
+    wait_until(
+        other, lambda: any(one.keeps(ip_address("10.0.0.5")) for one in other.known.blocks.values())
+    )
+    assert add(other, 1, "10.0.0.5") == ["10.0.0.5"]
+    with pytest.raises(AddressUnavailable, match="node n1"):
+        add(other, 2, running)
+    node.ipam.release(EndpointId(1))
+    [(block, kept)] = node.ipam.mine.list_outdated()
+    assert any(one.contains(ip_address(running)) for one in kept)
+
+
+def test_what_a_pool_reserves_no_longer_is_given_again(nodes: Nodes) -> None:
+    apply(
+        nodes.store,
+        pool_document(
+            "p", "10.0.0.0/28", blockSize=28, strictAffinity=True, reserved=["10.0.0.8/29"]
+        ),
+    )
+    node = nodes("n1")
+    add(node, 1)
+    assert node.ipam.count_free("p") == 6
+    apply(nodes.store, pool_document("p", "10.0.0.0/28", blockSize=28, strictAffinity=True))
+    wait_until(node, node.ipam.mine.list_outdated)
+    assert node.ipam.count_free("p") == 6, "others may still claim them"
+    for block, kept in node.ipam.mine.list_outdated():
+        node.claims.change_kept(block, kept)
+    wait_until(node, lambda: node.ipam.count_free("p") == 14)
 
 
 def test_a_fixed_address_of_no_block_is_left_out_by_who_claims_the_block(nodes: Nodes) -> None:
@@ -264,7 +343,7 @@ def test_a_block_gives_nothing_before_its_claim_was_heard() -> None:
 def test_rested_addresses_go_to_the_same_identity_first_and_else_rest_longest(nodes: Nodes) -> None:
     apply(nodes.store, pool_document("p", "10.0.0.0/24", blockSize=28, strictAffinity=True))
     node = nodes("n1")
-    given = {number: add(node, number, identity=number)[0] for number in range(1, 14)}
+    given = {number: add(node, number, identity=number)[0] for number in range(1, 16)}
     for number in (3, 4, 5):
         node.ipam.release(EndpointId(number))
     assert add(node, 20, identity=5) == [given[5]]
@@ -313,7 +392,7 @@ def test_a_lost_block_keeps_its_endpoints_and_gives_nothing_more(nodes: Nodes) -
             document=encode_block(taken),
         )
     )
-    wait_until(node, node.ipam.list_lost)
+    wait_until(node, node.ipam.mine.list_lost)
     assert node.ipam.find_owner(ip_address(address)) == 1
     [other] = add(node, 2)
     assert ip_address(other) not in own.cidr

@@ -55,12 +55,12 @@ def test_blocks_are_claimed_ahead_and_given_back_when_empty_for_long() -> None:
     apply(store, pool_document("p", "10.0.0.0/24", blockSize=28))
     ticking = Ticking(store, "n1")
     ticking.settle()
-    assert ticking.ipam.count_free("p") == 12
-    for number in range(1, 40):
+    assert ticking.ipam.count_free("p") == 14
+    for number in range(1, 46):
         add(ticking, number)
         ticking.settle()
     assert len(ticking.ipam.blocks) == 4
-    for number in range(1, 40):
+    for number in range(1, 46):
         ticking.ipam.release(EndpointId(number))
     for _ in range(8):
         ticking.settle()
@@ -85,8 +85,8 @@ def test_a_start_without_the_store_uses_the_blocks_of_before() -> None:
     store.away = True
     again = Ticking(store, "n1", first.facts)
     again.ipam.adopt(EndpointId(1), [ip_address(held)])
-    given = {add(again, number)[0] for number in range(2, 13)}
-    assert len(given) == 11
+    given = {add(again, number)[0] for number in range(2, 15)}
+    assert len(given) == 13
     assert held not in given
     with pytest.raises(Unavailable):
         add(again, 99)
@@ -148,7 +148,7 @@ def test_what_is_shown_of_a_block_adds_up(state: str) -> None:
     own.lost, own.closing = state == "lost", state == "closing"
     [shown] = ticking.ipam.usage()
     assert (shown.held, shown.capacity) == (1, shown.held + shown.free)
-    assert shown.free == (11 if state == "open" else 0)
+    assert shown.free == (13 if state == "open" else 0)
 
 
 def _remember(facts: Facts, blocks: dict[str, int]) -> None:

@@ -15,13 +15,13 @@ from podwire.model.ids import EndpointId, IdentityId
 
 RANGES = ("10.0.0.0/29", "10.0.1.0/30", "fd00::/125")
 PODS_OF: list[set[IPAddress]] = [
-    {ip_address(f"10.0.0.{number}") for number in range(2, 7)},
-    {ip_address("10.0.1.2")},
-    {ip_address(f"fd00::{number}") for number in range(2, 8)},
+    {ip_address(f"10.0.0.{number}") for number in (0, *range(2, 8))},
+    {ip_address(f"10.0.1.{number}") for number in range(4)},
+    {ip_address(f"fd00::{number}") for number in (0, *range(2, 8))},
 ]
 PODS = {4: PODS_OF[0] | PODS_OF[1], 6: PODS_OF[2]}
 OUTSIDE: list[IPAddress] = [
-    *(ip_address(one) for one in ("10.0.0.0", "10.0.0.1", "10.0.0.7", "10.0.2.2", "fd00::1")),
+    *(ip_address(one) for one in ("10.0.0.1", "10.0.2.2", "10.0.0.8", "fd00::1")),
 ]
 
 IDENTITIES = st.integers(0, 3).map(IdentityId)

@@ -11,10 +11,12 @@ from podwire.control.ipam.documents import Block
 from podwire.control.ipam.pools import Pool
 
 POOL = Pool(name="p", cidr=ip_network("10.0.0.0/26"), block_size=28)
-"""Four blocks of 13 addresses for pods."""
+"""Four blocks of 16 addresses; one of the first stands for its node."""
 SIX = Pool(name="p", cidr=ip_network("fd00::/120"), block_size=124)
-"""Sixteen blocks of 14."""
+"""Sixteen blocks of 16."""
 A, B, C, D = (str(POOL.block_at(index)) for index in range(4))
+NODES = [ip_address("10.0.0.1"), ip_address("fd00::1")]
+"""What stands for nodes themselves."""
 
 
 def _addresses(block: str, *offsets: int) -> list[str]:
@@ -23,46 +25,46 @@ def _addresses(block: str, *offsets: int) -> list[str]:
 
 # blocks, published, the pool as (claimed, capacity, used, borrowed), nodes likewise
 CASES = {
-    "nothing": ({}, {}, (0, 52, 0, 0), {}),
-    "own-block": ({A: "n"}, {"n": _addresses(A, 2, 3)}, (1, 52, 2, 0), {"n": (1, 13, 2, 0)}),
+    "nothing": ({}, {}, (0, 63, 0, 0), {}),
+    "own-block": ({A: "n"}, {"n": _addresses(A, 2, 3)}, (1, 63, 2, 0), {"n": (1, 15, 2, 0)}),
     "full-block-and-one-borrowed": (
         {A: "n", B: "m"},
-        {"n": [*_addresses(A, *range(2, 15)), *_addresses(B, 14)], "m": _addresses(B, 2)},
-        (2, 52, 15, 1),
-        {"n": (1, 13, 13, 1), "m": (1, 13, 2, 0)},
+        {"n": [*_addresses(A, 0, *range(2, 16)), *_addresses(B, 14)], "m": _addresses(B, 2)},
+        (2, 63, 17, 1),
+        {"n": (1, 15, 15, 1), "m": (1, 16, 2, 0)},
     ),
     "only-borrowed": (
         {B: "m"},
         {"n": _addresses(B, 14), "m": []},
-        (1, 52, 1, 1),
-        {"n": (0, 0, 0, 1), "m": (1, 13, 1, 0)},
+        (1, 63, 1, 1),
+        {"n": (0, 0, 0, 1), "m": (1, 16, 1, 0)},
     ),
     "single-address-of-nobodys-block": (
         {A: "n"},
         {"n": _addresses(C, 5)},
-        (1, 52, 1, 1),
-        {"n": (1, 13, 0, 1)},
+        (1, 63, 1, 1),
+        {"n": (1, 15, 0, 1)},
     ),
-    "block-given-back-with-a-pod": ({A: ""}, {"n": _addresses(A, 2)}, (0, 52, 1, 1), {"n": (0, 0, 0, 1)}),
+    "block-given-back-with-a-pod": ({A: ""}, {"n": _addresses(A, 2)}, (0, 63, 1, 1), {"n": (0, 0, 0, 1)}),
     "two-nodes-say-the-same-address": (
         {A: "n"},
         {"n": _addresses(A, 2), "m": _addresses(A, 2)},
-        (1, 52, 1, 1),
-        {"n": (1, 13, 1, 0), "m": (0, 0, 0, 1)},
+        (1, 63, 1, 1),
+        {"n": (1, 15, 1, 0), "m": (0, 0, 0, 1)},
     ),
     "not-for-pods": (
         {A: "n"},
         {"n": _addresses(A, 0, 1, 15, 2)},
-        (1, 52, 1, 3),
-        {"n": (1, 13, 1, 3)},
+        (1, 63, 3, 1),
+        {"n": (1, 15, 3, 1)},
     ),
     "block-of-another-size": (
         {"10.0.0.32/27": "n"},
         {"n": [*_addresses(C, 4, 15), *_addresses(D, 0, 1)]},
-        (1, 52, 1, 0),
-        {"n": (1, 29, 4, 0)},
+        (1, 63, 4, 0),
+        {"n": (1, 32, 4, 0)},
     ),
-    "address-of-no-pool": ({A: "n"}, {"n": ["10.9.9.9", "fd00::9"]}, (1, 52, 0, 0), {"n": (1, 13, 0, 0)}),
+    "address-of-no-pool": ({A: "n"}, {"n": ["10.9.9.9", "fd00::9"]}, (1, 63, 0, 0), {"n": (1, 15, 0, 0)}),
 }  # fmt: skip
 
 
@@ -86,16 +88,18 @@ def test_the_numbers_add_up(
     nodes: dict[str, tuple[int, ...]],
 ) -> None:
     given_ = {node: list(map(ip_address, texts)) for node, texts in published.items()}
-    found = count_pools({"p": POOL}, _blocks(blocks), given_)["p"]
+    found = count_pools({"p": POOL}, _blocks(blocks), given_, NODES)["p"]
     assert _shown(found.whole) == whole
     assert {node: _shown(one) for node, one in found.nodes.items()} == nodes
 
 
 def test_a_pool_of_ipv6_has_another_capacity() -> None:
     block = Block(ip_network("fd00::/124"), "p", "n", 1)
-    found = count_pools({"p": SIX}, [block], {"n": [ip_address("fd00::2"), ip_address("fd00::f")]})
-    assert _shown(found["p"].whole) == (1, 16 * 14, 2, 0)
-    assert _shown(found["p"].nodes["n"]) == (1, 14, 2, 0)
+    found = count_pools(
+        {"p": SIX}, [block], {"n": [ip_address("fd00::2"), ip_address("fd00::f")]}, NODES
+    )
+    assert _shown(found["p"].whole) == (1, 255, 2, 0)
+    assert _shown(found["p"].nodes["n"]) == (1, 15, 2, 0)
 
 
 @settings(max_examples=200, deadline=None, print_blob=True)
@@ -108,17 +112,17 @@ def test_whoever_has_what_the_numbers_add_up(
 ) -> None:
     blocks = dict(zip((A, B, C, D), owners, strict=True))
     published = {node: {POOL.cidr[offset] for who, offset in pods if who == node} for node in "nmk"}
-    found = count_pools({"p": POOL}, _blocks(blocks), published)["p"]
+    found = count_pools({"p": POOL}, _blocks(blocks), published, NODES)["p"]
     _shown(found.whole)
     for node, one in found.nodes.items():
         _shown(one)
         own = {cidr for cidr, owner in blocks.items() if owner == node}
-        assert one.capacity == 13 * len(own)
+        assert one.capacity == 16 * len(own) - (A in own)
     claimed = sum(one.used for one in found.nodes.values())
     in_nobodys = {
         address
         for addresses in published.values()
         for address in addresses
-        if not blocks[str(POOL.block_of(address))] and 2 <= int(address) % 16 <= 14
+        if not blocks[str(POOL.block_of(address))] and address not in NODES
     }
     assert found.whole.used == claimed + len(in_nobodys)

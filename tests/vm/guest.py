@@ -35,7 +35,7 @@ MODULES = (
         "nft_chain_nat",
         "nft_nat",
     ),
-    *("nft_masq", "nft_ct", "nf_conntrack", "bridge"),
+    *("nft_masq", "nft_ct", "nft_fib_inet", "nf_conntrack", "bridge"),
 )
 TOOLS = ("ip", "tc", "nft", "ping", "bpftool", "nsenter", "mount", "umount", "stty", "sh")
 PYTHON_PACKAGES_LEFT_OUT = ("mypy", "ruff", "uv", "grpc_tools", "mypyc", "pip", "setuptools")
@@ -46,7 +46,7 @@ cd {tree} && exec python3 -m pytest --collect-only -q -p no:cacheprovider {files
 """
 BEGUN = "PODWIRE-BEGUN"
 BOOTS_MAX = 3
-SILENCE_S = 1200.0
+SILENCE_S = 2000.0
 """No test takes so long in a guest, even where others keep the machine busy."""
 LOOK_S = 0.2
 

@@ -73,13 +73,18 @@ static __always_inline bool quote_transport(struct __sk_buff *skb, const struct 
 	}
 }
 
-/* A pod speaks of what it was sent itself. A router, a node or the gateway may tell of a packet for somebody else. */
+/* A pod speaks of what it was sent itself. A router, a node or the gateway may tell of a packet for somebody else. What
+ * comes by the tunnel says whether a pod is behind a node's address.
+ */
 static __always_inline bool is_from_pod(struct __sk_buff *skb, const struct pw_flow *flow)
 {
 	__u32 ifindex = skb->ingress_ifindex;
 
-	return flow->hook == PW_HOOK_FROM_POD || bpf_map_lookup_elem(&pw_config, &ifindex) ||
-	       is_pod_address(flow->key.saddr);
+	if (flow->hook == PW_HOOK_FROM_POD || bpf_map_lookup_elem(&pw_config, &ifindex))
+		return true;
+	if (flow->hook == PW_HOOK_FROM_OVERLAY && may_change(flow->source_identity))
+		return true;
+	return is_pod_address(flow->key.saddr);
 }
 
 /* Has somebody who is neither end of the flow ever seen its packets? This host sees all of them. What stays on the node,

@@ -50,6 +50,16 @@ static __always_inline int set_tunnel_key(struct __sk_buff *skb, const struct pw
 	return bpf_skb_set_tunnel_key(skb, &key, sizeof(key), flags) ? PW_DROP_INTERNAL : 0;
 }
 
+/* What the host's stack tells a tunnel's packets by from those that a process forges (rule 22). It outlives encapsulation. */
+static __always_inline void mark_as_tunnelled(struct __sk_buff *skb)
+{
+	__u32 zero = 0;
+	const struct pw_settings *settings = bpf_map_lookup_elem(&pw_settings, &zero);
+
+	if (settings)
+		skb->mark = settings->tunnel_mark;
+}
+
 /* A key that a program has set, or, where the tunnel ends, the one that the packet came with. */
 static __always_inline bool has_tunnel_key(struct __sk_buff *skb)
 {

@@ -129,7 +129,9 @@ def _pool_views(
     ipam: PoolIpam, blocks: Iterable[Block], published: Mapping[str, Collection[IPAddress]]
 ) -> Iterable[PoolView]:
     pools = ipam.known.pools
-    for name, count in count_pools(pools, blocks, published).items():
+    for name, count in count_pools(
+        pools, blocks, published, ipam.mine.list_node_addresses()
+    ).items():
         pool, whole = pools[name], count.whole
         yield PoolView(
             name=name,
@@ -185,7 +187,7 @@ def check_ipam(api: IpamApi, _call: Call) -> IpamCheck:
             AddressFault(
                 str(cidr), f"lost to another node; {held} addresses of pods here are in it"
             )
-            for cidr, held in api.pools.list_lost()
+            for cidr, held in api.pools.mine.list_lost()
         ]
     checked = sum(len(holding.addresses) for holding in holdings.values())
     return IpamCheck(

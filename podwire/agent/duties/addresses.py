@@ -16,7 +16,7 @@ from ipaddress import ip_address
 from typing import Any, Final, Protocol
 
 from podwire.agent.duties.follower import KindList, StoreFollower
-from podwire.control.documents.pools import decode_pools, find_problems, node_ranges
+from podwire.control.documents.pools import decode_pools, find_problems, node_ranges, own_addresses
 from podwire.control.documents.readable import find_fault
 from podwire.control.ipam.blocks import OwnBlock
 from podwire.control.ipam.documents import Block, decode_block, encode_block
@@ -122,6 +122,7 @@ class IpamNews:
                 }
             elif one.kind == NODE.plural:
                 self._ranges.clear()
+                self._known.node_addresses.clear()
                 for found in one.objects:
                     self._take_node(found, gone=False)
             else:
@@ -165,8 +166,10 @@ class IpamNews:
         """Note a node's own ranges, and the labels of this one; tells whether a pool may be concerned."""
         name = stored.key.name
         before = self._ranges.pop(name, ())
+        self._known.node_addresses.pop(name, None)
         if not gone:
             self._ranges[name] = node_ranges(stored)
+            self._known.node_addresses[name] = own_addresses(stored)
         if name == self._known.node:
             self._set_labels({} if gone else _labels(stored.document))
         return before != self._ranges.get(name, ())
@@ -265,6 +268,10 @@ class IpamDuty:
         for claimed in self.ipam.list_unheld():
             self.ipam.claims.return_address(claimed)
         self._claim_ahead()
+        with self.ipam.lock:
+            outdated = self.ipam.mine.list_outdated()
+        for block, kept in outdated:
+            self.ipam.claims.change_kept(block, kept)
         self._give_back()
         if self.monotonic() - self._looked_s >= ORPHANS_S:
             self._looked_s = self.monotonic()
@@ -361,11 +368,8 @@ class IpamDuty:
     def _choose_empty(self) -> list[IPNetwork]:
         now_s = self.monotonic()
         due: list[IPNetwork] = []
-        firsts: set[int] = set()
         with self.ipam.lock:
             for cidr, own in self.ipam.own.items():
-                is_first = cidr.version not in firsts
-                firsts.add(cidr.version)
                 if own.fifo.held or own.lost:
                     own.empty_since_s = None
                     continue
@@ -374,7 +378,7 @@ class IpamDuty:
                 age_s = now_s - own.empty_since_s
                 if own.closing or (age_s >= UNWANTED_S and not self._is_wanted(own)):
                     due.append(cidr)
-                elif age_s >= EMPTY_S and not is_first and not due:
+                elif age_s >= EMPTY_S and own.fifo.node_address is None and not due:
                     # One at a time: what is left must be enough after each.
                     rest = self.ipam.count_free(own.block.pool) - own.fifo.free
                     if rest >= 2 * LOW_WATER:
@@ -420,6 +424,7 @@ class IpamDuty:
                     },
                     "blocks": [encode_block(one.block) for one in own],
                     "claimed": sorted(claimed),
+                    "own": sorted(map(str, self.ipam.mine.node_addresses.values())),
                 },
                 sort_keys=True,
             )
@@ -449,6 +454,7 @@ class IpamDuty:
                 if one is not None
             ],
             [ip_address(one) for one in found["claimed"]],
+            [ip_address(one) for one in found.get("own", ())],
         )
         for message in left_out:
             _log.warning("take over blocks of before", extra={"cause": message})

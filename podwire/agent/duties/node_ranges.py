@@ -56,14 +56,14 @@ class Addresses:
         return frozenset(found)
 
     def own_ranges(self) -> OwnRanges:
-        """Say what other nodes hear; the first address of the first range of a family stands for the node itself."""
+        """Say what other nodes hear; one address of a family stands for the node itself."""
         usage = self.ipam.usage()
-        routers = {one.cidr.version: one.router for one in reversed(usage)}
+        own = [one.node_address for one in usage if one.node_address is not None]
         blocks = self.duty.ipam.blocks if self.duty is not None else {}
         return OwnRanges(
             pod_cidrs=() if self.duty is not None else tuple(one.cidr for one in usage),
             blocks=blocks,
-            tunnel_addresses=tuple(routers[version] for version in sorted(routers)),
+            tunnel_addresses=tuple(sorted(own, key=lambda one: one.version)),
         )
 
     def on_blocks(

@@ -7,7 +7,7 @@ to the block that it is in, whoever has it. Invariant: capacity = used + free, e
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from podwire.control.ipam.documents import Block, is_for_pod
+from podwire.control.ipam.documents import Block
 from podwire.control.ipam.pools import Pool, find_pool
 from podwire.model.endpoint import IPAddress
 from podwire.model.request import IPNetwork
@@ -40,19 +40,20 @@ class PoolCount:
     nodes: Mapping[str, Count]
 
 
-def block_capacity(cidr: IPNetwork) -> int:
-    """Tell how many pods a block has addresses for: not the first two, nor IPv4's last."""
-    return max(0, cidr.num_addresses - (3 if cidr.version == 4 else 2))
-
-
 def count_pools(
     pools: Mapping[str, Pool],
     blocks: Iterable[Block],
     published: Mapping[str, Collection[IPAddress]],
+    node_addresses: Collection[IPAddress] = (),
 ) -> dict[str, PoolCount]:
-    """Count every pool. `published`: which addresses of pods each node has."""
+    """Count every pool. `published`: which addresses of pods each node has; `node_addresses`: what stands for nodes
+    themselves, and can be no pod's.
+    """
     claimed = {one.cidr: one for one in blocks if one.node}
-    by_pool: dict[str, _Pool] = {name: _Pool(pool) for name, pool in sorted(pools.items())}
+    by_pool: dict[str, _Pool] = {
+        name: _Pool(pool, frozenset(one for one in node_addresses if one in pool.cidr))
+        for name, pool in sorted(pools.items())
+    }
     for block in claimed.values():
         if block.pool in by_pool:
             by_pool[block.pool].add_block(block)
@@ -67,8 +68,9 @@ def count_pools(
 class _Pool:
     """What there is of one pool."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, node_addresses: frozenset[IPAddress]) -> None:
         self._pool = pool
+        self._node_addresses = node_addresses
         self._blocks: dict[IPNetwork, str] = {}
         self._others: list[IPNetwork] = []
         """Claimed before the pool was cut as it is now."""
@@ -83,23 +85,24 @@ class _Pool:
 
     def add_address(self, node: str, address: IPAddress) -> None:
         place = self._pool.block_of(address)
-        if is_for_pod(address, place):
+        is_for_pod = address not in self._node_addresses
+        if is_for_pod:
             self._used.add(address)
         cidr = place
         if place not in self._blocks:
             same = (one for one in self._others if one.version == address.version)
             cidr = next((one for one in same if address in one), place)
         owner = self._blocks.get(cidr, "")
-        if owner and is_for_pod(address, cidr):
+        if owner and is_for_pod:
             self._used_of.setdefault(owner, set()).add(address)
-        if owner != node or not is_for_pod(address, cidr):
+        if owner != node or not is_for_pod:
             self._borrowed[node] = self._borrowed.get(node, 0) + 1
 
     def count(self) -> PoolCount:
         nodes = {*self._blocks.values(), *self._borrowed}
         whole = Count(
             blocks=len(self._blocks),
-            capacity=self._pool.block_count * block_capacity(self._pool.block_at(0)),
+            capacity=self._pool.cidr.num_addresses - len(self._node_addresses),
             used=len(self._used),
             borrowed=sum(self._borrowed.values()),
         )
@@ -109,7 +112,10 @@ class _Pool:
         own = [cidr for cidr, owner in self._blocks.items() if owner == node]
         return Count(
             blocks=len(own),
-            capacity=sum(map(block_capacity, own)),
+            capacity=sum(map(self._capacity_of, own)),
             used=len(self._used_of.get(node, ())),
             borrowed=self._borrowed.get(node, 0),
         )
+
+    def _capacity_of(self, cidr: IPNetwork) -> int:
+        return cidr.num_addresses - sum(one in cidr for one in self._node_addresses)

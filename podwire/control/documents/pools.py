@@ -126,6 +126,14 @@ def node_ranges(node: StoredObject) -> tuple[IPNetwork, ...]:
     return *ranges, *(ipaddress.ip_network(one) for one in facts.addresses)
 
 
+def own_addresses(node: StoredObject) -> tuple[IPAddress, ...]:
+    """Give the addresses inside the pods' ranges that stand for a node itself; () of what cannot be read."""
+    try:
+        return decode_node(node).tunnel_addresses
+    except InvalidRequest:
+        return ()
+
+
 def find_static(
     ranges: Mapping[str, Iterable[IPNetwork]], pools: Iterable[Pool]
 ) -> list[tuple[str, IPNetwork, Pool]]:
@@ -226,9 +234,7 @@ def _read_block_size(node: Node, cidr: IPNetwork | None) -> int:
     size = node.integer(low, high)
     if size is None:
         size = max(DEFAULT_BLOCK_SIZE[cidr.version], min(cidr.prefixlen, high))
-    if cidr.prefixlen > high:
-        node.faults.note("spec.cidr", f"is {cidr}: a pool has at least one block of 4 addresses")
-    elif size < cidr.prefixlen:
+    if size < cidr.prefixlen:
         node.wrong(f"is {size}: larger than the pool itself ({cidr})")
     return size
 

@@ -4,13 +4,14 @@ Owned by `control.ipam.pool`, under its lock. Pure, in memory. Invariant: what a
 what the pool reserves is given only to who asks for it; a block that another node has gives nothing more.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from podwire.control.ipam.documents import Block, overlaps
+from podwire.control.ipam.documents import Block, addresses_of, choose_kept, overlaps
 from podwire.control.ipam.fifo import AddressFifo
 from podwire.control.ipam.interface import CidrUsage
 from podwire.control.ipam.pool_cache import PoolCache
+from podwire.control.ipam.pools import AddressRange, Pool
 from podwire.model.endpoint import IPAddress
 from podwire.model.ids import IdentityId
 from podwire.model.request import IPNetwork
@@ -27,6 +28,8 @@ class OwnBlock:
     lost: bool = False
     """Another node has it: its endpoints keep running, nothing more is given from it."""
     empty_since_s: float | None = None
+    kept: tuple[AddressRange, ...] = ()
+    """What it shall keep, as the pool is now; the block's object follows."""
 
     @property
     def is_open(self) -> bool:
@@ -40,6 +43,11 @@ class OwnBlocks:
     def __init__(self, known: PoolCache) -> None:
         self.known = known
         self.by_cidr: dict[IPNetwork, OwnBlock] = {}
+        self.node_addresses: dict[int, IPAddress] = {}
+        """By IP version: what stands for the node itself; remembered across restarts."""
+
+        self._followed: Mapping[str, Pool] = {}
+        """The pools that the blocks were last compared with."""
 
     def epochs(self) -> dict[IPNetwork, int]:
         """Give the blocks that are this node's with the epochs of their claims."""
@@ -71,7 +79,7 @@ class OwnBlocks:
         return [
             CidrUsage(
                 cidr=cidr,
-                router=own.fifo.router,
+                node_address=own.fifo.node_address,
                 capacity=own.fifo.held + (own.fifo.free if own.is_open else 0),
                 held=own.fifo.held,
                 quarantined=sum(own.fifo.is_assignable(address) for address in waiting),
@@ -82,17 +90,26 @@ class OwnBlocks:
         ]
 
     def take(self, address: IPAddress) -> None:
-        """Hold an address, if it is in a block."""
+        """Hold an address, if it is in a block. A pod of an earlier life may have what would stand for the node now."""
         own = self.find(address)
-        if own is not None and own.fifo.is_assignable(address):
+        if own is None:
+            return
+        stood_for_node = own.fifo.node_address == address
+        if stood_for_node:
+            own.fifo.set_node_address(None)
+        if own.fifo.is_assignable(address):
             own.fifo.take(address)
             own.empty_since_s = None
+        if stood_for_node:
+            self.settle_node_addresses()
 
     def give_back(self, address: IPAddress, identity: IdentityId) -> None:
         """Let an address rest, if it is in a block and nobody claimed it by an object."""
         own = self.find(address)
         if own is not None and own.fifo.is_assignable(address):
             own.fifo.release(address, identity)
+            if own.fifo.is_excluded(address):
+                self.exclude(own)  # from now on it can be kept for who asks for it
 
     def find(self, address: IPAddress) -> OwnBlock | None:
         """Give the block that an address is in."""
@@ -116,26 +133,97 @@ class OwnBlocks:
                 own.fifo.take(address)
                 own.fifo.continue_after(address)
         self.exclude(own)
+        self.settle_node_addresses()
 
     def exclude(self, own: OwnBlock) -> None:
-        """Say what of a block is only given to who asks for it."""
+        """Say what of a block is only given to who asks for it: what it keeps, shall keep, and what is claimed."""
+        cidr = own.block.cidr
+        claimed = {one for one in self.known.claimed if one.version == cidr.version and one in cidr}
         pool = self.known.pools.get(own.block.pool)
-        claimed = [
-            one
-            for one in self.known.claimed
-            if one.version == own.block.cidr.version and one in own.block.cidr
+        wanted: tuple[AddressRange, ...] = ()
+        own.kept = own.block.kept
+        if pool is not None:
+            wanted = choose_kept(cidr, pool.reserved, lends=not pool.strict_affinity)
+            own.kept = choose_kept(
+                cidr,
+                pool.reserved,
+                lends=not pool.strict_affinity,
+                busy=self._list_given(own, claimed),
+            )
+        shall = (address for one in wanted for address in addresses_of(one))
+        own.fifo.exclude((*own.block.kept_addresses(), *claimed, *shall))
+
+    def _list_given(self, own: OwnBlock, claimed: Collection[IPAddress]) -> set[IPAddress]:
+        """List what the node itself has, and what it gave to pods that claimed it by no object."""
+        given = own.fifo.list_held().difference(claimed)
+        if own.fifo.node_address is not None:
+            given.add(own.fifo.node_address)
+        return given
+
+    def settle_node_addresses(self) -> None:
+        """See to it that one address of each family stands for the node: the one of before, if it can, else another."""
+        for version in (4, 6):
+            blocks = [
+                one for cidr, one in self.by_cidr.items() if cidr.version == version and one.is_open
+            ]
+            before = self.node_addresses.get(version)
+            if any(one.fifo.node_address == before for one in blocks if before is not None):
+                continue
+            found = self._choose_node_address(blocks, before)
+            for one in self.by_cidr.values():
+                if one.block.cidr.version == version:
+                    is_here = found is not None and found in one.block.cidr
+                    one.fifo.set_node_address(found if is_here else None)
+            if found is not None:
+                self.node_addresses[version] = found
+
+    def _choose_node_address(
+        self, blocks: Sequence[OwnBlock], before: IPAddress | None
+    ) -> IPAddress | None:
+        for one in blocks:
+            if (
+                before is not None
+                and before in one.block.cidr
+                and before not in self.known.claimed
+                and before not in one.fifo.list_held()
+            ):
+                return before
+        found = (one.fifo.find_node_address() for one in blocks)
+        return next((one for one in found if one is not None), None)
+
+    def list_node_addresses(self) -> set[IPAddress]:
+        """Give what stands for nodes themselves, this one and the others."""
+        found = {one.fifo.node_address for one in self.by_cidr.values()}
+        for name, has in list(self.known.node_addresses.items()):
+            if name != self.known.node:
+                found.update(has)
+        return {one for one in found if one is not None}
+
+    def list_outdated(self) -> list[tuple[Block, tuple[AddressRange, ...]]]:
+        """Give blocks that keep something else than they shall, with what that is."""
+        return [
+            (one.block, one.kept)
+            for one in self.by_cidr.values()
+            if one.is_open and one.kept != one.block.kept
         ]
-        reserved = []
-        if pool is not None and pool.reserved:
-            reserved = [one for one in own.block.cidr.hosts() if pool.reserves(one)]
-        own.fifo.exclude((*own.block.kept_addresses(), *claimed, *reserved))
+
+    def list_lost(self) -> list[tuple[IPNetwork, int]]:
+        """Give blocks that another node has by now, with how many addresses of endpoints they hold here."""
+        return [(cidr, one.fifo.held) for cidr, one in self.by_cidr.items() if one.lost]
 
     def refresh(self, own: OwnBlock, block: Block) -> None:
         """Take what is said of an own block: that it is so (again)."""
-        if own.block == block:
-            return
-        own.block, own.lost, own.closing = block, False, False
-        self.exclude(own)
+        if own.block != block:
+            own.block, own.lost, own.closing = block, False, False
+            self.exclude(own)
+            self.settle_node_addresses()
+
+    def follow_pools(self) -> None:
+        """Have the blocks keep what their pools reserve by now, if pools have changed."""
+        if self._followed is not self.known.pools:
+            self._followed = self.known.pools
+            for own in self.by_cidr.values():
+                self.exclude(own)
 
     def lose(self, cidr: IPNetwork) -> None:
         """Another node has a block, or nobody: its endpoints keep what they have."""
@@ -144,6 +232,7 @@ class OwnBlocks:
             own.lost = True
         else:
             del self.by_cidr[cidr]
+        self.settle_node_addresses()
 
 
 def leave_out_overlapped(blocks: Iterable[Block]) -> tuple[list[Block], list[str]]:

@@ -7,6 +7,7 @@ that of an address in it are decided by order: who claims a block gives nothing 
 to his claim, and who claims an address looks at its block afterwards.
 """
 
+import contextlib
 import hashlib
 import threading
 from collections.abc import Iterator
@@ -23,11 +24,10 @@ from podwire.control.ipam.documents import (
     decode_claimed,
     encode_block,
     encode_claimed,
-    is_for_pod,
     released,
 )
 from podwire.control.ipam.pool_cache import PoolCache
-from podwire.control.ipam.pools import Pool
+from podwire.control.ipam.pools import AddressRange, Pool
 from podwire.model.endpoint import AttachmentKey, IPAddress
 from podwire.model.errors import AddressUnavailable, Conflict, Exhausted, NotFound
 from podwire.model.request import IPNetwork
@@ -112,11 +112,23 @@ class Claims:
             return False
         return True
 
+    def change_kept(self, block: Block, kept: tuple[AddressRange, ...]) -> None:
+        """Let an own block keep something else from now on; nothing where somebody changed it: hear first.
+
+        Raises Unavailable. What is kept no longer may be given when this was heard, and what is kept must have been
+        given by nobody before this is called.
+        """
+        if block.stored is not None:
+            with contextlib.suppress(Conflict, NotFound):
+                document = encode_block(replace(block, kept=kept))
+                self.store.update(_stored(block.stored, document))
+
     def claim_address(self, address: IPAddress, pool: Pool, key: AttachmentKey) -> ClaimedAddress:
         """Take one address that is in no own block, or that the block keeps. Raises AddressUnavailable, Unavailable."""
         cidr = pool.block_of(address)
-        if not is_for_pod(address, cidr):
-            raise _refuse(address, f"no pod can have it: it is the first, second or last of {cidr}")
+        node = self.known.find_node_at(address)
+        if node:
+            raise _refuse(address, f"it stands for node {node} itself")
         known = self.known.claimed.get(address)
         if known is not None and known.node != self.node:
             raise _refuse(address, f"node {known.node} has it for {known.key}")
@@ -240,7 +252,11 @@ class Claims:
         ordered = blocks[shift:] + blocks[:shift]
         for block in sorted(ordered, key=lambda one: one.node != self.node):
             for address in block.kept_addresses():
-                if address not in taken and not pool.reserves(address):
+                if (
+                    address not in taken
+                    and not pool.reserves(address)
+                    and not self.known.find_node_at(address)
+                ):
                     yield address
 
     def _is_heard(self, block: Block) -> bool:

@@ -6,7 +6,7 @@ read nothing is used.
 """
 
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -44,13 +44,8 @@ class Block:
         return any(one.contains(address) for one in self.kept)
 
     def kept_addresses(self) -> list[IPAddress]:
-        """List what is kept, without addresses that no pod may have."""
-        return [
-            address
-            for one in self.kept
-            for address in addresses_of(one)
-            if is_for_pod(address, self.cidr)
-        ]
+        """List what is kept."""
+        return [address for one in self.kept for address in addresses_of(one)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +60,6 @@ class ClaimedAddress:
     stored: StoredObject | None = None
 
 
-def is_for_pod(address: IPAddress, cidr: IPNetwork) -> bool:
-    """Tell whether a pod may have an address of a block at all: not the first two, nor IPv4's last."""
-    offset = int(address) - int(cidr.network_address)
-    return offset >= 2 and not (cidr.version == 4 and offset == cidr.num_addresses - 1)
-
-
 def addresses_of(one: AddressRange) -> list[IPAddress]:
     """List the addresses of a range inside one block."""
     kind = type(one.first)
@@ -78,11 +67,18 @@ def addresses_of(one: AddressRange) -> list[IPAddress]:
 
 
 def choose_kept(
-    cidr: IPNetwork, reserved: Sequence[AddressRange], *, lends: bool
+    cidr: IPNetwork,
+    reserved: Sequence[AddressRange],
+    *,
+    lends: bool,
+    busy: Collection[IPAddress] = (),
 ) -> tuple[AddressRange, ...]:
-    """Choose what a new block keeps: what the pool reserves of it and, if it lends, one of KEPT_SHARE at its end."""
+    """Choose what a block keeps: what the pool reserves of it and, if it lends, one of KEPT_SHARE at its end.
+
+    What is `busy` it does not keep: its owner has given it already.
+    """
     kind = type(cidr.network_address)
-    last = int(cidr.broadcast_address) - (1 if cidr.version == 4 else 0)
+    last = int(cidr.broadcast_address)
     found = [
         AddressRange(
             kind(max(int(one.first), int(cidr.network_address))),
@@ -94,7 +90,18 @@ def choose_kept(
     count = cidr.num_addresses // KEPT_SHARE
     if lends and count:
         found.append(AddressRange(kind(last - count + 1), kind(last)))
-    return tuple(found)
+    return tuple(part for one in found for part in _leave_out(one, busy))
+
+
+def _leave_out(one: AddressRange, busy: Collection[IPAddress]) -> Iterator[AddressRange]:
+    """Give the parts of a range between addresses."""
+    kind, first = type(one.first), int(one.first)
+    for gap in sorted(int(address) for address in busy if one.contains(address)):
+        if first < gap:
+            yield AddressRange(kind(first), kind(gap - 1))
+        first = gap + 1
+    if first <= int(one.last):
+        yield AddressRange(kind(first), one.last)
 
 
 def block_key(cidr: IPNetwork) -> ObjectKey:

@@ -22,27 +22,24 @@ from podwire.model.request import IPNetwork
 
 RESTED_MAX: Final = 1 << 16
 """So many may rest before the oldest is given again although others were never used."""
-SMALLEST_CIDR: Final = 4
-"""Network (or anycast) address, the node's own, one pod's, and IPv4's broadcast address."""
+FIRST_OFFSET: Final = 2
+"""Where the search for fresh addresses begins. Those before are as good as any where each address has a route of its
+own, but people take them for something else: they come last."""
 
 _releases = itertools.count()
 """Of all CIDRs together: tells which of two addresses of different CIDRs rested longer."""
 
 
 class AddressFifo:
-    """One CIDR of at least SMALLEST_CIDR addresses.
-
-    IPv4: network and broadcast address are never given, nor the first host address (the node's own); IPv6: neither the
-    subnet-router anycast address nor the first one after it.
-    """
+    """One CIDR. Every address of it may be a pod's, but for the one that stands for the node, if it is here."""
 
     def __init__(self, cidr: IPNetwork) -> None:
         self.cidr = cidr
         self._base = int(cidr.network_address)
-        self._first = 2
-        self._end = cidr.num_addresses - (1 if cidr.version == 4 else 0)
-        self._fresh_next = self._first
-        self._fresh_left = self.capacity
+        self._end = cidr.num_addresses
+        self._node: int | None = None
+        self._fresh_next = min(FIRST_OFFSET, self._end - 1)
+        self._fresh_left = self._end
         self._held: set[int] = set()
         self._excluded: set[int] = set()
         self._rested: OrderedDict[int, IdentityId] = OrderedDict()
@@ -50,14 +47,35 @@ class AddressFifo:
         self._rested_of: dict[IdentityId, OrderedDict[int, None]] = {}
 
     @property
-    def router(self) -> IPAddress:
-        """The address that stands for the node itself."""
-        return self._address(1)
+    def node_address(self) -> IPAddress | None:
+        """The address that stands for the node itself; None when it is in another CIDR."""
+        return None if self._node is None else self._address(self._node)
+
+    def find_node_address(self) -> IPAddress | None:
+        """Name an address that can stand for the node: the second one, else any that nobody has or may ask for."""
+        usable = (
+            offset
+            for offset in itertools.chain((min(1, self._end - 1),), range(self._end))
+            if offset not in self._held and offset not in self._excluded
+        )
+        offset = next(usable, None)
+        return None if offset is None else self._address(offset)
+
+    def set_node_address(self, address: IPAddress | None) -> None:
+        """Let an address that nobody has stand for the node; None = none of this CIDR."""
+        offset = None if address is None else int(address) - self._base
+        if offset in self._held:
+            raise Bug(f"have {address} stand for the node: a pod has it")
+        if offset is not None:
+            self._forget_rest(offset)
+            self._excluded.discard(offset)
+        if offset != self._node:
+            self._node, self._fresh_left = offset, self._end
 
     @property
     def capacity(self) -> int:
         """How many addresses may be given out."""
-        return self._end - self._first
+        return self._end - (self._node is not None)
 
     @property
     def held(self) -> int:
@@ -69,13 +87,17 @@ class AddressFifo:
         """How many addresses could be given out now."""
         return self.capacity - len(self._held) - len(self._excluded - self._held)
 
+    def list_held(self) -> set[IPAddress]:
+        """List the addresses that are given out."""
+        return {self._address(offset) for offset in self._held}
+
     def exclude(self, addresses: Iterable[IPAddress]) -> None:
         """Give exactly these out no more unless they are asked for by `take`; others that were so are given again."""
         offsets = {int(one) - self._base for one in addresses}
-        self._excluded = {one for one in offsets if self._first <= one < self._end}
+        self._excluded = {one for one in offsets if 0 <= one < self._end and one != self._node}
         for offset in self._excluded & self._rested.keys():
             self._forget_rest(offset)
-        self._fresh_left = self.capacity
+        self._fresh_left = self._end
 
     def is_excluded(self, address: IPAddress) -> bool:
         """Tell whether an address is only given to who asks for it."""
@@ -84,7 +106,8 @@ class AddressFifo:
     def is_assignable(self, address: IPAddress) -> bool:
         """Tell whether the address may be given to a pod at all."""
         offset = int(address) - self._base
-        return self._first <= offset < self._end and address.version == self.cidr.version
+        is_inside = 0 <= offset < self._end and address.version == self.cidr.version
+        return is_inside and offset != self._node
 
     def find_rested_of(self, identity: IdentityId) -> IPAddress | None:
         """Name the address that rested longest of those that `identity` had; None when there is none."""
@@ -135,7 +158,7 @@ class AddressFifo:
         After a restart nobody knows which ones rested; what was given last is the best guess at what did not.
         """
         self._fresh_next = self._following(int(address) - self._base)
-        self._fresh_left = self.capacity
+        self._fresh_left = self._end
 
     def _find_fresh(self) -> int | None:
         while self._fresh_left:
@@ -144,6 +167,7 @@ class AddressFifo:
                 offset not in self._held
                 and offset not in self._rested
                 and offset not in self._excluded
+                and offset != self._node
             ):
                 return offset
             self._fresh_next = self._following(offset)
@@ -161,7 +185,7 @@ class AddressFifo:
             del self._rested_of[identity]
 
     def _following(self, offset: int) -> int:
-        return offset + 1 if offset + 1 < self._end else self._first
+        return offset + 1 if offset + 1 < self._end else 0
 
     def _address(self, offset: int) -> IPAddress:
         if self.cidr.version == 4:

@@ -42,7 +42,8 @@ class CidrUsage:
     """How full one CIDR is: `capacity` = `held` + `free`; `quarantined` held ones wait for their device to go."""
 
     cidr: IPNetwork
-    router: IPAddress
+    node_address: IPAddress | None
+    """The address of it that stands for the node itself, no pod's; None when that is in another CIDR."""
     capacity: int
     held: int
     quarantined: int

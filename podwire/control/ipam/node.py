@@ -8,8 +8,9 @@ quarantine, which only changes what is shown. An address never has two holders: 
 import ipaddress
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Final
 
-from podwire.control.ipam.fifo import SMALLEST_CIDR, AddressFifo
+from podwire.control.ipam.fifo import AddressFifo
 from podwire.control.ipam.interface import (
     NO_IDENTITY,
     NO_WISH,
@@ -30,17 +31,23 @@ from podwire.model.errors import (
 from podwire.model.ids import EndpointId, IdentityId
 from podwire.model.request import IPNetwork
 
+NEEDED: Final = 2
+"""Addresses of a family: the node's own, and one pod's."""
+
 
 class NodeIpam:
     """The addresses of one node; several CIDRs of one family are used in their order.
 
-    Raises InvalidConfiguration for CIDRs that overlap or are too small to hold a pod.
+    The first CIDR of a family has the node's own address. Raises InvalidConfiguration for CIDRs that overlap, and for a
+    family in which no address is left for a pod.
     """
 
     def __init__(self, cidrs: Iterable[str | IPNetwork]) -> None:
         networks = [ipaddress.ip_network(cidr) for cidr in cidrs]
         _refuse_unusable(networks)
         self._pools = [AddressFifo(network) for network in networks]
+        for first in {pool.cidr.version: pool for pool in reversed(self._pools)}.values():
+            first.set_node_address(first.find_node_address())
         self._holdings: dict[EndpointId, Holding] = {}
         self._owners: dict[IPAddress, EndpointId] = {}
 
@@ -142,7 +149,7 @@ class NodeIpam:
         return [
             CidrUsage(
                 cidr=pool.cidr,
-                router=pool.router,
+                node_address=pool.node_address,
                 capacity=pool.capacity,
                 held=pool.held,
                 quarantined=sum(pool.is_assignable(address) for address in waiting),
@@ -168,7 +175,7 @@ class NodeIpam:
             cidrs = ", ".join(str(one.cidr) for one in self._pools) or "none"
             raise AddressUnavailable(
                 f"take address {address}: it is outside what the node may give out ({cidrs})",
-                hint="ask for an address of the node's CIDRs that is neither of their first two nor their last one",
+                hint="ask for an address of the node's CIDRs that is not the node's own (`podwire ipam show`)",
             )
         if address in self._owners:
             raise AddressUnavailable(
@@ -202,15 +209,16 @@ def _version(address: IPAddress) -> int:
 
 def _refuse_unusable(networks: Sequence[IPNetwork]) -> None:
     for index, network in enumerate(networks):
-        if network.num_addresses < SMALLEST_CIDR:
-            raise InvalidConfiguration(
-                f"use {network} for pods: it has {network.num_addresses} addresses, and"
-                f" {SMALLEST_CIDR} are needed for one pod",
-                hint="give the node a larger range (node_cidrs)",
-            )
         for other in networks[:index]:
             if network.version == other.version and network.overlaps(other):
                 raise InvalidConfiguration(
                     f"use {other} and {network} for pods: they overlap",
                     hint="give the node ranges of its own (node_cidrs)",
                 )
+    for version in {one.version for one in networks}:
+        same = [one for one in networks if one.version == version]
+        if sum(one.num_addresses for one in same) < NEEDED:
+            raise InvalidConfiguration(
+                f"use {same[0]} for pods: its one address is the node's own, and none is left",
+                hint="give the node a larger range, or another one beside it (node_cidrs)",
+            )

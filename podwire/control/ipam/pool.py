@@ -15,7 +15,7 @@ from typing import Final
 
 from podwire.control.ipam.blocks import OwnBlocks, leave_out_overlapped
 from podwire.control.ipam.claims import Claims
-from podwire.control.ipam.documents import Block, ClaimedAddress, is_for_pod
+from podwire.control.ipam.documents import Block, ClaimedAddress
 from podwire.control.ipam.interface import (
     NO_IDENTITY,
     NO_WISH,
@@ -76,8 +76,9 @@ class PoolIpam:
         self.monotonic = monotonic
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self._mine = OwnBlocks(self.known)
-        self.own = self._mine.by_cidr
+        self.mine = OwnBlocks(self.known)
+        """To be looked at under the lock."""
+        self.own = self.mine.by_cidr
         self._holdings: dict[EndpointId, Holding] = {}
         self._owners: dict[IPAddress, EndpointId] = {}
         self._aside: dict[AttachmentKey, _Aside] = {}
@@ -120,7 +121,7 @@ class PoolIpam:
         with self.lock:
             aside = self._aside.pop(wish.key, None)
             for address in aside.chosen if aside else ():
-                self._mine.give_back(address, wish.identity)
+                self.mine.give_back(address, wish.identity)
 
     def allocate(self, owner: EndpointId, wish: Wish = NO_WISH) -> Given:
         """Give `owner` what was set aside for the wish, else what own blocks have; asks no store."""
@@ -136,7 +137,7 @@ class PoolIpam:
                     raise Exhausted(f"take an address: {found.why}", hint="call again later")
                 chosen = found
                 for address in chosen:
-                    self._mine.take(address)
+                    self.mine.take(address)
             self._hold(Holding(owner, chosen, wish.identity))
             return split_families(chosen)
 
@@ -160,8 +161,8 @@ class PoolIpam:
                         hint="see `podwire endpoint list`; delete one of both pods",
                     )
             for address in addresses:
-                self._mine.take(address)
-                own = self._mine.find(address)
+                self.mine.take(address)
+                own = self.mine.find(address)
                 if own is not None and own.fifo.is_assignable(address):
                     own.fifo.continue_after(address)
             self._hold(Holding(owner, tuple(addresses), identity, quarantined))
@@ -181,7 +182,7 @@ class PoolIpam:
                 return
             for address in holding.addresses:
                 del self._owners[address]
-                self._mine.give_back(address, holding.identity)
+                self.mine.give_back(address, holding.identity)
 
     def find_owner(self, address: IPAddress) -> EndpointId | None:
         """Tell which endpoint holds an address."""
@@ -214,7 +215,7 @@ class PoolIpam:
                 if holding.quarantined
                 for address in holding.addresses
             ]
-            return self._mine.usage(waiting)
+            return self.mine.usage(waiting)
 
     # What the duty does
 
@@ -222,17 +223,12 @@ class PoolIpam:
     def blocks(self) -> Mapping[IPNetwork, int]:
         """Give the own blocks with the epochs of their claims, for others to know."""
         with self.lock:
-            return self._mine.epochs()
+            return self.mine.epochs()
 
     def count_free(self, pool: str) -> int:
         """Tell how many addresses the open blocks of a pool have left."""
         with self.lock:
-            return sum(own.fifo.free for own in self._mine.list_open([pool]))
-
-    def list_lost(self) -> list[tuple[IPNetwork, int]]:
-        """Give blocks that another node has by now, with how many addresses of endpoints they hold here."""
-        with self.lock:
-            return [(cidr, one.fifo.held) for cidr, one in self.own.items() if one.lost]
+            return sum(own.fifo.free for own in self.mine.list_open([pool]))
 
     def ordinary_pools(self) -> list[Pool]:
         """Give the pools whose blocks a pod of any namespace on this node may have."""
@@ -257,29 +253,36 @@ class PoolIpam:
         with self.lock, self.known.lock:
             for block in sorted(self.known.own.values(), key=lambda one: one.revision):
                 if block.cidr not in self.own:
-                    self._mine.open(block, self._list_held())
+                    self.mine.open(block, self._list_held())
                 else:
-                    self._mine.refresh(self.own[block.cidr], block)
+                    self.mine.refresh(self.own[block.cidr], block)
             for cidr in [one for one in self.own if one not in self.known.own]:
-                self._mine.lose(cidr)
+                self.mine.lose(cidr)
+            self.mine.follow_pools()
             for address in addresses:
-                own = self._mine.find(address)
+                own = self.mine.find(address)
                 if own is not None:
-                    self._mine.exclude(own)
+                    self.mine.exclude(own)
             self.changed.notify_all()
             return self.blocks != before
 
-    def remember(self, blocks: Iterable[Block], claimed: Iterable[IPAddress]) -> Sequence[str]:
+    def remember(
+        self,
+        blocks: Iterable[Block],
+        claimed: Iterable[IPAddress],
+        node_addresses: Iterable[IPAddress] = (),
+    ) -> Sequence[str]:
         """Open blocks that an earlier life had, before the store was heard; nothing of `claimed` is given.
 
-        Gives what had to be left out, and why.
+        `node_addresses` stood for the node. Gives what had to be left out, and why.
         """
+        self.mine.node_addresses.update({one.version: one for one in node_addresses})
         opened, left_out = leave_out_overlapped(blocks)
         with self.lock:
             self.known.remember(opened)
             kept = set(claimed)
             for block in self.known.own.values():
-                self._mine.open(block, self._list_held())
+                self.mine.open(block, self._list_held())
                 if block.cidr in self.own:
                     self.own[block.cidr].fifo.exclude((*block.kept_addresses(), *kept))
         return left_out
@@ -304,6 +307,7 @@ class PoolIpam:
             if own is None or own.fifo.held or own.lost or own.block.stored is None:
                 return None
             own.closing = True
+            self.mine.settle_node_addresses()
             return own.block
 
     # How
@@ -328,7 +332,7 @@ class PoolIpam:
             )
         for version in sorted(versions):
             same = tuple(one for one in pools if one.version == version)
-            address_or_none = self._mine.choose_next(_names(same), wish.identity) or next(
+            address_or_none = self.mine.choose_next(_names(same), wish.identity) or next(
                 (one for one in granted if one.version == version), None
             )
             if address_or_none is None:
@@ -371,12 +375,9 @@ class PoolIpam:
             raise AddressUnavailable(
                 f"take address {address}: it is of pool {pool.name}, which args.cni.pools does not name"
             )
-        if not is_for_pod(address, pool.block_of(address)):
-            raise AddressUnavailable(
-                f"take address {address}: no pod can have it; it is one of the first two, or the last, of"
-                f" block {pool.block_of(address)}"
-            )
-        own = self._mine.find(address)
+        own = self.mine.find(address)
+        if own is not None and own.fifo.node_address == address:
+            raise AddressUnavailable(f"take address {address}: it stands for this node itself")
         if address in granted or (
             own is not None and own.is_open and not own.fifo.is_excluded(address)
         ):
@@ -399,7 +400,7 @@ class PoolIpam:
             raise Unavailable(f"take an address: {lack.why}; a claim takes too long")
         try:
             with self.lock:
-                if any(own.fifo.free for own in self._mine.list_open(_names(lack.pools))):
+                if any(own.fifo.free for own in self.mine.list_open(_names(lack.pools))):
                     return
             limits = []
             for pool in lack.pools:
@@ -481,7 +482,7 @@ class PoolIpam:
 
     def _set_aside(self, key: AttachmentKey, addresses: tuple[IPAddress, ...]) -> None:
         for address in addresses:
-            self._mine.take(address)
+            self.mine.take(address)
         self._aside[key].chosen = addresses
 
     def _hold(self, holding: Holding) -> None:

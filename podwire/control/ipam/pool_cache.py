@@ -33,6 +33,8 @@ class PoolCache:
         self.problems: Mapping[str, str] = {}
         """By pool: why nothing is taken of it."""
         self.node_labels: Labels = {}
+        self.node_addresses: dict[str, tuple[IPAddress, ...]] = {}
+        """By node: the addresses that stand for itself, as it published them; no pod has them."""
         self.namespaces: dict[str, NamespaceFacts] = {}
         self.blocks: dict[IPNetwork, Block] = {}
         self.own: dict[IPNetwork, Block] = {}
@@ -55,6 +57,11 @@ class PoolCache:
     def find_pool(self, address: IPAddress) -> Pool | None:
         """Give the pool that an address is in."""
         return find_pool(self.pools, address)
+
+    def find_node_at(self, address: IPAddress) -> str:
+        """Tell for which other node an address stands, "" = for none."""
+        others = (name for name, has in list(self.node_addresses.items()) if address in has)
+        return next((name for name in others if name != self.node), "")
 
     def replace(self, kind: str, objects: Sequence[StoredObject]) -> set[IPAddress]:
         """Take a whole list of blocks or claimed addresses; gives the addresses whose claim changed."""

@@ -15,8 +15,8 @@ from podwire.model.errors import InvalidConfiguration
 from podwire.model.request import IPNetwork
 
 DEFAULT_BLOCK_SIZE: Final[Mapping[int, int]] = {4: 26, 6: 122}
-BLOCK_SIZES: Final[Mapping[int, tuple[int, int]]] = {4: (20, 30), 6: (116, 126)}
-"""Smallest and largest prefix length of a block, by IP version. 4096 addresses at most; 4 are needed for one pod."""
+BLOCK_SIZES: Final[Mapping[int, tuple[int, int]]] = {4: (20, 32), 6: (116, 128)}
+"""Smallest and largest prefix length of a block, by IP version: 4096 addresses at most."""
 POOLS_ANNOTATION: Final = "podwire.io/pools"
 """On a Namespace: names of pools, parted by commas, or a JSON list of them."""
 PODS: Final = "pods"

@@ -53,6 +53,8 @@ _SCOPE_ANY: Final = 255
 TABLE_LOCAL: Final = 255
 ROUTE_UNICAST: Final = 1
 ROUTE_LOCAL: Final = 2
+ROUTE_BROADCAST: Final = 3
+ROUTE_ANYCAST: Final = 4
 ROUTE_UNREACHABLE: Final = 7
 NEIGHBOUR_PERMANENT: Final = 0x80
 IPV6_DEFAULT_METRIC: Final = 1024
@@ -211,11 +213,13 @@ def delete_route(unwanted: Route) -> Request:
     return Request(RTM_DELROUTE, 0, bytes(body), "remove route", unwanted.destination)
 
 
-def list_routes(family: int, *, table: int = 0, protocol: int = 0, index: int = 0) -> Request:
-    """Ask for routes; the kernel itself filters by table, protocol and device where they are
+def list_routes(
+    family: int, *, table: int = 0, protocol: int = 0, index: int = 0, kind: int = 0
+) -> Request:
+    """Ask for routes; the kernel itself filters by table, protocol, device and kind where they are
     given.
     """
-    body = _RTMSG.pack(family, 0, 0, 0, 0, protocol, 0, 0, 0)
+    body = _RTMSG.pack(family, 0, 0, 0, 0, protocol, 0, kind, 0)
     if table:
         body += attribute_u32(_RTA_TABLE, table)
     if index:

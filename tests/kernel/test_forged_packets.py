@@ -1,0 +1,378 @@
+"""Packets that somebody forges on the way between nodes, from each place where an attacker may sit; and honest ones."""
+
+import contextlib
+import ipaddress
+import os
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from podwire.kernel import netns
+from podwire.model.cluster import TunnelMode, Way
+from podwire.model.endpoint import EndpointRecord
+from podwire.model.ids import IdentityId
+from podwire.model.interfaces import EndpointConfig
+from tests.kernel.conftest import Namespace, new_namespace
+from tests.kernel.test_cluster_traffic import (  # noqa: F401 - a fixture
+    WAYS,
+    Node,
+    Way2,
+    connect,
+    facts,
+    mac,
+    nodes,
+    pings,
+    plan_for,
+)
+from tests.kernel.traffic import open_socket
+from tests.packet.frames import ETH_P_IP, ETH_P_IPV6, ethernet, ipv4, ipv6, udp
+
+pytestmark = pytest.mark.kernel
+
+PORT = 5353
+TUNNEL_PORT = 8472
+NODE_PORT = 30053
+DEADLINE_S = 20
+NOBODY = 65534
+WORLD = {1: ("198.51.100.1", "fd98::1"), 2: ("198.51.100.2", "fd98::2")}
+SERVICE = {4: "203.0.113.53", 6: "fd99::53"}
+TUNNELS = [
+    Way2(Way.TUNNEL),
+    Way2(Way.TUNNEL, outer=6),
+    Way2(Way.TUNNEL, TunnelMode.CLASSIC),
+    Way2(Way.TUNNEL, TunnelMode.CLASSIC, 6),
+]
+
+
+def pod_address(number: int, version: int) -> str:
+    """Give the address of the pod of a node."""
+    return f"10.77.{number}.9" if version == 4 else f"fd77::{number}:9"
+
+
+def outer_address(number: int, version: int) -> str:
+    """Give the address of a node on the underlay."""
+    return str(facts(number)[0][0 if version == 4 else 1])
+
+
+def inner_packet(version: int, text: bytes) -> bytes:
+    """Make the datagram that pod 9 of node 1 would send to pod 9 of node 2."""
+    make = ipv4 if version == 4 else ipv6
+    return make(pod_address(1, version), pod_address(2, version), udp(4000, PORT, text))
+
+
+def tunnel_packet(chosen: Way2, version: int, text: bytes) -> bytes:
+    """Make what a tunnel device of node 1 would send to node 2, behind its UDP header."""
+    vni = 1 if chosen.mode is TunnelMode.CLASSIC else 70_001
+    kind = ETH_P_IP if version == 4 else ETH_P_IPV6
+    frame = ethernet(mac(2), mac(1), kind, inner_packet(version, text))
+    return struct.pack("!BxxxI", 0x08, vni << 8) + frame
+
+
+@dataclass
+class Pair:
+    """Two nodes, each with pod 9, and who listens in the second one's."""
+
+    nodes: list[Node]
+    chosen: Way2
+    listeners: dict[int, socket.socket]
+    world: Namespace
+
+    def ask(self, version: int, text: bytes) -> None:
+        """Send an honest datagram from the pod of node 1."""
+        with open_socket(self.nodes[0].pods[9], pod_address(2, version), socket.SOCK_DGRAM) as one:
+            one.sendto(text, (pod_address(2, version), PORT))
+
+    def heard(self, version: int, last: bytes) -> list[bytes]:
+        """Give all that arrived until `last` did."""
+        found: list[bytes] = []
+        while not found or found[-1] != last:
+            found.append(self.listeners[version].recv(100))
+        return found
+
+    def arrives(self, send: Callable[[bytes], None], inner: int) -> bool:
+        """Tell whether a forged packet gets to the pod; an honest one that is sent after it has to."""
+        send(b"forged")
+        self.ask(inner, b"honest")
+        return b"forged" in self.heard(inner, b"honest")
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest, nodes: list[Node]) -> Iterator[Pair]:  # noqa: F811
+    chosen: Way2 = request.param
+    with contextlib.ExitStack() as stack:
+        connect(nodes, chosen)
+        listeners = {}
+        for node in nodes:
+            node.attach(9)
+        for version in (4, 6):
+            listener = stack.enter_context(
+                open_socket(nodes[1].pods[9], pod_address(2, version), socket.SOCK_DGRAM)
+            )
+            listener.bind((pod_address(2, version), PORT))
+            listener.settimeout(DEADLINE_S)
+            listeners[version] = listener
+            wait_for_neighbours = pings(nodes[0].namespace, outer_address(2, version))
+            assert wait_for_neighbours
+            assert pings(nodes[0].pods[9], pod_address(2, version))
+        world = stack.enter_context(new_namespace())
+        _connect_world(nodes[0].namespace, world)
+        yield Pair(nodes, chosen, listeners, world)
+
+
+def _connect_world(node: Namespace, world: Namespace) -> None:
+    node.run("ip", "link", "add", "out", "type", "veth", "peer", "eth0", "netns", world.name)
+    for namespace, device, at in ((node, "out", 1), (world, "eth0", 2)):
+        for address, bits in zip(WORLD[at], (24, 64), strict=True):
+            nodad = ["nodad"] if bits == 64 else []
+            namespace.run("ip", "addr", "add", f"{address}/{bits}", "dev", device, *nodad)
+        namespace.run("ip", "link", "set", device, "up")
+    for address in WORLD[1]:
+        family = "-6" if ":" in address else "-4"
+        world.run("ip", family, "route", "add", "default", "via", address)
+
+
+def translate(
+    node: Namespace,
+    version: int,
+    to: str,
+    *,
+    back_end_port: int = TUNNEL_PORT,
+    masquerades: bool = True,
+) -> None:
+    """Do what kube-proxy does for a service, and for a port of the node, whose back end is `to`."""
+    keyword = "ip" if version == 4 else "ip6"
+    end = f"{to}:{back_end_port}" if version == 4 else f"[{to}]:{back_end_port}"
+    who = "" if masquerades else f"{keyword} saddr {to} "
+    service = f"{keyword} daddr {SERVICE[version]} udp dport 53 dnat {keyword} to {end}"
+    port = f"fib daddr type local meta nfproto ipv{version} udp dport {NODE_PORT} dnat {keyword} to {end}"
+    rules = f"""
+    table inet proxy{version} {{
+        chain pre {{ type nat hook prerouting priority dstnat; {service}; {port}; }}
+        chain out {{ type nat hook output priority -100; {service}; {port}; }}
+        chain post {{ type nat hook postrouting priority srcnat; {who}ct status dnat masquerade; }}
+    }}"""
+    subprocess.run(
+        ["ip", "netns", "exec", node.name, "nft", "-f", "-"], input=rules, text=True, check=True
+    )
+    node.run("ip", f"-{version}", "route", "add", SERVICE[version], "dev", "under")
+
+
+SEND = """
+import socket, sys
+family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
+socket.socket(family, socket.SOCK_DGRAM).sendto(sys.stdin.buffer.read(), (sys.argv[1], int(sys.argv[2])))
+"""
+
+
+def send_from(namespace: Namespace, address: str, port: int, data: bytes) -> None:
+    """Send as an ordinary process without any rights."""
+    user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    inside = ["ip", "netns", "exec", namespace.name]
+    program = [os.path.realpath(sys.executable), "-I", "-c", SEND]
+    no_rights = ["--inh-caps=-all", "--bounding-set=-all"]
+    subprocess.run(
+        [*inside, *user, *no_rights, *program, address, str(port)],
+        input=data,
+        check=False,  # a datagram that is refused at once is an error of the call
+    )
+
+
+PLACES = ["pod", "world", "process"]
+
+
+@pytest.mark.parametrize("inner", [4, 6])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("pair", TUNNELS, ids=str, indirect=True)
+def test_nothing_is_translated_to_the_tunnel_of_another_node(
+    pair: Pair, place: str, inner: int
+) -> None:
+    node = pair.nodes[0].namespace
+    outer = pair.chosen.outer
+    translate(node, outer, outer_address(2, outer))
+    sender, address, port = {
+        "pod": (pair.nodes[0].pods[9], SERVICE[outer], 53),
+        "world": (pair.world, WORLD[1][0 if outer == 4 else 1], NODE_PORT),
+        "process": (node, SERVICE[outer], 53),
+    }[place]
+
+    def send(text: bytes) -> None:
+        send_from(sender, address, port, tunnel_packet(pair.chosen, inner, text))
+
+    assert not pair.arrives(send, inner)
+
+
+@pytest.mark.parametrize("inner", [4, 6])
+@pytest.mark.parametrize("pair", TUNNELS, ids=str, indirect=True)
+def test_no_process_without_rights_sends_as_a_tunnel(pair: Pair, inner: int) -> None:
+    outer = pair.chosen.outer
+
+    def send(text: bytes) -> None:
+        data = tunnel_packet(pair.chosen, inner, text)
+        send_from(pair.nodes[0].namespace, outer_address(2, outer), TUNNEL_PORT, data)
+
+    assert not pair.arrives(send, inner)
+
+
+# A local pod's address that comes from elsewhere
+
+ASKED, ASKING = 9, 10
+
+
+def attach_asker(node: Node) -> tuple[Namespace, EndpointRecord]:
+    """Connect a pod to which nobody may open anything."""
+    pod = node.attach(ASKING)
+    config = EndpointConfig(identity=70_010, policy_revision=2, deny_ingress=True)
+    node.datapath.update_endpoints([(node.records[ASKING], config)])
+    return pod, node.records[ASKING]
+
+
+def frame_to(
+    receiver: Namespace, sender: Namespace, device: tuple[str, str], packet: bytes
+) -> bytes:
+    """Frame a packet from one namespace's device to the other's."""
+    [to] = receiver.ip("link", "show", device[0])
+    [of] = sender.ip("link", "show", device[1])
+    kind = ETH_P_IPV6 if packet[0] >> 4 == 6 else ETH_P_IP
+    return ethernet(to["address"], of["address"], kind, packet)
+
+
+def send_frame(namespace: Namespace, device: str, frame: bytes) -> None:
+    """Put a frame on a wire."""
+    with netns.namespace(namespace.fd.fileno()):
+        wire = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
+    with wire:
+        wire.bind((device, 0))
+        wire.send(frame)
+
+
+def set_loose(node: Namespace) -> None:
+    """Let the kernel's own check of sources accept everything, as many distributions do."""
+    for device in ("all", "under", "out"):
+        node.run("sysctl", "-qw", f"net.ipv4.conf.{device}.rp_filter=0")
+
+
+@pytest.mark.parametrize("has_table", [True, False], ids=["table", "flushed"])
+@pytest.mark.parametrize("version", [4, 6])
+@pytest.mark.parametrize("place", ["node", "world"])
+@pytest.mark.parametrize("pair", WAYS, ids=str, indirect=True)
+def test_nobody_answers_in_the_place_of_a_local_pod(
+    pair: Pair, place: str, version: int, has_table: bool
+) -> None:
+    """Where the sender is another machine of the underlay, and where it is behind another device of the node."""
+    node = pair.nodes[0]
+    set_loose(node.namespace)
+    asker, record = attach_asker(node)
+    server, client = pod_address(1, version), record.ipv4 if version == 4 else record.ipv6
+    if not has_table:
+        node.namespace.run("nft", "flush", "ruleset")
+    make = ipv4 if version == 4 else ipv6
+    forged = make(server, client, udp(PORT, 4000, b"forged"))
+    attacker, devices = {
+        "node": (pair.nodes[1].namespace, ("under", "under")),
+        "world": (pair.world, ("out", "eth0")),
+    }[place]
+    with (
+        open_socket(node.pods[ASKED], server, socket.SOCK_DGRAM) as asked,
+        open_socket(asker, client, socket.SOCK_DGRAM) as asking,
+    ):
+        asked.bind((server, PORT))
+        asking.bind((client, 4000))
+        for one in (asked, asking):
+            one.settimeout(DEADLINE_S)
+        asking.sendto(b"question", (server, PORT))
+        assert asked.recv(100) == b"question"
+        send_frame(attacker, devices[1], frame_to(node.namespace, attacker, devices, forged))
+        ask_past(attacker, node, version)
+        asked.sendto(b"honest", (client, 4000))
+        assert asking.recv(100) == b"honest"
+
+
+def ask_past(attacker: Namespace, node: Node, version: int) -> None:
+    """Wait until the node has dealt with what the attacker sent before: one wire, one order."""
+    at_world = "eth0" in attacker.run("ip", "-br", "link")
+    address = WORLD[1][version == 6] if at_world else outer_address(1, version)
+    assert pings(attacker, address)
+
+
+# Honest packets that look a little like forged ones
+
+
+@pytest.mark.parametrize("pair", WAYS, ids=str, indirect=True)
+def test_pods_and_hosts_reach_each_other_and_themselves(pair: Pair) -> None:
+    for one, other in ((0, 1), (1, 0)):
+        node, number = pair.nodes[one], pair.nodes[other].number
+        for target in (pod_address(number, 4), pod_address(number, 6)):
+            assert pings(node.pods[9], target, "-s", "20000")
+            assert pings(node.namespace, target)
+        for own in facts(node.number)[2] if pair.chosen.way is Way.TUNNEL else ():
+            assert pings(node.namespace, own), "the host and its own tunnel address"
+            assert pings(node.pods[9], own)
+
+
+@pytest.mark.parametrize("pair", WAYS, ids=str, indirect=True)
+def test_a_pod_whose_address_is_of_another_nodes_range_is_reached_and_reaches(pair: Pair) -> None:
+    guest = pair.nodes[0].attach(77, block=2)
+    plan = plan_for(2, 1, pair.chosen)
+    addresses = [pair.nodes[0].records[77].ipv4, pair.nodes[0].records[77].ipv6]
+    singles = [ipaddress.ip_network(one) for one in addresses]
+    routes = [
+        replace(route, destination=single)
+        for route, single in zip(plan.routes, singles, strict=True)
+    ]
+    prefix = plan.prefixes[plan.routes[0].destination]
+    more = {single: replace(prefix, identity=IdentityId(70_077)) for single in singles}
+    pair.nodes[1].apply(
+        replace(plan, routes=(*plan.routes, *routes), prefixes={**plan.prefixes, **more})
+    )
+    for address, own in zip(addresses, (pod_address(2, 4), pod_address(2, 6)), strict=True):
+        assert pings(guest, own)
+        assert pings(pair.nodes[1].pods[9], address)
+        assert pings(pair.nodes[1].namespace, address)
+        assert pings(guest, outer_address(2, 6 if ":" in own else 4))
+
+
+@pytest.mark.parametrize("version", [4, 6])
+@pytest.mark.parametrize("pair", [Way2(Way.TUNNEL)], ids=str, indirect=True)
+def test_a_service_leads_to_local_pods_and_back_to_the_pod_itself(pair: Pair, version: int) -> None:
+    """Through the stack, which translates the destination, and for the pod itself the source, too."""
+    node = pair.nodes[0]
+    node.attach(ASKING)
+    translate(
+        node.namespace, version, pod_address(1, version), back_end_port=PORT, masquerades=False
+    )
+    for number in (ASKED, ASKING):
+        with (
+            open_socket(
+                node.pods[ASKED], "::" if version == 6 else "0", socket.SOCK_DGRAM
+            ) as server,
+            open_socket(node.pods[number], SERVICE[version], socket.SOCK_DGRAM) as client,
+        ):
+            server.bind((pod_address(1, version), PORT))
+            for one in (server, client):
+                one.settimeout(DEADLINE_S)
+            client.connect((SERVICE[version], 53))
+            client.send(b"question")
+            text, peer = server.recvfrom(100)
+            server.sendto(b"answer to " + text, peer)
+            assert client.recv(100) == b"answer to question"
+
+
+@pytest.mark.parametrize("version", [4, 6])
+@pytest.mark.parametrize("pair", TUNNELS, ids=str, indirect=True)
+def test_a_pod_may_serve_at_the_port_that_nodes_have_for_tunnels(pair: Pair, version: int) -> None:
+    for sender in (pair.nodes[0].namespace, pair.nodes[1].namespace):
+        with (
+            open_socket(
+                pair.nodes[1].pods[9], pod_address(2, version), socket.SOCK_DGRAM
+            ) as server,
+            open_socket(sender, pod_address(2, version), socket.SOCK_DGRAM) as client,
+        ):
+            server.bind((pod_address(2, version), TUNNEL_PORT))
+            server.settimeout(DEADLINE_S)
+            client.sendto(b"question", (pod_address(2, version), TUNNEL_PORT))
+            assert server.recv(100) == b"question"

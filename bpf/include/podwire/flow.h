@@ -56,9 +56,10 @@ struct pw_match {
 
 /* What is to be told of one endpoint's verdict. */
 enum pw_said {
-	PW_SAID_ANEW = 1 << 0,	  /* its policy was asked, not a memory */
-	PW_SAID_BY_SLOT = 1 << 1, /* about a new flow, and there were rows to look at */
-	PW_SAID_AUDIT = 1 << 2,	  /* denied, and let pass */
+	PW_SAID_ANEW = 1 << 0,	   /* its policy was asked, not a memory */
+	PW_SAID_BY_SLOT = 1 << 1,  /* about a new flow, and there were rows to look at */
+	PW_SAID_AUDIT = 1 << 2,	   /* denied, and let pass */
+	PW_SAID_NEW_FLOW = 1 << 3, /* nothing was remembered of the flow */
 };
 
 struct pw_flow {

@@ -137,7 +137,7 @@ PW_CHECKED_ALONE int judge_anew(struct __sk_buff *skb, struct pw_flow *flow,
 			judge_reversed(flow, match, row, &question, &verdict);
 	}
 	flow->rule = verdict.rule;
-	flow->said = entry ? verdict.said & ~PW_SAID_BY_SLOT : verdict.said;
+	flow->said = entry ? verdict.said & ~PW_SAID_BY_SLOT : verdict.said | PW_SAID_NEW_FLOW;
 	count_hit(verdict.rule, flow->packet_bytes);
 	if (entry) {
 		entry->rule = verdict.rule;

@@ -1,3 +1,3 @@
-"""Intent to kernel objects: programs, maps, devices, inventory."""
+"""Turn an intent into kernel objects: programs, maps, devices, inventory."""
 
 # size: one module per kind of kernel object

@@ -1,11 +1,12 @@
 """The carrier of a new pair: no ADD answers before both ends can send.
 
-Called by `datapath.node` once the pod's end is up. The end that was set up last finds its carrier there and gets its
-queue at once. The host's end was up before it had a carrier; it gets its queue only when the kernel's link-watch work
-has run, and drops all that it is to send until then (net/core/link_watch.c, net/sched/sch_generic.c:dev_activate).
-Under load that work was seen to come after the ADD's answer, and the first packet from the node to its pod was lost.
+Called by `datapath.node` once the pod's end is up. The end that is set up last finds its carrier present and gets its
+queue at once. The host's end was up before it had a carrier. It gets its queue only when the kernel's link-watch work
+has run, and drops everything that it should send until then (net/core/link_watch.c,
+net/sched/sch_generic.c:dev_activate). Under load that work was seen to run after the ADD's answer, and the first
+packet from the node to its pod was lost.
 
-Nothing is brought forward by this: programs and the row that drops everything were there before either end was up.
+This opens nothing earlier: programs and the row that drops everything were there before either end was up.
 """
 
 import time

@@ -1,9 +1,9 @@
-"""Which of the kernel's events are about the way to other nodes, a pod's device that lost something, or nftables.
+"""Which of the kernel's events concern the way to other nodes, a pod's device that lost something, or nftables.
 
-Used by `datapath.node` to open `kernel.netlink_events.NetlinkEvents`. Pure. Invariant: what comes and goes with pods is
-never told (their devices have numbers that only they have), so that a busy node does not look at itself all the time,
-and an ADD does not wake a thread at each of its steps (measured: half of its time); what is told may turn out to be
-nothing.
+Used by `datapath.node` to open `kernel.netlink_events.NetlinkEvents`. Pure. Invariant: what comes and goes with pods
+is never reported (their devices have numbers that only they have), so that a busy node does not examine itself all the
+time, and an ADD does not wake a thread at each of its steps (measured: half of its time). A reported event may turn
+out to be nothing.
 """
 
 import os

@@ -1,9 +1,9 @@
 """Other nodes in this one's kernel: tunnel device, peers, ipcache, routes, masquerade, as a `ClusterPlan` wants them.
 
-Made by `datapath.node`, called under the node's turn, as often as anybody likes: each pass looks at the kernel, puts
-right what differs and names it. Never decides who the other nodes are. Invariant: at every moment what a row names is
-there already - device, then nodes, then prefixes, then routes - and what goes, goes in the opposite order. Until the
-first plan of this agent comes, what its predecessor knew of other nodes stays in force.
+Made by `datapath.node`, called under the node's turn, any number of times: each pass looks at the kernel, repairs what
+differs and reports it. Never decides which other nodes there are. Invariant: whatever a row names exists already (the
+order is device, nodes, prefixes, routes), and removals happen in the opposite order. Until the first plan of this
+agent, what its predecessor knew of other nodes stays in force.
 """
 
 import ipaddress

@@ -1,6 +1,6 @@
-"""The memory of flows as typed rows: connections in their shards, new flows beside them, and what nears its limit.
+"""The memory of flows as typed rows: connections in their shards.
 
-Called by `datapath.rows`, `datapath.upgrade` and `datapath.node`. Never writes a flow: that is what the programs do.
+Called by `datapath.rows` and `datapath.upgrade`. Never writes a flow; only the programs do.
 """
 
 import time

@@ -1,11 +1,9 @@
-"""Device pairs of pods, seen from the host: plan, make, repair, compare, list, and delete in
-batches.
+"""Device pairs of pods, seen from the host: plan, make, repair, compare, list, and delete in batches.
 
-`datapath.node` composes these for `model.interfaces.Datapath`. A pair is ours when its alias
-says so; between birth and alias (one system call apart) its group and its MAC say it. Nothing
-without such a mark is ever changed. Invariant: programs sit on the host device before it is up,
-so no packet passes unseen. Indexes derive from the endpoint's number, never from the kernel's
-choice.
+`datapath.node` combines these for `model.interfaces.Datapath`. A pair belongs to podwire when its alias says so.
+Between its creation and the alias (one system call later) its group and its MAC identify it. Nothing without such a
+mark is ever changed. Invariant: programs are attached to the host device before it is up, so no packet passes unseen.
+Indexes derive from the endpoint's number, never from the kernel's choice.
 """
 
 import errno

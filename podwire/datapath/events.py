@@ -1,8 +1,8 @@
 """Read the programs' events: ring buffer -> flow values.
 
-Called by the agent's event loop when `fd` is readable. Never asks who an endpoint is (that is `control`), never
-waits. Invariant: every record is given once, in the ring's order; what could not be sent is counted in the `lost`
-of a later one. Not thread-safe.
+Called by the agent's event loop when `fd` is readable. Never asks which pod an endpoint is (that is `control`'s task),
+never waits. Invariant: every record is returned once, in the ring's order. What could not be sent is counted in the
+`lost` of a later record. Not thread-safe.
 """
 
 from typing import Final, Self

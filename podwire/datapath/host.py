@@ -1,10 +1,9 @@
-"""The host itself: what must be set for pods to be reached, what stands in the way, and how big
-a packet may be.
+"""The host itself: settings that pods need, obstacles on this host, and the size that packets may have.
 
-Called by `datapath.node` when the agent starts and by `doctor`. Everything that is changed is
-remembered with the value it had, so that `cleanup` can put it back; what somebody else changed
-meanwhile stays. Never switches forwarding on for IPv6 without protecting the host's own default
-route first: with forwarding, router advertisements count only where accept_ra is 2.
+Called by `datapath.node` when the agent starts, and by `doctor`. Everything that is changed is remembered with its
+earlier value, so that `cleanup` can restore it; what somebody else changed meanwhile stays. Never switches forwarding
+on for IPv6 without protecting the host's own default route first: with forwarding, router advertisements count only
+where accept_ra is 2.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
-"""What the kernel holds of ours on this node, and the removal of what nobody owns.
+"""What the kernel holds of podwire on this node, and the removal of what has no owner.
 
 Called by `datapath.node` at the start of the agent and by `podwire cleanup`. Never touches a device, route or row
-without a mark of ours, nor one that a record in `keep` accounts for. Invariant: whatever `read_inventory` lists,
+without podwire's mark, nor one that a record in `keep` accounts for. Invariant: whatever `read_inventory` lists,
 `remove_leftovers` can remove, so both together leave nothing.
 """
 

@@ -1,10 +1,10 @@
 """The node's maps as typed rows: endpoints, configuration, ipcache, settings, usage, metrics, conntrack.
 
-Called by `datapath.node`, `datapath.inventory` and the readers behind `podwire bpf ... list`. Never
-opens a pin (that is `datapath.programs`). Invariant: addresses are v4-mapped bytes only inside this
-module and `abi`; a row of a live endpoint is changed in place under its lock and never replaced, and
-a row that belongs to another instance is never removed. Thread-safe as far as the kernel's maps are:
-two writers of one endpoint must take turns, which the caller's lock sees to.
+Called by `datapath.node`, `datapath.inventory` and the readers behind `podwire bpf ... list`. Never opens a pin (that
+is `datapath.programs`). Invariant: addresses are v4-mapped bytes only inside this module and `abi`. A row of a live
+endpoint is changed in place under its lock and never replaced, and a row that belongs to another instance is never
+removed. As thread-safe as the kernel's maps: two writers of one endpoint must take turns, which the caller's lock
+ensures.
 """
 
 import enum

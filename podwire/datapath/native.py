@@ -1,9 +1,10 @@
-"""The program on the device towards natively reached nodes: what it needs there, attached, kept, taken away.
+"""The program on the device towards natively reached nodes: its requirements, attached, kept, removed.
 
-Called by `datapath.cluster` and `datapath.upgrade` under the node's turn, and by those who look for leftovers. The
-device is the host's: nothing of it is changed but one filter of our own, which its place and name tell, and the hooks
-(a clsact queue) that the filter is in. Nothing tells whose hooks are, so a note does. Invariants: a device that has
-what stands in the way of this filter is named and left alone; hooks that somebody else made, or has filters in, stay.
+Called by `datapath.cluster` and `datapath.upgrade` under the node's turn, and by the search for leftovers. The device
+belongs to the host. Only one filter of podwire's, recognised by its place and name, and the hooks (a clsact queue)
+that contain it are changed. Nothing on a queue tells who made it, so a note records it. Invariants: a device with
+something that conflicts with this filter is reported and left alone. Hooks that somebody else made, or has filters in,
+stay.
 """
 
 import errno

@@ -1,9 +1,9 @@
 """KernelDatapath: the kernel's side of one node, behind `model.interfaces.Datapath`.
 
-Made by `agent.node`, used by `control` under the node's turn (one caller at a time); composes device, pod_net,
-routes, shaping and the maps. Never decides what an endpoint should be: that comes in with record and config.
-Invariant: the row that drops everything precedes the device, rows of a live endpoint change in place, and nothing
-here opens a file, starts a process or passes the verifier after `prepare`.
+Made by `agent.node`, used by `control` under the node's turn (one caller at a time); combines device, pod_net, routes,
+shaping and the maps. Never decides what an endpoint should be: record and config say that. Invariant: the row that
+drops everything precedes the device, rows of a live endpoint change in place, and nothing here opens a file, starts a
+process or passes the verifier after `prepare`.
 
 Thread-safe without the caller's lock: `reap_devices` (own socket, own list), `repair_tables`, `read_metrics`,
 `list_programs`, reading `maps`. Everything else belongs under the turn.

@@ -1,7 +1,8 @@
-"""Other nodes in the maps: their numbers and outer addresses, and the prefixes that live there.
+"""Other nodes in the maps: their numbers and outer addresses, and the prefixes that are at them.
 
 Called by `datapath.cluster`, which writes, and by the readers behind `podwire bpf nodes list`. Only computes rows and
-reads them; `datapath.maps` writes. Invariant: every outer address of a peer leads to its number, and no number to two.
+reads them; `datapath.maps` writes. Invariant: every outer address of a peer leads to its number, and no address to two
+numbers.
 """
 
 import ipaddress

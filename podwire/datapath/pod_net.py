@@ -1,16 +1,14 @@
-"""The pod's side of a pair: addresses, gateway, routes, neighbours and settings, made in one
-send.
+"""The pod's side of a pair: addresses, gateway, routes, neighbours and settings, made in one send.
 
-`datapath.node` composes these for `model.interfaces.Datapath`. Works through a netlink socket
-opened in the pod's namespace; the calling thread is inside it only to open that socket and to
-write settings. Never touches what another plugin made. Invariant: the link is the last thing to
-come up before the routes, so a pod that sees its interface running sees its addresses too.
+`datapath.node` combines these for `model.interfaces.Datapath`. Works through a netlink socket opened in the pod's
+namespace; the calling thread is inside the namespace only to open that socket and to write settings. Never touches
+what another plugin made. Invariant: the link is the last thing to come up before the routes, so a pod that sees its
+interface running sees its addresses too.
 
-Several networks in one container: the first attachment (per family) owns the default route of
-the main table. A further one gets a default route with its interface index as metric, for what
-binds to the device, and a table of its own (number = interface index) that a rule names for
-everything sent from its addresses: without it, replies would leave through the first interface
-and be dropped there as spoofed.
+Several networks in one container: the first attachment (per family) owns the default route of the main table. A
+further attachment gets a default route with its interface index as metric, for sockets that bind to the device, and a
+table of its own (number = interface index) that a rule selects for everything sent from its addresses. Without it,
+replies would leave through the first interface and be dropped there as spoofed.
 """
 
 import errno

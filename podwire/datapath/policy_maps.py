@@ -1,9 +1,9 @@
 """The maps of policy: slots of entries, local identities of CIDRs, hits of rules.
 
 Called by `datapath.node` under the node's turn; `read_entries`, `read_hits` and the counts also by readers on other
-threads. Never decides what an entry says, never looks at a slot's owner. Invariant: what `PolicyTable` does not know
-of, `pw_policy` does not hold: a key is noted before it is written and forgotten after it is deleted, so a failure in
-between leaves the count too high, never too low, and doing the same again puts it right.
+threads. Never decides what an entry says, never looks at a slot's owner. Invariant: `pw_policy` holds nothing that
+`PolicyTable` does not know of. A key is noted before it is written and forgotten after it is deleted, so a failure in
+between leaves the count too high, never too low, and repeating the operation corrects it.
 """
 
 import ipaddress

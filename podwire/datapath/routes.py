@@ -1,9 +1,9 @@
-"""Routes: how this host reaches its pods, and what it refuses because no pod is there.
+"""Routes: how this host reaches its pods, and which addresses it refuses because no pod has them.
 
-Called by `datapath.device` (while a pair is made or repaired) and `datapath.node`. Every route
-carries our protocol number, and nothing without it is ever changed or removed. A pod's route
-names the node's own address as source: without it the kernel picked another bridge's address. A
-permanent neighbour stands beside each route, so that no resolution is needed.
+Called by `datapath.device` (while a pair is made or repaired) and `datapath.node`. Every route carries podwire's
+protocol number, and nothing without it is ever changed or removed. A pod's route names the node's own address as
+source; without it the kernel picked another bridge's address. A permanent neighbour accompanies each route, so that no
+resolution is needed.
 """
 
 import errno

@@ -1,8 +1,8 @@
 """The node's maps as documents: what `podwire bpf ... list` and the API show of them.
 
-Called by `agent.api.routes` on a thread; a dump walks a map of the running datapath and may be slow.
-Changes nothing. Names of fields are those of the layouts; addresses and MACs are text, numbers that
-have names are named.
+`agent.api.routes` calls it on a thread, because a dump walks a map of the running datapath and may be slow. Changes
+nothing. Names of fields are those of the layouts. Addresses and MACs are text, and numbers that have names are shown
+by name.
 """
 
 import enum

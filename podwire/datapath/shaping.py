@@ -1,10 +1,10 @@
 """Bandwidth limits of a pod, each direction by a token bucket on the device that sends.
 
-Towards the pod: the host device's own queue (such an endpoint carries a flag, and the fast path
-sends through that queue, since a redirect to the peer would skip it). From the pod: the queue of
-the pod's end. Called on ADD, and on a running pod when its limits change. Only buckets with our
-handle are changed or removed. CNI speaks of bits; the kernel of bytes. A pod with NET_ADMIN can
-lift the limit on what it sends itself: it owns that queue.
+Towards the pod the queue is that of the host device. Such an endpoint carries a flag, and the fast path sends through
+that queue, because a redirect to the peer would skip it. From the pod the queue is that of the pod's end. Called on
+ADD, and on a running pod when its limits change. Only buckets with podwire's handle are changed or removed. CNI counts
+bits; the kernel counts bytes. A pod with NET_ADMIN can lift the limit on what it sends itself, because it owns that
+queue.
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""Look at a machine without an agent: what the kernel can do, what stands in the way, what of ours is there.
+"""Look at a machine without an agent: what the kernel can do, what the obstacles are, what of podwire is there.
 
 For `podwire doctor` and `podwire cleanup`. Looking changes nothing. A finding says what is wrong and what to do next.
 """

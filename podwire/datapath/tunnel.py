@@ -1,9 +1,9 @@
-"""The node's one tunnel device: found, made, put right, taken away.
+"""The node's one tunnel device: found, made, repaired, removed.
 
-Called by `datapath.cluster` under the node's turn, and by those who look for leftovers. A device is ours when its
-alias says so; between birth and alias its name, kind and group say it. Nothing else is ever changed, and a device or
-process of somebody else on the tunnel's UDP port is named and left alone. Invariant: a device has its programs
-before it is up, so no packet from outside passes unjudged, and none leaves without the mark.
+Called by `datapath.cluster` under the node's turn, and by the search for leftovers. A device belongs to podwire when
+its alias says so. Between creation and alias its name, kind and group identify it. Nothing else is ever changed, and a
+device or process of somebody else on the tunnel's UDP port is reported and left alone. Invariant: a device has its
+programs before it is up, so no packet from outside passes unjudged, and none leaves without the mark.
 """
 
 import errno

@@ -1,13 +1,14 @@
 """Move a node to this build's map layout and programs under traffic; also back to an older one.
 
-Called by `datapath.node` at the start, when pins of another layout version are found. Never interprets a row:
-fields are carried by name, as the kernel's BTF of both maps has them; a field that the target lacks is left
-behind, one that the source lacks is zero. Invariant: the old maps stay as they are until every device has the
-new programs, so a crash at any point is followed by doing it all again. A layout that does not say that this
-build may read it is refused, with both versions named, and nothing is touched.
+`datapath.node` calls it at the start, when it finds pins of another layout version. Never interprets a row: fields are
+carried by name, according to the kernel's BTF of both maps. A field that the target lacks is left behind; one that the
+source lacks is zero. Invariant: the old maps stay as they are until every device has the new programs, so after a
+crash at any point the whole move is repeated. A layout that does not say that this build may read it is refused, with
+both versions named, and nothing is touched.
 
-A version says who may read it by empty directories `readable-by-v<N>` beside its maps: the oldest such N is the
-oldest build that may take its rows over. A new layout names an older N only while all it added may be dropped.
+A layout says which builds may read it by empty directories `readable-by-v<N>` beside its maps: the lowest such N is
+the oldest build that may take its rows over. A new layout names an older N only while everything it added may be
+dropped.
 """
 
 import errno

@@ -1,8 +1,9 @@
-"""Endpoint directories written behind the caller's back, in order, by one thread: an ADD need not wait for them.
+"""Endpoint directories written in order by one background thread, so that an ADD need not wait for them.
 
-Wraps `journal.directories.RunDirectories` for `agent.node`. They are for people; a moment's delay harms nobody, and a
-caller that is faster than the disk waits when the line is full. `close` writes what is still waiting. The thread looks
-for work by itself: told at once, it would take the interpreter from the ADD that is about to answer.
+Wraps `journal.directories.RunDirectories` for `agent.node`. The directories are for people, so a moment's delay harms
+nobody. A caller that is faster than the disk waits when the queue is full. `close` writes what is still waiting. The
+thread looks for work by itself: if it were woken at once, it would take the interpreter from the ADD that is about to
+answer.
 """
 
 import contextlib

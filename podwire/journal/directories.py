@@ -1,8 +1,8 @@
 """Endpoint directories below the run directory: what an endpoint is and what its programs were told.
 
-Written by `journal.background_writer` for regeneration, DEL and restore. For people to read: nothing here is ever read
-back, the journal decides. A build writes `<id>_next/` and swaps it in by rename, so a reader finds a whole `<id>/` or
-none; what a failed build wanted stays in `<id>_next_fail/`.
+`journal.background_writer` writes them for regeneration, DEL and restore. They are for people: nothing here is ever
+read back, and the journal is authoritative. A build writes `<id>_next/` and swaps it in by rename, so a reader finds a
+whole `<id>/` or none; what a failed build wanted stays in `<id>_next_fail/`.
 """
 
 import contextlib

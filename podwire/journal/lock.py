@@ -1,6 +1,6 @@
 """One agent per state directory, and per node name of a network namespace: locks that live as long as their process.
 
-Taken by `agent.node` before anything else is opened. The kernel frees it when the holder dies, however it dies.
+`agent.node` takes them before anything else is opened. The kernel frees a lock when its holder dies, however it dies.
 """
 
 import contextlib

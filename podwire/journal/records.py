@@ -1,10 +1,12 @@
 """The journal on disk: one record per attachment, safe from any death of this process when a call returns.
 
-Implements `model.interfaces.Journal` on sqlite with a write-ahead log. What is written has reached the kernel; losing
-it takes a crash of the whole machine, after which the boot id differs and every record is dropped anyway. Only facts
-that outlive a boot wait for the disk (docs/decisions/0004-what-is-synced.md).
+Implements `model.interfaces.Journal` on sqlite with a write-ahead log. What is written has reached the kernel. Only a
+crash of the whole machine can lose it, and after that the boot id differs and every record is dropped anyway. Only
+facts that outlive a boot wait for the disk (docs/decisions/0004-what-is-synced.md).
+
 Called by `control` under the node's turn, and for reading by the doors; one lock serialises them. It never deletes or
-repairs a file that it cannot read: that is a person's decision. After a failure, a full disk included, it stays usable.
+repairs a file that it cannot read, because a person must decide that. After a failure, even a full disk, it stays
+usable.
 """
 
 import os

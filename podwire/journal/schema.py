@@ -1,8 +1,9 @@
-"""The journal's tables and how an older layout becomes today's.
+"""The journal's tables, and how an older layout becomes today's.
 
 Used by `journal.records` alone. `user_version` of the file is the layout's number: how many of STEPS it has been
-through. A newer one is refused, whatever is in it: what a later podwire wrote may mean something that this one would
-destroy. Invariant: a file is never left between two layouts, and never changed before it is known to be a journal.
+through. A newer layout is refused, whatever it contains, because a later podwire may have written something that this
+one would destroy. Invariant: a file is never left between two layouts, and never changed before it is known to be a
+journal.
 """
 
 import sqlite3

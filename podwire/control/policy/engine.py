@@ -1,8 +1,8 @@
-"""The policy engine: what is known of policies and identities goes in, changes of slots and endpoints' rows come out.
+"""The policy engine: from policies and identities to changes of slots and of endpoints' rows.
 
 Called by the agent under the node's turn, by one thread at a time. `set_*`, `remove_*` and `identity_*` only note what
-is wanted; `apply` and `attach` do the work, in proportion to what changed, and reach the kernel through PolicyDatapath
-alone. Pure otherwise: no clock, no threads, no store. Invariant: at each instant every flow of every endpoint meets
+is wanted. `apply` and `attach` do the work, in proportion to what changed, and reach the kernel through PolicyDatapath
+alone. Otherwise pure: no clock, no threads, no store. Invariant: at each instant every flow of every endpoint meets
 either the verdict before a change or the one after it, never a third.
 """
 

@@ -1,4 +1,4 @@
-"""Match selectors with labels, and say in words what a selector asks for.
+"""Match selectors with labels, and describe in words what a selector requires.
 
 Used by the oracle, the selector cache and the doors. Pure. Invariant: a set of labels is parsed once and kept; nothing
 here depends on the order of labels or requirements.

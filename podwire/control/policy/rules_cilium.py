@@ -1,8 +1,8 @@
 """Decode CiliumNetworkPolicy, CiliumClusterwideNetworkPolicy and CiliumCIDRGroup (cilium.io/v2) into rules.
 
 Called wherever such a document enters: apply, the store's watch, tests. Pure. Invariant: layers 3 and 4 are carried
-out whole; every other field is refused by name, never ignored. `cilium.peers` and `cilium.ports`
-read the parts of rules.
+out completely; every other field is refused by name, never ignored. `cilium.peers` and `cilium.ports` read the parts
+of rules.
 """
 
 from collections.abc import Mapping

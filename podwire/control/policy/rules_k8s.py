@@ -2,7 +2,7 @@
 
 Called wherever such a document enters: apply, the store's watch, tests. Pure. Invariant: every field below `spec` is
 either carried out or refused by name. Source: networking.k8s.io/v1, NetworkPolicySpec, and the API server's own
-validation of it; where both leave room docs/policy.md says what was chosen.
+validation of it. Where both leave room, docs/policy.md says what podwire does.
 """
 
 from collections.abc import Mapping

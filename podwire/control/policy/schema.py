@@ -1,8 +1,8 @@
-"""Read documents of policies value by value: where each stands, what it must be, and every fault of the whole.
+"""Read documents of policies value by value: the path of each value, its type, and every fault of the document.
 
-Used by `rules_k8s` and `rules_cilium`. Reading never raises: it notes the fault and gives a neutral value; the decoder
-ends with `Faults.raise_if_any`. Invariant: a key that no reader knows is a fault, so that what is accepted is enforced
-whole. Absent and null are the same, as in Kubernetes; an empty list is neither.
+Used by `rules_k8s` and `rules_cilium`. Reading never raises: it notes the fault and returns a neutral value; the
+decoder ends with `Faults.raise_if_any`. Invariant: a key that no reader knows is a fault, so that what is accepted is
+enforced completely. Absent and null are the same, as in Kubernetes; an empty list is different from both.
 """
 
 import ipaddress

@@ -1,6 +1,6 @@
 """Answer "may X talk to Y, and why?" in the document that the command line and REST show.
 
-Called by the doors, with X and Y already resolved to parties. Pure; the answer is the oracle's, not the datapath's.
+The doors call it, with X and Y already resolved to parties. Pure; the answer is the oracle's, not the datapath's.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Find what a policy names and nothing has: labels that are kept out of identities, groups of CIDRs that do not exist.
+"""Find names in a policy that nothing has: labels that are kept out of identities, CIDR groups that do not exist.
 
-Called by the command line, to warn. Such a policy is valid, and enforced as it is written: a group may come later, and
-the filter is the node's. Pure. Invariant: what is found here matches nobody, whatever pods there are.
+Called by the command line, to warn. Such a policy is valid and is enforced as it is written: a group may come later,
+and the filter is a setting of the node. Pure. Invariant: what is found here matches nothing, whatever pods there are.
 """
 
 from collections.abc import Collection, Mapping

@@ -1,1 +1,1 @@
-"""The parts of a CiliumNetworkPolicy's rule: whom it speaks of, and which ports."""
+"""The parts of a CiliumNetworkPolicy's rule: its peers and its ports."""

@@ -1,7 +1,7 @@
-"""Read whom a CiliumNetworkPolicy speaks of: the endpoints it is about, and the peers of its rules.
+"""Read the subject of a CiliumNetworkPolicy and the peers of its rules.
 
-Called by `rules_cilium`. Pure. Invariant: selectors of endpoints never match who is no endpoint, unless they name a
-`reserved:` label themselves; a list that is there and empty selects nobody.
+Called by `rules_cilium`. Pure. Invariant: selectors of endpoints never match anything that is not an endpoint, unless
+they name a `reserved:` label themselves. A list that is present and empty selects no peer.
 """
 
 from collections.abc import Callable, Collection, Mapping

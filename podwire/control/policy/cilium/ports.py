@@ -1,7 +1,7 @@
 """Read `toPorts` and `icmps` of a CiliumNetworkPolicy's rule.
 
-Called by `rules_cilium`. Pure. Invariant: a rule that names neither speaks of every protocol; a list that is there and
-names nothing is a fault, because people would read it both ways.
+Called by `rules_cilium`. Pure. Invariant: a rule without either means every protocol. A list that is present and names
+nothing is a fault, because some people would read it as everything and others as nothing.
 """
 
 import re

@@ -1,1 +1,1 @@
-"""Realization: what was resolved comes into the datapath, slot by slot; and what became of it."""
+"""Realization: bring resolved policy into the datapath, slot by slot, and report the outcome."""

@@ -1,6 +1,6 @@
 """Endpoints whose rows an earlier process of the agent wrote, taken over with the first change.
 
-Owned by the engine. Pure but for reading slots. Invariant: what such a row names is in force until it is changed.
+Owned by the engine. Pure except for reading slots. Invariant: what such a row names is in force until it is changed.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,8 @@
-"""The datapath's map of CIDRs: prefixes come into it and leave it without any verdict changing by that alone.
+"""The datapath's map of CIDRs: adding or removing a prefix changes no verdict by itself.
 
-Owned by the engine. An address has the number of the longest prefix in the map: before a prefix comes, every slot has
-the entries for it that its addresses meet now; when it goes, its addresses meet those of the prefix around it.
+Owned by the engine. An address has the number of the longest prefix in the map. Before a prefix is added, every slot
+gets entries for it that equal what its addresses meet now. After it is removed, its addresses meet the entries of the
+prefix around it.
 """
 
 from collections.abc import Callable, Collection

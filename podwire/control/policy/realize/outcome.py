@@ -1,4 +1,4 @@
-"""What a change of policies came to, for those whose endpoints it concerns.
+"""The outcome of a change of policies, for the modules whose endpoints it concerns.
 
 Made by the engine, read by `control.endpoint` and the API. Values only.
 """

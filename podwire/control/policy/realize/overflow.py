@@ -1,4 +1,4 @@
-"""Say of policies that do not fit whose they are, so that a person knows which to change.
+"""Name the policies that need the most room when policies do not fit, so that a person knows which to change.
 
 Called by the engine when nothing can make room. Pure.
 """

@@ -1,10 +1,10 @@
-"""Slots: bring what a subject wants into the datapath, so that no flow meets a third verdict on the way.
+"""Slots: bring a subject's entries into the datapath so that no flow meets a third verdict on the way.
 
-Called by the engine. A change that only opens or only closes (in each direction) is made in place: entries are put
+Called by the engine. A change that only opens or only closes (in each direction) is made in place. Entries are put
 longest prefix first and removed shortest first, so that a packet's entry in one family changes once, and changes of
-several families all push its verdict the same way. Anything else is written under a new number, then all rows are
-flipped to it. Rows of endpoints, with a new revision, always come after entries. Invariant: a slot that any row may
-name is neither deleted nor partly filled.
+several families all move its verdict the same way. Any other change is written under a new number, and then all rows
+are switched to it. Rows of endpoints, with a new revision, always come after entries. Invariant: a slot that any row
+may name is neither deleted nor partly filled.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence

@@ -1,7 +1,7 @@
-"""The subjects of this node: which endpoint bears which identity, and which identities have work to do.
+"""The subjects of this node: which endpoint has which identity, and which identities have work to do.
 
-Owned by the engine. Pure. Invariant: an identity is a subject as long as an endpoint's row names it or is going to, and
-the index of subjects' labels knows exactly the subjects whose labels are known.
+Owned by the engine. Pure. Invariant: an identity is a subject for as long as an endpoint's row names it or is going
+to, and the index of subjects' labels contains exactly the subjects whose labels are known.
 """
 
 from collections.abc import Collection, Iterable, Iterator

@@ -1,8 +1,8 @@
 """Local identities of CIDRs: one number for each distinct prefix that a rule, an exception or a group names.
 
-Called by the engine. Pure. An address has the number of the longest prefix that contains it; a selector therefore
-selects the numbers of all prefixes inside its CIDRs and outside its exceptions, and that is exact. Numbers are given in
-order and never again. Invariant: every selection's members are right for the prefixes known at that moment.
+Called by the engine. Pure. An address has the number of the longest prefix that contains it. A selector therefore
+selects the numbers of all prefixes inside its CIDRs and outside its exceptions, and that is exact. Numbers are given
+in order and never reused. Invariant: every selection's members are right for the prefixes known at that moment.
 """
 
 import bisect

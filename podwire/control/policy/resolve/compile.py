@@ -1,8 +1,8 @@
-"""Rules into entries: one family of entries (one peer identity, one direction) at a time, exactly.
+"""Compile rules into entries: one family of entries (one peer identity, one direction) at a time, exactly.
 
-Called by `subject`. Pure. The program finds a family's entry by longest prefix of protocol and port; therefore each
-entry holds the best rule that covers the whole of the entry's prefix. Invariant: for every packet the longest entry of
-a block names a rule that wins among all rules of the block that cover the packet.
+Called by `subject`. Pure. The program finds a family's entry by the longest prefix of protocol and port. Each entry
+therefore holds the best rule that covers the whole of the entry's prefix. Invariant: for every packet the longest
+entry of a block names a rule that wins among all rules of the block that cover the packet.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,6 +1,6 @@
-"""What was noted and is not in force yet.
+"""Changes that were noted and are not in force yet.
 
-Owned by the engine. Pure. Invariant: of each name only the last wish is kept, so a batch of changes is one change.
+Owned by the engine. Pure. Invariant: only the last change of each name is kept, so a batch of changes is one change.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

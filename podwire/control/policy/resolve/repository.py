@@ -1,7 +1,7 @@
-"""The rules in force: which policies there are, whom each is for, and what changes when one of them does.
+"""The rules in force: which policies there are, which subjects each has, and what changes when one of them does.
 
-Called by the engine. Pure. A changed policy keeps those of its rules that are the same: only the others touch entries.
-Invariant: every selector of every rule is in use in the selector cache as long as the rule is here.
+Called by the engine. Pure. A changed policy keeps those of its rules that are the same; only the others touch entries.
+Invariant: every selector of every rule is in use in the selector cache for as long as the rule is here.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

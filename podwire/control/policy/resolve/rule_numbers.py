@@ -1,7 +1,8 @@
-"""Numbers for rules: what an entry, an event and a counter carry in place of a name.
+"""Numbers for rules, which entries, events and counters carry in place of a name.
 
-Called by the engine. Invariant: a rule keeps its number as long as its policy exists, and no number means two rules,
-also across restarts: numbers are reserved in spans, and a span is on disk before its first number is used.
+Called by the engine. Invariant: a rule keeps its number for as long as its policy exists, and no number ever stands
+for two rules, even across restarts: numbers are reserved in spans, and a span is on disk before its first number is
+used.
 """
 
 from collections import OrderedDict

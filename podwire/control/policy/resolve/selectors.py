@@ -1,9 +1,9 @@
-"""Selectors and whom they select, kept up as identities come and go.
+"""The selector cache: which identities each selector selects, kept up to date as identities come and go.
 
-Called by the engine. Pure. A new identity touches the selectors that could match it only: each is filed under the
-requirement that most narrows it, the few that have none (only negative ones) apart. A new selector asks sets of
-identities per label, never each identity. Invariant: `Selection.members` is what a comparison of every identity with
-the selector gives.
+Called by the engine. Pure. A new identity touches only the selectors that could match it. Each selector is filed under
+its most selective requirement; the few that have none (only negative ones) are kept apart. A new selector asks for
+sets of identities per label, never for each identity. Invariant: `Selection.members` is what a comparison of every
+identity with the selector gives.
 """
 
 from collections.abc import Iterable, Iterator

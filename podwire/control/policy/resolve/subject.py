@@ -1,7 +1,8 @@
-"""One identity of this node's endpoints: the rules that hold for it, and the entries they come to.
+"""One identity of this node's endpoints: the rules that apply to it, and the entries that result.
 
-Owned by the engine, brought to the datapath by `realize.slots`. Pure. Two states in one: what is wanted (`families`),
-and where the datapath has something else, what it has (`stale`). Invariant: the slot holds `families`, but for `stale`.
+Owned by the engine, brought to the datapath by `realize.slots`. Pure. It has two states in one: what is wanted
+(`families`), and, where the datapath has something else, what it has (`stale`). Invariant: the slot holds `families`,
+except for `stale`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator

@@ -119,7 +119,12 @@ class FullDisk(Facts):
 
 class Rig:
     def __init__(
-        self, store: Any = None, settings: Any = OVERLAY, name: Any = "n1", facts: Any = None
+        self,
+        store: Any = None,
+        settings: Any = OVERLAY,
+        name: Any = "n1",
+        facts: Any = None,
+        store_hosts: tuple[str, ...] = (),
     ) -> None:
         self.store = store or MemoryStore()
         self.kernel, self.news, self.facts = FakeCluster(), FakeNews(), Facts(facts or {})
@@ -127,7 +132,7 @@ class Rig:
         self.health = Health(FakeClock())
         self.metrics = Metrics()
         self.duty = ClusterDuty(
-            options=ClusterOptions(node_name=name, settings=settings),
+            options=ClusterOptions(name, settings, store_hosts=store_hosts),
             store=self.store,
             datapath=self.kernel,
             table=self.table,

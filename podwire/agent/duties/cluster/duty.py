@@ -110,7 +110,7 @@ class ClusterDuty:
             numbers,
             PoolGrants.load(self._saved_grants),
         )
-        self._store_addresses = StoreAddresses(options.store_hosts)
+        self._store_addresses = StoreAddresses(options.store_hosts, self.ranges_changed)
         self.lock = threading.Lock()
         self.follower = StoreFollower("cluster-watch", self.store, KINDS, self, self.memory)
         self._applier = Applier(self, self.datapath, self.turn, self.metrics)
@@ -141,6 +141,7 @@ class ClusterDuty:
         self._lives.stop()
         self.follower.stop()
         self._publisher.stop()
+        self._store_addresses.stop()
         self._applier.stop()
 
     def pods_changed(self) -> None:
@@ -270,10 +271,9 @@ class ClusterDuty:
             found, self.state.own_overwritten = self.state.own_overwritten, False
         return found
 
-    def look_up_store(self) -> None:
-        """Look up where the store is, now and then; on a thread that may wait."""
-        if self._store_addresses.look_up():
-            self._applier.wake(look=True)
+    def follow_store(self) -> None:
+        """Have it looked up where the store is, now and then; waits for nothing."""
+        self._store_addresses.follow()
 
     def _save_grants(self) -> None:
         """Keep what pools have given: one may be gone when the agent starts again. A full disk costs only that."""

@@ -44,7 +44,7 @@ static __always_inline bool is_over(const struct pw_conntrack_value *entry,
 {
 	__u64 age_ns = now_ns - entry->last_seen_ns;
 
-	if (!usage)
+	if (!usage || entry->flags & PW_CONNTRACK_LEFT)
 		return true;
 	/* an entry may be younger than this walk */
 	return (__s64)age_ns > (__s64)(entry->lifetime_s * PW_NS_PER_SECOND);
@@ -66,11 +66,11 @@ static long visit_entry(void *shard, struct pw_conntrack_key *key, struct pw_con
 		entry->flags |= PW_CONNTRACK_EXPIRED;
 		return 0;
 	}
+	if (usage && entry->charged && __sync_lock_test_and_set(&entry->charged, 0))
+		__sync_fetch_and_add(&usage->connections[key->direction & 1], -1);
 	if (bpf_map_delete_elem(shard, key))
 		return 0;
 	walk->removed += 1;
-	if (usage)
-		__sync_fetch_and_add(&usage->connections[key->direction & 1], -1);
 	return 0;
 }
 

@@ -75,7 +75,7 @@ static __always_inline bool passes_stack_by(struct pw_flow *flow,
 
 	if (!entry)
 		return flow->native && opens_tcp(flow->tcp_flags) &&
-		       !bpf_map_lookup_elem(&pw_endpoints, flow->key.saddr);
+		       !find_endpoint(flow->key.saddr);
 	if (match->related) {
 		flow->source_identity = entry->peer_identity;
 		return entry->path == PW_PATH_NATIVE;

@@ -88,7 +88,7 @@ PW_CHECKED_ALONE int identify_sender(struct __sk_buff *skb, struct pw_flow *flow
 static __always_inline bool is_no_source(struct pw_flow *flow)
 {
 	return is_multicast(flow->key.saddr) || is_unroutable(flow->key.saddr) ||
-	       is_gateway(flow->key.saddr) || bpf_map_lookup_elem(&pw_endpoints, flow->key.saddr);
+	       is_gateway(flow->key.saddr) || find_endpoint(flow->key.saddr);
 }
 
 /* Nodes speak for their own pods and addresses; for the rest of the world only as the world. Behind a node's address may

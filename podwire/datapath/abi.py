@@ -162,6 +162,8 @@ class ConntrackFlags(enum.IntFlag):
     TRANSLATED = 32
     NEW = 64
     LEFT = 128
+    CONNECTION = 256
+    UNPROTECTED = 512
 
 
 class ConntrackKind(enum.IntEnum):

@@ -166,7 +166,7 @@ class OtherNodes:
     def apply_own(self, own: NodePlan) -> None:
         """Put what the node says of itself into force, beside what is known of the others."""
         tables.write_settings(
-            self._maps, conntrack_quota=own.conntrack_quota, tunnel_port=self._port(own)
+            self._maps, conntrack_quota=own.own_conntrack_quota, tunnel_port=self._port(own)
         )
         tables.remove_surplus(self._maps.pw_ipcache, self._put_ipcache(own))
         routes.ensure_block_routes(self._netlink, own.node_cidrs)

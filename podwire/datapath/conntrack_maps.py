@@ -1,17 +1,24 @@
-"""The memory of flows as typed rows: connections in their shards.
+"""The memory of flows as typed rows: connections in their shards, new flows beside them, and what nears its limit.
 
-Called by `datapath.rows` and `datapath.upgrade`. Never writes a flow: that is what the programs do.
+Called by `datapath.rows`, `datapath.upgrade` and `datapath.node`. Never writes a flow: that is what the programs do.
 """
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from podwire.datapath import abi
-from podwire.datapath.maps import NodeMaps, from_mapped
+from podwire.datapath.host import HostWarning
+from podwire.datapath.maps import NodeMaps, from_mapped, list_usage, read_settings
 from podwire.kernel import bpf
 from podwire.model.endpoint import IPAddress
 from podwire.model.errors import Bug
 from podwire.model.ids import EndpointId
+
+NEAR: Final = 0.8
+"""Share of a limit from which on people are told."""
+NS_PER_S: Final = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -44,20 +51,82 @@ def open_conntrack_shards(maps: NodeMaps) -> Iterator[bpf.Map]:
             yield shard
 
 
+def open_new_flows(maps: NodeMaps) -> bpf.Map:
+    """Open the hash of flows that are no connections yet; the caller closes it."""
+    raw_id = maps.pw_new_flows.lookup(bytes(4))
+    found = None if raw_id is None else bpf.open_map_by_id(int.from_bytes(raw_id, "little"))
+    if found is None:
+        raise Bug("open new flows: the slot was replaced meanwhile")
+    return found
+
+
 def list_conntrack(maps: NodeMaps, instance: EndpointId | None = None) -> Iterator[ConntrackRow]:
     """Walk the remembered flows, of one endpoint or of all. Slow: reads every shard."""
-    wanted = b"" if instance is None else instance.to_bytes(4, "little")
+    with open_new_flows(maps) as rows:
+        yield from _list_rows(rows, instance)
     for shard in open_conntrack_shards(maps):
-        for raw_key, raw in shard.items():
-            if raw_key.startswith(wanted):
-                key = abi.ConntrackKey.unpack(raw_key)
-                yield ConntrackRow(
-                    instance=EndpointId(key.instance),
-                    direction=abi.Direction(key.direction),
-                    protocol=key.protocol,
-                    source=from_mapped(key.saddr),
-                    destination=from_mapped(key.daddr),
-                    source_port=key.sport,
-                    destination_port=key.dport,
-                    value=abi.ConntrackValue.unpack(raw),
+        yield from _list_rows(shard, instance)
+
+
+def _list_rows(rows: bpf.Map, instance: EndpointId | None) -> Iterator[ConntrackRow]:
+    wanted = b"" if instance is None else instance.to_bytes(4, "little")
+    now_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    for raw_key, raw in rows.items():
+        if not raw_key.startswith(wanted):
+            continue
+        key, value = abi.ConntrackKey.unpack(raw_key), abi.ConntrackValue.unpack(raw)
+        if _is_over(value, now_ns):
+            continue
+        yield ConntrackRow(
+            instance=EndpointId(key.instance),
+            direction=abi.Direction(key.direction),
+            protocol=key.protocol,
+            source=from_mapped(key.saddr),
+            destination=from_mapped(key.daddr),
+            source_port=key.sport,
+            destination_port=key.dport,
+            value=value,
+        )
+
+
+def _is_over(value: abi.ConntrackValue, now_ns: int) -> bool:
+    """Tell whether a row stands for nothing any more: nobody takes it out of the hash of new flows."""
+    if value.flags & abi.ConntrackFlags.LEFT:
+        return True
+    stays = not value.flags & abi.ConntrackFlags.NEW
+    return not stays and now_ns - value.last_seen_ns > value.lifetime_s * NS_PER_S
+
+
+def count_conntrack(maps: NodeMaps) -> int:
+    """Count the connections without reading them: what the endpoints are charged with."""
+    return sum(sum(value.connections) for _, value in list_usage(maps))
+
+
+def conntrack_capacity(maps: NodeMaps) -> int:
+    """Give how many connections fit into all shards together."""
+    return sum(shard.info.max_entries for shard in open_conntrack_shards(maps))
+
+
+def find_pressure(maps: NodeMaps) -> list[HostWarning]:
+    """Name what nears its limit, before anything is lost, and what is beyond it."""
+    found = []
+    held, capacity = count_conntrack(maps), conntrack_capacity(maps)
+    if held >= NEAR * capacity:
+        found.append(
+            HostWarning(
+                f"{held} of {capacity} connections are open; beyond that they are not protected from a flood",
+                "raise conntrack_entries",
+            )
+        )
+    quota = read_settings(maps).conntrack_quota
+    for instance, usage in list_usage(maps):
+        for direction, who in ((abi.Direction.EGRESS, "it"), (abi.Direction.INGRESS, "others")):
+            if usage.connections[direction] >= NEAR * quota:
+                found.append(
+                    HostWarning(
+                        f"endpoint {instance} has {usage.connections[direction]} of {quota} connections that {who}"
+                        " may have opened; beyond that they are not protected from a flood",
+                        "raise conntrack_quota, or look who opens them with 'podwire bpf ct list'",
+                    )
                 )
+    return found

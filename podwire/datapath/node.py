@@ -24,6 +24,7 @@ from podwire.datapath import maps as tables
 from podwire.datapath import rows as documents
 from podwire.datapath.carrier import await_carrier
 from podwire.datapath.cluster import OtherNodes, read_underlay
+from podwire.datapath.conntrack_maps import find_pressure
 from podwire.datapath.device import HostSide, LeftoverDevice, Programs, Reaper
 from podwire.datapath.events import EventReader
 from podwire.datapath.host import (
@@ -464,12 +465,9 @@ class KernelDatapath:
     def find_host_warnings(self) -> list[HostWarning]:
         """Name what on this host breaks pods' traffic, and what differs in the node's own table."""
         node = self._node
-        found = find_warnings(
-            node.netlink,
-            node.nft,
-            ipv4=self.plan.has_family(4),
-            ipv6=self.plan.has_family(6),
-        )
+        four, six = self.plan.has_family(4), self.plan.has_family(6)
+        found = find_pressure(node.loaded.maps)
+        found += find_warnings(node.netlink, node.nft, ipv4=four, ipv6=six)
         return found + [
             HostWarning(
                 text, "the agent writes it anew when it next looks at the way to other nodes"

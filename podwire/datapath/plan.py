@@ -6,6 +6,7 @@ blocks are marked as such, so that an address nobody has is refused instead of b
 """
 
 import ipaddress
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +21,23 @@ from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.rtnl.route import list_addresses, read_address
 from podwire.model.endpoint import IPAddress
 
+MOST_CONNECTIONS: Final = 1_048_576
+LEAST_CONNECTIONS: Final = 65_536
 DEFAULT_OBJECT_DIRECTORY: Final = Path(__file__).resolve().parents[2] / "build" / "bpf"
 """Where scripts/setup puts the compiled objects."""
+
+
+def entries_for(memory_bytes: int) -> int:
+    """Compute how many connections a machine's memory is good for: 1,048,576 from 8 GB on.
+
+    Compared with 7.5 GiB, because a machine of 8 GB never shows all of it.
+    """
+    share = MOST_CONNECTIONS * memory_bytes // (15 << 29)
+    return min(max(share, LEAST_CONNECTIONS), MOST_CONNECTIONS)
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +61,10 @@ class NodePlan:
     masquerade: bool = True
     masquerade_except: tuple[IPNetwork, ...] = ()
     tunnel_port: int = 0
-    conntrack_entries: int = 131_072
-    conntrack_quota: int = 16_384
+    conntrack_entries: int = 0
+    """0 = as many as the machine's memory is good for."""
+    conntrack_quota: int = 0
+    """Of one endpoint, for each side of opening; 0 = a sixteenth of all."""
     policy_entries: int = 131_072
     """Rows of all policy slots together; about 160 bytes of kernel memory each, taken as they come."""
     constants: dict[str, int] = field(default_factory=dict)
@@ -55,13 +73,18 @@ class NodePlan:
     @property
     def capacities(self) -> Capacities:
         """Sizes of the maps that the settings choose."""
-        return Capacities(conntrack_entries=self.conntrack_entries)
+        return Capacities(self.conntrack_entries or entries_for(_memory_bytes()))
+
+    @property
+    def own_conntrack_quota(self) -> int:
+        """Connections of one endpoint, of each side of opening."""
+        return self.conntrack_quota or self.capacities.conntrack_entries // 16
 
     @property
     def flow_limits(self) -> dict[str, int]:
         """What one endpoint may have of the memory of flows, as the node's knobs name it."""
         return {
-            "conntrack_quota": self.conntrack_quota,
+            "conntrack_quota": self.own_conntrack_quota,
             "new_flow_rate": self.capacities.new_flow_rate,
         }
 

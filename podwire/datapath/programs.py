@@ -10,7 +10,6 @@ import contextlib
 import errno
 import fcntl
 import logging
-import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -69,9 +68,8 @@ class Capacities:
 
     @property
     def shard_entries(self) -> int:
-        """Rows of one conntrack shard: an even share and four times its spread, for hashes are not even."""
-        share = self.conntrack_entries // abi.CONNTRACK_SHARDS
-        return share + 4 * math.isqrt(share)
+        """Rows of one conntrack shard. What finds no room in a full one is remembered elsewhere."""
+        return -(-self.conntrack_entries // abi.CONNTRACK_SHARDS)
 
     @property
     def new_flow_entries(self) -> int:

@@ -183,26 +183,16 @@ def describe_maps(maps: NodeMaps, fills: Mapping[str, tuple[int, int]] | None = 
     ]
 
 
-def count_conntrack(maps: NodeMaps) -> int:
-    """Count the remembered flows without reading them: what the endpoints are charged with."""
-    return sum(sum(value.connections) for _, value in typed.list_usage(maps))
-
-
-def conntrack_capacity(maps: NodeMaps) -> int:
-    """Give how many flows fit into all shards together."""
-    return sum(shard.info.max_entries for shard in conntrack_maps.open_conntrack_shards(maps))
-
-
 def _capacity(maps: NodeMaps, own_name: str) -> int:
     if own_name == "pw_conntrack":
-        return conntrack_capacity(maps)
+        return conntrack_maps.conntrack_capacity(maps)
     found: bpf.Map = getattr(maps, own_name)
     return found.info.max_entries
 
 
 def _count(maps: NodeMaps, own_name: str) -> int:
     if own_name == "pw_conntrack":
-        return count_conntrack(maps)
+        return conntrack_maps.count_conntrack(maps)
     found: bpf.Map = getattr(maps, own_name)
     return len(list(found.keys()))
 

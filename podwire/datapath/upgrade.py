@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from podwire.datapath import abi
-from podwire.datapath.conntrack_maps import list_conntrack, open_shards
+from podwire.datapath.conntrack_maps import list_conntrack, open_new_flows, open_shards
 from podwire.datapath.device import Programs, list_devices
 from podwire.datapath.maps import NodeMaps, list_usage
 from podwire.datapath.native import NetdevProgram, list_attached, replace_attached
@@ -248,26 +248,33 @@ def resize_conntrack(maps: NodeMaps, capacities: Capacities) -> bool:
     Copied before and after the slots are turned over: the update of a slot returns when no program
     uses the old hash any more, so the second copy misses nothing.
     """
-    wanted = capacities.shard_entries
+    flows = _replace_inner(maps.pw_conntrack, open_shards(maps), capacities.shard_entries)
+    flows += _replace_inner(maps.pw_new_flows, [open_new_flows(maps)], capacities.new_flow_entries)
+    if not flows:
+        return False
+    recount_usage(maps)
+    _log.info("resized conntrack", extra={"new": capacities.conntrack_entries, "count": flows})
+    return True
+
+
+def _replace_inner(outer: bpf.Map, opened: Iterable[bpf.Map], wanted: int) -> int:
+    """Give the hashes in a map of maps another size; how many rows were copied, and one for each hash."""
     with ExitStack() as stack:
-        old = [stack.enter_context(one) for one in open_shards(maps)]
+        old = [stack.enter_context(one) for one in opened]
         if all(one.info.max_entries == wanted for one in old):
-            return False
+            return 0
         new = [
             stack.enter_context(bpf.create_like(one, one.name, max_entries=wanted)) for one in old
         ]
         pairs = list(zip(old, new, strict=True))
         flows = sum(_carry_flows(*pair) for pair in pairs)
-        maps.pw_conntrack.update_batch(
+        outer.update_batch(
             [
                 (index.to_bytes(4, "little"), one.fd.to_bytes(4, "little"))
                 for index, one in enumerate(new)
             ]
         )
-        flows += sum(_carry_flows(*pair) for pair in pairs)
-    recount_usage(maps)
-    _log.info("resized conntrack", extra={"new": capacities.conntrack_entries, "count": flows})
-    return True
+        return flows + sum(_carry_flows(*pair) for pair in pairs) + len(new)
 
 
 def recount_usage(maps: NodeMaps) -> None:
@@ -276,7 +283,9 @@ def recount_usage(maps: NodeMaps) -> None:
     After rows were copied while programs and collector went on; a flow that opens or ends in this
     very moment is miscounted by one.
     """
-    counts = Counter((flow.instance, flow.direction) for flow in list_conntrack(maps))
+    counts = Counter(
+        (flow.instance, flow.direction) for flow in list_conntrack(maps) if flow.value.charged
+    )
     for instance, row in list_usage(maps):
         found = counts[instance, abi.Direction.EGRESS], counts[instance, abi.Direction.INGRESS]
         if row.connections != found:

@@ -77,12 +77,19 @@ def vlan(frame: bytes, tag: int) -> bytes:
 
 
 def tcp(
-    source: int, destination: int, flags: int, payload: bytes = b"", options: bytes = b""
+    source: int,
+    destination: int,
+    flags: int,
+    payload: bytes = b"",
+    options: bytes = b"",
+    acknowledged: int = 2,
 ) -> Segment:
-    """Make a TCP segment; `options` is padded to words."""
+    """Make a TCP segment, the first of its sender, that answers another one; `options` is padded to words."""
     options += b"\0" * (-len(options) % 4)
     words = 5 + len(options) // 4
-    header = struct.pack("!HHIIBBHHH", source, destination, 1, 1, words << 4, flags, 512, 0, 0)
+    header = struct.pack(
+        "!HHIIBBHHH", source, destination, 1, acknowledged, words << 4, flags, 512, 0, 0
+    )
     return Segment(TCP, header + options + payload, 16)
 
 

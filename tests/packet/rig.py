@@ -218,6 +218,7 @@ class Rig:
         tunnel_port: int = TUNNEL_PORT,
         tunnel_ifindex: int = 0,
         native_ifindex: int = 0,
+        new_flow_rate: int = NEW_FLOW_RATE,
     ) -> None:
         """Write the node's knobs."""
         self.maps["pw_settings"].update(
@@ -230,7 +231,7 @@ class Rig:
                 tunnel_ifindex=tunnel_ifindex,
                 native_ifindex=native_ifindex,
                 tunnel_mark=TUNNEL_MARK,
-                new_flow_rate=NEW_FLOW_RATE,
+                new_flow_rate=new_flow_rate,
             ).pack(),
         )
 
@@ -325,13 +326,14 @@ class Rig:
     def entries(
         self, endpoint: Endpoint | None = None
     ) -> dict[abi.ConntrackKey, abi.ConntrackValue]:
-        """Give the remembered flows, of all endpoints or of one."""
+        """Give the remembered flows, of all endpoints or of one; rows that their flow has left are none."""
         return {
-            key: abi.ConntrackValue.unpack(value)
-            for shard in (*self.shards, self.new_flows)
-            for raw, value in shard.items()
-            for key in [abi.ConntrackKey.unpack(raw)]
+            key: value
+            for shard in (self.new_flows, *self.shards)
+            for raw_key, raw in shard.items()
+            for key, value in [(abi.ConntrackKey.unpack(raw_key), abi.ConntrackValue.unpack(raw))]
             if endpoint is None or key.instance == endpoint.instance
+            if not value.flags & abi.ConntrackFlags.LEFT
         }
 
     def entry(self, endpoint: Endpoint) -> tuple[abi.ConntrackKey, abi.ConntrackValue]:
@@ -359,10 +361,14 @@ class Rig:
         self.maps["pw_usage"].update(endpoint.instance.to_bytes(4, "little"), usage)
 
     def usage(self, endpoint: Endpoint) -> int:
-        """Give how many flows an endpoint is charged with."""
+        """Give how many connections an endpoint is charged with."""
+        return sum(self.usage_row(endpoint).connections)
+
+    def usage_row(self, endpoint: Endpoint) -> abi.UsageValue:
+        """Give what an endpoint uses."""
         raw = self.maps["pw_usage"].lookup(endpoint.instance.to_bytes(4, "little"))
         assert raw is not None
-        return sum(abi.UsageValue.unpack(raw).connections)
+        return abi.UsageValue.unpack(raw)
 
     def metrics(self) -> dict[tuple[abi.Hook, DropReason, abi.Path], tuple[int, int]]:
         """Give (packets, bytes) of each outcome, summed over the CPUs."""

@@ -15,9 +15,9 @@ import pytest
 from podwire.datapath import abi
 from podwire.datapath.abi import Action, ConntrackFlags, DropReason
 from podwire.kernel import bpf
-from tests.packet.frames import RST, SYN, ipv4, tcp, udp
+from tests.packet.frames import ACK, RST, SYN, ipv4, tcp, udp
 from tests.packet.leave_collector import LEFT_ENTRIES, start_collector
-from tests.packet.rig import ROOT, WORLD_4, ZERO, A, B, Rig, open_rig
+from tests.packet.rig import OUTSIDE, ROOT, WORLD_4, ZERO, A, B, Endpoint, Rig, open_rig
 
 pytestmark = pytest.mark.packet
 
@@ -70,6 +70,15 @@ def collector(rig: Rig) -> Iterator[Collector]:
         yield running
 
 
+def converse(rig: Rig, endpoint: Endpoint, port: int) -> None:
+    """Ask, be answered, ask again: a connection."""
+    ask = ipv4(endpoint.ipv4, WORLD_4, udp(port, 53))
+    rig.sent(endpoint, ask)
+    answer = ipv4(WORLD_4, endpoint.ipv4, udp(53, port))
+    rig.received(endpoint, answer, ingress_ifindex=OUTSIDE)
+    rig.sent(endpoint, ask)
+
+
 def age(rig: Rig, key: abi.ConntrackKey, seconds: float, *, lifetime_s: int = 5) -> None:
     """Make an entry one that was last used some seconds ago."""
     now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
@@ -78,7 +87,7 @@ def age(rig: Rig, key: abi.ConntrackKey, seconds: float, *, lifetime_s: int = 5)
 
 def test_what_is_over_goes_and_what_lives_stays(rig: Rig, collector: Collector) -> None:
     for port in (1, 2, 3):
-        rig.sent(A, ipv4(A.ipv4, WORLD_4, udp(1000 + port, 53)))
+        converse(rig, A, 1000 + port)
     old, ripe, young = sorted(rig.entries(A), key=lambda key: key.sport)
     age(rig, old, 3000)
     age(rig, ripe, 5.5)
@@ -92,7 +101,7 @@ def test_what_is_over_goes_and_what_lives_stays(rig: Rig, collector: Collector) 
 
 def test_an_entry_that_is_used_in_time_stays(rig: Rig, collector: Collector) -> None:
     packet = ipv4(A.ipv4, WORLD_4, udp(1000, 53))
-    rig.sent(A, packet)
+    converse(rig, A, 1000)
     key, entry = rig.entry(A)
     for _ in range(USES):
         # Two of these would be more than its lifetime: each use must have counted.
@@ -101,12 +110,12 @@ def test_an_entry_that_is_used_in_time_stays(rig: Rig, collector: Collector) -> 
         collector.wait_rounds(1)
         assert set(rig.entries(A)) == {key}
         entry = rig.entries(A)[key]
-    assert entry.packets[0] == 1 + USES
+    assert entry.packets[0] == 2 + USES
     assert collector.state().examined
 
 
 def test_a_marked_entry_that_turns_out_to_live_is_unmarked(rig: Rig, collector: Collector) -> None:
-    rig.sent(A, ipv4(A.ipv4, WORLD_4, udp(1000, 53)))
+    converse(rig, A, 1000)
     key, _ = rig.entry(A)
     rig.change_entry(key, flags=ConntrackFlags.EXPIRED)
     assert eventually(lambda: not rig.entries(A)[key].flags & ConntrackFlags.EXPIRED)
@@ -118,8 +127,8 @@ def test_flows_of_an_endpoint_that_is_gone_are_collected_at_once(
     rig: Rig, collector: Collector
 ) -> None:
     for port in range(50):
-        rig.sent(A, ipv4(A.ipv4, WORLD_4, tcp(1000 + port, 80, SYN)))
-    rig.sent(B, ipv4(B.ipv4, WORLD_4, udp(1000, 53)))
+        converse(rig, A, 1000 + port)
+    converse(rig, B, 1000)
     rig.maps["pw_usage"].delete(A.instance.to_bytes(4, "little"))
     assert eventually(lambda: not rig.entries(A))
     assert rig.usage(B) == len(rig.entries(B)) == 1
@@ -162,8 +171,13 @@ def flood(rig: Rig, *, rate: int, seconds: float, tick_ms: int) -> None:
 
 def open_and_reset(rig: Rig, number: int) -> None:
     source, host = 1024 + number % 60000, 1 + number // 60000
-    for flags in (SYN, RST):
-        outcome = rig.sent(A, ipv4(A.ipv4, f"198.51.100.{host}", tcp(source, 80, flags)))
+    far = f"198.51.100.{host}"
+    for flags in (SYN, SYN | ACK, ACK, RST):
+        if flags == SYN | ACK:
+            answer = ipv4(far, A.ipv4, tcp(80, source, flags))
+            outcome = rig.received(A, answer, ingress_ifindex=OUTSIDE)
+        else:
+            outcome = rig.sent(A, ipv4(A.ipv4, far, tcp(source, 80, flags)))
         assert outcome.reason == DropReason.NONE, number
 
 

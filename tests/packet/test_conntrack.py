@@ -8,6 +8,7 @@ from podwire.datapath.abi import (
     Action,
     ConfigFlags,
     ConntrackFlags,
+    ConntrackValue,
     Direction,
     DropReason,
     Path,
@@ -26,7 +27,6 @@ from tests.packet.rig import (
     A,
     B,
     Endpoint,
-    Outcome,
     Rig,
 )
 
@@ -47,8 +47,8 @@ def to_world(segment: frames.Segment) -> bytes:
     return ipv4(A.ipv4, WORLD_4, segment)
 
 
-def from_world(segment: frames.Segment) -> bytes:
-    return ipv4(WORLD_4, A.ipv4, segment)
+def from_world(segment: frames.Segment, to: Endpoint = A) -> bytes:
+    return ipv4(WORLD_4, to.ipv4, segment)
 
 
 def open_connection(rig: Rig) -> None:
@@ -107,52 +107,98 @@ def test_what_is_denied_leaves_no_entry(rig: Rig) -> None:
 # how many
 
 
-def fill(rig: Rig, sender: Endpoint, count: int, source: int = 10000) -> list[Outcome]:
-    packets = [ipv4(sender.ipv4, WORLD_4, udp(source + n, 53)) for n in range(count)]
-    return [rig.sent(sender, packet) for packet in packets]
-
-
-def test_an_endpoint_over_its_quota_opens_no_flow_and_keeps_those_it_has(rig: Rig) -> None:
-    outcomes = fill(rig, A, QUOTA + 20)
-    assert {one.reason for one in outcomes[:QUOTA]} == {DropReason.NONE}
-    assert {one.reason for one in outcomes[QUOTA:]} == {DropReason.CONNTRACK_QUOTA}
-    assert rig.usage(A) == len(rig.entries(A)) == QUOTA
-    rig.change(A, flags=ALLOW | IN)
-    for number in (0, QUOTA - 1):
-        assert rig.sent(A, to_world(udp(10000 + number, 53))).action == Action.STACK
-        answer = from_world(udp(53, 10000 + number))
+def converse(rig: Rig, count: int, source: int = 10000) -> None:
+    """Let A ask, be answered, and ask again, from many ports: connections."""
+    for port in range(source, source + count):
+        ask, answer = to_world(udp(port, 53)), from_world(udp(53, port))
+        assert rig.sent(A, ask).action == Action.STACK
         assert rig.received(A, answer, ingress_ifindex=OUTSIDE).action == Action.STACK
-    assert fill(rig, B, 1)[0].reason == DropReason.NONE
+        assert rig.sent(A, ask).action == Action.STACK
 
 
-def test_a_full_receiver_refuses_without_harm_to_the_sender(rig: Rig) -> None:
-    for number in range(QUOTA):
-        rig.sent(SMALL, ipv4(SMALL.ipv4, B.ipv4, udp(10000 + number, 53)))
-    outcome = rig.sent(A, to_b(udp(4000, 53)))
-    assert (outcome.reason, outcome.decision.instance) == (DropReason.CONNTRACK_QUOTA, B.instance)
-    assert rig.usage(A) == 1
+def be_asked(rig: Rig, count: int) -> None:
+    """Let the world speak with B in the same way."""
+    for port in range(10000, 10000 + count):
+        ask, answer = from_world(udp(port, 53), B), ipv4(B.ipv4, WORLD_4, udp(53, port))
+        for _ in range(2):
+            assert rig.received(B, ask, ingress_ifindex=OUTSIDE).action == Action.STACK
+            assert rig.sent(B, answer).action == Action.STACK
 
 
-def test_a_full_table_refuses_new_flows_and_keeps_the_old_ones(rig: Rig) -> None:
-    rig.write_settings(quota=1 << 30)
-    rig.sent(A, to_world(udp(999, 53)))
-    tries = SHARD_ROWS * len(rig.shards) * 2
-    reasons = [one.reason for one in fill(rig, A, tries)]
-    assert set(reasons) == {DropReason.NONE, DropReason.CONNTRACK_FULL}
-    # a preallocated hash has a few more rows than asked for: one or so for each CPU
-    assert len(rig.entries()) >= SHARD_ROWS * len(rig.shards)
-    assert rig.usage(A) == len(rig.entries(A))
+def is_connection(value: ConntrackValue) -> bool:
+    return not value.flags & ConntrackFlags.NEW
+
+
+def count_connections(rig: Rig, endpoint: Endpoint) -> int:
+    return sum(map(is_connection, rig.entries(endpoint).values()))
+
+
+def test_beyond_its_quota_an_endpoint_has_new_flows_and_nothing_is_refused(rig: Rig) -> None:
+    converse(rig, QUOTA + 20)
+    assert rig.usage_row(A).connections == (QUOTA, 0)
+    assert rig.usage_row(A).unprotected == (20, 0)
+    assert count_connections(rig, A) == QUOTA
+    assert len(rig.entries(A)) == QUOTA + 20
     rig.change(A, flags=ALLOW | IN)
-    answer = from_world(udp(53, 999))
-    assert rig.received(A, answer, ingress_ifindex=OUTSIDE).action == Action.STACK
+    for port in (10000, 10000 + QUOTA + 19):
+        answer = from_world(udp(53, port))
+        assert rig.received(A, answer, ingress_ifindex=OUTSIDE).action == Action.STACK
 
 
-def test_flows_spread_over_all_shards(rig: Rig) -> None:
+def test_what_others_open_has_a_quota_of_its_own(rig: Rig) -> None:
+    be_asked(rig, QUOTA + 5)
+    assert rig.usage_row(B).connections == (0, QUOTA)
+    ask, answer = ipv4(B.ipv4, WORLD_4, udp(4000, 53)), from_world(udp(53, 4000), B)
+    rig.sent(B, ask)
+    rig.received(B, answer, ingress_ifindex=OUTSIDE)
+    rig.sent(B, ask)
+    assert rig.usage_row(B).connections == (1, QUOTA)
+
+
+def test_a_connection_that_finds_room_later_is_protected_then(rig: Rig) -> None:
+    converse(rig, QUOTA + 1)
+    rig.write_settings(quota=QUOTA + 1)
+    rig.sent(A, to_world(udp(10000 + QUOTA, 53)))
+    assert rig.usage(A) == count_connections(rig, A) == QUOTA + 1
+
+
+def test_a_full_table_refuses_nothing_and_keeps_what_it_has(rig: Rig) -> None:
     rig.write_settings(quota=1 << 30)
-    fill(rig, A, 1280)
+    converse(rig, 1, source=999)
+    converse(rig, SHARD_ROWS * len(rig.shards) * 2)
+    assert count_connections(rig, A) == SHARD_ROWS * len(rig.shards) == rig.usage(A)
+    rig.change(A, flags=ALLOW | IN)
+    for port in (999, 9999 + SHARD_ROWS * len(rig.shards) * 2):
+        answer = from_world(udp(53, port))
+        assert rig.received(A, answer, ingress_ifindex=OUTSIDE).action == Action.STACK
+
+
+def test_connections_spread_over_all_shards(rig: Rig) -> None:
+    rig.write_settings(quota=1 << 30)
+    converse(rig, 1280)
     rows = [len(list(shard.keys())) for shard in rig.shards]
     assert min(rows) >= 5
     assert max(rows) <= 45
+
+
+@pytest.mark.parametrize("rate", [100, 1000])
+def test_new_flows_beyond_the_rate_pass_and_are_not_remembered(rig: Rig, rate: int) -> None:
+    rig.write_settings(new_flow_rate=rate)
+    for port in range(3000):
+        assert rig.sent(A, to_world(udp(10000 + port, 53))).action == Action.STACK
+    row = rig.usage_row(A)
+    assert len(rig.entries(A)) + row.unremembered[Direction.EGRESS] == 3000
+    assert row.unremembered[Direction.EGRESS] > 0
+    # each side of opening has a rate of its own
+    assert rig.received(A, from_world(udp(9, 9)), ingress_ifindex=OUTSIDE).action == Action.STACK
+    assert any(key.direction == Direction.INGRESS for key in rig.entries(A))
+
+
+def test_the_receiver_forgets_what_its_sender_is_not_remembered_for(rig: Rig) -> None:
+    rig.write_settings(new_flow_rate=1)
+    for port in range(100):
+        assert rig.sent(A, to_b(udp(10000 + port, 53))).action == Action.PEER
+    assert len(rig.entries(B)) == len(rig.entries(A)) < 5
 
 
 def test_an_endpoint_without_a_usage_row_opens_no_flow(rig: Rig) -> None:
@@ -233,10 +279,16 @@ def test_a_cut_packet_takes_its_flow_to_the_stack_and_back(rig: Rig) -> None:
 
 
 def test_tcp_in_mid_stream_without_an_entry_takes_the_stack(rig: Rig) -> None:
-    for flags in (ACK, SYN | ACK, FIN | ACK, RST):
+    for flags in (ACK, FIN | ACK, RST):
         outcome = rig.sent(A, to_b(tcp(4000, 80, flags)))
         assert (outcome.action, outcome.path) == (Action.STACK, Path.STACK), flags
         rig.forget(A)
+
+
+def test_a_syn_ack_without_an_entry_takes_the_shortest_way_and_leaves_nothing(rig: Rig) -> None:
+    outcome = rig.sent(A, to_b(tcp(4000, 80, SYN | ACK)))
+    assert (outcome.action, outcome.path) == (Action.PEER, Path.LOCAL)
+    assert not rig.entries()
 
 
 def test_what_was_picked_up_stays_on_the_stack(rig: Rig) -> None:
@@ -266,9 +318,10 @@ def test_a_direct_connection_survives_the_loss_of_the_openers_entry(rig: Rig) ->
     answer = to_a(tcp(80, 4000, ACK))
     assert rig.sent(B, answer).path == Path.STACK
     assert rig.received(A, answer, ingress_ifindex=B.ifindex).action == Action.STACK
+    assert not rig.entries(A)
+    assert rig.sent(A, to_b(tcp(4000, 80, ACK))).path == Path.STACK
     key, _ = rig.entry(A)
     assert (key.direction, key.sport, key.dport) == (Direction.EGRESS, 4000, 80)
-    assert rig.sent(A, to_b(tcp(4000, 80, ACK))).path == Path.STACK
 
 
 def test_a_translated_connection_survives_the_loss_of_the_servers_entry(rig: Rig) -> None:
@@ -285,9 +338,7 @@ def test_a_translated_connection_survives_the_loss_of_the_servers_entry(rig: Rig
 def test_a_server_that_may_not_send_goes_on_answering_after_the_loss(rig: Rig) -> None:
     rig.change(B, flags=ALLOW | OUT)
     assert rig.sent(B, to_a(tcp(80, 4000, ACK))).path == Path.STACK
-    key, entry = rig.entry(B)
-    assert (key.direction, key.sport, key.dport) == (Direction.INGRESS, 4000, 80)
-    assert entry.packets == (0, 1)
+    assert not rig.entries(B)
     rig.change(B, flags=ALLOW | OUT | IN, revision=2)
     assert rig.sent(B, to_a(tcp(80, 4000, ACK))).reason == DropReason.POLICY
 
@@ -320,14 +371,20 @@ def test_a_connection_is_established_in_three_steps_and_closed_in_two(rig: Rig) 
     assert_tcp(rig, TcpState.ANSWERED, 60)
     rig.sent(B, to_a(tcp(80, 4000, ACK)))
     assert_tcp(rig, TcpState.ANSWERED, 60)
+    for wrong in (0, 1, 3, 1 << 31):
+        rig.sent(A, to_b(tcp(4000, 80, ACK, acknowledged=wrong)))
+        assert_tcp(rig, TcpState.ANSWERED, 60)
+    assert rig.usage(A) == rig.usage(B) == 0
     rig.sent(A, to_b(tcp(4000, 80, ACK)))
     assert_tcp(rig, TcpState.ESTABLISHED, 8000)
+    assert rig.usage(A) == rig.usage(B) == 1
     rig.sent(B, to_a(tcp(80, 4000, FIN | ACK)))
     assert_tcp(rig, TcpState.HALF_CLOSED, 300)
     rig.sent(B, to_a(tcp(80, 4000, FIN | ACK)))
     assert_tcp(rig, TcpState.HALF_CLOSED, 300)
     rig.sent(A, to_b(tcp(4000, 80, FIN | ACK)))
     assert_tcp(rig, TcpState.CLOSED, 10)
+    assert rig.usage(A) == rig.usage(B) == 0
 
 
 @pytest.mark.parametrize("who", [A, B], ids=["opener", "server"])
@@ -351,7 +408,7 @@ def test_ports_used_again_the_other_way_round_replace_what_lingers(rig: Rig) -> 
     for endpoint, direction in ((A, Direction.INGRESS), (B, Direction.EGRESS)):
         key, _ = rig.entry(endpoint)
         assert (key.direction, key.sport, key.dport) == (direction, 80, 4000)
-        assert rig.usage(endpoint) == 1
+        assert rig.usage(endpoint) == 0
 
 
 def test_ports_used_again_through_the_stack_go_back_through_it(rig: Rig) -> None:
@@ -391,15 +448,14 @@ def test_an_entry_that_is_over_counts_for_nothing_and_makes_room(rig: Rig) -> No
     rig.change(A, flags=ALLOW | IN)
     answer = from_world(udp(53, 4000))
     assert rig.received(A, answer, ingress_ifindex=OUTSIDE).reason == DropReason.POLICY
-    assert (rig.usage(A), len(rig.entries(A))) == (0, 0)
     rig.sent(A, to_world(udp(4000, 53)))
-    assert rig.entry(A)[1].flags == entry.flags == 0
+    assert rig.entry(A)[1].flags == entry.flags == ConntrackFlags.NEW
 
 
 def test_both_families_are_kept_apart_and_counted_together(rig: Rig) -> None:
     rig.sent(A, to_b(udp(4000, 53)))
     rig.sent(A, ipv6(A.ipv6, B.ipv6, udp(4000, 53)))
-    assert len(rig.entries(A)) == rig.usage(A) == 2
+    assert len(rig.entries(A)) == 2
 
 
 def test_bytes_and_packets_are_counted_for_each_direction(rig: Rig) -> None:

@@ -85,8 +85,14 @@ def _connect(rig: Rig) -> Endpoint:
     overlay.write_node(rig, _LevelNode(**vars(overlay.FAR)))
     for version in (4, 6):
         ends = sender.address(version), overlay.FAR.pod(version)
-        frame = sender.frame(_packet(*ends, tcp(40000, 80, SYN)))
-        run_once(rig, Measured("", "from_pod", sender.ifindex, frame), 1)
+        answer = sender.frame_in(_packet(*ends[::-1], tcp(80, 40000, SYN | ACK)))
+        for flags in (SYN, SYN | ACK, ACK):
+            frame = sender.frame(_packet(*ends, tcp(40000, 80, flags)))
+            if flags == SYN | ACK:
+                case = Measured("", "to_pod", sender.ifindex, answer, OUTSIDE)
+            else:
+                case = Measured("", "from_pod", sender.ifindex, frame)
+            run_once(rig, case, 1)
     return sender
 
 

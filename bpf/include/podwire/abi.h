@@ -152,6 +152,9 @@ enum pw_conntrack_flags {
 	PW_CONNTRACK_NEW = 1 << 6,	  /* stands in pw_new_flows */
 	PW_CONNTRACK_LEFT =
 		1 << 7, /* for good: its flow stands elsewhere, or its ports are another's */
+	PW_CONNTRACK_CONNECTION = 1 << 8, /* both sides have shown that they want it */
+	PW_CONNTRACK_UNPROTECTED =
+		1 << 9, /* a connection that found no room in pw_conntrack so far */
 };
 
 /* What a row of conntrack stands for. A flow that a service translates has two, which go together. */

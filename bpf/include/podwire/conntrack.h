@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/* conntrack.h: the memory of flows: find an entry, make one, keep it alive (rules 2, 4, 5).
+/* conntrack.h: the memory of flows: find an entry, make one, let it go (rules 2, 4, 5).
  *
+ * Flows stand in pw_new_flows, where they push out each other, until both sides have shown that they want them; then
+ * they are connections and stand in pw_conntrack, which nobody pushes them out of. What finds no room there stays.
  * Entries are kept per endpoint: a flow between two local pods has one at each. The key is the tuple of the flow's
  * first packet with the endpoint's instance and the direction in which that packet crossed the endpoint's edge.
  * Whether an entry still allows anything is judged in judge.h.
@@ -18,8 +20,7 @@ static __always_inline __u64 stir(__u64 hash, __u64 word)
 	return hash ^ hash >> 32;
 }
 
-/* Seeded, so that nobody can aim at one shard and fill it. The key stands at a multiple of 8. */
-static __always_inline __u32 shard_of(const struct pw_conntrack_key *key, __u32 seed)
+static __always_inline __u64 hash_key(const struct pw_conntrack_key *key, __u32 seed)
 {
 	const __u64 *words = (const __u64 *)key;
 	__u64 hash = stir(seed, words[0]);
@@ -28,48 +29,70 @@ static __always_inline __u32 shard_of(const struct pw_conntrack_key *key, __u32 
 	hash = stir(hash, words[2]);
 	hash = stir(hash, words[3]);
 	hash = stir(hash, words[4]);
-	hash = stir(hash, *(const __u32 *)(words + 5));
-	return hash % PW_CONNTRACK_SHARDS;
+	return stir(hash, *(const __u32 *)(words + 5));
 }
 
+static __always_inline __u64 seeded_hash(const struct pw_conntrack_key *key)
+{
+	__u32 zero = 0;
+	const struct pw_settings *settings = bpf_map_lookup_elem(&pw_settings, &zero);
+
+	return hash_key(key, settings ? settings->hash_seed : 0);
+}
+
+/* Seeded, so that nobody can aim at one shard and fill it. The key stands at a multiple of 8. */
 static __always_inline void *find_shard(const struct pw_conntrack_key *key)
 {
-	__u32 zero = 0, shard;
-	struct pw_settings *settings = bpf_map_lookup_elem(&pw_settings, &zero);
+	__u32 shard = seeded_hash(key) % PW_CONNTRACK_SHARDS;
 
-	if (!settings)
-		return NULL;
-	shard = shard_of(key, settings->hash_seed);
 	return bpf_map_lookup_elem(&pw_conntrack, &shard);
 }
 
-/* Takes an entry out and gives its endpoint the room back. */
-static __always_inline void remove_entry(void *shard, const struct pw_conntrack_key *key)
+/* What a row says of its own key. A row of pw_new_flows may have been given to another flow since it was found. */
+static __always_inline __u32 tag_of(const struct pw_conntrack_key *key)
 {
-	__u32 instance = key->instance;
-	struct pw_usage_value *usage;
-
-	if (bpf_map_delete_elem(shard, key))
-		return;
-	usage = bpf_map_lookup_elem(&pw_usage, &instance);
-	if (usage)
-		__sync_fetch_and_add(&usage->connections[key->direction & 1], -1);
+	return seeded_hash(key) >> 32;
 }
 
-/* The collector marks what is over and deletes it a round later; what is marked is over for everyone. */
-static __noinline struct pw_conntrack_value *find_entry(const struct pw_conntrack_key *key)
+/* A collector that is late or dead prolongs nothing. */
+static __always_inline bool is_live(const struct pw_conntrack_value *entry, __u64 now_ns)
 {
-	struct pw_conntrack_value *entry;
+	__s64 age_ns = now_ns - entry->last_seen_ns;
+
+	return !(entry->flags & (PW_CONNTRACK_EXPIRED | PW_CONNTRACK_LEFT)) &&
+	       age_ns <= (__s64)(entry->lifetime_s * 1000000000ULL);
+}
+
+static __noinline struct pw_conntrack_value *find_connection(const struct pw_conntrack_key *key,
+							     __u64 now_ns)
+{
 	void *shard = find_shard(key);
+	struct pw_conntrack_value *entry;
 
 	if (!shard)
 		return NULL;
 	entry = bpf_map_lookup_elem(shard, key);
-	if (entry && entry->flags & PW_CONNTRACK_EXPIRED) {
-		remove_entry(shard, key);
+	return entry && is_live(entry, now_ns) ? entry : NULL;
+}
+
+static __noinline struct pw_conntrack_value *find_new(const struct pw_conntrack_key *key,
+						      __u64 now_ns)
+{
+	__u32 zero = 0;
+	struct pw_conntrack_value *entry;
+	void *rows = bpf_map_lookup_elem(&pw_new_flows, &zero);
+
+	if (!rows)
 		return NULL;
-	}
-	return entry;
+	entry = bpf_map_lookup_elem(rows, key);
+	return entry && is_live(entry, now_ns) && entry->tag == tag_of(key) ? entry : NULL;
+}
+
+/* Connections first: a flow that has become one leaves a row behind. */
+static __always_inline struct pw_conntrack_value *find_entry(const struct pw_conntrack_key *key,
+							     __u64 now_ns)
+{
+	return find_connection(key, now_ns) ?: find_new(key, now_ns);
 }
 
 /* Turns a tuple round, in place: the stack is short. */
@@ -88,12 +111,13 @@ static __always_inline void reverse_key(struct pw_conntrack_key *key)
 	key->direction = !key->direction;
 }
 
-static __always_inline struct pw_conntrack_value *find_reversed(struct pw_conntrack_key *key)
+static __always_inline struct pw_conntrack_value *find_reversed(struct pw_conntrack_key *key,
+								__u64 now_ns)
 {
 	struct pw_conntrack_value *entry;
 
 	reverse_key(key);
-	entry = find_entry(key);
+	entry = find_entry(key, now_ns);
 	reverse_key(key);
 	return entry;
 }
@@ -113,17 +137,30 @@ static __always_inline void describe_match(struct pw_match *match,
 /* An entry in one direction is made only where there is none in the other, so the order of the two lookups decides
  * nothing; the likelier comes first: servers have the lower port.
  */
-static __noinline struct pw_conntrack_value *find_either(struct pw_conntrack_key *key, bool *reply)
+static __always_inline struct pw_conntrack_value *
+find_among(struct pw_conntrack_key *key, __u64 now_ns, bool connections, bool *reply)
 {
 	bool answer = bpf_ntohs(key->sport_be) < bpf_ntohs(key->dport_be);
-	struct pw_conntrack_value *entry = answer ? find_reversed(key) : find_entry(key);
+	struct pw_conntrack_value *entry;
 
+	if (answer)
+		reverse_key(key);
+	entry = connections ? find_connection(key, now_ns) : find_new(key, now_ns);
 	if (!entry) {
 		answer = !answer;
-		entry = answer ? find_reversed(key) : find_entry(key);
+		reverse_key(key);
+		entry = connections ? find_connection(key, now_ns) : find_new(key, now_ns);
 	}
+	if (answer)
+		reverse_key(key);
 	*reply = entry && answer;
 	return entry;
+}
+
+static __noinline struct pw_conntrack_value *find_either(struct pw_conntrack_key *key, __u64 now_ns,
+							 bool *reply)
+{
+	return find_among(key, now_ns, true, reply) ?: find_among(key, now_ns, false, reply);
 }
 
 /* What opens a flow is never a reply, though an entry of the reversed tuple may linger: else a server could open
@@ -137,40 +174,80 @@ static __always_inline struct pw_conntrack_value *find_flow(struct pw_flow *flow
 	bool reply = false;
 
 	if (flow->flags & PW_PACKET_ECHO_REPLY) {
-		entry = find_reversed(&flow->key);
+		entry = find_reversed(&flow->key, flow->now_ns);
 		reply = entry != NULL;
 	} else if (opens_tcp(flow->tcp_flags) || flow->flags & PW_PACKET_ECHO_REQUEST) {
-		entry = find_entry(&flow->key);
+		entry = find_entry(&flow->key, flow->now_ns);
 	} else if (!icmp) {
-		entry = find_either(&flow->key, &reply);
+		entry = find_either(&flow->key, flow->now_ns, &reply);
 	}
 	describe_match(match, &flow->key, reply);
 	return entry;
 }
 
-/* Inserts an entry if its endpoint has room for one more. `key` is the tuple of the flow's first packet. */
-static __noinline int insert_entry(const struct pw_conntrack_key *key,
-				   const struct pw_conntrack_value *entry)
+/* Gives an endpoint the room of a connection back, once. */
+static __always_inline void discharge(struct pw_conntrack_value *entry, __u32 instance,
+				      __u32 direction)
 {
-	struct pw_settings *settings;
 	struct pw_usage_value *usage;
-	__u32 instance = key->instance, zero = 0;
+
+	if (!entry->charged || !__sync_lock_test_and_set(&entry->charged, 0))
+		return;
+	usage = bpf_map_lookup_elem(&pw_usage, &instance);
+	if (usage)
+		__sync_fetch_and_add(&usage->connections[direction & 1], -1);
+}
+
+/* An entry is never deleted here: its memory would be given to another flow while a program on another CPU holds it. */
+static __always_inline void retire(struct pw_conntrack_value *entry, __u32 instance,
+				   __u32 direction)
+{
+	entry->flags |= PW_CONNTRACK_LEFT;
+	discharge(entry, instance, direction);
+}
+
+/* Inserts a connection where its endpoint has room for one more; 0 = it is there. */
+static __always_inline int insert_connection(const struct pw_conntrack_key *key,
+					     struct pw_conntrack_value *entry,
+					     struct pw_usage_value *usage)
+{
+	__u32 zero = 0, direction = key->direction & 1;
+	const struct pw_settings *settings = bpf_map_lookup_elem(&pw_settings, &zero);
 	void *shard = find_shard(key);
 	int failure; /* not long: before Linux 6.4 a map's functions set the lower half only */
 
-	settings = bpf_map_lookup_elem(&pw_settings, &zero);
-	usage = bpf_map_lookup_elem(&pw_usage, &instance);
-	if (!settings || !usage || !shard)
-		return PW_DROP_INTERNAL;
-	if ((__s32)usage->connections[key->direction & 1] >= (__s32)settings->conntrack_quota)
-		return PW_DROP_CONNTRACK_QUOTA;
+	if (!settings || !shard ||
+	    (__s32)usage->connections[direction] >= (__s32)settings->conntrack_quota)
+		return -E2BIG;
+	entry->flags &= ~(PW_CONNTRACK_NEW | PW_CONNTRACK_UNPROTECTED);
+	entry->charged = 1;
 	failure = bpf_map_update_elem(shard, key, entry, BPF_NOEXIST);
-	if (failure == -EEXIST)
-		return 0;
-	if (failure)
-		return failure == -E2BIG ? PW_DROP_CONNTRACK_FULL : PW_DROP_INTERNAL;
-	__sync_fetch_and_add(&usage->connections[key->direction & 1], 1);
-	return 0;
+	if (!failure)
+		__sync_fetch_and_add(&usage->connections[direction], 1);
+	return failure;
+}
+
+/* Inserts a flow that is no connection yet. What cannot be inserted passes all the same. A row of the same key that is
+ * over is written over in place.
+ */
+static __always_inline void insert_new(const struct pw_conntrack_key *key,
+				       struct pw_conntrack_value *entry)
+{
+	struct pw_conntrack_value *old;
+	__u32 zero = 0;
+	void *rows = bpf_map_lookup_elem(&pw_new_flows, &zero);
+	int failure;
+
+	if (!rows)
+		return;
+	entry->flags |= PW_CONNTRACK_NEW;
+	entry->charged = 0;
+	failure = bpf_map_update_elem(rows, key, entry, BPF_NOEXIST);
+	if (failure != -EEXIST)
+		return;
+	old = bpf_map_lookup_elem(rows, key);
+	if (old && !is_live(old, entry->last_seen_ns))
+		*old = *entry;
 }
 
 #endif

@@ -23,10 +23,19 @@ static __always_inline int copy_row(__u32 ifindex, struct pw_config_value *row)
 	return row->flags & PW_CONFIG_OPEN ? 0 : PW_DROP_NO_ENDPOINT;
 }
 
+/* Linux 6.1 takes keys from the stack and from maps only, not from what a function that is checked alone was handed. */
+static __always_inline struct pw_endpoint_value *find_endpoint(const void *address)
+{
+	struct pw_endpoint_key key;
+
+	copy_address(key.addr, address);
+	return bpf_map_lookup_elem(&pw_endpoints, &key);
+}
+
 /* Copies the row of the local endpoint that has the destination's address. 0 with flow->local unset = nobody here. */
 static __always_inline int copy_target(struct pw_flow *flow)
 {
-	struct pw_endpoint_value *endpoint = bpf_map_lookup_elem(&pw_endpoints, flow->key.daddr);
+	struct pw_endpoint_value *endpoint = find_endpoint(flow->key.daddr);
 	int reason;
 
 	if (!endpoint)

@@ -158,7 +158,7 @@ static __always_inline void tell_sender_verdict(struct __sk_buff *skb, struct pw
 static __always_inline bool has_news(const struct pw_flow *flow)
 {
 	return (flow->said | flow->sender_said) &
-		       (PW_SAID_ANEW | PW_SAID_BY_SLOT | PW_SAID_AUDIT) ||
+		       (PW_SAID_NEW_FLOW | PW_SAID_BY_SLOT | PW_SAID_AUDIT) ||
 	       flow->row.flags & PW_CONFIG_TRACE;
 }
 
@@ -175,10 +175,11 @@ PW_CHECKED_ALONE int tell(struct __sk_buff *skb, struct pw_flow *flow, __u32 rea
 		tell_verdict(skb, flow, flow->said);
 	else if (is_told(flow->sender_said))
 		return 0;
-	else if (flow->said & PW_SAID_ANEW)
+	else if (flow->said & PW_SAID_NEW_FLOW)
 		send_event(skb, flow, PW_EVENT_POLICY, 0);
 	else if (flow->row.flags & PW_CONFIG_TRACE)
-		send_event(skb, flow, PW_EVENT_TRACE, 0);
+		send_event(skb, flow, flow->said & PW_SAID_ANEW ? PW_EVENT_POLICY : PW_EVENT_TRACE,
+			   0);
 	return 0;
 }
 

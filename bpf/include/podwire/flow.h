@@ -56,9 +56,10 @@ struct pw_match {
 
 /* What is to be told of one endpoint's verdict. */
 enum pw_said {
-	PW_SAID_ANEW = 1 << 0,	  /* its policy was asked, not a memory */
-	PW_SAID_BY_SLOT = 1 << 1, /* about a new flow, and there were rows to look at */
-	PW_SAID_AUDIT = 1 << 2,	  /* denied, and let pass */
+	PW_SAID_ANEW = 1 << 0,	   /* its policy was asked, not a memory */
+	PW_SAID_BY_SLOT = 1 << 1,  /* about a new flow, and there were rows to look at */
+	PW_SAID_AUDIT = 1 << 2,	   /* denied, and let pass */
+	PW_SAID_NEW_FLOW = 1 << 3, /* nothing was remembered of the flow */
 };
 
 struct pw_flow {
@@ -83,16 +84,19 @@ struct pw_flow {
 	__u16 transport_offset;	      /* from the frame's start */
 	__u16 transport_header_bytes;
 	__u16 ethertype;
-	__u16 flags;	/* enum pw_packet_flags */
+	__u16 flags; /* enum pw_packet_flags */
+	__u32 tcp_sequence;
+	__u32 tcp_acknowledged;
 	__u8 direction; /* of the last verdict */
 	__u8 tcp_flags;
 	__u8 icmp_type;
 	__u8 icmp_code;
 	__u8 ttl;
 	__u8 hook;
-	__u8 path;	  /* enum pw_path */
-	__u8 action;	  /* enum pw_action */
-	__u8 jumbo_bytes; /* of a header that cutting a BIG TCP packet into segments takes away */
+	__u8 path;	   /* enum pw_path */
+	__u8 action;	   /* enum pw_action */
+	__u8 jumbo_bytes;  /* of a header that cutting a BIG TCP packet into segments takes away */
+	bool unremembered; /* its sender's side is beyond what is remembered of it in one second */
 	bool local;
 	bool native;	  /* `node` is reached past the stack without a tunnel */
 	bool unreachable; /* the destination is a block of ours, and no endpoint has it */

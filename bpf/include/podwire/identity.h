@@ -79,7 +79,7 @@ static __always_inline __u32 sender_device(struct __sk_buff *skb, const struct p
 	if (skb->ingress_ifindex || !(flow->flags & PW_PACKET_FRAGMENT) ||
 	    (skb->mark & ~PW_MARK_FOREIGN_BITS) != PW_MARK_POD_PIECE)
 		return skb->ingress_ifindex;
-	endpoint = bpf_map_lookup_elem(&pw_endpoints, flow->key.saddr);
+	endpoint = find_endpoint(flow->key.saddr);
 	return endpoint ? endpoint->ifindex : 0;
 }
 

@@ -32,9 +32,12 @@ static __always_inline volatile __u64 *judgement_of(struct pw_conntrack_value *e
 	return (volatile __u64 *)&entry->policy_revision;
 }
 
+/* Neither opens a connection nor says that one is opened. A SYN-ACK without an entry is left out: nf_conntrack, which has
+ * not seen its SYN either, calls it invalid.
+ */
 static __always_inline bool is_midstream(const struct pw_flow *flow)
 {
-	return flow->key.protocol == IPPROTO_TCP && !opens_tcp(flow->tcp_flags);
+	return flow->key.protocol == IPPROTO_TCP && !(flow->tcp_flags & PW_TCP_FLAG_SYN);
 }
 
 /* Counts that a rule decided. A rule's first hit makes its row; 0 is no rule. */
@@ -128,13 +131,13 @@ PW_CHECKED_ALONE int judge_anew(struct __sk_buff *skb, struct pw_flow *flow,
 	    !read_peer_address(skb, flow, match, question.peer_addr))
 		return PW_DROP_INTERNAL;
 	policy_verdict(row, &question, &verdict);
-	if (!entry && is_midstream(flow)) {
-		match->picked_up = true;
+	if (!entry && flow->key.protocol == IPPROTO_TCP && !opens_tcp(flow->tcp_flags)) {
+		match->picked_up = is_midstream(flow);
 		if (!verdict.allowed || verdict.said & PW_SAID_AUDIT)
 			judge_reversed(flow, match, row, &question, &verdict);
 	}
 	flow->rule = verdict.rule;
-	flow->said = entry ? verdict.said & ~PW_SAID_BY_SLOT : verdict.said;
+	flow->said = entry ? verdict.said & ~PW_SAID_BY_SLOT : verdict.said | PW_SAID_NEW_FLOW;
 	count_hit(verdict.rule, flow->packet_bytes);
 	if (entry) {
 		entry->rule = verdict.rule;

@@ -251,6 +251,8 @@ static __always_inline int parse_tcp(struct __sk_buff *skb, struct pw_flow *flow
 	flow->key.sport_be = tcp.sport_be;
 	flow->key.dport_be = tcp.dport_be;
 	flow->tcp_flags = tcp.flags;
+	flow->tcp_sequence = bpf_ntohl(tcp.sequence);
+	flow->tcp_acknowledged = bpf_ntohl(tcp.acknowledged);
 	return 0;
 }
 

@@ -127,7 +127,7 @@ find_related(struct __sk_buff *skb, struct pw_flow *flow, struct pw_match *match
 	from_peer = same_address(quoted.key.daddr, flow->key.saddr);
 	if (!from_peer && is_from_pod(skb, flow))
 		return NULL;
-	entry = find_either(&quoted.key, &reply);
+	entry = find_either(&quoted.key, flow->now_ns, &reply);
 	if (!entry || !(from_peer || stands_between(skb, flow, entry)))
 		return NULL;
 	describe_match(match, &quoted.key, reply);

@@ -5,12 +5,49 @@
 
 #include <podwire/judge.h>
 
-/* Only what can be answered is remembered. */
-static __always_inline bool is_remembered(const struct pw_flow *flow)
+#define PW_REFILL_NS 4000000ULL
+
+/* Only what can be answered is remembered, and under its opener's name: not what passes as the probable answer of a flow
+ * that nobody remembers, nor a SYN-ACK without its SYN.
+ */
+static __always_inline bool is_remembered(const struct pw_flow *flow, const struct pw_match *match)
 {
-	if (flow->key.protocol == IPPROTO_ICMP || flow->key.protocol == IPPROTO_ICMPV6)
+	switch (flow->key.protocol) {
+	case IPPROTO_ICMP:
+	case IPPROTO_ICMPV6:
 		return flow->flags & PW_PACKET_ECHO_REQUEST;
-	return !(flow->tcp_flags & PW_TCP_FLAG_RST);
+	case IPPROTO_TCP:
+		if (flow->tcp_flags & PW_TCP_FLAG_RST || match->reply)
+			return false;
+		return !(flow->tcp_flags & PW_TCP_FLAG_SYN) || opens_tcp(flow->tcp_flags);
+	default:
+		return true;
+	}
+}
+
+/* What an endpoint is remembered for each second is bounded, for each side of opening by itself: so that none pushes out
+ * another's new flows before they are answered (rule 26). Races only blur the limit.
+ */
+static __always_inline bool take_token(struct pw_usage_value *usage, __u32 direction, __u32 rate,
+				       __u64 now_ns)
+{
+	__u64 elapsed_ns = now_ns - usage->refilled_ns[direction];
+	__u32 left = usage->tokens[direction], burst = rate / 2 + 1;
+
+	if (!rate)
+		return true;
+	if (elapsed_ns >= PW_REFILL_NS) {
+		if (elapsed_ns > 1000000000ULL)
+			elapsed_ns = 1000000000ULL;
+		left += elapsed_ns * rate / 1000000000ULL;
+		if (left > burst)
+			left = burst;
+		usage->refilled_ns[direction] = now_ns;
+	}
+	usage->tokens[direction] = left ? left - 1 : 0;
+	if (!left)
+		usage->unremembered[direction] += 1;
+	return left;
 }
 
 static __always_inline void fill_entry(const struct pw_flow *flow, const struct pw_match *match,
@@ -35,43 +72,102 @@ static __always_inline void fill_entry(const struct pw_flow *flow, const struct 
 	entry->flags = match->picked_up ? PW_CONNTRACK_PICKED_UP : 0;
 	if (match->translated)
 		entry->flags |= PW_CONNTRACK_TRANSLATED;
+	entry->tag = tag_of(&flow->key);
 }
 
 /* What lingers of the reversed tuple goes when a new connection takes its ports: no two entries fit one packet. */
-static __always_inline void forget_reversed(struct pw_conntrack_key *key)
+static __always_inline void retire_reversed(struct pw_conntrack_key *key, __u64 now_ns)
 {
-	void *shard;
+	struct pw_conntrack_value *entry = find_reversed(key, now_ns);
 
-	reverse_key(key);
-	shard = find_shard(key);
-	if (shard)
-		remove_entry(shard, key);
-	reverse_key(key);
+	if (entry)
+		retire(entry, key->instance, !key->direction);
 }
 
-/* A flow that was picked up as an answer is remembered as what it answers. */
+/* Without a row in pw_usage the endpoint is just going. What the stack has translated is found by nobody else when its
+ * answer comes: it is where nothing is pushed out, if there is room.
+ */
 PW_CHECKED_ALONE int make_entry(struct pw_flow *flow, const struct pw_config_value *row,
 				const struct pw_match *match)
 {
+	struct pw_conntrack_key key __attribute__((aligned(8))); /* Linux 6.1 takes no other */
 	struct pw_conntrack_value entry;
-	int reason;
+	struct pw_settings *settings;
+	struct pw_usage_value *usage;
+	__u32 zero = 0, instance;
 
 	if (!flow || !row || !match)
 		return PW_DROP_INTERNAL;
-	if (!is_remembered(flow))
+	if (!is_remembered(flow, match) || flow->unremembered)
 		return 0;
+	instance = flow->key.instance;
+	usage = bpf_map_lookup_elem(&pw_usage, &instance);
+	settings = bpf_map_lookup_elem(&pw_settings, &zero);
+	if (!usage || !settings)
+		return PW_DROP_INTERNAL;
+	key = flow->key;
+	if (opens_tcp(flow->tcp_flags))
+		retire_reversed(&key, flow->now_ns);
+	if (!take_token(usage, flow->key.direction & 1, settings->new_flow_rate, flow->now_ns)) {
+		flow->unremembered = true;
+		return 0;
+	}
 	fill_entry(flow, match, &entry);
 	*judgement_of(&entry) =
 		judgement(match->translated ? ~row->policy_revision : row->policy_revision,
 			  match->peer_identity);
-	if (opens_tcp(flow->tcp_flags))
-		forget_reversed(&flow->key);
+	if (!match->translated || insert_connection(&key, &entry, usage))
+		insert_new(&key, &entry);
+	return 0;
+}
+
+/* Copies a flow that has become a connection to where nothing pushes it out. Where there is no room, or another row of
+ * its key is still being collected, it stays where it is until its next packet.
+ */
+PW_CHECKED_ALONE int protect(const struct pw_flow *flow, const struct pw_match *match,
+			     struct pw_conntrack_value *entry)
+{
+	struct pw_conntrack_value copy;
+	struct pw_conntrack_key key __attribute__((aligned(8)));
+	struct pw_usage_value *usage;
+	__u32 instance;
+
+	if (!flow || !match || !entry)
+		return 0;
+	instance = flow->key.instance;
+	usage = bpf_map_lookup_elem(&pw_usage, &instance);
+	if (!usage)
+		return 0;
+	key = flow->key;
 	if (match->reply)
-		reverse_key(&flow->key);
-	reason = insert_entry(&flow->key, &entry);
-	if (match->reply)
-		reverse_key(&flow->key);
-	return reason;
+		reverse_key(&key);
+	copy = *entry;
+	if (!insert_connection(&key, &copy, usage)) {
+		entry->flags |= PW_CONNTRACK_LEFT;
+	} else if (!(entry->flags & PW_CONNTRACK_UNPROTECTED)) {
+		entry->flags |= PW_CONNTRACK_UNPROTECTED;
+		usage->unprotected[key.direction & 1] += 1;
+	}
+	return 0;
+}
+
+/* The flow's next state, and what follows from it. */
+PW_CHECKED_ALONE int advance(const struct pw_flow *flow, const struct pw_match *match,
+			     struct pw_conntrack_value *entry)
+{
+	const __u16 unprotected = PW_CONNTRACK_NEW | PW_CONNTRACK_CONNECTION;
+
+	if (!flow || !match || !entry)
+		return 0;
+	if (flow->key.protocol == IPPROTO_TCP)
+		advance_tcp(entry, flow, match->reply);
+	else
+		advance_datagrams(entry, flow, match->reply);
+	if (entry->tcp_state == PW_TCP_CLOSED)
+		discharge(entry, flow->key.instance, match->direction);
+	else if ((entry->flags & unprotected) == unprotected)
+		protect(flow, match, entry);
+	return 0;
 }
 
 /* The latest packet in the original direction decides which way the answers take (rule 2). Counters are plain: a lost
@@ -94,11 +190,18 @@ static __always_inline void keep_alive(const struct pw_flow *flow, const struct 
 		if (entry->node != flow->node)
 			entry->node = flow->node;
 	}
-	if (flow->key.protocol != IPPROTO_TCP)
-		advance_datagrams(entry, flow->key.protocol, reply);
-	else if (entry->tcp_state != PW_TCP_ESTABLISHED ||
-		 flow->tcp_flags & (PW_TCP_FLAG_SYN | PW_TCP_FLAG_FIN | PW_TCP_FLAG_RST))
-		advance_tcp(entry, flow->tcp_flags, reply);
+	if ((entry->flags & (PW_CONNTRACK_NEW | PW_CONNTRACK_CONNECTION)) !=
+		    PW_CONNTRACK_CONNECTION ||
+	    flow->tcp_flags & (PW_TCP_FLAG_SYN | PW_TCP_FLAG_FIN | PW_TCP_FLAG_RST))
+		advance(flow, match, entry);
+}
+
+/* A closed connection, and one that nobody saw begin, end where their ports are used for a new one. */
+static __always_inline bool begins_anew(const struct pw_flow *flow,
+					const struct pw_conntrack_value *entry)
+{
+	return opens_tcp(flow->tcp_flags) &&
+	       (entry->tcp_state == PW_TCP_CLOSED || entry->flags & PW_CONNTRACK_PICKED_UP);
 }
 
 /* flow->key must be that of the side which `row` and `match` stand for. */
@@ -107,6 +210,10 @@ static __always_inline int remember(struct pw_flow *flow, const struct pw_config
 {
 	if (match->related)
 		return 0;
+	if (entry && begins_anew(flow, entry)) {
+		retire(entry, flow->key.instance, match->direction);
+		entry = NULL;
+	}
 	if (!entry)
 		return make_entry(flow, row, match);
 	keep_alive(flow, match, entry);

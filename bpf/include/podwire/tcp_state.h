@@ -23,6 +23,9 @@ enum pw_lifetime {
 	PW_LIFETIME_OTHER_STREAM = 600,
 };
 
+#define PW_STREAM_MS 2000 /* answers that go on for so long are a stream */
+#define PW_MS_SHIFT  20	  /* from ns to what is nearly ms */
+
 static __always_inline __u32 tcp_lifetime_s(__u8 state)
 {
 	switch (state) {
@@ -50,54 +53,69 @@ static __always_inline __u8 close_side(struct pw_conntrack_value *entry, bool re
 	return (entry->flags & both) == both ? PW_TCP_CLOSED : PW_TCP_HALF_CLOSED;
 }
 
-/* Established takes three steps (opener, other, opener): neither a flood of SYNs nor one of stray segments makes
- * entries that live for hours.
+/* Established takes an opener who has seen the answer: it acknowledges the SYN-ACK's very sequence number. Who forges a
+ * sender's address does not see it. What began before anybody looked has no SYN-ACK: there both sides have to speak.
  */
-static __always_inline __u8 next_tcp_state(struct pw_conntrack_value *entry, __u8 tcp_flags,
-					   bool reply)
+static __always_inline __u8 open_further(struct pw_conntrack_value *entry,
+					 const struct pw_flow *flow, bool reply)
 {
-	__u8 state = entry->tcp_state;
-
-	if (tcp_flags & PW_TCP_FLAG_RST)
-		return PW_TCP_CLOSED;
-	if (opens_tcp(tcp_flags)) {
-		/* the ports are used again, by whichever way the packet came */
-		entry->flags &= ~(PW_CONNTRACK_FIN_ORIGINAL | PW_CONNTRACK_FIN_REPLY |
-				  PW_CONNTRACK_PICKED_UP);
-		return PW_TCP_OPENING;
-	}
-	if (tcp_flags & PW_TCP_FLAG_FIN)
-		return close_side(entry, reply);
-	if (state == PW_TCP_OPENING && reply)
+	if (reply && flow->tcp_flags & PW_TCP_FLAG_SYN) {
+		entry->answer = flow->tcp_sequence;
 		return PW_TCP_ANSWERED;
-	if (state == PW_TCP_ANSWERED && !reply)
-		return PW_TCP_ESTABLISHED;
-	return state;
+	}
+	if (reply)
+		return entry->flags & PW_CONNTRACK_PICKED_UP ? PW_TCP_ESTABLISHED
+							     : entry->tcp_state;
+	return entry->tcp_state == PW_TCP_ANSWERED && flow->tcp_acknowledged == entry->answer + 1
+		       ? PW_TCP_ESTABLISHED
+		       : entry->tcp_state;
 }
 
-static __noinline int advance_tcp(struct pw_conntrack_value *entry, __u8 tcp_flags, bool reply)
+static __always_inline __u8 next_tcp_state(struct pw_conntrack_value *entry,
+					   const struct pw_flow *flow, bool reply)
 {
-	if (!entry)
-		return 0;
-	entry->tcp_state = next_tcp_state(entry, tcp_flags, reply);
+	if (flow->tcp_flags & PW_TCP_FLAG_RST)
+		return PW_TCP_CLOSED;
+	if (flow->tcp_flags & PW_TCP_FLAG_FIN)
+		return close_side(entry, reply);
+	if (entry->tcp_state < PW_TCP_ESTABLISHED)
+		return open_further(entry, flow, reply);
+	return entry->tcp_state;
+}
+
+static __always_inline void advance_tcp(struct pw_conntrack_value *entry,
+					const struct pw_flow *flow, bool reply)
+{
+	entry->tcp_state = next_tcp_state(entry, flow, reply);
 	entry->lifetime_s = tcp_lifetime_s(entry->tcp_state);
-	return 0;
+	if (entry->tcp_state == PW_TCP_ESTABLISHED)
+		entry->flags |= PW_CONNTRACK_CONNECTION;
 }
 
-/* A stream of datagrams: the opener speaks again after it was answered. */
-static __always_inline void advance_datagrams(struct pw_conntrack_value *entry, __u8 protocol,
-					      bool reply)
+static __always_inline __u32 stream_lifetime_s(__u8 protocol)
 {
-	if (reply) {
+	if (protocol == IPPROTO_UDP || protocol == IPPROTO_UDPLITE)
+		return PW_LIFETIME_DATAGRAM_STREAM;
+	return protocol == IPPROTO_ICMP || protocol == IPPROTO_ICMPV6 ? PW_LIFETIME_DATAGRAM
+								      : PW_LIFETIME_OTHER_STREAM;
+}
+
+/* A stream of datagrams: the opener speaks again after it was answered, or the other side does not stop answering. */
+static __always_inline void advance_datagrams(struct pw_conntrack_value *entry,
+					      const struct pw_flow *flow, bool reply)
+{
+	__u32 now_ms = flow->now_ns >> PW_MS_SHIFT;
+
+	if (reply && !(entry->flags & PW_CONNTRACK_REPLIED)) {
 		entry->flags |= PW_CONNTRACK_REPLIED;
+		entry->answer = now_ms;
 		return;
 	}
-	if (!(entry->flags & PW_CONNTRACK_REPLIED) || entry->packets[0] < 3)
+	if (!(entry->flags & PW_CONNTRACK_REPLIED) ||
+	    (reply && now_ms - entry->answer < PW_STREAM_MS))
 		return;
-	if (protocol == IPPROTO_UDP || protocol == IPPROTO_UDPLITE)
-		entry->lifetime_s = PW_LIFETIME_DATAGRAM_STREAM;
-	else if (protocol != IPPROTO_ICMP && protocol != IPPROTO_ICMPV6)
-		entry->lifetime_s = PW_LIFETIME_OTHER_STREAM;
+	entry->flags |= PW_CONNTRACK_CONNECTION;
+	entry->lifetime_s = stream_lifetime_s(flow->key.protocol);
 }
 
 #endif

@@ -183,10 +183,16 @@ class DatapathSettings:
         BOOL, True, "Whether processes of this host may reach its pods whatever the policy says."
     )
     conntrack_entries: int = setting(
-        integer(4096, 4_194_304), 131_072, "Connections that the node's programs can remember."
+        integer(0, 4_194_304),
+        0,
+        "Connections that the node's programs can remember, 4096 or more;"
+        " 0 = 1048576 on a machine with 8 GB, less in proportion on a smaller one.",
     )
     conntrack_quota: int = setting(
-        integer(64, 4_194_304), 16_384, "Connections that one endpoint may hold of them."
+        integer(0, 4_194_304),
+        0,
+        "Connections that one endpoint may have opened, and as many that others opened to it, 64 or more;"
+        " 0 = a sixteenth of all.",
     )
 
 
@@ -361,7 +367,10 @@ def _size_faults(config: AgentConfig) -> Iterator[Fault]:
     has_ipv6 = any(one.version == 6 for one in config.node.node_cidrs)
     if has_ipv6 and 0 < datapath.mtu < IPV6_MIN_MTU_BYTES:
         yield Fault("mtu", f"is {datapath.mtu}; IPv6 needs at least {IPV6_MIN_MTU_BYTES}")
-    if datapath.conntrack_quota > datapath.conntrack_entries:
+    for name, least in (("conntrack_entries", 4096), ("conntrack_quota", 64)):
+        if 0 < getattr(datapath, name) < least:
+            yield Fault(name, f"is {getattr(datapath, name)}; 0 or at least {least}")
+    if 0 < datapath.conntrack_entries < datapath.conntrack_quota:
         yield Fault(
             "conntrack_quota",
             f"is {datapath.conntrack_quota}, more than conntrack_entries"

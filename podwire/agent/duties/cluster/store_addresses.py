@@ -1,7 +1,7 @@
-"""Where the store answers, by address: no other node's pods may have it.
+"""The addresses at which the store answers, because no other node's pods may have them.
 
-Made by `agent.duties.cluster.duty`. Addresses are known at once; names are looked up on a thread of their own, as a
-resolver that does not answer takes half a minute. What a name meant last counts until it means something else.
+Made by `agent.duties.cluster.duty`. Addresses are known at once; names are resolved on a thread of their own, because a
+resolver that does not answer takes half a minute. The last result for a name counts until a new one differs.
 """
 
 import ipaddress

@@ -1,6 +1,6 @@
-"""What the loops and the API work on, put together of a node's parts.
+"""Assemble what the loops and the API work on from a node's parts.
 
-Called by `agent.main` once each, between the restore and the opening of the doors. Nothing here decides or waits.
+`agent.main` calls each function once, between the restore and the opening of the doors. Nothing here decides or waits.
 """
 
 import time

@@ -1,8 +1,8 @@
 """The settings in force, and how some of them change while the agent runs.
 
-SIGHUP reads file, environment and flags again; `PATCH /config` names values. Either all of a change
-is valid or none of it is applied. Only reloadable keys change; another key that differs is refused
-(PATCH) or warned of (SIGHUP): "needs a restart".
+SIGHUP reads file, environment and flags again; `PATCH /config` names values. Either all of a change is valid or none
+of it is applied. Only reloadable keys change. When another key differs, PATCH refuses it and SIGHUP warns: "needs a
+restart".
 """
 
 import logging

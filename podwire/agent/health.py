@@ -1,9 +1,8 @@
-"""Whether the agent works, from facts that others record, and the file that lets STATUS succeed
-while it restarts.
+"""Whether the agent works, from facts that other parts record, and the file that lets STATUS succeed during a restart.
 
-Every part reports its own checks here when something happens; nothing is probed when somebody asks,
-so asking is always cheap and can never hang. Kubernetes must not see a node as not ready because
-its agent is being upgraded: hence `alive`.
+Every part reports its own checks here when something happens. Nothing is probed when somebody asks, so asking is
+always cheap and can never hang. Kubernetes must not see a node as not ready because its agent is being upgraded; that
+is what `alive` is for.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """The agent's entry: start, doors and stop.
 
-`podwire-agent` calls `main`. `agent.node` has opened and restored everything when `serve` begins; here the spool is
-replayed, the sockets open, last of all, so that nobody is answered from half a node, and one task group runs until a
+`podwire-agent` calls `main`. When `serve` begins, `agent.node` has opened and restored everything. Then the spool is
+replayed, the sockets are opened last, so that no request is answered by half a node, and one task group runs until a
 signal comes. Stopping leaves pods running: programs, maps, devices and records stay. Nothing here decides anything.
 """
 

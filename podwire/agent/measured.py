@@ -1,6 +1,6 @@
-"""What is measured: the journal as it works, and the figures that are looked up at each scrape.
+"""What is measured: the journal at work, and the figures that are looked up at each scrape.
 
-`agent.node` opens the journal through it. Adds figures and facts, never changes what is done or raised.
+`agent.node` opens the journal through it. Adds figures and facts; never changes what is done or raised.
 """
 
 from collections import Counter

@@ -1,9 +1,8 @@
-"""What Prometheus reads: counters that the agent keeps, and figures looked up when somebody asks.
+"""What Prometheus reads: counters that the agent keeps, and figures that are looked up at each scrape.
 
-`agent.node` hands the `Metrics` to whoever has something to count; `render` is called by the API
-and the metrics listener. Counting is a dictionary update under a lock: it may be called from any
-thread on the ADD path. The client library is imported at the first scrape, so that a node that
-nobody scrapes does not pay for it.
+`agent.node` hands the `Metrics` to every part that counts something; the API and the metrics listener call `render`.
+Counting is a dictionary update under a lock, so any thread on the ADD path may do it. The client library is imported
+at the first scrape, so that a node that nobody scrapes does not pay for it.
 """
 
 import bisect

@@ -1,7 +1,7 @@
-"""A node of the agent: its parts, opened in order and brought together, before anybody can ask for anything.
+"""A node of the agent: its parts, opened in order and connected before any request can arrive.
 
-Called by `agent.main`. Order matters: locks, journal, store, kernel, what the store says, restore. What is opened is
-closed by the caller's stack; pods keep running. Nothing here decides about endpoints.
+Called by `agent.main`. The order matters: locks, journal, store, kernel, what the store says, restore. The caller's
+stack closes what is opened; pods keep running. Nothing here decides about endpoints.
 """
 
 import logging

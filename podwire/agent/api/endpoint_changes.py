@@ -1,7 +1,8 @@
-"""Change a living endpoint as a person asks for, and have it built before he is answered.
+"""Change a living endpoint as a person asks for, and have it built before the person gets an answer.
 
-Made by `agent.main` for `agent.api.policies`, on its worker threads. Nothing is changed that ends or has ended: each
-change looks its endpoint up again under the node's turn, for a DEL may have come since the caller has seen it.
+Made by `agent.main` for `agent.api.policies`, on its worker threads. Invariant: an endpoint that is ending or has
+ended is not changed. Each change looks its endpoint up again under the node's turn, because a DEL may have come since
+the caller saw it.
 """
 
 import threading

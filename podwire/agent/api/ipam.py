@@ -1,7 +1,7 @@
-"""The API's operations on addresses: how many, who has which, do all agree, and let go of what nobody has.
+"""The API's operations on addresses: count them, find their owners, check them, and release what no endpoint has.
 
-`agent.api.routes` takes ROUTES_IPAM into its table. With IPAM mode `pool` the handlers ask the store what other nodes
-have; while it is away, what this node knows is shown. All run on a thread.
+`agent.api.routes` includes ROUTES_IPAM in its table. With IPAM mode `pool` the handlers ask the store what other nodes
+have. While the store is away, they show what this node knows. All handlers run on a thread.
 """
 
 import ipaddress

@@ -1,6 +1,6 @@
 """The API's operations on nodes, and what status says of the cluster.
 
-Routed by `agent.api.routes`, on a thread: it asks the store who lives. Shows only.
+Routed by `agent.api.routes`, on a thread, because it asks the store which nodes are alive. Changes nothing.
 """
 
 import platform

@@ -1,7 +1,7 @@
 """The API's operations on objects: list, get, put, delete, apply.
 
-`agent.api.routes` takes ROUTES_OBJECTS into its table. All that is decided here is decided by
-`control.documents.apply`. The handlers block on the store's disk, so all of them run on a thread.
+`agent.api.routes` includes ROUTES_OBJECTS in its table. `control.documents.apply` makes all decisions. The handlers
+block on the store's disk, so all of them run on a thread.
 """
 
 from collections.abc import Mapping

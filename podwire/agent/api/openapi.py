@@ -1,7 +1,7 @@
-"""The table that the API is made of, and its description as an OpenAPI 3.1 document.
+"""The type of the API's table of operations, and its description as an OpenAPI 3.1 document.
 
-`agent.api.routes` fills the table, `agent.api.server` serves it. The document is computed from the same
-types that encode the answers, so it cannot say anything else than what is sent. Pure.
+`agent.api.routes` fills the table, `agent.api.server` serves it. The document is computed from the same types that
+encode the answers, so it always agrees with what is sent. Pure.
 """
 
 import http

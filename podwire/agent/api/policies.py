@@ -1,6 +1,6 @@
-"""What the API answers about policy: lists, selectors, entries, and labels of endpoints.
+"""The API's operations on policy: lists, selectors, entries, and labels of endpoints.
 
-Rows of `agent.api.routes`'s table. Nothing is decided here: the engine is asked.
+These are rows of `agent.api.routes`'s table. The handlers decide nothing; they ask the engine.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

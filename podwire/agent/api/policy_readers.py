@@ -1,4 +1,4 @@
-"""What the handlers about policy look at: the node's parts, behind one name each.
+"""What the handlers about policy read: the node's parts, each behind one name.
 
 Made by `agent.assemble`, used by `agent.api.policies` and `agent.api.trace`. Nothing is decided here.
 """

@@ -1,9 +1,7 @@
-"""What the API answers: the table of its operations, their handlers, and which status an error
-gets.
+"""The API's table of operations, their handlers, and the HTTP status of each error.
 
-`agent.api.server` calls the handlers: on its loop, or on a thread where the table says `blocking`.
-They only look things up and ask `control` to act; nothing is decided here. The only place that
-knows which HTTP status an error is.
+`agent.api.server` calls the handlers on its loop, or on a thread where the table says `blocking`. Handlers only look
+things up and ask `control` to act; they decide nothing. This is the only module that knows HTTP statuses of errors.
 """
 
 import logging

@@ -1,10 +1,9 @@
-"""The API's door: HTTP on a unix socket that only root can reach, with limits that answer instead
-of hanging.
+"""The API's door: HTTP on a unix socket that only root can reach, with limits, so that no request hangs.
 
-Opened by `agent.main`; what is served is `agent.api.routes`'s table. Nothing here decides anything.
-Limits: a request's head and body have a time and a size, requests and connections a number; over
-any of them the caller gets 408, 413 or 429 with Retry-After. The socket is closed to everybody but
-root before it can be connected to, because bind(2) comes long before listen(2).
+Opened by `agent.main`; serves `agent.api.routes`'s table and decides nothing. Limits: a request's head and body have a
+time limit and a size limit, and there is a maximum number of requests and connections. A caller beyond a limit gets
+408, 413 or 429 with Retry-After. The socket is closed to everybody but root before anybody can connect to it, because
+bind(2) comes long before listen(2).
 """
 
 import asyncio

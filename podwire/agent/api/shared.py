@@ -1,8 +1,8 @@
-"""What the API shows: one type for each answer, and how it is made from what the agent knows.
+"""What the API shows: one type for each answer, computed from what the agent knows.
 
-Used by `agent.api.routes`; `agent.api.openapi` describes the same types. Pure: never asks the kernel or the
-disk. Field names are those of the outer contract in camel case; adding one is compatible, renaming
-or removing one is not.
+Used by `agent.api.routes`; `agent.api.openapi` describes the same types. Pure: never asks the kernel or the disk.
+Field names are those of the outer contract in camel case. Adding a field is compatible; renaming or removing one is
+not.
 """
 
 from collections import Counter

@@ -1,6 +1,6 @@
-"""`POST /policy/trace`: who the two ends of a flow are, and what the oracle says of it.
+"""`POST /policy/trace`: which two parties a flow has, and what the oracle says of it.
 
-A row of `agent.api.policies`'s table. Ends are read here, because only this node knows who its pods are.
+A row of `agent.api.policies`'s table. The parties are resolved here, because only this node knows its pods.
 """
 
 import ipaddress

@@ -1,10 +1,10 @@
-"""Which request runs when: one operation per attachment at a time, in order, on a thread, in time.
+"""When each request runs: one operation per attachment at a time, in order, on a thread, under a deadline.
 
-The only bridge between the loop and the synchronous decisions: `agent.cni.requests` submits, a
-worker thread runs what `control.attach` does. Everything here but the work itself happens on the
-loop, so there is no lock. A thread cannot be cancelled; it is told, and looks between its steps.
-Invariants: two operations of one attachment never overlap; an ADD that started before a DEL of its
-attachment was taken is never carried out after it; every request is answered or cancelled.
+The only bridge between the loop and the synchronous decisions: `agent.cni.requests` submits, and a worker thread runs
+what `control.attach` does. Everything here except the work itself happens on the loop, so there is no lock. A thread
+cannot be cancelled; it is notified, and checks between its steps. Invariants: two operations of one attachment never
+overlap. An ADD that started before a DEL of its attachment was taken is never carried out after that DEL. Every
+request is answered or cancelled.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """One CNI request from its frame to its reply: decode, dispatch, encode, log.
 
 Called by `agent.cni.socket`. Knows no limits and no order (`agent.cni.dispatch`) and decides nothing
-(`control.attach`). Invariants: whatever happens there is one reply, with the code the specification
-wants; the descriptors are closed when nothing uses them any more. An error is logged here, once.
+(`control.attach`). Invariants: whatever happens, there is exactly one reply, with the code that the specification
+requires. The descriptors are closed when nothing uses them any more. An error is logged here, once.
 """
 
 import asyncio

@@ -1,9 +1,8 @@
-"""The launchers' door: frames and descriptors in, replies out; its limits answer, nothing hangs.
+"""The launchers' door: frames and descriptors in, replies out, with limits, so that no request hangs.
 
-Opened by `agent.main`; what is asked is answered by `agent.cni.requests`. Never blocks the loop,
-never interprets a request. Invariants: every descriptor that arrives is closed exactly once; a
-connection that ends before its reply tells the request so; whoever is not root is refused.
-Protocol: docs/protocol.md.
+Opened by `agent.main`; `agent.cni.requests` answers the requests. Never blocks the loop, never interprets a request.
+Invariants: every descriptor that arrives is closed exactly once. When a connection ends before its reply, the request
+is told. A peer that is not root is refused. Protocol: docs/protocol.md.
 """
 
 import array

@@ -1,9 +1,9 @@
-"""DELs that launchers left while nobody answered: read, kept until done, never in the way.
+"""DELs that launchers wrote down while no agent answered: read, and kept until they are done.
 
-`agent.cni.dispatch` replays them: before the sockets open, each second, and before an ADD of the same
-attachment. Blocking, so never on the loop. Invariant: a record is removed only when its DEL is done
-or can have nothing to do; what cannot be read is moved aside, with its reason in the log.
-Format and rules: docs/protocol.md, "Spool".
+`agent.cni.dispatch` replays them before the sockets open, every second, and before an ADD of the same attachment.
+Blocking, so never called on the loop. Invariant: a record is removed only when its DEL is done or cannot have anything
+to do. A record that cannot be read is moved aside, and the log gives the reason. Format and rules: docs/protocol.md,
+"Spool".
 """
 
 import logging

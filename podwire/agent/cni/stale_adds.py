@@ -1,9 +1,9 @@
-"""Which ADDs came too late: a DEL of their attachment, or a GC that does not name it, was taken before they arrived.
+"""Recognise ADDs that came too late: after a DEL of their attachment, or after a GC that does not name it.
 
-Used by `agent.cni.dispatch` alone. A launcher may reach the agent long after it started; carried out then, it would
-make what nobody asks for any more, and nobody would end it. Times are those of the launchers' starts, CLOCK_BOOTTIME in
-nanoseconds. Invariants: memory is bounded, and what is forgotten for that refuses too much, never too little; what is
-older than any launcher lives is forgotten for nothing.
+Used only by `agent.cni.dispatch`. A launcher may reach the agent long after it started. If its ADD were carried out
+then, it would create something that nobody wants any more and that nobody would end. Times are those of the launchers'
+starts, CLOCK_BOOTTIME in nanoseconds. Invariants: memory is bounded. Forgetting for the sake of that bound can refuse
+too many ADDs, never too few. Forgetting what is older than any launcher lives has no effect.
 """
 
 import threading

@@ -1,7 +1,7 @@
 """The threads that carry requests out, and the way of a result back to the loop.
 
-Used by `agent.cni.dispatch`, on the loop. Knows nothing of requests. Invariants: `ended` is called exactly once, on the
-loop, when no thread uses the work any more, whatever became of it; only PodwireError comes out of it.
+Used by `agent.cni.dispatch`, on the loop. Knows nothing of requests. Invariants: `ended` is called exactly once, on
+the loop, when no thread uses the work any more, whatever the outcome. Work raises only PodwireError to the caller.
 """
 
 import asyncio

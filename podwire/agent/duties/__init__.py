@@ -1,1 +1,1 @@
-"""What the agent does unasked for as long as it runs: follow the store, apply, publish, repair."""
+"""What the agent does on its own for as long as it runs: follow the store, apply, publish, repair."""

@@ -1,9 +1,9 @@
-"""Look after pools: hear of blocks, claim ahead, give back what is not needed, collect what nobody has any more.
+"""Look after pools: follow blocks, claim ahead, give back what is not needed, collect what no node has any more.
 
-Only with IPAM mode `pool`. `agent.node` prepares it before anything is restored, `agent.main` starts it: the follower's
-thread opens what was claimed, the one here writes to the store. Neither holds the node's turn while it waits for the
-store. Invariant: a block is forgotten on disk before it is given back, so a start without the store never uses a block
-that somebody else may have by now.
+Only with IPAM mode `pool`. `agent.node` prepares it before anything is restored, `agent.main` starts it. The
+follower's thread opens claimed blocks; the thread here writes to the store. Neither holds the node's turn while it
+waits for the store. Invariant: a block is forgotten on disk before it is given back, so a start without the store
+never uses a block that another node may have by then.
 """
 
 import json

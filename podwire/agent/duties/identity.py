@@ -1,8 +1,8 @@
-"""Look after identities: hear of changes, relabel endpoints, publish what is in use, collect what is not.
+"""Look after identities: follow changes, relabel endpoints, publish what is in use, collect what is not.
 
-`agent.node` prepares it before anything is restored; `agent.main` starts its follower and runs `tend_identities` as a
-task; `agent.api.routes` asks it to change labels. Everything that waits for the store runs on a thread and never under
-the node's turn. Invariant: an endpoint keeps its identity until its new one exists, and both are published as in use
+`agent.node` prepares it before anything is restored. `agent.main` starts its follower and runs `tend_identities` as a
+task. `agent.api.routes` asks it to change labels. Everything that waits for the store runs on a thread and never under
+the node's turn. Invariant: an endpoint keeps its identity until the new one exists, and both are published as in use
 until the datapath has changed over.
 """
 

@@ -1,9 +1,9 @@
-"""What the agent does unasked: reap devices, build endpoints, read events, look after the node.
+"""What the agent does on its own: reap devices, build endpoints, read events, look after the node.
 
-`agent.main` runs each as a named task of its one task group. A loop only decides when; `control` and `datapath`
-do the work, on a thread, because it waits for the kernel. A loop that fails is reported, waits and goes on: one
-broken duty must not stop the others, and running pods need none of them. An idle node wakes a few times a second
-and does nothing.
+`agent.main` runs each loop as a named task of its one task group. A loop only decides when; `control` and `datapath`
+do the work on a thread, because it waits for the kernel. A loop that fails is reported, waits and continues: one
+broken duty must not stop the others, and running pods need none of them. On an idle node a loop wakes a few times a
+second and does nothing.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""Which addresses this node gives, put together by the setting `ipam`: its own ranges, a range of a pool, or blocks.
+"""Choose this node's source of addresses by the setting `ipam`: its own ranges, a range of a pool, or blocks.
 
-Called by `agent.node` before the datapath is opened, which must know the node's ranges. Invariant: a node that took its
-range from a pool keeps it for as long as it has its name, with the store or without.
+Called by `agent.node` before the datapath is opened, because the datapath must know the node's ranges. Invariant: a
+node that took its range from a pool keeps the range for as long as it has its name, with or without the store.
 """
 
 import ipaddress

@@ -1,8 +1,9 @@
 """Follow the store's policies, and bring every change of policies and identities into force at once.
 
-`agent.node` loads it before endpoints are restored; `agent.main` starts it: the follower's thread waits for the store,
-the one here takes the node's turn and works. So neither a slow store nor a long wait for the turn delays the other, and
-a burst of changes becomes one. Invariant: nothing is missed, and one object that cannot be taken in keeps no other out.
+`agent.node` loads it before endpoints are restored; `agent.main` starts it. The follower's thread waits for the store;
+the thread here takes the node's turn and works. So neither a slow store nor a long wait for the turn delays the other,
+and a burst of changes becomes one change. Invariant: nothing is missed, and an object that cannot be used does not
+keep out any other.
 """
 
 import logging

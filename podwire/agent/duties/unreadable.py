@@ -1,7 +1,7 @@
-"""What of the store cannot be read: kept from the listeners, named, and let in again when it is put right.
+"""Objects of the store that cannot be read: withheld from the listeners, reported, and passed on once repaired.
 
-Used by `agent.duties.follower`, one thread; each follower has one. Decides by a check of the object alone. Invariant:
-an unreadable object stands for what was last read of it, and for nothing when it never was; no other is concerned.
+Used by `agent.duties.follower`, on one thread; each follower has one. Decides by checking the object alone. Invariant:
+an unreadable object counts as its last readable version, or as absent if there was none. No other object is affected.
 """
 
 import logging

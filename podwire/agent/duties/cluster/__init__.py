@@ -1,1 +1,1 @@
-"""Follow the other nodes, publish this one, and keep the kernel as planned."""
+"""Follow the other nodes, publish this one, and keep the kernel in line with the plan."""

@@ -1,8 +1,8 @@
-"""Bring the kernel to what is planned about other nodes, on a thread of its own, and keep it there.
+"""Bring the kernel in line with the plan for other nodes, on a thread of its own, and keep it there.
 
 Made by `agent.duties.cluster.duty`. Plans under the duty's lock, applies under the node's turn, never waits for the
-store. Invariants: a plan that is new is applied at once; one that the kernel has refused is tried again as a whole,
-each time later, whatever is told meanwhile; single rows never wait for that.
+store. Invariants: a new plan is applied at once. A plan that the kernel has refused is tried again as a whole, after a
+delay that grows each time, whatever is reported meanwhile. Single rows never wait for that.
 """
 
 import logging

@@ -1,9 +1,10 @@
-"""Look after other nodes: publish this one, follow the others, keep the kernel as the plan says.
+"""Look after other nodes: publish this one, follow the others, keep the kernel in line with the plan.
 
-Made by `agent.node`, started and stopped by `agent.main`. Brings four threads together, each with a module of its own:
-one follows the store, one who lives, one plans and applies, one publishes (it may wait for the store). Nothing waits
-for the store under the node's turn. Invariants: nothing is taken out of the kernel before the store was heard, now or
-in an earlier life; while the store is away the last plan stays in force and is repaired.
+Made by `agent.node`, started and stopped by `agent.main`. Combines four threads, each with a module of its own: one
+follows the store, one follows which nodes are alive, one plans and applies, and one publishes (it may wait for the
+store). Nothing waits for the store under the node's turn. Invariants: nothing is removed from the kernel before the
+store was read, now or in an earlier life of the agent. While the store is away, the last plan stays in force and is
+repaired.
 """
 
 import threading

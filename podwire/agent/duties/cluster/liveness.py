@@ -1,8 +1,8 @@
-"""Follow which nodes live, on a thread of its own, and say which do not.
+"""Follow which nodes are alive, on a thread of its own, and report those that are not.
 
-Made by `agent.duties.cluster.duty`. A node lives while its agent keeps its lease alive. One that does not keeps its
-ways in every kernel: its pods run without their agent, which may only be restarting or away from the store. Must never
-change a kernel. Invariant: while the store is away, nobody is said to be dead.
+Made by `agent.duties.cluster.duty`. A node is alive while its agent renews its lease. A node that is not alive keeps
+its routes and rows in every kernel, because its pods run without their agent, which may only be restarting or cut off
+from the store. Must never change a kernel. Invariant: while the store is away, no node is reported as dead.
 """
 
 import logging

@@ -1,8 +1,8 @@
-"""Publish this node and its pods, on a thread of its own: it may wait for the store.
+"""Publish this node and its pods, on a thread of its own, because it may wait for the store.
 
-Made by `agent.duties.cluster.duty`. When what is written is decided by `control.cluster.publish`. Never holds the
-node's turn. Invariant: a change of pods is looked at within a second, however many there are; a store that is away is
-asked again and again, each time later.
+Made by `agent.duties.cluster.duty`. `control.cluster.publish` decides what is written and when. Never holds the node's
+turn. Invariant: a change of pods is looked at within a second, however many there are. While the store is away, the
+publisher tries again after growing delays.
 """
 
 import contextlib

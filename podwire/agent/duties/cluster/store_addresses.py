@@ -1,7 +1,7 @@
-"""Where the store answers, by address: no other node's pods may have it.
+"""The addresses at which the store answers, because no other node's pods may have them.
 
-Made by `agent.duties.cluster.duty`. Addresses are known at once; names are looked up on a thread that may wait. What a
-name meant last counts until it means something else.
+Made by `agent.duties.cluster.duty`. Addresses are known at once; names are resolved on a thread that may wait. The
+last result for a name counts until a new one differs.
 """
 
 import ipaddress

@@ -1,7 +1,7 @@
-"""What people see of other nodes: the nodes by name, counts, metrics, and what is wrong between them.
+"""What people see of other nodes: the nodes by name, counts, metrics, and conflicts between them.
 
-Made by `agent.duties.cluster.duty`; asked by the API, by whoever scrapes metrics, and after every step of the applier.
-Reads only: what is shown is what the last plan says. Safe from any thread.
+Made by `agent.duties.cluster.duty`; called by the API, by the scraping of metrics, and after every step of the
+applier. Only reads: it shows what the last plan says. Safe from any thread.
 """
 
 import threading

@@ -1,1 +1,1 @@
-"""Decisions. No system calls: the world comes in through the interfaces of `model`."""
+"""Decisions. No system calls: the outside world is reached through the interfaces of `model`."""

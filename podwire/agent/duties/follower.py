@@ -1,10 +1,10 @@
 """Follow some kinds of the store: list them, watch from there, and list again after every gap.
 
-Each duty that works by objects has one follower with one thread and one watch for all of its kinds. It decides nothing
-about objects: a `Listener` is handed lists and changes, in order, on one thread. Invariant: nothing is missed: after a
-gap, and after a listener that failed, everything is listed again; and no change that a list holds already comes after
-it. An object that cannot be read stands for what was last read of it (`agent.duties.unreadable`). What the store said
-last can be kept in a `Memory`, for a start without the store.
+Each duty that works by objects has one follower, with one thread and one watch for all of its kinds. The follower
+decides nothing about objects: it passes lists and changes to a `Listener`, in order, on one thread. Invariant: nothing
+is missed. After a gap, and after a listener that failed, everything is listed again, and no change that a list already
+contains comes after it. An object that cannot be read counts as its last readable version (`agent.duties.unreadable`).
+What the store said last can be kept in a `Memory`, for a start without the store.
 """
 
 import logging

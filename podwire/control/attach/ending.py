@@ -1,8 +1,8 @@
-"""How an endpoint ends: undone at once, forgotten only when the kernel has really let go of its device.
+"""How an endpoint ends: undone at once, forgotten only when the kernel has really released its device.
 
 Used by DEL, GC, a failed ADD and restore, under the node's turn. Between `end` and the `settle` that sees the device
-gone, the endpoint is `disconnecting`: it passes no packet and its addresses stay in quarantine. What could not be
-undone or written (a full disk, say) stays here and is tried again by the next `settle`.
+gone, the endpoint is `disconnecting`: it passes no packet and its addresses stay in quarantine. Anything that could
+not be undone or written (because of a full disk, for example) stays here, and the next `settle` tries it again.
 """
 
 import logging

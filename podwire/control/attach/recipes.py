@@ -1,4 +1,4 @@
-"""Which steps an attachment takes, as a table: the mode in the record picks the row.
+"""Which steps an attachment takes, as a table: the mode in the record selects the row.
 
 A mode is the device's kind. A capability that changes what is done to an attachment adds a row or a step here, never a
 branch inside a step. Read by `control.attach.service` and `control.attach.ending`. Pure data.

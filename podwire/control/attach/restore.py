@@ -1,9 +1,9 @@
 """After a restart: adopt what agrees, end what is half done, forget what is gone, remove what has no owner.
 
-Called once by `agent.node`, before any socket opens, so that no address can be handed out before every living pod has
-its own back. Safe to run twice and to be killed at any point: it reads journal and kernel, and only removes what
-neither a record nor another podwire owns. Running pods keep their programs and rows throughout; rows are written
-again in place.
+`agent.node` calls it once, before any socket opens, so that no address can be given out before every living pod has
+its own address back. It is safe to run twice and to be killed at any point: it reads journal and kernel, and removes
+only what neither a record nor another podwire owns. Running pods keep their programs and rows throughout; rows are
+written again in place.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""What ADD answers for an attachment, in a form that no CNI version owns. Pure; `cni.result` writes each version."""
+"""What ADD answers for an attachment, independent of the CNI version. Pure; `cni.result` writes each version."""
 
 import ipaddress
 

@@ -1,9 +1,9 @@
 """ADD, DEL, CHECK, GC and STATUS, as decisions: what to refuse, which steps to take, what to answer.
 
-Called by `agent.cni.dispatch` on a worker thread; implements its protocol. Every change happens under the node's
-*turn*, one lock for all kernel work (four workers side by side were measured slower than one). Never raises anything
-but PodwireError. Invariant: the journal knows of an attachment before the kernel does, and until after the kernel has
-forgotten it.
+`agent.cni.dispatch` calls it on a worker thread; it implements the protocol of that module. Every change happens under
+the node's *turn*, one lock for all kernel work (four workers side by side were measured to be slower than one). Raises
+nothing but PodwireError. Invariant: the journal knows of an attachment before the kernel does, and until after the
+kernel has forgotten it.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """The steps of an attachment, each with its one undo.
 
-ADD does the steps of its recipe in order; a failed ADD, DEL, GC and restore undo them backwards with the same
-functions. An undo is idempotent: "already gone" is success. Steps change the kernel through `Datapath` only; the
-journal's intent is on disk before the first of them and the address stays held until the last undo is known to be
+ADD runs the steps of its recipe in order. A failed ADD, DEL, GC and restore undo them backwards with the same
+functions. An undo is idempotent: "already gone" is success. Steps change the kernel through `Datapath` only. The
+journal's intent is on disk before the first step, and the address stays held until the last undo is known to be
 complete.
 """
 

@@ -1,1 +1,1 @@
-"""Other nodes: what each says of itself, and what this one makes of it. Only `publish` writes objects."""
+"""Other nodes: what each one publishes, and what this one concludes from it. Only `publish` writes objects."""

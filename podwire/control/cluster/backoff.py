@@ -1,7 +1,7 @@
-"""When something that failed is tried again: after 1 s, then twice as long each time, up to half a minute.
+"""When something that failed is tried again: after 1 s, then after twice as long each time, up to half a minute.
 
-Used by `agent.duties.cluster.applier`, `agent.duties.cluster.publisher` and `control.cluster.publish`. Pure: time comes
-in, seconds of any clock that only goes forward. Invariant: nothing waits without a failure.
+Used by `agent.duties.cluster.applier`, `agent.duties.cluster.publisher` and `control.cluster.publish`. Pure: time is a
+parameter, in seconds of any clock that only goes forward. Invariant: nothing waits without a failure.
 """
 
 import math

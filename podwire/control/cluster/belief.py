@@ -1,9 +1,9 @@
-"""What another node's publication is believed for: its own addresses, and what may be a pod's (datapath.md rule 23).
+"""What another node's publication is believed for: its own addresses, and what can be a pod's (datapath.md rule 23).
 
 Used by `control.cluster.planner` for nodes' addresses and ranges, and by `control.cluster.remote` for single addresses
 of pods. Pure. Routes and identities follow from publications, and whoever has one node's credentials can publish
-anything in that node's name; so nothing is believed that would lead this host's traffic away from where it goes.
-Invariant: what pods may have and what nodes may have is apart, so neither kind of publication can take the other's.
+anything in that node's name. So nothing is believed that would divert this host's traffic from its destination.
+Invariant: what pods may have and what nodes may have is disjoint, so neither kind of publication can take the other's.
 """
 
 import ipaddress

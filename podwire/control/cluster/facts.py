@@ -1,9 +1,9 @@
-"""Objects of the kind Node: what a node says of itself, as a document and as `NodeFacts`.
+"""Objects of the kind Node: what a node publishes of itself, as a document and as `NodeFacts`.
 
-Written by `control.cluster.publish`, read by whoever follows nodes. Pure. A field that is not known here is left
-alone: newer nodes may say more. What a peer must understand to talk to a node at all, that node names in `requires`;
-a name there that is not known here refuses the node, and so does any wrong value of a known field. Invariant: facts
-that were written are read back the same.
+Written by `control.cluster.publish`, read by every module that follows nodes. Pure. A field that is not known here is
+left alone, because newer nodes may publish more. A node lists in `requires` what a peer must understand to talk to it
+at all. A name in that list that is not known here refuses the node, and so does any wrong value of a known field.
+Invariant: facts that were written are read back the same.
 """
 
 import hashlib

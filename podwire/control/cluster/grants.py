@@ -1,8 +1,9 @@
-"""Which ranges pools give to pods, and what stays after a pool has gone: a pool that goes withdraws nothing that runs.
+"""Which ranges pools give to pods, and what stays after a pool is deleted, so that nothing in use is withdrawn.
 
 Used by `control.cluster.state`. Pure. A range or address that a node published while a pool had it stays that node's
-for as long as the node goes on publishing it, also across restarts (`dump`); nothing new comes out of a pool that has
-gone. What else gives ranges to pods, as a core Node's podCIDRs, belongs here: the planner asks for `Grants` alone.
+for as long as the node keeps publishing it, also across restarts (`dump`). Nothing new is given from a pool that is
+gone. Whatever else gives ranges to pods, such as a core Node's podCIDRs, belongs here: the planner asks for `Grants`
+alone.
 """
 
 import ipaddress

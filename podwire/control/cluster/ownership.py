@@ -1,11 +1,11 @@
-"""Who has which range and which address, when several nodes say that they have it.
+"""Which node has a range or an address when several nodes publish it.
 
-Used by `control.cluster.planner`, and by `control.cluster.publish` before a node starts. Pure. A claim has a number
-from its first publication on: one more than the highest there was, so of two claims the lower is the older one, and it
-stands; equal ones (two that began at once) are parted by the nodes' names. Between blocks of pools the higher epoch
-comes first: there the store itself has said who follows whom. What this node itself has no other gets here.
-Invariants: who has the right does not depend on the order of nodes, nor on who asks; a claim that nobody contradicts
-stands; one that stands falls to no later claim.
+Used by `control.cluster.planner`, and by `control.cluster.publish` before a node starts. Pure. A claim gets a number
+when it is first published: one more than the highest number there was. Of two claims the lower number is the older
+claim, and it stands. Claims with equal numbers (two that began at once) are ordered by the nodes' names. Between
+blocks of pools the higher epoch comes first, because there the store itself has said which node follows which. No
+other node gets here what this node itself has. Invariants: the result does not depend on the order of nodes, nor on
+which node computes it. A claim that no other contradicts stands. A claim that stands is defeated by no later claim.
 """
 
 import math

@@ -1,9 +1,9 @@
-"""From what nodes say of themselves to what this node's kernel shall hold because of them.
+"""From what nodes publish to what this node's kernel should hold because of them.
 
-Called by `agent.duties.cluster.duty` with every change of a node. Pure: everything comes in, a new plan goes out.
-Invariants: the plan does not depend on the order of the nodes; a node that goes takes only its own rows with it, and
-lets what its claims held off stand again; a node's number is never that of another name; nothing that two nodes claim
-is sent to both.
+`agent.duties.cluster.duty` calls it at every change of a node. Pure: everything comes in, a new plan goes out.
+Invariants: the plan does not depend on the order of the nodes. A node that goes takes only its own rows with it, and
+claims that its claims had defeated may stand again. A node's number is never given to another name. Nothing that two
+nodes claim is sent to both.
 """
 
 from collections import Counter

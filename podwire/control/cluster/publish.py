@@ -1,8 +1,8 @@
 """What this node publishes of itself: its Node object, its NodeEndpoints, and when.
 
-Called by `agent.duties.cluster.publisher` on a thread that may wait for the store. `PublishSchedule` is pure.
-Invariants: an object is written only when it would say something else, and never over what another living instance of
-this name says; the first change of pods is written at once, and no two writes are closer than a second.
+`agent.duties.cluster.publisher` calls it on a thread that may wait for the store. `PublishSchedule` is pure.
+Invariants: an object is written only when its contents would change, and never over what another living instance of
+this name published. The first change of pods is written at once, and no two writes are closer than a second.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -1,8 +1,9 @@
-"""Objects of the kind NodeEndpoints: which identity every address of a node's pods has, in few bytes.
+"""Objects of the kind NodeEndpoints: the identity of every address of a node's pods, in few bytes.
 
 Written by `control.cluster.publish`, read by `control.cluster.remote` and by the collector of identities. Pure. Form:
-`bases` are ranges; `endpoints` has one section per base, parted by `;`, of pairs `OFFSET:IDENTITY` parted by `,`;
-`others` has `ADDRESS=IDENTITY` for addresses in none of the bases. Invariant: what was written is read back the same.
+`bases` are ranges; `endpoints` has one section per base, separated by `;`, of pairs `OFFSET:IDENTITY` separated by
+`,`; `others` has `ADDRESS=IDENTITY` for addresses in none of the bases. Invariant: what was written is read back the
+same.
 """
 
 import ipaddress

@@ -1,7 +1,7 @@
 """How another node is reached from this one: the address, the way of each family, and the room on it.
 
 Used by `control.cluster.planner`, once for each node of a plan. Pure. Invariant: a way is given only where a packet of
-the least size that its family needs gets through; why there is none is named with both nodes.
+the smallest size that its family requires gets through. Where there is no way, the reason names both nodes.
 """
 
 import functools

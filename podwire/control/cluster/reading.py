@@ -1,4 +1,4 @@
-"""Reads fields of the documents that agents write for each other: what is right, and what is wrong where.
+"""Read fields of the documents that agents write for each other, and report what is wrong, field by field.
 
 Used by `control.cluster.facts` and `control.cluster.published`. Pure. Invariant: nothing of a document is used when
 anything in it is wrong; every fault names its field.

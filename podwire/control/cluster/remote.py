@@ -1,11 +1,12 @@
-"""Pods of other nodes: whose word about an address counts, and the rows of the ipcache that follow from it.
+"""Pods of other nodes: which publication counts for an address, and the rows of the ipcache that follow from it.
 
-Used by `agent.duties.cluster.duty`, one thread. Pure. Of several sources for an address the first of these counts: a
-pod of this node; a node's own address; the newest publication of the node in whose range it is, or, as blocks of pools
-lend addresses, of the node that claimed it in the highest epoch; the range it is in. Of equal epochs of one block the
-older claim counts, as for the block itself; where one of them has no block there, equal ones are denied. Invariant:
-`rows` is always what the publications and the last plan say, so an address that nobody publishes any more is its
-range's again.
+Used by `agent.duties.cluster.duty`, on one thread. Pure. Several sources may say something of an address; the first of
+these counts: a pod of this node; a node's own address; the newest publication of the node in whose range the address
+is; since blocks of pools lend addresses, the publication of the node that claimed the address in the highest epoch;
+the range that the address is in. If the epochs of one block are equal, the older claim counts, as for the block
+itself. If one of the nodes has no block there and the epochs are equal, no node gets the address. Invariant: `rows` is
+always what the publications and the last plan say, so an address that no node publishes any more belongs to its range
+again.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -1,8 +1,8 @@
 """All that is known of other nodes, and the plan that follows from it.
 
-Used by `agent.duties.cluster.duty` under its lock: objects go in as the store gives them, `advance` says what the
-kernel needs now. Never looks at the world. Invariant: nothing is planned before nodes and their pods were listed once;
-what cannot be read is left out and named.
+Used by `agent.duties.cluster.duty` under its lock: objects go in as the store gives them, and `advance` says what the
+kernel needs now. Never looks at the outside world. Invariant: nothing is planned before nodes and their pods were
+listed once. What cannot be read is left out and reported.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,8 +1,8 @@
 """Apply documents to a store: all are checked before the first is written, and each is written only if it differs.
 
-Called by the API and, with `--store`, by the command line. The store comes in as `model.store.Store`; nothing else is
-touched. What a server has added to an object is no difference (`control.documents.same`). Invariant: a set with one
-fault in it changes nothing; what was there before stays in force.
+Called by the API and, with `--store`, by the command line. The store is a `model.store.Store`; nothing else is
+touched. What a server has added to an object does not count as a difference (`control.documents.same`). Invariant: a
+set with one fault in it changes nothing, and what was there before stays in force.
 """
 
 from collections.abc import Callable, Mapping, Sequence

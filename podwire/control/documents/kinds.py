@@ -1,8 +1,8 @@
 """Documents of objects: what each kind may say, checked before anything is stored.
 
-Called by `control.documents.apply` and the doors. Pure. Invariant: a document that is accepted is carried out whole:
-what a decoder does not know is refused by name. Only what belongs to Kubernetes itself (the rest of metadata, status, a
-Namespace's spec) is left out silently, so that people can bring the documents they have.
+Called by `control.documents.apply` and the doors. Pure. Invariant: a document that is accepted is carried out
+completely. A field that its decoder does not know is refused by name. Only what belongs to Kubernetes itself (the rest
+of metadata, status, a Namespace's spec) is left out silently, so that people can use the documents they have.
 """
 
 import re

@@ -1,7 +1,7 @@
-"""How full pools are, as a whole and at each node: numbers that add up.
+"""How full pools are, as a whole and at each node, in numbers that add up.
 
-Used by `agent.api.ipam`. Pure. What is counted as used is what the capacity beside it has room for: an address belongs
-to the block that it is in, whoever has it. Invariant: capacity = used + free, everywhere.
+Used by `agent.api.ipam`. Pure. A used address counts where its capacity counts: in the block that it is in, whichever
+node has it. Invariant: capacity = used + free, everywhere.
 """
 
 from collections.abc import Collection, Iterable, Mapping

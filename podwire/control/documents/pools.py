@@ -1,9 +1,9 @@
-"""IPPool documents: read strictly, and compared with the pools, blocks and nodes that a store has already.
+"""IPPool documents: read strictly, and compared with the pools, blocks and nodes that a store already has.
 
-Called by `control.documents.kinds` and `control.documents.apply` before anything is written, and by
-`agent.duties.addresses` for what the store says. Invariant: a pool that is accepted shares no address with another pool
-nor with a node's fixed range, and is cut into blocks of the same size for as long as it has any. A node's own address
-is in no pool.
+`control.documents.kinds` and `control.documents.apply` call it before anything is written, and
+`agent.duties.addresses` for what the store says. Invariant: a pool that is accepted shares no address with another
+pool nor with a node's fixed range, contains no node's own address, and is cut into blocks of the same size for as long
+as it has any.
 """
 
 import ipaddress

@@ -1,7 +1,7 @@
-"""Whether an object of the store is what its kind says: asked of every object before it replaces one that was.
+"""Whether an object of the store can be read as its kind; asked before an object replaces an earlier version.
 
-Used by the agent's followers of the store. Pure: the decoders of the kinds decide, nothing is kept. Invariant: what is
-found readable here makes no decoder raise.
+Used by the agent's followers of the store. Pure: the decoders of the kinds decide, and nothing is kept. Invariant:
+what is found readable here makes no decoder raise.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,7 +1,8 @@
-"""Whether an object is so already: what a person wrote, compared with what the store has, field by field.
+"""Whether an object is already what a person wrote, compared with the store's version field by field.
 
-Called by `control.documents.apply`. Pure. A server that keeps objects adds to them: metadata of its own, a status, and
-defaults. None of that is a difference; a field that is not in the file any more is one, unless it has the default.
+Called by `control.documents.apply`. Pure. A server that keeps objects adds to them: its own metadata, a status, and
+defaults. None of that counts as a difference. A field that is no longer in the file does count, unless it has the
+default value.
 """
 
 from collections.abc import Mapping

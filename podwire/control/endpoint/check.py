@@ -1,8 +1,8 @@
-"""CHECK's pure half: does the result that the runtime remembers still describe the attachment of the journal?
+"""CHECK's pure half: does the result that the runtime remembers still describe the attachment in the journal?
 
-Called by `control.attach.service`; the kernel's half is `Datapath.compare_endpoint`. Each difference is one phrase
-that names the object and both values. Source: CNI specification 1.1.0, CHECK: what prevResult lists must exist; more
-may exist.
+`control.attach.service` calls it; the kernel's half is `Datapath.compare_endpoint`. Each difference is one phrase that
+names the object and both values. Source: CNI specification 1.1.0, CHECK: what prevResult lists must exist; more may
+exist.
 """
 
 from podwire.model.endpoint import EndpointRecord

@@ -1,7 +1,7 @@
 """Policies and CIDR groups of the store, decoded and handed to the engine.
 
-Called by the agent's store feed and by tests, under the node's turn. Never asks the store. Invariant: an object that
-cannot be read changes nothing: what was in force of it stays, and `problems` names it.
+Called by the agent's policy duty and by tests, under the node's turn. Never asks the store. Invariant: an object that
+cannot be read changes nothing: its earlier version stays in force, and `problems` names it.
 """
 
 import logging

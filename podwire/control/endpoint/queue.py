@@ -1,8 +1,8 @@
 """Which endpoint is built next: one serial queue per endpoint, coalesced triggers, back-off after failures.
 
-Pure: time comes in as a parameter, builders ask `take` and report `finish`. `control.endpoint.regenerate` is the only
-user. A trigger that comes while its endpoint is being built starts another build afterwards; it is never lost and
-never doubled.
+Pure: time is a parameter, builders call `take` and report `finish`. `control.endpoint.regenerate` is the only user. A
+trigger that arrives while its endpoint is being built starts another build afterwards; it is never lost and never
+doubled.
 """
 
 import enum

@@ -1,8 +1,8 @@
-"""Bring one endpoint's datapath to its desired state, its policy included, and keep the state machine told.
+"""Bring one endpoint's datapath to its desired state, including its policy, and report to the state machine.
 
 Called inside ADD for the first build and by the agent's build loop for every later one, always under the node's turn.
-A failed build changes nothing in the kernel: what was in force stays, the endpoint is `not-ready` and the queue
-retries.
+A failed build changes nothing in the kernel: what was in force stays, the endpoint becomes `not-ready` and the queue
+tries again.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """The states of an endpoint and the one table of legal moves between them.
 
-Everything that decides which state may follow which lives in this file; nobody else assigns a state. Effects are not
-here: `control.attach` and `control.endpoint.regenerate` do the step and then report what happened as an event. An event
-that the table does not have for a state raises IllegalTransition and changes nothing. Pure.
+This file alone decides which state may follow which; no other module assigns a state. Effects are not here:
+`control.attach` and `control.endpoint.regenerate` do the step and then report what happened as an event. An event that
+the table does not have for a state raises IllegalTransition and changes nothing. Pure.
 """
 
 import enum

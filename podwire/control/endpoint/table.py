@@ -1,8 +1,8 @@
 """The endpoints of this node, in memory: each with its record, state and log, found by every name people use.
 
-Written only under the node's turn, by `control.attach`, `control.endpoint` and the duties that change labels; read by
-the doors at any time (a reader sees one whole endpoint or none, because views are replaced, never changed). The journal
-is the truth after a restart.
+Written only under the node's turn, by `control.attach`, `control.endpoint` and the duties that change labels. The
+doors may read it at any time: a reader sees one whole endpoint or none, because views are replaced, never changed.
+After a restart the journal is authoritative.
 """
 
 import ipaddress

@@ -1,1 +1,1 @@
-"""What packets did: events of the programs as flows, kept in a ring, handed to followers."""
+"""What packets did: events of the programs as flows, kept in a ring, sent to followers."""

@@ -1,7 +1,7 @@
 """Name the two ends of a packet event: addresses become pods, numbers become words.
 
-Called for each event when it is read, because an endpoint may be gone when somebody looks. Pure:
-who an address belongs to and what time it is are asked of what is handed in.
+Called for each event when it is read, because the endpoint may be gone when somebody looks. Pure: the owner of an
+address and the time are asked of arguments.
 """
 
 import time

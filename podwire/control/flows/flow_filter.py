@@ -1,7 +1,7 @@
-"""Which flows somebody wants to see, from the words of `podwire observe` and the API's query.
+"""Which flows a reader wants to see, from the words of `podwire observe` and the API's query.
 
-An end is named by `NS/POD`, by a pod's name in any namespace, by an address or a range, or by a
-label `key=value`. All conditions must hold. Pure; every fault of a filter is named at once.
+An end is named by `NS/POD`, by a pod's name in any namespace, by an address or a range, or by a label `key=value`. All
+conditions must hold. Pure; every fault of a filter is reported at once.
 """
 
 import ipaddress

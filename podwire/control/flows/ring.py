@@ -1,8 +1,8 @@
-"""The last flows of the node, those who follow new ones, and what must be told because they do.
+"""The last flows of the node, the followers of new ones, and what must be reported because of them.
 
-Filled by the agent's event loop, read by the API. A follower that does not keep up loses flows, is
-told how many, and never slows the others or grows: what does not fit into its queue is dropped.
-Used from one thread only, but for `watch`.
+Filled by the agent's event loop, read by the API. A follower that does not keep up loses flows and is told how many.
+It never slows down the others and never grows: what does not fit into its queue is dropped. Used from one thread only,
+except for `watch`.
 """
 
 from collections import deque

@@ -1,9 +1,9 @@
 """From keys to numbers that mean the same on every node, over the store's contract.
 
-Called by the resolver, never under the node's turn: a key that nobody knows yet costs calls to the store. Protocol
-(docs/identity.md): the candidates of a key are hashed from it; the object of a number is made only if there is none;
-found there with the same key it is adopted, with another key the next candidate is tried. Invariant: unique names give
-a number one key; a number with a mark is used only after the mark was taken away by compare-and-swap.
+Called by the resolver, never under the node's turn, because an unknown key costs calls to the store. Protocol
+(docs/identity.md): the candidates of a key are hashes of it. The object of a number is created only if there is none.
+If it exists with the same key, the number is adopted; if it has another key, the next candidate is tried. Invariant:
+unique names give a number one key. A number with a mark is used only after the mark was removed by compare-and-swap.
 """
 
 import random

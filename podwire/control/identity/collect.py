@@ -1,8 +1,8 @@
-"""Collection of numbers that nobody uses: marked, given up, and after a rest deleted; and who uses what.
+"""Collect numbers that are not in use: mark them, give them up, delete them after a rest. Also: what is in use.
 
-Called by the identity duty once in a while. `Collector` is pure: time and what is in use come in. Invariant: a number
-is given up only a long time after the mark that everybody could see, and means nothing else before it has rested; every
-write says which state it is based on, so that whoever takes a number into use at the same moment wins.
+The identity duty calls it from time to time. `Collector` is pure: time and what is in use are parameters. Invariant: a
+number is given up only long after the mark that every agent could see, and gets no other meaning before it has rested.
+Every write names the state that it is based on, so an agent that takes a number into use at the same moment wins.
 """
 
 import enum

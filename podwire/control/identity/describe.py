@@ -1,4 +1,4 @@
-"""Identities as people see them: what a number stands for, where it is from, who has it.
+"""Identities as people see them: what a number stands for, where it comes from, which endpoints have it.
 
 Called by the API's views. Pure; field names become those of the API.
 """

@@ -1,7 +1,7 @@
-"""What identities are made of, as the store says it: identities, namespaces, workloads.
+"""What identities depend on, as the store says it: identities, namespaces, workloads.
 
-Told by the agent's follower of the store, on its thread. What the store says is handed to `KnownIdentities` and
-`LabelSources`; what endpoints must be looked at for is collected until somebody takes it. Never asks the store.
+The agent's follower of the store calls it, on its thread. It passes what the store says to `KnownIdentities` and
+`LabelSources`, and collects which endpoints must be checked until somebody takes that note. Never asks the store.
 """
 
 import threading

@@ -1,10 +1,10 @@
-"""Which labels make an identity: the setting `identity_label_filter`.
+"""Which labels are part of an identity: the setting `identity_label_filter`.
 
-Made once by `agent.node`, used by `control.identity.key`. Pure but for a memory of keys it has decided. Semantics as
-in Cilium: a pattern is a regular expression that must match at the beginning of the key; of the patterns that match,
-the longest match of an including one is compared with the shortest match of an excluding one, and the longer wins. As
-soon as one including pattern is given by hand, only what is included counts. Invariant: namespace and network are
-always part of an identity, the workload's own name never is.
+Made once by `agent.node`, used by `control.identity.key`. Pure except for a memory of keys that it has decided. The
+semantics are Cilium's: a pattern is a regular expression that must match at the beginning of the key. Of the patterns
+that match, the longest match of an including one is compared with the shortest match of an excluding one, and the
+longer wins. As soon as the setting has one including pattern, only what is included counts. Invariant: namespace and
+network are always part of an identity; the workload's own name never is.
 """
 
 import re

@@ -1,7 +1,7 @@
-"""What an identity is the number of: filtered labels and named ports; and which numbers such a key may have.
+"""What an identity stands for, filtered labels and named ports, and which numbers such a key may have.
 
-Used by the allocator and the resolver. Pure. Invariant: one key has one text and one hash, on every node; different
-keys have different texts, because no label has a `;` or a line end in it.
+Used by the allocator and the resolver. Pure. Invariant: one key has one text and one hash on every node. Different
+keys have different texts, because no label contains a `;` or a line end.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """The identities that this agent knows, by number and by key; filled by list and watch of the store.
 
-Written by the allocator and by the feed of the watch, read by everybody at any time without a lock (values are
-replaced, never changed). Calls no store. Invariant: a number has one key; what the store says of it last counts, and a
+Written by the allocator and by the feed of the watch, read by any thread at any time without a lock (values are
+replaced, never changed). Calls no store. Invariant: a number has one key, and what the store said last counts. A
 number that is in use here is never forgotten, only found to be missing.
 """
 

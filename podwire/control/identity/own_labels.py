@@ -1,7 +1,7 @@
 """Changes of the labels that an endpoint has of its own: `podwire endpoint label ID k=v... k-`. Pure.
 
-Called by the identity duty for the API. Invariant: nobody can give a pod, or take from it, what tells of its
-namespace, its network or its name, and a label of a Workload changes with the Workload only.
+Called by the identity duty for the API. Invariant: nobody can add or remove the labels for a pod's namespace, network
+or name, and a label of a Workload changes only with the Workload.
 """
 
 from collections.abc import Callable, Sequence

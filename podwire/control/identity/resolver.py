@@ -1,7 +1,7 @@
 """From what an endpoint brings to its labels and its identity.
 
-Called for each ADD before the node's turn is taken, and by the identity duty when labels changed, never under the
-turn: an unknown key asks the store and may wait for it. A known one needs no call. Invariant: an endpoint gets its
+Called for each ADD before the node's turn is taken, and by the identity duty when labels changed. Never called under
+the turn: an unknown key asks the store and may wait for it. A known key needs no call. Invariant: an endpoint gets its
 labels and its number together, or stays as it is.
 """
 

@@ -1,8 +1,8 @@
-"""Labels that a pod does not bring itself: its namespace's, and those of the Workload objects that fit it.
+"""Labels that a pod does not bring itself: its namespace's, and those of the Workload objects that match it.
 
 Filled by list and watch of the store, read by the resolver at any time without a lock (values are replaced, never
-changed). Calls no store. Invariant: an endpoint's labels are its own ones, over which Workloads put theirs, and exactly
-its namespace's; nobody but podwire gives a label of podwire.io.
+changed). Calls no store. Invariant: an endpoint's labels are its own, overridden by those of Workloads, and exactly
+those of its namespace. Only podwire gives labels of podwire.io.
 """
 
 import fnmatch

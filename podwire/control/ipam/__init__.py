@@ -1,1 +1,1 @@
-"""Addresses: who holds which, and which comes next."""
+"""Addresses: which endpoint holds which, and which is given next."""

@@ -1,7 +1,7 @@
-"""Do memory, journal and kernel agree about who has which address?
+"""Check whether memory, journal and kernel agree about the owner of each address.
 
-Called by the API (`podwire ipam check`). Pure: the three views are handed in, taken at one moment
-under the node's turn. An address is releasable when nothing but the allocator's memory knows it.
+Called by the API (`podwire ipam check`). Pure: the three views are arguments, taken at one moment under the node's
+turn. An address is releasable when only the allocator's memory knows it.
 """
 
 from collections.abc import Collection, Iterable, Mapping

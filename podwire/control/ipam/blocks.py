@@ -1,7 +1,7 @@
-"""The blocks of this node: which addresses of each are held, which rest, and which are not its owner's to give.
+"""The blocks of this node: which addresses of each are held, which rest, and which the owner may not give freely.
 
 Owned by `control.ipam.pool`, under its lock. Pure, in memory. Invariant: what a block keeps, what an object claims and
-what the pool reserves is given only to who asks for it; a block that another node has gives nothing more.
+what the pool reserves is given only on request. A block that another node has gives no more addresses.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

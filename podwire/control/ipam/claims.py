@@ -1,10 +1,12 @@
-"""Claims: take a block or one address for this node, and give them back, each by one write that can only win or lose.
+"""Claims: take a block or one address for this node, or give it back, each by one conditional write.
 
-Used by `control.ipam.pool`, never under the node's turn: everything here waits for the store. Knows others' blocks from
-the watch and lists nothing, so a claim costs the same among ten blocks and ten thousand. Invariant: a block has one
-node, an address one object; what a block does not keep, only its owner gives. Races between the claim of a block and
-that of an address in it are decided by order: who claims a block gives nothing of it before he has heard everything up
-to his claim, and who claims an address looks at its block afterwards.
+Used by `control.ipam.pool`, never under the node's turn, because everything here waits for the store. Knows other
+nodes' blocks from the watch and lists nothing, so a claim costs the same among ten blocks and ten thousand. Invariant:
+a block has one node, an address one object. Only the owner of a block gives what the block does not keep.
+
+Races between the claim of a block and that of an address in it are decided by order. A node that claims a block gives
+no address of it until its watch has delivered everything up to that claim. A node that claims an address looks at its
+block afterwards.
 """
 
 import contextlib

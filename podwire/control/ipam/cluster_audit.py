@@ -1,8 +1,9 @@
-"""Do blocks, claimed addresses and what nodes publish of their pods agree, in the whole cluster?
+"""Check whether blocks, claimed addresses and published pods agree in the whole cluster.
 
-Called by the API (`podwire ipam check`) with IPAM mode `pool`. Pure: what the store says is handed in. What a node
-publishes comes some time after its ADDs and DELs, so only what is wrong either way is a fault. An address is releasable
-when its object is of this node and no endpoint has it, or of a node that is gone.
+Called by the API (`podwire ipam check`) with IPAM mode `pool`. Pure: what the store says is an argument. A node
+publishes some time after its ADDs and DELs, so only what is wrong both before and after that counts as a fault. An
+address is releasable when its object belongs to this node and no endpoint has the address, or when it belongs to a
+node that is gone.
 """
 
 import ipaddress

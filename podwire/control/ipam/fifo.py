@@ -1,11 +1,12 @@
 """The addresses of one CIDR: which are held, which rest, which were never used. Pure, in memory.
 
-Used by `control.ipam.node` and, for each block, by `control.ipam.pool`. The journal is what survives; after a restart
+Used by `control.ipam.node` and, for each block, by `control.ipam.pool`. Only the journal survives; after a restart
 every held address is taken again.
-An address that came back rests at the end of the line: the next one given is one that the same identity had before
-(others still know it under that identity), else one never used, else the one that rested longest. What rests is
-bounded, so memory does not grow with the CIDR nor with time, and an IPv6 /64 costs nothing. No address is ever held
-twice: `take` refuses.
+
+A released address rests at the end of the queue. The next address given is one that the same identity had before
+(others still know it under that identity), otherwise one that was never used, otherwise the one that has rested
+longest. The number of resting addresses is bounded, so memory grows neither with the CIDR nor with time, and an IPv6
+/64 costs nothing. No address is ever held twice: `take` refuses.
 """
 
 import ipaddress

@@ -1,7 +1,7 @@
-"""What attachments ask of whoever gives the addresses: `control.ipam.node` or `control.ipam.pool`.
+"""What attachments ask of the source of addresses: `control.ipam.node` or `control.ipam.pool`.
 
-Values and a protocol only. Invariant: an address has one holder from `allocate` or `adopt` until `release`, and what
-takes long is done in `make_room`, before anybody's turn.
+Values and a protocol only. Invariant: an address has one holder from `allocate` or `adopt` until `release`. Whatever
+takes long is done in `make_room`, before the turn is taken.
 """
 
 import ipaddress

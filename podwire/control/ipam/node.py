@@ -1,8 +1,8 @@
-"""IPAM mode `node`: pods get addresses from their node's CIDRs, one of each family that it has. Pure.
+"""IPAM mode `node`: pods get addresses from their node's CIDRs, one of each family that the node has. Pure.
 
-Used by `control.attach` under the node's turn; the journal is the durable half. An endpoint's addresses stay held
-from `allocate` or `adopt` until `release`; between DEL and the moment its device is really gone they are in
-quarantine, which only changes what is shown. An address never has two holders: whoever asks for a held one is refused.
+Used by `control.attach` under the node's turn; the journal is the durable half. An endpoint's addresses stay held from
+`allocate` or `adopt` until `release`. Between DEL and the moment its device is really gone they are in quarantine,
+which only changes what is shown. An address never has two holders: asking for a held one is refused.
 """
 
 import ipaddress

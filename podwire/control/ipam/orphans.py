@@ -1,7 +1,7 @@
-"""Orphans: blocks and claimed addresses of nodes that are gone for good, given back after a long look.
+"""Orphans: blocks and claimed addresses of nodes that are gone for good, given back after a long time.
 
-Used by `agent.duties.addresses` of the node that holds the lease `duty/addresses`. A node is gone when it has no Node
-object and its lease does not live. Invariant: nothing is given back on one observation: two of them, GRACE_S apart,
+Used by `agent.duties.addresses` on the node that holds the lease `duty/addresses`. A node is gone when it has neither
+a Node object nor a living lease. Invariant: nothing is given back on one observation. Two observations, GRACE_S apart,
 must agree, and the object must not have changed in between.
 """
 

@@ -1,10 +1,10 @@
-"""IPAM mode `pool`: pods get addresses out of blocks that this node has claimed from pools.
+"""IPAM mode `pool`: pods get addresses from blocks that this node has claimed from pools.
 
-Used by `control.attach`; `agent.duties.addresses` hands over what the store says and does what is due. Who has which
-address of an own block only the journal says: ADD and DEL write no store while a block has a free address. Thread-safe;
-nothing is asked of the store under the lock. Invariant: an address has one holder in the whole cluster: a block is
-opened when everything up to its claim was heard, gives nothing that somebody claimed by an object, and nothing more
-once another node has it.
+Used by `control.attach`; `agent.duties.addresses` passes on what the store says and does what is due. Only the journal
+records which pod has which address of an own block: ADD and DEL do not write to the store while a block has a free
+address. Thread-safe; nothing is asked of the store under the lock. Invariant: an address has one holder in the whole
+cluster. A block is opened only when everything up to its claim has been heard, it gives nothing that an object claims,
+and it gives nothing more once another node has it.
 """
 
 import threading

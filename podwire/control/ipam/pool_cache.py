@@ -1,8 +1,8 @@
 """What the store says of pools, blocks and claimed addresses, as new as the watch.
 
 Filled by `agent.duties.addresses` in the order in which the store changed; read by `control.ipam.pool` and the claims,
-on any thread. Calls no store. Invariant: what an older change says never replaces what a newer one said, so whoever
-wrote something may put it in at once, before the watch gives it.
+on any thread. Calls no store. Invariant: an older change never replaces a newer one, so a writer may enter its own
+write at once, before the watch delivers it.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""Pools: what an IPPool says, which pools a pod may have its address from, and which must not stand side by side.
+"""Pools: what an IPPool says, which pools a pod may get its address from, and which must not exist together.
 
 `control.documents.pools` makes them from documents; `control.ipam.pool` and the claims use them. Pure. Invariant: a
 pool is cut into blocks of one size, so two blocks of one pool never overlap.

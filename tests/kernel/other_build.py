@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+ABI_HEADER = ROOT / "bpf" / "include" / "podwire" / "abi.h"
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,31 @@ def make_build_without_maps(directory: Path, version: int, names: Sequence[str])
     return Build(tree, version)
 
 
+def make_last_layout(directory: Path) -> Build | None:
+    """Build the last tree that had the layout before this one, from the repository's history; None without history."""
+    version = int(re.search(r"#define PW_ABI_VERSION (\d+)", ABI_HEADER.read_text())[1])  # type: ignore[index]
+    git = ("git", "-c", f"safe.directory={ROOT}")
+    search = ("log", "--format=%H", f"-S#define PW_ABI_VERSION {version}", "--", str(ABI_HEADER))
+    found = subprocess.run(
+        [*git, *search], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.split()
+    tree = directory / "last-layout"
+    tree.mkdir()
+    archive = subprocess.run(
+        [*git, "archive", f"{found[-1]}^" if found else "-"],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+    )
+    if archive.returncode:
+        return None
+    subprocess.run(["tar", "-x", "-C", str(tree)], input=archive.stdout, check=True)
+    for built in (ROOT / "podwire" / "kernel").glob("*.so"):
+        shutil.copy(built, tree / "podwire" / "kernel")
+    subprocess.run(["make", "-s", "-C", "bpf"], cwd=tree, check=True)
+    return Build(tree, version - 1)
+
+
 def make_build(directory: Path, version: int, *, oldest_reader: int) -> Build:
     """Compile this tree with one field more in the rows of flows, devices and addresses."""
     tree = _copy_tree(directory / f"build-{version}-{oldest_reader}")
@@ -76,8 +102,20 @@ def make_build(directory: Path, version: int, *, oldest_reader: int) -> Build:
     return Build(tree, version)
 
 
+def _list_conntrack(node_maps: Any) -> Any:
+    try:
+        from podwire.datapath.conntrack_maps import list_conntrack  # noqa: PLC0415
+    except ImportError:  # layout 2
+        from podwire.datapath.maps import list_conntrack  # type: ignore[attr-defined,no-redef] # noqa: PLC0415
+    return list_conntrack(node_maps)
+
+
+def _count_flows(row: Any) -> int:
+    return int(row.conntrack_entries) if hasattr(row, "conntrack_entries") else sum(row.connections)
+
+
 def _run(bpf_dir: Path, *, die: bool) -> None:
-    from podwire.datapath import abi, conntrack_maps, maps, node, upgrade  # noqa: PLC0415 (another build's)
+    from podwire.datapath import abi, maps, node, upgrade  # noqa: PLC0415 (another build's)
     from podwire.datapath.node import KernelDatapath  # noqa: PLC0415
     from podwire.kernel.netlink import NetlinkSocket  # noqa: PLC0415
     from tests.kernel.node_world import make_plan  # noqa: PLC0415
@@ -95,7 +133,7 @@ def _run(bpf_dir: Path, *, die: bool) -> None:
         upgrade.replace_programs(netlink, datapath.plan.node_name, *programs)
         flows = [
             [flow.instance, flow.direction, str(flow.source), flow.source_port, flow.value.packets]
-            for flow in conntrack_maps.list_conntrack(datapath.maps)
+            for flow in _list_conntrack(datapath.maps)
         ]
         print(
             json.dumps(
@@ -104,8 +142,7 @@ def _run(bpf_dir: Path, *, die: bool) -> None:
                     "programs": [one.id for one in datapath.list_programs()],
                     "seed": maps.read_settings(datapath.maps).hash_seed,
                     "usage": {
-                        str(key): sum(row.connections)
-                        for key, row in maps.list_usage(datapath.maps)
+                        str(key): _count_flows(row) for key, row in maps.list_usage(datapath.maps)
                     },
                     "flows": flows,
                 }

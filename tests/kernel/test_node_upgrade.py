@@ -41,7 +41,12 @@ from podwire.model.policy import (
 )
 from tests.kernel.conftest import NODE_IPV4
 from tests.kernel.node_world import OPEN, KernelWorld, kernel_world
-from tests.kernel.other_build import Build, make_build, make_build_without_maps
+from tests.kernel.other_build import (
+    Build,
+    make_build,
+    make_build_without_maps,
+    make_last_layout,
+)
 from tests.kernel.traffic import Datagrams, Stream, continuous_traffic
 
 THIS = abi.ABI_VERSION
@@ -78,6 +83,14 @@ def world(tmp_path: Path) -> Iterator[KernelWorld]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def last_layout(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    build = make_last_layout(tmp_path_factory.mktemp("last"))
+    if build is None:
+        pytest.skip("the repository's history is not here")
+    return build
+
+
 def let_flow(flows: list[Datagrams | Stream]) -> None:
     """Return when every flow has carried something more."""
     before = [flow.sent for flow in flows]
@@ -85,6 +98,29 @@ def let_flow(flows: list[Datagrams | Stream]) -> None:
     while any(flow.sent < old + 200 for flow, old in zip(flows, before, strict=True)):
         assert time.monotonic() < deadline, "traffic has stopped"
         time.sleep(0.01)  # the traffic's threads need the interpreter
+
+
+def test_the_last_layout_is_taken_over_and_gets_everything_back_under_traffic(
+    world: KernelWorld, last_layout: Build
+) -> None:
+    _, first_pod = world.attach(2)
+    second, second_pod = world.attach(3)
+    ways = [(first_pod, second_pod, second.ipv4), (world.host, second_pod, second.ipv6)]
+    with continuous_traffic(ways) as flows:
+        let_flow(flows)
+        for _ in range(2):
+            known = conntrack_keys(world)
+            world.datapath.close()
+            older = last_layout.prepare_node(world.plan.bpf_dir)
+            assert list_versions(world.plan.bpf_dir) == [last_layout.version]
+            assert len(older["flows"]) >= len(ways) * 2
+            let_flow(flows)
+            world.restart()
+            assert list_versions(world.plan.bpf_dir) == [THIS]
+            assert conntrack_keys(world) >= known
+            let_flow(flows)
+        results = [flow.finish() for flow in flows]
+    assert results == [[] if isinstance(flow, Datagrams) else "" for flow in flows]
 
 
 def test_a_longer_layout_takes_over_and_gives_back_under_traffic(

@@ -226,6 +226,21 @@ def test_a_borrowed_address_is_believed_in_cluster_cidrs_and_pools_alone() -> No
     assert {str(one) for one in changes.remove} == {"10.99.0.9/32"}
 
 
+def test_a_lying_address_in_the_own_range_takes_no_borrowed_one_away() -> None:
+    """The owner of a block believes who has borrowed of it, as all other nodes do."""
+    own = make(1, blocks={nets("10.99.1.0/26")[0]: 1})
+    [lent] = ips("10.99.1.60")
+    pods = RemotePods()
+    pods.update(pods.put(Publication("n2", 1, 1, {lent: IdentityId(300)}), "u"))
+    liar = make(3, addresses=(*ips("192.0.2.3"), lent))
+    for peers in ((make(2),), (make(2), liar)):
+        planned = planned_with(*peers, own=own, grants=POOLS)
+        pods.view(View(own, planned))
+        assert [str(one) for one in pods.rows] == ["10.99.1.60/32"]
+        assert not pods.problems
+    assert "node n3 has address 10.99.1.60, which is in a pod range of node n1" in messages(planned)
+
+
 def test_who_repeats_the_mac_of_another_takes_no_way_to_it_away() -> None:
     own = make(1, tunnel_mode=TunnelMode.CLASSIC)
     liar = make(3, tunnel_mac=tunnel_mac("n2"))

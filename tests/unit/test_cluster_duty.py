@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from podwire.agent.duties.cluster.duty import ClusterDuty, ClusterOptions, OwnRanges
+from podwire.agent.duties.cluster.duty import GRANTS_FACT, ClusterDuty, ClusterOptions, OwnRanges
 from podwire.agent.duties.cluster.publisher import take_name
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
@@ -27,7 +27,7 @@ from podwire.control.endpoint.states import State
 from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.model.cluster import ClusterPlan, Way
 from podwire.model.endpoint import AttachmentKey, EndpointRecord, Phase
-from podwire.model.errors import KernelFailure, Unavailable
+from podwire.model.errors import KernelFailure, StorageFailure, Unavailable
 from podwire.model.ids import ContainerId, EndpointId, IdentityId, InterfaceName, NetworkName
 from podwire.model.store import StoredObject
 from tests.fakes.store import MemoryStore
@@ -106,9 +106,25 @@ class Facts(dict[str, Any]):
         return self.get(name, "")
 
 
+class FullDisk(Facts):
+    """Nothing of what pools grant is kept until there is room."""
+
+    has_room = False
+
+    def write_fact(self, name: Any, value: Any) -> None:
+        if name == GRANTS_FACT and not self.has_room:
+            raise StorageFailure("write fact: the disk is full")
+        super().write_fact(name, value)
+
+
 class Rig:
     def __init__(
-        self, store: Any = None, settings: Any = OVERLAY, name: Any = "n1", facts: Any = None
+        self,
+        store: Any = None,
+        settings: Any = OVERLAY,
+        name: Any = "n1",
+        facts: Any = None,
+        store_hosts: tuple[str, ...] = (),
     ) -> None:
         self.store = store or MemoryStore()
         self.kernel, self.news, self.facts = FakeCluster(), FakeNews(), Facts(facts or {})
@@ -116,7 +132,7 @@ class Rig:
         self.health = Health(FakeClock())
         self.metrics = Metrics()
         self.duty = ClusterDuty(
-            options=ClusterOptions(node_name=name, settings=settings),
+            options=ClusterOptions(name, settings, store_hosts=store_hosts),
             store=self.store,
             datapath=self.kernel,
             table=self.table,
@@ -428,3 +444,15 @@ def test_native_routing_needs_no_tunnel() -> None:
         assert isinstance(rig.kernel.plan, ClusterPlan)
         assert rig.kernel.plan.tunnel is None
         assert {one.way for one in rig.kernel.plan.routes} == {Way.NATIVE}
+
+
+def test_a_full_disk_does_not_keep_the_others_away() -> None:
+    rig = Rig()
+    disk = rig.duty.journal = FullDisk(rig.facts)
+    with rig.running():
+        rig.publish_peer(make(2))
+        wait_for(lambda: rig.peers() == ["n2"], "the plan")
+        assert any("the disk is full" in one for one in rig.health.warnings())
+        disk.has_room = True
+        wait_for(lambda: GRANTS_FACT in disk, "the fact")
+        wait_for(lambda: not any("disk" in one for one in rig.health.warnings()), "the warning")

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from ipaddress import IPv4Network, ip_address
 from pathlib import Path
+from typing import Final, cast
 
 import pytest
 
@@ -19,6 +20,7 @@ from podwire.model.endpoint import IPAddress
 from podwire.model.errors import AddressUnavailable, Conflict, Exhausted, Unavailable
 from podwire.model.ids import EndpointId, IdentityId
 from podwire.model.store import Store, StoredObject
+from podwire.model.store.kinds import IP_ADDRESS
 from podwire.store.sqlite import SqliteStore
 from tests.fakes.pool_nodes import (
     Nodes,
@@ -28,11 +30,14 @@ from tests.fakes.pool_nodes import (
     claimed_blocks,
     key_of,
     pool_document,
+    wait_until,
 )
 from tests.fakes.store import MemoryStore
 
 STEPS = int(os.environ.get("PODWIRE_IPAM_STEPS", "10000"))
 """Of each seed; 350,000 make the million of a long run."""
+HELD_S: Final = 0.3
+"""Who does not wait for the lock is through in that time."""
 
 
 @pytest.fixture
@@ -79,6 +84,34 @@ def test_a_block_is_without_the_address_that_was_claimed_before_it() -> None:
     other.claims.claim_block(pool)
     other.hear()
     assert other.ipam.count_free("p") == 13
+
+
+def test_an_address_that_comes_back_while_claims_are_listed_anew_lets_none_of_them_go(
+    nodes: Nodes,
+) -> None:
+    """One that is reserved by now has its block look at what is claimed: not at half of a list."""
+    apply(nodes.store, pool_document("p", "10.0.0.0/28", blockSize=28))
+    other, node = nodes("n2"), nodes("n1")
+    wait_until(other, lambda: other.known.pools)
+    assert add(other, 1, "10.0.0.5") == ["10.0.0.5"]
+    wait_until(node, lambda: node.known.claimed)
+    assert add(node, 1) == ["10.0.0.2"]
+    apply(
+        nodes.store, pool_document("p", "10.0.0.0/28", blockSize=28, reserved=["10.0.0.2-10.0.0.3"])
+    )
+    wait_until(node, node.ipam.mine.list_outdated)
+    release = threading.Thread(target=node.ipam.release, args=(EndpointId(1),))
+
+    def listed() -> Iterator[StoredObject]:
+        release.start()
+        release.join(HELD_S)
+        yield from nodes.store.list(IP_ADDRESS.plural)[0]
+
+    node.known.replace(IP_ADDRESS.plural, cast("list[StoredObject]", listed()))
+    release.join()
+    own = node.ipam.mine.find(ip_address("10.0.0.5"))
+    assert own is not None
+    assert own.fifo.is_excluded(ip_address("10.0.0.5"))
 
 
 def test_nodes_that_claim_at_the_same_time_never_share_a_block_or_an_address(nodes: Nodes) -> None:

@@ -129,9 +129,9 @@ def _pool_views(
     ipam: PoolIpam, blocks: Iterable[Block], published: Mapping[str, Collection[IPAddress]]
 ) -> Iterable[PoolView]:
     pools = ipam.known.pools
-    for name, count in count_pools(
-        pools, blocks, published, ipam.mine.list_node_addresses()
-    ).items():
+    with ipam.lock:
+        stand_for_nodes = ipam.mine.list_node_addresses()
+    for name, count in count_pools(pools, blocks, published, stand_for_nodes).items():
         pool, whole = pools[name], count.whole
         yield PoolView(
             name=name,
@@ -183,11 +183,13 @@ def check_ipam(api: IpamApi, _call: Call) -> IpamCheck:
     faults = find_address_faults(holdings, records, present)
     if api.pools is not None:
         faults += find_cluster_faults(_view_cluster(api, api.pools))
+        with api.pools.lock:
+            lost = api.pools.mine.list_lost()
         faults += [
             AddressFault(
                 str(cidr), f"lost to another node; {held} addresses of pods here are in it"
             )
-            for cidr, held in api.pools.mine.list_lost()
+            for cidr, held in lost
         ]
     checked = sum(len(holding.addresses) for holding in holdings.values())
     return IpamCheck(

@@ -169,7 +169,12 @@ def believe_nodes(
         kept = tuple(one for one in facts.addresses if not faults[one])
         screened.append(facts if kept == facts.addresses else replace(facts, addresses=kept))
         refused[facts.name] = [(f"address {one}", why) for one, why in faults.items() if why]
-    addresses = {address: facts.name for facts in reversed(screened) for address in facts.addresses}
+    addresses = {
+        address: facts.name
+        for facts in reversed(screened)
+        for address in facts.addresses
+        if not any(address in one for one in belief.own_ranges)  # else it would take pods' away
+    }
     belief = replace(belief, nodes=addresses)
     believed = [_believe_ranges(belief, facts, refused[facts.name]) for facts in screened]
     return belief, believed, {_describe(name, found) for name, found in refused.items() if found}

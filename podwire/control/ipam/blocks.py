@@ -138,18 +138,18 @@ class OwnBlocks:
     def exclude(self, own: OwnBlock) -> None:
         """Say what of a block is only given to who asks for it: what it keeps, shall keep, and what is claimed."""
         cidr = own.block.cidr
-        claimed = {one for one in self.known.claimed if one.version == cidr.version and one in cidr}
-        pool = self.known.pools.get(own.block.pool)
+        with self.known.lock:  # else claims that are listed anew are seen in part
+            pool = self.known.pools.get(own.block.pool)
+            claimed = {
+                one for one in self.known.claimed if one.version == cidr.version and one in cidr
+            }
         wanted: tuple[AddressRange, ...] = ()
         own.kept = own.block.kept
         if pool is not None:
-            wanted = choose_kept(cidr, pool.reserved, lends=not pool.strict_affinity)
-            own.kept = choose_kept(
-                cidr,
-                pool.reserved,
-                lends=not pool.strict_affinity,
-                busy=self._list_given(own, claimed),
-            )
+            lends = not pool.strict_affinity
+            wanted = choose_kept(cidr, pool.reserved, lends=lends)
+            given = self._list_given(own, claimed)
+            own.kept = choose_kept(cidr, pool.reserved, lends=lends, busy=given)
         shall = (address for one in wanted for address in addresses_of(one))
         own.fifo.exclude((*own.block.kept_addresses(), *claimed, *shall))
 

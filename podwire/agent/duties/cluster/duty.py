@@ -34,7 +34,7 @@ from podwire.control.cluster.state import KINDS, ClusterState, OwnNode
 from podwire.control.endpoint.states import State
 from podwire.control.endpoint.table import EndpointTable
 from podwire.model.cluster import IPAddress, IPNetwork, NodeFacts, TunnelMode, Underlay
-from podwire.model.errors import PodwireError, Unavailable
+from podwire.model.errors import PodwireError, StorageFailure, Unavailable
 from podwire.model.ids import IdentityId
 from podwire.model.interfaces import ClusterDatapath
 from podwire.model.store import Store, StoreEvent
@@ -102,6 +102,8 @@ class ClusterDuty:
             self.journal.read_fact(NUMBERS_FACT) or "{}", type=NodeNumbers
         )
         self._saved_grants = self.journal.read_fact(GRANTS_FACT)
+        self._has_unsaved = False
+        """Whether what pools have given could not be kept; tried again at each answer of the store."""
         self.state = ClusterState(
             options.node_name,
             self.name.instance,
@@ -109,7 +111,7 @@ class ClusterDuty:
             numbers,
             PoolGrants.load(self._saved_grants),
         )
-        self._store_addresses = StoreAddresses(options.store_hosts)
+        self._store_addresses = StoreAddresses(options.store_hosts, self.ranges_changed)
         self.lock = threading.Lock()
         self.follower = StoreFollower("cluster-watch", self.store, KINDS, self, self.memory)
         self._applier = Applier(self, self.datapath, self.turn, self.metrics)
@@ -140,6 +142,7 @@ class ClusterDuty:
         self._lives.stop()
         self.follower.stop()
         self._publisher.stop()
+        self._store_addresses.stop()
         self._applier.stop()
 
     def pods_changed(self) -> None:
@@ -172,6 +175,8 @@ class ClusterDuty:
     def on_events(self, events: Sequence[StoreEvent], _revision: int) -> None:
         """Take changes."""
         if not events:
+            if self._has_unsaved:
+                self._save_grants()
             return
         with self.lock:
             for event in events:
@@ -267,18 +272,23 @@ class ClusterDuty:
             found, self.state.own_overwritten = self.state.own_overwritten, False
         return found
 
-    def look_up_store(self) -> None:
-        """Look up where the store is, now and then; on a thread that may wait."""
-        if self._store_addresses.look_up():
-            self._applier.wake(look=True)
+    def follow_store(self) -> None:
+        """Have it looked up where the store is, now and then; waits for nothing."""
+        self._store_addresses.follow()
 
     def _save_grants(self) -> None:
-        """Keep what pools have given: one may be gone when the agent starts again."""
+        """Keep what pools have given: one may be gone when the agent starts again. A full disk costs only that."""
         with self.lock:
             text = self.state.grants.dump()
+        failure = ""
         if text != self._saved_grants:
-            self.journal.write_fact(GRANTS_FACT, text)
-            self._saved_grants = text
+            try:
+                self.journal.write_fact(GRANTS_FACT, text)
+                self._saved_grants = text
+            except StorageFailure as error:
+                failure = f"keep what IPPools give to pods of other nodes: {error.message}"
+        self.health.warn(GRANTS_FACT, failure)
+        self._has_unsaved = bool(failure)
 
     def save_numbers(self) -> None:
         """Keep the numbers of nodes: rows of connections name them across restarts."""

@@ -75,8 +75,8 @@ class ThisNode(Protocol):
         """Hear that something claimed has its number now."""
         ...
 
-    def look_up_store(self) -> None:
-        """Look up where the store is, if it is time; may wait."""
+    def follow_store(self) -> None:
+        """Have it looked up where the store is, if it is time."""
         ...
 
     def take_overwritten(self) -> bool:
@@ -179,7 +179,7 @@ class Publisher:
         duty = self._duty
         if duty.own is None:
             return PUBLISH_AGAIN_S
-        duty.look_up_store()
+        duty.follow_store()
         looked_s = time.monotonic()
         pods = duty.list_pods()
         duty.set_own_pods(pods)

@@ -1,6 +1,6 @@
-"""The memory of flows as typed rows: connections in their shards.
+"""The memory of flows as typed rows: connections in their shards, new flows beside them, and how near limits are.
 
-Called by `datapath.rows` and `datapath.upgrade`. Never writes a flow; only the programs do.
+Called by `datapath.rows`, `datapath.upgrade` and `datapath.node`. Never writes a flow; only the programs do.
 """
 
 import time

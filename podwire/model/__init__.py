@@ -1,1 +1,1 @@
-"""Frozen values, ids, errors, configuration: the words every layer shares."""
+"""Frozen values, ids, errors, configuration: the vocabulary that every layer shares."""

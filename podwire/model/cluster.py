@@ -1,7 +1,7 @@
-"""Other nodes: what each says of itself, and what the kernel of this one shall therefore hold. Values only.
+"""Other nodes: what each one publishes, and what this node's kernel should therefore hold. Values only.
 
 `control.cluster` reads and writes `NodeFacts` as objects of the kind Node and computes a `ClusterPlan` from them;
-`datapath.cluster` puts a plan into force, as often as it is told to. Nothing here looks at the world.
+`datapath.cluster` puts a plan into force, any number of times. Nothing here looks at the outside world.
 """
 
 import enum

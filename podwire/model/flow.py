@@ -1,4 +1,4 @@
-"""Flow events: what a program told about one packet, as frozen values.
+"""Flow events: what a program reported about one packet, as frozen values.
 
 Made by `datapath.events`, enriched and kept by `control`, shown by `monitor` and `observe`. Values only; names of
 reasons, hooks and paths are those of bpf/include/podwire/abi.h in lower case with dashes.

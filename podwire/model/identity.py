@@ -1,4 +1,4 @@
-"""Identities as every layer means them: reserved numbers, ranges, and what policy needs to know of one.
+"""Identities as every layer uses them: reserved numbers, ranges, and what policy needs to know of one.
 
 Made by `control.identity`, read by `control.policy` and the doors. Values only.
 """

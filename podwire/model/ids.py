@@ -1,8 +1,7 @@
 """Ids, and every name that is derived from them.
 
-Everything the kernel or a person sees of ours is named here, from stable inputs and never at
-random, so that DEL, GC, restore and `cleanup` can compute the same name again with nothing but
-the attachment. Pure.
+Everything of podwire that the kernel or a person sees is named here, from stable inputs and never at random, so that
+DEL, GC, restore and `cleanup` can compute the same name again from the attachment alone. Pure.
 """
 
 import hashlib

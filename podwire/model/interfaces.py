@@ -1,6 +1,6 @@
-"""What the decisions in `control` ask of the world: clock, journal, datapath.
+"""What the decisions in `control` need of the outside world: clock, journal, datapath.
 
-`agent.node` hands the real ones in; unit tests hand in fakes that pass the same contract suite. Every method is
+`agent.node` passes the real ones in; unit tests pass fakes, which pass the same contract suite. Every method is
 synchronous. `create_*` and `open_*` change the world; `remove_*` are idempotent: "already gone" is success.
 """
 

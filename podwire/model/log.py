@@ -1,9 +1,8 @@
-"""How log lines look, and which facts they may carry.
+"""What log lines look like, and which facts they may carry.
 
-`agent.main` installs one handler; everybody else uses `logging.getLogger(__name__)` with a constant
-message and `extra={...}` whose names are in FIELDS (a test reads every call). An error is logged
-once, where it stops. A line is one line whatever a container's name contains. Never logs secrets or
-packet contents.
+`agent.main` installs one handler. All other modules use `logging.getLogger(__name__)` with a constant message and
+`extra={...}` whose names are in FIELDS (a test reads every call). An error is logged once, where it stops. A record is
+one line, whatever a container's name contains. Never logs secrets or packet contents.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Policy as the programs hold it: entries, local CIDR identities, and the numbers every layer means the same by.
+"""Policy as the programs hold it: entries, local CIDR identities, and the numbers that every layer shares.
 
 Made by `control.policy`, written by `datapath.policy_maps`. Values only.
 """

@@ -1,4 +1,4 @@
-"""A CNI request and its answer, in forms that no CNI version owns.
+"""A CNI request and its answer, in forms that are independent of the CNI version.
 
 `cni.netconf` makes requests from environment and configuration, `control.attach` carries them out, `cni.result`
 writes the answer in the asked version. Values only.

@@ -1,9 +1,9 @@
-"""The launcher's protocol: frames, replies, spool records and the file `alive`, as bytes and back.
+"""The launcher's protocol: frames, replies, spool records and the file `alive`, encoded and decoded.
 
-Called by `cni.client`, `agent.cni.socket` and `agent.cni.spool`; `launcher/` is the same in C (a test
-compares the numbers). Never touches a socket, file or clock. Invariant: what an encoder writes, the
-decoder of the version before and of the version after reads; anything else is refused with a
-message, never half understood. Described in docs/protocol.md.
+Called by `cni.client`, `agent.cni.socket` and `agent.cni.spool`; `launcher/` is the same in C (a test compares the
+numbers). Never touches a socket, file or clock. Invariant: the decoders of the version before and of the version after
+read what an encoder writes. Anything else is refused with a message, never half understood. Described in
+docs/protocol.md.
 """
 
 import enum

@@ -1,1 +1,1 @@
-"""Stores: where the cluster's objects are, behind the contract of `model.store`; and documents from files."""
+"""Stores: where the cluster's objects are kept, behind the contract of `model.store`; and documents from files."""

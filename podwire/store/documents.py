@@ -1,6 +1,6 @@
-"""What every back end asks of a document before it writes it (a kind, a name, JSON, not too much of it), and patches.
+"""What every back end requires of a document before it writes it (a kind, a name, JSON, a bounded size), and patches.
 
-Used by the back ends. Pure. Invariant: what one back end takes, every other takes too.
+Used by the back ends. Pure. Invariant: what one back end accepts, every other accepts too.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""A store that is opened when it can be: while it is away every call says so, and tries again.
+"""A store that is opened when that becomes possible: while it is away, every call says so and tries again.
 
-Made by `store.open` for an agent, which starts also without its store. Only "away" is waited for: a store that is
-damaged, of a newer layout or no store at all is refused as ever. Implements `model.store.Store`.
+Made by `store.open` for an agent, which also starts without its store. Waits only for a store that is away. A store
+that is damaged, of a newer layout or no store at all is refused as usual. Implements `model.store.Store`.
 """
 
 import threading

@@ -1,8 +1,8 @@
-"""Leases in the store's file: a row with a time until which it lives, renewed by a thread.
+"""Leases in the store's file: a row with the time until which its holder is alive, renewed by a thread.
 
-Made by `store.sqlite`. Must never touch objects or their log of changes: who keeps a name alive changes nothing that is
-watched. Times are those since boot, with the boot's name: neither a set clock nor a reboot makes a dead holder live.
-Invariant: a row is replaced only by its holder or after its time.
+Made by `store.sqlite`. Must never touch objects or their log of changes, because renewing a lease changes nothing that
+is watched. Times count from boot and go with the boot's name, so neither a changed clock nor a reboot makes a dead
+holder look alive. Invariant: a row is replaced only by its holder or after its time.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 Each such back end makes one (`store.etcd.cluster`), under a name of its own. Callers of the store are synchronous and
 wait here. Must never run anything that waits for the caller's thread. Invariant: after `close` nothing runs on it any
-more, and whoever waited has been told that the store is closed.
+more, and every waiting caller has been told that the store is closed.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
-"""The one place for YAML: documents out of people's files, and documents written for people.
+"""The one place for YAML: documents from people's files, and documents written for people.
 
-Called by the command line and by whatever keeps documents as text. Pure. Never runs a tag, never expands more than a
-file's size allows. Invariant: what is accepted means what was written, to every reader of YAML: keys once and text, no
-tags but those of plain data, no merge keys, no control characters, bounded depth and size. `no`, `on` and `010` are
-text, as in YAML 1.2; where truth or a number is wanted, that is then refused.
+Called by the command line and by every module that keeps documents as text. Pure. Never runs a tag, never expands to
+more than a file's size allows. Invariant: what is accepted means the same to every reader of YAML: keys are unique and
+text, there are no tags but those of plain data, no merge keys, no control characters, and depth and size are bounded.
+`no`, `on` and `010` are text, as in YAML 1.2. Where a boolean or a number is required, they are then refused.
 """
 
 import json

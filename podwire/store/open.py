@@ -1,6 +1,6 @@
 """Open the store that a URL names.
 
-Called by `agent.node` and by object commands with `--store`. Decides nothing but which back end is meant.
+Called by `agent.node` and by object commands with `--store`. Decides only which back end is meant.
 """
 
 from functools import partial

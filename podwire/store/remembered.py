@@ -1,8 +1,8 @@
-"""What a store said last, in a file of the node's own: for a start while the store is away.
+"""What a store said last, in a file of the node's own, for a start while the store is away.
 
 Opened by `agent.node`, written by the followers of the store (`agent.duties.follower`). It is a copy: a file that
-cannot be used is begun anew, with a warning, and nothing is lost but the copy. Invariant: what is loaded of a kind is
-one whole list with whole batches of later changes: each call of `save` is one transaction.
+cannot be used is started afresh, with a warning, and nothing is lost but the copy. Invariant: what is loaded of a kind
+is one whole list with whole batches of later changes; each call of `save` is one transaction.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """The store in one file, for one machine: several threads, several processes, several lab nodes.
 
-Opened by `store.open`. Implements `model.store.Store` on sqlite with a write-ahead log; a write that returned is on
-disk. Must never hold a lock while a caller does anything: each call is one transaction. Invariant: each change takes
-the next revision of the whole file and leaves one row in the log of changes, in the transaction that makes it.
+Opened by `store.open`. Implements `model.store.Store` on sqlite with a write-ahead log; a write that has returned is
+on disk. Must never hold a lock while a caller does something else: each call is one transaction. Invariant: each
+change takes the next revision of the whole file and adds one row to the log of changes, in the same transaction.
 """
 
 import sqlite3

@@ -1,8 +1,9 @@
-"""The store's file: opened for root only, checked, brought to today's layout; and what its errors mean.
+"""The store's file: opened for root only, checked, and brought to today's layout; and what its errors mean.
 
 Used by `store.sqlite` and its watches alone. `user_version` of the file is the layout's number: how many of STEPS it
-has been through. Invariant: a file is never left between two layouts, never changed before it is known to be a store of
-ours, and never repaired or removed: that is a person's decision. Several processes may open one file at once.
+has been through. Invariant: a file is never left between two layouts, never changed before it is known to be a store
+of podwire, and never repaired or removed, because a person must decide that. Several processes may open one file at
+once.
 """
 
 import contextlib

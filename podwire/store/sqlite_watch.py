@@ -1,7 +1,8 @@
-"""Watches of a sqlite store: read the log of changes, sleep until somebody wrote, read again.
+"""Watches of a sqlite store: read the log of changes, sleep until somebody writes, read again.
 
-Made by `store.sqlite`. Never writes. A wake-up is only a hint: the log is also read each second, so a lost one delays a
-change and loses nothing. Invariant: what is given follows what was given before, without a gap, or Compacted is raised.
+Made by `store.sqlite`. Never writes. A wake-up is only a hint: the log is also read every second, so a lost wake-up
+delays a change and loses nothing. Invariant: each change that is returned follows the previous one without a gap, or
+Compacted is raised.
 """
 
 import threading

@@ -1,8 +1,8 @@
-"""The policy engine as endpoints see it: what is known goes in, rows and states of endpoints come out.
+"""The policy engine as endpoints see it: from known policies and identities to rows and states of endpoints.
 
 Called by the regenerator (one endpoint's build) and by the agent's policy duty (a change of policies or identities),
-always under the node's turn but for `hear`. Invariant: what an endpoint is said to enforce is what its row holds; one
-that could not follow is `not-ready`, keeps what was in force, and is tried again.
+always under the node's turn, except for `queue_identity_change`. Invariant: what an endpoint is said to enforce is
+what its row holds. An endpoint that could not follow is `not-ready`, keeps what was in force, and is tried again.
 """
 
 import logging

@@ -1,9 +1,9 @@
-"""Leases: who lives, and whose turn it is, without a heartbeat in any object.
+"""Leases: which holders are alive, and which of them has a duty, without a heartbeat in any object.
 
 Part of the store's contract (`Store.leases`); the same suite holds for every back end. A lease is a name that one
-holder has as long as he keeps it alive, which happens by itself. Names in use: `node/NAME`, held by a node's agent, and
-`duty/...`, by the agent that does a duty for the cluster. Errors as in `model.store`. Invariant: while one holder's
-lease is not lost, no other has that name.
+holder has for as long as it keeps the lease alive, which happens in the background. Names in use: `node/NAME`, held by
+a node's agent, and `duty/...`, held by the agent that does a duty for the cluster. Errors as in `model.store`.
+Invariant: while one holder's lease is not lost, no other holder has that name.
 """
 
 from collections.abc import Mapping, Sequence

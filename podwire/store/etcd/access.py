@@ -1,7 +1,7 @@
-"""How an etcd is reached: its endpoints, certificates, and who we are there.
+"""How an etcd is reached: its endpoints, certificates and credentials.
 
-Made by `store.open` from the settings. Reads files and opens no connection. Never keeps or shows a password: it is read
-from its file each time that one is asked for, so that a new one holds at the next login.
+Made by `store.open` from the settings. Reads files and opens no connection. Never keeps or shows a password: it is
+read from its file whenever etcd asks for one, so that a new password is used at the next login.
 """
 
 import re

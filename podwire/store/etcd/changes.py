@@ -1,7 +1,8 @@
 """Writes of objects: each a condition and an operation, committed alone or together in one transaction.
 
-Used by `store.etcd.store`. Must never write what its condition does not hold for. Invariant: a write whose answer was
-lost and that is sent again is known by the mark in its value: it is neither done twice nor taken for another's.
+Used by `store.etcd.store`. Must never write when the condition does not hold. Invariant: when the answer to a write is
+lost and the write is sent again, the mark in its value identifies it, so it is neither done twice nor taken for
+another's.
 """
 
 from collections.abc import Sequence

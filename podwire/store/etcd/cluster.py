@@ -1,7 +1,7 @@
 """One etcd as the back end sees it: checked, asked from any thread, and read as a whole range at one revision.
 
 Shared by the store, its watches and its leases. Must never touch a store of a newer format. Invariant: before anything
-is read or written after a failure, the format is checked again: by then another etcd may answer there.
+is read or written after a failure, the format is checked again, because another etcd may answer by then.
 """
 
 from collections.abc import Coroutine, Sequence

@@ -1,7 +1,7 @@
-"""Where things are in etcd, and what the value of an object is.
+"""The keys in etcd, and the form of an object's value.
 
 Used by `store.etcd` alone. Pure. Invariant: a key of etcd names one ObjectKey, and each ObjectKey has one key of etcd,
-whatever its names are made of.
+whatever characters its names have.
 """
 
 from typing import Any, Final

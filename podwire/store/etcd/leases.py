@@ -1,7 +1,7 @@
 """Leases in etcd: a key that etcd removes when its lease is not kept alive.
 
-Made by `store.etcd.store`. Kept alive on the loop, past etcd's log: it costs no write. Invariant: a key is replaced by
-its own holder alone; another's ends by his giving it up or by etcd.
+Made by `store.etcd.store`. The loop keeps leases alive without etcd's log, so this costs no write. Invariant: only its
+own holder replaces a key. A key of another holder ends when that holder gives it up or when etcd removes it.
 """
 
 import asyncio

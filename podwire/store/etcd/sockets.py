@@ -1,7 +1,7 @@
-"""The sockets to etcd: they notice soon that nothing of them arrives any more.
+"""The sockets to etcd, which notice soon that nothing of them arrives any more.
 
 Used by `store.etcd.gateway`, in the thread of its event loop. Invariant: no request waits for an answer to an address
-that this host has no more when the request begins.
+that this host had already lost when the request began.
 """
 
 import contextlib

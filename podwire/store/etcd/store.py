@@ -1,6 +1,6 @@
 """The store in etcd: objects as keys, compare-and-swap by their revisions.
 
-Opened by `store.open`. Implements `model.store.Store`; callers wait on their own threads for one loop that has the
+Opened by `store.open`. Implements `model.store.Store`. Callers wait on their own threads for the one loop that has the
 connections. Must never write without a condition. Invariant: the revision of an object is that of its key in etcd.
 """
 

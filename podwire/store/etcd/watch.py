@@ -1,7 +1,8 @@
-"""Watches of etcd: one stream of a key range, taken up again after every break where it was left.
+"""Watches of etcd: one stream of a key range, continued after every break where it was left.
 
 Made by `store.etcd.store`. The stream is followed on the loop's thread; what it brings waits for the reader, within
-bounds. Never writes. Invariant: what is given follows what was given before, without a gap, or Compacted is raised.
+bounds. Never writes. Invariant: each change that is returned follows the previous one without a gap, or Compacted is
+raised.
 """
 
 import asyncio

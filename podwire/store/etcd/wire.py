@@ -1,7 +1,7 @@
-"""What etcd's JSON gateway says: the parts of its answers that we read, and the requests that we write.
+"""The messages of etcd's JSON gateway: the parts of answers that podwire reads, and the requests that it writes.
 
-Used by `store.etcd` alone. Pure. Bytes are base64 and 64-bit numbers may be text in this JSON; fields at their zero are
-left out. Source: etcd 3.4, `rpc.proto` and its gateway.
+Used by `store.etcd` alone. Pure. Bytes are base64 and 64-bit numbers may be text in this JSON; fields with the value
+zero are left out. Source: etcd 3.4, `rpc.proto` and its gateway.
 """
 
 from collections.abc import Sequence

@@ -108,7 +108,7 @@ def decode_object(found: KeyValue) -> StoredObject:
     if key is None:
         return _unreadable(
             found,
-            f"its name is no object's; etcdctl del '{found.key.decode(errors='replace')}' removes it",
+            f"its name is not an object's; etcdctl del '{found.key.decode(errors='replace')}' removes it",
         )
     return StoredObject(
         key=key,

@@ -197,7 +197,7 @@ class KeyWatch:
             return
         _, newest = await self._cluster.read(FORMAT_KEY)  # a member may lag, but not this
         if newest < self._heard:
-            raise self._compacted(f"the store is at {newest}: it is another one, or was put back")
+            raise self._compacted(f"the store is at {newest}: it is another one, or was restored")
 
     def _compacted(self, reason: str) -> Compacted:
         where = self._cluster.gateway.where

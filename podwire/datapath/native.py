@@ -251,19 +251,32 @@ def remove_attached(netlink: NetlinkSocket, indexes: Iterable[int], hooks: OwnHo
                     index, FROM_POD_HOOK, NETDEV_FILTER_PRIORITY, NETDEV_FILTER_HANDLE
                 )
             )
-        if index in hooks.devices and not _are_used_by_others(netlink, index):
+        if (
+            index in hooks.devices
+            and not _are_used_by_others(netlink, index)
+            and _note_going(hooks, index)
+        ):
             removed.append(f"clsact queue of device index {index} was too much")
             requests.append(delete_clsact(index))
             freed.append(index)
-    for index in freed:
-        hooks.note(
-            index, made=False
-        )  # should this process die now, what is there later may be somebody else's
     for failure in netlink.attempt(requests):
         if failure is not None and failure.errno not in _GONE:
             raise failure
     hooks.forget(freed)
     return removed
+
+
+def _note_going(hooks: OwnHooks, index: int) -> bool:
+    """Write down that hooks go: should this process die now, what is there later may be somebody else's.
+
+    False on a full disk: they stay until it can be written, and nothing else waits for that.
+    """
+    try:
+        hooks.note(index, made=False)
+    except StorageFailure as failure:
+        _log.warning("take hooks of a device away", extra={"error": failure.message})
+        return False
+    return True
 
 
 def list_attached(netlink: NetlinkSocket) -> Sequence[int]:

@@ -1256,6 +1256,25 @@ def test_what_was_noted_before_a_boot_is_nothing(world: KernelWorld) -> None:
     assert OwnHooks(world.hooks_noted, boot_id="another").devices == frozenset()
 
 
+def test_hooks_that_are_not_needed_any_more_stay_while_that_cannot_be_noted(
+    world: KernelWorld,
+) -> None:
+    """Nothing else waits for it: packets go by the stack, whatever is attached."""
+    go_native(world)
+    write = world.datapath._hooks._write
+
+    def refuse(_note: str) -> None:
+        raise StorageFailure("write the journal: no space left on device")
+
+    world.datapath._hooks._write = refuse
+    leave_native(world)
+    assert native_device(world) == 0
+    assert has_hooks(world)
+    world.datapath._hooks._write = write
+    leave_native(world)
+    assert not has_hooks(world)
+
+
 def test_no_hooks_are_made_that_cannot_be_noted(world: KernelWorld) -> None:
     def refuse(_note: str) -> None:
         raise StorageFailure("write the journal: no space left on device")

@@ -109,9 +109,10 @@ int to_overlay(struct __sk_buff *skb)
 	struct pw_flow *flow;
 	int outcome;
 
-	mark_as_tunnelled(skb);
-	if (skb->ifindex != tunnel_device() || is_under_way(skb))
+	if (skb->ifindex != tunnel_device() || is_under_way(skb)) {
+		mark_as_tunnelled(skb);
 		return TC_ACT_OK;
+	}
 	flow = begin_flow(PW_HOOK_TO_OVERLAY);
 	if (!flow)
 		return TC_ACT_SHOT;
@@ -119,6 +120,7 @@ int to_overlay(struct __sk_buff *skb)
 		  check_frame_to_pod(flow) ?:
 		  read_addresses(skb, flow) ?:
 		  enter_from_stack(skb, flow);
+	mark_as_tunnelled(skb); /* the mark that was there has told whose piece it is */
 	return finish(skb, flow, outcome);
 }
 

@@ -8,6 +8,7 @@ stay.
 """
 
 import errno
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -32,13 +33,15 @@ from podwire.kernel.rtnl.tc import (
     set_bpf_filter,
 )
 from podwire.kernel.xfrm import has_policies
-from podwire.model.errors import KernelFailure
+from podwire.model.errors import KernelFailure, StorageFailure
 from podwire.model.ids import NETDEV_FILTER_HANDLE, NETDEV_FILTER_PRIORITY
 
 PROGRAM: Final = "from_netdev"
 _GONE: Final = (errno.ENODEV, errno.ENOENT, errno.EINVAL)
 """EINVAL: the device has no hooks any more."""
 _NO_MAC: Final = "00:00:00:00:00:00"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,16 @@ class OwnHooks:
         self._save({**self._made, index: made})
 
     def forget(self, indexes: Iterable[int]) -> None:
-        """Write down that hooks are gone, or somebody else's."""
+        """Write down that hooks are gone, or somebody else's. A full disk keeps nobody: the next start compares."""
         gone = self._made.keys() & set(indexes)
-        if gone:
-            self._save({index: made for index, made in self._made.items() if index not in gone})
+        if not gone:
+            return
+        left = {index: made for index, made in self._made.items() if index not in gone}
+        try:
+            self._save(left)
+        except StorageFailure as failure:
+            self._made = left
+            _log.warning("forget hooks of devices", extra={"error": failure.message})
 
     def compare(self, netlink: NetlinkSocket) -> None:
         """Forget what an earlier process noted and did not make, and what is not there any more."""
@@ -242,19 +251,32 @@ def remove_attached(netlink: NetlinkSocket, indexes: Iterable[int], hooks: OwnHo
                     index, FROM_POD_HOOK, NETDEV_FILTER_PRIORITY, NETDEV_FILTER_HANDLE
                 )
             )
-        if index in hooks.devices and not _are_used_by_others(netlink, index):
+        if (
+            index in hooks.devices
+            and not _are_used_by_others(netlink, index)
+            and _note_going(hooks, index)
+        ):
             removed.append(f"clsact queue of device index {index} was too much")
             requests.append(delete_clsact(index))
             freed.append(index)
-    for index in freed:
-        hooks.note(
-            index, made=False
-        )  # should this process die now, what is there later may be somebody else's
     for failure in netlink.attempt(requests):
         if failure is not None and failure.errno not in _GONE:
             raise failure
     hooks.forget(freed)
     return removed
+
+
+def _note_going(hooks: OwnHooks, index: int) -> bool:
+    """Write down that hooks go: should this process die now, what is there later may be somebody else's.
+
+    False on a full disk: they stay until it can be written, and nothing else waits for that.
+    """
+    try:
+        hooks.note(index, made=False)
+    except StorageFailure as failure:
+        _log.warning("take hooks of a device away", extra={"error": failure.message})
+        return False
+    return True
 
 
 def list_attached(netlink: NetlinkSocket) -> Sequence[int]:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from podwire.control.cluster.belief import Grants
-from podwire.control.cluster.facts import tunnel_mac
+from podwire.control.cluster.facts import encode_node, node_key, tunnel_mac
+from podwire.control.cluster.grants import PoolGrants
 from podwire.control.cluster.ownership import number_claims
 from podwire.control.cluster.planner import NodeNumbers, plan_cluster
 from podwire.control.cluster.published import Publication
@@ -16,6 +17,10 @@ from podwire.control.cluster.reading import EPOCH_MAX
 from podwire.control.cluster.remote import RemotePods, View
 from podwire.model.cluster import Surroundings, TunnelMode, Underlay
 from podwire.model.ids import IdentityId
+from podwire.model.store import StoredObject
+from podwire.model.store.kinds import IP_POOL
+from tests.fakes.pool_nodes import apply, pool_document
+from tests.fakes.store import MemoryStore
 from tests.unit.test_cluster_planner import OWN, ips, make, messages, nets, routes
 
 CIDRS = nets("10.244.0.0/16", "fd00::/48")
@@ -196,6 +201,17 @@ def test_without_cluster_cidrs_only_what_is_near_the_own_range(
     assert (messages(planned) == "") is is_believed
     if not is_believed:
         assert "cluster_cidrs is not set" in messages(planned) or "connected" in messages(planned)
+
+
+def test_what_a_warning_says_to_do_can_be_done_for_a_range_of_the_nodes_own() -> None:
+    peer = with_ranges("10.8.0.0/25")
+    assert "apply such a pool (with use: nodes" in messages(planned_with(peer))
+    store = MemoryStore()
+    store.create(StoredObject(key=node_key(peer.name), document=encode_node(peer)))
+    apply(store, pool_document("p", "10.8.0.0/24", use="nodes", blockSize=25))
+    grants = PoolGrants()
+    grants.replace(store.list(IP_POOL.plural)[0], ())
+    assert "10.8.0.0/25" in routes(planned_with(peer, grants=grants.current()))
 
 
 def test_however_much_is_refused_it_is_one_warning() -> None:

@@ -91,7 +91,8 @@ class Belief:
         if link is not None:
             return (
                 f"node {self.node} itself is connected to {link}, and no IPPool has it;"
-                f" if pods are there, apply such a pool, else find out who writes as node {node}"
+                " if pods are there, apply such a pool (with use: nodes, if node_cidrs says so), else find out who"
+                f" writes as node {node}"
             )
         if any(is_within(network, one) for one in self.cluster):
             return ""

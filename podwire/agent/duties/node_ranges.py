@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Addresses:
-    """Who gives the addresses, and what looks after him."""
+    """The source of addresses, and the duty that looks after it."""
 
     ipam: Ipam
     duty: IpamDuty | None = None

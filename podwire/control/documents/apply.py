@@ -223,7 +223,7 @@ def _writing(store: Store, *, dry_run: bool) -> AbstractContextManager[None]:
 
 
 def _retried(attempt: Callable[[], _T]) -> _T:
-    """Try again while somebody else is faster; his last Conflict when that does not end."""
+    """Try again while somebody else is faster; raise the last Conflict when that does not end."""
     for _ in range(ATTEMPTS - 1):
         try:
             return attempt()

@@ -28,7 +28,7 @@ MAY_FOLLOW = frozenset({states.State.READY, states.State.NOT_READY})
 
 
 POLICIES_NAMED = 3
-"""Of those that select an endpoint which is behind: enough to find the one that is too much."""
+"""How many policies the error of an endpoint that is behind names: enough to find the one that does not fit."""
 
 
 def describe_failure(failure: Failure) -> str:

@@ -206,7 +206,7 @@ class Claims:
         return replace(block, stored=stored)
 
     def _check_block(self, address: IPAddress, pool: Pool, cidr: IPNetwork) -> None:
-        """Refuse an address that its block's owner may give by himself."""
+        """Refuse an address that the owner of its block may give by itself."""
         try:
             stored = self.store.get(block_key(cidr))
         except UnreadableObject as error:

@@ -47,7 +47,7 @@ from podwire.model.ids import EndpointId, IdentityId
 from podwire.model.request import IPNetwork
 
 HEAR_S: Final = 0.2
-"""How often who waits for a block looks whether his caller went away."""
+"""How often a thread that waits for a block checks whether its caller went away."""
 
 
 @dataclass(frozen=True)

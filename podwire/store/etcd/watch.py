@@ -120,7 +120,7 @@ class KeyWatch:
 
     def _tell(self, error: PodwireError | None) -> None:
         with self._changed:
-            # The reader hears of a break once; it is none for him if the stream came back before he looked.
+            # The reader hears of a break once, and of none if the stream came back before the reader looked.
             self._is_news = error is not None and (
                 self._error is None or not isinstance(error, Unavailable) or self._is_news
             )

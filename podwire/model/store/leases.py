@@ -66,7 +66,7 @@ class LeaseWatch(Protocol):
 
     @property
     def is_listed(self) -> bool:
-        """Whether all living holders were given once: from then on, a name that is not in `holders` has no living holder."""
+        """Whether all living holders were given once: then a name that is not in `holders` has no living holder."""
         ...
 
     def next(self, timeout_s: float) -> Sequence[LeaseChange]:

@@ -326,7 +326,7 @@ def lose_node(cluster: Cluster, losses: int) -> tuple[list[float], list[float]]:
                 watch.next(DEADLINE_S)
             end = time.perf_counter()
         ended.append((end - begin) * 1e3)
-        heard += _wait_for_warnings(others, f"no agent lives on node {last.name}", end)
+        heard += _wait_for_warnings(others, f"no agent is alive on node {last.name}", end)
         labs.set_link(LAB, last.name, is_up=True)
         labs.change_agent(LAB, last.name, "start")
     return ended, heard

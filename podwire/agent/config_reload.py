@@ -82,7 +82,7 @@ class LiveConfig:
 
     def _read(self, key: str, raw: Any) -> object:
         if key not in SETTINGS:
-            raise ValueError("is no setting")
+            raise ValueError("is not a setting")
         if not SETTINGS[key].reloadable:
             raise ValueError("needs a restart: change it in the configuration file")
         return read_value(SETTINGS[key], raw)

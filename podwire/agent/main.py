@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settled = read_settings(parsed)
         log.configure(settled.config.report.log_level, settled.config.report.log_format)
         for warning in settled.warnings:
-            _log.warning("an environment variable is no setting", extra={"cause": warning})
+            _log.warning("an environment variable is not a setting", extra={"cause": warning})
         threading.Thread(target=importlib.import_module, args=(API_MODULE,), daemon=True).start()
         with ExitStack() as stack:
             node = open_node(settled, stack)

@@ -179,5 +179,5 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "refused_requests": ("Requests refused because of a limit", ("door", "limit")),
     "spool_replayed": ("DELs taken from the spool", ("outcome",)),
     "reconciliations": ("Comparisons of journal and kernel", ("outcome",)),
-    "cluster_repairs": ("Things on the way to other nodes that were put right", ()),
+    "cluster_repairs": ("Repairs of the way to other nodes", ()),
 }

@@ -45,8 +45,8 @@ def _remove_stale_socket(path: Path) -> None:
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise StorageFailure(
-                f"open socket {str(path)!r}: a file that is no socket has its name",
-                hint="look what it is and move it away",
+                f"open socket {str(path)!r}: a file that is not a socket has its name",
+                hint="look at that file and move it away",
             )
         os.unlink(path)
     except FileNotFoundError:

@@ -41,9 +41,9 @@ def _from_files(*, required: bool) -> Callable[[_F], _F]:
 
 
 def _dry_run(command: _F) -> _F:
-    return click.option("--dry-run", is_flag=True, help="Check, and only tell what would be done.")(
-        command
-    )
+    return click.option(
+        "--dry-run", is_flag=True, help="Check, and only report what would be done."
+    )(command)
 
 
 @click.command(epilog="Example: podwire apply -f policies.yaml --dry-run")
@@ -124,7 +124,7 @@ def delete(
     """
     if bool(files) == bool(kind) or bool(kind) != bool(names):
         raise CliError(
-            EXIT_USAGE, "say what to delete", "podwire delete -f FILE, or podwire delete KIND NAME"
+            EXIT_USAGE, "name what to delete", "podwire delete -f FILE, or podwire delete KIND NAME"
         )
     if kind is not None:
         found = read_kind(kind)

@@ -26,7 +26,9 @@ _RUN_FILES = ("cni.sock", "api.sock", "alive", "spool", "endpoints")
     context_settings={"ignore_unknown_options": True},
 )
 @click.option("--all", "everything", is_flag=True, help="Also of this machine's own node.")
-@click.option("--yes", is_flag=True, help="Do it; without it only say what would be removed.")
+@click.option(
+    "--yes", is_flag=True, help="Do it; without this option only say what would be removed."
+)
 @click.option("--config", metavar="FILE", help="The agent's settings; as for podwire-agent.")
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[--KEY VALUE]...")
 @common
@@ -56,7 +58,7 @@ def cleanup(
             removed.extend(_remove_own_node(agent))
     document = {"done": yes, "removed": removed}
     verb = "removed" if yes else "would remove"
-    lines = [f"{verb} {one}" for one in removed] or ["nothing of ours is here"]
+    lines = [f"{verb} {one}" for one in removed] or ["nothing of podwire is here"]
     show_one(document, opts.style, lambda: lines)
     if removed and not yes:
         raise CliError(EXIT_USAGE, "nothing was removed", "say --yes to do it")

@@ -176,7 +176,7 @@ def _refusal(status: int, document: Any) -> CliError:
 def _unreachable(path: str, error: Exception) -> CliError:
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
     hint = (
-        "the socket is for root only: run the command as root"
+        "the socket is only for root: run the command as root"
         if isinstance(error, PermissionError)
         else "is podwire-agent running? --agent names another socket, --lab and --node a lab's node"
     )

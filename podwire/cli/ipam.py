@@ -101,7 +101,7 @@ def _show_holder(opts: Common, address: str) -> None:
         if not rows:
             raise failure or CliError(
                 EXIT_NOT_FOUND,
-                f"find a holder of {address}: nobody has it",
+                f"find a holder of {address}: no endpoint has it",
                 "podwire ipam show --show-blocks",
             )
         return rows, failure
@@ -131,7 +131,9 @@ def _read_address(text: str) -> str:
         return str(ipaddress.ip_address(text))
     except ValueError:
         raise CliError(
-            EXIT_USAGE, f"read address {text!r}: this is none", "write it as 10.244.1.7 or fd10::7"
+            EXIT_USAGE,
+            f"read address {text!r}: this is not an address",
+            "write it as 10.244.1.7 or fd10::7",
         ) from None
 
 

@@ -51,10 +51,12 @@ def partition(opts: Common, one: str, other: str | None) -> None:
     from podwire.lab import labs  # noqa: PLC0415
 
     if other is None and one != "heal":
-        raise CliError(EXIT_USAGE, f"part {one!r} from whom?", "name two nodes, or say heal")
+        raise CliError(
+            EXIT_USAGE, f"cut {one!r} off from which node?", "name two nodes, or say heal"
+        )
     if other is None:
         labs.heal(choose(opts.lab))
-        show_one({"apart": []}, opts.style, lambda: ["all hear each other"], "")
+        show_one({"apart": []}, opts.style, lambda: ["all nodes reach each other"], "")
         return
     labs.set_partition(choose(opts.lab), one, other)
     show_one({"apart": [one, other]}, opts.style, lambda: [f"{one} and {other} are apart"], one)

@@ -109,7 +109,7 @@ def _explain(error: Exception) -> tuple[int, str, str]:
     if isinstance(error, PermissionError):
         return EXIT_INTERNAL, str(error), "podwire works on kernel objects: run it as root"
     if isinstance(error, OSError):
-        return EXIT_INTERNAL, str(error), "look at the file or socket that is named"
+        return EXIT_INTERNAL, str(error), "check the file or socket that is named"
     return EXIT_INTERNAL, f"{type(error).__name__}: {error}", "this is a bug: please report it"
 
 
@@ -121,7 +121,7 @@ def _fail(exit_code: int, message: str, hint: str) -> None:
         _discard_output()
     print(f"error: {_one_line(message)}", file=sys.stderr)
     print(
-        f"hint: {_one_line(hint or 'podwire status --verbose and podwire doctor tell more')}",
+        f"hint: {_one_line(hint or 'podwire status --verbose and podwire doctor say more')}",
         file=sys.stderr,
     )
     sys.exit(exit_code)

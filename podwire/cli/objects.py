@@ -233,7 +233,7 @@ def read_name(kind: Kind, text: str, namespace: str | None) -> tuple[str, str]:
     found = before or namespace or ""
     if found and not kind.namespaced:
         raise CliError(
-            EXIT_USAGE, f"read {text!r}: {kind.name} objects are of no namespace", "leave it out"
+            EXIT_USAGE, f"read {text!r}: {kind.name} objects have no namespace", "leave it out"
         )
     return (found or "default") if kind.namespaced else "", name
 
@@ -243,7 +243,7 @@ def read_name(kind: Kind, text: str, namespace: str | None) -> tuple[str, str]:
 @click.argument("name", metavar="[NAME]", required=False)
 @in_namespace
 @click.option(
-    "-A", "--all-namespaces", is_flag=True, help="Of every namespace (the default of a list)."
+    "-A", "--all-namespaces", is_flag=True, help="All namespaces (the default of a list)."
 )
 @click.option("-l", "--selector", metavar="SELECTOR", help="k=v, k!=v, k, !k, joined by commas.")
 @with_store

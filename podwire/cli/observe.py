@@ -14,14 +14,14 @@ from podwire.cli.output import GREEN, RED, YELLOW, Style, colour, show_document
 
 _QUEUE_LINES = 1024
 _LAST = 20
-_NOISE_HELP = "Also what every pod's kernel sends unasked, and nobody misses (reason quiet)."
+_NOISE_HELP = "Also what every pod's kernel sends by itself (reason quiet)."
 _AWAY = "is its agent running? see `podwire status`"
 
 
 @click.command(epilog="Example: podwire observe -f --pod default/web --verdict dropped")
-@click.option("-f", "--follow", is_flag=True, help="Go on with new flows.")
+@click.option("-f", "--follow", is_flag=True, help="Continue with new flows.")
 @click.option("--last", type=click.IntRange(0), metavar="N", help="Begin with the last N.")
-@click.option("--since", metavar="5m", help="Begin with those since then.")
+@click.option("--since", metavar="5m", help="Begin with flows since then.")
 @click.option("--from", "source", metavar="X", help="NS/POD, address, range or label.")
 @click.option("--to", "target", metavar="X", help="NS/POD, address, range or label.")
 @click.option("--pod", metavar="X", help="Either end.")

@@ -68,7 +68,7 @@ def common(command: _F) -> _F:
             "--output",
             type=click.Choice(FORMATS),
             default="table",
-            help="Form of the answer.",
+            help="Output format.",
         ),
         click.option("-q", "--quiet", is_flag=True, help="Only names, or only the exit code."),
         click.option("--agent", metavar="SOCKET", help="The agent's api.sock (PODWIRE_AGENT)."),
@@ -86,7 +86,7 @@ def table(command: _F) -> _F:
 
 def listing(command: _F) -> _F:
     """Add the options of lists."""
-    watch = click.option("-w", "--watch", is_flag=True, help="Go on, and show what changes.")
+    watch = click.option("-w", "--watch", is_flag=True, help="Continue, and show what changes.")
     return watch(table(command))
 
 
@@ -100,10 +100,8 @@ def namespaced(command: _F) -> _F:
         return command(namespace=namespace, **rest)
 
     for option in (
-        click.option(
-            "-A", "--all-namespaces", is_flag=True, help="Of every namespace (the default)."
-        ),
-        click.option("-n", "--namespace", metavar="NS", help="Only of this namespace."),
+        click.option("-A", "--all-namespaces", is_flag=True, help="All namespaces (the default)."),
+        click.option("-n", "--namespace", metavar="NS", help="Only this namespace."),
     ):
         in_namespaces = option(in_namespaces)
     return in_namespaces  # type: ignore[return-value]

@@ -30,7 +30,7 @@ _POLL_S = 0.1
 @click.command(epilog="Example: podwire status --wait --timeout 30 && podwire status -o json")
 @click.option("--brief", is_flag=True, help="One line.")
 @click.option("--verbose", is_flag=True, help="All checks, also those that are fine.")
-@click.option("--wait", is_flag=True, help="Wait until it is ready.")
+@click.option("--wait", is_flag=True, help="Wait until the agent is ready.")
 @click.option(
     "--timeout", type=float, default=60.0, show_default=True, metavar="S", help="Seconds."
 )

@@ -51,10 +51,10 @@ def read_mac(places: Mapping[str, Any], faults: Faults) -> str:
         mac = text.lower().replace("-", ":")
         if not _MAC.fullmatch(text.lower()):
             faults.wrong(
-                path, f"is {shown(text)}, no MAC address (six bytes, as 0a:58:0a:f4:01:07)"
+                path, f"is {shown(text)}, not a MAC address (six bytes, as 0a:58:0a:f4:01:07)"
             )
         elif int(mac[:2], 16) & _MULTICAST_BIT or not int(mac.replace(":", ""), 16):
-            faults.wrong(path, f"is {shown(text)}, no address of one device")
+            faults.wrong(path, f"is {shown(text)}, which is not an address of a single device")
         elif wanted is not None and wanted[0] != mac:
             faults.wrong(path, f"asks for {mac} and {wanted[1]} for {wanted[0]}")
         else:
@@ -70,5 +70,5 @@ def _read_ip(item: Any, place: str, faults: Faults) -> IPAddress | None:
     try:
         return ipaddress.ip_interface(text).ip
     except ValueError:
-        faults.wrong(place, f"is {shown(item)}, no IP address")
+        faults.wrong(place, f"is {shown(item)}, not an IP address")
         return None

@@ -39,13 +39,13 @@ def read_labels(value: Any, path: str, faults: Faults) -> tuple[str, ...]:
         key = faults.read_text(entry.get("key"), f"{place}.key")
         text = faults.read_text(entry.get("value"), f"{place}.value")
         if not is_label_key(key):
-            faults.wrong(f"{place}.key", f"is {shown(key)}, no label key ([prefix/]name)")
+            faults.wrong(f"{place}.key", f"is {shown(key)}, not a label key ([prefix/]name)")
         elif key.startswith(f"{OWN_PREFIX}/"):
             faults.wrong(f"{place}.key", f"is {shown(key)}: {OWN_PREFIX}/ is reserved for podwire")
         elif key.startswith(_OF_NAMESPACES):
-            faults.wrong(f"{place}.key", f"is {shown(key)}, which tells of the pod's namespace")
+            faults.wrong(f"{place}.key", f"is {shown(key)}, which belongs to the pod's namespace")
         elif not is_label_value(text):
-            faults.wrong(f"{place}.value", f"is {shown(text)}, no label value")
+            faults.wrong(f"{place}.value", f"is {shown(text)}, not a label value")
         elif labels.setdefault(key, text) != text:
             faults.wrong(place, f"gives {shown(key)} a second value")
     return sort_labels(f"{SOURCE_CNI}:{key}={text}" for key, text in labels.items())
@@ -81,7 +81,7 @@ def read_namespace(text: str, path: str, faults: Faults) -> str:
     """
     if text and not is_valid_namespace(text):
         message = (
-            f"is {shown(text)}, and no policy could be of that namespace: give it a name of a-z, 0-9 and,"
+            f"is {shown(text)}, and no policy could be in that namespace: give it a name of a-z, 0-9 and,"
             f" inside, '-', of at most {NAMESPACE_MAX_CHARACTERS} characters"
         )
         faults.note(InvalidConfiguration, path, message)

@@ -109,7 +109,7 @@ def _read_json(stdin: bytes, faults: Faults) -> dict[str, Any] | None:
     except UnicodeEncodeError:
         faults.note(UndecodableRequest, "stdin", "has half of a surrogate pair")
     except ValueError as error:
-        faults.note(UndecodableRequest, "stdin", f"is no JSON: {error}")
+        faults.note(UndecodableRequest, "stdin", f"is not JSON: {error}")
     else:
         if isinstance(config, dict):
             return config
@@ -130,7 +130,7 @@ def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _read_version(config: dict[str, Any], command: str, faults: Faults) -> str:
@@ -259,7 +259,7 @@ def _read_attachments(
         container_id = faults.read_text(entry.get("containerid"), f"{place}.containerID")
         if_name = faults.read_text(entry.get("ifname"), f"{place}.ifname")
         if not is_valid_container_id(container_id):
-            message = f"is {shown(container_id)}, no container id"
+            message = f"is {shown(container_id)}, not a container id"
             faults.note(InvalidConfiguration, f"{place}.containerID", message)
         if fault := interface_name_fault(if_name):
             message = f"is {shown(if_name)}: it {fault}"

@@ -117,7 +117,7 @@ def read_ports(value: Any, faults: Faults) -> tuple[NamedPort, ...]:
         if entry.get("port") is None:
             faults.wrong(f"{place}.port", "is missing")
         if not _PORT_NAME.fullmatch(name):
-            faults.wrong(f"{place}.name", f"is {shown(name)}, no port name")
+            faults.wrong(f"{place}.name", f"is {shown(name)}, not a port name")
         if protocol not in _PROTOCOLS:
             message = f"is {shown(protocol)}, not one of {', '.join(_PROTOCOLS)}"
             faults.wrong(f"{place}.protocol", message)

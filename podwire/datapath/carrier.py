@@ -33,7 +33,7 @@ def await_carrier(netlink: NetlinkSocket, device: Device) -> None:
     while not is_operating(netlink.get(request)):
         if time.monotonic() > until_s:
             raise Unavailable(
-                f"wait for the carrier of device {device.host_name!r}: it did not come in {WAIT_S:g} s",
-                hint="try again; if it stays so, see whether something sets the pod's interface down",
+                f"wait for the carrier of device {device.host_name!r}: it was not there after {WAIT_S:g} s",
+                hint="try again; if that does not help, check whether something sets the pod's interface down",
             )
         time.sleep(LOOK_S)

@@ -264,7 +264,7 @@ def require_owned(netlink: NetlinkSocket, record: EndpointRecord) -> OwnedDevice
 
 
 def read_owner(link: Link) -> OwnedDevice | None:
-    """Tell whose pair a device belongs to; None for anything that has no mark of ours."""
+    """Tell whose pair a device belongs to; None for anything that has no mark of podwire."""
     condemned = link.group == CONDEMNED_GROUP
     mark = parse_device_alias(link.alias)
     if mark is not None:
@@ -462,7 +462,7 @@ def _explain(
         if owner is not None:
             return LeftoverDevice(device.host_name, owner)
         return ForeignObject(
-            f"create device pair {device.host_name!r}: a device of that name has no mark of ours",
+            f"create device pair {device.host_name!r}: a device of that name has no mark of podwire",
             hint=f"rename or delete it: ip link del {device.host_name}",
         )
     with NetlinkSocket.open_in(namespace.fd) as inside:

@@ -82,7 +82,7 @@ def survey_host(tunnel_port: int = DEFAULT_TUNNEL_PORT) -> list[Finding]:
         Finding(
             "host",
             "warning",
-            f"device {name!r} has a name of our form and no mark of ours",
+            f"device {name!r} has a name of podwire's form and no mark of podwire",
             "rename or remove it: an attachment that needs this name will be refused",
         )
         for name in foreign

@@ -28,7 +28,7 @@ def addresses_of(plan: LabPlan, place: str) -> Sequence[str]:
 
 
 def apply_partitions(plan: LabPlan, pairs: Sequence[tuple[str, str]]) -> None:
-    """Make exactly these pairs be apart; none = all hear each other."""
+    """Make exactly these pairs be apart; none = all nodes reach each other."""
     commands = [f"table {family} {TABLE}\ndelete table {family} {TABLE}" for family in _HOOKS]
     rules = {
         "bridge": [rule for pair in pairs if STORE not in pair for rule in _port_rules(*pair)],

@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> None:
                 selector.register(_open(family, int(port), protocol), selectors.EVENT_READ)
             except OSError as error:
                 sys.exit(f"error: serve {text} in {who}: {error.strerror}")
-    os.write(1, b"ready\n")  # in one piece: who waits for it does not read on
+    os.write(1, b"ready\n")  # in one piece: the process that waits for it does not read on
     _let_go_of_the_terminal()
     while True:
         for key, _ in selector.select():

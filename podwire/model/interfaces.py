@@ -102,7 +102,7 @@ class Inventory:
     host_routes: Sequence[str] = ()
     """Destinations of routes with our protocol number that lead to pod devices."""
     foreign_names: Sequence[InterfaceName] = field(default=())
-    """Devices that have a name of our form and no mark of ours: never touched."""
+    """Devices that have a name of podwire's form and no mark of podwire: never touched."""
 
 
 class EndpointDirectories(Protocol):

@@ -38,7 +38,7 @@ def encode_document(new: StoredObject) -> bytes:
     try:
         encoded = _encode(new.document)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"write {new.key}: its document is no JSON: {error}") from error
+        raise InvalidRequest(f"write {new.key}: its document is not JSON: {error}") from error
     if len(encoded) > DOCUMENT_MAX_BYTES:
         raise InvalidRequest(
             f"write {new.key}: it takes {len(encoded)} bytes; at most {DOCUMENT_MAX_BYTES} are allowed",

@@ -154,7 +154,7 @@ class SqliteLeases:
             if not is_ours:
                 raise Conflict(
                     f"take lease {lease.name!r} for {lease.holder}: {found[0]} has it",
-                    hint="it is free when the other gives it up, or its time to live after his death",
+                    hint="it is free when the holder gives it up, or when its time to live ends after the holder died",
                 )
             connection.execute(
                 "INSERT OR REPLACE INTO lease VALUES (?, ?, ?, ?, ?)",

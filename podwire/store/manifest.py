@@ -256,7 +256,7 @@ class _Sizes:
             self._count(event.anchor, len(event.value) + 1)
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor in self._open:
-                return f"has the alias {event.anchor!a} inside of what it stands for"
+                return f"has the alias {event.anchor!a} inside its own value"
             self._count(None, self._anchors.get(event.anchor or "", 0))
         return "has aliases that repeat too much" if self._sums[-1] > FILE_MAX_BYTES else ""
 
@@ -330,7 +330,7 @@ def _check(value: Any, path: str, depth: int) -> None:
     elif isinstance(value, str):
         _check_text(value, path)
     elif isinstance(value, float) and not math.isfinite(value):
-        raise _Unreadable(f"{path} is {value}, no number that JSON has")
+        raise _Unreadable(f"{path} is {value}, not a number in JSON")
 
 
 def _check_key(key: object, path: str) -> None:

@@ -43,7 +43,7 @@ def open_store(
     path = url.removeprefix(SQLITE)
     if not url.startswith(SQLITE) or not path.startswith("/") or path.endswith("/"):
         raise InvalidConfiguration(
-            f"open store {url!r}: this is no store that this podwire knows",
+            f"open store {url!r}: this podwire does not know such a store",
             hint=f"write {SQLITE}/PATH, the absolute path of a file, or {ETCD}HOST:PORT",
         )
     return _open_file(Path(path), open_waker, create=create, patient=patient)

@@ -139,7 +139,7 @@ class RememberedObjects:
             return
         raise StorageFailure(
             message,
-            hint="pods are not concerned, but a start without the store would be: is the disk full?",
+            hint="pods are not affected, but a start without the store would be: is the disk full?",
         )
 
     def _open(self) -> sqlite3.Connection:

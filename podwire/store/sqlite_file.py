@@ -146,7 +146,7 @@ _HINT: Final = "does the directory exist, may root write there, is its disk heal
 _HINTS: Final = {
     sqlite3.SQLITE_FULL: "free space on the disk of the file and try again; nothing was written",
     sqlite3.SQLITE_CORRUPT: _DAMAGED,
-    sqlite3.SQLITE_NOTADB: "this is no store of podwire, or it is damaged: name another file,"
+    sqlite3.SQLITE_NOTADB: "this is not a store of podwire, or it is damaged: name another file,"
     " or move this one away",
     sqlite3.SQLITE_READONLY: "the file or its directory cannot be written: see its mode and mount",
 }

@@ -116,7 +116,7 @@ class SqliteWatch:
 
     def _check(self, newest: int, oldest: int) -> None:
         if self._revision > newest:
-            message = f"the store is at {newest}: it is another one, or was put back"
+            message = f"the store is at {newest}: it is another one, or was restored"
         elif self._revision < oldest - 1:
             message = f"the store remembers changes from {oldest} on"
         else:

@@ -365,5 +365,5 @@ def test_endpoints_are_read(url: str, endpoints: tuple[str, ...]) -> None:
     ],
 )
 def test_what_is_no_endpoint_is_refused(url: str) -> None:
-    with pytest.raises(InvalidConfiguration, match="no HOST:PORT"):
+    with pytest.raises(InvalidConfiguration, match="not HOST:PORT"):
         open_store(url)

@@ -47,5 +47,5 @@ def test_a_carrier_that_does_not_come_is_refused(
     record = make_record(1, namespace=pod)
     create_device(netlink, record, pod.pod, side)
     monkeypatch.setattr(carrier, "WAIT_S", 0.05)
-    with pytest.raises(Unavailable, match="did not come"):
+    with pytest.raises(Unavailable, match="was not there"):
         await_carrier(netlink, record.device)

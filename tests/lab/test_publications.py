@@ -147,7 +147,7 @@ def told(lab: Lab, lie: Lie) -> Iterator[None]:
 def blamed(lab: Lab, node: str) -> list[str]:
     """Give what a node's status says about the liar, but that its agent does not live."""
     found = lab.get("/status", node)["warnings"]
-    return [one for one in found if LIAR in one and "no agent lives" not in one]
+    return [one for one in found if LIAR in one and "no agent is alive" not in one]
 
 
 def way_to(lab: Lab, node: str, target: str) -> str:

@@ -116,7 +116,7 @@ def test_what_is_kubernetes_own_is_not_deleted(shell: Shell) -> None:
     shell.store.create(StoredObject(key=ObjectKey("nodes.core", "", "a"), document=document))
     done = shell.run("delete nodes.core a")
     assert done.code != 0
-    assert "Kubernetes' own" in done.err
+    assert "belongs to Kubernetes" in done.err
     assert shell.store.get(ObjectKey("nodes.core", "", "a")) is not None
 
 
@@ -266,16 +266,16 @@ def test_each_wrong_file_is_named(shell: Shell) -> None:
         ("apply -f /nonexistent/x.yaml", 2, "No such file"),
         ("apply -f FILES", 2, "no .yaml, .yml, .json file"),
         ("apply", 2, "--file"),
-        ("delete", 2, "say what to delete"),
-        ("delete netpol", 2, "say what to delete"),
-        ("delete netpol a -f FILES", 2, "say what to delete"),
+        ("delete", 2, "name what to delete"),
+        ("delete netpol", 2, "name what to delete"),
+        ("delete netpol a -f FILES", 2, "name what to delete"),
         ("get pods", 2, "there is no such kind"),
         ("get", 2, "KIND"),
         ("get netpol -n a -A", 2, "exclude each other"),
         ("get netpol a -l x=y", 2, "for lists"),
         ("get netpol a -w", 2, "-w is for lists"),
         ("get netpol a/b -n c", 2, "-n says"),
-        ("get ccnp x -n y", 2, "of no namespace"),
+        ("get ccnp x -n y", 2, "have no namespace"),
         ("get netpol -l ==", 2, "read selector"),
         ("get netpol nothing", 4, "get networkpolicies default/nothing: there is none"),
         ("describe ns nothing", 4, "get namespaces nothing: there is none"),
@@ -499,6 +499,6 @@ def test_validate_files_needs_nobody(tmp_path: Path) -> None:
         validate_files([str(path)])
     assert caught.value.exit_code == 6
     assert (
-        f"{path}:4 (document 1, NetworkPolicy default/A) metadata.name is 'A', no name"
+        f"{path}:4 (document 1, NetworkPolicy default/A) metadata.name is 'A', not a name"
         in caught.value.message
     )

@@ -257,7 +257,7 @@ def test_what_a_node_has_that_does_not_live_now(changes: Any, is_refused: Any) -
         with pytest.raises(ClaimRefused):
             started(store, make(2))
         return
-    with pytest.raises(ClaimRefused, match="which does not live now"):
+    with pytest.raises(ClaimRefused, match="which is not alive now"):
         started(store, make(3, **changes))
     started(store, make(2))
 

@@ -303,16 +303,20 @@ def test_a_node_whose_agent_lives_no_more_is_named_and_keeps_its_ways() -> None:
         lease = rig.store.leases().acquire("node/n2", "n2", 15)
         rig.publish_peer(make(2))
         wait_for(lambda: rig.peers() == ["n2"])
-        assert not any("no agent lives" in one for one in rig.health.warnings())
+        assert not any("no agent is alive" in one for one in rig.health.warnings())
         rig.store.leases().vanish("node/n2")
-        wait_for(lambda: any("no agent lives on node n2" in one for one in rig.health.warnings()))
+        wait_for(
+            lambda: any("no agent is alive on node n2" in one for one in rig.health.warnings())
+        )
         wait_for(lambda: b"podwire_cluster_nodes_dead 1.0" in rig.metrics.render())
         assert rig.peers() == ["n2"]
         lease.close()
         rig.store.leases().acquire("node/n2", "n2", 15)
-        wait_for(lambda: not any("no agent lives" in one for one in rig.health.warnings()))
+        wait_for(lambda: not any("no agent is alive" in one for one in rig.health.warnings()))
         rig.store.leases().vanish("node/n2")
-        wait_for(lambda: any("no agent lives on node n2" in one for one in rig.health.warnings()))
+        wait_for(
+            lambda: any("no agent is alive on node n2" in one for one in rig.health.warnings())
+        )
         rig.store.delete(node_key("n2"))
         wait_for(lambda: not any("n2" in one for one in rig.health.warnings()))
 
@@ -320,11 +324,13 @@ def test_a_node_whose_agent_lives_no_more_is_named_and_keeps_its_ways() -> None:
 def test_while_the_store_is_away_nobody_is_said_to_be_dead() -> None:
     with Rig().running() as rig:
         rig.publish_peer(make(2))
-        wait_for(lambda: any("no agent lives on node n2" in one for one in rig.health.warnings()))
+        wait_for(
+            lambda: any("no agent is alive on node n2" in one for one in rig.health.warnings())
+        )
         rig.store.leases().away = True
         with rig.store.leases().changed:
             rig.store.leases().changed.notify_all()
-        wait_for(lambda: not any("no agent lives" in one for one in rig.health.warnings()))
+        wait_for(lambda: not any("no agent is alive" in one for one in rig.health.warnings()))
 
 
 def test_an_unreadable_node_is_named_and_left_out() -> None:

@@ -205,7 +205,7 @@ GOOD = {"epoch": 1, "sequence": 1, "bases": ["10.1.0.0/24"], "endpoints": "2:256
         pytest.param({"bases": []}, "spec.endpoints", id="no bases"),
         pytest.param({"bases": ["10.1.0.5/24"]}, "spec.bases", id="base with bits behind"),
         pytest.param({"others": ["10.7.0.1"]}, "spec.others", id="other without identity"),
-        pytest.param({"others": ["10.7.0.=256"]}, "spec.others", id="other is no address"),
+        pytest.param({"others": ["10.7.0.=256"]}, "spec.others", id="other is not an address"),
         pytest.param({"others": ["10.1.0.2=300"]}, "spec.others", id="other contradicts"),
         pytest.param({"sequence": "1"}, "spec.sequence", id="sequence is text"),
     ],

@@ -113,9 +113,9 @@ async def test_what_has_no_result_prints_nothing(bench: Bench, command: str) -> 
     [
         pytest.param("", "No such file", id="gone"),
         pytest.param("/proc/self/ns/net", "node's own", id="the node's own"),
-        pytest.param("/proc/self/ns/mnt", "no network namespace", id="a mount namespace"),
-        pytest.param("/etc/passwd", "no network namespace", id="a file"),
-        pytest.param("/", "no network namespace", id="a directory"),
+        pytest.param("/proc/self/ns/mnt", "not a network namespace", id="a mount namespace"),
+        pytest.param("/etc/passwd", "not a network namespace", id="a file"),
+        pytest.param("/", "not a network namespace", id="a directory"),
     ],
 )
 async def test_an_add_without_a_usable_namespace_is_code_4(

@@ -152,8 +152,8 @@ def test_flag_beats_variable_beats_file_beats_default(
 
 
 REFUSED = {
-    "not TOML": ("node_name = ", "is no valid TOML"),
-    "a key twice": ("mtu = 1\nmtu = 2\n", "is no valid TOML"),
+    "not TOML": ("node_name = ", "is not valid TOML"),
+    "a key twice": ("mtu = 1\nmtu = 2\n", "is not valid TOML"),
     "unknown key": (CIDRS + "nod_name = 1\n", "unknown key 'nod_name'; did you mean 'node_name'?"),
     "a table": (CIDRS + "[agent]\nmtu = 0\n", "unknown key 'agent'"),
     "ranges beside pools": (
@@ -168,7 +168,7 @@ REFUSED = {
     "port 0": (CIDRS + "tunnel_port = 0", "must be 1 to 65535"),
     "no list": ('node_cidrs = "10.0.0.0/24"', "must be a list of CIDRs"),
     "no string in list": ("node_cidrs = [10]", "must be a string"),
-    "no CIDR": ('node_cidrs = ["pods"]', "is no CIDR"),
+    "no CIDR": ('node_cidrs = ["pods"]', "is not a CIDR"),
     "no length": ('node_cidrs = ["10.0.0.0"]', "write 10.0.0.0/32"),
     "host bits": ('node_cidrs = ["10.1.2.3/16"]', "write 10.1.0.0/16"),
     "overlap": ('node_cidrs = ["10.0.0.0/8", "10.1.0.0/16"]', "which overlap"),

@@ -387,7 +387,7 @@ def collection(
 
 async def test_a_del_waits_only_so_long_for_an_undo(hasty: Bench) -> None:
     await hasty.start_running(hasty.request("ADD"))
-    with pytest.raises(Unavailable, match="does not end"):
+    with pytest.raises(Unavailable, match="has not ended"):
         await hasty.start(hasty.request("DEL"))
 
 

@@ -181,7 +181,7 @@ def test_nothing_is_resolved_before_workloads_are_known() -> None:
     store = MemoryStore()
     put_workload(store, "w", "web*", role="proxy")
     agent = Agent(store)
-    with pytest.raises(Unavailable, match="not read"):
+    with pytest.raises(Unavailable, match="not been read"):
         agent.resolve()
     agent.sync()
     assert "cni:role=proxy" in agent.resolve().labels
@@ -213,7 +213,7 @@ def test_exhaustion_is_not_waited_for() -> None:
     agent = synced(MemoryStore(), wait_s=60)
     agent.allocator.space = NumberSpace(70_000, 1)
     agent.resolve(app="web")
-    with pytest.raises(Unavailable, match="every number it may have"):
+    with pytest.raises(Unavailable, match="all its candidate numbers"):
         agent.resolve(app="db")
 
 

@@ -50,7 +50,7 @@ WRONG: list[tuple[str, ClusterView, str, str, bool]] = [
         "cut anew",
         view(blocks=(*BLOCKS, Block(ip_network("10.0.0.32/27"), "p", "n2", 1))),
         "10.0.0.32/27",
-        "no block of pool p",
+        "not a block of pool p",
         False,
     ),
     (
@@ -63,7 +63,13 @@ WRONG: list[tuple[str, ClusterView, str, str, bool]] = [
     ("two pods", view(others=("10.0.0.2",)), "10.0.0.2", "nodes n1 and n2", False),
     ("outside blocks", view(others=("10.0.0.99",)), "10.0.0.99", "no node owns it", False),
     ("in another's block", view(others=("10.0.0.7",)), "10.0.0.7", "node n1 owns it", False),
-    ("no endpoint", view(claimed=(("10.0.0.12", "n1"),)), "10.0.0.12", "no endpoint here", True),
+    (
+        "no endpoint",
+        view(claimed=(("10.0.0.12", "n1"),)),
+        "10.0.0.12",
+        "not an endpoint here",
+        True,
+    ),
     ("claimed by nobody", view(claimed=(("10.0.0.40", "n3"),)), "10.0.0.40", "n3", True),
 ]
 

@@ -222,7 +222,7 @@ def test_an_address_of_a_block_that_cannot_be_read_is_nobodys_to_take(
     [block] = nodes.store.list("ipblocks")[0]
     damaged = {**block.document, "spec": {**block.document["spec"], **spec}}
     nodes.store.update(replace(block, document=damaged))
-    with pytest.raises(AddressUnavailable, match=r"its object is none|node n1"):
+    with pytest.raises(AddressUnavailable, match=r"its object is not a block|node n1"):
         add(other, 1, "10.0.0.20")
 
 

@@ -84,7 +84,7 @@ REFUSED: dict[str, tuple[str, str]] = {
         f'a: &a "{"x" * 100_000}"\nb: [{", ".join(["*a"] * 1000)}]\n',
         "f: document 1 (line 2): has aliases that repeat too much",
     ),
-    "an alias of itself": ("a: &a [*a]\n", "the alias 'a' inside of what it stands for"),
+    "an alias of itself": ("a: &a [*a]\n", "the alias 'a' inside its own value"),
     "an alias of nothing": ("a: *b\n", "f: document 1 (line 1): unknown anchor"),
     "an anchor of another document": (
         "a: &x 1\n---\nb: *x\n",
@@ -108,8 +108,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     "a key that is true": ("true: x\n", "it has the key True, which is not text: quote it"),
     "a key that is null": ("a: {~: x}\n", "a has the key None, which is not text"),
     "a key that is a list": ("? [a]\n: 1\n", "has a key that is not text"),
-    "infinity": ("a:\n- .inf\n", "a[0] is inf, no number"),
-    "JSON's NaN": ('{"a": NaN}', "a is nan, no number"),
+    "infinity": ("a:\n- .inf\n", "a[0] is inf, not a number"),
+    "JSON's NaN": ('{"a": NaN}', "a is nan, not a number"),
     "a number beyond 64 bits": ("a: 99999999999999999999999\n", "invalid type: integer"),
     "a tab": (
         "a:\n\tb: 1\n",

@@ -51,7 +51,7 @@ def test_objects_and_pods_agree_on_what_a_namespace_may_be_called(
         assert decode(document).key.name == name
         assert call("ADD", f"K8S_POD_NAMESPACE={name}").namespace == name
         return
-    with pytest.raises(InvalidRequest, match="no name"):
+    with pytest.raises(InvalidRequest, match="not a name"):
         decode(document)
     with pytest.raises(InvalidRequest, match="K8S_POD_NAMESPACE"):
         call("ADD", f"K8S_POD_NAMESPACE={name}")

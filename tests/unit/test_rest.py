@@ -191,7 +191,7 @@ def test_a_stale_socket_is_replaced_and_a_foreign_file_is_not(tmp_path: Path) ->
     open_unix_socket(path).close()
     path.unlink()
     path.write_text("mine")
-    with pytest.raises(StorageFailure, match="no socket has its name"):
+    with pytest.raises(StorageFailure, match="not a socket has its name"):
         open_unix_socket(path)
     assert path.read_text() == "mine"
 

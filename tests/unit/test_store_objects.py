@@ -78,7 +78,7 @@ def test_a_key_is_made_of_what_people_say() -> None:
     assert make_key("netpol", "", "a") == ObjectKey("networkpolicies", "default", "a")
     assert make_key("cnp", "x", "a") == ObjectKey("ciliumnetworkpolicies", "x", "a")
     assert make_key("ns", "", "a") == ObjectKey("namespaces", "", "a")
-    with pytest.raises(InvalidRequest, match="of no namespace"):
+    with pytest.raises(InvalidRequest, match="have no namespace"):
         make_key("ccnp", "x", "a")
     with pytest.raises(InvalidRequest, match="no such kind") as caught:
         make_key("pods", "", "a")
@@ -209,10 +209,15 @@ BAD: dict[str, tuple[dict[str, Any], Change, str, str]] = {
         "metadata.name",
         "generateName is not supported",
     ),
-    "a name in capitals": (network_policy("Web"), lambda _: None, "metadata.name", "no name"),
-    "a name with two dots": (network_policy("a..b"), lambda _: None, "metadata.name", "no name"),
-    "a name that is a path": (network_policy("../a"), lambda _: None, "metadata.name", "no name"),
-    "a name too long": (network_policy("a" * 254), lambda _: None, "metadata.name", "no name"),
+    "a name in capitals": (network_policy("Web"), lambda _: None, "metadata.name", "not a name"),
+    "a name with two dots": (network_policy("a..b"), lambda _: None, "metadata.name", "not a name"),
+    "a name that is a path": (
+        network_policy("../a"),
+        lambda _: None,
+        "metadata.name",
+        "not a name",
+    ),
+    "a name too long": (network_policy("a" * 254), lambda _: None, "metadata.name", "not a name"),
     "a name that is a number": (
         network_policy(),
         put("metadata/name", 5),
@@ -223,14 +228,19 @@ BAD: dict[str, tuple[dict[str, Any], Change, str, str]] = {
         network_policy(namespace="a.b"),
         lambda _: None,
         "metadata.namespace",
-        "no name",
+        "not a name",
     ),
-    "a Namespace with a dot": (namespace_object("a.b"), lambda _: None, "metadata.name", "no name"),
+    "a Namespace with a dot": (
+        namespace_object("a.b"),
+        lambda _: None,
+        "metadata.name",
+        "not a name",
+    ),
     "a Namespace too long": (
         namespace_object("a" * 64),
         lambda _: None,
         "metadata.name",
-        "no name",
+        "not a name",
     ),
     "a Namespace of another name": (
         namespace_object("a"),
@@ -242,19 +252,19 @@ BAD: dict[str, tuple[dict[str, Any], Change, str, str]] = {
         cidr_group(),
         put("metadata/namespace", "x"),
         "metadata.namespace",
-        "of no namespace",
+        "have no namespace",
     ),
     "a label's key": (
         network_policy(),
         put("metadata/labels", {"a b": "c"}),
         "metadata.labels",
-        "no label key",
+        "not a label key",
     ),
     "a label's value": (
         network_policy(),
         put("metadata/labels", {"a": "-b"}),
         "metadata.labels.a",
-        "no label value",
+        "not a label value",
     ),
     "a label that is a number": (
         network_policy(),
@@ -306,7 +316,7 @@ BAD: dict[str, tuple[dict[str, Any], Change, str, str]] = {
         cidr_group(),
         put("spec/externalCIDRs", ["10.0.0.0/33"]),
         "spec.externalCIDRs[0]",
-        "no CIDR",
+        "not a CIDR",
     ),
     "a Workload without labels": (workload(labels={}), lambda _: None, "spec.labels", "is missing"),
     "a Workload for everybody": (
@@ -331,19 +341,19 @@ BAD: dict[str, tuple[dict[str, Any], Change, str, str]] = {
         workload(namePattern="a b"),
         lambda _: None,
         "spec.namePattern",
-        "no pattern",
+        "not a pattern",
     ),
     "a Workload's network": (
         workload(network="a b"),
         lambda _: None,
         "spec.network",
-        "no name of a network",
+        "not a name of a network",
     ),
     "a Workload's label": (
         workload(labels={"a": "!"}),
         lambda _: None,
         "spec.labels.a",
-        "no label value",
+        "not a label value",
     ),
 }
 
@@ -537,7 +547,7 @@ def test_put_under_an_older_revision_is_a_conflict(store: SqliteStore) -> None:
     with pytest.raises(Conflict, match="it is at revision 2, not at '1'"):
         put_object(store, key, shown)
     store.delete(key)
-    with pytest.raises(Conflict, match="not there any more"):
+    with pytest.raises(Conflict, match="no longer there"):
         put_object(store, key, changed)
 
 

@@ -110,7 +110,7 @@ async def test_apply_with_faults_names_every_one_and_writes_nothing(served: Serv
 REFUSED: dict[str, tuple[str, str, Any, int, str]] = {
     "an unknown kind": ("GET", "/object/pods", None, 404, "no such kind"),
     "an unknown kind of one": ("PUT", "/object/pods/a", network_policy(), 404, "no such kind"),
-    "a namespace where there is none": ("GET", "/object/ccg/x/a", None, 404, "of no namespace"),
+    "a namespace where there is none": ("GET", "/object/ccg/x/a", None, 404, "have no namespace"),
     "another name": ("PUT", "/object/netpol/other", network_policy(), 400, "metadata.name"),
     "another kind": ("PUT", "/object/ccg/web", network_policy(), 400, "not of ciliumcidrgroups"),
     "a body that is a list": ("PUT", WEB, [], 400, "Expected `object`"),
@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[str, str, Any, int, str]] = {
         400,
         "agents make these",
     ),
-    "an unknown parameter": ("GET", WEB + "?watch=1", None, 400, "is no parameter here"),
+    "an unknown parameter": ("GET", WEB + "?watch=1", None, 400, "is not a parameter here"),
     "a wrong parameter": (
         "PUT",
         WEB + "?dryRun=maybe",

@@ -115,7 +115,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], type[Exception], str, str]]
         lambda path: path.write_bytes(b"hello " * 4000),
         StorageFailure,
         "not a database",
-        "no store of podwire",
+        "not a store of podwire",
     ),
     "damaged pages": (spoil_pages, StorageFailure, "malformed", "move it away"),
     "another program's": (
@@ -418,7 +418,7 @@ def test_a_store_that_was_put_back_is_compacted(path: Path) -> None:
     with (
         contextlib.closing(SqliteStore(path)) as store,
         store.watch(2) as watch,
-        pytest.raises(Compacted, match="another one, or was put back"),
+        pytest.raises(Compacted, match="another one, or was restored"),
     ):
         watch.next(0)
 

@@ -222,7 +222,7 @@ def release_address(api: IpamApi, call: Call) -> None:
     try:
         address = ipaddress.ip_address(call.params["ip"])
     except ValueError:
-        raise UndecodableRequest(f"release {call.params['ip']!r}: this is no address") from None
+        raise UndecodableRequest(f"release {call.params['ip']!r}: this is not an address") from None
     with api.turn:
         owner = api.ipam.find_owner(address)
         if owner is not None:
@@ -234,7 +234,7 @@ def release_address(api: IpamApi, call: Call) -> None:
                 )
             api.ipam.release(owner)
     if not _release_claimed(api, address) and owner is None:
-        raise NotFound(f"release {address}: nobody holds it", hint="see `podwire ipam show`")
+        raise NotFound(f"release {address}: no endpoint holds it", hint="see `podwire ipam show`")
 
 
 def _release_claimed(api: IpamApi, address: IPAddress) -> bool:

@@ -130,9 +130,11 @@ def _key_of(kind: str, namespace: str, name: str) -> ObjectKey:
         raise NotFound(error.message, hint=error.hint) from None
 
 
-_DRY_RUN: Final = Parameter("dryRun", "Only tell what would be done.", "boolean")
-_NAMESPACE: Final = Parameter("namespace", "Of this namespace only.")
-_DEFAULT: Final = Parameter("namespace", "Of objects that name none; by default `default`.")
+_DRY_RUN: Final = Parameter("dryRun", "Only report what would be done.", "boolean")
+_NAMESPACE: Final = Parameter("namespace", "Only objects of this namespace.")
+_DEFAULT: Final = Parameter(
+    "namespace", "Namespace of objects that name none; by default `default`."
+)
 _Document = dict[str, Any]
 
 

@@ -308,7 +308,7 @@ def _streamed(_api: Api, _call: Call) -> object:
 
 
 _FLOW_QUERY = (
-    Parameter("follow", "Go on with new flows until the connection is closed.", "boolean"),
+    Parameter("follow", "Continue with new flows until the connection is closed.", "boolean"),
     Parameter("last", "How many past flows to begin with.", "integer"),
     Parameter("since", "Past flows since a time or for a duration: 90s, 5m, 2h."),
     Parameter("from", "Source: NS/POD, POD, address, range, or label key=value."),
@@ -318,7 +318,7 @@ _FLOW_QUERY = (
     Parameter("type", "drop, trace or policy."),
     Parameter("port", "80, 80/tcp or udp, on either end."),
     Parameter("endpoint", "Number of an endpoint on either end."),
-    Parameter("noise", "false: without what every pod's kernel sends unasked (reason quiet)."),
+    Parameter("noise", "false: without what every pod's kernel sends by itself (reason quiet)."),
 )
 
 ROUTES: tuple[Route, ...] = (

@@ -287,7 +287,9 @@ def _read_query(request: web.Request, known: tuple[Parameter, ...]) -> Mapping[s
     faults: list[Fault] = []
     for name, text in request.query.items():
         if name not in kinds or name in found:
-            faults.append(Fault(name, "comes twice" if name in found else "is no parameter here"))
+            faults.append(
+                Fault(name, "comes twice" if name in found else "is not a parameter here")
+            )
             continue
         value = _read_parameter(kinds[name], text)
         if value is None:

@@ -186,7 +186,7 @@ def _address_party(
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
-        faults.append(Fault(path, f"has {text!r}, which is no address"))
+        faults.append(Fault(path, f"has {text!r}, which is not an address"))
         return None
     endpoint = readers.table.get_by_address(text)
     if endpoint is not None:

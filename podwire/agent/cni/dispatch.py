@@ -339,7 +339,7 @@ class Dispatcher:
         try:
             if not await _happens(job.wake, deadline_s if turn_s is None else turn_s):
                 raise Unavailable(
-                    f"{job}: an earlier request for it does not end", hint="call again later"
+                    f"{job}: an earlier request for it has not ended", hint="call again later"
                 )
             job.refuse_if_cancelled()
         except BaseException:
@@ -364,7 +364,7 @@ class Dispatcher:
                 )
 
         timers = [
-            loop.call_at(until_s, job.cancel, "its time is over"),
+            loop.call_at(until_s, job.cancel, "its deadline has passed"),
             loop.call_at(max(until_s, loop.time()) + self._limits.undo_s, give_up),
         ]
         try:

@@ -103,7 +103,7 @@ class CniRequests:
         if fd is None:
             fault = os.strerror(frame.netns_errno) if frame.netns_errno else "it is empty"
         elif not _is_network_namespace(fd):
-            fault = "it is no network namespace"
+            fault = "it is not a network namespace"
         elif os.fstat(fd).st_ino == self._own_netns:
             fault = "it is the node's own network namespace"
         if fault and request.command == "ADD":

@@ -116,7 +116,7 @@ class CniServer:
         try:
             yield
         finally:
-            # First the name: who comes now finds nobody and tries again. Then those who came before.
+            # First the name: a launcher that comes now finds no socket and tries again. Then those that came before.
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(path).st_ino == inode:
                     os.unlink(path)

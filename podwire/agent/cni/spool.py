@@ -177,7 +177,7 @@ class Spool:
             request = self._decode(frame)
             if request.command != "DEL" or request.key is None:
                 raise UndecodableRequest(
-                    f"read a spooled request: it is no DEL but {request.command}"
+                    f"read a spooled request: it is not a DEL but {request.command}"
                 )
             return SpooledDelete(name, request)
         except FileNotFoundError:
@@ -198,7 +198,7 @@ class Spool:
         with open(fd, "rb") as file:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-                raise UndecodableRequest("read a spooled request: it is no file of ours")
+                raise UndecodableRequest("read a spooled request: it is not a file of podwire")
             return file.read(wire.FRAME_MAX_BYTES + 1)
 
     def _move_aside(self, name: str, reason: str) -> None:

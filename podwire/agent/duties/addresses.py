@@ -457,7 +457,7 @@ class IpamDuty:
             [ip_address(one) for one in found.get("own", ())],
         )
         for message in left_out:
-            _log.warning("take over blocks of before", extra={"cause": message})
+            _log.warning("take over earlier blocks", extra={"cause": message})
         self._report_recalled("; ".join(left_out))
 
     def _has_duty(self) -> bool:

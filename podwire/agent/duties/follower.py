@@ -294,7 +294,7 @@ class StoreFollower:
             )
         else:
             _log.warning(
-                "the store is away, and not all was ever heard of it",
+                "the store is away, and some of it was never read",
                 extra={"task": self.name, "count": count},
             )
         return self._is_whole

@@ -343,7 +343,7 @@ async def watch_host(duties: Duties) -> None:
         assert isinstance(found, Sequence)
         for message in found:
             if message not in shown:
-                _log.warning("the host stands in the way of pods", extra={"cause": message})
+                _log.warning("the host obstructs pods", extra={"cause": message})
             duties.health.warn(message, message)
         for message in shown.difference(found):
             duties.health.warn(message, "")

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Addresses:
-    """Who gives the addresses, and what looks after him."""
+    """The source of addresses, and the duty that looks after it."""
 
     ipam: Ipam
     duty: IpamDuty | None = None
@@ -109,13 +109,13 @@ def take_ranges(node: str, store: Store, facts: Facts) -> Sequence[IPNetwork]:
     try:
         doubt = _find_doubt(store, before)
         if doubt:
-            _log.warning("the node keeps its ranges of before", extra={"cause": doubt})
+            _log.warning("the node keeps its earlier ranges", extra={"cause": doubt})
             return before
         ranges = _retried(lambda: _claim_ranges(node, store))
     except Unavailable:
         if not before:
             raise
-        _log.warning("the store is away; the node keeps its ranges of before")
+        _log.warning("the store is away; the node keeps its earlier ranges")
         return before
     text = json.dumps([str(one) for one in ranges])
     if ranges or before:

@@ -109,7 +109,7 @@ class PolicyDuty:
 
     def on_lists(self, lists: Sequence[KindList]) -> None:
         """Take whole lists, on the follower's thread."""
-        # No revision: it is the one of `on_events` that follows. What is only remembered is of no revision.
+        # Lists carry no revision: the call of `on_events` that follows has it, and remembered objects have none.
         self._hand_over(_News(lists=lists))
 
     def on_events(self, events: Sequence[StoreEvent], revision: int) -> None:

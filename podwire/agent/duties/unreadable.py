@@ -104,7 +104,7 @@ class Unreadable:
         then = " once nothing uses it" if key.kind in _IN_USE else ""
         message = (
             f"{key} in the store cannot be read: {fault[:REASON_MAX_CHARACTERS]}; {state}."
-            f" Put it right, or delete it{then}: podwire delete {key.kind} {key.name}{where}"
+            f" Correct it, or delete it{then}: podwire delete {key.kind} {key.name}{where}"
         )
         if self._faults.get(key) != message:
             _log.error(

@@ -83,7 +83,7 @@ class Belief:
             return f"{never} is never a pod's"
         taken = self._find_taken(network)
         if taken:
-            return f"{taken}; give node {node} other ranges, or see who writes as it"
+            return f"{taken}; give node {node} other ranges, or find out who writes in its name"
         if any(is_within(network, one) for one in self.grants.to(node)):
             return ""
         links = self._links[network.version]
@@ -91,14 +91,14 @@ class Belief:
         if link is not None:
             return (
                 f"node {self.node} itself is connected to {link}, and no IPPool has it;"
-                " if pods are there, apply such a pool (with use: nodes, if node_cidrs says so), else see who writes"
-                f" as node {node}"
+                " if pods are there, apply such a pool (with use: nodes, if node_cidrs says so), else find out who"
+                f" writes as node {node}"
             )
         if any(is_within(network, one) for one in self.cluster):
             return ""
         return (
             f"it is {self._describe_outside()}; if pods are there, add it to cluster_cidrs of every node or apply an"
-            f" IPPool with it, else see who writes as node {node}"
+            f" IPPool with it, else find out who writes as node {node}"
         )
 
     def find_address_fault(self, node: str, address: IPAddress) -> str:

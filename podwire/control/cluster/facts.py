@@ -110,7 +110,7 @@ def decode_node(stored: StoredObject) -> NodeFacts:
     spec = Fields(stored.document.get("spec"), "spec", faults)
     unknown = sorted(set(spec.texts("requires")) - KNOWN_REQUIREMENTS)
     if unknown:
-        spec.wrong("requires", f"demands {', '.join(unknown)}, which this version does not know")
+        spec.wrong("requires", f"requires {', '.join(unknown)}, which this version does not know")
     facts = NodeFacts(
         name=stored.key.name,
         instance=spec.text("instance"),
@@ -151,7 +151,9 @@ def _check(facts: NodeFacts, spec: Fields) -> None:
     if not facts.instance:
         spec.wrong("instance", "is missing")
     if facts.tunnel_mac and not _is_unicast(facts.tunnel_mac):
-        spec.wrong("tunnelMAC", f"is {facts.tunnel_mac!r}, no address of one device")
+        spec.wrong(
+            "tunnelMAC", f"is {facts.tunnel_mac!r}, which is not an address of a single device"
+        )
     for name, addresses in (
         ("addresses", facts.addresses),
         ("tunnelAddresses", facts.tunnel_addresses),

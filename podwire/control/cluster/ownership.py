@@ -116,7 +116,7 @@ def number_claims(
 
 
 def describe_lost(outcome: Outcome) -> str:
-    """Say what of this node is another's, "" when nothing is. Blocks are left out: who has one the store says."""
+    """Say which claims of this node another node has, "" when there are none. The store decides blocks."""
     return "; ".join(
         f"{'pod range' if isinstance(mine.what, RANGES) else 'address'} {mine.what} of node {mine.node} is not reached"
         f" by others: node {other.node} has {other.what} by an older claim"

@@ -206,7 +206,7 @@ def _find_twins(
         problems.add(
             Problem(
                 names,
-                f"nodes {', '.join(names)} have the same tunnel MAC {mac}: what their hosts send each other is lost",
+                f"nodes {', '.join(names)} have the same tunnel MAC {mac}: packets between their hosts are lost",
             )
         )
     return twins

@@ -154,19 +154,19 @@ class NodePublisher:
             other = Holder.parse(leases.holders(name).get(name, ""))
             if other.instance == self.instance:
                 raise Unavailable(
-                    f"take node name {self.name!r}: an earlier life of this agent has it for up to {LEASE_TTL_S:g} s"
+                    f"take node name {self.name!r}: an earlier run of this agent has it for up to {LEASE_TTL_S:g} s"
                 ) from error
             raise NodeInUse(
                 f"use node name {self.name!r} at {address or 'an unknown address'}: the node of that name at"
                 f" {other.address or 'an unknown address'} is alive",
-                hint=f"give one of both another node_name; if the other is gone, wait {LEASE_TTL_S:g} seconds",
+                hint=f"give one of the two another node_name; if the other is gone, wait {LEASE_TTL_S:g} seconds",
             ) from error
 
     def refuse_contested(self, facts: NodeFacts, cluster_cidrs: tuple[IPNetwork, ...] = ()) -> None:
         """Look whether all that `facts` claim can be this node's, before it is used.
 
         Raises ClaimRefused, which names the other node and both ranges, when an older claim of another stands against
-        it: a range also when that node does not live now, as its pods come back with it; an address only when it does.
+        it: a range also when that node is not alive now, as its pods come back with it; an address only when it does.
         What nobody believes of another keeps this node from nothing.
         """
         pools = PoolGrants()
@@ -203,7 +203,7 @@ class NodePublisher:
             except (NotFound, Conflict) as error:
                 if isinstance(error, NodeInUse):
                     raise
-        raise Conflict(f"publish node {self.name!r}: others write its object all the time")
+        raise Conflict(f"publish node {self.name!r}: others keep changing its object")
 
     def close(self) -> None:
         """Give the name up."""
@@ -279,7 +279,7 @@ class NodePublisher:
             raise NodeInUse(
                 f"publish node {self.name!r}: another instance of that name has published itself at"
                 f" {', '.join(map(str, spec.get('addresses') or ())) or 'an unknown address'}",
-                hint="give one of both another node_name",
+                hint="give one of the two another node_name",
             )
         return known + 1
 
@@ -302,7 +302,7 @@ class EndpointsPublisher:
             except (Conflict, NotFound):
                 continue
             return
-        raise Conflict(f"publish the pods of node {self._name!r}: others write them all the time")
+        raise Conflict(f"publish the pods of node {self._name!r}: others keep changing them")
 
     def _write(
         self, stored: StoredObject | None, identities: Identities, bases: Sequence[IPNetwork]
@@ -335,7 +335,7 @@ def _try_to_read(stored: StoredObject) -> NodeFacts | None:
 
 
 def _refusal(mine: Claim, other: Claim, of: NodeFacts, *, is_alive: bool) -> ClaimRefused:
-    life = "lives" if is_alive else "does not live now"
+    life = "lives" if is_alive else "is not alive now"
     address = ", ".join(map(str, of.addresses)) or "an unknown address"
     what, setting = "address", "node_address"
     if isinstance(mine.what, RANGES):
@@ -343,7 +343,7 @@ def _refusal(mine: Claim, other: Claim, of: NodeFacts, *, is_alive: bool) -> Cla
     return ClaimRefused(
         f"use {what} {mine.what} on node {mine.node!r}: node {other.node!r} at {address}, which {life}, has"
         f" {other.what} by an older claim",
-        hint=f"give one of both another {setting}; if node {other.node!r} is gone for good:"
+        hint=f"give one of the two another {setting}; if node {other.node!r} is gone for good:"
         f" podwire delete node {other.node}",
     )
 

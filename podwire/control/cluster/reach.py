@@ -166,7 +166,7 @@ def _choose_way(
             tuple(sorted((context.own.name, facts.name))),
             f"IPv{family} pods of node {facts.name} are not reached natively:"
             f" no address of it ({list_addresses(facts)}) is in a subnet of node {context.own.name};"
-            " use routing = auto, or have routers know its ranges",
+            " use routing = auto, or make routers know its ranges",
         )
     return _check_tunnel(context, facts, outer)
 
@@ -194,7 +194,7 @@ def _check_tunnel(
         )
     elif TunnelMode.CLASSIC in (own.tunnel_mode, facts.tunnel_mode):
         if not facts.tunnel_mac:
-            fault = "a classic tunnel needs its MAC, which it does not say"
+            fault = "a classic tunnel needs its MAC, which it does not publish"
         elif facts.tunnel_mac in context.twins and facts.tunnel_mac != tunnel_mac(facts.name):
             # Whoever repeats another's does not take the way to it away: that one's follows from its name.
             fault = f"another node has its tunnel MAC {facts.tunnel_mac}"

@@ -315,7 +315,7 @@ class RemotePods:
         elif any(address in network for network in own.pod_cidrs if network not in own.blocks):
             why = f"it is in the pod range of node {own.name}"
         elif self._is_of_a_node(address, view):
-            why = "it is a node's own"
+            why = "it is a node's own address"
         else:
             owner = self._find_cidr_owner(address, claimants, view)
             if owner and owner not in claimants:
@@ -345,7 +345,7 @@ def _contest(address: IPAddress, names: list[str], view: View) -> tuple[str, Pro
     if equal and all(one.is_block for one in (first, *equal)):
         verdict = f"{first.node} has it by the older claim to the block it is in"
     elif equal:
-        winner, verdict = "", "it is denied to all"
+        winner, verdict = "", "no node gets it"
     return winner, Problem(
         tuple(names), f"nodes {' and '.join(names)} both publish pod address {address}: {verdict}"
     )

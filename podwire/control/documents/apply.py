@@ -147,7 +147,7 @@ def put_object(
         found = look_at(store, key)
         revision = found.revision if found is not None else 0
         if str(wanted) != str(revision):
-            is_at = f"at revision {revision}" if found is not None else "not there any more"
+            is_at = f"at revision {revision}" if found is not None else "no longer there"
             raise Conflict(
                 f"put {key}: it is {is_at}, not at {str(wanted)[:20]!r}",
                 hint="somebody else has changed it: read it again and repeat",
@@ -161,7 +161,7 @@ def delete_object(store: Store, key: ObjectKey, *, dry_run: bool = False) -> App
     """
     kind = kind_of_plural(key.kind)
     if kind is not None and kind.is_of_kubernetes:
-        raise Conflict(f"delete {key}: it is Kubernetes' own", hint="kubectl delete it")
+        raise Conflict(f"delete {key}: it belongs to Kubernetes", hint="kubectl delete it")
     with _writing(store, dry_run=dry_run):
         found = look_at(store, key)
         if found is None:
@@ -223,7 +223,7 @@ def _writing(store: Store, *, dry_run: bool) -> AbstractContextManager[None]:
 
 
 def _retried(attempt: Callable[[], _T]) -> _T:
-    """Try again while somebody else is faster; his last Conflict when that does not end."""
+    """Try again while somebody else is faster; raise the last Conflict when that does not end."""
     for _ in range(ATTEMPTS - 1):
         try:
             return attempt()

@@ -101,7 +101,7 @@ def make_key(word: str, namespace: str, name: str) -> ObjectKey:
         )
     if namespace and not kind.namespaced:
         raise InvalidRequest(
-            f"find {kind.plural} {name!r} in namespace {namespace!r}: {kind.name} objects are of no"
+            f"find {kind.plural} {name!r} in namespace {namespace!r}: {kind.name} objects have no"
             " namespace",
             hint="leave the namespace out",
         )
@@ -225,9 +225,11 @@ def _read_name(metadata: Node, kind: Kind) -> str:
         generated = metadata.child("generateName").present
         node.wrong("is missing" + (": generateName is not supported" if generated else ""))
     elif kind is NAMESPACE and isinstance(node.value, str) and not is_valid_namespace(name):
-        node.wrong(f"is {shown(name)}, no name: a-z, 0-9 and -, at most {NAMESPACE_MAX_CHARACTERS}")
+        node.wrong(
+            f"is {shown(name)}, not a name: a-z, 0-9 and -, at most {NAMESPACE_MAX_CHARACTERS}"
+        )
     elif isinstance(node.value, str) and (len(name) > NAME_MAX or not _DOTTED_NAME.fullmatch(name)):
-        node.wrong(f"is {shown(name)}, no name: a-z, 0-9, - and ., at most {NAME_MAX}")
+        node.wrong(f"is {shown(name)}, not a name: a-z, 0-9, - and ., at most {NAME_MAX}")
     return name
 
 
@@ -235,12 +237,12 @@ def _read_namespace(metadata: Node, kind: Kind, given: str) -> str:
     node = metadata.child("namespace")
     if not kind.namespaced:
         if node.present and node.value != "":
-            node.wrong(f"is {shown(node.value)}; {kind.name} objects are of no namespace")
+            node.wrong(f"is {shown(node.value)}; {kind.name} objects have no namespace")
         return ""
     namespace = node.text() or given or DEFAULT_NAMESPACE
     if not is_valid_namespace(namespace):
         node.wrong(
-            f"is {shown(namespace)}, no name: a-z, 0-9 and -, at most {NAMESPACE_MAX_CHARACTERS}"
+            f"is {shown(namespace)}, not a name: a-z, 0-9 and -, at most {NAMESPACE_MAX_CHARACTERS}"
         )
     elif given and namespace != given:
         node.wrong(f"is {shown(namespace)}, not {shown(given)} as was asked for")
@@ -285,11 +287,11 @@ def _decode_workload(document: Mapping[str, Any]) -> None:
     if spec.expect_object(("namePattern", "network", "labels")):
         pattern, network = spec.child("namePattern"), spec.child("network")
         if not pattern.present and not network.present:
-            spec.wrong("names no namePattern and no network: it would label every container")
+            spec.wrong("names neither namePattern nor network: it would label every container")
         if pattern.present and not _PATTERN.fullmatch(pattern.text()):
-            pattern.wrong(f"is {shown(pattern.value)}, no pattern of names (web-*)")
+            pattern.wrong(f"is {shown(pattern.value)}, not a pattern of names (web-*)")
         if network.present and not is_valid_network_name(network.text()):
-            network.wrong(f"is {shown(network.value)}, no name of a network")
+            network.wrong(f"is {shown(network.value)}, not a name of a network")
         _check_workload_labels(spec.child("labels"))
     faults.raise_if_any("Workload", hint=HINT)
 
@@ -303,7 +305,7 @@ def _check_workload_labels(node: Node) -> None:
             node.faults.note(join_path(node.path, key), f"is reserved: {OWN_PREFIX}/ is podwire's")
         elif key.startswith(OF_NAMESPACES):
             node.faults.note(
-                join_path(node.path, key), "tells of a namespace; label the Namespace object"
+                join_path(node.path, key), "belongs to a namespace; label the Namespace object"
             )
 
 

@@ -222,7 +222,7 @@ def _read_cidr(node: Node) -> IPNetwork | None:
             node.wrong(f"is {shown(node.value)}, not the network {cidr}: bits after the length")
             return None
     if cidr.is_loopback or cidr.is_multicast or cidr.is_link_local or cidr.is_unspecified:
-        node.wrong(f"is {cidr}, no range that pods can have")
+        node.wrong(f"is {cidr}, not a range that pods can have")
         return None
     return cidr
 
@@ -279,7 +279,7 @@ def _read_range(node: Node) -> AddressRange | None:
         return AddressRange(network.network_address, network.broadcast_address)
     ends = [_read_address(one.strip()) for one in (first, last)]
     if ends[0] is None or ends[1] is None or ends[0].version != ends[1].version:
-        node.wrong(f"is {shown(text)}, no range (address, address-address or CIDR)")
+        node.wrong(f"is {shown(text)}, not a range (address, address-address or CIDR)")
         return None
     if int(ends[0]) > int(ends[1]):
         node.wrong(f"is {shown(text)}: it ends before it begins")

@@ -55,7 +55,7 @@ def _check_shape(document: Mapping[str, Any]) -> None:
         if not isinstance(found, Mapping) or not all(
             isinstance(one, str) for one in found.values()
         ):
-            raise InvalidRequest(f"metadata.{name} is no object of texts")
+            raise InvalidRequest(f"metadata.{name} is not an object of texts")
 
 
 def _accept(_stored: StoredObject) -> None:
@@ -85,7 +85,7 @@ def _check_claimed(stored: StoredObject) -> None:
 
 def _check_identity(stored: StoredObject) -> None:
     if read_number(stored.key) is None:
-        raise InvalidRequest("its name is no number")
+        raise InvalidRequest("its name is not a number")
     read_spec(stored.document)
 
 

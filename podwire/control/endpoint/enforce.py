@@ -28,7 +28,7 @@ MAY_FOLLOW = frozenset({states.State.READY, states.State.NOT_READY})
 
 
 POLICIES_NAMED = 3
-"""Of those that select an endpoint which is behind: enough to find the one that is too much."""
+"""How many policies the error of an endpoint that is behind names: enough to find the one that does not fit."""
 
 
 def describe_failure(failure: Failure) -> str:
@@ -131,7 +131,7 @@ class Enforcer:
         if not self.is_complete():
             raise Unavailable(
                 "find the policy of an endpoint: policies and identities were never read from the store",
-                hint="the store must be there for the first start of a node; see `podwire status`",
+                hint="the store must be reachable when a node starts for the first time; see `podwire status`",
             )
         self.drain()
         record = endpoint.record
@@ -198,7 +198,7 @@ class Enforcer:
             try:
                 self._report(self.engine.mend(identity), "entries were changed by somebody else")
             except NotFound:
-                _log.debug("nobody has the slot any more", extra={"identity": identity})
+                _log.debug("the slot has no owner any more", extra={"identity": identity})
             self._damaged.discard(identity)
 
     def _report(self, outcome: Outcome, cause: str) -> None:

@@ -20,7 +20,7 @@ def find_endpoint(table: EndpointTable, text: str) -> Endpoint:
         found = list(_FINDERS[kind](table, rest))
     else:
         raise UndecodableRequest(
-            f"find endpoint {text!r}: this is no endpoint id",
+            f"find endpoint {text!r}: this is not an endpoint id",
             hint=f"a number, or one of {', '.join(f'{one}:...' for one in _FINDERS)}",
         )
     present = [endpoint for endpoint in found if endpoint is not None]
@@ -51,7 +51,7 @@ def _by_address(table: EndpointTable, text: str) -> Iterable[Endpoint]:
     try:
         found = table.get_by_address(text)
     except ValueError:
-        raise UndecodableRequest(f"find endpoint: {text!r} is no address") from None
+        raise UndecodableRequest(f"find endpoint: {text!r} is not an address") from None
     return [found] if found else []
 
 

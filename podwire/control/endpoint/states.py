@@ -140,10 +140,12 @@ TERMINAL = frozenset({State.DISCONNECTED})
 
 
 class IllegalTransition(Bug):
-    """An event came in a state that has no place for it; the state is as before."""
+    """An event came in a state that does not allow it; the state is as before."""
 
     def __init__(self, state: State, event: Event) -> None:
-        super().__init__(f"move endpoint in state {state.value!r}: no place for event {event!r}")
+        super().__init__(
+            f"move endpoint in state {state.value!r}: it does not allow the event {event!r}"
+        )
         self.state = state
         self.event = event
 

@@ -18,7 +18,7 @@ _PORT = re.compile(r"(?P<port>[0-9]{1,5})(?:/(?P<protocol>[a-z0-9]+))?|(?P<only>
 _PORT_MAX = 65_535
 _VERDICTS = ("forwarded", "dropped", "audit")
 _NOISE = "quiet"
-"""The reason of drops that no person asks for: what every pod's kernel sends unasked."""
+"""The reason of drops that no person asks for: what every pod's kernel sends by itself."""
 _TYPES = ("drop", "trace", "policy")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(?P<count>[0-9]{1,9})(?P<unit>[smhd])")
@@ -57,7 +57,7 @@ def parse_filter(
             else:
                 conditions.append(_MAKERS[name](text))
         except KeyError:
-            faults.append(Fault(name, "is no condition on flows"))
+            faults.append(Fault(name, "is not a condition on flows"))
         except ValueError as error:
             faults.append(Fault(name, str(error)))
     if faults:

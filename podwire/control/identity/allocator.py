@@ -145,7 +145,7 @@ class IdentityAllocator:
             self.counts.collisions += 1
         self.counts.exhausted += 1
         raise IdentitiesExhausted(
-            f"number identity {key.text.splitlines()[0]!r}: every number it may have means other labels",
+            f"number identity {key.text.splitlines()[0]!r}: all its candidate numbers stand for other labels",
             hint="too many identities: look at `podwire identity list`, and leave labels that differ"
             " from pod to pod out of identity_label_filter",
         )
@@ -163,7 +163,7 @@ class IdentityAllocator:
                 return taken
             self.counts.allocated += 1
             return True
-        raise Unavailable(f"number identity {number}: others change it all the time")
+        raise Unavailable(f"number identity {number}: others keep changing it")
 
     def _take_over(self, number: int, key: IdentityKey) -> bool | None:
         """Use a number that exists, without its mark; False when it means another key, None when it is gone."""
@@ -190,7 +190,7 @@ class IdentityAllocator:
                 continue
             except NotFound:
                 return None
-        raise Unavailable(f"number identity {number}: others change it all the time")
+        raise Unavailable(f"number identity {number}: others keep changing it")
 
     def _give(self, number: int) -> None:
         with self._lock:

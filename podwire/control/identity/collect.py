@@ -189,7 +189,7 @@ def publish_holds(store: Store, node_name: str, numbers: Collection[int]) -> Non
         if stored is not None and _is_damaged(stored):
             # What would be left of it reads like a node that has said nothing of itself: others would let go of it.
             raise Unavailable(
-                f"publish what node {node_name!r} holds: its object is to be written anew first"
+                f"publish what node {node_name!r} holds: its object must be written anew first"
             )
         try:
             if stored is None:
@@ -199,7 +199,7 @@ def publish_holds(store: Store, node_name: str, numbers: Collection[int]) -> Non
         except (Conflict, NotFound, UnreadableObject):
             continue
         return
-    raise Unavailable(f"publish what node {node_name!r} holds: others change it all the time")
+    raise Unavailable(f"publish what node {node_name!r} holds: others keep changing it")
 
 
 def _is_damaged(stored: StoredObject) -> bool:

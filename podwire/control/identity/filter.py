@@ -134,7 +134,7 @@ def _read_pattern(text: str) -> _Pattern:
     if not colon:
         source, key = "", body
     elif source not in SOURCES:
-        raise ValueError(f"{source!r} is no source of labels ({', '.join(SOURCES)})")
+        raise ValueError(f"{source!r} is not a source of labels ({', '.join(SOURCES)})")
     if not key:
         raise ValueError("it matches nothing")
     try:

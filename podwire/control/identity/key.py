@@ -102,7 +102,7 @@ def read_spec(document: Mapping[str, Any]) -> IdentityKey:
         raise InvalidRequest("read identity: it has no spec")
     labels, ports = spec.get("labels"), spec.get("namedPorts") or ()
     if not isinstance(labels, list | tuple) or not all(isinstance(one, str) for one in labels):
-        raise InvalidRequest("read identity: spec.labels is no list of labels")
+        raise InvalidRequest("read identity: spec.labels is not a list of labels")
     try:
         named = {
             NamedPort(str(one["name"]), PROTOCOL_NUMBERS[one["protocol"]], int(one["port"]))

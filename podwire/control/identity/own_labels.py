@@ -70,11 +70,11 @@ def _find_fault(text: str, key: str, value: str | None, workload_of: WorkloadOf)
     workload = workload_of(key)
     reasons = (
         ("=" not in text and value is not None, "is neither KEY=VALUE nor KEY-"),
-        (key.startswith(_FOREIGN), "labels of other sources than cni are not given by hand"),
-        (not is_label_key(key), f"{key[:80]!r} is no label key ([prefix/]name)"),
+        (key.startswith(_FOREIGN), "only labels of the source cni can be set by hand"),
+        (not is_label_key(key), f"{key[:80]!r} is not a label key ([prefix/]name)"),
         (key.startswith(f"{OWN_PREFIX}/"), f"{OWN_PREFIX}/ is reserved for podwire"),
-        (key.startswith(OF_NAMESPACES), "it tells of a namespace; label the Namespace object"),
-        (not is_label_value(value or ""), f"{(value or '')[:80]!r} is no label value"),
+        (key.startswith(OF_NAMESPACES), "it belongs to a namespace; label the Namespace object"),
+        (not is_label_value(value or ""), f"{(value or '')[:80]!r} is not a label value"),
         (bool(workload), f"it comes from the Workload object {workload!r}; change that"),
     )
     return next((message for refused, message in reasons if refused), "")

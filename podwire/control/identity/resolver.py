@@ -155,7 +155,7 @@ class IdentityResolver:
         self, own_labels: tuple[str, ...], ports: tuple[NamedPort, ...], namespace: str
     ) -> Resolution:
         if not self.sources.is_complete:
-            raise Unavailable("namespaces and workloads were not read from the store yet")
+            raise Unavailable("namespaces and workloads have not been read from the store yet")
         if not self.sources.knows_namespace(namespace):
             self._make_namespace(namespace, {NAMESPACE_NAME_KEY: namespace})
         labels, key = self.describe(own_labels, ports, namespace)
@@ -173,7 +173,7 @@ class IdentityResolver:
         except Conflict as error:
             found = store.get(key)
             if found is None:
-                raise Unavailable(f"make namespace {name!r}: others change it now") from error
+                raise Unavailable(f"make namespace {name!r}: others are changing it") from error
             stored = found
         self.sources.learn_namespace(stored)
 
@@ -202,7 +202,7 @@ class IdentityResolver:
             self.allocator.counts.unavailable += 1
             raise Unavailable(
                 f"resolve identity of new labels in namespace {namespace!r}: {failure.message}",
-                hint="the store must be there for labels that no pod had before; see `podwire status`",
+                hint="the store must be reachable for labels that no pod had before; see `podwire status`",
             ) from failure
         self._came_back.wait(min(LOOK_S, left_s))
 

@@ -249,7 +249,7 @@ def leave_out_overlapped(blocks: Iterable[Block]) -> tuple[list[Block], list[str
             opened.append(block)
         else:
             left_out.append(
-                f"block {block.cidr} of pool {block.pool} is left out until the store is heard:"
+                f"block {block.cidr} of pool {block.pool} is left out until the store has been read:"
                 f" it overlaps block {over.cidr} of pool {over.pool}, which this node remembers too"
             )
     return opened, left_out

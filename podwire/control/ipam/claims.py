@@ -206,16 +206,20 @@ class Claims:
         return replace(block, stored=stored)
 
     def _check_block(self, address: IPAddress, pool: Pool, cidr: IPNetwork) -> None:
-        """Refuse an address that its block's owner may give by himself."""
+        """Refuse an address that the owner of its block may give by itself."""
         try:
             stored = self.store.get(block_key(cidr))
         except UnreadableObject as error:
-            raise _refuse(address, f"nobody knows whose block {cidr} is: {error.message}") from None
+            raise _refuse(
+                address, f"it is not known whose block {cidr} is: {error.message}"
+            ) from None
         if stored is None:
             return
         block = decode_block(stored)
         if block is None:
-            raise _refuse(address, f"nobody knows whose block {cidr} is: its object is none")
+            raise _refuse(
+                address, f"it is not known whose block {cidr} is: its object is not a block"
+            )
         if not block.node or block.keeps(address):
             return
         if block.node == self.node:
@@ -235,7 +239,7 @@ class Claims:
         try:
             stored = self.store.update(_stored(stored, encode_claimed(wanted)))
         except (Conflict, NotFound):
-            raise _refuse(wanted.address, "somebody else was faster") from None
+            raise _refuse(wanted.address, "another claim was faster") from None
         claimed = replace(wanted, stored=stored)
         self.known.put_claimed(claimed)
         return claimed
@@ -273,5 +277,5 @@ def _stored(before: StoredObject, document: dict[str, object]) -> StoredObject:
 def _refuse(address: IPAddress, why: str) -> AddressUnavailable:
     return AddressUnavailable(
         f"take address {address}: {why}",
-        hint="fixed addresses that move between nodes belong into a pool's `reserved` ranges",
+        hint="fixed addresses that move between nodes belong in a pool's `reserved` ranges",
     )

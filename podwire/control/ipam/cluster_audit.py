@@ -59,7 +59,9 @@ def _find_block_faults(view: ClusterView, blocks: Iterable[Block]) -> Iterator[A
         if pool is None:
             yield AddressFault(str(block.cidr), f"block of pool {block.pool}, which is gone")
         elif not pool.is_block(block.cidr):
-            yield AddressFault(str(block.cidr), f"is no block of pool {block.pool} ({pool.cidr})")
+            yield AddressFault(
+                str(block.cidr), f"is not a block of pool {block.pool} ({pool.cidr})"
+            )
         around = [one for one in around if overlaps(one.cidr, block.cidr)]
         for one in around:
             problem = f"nodes {one.node} ({one.cidr}) and {block.node} have it as their block"
@@ -72,7 +74,7 @@ def _find_claim_faults(
 ) -> Iterator[AddressFault]:
     for one in claimed:
         if one.node == view.node and one.address not in view.held:
-            problem = f"claimed for {one.key}, which is no endpoint here"
+            problem = f"claimed for {one.key}, which is not an endpoint here"
             yield AddressFault(str(one.address), problem, releasable=True)
         elif one.node not in view.living:
             problem = f"claimed by node {one.node}, which is unknown"

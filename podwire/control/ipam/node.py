@@ -105,7 +105,7 @@ class NodeIpam:
             if address in self._owners:
                 raise Bug(
                     f"adopt {address} for endpoint {owner}: endpoint {self._owners[address]} holds it",
-                    hint="see `podwire endpoint list`; delete one of both pods",
+                    hint="see `podwire endpoint list`; delete one of the two pods",
                 )
         self._hold(Holding(owner, tuple(addresses), identity, quarantined))
         for address in addresses:

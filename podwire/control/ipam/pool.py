@@ -47,7 +47,7 @@ from podwire.model.ids import EndpointId, IdentityId
 from podwire.model.request import IPNetwork
 
 HEAR_S: Final = 0.2
-"""How often who waits for a block looks whether his caller went away."""
+"""How often a thread that waits for a block checks whether its caller went away."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class PoolIpam:
                     raise Bug(
                         f"adopt {address} for endpoint {owner}: endpoint"
                         f" {self._owners[address]} holds it",
-                        hint="see `podwire endpoint list`; delete one of both pods",
+                        hint="see `podwire endpoint list`; delete one of the two pods",
                     )
             for address in addresses:
                 self.mine.take(address)
@@ -368,7 +368,7 @@ class PoolIpam:
         pool = self.known.find_pool(address)
         if pool is None or pool.name in self.known.problems or not is_for_pods(pool):
             raise AddressUnavailable(
-                f"take address {address}: no pool that pods may use has it",
+                f"take address {address}: no pool that pods may use contains it",
                 hint="see `podwire get ippools`",
             )
         if wish.pools and pool.name not in wish.pools:
@@ -397,7 +397,7 @@ class PoolIpam:
             self._grant(key, self.claims.claim_address(lack.address, lack.pools[0], key))
             return
         if not self._claiming.acquire(timeout=max(0.0, until_s - self.monotonic())):
-            raise Unavailable(f"take an address: {lack.why}; a claim takes too long")
+            raise Unavailable(f"take an address: {lack.why}; the claim takes too long")
         try:
             with self.lock:
                 if any(own.fifo.free for own in self.mine.list_open(_names(lack.pools))):
@@ -475,7 +475,7 @@ class PoolIpam:
 
     def _explain_no_pool(self) -> str:
         if not self.known.pools:
-            return "there is no pool" if self.known.is_listed else "the store was not heard yet"
+            return "there is no pool" if self.known.is_listed else "the store has not been read yet"
         if self.known.problems:
             return "; ".join(f"pool {name}: {why}" for name, why in self.known.problems.items())
         return "no pool selects this node and that namespace"

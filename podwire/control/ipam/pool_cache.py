@@ -106,7 +106,7 @@ class PoolCache:
                 self._at[claimed.address] = revision
 
     def remember(self, blocks: Iterable[Block]) -> None:
-        """Take own blocks that an earlier life had: the store was not heard yet."""
+        """Take own blocks that an earlier life had: the store has not been read yet."""
         with self.lock:
             for one in blocks:
                 self._put_block(one, gone=False, revision=0)

@@ -405,7 +405,7 @@ class PolicyEngine:
         self, subject: Subject, churned: Collection[int], fresh: Collection[int]
     ) -> bool:
         if not self._subjects.is_known(subject):
-            raise NotFound(f"compile policies of identity {subject.number}: nothing tells of it")
+            raise NotFound(f"compile policies of identity {subject.number}: it is not known")
         wanted = subject.wanted(self._enforcement, self._setting_rule)
         realize = partial(
             self._slots.realize, subject, wanted, self._revision, churned=churned, fresh=fresh
@@ -463,7 +463,7 @@ class PolicyEngine:
         """Compile a first endpoint's identity and fill its slot; or raise, and leave nothing."""
         facts = self._peers.facts(identity)
         if facts is None:
-            raise NotFound(f"attach to identity {identity}: nothing tells of it")
+            raise NotFound(f"attach to identity {identity}: it is not known")
         if self._held is not None and self._pending.concerns(facts):
             raise self._held
         subject = self._subjects.make(facts)

@@ -94,7 +94,7 @@ def _name_policy(top: Node, name: ObjectName, kind: str) -> PolicyId:
         return PolicyId(kind, name.namespace or DEFAULT_NAMESPACE, name.name)
     if name.namespace:
         top.child("metadata").child("namespace").wrong(
-            "is set; a clusterwide policy is of no namespace"
+            "is set; a clusterwide policy has no namespace"
         )
     return PolicyId(kind, "", name.name)
 

@@ -53,7 +53,7 @@ API_VERSIONS: Final = ("networking.k8s.io/v1",)
 PROTOCOLS: Final[Mapping[str, int]] = {"TCP": TCP, "UDP": UDP, "SCTP": SCTP}
 HINT: Final = "see docs/policy.md for what a NetworkPolicy may say; nothing was changed"
 NAME_IS_NO_LABEL: Final = (
-    "is the workload's name, which is no part of its identity: give it a label (object Workload)"
+    "is the workload's name, which is not part of its identity: give it a label (object Workload)"
 )
 
 _POLICY_TYPES: Final = {"Ingress": Direction.INGRESS, "Egress": Direction.EGRESS}
@@ -215,7 +215,7 @@ def _read_port(node: Node) -> PortMatch | None:
         if end.present:
             end.wrong("stands beside the name of a port; a range begins with a number")
         if not is_port_name(port.value):
-            port.wrong(f"is {shown(port.value)}, no port name (write a number without quotes)")
+            port.wrong(f"is {shown(port.value)}, not a port name (write a number without quotes)")
         return PortMatch(protocol, name=port.value)
     first = port.integer(1, PORT_MAX)
     last = end.integer(1, PORT_MAX)

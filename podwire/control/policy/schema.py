@@ -234,7 +234,7 @@ def _read_object_name(node: Node, *, required: bool) -> str:
     elif isinstance(node.value, str) and (
         len(found) > NAME_MAX_CHARACTERS or not _OBJECT_NAME.fullmatch(found)
     ):
-        node.wrong(f"is {shown(found)}, no object name")
+        node.wrong(f"is {shown(found)}, not an object name")
     return found
 
 
@@ -269,7 +269,7 @@ def check_label_key(node: Node, key: object, bare: str) -> bool:
         node.wrong(f"has the key {shown(key)}, which is not text")
         return False
     if not is_label_key(bare):
-        node.wrong(f"has the key {shown(key)}, no label key ([prefix/]name)")
+        node.wrong(f"has the key {shown(key)}, not a label key ([prefix/]name)")
         return False
     return True
 
@@ -281,7 +281,7 @@ def read_label_value(node: Node) -> str:
         return ""
     found = node.text()
     if not is_label_value(found):
-        node.wrong(f"is {shown(found)}, no label value")
+        node.wrong(f"is {shown(found)}, not a label value")
         return ""
     return found
 
@@ -324,7 +324,7 @@ def read_cidr(node: Node, *, bare_address: bool = False) -> IPNetwork | None:
     except ValueError:
         complete = False
     if not complete or not _ADDRESS.fullmatch(address):
-        node.wrong(f"is {shown(found)}, no CIDR (address/length)")
+        node.wrong(f"is {shown(found)}, not a CIDR (address/length)")
         return None
     if isinstance(network, ipaddress.IPv6Network) and network.network_address.ipv4_mapped:
         node.wrong(f"is {shown(found)}: write an IPv4-mapped address as IPv4")

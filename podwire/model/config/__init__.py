@@ -220,13 +220,13 @@ class PolicySettings:
         TEXTS,
         (),
         "Patterns of labels that make an identity; `!` excludes.",
-        default_note="everything but what differs from one replica to the next",
+        default_note="everything but labels that differ from one replica to the next",
     )
     identity_wait_s: int = setting(
         integer(0, 600), 10, "How long an ADD waits for the identity of new labels, in seconds."
     )
     endpoint_fanout: str = only_default(
-        choice("auto", "direct", "batched"), "auto", "How endpoints are told to other nodes."
+        choice("auto", "direct", "batched"), "auto", "How endpoints are published to other nodes."
     )
 
 

@@ -137,7 +137,7 @@ def _read_cidr(raw: Any) -> IPNetwork:
     try:
         network = ipaddress.ip_network(text, strict=False)
     except ValueError:
-        raise ValueError(f"has {text!r}, which is no CIDR like 10.244.0.0/24") from None
+        raise ValueError(f"has {text!r}, which is not a CIDR like 10.244.0.0/24") from None
     if "/" not in text or str(ipaddress.ip_interface(text).ip) != str(network.network_address):
         raise ValueError(f"has {text!r}, which is not the start of its range: write {network}")
     return network

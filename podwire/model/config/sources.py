@@ -130,7 +130,7 @@ def read_value(row: Setting, raw: Any) -> Any:
     """Turn what a source said into a value of `row`; ValueError ends the sentence "KEY ..."."""
     value = row.kind.read(raw)
     if row.built is not None and not row.built(value):
-        raise ValueError(f"asks for what is not built yet: this version takes {row.built_note}")
+        raise ValueError(f"requests what is not built yet: this version takes {row.built_note}")
     return value
 
 
@@ -152,7 +152,7 @@ def _read_file(text: str, name: str, faults: list[Fault]) -> dict[str, Value]:
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        faults.append(Fault(name, f"is no valid TOML: {error}"))
+        faults.append(Fault(name, f"is not valid TOML: {error}"))
         return {}
     found = {}
     for key, raw in document.items():

@@ -66,7 +66,7 @@ class UnreadableObject(StorageFailure):
     def __init__(self, stored: StoredObject) -> None:
         super().__init__(
             f"read {stored.key}: {stored.fault}",
-            hint="something else wrote it: put it right (podwire apply), or delete it (podwire delete)",
+            hint="something else wrote it: correct it (podwire apply), or delete it (podwire delete)",
         )
         self.stored = stored
 

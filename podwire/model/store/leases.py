@@ -19,7 +19,7 @@ ADDRESS_DUTY: Final = "duty/addresses"
 
 @dataclass(frozen=True)
 class LeaseChange:
-    """Who has a name from now on; `holder` "": nobody, as he gave it up or vanished."""
+    """Who holds a name from now on; `holder` "": nobody, because the holder gave it up or vanished."""
 
     name: str
     holder: str
@@ -40,19 +40,19 @@ class Lease(Protocol):
 
     @property
     def lost(self) -> bool:
-        """Whether another may hold it: nothing was heard from the store for the whole time to live, or another does.
+        """Whether another may hold it: the store did not answer for the whole time to live, or another does hold it.
 
-        After an outage of the store it is taken back by itself, and this is False again, if nobody else was faster.
+        After an outage of the store it is taken back automatically, and this is False again, unless another was faster.
         """
         ...
 
     @property
     def taken_by(self) -> str:
-        """Who took it; "" while nobody did. Then it is lost for good."""
+        """The holder that took it, "" while nobody did. Once taken, it is lost for good."""
         ...
 
     def close(self) -> None:
-        """Give it up at once. When the store is away it runs out by itself."""
+        """Give it up at once. While the store is away, it expires instead."""
         ...
 
 
@@ -66,7 +66,7 @@ class LeaseWatch(Protocol):
 
     @property
     def is_listed(self) -> bool:
-        """Whether all that live were given once: who is not in `holders` by then does not live."""
+        """Whether all living holders were given once: from then on, a name that is not in `holders` has no living holder."""
         ...
 
     def next(self, timeout_s: float) -> Sequence[LeaseChange]:

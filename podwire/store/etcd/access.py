@@ -62,7 +62,7 @@ def parse_endpoints(url: str) -> tuple[str, ...]:
         port = int(match["port"] or PORT) if match else 0
         if match is None or not 0 < port < 65536:
             raise InvalidConfiguration(
-                f"open store {url!r}: {one!r} is no HOST:PORT",
+                f"open store {url!r}: {one!r} is not HOST:PORT",
                 hint=f"write {SCHEME}HOST:PORT[,HOST:PORT], an IPv6 address in brackets",
             )
         found.append(f"{match['host']}:{port}")

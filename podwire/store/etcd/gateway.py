@@ -226,7 +226,7 @@ class Gateway:
                     found = msgspec.json.decode(await response.read(), type=wire.TokenAnswer)
             except Refused as error:
                 if error.code == wire.FAILED_PRECONDITION:
-                    return ""  # it asks nobody who he is
+                    return ""  # it asks for no credentials
                 if error.is_passing:
                     raise
                 refusal = self._refuse_login(error)

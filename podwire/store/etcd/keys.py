@@ -28,7 +28,7 @@ class Value(msgspec.Struct, frozen=True):
     uid: str
     created: str
     mark: str
-    """Random, of the write that made this: tells a writer who lost the answer that it was his own."""
+    """A random mark of the write that made this: a writer that lost the answer recognises its own write by it."""
     document: msgspec.Raw
 
 
@@ -108,7 +108,7 @@ def decode_object(found: KeyValue) -> StoredObject:
     if key is None:
         return _unreadable(
             found,
-            f"its name is no object's; etcdctl del '{found.key.decode(errors='replace')}' removes it",
+            f"its name is not an object's; etcdctl del '{found.key.decode(errors='replace')}' removes it",
         )
     return StoredObject(
         key=key,

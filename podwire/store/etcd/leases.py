@@ -143,10 +143,10 @@ class EtcdLease:
                     self.taken_by = other
                 raise Conflict(
                     f"take lease {self.name!r} for {self.holder}: {other} has it",
-                    hint="it is free when the other gives it up, or its time to live after his death",
+                    hint="it is free when the holder gives it up, or when its time to live ends after the holder died",
                 )
             expected = found.mod_revision if found is not None else 0
-        raise Unavailable(f"take lease {self.name!r}: it changes all the time")
+        raise Unavailable(f"take lease {self.name!r}: it keeps changing")
 
     async def _revoke(self, number: int) -> None:
         await self._cluster.call("lease/revoke", {"ID": number}, LeaseAnswer)

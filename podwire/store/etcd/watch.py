@@ -120,7 +120,7 @@ class KeyWatch:
 
     def _tell(self, error: PodwireError | None) -> None:
         with self._changed:
-            # The reader hears of a break once; it is none for him if the stream came back before he looked.
+            # The reader hears of a break once, and of none if the stream came back before the reader looked.
             self._is_news = error is not None and (
                 self._error is None or not isinstance(error, Unavailable) or self._is_news
             )
@@ -197,7 +197,7 @@ class KeyWatch:
             return
         _, newest = await self._cluster.read(FORMAT_KEY)  # a member may lag, but not this
         if newest < self._heard:
-            raise self._compacted(f"the store is at {newest}: it is another one, or was put back")
+            raise self._compacted(f"the store is at {newest}: it is another one, or was restored")
 
     def _compacted(self, reason: str) -> Compacted:
         where = self._cluster.gateway.where

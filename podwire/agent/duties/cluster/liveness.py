@@ -60,7 +60,7 @@ class Lives:
             return ""
         rest = f" and {len(dead) - NAMED_MAX} more" if len(dead) > NAMED_MAX else ""
         return (
-            f"no agent lives on node {', '.join(dead[:NAMED_MAX])}{rest}: its pods may, so the ways there stay;"
+            f"no agent is alive on node {', '.join(dead[:NAMED_MAX])}{rest}: its pods may be, so the ways there stay;"
             f" if it is gone for good: podwire delete node {dead[0]}"
         )
 
@@ -69,7 +69,7 @@ class Lives:
             try:
                 self._follow()
             except PodwireError as error:
-                _log.info("who lives is not known", extra={"error": error.message})
+                _log.info("it is not known which nodes are alive", extra={"error": error.message})
                 self._take(None)
                 self._stopping.wait(AWAY_S)
             except Exception:  # the thread's door
@@ -99,5 +99,5 @@ class Lives:
             return
         if before is not None and living is not None:
             for name in sorted(before - living):
-                _log.warning("the agent of a node lives no more", extra={"node": name})
+                _log.warning("the agent of a node is no longer alive", extra={"node": name})
         self._changed()

@@ -273,7 +273,7 @@ def refuse_contested(
             cluster_cidrs,
         )
     except Unavailable as error:
-        _log.warning("whose the node's ranges are is not known", extra={"error": error.message})
+        _log.warning("it is not known whose the node's ranges are", extra={"error": error.message})
 
 
 def find_address(wanted: IPAddress | None) -> str:

@@ -84,7 +84,7 @@ class ClusterViews:
         state, lives = self._state, self._lives
         return [
             Gauge("cluster_nodes", "Other nodes known", (), count(lambda: len(state.facts))),
-            Gauge("cluster_nodes_dead", "Other nodes whose agents do not live", (),
+            Gauge("cluster_nodes_dead", "Other nodes whose agents are not alive", (),
                   count(lambda: len(lives.find_dead(self._list_names())))),
             Gauge("cluster_peers", "Other nodes reached", (), count(self._count_peers)),
             Gauge("cluster_pods", "Addresses of other nodes' pods", (),

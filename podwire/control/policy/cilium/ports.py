@@ -110,7 +110,7 @@ def _read_port_rule(item: Node) -> list[PortMatch]:
 def _read_members(node: Node) -> list[Node]:
     members = node.items()
     if not members and not isinstance(node.value, str | int | Mapping):
-        node.wrong("names nothing (leave the whole field out to speak of everything)")
+        node.wrong("names nothing (leave the whole field out to mean everything)")
     if len(members) > PORTS_MAX:
         node.wrong(f"has {len(members)} elements; at most {PORTS_MAX} are allowed")
         return []
@@ -183,5 +183,5 @@ def _read_icmp_type(node: Node, family: str, protocol: int) -> int | None:
         return int(node.value)
     number = _ICMP_TYPES[protocol].get(node.value)
     if number is None:
-        node.wrong(f"is {shown(node.value)}, no type of ICMP for {family}")
+        node.wrong(f"is {shown(node.value)}, not a type of ICMP for {family}")
     return number

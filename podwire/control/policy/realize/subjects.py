@@ -46,7 +46,7 @@ class Subjects:
         """Give a subject. NotFound."""
         subject = self._by_identity.get(identity)
         if subject is None:
-            raise NotFound(f"find identity {identity}: no endpoint here bears it")
+            raise NotFound(f"find identity {identity}: no endpoint here has it")
         return subject
 
     def of_endpoint(self, endpoint_id: EndpointId) -> Subject | None:

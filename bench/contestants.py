@@ -89,9 +89,10 @@ def _environment(command: str, container_id: str, pod_namespace: str) -> dict[st
 
 
 @contextmanager
-def one_node() -> Iterator[LabState]:
+def one_node(**shape: Any) -> Iterator[LabState]:
     """Give a lab of one node, IPv4 only; on leaving, every namespace whose name begins like the lab's goes as well."""
-    state = labs.up(LAB, LabShape(nodes=1, families="4"), progress=lambda _line: None)
+    wanted = LabShape(nodes=1, families="4", **shape)
+    state = labs.up(LAB, wanted, progress=lambda _line: None)
     try:
         yield state
     finally:

@@ -111,6 +111,8 @@ BARS = (
         ("native round trip p50 us", "ratio"),
         at_most=1.15,
     ),
+    Bar("short flows, refused or lost", "conntrack", ("flows refused or lost",), at_most=0),
+    Bar("short flows, packets lost", "conntrack", ("packets lost or dropped",), at_most=0),
     Bar(
         "pod on a quiet node, known identity, p99 ms",
         "convergence",

@@ -27,7 +27,6 @@ CONFIG_FILE: Final = "agent.toml"
 START_DEADLINE_S: Final = 180.0
 """The verifier takes seconds of a CPU for each agent, and a lab starts all of them at once."""
 BRIDGE: Final = "underlay"
-LAB_CONNTRACK_ENTRIES: Final = 65_536
 
 
 def run_ip(namespace: str, commands: list[str]) -> None:
@@ -150,7 +149,7 @@ def write_config(plan: LabPlan, node: NodePlan) -> None:
         "cluster_cidrs": list(plan.cluster_cidrs),
         "node_address": node.addresses[0],
         "routing": plan.shape.routing,
-        "conntrack_entries": LAB_CONNTRACK_ENTRIES,
+        "conntrack_entries": plan.shape.conntrack_entries,
         "log_format": "json",
     }
     # Strings, numbers and lists of strings are written alike in JSON and TOML.

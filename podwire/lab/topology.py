@@ -66,6 +66,8 @@ class LabShape(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a node's addresses are its own ranges, or blocks of pools that all nodes share."""
     mtu: int = 1500
     """Of the underlay, in bytes."""
+    conntrack_entries: int = 65_536
+    """Of each node; 0 = what an agent takes where nothing is set."""
 
     @property
     def underlay_families(self) -> str:

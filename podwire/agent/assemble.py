@@ -22,6 +22,7 @@ from podwire.control.flows.enrich import FlowMaker
 from podwire.control.flows.flow import FlowPolicy
 from podwire.datapath import abi, changes, rows
 from podwire.datapath.events import hook_name, path_name, reason_name
+from podwire.datapath.maps import list_usage
 from podwire.datapath.node import KernelDatapath
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.identity import RESERVED_LABELS
@@ -112,6 +113,7 @@ def make_api(node: Node, pump: EventPump) -> Api:
                 events_lost=lambda: pump.lost,
                 health=node.health,
                 packets=lambda: _count_packets(datapath),
+                flow_usage=lambda: _list_flow_usage(datapath),
                 policies=lambda: len(node.policies.objects.rules),
                 policy_problems=lambda: len(node.policies.objects.problems),
                 policy_revision=lambda: node.regenerator.enforcer.revision,
@@ -186,3 +188,15 @@ def _count_packets(datapath: KernelDatapath) -> Iterator[measured.PacketCount]:
     for row in datapath.read_metrics():
         reason = reason_name(row.reason) if row.reason else ""
         yield measured.PacketCount(hook_name(row.hook), reason, path_name(row.path), row.packets)
+
+
+def _list_flow_usage(datapath: KernelDatapath) -> Iterator[measured.FlowUsage]:
+    for number, row in list_usage(datapath.maps):
+        for side in abi.Direction:
+            yield measured.FlowUsage(
+                endpoint=number,
+                direction=side.name.lower(),
+                connections=row.connections[side],
+                unremembered=row.unremembered[side],
+                unprotected=row.unprotected[side],
+            )

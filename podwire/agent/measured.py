@@ -34,6 +34,17 @@ class PacketCount:
     packets: int
 
 
+@dataclass(frozen=True)
+class FlowUsage:
+    """What the memory of flows holds of one endpoint's side: `egress` is what it opened, `ingress` what others did."""
+
+    endpoint: EndpointId
+    direction: str
+    connections: int
+    unremembered: int
+    unprotected: int
+
+
 class MeasuredJournal(SqliteJournal):
     """The journal, whose writes are timed and whose last write tells whether the agent is healthy."""
 
@@ -77,6 +88,7 @@ class Measured:
     events_lost: Callable[[], int]
     health: Health
     packets: Callable[[], Iterable[PacketCount]]
+    flow_usage: Callable[[], Iterable[FlowUsage]]
     policies: Callable[[], int]
     policy_problems: Callable[[], int]
     policy_revision: Callable[[], int]
@@ -87,7 +99,46 @@ class Measured:
 
 def list_gauges(measured: Measured) -> list[Gauge]:
     """Give the figures that are looked up when somebody scrapes."""
-    return [*_list_node_gauges(measured), *_list_policy_gauges(measured)]
+    return [
+        *_list_node_gauges(measured),
+        *_list_flow_gauges(measured),
+        *_list_policy_gauges(measured),
+    ]
+
+
+def _list_flow_gauges(measured: Measured) -> list[Gauge]:
+    """Give what nears or passes a limit of the memory of flows. An endpoint's number is never given to another one."""
+
+    def read(figure: Callable[[FlowUsage], int]) -> dict[tuple[str, ...], float]:
+        return {
+            (str(row.endpoint), row.direction): float(figure(row)) for row in measured.flow_usage()
+        }
+
+    labels = ("endpoint", "direction")
+    return [
+        Gauge(
+            "connections",
+            "Connections that the endpoint opened (egress), and others to it (ingress), of"
+            " conntrack_quota each",
+            labels,
+            lambda: read(lambda row: row.connections),
+        ),
+        Gauge(
+            "flows_unremembered",
+            "New flows that passed unremembered, beyond what an endpoint's side may open in a second",
+            labels,
+            lambda: read(lambda row: row.unremembered),
+            counter=True,
+        ),
+        Gauge(
+            "connections_unprotected",
+            "Connections that found no room and stayed among the new flows, which push out each"
+            " other",
+            labels,
+            lambda: read(lambda row: row.unprotected),
+            counter=True,
+        ),
+    ]
 
 
 def _list_policy_gauges(measured: Measured) -> list[Gauge]:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from podwire.datapath import abi
+from podwire.kernel import bpf
 from tests.lab.rig import AGENT, ROOT, Rig, run, wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
@@ -230,6 +232,29 @@ def test_a_spoofed_packet_is_seen_as_a_flow(rig: Rig) -> None:
     assert 'podwire_drops_total{hook="from_pod",reason="source-address"}' in (
         rig.get("/metrics")[1].decode()
     )
+
+
+def test_what_the_memory_of_flows_had_no_room_for_is_a_metric(rig: Rig) -> None:
+    rig.start()
+    assert rig.cni("ADD", "c1", rig.make_pod_namespace()).ok
+    [path] = rig.bpf.glob("v*/maps/pw_usage")
+    usage = bpf.open_any_pinned_map(str(path))
+    assert usage is not None
+    with usage:
+        [(key, raw)] = usage.items()
+        row = abi.UsageValue.unpack(raw)._replace(
+            connections=(3, 4), unremembered=(5, 6), unprotected=(7, 8)
+        )
+        usage.update(key, row.pack())
+    text = rig.get("/metrics")[1].decode()
+    for name, values in (
+        ("podwire_connections", row.connections),
+        ("podwire_flows_unremembered_total", row.unremembered),
+        ("podwire_connections_unprotected_total", row.unprotected),
+    ):
+        for direction, value in zip(("egress", "ingress"), values, strict=True):
+            labels = f'direction="{direction}",endpoint="{int.from_bytes(key, "little")}"'
+            assert f"{name}{{{labels}}} {value}.0" in text
 
 
 @pytest.fixture

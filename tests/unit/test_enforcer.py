@@ -274,6 +274,7 @@ def unwritten(node: FakeNode, unreadable: int = 0) -> float:
         events_lost=lambda: 0,
         health=nothing,
         packets=lambda: (),
+        flow_usage=lambda: (),
         policies=lambda: 0,
         policy_problems=lambda: unreadable,
         policy_revision=lambda: 0,

@@ -75,6 +75,7 @@ def render_table(plan: MasqueradePlan) -> str:
     if rules:
         lines += _render_chain("leave", "type nat hook postrouting priority srcnat", rules)
     lines += _render_sources(plan)
+    lines += _render_senders(plan)
     if plan.tunnel_port:
         lines += _render_tunnel(plan)
     return "\n".join([*lines, "}", ""])
@@ -114,6 +115,20 @@ def _render_sources(plan: MasqueradePlan) -> list[str]:
         ]
         lines += _render_chain("sources", "type filter hook prerouting priority raw", rules)
     return lines
+
+
+def _render_senders(plan: MasqueradePlan) -> list[str]:
+    """Drop what a process of this host sends from the address of a pod, here or on another node.
+
+    IPv6 asks for no right to do that (IP_FREEBIND), IPv4 refuses it. A transparent socket takes CAP_NET_ADMIN or
+    CAP_NET_RAW, and may; what the stack answers in a pod's place comes from no socket.
+    """
+    pods = _collapse((*plan.pod_cidrs, *plan.pod_networks, *plan.own_ranges), 6)
+    if not pods:
+        return []
+    rule = "ip6 saddr @forgeable6 fib saddr type != local socket transparent 0 drop"
+    chain = _render_chain("senders", "type filter hook output priority filter", [rule])
+    return [*_render_set("forgeable6", "ipv6_addr", pods), *chain]
 
 
 def _render_tunnel(plan: MasqueradePlan) -> list[str]:

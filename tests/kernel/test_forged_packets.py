@@ -165,18 +165,22 @@ def translate(
 SEND = """
 import socket, sys
 family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
-socket.socket(family, socket.SOCK_DGRAM).sendto(sys.stdin.buffer.read(), (sys.argv[1], int(sys.argv[2])))
+sender = socket.socket(family, socket.SOCK_DGRAM)
+if sys.argv[3]:
+    sender.setsockopt(socket.SOL_IP, 15, 1)  # IP_FREEBIND
+    sender.bind((sys.argv[3], 4000))
+sender.sendto(sys.stdin.buffer.read(), (sys.argv[1], int(sys.argv[2])))
 """
 
 
-def send_from(namespace: Namespace, address: str, port: int, data: bytes) -> None:
+def send_from(namespace: Namespace, address: str, port: int, data: bytes, source: str = "") -> None:
     """Send as an ordinary process without any rights."""
     user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
     inside = ["ip", "netns", "exec", namespace.name]
     program = [os.path.realpath(sys.executable), "-I", "-c", SEND]
     no_rights = ["--inh-caps=-all", "--bounding-set=-all"]
     subprocess.run(
-        [*inside, *user, *no_rights, *program, address, str(port)],
+        [*inside, *user, *no_rights, *program, address, str(port), source],
         input=data,
         check=False,  # a datagram that is refused at once is an error of the call
     )
@@ -216,6 +220,21 @@ def test_no_process_without_rights_sends_as_a_tunnel(pair: Pair, inner: int) -> 
         send_from(pair.nodes[0].namespace, outer_address(2, outer), TUNNEL_PORT, data)
 
     assert not pair.arrives(send, inner)
+
+
+@pytest.mark.parametrize("version", [4, 6])
+@pytest.mark.parametrize("place", [1, 2])
+@pytest.mark.parametrize("pair", WAYS, ids=str, indirect=True)
+def test_no_process_without_rights_sends_from_the_address_of_a_pod(
+    pair: Pair, place: int, version: int
+) -> None:
+    """Of a pod of its own node, and of another one's."""
+
+    def send(text: bytes) -> None:
+        host = pair.nodes[place - 1].namespace
+        send_from(host, pod_address(2, version), PORT, text, pod_address(1, version))
+
+    assert not pair.arrives(send, version)
 
 
 # A local pod's address that comes from elsewhere

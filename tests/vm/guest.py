@@ -35,7 +35,7 @@ MODULES = (
         "nft_chain_nat",
         "nft_nat",
     ),
-    *("nft_masq", "nft_ct", "nft_fib_inet", "nf_conntrack", "bridge"),
+    *("nft_masq", "nft_ct", "nft_fib_inet", "nft_socket", "nf_conntrack", "bridge"),
 )
 TOOLS = ("ip", "tc", "nft", "ping", "bpftool", "nsenter", "mount", "umount", "stty", "sh")
 PYTHON_PACKAGES_LEFT_OUT = ("mypy", "ruff", "uv", "grpc_tools", "mypyc", "pip", "setuptools")

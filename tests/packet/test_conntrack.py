@@ -394,6 +394,15 @@ def test_a_reset_closes_at_once(rig: Rig, who: Endpoint) -> None:
     assert_tcp(rig, TcpState.CLOSED, 10)
 
 
+def test_nothing_prolongs_a_closed_connection_that_no_budget_counts(rig: Rig) -> None:
+    open_connection(rig)
+    rig.sent(A, to_b(tcp(4000, 80, RST)))
+    key, entry = rig.entry(A)
+    rig.change_entry(key, last_seen_ns=entry.last_seen_ns - 9_000_000_000)
+    assert rig.sent(A, to_b(tcp(4000, 80, ACK))).action == Action.PEER
+    assert rig.entry(A)[1].last_seen_ns == entry.last_seen_ns - 9_000_000_000
+
+
 def test_ports_used_again_begin_anew(rig: Rig) -> None:
     open_connection(rig)
     rig.sent(A, to_b(tcp(4000, 80, RST)))
@@ -409,6 +418,26 @@ def test_ports_used_again_the_other_way_round_replace_what_lingers(rig: Rig) -> 
         key, _ = rig.entry(endpoint)
         assert (key.direction, key.sport, key.dport) == (direction, 80, 4000)
         assert rig.usage(endpoint) == 0
+
+
+@pytest.mark.parametrize("closing", [(), (FIN | ACK,)], ids=["established", "half-closed"])
+def test_a_forged_opening_the_other_way_round_takes_no_connections_place(
+    rig: Rig, closing: tuple[int, ...]
+) -> None:
+    """Judged by the forged opening, the connection would end when nobody may open anything to A any more."""
+    rig.sent(A, to_world(tcp(4000, 80, SYN)))
+    rig.received(A, from_world(tcp(80, 4000, SYN | ACK)), ingress_ifindex=OUTSIDE)
+    for flags in (ACK, *closing):
+        rig.sent(A, to_world(tcp(4000, 80, flags)))
+    forged = from_world(tcp(80, 4000, SYN))
+    assert rig.received(A, forged, ingress_ifindex=OUTSIDE).action == Action.STACK
+    assert rig.entry(A)[0].direction == Direction.EGRESS
+    assert rig.usage(A) == 1
+    rig.change(A, flags=ALLOW | IN, revision=2)
+    assert rig.received(A, forged, ingress_ifindex=OUTSIDE).reason == DropReason.POLICY
+    answer = from_world(tcp(80, 4000, ACK))
+    assert rig.received(A, answer, ingress_ifindex=OUTSIDE).action == Action.STACK
+    assert rig.sent(A, to_world(tcp(4000, 80, ACK))).action == Action.STACK
 
 
 def test_ports_used_again_through_the_stack_go_back_through_it(rig: Rig) -> None:

@@ -36,10 +36,10 @@ def rig(sized: tuple[Rig, Capacities]) -> Rig:
     """Give A idle connections, and let nobody but answers in."""
     made, capacities = sized
     made.reset()
-    made.write_settings(
-        quota=capacities.conntrack_entries // 4, new_flow_rate=capacities.new_flow_rate
-    )
+    quota = capacities.conntrack_entries // 4
+    made.write_settings(quota=quota, new_flow_rate=0)
     connect(made, A, IDLE)
+    made.write_settings(quota=quota, new_flow_rate=capacities.new_flow_rate)
     return made
 
 

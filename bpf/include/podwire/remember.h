@@ -75,13 +75,25 @@ static __always_inline void fill_entry(const struct pw_flow *flow, const struct 
 	entry->tag = tag_of(&flow->key);
 }
 
-/* What lingers of the reversed tuple goes when a new connection takes its ports: no two entries fit one packet. */
-static __always_inline void retire_reversed(struct pw_conntrack_key *key, __u64 now_ns)
+static __always_inline bool is_open_connection(const struct pw_conntrack_value *entry)
+{
+	return !(entry->flags & PW_CONNTRACK_PICKED_UP) &&
+	       (entry->tcp_state == PW_TCP_ESTABLISHED || entry->tcp_state == PW_TCP_HALF_CLOSED);
+}
+
+/* What lingers of the reversed tuple goes when a new connection takes its ports: no two entries fit one packet. false = a
+ * connection is open there, and stays: anybody can forge the SYN that its other end would never send.
+ */
+static __always_inline bool retire_reversed(struct pw_conntrack_key *key, __u64 now_ns)
 {
 	struct pw_conntrack_value *entry = find_reversed(key, now_ns);
 
-	if (entry)
-		retire(entry, key->instance, !key->direction);
+	if (!entry)
+		return true;
+	if (is_open_connection(entry))
+		return false;
+	retire(entry, key->instance, !key->direction);
+	return true;
 }
 
 /* Without a row in pw_usage the endpoint is just going. What the stack has translated is found by nobody else when its
@@ -106,8 +118,8 @@ PW_CHECKED_ALONE int make_entry(struct pw_flow *flow, const struct pw_config_val
 	if (!usage || !settings)
 		return PW_DROP_INTERNAL;
 	key = flow->key;
-	if (opens_tcp(flow->tcp_flags))
-		retire_reversed(&key, flow->now_ns);
+	if (opens_tcp(flow->tcp_flags) && !retire_reversed(&key, flow->now_ns))
+		return 0;
 	if (!take_token(usage, flow->key.direction & 1, settings->new_flow_rate, flow->now_ns)) {
 		flow->unremembered = true;
 		return 0;
@@ -171,14 +183,15 @@ PW_CHECKED_ALONE int advance(const struct pw_flow *flow, const struct pw_match *
 }
 
 /* The latest packet in the original direction decides which way the answers take (rule 2). Counters are plain: a lost
- * count costs less than a locked bus.
+ * count costs less than a locked bus. What is closed has left its endpoint's budget, so no packet prolongs it.
  */
 static __always_inline void keep_alive(const struct pw_flow *flow, const struct pw_match *match,
 				       struct pw_conntrack_value *entry)
 {
 	bool reply = match->reply;
 
-	entry->last_seen_ns = flow->now_ns;
+	if (entry->tcp_state != PW_TCP_CLOSED)
+		entry->last_seen_ns = flow->now_ns;
 	if (reply) {
 		entry->packets[1] += 1;
 		entry->bytes[1] += flow->packet_bytes;

@@ -177,7 +177,7 @@ def describe_process(pid: int) -> Process:
 
 
 def is_running(process: Process | None) -> bool:
-    """Tell whether it is this very process that runs, and not a zombie."""
+    """Tell whether it is this very process, with any of its threads, and not a zombie."""
     return process is not None and _start_ticks(process.pid) == process.start_ticks != 0
 
 
@@ -261,4 +261,15 @@ def _start_ticks(pid: int) -> int | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
+    # The first thread of a killed process is a zombie while others are still leaving the kernel, and until they have
+    # left, the process holds its files and locks.
+    if fields[0] in "ZX" and _count_threads(pid) <= 1:
+        return None
+    return int(fields[19])
+
+
+def _count_threads(pid: int) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return 0

@@ -315,7 +315,7 @@ def test_a_source_of_the_own_range_comes_from_where_its_route_leads(
 
 
 def _answers(namespace: Namespace, target: str) -> bool:
-    return "1 received" in namespace.run("ping", "-c", "1", "-W", "10", target, check=False)
+    return "1 received" in namespace.run("ping", "-c", "1", "-w", "20", target, check=False)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_del_dies_at_every_point(rig: Rig) -> None:
 def leave_a_mess(rig: Rig, namespaces: tuple[str, str]) -> None:
     """Kill an agent in the middle of an ADD, and write a DEL into the spool while it is away."""
     torn, doomed = namespaces
-    rig.start(crash_at=20, crash_command="ADD")
+    rig.start(crash_at=12, crash_command="ADD")
     rig.settle()
     assert rig.cni("DEL", VICTIM, torn).ok
     assert rig.cni("ADD", "doomed", doomed).ok

@@ -181,7 +181,7 @@ def test_connections_spread_over_all_shards(rig: Rig) -> None:
     assert max(rows) <= 45
 
 
-@pytest.mark.parametrize("rate", [100, 1000])
+@pytest.mark.parametrize("rate", [10, 100])
 def test_new_flows_beyond_the_rate_pass_and_are_not_remembered(rig: Rig, rate: int) -> None:
     rig.write_settings(new_flow_rate=rate)
     for port in range(3000):

@@ -219,7 +219,7 @@ def test_lists_are_of_a_kind_or_a_namespace_in_order(store: Store) -> None:
     [
         (make("", 1), "a kind and a name"),
         (make("a", kind=""), "a kind and a name"),
-        (make("a", object()), "no JSON"),
+        (make("a", object()), "not JSON"),
         (make("a", "x" * DOCUMENT_MAX_BYTES), "at most"),
     ],
     ids=["no name", "no kind", "no JSON", "too large"],

@@ -350,7 +350,7 @@ def test_addresses(lab: Lab, web: dict[str, Any]) -> None:
     assert (row["owner"], row["node"], row["endpoint"]) == ("default/web", "node1", web["id"])
     written_out = web["ipv6"].replace("::", ":0:0:0:")
     assert lab.cli("ipam", "show", "--ip", written_out).code == 0
-    assert_failed(lab.cli("ipam", "show", "--ip", "10.244.1.250"), 4, "nobody")
+    assert_failed(lab.cli("ipam", "show", "--ip", "10.244.1.250"), 4, "no endpoint has it")
     assert_failed(lab.cli("ipam", "show", "--ip", "x"), 2)
     ranges = lab.cli("ipam", "show", "-o", "json", "--node", "node1").document
     assert [one["used"] for one in ranges] == [2, 2]
@@ -542,7 +542,9 @@ def test_observe_shows_the_flows_that_are_wanted(
 
 
 def test_observe_counts_over_all_nodes(lab: Lab, dropped: dict[str, Any]) -> None:
-    everything = lab.cli("observe", "--last", "1000", "--since", "1h", "-o", "json").document
+    everything = lab.cli(
+        "observe", "--noise", "--last", "1000", "--since", "1h", "-o", "json"
+    ).document
     assert {flow["node"] for flow in everything} == {"node1", "node2"}
     until = dropped["time"]
     flows = lab.cli("observe", "--last", "3", "-o", "json").document

@@ -58,9 +58,9 @@ from podwire.model import log
 from podwire.model.cluster import TunnelMode
 from podwire.model.config import AgentConfig
 from podwire.model.config.sources import Settled
+from podwire.model.endpoint import IPNetwork
 from podwire.model.errors import StorageFailure
 from podwire.model.interfaces import EndpointConfig
-from podwire.model.request import IPNetwork
 from podwire.model.store import Store, StoredObject
 from podwire.model.store.kinds import IP_POOL
 from podwire.store.open import StoreAccess, list_hosts, open_store

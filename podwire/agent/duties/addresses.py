@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from ipaddress import ip_address
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from podwire.agent.duties.follower import KindList, StoreFollower
 from podwire.control.documents.pools import decode_pools, find_problems, node_ranges, own_addresses
@@ -30,8 +30,9 @@ from podwire.control.ipam.pools import (
     read_pool_names,
     selects,
 )
+from podwire.model.endpoint import IPNetwork
 from podwire.model.errors import Conflict, Exhausted, PodwireError, Unavailable
-from podwire.model.request import IPNetwork
+from podwire.model.interfaces import FactStore
 from podwire.model.store import ObjectKey, Store, StoredObject, StoreEvent
 from podwire.model.store.kinds import IP_ADDRESS, IP_BLOCK, IP_POOL, NAMESPACE, NODE
 from podwire.model.store.leases import ADDRESS_DUTY, Lease
@@ -51,14 +52,6 @@ LOW_WATER: Final = 8
 HOST_NAME_LABEL: Final = "kubernetes.io/hostname"
 
 _log = logging.getLogger(__name__)
-
-
-class Facts(Protocol):
-    """What this duty keeps across restarts."""
-
-    def write_fact(self, name: str, value: str) -> None: ...
-
-    def read_fact(self, name: str) -> str: ...
 
 
 class _Troubles:
@@ -193,7 +186,7 @@ class IpamDuty:
         *,
         ipam: PoolIpam,
         store: Store,
-        facts: Facts,
+        facts: FactStore,
         report: Callable[[str], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:

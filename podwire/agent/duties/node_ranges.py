@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from podwire.agent.duties.addresses import HOST_NAME_LABEL, Facts, IpamDuty
+from podwire.agent.duties.addresses import HOST_NAME_LABEL, IpamDuty
 from podwire.agent.duties.cluster.duty import OwnRanges
 from podwire.control.documents.pools import decode_pools, find_problems, node_ranges
 from podwire.control.documents.readable import find_fault
@@ -23,8 +23,9 @@ from podwire.control.ipam.pool import PoolIpam
 from podwire.control.ipam.pool_cache import PoolCache
 from podwire.control.ipam.pools import NODES, selects
 from podwire.model.config import AgentConfig
+from podwire.model.endpoint import IPNetwork
 from podwire.model.errors import Conflict, Exhausted, InvalidConfiguration, Unavailable
-from podwire.model.request import IPNetwork
+from podwire.model.interfaces import FactStore
 from podwire.model.store import Store, StoredObject
 from podwire.model.store.kinds import IP_BLOCK, IP_POOL, NODE
 
@@ -78,7 +79,7 @@ class Addresses:
 
 
 def open_addresses(
-    config: AgentConfig, store: Store, facts: Facts, report: Callable[[str], None]
+    config: AgentConfig, store: Store, facts: FactStore, report: Callable[[str], None]
 ) -> Addresses:
     """Make what the settings ask for, and let it hear what the store says."""
     if config.node.ipam == "pool":
@@ -100,7 +101,7 @@ def open_addresses(
     return Addresses(NodeIpam(ranges))
 
 
-def take_ranges(node: str, store: Store, facts: Facts) -> Sequence[IPNetwork]:
+def take_ranges(node: str, store: Store, facts: FactStore) -> Sequence[IPNetwork]:
     """Give the ranges that pools with `use: nodes` have for a node: those it had, else a block of each family.
 
     () when there are no such pools. Raises Exhausted; Unavailable when the store is away and the node had none before.

@@ -32,9 +32,8 @@ from podwire.control.policy.schema import (
     root,
     shown,
 )
-from podwire.model.endpoint import IPAddress
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import Fault, InvalidRequest
-from podwire.model.request import IPNetwork
 from podwire.model.store import Store, StoredObject
 from podwire.model.store.kinds import IP_BLOCK, IP_POOL, NODE
 

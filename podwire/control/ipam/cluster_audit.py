@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from podwire.control.ipam.audit import AddressFault
 from podwire.control.ipam.documents import Block, ClaimedAddress, overlaps
 from podwire.control.ipam.pools import Pool
-from podwire.model.endpoint import IPAddress
-from podwire.model.request import IPNetwork
+from podwire.model.endpoint import IPAddress, IPNetwork
 
 
 @dataclass(frozen=True)

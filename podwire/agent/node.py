@@ -29,6 +29,7 @@ from podwire.control.attach.steps import Context
 from podwire.control.cluster.publish import NodePublisher
 from podwire.control.cluster.reach import ClusterSettings
 from podwire.control.documents.readable import find_fault
+from podwire.control.endpoint.changes import EndpointChanges
 from podwire.control.endpoint.enforce import Enforcer, rows_of
 from podwire.control.endpoint.policies import PolicyObjects
 from podwire.control.endpoint.queue import BuildQueue
@@ -327,9 +328,8 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
             node_name=config.node.node_name,
             feed=IdentityFeed(resolver),
             table=table,
-            journal=journal,
-            regenerator=regenerator,
-            turn=turn,
+            facts=journal,
+            changes=EndpointChanges(table, journal, regenerator, resolver, turn),
             memory=opened.memory,
             named=cluster.named_identities,
         ),

@@ -273,9 +273,7 @@ def _list_default_routes(netlink: NetlinkSocket) -> list[Route]:
     return routes
 
 
-def _find_address(
-    netlink: NetlinkSocket, address: IPAddress
-) -> int | None:
+def _find_address(netlink: NetlinkSocket, address: IPAddress) -> int | None:
     for body in netlink.dump(list_addresses()):
         present = read_address(body)
         if present.address == address:

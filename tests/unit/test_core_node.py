@@ -49,7 +49,10 @@ def test_only_internal_addresses_count() -> None:
     assert found == (ip_address("192.0.2.1"), ip_address("2001:db8::1"))
 
 
-@pytest.mark.parametrize(("said", "unavailable"), [("True", True), ("Unknown", True), ("False", False), (None, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "unavailable"),
+    [("True", True), ("Unknown", True), ("False", False), (None, False)],
+)
 def test_the_networks_condition(said: str | None, *, unavailable: bool) -> None:
     conditions = [{"type": "Ready", "status": "True"}]
     if said is not None:

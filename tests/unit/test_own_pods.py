@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from podwire.cni.labels import complete_labels
-from podwire.control.pods.facts import decode_pod
-from podwire.control.pods.own import OwnPods
+from podwire.control.kubernetes.own_pods import OwnPods
+from podwire.control.kubernetes.pod import decode_pod
 from podwire.model.endpoint import AttachmentKey
 from podwire.model.errors import Cancelled, Unavailable
 from podwire.model.ids import ContainerId, InterfaceName, NetworkName

@@ -24,7 +24,7 @@ from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.control.identity.key import convert_ports
 from podwire.control.identity.resolver import IdentityResolver, Resolution
 from podwire.control.ipam.interface import Given, Ipam, Wish
-from podwire.control.pods.own import NoPods, PodLabels
+from podwire.control.kubernetes.own_pods import NoPods, PodLabels
 from podwire.model.endpoint import AttachmentKey, EndpointRecord, Phase
 from podwire.model.errors import (
     AddressUnavailable,

@@ -12,7 +12,7 @@ from typing import Final
 from podwire.control.identity.known import IDENTITIES, IdentityChange
 from podwire.control.identity.resolver import IdentityResolver
 from podwire.control.identity.sources import NAMESPACES, WORKLOADS, SourceChange
-from podwire.control.pods.own import OwnPods
+from podwire.control.kubernetes.own_pods import OwnPods
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.store import StoredObject, StoreEvent
 from podwire.model.store.kinds import POD

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from podwire.control.pods.own import PodName
+from podwire.control.kubernetes.own_pods import PodName
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.labels import (
     NAME_KEY,

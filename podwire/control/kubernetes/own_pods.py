@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from podwire.control.pods.facts import PodFacts, decode_pod
+from podwire.control.kubernetes.pod import PodFacts, decode_pod
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Cancelled, Unavailable
 from podwire.model.labels import SOURCE_K8S, is_namespace_label, sort_labels

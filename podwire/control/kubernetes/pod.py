@@ -1,7 +1,8 @@
 """What podwire needs to know of a Pod object, decoded once.
 
-Called by `control.pods.own`. Pure. Invariant: nothing that a pod's author writes can become a label that tells of the
-pod's namespace, of its service account, or of podwire itself. A field that podwire does not use is not read.
+Called by `control.kubernetes.own_pods`. Pure. Invariant: nothing that a pod's author writes can become a label that
+tells of the pod's namespace, of its service account, or of podwire itself. A field that podwire does not use is not
+read.
 """
 
 from collections.abc import Mapping

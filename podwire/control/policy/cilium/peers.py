@@ -10,28 +10,24 @@ from ipaddress import ip_network
 from typing import Final
 
 from podwire.control.policy.labels_match import make_selector
+from podwire.control.policy.mentions import GroupMention, LabelMention
 from podwire.control.policy.rule import (
     ANY_SOURCE,
     CidrGroupSelector,
     CidrSelector,
     LabelSelector,
-    Operator,
     PeerSelector,
     Requirement,
 )
 from podwire.control.policy.rules_k8s import NAME_IS_NO_LABEL
-from podwire.control.policy.schema import (
-    GroupMention,
-    LabelMention,
-    Node,
+from podwire.model.documents.fields import (
     check_label_key,
     is_inside,
-    join_path,
     read_cidr,
     read_expression,
     read_label_value,
-    shown,
 )
+from podwire.model.documents.reader import Node, join_path, shown
 from podwire.model.endpoint import IPNetwork
 from podwire.model.identity import RESERVED_LABELS
 from podwire.model.labels import (
@@ -41,6 +37,7 @@ from podwire.model.labels import (
     SOURCE_CNI,
     SOURCE_K8S,
     SOURCE_RESERVED,
+    Operator,
     split_label,
 )
 from podwire.model.policy import Direction

@@ -10,11 +10,12 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from podwire.control.kubernetes.core_node import CoreNode, core_node_key, decode_core_node
 from podwire.model.cluster import IPNetwork
 from podwire.model.errors import PodwireError, Unavailable
+from podwire.model.interfaces import FactStore
 from podwire.model.store import Store
 
 RANGES_FACT: Final = "node-ranges"
@@ -24,18 +25,10 @@ LOOK_S: Final = 0.5
 _log = logging.getLogger(__name__)
 
 
-class Facts(Protocol):
-    """What is kept across restarts."""
-
-    def write_fact(self, name: str, value: str) -> None: ...
-
-    def read_fact(self, name: str) -> str: ...
-
-
 def wait_for_ranges(
     store: Store,
     node_name: str,
-    facts: Facts,
+    facts: FactStore,
     wait_for: Callable[[str, str], None],
     *,
     pause: Callable[[float], None] = time.sleep,

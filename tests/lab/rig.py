@@ -95,6 +95,8 @@ class Rig:
         self._namespaces: list[str] = []
         self._numbers = itertools.count(1)
         self.agent: subprocess.Popen[bytes] | None = None
+        self.agent_command: tuple[str, ...] = (sys.executable, *AGENT)
+        """What `start` runs; a test may want another build's."""
         self.directory.mkdir(mode=0o700)
         self.log = self.directory / "agent.log"
         self._config = self.directory / "agent.toml"
@@ -129,10 +131,10 @@ class Rig:
         wait: bool = True,
     ) -> None:
         """Start the agent, or the one that dies at a point; by default wait until it is ready."""
-        program: tuple[str, ...] = AGENT
+        program = self.agent_command
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         if crash_at is not None:
-            program = CRASH_AGENT
+            program = (sys.executable, *CRASH_AGENT)
             environment |= {
                 "PWT_CRASH_AT": str(crash_at),
                 "PWT_CRASH_COMMAND": crash_command,
@@ -144,7 +146,6 @@ class Rig:
                 [
                     "nsenter",
                     f"--net=/run/netns/{self.name}",
-                    sys.executable,
                     *program,
                     "--config",
                     str(self._config),

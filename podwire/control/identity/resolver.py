@@ -54,6 +54,11 @@ class Resolution:
         )
 
 
+def own_labels(record: EndpointRecord) -> tuple[str, ...]:
+    """Give what an endpoint brought itself; records of builds before identities have it among all labels."""
+    return record.own_labels or record.labels
+
+
 @dataclass
 class IdentityResolver:
     """Resolves the endpoints of one node."""
@@ -62,6 +67,10 @@ class IdentityResolver:
     sources: LabelSources
     chosen_by: LabelFilter
     wait_s: float = 10.0
+    makes_namespaces: bool = True
+    """Whether the first pod of a namespace makes its object; with the store `kubernetes` only its users do."""
+    own_labels_of: Callable[[EndpointRecord], tuple[str, ...]] = own_labels
+    """Gives what an endpoint brings itself, by what is known now."""
     clock: Callable[[], float] = time.monotonic
     _came_back: threading.Event = field(default_factory=threading.Event)
 
@@ -139,10 +148,14 @@ class IdentityResolver:
 
         It keeps the identity it has until the caller writes this one into its record.
         """
-        return self.resolve(own_labels(record), record.named_ports, record.namespace, wait_s=0)
+        return self.resolve(
+            self.own_labels_of(record), record.named_ports, record.namespace, wait_s=0
+        )
 
     def reassert_namespaces(self, namespaces: Iterable[str]) -> None:
         """Make the objects of these namespaces again that the store has lost, with their labels. Raises Unavailable."""
+        if not self.makes_namespaces:
+            return
         for name, labels in self.sources.find_lost(namespaces).items():
             self._make_namespace(name, labels)
 
@@ -157,6 +170,8 @@ class IdentityResolver:
         if not self.sources.is_complete:
             raise Unavailable("namespaces and workloads have not been read from the store yet")
         if not self.sources.knows_namespace(namespace):
+            if not self.makes_namespaces:
+                raise Unavailable(f"namespace {namespace!r} has not been read from the store yet")
             self._make_namespace(namespace, {NAMESPACE_NAME_KEY: namespace})
         labels, key = self.describe(own_labels, ports, namespace)
         number = self.allocator.allocate(key)
@@ -178,7 +193,9 @@ class IdentityResolver:
         self.sources.learn_namespace(stored)
 
     def _is_stale(self, record: EndpointRecord) -> bool:
-        labels, key = self.describe(own_labels(record), record.named_ports, record.namespace)
+        labels, key = self.describe(
+            self.own_labels_of(record), record.named_ports, record.namespace
+        )
         known = self.allocator.known.get(record.identity)
         return (
             labels != record.labels
@@ -205,8 +222,3 @@ class IdentityResolver:
                 hint="the store must be reachable for labels that no pod had before; see `podwire status`",
             ) from failure
         self._came_back.wait(min(LOOK_S, left_s))
-
-
-def own_labels(record: EndpointRecord) -> tuple[str, ...]:
-    """Give what an endpoint brought itself; records of builds before identities have it among all labels."""
-    return record.own_labels or record.labels

@@ -29,6 +29,7 @@ from podwire.control.attach.steps import Context
 from podwire.control.cluster.publish import NodePublisher
 from podwire.control.cluster.reach import ClusterSettings
 from podwire.control.documents.readable import find_fault
+from podwire.control.endpoint.changes import EndpointChanges
 from podwire.control.endpoint.enforce import Enforcer, rows_of
 from podwire.control.endpoint.policies import PolicyObjects
 from podwire.control.endpoint.queue import BuildQueue
@@ -58,9 +59,9 @@ from podwire.model import log
 from podwire.model.cluster import TunnelMode
 from podwire.model.config import AgentConfig
 from podwire.model.config.sources import Settled
+from podwire.model.endpoint import IPNetwork
 from podwire.model.errors import StorageFailure
 from podwire.model.interfaces import EndpointConfig
-from podwire.model.request import IPNetwork
 from podwire.model.store import Store, StoredObject
 from podwire.model.store.kinds import IP_POOL
 from podwire.store.open import StoreAccess, list_hosts, open_store
@@ -327,9 +328,8 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
             node_name=config.node.node_name,
             feed=IdentityFeed(resolver),
             table=table,
-            journal=journal,
-            regenerator=regenerator,
-            turn=turn,
+            facts=journal,
+            changes=EndpointChanges(table, journal, regenerator, resolver, turn),
             memory=opened.memory,
             named=cluster.named_identities,
         ),

@@ -19,7 +19,8 @@ from podwire.control.policy.rule import (
     Operator,
     Requirement,
 )
-from podwire.model.policy import CIDR_IDENTITY_FIRST, CIDR_WORLD_BIT, IPNetwork
+from podwire.model.endpoint import IPNetwork
+from podwire.model.policy import CIDR_IDENTITY_FIRST, CIDR_WORLD_BIT
 from tests.fakes.policy_world import (
     ADDRESSES,
     GROUPS,

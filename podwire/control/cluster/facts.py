@@ -14,13 +14,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from podwire.control.cluster.reading import EPOCH_MAX, Fields, refuse
-from podwire.model.cluster import (
-    DEFAULT_TUNNEL_PORT,
-    IPAddress,
-    IPNetwork,
-    NodeFacts,
-    TunnelMode,
-)
+from podwire.model.cluster import DEFAULT_TUNNEL_PORT, NodeFacts, TunnelMode
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import Fault
 from podwire.model.identity import CLUSTER_LAST
 from podwire.model.ids import IdentityId

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from podwire.control.cluster.reading import EPOCH_MAX, Fields, refuse
-from podwire.model.cluster import IPAddress, IPNetwork
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import Fault
 from podwire.model.identity import CLUSTER_LAST
 from podwire.model.ids import IdentityId

@@ -8,7 +8,8 @@ import ipaddress
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
-from podwire.model.cluster import Claimed, IPAddress, IPNetwork
+from podwire.model.cluster import Claimed
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import Fault, InvalidRequest
 
 FAULTS_KEPT: Final = 16

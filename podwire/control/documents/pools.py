@@ -32,9 +32,8 @@ from podwire.control.policy.schema import (
     root,
     shown,
 )
-from podwire.model.endpoint import IPAddress
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import Fault, InvalidRequest
-from podwire.model.request import IPNetwork
 from podwire.model.store import Store, StoredObject
 from podwire.model.store.kinds import IP_BLOCK, IP_POOL, NODE
 
@@ -95,7 +94,7 @@ def check_pools(store: Store, drafts: Sequence[StoredObject]) -> list[tuple[int,
     after = {**before, **{name: pool for name, (_, pool) in wanted.items()}}
     found = _find_shared(after, wanted)
     found += _find_changed(store, before, wanted)
-    ranges = {one.key.name: node_ranges(one) for one in store.list(NODE.plural)[0]}
+    ranges = {one.key.name: fixed_ranges(one) for one in store.list(NODE.plural)[0]}
     for name, cidr, pool in find_static(ranges, after.values()):
         if pool.name in wanted:
             message = f"is {pool.cidr}: {_describe_own(name, cidr)}"
@@ -114,7 +113,7 @@ def decode_pools(objects: Iterable[StoredObject]) -> dict[str, Pool]:
     return found
 
 
-def node_ranges(node: StoredObject) -> tuple[IPNetwork, ...]:
+def fixed_ranges(node: StoredObject) -> tuple[IPNetwork, ...]:
     """Give the ranges that a node has of its own, its blocks not among them, and its addresses; () of what cannot be
     read.
     """

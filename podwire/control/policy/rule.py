@@ -5,12 +5,12 @@ selector cache. Nothing here knows which pods exist.
 """
 
 import enum
-import ipaddress
 from dataclasses import dataclass
 from typing import Final
 
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.identity import RESERVED_LABELS, IdentityFacts, NamedPort, Reserved
-from podwire.model.policy import Direction, IPNetwork, Verdict
+from podwire.model.policy import Direction, Verdict
 
 __all__ = [
     "ALL_PORTS",
@@ -175,6 +175,3 @@ class CidrGroup:
     labels: tuple[str, ...]
     """Canonical: `source:key=value`."""
     cidrs: tuple[IPNetwork, ...]
-
-
-IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address

@@ -43,10 +43,11 @@ from podwire.control.policy.schema import (
     root,
     shown,
 )
+from podwire.model.endpoint import IPNetwork
 from podwire.model.errors import Bug
 from podwire.model.ids import DEFAULT_NAMESPACE
 from podwire.model.labels import NAME_KEY, NAMESPACE_KEY, NAMESPACE_LABELS_PREFIX, SOURCE_K8S
-from podwire.model.policy import Direction, IPNetwork, Verdict
+from podwire.model.policy import Direction, Verdict
 
 KIND: Final = "NetworkPolicy"
 API_VERSIONS: Final = ("networking.k8s.io/v1",)

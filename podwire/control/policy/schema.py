@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from podwire.control.policy.rule import Operator
+from podwire.model.endpoint import IPNetwork
 from podwire.model.errors import Fault, InvalidRequest
 from podwire.model.labels import is_label_key, is_label_value
-from podwire.model.policy import IPNetwork
 
 FAULTS_KEPT: Final = 64
 NAMED_IN_MESSAGE: Final = 3

@@ -23,7 +23,6 @@ from podwire.model.config.settings import (
     PATH,
     TEXT,
     TEXTS,
-    IPNetwork,
     Setting,
     choice,
     integer,
@@ -31,7 +30,7 @@ from podwire.model.config.settings import (
     pattern,
     setting,
 )
-from podwire.model.endpoint import IPAddress
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import Fault
 
 SOCKET_PATH_MAX_BYTES = 106

@@ -32,6 +32,7 @@ from podwire.control.policy.schema import (
     read_label_value,
     shown,
 )
+from podwire.model.endpoint import IPNetwork
 from podwire.model.identity import RESERVED_LABELS
 from podwire.model.labels import (
     NAME_KEY,
@@ -42,7 +43,7 @@ from podwire.model.labels import (
     SOURCE_RESERVED,
     split_label,
 )
-from podwire.model.policy import Direction, IPNetwork
+from podwire.model.policy import Direction
 
 _SOURCES: Final = (ANY_SOURCE, SOURCE_K8S, SOURCE_CNI, SOURCE_RESERVED)
 _RESERVED_NAMES: Final = tuple(split_label(labels[0]).key for labels in RESERVED_LABELS.values())

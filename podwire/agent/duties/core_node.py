@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final
 
 from podwire.control.kubernetes.core_node import CoreNode, core_node_key, decode_core_node
-from podwire.model.cluster import IPNetwork
+from podwire.model.endpoint import IPNetwork
 from podwire.model.errors import PodwireError, Unavailable
 from podwire.model.interfaces import FactStore
 from podwire.model.store import Store

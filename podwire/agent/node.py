@@ -6,7 +6,7 @@ stack closes what is opened; pods keep running. Nothing here decides about endpo
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -70,6 +70,9 @@ from podwire.store.remembered import FILE_NAME, RememberedObjects
 NUMBERS_FACT = "policy-numbers"
 """From which numbers of slots, rules and revisions on nothing was ever used on this node."""
 
+WaitFor = Callable[[str, str], None]
+"""Hears what the start waits for, and what to do."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -104,8 +107,11 @@ class Node:
         return self.live.current
 
 
-def open_node(settled: Settled, stack: ExitStack) -> Node:
-    """Open state and kernel and bring them together; what is opened is closed by `stack`."""
+def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
+    """Open state and kernel and bring them together; what is opened is closed by `stack`.
+
+    `wait_for` hears what the start waits for.
+    """
     config = settled.config
     clock, health, metrics = KernelClock(), Health(KernelClock()), Metrics()
     started_ns = clock.process_start_ns()
@@ -127,7 +133,7 @@ def open_node(settled: Settled, stack: ExitStack) -> Node:
     memory = _open_memory(config, stack)
     name = take_name(store, journal, config.node.node_name, config.node.node_address)
     stack.callback(name.close)
-    addresses = open_addresses(config, store, journal, partial(_report_ipam, health))
+    addresses = open_addresses(config, store, journal, partial(_report_ipam, health), wait_for)
     refuse_contested(
         name,
         addresses.own_ranges().pod_cidrs,

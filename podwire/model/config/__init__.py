@@ -143,6 +143,11 @@ class StoreSettings:
     etcd_password_file: str = setting(TEXT, "", "File with the password of that user.")
     kubeconfig: str = only_default(TEXT, "", "Kubernetes client configuration; empty: in-cluster.")
 
+    @property
+    def is_kubernetes(self) -> bool:
+        """Whether the store is the API server of a cluster."""
+        return self.store == "kubernetes"
+
 
 @dataclass(frozen=True)
 class DatapathSettings:

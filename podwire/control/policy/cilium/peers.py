@@ -47,7 +47,6 @@ _RESERVED_NAMES: Final = tuple(split_label(labels[0]).key for labels in RESERVED
 _NEGATIVE: Final = (Operator.NOT_IN, Operator.DOES_NOT_EXIST)
 
 _UNKNOWN_KEYS: Final = {
-    "io.cilium.k8s.policy.serviceaccount": "service accounts are not part of identities",
     "io.cilium.k8s.policy.cluster": "there is one cluster, and its name is not part of identities",
     NAME_KEY: NAME_IS_NO_LABEL.removeprefix("is "),
 }

@@ -1,4 +1,4 @@
-"""Hand-made OCI images: a layout in a tar file, from busybox alone, since tests reach no registry.
+"""Hand-made OCI images: a layout in a tar file, from busybox alone, since neither rig nor tests reach a registry.
 
 The image has busybox under the name of each applet and nothing else. Debian's static busybox cannot resolve names, so
 containers use addresses.
@@ -7,6 +7,7 @@ containers use addresses.
 import hashlib
 import io
 import json
+import platform
 import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ APPLETS: Final = ("cat", "echo", "httpd", "ip", "ls", "nc", "ping", "sh", "sleep
 BUSYBOX_IMAGE: Final = "localhost/pwt/busybox:1"
 PAUSE_IMAGE: Final = "localhost/pwt/pause:1"
 _FOREVER: Final = ("/bin/sleep", "2147483647")
+_ARCHITECTURES: Final = {"x86_64": "amd64", "aarch64": "arm64"}
 _MEDIA = "application/vnd.oci.image"
 
 
@@ -25,7 +27,7 @@ def write_layout(path: Path, references: Sequence[str]) -> None:
     layer = _make_layer()
     config = json.dumps(
         {
-            "architecture": "amd64",
+            "architecture": _ARCHITECTURES.get(platform.machine(), platform.machine()),
             "os": "linux",
             "config": {"Cmd": list(_FOREVER), "Env": ["PATH=/bin"]},
             "rootfs": {"type": "layers", "diff_ids": [_digest(layer)]},

@@ -20,7 +20,7 @@ from podwire.datapath.routes import SourceAddresses
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.rtnl.route import list_addresses, read_address
 from podwire.model.endpoint import IPAddress
-from podwire.model.shipped import OBJECT_DIRECTORY
+from podwire.model.installation.shipped import OBJECT_DIRECTORY
 
 MOST_CONNECTIONS: Final = 1_048_576
 LEAST_CONNECTIONS: Final = 65_536

@@ -25,7 +25,7 @@ from podwire.kernel.probe import REQUIRED, Answer, Feature, Probe
 from podwire.model.cluster import DEFAULT_TUNNEL_PORT
 from podwire.model.errors import PodwireError
 from podwire.model.ids import NFT_TABLE
-from podwire.model.shipped import OBJECT_DIRECTORY
+from podwire.model.installation.shipped import OBJECT_DIRECTORY
 
 __all__ = [
     "Finding",

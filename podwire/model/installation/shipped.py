@@ -7,7 +7,7 @@ a checkout, where the package has none, they are where scripts/setup puts them. 
 from pathlib import Path
 from typing import Final
 
-_PACKAGE: Final = Path(__file__).resolve().parents[1]
+_PACKAGE: Final = Path(__file__).resolve().parents[2]
 IN_WHEEL: Final = _PACKAGE / "native"
 IN_CHECKOUT: Final = _PACKAGE.parent / "build"
 _DIRECTORY: Final = IN_WHEEL if IN_WHEEL.is_dir() else IN_CHECKOUT

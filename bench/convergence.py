@@ -31,7 +31,8 @@ from podwire.lab import labs, node
 from podwire.lab.pod import call_launcher, network_config
 from podwire.lab.state import LabState
 from podwire.lab.topology import UPLINK, LabShape, NodePlan
-from podwire.model.cluster import TUNNEL_OVERHEAD_IPV4_BYTES, IPNetwork
+from podwire.model.cluster import TUNNEL_OVERHEAD_IPV4_BYTES
+from podwire.model.endpoint import IPNetwork
 from podwire.model.errors import NotFound
 from podwire.model.store import Store
 from podwire.model.store.leases import NODE as NODE_LEASE

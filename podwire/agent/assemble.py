@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from podwire.agent import measured
-from podwire.agent.api.endpoint_changes import EndpointChanges
 from podwire.agent.api.nodes import NodeReaders
 from podwire.agent.api.policy_readers import PolicyReaders
 from podwire.agent.api.routes import Api, BuildFacts, MapReaders
@@ -172,13 +171,6 @@ def make_api(node: Node, pump: EventPump) -> Api:
 
 
 def _policy_readers(node: Node) -> PolicyReaders:
-    changes = EndpointChanges(
-        node.table,
-        node.journal,
-        node.regenerator,
-        node.turn,
-        relabel=node.identities.change_labels,
-    )
     return PolicyReaders(
         enforcer=node.regenerator.enforcer,
         objects=node.policies.objects,
@@ -186,8 +178,8 @@ def _policy_readers(node: Node) -> PolicyReaders:
         table=node.table,
         identity_at=node.datapath.identity_at,
         hits=node.datapath.read_hits,
-        change_labels=changes.change_labels,
-        set_audit=changes.set_audit,
+        change_labels=node.identities.changes.change_labels,
+        set_audit=node.identities.changes.set_audit,
     )
 
 

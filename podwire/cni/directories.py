@@ -1,9 +1,10 @@
 """The directories that a container runtime reads: plugins and networks, written in one step each.
 
-Implements `model.installation.files.CniDirectories`; what is written, and when, `control.installation` decides. Runtimes look
-whenever they like, and containerd loads the networks at every change of their directory (measured: it ignores files
-that come by being created, not by being renamed). So each file is written whole under a name that no runtime reads, is
-synced, and gets its own name by a rename. A lock on the directory keeps two that install from each other's files.
+Implements `model.installation.files.CniDirectories`; what is written, and when, `control.installation` decides.
+Runtimes look whenever they like, and containerd loads the networks at every change of their directory (measured: it
+ignores files that come by being created, not by being renamed). So each file is written whole under a name that no
+runtime reads, is synced, and gets its own name by a rename. A lock on the directory keeps two that install from each
+other's files.
 """
 
 import contextlib

@@ -16,12 +16,10 @@ from typing import Final, Self
 
 from podwire.datapath import abi
 from podwire.kernel import bpf
-from podwire.model.endpoint import EndpointRecord, IPAddress
+from podwire.model.endpoint import EndpointRecord, IPAddress, IPNetwork
 from podwire.model.errors import Bug
 from podwire.model.ids import EndpointId, IfIndex
 from podwire.model.interfaces import EndpointConfig
-
-IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 MAPPED_PREFIX: Final = bytes(10) + b"\xff\xff"
 MAPPED_PREFIX_BITS: Final = 96

@@ -54,11 +54,11 @@ from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.netlink_events import NetlinkEvents
 from podwire.kernel.nft import Nftables
 from podwire.model.cluster import ClusterPlan, Prefix, Underlay
-from podwire.model.endpoint import Bandwidth, Device, EndpointRecord, IPAddress
+from podwire.model.endpoint import Bandwidth, Device, EndpointRecord, IPAddress, IPNetwork
 from podwire.model.errors import Bug, InvalidConfiguration, KernelFailure, Unavailable
 from podwire.model.ids import EndpointId, InterfaceName
 from podwire.model.interfaces import EndpointConfig, Inventory, PodNamespace
-from podwire.model.policy import IPNetwork, PolicyKey, PolicyRows
+from podwire.model.policy import PolicyKey, PolicyRows
 
 _log = logging.getLogger(__name__)
 

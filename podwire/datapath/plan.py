@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Final
 
 from podwire.datapath import abi
-from podwire.datapath.maps import IpcacheEntry, IPNetwork
+from podwire.datapath.maps import IpcacheEntry
 from podwire.datapath.masquerade import MasqueradePlan
 from podwire.datapath.programs import Capacities
 from podwire.datapath.routes import SourceAddresses
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.rtnl.route import list_addresses, read_address
-from podwire.model.endpoint import IPAddress
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.installation.shipped import OBJECT_DIRECTORY
 
 MOST_CONNECTIONS: Final = 1_048_576

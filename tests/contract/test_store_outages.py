@@ -203,6 +203,22 @@ def test_a_watch_that_slept_through_a_compaction_is_told(own_etcd: Etcd, proxy: 
             until(lambda: bool(_next_or_nothing_but_compacted(watch)))
 
 
+def test_a_deletion_that_was_compacted_away_is_not_lost(own_etcd: Etcd, proxy: Proxy) -> None:
+    """Told to compact up to a deletion, etcd before 3.5.16 forgets it without a word (its issue 18089)."""
+    with (
+        closing(EtcdStore([proxy.endpoint])) as store,
+        closing(EtcdStore([own_etcd.endpoint])) as other,
+    ):
+        other.create(make("a"))
+        with store.watch(now_at(store)) as watch:
+            proxy.become(CLOSED)
+            own_etcd.compact(_revision_of_delete(other, "a"))
+            proxy.become(OPEN)
+            with pytest.raises(Compacted):
+                until(lambda: bool(_next_or_nothing_but_compacted(watch)))
+        assert not store.list("networkpolicies")[0]
+
+
 def _next_or_nothing_but_compacted(watch: Watch) -> Sequence[StoreEvent]:
     try:
         return watch.next(0.2)
@@ -223,7 +239,7 @@ def test_a_long_list_is_of_one_revision_over_a_compaction(
     def disturb() -> None:
         while not stop.is_set():
             own_etcd.compact(etcd_store.create(make("b")).revision)
-            own_etcd.compact(_revision_of_delete(etcd_store))
+            own_etcd.compact(_revision_of_delete(etcd_store, "b"))
 
     with ThreadPoolExecutor(1) as threads:
         disturbing = threads.submit(disturb)
@@ -236,8 +252,8 @@ def test_a_long_list_is_of_one_revision_over_a_compaction(
             disturbing.result(DEADLINE_S)
 
 
-def _revision_of_delete(store: Store) -> int:
-    store.delete(key("b"))
+def _revision_of_delete(store: Store, name: str) -> int:
+    store.delete(key(name))
     return now_at(store)
 
 

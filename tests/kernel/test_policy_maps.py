@@ -13,6 +13,7 @@ from podwire.datapath import maps as tables
 from podwire.datapath.policy_maps import PolicyTable, pack_key, read_cidrs, read_entries
 from podwire.datapath.rows import describe_maps, read_rows
 from podwire.kernel import bpf
+from podwire.model.endpoint import IPNetwork
 from podwire.model.errors import Bug, KernelFailure, PolicyOverflow
 from podwire.model.interfaces import EndpointConfig, PolicyDatapath
 from podwire.model.policy import (
@@ -20,7 +21,6 @@ from podwire.model.policy import (
     CIDR_IDENTITY_FIRST,
     CIDR_WORLD_BIT,
     Direction,
-    IPNetwork,
     PolicyEntry,
     PolicyKey,
     PolicyRows,

@@ -137,6 +137,8 @@ TRANSITIONS: Mapping[tuple[State, type[Event]], State] = {
 }
 
 TERMINAL = frozenset({State.DISCONNECTED})
+ENDING = frozenset({State.DISCONNECTING, State.DISCONNECTED})
+"""The states of an endpoint that no longer counts: it is not changed, published or kept from being collected."""
 
 
 class IllegalTransition(Bug):

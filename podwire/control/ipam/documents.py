@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from podwire.control.ipam.pools import AddressRange, is_within
-from podwire.model.endpoint import AttachmentKey, IPAddress
+from podwire.model.endpoint import AttachmentKey, IPAddress, IPNetwork
 from podwire.model.ids import ContainerId, InterfaceName, NetworkName
-from podwire.model.request import IPNetwork
 from podwire.model.store import ObjectKey, StoredObject
 from podwire.model.store.kinds import IP_ADDRESS, IP_BLOCK
 

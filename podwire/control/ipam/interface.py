@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
 from typing import Final, Protocol
 
-from podwire.model.endpoint import AttachmentKey, IPAddress
+from podwire.model.endpoint import AttachmentKey, IPAddress, IPNetwork
 from podwire.model.ids import EndpointId, IdentityId
-from podwire.model.request import IPNetwork
 
 NO_IDENTITY: Final = IdentityId(0)
 """An owner whose identity is not known yet has no claim to anybody's rested address."""

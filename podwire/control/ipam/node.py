@@ -20,7 +20,7 @@ from podwire.control.ipam.interface import (
     Wish,
     split_families,
 )
-from podwire.model.endpoint import IPAddress
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import (
     AddressUnavailable,
     Bug,
@@ -29,7 +29,6 @@ from podwire.model.errors import (
     UnsupportedField,
 )
 from podwire.model.ids import EndpointId, IdentityId
-from podwire.model.request import IPNetwork
 
 NEEDED: Final = 2
 """Addresses of a family: the node's own, and one pod's."""

@@ -33,7 +33,7 @@ from podwire.control.ipam.pools import (
     is_for_pods,
     selects,
 )
-from podwire.model.endpoint import AttachmentKey, IPAddress
+from podwire.model.endpoint import AttachmentKey, IPAddress, IPNetwork
 from podwire.model.errors import (
     AddressUnavailable,
     Bug,
@@ -44,7 +44,6 @@ from podwire.model.errors import (
     Unavailable,
 )
 from podwire.model.ids import EndpointId, IdentityId
-from podwire.model.request import IPNetwork
 
 HEAR_S: Final = 0.2
 """How often a thread that waits for a block checks whether its caller went away."""

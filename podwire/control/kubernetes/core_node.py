@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from podwire.model.cluster import IPAddress, IPNetwork
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import InvalidConfiguration
 from podwire.model.store import ObjectKey, StoredObject
 from podwire.model.store.kinds import CORE_NODE

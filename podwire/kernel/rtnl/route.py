@@ -26,9 +26,7 @@ from podwire.kernel.netlink import (
     unpack_body,
 )
 from podwire.kernel.rtnl.link import parse_mac
-from podwire.model.endpoint import IPAddress
-
-IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
+from podwire.model.endpoint import IPAddress, IPNetwork
 
 RTM_NEWADDR: Final = 20
 RTM_DELADDR: Final = 21

@@ -23,7 +23,6 @@ from podwire.model.config.settings import (
     PATH,
     TEXT,
     TEXTS,
-    IPNetwork,
     Setting,
     choice,
     integer,
@@ -31,7 +30,7 @@ from podwire.model.config.settings import (
     pattern,
     setting,
 )
-from podwire.model.endpoint import IPAddress
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import Fault
 
 SOCKET_PATH_MAX_BYTES = 106
@@ -143,6 +142,11 @@ class StoreSettings:
     etcd_user: str = setting(TEXT, "", "User name for etcd.")
     etcd_password_file: str = setting(TEXT, "", "File with the password of that user.")
     kubeconfig: str = only_default(TEXT, "", "Kubernetes client configuration; empty: in-cluster.")
+
+    @property
+    def is_kubernetes(self) -> bool:
+        """Whether the store is the API server of a cluster."""
+        return self.store == "kubernetes"
 
 
 @dataclass(frozen=True)

@@ -269,7 +269,7 @@ def test_each_wrong_file_is_named(shell: Shell) -> None:
         ("delete", 2, "name what to delete"),
         ("delete netpol", 2, "name what to delete"),
         ("delete netpol a -f FILES", 2, "name what to delete"),
-        ("get pods", 2, "there is no such kind"),
+        ("get deployments", 2, "there is no such kind"),
         ("get", 2, "KIND"),
         ("get netpol -n a -A", 2, "exclude each other"),
         ("get netpol a -l x=y", 2, "for lists"),

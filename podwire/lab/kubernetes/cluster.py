@@ -19,9 +19,9 @@ from podwire.lab.kubernetes import programs, residue
 from podwire.lab.kubernetes.client import ApiClient
 from podwire.lab.kubernetes.control_plane import ControlPlane
 from podwire.lab.kubernetes.daemon import LOOK_S, Place
-from podwire.lab.kubernetes.machine import Machine, MachinePlan
 from podwire.lab.kubernetes.networks import Network
-from podwire.lab.kubernetes.node_programs import NodePrograms
+from podwire.lab.kubernetes.nodes.machine import Machine, MachinePlan
+from podwire.lab.kubernetes.nodes.services import NodeServices
 from podwire.lab.node import run_ip
 from podwire.lab.state import locked
 from podwire.model.errors import Unavailable
@@ -54,7 +54,7 @@ class Node:
     """One node with its programs."""
 
     machine: Machine
-    programs: NodePrograms
+    services: NodeServices
 
     @property
     def name(self) -> str:
@@ -166,7 +166,7 @@ class Cluster:
         for node in self.nodes:
             parts += [
                 f"{daemon.name}:\n{daemon.read_tail()}"
-                for daemon in (node.programs.containerd, node.programs.kubelet)
+                for daemon in (node.services.containerd, node.services.kubelet)
             ]
         return "\n".join(parts)
 
@@ -174,7 +174,7 @@ class Cluster:
 def up(name: str, shape: ClusterShape, network: Network, *, progress: Progress = print) -> Cluster:
     """Make a cluster whose nodes are Ready; what an earlier one of the name left is removed first."""
     programs.find(programs.CLUSTER)
-    with locked(residue.directory_of(name).with_name(f"{name}.lock"), create=True):
+    with locked(residue.RUN_ROOT, create=True):
         residue.remove(name)
         cluster = Cluster(name, shape, network)
         try:
@@ -187,7 +187,8 @@ def up(name: str, shape: ClusterShape, network: Network, *, progress: Progress =
 
 def down(name: str) -> None:
     """Remove a cluster, or what is left of one."""
-    residue.remove(name)
+    with locked(residue.RUN_ROOT, create=True):
+        residue.remove(name)
 
 
 @contextmanager
@@ -288,12 +289,12 @@ def _make_network(cluster: Cluster, plans: Sequence[MachinePlan]) -> str:
 def _make_node(cluster: Cluster, plan: MachinePlan) -> Node:
     kubeconfig = cluster.control.kubeconfig_of(f"system:node:{plan.name}", "system:nodes")
     machine = Machine(plan)
-    return Node(machine, NodePrograms(machine, kubeconfig, cluster.control.api.ca))
+    return Node(machine, NodeServices(machine, kubeconfig, cluster.control.api.ca))
 
 
 def _start_node(node: Node) -> None:
     node.machine.open()
-    node.programs.start()
+    node.services.start()
 
 
 def _have_ranges(cluster: Cluster) -> bool:

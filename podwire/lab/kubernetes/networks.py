@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
-from podwire.lab.kubernetes.node_programs import CONF_DIRECTORY, PLUGIN_DIRECTORY
+from podwire.lab.kubernetes.nodes.services import CONF_DIRECTORY, PLUGIN_DIRECTORY
 from podwire.model.errors import NotFound
 
 if TYPE_CHECKING:

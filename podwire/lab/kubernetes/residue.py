@@ -11,7 +11,7 @@ from typing import Final
 
 from podwire.kernel import netns
 from podwire.lab.kubernetes.daemon import remove_tree
-from podwire.lab.kubernetes.machine import end_inhabitants, list_cgroups, remove_cgroups
+from podwire.lab.kubernetes.nodes.machine import end_inhabitants, list_cgroups, remove_cgroups
 
 RUN_ROOT: Final = Path("/run/podwire/kubernetes")
 PREFIX: Final = "pwk"

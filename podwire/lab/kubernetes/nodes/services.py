@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from podwire.lab.kubernetes import images, programs
+from podwire.lab.kubernetes import programs
 from podwire.lab.kubernetes.daemon import Daemon
-from podwire.lab.kubernetes.machine import SOCKET, Machine
+from podwire.lab.kubernetes.nodes import images
+from podwire.lab.kubernetes.nodes.machine import SOCKET, Machine
 from podwire.model.errors import Unavailable
 
 CONF_DIRECTORY: Final = "/etc/cni/net.d"
@@ -82,7 +83,7 @@ def _kubelet_settings(cgroup: str, ca: Path) -> Mapping[str, Any]:
     }
 
 
-class NodePrograms:
+class NodeServices:
     """The containerd and the kubelet of one machine; each may be killed and started again."""
 
     def __init__(self, machine: Machine, kubeconfig: Path, ca: Path) -> None:

@@ -28,7 +28,7 @@ from podwire.control.attach.service import AttachService
 from podwire.control.attach.steps import Context
 from podwire.control.cluster.publish import NodePublisher
 from podwire.control.cluster.reach import ClusterSettings
-from podwire.control.documents.readable import find_fault
+from podwire.control.documents.damage import find_fault
 from podwire.control.endpoint.changes import EndpointChanges
 from podwire.control.endpoint.enforce import Enforcer, rows_of
 from podwire.control.endpoint.policies import PolicyObjects

@@ -16,7 +16,7 @@ import msgspec
 
 from podwire.cni.addresses import read_mac, read_wanted_ips
 from podwire.cni.cni_args import NAME_MAX_BYTES, WITH_ATTACHMENT, Environment, read_environment
-from podwire.cni.faults import Faults, shown
+from podwire.cni.faults import Faults
 from podwire.cni.labels import complete_labels, read_labels, read_name, read_namespace
 from podwire.cni.result import decode_result
 from podwire.cni.wishes import (
@@ -29,6 +29,7 @@ from podwire.cni.wishes import (
     refuse_chaining,
     refuse_unbuilt,
 )
+from podwire.model.documents.reader import shown
 from podwire.model.endpoint import AttachmentKey
 from podwire.model.errors import (
     Bug,

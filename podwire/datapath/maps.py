@@ -409,11 +409,6 @@ def remove_surplus(rows: bpf.Map, changes: RowChanges) -> None:
     rows.delete_batch(changes.removed)
 
 
-def replace_ipcache(maps: NodeMaps, entries: Iterable[IpcacheEntry]) -> None:
-    """Make the ipcache hold exactly `entries`: what is missing is written before what is too much goes."""
-    remove_surplus(maps.pw_ipcache, put_missing(maps.pw_ipcache, ipcache_rows(entries)))
-
-
 def list_ipcache(maps: NodeMaps) -> Iterator[IpcacheEntry]:
     """Walk the ipcache."""
     for key, row in maps.pw_ipcache.items():

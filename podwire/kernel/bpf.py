@@ -199,10 +199,6 @@ class Map(Descriptor):
         size = self.info.value_size
         return [value[at : at + size] for at in range(0, len(value), self._stride)]
 
-    def join_cpus(self, values: Sequence[bytes]) -> bytes:
-        """Make a per-CPU value from one value for each possible CPU."""
-        return b"".join(value.ljust(self._stride, b"\0") for value in values)
-
     def keys(self) -> Iterator[bytes]:
         """Walk the keys; rows written or removed meanwhile may be missed or seen twice."""
         current = ffi.NULL

@@ -65,11 +65,6 @@ class Received:
         """The pod's network namespace; None when CNI_NETNS was empty or could not be opened."""
         return self.descriptors[0] if self.frame.has_netns else None
 
-    @property
-    def mntns_fd(self) -> int | None:
-        """The launcher's mount namespace."""
-        return self.descriptors[-1] if self.frame.has_mntns else None
-
     def close(self) -> None:
         """Close the descriptors; whoever answers calls it once nothing uses them."""
         while self.descriptors:
@@ -95,11 +90,6 @@ class CniServer:
         self._limits = limits or SocketLimits()
         self._connections: set[_Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def connection_count(self) -> int:
-        """How many connections are open."""
-        return len(self._connections)
 
     @contextlib.asynccontextmanager
     async def serving(

@@ -11,8 +11,8 @@ from ipaddress import ip_network
 from podwire.agent.duties.addresses import HOST_NAME_LABEL, IpamDuty
 from podwire.agent.duties.cluster.duty import OwnRanges
 from podwire.agent.duties.core_node import RANGES_FACT, wait_for_ranges
+from podwire.control.documents.damage import find_fault
 from podwire.control.documents.pools import decode_pools, find_problems, fixed_ranges
-from podwire.control.documents.readable import find_fault
 from podwire.control.ipam import node_ranges
 from podwire.control.ipam.claims import Claims
 from podwire.control.ipam.documents import block_key

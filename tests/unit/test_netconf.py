@@ -165,7 +165,10 @@ def test_an_add_of_a_runtime_is_understood(config: Object, args: str, expected: 
 def test_a_configuration_is_read_once_and_serves_each_pod_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config: Object = {"name": "read-once", "args": {"cni": {"labels": ["a=b"]}}}
+    config: Object = {
+        "name": "read-once",
+        "args": {"cni": {"labels": [{"key": "a", "value": "b"}]}},
+    }
     first = decode(config, ARGS="K8S_POD_NAME=one;IP=10.0.0.9", CONTAINERID="c1")
     monkeypatch.delattr(netconf, "_read_json")
     second = decode(config, ARGS="K8S_POD_NAME=two", CONTAINERID="c2")

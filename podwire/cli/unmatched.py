@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from podwire.cli.client import CliError
 from podwire.cli.documents import find_place
-from podwire.cli.objects import POLICY_KINDS, Objects
+from podwire.cli.object_access import POLICY_KINDS, Objects
 from podwire.control.documents.kinds import decode
 from podwire.control.identity.filter import LabelFilter
 from podwire.control.policy.mentions import GroupMention, Mention

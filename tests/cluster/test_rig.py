@@ -3,6 +3,7 @@
 import pytest
 
 from podwire.lab.kubernetes import pods, residue
+from podwire.lab.kubernetes.api_server import SERVICE_ADDRESS
 from podwire.lab.kubernetes.cluster import Cluster
 from podwire.lab.kubernetes.nodes import images
 
@@ -28,3 +29,9 @@ def test_pods_of_both_nodes_reach_each_other(cluster: Cluster, web: dict[str, st
 def test_the_rig_says_what_is_there(cluster: Cluster) -> None:
     left = residue.list_left(cluster.name)
     assert {residue.namespace_of(cluster.name, node.name) for node in cluster.nodes} < set(left)
+
+
+def test_a_node_reaches_the_api_server_by_its_service(cluster: Cluster) -> None:
+    machine = cluster.nodes[0].machine
+    ask = f"exec 3<>/dev/tcp/{SERVICE_ADDRESS}/443"
+    cluster.wait_for(lambda: not machine.place.run(["bash", "-c", ask]).status, "kube-proxy")

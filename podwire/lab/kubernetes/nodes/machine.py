@@ -22,6 +22,8 @@ from podwire.model.errors import Unavailable
 
 CGROUPS: Final = Path("/sys/fs/cgroup")
 SOCKET: Final = "/run/containerd/containerd.sock"
+KEEPER_FILE: Final = "keeper.pid"
+"""Whose mounts the node's are; a person enters with `nsenter --target PID --net --mount`."""
 _END_DEADLINE_S: Final = 60.0
 
 _ENTER: Final = """
@@ -70,9 +72,9 @@ for hierarchy in /sys/fs/cgroup/memory /sys/fs/cgroup; do
 done
 [ -n "$group" ] || { echo "no cgroup can be made below /sys/fs/cgroup" >&2; exit 1; }
 rmdir "$group"
-mount -n -t tmpfs probe /mnt
-mkdir /mnt/upper /mnt/work
-mount -n -t overlay overlay -o lowerdir=/etc,upperdir=/mnt/upper,workdir=/mnt/work /etc
+mount -n -t tmpfs probe /tmp
+mkdir /tmp/upper /tmp/work
+mount -n -t overlay overlay -o lowerdir=/etc,upperdir=/tmp/upper,workdir=/tmp/work /etc
 """
 
 
@@ -121,6 +123,7 @@ class Machine:
         """Make the mounts."""
         self._log.unlink(missing_ok=True)
         self._keeper.start(lambda: self._keeper.read_tail().endswith("ready"))
+        (self.directory / KEEPER_FILE).write_text(str(self._keeper.pid))
 
     @property
     def place(self) -> Place:

@@ -161,6 +161,16 @@ class Map(Descriptor):
         if lib.bpf_map_update_elem(self.fd, ffi.from_buffer(key), ffi.from_buffer(value), flags):
             raise fail("write a row of", self.name)
 
+    def add(self, key: bytes, value: bytes) -> bool:
+        """Write one row if the key has none; False, and no change, if it has one."""
+        self._check(key, value)
+        flag = Update.NOEXIST
+        if lib.bpf_map_update_elem(self.fd, ffi.from_buffer(key), ffi.from_buffer(value), flag):
+            if ffi.errno == errno.EEXIST:
+                return False
+            raise fail("write a row of", self.name)
+        return True
+
     def update_fd(self, key: bytes, fd: int) -> None:
         """Put a map or program, given by its descriptor, into a map of maps or of programs."""
         self.update(key, fd.to_bytes(4, "little"))

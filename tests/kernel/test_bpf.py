@@ -167,6 +167,21 @@ def test_conditional_update_fails_with_its_errno(
         assert failure.value.errno == number
 
 
+def test_a_row_is_added_once_and_then_stays_as_it_is() -> None:
+    with hash_map() as rows:
+        assert rows.add(key(1), b"the 1st!")
+        assert not rows.add(key(1), b"the 2nd!")
+        assert rows.lookup(key(1)) == b"the 1st!"
+
+
+def test_a_row_that_does_not_fit_is_refused_when_added() -> None:
+    with hash_map(max_entries=1) as rows:
+        rows.add(key(1), bytes(8))
+        with pytest.raises(KernelFailure, match="pwt_hash") as failure:
+            rows.add(key(2), bytes(8))
+        assert failure.value.errno == errno.E2BIG
+
+
 def test_wrong_sizes_are_refused_before_the_kernel_reads_past_them() -> None:
     with hash_map() as rows:
         with pytest.raises(ValueError, match="key has 3 bytes"):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from podwire.cni import netconf
 from podwire.cni.errors import code_of
 from podwire.cni.faults import KEPT_OF_EACH_KIND
 from podwire.cni.netconf import decode_request
@@ -159,6 +160,30 @@ RUNTIMES: list[tuple[str, Object, str, Object]] = [
 def test_an_add_of_a_runtime_is_understood(config: Object, args: str, expected: Object) -> None:
     request = decode(config, ARGS=args)
     assert {name: getattr(request, name) for name in expected} == expected
+
+
+def test_a_configuration_is_read_once_and_serves_each_pod_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config: Object = {
+        "name": "read-once",
+        "args": {"cni": {"labels": [{"key": "a", "value": "b"}]}},
+    }
+    first = decode(config, ARGS="K8S_POD_NAME=one;IP=10.0.0.9", CONTAINERID="c1")
+    monkeypatch.delattr(netconf, "_read_json")
+    second = decode(config, ARGS="K8S_POD_NAME=two", CONTAINERID="c2")
+    assert (first.pod, second.pod) == ("one", "two")
+    assert (len(first.wanted_ips), second.wanted_ips) == (1, ())
+    assert first.key != second.key
+    assert "cni:a=b" in second.labels
+    assert not any("one" in label for label in second.labels)
+
+
+def test_faults_are_not_remembered() -> None:
+    config: Object = {"name": "faulty", "mtu": -1}
+    [message] = {refuse(config, CONTAINERID="!").message for _ in range(2)}
+    assert "mtu" in message
+    assert "CNI_CONTAINERID" in refuse(CONTAINERID="!").message
 
 
 def test_labels_are_canonical_and_carry_network_and_namespace() -> None:

@@ -97,6 +97,7 @@ def make_duties(node: Node, dispatcher: Dispatcher, threads: ThreadPoolExecutor)
         watch_devices=node.datapath.watch_devices,
         watch_tables=changes.watch_tables,
         repair_tables=node.datapath.repair_tables,
+        repair_pins=node.datapath.repair_pins,
         replay=dispatcher.replay,
         threads=threads,
     )

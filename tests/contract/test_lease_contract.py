@@ -16,8 +16,10 @@ import pytest
 from podwire.model.errors import Conflict, Unavailable
 from podwire.model.store import Store
 from podwire.model.store.leases import Lease, LeaseChange, LeaseWatch
-from tests.contract.stores import DEADLINE_S, make, now_at, until
+from tests.contract.stores import DEADLINE_S, OWN, make, now_at, until
+from tests.fakes.store import since
 
+pytestmark = pytest.mark.parametrize("back_end", OWN, indirect=True)
 TTL_S = 2.0
 KEPT_TTL_S = 5.0
 """Of what must be kept alive: a machine may stand still for longer than a short one."""
@@ -150,7 +152,7 @@ def test_of_many_one_gets_the_duty(store: Store, other: Store) -> None:
 def test_keeping_alive_changes_nothing_that_is_watched(store: Store) -> None:
     store.leases().acquire(NODE, "a", KEPT_TTL_S)
     before = now_at(store)
-    with store.watch(before) as watch:
+    with store.watch(since(before)) as watch:
         until(lambda: watch.next(KEPT_TTL_S * 1.5) == ())
     assert now_at(store) == before
     assert store.create(make("a")).revision > before
@@ -160,7 +162,7 @@ HOLDER = """
 import sys
 from pathlib import Path
 from tests.contract.stores import BACK_ENDS
-store = BACK_ENDS[sys.argv[1]](Path(sys.argv[2]))
+store = BACK_ENDS[sys.argv[1]].open(Path(sys.argv[2]))
 lease = store.leases().acquire("node/n1", "child", 2.0)
 print("held", flush=True)
 sys.stdin.read()

@@ -8,6 +8,7 @@ labels and its number together, or stays as it is.
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -142,7 +143,12 @@ class IdentityResolver:
         return self.resolve(own_labels(record), record.named_ports, record.namespace, wait_s=0)
 
     def reassert_namespaces(self, namespaces: Iterable[str]) -> None:
-        """Make the objects of these namespaces again that the store has lost, with their labels. Raises Unavailable."""
+        """Make the objects of these namespaces again that the store has lost, with their labels. Raises Unavailable.
+
+        Not where namespaces are not podwire's: one that was deleted is gone, and its pods soon are.
+        """
+        if not self.allocator.store.promises.owns_namespaces:
+            return
         for name, labels in self.sources.find_lost(namespaces).items():
             self._make_namespace(name, labels)
 
@@ -163,18 +169,21 @@ class IdentityResolver:
         return Resolution(IdentityId(number), labels, own_labels, key)
 
     def _make_namespace(self, name: str, labels: Mapping[str, str]) -> None:
-        """Make the Namespace object, on first use as Kubernetes would have it; learn it if there is one."""
+        """Make the Namespace object, on first use as Kubernetes would have it; learn it if there is one.
+
+        Where namespaces are not podwire's, only learn it: a pod's namespace is there before the pod.
+        """
         key = ObjectKey(NAMESPACES, "", name)
         metadata = {"name": name, "labels": dict(labels)}
         document = {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata}
         store = self.allocator.store
-        try:
-            stored = store.create(StoredObject(key=key, document=document))
-        except Conflict as error:
-            found = store.get(key)
-            if found is None:
-                raise Unavailable(f"make namespace {name!r}: others are changing it") from error
-            stored = found
+        stored: StoredObject | None = None
+        if store.promises.owns_namespaces:
+            with suppress(Conflict):
+                stored = store.create(StoredObject(key=key, document=document))
+        stored = stored or store.get(key)
+        if stored is None:
+            raise Unavailable(f"read namespace {name!r}: there is none, or others are changing it")
         self.sources.learn_namespace(stored)
 
     def _is_stale(self, record: EndpointRecord) -> bool:

@@ -65,21 +65,22 @@ class _Recorder(NetlinkSocket):
 
     def get(self, request: Request) -> bytes:
         """Ask, and remember."""
-        self._batches.append(_encode([request]))
+        self._batches.append(_encode([request], last_flags=0))
         return super().get(request)
 
 
-def _encode(requests: Sequence[Request]) -> bytes:
-    """Encode a batch of which the last message asks for an acknowledgement."""
+def _encode(requests: Sequence[Request], last_flags: int = NLM_F_ACK) -> bytes:
+    """Encode a batch of which only the last message is answered: by an acknowledgement, or by what it asks for."""
     frames = []
     for number, request in enumerate(requests, 1):
-        flags = request.flags | NLM_F_REQUEST | (NLM_F_ACK if number == len(requests) else 0)
+        flags = request.flags | NLM_F_REQUEST | (last_flags if number == len(requests) else 0)
         head = _HEADER.pack(_HEADER.size + len(request.body), request.type, flags, number, 0)
         frames.append(head + request.body + bytes(-len(request.body) & 3))
     return b"".join(frames)
 
 
 def _exchange(connection: socket.socket, batch: bytes) -> None:
+    """Send a batch and read its one answer: a second one would wait in the socket until it overflows."""
     connection.send(batch)
     answer = connection.recv(_RECEIVE_BYTES)
     kind, error = struct.unpack_from("=4xH10xi", answer)

@@ -27,11 +27,11 @@ from podwire.control.policy.rule import (
     Requirement,
     Rule,
 )
-from podwire.model.endpoint import EndpointRecord
+from podwire.model.endpoint import EndpointRecord, IPNetwork
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import EndpointConfig
 from podwire.model.labels import NAMESPACE_KEY, namespace_labels
-from podwire.model.policy import Direction, IPNetwork, PolicyKey, PolicyRows, Verdict
+from podwire.model.policy import Direction, PolicyKey, PolicyRows, Verdict
 from tests.fakes.policy_world import make_record
 
 NAMESPACE_SIZE: Final = 100

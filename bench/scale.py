@@ -34,7 +34,7 @@ from podwire.kernel.rtnl.route import host_network
 from podwire.lab import labs, node
 from podwire.lab.state import LabState, read_state
 from podwire.lab.topology import LabShape, NodePlan
-from podwire.model.cluster import IPAddress
+from podwire.model.endpoint import IPAddress
 from podwire.model.ids import IdentityId
 from podwire.model.store import ObjectKey, Store, StoredObject
 from podwire.store.open import open_store

@@ -15,7 +15,8 @@ from podwire.control.cluster.facts import encode_node, node_key, tunnel_mac
 from podwire.control.cluster.published import Publication, encode_endpoints, endpoints_key
 from podwire.control.identity.key import IdentityKey
 from podwire.control.identity.known import make_object
-from podwire.model.cluster import IPAddress, IPNetwork, NodeFacts
+from podwire.model.cluster import NodeFacts
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.ids import IdentityId
 from podwire.model.labels import namespace_labels
 from podwire.model.store import Store, StoredObject

@@ -53,6 +53,13 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+def test_no_merge_is_left_half_done() -> None:
+    """A marker of a conflict that was committed is text that nobody meant."""
+    marker = re.compile(r"^(<{7} |>{7} )", re.MULTILINE)
+    texts = {path: path.read_text(encoding="utf-8", errors="replace") for path in tracked()}
+    assert [name_of(path) for path, text in texts.items() if marker.search(text)] == []
+
+
 def functions(path: Path) -> Iterator[tuple[str, int, str]]:
     """Give name, lines of body without docstring, and the head's line, of each function in a Python file."""
     text = path.read_text(encoding="utf-8")

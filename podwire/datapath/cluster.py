@@ -15,7 +15,7 @@ from typing import Final
 from podwire.datapath import abi, routes
 from podwire.datapath import maps as tables
 from podwire.datapath.host import detect_underlay, list_host_networks
-from podwire.datapath.maps import IPNetwork, NodeMaps, RowChanges, Rows
+from podwire.datapath.maps import NodeMaps, RowChanges, Rows
 from podwire.datapath.masquerade import Masquerade
 from podwire.datapath.native import (
     NetdevProgram,
@@ -67,7 +67,7 @@ from podwire.model.cluster import (
     Underlay,
     Way,
 )
-from podwire.model.endpoint import IPAddress
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import ForeignObject, KernelFailure, StorageFailure, Unavailable
 from podwire.model.ids import ROUTE_PROTOCOL
 

@@ -8,7 +8,6 @@ where accept_ra is 2.
 
 import contextlib
 import errno
-import ipaddress
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
@@ -28,14 +27,13 @@ from podwire.kernel.rtnl.route import (
     ROUTE_LOCAL,
     TABLE_LOCAL,
     TABLE_MAIN,
-    IPNetwork,
     Route,
     list_addresses,
     read_address,
 )
 from podwire.kernel.spawn import run
 from podwire.kernel.sysctl import ensure_sysctl, read_sysctl, sysctl_exists, write_sysctl
-from podwire.model.endpoint import IPAddress
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import KernelFailure, Unavailable
 
 _LEGACY_TABLES: Final = {
@@ -275,9 +273,7 @@ def _list_default_routes(netlink: NetlinkSocket) -> list[Route]:
     return routes
 
 
-def _find_address(
-    netlink: NetlinkSocket, address: ipaddress.IPv4Address | ipaddress.IPv6Address
-) -> int | None:
+def _find_address(netlink: NetlinkSocket, address: IPAddress) -> int | None:
     for body in netlink.dump(list_addresses()):
         present = read_address(body)
         if present.address == address:

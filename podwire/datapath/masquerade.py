@@ -17,9 +17,8 @@ from typing import Any, Final
 
 from podwire.datapath.maps import MARKS_OF_OTHERS
 from podwire.kernel.nft import Nftables
-from podwire.kernel.rtnl.route import IPNetwork
 from podwire.model.cluster import TUNNEL_DEVICE
-from podwire.model.endpoint import IPAddress
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import KernelFailure, PodwireError
 from podwire.model.ids import DEVICE_PREFIX, NFT_TABLE
 

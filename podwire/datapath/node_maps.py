@@ -12,7 +12,6 @@ from typing import Final
 
 from podwire.datapath import abi
 from podwire.datapath.maps import (
-    IPNetwork,
     NodeMaps,
     Rows,
     from_mapped,
@@ -22,7 +21,7 @@ from podwire.datapath.maps import (
     to_prefix_key,
 )
 from podwire.model.cluster import Peer, Prefix, TunnelMode, Way
-from podwire.model.endpoint import IPAddress
+from podwire.model.endpoint import IPAddress, IPNetwork
 
 
 def u32(number: int) -> bytes:

@@ -13,18 +13,17 @@ from pathlib import Path
 from typing import Final
 
 from podwire.datapath import abi
-from podwire.datapath.maps import IpcacheEntry, IPNetwork
+from podwire.datapath.maps import IpcacheEntry
 from podwire.datapath.masquerade import MasqueradePlan
 from podwire.datapath.programs import Capacities
 from podwire.datapath.routes import SourceAddresses
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.rtnl.route import list_addresses, read_address
-from podwire.model.endpoint import IPAddress
+from podwire.model.endpoint import IPAddress, IPNetwork
+from podwire.model.installation.shipped import OBJECT_DIRECTORY
 
 MOST_CONNECTIONS: Final = 1_048_576
 LEAST_CONNECTIONS: Final = 65_536
-DEFAULT_OBJECT_DIRECTORY: Final = Path(__file__).resolve().parents[2] / "build" / "bpf"
-"""Where scripts/setup puts the compiled objects."""
 
 
 def entries_for(memory_bytes: int) -> int:
@@ -46,7 +45,7 @@ class NodePlan:
 
     node_name: str
     bpf_dir: Path
-    object_dir: Path = DEFAULT_OBJECT_DIRECTORY
+    object_dir: Path = OBJECT_DIRECTORY
     mtu: int = 0
     """Bytes, of pod devices; 0 = that of the device which carries the node's traffic."""
     node_address: IPAddress | None = None

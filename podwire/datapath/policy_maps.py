@@ -14,15 +14,9 @@ from typing import Final
 from podwire.datapath import abi
 from podwire.datapath.maps import NodeMaps, from_prefix_key, to_prefix_key
 from podwire.kernel import bpf
+from podwire.model.endpoint import IPNetwork
 from podwire.model.errors import Bug, PolicyOverflow
-from podwire.model.policy import (
-    Direction,
-    IPNetwork,
-    PolicyEntry,
-    PolicyKey,
-    PolicyRows,
-    Verdict,
-)
+from podwire.model.policy import Direction, PolicyEntry, PolicyKey, PolicyRows, Verdict
 
 DIRECTION_BITS: Final = 72
 """Bits of a key that covers every protocol: slot, identity, direction."""

@@ -19,7 +19,6 @@ from podwire.kernel.rtnl.route import (
     ROUTE_UNICAST,
     ROUTE_UNREACHABLE,
     TABLE_MAIN,
-    IPNetwork,
     Neighbour,
     Route,
     add_route,
@@ -34,7 +33,7 @@ from podwire.kernel.rtnl.route import (
     read_route,
     set_neighbour,
 )
-from podwire.model.endpoint import EndpointRecord, IPAddress
+from podwire.model.endpoint import EndpointRecord, IPAddress, IPNetwork
 from podwire.model.errors import ForeignObject, KernelFailure
 from podwire.model.ids import ROUTE_PROTOCOL
 

@@ -14,7 +14,6 @@ from podwire.datapath.inventory import name_native, remove_everything
 from podwire.datapath.masquerade import Masquerade
 from podwire.datapath.native import OwnHooks, list_attached, list_free_hooks
 from podwire.datapath.node import OBJECTS
-from podwire.datapath.plan import DEFAULT_OBJECT_DIRECTORY
 from podwire.datapath.programs import list_versions
 from podwire.datapath.routes import list_own_routes
 from podwire.datapath.templates import read_template
@@ -26,6 +25,7 @@ from podwire.kernel.probe import REQUIRED, Answer, Feature, Probe
 from podwire.model.cluster import DEFAULT_TUNNEL_PORT
 from podwire.model.errors import PodwireError
 from podwire.model.ids import NFT_TABLE
+from podwire.model.installation.shipped import OBJECT_DIRECTORY
 
 __all__ = [
     "Finding",
@@ -151,7 +151,7 @@ def _look_at_bpffs() -> Finding:
 
 def _look_at_programs() -> Finding:
     try:
-        template = read_template(DEFAULT_OBJECT_DIRECTORY, OBJECTS)
+        template = read_template(OBJECT_DIRECTORY, OBJECTS)
     except PodwireError as error:
         return Finding("programs", "failure", error.message, error.hint or "run scripts/setup")
     return Finding("programs", "ok", f"template {template.id[:12]}")

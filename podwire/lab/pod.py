@@ -19,11 +19,11 @@ from podwire.kernel import netns, spawn
 from podwire.lab.state import LabState, Pod, end_process
 from podwire.lab.topology import WORLD, NodePlan, check_pod_name, pod_namespace
 from podwire.model.errors import Conflict, InvalidRequest, PodwireError, Unavailable
+from podwire.model.installation.shipped import LAUNCHER
 
 NETWORK: Final = "podwire"
 INTERFACE: Final = "eth0"
 CALL_TIMEOUT_S: Final = 60
-ROOT: Final = Path(__file__).resolve().parents[2]
 
 
 class AttachFailed(PodwireError):
@@ -46,9 +46,9 @@ class AttachFailed(PodwireError):
 
 
 def launcher_program() -> str:
-    """Find the launcher: PODWIRE_LAUNCHER, the one built here, or the one in PATH."""
-    built = ROOT / "build" / "bin" / "podwire-cni"
-    return os.environ.get("PODWIRE_LAUNCHER") or (str(built) if built.exists() else "podwire-cni")
+    """Find the launcher: PODWIRE_LAUNCHER, the one of this build, or the one in PATH."""
+    found = str(LAUNCHER) if LAUNCHER.exists() else LAUNCHER.name
+    return os.environ.get("PODWIRE_LAUNCHER") or found
 
 
 def network_config(

@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from podwire.model.endpoint import IPNetwork
 from podwire.model.errors import InvalidRequest, NotFound
 
 RUN_ROOT: Final = Path("/run/podwire/lab")
@@ -318,7 +319,7 @@ def _plan_node(lab: str, number: int, shape: LabShape) -> NodePlan:
     return NodePlan(lab, f"node{number}", underlay, tuple(cidrs), subnet)
 
 
-def _networks(families: str, subnet: int) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network]:
+def _networks(families: str, subnet: int) -> list[IPNetwork]:
     return [network for network in UNDERLAYS[subnet] if str(network.version) in families]
 
 

@@ -5,15 +5,12 @@
 """
 
 import enum
-import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.ids import IdentityId
-
-IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
-IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 TUNNEL_DEVICE: Final = "pw-tunnel"
 """Name of the node's one tunnel device; its alias is `podwire:<node>:tunnel`."""

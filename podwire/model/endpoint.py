@@ -20,6 +20,7 @@ from podwire.model.ids import (
 )
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 _ADDRESSES_REMEMBERED = 4096
 """Texts of addresses that were read lately: an ADD asks for the same ones again and again."""
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from podwire.model.cluster import ClusterPlan, Prefix, Underlay
-from podwire.model.endpoint import Bandwidth, Device, EndpointRecord
+from podwire.model.endpoint import Bandwidth, Device, EndpointRecord, IPNetwork
 from podwire.model.ids import EndpointId, IfIndex, InterfaceName
-from podwire.model.policy import IPNetwork, PolicyKey, PolicyRows
+from podwire.model.policy import PolicyKey, PolicyRows
 
 
 class Clock(Protocol):
@@ -48,6 +48,26 @@ class Journal(Protocol):
 
     def list_records(self) -> Sequence[EndpointRecord]:
         """Give every record, oldest id first."""
+        ...
+
+
+class RecordWriter(Protocol):
+    """The part of the journal that keeps a changed endpoint."""
+
+    def write(self, record: EndpointRecord) -> None:
+        """Insert or replace the record with this id."""
+        ...
+
+
+class FactStore(Protocol):
+    """Facts about the node, each a text under a name, that outlive this process."""
+
+    def write_fact(self, name: str, value: str) -> None:
+        """Remember a fact in the place of what was known under the name."""
+        ...
+
+    def read_fact(self, name: str) -> str:
+        """Give a fact, "" when there is none of the name."""
         ...
 
 

@@ -4,11 +4,8 @@ Made by `control.policy`, written by `datapath.policy_maps`. Values only.
 """
 
 import enum
-import ipaddress
 from dataclasses import dataclass
 from typing import Final
-
-IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 ANY_IDENTITY: Final = 0
 """In an entry: whoever the peer is."""

@@ -8,11 +8,10 @@ import ipaddress
 
 import msgspec
 
-from podwire.model.endpoint import AttachmentKey, Bandwidth, IPAddress
+from podwire.model.endpoint import AttachmentKey, Bandwidth, IPAddress, IPNetwork
 from podwire.model.ids import ContainerId, InterfaceName, NetworkName
 
 IPInterface = ipaddress.IPv4Interface | ipaddress.IPv6Interface
-IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class NamedPort(msgspec.Struct, frozen=True):

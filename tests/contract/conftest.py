@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from podwire.lab.kubernetes.api_server import ApiServer
 from podwire.model import wire
 from podwire.model.store import Store
 from podwire.store.etcd.store import EtcdStore
+from tests.contract import api_rig
 from tests.contract.etcd_rig import ENDPOINT_VARIABLE, Etcd, started
 from tests.contract.launcher_clients import CLIENTS, LAUNCHER, Run, build_launcher
 from tests.contract.proxy import Proxy
@@ -51,6 +53,20 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
 def own_etcd(tmp_path: Path) -> Iterator[Etcd]:
     """An etcd that the test may kill."""
     with started(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def api_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """An API server for all tests that leave it running."""
+    with api_rig.started(tmp_path_factory.mktemp("api")) as server:
+        yield server
+
+
+@pytest.fixture
+def own_api_server(tmp_path: Path) -> Iterator[ApiServer]:
+    """An API server that the test may kill."""
+    with api_rig.started(tmp_path) as server:
         yield server
 
 

@@ -14,13 +14,14 @@ from podwire.agent.duties.follower import KindList, Memory, StoreFollower
 from podwire.control.cluster.facts import encode_node
 from podwire.control.cluster.published import Publication, encode_endpoints
 from podwire.control.documents.apply import apply_documents, delete_object
-from podwire.control.documents.readable import find_fault
+from podwire.control.documents.damage import find_fault
 from podwire.control.identity.key import IdentityKey
 from podwire.control.identity.known import make_object
 from podwire.model.cluster import NodeFacts
 from podwire.model.errors import PodwireError
 from podwire.model.store import (
     ObjectKey,
+    Revisions,
     Store,
     StoredObject,
     StoreEvent,
@@ -174,7 +175,7 @@ class Mirror:
                 del self.objects[name]
             self.objects.update((stored.key, stored.document) for stored in one.objects)
 
-    def on_events(self, events: Sequence[StoreEvent], _revision: int) -> None:
+    def on_events(self, events: Sequence[StoreEvent], _revisions: Revisions) -> None:
         for event in events:
             stored = event.object
             self.unreadable.discard(stored.key)

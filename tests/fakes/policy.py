@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from podwire.model.endpoint import EndpointRecord, IPAddress
+from podwire.model.endpoint import EndpointRecord, IPAddress, IPNetwork
 from podwire.model.errors import KernelFailure, PodwireError, PolicyOverflow
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import EndpointConfig
@@ -15,7 +15,6 @@ from podwire.model.policy import (
     ANY_IDENTITY,
     CIDR_WORLD_BIT,
     Direction,
-    IPNetwork,
     PolicyEntry,
     PolicyKey,
     PolicyRows,

@@ -24,7 +24,6 @@ from podwire.control.policy.rule import (
     IdentityFacts,
     LabelSelector,
     NamedPort,
-    Operator,
     PeerSelector,
     PolicyId,
     PolicyRules,
@@ -32,7 +31,7 @@ from podwire.control.policy.rule import (
     Requirement,
     Rule,
 )
-from podwire.model.endpoint import AttachmentKey, Device, EndpointRecord, Phase
+from podwire.model.endpoint import AttachmentKey, Device, EndpointRecord, IPNetwork, Phase
 from podwire.model.ids import (
     ContainerId,
     EndpointId,
@@ -41,14 +40,8 @@ from podwire.model.ids import (
     NetworkName,
 )
 from podwire.model.interfaces import EndpointConfig
-from podwire.model.policy import (
-    CIDR_IDENTITY_FIRST,
-    CIDR_WORLD_BIT,
-    Direction,
-    IPNetwork,
-    PolicyRows,
-    Verdict,
-)
+from podwire.model.labels import Operator
+from podwire.model.policy import CIDR_IDENTITY_FIRST, CIDR_WORLD_BIT, Direction, PolicyRows, Verdict
 from tests.fakes.policy import FakePolicyDatapath, Packet
 
 NETWORKS: Final[tuple[IPNetwork, ...]] = tuple(

@@ -57,7 +57,7 @@ class ServerStore(MemoryStore):
     def promises(self) -> Promises:
         return PROMISES
 
-    def leases(self) -> None:
+    def leases(self) -> None:  # type: ignore[override]
         return None
 
     def make_namespace(self, name: str) -> None:

@@ -117,7 +117,7 @@ class MemoryStore:
         self.watches += 1
         return MemoryWatch(self, after)
 
-    def leases(self) -> MemoryLeases | None:
+    def leases(self) -> MemoryLeases:
         return self._leases
 
     def close(self) -> None:

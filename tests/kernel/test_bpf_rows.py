@@ -8,15 +8,8 @@ from hypothesis import strategies as st
 
 from podwire.datapath import abi
 from podwire.datapath.events import decode_event
-from podwire.datapath.maps import (
-    IPNetwork,
-    from_mapped,
-    from_prefix_key,
-    mac_bytes,
-    to_mapped,
-    to_prefix_key,
-)
-from podwire.model.endpoint import IPAddress
+from podwire.datapath.maps import from_mapped, from_prefix_key, mac_bytes, to_mapped, to_prefix_key
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.flow import Verdict
 
 ADDRESSES = st.one_of(st.ip_addresses(v=4), st.ip_addresses(v=6, network="2000::/3"))

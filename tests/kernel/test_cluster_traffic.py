@@ -25,15 +25,13 @@ from podwire.model.cluster import (
     TUNNEL_DEVICE,
     ClusterPlan,
     HostRoute,
-    IPAddress,
-    IPNetwork,
     Peer,
     Prefix,
     TunnelMode,
     TunnelPlan,
     Way,
 )
-from podwire.model.endpoint import AttachmentKey, EndpointRecord, Phase
+from podwire.model.endpoint import AttachmentKey, EndpointRecord, IPAddress, IPNetwork, Phase
 from podwire.model.ids import (
     ContainerId,
     EndpointId,

@@ -26,6 +26,7 @@ from podwire.model.cluster import (
     TunnelPlan,
     Way,
 )
+from podwire.model.endpoint import IPNetwork
 from podwire.model.errors import NewerData
 from podwire.model.ids import IdentityId
 from podwire.model.interfaces import EndpointConfig
@@ -33,7 +34,6 @@ from podwire.model.policy import (
     ANY_IDENTITY,
     CIDR_IDENTITY_FIRST,
     Direction,
-    IPNetwork,
     PolicyEntry,
     PolicyKey,
     PolicyRows,

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 LAUNCHER: Final = ROOT / "build" / "bin" / "podwire-cni"
@@ -95,6 +95,8 @@ class Rig:
         self._namespaces: list[str] = []
         self._numbers = itertools.count(1)
         self.agent: subprocess.Popen[bytes] | None = None
+        self.agent_command: tuple[str, ...] = (sys.executable, *AGENT)
+        """What `start` runs; a test may want another build's."""
         self.directory.mkdir(mode=0o700)
         self.log = self.directory / "agent.log"
         self._config = self.directory / "agent.toml"
@@ -129,10 +131,10 @@ class Rig:
         wait: bool = True,
     ) -> None:
         """Start the agent, or the one that dies at a point; by default wait until it is ready."""
-        program: tuple[str, ...] = AGENT
+        program = self.agent_command
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         if crash_at is not None:
-            program = CRASH_AGENT
+            program = (sys.executable, *CRASH_AGENT)
             environment |= {
                 "PWT_CRASH_AT": str(crash_at),
                 "PWT_CRASH_COMMAND": crash_command,
@@ -144,7 +146,6 @@ class Rig:
                 [
                     "nsenter",
                     f"--net=/run/netns/{self.name}",
-                    sys.executable,
                     *program,
                     "--config",
                     str(self._config),
@@ -431,7 +432,7 @@ class Rig:
         shutil.rmtree(self.bpf, ignore_errors=True)
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def __enter__(self) -> "Rig":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_exception: object) -> None:

@@ -31,10 +31,10 @@ from podwire.control.policy.rule import (
     TCP,
     UDP,
     IdentityFacts,
-    IPAddress,
     NamedPort,
     Reserved,
 )
+from podwire.model.endpoint import IPAddress
 from podwire.model.identity import RESERVED_LABELS
 from podwire.model.labels import namespace_labels, sort_labels
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from podwire.lab.kubernetes.nodes.images import BUSYBOX_IMAGE, PAUSE_IMAGE, write_layout
 from tests.lab.rig import wait_for
 from tests.runtime.machine import Machine
-from tests.runtime.oci import BUSYBOX_IMAGE, PAUSE_IMAGE, write_layout
 
 START_DEADLINE_S: Final = 180.0
 CALL_DEADLINE_S: Final = 120.0

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
+from podwire.lab.kubernetes.nodes.images import BUSYBOX_IMAGE, write_layout
 from tests.runtime.machine import Machine
-from tests.runtime.oci import BUSYBOX_IMAGE, write_layout
 
 COMMAND_DEADLINE_S: Final = 180.0
 

@@ -19,7 +19,6 @@ from podwire.control.policy.rule import (
     TCP,
     IdentityFacts,
     LabelSelector,
-    Operator,
     PolicyId,
     PolicyRules,
     PortMatch,
@@ -30,6 +29,7 @@ from podwire.journal.records import SqliteJournal
 from podwire.model.errors import CheckFailed, KernelFailure, PodwireError, StorageFailure
 from podwire.model.ids import EndpointId, IfIndex
 from podwire.model.interfaces import EndpointConfig
+from podwire.model.labels import Operator
 from podwire.model.policy import Direction, Verdict
 from tests.fakes.node import FakeClock, FakeNode
 from tests.unit.test_attach_service import NETNS, request

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from podwire.agent.duties.identity import COLLECT_S, IdentityDuty
+from podwire.control.endpoint.changes import EndpointChanges
 from podwire.control.endpoint.queue import Level
 from podwire.control.endpoint.states import DisconnectAccepted, State
 from podwire.control.endpoint.table import Endpoint, EndpointTable
@@ -57,9 +58,10 @@ class Node:
             node_name=name,
             feed=IdentityFeed(self.resolver),
             table=self.table,
-            journal=self.journal,
-            regenerator=self,
-            turn=threading.RLock(),
+            facts=self.journal,
+            changes=EndpointChanges(
+                self.table, self.journal, self, self.resolver, threading.RLock()
+            ),
             monotonic=lambda: self.now_s,
             now=lambda: datetime.fromtimestamp(self.now_s, UTC),
         )
@@ -71,6 +73,10 @@ class Node:
     def request(self, _endpoint_id: EndpointId, _level: Level, cause: str) -> None:
         """Take the place of the regenerator."""
         self.builds.append(cause)
+
+    def run_due(self) -> bool:
+        """Build nothing: what was asked for is what counts."""
+        return False
 
     def add(self, number: int, pod: str = "web", **labels: str) -> EndpointRecord:
         resolution = self.resolver.resolve(bring(pod, **labels), (), "default")
@@ -187,18 +193,18 @@ def test_an_ending_endpoint_is_left_alone(node: Node) -> None:
 
 def test_labels_are_changed_by_hand(node: Node) -> None:
     old = node.add(1, app="web")
-    changed = node.duty.change_labels(EndpointId(1), ["app=db", "tier=1"])
+    changed = node.duty.changes.change_labels(EndpointId(1), ["app=db", "tier=1"])
     assert changed.identity != old.identity
     assert node.record(1) == changed
     node.tick()
     assert node.record(1) == changed
-    back = node.duty.change_labels(EndpointId(1), ["app=web", "tier-"])
+    back = node.duty.changes.change_labels(EndpointId(1), ["app=web", "tier-"])
     assert back == old
 
 
 def test_a_label_outside_the_identity_is_changed_without_a_build(node: Node) -> None:
     old = node.add(1, app="web")
-    changed = node.duty.change_labels(EndpointId(1), ["pod-template-hash=1"])
+    changed = node.duty.changes.change_labels(EndpointId(1), ["pod-template-hash=1"])
     assert changed.identity == old.identity
     assert "cni:pod-template-hash=1" in changed.labels
     assert node.builds == []
@@ -209,12 +215,12 @@ def test_refused_changes_change_nothing(node: Node) -> None:
     node.hear()
     old = node.add(1)
     with pytest.raises(InvalidRequest, match="Workload object 'w'"):
-        node.duty.change_labels(EndpointId(1), ["ok=1", "role=x"])
+        node.duty.changes.change_labels(EndpointId(1), ["ok=1", "role=x"])
     with pytest.raises(NotFound):
-        node.duty.change_labels(EndpointId(2), ["ok=1"])
+        node.duty.changes.change_labels(EndpointId(2), ["ok=1"])
     node.store.away = True
     with pytest.raises(Unavailable):
-        node.duty.change_labels(EndpointId(1), ["ok=1"])
+        node.duty.changes.change_labels(EndpointId(1), ["ok=1"])
     assert node.record(1) == old
 
 
@@ -330,7 +336,7 @@ def test_a_number_that_a_row_still_has_is_held_back(node: Node) -> None:
     assert endpoint is not None
     endpoint.config = EndpointConfig(identity=old)
     node.tick()
-    node.duty.change_labels(EndpointId(1), ["app=db"])
+    node.duty.changes.change_labels(EndpointId(1), ["app=db"])
     node.tick(GIVEN_S + 1)  # the build has not happened, or fails
     assert old in holds(node)
     endpoint.config = EndpointConfig(identity=node.record(1).identity)

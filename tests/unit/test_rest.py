@@ -27,13 +27,14 @@ from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
 from podwire.agent.unix_socket import open_unix_socket
 from podwire.control.flows.ring import FlowRing
+from podwire.control.ipam.interface import NO_WISH
 from podwire.model.cluster import NodeFacts
 from podwire.model.config.sources import settle
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Conflict, Fault, InvalidRequest, NotFound, StorageFailure
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import PodNamespace
-from tests.fakes.leases import MemoryLeases
+from tests.fakes.leases import MemoryLeases, leases_of
 from tests.fakes.node import FakeNode
 from tests.unit.test_attach_service import request
 from tests.unit.test_flows import make_flow
@@ -364,7 +365,7 @@ async def test_ipam_check_finds_an_address_that_nobody_has_and_release_lets_it_g
 ) -> None:
     served.node.service.add(request(), NETNS)
     assert (await served.get("/ipam/check")).json["ok"] is True
-    leaked, _ = served.node.ipam.allocate(EndpointId(99))
+    leaked, _ = served.node.ipam.take(EndpointId(99), NO_WISH)
     check = (await served.get("/ipam/check")).json
     assert check["ok"] is False
     assert {fault["ip"] for fault in check["faults"] if fault["releasable"]} >= {str(leaked)}
@@ -397,7 +398,7 @@ async def test_identities_node_and_metrics(served: Served) -> None:
     assert own["podCidrs"] == ["10.77.0.0/24", "fd77::/64"]
     assert (own["mtu"], own["ways"], own["addresses"]) == (1450, ["local"], ["192.0.2.1"])
     assert (peer["name"], peer["outer"], peer["alive"]) == ("n2", "192.0.2.2", False)
-    served.node.store.leases().acquire("node/n2", "x", 10)
+    leases_of(served.node.store).acquire("node/n2", "x", 10)
     assert (await served.get("/node")).json[1]["alive"] is True
     leases = served.node.store.leases()
     assert isinstance(leases, MemoryLeases)

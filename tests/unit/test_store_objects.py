@@ -71,7 +71,7 @@ def test_every_word_for_a_kind_finds_it(word: str, plural: str) -> None:
 def test_no_word_means_two_kinds() -> None:
     words = [word for kind in KINDS for word in set(kind.words)]
     assert len(words) == len(set(words))
-    assert find_kind("pods") is None
+    assert find_kind("deployments") is None
     assert kind_of_document("v1", "NetworkPolicy") is None
 
 
@@ -82,7 +82,7 @@ def test_a_key_is_made_of_what_people_say() -> None:
     with pytest.raises(InvalidRequest, match="have no namespace"):
         make_key("ccnp", "x", "a")
     with pytest.raises(InvalidRequest, match="no such kind") as caught:
-        make_key("pods", "", "a")
+        make_key("deployments", "", "a")
     assert "networkpolicies" in caught.value.hint
 
 

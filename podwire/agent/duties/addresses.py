@@ -1,9 +1,8 @@
 """Look after pools: follow blocks, claim ahead, give back what is not needed, collect what no node has any more.
 
 Only with IPAM mode `pool`. `agent.node` prepares it before anything is restored, `agent.main` starts it. The
-follower's thread opens claimed blocks; the thread here writes to the store. Neither holds the node's turn while it
-waits for the store. Invariant: a block is forgotten on disk before it is given back, so a start without the store
-never uses a block that another node may have by then.
+follower's thread opens claimed blocks; the thread here writes to the store what `control.ipam.claiming.demand` decides.
+Neither holds the node's turn while it waits for the store.
 """
 
 import json
@@ -13,26 +12,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from ipaddress import ip_address
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from podwire.agent.duties.follower import KindList, StoreFollower
-from podwire.control.documents.pools import decode_pools, find_problems, node_ranges, own_addresses
-from podwire.control.documents.readable import find_fault
-from podwire.control.ipam.blocks import OwnBlock
+from podwire.control.documents.damage import find_fault
+from podwire.control.documents.pools import decode_pools, find_problems, fixed_ranges, own_addresses
+from podwire.control.ipam.claiming.demand import BlockDemand
+from podwire.control.ipam.claiming.orphans import OrphanCollector, give_back
 from podwire.control.ipam.documents import Block, decode_block, decode_claimed, encode_block
-from podwire.control.ipam.orphans import OrphanCollector, give_back
 from podwire.control.ipam.pool import PoolIpam
 from podwire.control.ipam.pools import (
     POOLS_ANNOTATION,
     NamespaceFacts,
-    Pool,
-    is_for_pods,
     read_pool_names,
-    selects,
 )
-from podwire.model.endpoint import IPAddress
-from podwire.model.errors import Conflict, Exhausted, PodwireError, Unavailable
-from podwire.model.request import IPNetwork
+from podwire.model.endpoint import IPAddress, IPNetwork
+from podwire.model.errors import Conflict, PodwireError, Unavailable
+from podwire.model.interfaces import FactStore
 from podwire.model.store import ObjectKey, Revisions, Store, StoredObject, StoreEvent
 from podwire.model.store.kinds import IP_ADDRESS, IP_BLOCK, IP_POOL, NAMESPACE, NODE
 from podwire.model.store.leases import ADDRESS_DUTY, Lease, list_living_nodes
@@ -40,25 +36,11 @@ from podwire.model.store.leases import ADDRESS_DUTY, Lease, list_living_nodes
 FACT: Final = "ipam-blocks"
 TICK_S: Final = 1.0
 RETRY_S: Final = 5.0
-EMPTY_S: Final = 300.0
-"""So long a block stays empty before it is given back."""
-UNWANTED_S: Final = 10.0
-"""The same for a block of a pool that this node may not use (any more)."""
 ORPHANS_S: Final = 60.0
 DUTY_TTL_S: Final = 30.0
-LOW_WATER: Final = 8
-"""Fewer free addresses than this, and the next block is claimed."""
 HOST_NAME_LABEL: Final = "kubernetes.io/hostname"
 
 _log = logging.getLogger(__name__)
-
-
-class Facts(Protocol):
-    """What this duty keeps across restarts."""
-
-    def write_fact(self, name: str, value: str) -> None: ...
-
-    def read_fact(self, name: str) -> str: ...
 
 
 class _Troubles:
@@ -134,7 +116,7 @@ class IpamNews:
         """Take changes."""
         if not events:
             return
-        touched, is_about_pools = set(), False
+        touched, is_about_pools = self._learn_claimed(events), False
         for event in events:
             stored = event.object
             if stored.key.kind == IP_POOL.plural:
@@ -152,7 +134,6 @@ class IpamNews:
                 touched |= self._known.apply(event)
         if is_about_pools:
             self._review()
-        touched |= self._learn_claimed(events)
         self._changed(self._ipam.sync(touched))
 
     def on_away(self, error: PodwireError) -> None:
@@ -169,7 +150,7 @@ class IpamNews:
         before = self._ranges.pop(name, ())
         self._known.node_addresses.pop(name, None)
         if not gone:
-            self._ranges[name] = node_ranges(stored)
+            self._ranges[name] = fixed_ranges(stored)
             self._known.node_addresses[name] = own_addresses(stored)
         if name == self._known.node:
             self._set_labels({} if gone else _labels(stored.document))
@@ -211,7 +192,7 @@ class IpamDuty:
         *,
         ipam: PoolIpam,
         store: Store,
-        facts: Facts,
+        facts: FactStore,
         report: Callable[[str], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -220,6 +201,7 @@ class IpamDuty:
         self.store = store
         self.monotonic = monotonic
         self.orphans = OrphanCollector()
+        self._demand = BlockDemand(ipam, monotonic=monotonic)
         self._facts = facts
         troubles = _Troubles(report)
         self._report = troubles.of("duty")
@@ -283,14 +265,8 @@ class IpamDuty:
         if not self.known.is_listed:
             return
         self._report_recalled("")
-        for claimed in self.ipam.list_unheld():
-            self.ipam.claims.return_address(claimed)
-        self._claim_ahead()
-        with self.ipam.lock:
-            outdated = self.ipam.mine.list_outdated()
-        for block, kept in outdated:
-            self.ipam.claims.change_kept(block, kept)
-        self._give_back()
+        self._demand.settle_claims()
+        self._demand.give_back(forget=self._remember)
         if self.monotonic() - self._looked_s >= ORPHANS_S:
             self._looked_s = self.monotonic()
             self.collect()
@@ -329,90 +305,6 @@ class IpamDuty:
                 continue
             with self._changed:
                 self._changed.wait_for(lambda: self._stopping, RETRY_S)
-
-    # Blocks
-
-    def _claim_ahead(self) -> None:
-        """Claim the next block of a family, or of a pool that pods here use by name, while a few addresses are left."""
-        ordinary = self.ipam.ordinary_pools()
-        groups = [[one for one in ordinary if one.version == version] for version in (4, 6)]
-        names = {one.name for one in ordinary}
-        with self.ipam.lock:
-            used = {own.block.pool for own in self.ipam.own.values() if own.fifo.held}
-        usable = self.known.usable()
-        groups += [
-            [usable[name]]
-            for name in sorted(used - names)
-            if name in usable and is_for_pods(usable[name])
-        ]
-        for pools in groups:
-            if pools and sum(self.ipam.count_free(one.name) for one in pools) < _low_water(
-                pools[0]
-            ):
-                self._claim_one(pools)
-
-    def _claim_one(self, pools: Sequence[Pool]) -> None:
-        for pool in pools:
-            if self.ipam.claims.count_own(pool.name) > self._count_open(pool.name):
-                return  # one is on its way
-            try:
-                block = self.ipam.claims.claim_block(pool)
-            except (Exhausted, Conflict):
-                continue
-            _log.info("claimed a block", extra={"cause": f"{block.cidr} of pool {pool.name}"})
-            return
-
-    def _count_open(self, pool: str) -> int:
-        with self.ipam.lock:
-            return sum(one.block.pool == pool for one in self.ipam.own.values())
-
-    def _give_back(self) -> None:
-        """Give back blocks that stayed empty, and those that were never opened."""
-        for cidr in self._choose_empty():
-            block = self.ipam.close_block(cidr)
-            if block is None:
-                continue
-            self._remember()
-            if self.ipam.claims.release_block(block):
-                _log.info("gave a block back", extra={"cause": f"{cidr} of pool {block.pool}"})
-        with self.ipam.lock, self.known.lock:
-            unopened = [one for cidr, one in self.known.own.items() if cidr not in self.ipam.own]
-        for block in unopened:
-            if self.known.find_overlapping(block.cidr) is not None:
-                self.ipam.claims.release_block(block)
-
-    def _choose_empty(self) -> list[IPNetwork]:
-        now_s = self.monotonic()
-        due: list[IPNetwork] = []
-        with self.ipam.lock:
-            for cidr, own in self.ipam.own.items():
-                if own.fifo.held or own.lost:
-                    own.empty_since_s = None
-                    continue
-                if own.empty_since_s is None:
-                    own.empty_since_s = now_s
-                age_s = now_s - own.empty_since_s
-                if own.closing or (age_s >= UNWANTED_S and not self._is_wanted(own)):
-                    due.append(cidr)
-                elif age_s >= EMPTY_S and own.fifo.node_address is None and not due:
-                    # One at a time: what is left must be enough after each.
-                    rest = self.ipam.count_free(own.block.pool) - own.fifo.free
-                    if rest >= 2 * LOW_WATER:
-                        due.append(cidr)
-        return due
-
-    def _is_wanted(self, own: OwnBlock) -> bool:
-        """Tell whether pods of this node may have addresses of a block's pool."""
-        pool = self.known.pools.get(own.block.pool)
-        return (
-            pool is not None
-            and is_for_pods(pool)
-            and pool.is_block(own.block.cidr)
-            and (selects(pool.node_selector, self.known.node_labels) or pool.name in self._named())
-        )
-
-    def _named(self) -> set[str]:
-        return {name for one in list(self.known.namespaces.values()) for name in one.pools}
 
     # What a start without the store needs
 
@@ -490,11 +382,6 @@ class IpamDuty:
         except Conflict:
             return False
         return True
-
-
-def _low_water(pool: Pool) -> int:
-    addresses = 1 << (pool.cidr.max_prefixlen - pool.block_size)
-    return max(1, min(LOW_WATER, addresses // 8))
 
 
 def _as_stored(kind: str, document: Mapping[str, Any]) -> StoredObject:

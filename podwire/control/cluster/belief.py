@@ -15,7 +15,8 @@ from typing import Final
 
 from podwire.control.cluster.facts import NEVER_PODS
 from podwire.control.cluster.ownership import Problem, claimed_ranges
-from podwire.model.cluster import IPAddress, IPNetwork, NodeFacts, Surroundings
+from podwire.model.cluster import NodeFacts, Surroundings
+from podwire.model.endpoint import IPAddress, IPNetwork
 
 IMPLIED_BITS: Final[Mapping[int, int]] = {4: 16, 6: 48}
 """Without `cluster_cidrs`: pods may be in so large a network around this node's own range. Kubernetes' usual size of a

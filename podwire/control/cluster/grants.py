@@ -13,7 +13,7 @@ from typing import Any, Self
 import msgspec
 
 from podwire.control.cluster.belief import Grants, is_within
-from podwire.model.cluster import IPNetwork
+from podwire.model.endpoint import IPNetwork
 from podwire.model.store import StoredObject
 
 Published = Iterable[tuple[str, IPNetwork]]

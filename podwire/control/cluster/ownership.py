@@ -16,7 +16,8 @@ from ipaddress import IPv4Network, IPv6Network
 from typing import Final
 
 from podwire.control.cluster.reading import EPOCH_MAX
-from podwire.model.cluster import Claimed, IPAddress, IPNetwork, NodeFacts
+from podwire.model.cluster import Claimed, NodeFacts
+from podwire.model.endpoint import IPAddress, IPNetwork
 
 UNNUMBERED: Final = 0
 """Of a claim whose node gives it no number: an older agent's, so it was there first."""

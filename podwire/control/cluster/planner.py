@@ -33,8 +33,6 @@ from podwire.control.cluster.reach import (
 from podwire.model.cluster import (
     ClusterPlan,
     HostRoute,
-    IPAddress,
-    IPNetwork,
     NodeFacts,
     Prefix,
     TunnelMode,
@@ -42,6 +40,7 @@ from podwire.model.cluster import (
     Underlay,
     Way,
 )
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.identity import Reserved
 from podwire.model.ids import IdentityId
 

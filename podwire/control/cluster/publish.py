@@ -24,7 +24,8 @@ from podwire.control.cluster.ownership import (
     settle,
 )
 from podwire.control.cluster.published import Publication, encode_endpoints, endpoints_key
-from podwire.model.cluster import Claimed, IPAddress, IPNetwork, NodeFacts, Surroundings
+from podwire.model.cluster import Claimed, NodeFacts, Surroundings
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from podwire.model.ids import IdentityId
 from podwire.model.store import Store, StoredObject, look_at

@@ -15,8 +15,6 @@ from podwire.control.cluster.ownership import Outcome, Problem, claimed_ranges
 from podwire.model.cluster import (
     TUNNEL_OVERHEAD_IPV4_BYTES,
     TUNNEL_OVERHEAD_IPV6_BYTES,
-    IPAddress,
-    IPNetwork,
     NodeFacts,
     Peer,
     Prefix,
@@ -24,6 +22,7 @@ from podwire.model.cluster import (
     Underlay,
     Way,
 )
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.ids import IdentityId
 
 LEAST_MTU_BYTES: Final[Mapping[int, int]] = {4: 576, 6: 1280}

@@ -17,7 +17,8 @@ from podwire.control.cluster.ownership import UNNUMBERED, Problem, claimed_range
 from podwire.control.cluster.planner import UNMANAGED, Planned, route_to_pod
 from podwire.control.cluster.published import Publication
 from podwire.control.cluster.reach import Reach, single
-from podwire.model.cluster import HostRoute, IPAddress, IPNetwork, NodeFacts, Prefix
+from podwire.model.cluster import HostRoute, NodeFacts, Prefix
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.ids import IdentityId
 
 _NOBODY: Final = NodeFacts("", "", 0, ())

@@ -15,7 +15,8 @@ from podwire.control.cluster.planner import NodeNumbers, Planned, plan_cluster
 from podwire.control.cluster.published import Publication, decode_endpoints
 from podwire.control.cluster.reach import ClusterSettings
 from podwire.control.cluster.remote import Changes, RemotePods, View
-from podwire.model.cluster import ClusterPlan, IPAddress, IPNetwork, NodeFacts, Underlay
+from podwire.model.cluster import ClusterPlan, NodeFacts, Underlay
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import InvalidRequest
 from podwire.model.store import StoredObject, StoreEvent
 from podwire.model.store.kinds import IP_POOL, NODE, NODE_ENDPOINTS

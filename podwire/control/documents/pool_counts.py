@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from podwire.control.ipam.documents import Block
 from podwire.control.ipam.pools import Pool, find_pool
-from podwire.model.endpoint import IPAddress
-from podwire.model.request import IPNetwork
+from podwire.model.endpoint import IPAddress, IPNetwork
 
 
 @dataclass(frozen=True, slots=True)

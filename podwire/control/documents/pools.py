@@ -23,18 +23,10 @@ from podwire.control.ipam.pools import (
     Selector,
     find_overlaps,
 )
-from podwire.control.policy.schema import (
-    Faults,
-    Node,
-    read_cidr,
-    read_expression,
-    read_label_map,
-    root,
-    shown,
-)
-from podwire.model.endpoint import IPAddress
+from podwire.model.documents.fields import read_cidr, read_expression, read_label_map
+from podwire.model.documents.reader import Faults, Node, root, shown
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import Fault, InvalidRequest
-from podwire.model.request import IPNetwork
 from podwire.model.store import Store, StoredObject
 from podwire.model.store.kinds import IP_BLOCK, IP_POOL, NODE
 
@@ -61,7 +53,7 @@ def decode_pool(document: Mapping[str, Any]) -> Pool:
     top = root(document, faults)
     spec = top.child("spec")
     if not spec.expect_object(FIELDS):
-        faults.raise_if_any("IPPool", hint=HINT)
+        faults.raise_if_any("decode IPPool", hint=HINT)
     cidr = _read_cidr(spec.child("cidr"))
     pool = Pool(
         name=top.child("metadata").child("name").text(),
@@ -75,7 +67,7 @@ def decode_pool(document: Mapping[str, Any]) -> Pool:
         use=spec.child("use").choice((PODS, NODES)) or PODS,
         disabled=bool(spec.child("disabled").boolean()),
     )
-    faults.raise_if_any("IPPool", hint=HINT)
+    faults.raise_if_any("decode IPPool", hint=HINT)
     return pool
 
 
@@ -95,7 +87,7 @@ def check_pools(store: Store, drafts: Sequence[StoredObject]) -> list[tuple[int,
     after = {**before, **{name: pool for name, (_, pool) in wanted.items()}}
     found = _find_shared(after, wanted)
     found += _find_changed(store, before, wanted)
-    ranges = {one.key.name: node_ranges(one) for one in store.list(NODE.plural)[0]}
+    ranges = {one.key.name: fixed_ranges(one) for one in store.list(NODE.plural)[0]}
     for name, cidr, pool in find_static(ranges, after.values()):
         if pool.name in wanted:
             message = f"is {pool.cidr}: {_describe_own(name, cidr)}"
@@ -114,7 +106,7 @@ def decode_pools(objects: Iterable[StoredObject]) -> dict[str, Pool]:
     return found
 
 
-def node_ranges(node: StoredObject) -> tuple[IPNetwork, ...]:
+def fixed_ranges(node: StoredObject) -> tuple[IPNetwork, ...]:
     """Give the ranges that a node has of its own, its blocks not among them, and its addresses; () of what cannot be
     read.
     """

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from podwire.control.endpoint.states import Event, State, next_state
+from podwire.control.endpoint.states import ENDING, Event, State, next_state
 from podwire.model.endpoint import AttachmentKey, EndpointRecord, IPAddress
 from podwire.model.errors import Bug
 from podwire.model.ids import ContainerId, EndpointId, InterfaceName
@@ -45,6 +45,11 @@ class Endpoint:
         self.log: deque[LogEntry] = deque(maxlen=LOG_ENTRIES)
         self._clock = clock
         self.log.append(LogEntry(clock.boottime_ns(), None, state, cause))
+
+    @property
+    def is_ending(self) -> bool:
+        """Tell whether a DEL, GC or failed ADD has been accepted for it."""
+        return self.state in ENDING
 
     def report(self, event: Event) -> None:
         """Move by `event` and write one log line, or raise IllegalTransition and change nothing."""

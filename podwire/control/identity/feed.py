@@ -12,8 +12,10 @@ from typing import Final
 from podwire.control.identity.known import IDENTITIES, IdentityChange
 from podwire.control.identity.resolver import IdentityResolver
 from podwire.control.identity.sources import NAMESPACES, WORKLOADS, SourceChange
+from podwire.control.kubernetes.own_pods import OwnPods
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.store import StoredObject, StoreEvent
+from podwire.model.store.kinds import POD
 
 KINDS: Final = (IDENTITIES, NAMESPACES, WORKLOADS)
 
@@ -39,11 +41,18 @@ class IdentityFeed:
     """Keeps what the resolver knows as new as the store."""
 
     resolver: IdentityResolver
+    pods: OwnPods | None = None
+    """With the store `kubernetes`."""
     _doubt: Doubt = field(default_factory=Doubt)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.resolver.allocator.known.listen(self._note_reassigned)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Give the kinds to follow."""
+        return KINDS if self.pods is None else (*KINDS, POD.plural)
 
     def heard(self) -> None:
         """Note that the store has answered, and has nothing newer than what was handed over."""
@@ -54,16 +63,21 @@ class IdentityFeed:
         self.resolver.store_came_back()
 
     def replace(self, kind: str, objects: Sequence[StoredObject], revision: int) -> None:
-        """Take in a whole list of one of KINDS."""
-        if kind == IDENTITIES:
+        """Take in a whole list of one of `kinds`."""
+        if self.pods is not None and kind == POD.plural:
+            self.pods.replace(objects)
+        elif kind == IDENTITIES:
             self.resolver.allocator.known.replace(objects, revision)
         else:
             self.resolver.sources.replace(kind, objects)
         self._suspect(Doubt(everybody=True))
 
     def apply(self, event: StoreEvent) -> None:
-        """Take in one change of one of KINDS, which no list holds already."""
-        if event.object.key.kind == IDENTITIES:
+        """Take in one change of one of `kinds`, which no list holds already."""
+        if self.pods is not None and event.object.key.kind == POD.plural:
+            self.pods.apply(event)
+            self._suspect(Doubt(SourceChange(pods=self.pods.take_changed())))
+        elif event.object.key.kind == IDENTITIES:
             self.resolver.allocator.known.apply(event)
         else:
             self._suspect(Doubt(self.resolver.sources.apply(event)))

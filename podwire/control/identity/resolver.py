@@ -8,7 +8,6 @@ labels and its number together, or stays as it is.
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -18,6 +17,7 @@ from podwire.control.identity.allocator import IdentitiesExhausted, IdentityAllo
 from podwire.control.identity.filter import LabelFilter
 from podwire.control.identity.key import IdentityKey, make_key
 from podwire.control.identity.sources import NAMESPACES, LabelSources, SourceChange
+from podwire.control.kubernetes.own_pods import NoPods, PodLabels
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Cancelled, Conflict, StorageFailure, Unavailable
 from podwire.model.identity import IdentityFacts, NamedPort
@@ -63,6 +63,8 @@ class IdentityResolver:
     sources: LabelSources
     chosen_by: LabelFilter
     wait_s: float = 10.0
+    pods: PodLabels = field(default_factory=NoPods)
+    """Gives what Pod objects say of endpoints."""
     clock: Callable[[], float] = time.monotonic
     _came_back: threading.Event = field(default_factory=threading.Event)
 
@@ -140,14 +142,18 @@ class IdentityResolver:
 
         It keeps the identity it has until the caller writes this one into its record.
         """
-        return self.resolve(own_labels(record), record.named_ports, record.namespace, wait_s=0)
+        return self.resolve(
+            self.pods.own_labels(record), record.named_ports, record.namespace, wait_s=0
+        )
+
+    @property
+    def _makes_namespaces(self) -> bool:
+        """Whether the first pod of a namespace makes its object; of a cluster's own namespaces only its users do."""
+        return self.allocator.store.promises.owns_namespaces
 
     def reassert_namespaces(self, namespaces: Iterable[str]) -> None:
-        """Make the objects of these namespaces again that the store has lost, with their labels. Raises Unavailable.
-
-        Not where namespaces are not podwire's: one that was deleted is gone, and its pods soon are.
-        """
-        if not self.allocator.store.promises.owns_namespaces:
+        """Make the objects of these namespaces again that the store has lost, with their labels. Raises Unavailable."""
+        if not self._makes_namespaces:
             return
         for name, labels in self.sources.find_lost(namespaces).items():
             self._make_namespace(name, labels)
@@ -163,31 +169,32 @@ class IdentityResolver:
         if not self.sources.is_complete:
             raise Unavailable("namespaces and workloads have not been read from the store yet")
         if not self.sources.knows_namespace(namespace):
+            if not self._makes_namespaces:
+                raise Unavailable(f"namespace {namespace!r} has not been read from the store yet")
             self._make_namespace(namespace, {NAMESPACE_NAME_KEY: namespace})
         labels, key = self.describe(own_labels, ports, namespace)
         number = self.allocator.allocate(key)
         return Resolution(IdentityId(number), labels, own_labels, key)
 
     def _make_namespace(self, name: str, labels: Mapping[str, str]) -> None:
-        """Make the Namespace object, on first use as Kubernetes would have it; learn it if there is one.
-
-        Where namespaces are not podwire's, only learn it: a pod's namespace is there before the pod.
-        """
+        """Make the Namespace object, on first use as Kubernetes would have it; learn it if there is one."""
         key = ObjectKey(NAMESPACES, "", name)
         metadata = {"name": name, "labels": dict(labels)}
         document = {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata}
         store = self.allocator.store
-        stored: StoredObject | None = None
-        if store.promises.owns_namespaces:
-            with suppress(Conflict):
-                stored = store.create(StoredObject(key=key, document=document))
-        stored = stored or store.get(key)
-        if stored is None:
-            raise Unavailable(f"read namespace {name!r}: there is none, or others are changing it")
+        try:
+            stored = store.create(StoredObject(key=key, document=document))
+        except Conflict as error:
+            found = store.get(key)
+            if found is None:
+                raise Unavailable(f"make namespace {name!r}: others are changing it") from error
+            stored = found
         self.sources.learn_namespace(stored)
 
     def _is_stale(self, record: EndpointRecord) -> bool:
-        labels, key = self.describe(own_labels(record), record.named_ports, record.namespace)
+        labels, key = self.describe(
+            self.pods.own_labels(record), record.named_ports, record.namespace
+        )
         known = self.allocator.known.get(record.identity)
         return (
             labels != record.labels
@@ -214,8 +221,3 @@ class IdentityResolver:
                 hint="the store must be reachable for labels that no pod had before; see `podwire status`",
             ) from failure
         self._came_back.wait(min(LOOK_S, left_s))
-
-
-def own_labels(record: EndpointRecord) -> tuple[str, ...]:
-    """Give what an endpoint brought itself; records of builds before identities have it among all labels."""
-    return record.own_labels or record.labels

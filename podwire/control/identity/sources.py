@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
+from podwire.control.kubernetes.own_pods import PodName
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.labels import (
     NAME_KEY,
@@ -57,20 +58,29 @@ class Workload(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SourceChange:
-    """What changed: endpoints of these namespaces, and of every namespace when Workloads did."""
+    """What changed: endpoints of these namespaces and pods, and of every namespace when Workloads did."""
 
     namespaces: frozenset[str] = frozenset()
     workloads: bool = False
+    pods: frozenset[PodName] = frozenset()
 
     def __or__(self, other: "SourceChange") -> "SourceChange":
-        return SourceChange(self.namespaces | other.namespaces, self.workloads or other.workloads)
+        return SourceChange(
+            self.namespaces | other.namespaces,
+            self.workloads or other.workloads,
+            self.pods | other.pods,
+        )
 
     def __bool__(self) -> bool:
-        return bool(self.namespaces) or self.workloads
+        return bool(self.namespaces) or self.workloads or bool(self.pods)
 
     def may_touch(self, record: EndpointRecord) -> bool:
         """Tell whether the labels of this endpoint may be others now."""
-        return self.workloads or record.namespace in self.namespaces
+        return (
+            self.workloads
+            or record.namespace in self.namespaces
+            or (record.namespace, record.pod) in self.pods
+        )
 
 
 class _Snapshot(msgspec.Struct, frozen=True):

@@ -12,9 +12,8 @@ from podwire.control.ipam.fifo import AddressFifo
 from podwire.control.ipam.interface import CidrUsage
 from podwire.control.ipam.pool_cache import PoolCache
 from podwire.control.ipam.pools import AddressRange, Pool
-from podwire.model.endpoint import IPAddress
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.ids import IdentityId
-from podwire.model.request import IPNetwork
 
 
 @dataclass

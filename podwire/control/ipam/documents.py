@@ -1,8 +1,8 @@
 """IPBlock and IPAddress documents: which node has a block, and which attachment has a singly claimed address.
 
-Written by `control.ipam.claims`, read by every module that follows blocks. Pure. An object is named after what it
-claims, so creating the object is the claim: an object exists only once. Invariant: what was written is read back the
-same. Nothing of a document that cannot be read is used.
+Written by `control.ipam.claiming.claims`, read by every module that follows blocks. Pure. An object is named after
+what it claims, so creating the object is the claim: an object exists only once. Invariant: what was written is read
+back the same. Nothing of a document that cannot be read is used.
 """
 
 import ipaddress
@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from podwire.control.ipam.pools import AddressRange, is_within
-from podwire.model.endpoint import AttachmentKey, IPAddress
+from podwire.model.endpoint import AttachmentKey, IPAddress, IPNetwork
 from podwire.model.ids import ContainerId, InterfaceName, NetworkName
-from podwire.model.request import IPNetwork
 from podwire.model.store import ObjectKey, StoredObject
 from podwire.model.store.kinds import IP_ADDRESS, IP_BLOCK
 

@@ -16,10 +16,9 @@ from collections.abc import Iterable
 from typing import Final
 
 from podwire.control.ipam.interface import NO_IDENTITY
-from podwire.model.endpoint import IPAddress
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import Bug
 from podwire.model.ids import IdentityId
-from podwire.model.request import IPNetwork
 
 RESTED_MAX: Final = 1 << 16
 """So many may rest before the oldest is given again although others were never used."""

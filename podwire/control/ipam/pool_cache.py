@@ -17,8 +17,7 @@ from podwire.control.ipam.documents import (
     overlaps,
 )
 from podwire.control.ipam.pools import Labels, NamespaceFacts, Pool, find_pool
-from podwire.model.endpoint import IPAddress
-from podwire.model.request import IPNetwork
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.store import StoredObject, StoreEvent
 from podwire.model.store.kinds import IP_ADDRESS, IP_BLOCK
 

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from podwire.model.endpoint import IPAddress
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import InvalidConfiguration
-from podwire.model.request import IPNetwork
 
 DEFAULT_BLOCK_SIZE: Final[Mapping[int, int]] = {4: 26, 6: 122}
 BLOCK_SIZES: Final[Mapping[int, tuple[int, int]]] = {4: (20, 32), 6: (116, 128)}

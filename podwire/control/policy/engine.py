@@ -31,10 +31,11 @@ from podwire.control.policy.rule import (
     PolicyId,
     PolicyRules,
 )
+from podwire.model.endpoint import IPNetwork
 from podwire.model.errors import NotFound, PodwireError, PolicyOverflow
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import EndpointConfig, PolicyDatapath
-from podwire.model.policy import IPNetwork, PolicyKey, PolicyRows
+from podwire.model.policy import PolicyKey, PolicyRows
 
 __all__ = [
     "EndpointRows",

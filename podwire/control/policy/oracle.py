@@ -27,7 +27,6 @@ from podwire.control.policy.rule import (
     CidrGroupSelector,
     CidrSelector,
     IdentityFacts,
-    IPAddress,
     LabelSelector,
     PeerSelector,
     PolicyId,
@@ -36,7 +35,8 @@ from podwire.control.policy.rule import (
     Reserved,
     Rule,
 )
-from podwire.model.policy import Direction, IPNetwork, Verdict
+from podwire.model.endpoint import IPAddress, IPNetwork
+from podwire.model.policy import Direction, Verdict
 
 DEFAULT_DENY_PATH: Final = "default-deny"
 PROTOCOL_NAMES: Final[Mapping[int, str]] = {

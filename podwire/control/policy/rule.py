@@ -4,13 +4,13 @@
 selector cache. Nothing here knows which pods exist.
 """
 
-import enum
-import ipaddress
 from dataclasses import dataclass
 from typing import Final
 
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.identity import RESERVED_LABELS, IdentityFacts, NamedPort, Reserved
-from podwire.model.policy import Direction, IPNetwork, Verdict
+from podwire.model.labels import Operator
+from podwire.model.policy import Direction, Verdict
 
 __all__ = [
     "ALL_PORTS",
@@ -50,15 +50,6 @@ UDP: Final = 17
 SCTP: Final = 132
 ICMP: Final = 1
 ICMPV6: Final = 58
-
-
-class Operator(enum.StrEnum):
-    """How a requirement compares. NOT_IN holds for labels that lack the key, as in Kubernetes."""
-
-    IN = "In"
-    NOT_IN = "NotIn"
-    EXISTS = "Exists"
-    DOES_NOT_EXIST = "DoesNotExist"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -175,6 +166,3 @@ class CidrGroup:
     labels: tuple[str, ...]
     """Canonical: `source:key=value`."""
     cidrs: tuple[IPNetwork, ...]
-
-
-IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address

@@ -26,9 +26,7 @@ from podwire.kernel.netlink import (
     unpack_body,
 )
 from podwire.kernel.rtnl.link import parse_mac
-from podwire.model.endpoint import IPAddress
-
-IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
+from podwire.model.endpoint import IPAddress, IPNetwork
 
 RTM_NEWADDR: Final = 20
 RTM_DELADDR: Final = 21
@@ -40,7 +38,6 @@ RTM_NEWNEIGH: Final = 28
 RTM_DELNEIGH: Final = 29
 RTM_GETNEIGH: Final = 30
 RTM_NEWRULE: Final = 32
-RTM_DELRULE: Final = 33
 RTM_GETRULE: Final = 34
 
 AF_INET: Final = 2
@@ -309,11 +306,6 @@ def add_rule(wanted: SourceRule) -> Request:
         "add rule for source",
         wanted.source,
     )
-
-
-def delete_rule(unwanted: SourceRule) -> Request:
-    """Remove a policy rule."""
-    return Request(RTM_DELRULE, 0, _rule_body(unwanted), "remove rule for source", unwanted.source)
 
 
 def list_rules(family: int) -> Request:

@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from podwire.model.endpoint import IPAddress
-
-IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
+from podwire.model.endpoint import IPAddress, IPNetwork
 
 ENVIRONMENT_PREFIX = "PODWIRE_"
 METADATA_KEY = "setting"

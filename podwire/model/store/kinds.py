@@ -75,6 +75,7 @@ WORKLOAD: Final = Kind("Workload", "workloads", ("podwire.io/v1",), False)
 IDENTITY: Final = Kind("Identity", "identities", ("podwire.io/v1",), False, for_people=False)
 NODE: Final = Kind("Node", "nodes", ("podwire.io/v1",), False, ("pwn",), for_people=False)
 CORE_NODE: Final = Kind("Node", f"nodes.{CORE}", ("v1",), False, for_people=False)
+POD: Final = Kind("Pod", "pods", ("v1",), True, ("po",), for_people=False)
 NODE_ENDPOINTS: Final = Kind(
     "NodeEndpoints", "nodeendpoints", ("podwire.io/v1",), False, for_people=False
 )
@@ -96,6 +97,7 @@ KINDS: Final = (
     IP_BLOCK,
     IP_ADDRESS,
     CORE_NODE,
+    POD,
 )
 """In the order in which they are applied: what others speak of comes first."""
 

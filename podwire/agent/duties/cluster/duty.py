@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -31,26 +31,17 @@ from podwire.control.cluster.planner import NodeNumbers
 from podwire.control.cluster.publish import NodePublisher
 from podwire.control.cluster.reach import ClusterSettings
 from podwire.control.cluster.state import KINDS, ClusterState, OwnNode
-from podwire.control.endpoint.states import State
 from podwire.control.endpoint.table import EndpointTable
-from podwire.model.cluster import IPAddress, IPNetwork, NodeFacts, TunnelMode, Underlay
+from podwire.model.cluster import NodeFacts, TunnelMode, Underlay
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import PodwireError, StorageFailure, Unavailable
 from podwire.model.ids import IdentityId
-from podwire.model.interfaces import ClusterDatapath
+from podwire.model.interfaces import ClusterDatapath, FactStore
 from podwire.model.store import Revisions, Store, StoreEvent
 
 NUMBERS_FACT: Final = "node-numbers"
 GRANTS_FACT: Final = "pool-grants"
-_ENDING: Final = frozenset({State.DISCONNECTING, State.DISCONNECTED})
 _NOWHERE: Final = Underlay((), (), 0, 1500)
-
-
-class ClusterJournal(Protocol):
-    """What this duty keeps across restarts."""
-
-    def write_fact(self, name: str, value: str) -> None: ...
-
-    def read_fact(self, name: str) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -86,7 +77,7 @@ class ClusterDuty:
     datapath: ClusterDatapath
     table: EndpointTable
     turn: threading.RLock
-    journal: ClusterJournal
+    journal: FactStore
     health: Health
     metrics: Metrics
     own_ranges: Callable[[], OwnRanges]
@@ -208,7 +199,7 @@ class ClusterDuty:
         return {
             address: one.record.identity
             for one in self.table
-            if one.state not in _ENDING and one.record.identity
+            if not one.is_ending and one.record.identity
             for address in one.record.addresses
         }
 

@@ -24,9 +24,11 @@ from podwire.control.cluster.publish import (
     PublishSchedule,
 )
 from podwire.control.cluster.state import OwnNode
-from podwire.model.cluster import IPAddress, IPNetwork, NodeFacts
+from podwire.model.cluster import NodeFacts
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import PodwireError, Unavailable
 from podwire.model.ids import IdentityId
+from podwire.model.interfaces import FactStore
 from podwire.model.store import Store
 
 INSTANCE_FACT: Final = "node-instance"
@@ -41,14 +43,6 @@ PUBLISH_AGAIN_S: Final = 60.0
 _log = logging.getLogger(__name__)
 
 Pods = Mapping[IPAddress, IdentityId]
-
-
-class InstanceJournal(Protocol):
-    """Where it is kept which machine this is."""
-
-    def write_fact(self, name: str, value: str) -> None: ...
-
-    def read_fact(self, name: str) -> str: ...
 
 
 class ThisNode(Protocol):
@@ -238,7 +232,7 @@ class Publisher:
 
 
 def take_name(
-    store: Store, journal: InstanceJournal, name: str, address: IPAddress | None
+    store: Store, journal: FactStore, name: str, address: IPAddress | None
 ) -> NodePublisher:
     """Take the node's name for this machine, before anything of it is touched.
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from podwire.model.cluster import IPAddress
+from podwire.model.endpoint import IPAddress
 
 LOOK_UP_S: Final = 60.0
 """How often names are looked up."""

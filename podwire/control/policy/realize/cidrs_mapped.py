@@ -12,9 +12,9 @@ from podwire.control.policy.realize.slots import Slots
 from podwire.control.policy.realize.subjects import Subjects
 from podwire.control.policy.resolve.cidrs import CidrTable, Prefix
 from podwire.control.policy.resolve.subject import Subject
+from podwire.model.endpoint import IPNetwork
 from podwire.model.errors import PolicyOverflow
 from podwire.model.interfaces import PolicyDatapath
-from podwire.model.policy import IPNetwork
 
 
 @dataclass

@@ -12,7 +12,8 @@ from ipaddress import IPv4Network
 from podwire.control.policy.labels_match import LabelSet, matches
 from podwire.control.policy.resolve.selectors import Selection
 from podwire.control.policy.rule import CidrGroup, CidrGroupSelector, CidrSelector
-from podwire.model.policy import CIDR_IDENTITY_FIRST, CIDR_WORLD_BIT, IPNetwork
+from podwire.model.endpoint import IPNetwork
+from podwire.model.policy import CIDR_IDENTITY_FIRST, CIDR_WORLD_BIT
 
 _BITS = {4: 32, 6: 128}
 

@@ -17,7 +17,7 @@ from podwire.control.policy.rule import (
     PolicyId,
     PolicyRules,
 )
-from podwire.model.policy import IPNetwork
+from podwire.model.endpoint import IPNetwork
 
 
 @dataclass

@@ -10,11 +10,10 @@ import ipaddress
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from podwire.control.ipam.audit import AddressFault
+from podwire.control.ipam.audit.node import AddressFault
 from podwire.control.ipam.documents import Block, ClaimedAddress, overlaps
 from podwire.control.ipam.pools import Pool
-from podwire.model.endpoint import IPAddress
-from podwire.model.request import IPNetwork
+from podwire.model.endpoint import IPAddress, IPNetwork
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Hand-made OCI images: a layout in a tar file, from busybox alone, since tests reach no registry.
+"""Hand-made OCI images: a layout in a tar file, from busybox alone, since neither rig nor tests reach a registry.
 
 The image has busybox under the name of each applet and nothing else. Debian's static busybox cannot resolve names, so
 containers use addresses.
@@ -7,6 +7,7 @@ containers use addresses.
 import hashlib
 import io
 import json
+import platform
 import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,10 @@ BUSYBOX: Final = Path("/bin/busybox")
 APPLETS: Final = ("cat", "echo", "httpd", "ip", "ls", "nc", "ping", "sh", "sleep", "wget")
 BUSYBOX_IMAGE: Final = "localhost/pwt/busybox:1"
 PAUSE_IMAGE: Final = "localhost/pwt/pause:1"
+SERVED: Final = "served\n"
+"""What its web server answers."""
 _FOREVER: Final = ("/bin/sleep", "2147483647")
+_ARCHITECTURES: Final = {"x86_64": "amd64", "aarch64": "arm64"}
 _MEDIA = "application/vnd.oci.image"
 
 
@@ -25,7 +29,7 @@ def write_layout(path: Path, references: Sequence[str]) -> None:
     layer = _make_layer()
     config = json.dumps(
         {
-            "architecture": "amd64",
+            "architecture": _ARCHITECTURES.get(platform.machine(), platform.machine()),
             "os": "linux",
             "config": {"Cmd": list(_FOREVER), "Env": ["PATH=/bin"]},
             "rootfs": {"type": "layers", "diff_ids": [_digest(layer)]},
@@ -65,7 +69,7 @@ def _make_layer() -> bytes:
             archive.addfile(entry)
         _add_file(archive, "bin/busybox", BUSYBOX.read_bytes(), mode=0o755)
         _add_file(archive, "etc/passwd", b"root:x:0:0:root:/:/bin/sh\n")
-        _add_file(archive, "www/index.html", b"served\n")
+        _add_file(archive, "www/index.html", SERVED.encode())
         for applet in APPLETS:
             entry = tarfile.TarInfo(f"bin/{applet}")
             entry.type, entry.linkname = tarfile.SYMTYPE, "busybox"

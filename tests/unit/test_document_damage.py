@@ -13,10 +13,10 @@ from podwire.agent.duties.follower import KindList
 from podwire.control.cluster.planner import NodeNumbers
 from podwire.control.cluster.reach import ClusterSettings
 from podwire.control.cluster.state import ClusterState
-from podwire.control.documents.readable import find_fault
+from podwire.control.documents.damage import find_fault
 from podwire.control.identity.known import KnownIdentities
 from podwire.control.identity.sources import LabelSources
-from podwire.control.ipam.claims import Claims
+from podwire.control.ipam.claiming.claims import Claims
 from podwire.control.ipam.pool import PoolIpam
 from podwire.control.ipam.pool_cache import PoolCache
 from podwire.model.store import ObjectKey, StoredObject, StoreEvent
@@ -56,7 +56,7 @@ def _listeners() -> list[Callable[[StoredObject], object]]:
 
     return [
         tell(IpamNews.KINDS, lambda one: news.on_lists([KindList(one.key.kind, [one], 1)])),
-        tell(IpamNews.KINDS, lambda one: news.on_events([StoreEvent(one, 2)], 2)),
+        tell(IpamNews.KINDS, lambda one: news.on_events([StoreEvent(one, 2)], {one.key.kind: 2})),
         tell(("nodes", "nodeendpoints"), lambda one: cluster.replace(one.key.kind, [one])),
         tell(("nodes", "nodeendpoints"), lambda one: cluster.apply(StoreEvent(one, 2))),
         tell(("identities",), lambda one: identities.apply(StoreEvent(one, 2))),

@@ -30,9 +30,8 @@ from podwire.control.ipam.documents import (
 )
 from podwire.control.ipam.pool_cache import PoolCache
 from podwire.control.ipam.pools import AddressRange, Pool
-from podwire.model.endpoint import AttachmentKey, IPAddress
+from podwire.model.endpoint import AttachmentKey, IPAddress, IPNetwork
 from podwire.model.errors import AddressUnavailable, Conflict, Exhausted, NotFound
-from podwire.model.request import IPNetwork
 from podwire.model.store import Store, StoredObject, UnreadableObject
 
 CONFLICTS_MAX: Final = 64

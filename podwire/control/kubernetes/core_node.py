@@ -1,0 +1,91 @@
+"""This node as Kubernetes says it: the core Node's ranges, addresses and UID.
+
+Called by the agent's start, by the choice of the node's address, and where two nodes claim one range. Pure. podwire
+watches its own core Node only; another one is read once, for a contest.
+"""
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from podwire.model.endpoint import IPAddress, IPNetwork
+from podwire.model.errors import InvalidConfiguration
+from podwire.model.store import ObjectKey, StoredObject
+from podwire.model.store.kinds import CORE_NODE
+
+INTERNAL_IP: Final = "InternalIP"
+NETWORK_UNAVAILABLE: Final = "NetworkUnavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class CoreNode:
+    """One Node of the core group."""
+
+    name: str
+    uid: str
+    pod_cidrs: tuple[IPNetwork, ...] = ()
+    """At most one of each family; () while the controller manager has given none."""
+    addresses: tuple[IPAddress, ...] = ()
+    """The InternalIPs, in the node's order."""
+    is_called_unavailable: bool = False
+    """Whether the condition NetworkUnavailable is there and not False."""
+
+
+def core_node_key(name: str) -> ObjectKey:
+    """Name a core Node."""
+    return ObjectKey(CORE_NODE.plural, "", name)
+
+
+def decode_core_node(stored: StoredObject) -> CoreNode:
+    """Read a core Node; InvalidConfiguration when one of its ranges is no CIDR."""
+    spec = _members(stored.document, "spec")
+    status = _members(stored.document, "status")
+    # An old API server knows the singular only.
+    texts = _items(spec, "podCIDRs") or [spec.get("podCIDR")]
+    return CoreNode(
+        name=stored.key.name,
+        uid=stored.uid,
+        pod_cidrs=tuple(
+            _read_range(stored.key.name, text) for text in texts if isinstance(text, str) and text
+        ),
+        addresses=tuple(
+            address
+            for item in _items(status, "addresses")
+            if isinstance(item, Mapping) and item.get("type") == INTERNAL_IP
+            if (address := _read_address(item.get("address"))) is not None
+        ),
+        is_called_unavailable=any(
+            isinstance(item, Mapping)
+            and item.get("type") == NETWORK_UNAVAILABLE
+            and item.get("status") != "False"
+            for item in _items(status, "conditions")
+        ),
+    )
+
+
+def _read_range(node: str, text: str) -> IPNetwork:
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError as error:
+        raise InvalidConfiguration(
+            f"read the ranges of core Node {node!r}: spec.podCIDRs has {text[:80]!r}: {error}",
+            hint="kube-controller-manager writes them (--allocate-node-cidrs, --cluster-cidr)",
+        ) from error
+
+
+def _read_address(text: object) -> IPAddress | None:
+    try:
+        return ipaddress.ip_address(str(text))
+    except ValueError:
+        return None
+
+
+def _members(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = holder.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _items(holder: Mapping[str, Any], name: str) -> list[Any]:
+    value = holder.get(name)
+    return value if isinstance(value, list) else []

@@ -1,0 +1,203 @@
+"""What runs on a node: containerd, kubelet and kube-proxy, with the settings that they need on a machine like this one.
+
+A machine may have cgroups of the old kind, no right to raise resource limits, and no registry. Each setting that is
+there for one of these says so.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from podwire.lab.kubernetes import programs
+from podwire.lab.kubernetes.daemon import Daemon
+from podwire.lab.kubernetes.nodes import images
+from podwire.lab.kubernetes.nodes.machine import SOCKET, Machine
+from podwire.model.errors import Unavailable
+
+CONF_DIRECTORY: Final = "/etc/cni/net.d"
+PLUGIN_DIRECTORY: Final = "/opt/cni/bin"
+_CONTAINERD_CONFIG: Final = "/etc/containerd/config.toml"
+_KUBELET_CONFIG: Final = "/etc/kubernetes/kubelet.json"
+_PROXY_CONFIG: Final = "/etc/kubernetes/kube-proxy.json"
+_IMAGE_DEADLINE_S: Final = 300.0
+_CONTAINERD: Final = """
+version = 2
+root = "/var/lib/containerd"
+state = "/run/containerd"
+disabled_plugins = ["io.containerd.snapshotter.v1.aufs", "io.containerd.snapshotter.v1.btrfs",
+  "io.containerd.snapshotter.v1.devmapper", "io.containerd.snapshotter.v1.zfs",
+  "io.containerd.internal.v1.opt"]
+[grpc]
+  address = "{socket}"
+[plugins."io.containerd.grpc.v1.cri"]
+  sandbox_image = "{pause}"
+  # Without CAP_SYS_RESOURCE runc cannot lower a score, and dies.
+  restrict_oom_score_adj = true
+  stream_server_address = "127.0.0.1"
+  stream_server_port = "0"
+  [plugins."io.containerd.grpc.v1.cri".cni]
+    bin_dir = "{plugins}"
+    conf_dir = "{conf}"
+  [plugins."io.containerd.grpc.v1.cri".containerd]
+    default_runtime_name = "runc"
+    [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+      runtime_type = "io.containerd.runc.v2"
+      [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
+        SystemdCgroup = false
+"""
+
+
+def _kubelet_settings(cgroup: str, ca: Path) -> Mapping[str, Any]:
+    return {
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        "containerRuntimeEndpoint": f"unix://{SOCKET}",
+        "authentication": {
+            "anonymous": {"enabled": False},
+            "webhook": {"enabled": True},
+            "x509": {"clientCAFile": str(ca)},
+        },
+        "authorization": {"mode": "Webhook"},
+        # Cgroups of the old kind; all containers in one, by which they are found again.
+        "failCgroupV1": False,
+        "cgroupDriver": "cgroupfs",
+        "cgroupsPerQOS": False,
+        "cgroupRoot": cgroup,
+        "enforceNodeAllocatable": [],
+        # The machine is shared: its swap, its disk and its processes are no affair of this node.
+        "oomScoreAdj": 0,
+        "failSwapOn": False,
+        "localStorageCapacityIsolation": False,
+        "evictionHard": {},
+        "makeIPTablesUtilChains": False,
+        # There is no registry: images are imported by name.
+        "imagePullCredentialsVerificationPolicy": "NeverVerify",
+        "imageGCHighThresholdPercent": 100,
+        "maxPods": 250,
+        "registerNode": True,
+        "shutdownGracePeriod": "0s",
+        "rotateCertificates": False,
+        "staticPodPath": "/etc/kubernetes/manifests",
+        "volumePluginDir": "/var/lib/kubelet/plugins",
+        "logging": {"verbosity": 2},
+    }
+
+
+def _proxy_settings(machine: Machine, kubeconfig: Path, mode: str, cidr: str) -> Mapping[str, Any]:
+    return {
+        "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+        "kind": "KubeProxyConfiguration",
+        "mode": mode,
+        "clientConnection": {"kubeconfig": str(kubeconfig)},
+        "clusterCIDR": cidr,
+        "hostnameOverride": machine.name,
+        "bindAddress": machine.plan.address,
+        "healthzBindAddress": "127.0.0.1:10256",
+        "metricsBindAddress": "127.0.0.1:10249",
+        # Limits of the whole machine's connection tracking stay what they are.
+        "conntrack": {
+            **{"maxPerCore": 0, "min": 0},
+            **{"tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
+        },
+    }
+
+
+@dataclass(frozen=True)
+class Access:
+    """How the programs of a node reach the API server: kubeconfigs, and the authority that they trust."""
+
+    kubelet: Path
+    proxy: Path
+    ca: Path
+
+
+class NodeServices:
+    """The programs of one machine; each may be killed and started again."""
+
+    def __init__(self, machine: Machine, access: Access, proxy_mode: str, cidr: str) -> None:
+        self.machine = machine
+        self._settings = {
+            _KUBELET_CONFIG: _kubelet_settings(machine.plan.cgroup, access.ca),
+            _PROXY_CONFIG: _proxy_settings(machine, access.proxy, proxy_mode, cidr),
+        }
+        found = programs.find(programs.CLUSTER)
+        self.containerd = Daemon(
+            f"containerd of {machine.name}",
+            [programs.require("containerd", "containerd"), "--config", _CONTAINERD_CONFIG],
+            machine.directory / "containerd.log",
+        )
+        self.kubelet = Daemon(
+            f"kubelet of {machine.name}",
+            [
+                found["kubelet"],
+                f"--config={_KUBELET_CONFIG}",
+                f"--kubeconfig={access.kubelet}",
+                f"--hostname-override={machine.name}",
+                f"--node-ip={machine.plan.address}",
+            ],
+            machine.directory / "kubelet.log",
+        )
+        self.proxy = Daemon(
+            f"kube-proxy of {machine.name}",
+            [found["kube-proxy"], f"--config={_PROXY_CONFIG}"],
+            machine.directory / "kube-proxy.log",
+        )
+
+    @property
+    def daemons(self) -> tuple[Daemon, ...]:
+        """All of them."""
+        return self.containerd, self.kubelet, self.proxy
+
+    def start(self) -> None:
+        """Start all, with the images that every node has; the node gets ready when it has a network."""
+        for daemon in self.daemons:
+            daemon.place = self.machine.place
+        self._write_settings()
+        self.start_containerd()
+        layout = self.machine.plan.shared / "images.tar"
+        if not layout.exists():
+            images.write_layout(layout, [images.BUSYBOX_IMAGE, images.PAUSE_IMAGE])
+        self.import_image(layout)
+        self.kubelet.start()
+        self.proxy.start()
+
+    def start_containerd(self) -> None:
+        """Start containerd and wait until it answers."""
+        self.containerd.start(self._containerd_answers)
+
+    def import_image(self, archive: Path) -> None:
+        """Give the node the images of an archive, which must be a file that it sees."""
+        self.machine.run(
+            *("ctr", "-a", SOCKET, "-n", "k8s.io", "images", "import", str(archive)),
+            timeout_s=_IMAGE_DEADLINE_S,
+        )
+
+    def stop(self) -> None:
+        """End all; containers run on."""
+        for daemon in reversed(self.daemons):
+            daemon.stop()
+
+    def _containerd_answers(self) -> bool:
+        try:
+            self.machine.run("ctr", "-a", SOCKET, "version", timeout_s=30)
+        except Unavailable:
+            return False
+        return True
+
+    def _write_settings(self) -> None:
+        machine = self.machine
+        for directory in (CONF_DIRECTORY, PLUGIN_DIRECTORY, "/etc/kubernetes/manifests"):
+            machine.path(directory).mkdir(parents=True, exist_ok=True)
+        machine.write(
+            _CONTAINERD_CONFIG,
+            _CONTAINERD.format(
+                socket=SOCKET,
+                pause=images.PAUSE_IMAGE,
+                plugins=PLUGIN_DIRECTORY,
+                conf=CONF_DIRECTORY,
+            ),
+        )
+        for path, settings in self._settings.items():
+            machine.write(path, json.dumps(settings, indent=1))

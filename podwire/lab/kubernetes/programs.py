@@ -1,0 +1,50 @@
+"""Where the Kubernetes programs are: one directory that has all that are asked for, of one version.
+
+Looked for in $KUBEBUILDER_ASSETS, in PATH, and in the cache that scripts/kubernetes-programs fills. Programs of two
+places are never mixed: a kubelet newer than its API server is a combination that Kubernetes does not support.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from podwire.model.errors import NotFound
+
+VERSION: Final = "v1.36.3"
+"""What scripts/kubernetes-programs builds; tests/cluster/tools/go.mod pins the same."""
+API_SERVER: Final = ("kube-apiserver",)
+CLUSTER: Final = (
+    *("kube-apiserver", "kube-controller-manager", "kube-scheduler"),
+    *("kubelet", "kube-proxy", "kubectl"),
+)
+ASSETS_VARIABLE: Final = "KUBEBUILDER_ASSETS"
+_HINT: Final = "scripts/kubernetes-programs builds them once, in about six minutes"
+
+
+def cache_directory() -> Path:
+    """Give the directory of the programs that scripts/kubernetes-programs builds."""
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(cache) / "podwire" / "kubernetes" / VERSION
+
+
+def find(names: Sequence[str]) -> Mapping[str, str]:
+    """Give the path of each program, all of one place; NotFound says how to get them."""
+    places = [os.environ.get(ASSETS_VARIABLE, ""), os.environ["PATH"], str(cache_directory())]
+    for place in filter(None, places):
+        found = {name: shutil.which(name, path=place) for name in names}
+        if all(found.values()):
+            return {name: str(path) for name, path in found.items()}
+    raise NotFound(
+        f"find {', '.join(names)}: not in ${ASSETS_VARIABLE}, PATH or {str(cache_directory())!r}",
+        hint=_HINT,
+    )
+
+
+def require(name: str, package: str) -> str:
+    """Give the path of a program of the distribution; NotFound names its package."""
+    found = shutil.which(name)
+    if found is None:
+        raise NotFound(f"find {name}: not in PATH", hint=f"apt-get install {package}")
+    return found

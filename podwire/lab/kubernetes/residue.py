@@ -1,0 +1,83 @@
+"""What a cluster leaves on a machine, found by names alone: processes, cgroups, namespaces, settings, files.
+
+Used by `cluster` before it makes one and after. Works as well for a cluster whose rig was killed.
+"""
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from podwire.kernel import netns
+from podwire.lab.kubernetes.daemon import remove_tree
+from podwire.lab.kubernetes.nodes.machine import end_inhabitants, list_cgroups, remove_cgroups
+
+RUN_ROOT: Final = Path("/run/pwk")
+PREFIX: Final = "pwk"
+_SETTINGS_FILE: Final = "settings.json"
+_PROC_SYS: Final = Path("/proc/sys")
+KUBELET_CHANGES: Final = (
+    *("vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/panic_on_oops"),
+    *("kernel/keys/root_maxkeys", "kernel/keys/root_maxbytes"),
+)
+"""Settings of the whole machine that a kubelet sets at its start."""
+
+
+def directory_of(name: str) -> Path:
+    """Give the directory of a cluster."""
+    return RUN_ROOT / name
+
+
+def namespace_of(name: str, place: str) -> str:
+    """Name the network namespace of a place of a cluster."""
+    return f"{PREFIX}.{name}.{place}"
+
+
+def list_namespaces(name: str) -> list[str]:
+    """List the namespaces of a cluster that are there."""
+    return [found for found in netns.list_named() if found.startswith(f"{PREFIX}.{name}.")]
+
+
+def save_settings(directory: Path) -> None:
+    """Note what kubelets will change, unless an earlier rig that was killed has noted it."""
+    path = directory / _SETTINGS_FILE
+    if not path.exists():
+        known = {one: (_PROC_SYS / one).read_text().strip() for one in KUBELET_CHANGES}
+        path.write_text(json.dumps(known))
+
+
+def restore_settings(directory: Path) -> None:
+    """Put back what was noted."""
+    path = directory / _SETTINGS_FILE
+    if path.exists():
+        for setting, value in json.loads(path.read_text()).items():
+            with contextlib.suppress(FileNotFoundError):
+                (_PROC_SYS / setting).write_text(value)
+
+
+def list_left(name: str) -> Sequence[str]:
+    """Say what there is of a cluster; nothing after `remove`."""
+    namespaces = list_namespaces(name)
+    cgroups = [str(path) for path in list_cgroups(_list_cgroup_names(name))]
+    directory = directory_of(name)
+    return [*namespaces, *cgroups, *([str(directory)] if directory.exists() else [])]
+
+
+def remove(name: str) -> None:
+    """Remove all there is of a cluster; none is success."""
+    directory, namespaces = directory_of(name), list_namespaces(name)
+    cgroups = _list_cgroup_names(name)
+    end_inhabitants(namespaces, cgroups)
+    remove_cgroups(cgroups)
+    restore_settings(directory)
+    for namespace in namespaces:
+        netns.delete_named(namespace)
+    remove_tree(directory)
+
+
+def _list_cgroup_names(name: str) -> Sequence[str]:
+    """Name the cgroups by what is there: the namespace of a node may be gone while they are not."""
+    tops = [Path("/sys/fs/cgroup"), *Path("/sys/fs/cgroup").glob("*/")]
+    found = {path.name for top in tops for path in top.glob(f"{PREFIX}.{name}.*")}
+    return sorted(found)

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, settings
 from tests.progress import Progress
 from tests.spread import put_longest_first
 
-TIERS = ("unit", "packet", "kernel", "lab", "runtime", "vm")
+TIERS = ("unit", "packet", "kernel", "lab", "runtime", "cluster", "vm")
 _FOLDER_TIERS = {"contract": "unit"}
-_SLOW_TIERS = ("packet", "kernel", "lab", "runtime")
+_SLOW_TIERS = ("packet", "kernel", "lab", "runtime", "cluster")
 _SLOW_TIMEOUT_S = 1800 if "PODWIRE_GUEST" in os.environ else 900
 """What a test with processes and namespaces may take where nothing else is said: others may keep the machine busy, and
 emulators (tests/vm) take many times as long.

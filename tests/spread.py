@@ -17,7 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
 SECONDS_FILE: Final = Path(__file__).with_name("seconds.json")
-SECONDS_OF_A_TEST: Final = {"kernel": 0.5, "lab": 2.0, "runtime": 8.0, "vm": 20.0}
+SECONDS_OF_A_TEST: Final = {"kernel": 0.5, "lab": 2.0, "runtime": 8.0, "cluster": 10.0, "vm": 20.0}
 """What a test of a folder is taken for that nobody has measured; of others it is next to nothing."""
 SEPARATE: Final = frozenset(
     {
@@ -33,10 +33,15 @@ SEPARATE: Final = frozenset(
 PARTED: Final = {"tests/vm/test_kernels.py": "-"}
 """Files whose groups are told by the test's name up to this character: each kernel is booted once."""
 
+SHARED: Final = "tests/cluster/"
+"""Tests of this folder share a cluster; two of them would share one machine's processors."""
+
 
 def group_of(nodeid: str) -> str:
     """Name the group of a test."""
     file = nodeid.partition("::")[0]
+    if file.startswith(SHARED):
+        return SHARED
     if file in SEPARATE:
         return nodeid
     return nodeid.partition(PARTED[file])[0] if file in PARTED else file

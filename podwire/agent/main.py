@@ -15,11 +15,12 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, closing
 from functools import partial
+from typing import TYPE_CHECKING
 
 from podwire import __version__
-from podwire.agent.assemble import make_api, make_duties, start_events
+from podwire.agent.assemble import make_api, make_duties, make_installer, start_events
 from podwire.agent.cni.dispatch import Dispatcher
 from podwire.agent.cni.requests import CniRequests
 from podwire.agent.cni.socket import CniServer
@@ -32,6 +33,7 @@ from podwire.agent.node import Node, open_node
 from podwire.agent.unix_socket import open_unix_socket
 from podwire.cni.netconf import decode_request
 from podwire.model import log
+from podwire.model.config import AgentConfig
 from podwire.model.config.help import help_text
 from podwire.model.config.sources import Settled, parse_arguments
 from podwire.model.errors import (
@@ -43,6 +45,9 @@ from podwire.model.errors import (
 )
 from podwire.model.request import AttachRequest
 from podwire.model.wire import SPOOL_DIRECTORY, Frame
+
+if TYPE_CHECKING:
+    from podwire.agent.api.waiting import WaitingApi
 
 EXIT_OF: Mapping[type[PodwireError], int] = {
     InvalidConfiguration: 2,
@@ -80,8 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for warning in settled.warnings:
             _log.warning("an environment variable is not a setting", extra={"cause": warning})
         threading.Thread(target=importlib.import_module, args=(API_MODULE,), daemon=True).start()
+        # As the first process of a container the agent has no default action of signals.
+        signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(0))
         with ExitStack() as stack:
-            node = open_node(settled, stack)
+            with closing(_StartNotice(settled.config)) as notice:
+                node = open_node(settled, stack, notice)
             asyncio.run(serve(node, partial(read_settings, parsed)))
     except PodwireError as error:
         return _fail(error)
@@ -100,6 +108,25 @@ def _fail(error: PodwireError) -> int:
     if error.hint:
         print(f"podwire-agent: hint: {error.hint}", file=sys.stderr)
     return next(EXIT_OF[kind] for kind in type(error).__mro__ if kind in EXIT_OF)
+
+
+class _StartNotice:
+    """Shows people what the start waits for. Nearly no start waits, so the server is made when one does."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._config = config
+        self._api: WaitingApi | None = None
+
+    def __call__(self, reason: str, hint: str = "") -> None:
+        if self._api is None:
+            from podwire.agent.api.waiting import WaitingApi  # noqa: PLC0415 - a restart must be quick
+
+            self._api = WaitingApi(self._config)
+        self._api.wait_for(reason, hint)
+
+    def close(self) -> None:
+        if self._api is not None:
+            self._api.close()
 
 
 def _settle_interpreter() -> None:
@@ -152,6 +179,9 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
             stack.callback(node.addresses.duty.stop)
         node.cluster.start()
         stack.callback(node.cluster.stop)
+        if (installer := make_installer(node)) is not None:
+            installer.start()
+            stack.callback(installer.stop)
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(loops.supervise(name, run, duties), name=name)

@@ -6,7 +6,7 @@ stack closes what is opened; pods keep running. Nothing here decides about endpo
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from podwire.control.attach.service import AttachService
 from podwire.control.attach.steps import Context
 from podwire.control.cluster.publish import NodePublisher
 from podwire.control.cluster.reach import ClusterSettings
-from podwire.control.documents.readable import find_fault
+from podwire.control.documents.damage import find_fault
 from podwire.control.endpoint.changes import EndpointChanges
 from podwire.control.endpoint.enforce import Enforcer, rows_of
 from podwire.control.endpoint.policies import PolicyObjects
@@ -43,6 +43,7 @@ from podwire.control.identity.known import KnownIdentities
 from podwire.control.identity.resolver import IdentityResolver
 from podwire.control.identity.sources import LabelSources
 from podwire.control.ipam.interface import Ipam
+from podwire.control.kubernetes.own_pods import NoPods, OwnPods
 from podwire.control.policy.engine import Numbers, PolicyEngine
 from podwire.control.policy.oracle import Enforcement
 from podwire.datapath.host import merge_changes
@@ -69,6 +70,9 @@ from podwire.store.remembered import FILE_NAME, RememberedObjects
 
 NUMBERS_FACT = "policy-numbers"
 """From which numbers of slots, rules and revisions on nothing was ever used on this node."""
+
+WaitFor = Callable[[str, str], None]
+"""Hears what the start waits for, and what to do."""
 
 _log = logging.getLogger(__name__)
 
@@ -104,8 +108,11 @@ class Node:
         return self.live.current
 
 
-def open_node(settled: Settled, stack: ExitStack) -> Node:
-    """Open state and kernel and bring them together; what is opened is closed by `stack`."""
+def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
+    """Open state and kernel and bring them together; what is opened is closed by `stack`.
+
+    `wait_for` hears what the start waits for.
+    """
     config = settled.config
     clock, health, metrics = KernelClock(), Health(KernelClock()), Metrics()
     started_ns = clock.process_start_ns()
@@ -127,13 +134,15 @@ def open_node(settled: Settled, stack: ExitStack) -> Node:
     memory = _open_memory(config, stack)
     name = take_name(store, journal, config.node.node_name, config.node.node_address)
     stack.callback(name.close)
-    addresses = open_addresses(config, store, journal, partial(_report_ipam, health))
-    refuse_contested(
-        name,
-        addresses.own_ranges().pod_cidrs,
-        config.node.node_address,
-        config.node.cluster_cidrs,
-    )
+    addresses = open_addresses(config, store, journal, partial(_report_ipam, health), wait_for)
+    if not config.store.is_kubernetes:
+        # With Kubernetes a range is given to another node in normal life, so no agent exits over one.
+        refuse_contested(
+            name,
+            addresses.own_ranges().pod_cidrs,
+            config.node.node_address,
+            config.node.cluster_cidrs,
+        )
     datapath = KernelDatapath(plan_node(config, addresses), _recall_hooks(journal, clock))
     try:
         stack.enter_context(datapath)
@@ -292,7 +301,8 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
         base=partial(_base_config, live, flows),
         enforcer=enforcer,
     )
-    resolver = _compose_identities(config, store)
+    pods = OwnPods(store, config.node.node_name) if config.store.is_kubernetes else None
+    resolver = _compose_identities(config, store, pods)
     cluster = _compose_cluster(opened, table, turn)
     context = Context(datapath, regenerator)
     endings = Endings(
@@ -326,7 +336,7 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
         policies=_compose_policy_duty(opened, enforcer, turn),
         identities=IdentityDuty(
             node_name=config.node.node_name,
-            feed=IdentityFeed(resolver),
+            feed=IdentityFeed(resolver, pods),
             table=table,
             facts=journal,
             changes=EndpointChanges(table, journal, regenerator, resolver, turn),
@@ -413,12 +423,16 @@ def _compose_policy(
     return Enforcer(engine, table, datapath, directories, BuildQueue(), opened.clock)
 
 
-def _compose_identities(config: AgentConfig, store: Store) -> IdentityResolver:
+def _compose_identities(
+    config: AgentConfig, store: Store, pods: OwnPods | None
+) -> IdentityResolver:
     return IdentityResolver(
         allocator=IdentityAllocator(store, KnownIdentities()),
         sources=LabelSources(),
         chosen_by=LabelFilter.parse(config.policy.identity_label_filter),
         wait_s=config.policy.identity_wait_s,
+        makes_namespaces=pods is None,
+        pods=pods or NoPods(),
     )
 
 

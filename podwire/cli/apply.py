@@ -11,14 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from podwire.cli.client import EXIT_NOT_FOUND, EXIT_NOT_SO, EXIT_USAGE, CliError
-from podwire.cli.objects import (
-    Objects,
-    in_namespace,
-    open_objects,
-    read_kind,
-    read_name,
-    with_store,
-)
+from podwire.cli.object_access import Objects, open_objects
+from podwire.cli.objects import in_namespace, read_kind, read_name, with_store
 from podwire.cli.options import Common, common, table
 from podwire.cli.output import GREEN, RED, Column, Row, colour, key, show_document, show_rows
 

@@ -12,7 +12,8 @@ from podwire.cli import client
 from podwire.cli.client import EXIT_NOT_SO, CliError
 from podwire.cli.endpoint import Requirement, find_endpoint, matches, read_selector
 from podwire.cli.lists import ask_all, show_list
-from podwire.cli.objects import POLICY_KINDS, AgentObjects, Document, name_object, select
+from podwire.cli.object_access import POLICY_KINDS, AgentObjects, Document
+from podwire.cli.objects import name_object, select
 from podwire.cli.options import Agent, Common, common, listing, namespaced, selecting
 from podwire.cli.output import Column, Row, key, show_one
 from podwire.cli.trace import trace_flow

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 from podwire.cli.client import CliError
 from podwire.cli.documents import find_place
-from podwire.cli.objects import POLICY_KINDS, Objects
+from podwire.cli.object_access import POLICY_KINDS, Objects
 from podwire.control.documents.kinds import decode
 from podwire.control.identity.filter import LabelFilter
-from podwire.control.policy.schema import GroupMention, Mention
+from podwire.control.policy.mentions import GroupMention, Mention
 from podwire.control.policy.unmatched import find_mentions, find_unmatched
 from podwire.model.store import ObjectKey
 from podwire.model.store.kinds import CIDR_GROUP, kind_of_document

@@ -9,7 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from podwire.cni.faults import Faults, shown
+from podwire.cni.faults import Faults
+from podwire.model.documents.reader import shown
 from podwire.model.endpoint import IPAddress
 
 WANTED_MAX: Final = 16

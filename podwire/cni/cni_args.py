@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from podwire.cni.faults import Faults, shown
+from podwire.cni.faults import Faults
+from podwire.model.documents.reader import shown
 from podwire.model.errors import InvalidEnvironment
 from podwire.model.ids import interface_name_fault, is_valid_container_id
 

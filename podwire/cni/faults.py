@@ -6,6 +6,7 @@ value. Invariant: what can be noted is bounded, so that a request made of faults
 
 from typing import Any, Final
 
+from podwire.model.documents.reader import list_faults, shown
 from podwire.model.errors import (
     Fault,
     IncompatibleVersion,
@@ -25,7 +26,6 @@ _BY_CODE: Final[tuple[type[InvalidRequest], ...]] = (
 )
 """The classes in the order of their CNI codes 1, 2, 4, 6, 7."""
 
-SHOWN_CHARACTERS: Final = 80
 NAMED_IN_MESSAGE: Final = 5
 KEPT_OF_EACH_KIND: Final = 32
 
@@ -60,10 +60,8 @@ class Faults:
             return
         kinds = sorted(self._found, key=_BY_CODE.index)
         faults = tuple(fault for kind in kinds for fault in self._found[kind])
-        named = [f"{fault.path} {fault.message}" for fault in faults[:NAMED_IN_MESSAGE]]
-        if self._count > len(named):
-            named.append(f"and {self._count - len(named)} more")
-        raise kinds[0](f"decode request: {'; '.join(named)}", hint=hint, faults=faults)
+        listed = list_faults(faults, self._count, NAMED_IN_MESSAGE)
+        raise kinds[0](f"decode request: {listed}", hint=hint, faults=faults)
 
     def read_object(self, value: Any, path: str) -> dict[str, Any]:
         """Give an object; absent and null are an empty one."""
@@ -113,13 +111,3 @@ class Faults:
             self.note(UndecodableRequest, path, f"is {shown(value)}, not {name}")
             return absent
         return value
-
-
-def shown(value: object) -> str:
-    """Write a value into a message: cut where it would flood it, and nothing in it that breaks a line or a terminal."""
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    text = ascii(value[: SHOWN_CHARACTERS + 1] if isinstance(value, str) else value)
-    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."

@@ -7,7 +7,8 @@ values is that of `model.labels`.
 import re
 from typing import Any, Final
 
-from podwire.cni.faults import Faults, shown
+from podwire.cni.faults import Faults
+from podwire.model.documents.reader import shown
 from podwire.model.errors import InvalidConfiguration
 from podwire.model.ids import DEFAULT_NAMESPACE, NAMESPACE_MAX_CHARACTERS, is_valid_namespace
 from podwire.model.labels import (

@@ -6,6 +6,8 @@ configuration that ADD was refused for. Unknown keys of the configuration are ac
 listed. Sources: CNI specification 1.1.0; CONVENTIONS; the inputs of containerd, CRI-O and podman.
 """
 
+import contextlib
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any, Final
@@ -14,7 +16,7 @@ import msgspec
 
 from podwire.cni.addresses import read_mac, read_wanted_ips
 from podwire.cni.cni_args import NAME_MAX_BYTES, WITH_ATTACHMENT, Environment, read_environment
-from podwire.cni.faults import Faults, shown
+from podwire.cni.faults import Faults
 from podwire.cni.labels import complete_labels, read_labels, read_name, read_namespace
 from podwire.cni.result import decode_result
 from podwire.cni.wishes import (
@@ -27,6 +29,7 @@ from podwire.cni.wishes import (
     refuse_chaining,
     refuse_unbuilt,
 )
+from podwire.model.documents.reader import shown
 from podwire.model.endpoint import AttachmentKey
 from podwire.model.errors import (
     Bug,
@@ -55,6 +58,10 @@ KNOWN_KEYS: Final = frozenset(
 )
 ATTACHMENTS_MAX: Final = 100_000
 UNKNOWN_KEYS_MAX: Final = 32
+REMEMBERED: Final = 32
+"""Configurations that were read without a fault."""
+REMEMBERED_MAX_BYTES: Final = 16_384
+_REMEMBERED_OF: Final = ("ADD", "DEL", "STATUS")
 COMMAND_SINCE: Final = {"CHECK": "0.4.0", "GC": "1.1.0", "STATUS": "1.1.0"}
 HINT: Final = "correct the network configuration or the runtime's call; nothing was changed"
 
@@ -62,38 +69,75 @@ _GC_KEYS: Final = ("cni.dev/valid-attachments", "cni.dev/attachments")
 """Both say the same; the second is for plugins that were written before the specification was final."""
 
 
+class _Configuration(msgspec.Struct, frozen=True):
+    """What the configuration of a network says, without what a call's environment says."""
+
+    request: AttachRequest
+    labels: tuple[str, ...] = ()
+    ips: Any = None
+    runtime_ips: Any = None
+    mac: Any = None
+
+
 def decode_request(env: Mapping[str, str], stdin: bytes, started_boottime_ns: int) -> AttachRequest:
     """Decode a call, or raise the InvalidRequest of the lowest CNI code with every fault in it."""
     faults = Faults()
     environment = read_environment(env, faults)
-    command = environment.command
+    configuration = _read_configuration(environment.command, stdin, faults)
+    request = msgspec.structs.replace(
+        configuration.request,
+        key=_make_key(environment, configuration.request.network),
+        netns_path=environment.netns_path,
+        started_boottime_ns=started_boottime_ns,
+    )
+    if environment.command == "ADD":
+        request = _read_pod(request, environment, configuration, faults)
+    faults.raise_if_any(hint=HINT)
+    return request
+
+
+def _read_configuration(command: str, stdin: bytes, faults: Faults) -> _Configuration:
+    """Read a configuration, or remember it: runtimes send the same one for each pod."""
+    if command in _REMEMBERED_OF and len(stdin) <= REMEMBERED_MAX_BYTES:
+        with contextlib.suppress(InvalidRequest):  # its faults are to be named with those of others
+            return _read_faultless(command, stdin)
+    return _read_anew(command, stdin, faults)
+
+
+@functools.lru_cache(REMEMBERED)
+def _read_faultless(command: str, stdin: bytes) -> _Configuration:
+    faults = Faults()
+    configuration = _read_anew(command, stdin, faults)
+    faults.raise_if_any(hint=HINT)
+    return configuration
+
+
+def _read_anew(command: str, stdin: bytes, faults: Faults) -> _Configuration:
     config = _read_json(stdin, faults)
     if config is None:
         faults.raise_if_any(hint=HINT)
         raise Bug("decode request: stdin is no object, and no fault was noted")
     version = _read_version(config, command, faults)
-    network = _read_network(config, faults)
     request = AttachRequest(
         command=command,
-        network=network,
+        network=_read_network(config, faults),
         cni_version=version,
-        key=_make_key(environment, network),
-        netns_path=environment.netns_path,
-        started_boottime_ns=started_boottime_ns,
+        key=None,
+        netns_path="",
+        started_boottime_ns=0,
         unknown_keys=tuple(sorted(set(config) - KNOWN_KEYS))[:UNKNOWN_KEYS_MAX],
     )
     if command in ("ADD", "STATUS"):
         request = _read_settings(request, config, faults)
     if command == "ADD":
-        request = _read_pod(request, environment, config, faults)
-    elif command == "CHECK":
+        return _read_pods(request, config, faults)
+    if command == "CHECK":
         prev_result = _read_prev_result(config, version, faults)
         request = msgspec.structs.replace(request, prev_result=prev_result)
     elif command == "GC":
         valid = _read_valid_attachments(config, faults)
         request = msgspec.structs.replace(request, valid_attachments=valid)
-    faults.raise_if_any(hint=HINT)
-    return request
+    return _Configuration(request)
 
 
 def _read_json(stdin: bytes, faults: Faults) -> dict[str, Any] | None:
@@ -184,15 +228,32 @@ def _read_settings(request: AttachRequest, config: dict[str, Any], faults: Fault
     )
 
 
-def _read_pod(
-    request: AttachRequest, environment: Environment, config: dict[str, Any], faults: Faults
-) -> AttachRequest:
-    """Add what an ADD says of its pod."""
+def _read_pods(request: AttachRequest, config: dict[str, Any], faults: Faults) -> _Configuration:
+    """Read what the configuration of an ADD says of its pods."""
     refuse_chaining(config, faults)
     extra = faults.read_object(
         faults.read_object(config.get("args"), "args").get("cni"), "args.cni"
     )
     runtime = read_runtime_config(config, faults)
+    request = msgspec.structs.replace(
+        request,
+        ports=read_ports(extra.get("ports"), faults),
+        pools=read_pools(extra.get("pools"), faults),
+        bandwidth=read_bandwidth(runtime.get("bandwidth"), faults),
+    )
+    return _Configuration(
+        request,
+        labels=read_labels(extra.get("labels"), "args.cni.labels", faults),
+        ips=extra.get("ips"),
+        runtime_ips=runtime.get("ips"),
+        mac=runtime.get("mac"),
+    )
+
+
+def _read_pod(
+    request: AttachRequest, environment: Environment, configuration: _Configuration, faults: Faults
+) -> AttachRequest:
+    """Add what an ADD says of its pod."""
     args = environment.args
 
     def read_arg(name: str) -> str:
@@ -200,24 +261,22 @@ def _read_pod(
 
     namespace = read_namespace(read_arg("K8S_POD_NAMESPACE"), "CNI_ARGS K8S_POD_NAMESPACE", faults)
     pod = read_arg("K8S_POD_NAME") or environment.container_id
-    labels = read_labels(extra.get("labels"), "args.cni.labels", faults)
     ips = {
-        "args.cni.ips": extra.get("ips"),
-        "runtimeConfig.ips": runtime.get("ips"),
+        "args.cni.ips": configuration.ips,
+        "runtimeConfig.ips": configuration.runtime_ips,
         "CNI_ARGS IP": [args["IP"]] if "IP" in args else None,
     }
-    macs = {"runtimeConfig.mac": runtime.get("mac"), "CNI_ARGS MAC": args.get("MAC")}
+    macs = {"runtimeConfig.mac": configuration.mac, "CNI_ARGS MAC": args.get("MAC")}
     return msgspec.structs.replace(
         request,
         namespace=namespace,
         pod=pod,
         pod_uid=read_arg("K8S_POD_UID"),
-        labels=complete_labels(labels, network=request.network, namespace=namespace, pod=pod),
-        ports=read_ports(extra.get("ports"), faults),
-        pools=read_pools(extra.get("pools"), faults),
+        labels=complete_labels(
+            configuration.labels, network=request.network, namespace=namespace, pod=pod
+        ),
         wanted_ips=read_wanted_ips(ips, faults),
         wanted_mac=read_mac(macs, faults),
-        bandwidth=read_bandwidth(runtime.get("bandwidth"), faults),
     )
 
 

@@ -8,8 +8,9 @@ interfaces of the reference plugins; CONVENTIONS of the CNI specification ("capa
 import re
 from typing import Any, Final
 
-from podwire.cni.faults import Faults, shown
+from podwire.cni.faults import Faults
 from podwire.cni.labels import PORTS_MAX
+from podwire.model.documents.reader import shown
 from podwire.model.endpoint import Bandwidth
 from podwire.model.errors import InvalidConfiguration, UnsupportedField
 from podwire.model.request import NamedPort

@@ -19,6 +19,7 @@ MARK_POD_PIECE: Final = 1886846978
 MARK_FOREIGN_BITS: Final = 49152
 CIDR_WORLD_BIT: Final = 33554432
 IDENTITY_FIXED_FIRST: Final = 256
+OPENER_BUCKETS: Final = 32
 METRICS_HOOKS: Final = 6
 METRICS_REASONS: Final = 48
 METRICS_PATHS: Final = 5
@@ -520,7 +521,7 @@ class ConntrackKey(NamedTuple):
 CONNTRACK_KEY_BYTES: Final = _CONNTRACK_KEY.size
 
 
-_CONNTRACK_VALUE: Final = struct.Struct("=QIIII2Q2QBBHIIHH16sIIIIB7x")
+_CONNTRACK_VALUE: Final = struct.Struct("=QIIII2Q2QBBHIIHH16sIIIIB3xI")
 
 
 class ConntrackValue(NamedTuple):
@@ -546,6 +547,7 @@ class ConntrackValue(NamedTuple):
     answer: int
     backend: int
     kind: int
+    vouched: int
 
     def pack(self) -> bytes:
         """Give the row's bytes."""
@@ -570,6 +572,7 @@ class ConntrackValue(NamedTuple):
             self.answer,
             self.backend,
             self.kind,
+            self.vouched,
         )
 
     @classmethod
@@ -595,15 +598,56 @@ class ConntrackValue(NamedTuple):
 CONNTRACK_VALUE_BYTES: Final = _CONNTRACK_VALUE.size
 
 
-_USAGE_VALUE: Final = struct.Struct("=2I2I2Q2Q2QIHHI4x")
+class Share(enum.IntEnum):
+    """enum pw_share"""
+
+    OPENED = 0
+    KNOWN_OPENERS = 1
+    OTHER_OPENERS = 2
+
+
+_USAGE_VALUE: Final = struct.Struct("=2I3Q32Q2Q2QIHHI4x")
 
 
 class UsageValue(NamedTuple):
     """struct pw_usage_value"""
 
     connections: tuple[int, int]
-    tokens: tuple[int, int]
-    refilled_ns: tuple[int, int]
+    shared_until_ns: tuple[int, int, int]
+    opener_until_ns: tuple[
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+    ]
     unremembered: tuple[int, int]
     unprotected: tuple[int, int]
     event_second: int
@@ -615,8 +659,8 @@ class UsageValue(NamedTuple):
         """Give the row's bytes."""
         return _USAGE_VALUE.pack(
             *self.connections,
-            *self.tokens,
-            *self.refilled_ns,
+            *self.shared_until_ns,
+            *self.opener_until_ns,
             *self.unremembered,
             *self.unprotected,
             self.event_second,
@@ -635,11 +679,44 @@ class UsageValue(NamedTuple):
         return cls._make(
             (
                 (values[0], values[1]),
-                (values[2], values[3]),
-                (values[4], values[5]),
-                (values[6], values[7]),
-                (values[8], values[9]),
-                *values[10:],
+                (values[2], values[3], values[4]),
+                (
+                    values[5],
+                    values[6],
+                    values[7],
+                    values[8],
+                    values[9],
+                    values[10],
+                    values[11],
+                    values[12],
+                    values[13],
+                    values[14],
+                    values[15],
+                    values[16],
+                    values[17],
+                    values[18],
+                    values[19],
+                    values[20],
+                    values[21],
+                    values[22],
+                    values[23],
+                    values[24],
+                    values[25],
+                    values[26],
+                    values[27],
+                    values[28],
+                    values[29],
+                    values[30],
+                    values[31],
+                    values[32],
+                    values[33],
+                    values[34],
+                    values[35],
+                    values[36],
+                ),
+                (values[37], values[38]),
+                (values[39], values[40]),
+                *values[41:],
             )
         )
 

@@ -25,6 +25,15 @@ MAPPED_PREFIX: Final = bytes(10) + b"\xff\xff"
 MAPPED_PREFIX_BITS: Final = 96
 MARKS_OF_OTHERS: Final = 0xC000
 """Bits of a packet's mark that kube-proxy (0x4000) and kubelet (0x8000) act on."""
+_OPEN: Final = abi.ConfigFlags.OPEN.value
+_DENY_EGRESS: Final = abi.ConfigFlags.DENY_EGRESS.value
+_DENY_INGRESS: Final = abi.ConfigFlags.DENY_INGRESS.value
+_SHAPED: Final = abi.ConfigFlags.SHAPED.value
+_AUDIT: Final = abi.ConfigFlags.AUDIT.value
+_HOST_ALLOWED: Final = abi.ConfigFlags.HOST_ALLOWED.value
+_CIDR_EGRESS: Final = abi.ConfigFlags.CIDR_EGRESS.value
+_CIDR_INGRESS: Final = abi.ConfigFlags.CIDR_INGRESS.value
+_TRACE: Final = abi.ConfigFlags.TRACE.value
 
 
 def to_mapped(address: IPAddress) -> bytes:
@@ -131,7 +140,7 @@ class NodeMaps:
 
 def config_row(record: EndpointRecord, config: EndpointConfig | None) -> abi.ConfigValue:
     """Compute an endpoint's row in `pw_config`; None = the guard, which passes nothing."""
-    flags = abi.ConfigFlags(0) if config is None else _config_flags(record, config)
+    flags = 0 if config is None else _config_flags(record, config)
     config = config or EndpointConfig()
     return abi.ConfigValue(
         ifindex=record.device.host_ifindex,
@@ -150,22 +159,19 @@ def config_row(record: EndpointRecord, config: EndpointConfig | None) -> abi.Con
     )
 
 
-def _config_flags(record: EndpointRecord, config: EndpointConfig) -> abi.ConfigFlags:
-    chosen = {
-        abi.ConfigFlags.OPEN: True,
-        abi.ConfigFlags.DENY_EGRESS: config.deny_egress,
-        abi.ConfigFlags.DENY_INGRESS: config.deny_ingress,
-        abi.ConfigFlags.SHAPED: record.bandwidth.to_pod_bits_per_s > 0,
-        abi.ConfigFlags.AUDIT: config.audit,
-        abi.ConfigFlags.HOST_ALLOWED: config.host_allowed,
-        abi.ConfigFlags.CIDR_EGRESS: config.cidr_egress,
-        abi.ConfigFlags.CIDR_INGRESS: config.cidr_ingress,
-        abi.ConfigFlags.TRACE: config.trace,
-    }
-    flags = abi.ConfigFlags(0)
-    for flag, wanted in chosen.items():
-        flags |= flag if wanted else flag & 0
-    return flags
+def _config_flags(record: EndpointRecord, config: EndpointConfig) -> int:
+    """Numbers, because an ADD computes them: each operation on an IntFlag looks its result up in the enumeration."""
+    return (
+        _OPEN
+        | _DENY_EGRESS * config.deny_egress
+        | _DENY_INGRESS * config.deny_ingress
+        | _SHAPED * (record.bandwidth.to_pod_bits_per_s > 0)
+        | _AUDIT * config.audit
+        | _HOST_ALLOWED * config.host_allowed
+        | _CIDR_EGRESS * config.cidr_egress
+        | _CIDR_INGRESS * config.cidr_ingress
+        | _TRACE * config.trace
+    )
 
 
 def read_endpoint_config(maps: NodeMaps, record: EndpointRecord) -> EndpointConfig | None:
@@ -209,9 +215,7 @@ def write_guard(maps: NodeMaps, record: EndpointRecord) -> None:
 
 def ensure_usage(maps: NodeMaps, instance: EndpointId) -> None:
     """Make the instance's row in `pw_usage` if there is none; a present one counts on."""
-    key = _u32(instance)
-    if maps.pw_usage.lookup(key) is None:
-        maps.pw_usage.update(key, bytes(abi.USAGE_VALUE_BYTES))
+    maps.pw_usage.add(_u32(instance), bytes(abi.USAGE_VALUE_BYTES))
 
 
 def write_endpoint(maps: NodeMaps, record: EndpointRecord, config: EndpointConfig) -> None:
@@ -220,7 +224,7 @@ def write_endpoint(maps: NodeMaps, record: EndpointRecord, config: EndpointConfi
     row = endpoint_row(record).pack()
     for address in record.addresses:
         key = to_mapped(address)
-        if maps.pw_endpoints.lookup(key) != row:
+        if not maps.pw_endpoints.add(key, row) and maps.pw_endpoints.lookup(key) != row:
             maps.pw_endpoints.update(key, row)
     maps.pw_config.update(
         _u32(record.device.host_ifindex), config_row(record, config).pack(), bpf.Update.LOCK
@@ -403,11 +407,6 @@ def put_missing(rows: bpf.Map, wanted: Rows) -> RowChanges:
 def remove_surplus(rows: bpf.Map, changes: RowChanges) -> None:
     """Remove what `put_missing` found to be too much."""
     rows.delete_batch(changes.removed)
-
-
-def replace_ipcache(maps: NodeMaps, entries: Iterable[IpcacheEntry]) -> None:
-    """Make the ipcache hold exactly `entries`: what is missing is written before what is too much goes."""
-    remove_surplus(maps.pw_ipcache, put_missing(maps.pw_ipcache, ipcache_rows(entries)))
 
 
 def list_ipcache(maps: NodeMaps) -> Iterator[IpcacheEntry]:

@@ -34,6 +34,7 @@ from podwire.datapath.host import (
     find_warnings,
     prepare_host,
 )
+from podwire.datapath.jump_labels import kept_in_code
 from podwire.datapath.maps import NodeMaps
 from podwire.datapath.masquerade import Masquerade
 from podwire.datapath.native import NetdevProgram, OwnHooks
@@ -123,6 +124,7 @@ class KernelDatapath:
             netlink = stack.enter_context(NetlinkSocket())
             reaper = Reaper(netlink, stack.enter_context(NetlinkSocket()))
             nft = stack.enter_context(Nftables())
+            stack.enter_context(kept_in_code())
             loaded = self._load(netlink)
             stack.callback(loaded.close)
             # Only now: an agent that is refused must leave the host as it is.

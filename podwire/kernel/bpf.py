@@ -161,6 +161,16 @@ class Map(Descriptor):
         if lib.bpf_map_update_elem(self.fd, ffi.from_buffer(key), ffi.from_buffer(value), flags):
             raise fail("write a row of", self.name)
 
+    def add(self, key: bytes, value: bytes) -> bool:
+        """Write one row if the key has none; False, and no change, if it has one."""
+        self._check(key, value)
+        flag = Update.NOEXIST
+        if lib.bpf_map_update_elem(self.fd, ffi.from_buffer(key), ffi.from_buffer(value), flag):
+            if ffi.errno == errno.EEXIST:
+                return False
+            raise fail("write a row of", self.name)
+        return True
+
     def update_fd(self, key: bytes, fd: int) -> None:
         """Put a map or program, given by its descriptor, into a map of maps or of programs."""
         self.update(key, fd.to_bytes(4, "little"))
@@ -188,10 +198,6 @@ class Map(Descriptor):
         """Cut the value of a per-CPU map into one value for each possible CPU."""
         size = self.info.value_size
         return [value[at : at + size] for at in range(0, len(value), self._stride)]
-
-    def join_cpus(self, values: Sequence[bytes]) -> bytes:
-        """Make a per-CPU value from one value for each possible CPU."""
-        return b"".join(value.ljust(self._stride, b"\0") for value in values)
 
     def keys(self) -> Iterator[bytes]:
         """Walk the keys; rows written or removed meanwhile may be missed or seen twice."""

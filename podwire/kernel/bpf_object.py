@@ -151,11 +151,6 @@ class BpfObject:
         raw = value.to_bytes(size[0], "little", signed=value < 0)
         ffi.memmove(memory + offset[0], raw, len(raw))
 
-    def set_max_entries(self, map_name: str, max_entries: int) -> None:
-        """Choose a map's capacity in place of the declared one."""
-        if lib.bpf_map__set_max_entries(self._map(map_name), max_entries):
-            raise bpf.fail("size map", map_name)
-
     def use_map(self, map_name: str, existing: bpf.Map) -> None:
         """Make the object use an existing map, after comparing type and row sizes."""
         shape = self.shape(map_name)
@@ -175,11 +170,6 @@ class BpfObject:
             )
         if lib.bpf_map__reuse_fd(self._map(map_name), existing.fd):
             raise bpf.fail("use map", map_name)
-
-    def select_programs(self, wanted: frozenset[str]) -> None:
-        """Load only these programs of the object."""
-        for name, one in self._programs.items():
-            lib.pw_program_set_autoload(one, name in wanted)
 
     def load(self) -> None:
         """Create the maps and load the programs. Raises VerifierFailure with the verifier's log."""

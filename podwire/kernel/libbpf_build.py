@@ -57,7 +57,6 @@ struct bpf_program *bpf_object__next_program(const struct bpf_object *o, struct 
 const char *bpf_map__name(const struct bpf_map *map);
 int bpf_map__fd(const struct bpf_map *map);
 int bpf_map__reuse_fd(struct bpf_map *map, int fd);
-int bpf_map__set_max_entries(struct bpf_map *map, u32 max_entries);
 u32 bpf_map__max_entries(const struct bpf_map *map);
 u32 bpf_map__key_size(const struct bpf_map *map);
 u32 bpf_map__value_size(const struct bpf_map *map);
@@ -68,7 +67,6 @@ char *pw_map_memory(struct bpf_map *map, size_t *size);
 const char *bpf_program__name(const struct bpf_program *program);
 const char *bpf_program__section_name(const struct bpf_program *program);
 int bpf_program__fd(const struct bpf_program *program);
-int pw_program_set_autoload(struct bpf_program *program, int autoload);
 int pw_find_variable(struct bpf_object *o, const char *section, const char *name,
                      u32 *offset, u32 *size);
 
@@ -172,11 +170,6 @@ static u32 pw_map_type(const struct bpf_map *map) { return bpf_map__type(map); }
 static char *pw_map_memory(struct bpf_map *map, size_t *size)
 {
     return (char *)bpf_map__initial_value(map, size);
-}
-
-static int pw_program_set_autoload(struct bpf_program *program, int autoload)
-{
-    return bpf_program__set_autoload(program, autoload != 0);
 }
 
 /* Find a global variable of an opened object: its place inside the section's map. */

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-FIXED_FIRST: Final = 256
-"""From here to below `CLUSTER_FIRST`: numbers that somebody fixes by hand; never allocated."""
+# Numbers from 256 to below CLUSTER_FIRST are for people who fix them by hand: nobody allocates them.
 CLUSTER_FIRST: Final = 65536
 CLUSTER_LAST: Final = (1 << 24) - 1
 """Allocated numbers, the same on every node; 24 bits, because they travel in a VNI."""

@@ -6,6 +6,7 @@ Source of the grammar: Kubernetes API conventions, "labels": a key is `[prefix/]
 characters.
 """
 
+import enum
 import re
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
@@ -31,6 +32,15 @@ _PREFIX = r"(?=[^/]{1,253}/)[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?"
 _KEY = re.compile(rf"(?:{_PREFIX}/)?{_PART}")
 _VALUE = re.compile(rf"(?:{_PART})?")
 _UNSAFE = re.compile(r"[;\x00-\x1f\x7f]")
+
+
+class Operator(enum.StrEnum):
+    """How a requirement compares. NOT_IN holds for labels that lack the key, as in Kubernetes."""
+
+    IN = "In"
+    NOT_IN = "NotIn"
+    EXISTS = "Exists"
+    DOES_NOT_EXIST = "DoesNotExist"
 
 
 class Label(NamedTuple):

@@ -14,7 +14,7 @@ from podwire.agent.duties.follower import KindList, Memory, StoreFollower
 from podwire.control.cluster.facts import encode_node
 from podwire.control.cluster.published import Publication, encode_endpoints
 from podwire.control.documents.apply import apply_documents, delete_object
-from podwire.control.documents.readable import find_fault
+from podwire.control.documents.damage import find_fault
 from podwire.control.identity.key import IdentityKey
 from podwire.control.identity.known import make_object
 from podwire.model.cluster import NodeFacts

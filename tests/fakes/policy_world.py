@@ -24,7 +24,6 @@ from podwire.control.policy.rule import (
     IdentityFacts,
     LabelSelector,
     NamedPort,
-    Operator,
     PeerSelector,
     PolicyId,
     PolicyRules,
@@ -41,6 +40,7 @@ from podwire.model.ids import (
     NetworkName,
 )
 from podwire.model.interfaces import EndpointConfig
+from podwire.model.labels import Operator
 from podwire.model.policy import CIDR_IDENTITY_FIRST, CIDR_WORLD_BIT, Direction, PolicyRows, Verdict
 from tests.fakes.policy import FakePolicyDatapath, Packet
 

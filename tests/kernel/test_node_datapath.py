@@ -18,7 +18,6 @@ import pytest
 from podwire.datapath import abi, conntrack_maps
 from podwire.datapath import maps as tables
 from podwire.datapath.inventory import remove_everything
-from podwire.datapath.maps import IpcacheEntry
 from podwire.datapath.node import KernelDatapath
 from podwire.datapath.programs import Pins, ensure_bpffs, list_versions
 from podwire.kernel import bpf, netns
@@ -198,17 +197,6 @@ def test_ipcache_knows_the_cluster_the_blocks_and_the_node(world: KernelWorld) -
         "::/128": (abi.Identity.HOST, node),
     }
     assert {name: (one.identity, one.flags) for name, one in found.items()} == expected
-
-
-def test_ipcache_is_made_exactly_what_is_wanted(world: KernelWorld) -> None:
-    maps = world.datapath.maps
-    wanted = [
-        IpcacheEntry(ipaddress.ip_network("10.1.0.0/16"), 7, node=3, flags=2, mtu=1400),
-        IpcacheEntry(ipaddress.ip_network("::/0"), 8),
-        IpcacheEntry(ipaddress.ip_network("0.0.0.0/0"), 9),
-    ]
-    tables.replace_ipcache(maps, wanted)
-    assert sorted(tables.list_ipcache(maps), key=str) == sorted(wanted, key=str)
 
 
 def test_changed_settings_keep_the_hash_seed(world: KernelWorld) -> None:

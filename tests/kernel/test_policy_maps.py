@@ -480,7 +480,7 @@ def test_hits_are_summed_shown_and_forgotten(world: KernelWorld) -> None:
     maps = world.datapath.maps
     counters = [abi.Counter(2, 100).pack()] * bpf.possible_cpus()
     for rule in (5, 6):
-        maps.pw_hits.update(rule.to_bytes(4, "little"), maps.pw_hits.join_cpus(counters))
+        maps.pw_hits.update(rule.to_bytes(4, "little"), b"".join(counters))
     cpus = bpf.possible_cpus()
     assert world.datapath.read_hits() == {5: (2 * cpus, 100 * cpus), 6: (2 * cpus, 100 * cpus)}
     assert read_rows(maps, "hits", 1) == (

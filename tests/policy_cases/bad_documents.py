@@ -592,12 +592,6 @@ CILIUM: Final[list[BadDocument]] = [
         "has none",
     ),
     bad(
-        "cilium: a service account",
-        rule("{fromEndpoints: [{matchLabels: {io.cilium.k8s.policy.serviceaccount: x}}]}"),
-        "spec.ingress[0].fromEndpoints[0].matchLabels['io.cilium.k8s.policy.serviceaccount']",
-        "not part of identities",
-    ),
-    bad(
         "cilium: a cluster",
         rule("{fromEndpoints: [{matchLabels: {k8s:io.cilium.k8s.policy.cluster: x}}]}"),
         "spec.ingress[0].fromEndpoints[0].matchLabels['k8s:io.cilium.k8s.policy.cluster']",

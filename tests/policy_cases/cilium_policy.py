@@ -317,6 +317,11 @@ ENDPOINTS: Final[list[Case]] = [
         no="b>a:80/tcp default/a>a:80/tcp",
     ),
     make_case(
+        "a service account that no pod has names nobody",
+        ingress("{fromEndpoints: [{matchLabels: {io.cilium.k8s.policy.serviceaccount: seller}}]}"),
+        no="b>a:80/tcp red/a>a:80/tcp client>a:80/tcp",
+    ),
+    make_case(
         "namespaces may be left out by their labels, which does not mean the world",
         ingress(
             "{fromEndpoints: [{matchExpressions: [{key: io.cilium.k8s.namespace.labels.team,"

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from podwire.lab.kubernetes.images import BUSYBOX_IMAGE, PAUSE_IMAGE, write_layout
+from podwire.lab.kubernetes.nodes.images import BUSYBOX_IMAGE, PAUSE_IMAGE, write_layout
 from tests.lab.rig import wait_for
 from tests.runtime.machine import Machine
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
-from podwire.lab.kubernetes.images import BUSYBOX_IMAGE, write_layout
+from podwire.lab.kubernetes.nodes.images import BUSYBOX_IMAGE, write_layout
 from tests.runtime.machine import Machine
 
 COMMAND_DEADLINE_S: Final = 180.0

@@ -66,6 +66,13 @@ def test_add_answers_when_everything_is_in_force_and_committed(node: FakeNode) -
     assert {str(ip.address.ip) for ip in result.ips} == {endpoint.record.ipv4, endpoint.record.ipv6}
 
 
+def test_add_does_not_ask_the_kernel_for_what_it_has_just_written(
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(type(node.datapath), "read_config")
+    node.service.add(request(), NETNS)
+
+
 def test_add_without_a_namespace_names_the_path(node: FakeNode) -> None:
     with pytest.raises(InvalidEnvironment, match="/run/netns/a"):
         node.service.add(request(), None)

@@ -208,8 +208,8 @@ REFUSED: dict[str, tuple[Callable[[Shell], object], str]] = {
         "x.yaml:9 (document 1, NetworkPolicy default/a) spec.podSelector.matchLabels['example.com/a'] is",
     ),
     "an unknown kind": (
-        bytes_of(b"apiVersion: v1\nkind: Pod\nmetadata: {name: a}\n"),
-        "x.yaml:2 (document 1, Pod a) kind is 'Pod', not one of Namespace",
+        bytes_of(b"apiVersion: v1\nkind: Gadget\nmetadata: {name: a}\n"),
+        "x.yaml:2 (document 1, Gadget a) kind is 'Gadget', not one of Namespace",
     ),
     "a namespace that does not exist": (
         lambda shell: shell.write("x.yaml", network_policy("a", "nowhere")),
@@ -269,7 +269,7 @@ def test_each_wrong_file_is_named(shell: Shell) -> None:
         ("delete", 2, "name what to delete"),
         ("delete netpol", 2, "name what to delete"),
         ("delete netpol a -f FILES", 2, "name what to delete"),
-        ("get pods", 2, "there is no such kind"),
+        ("get gadgets", 2, "there is no such kind"),
         ("get", 2, "KIND"),
         ("get netpol -n a -A", 2, "exclude each other"),
         ("get netpol a -l x=y", 2, "for lists"),

@@ -99,7 +99,7 @@ def test_a_node_that_only_holds_identities_is_not_published_yet() -> None:
         pytest.param({"epoch": "3"}, "spec.epoch", id="epoch is text"),
         pytest.param({"addresses": "192.0.2.1"}, "spec.addresses", id="addresses are no list"),
         pytest.param({"addresses": ["192.0.2"]}, "spec.addresses", id="no address"),
-        pytest.param({"addresses": [5]}, "spec.addresses", id="address is a number"),
+        pytest.param({"addresses": [5]}, "spec.addresses[0]", id="address is a number"),
         pytest.param({"addresses": ["127.0.0.1"]}, "spec.addresses", id="loopback"),
         pytest.param({"addresses": ["fe80::1"]}, "spec.addresses", id="link-local"),
         pytest.param({"addresses": ["192.0.2.1", "192.0.2.2"]}, "spec.addresses", id="two of one"),
@@ -108,7 +108,9 @@ def test_a_node_that_only_holds_identities_is_not_published_yet() -> None:
         pytest.param({"podCIDRs": ["127.5.0.0/16"]}, "spec.podCIDRs", id="loopback range"),
         pytest.param({"podCIDRs": ["fe80::/64"]}, "spec.podCIDRs", id="link-local range"),
         pytest.param({"claims": [1]}, "spec.claims", id="claims are no object"),
-        pytest.param({"claims": {"10.1.0.0/24": "1"}}, "spec.claims", id="number is text"),
+        pytest.param(
+            {"claims": {"10.1.0.0/24": "1"}}, "spec.claims['10.1.0.0/24']", id="number is text"
+        ),
         pytest.param({"claims": {"10.1.0.1/24": 1}}, "spec.claims", id="claim of no range"),
         pytest.param({"tunnelMAC": "01:00:00:00:00:01"}, "spec.tunnelMAC", id="multicast MAC"),
         pytest.param({"tunnelMAC": "00:00:00:00:00:00"}, "spec.tunnelMAC", id="zero MAC"),
@@ -118,11 +120,13 @@ def test_a_node_that_only_holds_identities_is_not_published_yet() -> None:
         pytest.param({"underlayMTU": 70000}, "spec.underlayMTU", id="MTU too large"),
         pytest.param({"blocks": ["10.9.0.0/26"]}, "spec.blocks", id="blocks are a list"),
         pytest.param(
-            {"blocks": {"10.9.0.0/26": "1"}}, "spec.blocks", id="epoch of a block is text"
+            {"blocks": {"10.9.0.0/26": "1"}},
+            "spec.blocks['10.9.0.0/26']",
+            id="epoch of a block is text",
         ),
         pytest.param({"blocks": {"10.9.0.1/26": 1}}, "spec.blocks", id="block with bits behind"),
-        pytest.param({"holds": [0]}, "spec.holds", id="holds 0"),
-        pytest.param({"holds": [1 << 24]}, "spec.holds", id="holds too large a number"),
+        pytest.param({"holds": [0]}, "spec.holds[0]", id="holds 0"),
+        pytest.param({"holds": [1 << 24]}, "spec.holds[0]", id="holds too large a number"),
     ],
 )
 def test_a_wrong_node_is_refused_by_field(change: Any, path: Any) -> None:

@@ -15,7 +15,7 @@ from podwire.control.cluster.publish import (
     PublishSchedule,
 )
 from podwire.control.cluster.published import decode_endpoints, endpoints_key
-from podwire.control.documents.readable import find_fault
+from podwire.control.documents.damage import find_fault
 from podwire.control.identity.collect import publish_holds
 from podwire.model.errors import Unavailable
 from podwire.model.ids import IdentityId

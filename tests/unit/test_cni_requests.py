@@ -280,7 +280,7 @@ async def test_a_killed_launcher_takes_its_add_with_it(
         process.kill()
         await process.wait()
         operation.gate.release()
-        while bench.dispatcher.request_count:
+        while bench.dispatcher._job_count:
             operation.gate.release()
             await asyncio.sleep(0.001)
     assert bench.attachments.attached == {}

@@ -50,7 +50,8 @@ class Door:
 
     async def answer(self, received: Received) -> Reply:
         self.received.append(received)
-        self.inodes.append((_inode(received.netns_fd), _inode(received.mntns_fd)))
+        mounts = received.descriptors[-1] if received.frame.has_mntns else None
+        self.inodes.append((_inode(received.netns_fd), _inode(mounts)))
         try:
             await self.hold.wait()
         finally:
@@ -137,7 +138,7 @@ async def door(tmp_path: Path) -> AsyncIterator[Door]:
     async with Door(tmp_path / "cni.sock").serving() as made:
         yield made
     assert open_descriptors() <= before
-    assert made.server.connection_count == 0
+    assert made.server._connections == set()
 
 
 async def test_a_request_is_answered_with_its_descriptors_seen(door: Door) -> None:
@@ -217,8 +218,8 @@ async def test_descriptors_without_a_frame_are_closed(door: Door) -> None:
     with opened("/dev/null") as null:
         with door.connect() as connection:
             socket.send_fds(connection, [GOOD[:5]], [null])
-            await until(lambda: door.server.connection_count == 1)
-        await until(lambda: door.server.connection_count == 0)
+            await until(lambda: len(door.server._connections) == 1)
+        await until(lambda: door.server._connections == set())
     assert door.received == []
 
 
@@ -246,7 +247,7 @@ async def test_a_launcher_that_goes_before_its_frame_is_whole_asks_nothing(
 ) -> None:
     with door.connect() as connection:
         connection.send(GOOD[:sent])
-    await until(lambda: door.server.connection_count == 0)
+    await until(lambda: door.server._connections == set())
     assert door.received == []
 
 
@@ -265,7 +266,7 @@ async def test_a_launcher_that_goes_while_it_waits_is_noticed(door: Door) -> Non
         assert not door.received[0].caller.gone
     await until(lambda: door.received[0].caller.gone)
     door.hold.set()
-    await until(lambda: door.server.connection_count == 0)
+    await until(lambda: door.server._connections == set())
 
 
 async def test_bytes_behind_the_frame_end_the_wait(door: Door) -> None:
@@ -276,7 +277,7 @@ async def test_bytes_behind_the_frame_end_the_wait(door: Door) -> None:
         connection.send(b"more")
         await until(lambda: door.received[0].caller.gone)
         door.hold.set()
-        await until(lambda: door.server.connection_count == 0)
+        await until(lambda: door.server._connections == set())
 
 
 async def test_a_frame_with_bytes_behind_it_is_refused(door: Door) -> None:
@@ -296,8 +297,8 @@ async def test_a_launcher_that_takes_no_answer_does_not_hold_the_door(tmp_path: 
         with door.connect() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.send(GOOD)
-            await until(lambda: door.server.connection_count == 1)
-            await until(lambda: door.server.connection_count == 0)
+            await until(lambda: len(door.server._connections) == 1)
+            await until(lambda: door.server._connections == set())
 
 
 async def test_too_many_connections_are_answered_at_once(tmp_path: Path) -> None:

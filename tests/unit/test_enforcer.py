@@ -18,7 +18,6 @@ from podwire.control.policy.rule import (
     TCP,
     IdentityFacts,
     LabelSelector,
-    Operator,
     PolicyId,
     PolicyRules,
     PortMatch,
@@ -29,6 +28,7 @@ from podwire.journal.records import SqliteJournal
 from podwire.model.errors import CheckFailed, KernelFailure, PodwireError, StorageFailure
 from podwire.model.ids import EndpointId, IfIndex
 from podwire.model.interfaces import EndpointConfig
+from podwire.model.labels import Operator
 from podwire.model.policy import Direction, Verdict
 from tests.fakes.node import FakeClock, FakeNode
 from tests.unit.test_attach_service import NETNS, request

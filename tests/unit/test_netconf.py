@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from podwire.cni import netconf
 from podwire.cni.errors import code_of
 from podwire.cni.faults import KEPT_OF_EACH_KIND
 from podwire.cni.netconf import decode_request
@@ -161,6 +162,30 @@ def test_an_add_of_a_runtime_is_understood(config: Object, args: str, expected: 
     assert {name: getattr(request, name) for name in expected} == expected
 
 
+def test_a_configuration_is_read_once_and_serves_each_pod_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config: Object = {
+        "name": "read-once",
+        "args": {"cni": {"labels": [{"key": "a", "value": "b"}]}},
+    }
+    first = decode(config, ARGS="K8S_POD_NAME=one;IP=10.0.0.9", CONTAINERID="c1")
+    monkeypatch.delattr(netconf, "_read_json")
+    second = decode(config, ARGS="K8S_POD_NAME=two", CONTAINERID="c2")
+    assert (first.pod, second.pod) == ("one", "two")
+    assert (len(first.wanted_ips), second.wanted_ips) == (1, ())
+    assert first.key != second.key
+    assert "cni:a=b" in second.labels
+    assert not any("one" in label for label in second.labels)
+
+
+def test_faults_are_not_remembered() -> None:
+    config: Object = {"name": "faulty", "mtu": -1}
+    [message] = {refuse(config, CONTAINERID="!").message for _ in range(2)}
+    assert "mtu" in message
+    assert "CNI_CONTAINERID" in refuse(CONTAINERID="!").message
+
+
 def test_labels_are_canonical_and_carry_network_and_namespace() -> None:
     given_labels = [{"key": "b"}, {"key": "a.io/x", "value": "1"}, {"key": "a.io/x", "value": "1"}]
     request = decode({"args": {"cni": {"labels": given_labels}}}, ARGS="K8S_POD_NAME=web")
@@ -285,7 +310,7 @@ REFUSED: list[tuple[str, int, str, Object | bytes, dict[str, str]]] = [
     ("half an object", 6, "not JSON", b'{"cniVersion":"1.1.0","name"', {}),
     ("two objects", 6, "not JSON", b"{}{}", {}),
     ("no object", 6, "a list of 0, not a JSON object", b"[]", {}),
-    ("null", 6, "None, not a JSON object", b"null", {}),
+    ("null", 6, "null, not a JSON object", b"null", {}),
     ("not UTF-8", 6, "not JSON", b'{"name":"\xff"}', {}),
     ("UTF-16", 6, "not JSON", '{"name":"x"}'.encode("utf-16"), {}),
     ("byte order mark", 6, "BOM", b"\xef\xbb\xbf{}", {}),
@@ -299,7 +324,7 @@ REFUSED: list[tuple[str, int, str, Object | bytes, dict[str, str]]] = [
     ("name is a list", 6, "name is a list of 1", {"name": ["x"]}, {}),
     ("mtu is text", 6, "mtu is '1500'", {"mtu": "1500"}, {}),
     ("mtu is a float", 6, "mtu is 1500.5", {"mtu": 1500.5}, {}),
-    ("mtu is a truth", 6, "mtu is True", {"mtu": True}, {}),
+    ("mtu is a truth", 6, "mtu is true", {"mtu": True}, {}),
     ("ips is text", 6, "args.cni.ips is '10.0.0.1'", cni(ips="10.0.0.1"), {}),
     ("an address is a number", 6, "args.cni.ips[0] is 5", cni(ips=[5]), {}),
     ("args is a list", 6, "args is a list", {"args": [1]}, {}),

@@ -34,7 +34,6 @@ from podwire.control.policy.rule import (
     IdentityFacts,
     LabelSelector,
     NamedPort,
-    Operator,
     PeerSelector,
     PolicyId,
     PolicyRules,
@@ -45,6 +44,7 @@ from podwire.control.policy.rule import (
 from podwire.control.policy.rules_cilium import decode_cilium_policy
 from podwire.control.policy.rules_k8s import decode_network_policy
 from podwire.control.policy.trace import trace
+from podwire.model.labels import Operator
 from podwire.model.policy import Direction, Verdict
 from tests.policy_cases import cnp, np
 from tests.policy_cases.sides import make_party

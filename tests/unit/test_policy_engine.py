@@ -12,7 +12,6 @@ from podwire.control.policy.rule import (
     CidrSelector,
     IdentityFacts,
     LabelSelector,
-    Operator,
     PolicyId,
     PolicyRules,
     PortMatch,
@@ -21,6 +20,7 @@ from podwire.control.policy.rule import (
 )
 from podwire.model.errors import KernelFailure, NotFound, PolicyOverflow
 from podwire.model.ids import EndpointId
+from podwire.model.labels import Operator
 from podwire.model.policy import Direction, Verdict
 from tests.fakes.policy import Packet
 from tests.fakes.policy_world import NETWORKS, WORLD, World

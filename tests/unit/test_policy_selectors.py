@@ -16,10 +16,10 @@ from podwire.control.policy.rule import (
     CidrSelector,
     IdentityFacts,
     LabelSelector,
-    Operator,
     Requirement,
 )
 from podwire.model.endpoint import IPNetwork
+from podwire.model.labels import Operator
 from podwire.model.policy import CIDR_IDENTITY_FIRST, CIDR_WORLD_BIT
 from tests.fakes.policy_world import (
     ADDRESSES,

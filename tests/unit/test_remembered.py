@@ -153,7 +153,7 @@ def test_a_start_without_the_store_has_all_that_was_heard(memory: RememberedObje
     again, mirror = follow(store, memory)
     assert again.load()
     assert again.is_whole
-    assert not again.is_there
+    assert not again._is_there
     assert mirror.heard == ["away", "lists"]
     assert {"a"} <= mirror.names["namespaces"] <= {"a", "b"}
     assert mirror.revisions == []  # nothing is claimed to be new

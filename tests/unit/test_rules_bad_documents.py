@@ -17,7 +17,7 @@ from podwire.control.policy.rules_cilium import (
     decode_cilium_policy,
 )
 from podwire.control.policy.rules_k8s import decode_network_policy
-from podwire.control.policy.schema import FAULTS_KEPT
+from podwire.model.documents.reader import FAULTS_KEPT
 from podwire.model.errors import InvalidRequest
 from tests.policy_cases import BadDocument, cilium_policy, cnp, network_policy, np
 from tests.policy_cases.bad_documents import CASES

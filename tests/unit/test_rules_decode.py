@@ -19,7 +19,6 @@ from podwire.control.policy.rule import (
     CidrGroupSelector,
     CidrSelector,
     LabelSelector,
-    Operator,
     PeerSelector,
     PolicyId,
     PortMatch,
@@ -28,6 +27,7 @@ from podwire.control.policy.rule import (
 )
 from podwire.control.policy.rules_cilium import decode_cidr_group, decode_cilium_policy
 from podwire.control.policy.rules_k8s import decode_network_policy
+from podwire.model.labels import Operator
 from podwire.model.policy import Direction, Verdict
 from tests.policy_cases import ccnp, cidr_group, cnp, np
 

@@ -165,7 +165,7 @@ def test_a_store_that_is_away_at_the_start_is_found_later(
     store.away = True
     assert not follower.load()
     assert mirror.names == {}
-    assert not follower.is_there
+    assert not follower._is_there
     store.away = False
     follower.step(0)
     assert mirror.names["namespaces"] == {"a"}

@@ -309,22 +309,31 @@ struct pw_conntrack_value {
 	__u32 answer; /* TCP: sequence number of the SYN-ACK; else when the first answer came, in ms */
 	__u32 backend;
 	__u8 kind; /* enum pw_conntrack_kind */
-	__u8 pad[7];
+	__u8 pad[3];
+	__u32 vouched; /* when its sender's node was looked up last, in quarters of a second (from_overlay) */
 };
+
+/* What an endpoint is remembered for each second, for each of these by itself (rate.h). */
+enum pw_share {
+	PW_SHARE_OPENED = 0,	    /* flows that it opened */
+	PW_SHARE_KNOWN_OPENERS = 1, /* that pods, this host and nodes opened to it */
+	PW_SHARE_OTHER_OPENERS = 2, /* that others did, whose addresses may be forged */
+};
+#define PW_OPENER_BUCKETS 32
 
 /* key: u32 instance. While this row exists the instance may have conntrack entries; without it they are collected.
  * Pairs are of the flows that it opened (PW_EGRESS) and of those that others opened to it (PW_INGRESS).
  */
 struct pw_usage_value {
-	__u32 connections[2];  /* in pw_conntrack, each within the quota */
-	__u32 tokens[2];       /* new flows that are remembered before the next refill */
-	__u64 refilled_ns[2];  /* CLOCK_MONOTONIC at the last tick */
-	__u64 unremembered[2]; /* new flows that passed beyond the tokens */
-	__u64 unprotected[2];  /* connections that stayed among the new flows for want of room */
-	__u32 event_second;    /* that `drops` and `passes` count, of CLOCK_BOOTTIME */
-	__u16 drops;	       /* told in that second */
-	__u16 passes;	       /* told in that second: traces and verdicts */
-	__u32 events_lost;     /* since the last event that was sent */
+	__u32 connections[2];	  /* in pw_conntrack, each within the quota */
+	__u64 shared_until_ns[3]; /* enum pw_share; CLOCK_MONOTONIC until which its rate is spent */
+	__u64 opener_until_ns[PW_OPENER_BUCKETS]; /* of known openers, by their addresses' hash */
+	__u64 unremembered[2];			  /* new flows that passed beyond the rates */
+	__u64 unprotected[2]; /* connections that stayed among the new flows for want of room */
+	__u32 event_second;   /* that `drops` and `passes` count, of CLOCK_BOOTTIME */
+	__u16 drops;	      /* told in that second */
+	__u16 passes;	      /* told in that second: traces and verdicts */
+	__u32 events_lost;    /* since the last event that was sent */
 	__u32 pad;
 };
 

@@ -4,8 +4,7 @@
 #define PODWIRE_REMEMBER_H
 
 #include <podwire/judge.h>
-
-#define PW_REFILL_NS 4000000ULL
+#include <podwire/rate.h>
 
 /* Only what can be answered is remembered, and under its opener's name: not what passes as the probable answer of a flow
  * that nobody remembers, nor a SYN-ACK without its SYN.
@@ -23,31 +22,6 @@ static __always_inline bool is_remembered(const struct pw_flow *flow, const stru
 	default:
 		return true;
 	}
-}
-
-/* What an endpoint is remembered for each second is bounded, for each side of opening by itself: so that none pushes out
- * another's new flows before they are answered (rule 26). Races only blur the limit.
- */
-static __always_inline bool take_token(struct pw_usage_value *usage, __u32 direction, __u32 rate,
-				       __u64 now_ns)
-{
-	__u64 elapsed_ns = now_ns - usage->refilled_ns[direction];
-	__u32 left = usage->tokens[direction], burst = rate / 2 + 1;
-
-	if (!rate)
-		return true;
-	if (elapsed_ns >= PW_REFILL_NS) {
-		if (elapsed_ns > 1000000000ULL)
-			elapsed_ns = 1000000000ULL;
-		left += elapsed_ns * rate / 1000000000ULL;
-		if (left > burst)
-			left = burst;
-		usage->refilled_ns[direction] = now_ns;
-	}
-	usage->tokens[direction] = left ? left - 1 : 0;
-	if (!left)
-		usage->unremembered[direction] += 1;
-	return left;
 }
 
 static __always_inline void fill_entry(const struct pw_flow *flow, const struct pw_match *match,
@@ -120,7 +94,7 @@ PW_CHECKED_ALONE int make_entry(struct pw_flow *flow, const struct pw_config_val
 	key = flow->key;
 	if (opens_tcp(flow->tcp_flags) && !retire_reversed(&key, flow->now_ns))
 		return 0;
-	if (!take_token(usage, flow->key.direction & 1, settings->new_flow_rate, flow->now_ns)) {
+	if (!spend_token(usage, flow, match->peer_identity, settings->new_flow_rate)) {
 		flow->unremembered = true;
 		return 0;
 	}

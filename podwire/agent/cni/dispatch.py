@@ -180,16 +180,6 @@ class Dispatcher:
         )
         self._side_threads = ThreadPoolExecutor(2, thread_name_prefix="status")
 
-    @property
-    def request_count(self) -> int:
-        """How many requests run or wait."""
-        return self._job_count
-
-    @property
-    def running_count(self) -> int:
-        """How many requests a thread has, or is about to take."""
-        return sum(1 for line in self._lines.values() if line[0].started)
-
     async def submit(
         self,
         request: AttachRequest,

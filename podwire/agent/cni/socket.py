@@ -65,11 +65,6 @@ class Received:
         """The pod's network namespace; None when CNI_NETNS was empty or could not be opened."""
         return self.descriptors[0] if self.frame.has_netns else None
 
-    @property
-    def mntns_fd(self) -> int | None:
-        """The launcher's mount namespace."""
-        return self.descriptors[-1] if self.frame.has_mntns else None
-
     def close(self) -> None:
         """Close the descriptors; whoever answers calls it once nothing uses them."""
         while self.descriptors:
@@ -96,11 +91,6 @@ class CniServer:
         self._connections: set[_Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    @property
-    def connection_count(self) -> int:
-        """How many connections are open."""
-        return len(self._connections)
-
     @contextlib.asynccontextmanager
     async def serving(
         self, listener: socket.socket, path: Path, deadline_s: float = 10.0
@@ -112,7 +102,7 @@ class CniServer:
         loop = asyncio.get_running_loop()
         listener.setblocking(False)
         inode = os.stat(path).st_ino
-        loop.add_reader(listener, self._accept, listener)
+        loop.add_reader(listener.fileno(), self._accept, listener)
         try:
             yield
         finally:
@@ -120,7 +110,7 @@ class CniServer:
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(path).st_ino == inode:
                     os.unlink(path)
-            loop.remove_reader(listener)
+            loop.remove_reader(listener.fileno())
             self._accept(listener)
             listener.close()
             await self._finish(deadline_s)
@@ -153,14 +143,14 @@ class CniServer:
                     raise
                 # The backlog stays readable: looking again at once would only burn the processor.
                 _log.error("accept a launcher", extra={"error": error.strerror})
-                loop.remove_reader(listener)
+                loop.remove_reader(listener.fileno())
                 loop.call_later(self._limits.accept_pause_s, self._accept_again, listener)
                 return
             self._take(accepted)
 
     def _accept_again(self, listener: socket.socket) -> None:
         if listener.fileno() >= 0:
-            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+            asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener)
 
     def _take(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
@@ -232,7 +222,7 @@ class _Connection:
     def start(self) -> None:
         """Read the frame, in time."""
         self._timer = self._loop.call_later(self._limits.frame_time_s, self._give_up)
-        self._loop.add_reader(self._socket, self._read)
+        self._loop.add_reader(self._socket.fileno(), self._read)
         self._read()
 
     async def send(self, data: bytes) -> None:
@@ -264,7 +254,7 @@ class _Connection:
         if self._timer is not None:
             self._timer.cancel()
         if self._socket.fileno() >= 0:
-            self._loop.remove_reader(self._socket)
+            self._loop.remove_reader(self._socket.fileno())
 
     def _give_up(self) -> None:
         limit_s = self._limits.frame_time_s
@@ -339,7 +329,7 @@ class _Connection:
 
     def _end(self) -> None:
         """The launcher has closed. Without a whole frame nothing was asked."""
-        self._loop.remove_reader(self._socket)
+        self._loop.remove_reader(self._socket.fileno())
         if self._buffer or not (self._delivered or self._total_bytes):
             self._delivered = True
             self.close()
@@ -348,5 +338,5 @@ class _Connection:
 
     def _leave_rudely(self) -> None:
         """Nothing may follow a frame: whoever sends more is not waited for."""
-        self._loop.remove_reader(self._socket)
+        self._loop.remove_reader(self._socket.fileno())
         self.caller.leave()

@@ -15,8 +15,8 @@ from ipaddress import ip_address
 from typing import Any, Final
 
 from podwire.agent.duties.follower import KindList, StoreFollower
+from podwire.control.documents.damage import find_fault
 from podwire.control.documents.pools import decode_pools, find_problems, fixed_ranges, own_addresses
-from podwire.control.documents.readable import find_fault
 from podwire.control.ipam.demand import BlockDemand
 from podwire.control.ipam.documents import Block, decode_block, encode_block
 from podwire.control.ipam.orphans import OrphanCollector, give_back

@@ -7,12 +7,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_network
-from typing import Final
 
 from podwire.agent.duties.addresses import HOST_NAME_LABEL, IpamDuty
 from podwire.agent.duties.cluster.duty import OwnRanges
+from podwire.agent.duties.core_node import RANGES_FACT, wait_for_ranges
+from podwire.control.documents.damage import find_fault
 from podwire.control.documents.pools import decode_pools, find_problems, fixed_ranges
-from podwire.control.documents.readable import find_fault
 from podwire.control.ipam import node_ranges
 from podwire.control.ipam.claims import Claims
 from podwire.control.ipam.documents import block_key
@@ -26,8 +26,6 @@ from podwire.model.errors import InvalidConfiguration
 from podwire.model.interfaces import FactStore
 from podwire.model.store import Store, StoredObject
 from podwire.model.store.kinds import IP_BLOCK, IP_POOL, NODE
-
-RANGES_FACT: Final = "node-ranges"
 
 
 @dataclass(frozen=True)
@@ -74,9 +72,16 @@ class Addresses:
 
 
 def open_addresses(
-    config: AgentConfig, store: Store, facts: FactStore, report: Callable[[str], None]
+    config: AgentConfig,
+    store: Store,
+    facts: FactStore,
+    report: Callable[[str], None],
+    wait_for: Callable[[str, str], None],
 ) -> Addresses:
-    """Make what the settings ask for, and let it hear what the store says."""
+    """Make what the settings ask for, and let it hear what the store says.
+
+    With the store `kubernetes` it waits for the range of the core Node; `wait_for` hears what is missing, and a hint.
+    """
     if config.node.ipam == "pool":
         duty = IpamDuty(
             ipam=PoolIpam(Claims(store, PoolCache(config.node.node_name))),
@@ -86,6 +91,8 @@ def open_addresses(
         )
         duty.prepare()
         return Addresses(duty.ipam, duty)
+    if config.store.is_kubernetes and not config.node.node_cidrs:
+        return Addresses(NodeIpam(wait_for_ranges(store, config.node.node_name, facts, wait_for)))
     ranges = config.node.node_cidrs or take_ranges(config.node.node_name, store, facts)
     if not ranges:
         raise InvalidConfiguration(

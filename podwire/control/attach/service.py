@@ -9,7 +9,7 @@ kernel has forgotten it.
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
@@ -24,7 +24,6 @@ from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.control.identity.key import convert_ports
 from podwire.control.identity.resolver import IdentityResolver, Resolution
 from podwire.control.ipam.interface import Given, Ipam, Wish
-from podwire.control.kubernetes.own_pods import NoPods, PodLabels
 from podwire.model.endpoint import AttachmentKey, EndpointRecord, Phase
 from podwire.model.errors import (
     AddressUnavailable,
@@ -67,7 +66,6 @@ class AttachService:
     clock: Clock
     turn: threading.RLock
     mode: str = "veth"
-    pods: PodLabels = field(default_factory=NoPods)
     status_on_exhaustion: bool = True
     address_wait_s: float = 10.0
     """So long, from the launcher's start on, an ADD waits for a block of addresses."""
@@ -82,7 +80,7 @@ class AttachService:
         """Attach a pod; returns when its datapath is live. Whatever fails, nothing stays behind."""
         there = _require_namespace(request, namespace)
         # Before the turn: labels that nobody had before wait for the store, and no other pod may wait with them.
-        request = self.pods.complete(request, cancelled)
+        request = self.identities.pods.complete(request, cancelled)
         identity = self._resolve(request, cancelled)
         return self._attach(request, there, identity, cancelled)
 
@@ -97,7 +95,7 @@ class AttachService:
         """
         there = _require_namespace(request, namespace)
         begin_ns = self.clock.boottime_ns()
-        known = self.pods.complete_at_once(request)
+        known = self.identities.pods.complete_at_once(request)
         if known is None:
             return None
         request = known

@@ -78,7 +78,7 @@ def _resolve_identity(_context: Context, endpoint: Endpoint) -> None:
 
 
 def _build(context: Context, endpoint: Endpoint) -> None:
-    context.regenerator.build_now(endpoint)
+    context.regenerator.build_new(endpoint)
 
 
 GUARD = Step("guard", _create_guard, _close)

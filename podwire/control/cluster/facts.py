@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from podwire.control.cluster.reading import EPOCH_MAX, Fields, refuse
+from podwire.control.cluster.reading import EPOCH_MAX, Fields
 from podwire.model.cluster import DEFAULT_TUNNEL_PORT, NodeFacts, TunnelMode
+from podwire.model.documents.reader import Faults
 from podwire.model.endpoint import IPAddress, IPNetwork
-from podwire.model.errors import Fault
 from podwire.model.identity import CLUSTER_LAST
 from podwire.model.ids import IdentityId
 from podwire.model.store import ObjectKey, StoredObject
@@ -101,8 +101,8 @@ def is_published(document: Mapping[str, Any]) -> bool:
 
 def decode_node(stored: StoredObject) -> NodeFacts:
     """Read a node's document. Raises InvalidRequest with every fault."""
-    faults: list[Fault] = []
-    spec = Fields(stored.document.get("spec"), "spec", faults)
+    faults = Faults()
+    spec = Fields(stored.document, "spec", faults)
     unknown = sorted(set(spec.texts("requires")) - KNOWN_REQUIREMENTS)
     if unknown:
         spec.wrong("requires", f"requires {', '.join(unknown)}, which this version does not know")
@@ -124,7 +124,7 @@ def decode_node(stored: StoredObject) -> NodeFacts:
         claims=spec.claims("claims", EPOCH_MAX),
     )
     _check(facts, spec)
-    refuse("Node", stored.key.name, faults)
+    faults.raise_if_any(f"read Node {stored.key.name!r}")
     return facts
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from podwire.control.cluster.reading import EPOCH_MAX, Fields, refuse
+from podwire.control.cluster.reading import EPOCH_MAX, Fields
+from podwire.model.documents.reader import Faults
 from podwire.model.endpoint import IPAddress, IPNetwork
-from podwire.model.errors import Fault
 from podwire.model.identity import CLUSTER_LAST
 from podwire.model.ids import IdentityId
 from podwire.model.store import ObjectKey, StoredObject
@@ -79,8 +79,8 @@ def decode_endpoints(stored: StoredObject) -> Publication:
 
     Raises InvalidRequest with the first faults.
     """
-    faults: list[Fault] = []
-    spec = Fields(stored.document.get("spec"), "spec", faults)
+    faults = Faults()
+    spec = Fields(stored.document, "spec", faults)
     identities: dict[IPAddress, IdentityId] = {}
     bases = spec.networks("bases")
     text = spec.text("endpoints")
@@ -97,7 +97,7 @@ def decode_endpoints(stored: StoredObject) -> Publication:
         sequence=spec.number("sequence", 0, EPOCH_MAX, 0),
         identities=identities,
     )
-    refuse("NodeEndpoints", stored.key.name, faults)
+    faults.raise_if_any(f"read NodeEndpoints {stored.key.name!r}")
     return publication
 
 

@@ -5,75 +5,49 @@ anything in it is wrong; every fault names its field.
 """
 
 import ipaddress
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeVar
 
 from podwire.model.cluster import Claimed
+from podwire.model.documents.reader import Faults, Node, root, shown
 from podwire.model.endpoint import IPAddress, IPNetwork
-from podwire.model.errors import Fault, InvalidRequest
 
-FAULTS_KEPT: Final = 16
-SHOWN_CHARACTERS: Final = 60
 EPOCH_MAX: Final = (1 << 63) - 1
 
 _T = TypeVar("_T")
 
 
 class Fields:
-    """The fields of one object, read one by one. `path` stands before their names in faults."""
+    """The fields of the object at `path` of a document, read one by one."""
 
-    def __init__(self, value: object, path: str, faults: list[Fault]) -> None:
-        self._path = path
-        self._faults = faults
-        self._values: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
-        if not isinstance(value, Mapping):
-            self.wrong("", f"is {_shown(value)}, not an object")
+    def __init__(self, document: Mapping[str, Any], path: str, faults: Faults) -> None:
+        self._object = root(document, faults).child(path)
+        if not isinstance(self._object.value, Mapping):
+            self._object.wrong(f"is {shown(self._object.value)}, not an object")
 
     def wrong(self, name: str, message: str) -> None:
         """Note a fault of a field."""
-        if len(self._faults) < FAULTS_KEPT:
-            self._faults.append(Fault(".".join(filter(None, (self._path, name))), message))
-
-    def has(self, name: str) -> bool:
-        """Tell whether there is a value."""
-        return self._values.get(name) is not None
+        self._object.child(name).wrong(message)
 
     def text(self, name: str, default: str = "") -> str:
         """Give a text, `default` when it is absent."""
-        value = self._values.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            self.wrong(name, f"is {_shown(value)}, not text")
-            return default
-        return value
+        node = self._object.child(name)
+        return node.text() if isinstance(node.value, str) else node.text() or default
 
     def number(self, name: str, low: int, high: int, default: int) -> int:
         """Give a whole number from `low` to `high`, `default` when it is absent."""
-        value = self._values.get(name)
-        if value is None:
-            return default
-        return self._number(name, value, low, high, default)
+        number = self._object.child(name).integer(low, high)
+        return default if number is None else number
 
     def texts(self, name: str) -> list[str]:
         """Give a list of texts, empty when it is absent."""
-        value = self._values.get(name)
-        if value is None:
-            return []
-        if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
-            self.wrong(name, f"is {_shown(value)}, not a list of texts")
-            return []
-        return list(value)
+        texts = [(item.value, item.text()) for item in self._items(name)]
+        return [text for value, text in texts if isinstance(value, str)]
 
     def numbers(self, name: str, low: int, high: int) -> tuple[int, ...]:
         """Give a list of whole numbers, empty when it is absent."""
-        value = self._values.get(name)
-        if value is None:
-            return ()
-        if not isinstance(value, list | tuple):
-            self.wrong(name, f"is {_shown(value)}, not a list of numbers")
-            return ()
-        return tuple(self._number(name, one, low, high, low) for one in value)
+        numbers = (item.integer(low, high) for item in self._items(name))
+        return tuple(number for number in numbers if number is not None)
 
     def address(self, name: str) -> IPAddress | None:
         """Give one address, None when it is absent."""
@@ -96,55 +70,45 @@ class Fields:
 
     def epochs(self, name: str) -> dict[IPNetwork, int]:
         """Give an object of ranges and the epochs they were claimed in."""
-        found: dict[IPNetwork, int] = {}
-        for key, epoch in self._object(name).items():
+        epochs: dict[IPNetwork, int] = {}
+        for key, node in self._members(name):
             network = self._convert(name, key, ipaddress.ip_network, "range")
             if network is not None:
-                found[network] = self._number(name, epoch, 0, EPOCH_MAX, 0)
-        return found
+                epochs[network] = node.integer(0, EPOCH_MAX) or 0
+        return epochs
 
     def claims(self, name: str, limit: int) -> dict[Claimed, int]:
         """Give an object of addresses and ranges and their numbers, from -`limit` to `limit`."""
-        found: dict[Claimed, int] = {}
-        for key, number in self._object(name).items():
+        claims: dict[Claimed, int] = {}
+        for key, node in self._members(name):
             convert = ipaddress.ip_network if "/" in str(key) else ipaddress.ip_address
-            what = self._convert(name, key, convert, "address or range")
-            if what is not None:
-                found[what] = self._number(name, number, -limit, limit, 0)
-        return found
+            claimed = self._convert(name, key, convert, "address or range")
+            if claimed is not None:
+                claims[claimed] = node.integer(-limit, limit) or 0
+        return claims
 
-    def _object(self, name: str) -> Mapping[str, object]:
+    def _members(self, name: str) -> Iterator[tuple[str, Node]]:
         """Give an object's members; none when it is absent or no object, which is noted."""
-        value = self._values.get(name, {})
-        if value is None or isinstance(value, Mapping):
-            return value or {}
-        self.wrong(name, f"is {_shown(value)}, not an object")
-        return {}
+        node = self._object.child(name)
+        if node.present and not isinstance(node.value, Mapping):
+            node.wrong(f"is {shown(node.value)}, not an object")
+        elif node.present:
+            for key in node.value:
+                yield key, _present(node.child(key))
 
-    def _number(self, name: str, value: object, low: int, high: int, default: int) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            self.wrong(name, f"is {_shown(value)}, not a whole number")
-            return default
-        if not low <= value <= high:
-            self.wrong(name, f"is {_shown(value)}, not from {low} to {high}")
-            return default
-        return value
+    def _items(self, name: str) -> list[Node]:
+        return [_present(item) for item in self._object.child(name).items()]
 
     def _convert(self, name: str, text: str, make: Callable[[str], _T], what: str) -> _T | None:
         try:
             return make(text)
         except (ValueError, TypeError):
-            self.wrong(name, f"has {_shown(text)}, which is no {what}")
+            self.wrong(name, f"has {shown(text)}, which is no {what}")
             return None
 
 
-def refuse(what: str, name: str, faults: list[Fault]) -> None:
-    """Raise InvalidRequest that names the first faults, if there are any."""
-    if faults:
-        listed = "; ".join(f"{one.path} {one.message}" for one in faults[:3])
-        raise InvalidRequest(f"read {what} {name!r}: {listed}", faults=tuple(faults))
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+def _present(node: Node) -> Node:
+    """Note as a fault that an element is null: only a field may be absent."""
+    if not node.present:
+        node.wrong("is null")
+    return node

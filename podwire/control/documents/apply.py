@@ -13,10 +13,10 @@ from typing import Any, Final, TypeVar
 from podwire.control.documents.kinds import (
     decode,
     identify,
-    summarise,
 )
 from podwire.control.documents.pools import check_pools
 from podwire.control.documents.same import is_so, keep_additions, leave_out_additions
+from podwire.model.documents.reader import list_faults
 from podwire.model.errors import Conflict, Fault, InvalidRequest, NotFound
 from podwire.model.ids import DEFAULT_NAMESPACE
 from podwire.model.store import ObjectKey, Store, StoredObject, look_at
@@ -255,7 +255,7 @@ def _join(place: str, path: str) -> str:
 
 
 def _refuse(faults: Sequence[Fault]) -> InvalidRequest:
-    what = summarise(faults) if len(faults) == 1 else f"{len(faults)} faults"
+    what = list_faults(faults) if len(faults) == 1 else f"{len(faults)} faults"
     return InvalidRequest(
         f"read the documents: {what}",
         hint="nothing was changed; correct the documents and apply them again",

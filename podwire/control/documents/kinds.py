@@ -13,15 +13,8 @@ from podwire.control.documents.pools import decode_pool
 from podwire.control.identity.own_labels import OF_NAMESPACES
 from podwire.control.policy.rules_cilium import decode_cidr_group, decode_cilium_policy
 from podwire.control.policy.rules_k8s import decode_network_policy
-from podwire.control.policy.schema import (
-    FAULTS_KEPT,
-    Faults,
-    Node,
-    join_path,
-    read_label_map,
-    root,
-    shown,
-)
+from podwire.model.documents.fields import read_label_map
+from podwire.model.documents.reader import Faults, Node, join_path, list_faults, root, shown
 from podwire.model.errors import Fault, InvalidRequest
 from podwire.model.ids import (
     DEFAULT_NAMESPACE,
@@ -48,7 +41,6 @@ from podwire.model.store.kinds import (
 
 NAME_MAX: Final = 253
 ANNOTATIONS_MAX_CHARACTERS: Final = 256 << 10
-FAULTS_IN_MESSAGE: Final = 3
 HINT: Final = "nothing was changed; see docs/store.md for kinds and fields"
 
 _DOTTED_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)*")
@@ -63,16 +55,16 @@ def decode(document: object, *, namespace: str = "") -> StoredObject:
     An object of a namespaced kind that names no namespace gets `namespace`, else `default`. Raises InvalidRequest with
     every fault.
     """
-    faults = _Collected()
+    faults = Faults()
     kind, metadata = _read_header(document, faults)
     if kind is None or not isinstance(document, Mapping):
-        raise _refuse(document, faults.found)
+        raise _refuse(document, faults.kept)
     key, kept = _read_metadata(metadata, kind, namespace, faults)
     spec = {
         name: document[name] for name in _FIELDS.get(kind.plural, ("spec",)) if name in document
     }
     own = {"apiVersion": kind.api_versions[0], "kind": kind.name, "metadata": kept, **spec}
-    found = [*faults.found, *_find_unknown(document, kind)]
+    found = [*faults.kept, *_find_unknown(document, kind)]
     known = {one.path for one in found}
     found += (one for one in _ask_decoder(kind, own) if one.path not in known)
     if found:
@@ -82,13 +74,13 @@ def decode(document: object, *, namespace: str = "") -> StoredObject:
 
 def identify(document: object, *, namespace: str = "") -> ObjectKey:
     """Tell which object a document is about, whatever else it says; InvalidRequest when it does not say."""
-    faults = _Collected()
+    faults = Faults()
     kind, metadata = _read_header(document, faults)
     if kind is not None:
         key, _ = _read_metadata(metadata, kind, namespace, faults)
-        if not faults.found:
+        if not faults.kept:
             return key
-    raise _refuse(document, faults.found)
+    raise _refuse(document, faults.kept)
 
 
 def make_key(word: str, namespace: str, name: str) -> ObjectKey:
@@ -134,31 +126,10 @@ def _show_fault(stored: StoredObject) -> dict[str, Any]:
     return {**header, "metadata": metadata, "unreadable": stored.fault}
 
 
-def summarise(faults: Sequence[Fault]) -> str:
-    """Write the first of some faults into one line."""
-    named = [f"{one.path} {one.message}".strip() for one in faults[:FAULTS_IN_MESSAGE]]
-    if len(faults) > len(named):
-        named.append(f"and {len(faults) - len(named)} more")
-    return "; ".join(named)
-
-
-class _Collected(Faults):
-    """Faults that can be looked at."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Fault] = []
-
-    def note(self, path: str, message: str) -> None:
-        """Remember that `path` `message`."""
-        if len(self.found) < FAULTS_KEPT:
-            self.found.append(Fault(path, message))
-
-
 def _refuse(document: object, faults: Sequence[Fault]) -> InvalidRequest:
     kind = document.get("kind") if isinstance(document, Mapping) else None
     what = kind if isinstance(kind, str) and kind.isidentifier() else "object"
-    return InvalidRequest(f"read {what}: {summarise(faults)}", hint=HINT, faults=tuple(faults))
+    return InvalidRequest(f"read {what}: {list_faults(faults)}", hint=HINT, faults=tuple(faults))
 
 
 def _read_header(document: object, faults: Faults) -> tuple[Kind | None, Node]:
@@ -293,7 +264,7 @@ def _decode_workload(document: Mapping[str, Any]) -> None:
         if network.present and not is_valid_network_name(network.text()):
             network.wrong(f"is {shown(network.value)}, not a name of a network")
         _check_workload_labels(spec.child("labels"))
-    faults.raise_if_any("Workload", hint=HINT)
+    faults.raise_if_any("decode Workload", hint=HINT)
 
 
 def _check_workload_labels(node: Node) -> None:

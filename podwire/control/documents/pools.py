@@ -23,15 +23,8 @@ from podwire.control.ipam.pools import (
     Selector,
     find_overlaps,
 )
-from podwire.control.policy.schema import (
-    Faults,
-    Node,
-    read_cidr,
-    read_expression,
-    read_label_map,
-    root,
-    shown,
-)
+from podwire.model.documents.fields import read_cidr, read_expression, read_label_map
+from podwire.model.documents.reader import Faults, Node, root, shown
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import Fault, InvalidRequest
 from podwire.model.store import Store, StoredObject
@@ -60,7 +53,7 @@ def decode_pool(document: Mapping[str, Any]) -> Pool:
     top = root(document, faults)
     spec = top.child("spec")
     if not spec.expect_object(FIELDS):
-        faults.raise_if_any("IPPool", hint=HINT)
+        faults.raise_if_any("decode IPPool", hint=HINT)
     cidr = _read_cidr(spec.child("cidr"))
     pool = Pool(
         name=top.child("metadata").child("name").text(),
@@ -74,7 +67,7 @@ def decode_pool(document: Mapping[str, Any]) -> Pool:
         use=spec.child("use").choice((PODS, NODES)) or PODS,
         disabled=bool(spec.child("disabled").boolean()),
     )
-    faults.raise_if_any("IPPool", hint=HINT)
+    faults.raise_if_any("decode IPPool", hint=HINT)
     return pool
 
 

@@ -80,18 +80,31 @@ class Regenerator:
             endpoint.record.id, Level.REWRITE, "retry after failure", self._clock.boottime_ns()
         )
 
-    def build_now(self, endpoint: Endpoint, level: Level = Level.POLICY) -> None:
-        """Do one build in the caller's turn; raises what made it fail.
+    def build_new(self, endpoint: Endpoint) -> None:
+        """Do the first build of an endpoint, like `build_now`.
 
-        A new endpoint needs no more than POLICY: its device was made with the current programs a moment ago.
+        It needs no more than POLICY, because its device was made with the current programs a moment ago. Its row is
+        not asked for, because a moment ago it was given the guard.
         """
-        endpoint.report(states.BuildStarted())
-        config = endpoint.config
-        try:
+        self._build(endpoint, lambda: None)
+
+    def build_now(self, endpoint: Endpoint, level: Level) -> None:
+        """Do one build in the caller's turn; raises what made it fail."""
+
+        def look() -> EndpointConfig | None:
             if level >= Level.REWRITE:
                 # First: a device that cannot be repaired must not move the policies of others.
                 self._datapath.repair_device(endpoint.record)
-            row = self._datapath.read_config(endpoint.record)
+            return self._datapath.read_config(endpoint.record)
+
+        self._build(endpoint, look)
+
+    def _build(self, endpoint: Endpoint, look: Callable[[], EndpointConfig | None]) -> None:
+        """Do one build; `look` gives what the row holds, None = only the guard."""
+        endpoint.report(states.BuildStarted())
+        config = endpoint.config
+        try:
+            row = look()
             config = self.enforcer.attach(endpoint, self._base(endpoint), row)
             self._datapath.open_endpoint(endpoint.record, config)
         except PodwireError as error:

@@ -136,7 +136,6 @@ TRANSITIONS: Mapping[tuple[State, type[Event]], State] = {
     (_S.INVALID, DisconnectAccepted): _S.DISCONNECTING,
 }
 
-TERMINAL = frozenset({State.DISCONNECTED})
 ENDING = frozenset({State.DISCONNECTING, State.DISCONNECTED})
 """The states of an endpoint that no longer counts: it is not changed, published or kept from being collected."""
 

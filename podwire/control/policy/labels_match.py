@@ -13,11 +13,10 @@ from podwire.control.policy.rule import (
     CidrGroupSelector,
     CidrSelector,
     LabelSelector,
-    Operator,
     PeerSelector,
     Requirement,
 )
-from podwire.model.labels import SOURCE_RESERVED, split_label
+from podwire.model.labels import SOURCE_RESERVED, Operator, split_label
 
 PARSED_SETS_KEPT: Final = 16384
 

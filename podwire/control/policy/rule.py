@@ -4,12 +4,12 @@
 selector cache. Nothing here knows which pods exist.
 """
 
-import enum
 from dataclasses import dataclass
 from typing import Final
 
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.identity import RESERVED_LABELS, IdentityFacts, NamedPort, Reserved
+from podwire.model.labels import Operator
 from podwire.model.policy import Direction, Verdict
 
 __all__ = [
@@ -50,15 +50,6 @@ UDP: Final = 17
 SCTP: Final = 132
 ICMP: Final = 1
 ICMPV6: Final = 58
-
-
-class Operator(enum.StrEnum):
-    """How a requirement compares. NOT_IN holds for labels that lack the key, as in Kubernetes."""
-
-    IN = "In"
-    NOT_IN = "NotIn"
-    EXISTS = "Exists"
-    DOES_NOT_EXIST = "DoesNotExist"
 
 
 @dataclass(frozen=True, slots=True, order=True)

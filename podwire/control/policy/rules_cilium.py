@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from podwire.control.policy.cilium.peers import Scope, read_peers, read_subject
 from podwire.control.policy.cilium.ports import read_ports
+from podwire.control.policy.mentions import Mention
 from podwire.control.policy.rule import (
     CidrGroup,
     LabelSelector,
@@ -18,17 +19,14 @@ from podwire.control.policy.rule import (
     PolicyRules,
     Rule,
 )
-from podwire.control.policy.schema import (
-    Faults,
-    Mention,
-    Node,
+from podwire.model.documents.fields import (
     ObjectName,
     describe_object,
     read_cidr,
     read_header,
     read_label_map,
-    root,
 )
+from podwire.model.documents.reader import Faults, Node, root
 from podwire.model.ids import DEFAULT_NAMESPACE
 from podwire.model.labels import SOURCE_K8S, sort_labels
 from podwire.model.policy import Direction, Verdict
@@ -85,7 +83,7 @@ def decode_cilium_policy(
         if not specs:
             top.child("spec").wrong("is missing, and so is specs")
         found = [_read_spec(spec, policy) for spec in specs]
-    faults.raise_if_any(describe_object(document, kind), hint=HINT)
+    faults.raise_if_any(f"decode {describe_object(document, kind)}", hint=HINT)
     return tuple(one for one in found if one is not None)
 
 
@@ -171,7 +169,7 @@ def decode_cidr_group(document: Mapping[str, Any]) -> CidrGroup:
                 spec.child("externalCIDRs").wrong("is missing (write [] for none)")
             items = spec.child("externalCIDRs").items()
             cidrs = [read_cidr(item, bare_address=True) for item in items]
-    faults.raise_if_any(describe_object(document, KIND_GROUP), hint=HINT)
+    faults.raise_if_any(f"decode {describe_object(document, KIND_GROUP)}", hint=HINT)
     labels = read_label_map(top.child("metadata").child("labels"))
     return CidrGroup(
         name.name,

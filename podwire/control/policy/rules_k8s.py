@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from podwire.control.policy.labels_match import make_selector
+from podwire.control.policy.mentions import LabelMention, Mention
 from podwire.control.policy.rule import (
     ALL_PORTS,
     ANY_SOURCE,
@@ -17,7 +18,6 @@ from podwire.control.policy.rule import (
     UDP,
     CidrSelector,
     LabelSelector,
-    Operator,
     PeerSelector,
     PolicyId,
     PolicyRules,
@@ -25,28 +25,28 @@ from podwire.control.policy.rule import (
     Requirement,
     Rule,
 )
-from podwire.control.policy.schema import (
+from podwire.model.documents.fields import (
     PORT_MAX,
-    Faults,
-    LabelMention,
-    Mention,
-    Node,
     check_label_key,
     describe_object,
     is_inside,
     is_port_name,
-    join_path,
     read_cidr,
     read_expression,
     read_header,
     read_label_map,
-    root,
-    shown,
 )
+from podwire.model.documents.reader import Faults, Node, join_path, root, shown
 from podwire.model.endpoint import IPNetwork
 from podwire.model.errors import Bug
 from podwire.model.ids import DEFAULT_NAMESPACE
-from podwire.model.labels import NAME_KEY, NAMESPACE_KEY, NAMESPACE_LABELS_PREFIX, SOURCE_K8S
+from podwire.model.labels import (
+    NAME_KEY,
+    NAMESPACE_KEY,
+    NAMESPACE_LABELS_PREFIX,
+    SOURCE_K8S,
+    Operator,
+)
 from podwire.model.policy import Direction, Verdict
 
 KIND: Final = "NetworkPolicy"
@@ -71,7 +71,7 @@ def decode_network_policy(
     top = root(document, faults)
     known = ("apiVersion", "kind", "metadata", "spec", "status")
     policy = _read_policy(top) if top.expect_object(known) else None
-    faults.raise_if_any(describe_object(document, KIND), hint=HINT)
+    faults.raise_if_any(f"decode {describe_object(document, KIND)}", hint=HINT)
     if policy is None:
         raise Bug("a NetworkPolicy gave neither rules nor faults")
     return policy

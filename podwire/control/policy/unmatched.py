@@ -8,11 +8,11 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from podwire.control.identity.filter import SETTING, LabelFilter
+from podwire.control.policy.mentions import GroupMention, LabelMention, Mention
 from podwire.control.policy.rule import ANY_SOURCE
 from podwire.control.policy.rules_cilium import KIND, KIND_CLUSTERWIDE, decode_cilium_policy
 from podwire.control.policy.rules_k8s import KIND as KIND_K8S
 from podwire.control.policy.rules_k8s import decode_network_policy
-from podwire.control.policy.schema import GroupMention, LabelMention, Mention
 from podwire.model.errors import Fault
 from podwire.model.labels import SOURCE_CNI, SOURCE_K8S
 

@@ -38,7 +38,6 @@ RTM_NEWNEIGH: Final = 28
 RTM_DELNEIGH: Final = 29
 RTM_GETNEIGH: Final = 30
 RTM_NEWRULE: Final = 32
-RTM_DELRULE: Final = 33
 RTM_GETRULE: Final = 34
 
 AF_INET: Final = 2
@@ -307,11 +306,6 @@ def add_rule(wanted: SourceRule) -> Request:
         "add rule for source",
         wanted.source,
     )
-
-
-def delete_rule(unwanted: SourceRule) -> Request:
-    """Remove a policy rule."""
-    return Request(RTM_DELRULE, 0, _rule_body(unwanted), "remove rule for source", unwanted.source)
 
 
 def list_rules(family: int) -> Request:

@@ -86,11 +86,6 @@ class QueueDiscipline:
     limit_bytes: int = 0
     burst_ticks: int = 0
 
-    @property
-    def is_root(self) -> bool:
-        """Tell whether it is the device's own queue."""
-        return self.parent == _ROOT_PARENT
-
 
 @dataclass(frozen=True, slots=True)
 class BpfFilter:

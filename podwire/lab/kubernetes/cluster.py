@@ -16,19 +16,20 @@ from typing import Any, Final, TypeVar
 
 from podwire.kernel import netns, spawn
 from podwire.lab.kubernetes import programs, residue
+from podwire.lab.kubernetes.api_server import SERVICE_CIDR
 from podwire.lab.kubernetes.client import ApiClient
 from podwire.lab.kubernetes.control_plane import ControlPlane
 from podwire.lab.kubernetes.daemon import LOOK_S, Place
-from podwire.lab.kubernetes.machine import Machine, MachinePlan
 from podwire.lab.kubernetes.networks import Network
-from podwire.lab.kubernetes.node_programs import NodePrograms
+from podwire.lab.kubernetes.nodes.machine import Machine, MachinePlan
+from podwire.lab.kubernetes.nodes.services import Access, NodeServices
 from podwire.lab.node import run_ip
 from podwire.lab.state import locked
 from podwire.model.errors import Unavailable
 
 DEADLINE_S: Final = 240.0
 """Long enough for a loaded machine; nobody waits for it unless something is wrong."""
-_CONTROL: Final = "control"
+CONTROL: Final = "control"
 _BRIDGE: Final = "underlay"
 _UPLINK: Final = "eth0"
 _UNDERLAY: Final = ipaddress.ip_network("192.0.2.0/24")
@@ -44,6 +45,8 @@ class ClusterShape:
 
     nodes: int = 2
     cluster_cidr: str = "10.244.0.0/16"
+    proxy: str = "nftables"
+    """The mode of kube-proxy."""
     mtu: int = 1500
     hidden: tuple[str, ...] = ()
     """Directories that are empty on the nodes, such as the checkout."""
@@ -54,7 +57,7 @@ class Node:
     """One node with its programs."""
 
     machine: Machine
-    programs: NodePrograms
+    services: NodeServices
 
     @property
     def name(self) -> str:
@@ -98,7 +101,7 @@ class Cluster:
         """Run kubectl as the administrator, whatever comes of it."""
         kubectl = programs.find(programs.CLUSTER)["kubectl"]
         command = [kubectl, f"--kubeconfig={self.kubeconfig}", *arguments]
-        place = Place(network=netns.named_path(residue.namespace_of(self.name, _CONTROL)))
+        place = Place(network=netns.named_path(residue.namespace_of(self.name, CONTROL)))
         return place.run(command, input_bytes=input_text.encode(), timeout_s=timeout_s)
 
     @property
@@ -164,17 +167,14 @@ class Cluster:
         ]
         parts[-1] = "\n".join(parts[-1].splitlines()[-15:])
         for node in self.nodes:
-            parts += [
-                f"{daemon.name}:\n{daemon.read_tail()}"
-                for daemon in (node.programs.containerd, node.programs.kubelet)
-            ]
+            parts += [f"{daemon.name}:\n{daemon.read_tail()}" for daemon in node.services.daemons]
         return "\n".join(parts)
 
 
 def up(name: str, shape: ClusterShape, network: Network, *, progress: Progress = print) -> Cluster:
-    """Make a cluster whose nodes are Ready; what an earlier one of the name left is removed first."""
+    """Make a cluster, whose nodes are Ready if its network makes them so; what an earlier one left is removed first."""
     programs.find(programs.CLUSTER)
-    with locked(residue.directory_of(name).with_name(f"{name}.lock"), create=True):
+    with locked(residue.RUN_ROOT, create=True):
         residue.remove(name)
         cluster = Cluster(name, shape, network)
         try:
@@ -187,7 +187,8 @@ def up(name: str, shape: ClusterShape, network: Network, *, progress: Progress =
 
 def down(name: str) -> None:
     """Remove a cluster, or what is left of one."""
-    residue.remove(name)
+    with locked(residue.RUN_ROOT, create=True):
+        residue.remove(name)
 
 
 @contextmanager
@@ -223,6 +224,7 @@ def _raise(cluster: Cluster, progress: Progress) -> None:
     )
     cluster.control.start()
     cluster.control.api.write_kubeconfig(cluster.kubeconfig)
+    _write_as_kubeadm(cluster)
     progress(f"API server, controller manager and scheduler run ({cluster.control.api.url})")
     cluster.nodes = tuple(_make_node(cluster, plan) for plan in plans)
     with ThreadPoolExecutor(len(plans)) as threads:
@@ -232,8 +234,32 @@ def _raise(cluster: Cluster, progress: Progress) -> None:
     cluster.network.prepare(cluster)
     for node in cluster.nodes:
         cluster.network.install(cluster, node)
-    cluster.wait_until_ready()
-    progress(f"{len(plans)} nodes are Ready with the network {cluster.network.name}")
+    if cluster.network.makes_ready:
+        cluster.wait_until_ready()
+        progress(f"{len(plans)} nodes are Ready with the network {cluster.network.name}")
+
+
+def _write_as_kubeadm(cluster: Cluster) -> None:
+    """Write what kubeadm leaves in a cluster, and networks look at."""
+    subnets = {"podSubnet": cluster.shape.cluster_cidr, "serviceSubnet": SERVICE_CIDR}
+    # JSON is YAML.
+    text = json.dumps({"kind": "ClusterConfiguration", "networking": subnets})
+    cluster.client.create(
+        "/api/v1/namespaces/kube-system/configmaps",
+        {"metadata": {"name": "kubeadm-config"}, "data": {"ClusterConfiguration": text}},
+    )
+    cluster.client.create(
+        "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings",
+        {
+            "metadata": {"name": "kube-proxy"},
+            "roleRef": {
+                "apiGroup": "rbac.authorization.k8s.io",
+                "kind": "ClusterRole",
+                "name": "system:node-proxier",
+            },
+            "subjects": [{"kind": "User", "name": "system:kube-proxy"}],
+        },
+    )
 
 
 def _plan_machines(cluster: Cluster) -> Sequence[MachinePlan]:
@@ -252,7 +278,7 @@ def _plan_machines(cluster: Cluster) -> Sequence[MachinePlan]:
 
 def _make_network(cluster: Cluster, plans: Sequence[MachinePlan]) -> str:
     """Make the namespaces and join them; gives the one of the control plane."""
-    control, mtu = residue.namespace_of(cluster.name, _CONTROL), cluster.shape.mtu
+    control, mtu = residue.namespace_of(cluster.name, CONTROL), cluster.shape.mtu
     netns.create_named(control).close()
     run_ip(
         control,
@@ -286,14 +312,19 @@ def _make_network(cluster: Cluster, plans: Sequence[MachinePlan]) -> str:
 
 
 def _make_node(cluster: Cluster, plan: MachinePlan) -> Node:
-    kubeconfig = cluster.control.kubeconfig_of(f"system:node:{plan.name}", "system:nodes")
-    machine = Machine(plan)
-    return Node(machine, NodePrograms(machine, kubeconfig, cluster.control.api.ca))
+    control = cluster.control
+    access = Access(
+        kubelet=control.kubeconfig_of(f"system:node:{plan.name}", "system:nodes"),
+        proxy=control.kubeconfig_of("system:kube-proxy"),
+        ca=control.api.ca,
+    )
+    machine, shape = Machine(plan), cluster.shape
+    return Node(machine, NodeServices(machine, access, shape.proxy, shape.cluster_cidr))
 
 
 def _start_node(node: Node) -> None:
     node.machine.open()
-    node.programs.start()
+    node.services.start()
 
 
 def _have_ranges(cluster: Cluster) -> bool:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
-from podwire.lab.kubernetes.node_programs import CONF_DIRECTORY, PLUGIN_DIRECTORY
+from podwire.lab.kubernetes.nodes.services import CONF_DIRECTORY, PLUGIN_DIRECTORY
 from podwire.model.errors import NotFound
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ class Network(Protocol):
     """One way to attach pods."""
 
     name: str
+    makes_ready: bool
+    """Whether nodes get Ready by `install`."""
 
     def prepare(self, cluster: "Cluster") -> None:
         """Do what is done once for the cluster, when all nodes are registered."""
@@ -31,10 +33,27 @@ class Network(Protocol):
         """Take it off a node."""
 
 
+class Nothing:
+    """No network: somebody else brings one."""
+
+    name = "none"
+    makes_ready = False
+
+    def prepare(self, cluster: "Cluster") -> None:
+        """Do nothing."""
+
+    def install(self, cluster: "Cluster", node: "Node") -> None:
+        """Do nothing."""
+
+    def uninstall(self, cluster: "Cluster", node: "Node") -> None:
+        """Do nothing."""
+
+
 class Ptp:
     """ptp with host-local, and a static route to the pods of each other node."""
 
     name = "ptp"
+    makes_ready = True
     _file: Final = f"{CONF_DIRECTORY}/20-ptp.conflist"
     _plugins: Final = ("ptp", "host-local", "loopback", "portmap")
 

@@ -11,9 +11,9 @@ from typing import Final
 
 from podwire.kernel import netns
 from podwire.lab.kubernetes.daemon import remove_tree
-from podwire.lab.kubernetes.machine import end_inhabitants, list_cgroups, remove_cgroups
+from podwire.lab.kubernetes.nodes.machine import end_inhabitants, list_cgroups, remove_cgroups
 
-RUN_ROOT: Final = Path("/run/podwire/kubernetes")
+RUN_ROOT: Final = Path("/run/pwk")
 PREFIX: Final = "pwk"
 _SETTINGS_FILE: Final = "settings.json"
 _PROC_SYS: Final = Path("/proc/sys")

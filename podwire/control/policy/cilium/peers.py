@@ -10,28 +10,24 @@ from ipaddress import ip_network
 from typing import Final
 
 from podwire.control.policy.labels_match import make_selector
+from podwire.control.policy.mentions import GroupMention, LabelMention
 from podwire.control.policy.rule import (
     ANY_SOURCE,
     CidrGroupSelector,
     CidrSelector,
     LabelSelector,
-    Operator,
     PeerSelector,
     Requirement,
 )
 from podwire.control.policy.rules_k8s import NAME_IS_NO_LABEL
-from podwire.control.policy.schema import (
-    GroupMention,
-    LabelMention,
-    Node,
+from podwire.model.documents.fields import (
     check_label_key,
     is_inside,
-    join_path,
     read_cidr,
     read_expression,
     read_label_value,
-    shown,
 )
+from podwire.model.documents.reader import Node, join_path, shown
 from podwire.model.endpoint import IPNetwork
 from podwire.model.identity import RESERVED_LABELS
 from podwire.model.labels import (
@@ -41,6 +37,7 @@ from podwire.model.labels import (
     SOURCE_CNI,
     SOURCE_K8S,
     SOURCE_RESERVED,
+    Operator,
     split_label,
 )
 from podwire.model.policy import Direction
@@ -50,7 +47,6 @@ _RESERVED_NAMES: Final = tuple(split_label(labels[0]).key for labels in RESERVED
 _NEGATIVE: Final = (Operator.NOT_IN, Operator.DOES_NOT_EXIST)
 
 _UNKNOWN_KEYS: Final = {
-    "io.cilium.k8s.policy.serviceaccount": "service accounts are not part of identities",
     "io.cilium.k8s.policy.cluster": "there is one cluster, and its name is not part of identities",
     NAME_KEY: NAME_IS_NO_LABEL.removeprefix("is "),
 }

@@ -17,7 +17,8 @@ from podwire.control.policy.rule import (
     UDP,
     PortMatch,
 )
-from podwire.control.policy.schema import PORT_MAX, Node, is_port_name, shown
+from podwire.model.documents.fields import PORT_MAX, is_port_name
+from podwire.model.documents.reader import Node, shown
 
 PORTS_MAX: Final = 40
 """Of one element of toPorts, and fields of one element of icmps; as in Cilium."""

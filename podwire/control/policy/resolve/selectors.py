@@ -14,11 +14,10 @@ from podwire.control.policy.rule import (
     ANY_SOURCE,
     IdentityFacts,
     LabelSelector,
-    Operator,
     PeerSelector,
     Requirement,
 )
-from podwire.model.labels import SOURCE_RESERVED, Label, split_label
+from podwire.model.labels import SOURCE_RESERVED, Label, Operator, split_label
 
 _Key = TypeVar("_Key")
 

@@ -17,6 +17,8 @@ BUSYBOX: Final = Path("/bin/busybox")
 APPLETS: Final = ("cat", "echo", "httpd", "ip", "ls", "nc", "ping", "sh", "sleep", "wget")
 BUSYBOX_IMAGE: Final = "localhost/pwt/busybox:1"
 PAUSE_IMAGE: Final = "localhost/pwt/pause:1"
+SERVED: Final = "served\n"
+"""What its web server answers."""
 _FOREVER: Final = ("/bin/sleep", "2147483647")
 _ARCHITECTURES: Final = {"x86_64": "amd64", "aarch64": "arm64"}
 _MEDIA = "application/vnd.oci.image"
@@ -67,7 +69,7 @@ def _make_layer() -> bytes:
             archive.addfile(entry)
         _add_file(archive, "bin/busybox", BUSYBOX.read_bytes(), mode=0o755)
         _add_file(archive, "etc/passwd", b"root:x:0:0:root:/:/bin/sh\n")
-        _add_file(archive, "www/index.html", b"served\n")
+        _add_file(archive, "www/index.html", SERVED.encode())
         for applet in APPLETS:
             entry = tarfile.TarInfo(f"bin/{applet}")
             entry.type, entry.linkname = tarfile.SYMTYPE, "busybox"

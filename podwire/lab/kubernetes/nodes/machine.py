@@ -22,42 +22,60 @@ from podwire.model.errors import Unavailable
 
 CGROUPS: Final = Path("/sys/fs/cgroup")
 SOCKET: Final = "/run/containerd/containerd.sock"
+KEEPER_FILE: Final = "keeper.pid"
+"""Whose mounts the node's are; a person enters with `nsenter --target PID --net --mount`."""
 _END_DEADLINE_S: Final = 60.0
 
 _ENTER: Final = """
 set -e
 base=$1; shared=$2; shift 2
 mount --make-rprivate /
-mount -t sysfs sysfs "$base/sys"
-mount --rbind /sys/fs/cgroup "$base/sys/fs/cgroup"
-mount -t bpf bpf "$base/sys/fs/bpf"
-mount --rbind "$base/sys" /sys
-umount -l "$base/sys"
+# Copies of others' namespaces would keep them alive. A mount can be listed twice, and go with the first.
+awk '$3 == "nsfs" { print $2 }' /proc/mounts | xargs -r umount -n 2>/dev/null || true
+mount -n -t sysfs sysfs "$base/sys"
+mount -n --rbind /sys/fs/cgroup "$base/sys/fs/cgroup"
+mount -n -t bpf bpf "$base/sys/fs/bpf"
+mount -n --rbind "$base/sys" /sys
+umount -n -l "$base/sys"
 for directory in /etc /opt; do
     mkdir -p "$base/upper$directory" "$base/work$directory"
-    mount -t overlay overlay -o "lowerdir=$directory,upperdir=$base/upper$directory,workdir=$base/work$directory" \
+    mount -n -t overlay overlay -o "lowerdir=$directory,upperdir=$base/upper$directory,workdir=$base/work$directory" \
         "$directory"
 done
 mkdir -p "$base/lib" "$base/log"
-mount --bind "$base/lib" /var/lib
-mount --bind "$base/log" /var/log
+mount -n --bind "$base/lib" /var/lib
+mount -n --bind "$base/log" /var/log
 # What all nodes and the control plane share stays visible, also where it is below a directory that is covered.
 mkdir -p "$base/run"
-mount -t tmpfs -o mode=755 node "$base/run"
+mount -n -t tmpfs -o mode=755 node "$base/run"
 case $shared in /run/*)
     mkdir -p "$base/run${shared#/run}"
-    mount --rbind "$shared" "$base/run${shared#/run}" ;;
+    mount -n --rbind "$shared" "$base/run${shared#/run}" ;;
 esac
 mkdir -p "$base/run/lock" "$base/run/netns"
-mount --move "$base/run" /run
+mount -n --move "$base/run" /run
 for hidden; do
-    mount -t tmpfs -o ro,size=4k hidden "$hidden"
+    mount -n -t tmpfs -o ro,size=4k hidden "$hidden"
 done
 mount --make-rshared /
 echo ready
 exec sleep 2147483647
 """
 """The fresh sysfs shows the node's own devices; `ip netns exec` would drop the cgroups with the old one."""
+
+_PROBE: Final = """
+set -e
+name=pwk.probe.$$
+group=
+for hierarchy in /sys/fs/cgroup/memory /sys/fs/cgroup; do
+    ! mkdir "$hierarchy/$name" 2>/dev/null || { group=$hierarchy/$name; break; }
+done
+[ -n "$group" ] || { echo "no cgroup can be made below /sys/fs/cgroup" >&2; exit 1; }
+rmdir "$group"
+mount -n -t tmpfs probe /tmp
+mkdir /tmp/upper /tmp/work
+mount -n -t overlay overlay -o lowerdir=/etc,upperdir=/tmp/upper,workdir=/tmp/work /etc
+"""
 
 
 @dataclass(frozen=True)
@@ -105,6 +123,7 @@ class Machine:
         """Make the mounts."""
         self._log.unlink(missing_ok=True)
         self._keeper.start(lambda: self._keeper.read_tail().endswith("ready"))
+        (self.directory / KEEPER_FILE).write_text(str(self._keeper.pid))
 
     @property
     def place(self) -> Place:
@@ -142,6 +161,14 @@ class Machine:
         temporary.write_bytes(source.read_bytes())
         temporary.chmod(0o755)
         temporary.rename(path)
+
+
+def find_obstacle() -> str:
+    """Say what keeps nodes from being made here; "" when nothing does."""
+    done = Place().run(["unshare", "--mount", "--propagation", "private", "sh", "-c", _PROBE])
+    if done.status:
+        return f"this root cannot make what a node needs: {done.stderr.decode().strip()}"
+    return ""
 
 
 def end_inhabitants(namespaces: Sequence[str], cgroups: Sequence[str]) -> None:

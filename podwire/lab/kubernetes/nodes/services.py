@@ -1,4 +1,4 @@
-"""What runs on a node: containerd and kubelet, with the settings that they need on a machine like this one.
+"""What runs on a node: containerd, kubelet and kube-proxy, with the settings that they need on a machine like this one.
 
 A machine may have cgroups of the old kind, no right to raise resource limits, and no registry. Each setting that is
 there for one of these says so.
@@ -6,18 +6,21 @@ there for one of these says so.
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from podwire.lab.kubernetes import images, programs
+from podwire.lab.kubernetes import programs
 from podwire.lab.kubernetes.daemon import Daemon
-from podwire.lab.kubernetes.machine import SOCKET, Machine
+from podwire.lab.kubernetes.nodes import images
+from podwire.lab.kubernetes.nodes.machine import SOCKET, Machine
 from podwire.model.errors import Unavailable
 
 CONF_DIRECTORY: Final = "/etc/cni/net.d"
 PLUGIN_DIRECTORY: Final = "/opt/cni/bin"
 _CONTAINERD_CONFIG: Final = "/etc/containerd/config.toml"
 _KUBELET_CONFIG: Final = "/etc/kubernetes/kubelet.json"
+_PROXY_CONFIG: Final = "/etc/kubernetes/kube-proxy.json"
 _IMAGE_DEADLINE_S: Final = 300.0
 _CONTAINERD: Final = """
 version = 2
@@ -82,12 +85,43 @@ def _kubelet_settings(cgroup: str, ca: Path) -> Mapping[str, Any]:
     }
 
 
-class NodePrograms:
-    """The containerd and the kubelet of one machine; each may be killed and started again."""
+def _proxy_settings(machine: Machine, kubeconfig: Path, mode: str, cidr: str) -> Mapping[str, Any]:
+    return {
+        "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+        "kind": "KubeProxyConfiguration",
+        "mode": mode,
+        "clientConnection": {"kubeconfig": str(kubeconfig)},
+        "clusterCIDR": cidr,
+        "hostnameOverride": machine.name,
+        "bindAddress": machine.plan.address,
+        "healthzBindAddress": "127.0.0.1:10256",
+        "metricsBindAddress": "127.0.0.1:10249",
+        # Limits of the whole machine's connection tracking stay what they are.
+        "conntrack": {
+            **{"maxPerCore": 0, "min": 0},
+            **{"tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
+        },
+    }
 
-    def __init__(self, machine: Machine, kubeconfig: Path, ca: Path) -> None:
+
+@dataclass(frozen=True)
+class Access:
+    """How the programs of a node reach the API server: kubeconfigs, and the authority that they trust."""
+
+    kubelet: Path
+    proxy: Path
+    ca: Path
+
+
+class NodeServices:
+    """The programs of one machine; each may be killed and started again."""
+
+    def __init__(self, machine: Machine, access: Access, proxy_mode: str, cidr: str) -> None:
         self.machine = machine
-        self._ca = ca
+        self._settings = {
+            _KUBELET_CONFIG: _kubelet_settings(machine.plan.cgroup, access.ca),
+            _PROXY_CONFIG: _proxy_settings(machine, access.proxy, proxy_mode, cidr),
+        }
         found = programs.find(programs.CLUSTER)
         self.containerd = Daemon(
             f"containerd of {machine.name}",
@@ -99,16 +133,27 @@ class NodePrograms:
             [
                 found["kubelet"],
                 f"--config={_KUBELET_CONFIG}",
-                f"--kubeconfig={kubeconfig}",
+                f"--kubeconfig={access.kubelet}",
                 f"--hostname-override={machine.name}",
                 f"--node-ip={machine.plan.address}",
             ],
             machine.directory / "kubelet.log",
         )
+        self.proxy = Daemon(
+            f"kube-proxy of {machine.name}",
+            [found["kube-proxy"], f"--config={_PROXY_CONFIG}"],
+            machine.directory / "kube-proxy.log",
+        )
+
+    @property
+    def daemons(self) -> tuple[Daemon, ...]:
+        """All of them."""
+        return self.containerd, self.kubelet, self.proxy
 
     def start(self) -> None:
-        """Start both, with the images that every node has; the node gets ready when it has a network."""
-        self.containerd.place = self.kubelet.place = self.machine.place
+        """Start all, with the images that every node has; the node gets ready when it has a network."""
+        for daemon in self.daemons:
+            daemon.place = self.machine.place
         self._write_settings()
         self.start_containerd()
         layout = self.machine.plan.shared / "images.tar"
@@ -116,6 +161,7 @@ class NodePrograms:
             images.write_layout(layout, [images.BUSYBOX_IMAGE, images.PAUSE_IMAGE])
         self.import_image(layout)
         self.kubelet.start()
+        self.proxy.start()
 
     def start_containerd(self) -> None:
         """Start containerd and wait until it answers."""
@@ -129,9 +175,9 @@ class NodePrograms:
         )
 
     def stop(self) -> None:
-        """End both; containers run on."""
-        self.kubelet.stop()
-        self.containerd.stop()
+        """End all; containers run on."""
+        for daemon in reversed(self.daemons):
+            daemon.stop()
 
     def _containerd_answers(self) -> bool:
         try:
@@ -153,5 +199,5 @@ class NodePrograms:
                 conf=CONF_DIRECTORY,
             ),
         )
-        settings = _kubelet_settings(machine.plan.cgroup, self._ca)
-        machine.write(_KUBELET_CONFIG, json.dumps(settings, indent=1))
+        for path, settings in self._settings.items():
+            machine.write(path, json.dumps(settings, indent=1))

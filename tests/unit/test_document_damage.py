@@ -13,7 +13,7 @@ from podwire.agent.duties.follower import KindList
 from podwire.control.cluster.planner import NodeNumbers
 from podwire.control.cluster.reach import ClusterSettings
 from podwire.control.cluster.state import ClusterState
-from podwire.control.documents.readable import find_fault
+from podwire.control.documents.damage import find_fault
 from podwire.control.identity.known import KnownIdentities
 from podwire.control.identity.sources import LabelSources
 from podwire.control.ipam.claims import Claims

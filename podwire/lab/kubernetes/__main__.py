@@ -1,0 +1,62 @@
+"""The rig by hand: `python -m podwire.lab.kubernetes up|down|kubectl|enter`, for whoever develops on it.
+
+`up` leaves a cluster running; `kubectl WORDS...` talks to it, `enter NODE COMMAND...` runs a command on a node.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from podwire.kernel import netns
+from podwire.lab.kubernetes import cluster as clusters
+from podwire.lab.kubernetes import programs, residue
+from podwire.lab.kubernetes.agents import PlainAgents
+from podwire.lab.kubernetes.cluster import CONTROL, ClusterShape
+from podwire.lab.kubernetes.networks import Network, Nothing, Ptp
+from podwire.lab.kubernetes.nodes.machine import KEEPER_FILE
+from podwire.model.errors import PodwireError
+
+NAME: Final = os.environ.get("PODWIRE_CLUSTER", "hand")
+NETWORKS: Final[Mapping[str, Callable[[], Network]]] = {
+    "ptp": Ptp,
+    "none": Nothing,
+    "agents": PlainAgents,
+}
+
+
+def main(words: Sequence[str]) -> int:
+    """Run one command; gives the exit status."""
+    match [*words]:
+        case ["up", *rest] if len(rest) <= 1 and set(rest) <= set(NETWORKS):
+            clusters.up(NAME, ClusterShape(), NETWORKS[rest[0] if rest else "ptp"]())
+        case ["down"]:
+            clusters.down(NAME)
+        case ["kubectl", *rest]:
+            _become_kubectl(rest)
+        case ["enter", node, *rest]:
+            _enter(node, rest or ["sh"])
+        case _:
+            print(f"{__doc__}up takes one of {', '.join(NETWORKS)}", file=sys.stderr)
+            return 2
+    return 0
+
+
+def _become_kubectl(words: Sequence[str]) -> None:
+    kubectl = programs.find(programs.CLUSTER)["kubectl"]
+    kubeconfig = residue.directory_of(NAME) / "admin.kubeconfig"
+    namespace = netns.named_path(residue.namespace_of(NAME, CONTROL))
+    command = [f"--net={namespace}", kubectl, f"--kubeconfig={kubeconfig}", *words]
+    os.execvp("nsenter", ["nsenter", *command])
+
+
+def _enter(node: str, words: Sequence[str]) -> None:
+    keeper = (residue.directory_of(NAME) / node / KEEPER_FILE).read_text()
+    os.execvp("nsenter", ["nsenter", f"--target={keeper}", "--net", "--mount", *words])
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except PodwireError as error:
+        sys.exit(f"error: {error.message}\nhint: {error.hint}")

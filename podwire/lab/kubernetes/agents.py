@@ -1,0 +1,102 @@
+"""podwire on the nodes as plain processes of the checkout: to try an agent without an image."""
+
+import json
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import yaml
+
+from podwire.lab.kubernetes.daemon import Daemon
+from podwire.lab.kubernetes.networks import copy_plugins
+from podwire.lab.kubernetes.nodes.services import CONF_DIRECTORY, PLUGIN_DIRECTORY
+from podwire.lab.node import agent_program
+from podwire.model.errors import NotFound
+
+if TYPE_CHECKING:
+    from podwire.lab.kubernetes.cluster import Cluster, Node
+
+ROOT: Final = Path(__file__).resolve().parents[3]
+MANIFEST: Final = ROOT / "deploy" / "podwire.yaml"
+LAUNCHER: Final = ROOT / "build" / "bin" / "podwire-cni"
+API_SOCKET: Final = "/run/podwire/api.sock"
+_CONFIG: Final = "/etc/podwire/agent.toml"
+_FILE: Final = f"{CONF_DIRECTORY}/05-podwire.conflist"
+
+
+class PlainAgents:
+    """An agent for each node, started by the rig; `settings` go to its configuration file."""
+
+    name = "podwire, as plain processes"
+    makes_ready = True
+
+    def __init__(self, **settings: object) -> None:
+        self._settings = settings
+        self.agents: dict[str, Daemon] = {}
+
+    def prepare(self, cluster: "Cluster") -> None:
+        """Give the API server podwire's own kinds."""
+        if definitions := read_definitions():
+            cluster.apply(*definitions)
+
+    def install(self, cluster: "Cluster", node: "Node") -> None:
+        """Start the agent, and write the conflist when it answers."""
+        if not LAUNCHER.exists():
+            raise NotFound(f"find {str(LAUNCHER)!r}", hint="scripts/setup")
+        machine = node.machine
+        settings: dict[str, object] = {
+            "node_name": node.name,
+            "store": "kubernetes",
+            "kubeconfig": str(cluster.kubeconfig),
+            "cluster_cidrs": [cluster.shape.cluster_cidr],
+            **self._settings,
+        }
+        lines = [f"{key} = {json.dumps(value)}\n" for key, value in settings.items()]
+        machine.write(_CONFIG, "".join(lines))
+        agent = Daemon(
+            f"agent of {node.name}",
+            [agent_program(), "--config", _CONFIG],
+            machine.directory / "agent.log",
+            place=machine.place,
+        )
+        self.agents[node.name] = agent
+        agent.start(lambda: asks_well(node))
+        copy_plugins(node, ("loopback", "portmap"))
+        machine.install(f"{PLUGIN_DIRECTORY}/podwire-cni", LAUNCHER)
+        document = {
+            "cniVersion": "1.0.0",
+            "cniVersions": ["1.0.0", "1.1.0"],
+            "name": "podwire",
+            "plugins": [
+                {
+                    "type": "podwire-cni",
+                    "capabilities": {"bandwidth": True, "ips": True, "mac": True},
+                }
+            ],
+        }
+        machine.write(_FILE, json.dumps(document))
+
+    def uninstall(self, cluster: "Cluster", node: "Node") -> None:
+        """Remove the conflist and end the agent."""
+        node.machine.path(_FILE).unlink(missing_ok=True)
+        self.agents.pop(node.name).stop()
+
+
+def read_definitions() -> list[dict[str, Any]]:
+    """Read the CRDs of the manifest; none where there is no manifest."""
+    if not MANIFEST.exists():
+        return []
+    documents = yaml.safe_load_all(MANIFEST.read_text(encoding="utf-8"))
+    return [one for one in documents if one and one["kind"] == "CustomResourceDefinition"]
+
+
+def asks_well(node: "Node") -> bool:
+    """Ask a node's agent whether it is ready."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(5)
+            connection.connect(str(node.machine.path(API_SOCKET)))
+            connection.sendall(b"GET /v1/healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            return connection.recv(64).split(b" ", 2)[1:2] == [b"200"]
+    except OSError:
+        return False

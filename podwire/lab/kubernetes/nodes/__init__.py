@@ -1,0 +1,1 @@
+"""The nodes of the cluster: what makes a namespace look like a machine, what runs there, and its images."""

@@ -17,7 +17,8 @@ class BuildWithNativeFiles(build_py):
 
     def run(self) -> None:
         super().run()
-        if self.editable_mode:  # a checkout: podwire.model.config.shipped finds them in build/
+        # In a checkout podwire.model.installation.shipped finds them in build/.
+        if self.editable_mode:
             return
         for part in ("bpf", "launcher"):
             subprocess.run(["make", "--no-print-directory", "-C", str(ROOT / part)], check=True)

@@ -10,6 +10,8 @@
 #include <podwire/deliver.h>
 #include <podwire/frame.h>
 
+#define PW_QUARTER_SECOND_BITS 28 /* of nanoseconds, nearly */
+
 #ifdef PW_TEST_BUILD
 static __always_inline bool read_sender(struct __sk_buff *skb, struct pw_tunnel_end *end)
 {
@@ -174,34 +176,49 @@ static __always_inline int receive_for_host(struct __sk_buff *skb, struct pw_flo
 	       hand_to_stack(skb, flow);
 }
 
-/* The flow itself tells that this sender lives at this node, and as whom it came: all of it was looked at when its
- * entry was made.
- */
-static __always_inline bool is_vouched_for(const struct pw_flow *flow,
-					   const struct pw_conntrack_value *entry)
+/* The flow itself tells that this sender lives at this node, and as whom it came. */
+static __always_inline bool is_known(const struct pw_flow *flow,
+				     const struct pw_conntrack_value *entry)
 {
 	return entry && !flow->here.related && entry->path == PW_PATH_TUNNEL &&
 	       entry->node == flow->node && flow->source_identity &&
 	       entry->peer_identity == flow->source_identity;
 }
 
+/* Is the sender's address still at that node? An address may move while its pod's peer is silent, so this is looked up
+ * a few times a second for each flow, not for each packet.
+ */
+static __always_inline int check_known_source(struct pw_flow *flow,
+					      struct pw_conntrack_value *entry)
+{
+	__u32 now = flow->now_ns >> PW_QUARTER_SECOND_BITS;
+	int reason;
+
+	if (entry->vouched == now)
+		return 0;
+	reason = check_inner_source(flow);
+	if (!reason)
+		entry->vouched = now;
+	return reason;
+}
+
 /* An answer's other end is who our own question would be judged for now. */
-PW_CHECKED_ALONE int identify(struct pw_flow *flow, const struct pw_conntrack_value *entry)
+PW_CHECKED_ALONE int identify(struct pw_flow *flow, struct pw_conntrack_value *entry)
 {
 	const struct pw_match *match;
-	bool vouched;
+	bool known;
 	int reason;
 
 	if (!flow)
 		return PW_DROP_INTERNAL;
 	match = &flow->here;
-	vouched = is_vouched_for(flow, entry);
-	reason = vouched ? 0 : check_inner_source(flow);
+	known = is_known(flow, entry);
+	reason = known ? check_known_source(flow, entry) : check_inner_source(flow);
 	if (reason)
 		return reason;
 	if (entry && match->related)
 		flow->source_identity = entry->peer_identity;
-	else if (entry && match->reply && !vouched)
+	else if (entry && match->reply && !known)
 		flow->source_identity = flow->source_prefix_identity;
 	return 0;
 }

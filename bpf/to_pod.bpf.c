@@ -55,7 +55,7 @@ static __always_inline int judge_receiver(struct __sk_buff *skb, struct pw_flow 
 	else if (entry && flow->here.reply)
 		flow->source_identity = present_identity(flow->key.saddr, entry);
 	else
-		flow->source_identity = stack_identity(skb, flow, &flow->target);
+		flow->source_identity = stack_identity(skb, flow, entry, &flow->target);
 	flow->here.peer_identity = flow->source_identity;
 	return judge(skb, flow, &flow->row, &flow->here, entry)
 		       ?: remember(flow, &flow->row, &flow->here, entry);

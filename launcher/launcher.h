@@ -59,6 +59,7 @@ struct text {
 void put(struct text *text, const char *part);
 void put_number(struct text *text, unsigned long long number, int width);
 void put_errno(struct text *text, int number);
+void put_json_string(struct text *text, const char *data, size_t length);
 bool write_all(int fd, const void *data, size_t length);
 int fail(const char *cni_version, int code, const struct text *message, const char *hint);
 int fail_plain(const char *cni_version, int code, const char *message, const char *hint);
@@ -131,5 +132,9 @@ bool agent_was_alive(const char *socket_path, const char *boot_id);
 
 /* exec.c */
 int run_helper(int argc, char **argv);
+
+/* loopback.c */
+bool is_loopback(const char *program);
+int run_loopback(const char *command, const char *cni_version);
 
 #endif

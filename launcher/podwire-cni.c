@@ -1,7 +1,7 @@
 /* podwire-cni: what a container runtime executes. It carries the request to the agent and the answer
  * back, and knows nothing about networks. What it does when the agent is not there is a table in
  * docs/protocol.md; each command below is one row of it. Called as podwire-ipam it is the same
- * program, and the frame says so.
+ * program, and the frame says so. Called as loopback it is that plugin, and asks nobody.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -209,5 +209,8 @@ int main(int argc, char **argv)
 	if (command->run == run_version && !frame.input_errno &&
 	    frame.input_length <= STDIN_MAX_BYTES)
 		return run_version();
-	return refuse_unusable() ? 1 : command->run();
+	if (refuse_unusable())
+		return 1;
+	return argc && is_loopback(argv[0]) ? run_loopback(name, config.cni_version)
+					    : command->run();
 }

@@ -70,7 +70,7 @@ bool write_all(int fd, const void *data, size_t length)
 }
 
 /* A JSON string. Bytes that are not ASCII become '?': they may be no UTF-8, and JSON must be. */
-static void put_json_string(struct text *text, const char *data, size_t length)
+void put_json_string(struct text *text, const char *data, size_t length)
 {
 	put(text, "\"");
 	for (size_t i = 0; i < length; i++) {

@@ -14,12 +14,15 @@ from podwire.agent.api.nodes import NodeReaders
 from podwire.agent.api.policy_readers import PolicyReaders
 from podwire.agent.api.routes import Api, BuildFacts, MapReaders
 from podwire.agent.cni.dispatch import Dispatcher
+from podwire.agent.duties.installer import Installer
 from podwire.agent.duties.loops import Duties, EventPump
 from podwire.agent.health import AliveFile
 from podwire.agent.node import Node
+from podwire.cni.directories import RuntimeDirectories, read_launcher
 from podwire.control.flows.enrich import FlowMaker
 from podwire.control.flows.flow import FlowPolicy
-from podwire.datapath import abi, changes, rows
+from podwire.control.installation.steps import Installation
+from podwire.datapath import abi, changes, rows, runtime
 from podwire.datapath.events import hook_name, path_name, reason_name
 from podwire.datapath.maps import list_usage
 from podwire.datapath.node import KernelDatapath
@@ -96,6 +99,21 @@ def make_duties(node: Node, dispatcher: Dispatcher, threads: ThreadPoolExecutor)
         repair_tables=node.datapath.repair_tables,
         replay=dispatcher.replay,
         threads=threads,
+    )
+
+
+def make_installer(node: Node) -> Installer | None:
+    """Give what installs for the container runtime; None if somebody else does that."""
+    cni = node.config.cni
+    if not cni.cni_install:
+        return None
+    directories = RuntimeDirectories(cni.cni_conf_dir, cni.cni_bin_dir, runtime.ask_versions)
+    return Installer(
+        Installation(directories, read_launcher(), node.config.files.cni_socket),
+        (cni.cni_conf_dir, cni.cni_bin_dir),
+        status=node.attachments.status,
+        watch=runtime.watch_directories,
+        health=node.health,
     )
 
 

@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from podwire import __version__
-from podwire.agent.assemble import make_api, make_duties, start_events
+from podwire.agent.assemble import make_api, make_duties, make_installer, start_events
 from podwire.agent.cni.dispatch import Dispatcher
 from podwire.agent.cni.requests import CniRequests
 from podwire.agent.cni.socket import CniServer
@@ -179,6 +179,9 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
             stack.callback(node.addresses.duty.stop)
         node.cluster.start()
         stack.callback(node.cluster.stop)
+        if (installer := make_installer(node)) is not None:
+            installer.start()
+            stack.callback(installer.stop)
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(loops.supervise(name, run, duties), name=name)

@@ -43,6 +43,7 @@ from podwire.control.identity.known import KnownIdentities
 from podwire.control.identity.resolver import IdentityResolver
 from podwire.control.identity.sources import LabelSources
 from podwire.control.ipam.interface import Ipam
+from podwire.control.kubernetes.own_pods import NoPods, OwnPods
 from podwire.control.policy.engine import Numbers, PolicyEngine
 from podwire.control.policy.oracle import Enforcement
 from podwire.datapath.host import merge_changes
@@ -134,12 +135,14 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
     name = take_name(store, journal, config.node.node_name, config.node.node_address)
     stack.callback(name.close)
     addresses = open_addresses(config, store, journal, partial(_report_ipam, health), wait_for)
-    refuse_contested(
-        name,
-        addresses.own_ranges().pod_cidrs,
-        config.node.node_address,
-        config.node.cluster_cidrs,
-    )
+    if not config.store.is_kubernetes:
+        # With Kubernetes a range is given to another node in normal life, so no agent exits over one.
+        refuse_contested(
+            name,
+            addresses.own_ranges().pod_cidrs,
+            config.node.node_address,
+            config.node.cluster_cidrs,
+        )
     datapath = KernelDatapath(plan_node(config, addresses), _recall_hooks(journal, clock))
     try:
         stack.enter_context(datapath)
@@ -298,7 +301,8 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
         base=partial(_base_config, live, flows),
         enforcer=enforcer,
     )
-    resolver = _compose_identities(config, store)
+    pods = OwnPods(store, config.node.node_name) if config.store.is_kubernetes else None
+    resolver = _compose_identities(config, store, pods)
     cluster = _compose_cluster(opened, table, turn)
     context = Context(datapath, regenerator)
     endings = Endings(
@@ -332,7 +336,7 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
         policies=_compose_policy_duty(opened, enforcer, turn),
         identities=IdentityDuty(
             node_name=config.node.node_name,
-            feed=IdentityFeed(resolver),
+            feed=IdentityFeed(resolver, pods),
             table=table,
             facts=journal,
             changes=EndpointChanges(table, journal, regenerator, resolver, turn),
@@ -419,12 +423,16 @@ def _compose_policy(
     return Enforcer(engine, table, datapath, directories, BuildQueue(), opened.clock)
 
 
-def _compose_identities(config: AgentConfig, store: Store) -> IdentityResolver:
+def _compose_identities(
+    config: AgentConfig, store: Store, pods: OwnPods | None
+) -> IdentityResolver:
     return IdentityResolver(
         allocator=IdentityAllocator(store, KnownIdentities()),
         sources=LabelSources(),
         chosen_by=LabelFilter.parse(config.policy.identity_label_filter),
         wait_s=config.policy.identity_wait_s,
+        makes_namespaces=pods is None,
+        pods=pods or NoPods(),
     )
 
 

@@ -18,6 +18,7 @@ _COMMANDS = {
     "apply": ("podwire.cli.apply", "apply", "Create or replace objects from files."),
     "bpf": ("podwire.cli.bpf", "bpf", "Rows of the BPF maps."),
     "cleanup": ("podwire.cli.cleanup", "cleanup", "Remove what podwire left on this machine."),
+    "cni": ("podwire.cli.cni", "cni", "What container runtimes find of podwire."),
     "completion": ("podwire.cli.completion", "completion", "Completion for bash, zsh or fish."),
     "config": ("podwire.cli.status", "config", "Settings in force."),
     "delete": ("podwire.cli.apply", "delete", "Delete objects."),

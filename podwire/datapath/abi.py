@@ -521,7 +521,7 @@ class ConntrackKey(NamedTuple):
 CONNTRACK_KEY_BYTES: Final = _CONNTRACK_KEY.size
 
 
-_CONNTRACK_VALUE: Final = struct.Struct("=QIIII2Q2QBBHIIHH16sIIIIB7x")
+_CONNTRACK_VALUE: Final = struct.Struct("=QIIII2Q2QBBHIIHH16sIIIIB3xI")
 
 
 class ConntrackValue(NamedTuple):
@@ -547,6 +547,7 @@ class ConntrackValue(NamedTuple):
     answer: int
     backend: int
     kind: int
+    vouched: int
 
     def pack(self) -> bytes:
         """Give the row's bytes."""
@@ -571,6 +572,7 @@ class ConntrackValue(NamedTuple):
             self.answer,
             self.backend,
             self.kind,
+            self.vouched,
         )
 
     @classmethod

@@ -19,8 +19,8 @@ from podwire.datapath.programs import Capacities
 from podwire.datapath.routes import SourceAddresses
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.rtnl.route import list_addresses, read_address
-from podwire.model.config.shipped import OBJECT_DIRECTORY
 from podwire.model.endpoint import IPAddress, IPNetwork
+from podwire.model.installation.shipped import OBJECT_DIRECTORY
 
 MOST_CONNECTIONS: Final = 1_048_576
 LEAST_CONNECTIONS: Final = 65_536

@@ -23,9 +23,9 @@ from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.nft import Nftables
 from podwire.kernel.probe import REQUIRED, Answer, Feature, Probe
 from podwire.model.cluster import DEFAULT_TUNNEL_PORT
-from podwire.model.config.shipped import OBJECT_DIRECTORY
 from podwire.model.errors import PodwireError
 from podwire.model.ids import NFT_TABLE
+from podwire.model.installation.shipped import OBJECT_DIRECTORY
 
 __all__ = [
     "Finding",

@@ -1,7 +1,8 @@
-"""FileWaker: waits until somebody touches a file.
+"""FileWaker and DirectoryWaker: wait until somebody touches a file, or changes what a directory has.
 
-Opened by `agent.node` for the store's watches: the writer touches a file after its commit. Must never be the only sign
-of a change: events are dropped when nobody reads them, and a file that is replaced takes its watch along.
+The first is opened by `agent.node` for the store's watches: the writer touches a file after its commit. The second is
+for the directories of a container runtime (`datapath.runtime`). Must never be the only sign of a change: events are
+dropped when nobody reads them, and what is replaced takes its watch along.
 """
 
 import contextlib
@@ -18,24 +19,33 @@ from podwire.kernel.netns import call_libc
 from podwire.model.errors import KernelFailure
 
 _IN_ATTRIB: Final = 0x004
+_IN_CLOSE_WRITE: Final = 0x008
+_IN_MOVED: Final = 0x040 | 0x080
+_IN_CREATE: Final = 0x100
+_IN_DELETE: Final = 0x200
 _IN_IGNORED: Final = 0x8000
+_CONTENTS: Final = _IN_ATTRIB | _IN_CLOSE_WRITE | _IN_MOVED | _IN_CREATE | _IN_DELETE
 _EVENT: Final = struct.Struct("=iIII")
 """struct inotify_event: watch descriptor, mask, cookie, length of the name that follows."""
 _READ_BYTES: Final = 4096
 
 
-class FileWaker:
-    """Implements `model.store.Waker` for one file that exists."""
+class _Waker:
+    """Implements `model.store.Waker` for paths that exist."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, paths: tuple[Path, ...], mask: int) -> None:
+        self._paths = paths
+        self._mask = mask
+        self._lost = False
+        """Something that was watched is gone, and nothing is in its place yet."""
         self._lock = threading.Lock()
-        number = call_libc("inotify_init1", str(path), os.O_NONBLOCK | os.O_CLOEXEC)
-        self._events = Fd(number, f"inotify of {path}")
+        name = ", ".join(map(str, paths))
+        number = call_libc("inotify_init1", name, os.O_NONBLOCK | os.O_CLOEXEC)
+        self._events = Fd(number, f"inotify of {name}")
         try:
             self._add()
             flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
-            self._woken = Fd(os.eventfd(0, flags), f"wake-up of {path}")
+            self._woken = Fd(os.eventfd(0, flags), f"wake-up of {name}")
         except (KernelFailure, OSError):
             self._events.close()
             raise
@@ -44,15 +54,16 @@ class FileWaker:
         self._poll.register(self._woken.fileno(), select.POLLIN)
 
     def wait(self, timeout_s: float) -> None:
-        """Return when the file was touched, at `wake`, or after `timeout_s`."""
+        """Return when something was touched, at `wake`, or after `timeout_s`."""
+        if self._lost:
+            self._add_again()
         self._poll.poll(max(0, math.ceil(timeout_s * 1000)))
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._woken.fileno())
         with contextlib.suppress(BlockingIOError):
             while _is_gone(os.read(self._events.fileno(), _READ_BYTES)):
-                # Somebody put another file in its place: watch that one.
-                with contextlib.suppress(KernelFailure):
-                    self._add()
+                # Somebody put another one in its place: watch that one.
+                self._add_again()
 
     def wake(self) -> None:
         """End `wait` on another thread; after `close` do nothing."""
@@ -66,11 +77,34 @@ class FileWaker:
             self._woken.close()
             self._events.close()
 
+    def _add_again(self) -> None:
+        try:
+            self._add()
+            self._lost = False
+        except KernelFailure:
+            self._lost = True
+
     def _add(self) -> None:
-        call_libc(
-            *("inotify_add_watch", str(self._path)),
-            *(self._events.fileno(), os.fsencode(self._path), _IN_ATTRIB),
-        )
+        """Watch every path; one that is watched already stays so."""
+        for path in self._paths:
+            call_libc(
+                *("inotify_add_watch", str(path)),
+                *(self._events.fileno(), os.fsencode(path), self._mask),
+            )
+
+
+class FileWaker(_Waker):
+    """Waits until one file is touched."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__((path,), _IN_ATTRIB)
+
+
+class DirectoryWaker(_Waker):
+    """Waits until files of some directories come, go, are renamed, or are written and closed."""
+
+    def __init__(self, *paths: Path) -> None:
+        super().__init__(paths, _CONTENTS)
 
 
 def _is_gone(events: bytes) -> bool:

@@ -18,8 +18,8 @@ import msgspec
 from podwire.kernel import netns, spawn
 from podwire.lab.state import LabState, Pod, end_process
 from podwire.lab.topology import WORLD, NodePlan, check_pod_name, pod_namespace
-from podwire.model.config.shipped import LAUNCHER
 from podwire.model.errors import Conflict, InvalidRequest, PodwireError, Unavailable
+from podwire.model.installation.shipped import LAUNCHER
 
 NETWORK: Final = "podwire"
 INTERFACE: Final = "eth0"

@@ -227,7 +227,7 @@ def every(count: int, period_ms: int) -> Iterator[int]:
 
 
 def socket_in(namespace: str, address: str, protocol: str) -> socket.socket:
-    """Open a socket inside a namespace, of the family of `address`."""
+    """Open a socket inside a namespace (its name, or a path to it), of the family of `address`."""
     version = ipaddress.ip_address(address).version
     family = socket.AF_INET if version == 4 else socket.AF_INET6
     kind = socket.SOCK_DGRAM if protocol == "udp" else socket.SOCK_STREAM
@@ -237,7 +237,8 @@ def socket_in(namespace: str, address: str, protocol: str) -> socket.socket:
 def _socket_of(
     namespace: str, family: socket.AddressFamily, kind: socket.SocketKind, protocol: int
 ) -> socket.socket:
-    with netns.open_namespace(netns.named_path(namespace)) as fd:
+    path = namespace if "/" in namespace else netns.named_path(namespace)
+    with netns.open_namespace(path) as fd:
         return netns.run_in(fd.fileno(), lambda: socket.socket(family, kind, protocol))
 
 

@@ -8,7 +8,7 @@ import pytest
 from podwire.lab.kubernetes import cluster as clusters
 from podwire.lab.kubernetes import programs, residue
 from podwire.lab.kubernetes.cluster import Cluster, ClusterShape
-from podwire.lab.kubernetes.networks import REFERENCE_PLUGINS, Ptp
+from podwire.lab.kubernetes.networks.reference import REFERENCE_PLUGINS, Ptp
 from podwire.lab.kubernetes.nodes import machine
 from podwire.model.errors import NotFound
 

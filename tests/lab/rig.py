@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 LAUNCHER: Final = ROOT / "build" / "bin" / "podwire-cni"
@@ -432,7 +432,7 @@ class Rig:
         shutil.rmtree(self.bpf, ignore_errors=True)
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def __enter__(self) -> "Rig":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_exception: object) -> None:

@@ -1,6 +1,7 @@
 """The tunnel trusts no one: who may send, as whom, and in whose name."""
 
 import ipaddress
+import time
 
 import pytest
 
@@ -8,11 +9,12 @@ from podwire.datapath.abi import (
     Action,
     ConfigFlags,
     DropReason,
+    EndpointValue,
     EventKind,
     Identity,
     IpcacheFlags,
 )
-from podwire.datapath.maps import to_mapped
+from podwire.datapath.maps import mac_bytes, to_mapped
 from tests.packet.frames import (
     udp,
 )
@@ -41,6 +43,7 @@ from tests.packet.rig import (
     B,
     Rig,
 )
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.packet
 
@@ -217,3 +220,45 @@ def test_a_flow_of_the_world_vouches_for_the_world_alone(rig: Rig) -> None:
     assert arrive(rig, inner, vni=Identity.WORLD).action == Action.PEER
     assert arrive(rig, inner, vni=FAR.identity).reason == DropReason.TUNNEL_INNER
     assert arrive(rig, inner, vni=Identity.WORLD).action == Action.PEER
+
+
+# Addresses that have moved. What is looked up once for many packets is looked up again within the second.
+
+HERE, THERE = "to-this-node", "to-a-third-node"
+
+
+def move(rig: Rig, version: int, where: str) -> str:
+    """Let the known pod's address go elsewhere; give the address."""
+    address = FAR.pod(version)
+    if where == THERE:
+        write_prefix(rig, address, FAR.identity, FAR_6.number, IpcacheFlags.TUNNEL, MTU)
+    else:
+        macs = mac_bytes(B.pod_mac), mac_bytes(B.host_mac)
+        row = EndpointValue(B.ifindex, B.instance, *macs, 0).pack()
+        rig.maps["pw_endpoints"].update(to_mapped(ipaddress.ip_address(address)), row)
+    return address
+
+
+@pytest.mark.parametrize("where", [HERE, THERE])
+@pytest.mark.parametrize("a_asks", [True, False], ids=["answers", "questions"])
+@pytest.mark.parametrize("version", [4, 6])
+def test_the_old_node_of_an_address_is_not_heard_while_the_pod_is_silent(
+    rig: Rig, version: int, a_asks: bool, where: str
+) -> None:
+    inner = to(A, udp(53, 4000), version)
+    if a_asks:
+        rig.sent(A, packet(A.address(version), FAR.pod(version), udp(4000, 53)))
+    for _ in range(3):
+        assert arrive(rig, inner).action == Action.PEER
+    move(rig, version, where)
+    wait_for(lambda: arrive(rig, inner).reason == DropReason.TUNNEL_INNER)
+    for _ in range(3):
+        assert arrive(rig, inner).reason == DropReason.TUNNEL_INNER
+
+
+@pytest.mark.parametrize("version", [4, 6])
+def test_an_address_that_stays_is_heard_all_the_time(rig: Rig, version: int) -> None:
+    inner = to(A, udp(4000, 53), version)
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        assert arrive(rig, inner).action == Action.PEER

@@ -309,7 +309,8 @@ struct pw_conntrack_value {
 	__u32 answer; /* TCP: sequence number of the SYN-ACK; else when the first answer came, in ms */
 	__u32 backend;
 	__u8 kind; /* enum pw_conntrack_kind */
-	__u8 pad[7];
+	__u8 pad[3];
+	__u32 vouched; /* when its sender's node was looked up last, in quarters of a second (from_overlay) */
 };
 
 /* What an endpoint is remembered for each second, for each of these by itself (rate.h). */

@@ -83,34 +83,6 @@ static __always_inline __u32 sender_device(struct __sk_buff *skb, const struct p
 	return endpoint ? endpoint->ifindex : 0;
 }
 
-/* The identity of a sender beyond this host. An address of a node stands for everybody who was masqueraded behind it,
- * and one of our own blocks that comes from elsewhere is forged: both count as the world.
- */
-static __noinline int address_identity(const struct pw_flow *flow)
-{
-	const __u32 distrusted = PW_IPCACHE_NODE_ADDRESS | PW_IPCACHE_LOCAL;
-	struct pw_ipcache_value *prefix = find_prefix(flow->key.saddr);
-
-	if (!prefix || prefix->flags & distrusted)
-		return PW_IDENTITY_WORLD;
-	return prefix->identity;
-}
-
-/* Who sent what the host's stack hands to a pod: told by the device it came in through, whatever was translated on the
- * way. `sender` is room for a row.
- */
-static __always_inline __u32 stack_identity(struct __sk_buff *skb, const struct pw_flow *flow,
-					    struct pw_config_value *sender)
-{
-	__u32 ifindex = sender_device(skb, flow);
-
-	if (is_from_this_host(skb, flow))
-		return PW_IDENTITY_HOST;
-	if (ifindex && !copy_row(ifindex, sender))
-		return sender->instance == flow->row.instance ? PW_IDENTITY_SELF : sender->identity;
-	return address_identity(flow);
-}
-
 /* The identity that a pod's address has now, at `node` if that is not 0; 0 = it is none, or nobody has told us yet whose.
  */
 static __noinline __u32 pod_identity(const void *address, __u32 node)
@@ -163,6 +135,48 @@ static __always_inline __u32 present_identity(const void *address,
 	if (!may_change(entry->peer_identity))
 		return entry->peer_identity;
 	return pod_identity(address, node) ?: entry->peer_identity;
+}
+
+/* Its index, 0 = none. */
+static __always_inline __u32 tunnel_device(void)
+{
+	__u32 zero = 0;
+	const struct pw_settings *settings = bpf_map_lookup_elem(&pw_settings, &zero);
+
+	return settings ? settings->tunnel_ifindex : 0;
+}
+
+/* The identity of a sender beyond this host. An address of a node stands for everybody who was masqueraded behind it,
+ * and one of our own blocks that comes from elsewhere is forged, as is that of a pod behind the tunnel which comes past
+ * it: all count as the world. Only what such a pod has begun goes on, as its node may just be changing the way.
+ */
+static __noinline int address_identity(struct __sk_buff *skb, const struct pw_flow *flow,
+				       const struct pw_conntrack_value *entry)
+{
+	const __u32 distrusted = PW_IPCACHE_NODE_ADDRESS | PW_IPCACHE_LOCAL;
+	struct pw_ipcache_value *prefix = find_prefix(flow->key.saddr);
+
+	if (!prefix || prefix->flags & distrusted)
+		return PW_IDENTITY_WORLD;
+	if (prefix->flags & PW_IPCACHE_TUNNEL && skb->ingress_ifindex != tunnel_device())
+		return entry ? present_identity(flow->key.saddr, entry) : PW_IDENTITY_WORLD;
+	return prefix->identity;
+}
+
+/* Who sent what the host's stack hands to a pod: told by the device it came in through, whatever was translated on the
+ * way. `sender` is room for a row.
+ */
+static __always_inline __u32 stack_identity(struct __sk_buff *skb, const struct pw_flow *flow,
+					    const struct pw_conntrack_value *entry,
+					    struct pw_config_value *sender)
+{
+	__u32 ifindex = sender_device(skb, flow);
+
+	if (is_from_this_host(skb, flow))
+		return PW_IDENTITY_HOST;
+	if (ifindex && !copy_row(ifindex, sender))
+		return sender->instance == flow->row.instance ? PW_IDENTITY_SELF : sender->identity;
+	return address_identity(skb, flow, entry);
 }
 
 #endif

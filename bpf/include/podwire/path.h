@@ -108,15 +108,6 @@ static __always_inline bool began_through_stack(const struct pw_flow *flow,
 	       is_midstream(flow);
 }
 
-/* Its index, 0 = none. */
-static __always_inline __u32 tunnel_device(void)
-{
-	__u32 zero = 0;
-	const struct pw_settings *settings = bpf_map_lookup_elem(&pw_settings, &zero);
-
-	return settings ? settings->tunnel_ifindex : 0;
-}
-
 /* Index of the device that from_netdev looks at, 0 = none: the stack has what goes natively, both ways. */
 static __always_inline __u32 native_device(void)
 {

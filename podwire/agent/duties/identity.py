@@ -18,7 +18,7 @@ from podwire.agent.duties.follower import KindList, Memory, StoreFollower
 from podwire.control.endpoint.changes import EndpointChanges
 from podwire.control.endpoint.table import EndpointTable
 from podwire.control.identity.collect import Collector, collect, publish_holds
-from podwire.control.identity.feed import KINDS, IdentityFeed
+from podwire.control.identity.feed import IdentityFeed
 from podwire.control.identity.repair import IdentityRepair
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Conflict, PodwireError, Unavailable
@@ -27,6 +27,7 @@ from podwire.model.store import StoreEvent
 from podwire.model.store.leases import IDENTITY_DUTY, Lease
 
 SOURCES_FACT: Final = "label-sources"
+PODS_FACT: Final = "own-pods"
 TICK_S: Final = 1.0
 """Also the shortest time between two publications of what is in use."""
 COLLECT_S: Final = 60.0
@@ -80,6 +81,7 @@ class IdentityDuty:
     monotonic: Callable[[], float] = time.monotonic
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
     _remembered: int = 0
+    _remembered_pods: int = 0
     _published: frozenset[int] | None = None
     _published_s: float = 0.0
     _collected_s: float = 0.0
@@ -91,7 +93,7 @@ class IdentityDuty:
         self._store = self._allocator.store
         self._repair = IdentityRepair(self.feed, self.changes.change_over)
         self.follower = StoreFollower(
-            "identity-watch", self._store, KINDS, IdentityNews(self.feed), self.memory
+            "identity-watch", self._store, self.feed.kinds, IdentityNews(self.feed), self.memory
         )
 
     def prepare(self, records: Iterable[EndpointRecord]) -> None:
@@ -100,6 +102,9 @@ class IdentityDuty:
         self._remembered = self._resolver.sources.version
         for record in records:
             self._resolver.adopt(record)
+        if self.feed.pods is not None:
+            self.feed.pods.load(self.facts.read_fact(PODS_FACT))
+            self._remembered_pods = self.feed.pods.version
         self.follower.load()
 
     def tick(self) -> None:
@@ -144,12 +149,16 @@ class IdentityDuty:
         return not self._lease.lost
 
     def _remember(self) -> None:
-        """Keep namespaces and Workloads for a start without the store."""
+        """Keep namespaces, Workloads and this node's pods for a start without the store."""
         sources = self._resolver.sources
         version = sources.version
         if sources.is_complete and version != self._remembered:
             self.facts.write_fact(SOURCES_FACT, sources.dump())
             self._remembered = version
+        pods = self.feed.pods
+        if pods is not None and (version := pods.version) != self._remembered_pods:
+            self.facts.write_fact(PODS_FACT, pods.dump())
+            self._remembered_pods = version
 
     def _publish(self, in_use: frozenset[int]) -> None:
         age_s = self.monotonic() - self._published_s

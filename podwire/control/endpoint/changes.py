@@ -16,9 +16,9 @@ import msgspec
 from podwire.control.endpoint.queue import Level
 from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.control.identity.own_labels import change_own_labels
-from podwire.control.identity.resolver import IdentityResolver, Resolution, own_labels
+from podwire.control.identity.resolver import IdentityResolver, Resolution
 from podwire.model.endpoint import EndpointRecord
-from podwire.model.errors import Conflict, NotFound
+from podwire.model.errors import Conflict, InvalidRequest, NotFound
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import RecordWriter
 
@@ -54,7 +54,12 @@ class EndpointChanges:
         Unavailable, Conflict.
         """
         record = self._find_living(endpoint_id).record
-        before = own_labels(record)
+        if self.resolver.pods.has(record):
+            raise InvalidRequest(
+                f"change labels of endpoint {endpoint_id}: they are those of Pod {record.namespace}/{record.pod}",
+                hint=f"kubectl label pod -n {record.namespace} {record.pod} KEY=VALUE",
+            )
+        before = self.resolver.pods.own_labels(record)
         own = change_own_labels(
             before,
             changes,

@@ -17,6 +17,7 @@ from podwire.control.identity.allocator import IdentitiesExhausted, IdentityAllo
 from podwire.control.identity.filter import LabelFilter
 from podwire.control.identity.key import IdentityKey, make_key
 from podwire.control.identity.sources import NAMESPACES, LabelSources, SourceChange
+from podwire.control.kubernetes.own_pods import NoPods, PodLabels
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Cancelled, Conflict, StorageFailure, Unavailable
 from podwire.model.identity import IdentityFacts, NamedPort
@@ -54,11 +55,6 @@ class Resolution:
         )
 
 
-def own_labels(record: EndpointRecord) -> tuple[str, ...]:
-    """Give what an endpoint brought itself; records of builds before identities have it among all labels."""
-    return record.own_labels or record.labels
-
-
 @dataclass
 class IdentityResolver:
     """Resolves the endpoints of one node."""
@@ -69,8 +65,8 @@ class IdentityResolver:
     wait_s: float = 10.0
     makes_namespaces: bool = True
     """Whether the first pod of a namespace makes its object; with the store `kubernetes` only its users do."""
-    own_labels_of: Callable[[EndpointRecord], tuple[str, ...]] = own_labels
-    """Gives what an endpoint brings itself, by what is known now."""
+    pods: PodLabels = field(default_factory=NoPods)
+    """Gives what Pod objects say of endpoints."""
     clock: Callable[[], float] = time.monotonic
     _came_back: threading.Event = field(default_factory=threading.Event)
 
@@ -149,7 +145,7 @@ class IdentityResolver:
         It keeps the identity it has until the caller writes this one into its record.
         """
         return self.resolve(
-            self.own_labels_of(record), record.named_ports, record.namespace, wait_s=0
+            self.pods.own_labels(record), record.named_ports, record.namespace, wait_s=0
         )
 
     def reassert_namespaces(self, namespaces: Iterable[str]) -> None:
@@ -194,7 +190,7 @@ class IdentityResolver:
 
     def _is_stale(self, record: EndpointRecord) -> bool:
         labels, key = self.describe(
-            self.own_labels_of(record), record.named_ports, record.namespace
+            self.pods.own_labels(record), record.named_ports, record.namespace
         )
         known = self.allocator.known.get(record.identity)
         return (

@@ -32,7 +32,11 @@ PodName = tuple[str, str]
 
 
 class PodLabels(Protocol):
-    """Gives a request what its Pod object says; see `OwnPods` for what the methods promise."""
+    """Gives requests and endpoints what Pod objects say; see `OwnPods` for what the methods promise."""
+
+    def has(self, record: EndpointRecord) -> bool: ...
+
+    def own_labels(self, record: EndpointRecord) -> tuple[str, ...]: ...
 
     def complete_at_once(self, request: AttachRequest) -> AttachRequest | None: ...
 
@@ -43,6 +47,14 @@ class PodLabels(Protocol):
 
 class NoPods:
     """Without Kubernetes there are no Pod objects: a request brings all that is known."""
+
+    def has(self, _record: EndpointRecord) -> bool:
+        """Tell that the endpoint belongs to no Pod object."""
+        return False
+
+    def own_labels(self, record: EndpointRecord) -> tuple[str, ...]:
+        """Give what the attachment brought, or was given by name."""
+        return _brought(record)
 
     def complete_at_once(self, request: AttachRequest) -> AttachRequest | None:
         """Give the request as it is."""
@@ -103,7 +115,7 @@ class OwnPods:
 
         Those that it has stay when the pod is not known: it is gone, or has not been heard of since a restart.
         """
-        kept = record.own_labels or record.labels
+        kept = _brought(record)
         pod = self._find(record.namespace, record.pod, record.pod_uid)
         return kept if pod is None else _with_pod(kept, pod)
 
@@ -188,6 +200,11 @@ class OwnPods:
 
 def _name_of(stored: StoredObject) -> PodName:
     return stored.key.namespace, stored.key.name
+
+
+def _brought(record: EndpointRecord) -> tuple[str, ...]:
+    """Give what an endpoint brought itself; records of builds before identities have it among all labels."""
+    return record.own_labels or record.labels
 
 
 def _names_pod(request: AttachRequest) -> bool:

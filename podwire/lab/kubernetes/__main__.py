@@ -11,9 +11,11 @@ from typing import Final
 from podwire.kernel import netns
 from podwire.lab.kubernetes import cluster as clusters
 from podwire.lab.kubernetes import programs, residue
-from podwire.lab.kubernetes.agents import PlainAgents
 from podwire.lab.kubernetes.cluster import CONTROL, ClusterShape
-from podwire.lab.kubernetes.networks import Network, Nothing, Ptp
+from podwire.lab.kubernetes.networks import Network, Nothing
+from podwire.lab.kubernetes.networks.agents import PlainAgents
+from podwire.lab.kubernetes.networks.installed import Podwire
+from podwire.lab.kubernetes.networks.reference import Ptp
 from podwire.lab.kubernetes.nodes.machine import KEEPER_FILE
 from podwire.model.errors import PodwireError
 
@@ -22,6 +24,7 @@ NETWORKS: Final[Mapping[str, Callable[[], Network]]] = {
     "ptp": Ptp,
     "none": Nothing,
     "agents": PlainAgents,
+    "podwire": Podwire,
 }
 
 

@@ -17,6 +17,7 @@ from podwire.lab import labs, traffic
 from podwire.lab import state as states
 from podwire.lab.show.drops import send_forged, wait_for_drop
 from podwire.lab.show.policy import show_policy
+from podwire.lab.show.report import Report, say
 from podwire.lab.state import LabState, Pod
 from podwire.lab.topology import LabShape
 
@@ -25,52 +26,31 @@ PING_EVERY_S: Final = 0.01
 RESTARTS: Final = 3
 
 
-@dataclass
-class Shown:
-    """One line of the final table."""
-
-    what: str
-    ok: bool
-    figure: str
-
-
-@dataclass
-class Report:
-    """What was shown so far."""
-
-    lines: list[Shown] = field(default_factory=list)
-
-    def add(self, what: str, ok: bool, figure: str) -> None:
-        """Note a fact, and say it at once."""
-        self.lines.append(Shown(what, ok, figure))
-        print(f"    {'ok' if ok else 'FAILED'}: {what}: {figure}", flush=True)
-
-
 def main() -> int:
     """Run the demo; gives the exit status."""
     report = Report()
     begin = time.monotonic()
     if LAB in states.list_labs():
-        labs.down(LAB, progress=_say)
+        labs.down(LAB, progress=say)
     with ExitStack() as stack:
-        stack.callback(labs.down, LAB, progress=_say)
-        _say("two nodes, an underlay and a world, all on this machine")
-        state = labs.up(LAB, LabShape(), progress=_say)
+        stack.callback(labs.down, LAB, progress=say)
+        say("two nodes, an underlay and a world, all on this machine")
+        state = labs.up(LAB, LabShape(), progress=say)
         report.add("two nodes with real agents", True, f"{time.monotonic() - begin:.1f} s")
         pods = _attach_pods(report)
         _show_connectivity(state, pods, report)
         _show_spoofing(pods, report)
-        _say("a policy: only the proxy may reach web; the client is none")
+        say("a policy: only the proxy may reach web; the client is none")
         show_policy(LAB, pods, report.add)
         _show_restarts(pods, report)
         _show_detach(report)
     _show_nothing_left(report)
-    _print_table(report, time.monotonic() - begin)
-    return 0 if all(line.ok for line in report.lines) else 1
+    report.print_table(time.monotonic() - begin)
+    return 0 if report.holds else 1
 
 
 def _attach_pods(report: Report) -> dict[str, Pod]:
-    _say("three pods, each attached by executing the CNI plugin")
+    say("three pods, each attached by executing the CNI plugin")
     pods, times_ms = {}, []
     for name, node, ports in (
         ("web", "node1", ("80/tcp", "80/udp")),
@@ -86,7 +66,7 @@ def _attach_pods(report: Report) -> dict[str, Pod]:
 
 
 def _show_connectivity(state: LabState, pods: dict[str, Pod], report: Report) -> None:
-    _say("who reaches whom, by TCP and UDP, IPv4 and IPv6")
+    say("who reaches whom, by TCP and UDP, IPv4 and IPv6")
     plan = state.plan
     for what, namespace, target in (
         ("pod to pod, same node", pods["client"].netns, pods["web"].addresses),
@@ -129,7 +109,7 @@ def _add_attempts(report: Report, what: str, attempts: list[traffic.Attempt]) ->
 
 
 def _show_spoofing(pods: dict[str, Pod], report: Report) -> None:
-    _say("the client sends a packet with somebody else's source address")
+    say("the client sends a packet with somebody else's source address")
     client, web = pods["client"], pods["web"]
     forged = "10.244.1.99"
     flow = wait_for_drop(
@@ -207,7 +187,7 @@ class _Transfer:
 
 
 def _show_restarts(pods: dict[str, Pod], report: Report) -> None:
-    _say(f"node1's agent is killed and started {RESTARTS} times while a ping and a transfer run")
+    say(f"node1's agent is killed and started {RESTARTS} times while a ping and a transfer run")
     pinger = _Pinger(pods["client"], pods["web"].addresses[0])
     transfer = _Transfer(pods["client"], pods["remote"])
     threads = [threading.Thread(target=pinger.run), threading.Thread(target=transfer.run)]
@@ -234,7 +214,7 @@ def _show_restarts(pods: dict[str, Pod], report: Report) -> None:
 
 
 def _show_detach(report: Report) -> None:
-    _say("pods leave, the agent of node2 being away")
+    say("pods leave, the agent of node2 being away")
     labs.change_agent(LAB, "node2", "kill")
     begin = time.perf_counter()
     labs.remove(LAB, "remote")
@@ -251,19 +231,6 @@ def _show_nothing_left(report: Report) -> None:
     left = [name for name in netns.list_named() if name.startswith(f"pw.{LAB}.")]
     left += [name for name in labs.list_leftovers(running_too=True) if name == LAB]
     report.add("nothing is left on this machine", not left, ", ".join(left) or "nothing")
-
-
-def _print_table(report: Report, seconds: float) -> None:
-    width = max(len(line.what) for line in report.lines)
-    print(f"\n{'shown'.ljust(width)}   held   figure")
-    for line in report.lines:
-        print(f"{line.what.ljust(width)}   {'yes ' if line.ok else 'NO  '}   {line.figure}")
-    good = sum(line.ok for line in report.lines)
-    print(f"\n{good} of {len(report.lines)} held, in {seconds:.0f} s")
-
-
-def _say(line: str) -> None:
-    print(f"==> {line}", flush=True)
 
 
 if __name__ == "__main__":

@@ -246,13 +246,17 @@ class CniSettings:
     status_on_exhaustion: bool = setting(
         BOOL, True, "Whether STATUS fails when no address is left."
     )
-    cni_install: bool = only_default(
-        BOOL, False, "Whether the agent installs launcher and conflist at its start."
+    cni_install: bool = setting(
+        BOOL,
+        False,
+        "Whether the agent installs launcher and conflist, and renews them when somebody changes them.",
     )
-    cni_conf_dir: Path = only_default(
-        PATH, Path("/etc/cni/net.d"), "Where the conflist is installed."
+    cni_conf_dir: Path = setting(
+        PATH, Path("/etc/cni/net.d"), "Where the container runtime reads networks."
     )
-    cni_bin_dir: Path = only_default(PATH, Path("/opt/cni/bin"), "Where the launcher is installed.")
+    cni_bin_dir: Path = setting(
+        PATH, Path("/opt/cni/bin"), "Where the container runtime looks for plugins."
+    )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from podwire.lab.kubernetes.daemon import Daemon
-from podwire.lab.kubernetes.networks import copy_plugins
+from podwire.lab.kubernetes.networks.reference import copy_plugins
 from podwire.lab.kubernetes.nodes.services import CONF_DIRECTORY, PLUGIN_DIRECTORY
 from podwire.lab.node import agent_program
 from podwire.model.errors import NotFound
@@ -16,7 +16,7 @@ from podwire.model.errors import NotFound
 if TYPE_CHECKING:
     from podwire.lab.kubernetes.cluster import Cluster, Node
 
-ROOT: Final = Path(__file__).resolve().parents[3]
+ROOT: Final = Path(__file__).resolve().parents[4]
 MANIFEST: Final = ROOT / "deploy" / "podwire.yaml"
 LAUNCHER: Final = ROOT / "build" / "bin" / "podwire-cni"
 API_SOCKET: Final = "/run/podwire/api.sock"

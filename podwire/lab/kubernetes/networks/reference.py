@@ -1,11 +1,8 @@
-"""What a cluster's pods are attached by: a network is put on each node and taken off again.
-
-`Ptp` is the reference: Debian's own plugins, which do without any agent. podwire itself comes by its manifest.
-"""
+"""The network that podwire is measured against: the reference plugins of the distribution, which need no agent."""
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from podwire.lab.kubernetes.nodes.services import CONF_DIRECTORY, PLUGIN_DIRECTORY
 from podwire.model.errors import NotFound
@@ -14,39 +11,6 @@ if TYPE_CHECKING:
     from podwire.lab.kubernetes.cluster import Cluster, Node
 
 REFERENCE_PLUGINS: Final = Path("/usr/lib/cni")
-
-
-class Network(Protocol):
-    """One way to attach pods."""
-
-    name: str
-    makes_ready: bool
-    """Whether nodes get Ready by `install`."""
-
-    def prepare(self, cluster: "Cluster") -> None:
-        """Do what is done once for the cluster, when all nodes are registered."""
-
-    def install(self, cluster: "Cluster", node: "Node") -> None:
-        """Put it on a node, whose pod CIDR is known."""
-
-    def uninstall(self, cluster: "Cluster", node: "Node") -> None:
-        """Take it off a node."""
-
-
-class Nothing:
-    """No network: somebody else brings one."""
-
-    name = "none"
-    makes_ready = False
-
-    def prepare(self, cluster: "Cluster") -> None:
-        """Do nothing."""
-
-    def install(self, cluster: "Cluster", node: "Node") -> None:
-        """Do nothing."""
-
-    def uninstall(self, cluster: "Cluster", node: "Node") -> None:
-        """Do nothing."""
 
 
 class Ptp:

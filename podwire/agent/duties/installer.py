@@ -1,0 +1,130 @@
+"""Keep launcher and network where the container runtime looks for them, on a thread of its own.
+
+Made by `agent.assemble` if `cni_install` says so. What is missing or differs is written when the agent starts and
+whenever somebody changed it; the network only while an ADD would succeed. Nothing is removed when the agent stops: an
+upgrade must not make the node NotReady, and running pods need the launcher for their DEL.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+from podwire.agent.health import Health
+from podwire.control.installation.steps import Installation, find_obstacles, find_remarks
+from podwire.model.errors import PodwireError
+from podwire.model.installation.files import CniFiles
+from podwire.model.store import Waker
+
+CHECK: Final = "cni-files"
+_RETRY_S: Final = 1.0
+"""While something is missing: no file tells when an ADD begins to succeed."""
+_LOOK_S: Final = 60.0
+_PAUSE_S: Final = 0.2
+"""After a change, so that somebody who writes all the time, or whom we write against, does not cost a core."""
+
+_log = logging.getLogger(__name__)
+
+
+class Installer:
+    """One runtime's directories. `status` does what CNI STATUS does; `installed` is told once, when all is there."""
+
+    def __init__(
+        self,
+        installation: Installation,
+        paths: Iterable[Path],
+        *,
+        status: Callable[[], None],
+        watch: Callable[..., Waker],
+        health: Health,
+        installed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._installation = installation
+        self._paths = tuple(paths)
+        self._status = status
+        self._watch = watch
+        self._health = health
+        self._installed: Callable[[], None] | None = installed
+        self._refused = ""
+        self._warned: frozenset[str] = frozenset()
+        self._stopping = threading.Event()
+        self._waker: Waker | None = None
+        self._thread = threading.Thread(target=self._run, name="installer", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; the files stay."""
+        self._stopping.set()
+        waker = self._waker
+        if waker is not None:
+            waker.wake()
+        self._thread.join()
+
+    def look(self) -> bool:
+        """Install what is missing, and record how it stands; True when a runtime finds all it needs."""
+        files = self._installation.directories.read()
+        if not self._installation.is_complete(files):
+            written = self._installation.install(serves=self._serves)
+            if written:
+                _log.info("installed for the container runtime", extra={"keys": written})
+            files = self._installation.directories.read()
+        complete = self._installation.is_complete(files)
+        self._health.report(CHECK, complete, f"not installed yet: {self._refused}", critical=False)
+        self._warn(files)
+        if complete and self._installed is not None:
+            self._installed()
+            self._installed = None
+        return complete
+
+    def _serves(self) -> bool:
+        try:
+            self._status()
+        except PodwireError as error:
+            self._refused = error.message
+            return False
+        self._refused = ""
+        return True
+
+    def _warn(self, files: CniFiles) -> None:
+        warnings = frozenset((*find_obstacles(files), *find_remarks(files)))
+        for message in warnings - self._warned:
+            _log.warning("the container runtime", extra={"cause": message})
+        for message in self._warned - warnings:
+            self._health.warn(message, "")
+        for message in warnings:
+            self._health.warn(message, message)
+        self._warned = warnings
+
+    def _run(self) -> None:
+        with ExitStack() as stack:
+            while not self._stopping.is_set():
+                complete = self._try_to_look()
+                if self._waker is None:
+                    self._open_waker(stack)
+                if self._waker is not None:
+                    self._waker.wait(_LOOK_S if complete else _RETRY_S)
+                self._stopping.wait(_RETRY_S if self._waker is None else _PAUSE_S)
+
+    def _try_to_look(self) -> bool:
+        try:
+            return self.look()
+        except PodwireError as error:
+            self._health.report(CHECK, ok=False, message=error.message, critical=False)
+            return False
+
+    def _open_waker(self, stack: ExitStack) -> None:
+        """The directories are there only after the first look; `stop` may have come meanwhile."""
+        try:
+            waker = self._watch(*self._paths)
+        except PodwireError as error:
+            _log.warning("cannot watch for changes", extra={"error": error.message})
+            return
+        stack.callback(waker.close)
+        self._waker = waker
+        if self._stopping.is_set():
+            waker.wake()

@@ -1,0 +1,115 @@
+"""Install and uninstall: the steps that are missing, in an order in which no runtime ever finds half of it.
+
+Called by the agent's installer and by `podwire cni`. Invariants: the network comes last and goes first, because it is
+what makes a runtime call the rest; it comes only when an ADD would succeed. A `loopback` of somebody else is neither
+replaced nor removed.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from podwire.control.installation.conflist import make_conflist
+from podwire.model.installation.files import (
+    CONFLIST_FILE,
+    LAUNCHER_FILE,
+    LOOPBACK_FILE,
+    PORTMAP_FILE,
+    CniDirectories,
+    CniFiles,
+    Loopback,
+)
+
+MISSING: Final = "missing"
+DIFFERS: Final = "differs"
+INSTALLED: Final = "installed"
+FOREIGN: Final = "foreign"
+"""Somebody else's plugin, which does just as well."""
+
+
+@dataclass(frozen=True)
+class Installation:
+    """What an agent wants in the two directories."""
+
+    directories: CniDirectories
+    launcher: bytes
+    socket: Path
+
+    def install(self, *, serves: Callable[[], bool]) -> list[str]:
+        """Bring about what is missing or differs; tells which files were written.
+
+        `serves` says whether an ADD would succeed now, and is asked only when the network is to be written. If it says
+        no, the network stays as it is, and the next call tries again.
+        """
+        files, written = self.directories.read(), []
+        if files.launcher != self.launcher:
+            self.directories.write_launcher(self.launcher)
+            written.append(LAUNCHER_FILE)
+        if files.loopback is Loopback.MISSING:
+            self.directories.link_loopback()
+            written.append(LOOPBACK_FILE)
+        wanted = self._conflist(files)
+        if files.conflist != wanted and serves():
+            self.directories.write_conflist(wanted)
+            written.append(CONFLIST_FILE)
+        return written
+
+    def states(self, files: CniFiles) -> dict[str, str]:
+        """Say of each file whether it is there as it should be."""
+        return {
+            LAUNCHER_FILE: _compare(files.launcher, self.launcher),
+            LOOPBACK_FILE: {
+                Loopback.MISSING: MISSING,
+                Loopback.OURS: INSTALLED,
+                Loopback.FOREIGN: FOREIGN,
+            }[files.loopback],
+            CONFLIST_FILE: _compare(files.conflist, self._conflist(files)),
+        }
+
+    def is_complete(self, files: CniFiles) -> bool:
+        """Tell whether a runtime finds all it needs."""
+        return not {MISSING, DIFFERS}.intersection(self.states(files).values())
+
+    def _conflist(self, files: CniFiles) -> bytes:
+        return make_conflist(self.socket, files.portmap_speaks)
+
+
+def uninstall(directories: CniDirectories) -> list[str]:
+    """Remove what is ours; tells which files are gone. Done twice it removes nothing."""
+    files, removed = directories.read(), []
+    if files.conflist is not None:
+        directories.remove_conflist()
+        removed.append(CONFLIST_FILE)
+    if files.loopback is Loopback.OURS:
+        directories.remove_loopback()
+        removed.append(LOOPBACK_FILE)
+    if files.launcher is not None:
+        directories.remove_launcher()
+        removed.append(LAUNCHER_FILE)
+    return removed
+
+
+def find_obstacles(files: CniFiles) -> Iterator[str]:
+    """Name what keeps the installed network from being used, and what to do."""
+    if files.earlier:
+        names = ", ".join(files.earlier)
+        yield (
+            f"{names} sorts before {CONFLIST_FILE}: runtimes read that network first, and pods get it instead of"
+            " podwire's; remove it, or rename it so that it comes later"
+        )
+
+
+def find_remarks(files: CniFiles) -> Iterator[str]:
+    """Name what works less than people may expect."""
+    if files.portmap_speaks is None:
+        yield (
+            f"there is no plugin {PORTMAP_FILE}: a pod that asks for a host port gets none; install the reference"
+            " plugins, and the network will chain it"
+        )
+
+
+def _compare(there: bytes | None, wanted: bytes) -> str:
+    if there is None:
+        return MISSING
+    return INSTALLED if there == wanted else DIFFERS

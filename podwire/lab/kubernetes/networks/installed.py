@@ -1,0 +1,89 @@
+"""podwire as its users install it: the image imported on each node, the manifest applied, everything else its own work.
+
+The nodes see neither the checkout nor its environment. Names are read from the manifest, so that it says them once.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import yaml
+
+from podwire import __version__
+from podwire.kernel import spawn
+from podwire.lab.kubernetes.networks.agents import MANIFEST, ROOT
+from podwire.model.errors import NotFound, Unavailable
+
+if TYPE_CHECKING:
+    from podwire.lab.kubernetes.cluster import Cluster, Node
+
+BUILD: Final = ROOT / "deploy" / "image" / "build"
+IMAGES: Final = ROOT / "build" / "image"
+CONFLIST: Final = "/etc/cni/net.d/05-podwire.conflist"
+_BUILD_DEADLINE_S: Final = 900.0
+
+
+class Podwire:
+    """podwire from `deploy/podwire.yaml` and the archive that `deploy/image/build` writes."""
+
+    name = "podwire"
+    makes_ready = True
+
+    def __init__(self, manifest: Path = MANIFEST) -> None:
+        if not manifest.exists():
+            raise NotFound(f"find the manifest {str(manifest)!r}", hint="git checkout deploy")
+        self.manifest = manifest
+        documents = [one for one in yaml.safe_load_all(manifest.read_text("utf-8")) if one]
+        self.daemon_set: Mapping[str, Any] = next(
+            one for one in documents if one["kind"] == "DaemonSet"
+        )
+
+    @property
+    def namespace(self) -> str:
+        """Where the agents' pods are."""
+        return str(self.daemon_set["metadata"]["namespace"])
+
+    @property
+    def selector(self) -> str:
+        """What chooses the agents' pods."""
+        labels = self.daemon_set["spec"]["selector"]["matchLabels"]
+        return ",".join(f"{key}={value}" for key, value in labels.items())
+
+    def prepare(self, cluster: "Cluster") -> None:
+        """Import the image on every node, and apply the manifest."""
+        copy = cluster.directory / "podwire.tar"
+        copy.write_bytes(find_image().read_bytes())
+        for node in cluster.nodes:
+            node.services.import_image(copy)
+        cluster.kubectl("apply", "-f", "-", input_text=self.manifest.read_text("utf-8"))
+
+    def install(self, cluster: "Cluster", node: "Node") -> None:
+        """Wait for nothing: the agent's pod installs it."""
+
+    def uninstall(self, cluster: "Cluster", node: "Node") -> None:
+        """Remove the agents and their rights; what the documentation says about the node's own state comes first."""
+        cluster.kubectl("delete", "-f", str(self.manifest), "--ignore-not-found", "--wait")
+
+    def pod_of(self, cluster: "Cluster", node: str) -> str:
+        """Name the agent's pod of a node; Unavailable when there is not exactly one."""
+        pods = cluster.list_pods(self.namespace, self.selector)
+        found = [pod["metadata"]["name"] for pod in pods if pod["spec"].get("nodeName") == node]
+        if len(found) != 1:
+            raise Unavailable(f"find the agent's pod of {node}: there are {found}")
+        return str(found[0])
+
+    def run(self, cluster: "Cluster", node: str, *words: str) -> str:
+        """Run the command `podwire` beside a node's agent and give what it printed."""
+        pod = self.pod_of(cluster, node)
+        return cluster.kubectl("exec", "-n", self.namespace, pod, "--", "podwire", *words)
+
+
+def find_image() -> Path:
+    """Give the image's archive, built when it is not there; Unavailable says why it cannot be."""
+    found = sorted(IMAGES.glob(f"podwire-{__version__}-*.tar"))
+    if not found:
+        done = spawn.run([str(BUILD)], timeout_s=_BUILD_DEADLINE_S)
+        if done.status:
+            raise Unavailable(f"build the image: {done.stderr.decode().strip()[-2000:]}")
+        found = sorted(IMAGES.glob(f"podwire-{__version__}-*.tar"))
+    return found[0]

@@ -46,10 +46,12 @@ from podwire.control.ipam.interface import Ipam
 from podwire.control.kubernetes.own_pods import NoPods, OwnPods
 from podwire.control.policy.engine import Numbers, PolicyEngine
 from podwire.control.policy.oracle import Enforcement
+from podwire.datapath.changes import watch_links
 from podwire.datapath.host import merge_changes
 from podwire.datapath.native import OwnHooks
 from podwire.datapath.node import KernelDatapath
 from podwire.datapath.plan import NodePlan
+from podwire.datapath.policy_maps import read_cidrs
 from podwire.journal.background_writer import BackgroundWriter
 from podwire.journal.directories import RunDirectories
 from podwire.journal.lock import locked_node_name, locked_state_directory
@@ -373,7 +375,7 @@ def _compose_cluster(opened: _Opened, table: EndpointTable, turn: threading.RLoc
         health=opened.health,
         metrics=opened.metrics,
         own_ranges=opened.addresses.own_ranges,
-        open_news=opened.datapath.watch_links,
+        open_news=watch_links,
         name=opened.name,
         memory=opened.memory,
     )
@@ -411,16 +413,16 @@ def _compose_policy(
 ) -> Enforcer:
     live, journal, datapath = opened.live, opened.journal, opened.datapath
     engine = PolicyEngine(
-        datapath=datapath,
+        datapath=datapath.policy,
         rows=partial(rows_of, table),
         numbers=msgspec.json.decode(journal.read_fact(NUMBERS_FACT) or "{}", type=Numbers),
         remember=lambda numbers: journal.write_fact(
             NUMBERS_FACT, msgspec.json.encode(numbers).decode()
         ),
-        cidrs=datapath.read_cidrs(),
+        cidrs=dict(read_cidrs(datapath.maps)),
         enforcement=Enforcement(live.current.policy.policy_enforcement),
     )
-    return Enforcer(engine, table, datapath, directories, BuildQueue(), opened.clock)
+    return Enforcer(engine, table, datapath.policy, directories, BuildQueue(), opened.clock)
 
 
 def _compose_identities(

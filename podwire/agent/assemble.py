@@ -70,7 +70,7 @@ def _name_rule(node: Node, number: int) -> FlowPolicy | None:
 def _labels_of(node: Node, identity: int) -> tuple[str, ...]:
     if identity in RESERVED_LABELS:
         return RESERVED_LABELS[identity]
-    known = node.identities.feed.resolver.allocator.known.get(identity)
+    known = node.known.get(identity)
     return known.key.labels if known else ()
 
 
@@ -135,7 +135,7 @@ def make_api(node: Node, pump: EventPump) -> Api:
                 policies=lambda: len(node.policies.objects.rules),
                 policy_problems=lambda: len(node.policies.objects.problems),
                 policy_revision=lambda: node.regenerator.enforcer.revision,
-                identities=node.identities.feed.resolver.allocator,
+                identities=node.resolver.allocator,
                 maps=datapath.describe_maps,
                 started_unix_s=time.time(),
             )
@@ -175,7 +175,7 @@ def _policy_readers(node: Node) -> PolicyReaders:
     return PolicyReaders(
         enforcer=node.regenerator.enforcer,
         objects=node.policies.objects,
-        resolver=node.identities.feed.resolver,
+        resolver=node.resolver,
         table=node.table,
         identity_at=partial(find_identity, node.datapath.maps),
         hits=partial(read_hits, node.datapath.maps),

@@ -457,7 +457,6 @@ def _compose_identities(
         sources=LabelSources(),
         chosen_by=LabelFilter.parse(config.policy.identity_label_filter),
         wait_s=config.policy.identity_wait_s,
-        makes_namespaces=pods is None,
         pods=pods or NoPods(),
     )
 

@@ -15,6 +15,7 @@ from podwire.model.endpoint import AttachmentKey, EndpointRecord, IPAddress
 from podwire.model.errors import Bug
 from podwire.model.ids import ContainerId, EndpointId, InterfaceName
 from podwire.model.interfaces import Clock, EndpointConfig
+from podwire.model.store import Revisions
 
 LOG_ENTRIES = 256
 
@@ -36,7 +37,8 @@ class Endpoint:
         self.record = record
         self.config = EndpointConfig()
         """What the datapath was last told; the default until the first build."""
-        self.realized_revision = 0
+        self.realized_revisions: Revisions = {}
+        """Of each kind of policy: up to which it is in force here."""
         self.policy_error = ""
         """Why its newest policy could not be written; "" when it is in force."""
         self.state = state

@@ -36,7 +36,7 @@ from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import PodwireError, StorageFailure, Unavailable
 from podwire.model.ids import IdentityId
 from podwire.model.interfaces import ClusterDatapath, FactStore
-from podwire.model.store import Store, StoreEvent
+from podwire.model.store import Revisions, Store, StoreEvent
 
 NUMBERS_FACT: Final = "node-numbers"
 GRANTS_FACT: Final = "pool-grants"
@@ -162,7 +162,7 @@ class ClusterDuty:
             is_overwritten = self.state.own_overwritten
         self._look(is_overwritten)
 
-    def on_events(self, events: Sequence[StoreEvent], _revision: int) -> None:
+    def on_events(self, events: Sequence[StoreEvent], _revisions: Revisions) -> None:
         """Take changes."""
         if not events:
             if self._has_unsaved:

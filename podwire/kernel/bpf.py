@@ -213,8 +213,14 @@ class Map(Descriptor):
 
     def items(self, flags: Update = Update.ANY) -> Iterator[tuple[bytes, bytes]]:
         """Walk all rows, in batches where the map's type has them."""
+        key_size, value_size = self.info.key_size, self._value_bytes
         try:
-            yield from self._batched_items(flags)
+            for keys, values in self.batches(flags):
+                for row in range(len(keys) // key_size):
+                    yield (
+                        keys[row * key_size : (row + 1) * key_size],
+                        values[row * value_size : (row + 1) * value_size],
+                    )
         except KernelFailure as failure:
             # Arrays of maps have no batches: kernel/bpf/syscall.c answers ENOTSUPP (524), libbpf
             # EOPNOTSUPP.
@@ -225,7 +231,8 @@ class Map(Descriptor):
                 if value is not None:
                     yield key, value
 
-    def _batched_items(self, flags: Update) -> Iterator[tuple[bytes, bytes]]:
+    def batches(self, flags: Update = Update.ANY) -> Iterator[tuple[bytes, bytes]]:
+        """Walk all rows in batches: keys one behind the other, and their values. Not every type of map has them."""
         key_size, value_size = self.info.key_size, self._value_bytes
         cursor_bytes = max(key_size, 8)
         cursors = [ffi.new("char[]", cursor_bytes), ffi.new("char[]", cursor_bytes)]
@@ -247,12 +254,10 @@ class Map(Descriptor):
                 continue
             if error not in (0, errno.ENOENT):
                 raise fail("read the rows of", self.name)
-            got_keys, got_values = bytes(ffi.buffer(keys)), bytes(ffi.buffer(values))
-            for row in range(count[0]):
-                yield (
-                    got_keys[row * key_size : (row + 1) * key_size],
-                    got_values[row * value_size : (row + 1) * value_size],
-                )
+            yield (
+                bytes(ffi.buffer(keys, count[0] * key_size)),
+                bytes(ffi.buffer(values, count[0] * value_size)),
+            )
             if error == errno.ENOENT:
                 return
             started = True

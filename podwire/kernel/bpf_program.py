@@ -14,8 +14,8 @@ from podwire.kernel._libbpf import ffi, lib
 from podwire.kernel.bpf import Descriptor, fail
 from podwire.model.errors import KernelFailure
 
-PACKET_OUT_BYTES: Final = 262144
-"""Room for the packet that comes out of a test run: a GSO packet and what a program adds."""
+PACKET_ADDED_BYTES: Final = 4096
+"""How much longer than what went in a packet may come out of a test run: more than there is room for in front of it."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,11 @@ class Program(Descriptor):
         """Run a tc program over a packet (BPF_PROG_TEST_RUN). Frames under 14 bytes give EINVAL."""
         with ffi.new("struct pw_run *") as run:
             data = ffi.from_buffer(packet.data)
-            room = ffi.new("char[]", PACKET_OUT_BYTES)
+            room_bytes = len(packet.data) + PACKET_ADDED_BYTES
+            room = ffi.new("char[]", room_bytes)
             run.use_skb, run.repeat = 1, repeat
             run.data_in, run.data_size_in = data, len(packet.data)
-            run.data_out, run.data_size_out = room, PACKET_OUT_BYTES
+            run.data_out, run.data_size_out = room, room_bytes
             run.mark, run.priority = packet.mark, packet.priority
             run.ingress_ifindex, run.ifindex = packet.ingress_ifindex, packet.ifindex
             run.gso_size, run.gso_segs = packet.gso_size, packet.gso_segs

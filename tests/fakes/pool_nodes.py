@@ -8,7 +8,7 @@ from typing import Any, Final
 from podwire.agent.duties.addresses import IpamDuty, IpamNews
 from podwire.agent.duties.follower import StoreFollower
 from podwire.control.documents.apply import apply_documents
-from podwire.control.ipam.claims import Claims
+from podwire.control.ipam.claiming.claims import Claims
 from podwire.control.ipam.documents import decode_block
 from podwire.control.ipam.interface import Wish
 from podwire.control.ipam.pool import PoolIpam
@@ -102,11 +102,9 @@ def add(
         pools=pools,
         namespace=namespace,
     )
-    try:
-        node.ipam.make_room(wish, lambda: False, WAIT_S)
-        found = node.ipam.allocate(EndpointId(owner), wish)
-    finally:
-        node.ipam.drop(wish)
+    with node.ipam.reserved(wish) as addresses:
+        addresses.fill(lambda: False, WAIT_S)
+        found = addresses.take(EndpointId(owner))
     return [str(one) for one in found if one is not None]
 
 

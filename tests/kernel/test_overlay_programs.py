@@ -35,7 +35,7 @@ from podwire.kernel.rtnl.tc import FROM_POD_HOOK, TO_POD_HOOK, add_clsact, set_b
 from podwire.kernel.rtnl.vxlan import Vxlan, create_vxlan
 from tests.packet import frames
 from tests.packet.live import LiveHost, LivePod, live_pods
-from tests.packet.rig import TUNNEL_PORT, Endpoint, Rig, clear_counters, open_rig
+from tests.packet.rig import TUNNEL_PORT, Endpoint, Rig, open_rig, zero_rows
 
 pytestmark = pytest.mark.kernel
 
@@ -210,7 +210,7 @@ def nodes(running: tuple[Node, Node]) -> tuple[Node, Node]:
     for node, other in zip(running, sides[::-1], strict=True):
         for table in node.rig.shards:
             table.clear()
-        clear_counters(node.rig.maps["pw_metrics"])
+        zero_rows(node.rig.maps["pw_metrics"])
         _write_rows(node.rig, node.side, other, node.side.pod.mtu)
     return running
 

@@ -27,6 +27,7 @@ from podwire.kernel.rtnl.route import (
     set_neighbour,
 )
 from podwire.kernel.rtnl.tc import FROM_POD_HOOK, TO_POD_HOOK, add_clsact, set_bpf_filter
+from tests import waiting
 from tests.packet.rig import GATEWAY_4, GATEWAY_6, Endpoint, Rig
 
 POD_DEVICE: Final = "eth0"
@@ -47,7 +48,7 @@ class LivePod:
         """Open a socket inside; it may be used from outside."""
         with netns.namespace(self.fd.fileno()):
             found = socket.socket(family, kind, protocol)
-        found.settimeout(30)
+        found.settimeout(waiting.DEADLINE_S)
         return found
 
     def raw_socket(self) -> socket.socket:
@@ -59,7 +60,9 @@ class LivePod:
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Run a command inside."""
         inside = ["ip", "netns", "exec", self.name, *command]
-        return subprocess.run(inside, capture_output=True, text=True, check=False, timeout=60)
+        return subprocess.run(
+            inside, capture_output=True, text=True, check=False, timeout=waiting.DEADLINE_S
+        )
 
 
 @dataclass
@@ -73,13 +76,15 @@ class LiveHost:
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Run a command inside."""
         inside = ["ip", "netns", "exec", self.name, *command]
-        return subprocess.run(inside, capture_output=True, text=True, check=False, timeout=60)
+        return subprocess.run(
+            inside, capture_output=True, text=True, check=False, timeout=waiting.DEADLINE_S
+        )
 
     def open_socket(self, family: int, kind: int, protocol: int = 0) -> socket.socket:
         """Open a socket inside; it may be used from outside."""
         with netns.namespace(self.fd.fileno()):
             found = socket.socket(family, kind, protocol)
-        found.settimeout(30)
+        found.settimeout(waiting.DEADLINE_S)
         return found
 
 

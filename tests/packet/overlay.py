@@ -127,10 +127,15 @@ def frame_of(inner: bytes, *, source: str = FAR.mac, destination: str = OWN_MAC)
     return ethernet(destination, source, ethertype, inner)
 
 
-def arrive_frame(rig: Rig, frame: bytes, *, vni: int, outer: str, mark: int = 0) -> Outcome:
-    """Let a frame come out of the tunnel."""
+def choose_tunnel(rig: Rig, *, vni: int, outer: str) -> None:
+    """Say with which outer header frames come from now on."""
     address = to_mapped(ipaddress.ip_address(outer))
     rig.maps["pw_tunnel_key"].update(ZERO, abi.TunnelEnd(vni, address).pack())
+
+
+def arrive_frame(rig: Rig, frame: bytes, *, vni: int, outer: str, mark: int = 0) -> Outcome:
+    """Let a frame come out of the tunnel."""
+    choose_tunnel(rig, vni=vni, outer=outer)
     return rig.run("from_overlay", TUNNEL, frame, ingress_ifindex=TUNNEL, mark=mark)
 
 

@@ -6,8 +6,9 @@ runs want an index that exists; nothing is attached to them here.
 """
 
 import errno
+import functools
 import ipaddress
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -189,27 +190,19 @@ class Rig:
             "pw_node_numbers",
         ):
             self.maps[name].clear()
-        clear_counters(self.maps["pw_metrics"])
+        zero_rows(self.maps["pw_metrics"])
         self.maps["pw_strangers"].update(ZERO, bytes(abi.USAGE_VALUE_BYTES))
         for shard in (*self.shards, self.new_flows):
             shard.clear()
         self.forget_fragments()
-        for network, value in IPCACHE.items():
-            self.maps["pw_ipcache"].update(
-                to_prefix_key(ipaddress.ip_network(network)), value.pack()
-            )
-        for endpoint in ENDPOINTS:
-            self.write(endpoint)
-            self.publish(endpoint)
+        for name, rows in _first_rows().items():
+            self.maps[name].update_batch(rows)
         while self.events.take()[0]:
             pass
 
     def forget_fragments(self) -> None:
         """Empty every set that has something in it."""
-        table = self.maps["pw_fragments"]
-        for key, value in table.items():
-            if any(value):
-                table.update(key, bytes(len(value)))
+        zero_rows(self.maps["pw_fragments"])
 
     def write_settings(
         self,
@@ -240,17 +233,14 @@ class Rig:
         key = endpoint.instance.to_bytes(4, "little")
         if self.maps["pw_usage"].lookup(key) is None:
             self.maps["pw_usage"].update(key, bytes(abi.USAGE_VALUE_BYTES))
-        index = endpoint.ifindex.to_bytes(4, "little")
-        self.maps["pw_config"].update(index, endpoint.row().pack(), bpf.Update.LOCK)
+        index, row = config_row(endpoint)
+        self.maps["pw_config"].update(index, row, bpf.Update.LOCK)
         return endpoint
 
     def publish(self, endpoint: Endpoint) -> None:
         """Write the rows of an endpoint's addresses."""
-        macs = mac_bytes(endpoint.pod_mac), mac_bytes(endpoint.host_mac)
-        value = abi.EndpointValue(endpoint.ifindex, endpoint.instance, *macs, 0).pack()
-        for text in (endpoint.ipv4, endpoint.ipv6):
-            if text:
-                self.maps["pw_endpoints"].update(to_mapped(ipaddress.ip_address(text)), value)
+        for key, value in address_rows(endpoint):
+            self.maps["pw_endpoints"].update(key, value)
 
     def change(self, endpoint: Endpoint, **changes: object) -> Endpoint:
         """Rewrite an endpoint's row with some fields changed."""
@@ -319,6 +309,21 @@ class Rig:
         """Let an endpoint send a packet to its gateway."""
         return self.run("from_pod", endpoint.ifindex, endpoint.frame(packet), **fields)
 
+    def flood(self, endpoint: Endpoint, packet: bytes, count: int) -> None:
+        """Let an endpoint send a packet so often, as fast as the kernel can; it must not be changed on its way."""
+        frame = Packet(endpoint.frame(packet), ifindex=endpoint.ifindex)
+        with netns.namespace(self.namespace.fileno()):
+            self.programs["from_pod"].run(frame, repeat=count)
+
+    def pour(
+        self, hook: str, ifindex: int, packets: Iterable[bytes], *, ingress_ifindex: int = 0
+    ) -> None:
+        """Run a program over many frames at a device, and look at no outcome."""
+        program = self.programs[hook]
+        with netns.namespace(self.namespace.fileno()):
+            for frame in packets:
+                program.run(Packet(frame, ifindex=ifindex, ingress_ifindex=ingress_ifindex))
+
     def received(self, endpoint: Endpoint, packet: bytes, **fields: int) -> Outcome:
         """Let the host's stack send a packet to an endpoint."""
         return self.run("to_pod", endpoint.ifindex, endpoint.frame_in(packet), **fields)
@@ -340,6 +345,13 @@ class Rig:
         """Give the only flow of an endpoint."""
         [found] = self.entries(endpoint).items()
         return found
+
+    @contextmanager
+    def smaller_shards(self, rows: int) -> Iterator["Rig"]:
+        """Let the programs keep connections in shards of so many rows, until the block ends."""
+        with ExitStack() as stack:
+            stack.callback(put_shards, self.maps["pw_conntrack"], self.shards)
+            yield replace(self, shards=make_shards(self.maps["pw_conntrack"], rows, stack))
 
     def change_entry(self, key: abi.ConntrackKey, **changes: int) -> None:
         """Rewrite some fields of a remembered flow, in whichever shard it is."""
@@ -396,17 +408,44 @@ class Rig:
             taken += list(abi.Event.unpack_all(data))
 
 
-def clear_counters(table: bpf.Map) -> None:
-    """Set the counters of an array back to zero."""
-    for key, values in table.items():
-        if any(values):
-            table.update(key, bytes(len(values)))
+def config_row(endpoint: Endpoint) -> tuple[bytes, bytes]:
+    """Make an endpoint's row in `pw_config`."""
+    return endpoint.ifindex.to_bytes(4, "little"), endpoint.row().pack()
+
+
+def address_rows(endpoint: Endpoint) -> list[tuple[bytes, bytes]]:
+    """Make the rows of an endpoint's addresses in `pw_endpoints`."""
+    macs = mac_bytes(endpoint.pod_mac), mac_bytes(endpoint.host_mac)
+    value = abi.EndpointValue(endpoint.ifindex, endpoint.instance, *macs, 0).pack()
+    texts = filter(None, (endpoint.ipv4, endpoint.ipv6))
+    return [(to_mapped(ipaddress.ip_address(text)), value) for text in texts]
+
+
+@functools.cache
+def _first_rows() -> Mapping[str, list[tuple[bytes, bytes]]]:
+    """Make what each test finds: by map, its rows."""
+    usage = bytes(abi.USAGE_VALUE_BYTES)
+    return {
+        "pw_ipcache": [
+            (to_prefix_key(ipaddress.ip_network(network)), value.pack())
+            for network, value in IPCACHE.items()
+        ],
+        "pw_usage": [(one.instance.to_bytes(4, "little"), usage) for one in ENDPOINTS],
+        "pw_config": [config_row(one) for one in ENDPOINTS],
+        "pw_endpoints": [row for one in ENDPOINTS for row in address_rows(one)],
+    }
+
+
+def zero_rows(table: bpf.Map) -> None:
+    """Set the rows of an array back to zero."""
+    if any(values != bytes(len(values)) for _, values in table.batches()):
+        table.update_batch([(key, bytes(len(value))) for key, value in table.items()])
 
 
 def make_shards(outer: bpf.Map, rows: int, stack: ExitStack) -> list[bpf.Map]:
     """Fill every slot of pw_conntrack with a hash of its own, as the loader has to."""
     shards = []
-    for number in range(abi.CONNTRACK_SHARDS):
+    for _ in range(abi.CONNTRACK_SHARDS):
         shard = bpf.create_map(
             bpf.MapType.HASH,
             "pw_ct_shard",
@@ -416,8 +455,14 @@ def make_shards(outer: bpf.Map, rows: int, stack: ExitStack) -> list[bpf.Map]:
             flags=bpf.CreateFlags.NO_PREALLOC,
         )
         shards.append(stack.enter_context(shard))
-        outer.update_fd(number.to_bytes(4, "little"), shard.fd)
+    put_shards(outer, shards)
     return shards
+
+
+def put_shards(outer: bpf.Map, shards: Sequence[bpf.Map]) -> None:
+    """Let the programs keep connections in these shards."""
+    for number, shard in enumerate(shards):
+        outer.update_fd(number.to_bytes(4, "little"), shard.fd)
 
 
 def make_new_flows(outer: bpf.Map, rows: int, stack: ExitStack) -> bpf.Map:

@@ -21,7 +21,6 @@ from tests.packet.rig import (
     NODE_4,
     OUTSIDE,
     QUOTA,
-    SHARD_ROWS,
     SMALL,
     WORLD_4,
     A,
@@ -163,14 +162,19 @@ def test_a_connection_that_finds_room_later_is_protected_then(rig: Rig) -> None:
 
 
 def test_a_full_table_refuses_nothing_and_keeps_what_it_has(rig: Rig) -> None:
-    rig.write_settings(quota=1 << 30)
-    converse(rig, 1, source=999)
-    converse(rig, SHARD_ROWS * len(rig.shards) * 2)
-    assert count_connections(rig, A) == SHARD_ROWS * len(rig.shards) == rig.usage(A)
-    rig.change(A, flags=ALLOW | IN)
-    for port in (999, 9999 + SHARD_ROWS * len(rig.shards) * 2):
-        answer = from_world(udp(53, port))
-        assert rig.received(A, answer, ingress_ifindex=OUTSIDE).action == Action.STACK
+    """The first connection is TCP: one of datagrams may be over before a slow machine has filled the table."""
+    with rig.smaller_shards(4) as small:
+        rows = 4 * len(small.shards)
+        small.write_settings(quota=1 << 30)
+        small.sent(A, to_world(tcp(999, 80, SYN)))
+        small.received(A, from_world(tcp(80, 999, SYN | ACK)), ingress_ifindex=OUTSIDE)
+        small.sent(A, to_world(tcp(999, 80, ACK)))
+        converse(small, rows * 3)
+        assert count_connections(small, A) == rows == small.usage(A)
+        small.change(A, flags=ALLOW | IN)
+        for answer in (tcp(80, 999, ACK), udp(53, 9999 + rows * 3)):
+            outcome = small.received(A, from_world(answer), ingress_ifindex=OUTSIDE)
+            assert outcome.action == Action.STACK
 
 
 def test_connections_spread_over_all_shards(rig: Rig) -> None:
@@ -181,13 +185,13 @@ def test_connections_spread_over_all_shards(rig: Rig) -> None:
     assert max(rows) <= 45
 
 
-@pytest.mark.parametrize("rate", [10, 100])
+@pytest.mark.parametrize("rate", [1, 10])
 def test_new_flows_beyond_the_rate_pass_and_are_not_remembered(rig: Rig, rate: int) -> None:
     rig.write_settings(new_flow_rate=rate)
-    for port in range(3000):
+    for port in range(300):
         assert rig.sent(A, to_world(udp(10000 + port, 53))).action == Action.STACK
     row = rig.usage_row(A)
-    assert len(rig.entries(A)) + row.unremembered[Direction.EGRESS] == 3000
+    assert len(rig.entries(A)) + row.unremembered[Direction.EGRESS] == 300
     assert row.unremembered[Direction.EGRESS] > 0
     # each side of opening has a rate of its own
     assert rig.received(A, from_world(udp(9, 9)), ingress_ifindex=OUTSIDE).action == Action.STACK

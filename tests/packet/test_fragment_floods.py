@@ -2,7 +2,7 @@
 
 import itertools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -20,7 +20,7 @@ from tests.packet.frames import (
     udp,
 )
 from tests.packet.overlay import FAR, FAR_6
-from tests.packet.rig import OUTSIDE, SMALL, WORLD_4, WORLD_6, A, B, Outcome, Rig
+from tests.packet.rig import OUTSIDE, SMALL, TUNNEL, WORLD_4, WORLD_6, A, B, Endpoint, Outcome, Rig
 
 pytestmark = [pytest.mark.packet, pytest.mark.parametrize("version", [4, 6])]
 
@@ -49,26 +49,52 @@ def with_source(packet: bytes, number: int) -> bytes:
 
 
 @dataclass(frozen=True)
+class Way:
+    """How packets come to a program."""
+
+    hook: str
+    ifindex: int
+    frame: Callable[[bytes], bytes]
+    ingress_ifindex: int = 0
+    remote: overlay.Remote | None = None
+
+    def send(self, rig: Rig, packet: bytes) -> Outcome:
+        """Let one come."""
+        self._choose_tunnel(rig)
+        frame = self.frame(packet)
+        return rig.run(self.hook, self.ifindex, frame, ingress_ifindex=self.ingress_ifindex)
+
+    def pour(self, rig: Rig, packets: Iterable[bytes]) -> None:
+        """Let many come."""
+        self._choose_tunnel(rig)
+        frames = map(self.frame, packets)
+        rig.pour(self.hook, self.ifindex, frames, ingress_ifindex=self.ingress_ifindex)
+
+    def _choose_tunnel(self, rig: Rig) -> None:
+        if self.remote is not None:
+            overlay.choose_tunnel(rig, vni=self.remote.identity, outer=self.remote.outer)
+
+
+@dataclass(frozen=True)
 class Sender:
-    """Somebody, to whom he sends, and how his packets come to a program."""
+    """Somebody, to whom he sends, and the way his packets take."""
 
     name: str
     source: Callable[[int], str]
     destination: Callable[[int], str]
-    send: Callable[[Rig, bytes], Outcome]
+    way: Way
     forges: bool = False
 
 
-def out_of(endpoint: object) -> Callable[[Rig, bytes], Outcome]:
-    return lambda rig, packet: rig.sent(endpoint, packet)  # type: ignore[arg-type]
+def out_of(endpoint: Endpoint) -> Way:
+    return Way("from_pod", endpoint.ifindex, endpoint.frame)
 
 
-def by_stack(rig: Rig, packet: bytes) -> Outcome:
-    return rig.received(A, packet, ingress_ifindex=OUTSIDE)
+def by_tunnel(remote: overlay.Remote) -> Way:
+    return Way("from_overlay", TUNNEL, overlay.frame_of, TUNNEL, remote)
 
 
-def by_tunnel(remote: overlay.Remote) -> Callable[[Rig, bytes], Outcome]:
-    return lambda rig, packet: overlay.arrive(rig, packet, vni=remote.identity, outer=remote.outer)
+BY_STACK = Way("to_pod", A.ifindex, A.frame_in, OUTSIDE)
 
 
 def world(version: int) -> str:
@@ -81,7 +107,7 @@ def other_world(version: int) -> str:
 
 POD = Sender("pod", A.address, B.address, out_of(A))
 POD_BY_TUNNEL = Sender("tunnelled-pod", FAR.pod, A.address, by_tunnel(FAR))
-FROM_WORLD = Sender("world", world, A.address, by_stack)
+FROM_WORLD = Sender("world", world, A.address, BY_STACK)
 VICTIMS = [POD, POD_BY_TUNNEL, FROM_WORLD]
 FLOODS = [
     Sender("another-pod", B.address, A.address, out_of(B)),
@@ -90,7 +116,7 @@ FLOODS = [
     Sender("tunnelled-pod-of-the-same-node", FAR.stranger, A.address, by_tunnel(FAR)),
     Sender("tunnelled-pod-of-another-node", FAR_6.pod, A.address, by_tunnel(FAR_6)),
     Sender("tunnelled-pod-that-forges", FAR_6.pod, A.address, by_tunnel(FAR_6), forges=True),
-    Sender("somebody-outside", other_world, A.address, by_stack),
+    Sender("somebody-outside", other_world, A.address, BY_STACK),
 ]
 
 
@@ -104,9 +130,13 @@ def flood(rig: Rig, sender: Sender, version: int) -> None:
     template = piece(*ends, FIRST, 0)
     at = 4 if version == 4 else 44
     size = 2 if version == 4 else 4
-    for number in range(FLOOD):
-        packet = template[:at] + number.to_bytes(size, "big") + template[at + size :]
-        sender.send(rig, with_source(packet, number) if sender.forges else packet)
+
+    def packets() -> Iterator[bytes]:
+        for number in range(FLOOD):
+            packet = template[:at] + number.to_bytes(size, "big") + template[at + size :]
+            yield with_source(packet, number) if sender.forges else packet
+
+    sender.way.pour(rig, packets())
 
 
 @pytest.mark.parametrize("attacker", FLOODS, ids=lambda one: one.name)
@@ -117,16 +147,16 @@ def test_a_flood_of_first_fragments_costs_nobody_else_a_datagram(
     begun = list(itertools.product(VICTIMS, range(10)))
     for victim, number in begun:
         ends = victim.source(version), victim.destination(version)
-        assert victim.send(rig, piece(*ends, FIRST, number)).action in passed
+        assert victim.way.send(rig, piece(*ends, FIRST, number)).action in passed
     flood(rig, attacker, version)
     for victim, number in begun:
         ends = victim.source(version), victim.destination(version)
-        outcome = victim.send(rig, piece(*ends, LATER, number))
+        outcome = victim.way.send(rig, piece(*ends, LATER, number))
         assert (outcome.action in passed, outcome.reason) == (True, DropReason.NONE), victim
 
 
 def test_the_world_with_forged_sources_costs_no_pod_what_it_sends(rig: Rig, version: int) -> None:
-    outside = Sender("world", world, A.address, by_stack, forges=True)
+    outside = Sender("world", world, A.address, BY_STACK, forges=True)
     ends = A.address(version), B.address(version)
     assert rig.sent(A, piece(*ends, FIRST, 1)).action == Action.PEER
     flood(rig, outside, version)

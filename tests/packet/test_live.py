@@ -42,7 +42,7 @@ from tests.packet.rig import (
 
 pytestmark = pytest.mark.packet
 
-DEADLINE_S: Final = 30
+DEADLINE_S: Final = 120
 IP_MTU, IP_MTU_DISCOVER, IP_PMTUDISC_DO = 14, 10, 2
 IPV6_MTU, IPV6_MTU_DISCOVER = 24, 23
 SHARED_LINES: Final = 20

@@ -16,7 +16,7 @@ from podwire.control.cluster.state import ClusterState
 from podwire.control.documents.damage import find_fault
 from podwire.control.identity.known import KnownIdentities
 from podwire.control.identity.sources import LabelSources
-from podwire.control.ipam.claims import Claims
+from podwire.control.ipam.claiming.claims import Claims
 from podwire.control.ipam.pool import PoolIpam
 from podwire.control.ipam.pool_cache import PoolCache
 from podwire.model.store import ObjectKey, StoredObject, StoreEvent

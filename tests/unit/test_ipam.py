@@ -18,7 +18,7 @@ WEB, DB = IdentityId(7), IdentityId(8)
 
 def take(ipam: NodeIpam, owner: int, identity: int = 0, *wanted: str) -> list[str]:
     """Allocate for an endpoint and give its addresses as text."""
-    found = ipam.allocate(
+    found = ipam.take(
         EndpointId(owner),
         Wish(identity=IdentityId(identity), wanted=tuple(ip_address(one) for one in wanted)),
     )
@@ -296,7 +296,7 @@ def test_a_million_allocations_never_give_one_address_twice(seed: int, full: boo
     owners: list[int] = []
     holders: dict[IPAddress, int] = {}
     for owner in range(500_000 if full else 50_000):
-        ipv4, ipv6 = ipam.allocate(EndpointId(owner), Wish(identity=IdentityId(owner % 7)))
+        ipv4, ipv6 = ipam.take(EndpointId(owner), Wish(identity=IdentityId(owner % 7)))
         assert isinstance(ipv4, IPv4Address)
         assert isinstance(ipv6, IPv6Address)
         assert holders.setdefault(ipv4, owner) == owner

@@ -331,13 +331,14 @@ def test_a_block_gives_nothing_before_its_claim_was_heard() -> None:
     apply(store, pool_document("p", "10.0.0.0/28", blockSize=28))
     node = PoolNode(store, "n1")
     wish = Wish(key=key_of(1), namespace="default")
-    with pytest.raises(Unavailable, match="not confirmed"):
-        node.ipam.make_room(wish, lambda: False, 0.05)
-    assert claimed_blocks(store)
-    assert not node.ipam.blocks
-    node.hear()
-    node.ipam.make_room(wish, lambda: False, 0)
-    assert node.ipam.blocks
+    with node.ipam.reserved(wish) as addresses:
+        with pytest.raises(Unavailable, match="not confirmed"):
+            addresses.fill(lambda: False, 0.05)
+        assert claimed_blocks(store)
+        assert not node.ipam.blocks
+        node.hear()
+        addresses.fill(lambda: False, 0)
+        assert node.ipam.blocks
 
 
 def test_rested_addresses_go_to_the_same_identity_first_and_else_rest_longest(nodes: Nodes) -> None:

@@ -11,13 +11,13 @@ from msgspec.structs import replace
 from podwire.agent.duties.addresses import FACT
 from podwire.agent.duties.node_ranges import take_ranges
 from podwire.control.documents.kinds import decode
+from podwire.control.ipam.claiming.orphans import GRACE_S
 from podwire.control.ipam.documents import (
     Block,
     block_key,
     decode_block,
     encode_block,
 )
-from podwire.control.ipam.orphans import GRACE_S
 from podwire.model.errors import Exhausted, StorageFailure, Unavailable
 from podwire.model.ids import EndpointId
 from podwire.model.store import ObjectKey, Store, StoredObject

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from podwire.control.ipam.interface import Wish
+from podwire.control.ipam.interface import NO_WISH, Wish
 from podwire.control.ipam.node import NodeIpam
 from podwire.model.endpoint import IPAddress
 from podwire.model.errors import AddressUnavailable, Bug, Exhausted
@@ -58,11 +58,11 @@ class AddressMachine(RuleBasedStateMachine):
         full = any(PODS[family] <= held for family in {4, 6} - wished)
         if bad or full:
             with pytest.raises(AddressUnavailable if bad else Exhausted):
-                self.ipam.allocate(owner, Wish(identity=identity, wanted=tuple(wanted)))
+                self.ipam.take(owner, Wish(identity=identity, wanted=tuple(wanted)))
             return
         given = [
             one
-            for one in self.ipam.allocate(owner, Wish(identity=identity, wanted=tuple(wanted)))
+            for one in self.ipam.take(owner, Wish(identity=identity, wanted=tuple(wanted)))
             if one is not None
         ]
         assert [one.version for one in given] == [4, 6]
@@ -125,7 +125,7 @@ class AddressMachine(RuleBasedStateMachine):
         with pytest.raises(Bug):
             self.ipam.adopt(self.next_id, [address])
         with pytest.raises(Bug):
-            self.ipam.allocate(owner)
+            self.ipam.take(owner, NO_WISH)
 
     @rule()
     def restart(self) -> None:

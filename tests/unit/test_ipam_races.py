@@ -198,14 +198,13 @@ class Cluster:
     def _attempt(self, node: PoolNode, wish: Wish) -> IPAddress | None:
         for _ in range(4):
             try:
-                node.ipam.make_room(wish, lambda: False, 0)
-                return node.ipam.allocate(EndpointId(self.number), wish)[0]
+                with node.ipam.reserved(wish) as addresses:
+                    addresses.fill(lambda: False, 0)
+                    return addresses.take(EndpointId(self.number))[0]
             except Unavailable:
                 node.hear()
             except (Exhausted, AddressUnavailable):
                 return None
-            finally:
-                node.ipam.drop(wish)
         return None
 
     def delete(self, _name: str) -> None:

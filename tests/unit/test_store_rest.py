@@ -108,8 +108,8 @@ async def test_apply_with_faults_names_every_one_and_writes_nothing(served: Serv
 
 
 REFUSED: dict[str, tuple[str, str, Any, int, str]] = {
-    "an unknown kind": ("GET", "/object/pods", None, 404, "no such kind"),
-    "an unknown kind of one": ("PUT", "/object/pods/a", network_policy(), 404, "no such kind"),
+    "an unknown kind": ("GET", "/object/gadgets", None, 404, "no such kind"),
+    "an unknown kind of one": ("PUT", "/object/gadgets/a", network_policy(), 404, "no such kind"),
     "a namespace where there is none": ("GET", "/object/ccg/x/a", None, 404, "have no namespace"),
     "another name": ("PUT", "/object/netpol/other", network_policy(), 400, "metadata.name"),
     "another kind": ("PUT", "/object/ccg/web", network_policy(), 400, "not of ciliumcidrgroups"),

@@ -1,8 +1,8 @@
 """Look after pools: follow blocks, claim ahead, give back what is not needed, collect what no node has any more.
 
 Only with IPAM mode `pool`. `agent.node` prepares it before anything is restored, `agent.main` starts it. The
-follower's thread opens claimed blocks; the thread here writes to the store what `control.ipam.demand` decides. Neither
-holds the node's turn while it waits for the store.
+follower's thread opens claimed blocks; the thread here writes to the store what `control.ipam.claiming.demand` decides.
+Neither holds the node's turn while it waits for the store.
 """
 
 import json
@@ -17,9 +17,9 @@ from typing import Any, Final
 from podwire.agent.duties.follower import KindList, StoreFollower
 from podwire.control.documents.damage import find_fault
 from podwire.control.documents.pools import decode_pools, find_problems, fixed_ranges, own_addresses
-from podwire.control.ipam.demand import BlockDemand
+from podwire.control.ipam.claiming.demand import BlockDemand
+from podwire.control.ipam.claiming.orphans import OrphanCollector, give_back
 from podwire.control.ipam.documents import Block, decode_block, encode_block
-from podwire.control.ipam.orphans import OrphanCollector, give_back
 from podwire.control.ipam.pool import PoolIpam
 from podwire.control.ipam.pools import (
     POOLS_ANNOTATION,

@@ -14,7 +14,7 @@ from podwire.agent.duties.core_node import RANGES_FACT, wait_for_ranges
 from podwire.control.documents.damage import find_fault
 from podwire.control.documents.pools import decode_pools, find_problems, fixed_ranges
 from podwire.control.ipam import node_ranges
-from podwire.control.ipam.claims import Claims
+from podwire.control.ipam.claiming.claims import Claims
 from podwire.control.ipam.documents import block_key
 from podwire.control.ipam.interface import Ipam
 from podwire.control.ipam.node import NodeIpam

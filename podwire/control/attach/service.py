@@ -23,7 +23,7 @@ from podwire.control.endpoint.states import State
 from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.control.identity.key import convert_ports
 from podwire.control.identity.resolver import IdentityResolver, Resolution
-from podwire.control.ipam.interface import Given, Ipam, Wish
+from podwire.control.ipam.interface import Given, Ipam, Reservation, Wish
 from podwire.model.endpoint import AttachmentKey, EndpointRecord, Phase
 from podwire.model.errors import (
     AddressUnavailable,
@@ -82,7 +82,8 @@ class AttachService:
         # Before the turn: labels that nobody had before wait for the store, and no other pod may wait with them.
         request = self.identities.pods.complete(request, cancelled)
         identity = self._resolve(request, cancelled)
-        return self._attach(request, there, identity, cancelled)
+        with self.ipam.reserved(_wish(request, identity.number)) as addresses:
+            return self._attach(request, there, identity, addresses, cancelled)
 
     def add_at_once(
         self,
@@ -101,10 +102,13 @@ class AttachService:
         request = known
         ports = convert_ports(request.ports)
         identity = self.identities.find(request.labels, ports, request.namespace)
-        if identity is None or self.ipam.waits_for_store(_wish(request, identity.number)):
+        if identity is None:
             return None
-        self.observe("ADD", "resolve", (self.clock.boottime_ns() - begin_ns) / 1e6)
-        return self._attach(request, there, identity, cancelled)
+        with self.ipam.reserved(_wish(request, identity.number)) as addresses:
+            if addresses.needs_store:
+                return None
+            self.observe("ADD", "resolve", (self.clock.boottime_ns() - begin_ns) / 1e6)
+            return self._attach(request, there, identity, addresses, cancelled)
 
     def delete(self, request: AttachRequest, _namespace: PodNamespace | None = None) -> None:
         """Detach; success when nothing is there. Older than the attachment it names, it changes nothing."""
@@ -211,17 +215,14 @@ class AttachService:
         request: AttachRequest,
         namespace: PodNamespace,
         identity: Resolution,
+        addresses: Reservation,
         cancelled: Callable[[], bool],
     ) -> AttachResult:
-        wish = _wish(request, identity.number)
-        try:
-            self._make_room(wish, request, cancelled)
-            with self.turn:
-                self._refuse_second_attachment(_key(request))
-                endpoint = self._admit(request, namespace, identity, wish)
-                self._build_up(endpoint, namespace, cancelled)
-        finally:
-            self.ipam.drop(wish)
+        self._fill(addresses, request, cancelled)
+        with self.turn:
+            self._refuse_second_attachment(_key(request))
+            endpoint = self._admit(request, namespace, identity, addresses)
+            self._build_up(endpoint, namespace, cancelled)
         return describe_attachment(endpoint.record)
 
     def _resolve(self, request: AttachRequest, cancelled: Callable[[], bool]) -> Resolution:
@@ -238,27 +239,29 @@ class AttachService:
         self.observe("ADD", "resolve", (self.clock.boottime_ns() - begin_ns) / 1e6)
         return found
 
-    def _make_room(self, wish: Wish, request: AttachRequest, cancelled: Callable[[], bool]) -> None:
+    def _fill(
+        self, addresses: Reservation, request: AttachRequest, cancelled: Callable[[], bool]
+    ) -> None:
         """Have addresses for a pod, before the turn: when all are in use, the reaper finishes first."""
         waited_s = (self.clock.boottime_ns() - request.started_boottime_ns) / 1e9
         wait_s = max(0.0, self.address_wait_s - waited_s)
         try:
-            self.ipam.make_room(wish, cancelled, wait_s)
+            addresses.fill(cancelled, wait_s)
         except (Exhausted, AddressUnavailable):
             if not self.settle():
                 raise
-            self.ipam.make_room(wish, cancelled, wait_s)
+            addresses.fill(cancelled, wait_s)
 
     def _admit(
         self,
         request: AttachRequest,
         namespace: PodNamespace,
         identity: Resolution,
-        wish: Wish,
+        addresses: Reservation,
     ) -> Endpoint:
         """Choose id, addresses and device, and write the intent: from here on the node remembers it."""
         endpoint_id = self.journal.next_endpoint_id()
-        ipv4, ipv6 = self._allocate(endpoint_id, wish)
+        ipv4, ipv6 = self._take(endpoint_id, addresses)
         try:
             record = self._plan(endpoint_id, request, namespace, str(ipv4 or ""), str(ipv6 or ""))
             record = identity.write_into(record)
@@ -304,14 +307,14 @@ class AttachService:
             fixed_addresses=bool(request.wanted_ips),
         )
 
-    def _allocate(self, endpoint_id: EndpointId, wish: Wish) -> Given:
+    def _take(self, endpoint_id: EndpointId, addresses: Reservation) -> Given:
         """Take addresses; when all are in use or resting behind a dying device, let the reaper finish first."""
         try:
-            return self.ipam.allocate(endpoint_id, wish)
+            return addresses.take(endpoint_id)
         except (Exhausted, AddressUnavailable):
             if not self.endings.settle():
                 raise
-            return self.ipam.allocate(endpoint_id, wish)
+            return addresses.take(endpoint_id)
 
     def _build_up(
         self, endpoint: Endpoint, namespace: PodNamespace, cancelled: Callable[[], bool]

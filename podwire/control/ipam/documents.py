@@ -1,8 +1,8 @@
 """IPBlock and IPAddress documents: which node has a block, and which attachment has a singly claimed address.
 
-Written by `control.ipam.claims`, read by every module that follows blocks. Pure. An object is named after what it
-claims, so creating the object is the claim: an object exists only once. Invariant: what was written is read back the
-same. Nothing of a document that cannot be read is used.
+Written by `control.ipam.claiming.claims`, read by every module that follows blocks. Pure. An object is named after
+what it claims, so creating the object is the claim: an object exists only once. Invariant: what was written is read
+back the same. Nothing of a document that cannot be read is used.
 """
 
 import ipaddress

@@ -1,11 +1,12 @@
 """What attachments ask of the source of addresses: `control.ipam.node` or `control.ipam.pool`.
 
-Values and a protocol only. Invariant: an address has one holder from `allocate` or `adopt` until `release`. Whatever
-takes long is done in `make_room`, before the turn is taken.
+Values and protocols only. Invariant: an address has one holder from `Reservation.take` or `adopt` until `release`. What
+may take long is done in `Reservation.fill`, before the turn is taken.
 """
 
 import ipaddress
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
 from typing import Final, Protocol
@@ -60,26 +61,31 @@ class Holding:
     quarantined: bool = False
 
 
-class Ipam(Protocol):
-    """The addresses of one node."""
+class Reservation(Protocol):
+    """Addresses for one wish, between the decision that it gets some and the endpoint that has them."""
 
-    def waits_for_store(self, wish: Wish, /) -> bool:
-        """Tell whether `make_room` would ask the store; blocks for nothing."""
+    @property
+    def needs_store(self) -> bool:
+        """Tell whether `fill` would ask the store; blocks for nothing."""
         ...
 
-    def make_room(self, wish: Wish, cancelled: Callable[[], bool], wait_s: float) -> None:
-        """See to it that `allocate` finds what is asked for; may wait. What is set aside is the wish's until `drop`.
+    def fill(self, cancelled: Callable[[], bool], wait_s: float) -> None:
+        """Set addresses aside, so that `take` finds what is asked for; may wait, so never under the turn.
 
         Raises Exhausted, AddressUnavailable, Unavailable, InvalidConfiguration, UnsupportedField.
         """
         ...
 
-    def drop(self, wish: Wish, /) -> None:
-        """Let go of what was set aside and not allocated; nothing is no error."""
+    def take(self, owner: EndpointId) -> Given:
+        """Give `owner` its addresses, all or none; waits for nothing. Raises as `fill`."""
         ...
 
-    def allocate(self, owner: EndpointId, wish: Wish, /) -> Given:
-        """Give `owner` its addresses, all or none; waits for nothing. Raises as `make_room`."""
+
+class Ipam(Protocol):
+    """The addresses of one node."""
+
+    def reserved(self, wish: Wish, /) -> AbstractContextManager[Reservation]:
+        """Reserve addresses for a wish while the block lasts; what was set aside and not taken goes back at its end."""
         ...
 
     def adopt(

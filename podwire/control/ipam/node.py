@@ -1,19 +1,19 @@
 """IPAM mode `node`: pods get addresses from their node's CIDRs, one of each family that the node has. Pure.
 
 Used by `control.attach` under the node's turn; the journal is the durable half. An endpoint's addresses stay held from
-`allocate` or `adopt` until `release`. Between DEL and the moment its device is really gone they are in quarantine,
+`take` or `adopt` until `release`. Between DEL and the moment its device is really gone they are in quarantine,
 which only changes what is shown. An address never has two holders: asking for a held one is refused.
 """
 
+import contextlib
 import ipaddress
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
 from podwire.control.ipam.fifo import AddressFifo
 from podwire.control.ipam.interface import (
     NO_IDENTITY,
-    NO_WISH,
     CidrUsage,
     Given,
     Holding,
@@ -32,6 +32,28 @@ from podwire.model.ids import EndpointId, IdentityId
 
 NEEDED: Final = 2
 """Addresses of a family: the node's own, and one pod's."""
+
+
+class NodeReservation:
+    """One wish of the addresses of a node's own CIDRs."""
+
+    needs_store: Final = False
+
+    def __init__(self, ipam: "NodeIpam", wish: Wish) -> None:
+        self._ipam = ipam
+        self._wish = wish
+
+    def fill(self, _cancelled: Callable[[], bool], _wait_s: float) -> None:
+        """Refuse pools: there are none. There is nothing to prepare."""
+        if self._wish.pools:
+            raise UnsupportedField(
+                f"take addresses from args.cni.pools {list(self._wish.pools)}: this node has no pools",
+                hint='leave it out, or set `ipam = "pool"` in the agent\'s configuration',
+            )
+
+    def take(self, owner: EndpointId) -> Given:
+        """Give `owner` its addresses."""
+        return self._ipam.take(owner, self._wish)
 
 
 class NodeIpam:
@@ -55,22 +77,12 @@ class NodeIpam:
         """The IP versions that every endpoint gets, ascending."""
         return sorted({pool.cidr.version for pool in self._pools})
 
-    def waits_for_store(self, _wish: Wish) -> bool:
-        """Tell that nothing here ever waits."""
-        return False
+    @contextlib.contextmanager
+    def reserved(self, wish: Wish) -> Iterator["NodeReservation"]:
+        """Reserve nothing: addresses are chosen under the turn, in the moment in which they are taken."""
+        yield NodeReservation(self, wish)
 
-    def make_room(self, wish: Wish, _cancelled: Callable[[], bool], _wait_s: float) -> None:
-        """Refuse pools: there are none. There is nothing to prepare."""
-        if wish.pools:
-            raise UnsupportedField(
-                f"take addresses from args.cni.pools {list(wish.pools)}: this node has no pools",
-                hint='leave it out, or set `ipam = "pool"` in the agent\'s configuration',
-            )
-
-    def drop(self, _wish: Wish) -> None:
-        """Let go of nothing."""
-
-    def allocate(self, owner: EndpointId, wish: Wish = NO_WISH) -> Given:
+    def take(self, owner: EndpointId, wish: Wish) -> Given:
         """Give `owner` one address of each family, all or none; wanted ones (one of each family) as asked.
 
         Raises Exhausted when a CIDR's family has none left, AddressUnavailable when a wanted one is held or outside.

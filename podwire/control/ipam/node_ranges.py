@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from podwire.control.ipam.claims import Claims
+from podwire.control.ipam.claiming.claims import Claims
 from podwire.control.ipam.documents import decode_block
 from podwire.control.ipam.pool_cache import PoolCache
 from podwire.control.ipam.pools import NODES, Labels, Pool, selects

@@ -7,18 +7,19 @@ cluster. A block is opened only when everything up to its claim has been heard, 
 and it gives nothing more once another node has it.
 """
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from podwire.control.ipam.blocks import OwnBlocks, leave_out_overlapped
-from podwire.control.ipam.claims import Claims
+from podwire.control.ipam.choice import AddressChoice, Lack
+from podwire.control.ipam.claiming.claims import Claims
 from podwire.control.ipam.documents import Block, ClaimedAddress
 from podwire.control.ipam.interface import (
     NO_IDENTITY,
-    NO_WISH,
     CidrUsage,
     Given,
     Holding,
@@ -27,9 +28,7 @@ from podwire.control.ipam.interface import (
 )
 from podwire.control.ipam.pool_cache import PoolCache
 from podwire.control.ipam.pools import (
-    NamespaceFacts,
     Pool,
-    choose_pools,
     is_for_pods,
     selects,
 )
@@ -49,21 +48,30 @@ HEAR_S: Final = 0.2
 """How often a thread that waits for a block checks whether its caller went away."""
 
 
-@dataclass(frozen=True)
-class _Lack:
-    """What the store is to be asked for, so that a wish can be granted."""
+class PoolReservation:
+    """Addresses for one wish: set aside until they are taken, or until the block of `PoolIpam.reserved` ends.
 
-    address: IPAddress | None = None
-    pools: tuple[Pool, ...] = ()
-    why: str = ""
+    What it holds is looked at under the lock of its `PoolIpam`.
+    """
 
+    def __init__(self, ipam: "PoolIpam", wish: Wish) -> None:
+        self.wish = wish
+        self.claimed: dict[IPAddress, ClaimedAddress] = {}
+        self.chosen: tuple[IPAddress, ...] = ()
+        self._ipam = ipam
 
-@dataclass
-class _Aside:
-    """What is set aside for a wish that is being granted."""
+    @property
+    def needs_store(self) -> bool:
+        """Tell whether `fill` would ask the store; blocks for nothing."""
+        return self._ipam.is_lacking(self)
 
-    claimed: dict[IPAddress, ClaimedAddress] = field(default_factory=dict)
-    chosen: tuple[IPAddress, ...] = ()
+    def fill(self, cancelled: Callable[[], bool], wait_s: float) -> None:
+        """Set addresses aside; claims a block, or single addresses, when own blocks have none."""
+        self._ipam.fill(self, cancelled, wait_s)
+
+    def take(self, owner: EndpointId) -> Given:
+        """Give `owner` what was set aside, else what own blocks have; asks no store."""
+        return self._ipam.take(self, owner)
 
 
 class PoolIpam:
@@ -80,7 +88,8 @@ class PoolIpam:
         self.own = self.mine.by_cidr
         self._holdings: dict[EndpointId, Holding] = {}
         self._owners: dict[IPAddress, EndpointId] = {}
-        self._aside: dict[AttachmentKey, _Aside] = {}
+        self._choice = AddressChoice(self.known, self.mine, self._owners)
+        self._reservations: list[PoolReservation] = []
         self.before_open: Callable[[Mapping[IPNetwork, int]], None] = lambda _blocks: None
         """Told of all blocks there are going to be, before the first address of a new one is given."""
         self._claiming = threading.Lock()
@@ -88,56 +97,62 @@ class PoolIpam:
 
     # What attachments ask
 
-    def waits_for_store(self, wish: Wish) -> bool:
-        """Tell whether the store must be asked before this wish can be granted."""
+    @contextlib.contextmanager
+    def reserved(self, wish: Wish) -> Iterator[PoolReservation]:
+        """Keep what is set aside for a wish from others; what was not taken when the block ends goes back."""
+        reservation = PoolReservation(self, wish)
+        with self.lock:
+            self._reservations.append(reservation)
+        try:
+            yield reservation
+        finally:
+            with self.lock:
+                self._reservations.remove(reservation)
+                for address in reservation.chosen:
+                    self.mine.give_back(address, wish.identity)
+
+    def is_lacking(self, reservation: PoolReservation) -> bool:
+        """Tell whether the store must be asked before a reservation can be filled."""
         with self.lock:
             try:
-                return isinstance(self._choose(wish), _Lack)
+                return isinstance(self._choose(reservation), Lack)
             except PodwireError:
-                return False
+                return False  # the store would not help: `fill` raises the same
 
-    def make_room(self, wish: Wish, cancelled: Callable[[], bool], wait_s: float) -> None:
-        """Set addresses aside for a wish; claims a block, or single addresses, when own blocks have none."""
-        if wish.key is None:
+    def fill(
+        self, reservation: PoolReservation, cancelled: Callable[[], bool], wait_s: float
+    ) -> None:
+        """Set addresses aside for a reservation, waiting for the store at most `wait_s`."""
+        key = reservation.wish.key
+        if key is None:
             raise Bug("set addresses aside for nobody")
         until_s = self.monotonic() + wait_s
-        with self.lock:
-            self._aside.setdefault(wish.key, _Aside())
         while True:
             with self.lock:
-                found = self._choose(wish)
-                if not isinstance(found, _Lack):
-                    self._set_aside(wish.key, found)
+                chosen = self._choose(reservation)
+                if not isinstance(chosen, Lack):
+                    for address in chosen:
+                        self.mine.take(address)
+                    reservation.chosen = chosen
                     return
             if cancelled():
-                raise Cancelled(f"take addresses for {wish.key}: the caller went away")
-            self._fetch(found, wish.key, until_s, cancelled)
+                raise Cancelled(f"take addresses for {key}: the caller went away")
+            self._fetch(chosen, key, reservation, until_s, cancelled)
 
-    def drop(self, wish: Wish) -> None:
-        """Let go of what was set aside and not allocated."""
-        if wish.key is None:
-            return
-        with self.lock:
-            aside = self._aside.pop(wish.key, None)
-            for address in aside.chosen if aside else ():
-                self.mine.give_back(address, wish.identity)
-
-    def allocate(self, owner: EndpointId, wish: Wish = NO_WISH) -> Given:
-        """Give `owner` what was set aside for the wish, else what own blocks have; asks no store."""
+    def take(self, reservation: PoolReservation, owner: EndpointId) -> Given:
+        """Give `owner` what was set aside, else what own blocks have; asks no store."""
         with self.lock:
             if owner in self._holdings:
                 raise Bug(f"allocate addresses for endpoint {owner}: it has some already")
-            aside = self._aside.get(wish.key) if wish.key is not None else None
-            if aside is not None and aside.chosen:
-                chosen, aside.chosen = aside.chosen, ()
-            else:
-                found = self._choose(wish)
-                if isinstance(found, _Lack):
+            chosen, reservation.chosen = reservation.chosen, ()
+            if not chosen:
+                found = self._choose(reservation)
+                if isinstance(found, Lack):
                     raise Exhausted(f"take an address: {found.why}", hint="call again later")
                 chosen = found
                 for address in chosen:
                     self.mine.take(address)
-            self._hold(Holding(owner, chosen, wish.identity))
+            self._hold(Holding(owner, chosen, reservation.wish.identity))
             return split_families(chosen)
 
     def adopt(
@@ -289,14 +304,16 @@ class PoolIpam:
     def list_unheld(self) -> list[ClaimedAddress]:
         """Give claimed addresses of this node that nobody here has, nor is about to have."""
         with self.lock, self.known.lock:
-            busy = set(self._aside)
+            busy = {reservation.wish.key for reservation in self._reservations}
             return [
-                one
-                for one in self.known.claimed.values()
-                if one.node == self.known.node
-                and one.address not in self._owners
-                and one.key not in busy
-                and not any(one.address in other.chosen for other in self._aside.values())
+                claimed
+                for claimed in self.known.claimed.values()
+                if claimed.node == self.known.node
+                and claimed.address not in self._owners
+                and claimed.key not in busy
+                and not any(
+                    claimed.address in reservation.chosen for reservation in self._reservations
+                )
             ]
 
     def close_block(self, cidr: IPNetwork) -> Block | None:
@@ -311,89 +328,28 @@ class PoolIpam:
 
     # How
 
-    def _choose(self, wish: Wish) -> tuple[IPAddress, ...] | _Lack:
-        """Name addresses for a wish, all of which may be taken now, or what is lacking."""
-        aside = self._aside.get(wish.key) if wish.key is not None else None
-        granted = aside.claimed if aside is not None else {}
-        chosen: list[IPAddress] = []
-        for address in wish.wanted:
-            lack = self._check_wanted(address, wish, granted)
-            if lack is not None:
-                return lack
-            chosen.append(address)
-        pools = self._choose_pools(wish)
-        versions = {one.version for one in pools} - {one.version for one in wish.wanted}
-        if not versions and not chosen:
-            raise Exhausted(
-                f"take addresses for a pod of namespace {wish.namespace!r}:"
-                f" {self._explain_no_pool()}",
-                hint="see `podwire get ippools` and docs/ipam.md",
+    def _choose(self, reservation: PoolReservation) -> tuple[IPAddress, ...] | Lack:
+        def is_promised(address: IPAddress) -> bool:
+            return any(
+                address in other.chosen or address in other.claimed
+                for other in self._reservations
+                if other is not reservation
             )
-        for version in sorted(versions):
-            same = tuple(one for one in pools if one.version == version)
-            address_or_none = self.mine.choose_next(_names(same), wish.identity) or next(
-                (one for one in granted if one.version == version), None
-            )
-            if address_or_none is None:
-                return _Lack(pools=same, why=self._explain_full(same))
-            chosen.append(address_or_none)
-        return tuple(sorted(chosen, key=lambda one: one.version))
 
-    def _choose_pools(self, wish: Wish) -> list[Pool]:
-        namespace = self.known.namespaces.get(wish.namespace, NamespaceFacts())
-        return choose_pools(
-            self.known.usable(),
-            node_labels=self.known.node_labels,
-            namespace=namespace,
-            named=wish.pools,
-        )
-
-    def _check_wanted(
-        self, address: IPAddress, wish: Wish, granted: Mapping[IPAddress, ClaimedAddress]
-    ) -> _Lack | None:
-        """Refuse a fixed address, or say what must be claimed first; None when it may be taken."""
-        holder = self._owners.get(address)
-        if holder is not None:
-            raise AddressUnavailable(
-                f"take address {address}: endpoint {holder} holds it",
-                hint=f"see `podwire ipam show --ip {address}`",
-            )
-        if any(
-            address in other.chosen or address in other.claimed
-            for key, other in self._aside.items()
-            if key != wish.key
-        ):
-            raise AddressUnavailable(f"take address {address}: another pod is about to get it")
-        pool = self.known.find_pool(address)
-        if pool is None or pool.name in self.known.problems or not is_for_pods(pool):
-            raise AddressUnavailable(
-                f"take address {address}: no pool that pods may use contains it",
-                hint="see `podwire get ippools`",
-            )
-        if wish.pools and pool.name not in wish.pools:
-            raise AddressUnavailable(
-                f"take address {address}: it is of pool {pool.name}, which args.cni.pools does not name"
-            )
-        own = self.mine.find(address)
-        if own is not None and own.fifo.node_address == address:
-            raise AddressUnavailable(f"take address {address}: it stands for this node itself")
-        if address in granted or (
-            own is not None and own.is_open and not own.fifo.is_excluded(address)
-        ):
-            return None
-        if own is None and pool.strict_affinity:
-            raise AddressUnavailable(
-                f"take address {address}: this node has no block with it, and pool {pool.name}"
-                " gives no others (strictAffinity)"
-            )
-        return _Lack(address=address, pools=(pool,), why=f"{address} must be claimed first")
+        return self._choice.choose(reservation.wish, reservation.claimed, is_promised)
 
     def _fetch(
-        self, lack: _Lack, key: AttachmentKey, until_s: float, cancelled: Callable[[], bool]
+        self,
+        lack: Lack,
+        key: AttachmentKey,
+        reservation: PoolReservation,
+        until_s: float,
+        cancelled: Callable[[], bool],
     ) -> None:
         """Get what is lacking from the store."""
         if lack.address is not None:
-            self._grant(key, self.claims.claim_address(lack.address, lack.pools[0], key))
+            claimed = self.claims.claim_address(lack.address, lack.pools[0], key)
+            self._grant(reservation, claimed)
             return
         if not self._claiming.acquire(timeout=max(0.0, until_s - self.monotonic())):
             raise Unavailable(f"take an address: {lack.why}; the claim takes too long")
@@ -413,7 +369,7 @@ class PoolIpam:
                     return
                 self._wait_open(block, until_s, cancelled)
                 return
-            self._borrow(lack.pools, key, limits)
+            self._borrow(lack.pools, key, reservation, limits)
         finally:
             self._claiming.release()
 
@@ -438,51 +394,36 @@ class PoolIpam:
         with self.lock:
             self.changed.wait(min(HEAR_S, left_s))
 
-    def _borrow(self, pools: Sequence[Pool], key: AttachmentKey, limits: Sequence[str]) -> None:
+    def _borrow(
+        self,
+        pools: Sequence[Pool],
+        key: AttachmentKey,
+        reservation: PoolReservation,
+        limits: Sequence[str],
+    ) -> None:
         for pool in pools:
             claimed = self.claims.borrow(pool, key)
             if claimed is not None:
-                self._grant(key, claimed)
+                self._grant(reservation, claimed)
                 return
         strict = [one.name for one in pools if one.strict_affinity]
         why = "; ".join(limits)
         why += f"; {', '.join(strict)} lend nothing (strictAffinity)" if strict else ""
         raise Exhausted(
-            f"take an IPv{pools[0].version} address: {self._explain_full(pools)}; {why}",
+            f"take an IPv{pools[0].version} address: {self._choice.explain_full(pools)}; {why}",
             hint="add a pool, raise maxBlocksPerNode, or remove pods; see `podwire ipam show`",
         )
 
-    def _grant(self, key: AttachmentKey, claimed: ClaimedAddress) -> None:
+    def _grant(self, reservation: PoolReservation, claimed: ClaimedAddress) -> None:
         with self.lock:
-            aside = self._aside.get(key)
-            taken = claimed.address in self._owners or any(
-                claimed.address in other.claimed for other in self._aside.values()
-            )
-            if aside is None or taken:
+            # Between the choice and the answer of the store another pod may have got the address from a block.
+            if claimed.address in self._owners or any(
+                claimed.address in other.claimed for other in self._reservations
+            ):
                 raise AddressUnavailable(
                     f"take address {claimed.address}: another pod was faster", hint="call again"
                 )
-            aside.claimed[claimed.address] = claimed
-
-    def _explain_full(self, pools: Sequence[Pool]) -> str:
-        parts = []
-        for pool in pools:
-            blocks = [one for one in self.own.values() if one.block.pool == pool.name]
-            held = sum(one.fifo.held for one in blocks)
-            parts.append(f"pool {pool.name}: {len(blocks)} blocks here, {held} addresses held")
-        return "no address is left (" + ", ".join(parts) + ")"
-
-    def _explain_no_pool(self) -> str:
-        if not self.known.pools:
-            return "there is no pool" if self.known.is_listed else "the store has not been read yet"
-        if self.known.problems:
-            return "; ".join(f"pool {name}: {why}" for name, why in self.known.problems.items())
-        return "no pool selects this node and that namespace"
-
-    def _set_aside(self, key: AttachmentKey, addresses: tuple[IPAddress, ...]) -> None:
-        for address in addresses:
-            self.mine.take(address)
-        self._aside[key].chosen = addresses
+            reservation.claimed[claimed.address] = claimed
 
     def _hold(self, holding: Holding) -> None:
         self._holdings[holding.owner] = holding
@@ -490,7 +431,7 @@ class PoolIpam:
             self._owners[address] = holding.owner
 
     def _list_held(self) -> list[IPAddress]:
-        aside = [one for other in self._aside.values() for one in other.chosen]
+        aside = [address for reservation in self._reservations for address in reservation.chosen]
         return [*self._owners, *aside]
 
 

@@ -12,7 +12,7 @@ import pytest
 from podwire.lab.kubernetes import cluster as clusters
 from podwire.lab.kubernetes import programs, residue
 from podwire.lab.kubernetes.cluster import Cluster, ClusterShape
-from podwire.lab.kubernetes.networks.agents import ROOT
+from podwire.lab.kubernetes.networks.agents import ROOT, read_definitions
 from podwire.lab.kubernetes.networks.installed import Podwire, find_image
 from podwire.lab.kubernetes.networks.reference import REFERENCE_PLUGINS, Ptp
 from podwire.lab.kubernetes.nodes import machine
@@ -52,6 +52,10 @@ def reference() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def network() -> Podwire:
     """Give podwire as it is installed; the image must have been built where there is a way to Debian's packages."""
+    if not read_definitions():
+        pytest.skip(
+            "deploy/podwire.yaml has no kinds of podwire's own: no agent could keep its objects there"
+        )
     try:
         find_image()
     except PodwireError as error:

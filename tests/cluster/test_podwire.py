@@ -1,4 +1,4 @@
-"""podwire as its manifest installs it, in a real cluster: pods, a policy, faults in the middle of it all, and its removal."""
+"""podwire as its manifest installs it, in a real cluster: pods, a policy, faults in the middle, and its removal."""
 
 import json
 import os
@@ -154,7 +154,7 @@ def test_nothing_is_lost_when_all_are_killed_in_a_rollout(
         node.services.containerd.kill()
     for node in cluster.nodes:
         node.services.start_containerd()
-        node.services.kubelet.start()
+        node.services.start_kubelet()
     cluster.kubectl("rollout", "status", "deployment/web", "--timeout=180s")
     cluster.wait_for_pods(2, network.namespace, network.selector)
     web = cluster.wait_for_pods(10, selector="app=web")

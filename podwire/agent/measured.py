@@ -186,7 +186,7 @@ def _count_behind(measured: Measured) -> int:
 
 
 def _count_unwritten(measured: Measured) -> int:
-    return len({one.config.identity for one in measured.table if one.policy_error})
+    return len({endpoint.config.identity for endpoint in measured.table if endpoint.policy_error})
 
 
 def _list_node_gauges(measured: Measured) -> list[Gauge]:  # size: one table

@@ -58,7 +58,7 @@ def cleanup(
             removed.extend(_remove_own_node(agent))
     document = {"done": yes, "removed": removed}
     verb = "removed" if yes else "would remove"
-    lines = [f"{verb} {one}" for one in removed] or ["nothing of podwire is here"]
+    lines = [f"{verb} {name}" for name in removed] or ["nothing of podwire is here"]
     show_one(document, opts.style, lambda: lines)
     if removed and not yes:
         raise CliError(EXIT_USAGE, "nothing was removed", "say --yes to do it")

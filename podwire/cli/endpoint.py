@@ -183,7 +183,7 @@ def _normal_address(text: str) -> str | None:
 def read_selector(text: str) -> list[Requirement]:
     """Read `k=v,k!=v,k,!k`; CliError for what is none of them."""
     requirements: list[Requirement] = []
-    for part in filter(None, (one.strip() for one in text.split(","))):
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
         match = _REQUIREMENT.fullmatch(part)
         if match is None or (match[1] and match[3]):
             raise CliError(EXIT_USAGE, f"read selector {part!r}", "write k=v, k!=v, k or !k")
@@ -247,7 +247,7 @@ def _describe(document: dict[str, Any]) -> Iterator[str]:
         if name == "differences":
             continue
         text = (
-            ", ".join(f"{one} {two}" for one, two in value.items())
+            ", ".join(f"{word} {two}" for word, two in value.items())
             if isinstance(value, dict)
             else cell(value)
         )

@@ -72,7 +72,7 @@ def _merge(answers: Sequence[tuple[Agent, Row]]) -> dict[str, Any]:
     }
     if len(answers) > 1:
         document["endpointIds"] = [
-            f"{agent.node}/{one}" for agent, row in answers for one in row["endpointIds"]
+            f"{agent.node}/{number}" for agent, row in answers for number in row["endpointIds"]
         ]
     return document
 
@@ -89,7 +89,7 @@ _COLUMNS = [
 
 
 def _describe(document: dict[str, Any]) -> Iterator[str]:
-    ids = ", ".join(str(one) for one in document["endpointIds"])
+    ids = ", ".join(str(number) for number in document["endpointIds"])
     yield f"identity {document['id']}, {document['source']}, {document['state']}"
     yield f"endpoints: {document['endpoints']}" + (f" ({ids})" if ids else "")
     for port in document["namedPorts"]:

@@ -348,7 +348,7 @@ def _describe_lab(state: "LabState") -> dict[str, Any]:
         "routing": state.shape.routing,
         "store": state.plan.store_url,
         "ipam": state.shape.ipam,
-        "partitions": [f"{one} {other}" for one, other in state.partitions],
+        "partitions": [f"{node} {other}" for node, other in state.partitions],
         "nodes": [
             {
                 "name": node.name,

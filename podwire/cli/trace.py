@@ -85,7 +85,9 @@ def _choose_family(pods: Sequence[Row], port: str) -> int:
 
 def _address_of(pod: Row, family: int) -> str:
     addresses = map(str, pod["addresses"])
-    return next((one for one in addresses if ipaddress.ip_address(one).version == family), "")
+    return next(
+        (address for address in addresses if ipaddress.ip_address(address).version == family), ""
+    )
 
 
 def _join(egress: Row, ingress: Row) -> Row:

@@ -114,7 +114,7 @@ class RuntimeDirectories:
     def _list_earlier(self) -> tuple[str, ...]:
         if not self.conf_dir.is_dir():
             return ()
-        names = (one.name for one in self.conf_dir.iterdir() if one.suffix in _NETWORK_SUFFIXES)
+        names = (path.name for path in self.conf_dir.iterdir() if path.suffix in _NETWORK_SUFFIXES)
         return tuple(sorted(name for name in names if name < CONFLIST_FILE))
 
 

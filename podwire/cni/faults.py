@@ -71,7 +71,7 @@ class Faults:
     def read_folded(self, value: Any, path: str) -> dict[str, Any]:
         """Give an object with its keys in lower case: some runtimes write them in their own case."""
         raw = self.read_object(value, path)
-        folded = {key.lower(): one for key, one in raw.items()}
+        folded = {key.lower(): member for key, member in raw.items()}
         if len(folded) != len(raw):
             self.wrong(path, "has a key twice, in different case")
         return folded

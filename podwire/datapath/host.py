@@ -170,7 +170,9 @@ def list_host_networks(netlink: NetlinkSocket) -> list[tuple[int, IPNetwork]]:
         for route in dump_routes(netlink, family, table=TABLE_LOCAL, kind=kind)
     ]
     return [
-        (one.index, one.destination) for one in routes if not _is_never_sent_to(one.destination)
+        (route.index, route.destination)
+        for route in routes
+        if not _is_never_sent_to(route.destination)
     ]
 
 

@@ -262,9 +262,9 @@ def read_hits(maps: NodeMaps) -> dict[int, tuple[int, int]]:
     """
     hits = {}
     for key, raw in maps.pw_hits.items():
-        counters = [abi.Counter.unpack(one) for one in maps.pw_hits.split_cpus(raw)]
+        counters = [abi.Counter.unpack(cpu) for cpu in maps.pw_hits.split_cpus(raw)]
         hits[int.from_bytes(key, "little")] = (
-            sum(one.packets for one in counters),
-            sum(one.bytes_ for one in counters),
+            sum(counter.packets for counter in counters),
+            sum(counter.bytes_ for counter in counters),
         )
     return hits

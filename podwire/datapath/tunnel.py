@@ -153,12 +153,12 @@ def list_tunnels(netlink: NetlinkSocket) -> list[FoundTunnel]:
 def find_tunnel(netlink: NetlinkSocket, node_name: str) -> FoundTunnel | None:
     """Find the node's own device."""
     own = list_own_tunnels(netlink, node_name)
-    return next((one for one in own if one.link.name == TUNNEL_DEVICE), None)
+    return next((tunnel for tunnel in own if tunnel.link.name == TUNNEL_DEVICE), None)
 
 
 def list_own_tunnels(netlink: NetlinkSocket, node_name: str) -> list[FoundTunnel]:
     """List the node's devices: one, and what somebody has given another name."""
-    return [one for one in list_tunnels(netlink) if one.node_name in ("", node_name)]
+    return [tunnel for tunnel in list_tunnels(netlink) if tunnel.node_name in ("", node_name)]
 
 
 def _owner(link: Link) -> str | None:
@@ -172,21 +172,21 @@ def _owner(link: Link) -> str | None:
 def find_foreign(netlink: NetlinkSocket, port: int, node_name: str) -> list[FoundTunnel]:
     """List the devices of others that stand in the way of a tunnel on `port`."""
     return [
-        one
-        for one in list_tunnels(netlink)
-        if one.node_name not in ("", node_name)
-        and (one.settings.port == port or one.link.name == TUNNEL_DEVICE)
+        tunnel
+        for tunnel in list_tunnels(netlink)
+        if tunnel.node_name not in ("", node_name)
+        and (tunnel.settings.port == port or tunnel.link.name == TUNNEL_DEVICE)
     ]
 
 
 def require_free(netlink: NetlinkSocket, port: int, node_name: str) -> None:
     """Raise ForeignObject when somebody else's device has the tunnel's port or name."""
-    for one in find_foreign(netlink, port, node_name):
-        name = one.link.name
-        whose = f"podwire's node {one.node_name!r}" if one.node_name else "somebody else"
+    for tunnel in find_foreign(netlink, port, node_name):
+        name = tunnel.link.name
+        whose = f"podwire's node {tunnel.node_name!r}" if tunnel.node_name else "somebody else"
         raise ForeignObject(
             f"use UDP port {port} for the tunnel: VXLAN device {name!r} on port"
-            f" {one.settings.port} belongs to {whose}",
+            f" {tunnel.settings.port} belongs to {whose}",
             hint=f"remove it (ip link del {name}), or choose another `tunnel_port` on every node",
         )
     body = netlink.find(get_link(name=TUNNEL_DEVICE))
@@ -228,19 +228,19 @@ def ensure_tunnel(netlink: NetlinkSocket, side: TunnelSide) -> tuple[int, list[s
 def _remove_renamed(netlink: NetlinkSocket, node_name: str) -> list[str]:
     """Remove what is ours under another name: it has the UDP port, and a device that is up keeps its name in 6.1."""
     own = list_own_tunnels(netlink, node_name)
-    return _remove(netlink, [one.link for one in own if one.link.name != TUNNEL_DEVICE])
+    return _remove(netlink, [tunnel.link for tunnel in own if tunnel.link.name != TUNNEL_DEVICE])
 
 
 def remove_tunnel(netlink: NetlinkSocket, node_name: str) -> list[str]:
     """Remove the node's device, and with it its routes and neighbours; names it, or nothing when there is none."""
-    return _remove(netlink, [one.link for one in list_own_tunnels(netlink, node_name)])
+    return _remove(netlink, [tunnel.link for tunnel in list_own_tunnels(netlink, node_name)])
 
 
 def _remove(netlink: NetlinkSocket, links: Sequence[Link]) -> list[str]:
-    for failure in netlink.attempt([delete_link(one.index) for one in links]):
+    for failure in netlink.attempt([delete_link(link.index) for link in links]):
         if failure is not None and failure.errno not in _GONE:
             raise failure
-    return [f"tunnel device {one.name!r} is there, wanted none" for one in links]
+    return [f"tunnel device {link.name!r} is there, wanted none" for link in links]
 
 
 def _must_go(found: Vxlan, wanted: Vxlan) -> bool:
@@ -248,7 +248,9 @@ def _must_go(found: Vxlan, wanted: Vxlan) -> bool:
     fixed = (found.port, found.flow_based, found.vni, found.learning)
     if fixed != (wanted.port, wanted.flow_based, wanted.vni, wanted.learning):
         return True
-    versions = {None if one is None else one.version for one in (found.local, wanted.local)}
+    versions = {
+        None if address is None else address.version for address in (found.local, wanted.local)
+    }
     return len(versions) > 1
 
 
@@ -372,13 +374,13 @@ def _repair_link(netlink: NetlinkSocket, side: TunnelSide, found: FoundTunnel) -
 def _repair_addresses(
     netlink: NetlinkSocket, index: int, addresses: Iterable[IPAddress]
 ) -> list[str]:
-    wanted = {InterfaceAddress(index, one, one.max_prefixlen) for one in addresses}
+    wanted = {InterfaceAddress(index, address, address.max_prefixlen) for address in addresses}
     present = {read_address(body) for body in netlink.dump(list_addresses(index))}
     return _apply(
         netlink,
         f"address {{}} of {TUNNEL_DEVICE!r}",
-        {str(one.address): add_address(one) for one in wanted - present},
-        {str(one.address): delete_address(one) for one in present - wanted},
+        {str(address.address): add_address(address) for address in wanted - present},
+        {str(address.address): delete_address(address) for address in present - wanted},
     )
 
 
@@ -391,12 +393,20 @@ def _repair_neighbours(
         for body in netlink.dump(list_neighbours(index))
         if (one := read_neighbour(body)).permanent
     ]
-    present = {one.address: one for one in permanent}
+    present = {neighbour.address: neighbour for neighbour in permanent}
     return _apply(
         netlink,
         f"neighbour {{}} of {TUNNEL_DEVICE!r}",
-        {str(key): set_neighbour(one) for key, one in wanted.items() if present.get(key) != one},
-        {str(key): delete_neighbour(one) for key, one in present.items() if key not in wanted},
+        {
+            str(key): set_neighbour(neighbour)
+            for key, neighbour in wanted.items()
+            if present.get(key) != neighbour
+        },
+        {
+            str(key): delete_neighbour(neighbour)
+            for key, neighbour in present.items()
+            if key not in wanted
+        },
     )
 
 
@@ -405,12 +415,12 @@ def _repair_forwarding(
 ) -> list[str]:
     wanted = {mac: ForwardingEntry(index, mac, outer) for mac, outer in forwarding}
     found = [read_forwarding(body) for body in netlink.dump(list_forwarding(index))]
-    present = {one.mac: one for one in found if one is not None}
+    present = {entry.mac: entry for entry in found if entry is not None}
     return _apply(
         netlink,
         f"forwarding entry {{}} of {TUNNEL_DEVICE!r}",
-        {key: set_forwarding(one) for key, one in wanted.items() if present.get(key) != one},
-        {key: delete_forwarding(one) for key, one in present.items() if key not in wanted},
+        {key: set_forwarding(entry) for key, entry in wanted.items() if present.get(key) != entry},
+        {key: delete_forwarding(entry) for key, entry in present.items() if key not in wanted},
     )
 
 

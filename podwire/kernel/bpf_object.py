@@ -66,10 +66,12 @@ class BpfObject:
         )
         if self._object == ffi.NULL:
             raise bpf.fail("open object", name, detail=_first_line(_messages()))
-        self._maps = {_text(lib.bpf_map__name(one)): one for one in self._walk_maps()}
+        self._maps = {_text(lib.bpf_map__name(handle)): handle for handle in self._walk_maps()}
         # libbpf forgets the declaration of inner maps at the load.
-        self._shapes = {name: _shape(one) for name, one in self._maps.items()}
-        self._programs = {_text(lib.bpf_program__name(one)): one for one in self._walk_programs()}
+        self._shapes = {name: _shape(handle) for name, handle in self._maps.items()}
+        self._programs = {
+            _text(lib.bpf_program__name(program)): program for program in self._walk_programs()
+        }
 
     def _walk_maps(self) -> Iterator[object]:
         one = lib.bpf_object__next_map(self._object, ffi.NULL)
@@ -146,7 +148,9 @@ class BpfObject:
             self._object, _CONSTANTS_SECTION.encode(), name.encode(), offset, size
         ):
             raise bpf.fail("set constant", name, detail=f"not in {self.name}")
-        section = next(one for key, one in self._maps.items() if key.endswith(_CONSTANTS_SECTION))
+        section = next(
+            handle for key, handle in self._maps.items() if key.endswith(_CONSTANTS_SECTION)
+        )
         memory = lib.pw_map_memory(section, ffi.new("size_t *"))
         raw = value.to_bytes(size[0], "little", signed=value < 0)
         ffi.memmove(memory + offset[0], raw, len(raw))
@@ -200,7 +204,7 @@ class BpfObject:
             raise KernelFailure(
                 errno.EINVAL, "create inner map", name, detail=f"{outer} is no map of maps"
             )
-        key_type, value_type = (self._find_struct(one) for one in rows)
+        key_type, value_type = (self._find_struct(row) for row in rows)
         if self._btf_fd < 0:
             self._btf_fd = lib.pw_load_btf(self._object)
             if self._btf_fd < 0:

@@ -192,7 +192,7 @@ def _high_bits(first_index: int) -> int:
 
 def _assemble(*instructions: tuple[int, int, int, int]) -> bytes:
     """Join instructions: code, jump if true, jump if false, constant."""
-    return b"".join(struct.pack("=HBBI", *one) for one in instructions)
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
 
 
 def _ignore_devices(first_index: int) -> bytes:

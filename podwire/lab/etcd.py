@@ -41,7 +41,7 @@ def start_store(plan: LabPlan, state: LabState) -> None:
     log = os.open(
         plan.directory / _LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
     )
-    hosts = [f"[{one}]" if ":" in one else one for one in plan.store_addresses]
+    hosts = [f"[{address}]" if ":" in address else address for address in plan.store_addresses]
     clients = ",".join(f"http://{host}:{STORE_PORT}" for host in hosts)
     try:
         with netns.open_namespace(netns.named_path(plan.underlay_namespace)) as fd:

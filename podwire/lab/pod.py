@@ -111,7 +111,7 @@ def plan_pod(
     """Give a pod its names and its container id; Conflict when the name is taken."""
     check_pod_name(name)
     check_pod_name(namespace)
-    if name == WORLD or any(one.name == name for one in state.plan.nodes):
+    if name == WORLD or any(node.name == name for node in state.plan.nodes):
         raise InvalidRequest(
             f"create pod {namespace}/{name}: {name!r} is a place of the lab already",
             hint="choose another name",

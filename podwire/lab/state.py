@@ -200,7 +200,7 @@ def end_all(processes: Sequence[Process]) -> None:
     for process in (left := _wait_ended(processes, _GRACE_S)):
         _send(process, signal.SIGKILL)
     if _wait_ended(left, _END_DEADLINE_S):
-        raise Unavailable(f"end processes {', '.join(str(one.pid) for one in left)}")
+        raise Unavailable(f"end processes {', '.join(str(process.pid) for process in left)}")
 
 
 def list_processes_in(namespaces: Collection[int]) -> list[Process]:

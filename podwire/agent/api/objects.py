@@ -56,7 +56,8 @@ def list_objects(api: ObjectsApi, call: Call) -> ObjectList:
     namespace = call.query.get("namespace")
     found, revision = api.store.list(kind.plural, namespace if kind.namespaced else None)
     return ObjectList(
-        metadata={"resourceVersion": str(revision)}, items=[show_document(one) for one in found]
+        metadata={"resourceVersion": str(revision)},
+        items=[show_document(stored) for stored in found],
     )
 
 
@@ -84,7 +85,7 @@ def apply_all(api: ObjectsApi, call: Call) -> list[AppliedView]:
     """Make many objects so: all are checked before the first is written."""
     namespace, dry = str(call.query.get("namespace", "")), _is_dry(call)
     done = apply_documents(api.store, call.body, namespace=namespace, dry_run=dry)
-    return [_view(one, dry=dry) for one in done]
+    return [_view(applied, dry=dry) for applied in done]
 
 
 def _after(done: Applied) -> StoredObject:

@@ -216,8 +216,8 @@ class ApiServer:
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for one in waits:
-                one.cancel()
+            for wait in waits:
+                wait.cancel()
 
 
 @contextlib.asynccontextmanager
@@ -282,7 +282,7 @@ async def _read_body(request: web.Request, route: Route) -> Any:
 
 
 def _read_query(request: web.Request, known: tuple[Parameter, ...]) -> Mapping[str, Any]:
-    kinds = {one.name: one.kind for one in known}
+    kinds = {parameter.name: parameter.kind for parameter in known}
     found: dict[str, Any] = {}
     faults: list[Fault] = []
     for name, text in request.query.items():

@@ -55,19 +55,19 @@ class Unreadable:
 
     def sift_list(self, kind: str, objects: Sequence[StoredObject]) -> list[StoredObject]:
         """Put what was last read in the place of what cannot be read now."""
-        faults = {one.key: fault for one in objects if (fault := self.find_fault(one))}
+        faults = {stored.key: fault for stored in objects if (fault := self.find_fault(stored))}
         good: list[StoredObject] = []
         bad: dict[ObjectKey, StoredObject] = {}
-        for one in objects:
-            if one.key not in faults:
-                good.append(one)
+        for stored in objects:
+            if stored.key not in faults:
+                good.append(stored)
                 continue
-            bad[one.key] = one
-            last = self._find_last(one.key)
+            bad[stored.key] = stored
+            last = self._find_last(stored.key)
             if last is not None:
                 good.append(last)
-            self._note(one.key, faults[one.key], has_last=last is not None)
-        for key in [one for one in self._faults if one.kind == kind and one not in faults]:
+            self._note(stored.key, faults[stored.key], has_last=last is not None)
+        for key in [key for key in self._faults if key.kind == kind and key not in faults]:
             self._forget(key)
         self._bad.update(bad)
         return good

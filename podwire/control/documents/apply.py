@@ -69,7 +69,7 @@ def apply_documents(
         with _writing(store, dry_run=dry_run):
             check_namespaces(store, drafts)
             refuse_pools(store, drafts)
-            for draft in sorted(drafts, key=lambda one: _ORDER[one.key.kind]):
+            for draft in sorted(drafts, key=lambda draft: _ORDER[draft.key.kind]):
                 done[draft.key] = _apply(store, draft, dry_run=dry_run)
         return done
 
@@ -88,7 +88,7 @@ def decode_all(documents: Sequence[object], *, namespace: str = "") -> list[Stor
         try:
             draft = decode(document, namespace=namespace)
         except InvalidRequest as error:
-            faults += (Fault(_join(place, one.path), one.message) for one in error.faults)
+            faults += (Fault(_join(place, fault.path), fault.message) for fault in error.faults)
             continue
         drafts.append(draft)
         if first.setdefault(draft.key, index) != index:
@@ -101,18 +101,18 @@ def decode_all(documents: Sequence[object], *, namespace: str = "") -> list[Stor
 def check_namespaces(store: Store, drafts: Sequence[StoredObject]) -> None:
     """Raise InvalidRequest when an object is of a namespace that neither exists nor is among `drafts`."""
     known = {DEFAULT_NAMESPACE}
-    known.update(one.key.name for one in drafts if one.key.kind == NAMESPACE.plural)
-    wanted = {one.key.namespace for one in drafts if one.key.namespace}
+    known.update(stored.key.name for stored in drafts if stored.key.kind == NAMESPACE.plural)
+    wanted = {stored.key.namespace for stored in drafts if stored.key.namespace}
     if not wanted - known:
         return
-    known.update(one.key.name for one in store.list(NAMESPACE.plural)[0])
+    known.update(stored.key.name for stored in store.list(NAMESPACE.plural)[0])
     faults = [
         Fault(
             f"documents[{index}].metadata.namespace",
-            f"is {one.key.namespace!r}, which does not exist: add a Namespace object",
+            f"is {stored.key.namespace!r}, which does not exist: add a Namespace object",
         )
-        for index, one in enumerate(drafts)
-        if one.key.namespace and one.key.namespace not in known
+        for index, stored in enumerate(drafts)
+        if stored.key.namespace and stored.key.namespace not in known
     ]
     if faults:
         raise _refuse(faults)
@@ -202,10 +202,10 @@ def identify_all(documents: Sequence[object], *, namespace: str = "") -> list[Ob
             keys[identify(document, namespace=namespace)] = None
         except InvalidRequest as error:
             place = f"documents[{index}]"
-            faults += (Fault(_join(place, one.path), one.message) for one in error.faults)
+            faults += (Fault(_join(place, fault.path), fault.message) for fault in error.faults)
     if faults:
         raise _refuse(faults)
-    return sorted(keys, key=lambda one: -_ORDER[one.kind])
+    return sorted(keys, key=lambda key: -_ORDER[key.kind])
 
 
 def _apply(

@@ -53,7 +53,7 @@ def _check_shape(document: Mapping[str, Any]) -> None:
     for name in ("labels", "annotations"):
         found = (document.get("metadata") or {}).get(name) or {}
         if not isinstance(found, Mapping) or not all(
-            isinstance(one, str) for one in found.values()
+            isinstance(text, str) for text in found.values()
         ):
             raise InvalidRequest(f"metadata.{name} is not an object of texts")
 
@@ -69,7 +69,7 @@ def _check_node(stored: StoredObject) -> None:
         decode_node(stored)
     except InvalidRequest as error:
         # A node that demands what is not known here can be read: it is to be refused, not taken as it was.
-        if all(one.path != "spec.requires" for one in error.faults):
+        if all(fault.path != "spec.requires" for fault in error.faults):
             raise
 
 

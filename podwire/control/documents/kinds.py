@@ -65,8 +65,8 @@ def decode(document: object, *, namespace: str = "") -> StoredObject:
     }
     own = {"apiVersion": kind.api_versions[0], "kind": kind.name, "metadata": kept, **spec}
     found = [*faults.kept, *_find_unknown(document, kind)]
-    known = {one.path for one in found}
-    found += (one for one in _ask_decoder(kind, own) if one.path not in known)
+    known = {fault.path for fault in found}
+    found += (fault for fault in _ask_decoder(kind, own) if fault.path not in known)
     if found:
         raise _refuse(document, found)
     return StoredObject(key=key, document=own)
@@ -87,7 +87,7 @@ def make_key(word: str, namespace: str, name: str) -> ObjectKey:
     """Give the key of an object that somebody names; `word` is the kind in any of its forms. InvalidRequest."""
     kind = find_kind(word)
     if kind is None:
-        known = ", ".join(one.plural for one in KINDS)
+        known = ", ".join(kind.plural for kind in KINDS)
         raise InvalidRequest(
             f"find kind {word[:80]!r}: there is no such kind", hint=f"there are {known}"
         )
@@ -155,12 +155,12 @@ def _explain_kind(top: Node, faults: Faults) -> None:
     api_version, name = top.child("apiVersion"), top.child("kind")
     if not isinstance(api_version.value, str) or not isinstance(name.value, str):
         return
-    same = [one for one in KINDS if one.name == name.value and one.for_people]
+    same = [kind for kind in KINDS if kind.name == name.value and kind.for_people]
     if same:
         known = " or ".join(same[0].api_versions)
         api_version.wrong(f"is {shown(api_version.value)}; {name.value} is of {known}")
     else:
-        known = ", ".join(one.name for one in KINDS if one.for_people)
+        known = ", ".join(kind.name for kind in KINDS if kind.for_people)
         name.wrong(f"is {shown(name.value)}, not one of {known}")
 
 

@@ -77,9 +77,9 @@ def check_pools(store: Store, drafts: Sequence[StoredObject]) -> list[tuple[int,
     Gives what is wrong: (index of the draft, fault).
     """
     wanted = {
-        one.key.name: (index, decode_pool(one.document))
-        for index, one in enumerate(drafts)
-        if one.key.kind == IP_POOL.plural
+        stored.key.name: (index, decode_pool(stored.document))
+        for index, stored in enumerate(drafts)
+        if stored.key.kind == IP_POOL.plural
     }
     if not wanted:
         return []
@@ -87,7 +87,7 @@ def check_pools(store: Store, drafts: Sequence[StoredObject]) -> list[tuple[int,
     after = {**before, **{name: pool for name, (_, pool) in wanted.items()}}
     found = _find_shared(after, wanted)
     found += _find_changed(store, before, wanted)
-    ranges = {one.key.name: fixed_ranges(one) for one in store.list(NODE.plural)[0]}
+    ranges = {stored.key.name: fixed_ranges(stored) for stored in store.list(NODE.plural)[0]}
     for name, cidr, pool in find_static(ranges, after.values()):
         if pool.name in wanted:
             message = f"is {pool.cidr}: {_describe_own(name, cidr)}"
@@ -98,9 +98,9 @@ def check_pools(store: Store, drafts: Sequence[StoredObject]) -> list[tuple[int,
 def decode_pools(objects: Iterable[StoredObject]) -> dict[str, Pool]:
     """Read the pools of a store by name; what cannot be read is none."""
     found: dict[str, Pool] = {}
-    for one in objects:
+    for stored in objects:
         try:
-            found[one.key.name] = decode_pool(one.document)
+            found[stored.key.name] = decode_pool(stored.document)
         except InvalidRequest:
             continue
     return found
@@ -114,8 +114,8 @@ def fixed_ranges(node: StoredObject) -> tuple[IPNetwork, ...]:
         facts = decode_node(node)
     except InvalidRequest:
         return ()
-    ranges = [one for one in facts.pod_cidrs if one not in facts.blocks]
-    return *ranges, *(ipaddress.ip_network(one) for one in facts.addresses)
+    ranges = [cidr for cidr in facts.pod_cidrs if cidr not in facts.blocks]
+    return *ranges, *(ipaddress.ip_network(address) for address in facts.addresses)
 
 
 def own_addresses(node: StoredObject) -> tuple[IPAddress, ...]:
@@ -145,9 +145,9 @@ def find_problems(
 ) -> dict[str, str]:
     """Say of which pools nothing can be taken, by name: both of two that overlap."""
     found: dict[str, str] = {}
-    for one, other in find_overlaps(pools.values()):
-        message = f"pools {one.name} ({one.cidr}) and {other.name} ({other.cidr}) overlap"
-        found.setdefault(one.name, message)
+    for first, other in find_overlaps(pools.values()):
+        message = f"pools {first.name} ({first.cidr}) and {other.name} ({other.cidr}) overlap"
+        found.setdefault(first.name, message)
         found.setdefault(other.name, message)
     for name, cidr, pool in find_static(ranges, pools.values()):
         found.setdefault(
@@ -189,8 +189,8 @@ def _find_changed(
     if not changed:
         return []
     counts = dict.fromkeys(changed, 0)
-    for one in store.list(IP_BLOCK.plural)[0]:
-        block = decode_block(one)
+    for stored in store.list(IP_BLOCK.plural)[0]:
+        block = decode_block(stored)
         if block is not None and block.node and block.pool in counts:
             counts[block.pool] += 1
     found = []
@@ -251,13 +251,13 @@ def _read_reserved(node: Node, cidr: IPNetwork | None) -> tuple[AddressRange, ..
         node.wrong(f"has {len(items)} ranges, more than {RESERVED_MAX}")
         return ()
     found = [_read_range(item) for item in items]
-    for item, one in zip(items, found, strict=True):
-        if one is None or cidr is None:
+    for item, range_ in zip(items, found, strict=True):
+        if range_ is None or cidr is None:
             continue
-        same = one.first.version == cidr.version
-        if not same or one.first not in cidr or one.last not in cidr:
-            item.wrong(f"is {one}, which is not in the pool ({cidr})")
-    return tuple(one for one in found if one is not None)
+        same = range_.first.version == cidr.version
+        if not same or range_.first not in cidr or range_.last not in cidr:
+            item.wrong(f"is {range_}, which is not in the pool ({cidr})")
+    return tuple(range_ for range_ in found if range_ is not None)
 
 
 def _read_range(node: Node) -> AddressRange | None:
@@ -269,7 +269,7 @@ def _read_range(node: Node) -> AddressRange | None:
         if network is None:
             return None
         return AddressRange(network.network_address, network.broadcast_address)
-    ends = [_read_address(one.strip()) for one in (first, last)]
+    ends = [_read_address(end.strip()) for end in (first, last)]
     if ends[0] is None or ends[1] is None or ends[0].version != ends[1].version:
         node.wrong(f"is {shown(text)}, not a range (address, address-address or CIDR)")
         return None

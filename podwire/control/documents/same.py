@@ -93,28 +93,28 @@ def _fill(document: Document) -> Any:
         spec["policyTypes"] = ["Ingress", *(["Egress"] if spec.get("egress") else [])]
     for direction in ("ingress", "egress"):
         if direction in spec:
-            spec[direction] = [_fill_rule(one) for one in spec[direction]]
+            spec[direction] = [_fill_rule(rule) for rule in spec[direction]]
     return {**filled, "spec": spec}
 
 
 def _fill_rule(rule: Document) -> Document:
     if "ports" not in rule:
         return rule
-    return {**rule, "ports": [{"protocol": "TCP", **one} for one in rule["ports"]]}
+    return {**rule, "ports": [{"protocol": "TCP", **port} for port in rule["ports"]]}
 
 
 def _drop_empty(value: Any) -> Any:
     """Leave out lists that are empty, and labels that are none: the server does not write them back. An empty selector
     stays, as it selects everything."""
     if isinstance(value, Mapping):
-        kept = {name: _drop_empty(one) for name, one in value.items()}
+        kept = {name: _drop_empty(member) for name, member in value.items()}
         return {
-            name: one
-            for name, one in kept.items()
-            if one is not None and one != [] and not (one == {} and name == "matchLabels")
+            name: member
+            for name, member in kept.items()
+            if member is not None and member != [] and not (member == {} and name == "matchLabels")
         }
     if isinstance(value, list | tuple):
-        return [_drop_empty(one) for one in value]
+        return [_drop_empty(item) for item in value]
     return value
 
 
@@ -122,9 +122,9 @@ def _strip(there: Any, written: Any, filled: Any) -> Any:
     """Leave out of `there` what `filled` has by default and nobody has `written`."""
     if isinstance(there, Mapping) and isinstance(written, Mapping) and isinstance(filled, Mapping):
         return {
-            name: _strip(one, written.get(name), filled.get(name))
-            for name, one in there.items()
-            if name in written or filled.get(name) != one
+            name: _strip(member, written.get(name), filled.get(name))
+            for name, member in there.items()
+            if name in written or filled.get(name) != member
         }
     if (
         isinstance(there, list)

@@ -21,13 +21,15 @@ def find_endpoint(table: EndpointTable, text: str) -> Endpoint:
     else:
         raise UndecodableRequest(
             f"find endpoint {text!r}: this is not an endpoint id",
-            hint=f"a number, or one of {', '.join(f'{one}:...' for one in _FINDERS)}",
+            hint=f"a number, or one of {', '.join(f'{finder}:...' for finder in _FINDERS)}",
         )
     present = [endpoint for endpoint in found if endpoint is not None]
     if not present:
         raise NotFound(f"find endpoint {text!r}: there is none", hint="see `podwire endpoint list`")
     if len(present) > 1:
-        listed = ", ".join(f"{one.record.id} ({one.record.key.if_name})" for one in present)
+        listed = ", ".join(
+            f"{endpoint.record.id} ({endpoint.record.key.if_name})" for endpoint in present
+        )
         raise Conflict(
             f"find endpoint {text!r}: it names several: {listed}",
             hint="use the number, or cni-attachment-id:CID:IFNAME",

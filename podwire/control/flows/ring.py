@@ -116,6 +116,6 @@ class FlowRing:
     def _change_watch(self) -> None:
         wanted = [follower.wanted for follower in self._followers if follower.wanted.passes]
         self.watch = Watch(
-            any(one.endpoint is None for one in wanted),
-            frozenset(one.endpoint for one in wanted if one.endpoint is not None),
+            any(filter_.endpoint is None for filter_ in wanted),
+            frozenset(filter_.endpoint for filter_ in wanted if filter_.endpoint is not None),
         )

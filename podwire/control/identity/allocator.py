@@ -114,7 +114,7 @@ class IdentityAllocator:
         """Say which numbers the endpoints of this node have; gives those in use, with what was given a moment ago."""
         oldest = self.clock() - GIVEN_S
         with self._lock:
-            self._given = {one: when for one, when in self._given.items() if when >= oldest}
+            self._given = {number: when for number, when in self._given.items() if when >= oldest}
             self.known.set_in_use({*numbers, *self._given})
             return self.known.in_use
 

@@ -163,7 +163,9 @@ def collect(
 def read_named(endpoints: Sequence[StoredObject]) -> frozenset[int]:
     """Give all identities that nodes have published of their pods. Raises InvalidRequest for what cannot be read."""
     return frozenset(
-        int(identity) for one in endpoints for identity in decode_endpoints(one).identities.values()
+        int(identity)
+        for stored in endpoints
+        for identity in decode_endpoints(stored).identities.values()
     )
 
 
@@ -176,7 +178,7 @@ def read_holds(nodes: Sequence[StoredObject]) -> frozenset[int]:
         spec = node.document.get("spec")
         holds = spec.get("holds") if isinstance(spec, Mapping) else None
         if isinstance(holds, list | tuple):
-            found.update(one for one in holds if isinstance(one, int))
+            found.update(hold for hold in holds if isinstance(hold, int))
     return frozenset(found)
 
 

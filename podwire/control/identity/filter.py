@@ -95,7 +95,8 @@ class LabelFilter:
                 faults.append(Fault(f"{SETTING}[{index}]", f"is {text!r}: {error}"))
         if faults:
             raise InvalidConfiguration(
-                f"read {SETTING}: " + "; ".join(f"{one.path} {one.message}" for one in faults),
+                f"read {SETTING}: "
+                + "; ".join(f"{fault.path} {fault.message}" for fault in faults),
                 hint="a pattern is [!][SOURCE:]REGULAR-EXPRESSION, matched from the beginning of the key",
                 faults=tuple(faults),
             )
@@ -120,8 +121,10 @@ class LabelFilter:
             return True
         if (source, key) == _NEVER:
             return False
-        included = max((one.match_length(source, key) for one in self._includes), default=-1)
-        ignored = [one.match_length(source, key) for one in self._excludes]
+        included = max(
+            (pattern.match_length(source, key) for pattern in self._includes), default=-1
+        )
+        ignored = [pattern.match_length(source, key) for pattern in self._excludes]
         shortest = min((length for length in ignored if length >= 0), default=-1)
         if shortest < 0:
             return included >= 0 or not self._only_included

@@ -84,7 +84,7 @@ def decode_cilium_policy(
             top.child("spec").wrong("is missing, and so is specs")
         found = [_read_spec(spec, policy) for spec in specs]
     faults.raise_if_any(f"decode {describe_object(document, kind)}", hint=HINT)
-    return tuple(one for one in found if one is not None)
+    return tuple(rules for rules in found if rules is not None)
 
 
 def _name_policy(top: Node, name: ObjectName, kind: str) -> PolicyId:

@@ -124,9 +124,9 @@ def _read_rules(node: Node, direction: Direction, peers_key: str, own: Requireme
         if not item.expect_object((peers_key, "ports")):
             continue
         peer_nodes = item.child(peers_key).items()
-        peers = [peer for one in peer_nodes if (peer := _read_peer(one, own)) is not None]
+        peers = [peer for node in peer_nodes if (peer := _read_peer(node, own)) is not None]
         port_nodes = item.child("ports").items()
-        ports = [port for one in port_nodes if (port := _read_port(one)) is not None]
+        ports = [port for node in port_nodes if (port := _read_port(node)) is not None]
         rules.append(
             Rule(
                 direction,

@@ -34,15 +34,18 @@ def find_unmatched(
 ) -> list[Fault]:
     """Give those mentions that nothing can match, each with why. `groups`: the names of those that there are."""
     found: list[Fault] = []
-    for one in mentions:
-        if isinstance(one, GroupMention):
-            if one.name not in groups:
+    for mention in mentions:
+        if isinstance(mention, GroupMention):
+            if mention.name not in groups:
                 found.append(
-                    Fault(one.path, f"names {one.name!r}: there is no such CiliumCIDRGroup")
+                    Fault(mention.path, f"names {mention.name!r}: there is no such CiliumCIDRGroup")
                 )
-        elif not _may_be_had(one, label_filter):
+        elif not _may_be_had(mention, label_filter):
             found.append(
-                Fault(one.path, f"selects by {one.key!r}, which {SETTING} keeps out of identities")
+                Fault(
+                    mention.path,
+                    f"selects by {mention.key!r}, which {SETTING} keeps out of identities",
+                )
             )
     return found
 

@@ -262,7 +262,7 @@ def read_next_hops(body: bytes) -> frozenset[IPAddress]:
         length = max(_RTNEXTHOP.unpack_from(several)[0], _RTNEXTHOP.size)
         found.add(_read_hop(parse_attributes(several[_RTNEXTHOP.size : length])))
         several = several[length:]
-    return frozenset(one for one in found if one is not None)
+    return frozenset(address for address in found if address is not None)
 
 
 def set_neighbour(wanted: Neighbour) -> Request:

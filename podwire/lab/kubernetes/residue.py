@@ -43,7 +43,7 @@ def save_settings(directory: Path) -> None:
     """Note what kubelets will change, unless an earlier rig that was killed has noted it."""
     path = directory / _SETTINGS_FILE
     if not path.exists():
-        known = {one: (_PROC_SYS / one).read_text().strip() for one in KUBELET_CHANGES}
+        known = {change: (_PROC_SYS / change).read_text().strip() for change in KUBELET_CHANGES}
         path.write_text(json.dumps(known))
 
 

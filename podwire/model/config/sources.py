@@ -139,12 +139,12 @@ def _check_values(
 ) -> tuple[dict[str, object], dict[str, str]]:
     values: dict[str, object] = {}
     sources: dict[str, str] = {}
-    for key, one in said.items():
+    for key, value in said.items():
         try:
-            values[key] = read_value(SETTINGS[key], one.raw)
-            sources[key] = one.source
+            values[key] = read_value(SETTINGS[key], value.raw)
+            sources[key] = value.source
         except ValueError as error:
-            faults.append(Fault(key, f"= {one.shown} ({one.source}) {error}"))
+            faults.append(Fault(key, f"= {value.shown} ({value.source}) {error}"))
     return values, sources
 
 

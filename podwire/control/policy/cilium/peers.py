@@ -110,10 +110,10 @@ def read_subject(node: Node, scope: Scope) -> LabelSelector:
         node.wrong("is missing (write {} for every endpoint)")
         return LabelSelector()
     requirements = _read_requirements(node, mentioned=True)
-    for one in requirements:
-        if one.source == SOURCE_RESERVED and one.operator not in _NEGATIVE:
-            node.wrong(f"wants {SOURCE_RESERVED}:{one.key}; only endpoints can be selected")
-        elif scope.namespace and _excludes_namespace(one, scope.namespace):
+    for requirement in requirements:
+        if requirement.source == SOURCE_RESERVED and requirement.operator not in _NEGATIVE:
+            node.wrong(f"wants {SOURCE_RESERVED}:{requirement.key}; only endpoints can be selected")
+        elif scope.namespace and _excludes_namespace(requirement, scope.namespace):
             node.wrong(f"names another namespace than the policy's own, {scope.namespace!r}")
     return make_selector(*requirements, *([scope.requirement] if scope.namespace else []))
 
@@ -157,11 +157,11 @@ def _excludes_namespace(requirement: Requirement, namespace: str) -> bool:
 
 def _read_endpoints(node: Node, scope: Scope) -> tuple[PeerSelector, ...]:
     requirements = _read_requirements(node, mentioned=True)
-    if any(one.source == SOURCE_RESERVED for one in requirements):
+    if any(requirement.source == SOURCE_RESERVED for requirement in requirements):
         return (make_selector(*requirements),)
     if any(
-        _names_namespace(one) or one.key.startswith(f"{NAMESPACE_LABELS_PREFIX}.")
-        for one in requirements
+        _names_namespace(requirement) or requirement.key.startswith(f"{NAMESPACE_LABELS_PREFIX}.")
+        for requirement in requirements
     ):
         # A negative requirement holds for whoever has no namespace; this is about endpoints.
         return (make_selector(*requirements, _HAS_NAMESPACE),)
@@ -191,8 +191,8 @@ def _read_requirements(node: Node, *, mentioned: bool = False) -> list[Requireme
             found.append(Requirement(*name, *expression[1:]))
             paths.append(f"{item.path}.key")
     if mentioned:
-        for path, one in zip(paths, found, strict=True):
-            node.faults.mention(LabelMention(path, one.source, one.key))
+        for path, requirement in zip(paths, found, strict=True):
+            node.faults.mention(LabelMention(path, requirement.source, requirement.key))
     return found
 
 
@@ -262,4 +262,4 @@ def _read_cidr_rule(node: Node) -> tuple[PeerSelector, ...]:
 
 
 def _drop_outside(exceptions: tuple[IPNetwork, ...], cidr: IPNetwork) -> tuple[IPNetwork, ...]:
-    return tuple(one for one in exceptions if is_inside(one, cidr))
+    return tuple(network for network in exceptions if is_inside(network, cidr))

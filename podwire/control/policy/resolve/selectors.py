@@ -107,9 +107,9 @@ class LabelIndex:
             self._with_port.setdefault(port.name, set()).add(number)
         asked = LabelSet(facts.labels)
         found = [
-            one
-            for one in self._candidates(labels)
-            if isinstance(one.selector, LabelSelector) and matches(one.selector, asked)
+            selection
+            for selection in self._candidates(labels)
+            if isinstance(selection.selector, LabelSelector) and matches(selection.selector, asked)
         ]
         found += self._of_ports(facts)
         for selection in found:
@@ -127,7 +127,7 @@ class LabelIndex:
             _take_out(self._with_key, label[:2], number)
         for port in facts.named_ports:
             _take_out(self._with_port, port.name, number)
-        found = [one for one in self._candidates(labels) if number in one.members]
+        found = [selection for selection in self._candidates(labels) if number in selection.members]
         found += self._of_ports(facts)
         for selection in found:
             selection.members.discard(number)
@@ -150,11 +150,11 @@ class LabelIndex:
     def _file(self, selection: Selection, selector: LabelSelector) -> None:
         """File a selection where fewest others are, so that a common label (a namespace) does not gather them all."""
         choices: list[tuple[tuple[str, ...], ...]] = []
-        for one in selector.requirements:
-            if one.operator is Operator.IN:
-                choices.append(tuple((one.key, value) for value in one.values))
-            elif one.operator is Operator.EXISTS:
-                choices.append(((one.key,),))
+        for requirement in selector.requirements:
+            if requirement.operator is Operator.IN:
+                choices.append(tuple((requirement.key, value) for value in requirement.values))
+            elif requirement.operator is Operator.EXISTS:
+                choices.append(((requirement.key,),))
         places = min(choices, key=self._crowd, default=((),))
         selection.filed = places
         for place in places:
@@ -168,9 +168,9 @@ class LabelIndex:
         """Select among all identities: the smallest positive set, narrowed by the others."""
         positive: list[set[int]] = []
         negative: list[set[int]] = []
-        for one in selector.requirements:
-            is_positive = one.operator in (Operator.IN, Operator.EXISTS)
-            (positive if is_positive else negative).append(self._bearers(one))
+        for requirement in selector.requirements:
+            is_positive = requirement.operator in (Operator.IN, Operator.EXISTS)
+            (positive if is_positive else negative).append(self._bearers(requirement))
         positive.sort(key=len)
         found = set(positive[0]) if positive else set(self._facts)
         for others in positive[1:]:
@@ -191,7 +191,7 @@ class LabelIndex:
             else:
                 pairs = (Label(source, key, value) for value in requirement.values)
                 found += [self._with_pair.get(pair, set()) for pair in pairs]
-        found = [one for one in found if one]
+        found = [matching for matching in found if matching]
         return found[0] if len(found) == 1 else set().union(*found)
 
 

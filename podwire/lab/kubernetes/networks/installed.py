@@ -33,9 +33,11 @@ class Podwire:
         if not manifest.exists():
             raise NotFound(f"find the manifest {str(manifest)!r}", hint="git checkout deploy")
         self.manifest = manifest
-        documents = [one for one in yaml.safe_load_all(manifest.read_text("utf-8")) if one]
+        documents = [
+            document for document in yaml.safe_load_all(manifest.read_text("utf-8")) if document
+        ]
         self.daemon_set: Mapping[str, Any] = next(
-            one for one in documents if one["kind"] == "DaemonSet"
+            document for document in documents if document["kind"] == "DaemonSet"
         )
 
     @property

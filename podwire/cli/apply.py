@@ -121,8 +121,8 @@ def delete(
             EXIT_USAGE, "name what to delete", "podwire delete -f FILE, or podwire delete KIND NAME"
         )
     if kind is not None:
-        found = read_kind(kind)
-        wanted = [(found.plural, *read_name(found, name, namespace)) for name in names]
+        known_kind = read_kind(kind)
+        wanted = [(known_kind.plural, *read_name(known_kind, name, namespace)) for name in names]
     else:
         wanted = _identify(files, namespace)
     with open_objects(opts, store) as objects:

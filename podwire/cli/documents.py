@@ -28,11 +28,11 @@ def read_manifests(files: Sequence[str]) -> list[Manifest]:
 
     CliError names every document that cannot be read.
     """
-    found: list[Manifest] = []
+    manifests: list[Manifest] = []
     faults: list[Fault] = []
     for name in _expand(files):
         try:
-            found += load_manifests(_read(name), "stdin" if name == "-" else name)
+            manifests += load_manifests(_read(name), "stdin" if name == "-" else name)
         except InvalidRequest as error:
             faults += error.faults
     if faults:
@@ -41,7 +41,7 @@ def read_manifests(files: Sequence[str]) -> list[Manifest]:
             "; ".join(f"{fault.path} {fault.message}" for fault in faults),
             "nothing was changed; correct the file and try again",
         )
-    return found
+    return manifests
 
 
 @contextmanager

@@ -114,20 +114,20 @@ def label(opts: Common, endpoint_id: str, changes: tuple[str, ...]) -> None:
 
 def find_endpoint(agents: Sequence[Agent], text: str) -> tuple[Agent, Row]:
     """Find the one endpoint that `text` means, on any of the agents."""
-    found: list[tuple[Agent, Row]] = []
+    matching: list[tuple[Agent, Row]] = []
     away: CliError | None = None
     for agent in agents:
         try:
-            found.extend((agent, row) for row in _lookup(agent, text))
+            matching.extend((agent, row) for row in _lookup(agent, text))
         except CliError as error:
             if error.exit_code == EXIT_UNREACHABLE:
                 away = error
             elif error.exit_code != EXIT_NOT_FOUND:
                 raise
-    if len(found) == 1:
-        return found[0]
-    if found:
-        ids = ", ".join(f"{agent.node} {row['id']}".strip() for agent, row in found)
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        ids = ", ".join(f"{agent.node} {row['id']}".strip() for agent, row in matching)
         raise CliError(
             EXIT_CONFLICT,
             f"find endpoint {text!r}: it could be {ids}",

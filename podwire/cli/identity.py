@@ -46,19 +46,19 @@ def get_identity(opts: Common, number: str) -> None:
 
     def read(agent: Agent) -> Row | None:
         try:
-            found: Row = client.request(agent.socket, "GET", f"/identity/{segment(number)}")
+            document: Row = client.request(agent.socket, "GET", f"/identity/{segment(number)}")
         except CliError as error:
             if error.exit_code != EXIT_NOT_FOUND:
                 raise
             refused.append(error)  # another node may have heard of it a moment earlier
             return None
-        return found
+        return document
 
     answers, failure = ask_all(opts, read)
-    found = [(agent, row) for agent, row in answers if row is not None]
-    if not found:
+    answered = [(agent, row) for agent, row in answers if row is not None]
+    if not answered:
         raise refused[0]
-    document = _merge(found)
+    document = _merge(answered)
     show_one(document, opts.style, lambda: _describe(document), str(document["id"]))
     if failure is not None:
         raise failure

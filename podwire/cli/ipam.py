@@ -112,7 +112,7 @@ def _show_holder(opts: Common, address: str) -> None:
 def _find_claim(opts: Common, address: str) -> list[Row]:
     """Give who claimed an address that no endpoint of these agents has: another node, or nobody that is left."""
     answers, _ = ask_all(opts, _reader("borrowed"))
-    found = [row for _, part in answers for row in part if row["ip"] == address]
+    claims = [row for _, part in answers for row in part if row["ip"] == address]
     return [
         {
             "ip": address,
@@ -120,7 +120,7 @@ def _find_claim(opts: Common, address: str) -> list[Row]:
             "owner": row["handle"],
             "state": f"claimed by {row['node']}",
         }
-        for row in found[:1]
+        for row in claims[:1]
     ]
 
 

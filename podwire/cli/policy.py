@@ -226,7 +226,7 @@ def _behind(agent: Agent, revision: int, kind: str) -> list[str]:
         return int(by_kind[kind] if kind in by_kind else row[name])
 
     rows = _get(agent, "/endpoint")
-    found = [
+    behind = [
         f"{row['namespace']}/{row['pod']}"
         for row in rows
         if read(row, "policyRevision", "policyRevisions") < revision
@@ -234,7 +234,7 @@ def _behind(agent: Agent, revision: int, kind: str) -> list[str]:
     ]
     status = client.request(agent.socket, "GET", "/status")
     seen = read(status["policy"], "revision", "revisions")
-    return found if seen >= revision else [*found, agent.node or "the agent"]
+    return behind if seen >= revision else [*behind, agent.node or "the agent"]
 
 
 @policy.command(epilog="Example: podwire policy validate -f policies.yaml")

@@ -31,19 +31,21 @@ def warn_of_files(
     manifests: Sequence[Manifest], objects: Objects | None, namespace: str = ""
 ) -> None:
     """Warn of policies in files that have been accepted; without `objects` only the files themselves are known."""
-    found: list[Said] = []
+    policies: list[Said] = []
     for manifest in manifests:
         if manifest.document["kind"] in _KIND_NAMES:
             stored = decode(manifest.document, namespace=namespace)
             mentions = find_mentions(stored.document)
-            found.append((stored.key, mentions, functools.partial(find_place, manifest)))
-    _warn(found, objects, _names_of_groups(manifest.document for manifest in manifests))
+            policies.append((stored.key, mentions, functools.partial(find_place, manifest)))
+    _warn(policies, objects, _names_of_groups(manifest.document for manifest in manifests))
 
 
 def warn_of_stored(documents: Iterable[Document], objects: Objects) -> None:
     """Warn of policies as the store has them."""
-    found: list[Said] = [(_key(document), find_mentions(document), str) for document in documents]
-    _warn(found, objects, set())
+    policies: list[Said] = [
+        (_key(document), find_mentions(document), str) for document in documents
+    ]
+    _warn(policies, objects, set())
 
 
 def _warn(policies: Sequence[Said], objects: Objects | None, groups: set[str]) -> None:

@@ -190,12 +190,12 @@ def _decode_ip(ip: _Ip, interface_count: int) -> AttachedAddress:
 
 
 def _decode_old(shape: _Shape) -> AttachResult:
-    found = [ip for ip in (shape.ip4, shape.ip6) if ip]
+    ips = [ip for ip in (shape.ip4, shape.ip6) if ip]
     return AttachResult(
         ips=tuple(
-            AttachedAddress(ipaddress.ip_interface(ip.ip), _gateway(ip.gateway)) for ip in found
+            AttachedAddress(ipaddress.ip_interface(ip.ip), _gateway(ip.gateway)) for ip in ips
         ),
-        routes=tuple(route for ip in found for route in _decode_routes(ip.routes)),
+        routes=tuple(route for ip in ips for route in _decode_routes(ip.routes)),
         dns=_decode_dns(shape.dns),
     )
 

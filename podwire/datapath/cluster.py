@@ -141,7 +141,7 @@ class OtherNodes:
 
     def recall(self, own: NodePlan) -> None:
         """Take over what an earlier agent left in the kernel; it stays in force until the first plan."""
-        found = find_tunnel(self._netlink, own.node_name)
+        tunnel = find_tunnel(self._netlink, own.node_name)
         rows = {key: row for key, row in self._maps.pw_ipcache.items() if is_about_other_node(row)}
         known = _InForce(
             rows=rows,
@@ -151,9 +151,9 @@ class OtherNodes:
             direct=frozenset(list_direct(rows)),
         )
         index = 0
-        if found is not None:
-            known.port, known.mtu_bytes = found.settings.port, found.link.mtu
-            index = found.link.index if found.settings.flow_based else 0
+        if tunnel is not None:
+            known.port, known.mtu_bytes = tunnel.settings.port, tunnel.link.mtu
+            index = tunnel.link.index if tunnel.settings.flow_based else 0
         self._known = known
         native = tables.read_settings(self._maps).native_ifindex
         if native and not find_program(self._netlink, native):

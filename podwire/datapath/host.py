@@ -124,8 +124,8 @@ def read_changes(noted: str, boot_id: str) -> tuple[SettingChange, ...]:
     """Give the changes that were noted in this boot."""
     if not noted:
         return ()
-    found = msgspec.json.decode(noted, type=_Changes)
-    return found.changes if found.boot_id == boot_id else ()
+    changes = msgspec.json.decode(noted, type=_Changes)
+    return changes.changes if changes.boot_id == boot_id else ()
 
 
 def find_warnings(

@@ -73,10 +73,10 @@ class OwnHooks:
         boot_id: str = "",
         write: Callable[[str], None] = lambda _note: None,
     ) -> None:
-        found = msgspec.json.decode(noted, type=_Note) if noted else _Note(boot_id)
+        note = msgspec.json.decode(noted, type=_Note) if noted else _Note(boot_id)
         self._boot_id = boot_id
         self._write = write
-        self._made = dict(found.devices) if found.boot_id == boot_id else {}
+        self._made = dict(note.devices) if note.boot_id == boot_id else {}
         """By index: True = made, False = perhaps."""
 
     @property
@@ -182,16 +182,20 @@ def _list_hooked(netlink: NetlinkSocket) -> frozenset[int]:
     return frozenset(queue.index for queue in queues if queue.kind == "clsact")
 
 
-def _is_ours(found: BpfFilter | None) -> bool:
+def _is_ours(attached: BpfFilter | None) -> bool:
     place = NETDEV_FILTER_PRIORITY, NETDEV_FILTER_HANDLE
-    return found is not None and (found.priority, found.handle) == place and found.name == PROGRAM
+    return (
+        attached is not None
+        and (attached.priority, attached.handle) == place
+        and attached.name == PROGRAM
+    )
 
 
 def find_program(netlink: NetlinkSocket, index: int) -> int:
     """Give the number of the program that is attached to a device as ours, 0 = none."""
-    found = (read_bpf_filter(body) for body in _dump_filters(netlink, index))
+    filters = (read_bpf_filter(body) for body in _dump_filters(netlink, index))
     return next(
-        (filter_.program_id for filter_ in found if filter_ is not None and _is_ours(filter_)), 0
+        (filter_.program_id for filter_ in filters if filter_ is not None and _is_ours(filter_)), 0
     )
 
 

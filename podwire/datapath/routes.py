@@ -118,14 +118,14 @@ def compare_host_routes(
         for route in dump_routes(netlink, family, index=index)
     }
     for wanted in compute_routes(record, sources):
-        found = present.get(wanted.destination)
-        if found is None:
+        route = present.get(wanted.destination)
+        if route is None:
             differences.append(f"host route to {wanted.destination} is missing")
-        elif found.protocol != wanted.protocol:
+        elif route.protocol != wanted.protocol:
             differences.append(f"host route to {wanted.destination} is not ours")
-        elif found.source != wanted.source:
+        elif route.source != wanted.source:
             differences.append(
-                f"host route to {wanted.destination} has source {found.source},"
+                f"host route to {wanted.destination} has source {route.source},"
                 f" wanted {wanted.source}"
             )
     neighbours = {read_neighbour(body) for body in netlink.dump(list_neighbours(index))}

@@ -186,15 +186,15 @@ def describe_maps(maps: NodeMaps, fills: Mapping[str, tuple[int, int]] | None = 
 def _capacity(maps: NodeMaps, own_name: str) -> int:
     if own_name == "pw_conntrack":
         return conntrack_maps.conntrack_capacity(maps)
-    found: bpf.Map = getattr(maps, own_name)
-    return found.info.max_entries
+    own_map: bpf.Map = getattr(maps, own_name)
+    return own_map.info.max_entries
 
 
 def _count(maps: NodeMaps, own_name: str) -> int:
     if own_name == "pw_conntrack":
         return conntrack_maps.count_conntrack(maps)
-    found: bpf.Map = getattr(maps, own_name)
-    return len(list(found.keys()))
+    own_map: bpf.Map = getattr(maps, own_name)
+    return len(list(own_map.keys()))
 
 
 def _plain(fields: Mapping[str, Any], kind: str = "") -> Row:

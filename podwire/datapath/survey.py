@@ -100,15 +100,15 @@ def survey_leftovers(bpf_dir: Path, hooks: OwnHooks | None = None) -> Sequence[s
         hooks.compare(netlink)
         attached, free = list_attached(netlink), list_free_hooks(netlink, hooks)
         has_table = bool(Masquerade(tables).compare())
-    found = [f"device {device.name} of endpoint {device.endpoint_id}" for device in owned]
-    found.extend(f"route to {route.destination}" for route in routes)
-    found.extend(f"tunnel device {tunnel.link.name}" for tunnel in tunnels)
-    found.extend(name_native(attached, free))
+    findings = [f"device {device.name} of endpoint {device.endpoint_id}" for device in owned]
+    findings.extend(f"route to {route.destination}" for route in routes)
+    findings.extend(f"tunnel device {tunnel.link.name}" for tunnel in tunnels)
+    findings.extend(name_native(attached, free))
     if has_table:
-        found.append(f"nftables table {NFT_TABLE}")
+        findings.append(f"nftables table {NFT_TABLE}")
     if bpf_dir.is_dir():
-        found.extend(f"pins {bpf_dir}/v{version}" for version in list_versions(bpf_dir))
-    return found
+        findings.extend(f"pins {bpf_dir}/v{version}" for version in list_versions(bpf_dir))
+    return findings
 
 
 def read_hooks(noted: str) -> OwnHooks:

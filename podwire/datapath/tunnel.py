@@ -141,13 +141,13 @@ class FoundTunnel:
 
 def list_tunnels(netlink: NetlinkSocket) -> list[FoundTunnel]:
     """List every VXLAN device here, ours or not."""
-    found = []
+    tunnels = []
     for body in netlink.dump(list_links(kind=KIND)):
         settings = read_vxlan(body)
         if settings is not None:
             link = read_link(body)
-            found.append(FoundTunnel(link, settings, _owner(link)))
-    return found
+            tunnels.append(FoundTunnel(link, settings, _owner(link)))
+    return tunnels
 
 
 def find_tunnel(netlink: NetlinkSocket, node_name: str) -> FoundTunnel | None:
@@ -204,25 +204,25 @@ def ensure_tunnel(netlink: NetlinkSocket, side: TunnelSide) -> tuple[int, list[s
     Raises ForeignObject when a process has the UDP port, KernelFailure, Unsupported.
     """
     differences = _remove_renamed(netlink, side.node_name)
-    found = find_tunnel(netlink, side.node_name)
-    if found is not None and _must_go(found.settings, side.settings):
+    tunnel = find_tunnel(netlink, side.node_name)
+    if tunnel is not None and _must_go(tunnel.settings, side.settings):
         differences.append(
-            f"tunnel device {TUNNEL_DEVICE!r} is {_shown(found.settings)},"
+            f"tunnel device {TUNNEL_DEVICE!r} is {_shown(tunnel.settings)},"
             f" wanted {_shown(side.settings)}: made anew"
         )
-        netlink.execute([delete_link(found.link.index)])
-        found = None
-    elif found is None:
+        netlink.execute([delete_link(tunnel.link.index)])
+        tunnel = None
+    elif tunnel is None:
         differences.append(f"tunnel device {TUNNEL_DEVICE!r} is missing")
-    if found is None:
-        found = _create(netlink, side)
+    if tunnel is None:
+        tunnel = _create(netlink, side)
         try:
-            _repair(netlink, side, found)
+            _repair(netlink, side, tunnel)
         except BaseException:
-            netlink.attempt([delete_link(found.link.index)])
+            netlink.attempt([delete_link(tunnel.link.index)])
             raise
-        return found.link.index, differences
-    return found.link.index, _repair(netlink, side, found)
+        return tunnel.link.index, differences
+    return tunnel.link.index, _repair(netlink, side, tunnel)
 
 
 def _remove_renamed(netlink: NetlinkSocket, node_name: str) -> list[str]:
@@ -243,13 +243,13 @@ def _remove(netlink: NetlinkSocket, links: Sequence[Link]) -> list[str]:
     return [f"tunnel device {link.name!r} is there, wanted none" for link in links]
 
 
-def _must_go(found: Vxlan, wanted: Vxlan) -> bool:
+def _must_go(settings: Vxlan, wanted: Vxlan) -> bool:
     """Tell what the kernel does not change on a living device."""
-    fixed = (found.port, found.flow_based, found.vni, found.learning)
+    fixed = (settings.port, settings.flow_based, settings.vni, settings.learning)
     if fixed != (wanted.port, wanted.flow_based, wanted.vni, wanted.learning):
         return True
     versions = {
-        None if address is None else address.version for address in (found.local, wanted.local)
+        None if address is None else address.version for address in (settings.local, wanted.local)
     }
     return len(versions) > 1
 
@@ -266,22 +266,22 @@ def _create(netlink: NetlinkSocket, side: TunnelSide) -> FoundTunnel:
     failure = netlink.attempt([create_vxlan(end, side.settings)])[0]
     if failure is not None:
         raise _explain(failure, plan.port)
-    found = find_tunnel(netlink, side.node_name)
-    if found is None:
+    tunnel = find_tunnel(netlink, side.node_name)
+    if tunnel is None:
         raise KernelFailure(errno.ENODEV, "find the new device", TUNNEL_DEVICE)
-    return found
+    return tunnel
 
 
-def _repair(netlink: NetlinkSocket, side: TunnelSide, found: FoundTunnel) -> list[str]:
+def _repair(netlink: NetlinkSocket, side: TunnelSide, tunnel: FoundTunnel) -> list[str]:
     """Put right what differs. What a device needs before it is up comes before that."""
     differences: list[str] = []
-    index = found.link.index
+    index = tunnel.link.index
     differences += _repair_programs(netlink, index, side)
-    if found.link.mtu < IPV6_LEAST_MTU_BYTES <= side.plan.mtu_bytes:
+    if tunnel.link.mtu < IPV6_LEAST_MTU_BYTES <= side.plan.mtu_bytes:
         # The kernel takes IPv6 off a device whose MTU is too small for it, settings and all, and gives it back.
         netlink.execute([set_link(index, mtu=side.plan.mtu_bytes)])
     differences += _repair_settings(side)
-    differences += _repair_link(netlink, side, found)
+    differences += _repair_link(netlink, side, tunnel)
     differences += _repair_addresses(netlink, index, side.plan.addresses)
     differences += _repair_neighbours(netlink, index, side.all_neighbours())
     if side.plan.mode is TunnelMode.CLASSIC:
@@ -336,8 +336,8 @@ def _repair_settings(side: TunnelSide) -> list[str]:
     ]
 
 
-def _repair_link(netlink: NetlinkSocket, side: TunnelSide, found: FoundTunnel) -> list[str]:
-    link, plan = found.link, side.plan
+def _repair_link(netlink: NetlinkSocket, side: TunnelSide, tunnel: FoundTunnel) -> list[str]:
+    link, plan = tunnel.link, side.plan
     wanted: dict[str, tuple[object, object]] = {
         "alias": (link.alias, side.alias),
         "mtu": (link.mtu, plan.mtu_bytes),
@@ -350,9 +350,9 @@ def _repair_link(netlink: NetlinkSocket, side: TunnelSide, found: FoundTunnel) -
         if present != want
     ]
     requests: list[Request] = []
-    if found.settings.local != side.settings.local and side.settings.local is not None:
+    if tunnel.settings.local != side.settings.local and side.settings.local is not None:
         differences.append(
-            f"tunnel device {TUNNEL_DEVICE!r}: outer address is {found.settings.local},"
+            f"tunnel device {TUNNEL_DEVICE!r}: outer address is {tunnel.settings.local},"
             f" wanted {side.settings.local}"
         )
         requests.append(change_local(link.index, side.settings.local))
@@ -414,8 +414,8 @@ def _repair_forwarding(
     netlink: NetlinkSocket, index: int, forwarding: Iterable[tuple[str, IPAddress]]
 ) -> list[str]:
     wanted = {mac: ForwardingEntry(index, mac, outer) for mac, outer in forwarding}
-    found = [read_forwarding(body) for body in netlink.dump(list_forwarding(index))]
-    present = {entry.mac: entry for entry in found if entry is not None}
+    entries = [read_forwarding(body) for body in netlink.dump(list_forwarding(index))]
+    present = {entry.mac: entry for entry in entries if entry is not None}
     return _apply(
         netlink,
         f"forwarding entry {{}} of {TUNNEL_DEVICE!r}",

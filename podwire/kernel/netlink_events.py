@@ -121,8 +121,8 @@ class NetlinkEvents:
 
     def take_lost(self) -> bool:
         """Tell, once, whether the kernel has dropped messages that nobody read: they may have been about anything."""
-        found, self._has_lost = self._has_lost, False
-        return found
+        lost, self._has_lost = self._has_lost, False
+        return lost
 
     def wake(self) -> None:
         """End `wait` on another thread; after `close` do nothing."""

@@ -23,13 +23,13 @@ _LOG_FILE: Final = "etcd.log"
 
 def require_program() -> str:
     """Find etcd; InvalidRequest says how to get it."""
-    found = shutil.which(PROGRAM)
-    if found is None:
+    path = shutil.which(PROGRAM)
+    if path is None:
         raise InvalidRequest(
             "use the store etcd: there is no program 'etcd' in PATH",
             hint="apt-get install etcd-server, or use --store sqlite",
         )
-    return found
+    return path
 
 
 def start_store(plan: LabPlan, state: LabState) -> None:

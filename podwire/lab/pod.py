@@ -41,14 +41,14 @@ class AttachFailed(PodwireError):
     @property
     def code(self) -> int:
         """The error's CNI number; 0 when the launcher gave none."""
-        found = self.reply.get("code")
-        return found if isinstance(found, int) else 0
+        code = self.reply.get("code")
+        return code if isinstance(code, int) else 0
 
 
 def launcher_program() -> str:
     """Find the launcher: PODWIRE_LAUNCHER, the one of this build, or the one in PATH."""
-    found = str(LAUNCHER) if LAUNCHER.exists() else LAUNCHER.name
-    return os.environ.get("PODWIRE_LAUNCHER") or found
+    program = str(LAUNCHER) if LAUNCHER.exists() else LAUNCHER.name
+    return os.environ.get("PODWIRE_LAUNCHER") or program
 
 
 def network_config(

@@ -161,21 +161,23 @@ def ping(
     token = os.urandom(8)
     payload = token + bytes(max(size_bytes, 56) - len(token))
     begin = time.perf_counter()
-    asked, found = 0, False
+    asked, has_answered = 0, False
     try:
         with _socket_of(namespace, family, socket.SOCK_RAW, protocol) as one:
             _hear_only(one, reply, is_ipv4=is_ipv4)
             begin = time.perf_counter()
             one.connect((address, 0))
-            while not found and asked < tries:
+            while not has_answered and asked < tries:
                 asked += 1
                 one.send(_echo(request, payload, checksum=is_ipv4))
                 until = time.perf_counter() + timeout_s / tries
-                found = _await_echo(one, reply, token, until, skip_header=is_ipv4)
+                has_answered = _await_echo(one, reply, token, until, skip_header=is_ipv4)
     except OSError as error:
         return Attempt(False, (time.perf_counter() - begin) * 1e3, _reason(error), max(asked, 1))
     taken_ms = (time.perf_counter() - begin) * 1e3
-    return Attempt(found, taken_ms, f"{len(payload)} bytes" if found else "timed out", asked)
+    return Attempt(
+        has_answered, taken_ms, f"{len(payload)} bytes" if has_answered else "timed out", asked
+    )
 
 
 def _hear_only(one: socket.socket, kind: int, *, is_ipv4: bool) -> None:

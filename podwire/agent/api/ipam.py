@@ -108,17 +108,17 @@ def get_ipam(api: IpamApi, _call: Call) -> IpamView:
 
 def _published(api: IpamApi) -> dict[str, Collection[IPAddress]]:
     """Give what nodes say of their pods; this node's own addresses as they are now."""
-    found: dict[str, Collection[IPAddress]] = {}
+    addresses: dict[str, Collection[IPAddress]] = {}
     try:
         for stored in api.store.list(NODE_ENDPOINTS.plural)[0]:
             try:
-                found[stored.key.name] = frozenset(decode_endpoints(stored).identities)
+                addresses[stored.key.name] = frozenset(decode_endpoints(stored).identities)
             except InvalidRequest:
                 continue
     except Unavailable:
         pass
-    found[api.config.current.node.node_name] = _held(api)
-    return found
+    addresses[api.config.current.node.node_name] = _held(api)
+    return addresses
 
 
 def _held(api: IpamApi) -> frozenset[IPAddress]:

@@ -167,14 +167,14 @@ def _judged_as(endpoint: Endpoint) -> int:
 def list_selectors(api: Api, _call: Call) -> list[SelectorView]:
     """Show the selectors in use and whom they select."""
     with api.turn:
-        found = api.policy.engine.list_selectors()
+        selectors = api.policy.engine.list_selectors()
     return [
         SelectorView(
             selector=description["selector"],
             users=description["users"],
             identities=tuple(description["identities"]),
         )
-        for description in found
+        for description in selectors
     ]
 
 

@@ -97,16 +97,17 @@ class IpamNews:
         touched = set()
         for kind_list in lists:
             if kind_list.kind == IP_POOL.plural:
-                self._pools = {found.key: found for found in kind_list.objects}
+                self._pools = {stored.key: stored for stored in kind_list.objects}
             elif kind_list.kind == NAMESPACE.plural:
                 self._known.namespaces = {
-                    found.key.name: _read_namespace(found.document) for found in kind_list.objects
+                    stored.key.name: _read_namespace(stored.document)
+                    for stored in kind_list.objects
                 }
             elif kind_list.kind == NODE.plural:
                 self._ranges.clear()
                 self._known.node_addresses.clear()
-                for found in kind_list.objects:
-                    self._take_node(found, gone=False)
+                for stored in kind_list.objects:
+                    self._take_node(stored, gone=False)
             else:
                 touched |= self._known.replace(kind_list.kind, kind_list.objects)
         self._review()
@@ -167,8 +168,8 @@ class IpamNews:
         )
         if not has_claim or self._ipam.claims.store.promises.one_order:
             return set()
-        found = map(decode_claimed, self._ipam.claims.store.list(IP_ADDRESS.plural)[0])
-        claimed = [claimed for claimed in found if claimed is not None]
+        claims = map(decode_claimed, self._ipam.claims.store.list(IP_ADDRESS.plural)[0])
+        claimed = [claimed for claimed in claims if claimed is not None]
         for claim in claimed:
             self._known.put_claimed(claim)
         return {claim.address for claim in claimed}
@@ -344,16 +345,16 @@ class IpamDuty:
     def _recall(self, text: str) -> None:
         if not text:
             return
-        found = json.loads(text)
-        pool_objects = [_as_stored(IP_POOL.plural, document) for document in found["pools"]]
-        block_objects = [_as_stored(IP_BLOCK.plural, document) for document in found["blocks"]]
+        memory = json.loads(text)
+        pool_objects = [_as_stored(IP_POOL.plural, document) for document in memory["pools"]]
+        block_objects = [_as_stored(IP_BLOCK.plural, document) for document in memory["blocks"]]
         self.follower.recall([*pool_objects, *block_objects])
         pools = decode_pools(pool_objects)
-        self.known.set_pools(pools, found["problems"])
-        self.known.node_labels = found["labels"]
+        self.known.set_pools(pools, memory["problems"])
+        self.known.node_labels = memory["labels"]
         self.known.namespaces = {
             name: NamespaceFacts(labels, tuple(names))
-            for name, (labels, names) in found["namespaces"].items()
+            for name, (labels, names) in memory["namespaces"].items()
         }
         blocks = [decode_block(stored) for stored in block_objects]
         left_out = self.ipam.remember(
@@ -362,8 +363,8 @@ class IpamDuty:
                 for block in blocks
                 if block is not None
             ],
-            [ip_address(text) for text in found["claimed"]],
-            [ip_address(text) for text in found.get("own", ())],
+            [ip_address(text) for text in memory["claimed"]],
+            [ip_address(text) for text in memory.get("own", ())],
         )
         for message in left_out:
             _log.warning("take over earlier blocks", extra={"cause": message})
@@ -394,8 +395,8 @@ def _labels(document: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _texts(document: Mapping[str, Any], field: str) -> dict[str, str]:
-    found = (document.get("metadata") or {}).get(field) or {}
-    return {key: value for key, value in found.items() if isinstance(value, str)}
+    texts = (document.get("metadata") or {}).get(field) or {}
+    return {key: value for key, value in texts.items() if isinstance(value, str)}
 
 
 def _read_namespace(document: Mapping[str, Any]) -> NamespaceFacts:

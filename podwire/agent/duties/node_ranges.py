@@ -44,10 +44,10 @@ class Addresses:
     @property
     def families(self) -> frozenset[int]:
         """Give the IP versions that pods here have, or are going to have."""
-        found: set[int] = {cidr.version for cidr in self.ranges}
+        versions: set[int] = {cidr.version for cidr in self.ranges}
         if self.duty is not None:
-            found.update(pool.version for pool in self.duty.ipam.ordinary_pools())
-        return frozenset(found)
+            versions.update(pool.version for pool in self.duty.ipam.ordinary_pools())
+        return frozenset(versions)
 
     def own_ranges(self) -> OwnRanges:
         """Say what other nodes hear; one address of a family stands for the node itself."""

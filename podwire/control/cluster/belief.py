@@ -74,8 +74,8 @@ class Belief:
         """Where pods are by the settings: what this host has on a link is not meant."""
         if self.cluster_cidrs:
             return self.cluster_cidrs
-        found = (_widen(cidr) for cidr in self.own_ranges)
-        return tuple(dict.fromkeys(network for network in found if network is not None))
+        networks = (_widen(cidr) for cidr in self.own_ranges)
+        return tuple(dict.fromkeys(network for network in networks if network is not None))
 
     def find_fault(self, node: str, network: IPNetwork) -> str:
         """Say why a node's pods cannot have a range, or a single address; "" when they can."""
@@ -152,17 +152,17 @@ class Belief:
     def _taken(self) -> tuple[dict[tuple[int, int], tuple[IPAddress, str]], list[tuple[int, int]]]:
         """Addresses that no pod may have. What this host has in a range of its own is contested as a range is."""
         around = self.around
-        found: dict[IPAddress, str] = dict.fromkeys(around.gateways, "a gateway")
-        found.update(dict.fromkeys(around.store, "the store"))
-        found.update((address, f"node {name}") for address, name in self.nodes.items())
+        uses: dict[IPAddress, str] = dict.fromkeys(around.gateways, "a gateway")
+        uses.update(dict.fromkeys(around.store, "the store"))
+        uses.update((address, f"node {name}") for address, name in self.nodes.items())
         mine = (
             address
             for address in around.own
             if not any(address in other for other in self.own_ranges)
         )
-        found.update(dict.fromkeys(mine, f"node {self.node}"))
+        uses.update(dict.fromkeys(mine, f"node {self.node}"))
         keyed: dict[tuple[int, int], tuple[IPAddress, str]] = {
-            (address.version, int(address)): (address, owner) for address, owner in found.items()
+            (address.version, int(address)): (address, owner) for address, owner in uses.items()
         }
         return keyed, sorted(keyed)
 

@@ -89,8 +89,8 @@ def encode_node(facts: NodeFacts, before: Mapping[str, Any] | None = None) -> di
 
 def _members(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Give an object's members; none where something else wrote what is no object."""
-    found = document.get(name)
-    return found if isinstance(found, Mapping) else {}
+    members = document.get(name)
+    return members if isinstance(members, Mapping) else {}
 
 
 def is_published(document: Mapping[str, Any]) -> bool:

@@ -224,9 +224,9 @@ class _Taken:
         for length in sorted(self._lengths[version]):
             if length > one.network.prefixlen:
                 break
-            found = self._of.get(network_key(version, length, one.first))
-            if found is not None and found.claim.node != node:
-                return found
+            other = self._of.get(network_key(version, length, one.first))
+            if other is not None and other.claim.node != node:
+                return other
         place = bisect_left(self._starts, (version, one.first, 0))
         while place < len(self._starts) and self._starts[place][:2] <= (version, one.last):
             inside = self._ranges[self._starts[place][2]]

@@ -308,13 +308,13 @@ def _compute_pod_mtu(context: Context, tunnel: TunnelPlan | None, reaches: Itera
 def _compute_inside(context: Context, peers: Sequence[NodeFacts]) -> tuple[IPNetwork, ...]:
     """Every node's ranges and addresses, also where they are contested; cluster CIDRs stand for what they hold."""
     cluster = context.settings.cluster_cidrs
-    found: set[IPNetwork] = set(cluster)
+    inside: set[IPNetwork] = set(cluster)
     for facts in peers:
         alone = (single(address) for address in facts.addresses)
         for network in (*(network for network, _ in claimed_ranges(facts)), *alone):
             if not any(is_within(network, outer) for outer in cluster):
-                found.add(network)
-    return tuple(sorted(found, key=_network_order))
+                inside.add(network)
+    return tuple(sorted(inside, key=_network_order))
 
 
 def _network_order(network: IPNetwork) -> tuple[int, int, int]:

@@ -367,8 +367,8 @@ def _spec_of(stored: StoredObject | None) -> Mapping[str, Any]:
 
 def _holds_of(spec: Mapping[str, Any]) -> tuple[IdentityId, ...]:
     holds = spec.get("holds")
-    found = holds if isinstance(holds, list | tuple) else ()
-    return tuple(IdentityId(number) for number in found if isinstance(number, int))
+    numbers = holds if isinstance(holds, list | tuple) else ()
+    return tuple(IdentityId(number) for number in numbers if isinstance(number, int))
 
 
 def _changed(stored: StoredObject, document: Mapping[str, Any]) -> StoredObject:

@@ -281,10 +281,10 @@ class RemotePods:
     def _prefix(self, node: str, reach: Reach, family: int, identity: IdentityId) -> Prefix:
         """One object for all pods of a node with one identity: there are many."""
         key = (node, family, identity)
-        found = self._prefixes.get(key)
-        if found is None:
-            found = self._prefixes[key] = reach.prefix(family, identity)
-        return found
+        prefix = self._prefixes.get(key)
+        if prefix is None:
+            prefix = self._prefixes[key] = reach.prefix(family, identity)
+        return prefix
 
     def _note(self, address: IPAddress, problem: Problem | None) -> None:
         if problem is None:

@@ -160,10 +160,10 @@ def put_object(
         refuse_pools(store, [draft])
         if wanted in (None, ""):
             return _apply(store, draft, dry_run=dry_run)
-        found = look_at(store, key)
-        revision = found.revision if found is not None else 0
+        stored = look_at(store, key)
+        revision = stored.revision if stored is not None else 0
         if str(wanted) != str(revision):
-            is_at = f"at revision {revision}" if found is not None else "no longer there"
+            is_at = f"at revision {revision}" if stored is not None else "no longer there"
             raise Conflict(
                 f"put {key}: it is {is_at}, not at {str(wanted)[:20]!r}",
                 hint="somebody else has changed it: read it again and repeat",
@@ -180,14 +180,14 @@ def delete_object(store: Store, key: ObjectKey, *, dry_run: bool = False) -> App
     if is_foreign or (kind is not None and kind.is_of_kubernetes):
         raise Conflict(f"delete {key}: it belongs to Kubernetes", hint="kubectl delete it")
     with _writing(store, dry_run=dry_run):
-        found = look_at(store, key)
-        if found is None:
+        stored = look_at(store, key)
+        if stored is None:
             raise NotFound(f"delete {key}: there is none", hint=f"see podwire get {key.kind}")
         if key.kind == NAMESPACE.plural:
             _check_namespace_unused(store, key.name)
         if not dry_run:
-            found = store.delete(key)
-    return Applied(key, DELETED, found, None)
+            stored = store.delete(key)
+    return Applied(key, DELETED, stored, None)
 
 
 def identify_all(documents: Sequence[object], *, namespace: str = "") -> list[ObjectKey]:
@@ -214,22 +214,22 @@ def _apply(
     """Create or replace one object unless it is so already; `revision`: only if it is still at this one."""
 
     def attempt() -> Applied:
-        found = look_at(store, draft.key)
-        if found is not None and is_so(found, draft):
-            return Applied(draft.key, UNCHANGED, found, found)
-        action = CREATED if found is None else CONFIGURED
+        stored = look_at(store, draft.key)
+        if stored is not None and is_so(stored, draft):
+            return Applied(draft.key, UNCHANGED, stored, stored)
+        action = CREATED if stored is None else CONFIGURED
         if dry_run:
-            before = None if found is None else leave_out_additions(found, draft)
+            before = None if stored is None else leave_out_additions(stored, draft)
             return Applied(draft.key, action, before, draft)
-        if found is None:
+        if stored is None:
             return Applied(draft.key, action, None, store.create(draft))
         replaced = StoredObject(
             key=draft.key,
-            uid=found.uid,
-            revision=found.revision if revision is None else revision,
-            document=keep_additions(found, draft),
+            uid=stored.uid,
+            revision=stored.revision if revision is None else revision,
+            document=keep_additions(stored, draft),
         )
-        return Applied(draft.key, action, found, store.update(replaced))
+        return Applied(draft.key, action, stored, store.update(replaced))
 
     return attempt() if revision is not None else _retried(attempt)
 

@@ -51,9 +51,9 @@ def _check_shape(document: Mapping[str, Any]) -> None:
         if not isinstance(document.get(name) or {}, Mapping):
             raise InvalidRequest(f"{name} is no object")
     for name in ("labels", "annotations"):
-        found = (document.get("metadata") or {}).get(name) or {}
-        if not isinstance(found, Mapping) or not all(
-            isinstance(text, str) for text in found.values()
+        texts = (document.get("metadata") or {}).get(name) or {}
+        if not isinstance(texts, Mapping) or not all(
+            isinstance(text, str) for text in texts.values()
         ):
             raise InvalidRequest(f"metadata.{name} is not an object of texts")
 

@@ -64,11 +64,11 @@ def decode(document: object, *, namespace: str = "") -> StoredObject:
         name: document[name] for name in _FIELDS.get(kind.plural, ("spec",)) if name in document
     }
     own = {"apiVersion": kind.api_versions[0], "kind": kind.name, "metadata": kept, **spec}
-    found = [*faults.kept, *_find_unknown(document, kind)]
-    known = {fault.path for fault in found}
-    found += (fault for fault in _ask_decoder(kind, own) if fault.path not in known)
-    if found:
-        raise _refuse(document, found)
+    problems = [*faults.kept, *_find_unknown(document, kind)]
+    known = {fault.path for fault in problems}
+    problems += (fault for fault in _ask_decoder(kind, own) if fault.path not in known)
+    if problems:
+        raise _refuse(document, problems)
     return StoredObject(key=key, document=own)
 
 
@@ -225,10 +225,13 @@ def _read_annotations(node: Node) -> dict[str, str]:
         if node.present:
             node.wrong(f"is {shown(node.value)}, not an object")
         return {}
-    found = {key: node.child(key).text() for key in node.value}
-    if sum(len(key) + len(value) for key, value in found.items()) > ANNOTATIONS_MAX_CHARACTERS:
+    annotations = {key: node.child(key).text() for key in node.value}
+    if (
+        sum(len(key) + len(value) for key, value in annotations.items())
+        > ANNOTATIONS_MAX_CHARACTERS
+    ):
         node.wrong(f"has more than {ANNOTATIONS_MAX_CHARACTERS} characters")
-    return found
+    return annotations
 
 
 def _find_unknown(document: Mapping[str, Any], kind: Kind) -> list[Fault]:

@@ -93,13 +93,13 @@ class FlowRing:
 
     def last(self, count: int, wanted: FlowFilter) -> list[Flow]:
         """Give the newest `count` flows that match, oldest first."""
-        found: list[Flow] = []
+        flows: list[Flow] = []
         for flow in reversed(self._flows):
-            if len(found) == count:
+            if len(flows) == count:
                 break
             if wanted.matches(flow):
-                found.append(flow)
-        return found[::-1]
+                flows.append(flow)
+        return flows[::-1]
 
     def follow(self, wanted: FlowFilter, wake: Callable[[], None]) -> Follower:
         """Begin to follow; `wake` is called when something waits. End it with `leave`."""

@@ -175,10 +175,10 @@ class IdentityAllocator:
             if stored is None:
                 return None
             self.known.learn(stored)
-            found = decode(stored)
-            if found is None or found.key != key:
+            stored_identity = decode(stored)
+            if stored_identity is None or stored_identity.key != key:
                 return False
-            if not (found.is_marked or found.is_resting):
+            if not (stored_identity.is_marked or stored_identity.is_resting):
                 return True
             try:
                 unmarked = {"metadata": {"annotations": {UNUSED_SINCE: None, RESTING_SINCE: None}}}

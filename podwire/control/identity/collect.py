@@ -171,15 +171,15 @@ def read_named(endpoints: Sequence[StoredObject]) -> frozenset[int]:
 
 def read_holds(nodes: Sequence[StoredObject]) -> frozenset[int]:
     """Give all numbers that nodes have published as held. Raises InvalidRequest for what the store cannot read."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for node in nodes:
         if node.fault:
             raise InvalidRequest(f"read what node {node.key.name!r} holds: {node.fault}")
         spec = node.document.get("spec")
         holds = spec.get("holds") if isinstance(spec, Mapping) else None
         if isinstance(holds, list | tuple):
-            found.update(hold for hold in holds if isinstance(hold, int))
-    return frozenset(found)
+            numbers.update(number for number in holds if isinstance(number, int))
+    return frozenset(numbers)
 
 
 def publish_holds(store: Store, node_name: str, numbers: Collection[int]) -> None:

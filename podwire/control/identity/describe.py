@@ -41,7 +41,7 @@ def describe_identities(
         _describe(IdentityFacts(int(number), labels), "reserved", "known", holders)
         for number, labels in sorted(RESERVED_LABELS.items())
     ]
-    found = [
+    identities = [
         _describe(
             facts,
             "cluster" if facts.number >= CLUSTER_FIRST else "fixed",
@@ -50,7 +50,7 @@ def describe_identities(
         )
         for facts in known.facts()
     ]
-    return reserved + found
+    return reserved + identities
 
 
 def _describe(

@@ -66,8 +66,8 @@ class _Pattern:
         """Give how many characters of the key match from its beginning; -1 when it does not match."""
         if self.source not in ("", source):
             return -1
-        found = self.expression.match(key)
-        return -1 if found is None else found.end()
+        match = self.expression.match(key)
+        return -1 if match is None else match.end()
 
 
 class LabelFilter:

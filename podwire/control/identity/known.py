@@ -253,5 +253,5 @@ def decode(stored: StoredObject) -> KnownIdentity | None:
 def annotations(stored: StoredObject) -> Mapping[str, str]:
     """Give an object's annotations."""
     metadata = stored.document.get("metadata")
-    found = metadata.get("annotations") if isinstance(metadata, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+    annotations = metadata.get("annotations") if isinstance(metadata, Mapping) else None
+    return annotations if isinstance(annotations, Mapping) else {}

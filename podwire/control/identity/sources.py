@@ -233,12 +233,12 @@ class LabelSources:
 
 def _read_labels(holder: object) -> dict[str, str]:
     """Read `labels` of metadata or a spec; what is no label is left out."""
-    found = holder.get("labels") if isinstance(holder, Mapping) else None
-    if not isinstance(found, Mapping):
+    labels = holder.get("labels") if isinstance(holder, Mapping) else None
+    if not isinstance(labels, Mapping):
         return {}
     return {
         key: value
-        for key, value in found.items()
+        for key, value in labels.items()
         if isinstance(key, str)
         and isinstance(value, str)
         and is_label_key(key)

@@ -61,16 +61,16 @@ class OwnBlocks:
 
     def choose_next(self, pools: Iterable[str], identity: IdentityId) -> IPAddress | None:
         """Name a free address: one that the same identity had, else one never used, else what rested longest."""
-        found = list(self.list_open(pools))
-        for own in found:
+        candidates = list(self.list_open(pools))
+        for own in candidates:
             rested = own.fifo.find_rested_of(identity)
             if rested is not None:
                 return rested
-        for own in found:
+        for own in candidates:
             fresh = own.fifo.find_fresh()
             if fresh is not None:
                 return fresh
-        longest = [one for own in found if (one := own.fifo.find_rested_longest()) is not None]
+        longest = [one for own in candidates if (one := own.fifo.find_rested_longest()) is not None]
         return min(longest, key=lambda rested: rested[0])[1] if longest else None
 
     def usage(self, waiting: Collection[IPAddress]) -> Sequence[CidrUsage]:
@@ -118,8 +118,8 @@ class OwnBlocks:
             if own is not None:
                 return own
         # Its pool may be gone, or unknown yet.
-        found = (own for cidr, own in self.by_cidr.items() if cidr.version == address.version)
-        return next((own for own in found if address in own.block.cidr), None)
+        blocks = (own for cidr, own in self.by_cidr.items() if cidr.version == address.version)
+        return next((own for own in blocks if address in own.block.cidr), None)
 
     def open(self, block: Block, held: Iterable[IPAddress]) -> None:
         """Use a block from now on, but for a claim of other blocks over it; `held` addresses are held in it."""
@@ -170,13 +170,13 @@ class OwnBlocks:
             before = self.node_addresses.get(version)
             if any(own.fifo.node_address == before for own in blocks if before is not None):
                 continue
-            found = self._choose_node_address(blocks, before)
+            chosen = self._choose_node_address(blocks, before)
             for own in self.by_cidr.values():
                 if own.block.cidr.version == version:
-                    is_here = found is not None and found in own.block.cidr
-                    own.fifo.set_node_address(found if is_here else None)
-            if found is not None:
-                self.node_addresses[version] = found
+                    is_here = chosen is not None and chosen in own.block.cidr
+                    own.fifo.set_node_address(chosen if is_here else None)
+            if chosen is not None:
+                self.node_addresses[version] = chosen
 
     def _choose_node_address(
         self, blocks: Sequence[OwnBlock], before: IPAddress | None
@@ -189,16 +189,16 @@ class OwnBlocks:
                 and before not in own.fifo.list_held()
             ):
                 return before
-        found = (own.fifo.find_node_address() for own in blocks)
-        return next((address for address in found if address is not None), None)
+        addresses = (own.fifo.find_node_address() for own in blocks)
+        return next((address for address in addresses if address is not None), None)
 
     def list_node_addresses(self) -> set[IPAddress]:
         """Give what stands for nodes themselves, this one and the others."""
-        found = {own.fifo.node_address for own in self.by_cidr.values()}
+        addresses = {own.fifo.node_address for own in self.by_cidr.values()}
         for name, has in list(self.known.node_addresses.items()):
             if name != self.known.node:
-                found.update(has)
-        return {address for address in found if address is not None}
+                addresses.update(has)
+        return {address for address in addresses if address is not None}
 
     def list_outdated(self) -> list[tuple[Block, tuple[AddressRange, ...]]]:
         """Give blocks that keep something else than they shall, with what that is."""

@@ -78,7 +78,7 @@ def choose_kept(
     """
     kind = type(cidr.network_address)
     last = int(cidr.broadcast_address)
-    found = [
+    kept = [
         AddressRange(
             kind(max(int(range_.first), int(cidr.network_address))),
             kind(min(int(range_.last), int(cidr.broadcast_address))),
@@ -88,8 +88,8 @@ def choose_kept(
     ]
     count = cidr.num_addresses // KEPT_SHARE
     if lends and count:
-        found.append(AddressRange(kind(last - count + 1), kind(last)))
-    return tuple(part for range_ in found for part in _leave_out(range_, busy))
+        kept.append(AddressRange(kind(last - count + 1), kind(last)))
+    return tuple(part for range_ in kept for part in _leave_out(range_, busy))
 
 
 def _leave_out(one: AddressRange, busy: Collection[IPAddress]) -> Iterator[AddressRange]:

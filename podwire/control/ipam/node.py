@@ -197,8 +197,8 @@ class NodeIpam:
 
     def _choose_next(self, family: int, identity: IdentityId) -> IPAddress:
         pools = [pool for pool in self._pools if pool.cidr.version == family]
-        found = [pool.find_rested_of(identity) for pool in pools]
-        address = next((address for address in found if address is not None), None)
+        rested = [pool.find_rested_of(identity) for pool in pools]
+        address = next((address for address in rested if address is not None), None)
         for pool in pools:
             address = address or pool.find_next()
         if address is not None:

@@ -146,10 +146,10 @@ class PoolIpam:
                 raise Bug(f"allocate addresses for endpoint {owner}: it has some already")
             chosen, reservation.chosen = reservation.chosen, ()
             if not chosen:
-                found = self._choose(reservation)
-                if isinstance(found, Lack):
-                    raise Exhausted(f"take an address: {found.why}", hint="call again later")
-                chosen = found
+                choice = self._choose(reservation)
+                if isinstance(choice, Lack):
+                    raise Exhausted(f"take an address: {choice.why}", hint="call again later")
+                chosen = choice
                 for address in chosen:
                     self.mine.take(address)
             self._hold(Holding(owner, chosen, reservation.wish.identity))
@@ -211,14 +211,14 @@ class PoolIpam:
         """Name the families in which neither an own block nor any pool has an address for an ordinary pod."""
         with self.lock:
             pools = self.ordinary_pools()
-            found = []
+            lacks = []
             for version in sorted({pool.version for pool in pools}):
                 same = [pool for pool in pools if pool.version == version]
                 if all(
                     not self.count_free(pool.name) and self.claims.find_limit(pool) for pool in same
                 ):
-                    found.append(f"IPv{version} pools {', '.join(pool.name for pool in same)}")
-            return found
+                    lacks.append(f"IPv{version} pools {', '.join(pool.name for pool in same)}")
+            return lacks
 
     def usage(self) -> Sequence[CidrUsage]:
         """Tell how full each own block is, in the order in which they were claimed."""

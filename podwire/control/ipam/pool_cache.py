@@ -124,9 +124,9 @@ class PoolCache:
             }
             for length in others:
                 if length < block.prefixlen:
-                    found = self.blocks.get(block.supernet(new_prefix=length))
-                    if found is not None and found.node:
-                        return found
+                    wider = self.blocks.get(block.supernet(new_prefix=length))
+                    if wider is not None and wider.node:
+                        return wider
             if any(length > block.prefixlen for length in others):
                 return next(
                     (

@@ -210,22 +210,22 @@ def _find_named(pools: Mapping[str, Pool], name: str, source: str) -> Pool:
 
 def find_pool(pools: Mapping[str, Pool], address: IPAddress) -> Pool | None:
     """Give the pool that an address is in."""
-    found = (pool for pool in pools.values() if pool.version == address.version)
-    return next((pool for pool in found if address in pool.cidr), None)
+    matching = (pool for pool in pools.values() if pool.version == address.version)
+    return next((pool for pool in matching if address in pool.cidr), None)
 
 
 def find_overlaps(pools: Iterable[Pool]) -> list[tuple[Pool, Pool]]:
     """Give every two pools that share addresses, the disabled ones too: what they gave is still in use."""
-    found: list[tuple[Pool, Pool]] = []
+    overlaps: list[tuple[Pool, Pool]] = []
     for version in (4, 6):
         open_ones: list[Pool] = []
         ordered = [pool for pool in pools_by_start(pools) if pool.version == version]
         for pool in ordered:
             # CIDRs are either nested or apart: whoever ends before this one begins meets no later one either.
             open_ones = [candidate for candidate in open_ones if candidate.cidr.overlaps(pool.cidr)]
-            found += ((candidate, pool) for candidate in open_ones)
+            overlaps += ((candidate, pool) for candidate in open_ones)
             open_ones.append(pool)
-    return found
+    return overlaps
 
 
 def pools_by_start(pools: Iterable[Pool]) -> list[Pool]:

@@ -298,8 +298,8 @@ class PolicyEngine:
 
     def list_selectors(self) -> list[dict[str, Any]]:
         """Give the selectors of peers in use: `selector`, `identities`, `users`; by their text."""
-        found = [peer.describe() for peer in (*self._peers, *self._cidrs)]
-        return sorted(found, key=lambda described: str(described["selector"]))
+        selectors = [peer.describe() for peer in (*self._peers, *self._cidrs)]
+        return sorted(selectors, key=lambda described: str(described["selector"]))
 
     def policies_of(self, identity: int) -> Sequence[PolicyId]:
         """Give the policies that select an attached identity. NotFound."""
@@ -330,8 +330,8 @@ class PolicyEngine:
                 (selection, (), (number,)) for selection in self._peers.remove_identity(number)
             )
             if facts is not None:
-                found = self._peers.add_identity(facts)
-                self._subjects.spread((selection, (facts.number,), ()) for selection in found)
+                selections = self._peers.add_identity(facts)
+                self._subjects.spread((selection, (facts.number,), ()) for selection in selections)
                 subject = self._subjects.find(number)
                 if subject is not None:
                     self._subjects.rename(subject, facts)

@@ -33,21 +33,21 @@ def find_unmatched(
     mentions: Collection[Mention], label_filter: LabelFilter, groups: Collection[str]
 ) -> list[Fault]:
     """Give those mentions that nothing can match, each with why. `groups`: the names of those that there are."""
-    found: list[Fault] = []
+    unmatched: list[Fault] = []
     for mention in mentions:
         if isinstance(mention, GroupMention):
             if mention.name not in groups:
-                found.append(
+                unmatched.append(
                     Fault(mention.path, f"names {mention.name!r}: there is no such CiliumCIDRGroup")
                 )
         elif not _may_be_had(mention, label_filter):
-            found.append(
+            unmatched.append(
                 Fault(
                     mention.path,
                     f"selects by {mention.key!r}, which {SETTING} keeps out of identities",
                 )
             )
-    return found
+    return unmatched
 
 
 def _may_be_had(label: LabelMention, label_filter: LabelFilter) -> bool:

@@ -79,5 +79,5 @@ def remove(name: str) -> None:
 def _list_cgroup_names(name: str) -> Sequence[str]:
     """Name the cgroups by what is there: the namespace of a node may be gone while they are not."""
     tops = [Path("/sys/fs/cgroup"), *Path("/sys/fs/cgroup").glob("*/")]
-    found = {path.name for top in tops for path in top.glob(f"{PREFIX}.{name}.*")}
-    return sorted(found)
+    names = {path.name for top in tops for path in top.glob(f"{PREFIX}.{name}.*")}
+    return sorted(names)

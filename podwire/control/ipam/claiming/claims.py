@@ -233,9 +233,9 @@ class Claims:
             stored = self.store.get(address_key(wanted.address))
         except UnreadableObject as error:
             raise _refuse(wanted.address, error.message) from None
-        found = decode_claimed(stored) if stored is not None else None
-        if stored is None or found is None or found.node != self.node:
-            whose = f"node {found.node} has it for {found.key}" if found else "somebody has it"
+        before = decode_claimed(stored) if stored is not None else None
+        if stored is None or before is None or before.node != self.node:
+            whose = f"node {before.node} has it for {before.key}" if before else "somebody has it"
             raise _refuse(wanted.address, whose)
         try:
             stored = self.store.update(_stored(stored, encode_claimed(wanted)))

@@ -30,7 +30,7 @@ class OrphanCollector:
 
         `living`: nodes that have an object or a living lease.
         """
-        found: dict[ObjectKey, tuple[int, float]] = {}
+        suspects: dict[ObjectKey, tuple[int, float]] = {}
         due: list[StoredObject] = []
         for stored in objects:
             node = node_of(stored)
@@ -39,10 +39,10 @@ class OrphanCollector:
             revision, since_s = self.seen.get(stored.key, (stored.revision, now_s))
             if revision != stored.revision:
                 since_s = now_s
-            found[stored.key] = (stored.revision, since_s)
+            suspects[stored.key] = (stored.revision, since_s)
             if now_s - since_s >= GRACE_S:
                 due.append(stored)
-        self.seen = found
+        self.seen = suspects
         return due
 
 

@@ -196,9 +196,9 @@ class Slots:
     def compare(self, subject: Subject) -> tuple[PolicyRows, Sequence[PolicyKey]]:
         """Give what a subject's slot in the kernel lacks or has otherwise, and what it has too much."""
         wanted = subject.rows()
-        found = self.datapath.read_slot(subject.slot) if subject.slot else {}
-        missing = {key: entry for key, entry in wanted.items() if found.get(key) != entry}
-        return missing, [key for key in found if key not in wanted]
+        entries = self.datapath.read_slot(subject.slot) if subject.slot else {}
+        missing = {key: entry for key, entry in wanted.items() if entries.get(key) != entry}
+        return missing, [key for key in entries if key not in wanted]
 
     def retire(self, subject: Subject) -> None:
         """Give up the slots of a subject that no row names any more."""

@@ -112,9 +112,9 @@ class CidrTable:
 
     def unmapped(self, networks: Iterable[IPNetwork]) -> list[Prefix]:
         """Give those of the prefixes that the datapath's map lacks, shorter ones first."""
-        found = {self._prefixes[network] for network in networks}
+        prefixes = {self._prefixes[network] for network in networks}
         return sorted(
-            (prefix for prefix in found if not prefix.is_mapped), key=lambda prefix: prefix.bits
+            (prefix for prefix in prefixes if not prefix.is_mapped), key=lambda prefix: prefix.bits
         )
 
     def parent(self, prefix: Prefix, more: Collection[Prefix]) -> Prefix | None:
@@ -203,13 +203,13 @@ class CidrTable:
         if selector.labels is None:
             group = groups.get(selector.name)
             return tuple(dict.fromkeys(group.cidrs)) if group else ()
-        found = [
+        networks = [
             network
             for _name, group in sorted(groups.items())
             if matches(selector.labels, LabelSet(group.labels))
             for network in group.cidrs
         ]
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(networks))
 
     def _set_cidrs(self, selection: _CidrSelection, cidrs: tuple[IPNetwork, ...]) -> None:
         for network in selection.cidrs:
@@ -243,15 +243,15 @@ class CidrTable:
             if bits > prefix.bits or (bits == prefix.bits and not itself):
                 continue
             shift = width - bits
-            found = self._places.get((prefix.version, bits, prefix.first >> shift << shift))
-            if found is not None:
-                yield found
+            wider = self._places.get((prefix.version, bits, prefix.first >> shift << shift))
+            if wider is not None:
+                yield wider
 
     def _covering(self, prefix: Prefix) -> set[_CidrSelection]:
-        found: set[_CidrSelection] = set()
+        covering: set[_CidrSelection] = set()
         for around in self._around(prefix, itself=True):
-            found |= self._by_cidr.get(around.network, set())
-        return found
+            covering |= self._by_cidr.get(around.network, set())
+        return covering
 
     def _insert(self, prefix: Prefix) -> Prefix:
         self._prefixes[prefix.network] = prefix

@@ -155,9 +155,9 @@ def find_covering(rows: dict[int, Term], prefix: int) -> Term | None:
 
 def find_entry(rows: dict[int, PolicyEntry], prefix: int) -> PolicyEntry | None:
     """Give the entry that a packet of `prefix` meets: of itself, or of the longest prefix around it."""
-    found = rows.get(prefix)
-    if found is not None or not rows:
-        return found
+    entry = rows.get(prefix)
+    if entry is not None or not rows:
+        return entry
     return next((rows[wider] for wider in _around(prefix) if wider in rows), None)
 
 

@@ -157,10 +157,10 @@ class Subject:
             for number in sorted(numbers):
                 block = self.realized(direction, number)
                 if block is not None:
-                    found = {
+                    entries = {
                         unpack(number, direction, at): entry for at, entry in block.rows.items()
                     }
-                    rows.update(found)
+                    rows.update(entries)
         return rows
 
     def count_wanted(self) -> int:
@@ -184,11 +184,11 @@ class Subject:
         """Note what rows and slot of an earlier process hold; nothing may be wanted yet."""
         self.values = self.target = values
         self.slot = values.slot
-        found: tuple[dict[int, dict[int, PolicyEntry]], ...] = ({}, {})
+        adopted: tuple[dict[int, dict[int, PolicyEntry]], ...] = ({}, {})
         for key, entry in rows.items():
-            found[key.direction].setdefault(key.identity, {})[pack_key(key)] = entry
+            adopted[key.direction].setdefault(key.identity, {})[pack_key(key)] = entry
         for direction in Direction:
-            for number, entries in found[direction].items():
+            for number, entries in adopted[direction].items():
                 self.stale[direction][number] = Block((), entries)
 
     def build(self, parts: Iterable[Part]) -> None:

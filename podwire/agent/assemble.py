@@ -98,6 +98,7 @@ def make_duties(node: Node, dispatcher: Dispatcher, threads: ThreadPoolExecutor)
         watch_devices=changes.watch_devices,
         watch_tables=changes.watch_tables,
         repair_tables=node.datapath.masquerade.repair,
+        repair_pins=node.datapath.repair_pins,
         replay=dispatcher.replay,
         threads=threads,
     )

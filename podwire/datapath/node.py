@@ -60,14 +60,8 @@ from podwire.model.interfaces import EndpointConfig, Inventory, PodNamespace
 
 _log = logging.getLogger(__name__)
 
-OBJECTS: Final = (
-    "from_pod",
-    "to_pod",
-    "from_overlay",
-    "to_overlay",
-    "from_netdev",
-    "conntrack_gc",
-)
+_HOOKS: Final = ("from_pod", "to_pod", "from_overlay", "to_overlay", "from_netdev")
+OBJECTS: Final = (*_HOOKS, "conntrack_gc")
 _COLLECTOR: Final = "conntrack_gc_start"
 _ANY_FRAME: Final = bytes(64)
 _FALLBACK_MTU: Final = 1500
@@ -152,7 +146,9 @@ class KernelDatapath:
         upgrade.readable_versions(plan.bpf_dir)
         template = read_template(plan.object_dir, OBJECTS, plan.constants)
         pins = Pins(plan.bpf_dir, abi.ABI_VERSION)
-        loaded = load_programs(template, pins, plan.capacities)
+        with ExitStack() as opened:
+            attached = upgrade.open_attached(netlink, plan.node_name, opened)
+            loaded = load_programs(template, pins, plan.capacities, attached)
         try:
             upgrade.mark_readable(pins)
 
@@ -361,6 +357,10 @@ class KernelDatapath:
     ) -> None:
         """Change single rows of the ipcache between two plans."""
         self._node.others.change_prefixes(put, remove)
+
+    def repair_pins(self) -> Sequence[str]:
+        """Pin again what somebody has unpinned; names it. Needs no turn."""
+        return self._node.loaded.repair_pins(Pins(self.plan.bpf_dir, abi.ABI_VERSION))
 
     def describe_maps(self) -> list[documents.Row]:
         """Give name, kind and fill of every map that can be read."""

@@ -261,10 +261,10 @@ def _check_namespace_unused(store: Store, name: str) -> None:
         )
 
 
-def _differ(found: ObjectKey, wanted: ObjectKey) -> Fault:
-    if found.kind != wanted.kind:
-        return Fault("kind", f"is that of {found.kind}, not of {wanted.kind}")
-    return Fault("metadata.name", f"is {found.name!r}, not {wanted.name!r}")
+def _differ(there: ObjectKey, wanted: ObjectKey) -> Fault:
+    if there.kind != wanted.kind:
+        return Fault("kind", f"is that of {there.kind}, not of {wanted.kind}")
+    return Fault("metadata.name", f"is {there.name!r}, not {wanted.name!r}")
 
 
 def _join(place: str, path: str) -> str:

@@ -36,7 +36,11 @@ def namespace_of(name: str, place: str) -> str:
 
 def list_namespaces(name: str) -> list[str]:
     """List the namespaces of a cluster that are there."""
-    return [found for found in netns.list_named() if found.startswith(f"{PREFIX}.{name}.")]
+    return [
+        netns_name
+        for netns_name in netns.list_named()
+        if netns_name.startswith(f"{PREFIX}.{name}.")
+    ]
 
 
 def save_settings(directory: Path) -> None:

@@ -74,16 +74,16 @@ class BpfObject:
         }
 
     def _walk_maps(self) -> Iterator[object]:
-        one = lib.bpf_object__next_map(self._object, ffi.NULL)
-        while one != ffi.NULL:
-            yield one
-            one = lib.bpf_object__next_map(self._object, one)
+        handle = lib.bpf_object__next_map(self._object, ffi.NULL)
+        while handle != ffi.NULL:
+            yield handle
+            handle = lib.bpf_object__next_map(self._object, handle)
 
     def _walk_programs(self) -> Iterator[object]:
-        one = lib.bpf_object__next_program(self._object, ffi.NULL)
-        while one != ffi.NULL:
-            yield one
-            one = lib.bpf_object__next_program(self._object, one)
+        handle = lib.bpf_object__next_program(self._object, ffi.NULL)
+        while handle != ffi.NULL:
+            yield handle
+            handle = lib.bpf_object__next_program(self._object, handle)
 
     def close(self) -> None:
         """Free the object and every map and program that nobody took out or pinned."""
@@ -252,15 +252,15 @@ def useful_lines(log: str) -> list[str]:
     return lines[-LOG_LINES_SHOWN:]
 
 
-def _shape(one: object) -> MapShape:
-    inner = lib.bpf_map__inner_map(one)
+def _shape(handle: object) -> MapShape:
+    inner = lib.bpf_map__inner_map(handle)
     return MapShape(
-        name=_text(lib.bpf_map__name(one)),
-        type=lib.pw_map_type(one),
-        key_size=lib.bpf_map__key_size(one),
-        value_size=lib.bpf_map__value_size(one),
-        max_entries=lib.bpf_map__max_entries(one),
-        flags=lib.bpf_map__map_flags(one),
+        name=_text(lib.bpf_map__name(handle)),
+        type=lib.pw_map_type(handle),
+        key_size=lib.bpf_map__key_size(handle),
+        value_size=lib.bpf_map__value_size(handle),
+        max_entries=lib.bpf_map__max_entries(handle),
+        flags=lib.bpf_map__map_flags(handle),
         inner=None if inner == ffi.NULL else _shape(inner),
     )
 

@@ -285,14 +285,14 @@ def _start_successor(state: LabState, node: NodePlan, progress: Progress) -> Non
             return
 
 
-def set_partition(lab: str, one: str, other: str) -> None:
+def set_partition(lab: str, node: str, other: str) -> None:
     """Let two nodes, or a node and the store, hear nothing of each other until `heal`."""
     with changed_state(lab) as state:
-        if one == other:
-            raise InvalidRequest(f"part {one!r} from itself", hint="name two nodes")
-        for place in (one, other):
+        if node == other:
+            raise InvalidRequest(f"part {node!r} from itself", hint="name two nodes")
+        for place in (node, other):
             faults.addresses_of(state.plan, place)
-        pair = (min(one, other), max(one, other))
+        pair = (min(node, other), max(node, other))
         if pair not in state.partitions:
             state.partitions.append(pair)
         faults.apply_partitions(state.plan, state.partitions)

@@ -110,5 +110,5 @@ class TakenLists:
         )
 
 
-def _started(one: _List) -> int:
-    return one.started_ns
+def _started(listed: _List) -> int:
+    return listed.started_ns

@@ -70,7 +70,9 @@ class OwnBlocks:
             fresh = own.fifo.find_fresh()
             if fresh is not None:
                 return fresh
-        longest = [one for own in candidates if (one := own.fifo.find_rested_longest()) is not None]
+        longest = [
+            rest for own in candidates if (rest := own.fifo.find_rested_longest()) is not None
+        ]
         return min(longest, key=lambda rested: rested[0])[1] if longest else None
 
     def usage(self, waiting: Collection[IPAddress]) -> Sequence[CidrUsage]:

@@ -178,5 +178,5 @@ class Subjects:
         return facts.named_ports if facts else ()
 
 
-def _by_number(one: Subject | Part) -> int:
-    return one.number
+def _by_number(numbered: Subject | Part) -> int:
+    return numbered.number

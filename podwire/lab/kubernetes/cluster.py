@@ -160,18 +160,26 @@ class Cluster:
         self.wait_for(look, "every node to be Ready")
 
     def describe(self) -> str:
-        """Say how things stand: nodes, pods, recent events, and the ends of the logs of nodes."""
+        """Say how things stand: the logs of nodes and of pods that are not Ready, recent events, pods, nodes."""
         parts = [
-            self.try_kubectl(*words).stdout.decode(errors="replace")
-            for words in (
-                ("get", "nodes", "-o", "wide"),
-                ("get", "pods", "-A", "-o", "wide"),
-                ("get", "events", "-A", "--sort-by=.lastTimestamp"),
-            )
+            f"{daemon.name}:\n{daemon.read_tail(6)}"
+            for node in self.nodes
+            for daemon in (node.services.containerd, node.services.kubelet)
         ]
-        parts[-1] = "\n".join(parts[-1].splitlines()[-15:])
-        for node in self.nodes:
-            parts += [f"{daemon.name}:\n{daemon.read_tail()}" for daemon in node.services.daemons]
+        for pod in self.client.get("/api/v1/pods")["items"]:
+            if not is_ready(pod):
+                namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
+                done = self.try_kubectl(
+                    *("logs", "-n", namespace, name, "--all-containers", "--tail=8")
+                )
+                parts.append(f"{namespace}/{name}:\n{(done.stdout or done.stderr).decode()}")
+        for words in (
+            ("get", "events", "-A", "--sort-by=.lastTimestamp"),
+            ("get", "pods", "-A", "-o", "wide"),
+            ("get", "nodes", "-o", "wide"),
+        ):
+            said = self.try_kubectl(*words).stdout.decode(errors="replace")
+            parts.append("\n".join(said.splitlines()[-20:]))
         return "\n".join(parts)
 
 

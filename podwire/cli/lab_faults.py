@@ -59,7 +59,9 @@ def partition(opts: Common, place: str, other: str | None) -> None:
         show_one({"apart": []}, opts.style, lambda: ["all nodes reach each other"], "")
         return
     labs.set_partition(choose(opts.lab), place, other)
-    show_one({"apart": [place, other]}, opts.style, lambda: [f"{place} and {other} are apart"], place)
+    show_one(
+        {"apart": [place, other]}, opts.style, lambda: [f"{place} and {other} are apart"], place
+    )
 
 
 @click.group(epilog="Example: podwire lab store stop && podwire lab store start")

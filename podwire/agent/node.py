@@ -15,11 +15,12 @@ import msgspec
 
 from podwire.agent import measured
 from podwire.agent.config_reload import LiveConfig
-from podwire.agent.duties.cluster.duty import ClusterDuty, ClusterOptions
+from podwire.agent.duties.cluster.duty import PUBLISHED, ClusterDuty, ClusterOptions
 from podwire.agent.duties.cluster.publisher import refuse_contested, take_name
 from podwire.agent.duties.identity import IdentityDuty
 from podwire.agent.duties.node_ranges import Addresses, open_addresses
 from podwire.agent.duties.policy import PolicyDuty
+from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
 from podwire.control.attach.ending import Endings
@@ -28,7 +29,7 @@ from podwire.control.attach.service import AttachService
 from podwire.control.attach.steps import Context
 from podwire.control.cluster.publish import NodePublisher
 from podwire.control.cluster.reach import ClusterSettings
-from podwire.control.documents.damage import find_fault
+from podwire.control.documents.damage import read_object
 from podwire.control.endpoint.changes import EndpointChanges
 from podwire.control.endpoint.enforce import Enforcer, rows_of
 from podwire.control.endpoint.policies import PolicyObjects
@@ -64,7 +65,6 @@ from podwire.model.endpoint import IPNetwork
 from podwire.model.errors import StorageFailure
 from podwire.model.interfaces import EndpointConfig
 from podwire.model.store import Store, StoredObject
-from podwire.model.store.kinds import IP_POOL
 from podwire.store.open import StoreAccess, list_hosts, open_store
 from podwire.store.remembered import FILE_NAME, RememberedObjects
 
@@ -134,7 +134,9 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
     memory = _open_memory(config, stack)
     name = take_name(store, journal, config.node.node_name, config.node.node_address)
     stack.callback(name.close)
-    addresses = open_addresses(config, store, journal, partial(_report_ipam, health), wait_for)
+    shared = _make_watch(config, store, memory, health)
+    report = partial(_report_ipam, health)
+    addresses = open_addresses(config, store, journal, report, wait_for, shared)
     if not config.store.is_kubernetes:
         # With Kubernetes a range is given to another node in normal life, so no agent exits over one.
         refuse_contested(
@@ -149,10 +151,9 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
     finally:
         _note_host_changes(journal, datapath, clock)
     opened = _Opened(
-        live, journal, store, name, memory, addresses, datapath, clock, health, metrics
+        live, journal, store, name, shared, addresses, datapath, clock, health, metrics
     )
     node = _compose(opened, started_ns)
-    _name_unreadable(node)
     _prepare_reload(node)
     stack.callback(node.directories.close)
     _follow_blocks(node)
@@ -181,26 +182,22 @@ def _note_host_changes(
         journal.write_fact(HOST_SETTINGS_FACT, noted)
 
 
-def _name_unreadable(node: Node) -> None:
-    """Have objects of the store that cannot be read named in `podwire status`, and kept from whoever works by them.
+def _make_watch(
+    config: AgentConfig, store: Store, memory: RememberedObjects | None, health: Health
+) -> SharedWatch:
+    """Make the agent's one watch of the store; objects that cannot be read are named in `podwire status`.
 
-    What this node itself publishes goes through as it is: whoever publishes it puts it right.
+    What this node itself publishes is not: whoever publishes it puts it right.
     """
-    own_name = node.config.node.node_name
 
-    def find_others_fault(stored: StoredObject) -> str:
-        is_own = stored.key.kind != IP_POOL.plural and stored.key.name == own_name
-        return "" if is_own else find_fault(stored)
+    def is_own(stored: StoredObject) -> bool:
+        return stored.key.kind in PUBLISHED and stored.key.name == config.node.node_name
 
-    node.policies.follower.unreadable.find_fault = find_fault
-    node.identities.follower.unreadable.find_fault = find_fault
-    node.cluster.follower.unreadable.find_fault = find_others_fault
-    followers = [node.policies.follower, node.identities.follower, node.cluster.follower]
-    if node.addresses.duty is not None:
-        followers.append(node.addresses.duty.follower)
-    for one in followers:
-        one.unreadable.warn = node.health.warn
-        one.unreadable.show()
+    shared = SharedWatch(store, memory)
+    shared.unreadable.read = read_object
+    shared.unreadable.warn = health.warn
+    shared.unreadable.is_own = is_own
+    return shared
 
 
 def _follow_blocks(node: Node) -> None:
@@ -275,7 +272,7 @@ class _Opened:
     journal: measured.MeasuredJournal
     store: Store
     name: NodePublisher
-    memory: RememberedObjects | None
+    shared: SharedWatch
     addresses: Addresses
     datapath: KernelDatapath
     clock: KernelClock
@@ -340,7 +337,7 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
             table=table,
             facts=journal,
             changes=EndpointChanges(table, journal, regenerator, resolver, turn),
-            memory=opened.memory,
+            shared=opened.shared,
             named=cluster.named_identities,
         ),
         cluster=cluster,
@@ -375,7 +372,7 @@ def _compose_cluster(opened: _Opened, table: EndpointTable, turn: threading.RLoc
         own_ranges=opened.addresses.own_ranges,
         open_news=opened.datapath.watch_links,
         name=opened.name,
-        memory=opened.memory,
+        shared=opened.shared,
     )
     table.changed = duty.pods_changed
     return duty
@@ -392,7 +389,7 @@ def _compose_policy_duty(opened: _Opened, enforcer: Enforcer, turn: threading.RL
         turn=turn,
         observe=opened.metrics.observe_step,
         report=report,
-        memory=opened.memory,
+        shared=opened.shared,
     )
 
 

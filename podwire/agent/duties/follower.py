@@ -206,10 +206,9 @@ class StoreFollower:
         if found:
             self._listener.on_lists(found)
         self._is_whole = len(found) == len(self.kinds)
-        _log.warning(
-            "the store is away; what it said last is in force"
-            if self._is_whole
-            else "the store is away, and some of it was never read",
-            extra={"task": self.name, "count": sum(len(one.objects) for one in found)},
-        )
+        told = {"task": self.name, "count": sum(len(one.objects) for one in found)}
+        if self._is_whole:
+            _log.warning("the store is away; what it said last is in force", extra=told)
+        else:
+            _log.warning("the store is away, and some of it was never read", extra=told)
         return self._is_whole

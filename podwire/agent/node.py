@@ -15,7 +15,7 @@ import msgspec
 
 from podwire.agent import measured
 from podwire.agent.config_reload import LiveConfig
-from podwire.agent.duties.cluster.duty import PUBLISHED, ClusterDuty, ClusterOptions
+from podwire.agent.duties.cluster.duty import ClusterDuty, ClusterOptions
 from podwire.agent.duties.cluster.publisher import refuse_contested, take_name
 from podwire.agent.duties.identity import IdentityDuty
 from podwire.agent.duties.node_ranges import Addresses, open_addresses
@@ -23,13 +23,13 @@ from podwire.agent.duties.policy import PolicyDuty
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
+from podwire.agent.store_watch import open_watch
 from podwire.control.attach.ending import Endings
 from podwire.control.attach.restore import Restorer, RestoreReport
 from podwire.control.attach.service import AttachService
 from podwire.control.attach.steps import Context
 from podwire.control.cluster.publish import NodePublisher
 from podwire.control.cluster.reach import ClusterSettings
-from podwire.control.documents.damage import read_object
 from podwire.control.endpoint.changes import EndpointChanges
 from podwire.control.endpoint.enforce import Enforcer, rows_of
 from podwire.control.endpoint.policies import PolicyObjects
@@ -47,10 +47,12 @@ from podwire.control.ipam.interface import Ipam
 from podwire.control.kubernetes.own_pods import NoPods, OwnPods
 from podwire.control.policy.engine import Numbers, PolicyEngine
 from podwire.control.policy.oracle import Enforcement
+from podwire.datapath.changes import watch_links
 from podwire.datapath.host import merge_changes
 from podwire.datapath.native import OwnHooks
 from podwire.datapath.node import KernelDatapath
 from podwire.datapath.plan import NodePlan
+from podwire.datapath.policy_maps import read_cidrs
 from podwire.journal.background_writer import BackgroundWriter
 from podwire.journal.directories import RunDirectories
 from podwire.journal.lock import locked_node_name, locked_state_directory
@@ -62,11 +64,9 @@ from podwire.model.cluster import TunnelMode
 from podwire.model.config import AgentConfig
 from podwire.model.config.sources import Settled
 from podwire.model.endpoint import IPNetwork
-from podwire.model.errors import StorageFailure
 from podwire.model.interfaces import EndpointConfig
-from podwire.model.store import Store, StoredObject
+from podwire.model.store import Store
 from podwire.store.open import StoreAccess, list_hosts, open_store
-from podwire.store.remembered import FILE_NAME, RememberedObjects
 
 NUMBERS_FACT = "policy-numbers"
 """From which numbers of slots, rules and revisions on nothing was ever used on this node."""
@@ -93,6 +93,8 @@ class Node:
     store: Store
     policies: PolicyDuty
     identities: IdentityDuty
+    resolver: IdentityResolver
+    known: KnownIdentities
     cluster: ClusterDuty
     attachments: AttachService
     directories: BackgroundWriter
@@ -131,10 +133,9 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
         access=StoreAccess.of(config.store),
     )
     stack.callback(store.close)
-    memory = _open_memory(config, stack)
     name = take_name(store, journal, config.node.node_name, config.node.node_address)
     stack.callback(name.close)
-    shared = _make_watch(config, store, memory, health)
+    shared = open_watch(config, store, health, stack)
     report = partial(_report_ipam, health)
     addresses = open_addresses(config, store, journal, report, wait_for, shared)
     if not config.store.is_kubernetes:
@@ -182,24 +183,6 @@ def _note_host_changes(
         journal.write_fact(HOST_SETTINGS_FACT, noted)
 
 
-def _make_watch(
-    config: AgentConfig, store: Store, memory: RememberedObjects | None, health: Health
-) -> SharedWatch:
-    """Make the agent's one watch of the store; objects that cannot be read are named in `podwire status`.
-
-    What this node itself publishes is not: whoever publishes it puts it right.
-    """
-
-    def is_own(stored: StoredObject) -> bool:
-        return stored.key.kind in PUBLISHED and stored.key.name == config.node.node_name
-
-    shared = SharedWatch(store, memory)
-    shared.unreadable.read = read_object
-    shared.unreadable.warn = health.warn
-    shared.unreadable.is_own = is_own
-    return shared
-
-
 def _follow_blocks(node: Node) -> None:
     """Have the datapath and the other nodes know which blocks this one has."""
 
@@ -219,24 +202,11 @@ def _report_ipam(health: Health, message: str) -> None:
     health.report("pools", ok=not message, message=message, critical=False)
 
 
-def _open_memory(config: AgentConfig, stack: ExitStack) -> RememberedObjects | None:
-    """Open what the store said last; None when that cannot be: it is needed only while the store is away."""
-    try:
-        path = config.files.state_dir / FILE_NAME
-        return stack.enter_context(RememberedObjects(path, config.store.store))
-    except StorageFailure as error:
-        _log.warning("a start without the store would not work", extra={"error": error.message})
-        return None
-
-
 def _load_objects(node: Node) -> None:
     """Read what the store has, or what it said last, before the first endpoint is built by it."""
-    node.regenerator.enforcer.is_complete = lambda: (
-        node.policies.is_loaded and node.identities.follower.is_whole
-    )
     records = node.journal.list_records()
     node.identities.prepare(records)
-    node.identities.feed.resolver.allocator.known.listen(node.policies.hear)
+    node.known.listen(node.policies.hear)
     node.cluster.prepare()
     with node.turn:
         node.policies.load()
@@ -284,11 +254,23 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
     live, journal, store, datapath = opened.live, opened.journal, opened.store, opened.datapath
     clock, health, metrics = opened.clock, opened.health, opened.metrics
     config = live.current
-    table = EndpointTable()
+
+    # These hooks look at parts that are made below. Nothing calls them before all parts are there.
+    cluster: ClusterDuty
+    policies: PolicyDuty
+    identities: IdentityDuty
+
+    def pods_changed() -> None:
+        cluster.pods_changed()
+
+    def is_complete() -> bool:
+        return policies.is_loaded and identities.follower.is_whole
+
+    table = EndpointTable(pods_changed)
     ipam = opened.addresses.ipam
     directories = BackgroundWriter(RunDirectories(config.files.run_dir / "endpoints"))
     turn = threading.RLock()
-    enforcer = _compose_policy(opened, table, directories)
+    enforcer = _compose_policy(opened, table, directories, is_complete)
     flows = FlowRing(config.report.flow_ring)
     regenerator = Regenerator(
         table=table,
@@ -319,6 +301,16 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
         status_on_exhaustion=config.cni.status_on_exhaustion,
         observe=metrics.observe_step,
     )
+    policies = _compose_policy_duty(opened, enforcer, turn)
+    identities = IdentityDuty(
+        node_name=config.node.node_name,
+        feed=IdentityFeed(resolver, pods),
+        table=table,
+        facts=journal,
+        changes=EndpointChanges(table, journal, regenerator, resolver, turn),
+        shared=opened.shared,
+        named=cluster.named_identities,
+    )
     return Node(
         live=live,
         clock=clock,
@@ -330,16 +322,10 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
         endings=endings,
         regenerator=regenerator,
         store=store,
-        policies=_compose_policy_duty(opened, enforcer, turn),
-        identities=IdentityDuty(
-            node_name=config.node.node_name,
-            feed=IdentityFeed(resolver, pods),
-            table=table,
-            facts=journal,
-            changes=EndpointChanges(table, journal, regenerator, resolver, turn),
-            shared=opened.shared,
-            named=cluster.named_identities,
-        ),
+        policies=policies,
+        identities=identities,
+        resolver=resolver,
+        known=resolver.allocator.known,
         cluster=cluster,
         attachments=attachments,
         directories=directories,
@@ -353,7 +339,7 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
 
 def _compose_cluster(opened: _Opened, table: EndpointTable, turn: threading.RLock) -> ClusterDuty:
     config = opened.live.current
-    duty = ClusterDuty(
+    return ClusterDuty(
         options=ClusterOptions(
             node_name=config.node.node_name,
             settings=ClusterSettings(config.datapath.routing, config.node.cluster_cidrs),
@@ -370,12 +356,10 @@ def _compose_cluster(opened: _Opened, table: EndpointTable, turn: threading.RLoc
         health=opened.health,
         metrics=opened.metrics,
         own_ranges=opened.addresses.own_ranges,
-        open_news=opened.datapath.watch_links,
+        open_news=watch_links,
         name=opened.name,
         shared=opened.shared,
     )
-    table.changed = duty.pods_changed
-    return duty
 
 
 def _compose_policy_duty(opened: _Opened, enforcer: Enforcer, turn: threading.RLock) -> PolicyDuty:
@@ -404,20 +388,31 @@ def _base_config(live: LiveConfig, flows: FlowRing, endpoint: Endpoint) -> Endpo
 
 
 def _compose_policy(
-    opened: _Opened, table: EndpointTable, directories: BackgroundWriter
+    opened: _Opened,
+    table: EndpointTable,
+    directories: BackgroundWriter,
+    is_complete: Callable[[], bool],
 ) -> Enforcer:
     live, journal, datapath = opened.live, opened.journal, opened.datapath
     engine = PolicyEngine(
-        datapath=datapath,
+        datapath=datapath.policy,
         rows=partial(rows_of, table),
         numbers=msgspec.json.decode(journal.read_fact(NUMBERS_FACT) or "{}", type=Numbers),
         remember=lambda numbers: journal.write_fact(
             NUMBERS_FACT, msgspec.json.encode(numbers).decode()
         ),
-        cidrs=datapath.read_cidrs(),
+        cidrs=dict(read_cidrs(datapath.maps)),
         enforcement=Enforcement(live.current.policy.policy_enforcement),
     )
-    return Enforcer(engine, table, datapath, directories, BuildQueue(), opened.clock)
+    return Enforcer(
+        engine,
+        table,
+        datapath.policy,
+        directories,
+        BuildQueue(),
+        opened.clock,
+        is_complete=is_complete,
+    )
 
 
 def _compose_identities(

@@ -112,6 +112,7 @@ class NodeMaps:
     pw_conntrack: bpf.Map
     pw_new_flows: bpf.Map
     pw_fragments: bpf.Map
+    pw_ct_timer: bpf.Map
     pw_events: bpf.Map
     pw_policy: bpf.Map
     pw_cidrs: bpf.Map

@@ -16,6 +16,7 @@ import pytest
 
 from podwire.datapath import abi
 from podwire.datapath import maps as tables
+from podwire.datapath.changes import watch_links
 from podwire.datapath.inventory import remove_everything
 from podwire.datapath.native import OwnHooks
 from podwire.datapath.node_maps import list_node_numbers, list_nodes
@@ -849,7 +850,7 @@ def drain(events: NetlinkEvents) -> None:
 @pytest.mark.parametrize("change", EVENTS)
 def test_a_change_on_the_way_to_other_nodes_is_told(world: KernelWorld, change: Damage) -> None:
     world.datapath.apply_cluster(make_cluster(1))
-    with world.datapath.watch_links() as events:
+    with watch_links() as events:
         drain(events)
         change(world)
         assert events.wait(30)
@@ -857,7 +858,7 @@ def test_a_change_on_the_way_to_other_nodes_is_told(world: KernelWorld, change: 
 
 def test_pods_and_passing_routes_are_no_news(world: KernelWorld) -> None:
     world.datapath.apply_cluster(make_cluster(1))
-    with world.datapath.watch_links() as events:
+    with watch_links() as events:
         drain(events)
         record, _ = world.attach(7)
         world.detach(record)
@@ -869,14 +870,14 @@ def test_pods_and_passing_routes_are_no_news(world: KernelWorld) -> None:
 def test_a_pass_without_changes_makes_no_news(world: KernelWorld) -> None:
     plan = make_cluster(2)
     world.datapath.apply_cluster(plan)
-    with world.datapath.watch_links() as events:
+    with watch_links() as events:
         drain(events)
         assert world.datapath.apply_cluster(plan) == []
         assert not events.wait(0.05)
 
 
 def test_waiting_is_ended_by_a_call(world: KernelWorld) -> None:
-    with world.datapath.watch_links() as events:
+    with watch_links() as events:
         waker = threading.Timer(0.05, events.wake)
         waker.start()
         began = time.monotonic()
@@ -1287,6 +1288,6 @@ def test_no_hooks_are_made_that_cannot_be_noted(world: KernelWorld) -> None:
 
 def test_a_lost_program_at_the_device_is_news(world: KernelWorld) -> None:
     world.datapath.apply_cluster(make_cluster(1, way=Way.NATIVE))
-    with world.datapath.watch_links() as events:
+    with watch_links() as events:
         world.host.run("tc", "filter", "del", "dev", UNDERLAY, "ingress")
         assert events.wait(30)

@@ -20,12 +20,11 @@ from podwire.agent.api import server as api_socket
 from podwire.agent.api.nodes import NodeReaders
 from podwire.agent.api.policy_readers import PolicyReaders
 from podwire.agent.api.server import ApiServer
-from podwire.agent.api.shared import ClusterTotals
 from podwire.agent.config_reload import LiveConfig
-from podwire.agent.duties.cluster.views import KnownNode
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
 from podwire.agent.unix_socket import open_unix_socket
+from podwire.control.cluster.state import ClusterTotals, KnownNode
 from podwire.control.flows.ring import FlowRing
 from podwire.control.ipam.interface import NO_WISH
 from podwire.model.cluster import NodeFacts

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from podwire.agent.api.openapi import Call
-from podwire.agent.api.shared import ClusterTotals, NodeView
+from podwire.agent.api.shared import NodeView
 from podwire.agent.config_reload import LiveConfig
-from podwire.agent.duties.cluster.views import KnownNode
+from podwire.control.cluster.state import ClusterTotals, KnownNode
 from podwire.model.errors import PodwireError
 from podwire.model.interfaces import Clock
 from podwire.model.store import Store

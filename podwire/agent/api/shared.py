@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from podwire.agent.api.ipam_views import IpamTotals
+from podwire.control.cluster.state import ClusterTotals
 from podwire.control.endpoint.policies import oldest_revision
 from podwire.control.endpoint.table import Endpoint
 from podwire.control.flows.enrich import format_time_ns
@@ -180,20 +181,6 @@ class CheckView(Document, frozen=True, kw_only=True):
     ok: bool
     message: str
     since: str
-
-
-class ClusterTotals(Document, frozen=True, kw_only=True):
-    """Other nodes."""
-
-    routing: str
-    nodes: int
-    """Known ones."""
-    reached: int
-    """Those that packets are sent to."""
-    pods: int
-    """Addresses of their pods."""
-    heard: bool
-    """Whether the store was heard, now or in an earlier life."""
 
 
 class StatusView(Document, frozen=True, kw_only=True):

@@ -126,11 +126,8 @@ class SharedWatch:
         return self._keeper.load(kinds, whole=whole)
 
     def load(self) -> None:
-        """List for those who lack lists. Raises what store and listeners raise."""
-        due = [one for one in self._followers if one.is_due(time.monotonic())]
-        if due:
-            with _as_raised():
-                self._list(due)
+        """List for those who lack lists, else take what is new. Raises what store and listeners raise."""
+        self.step(0)
 
     def step(self, timeout_s: float) -> bool:
         """List if need be, else wait for changes; tells whether anything came. Raises what store or listeners raise."""

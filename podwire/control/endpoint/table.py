@@ -60,12 +60,12 @@ class Endpoint:
 class EndpointTable:
     """All endpoints by id, and the indexes over them."""
 
-    def __init__(self) -> None:
+    def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
+        self.changed = changed
         self._by_id: dict[EndpointId, Endpoint] = {}
         self._by_key: dict[AttachmentKey, EndpointId] = {}
         self._by_address: dict[IPAddress, EndpointId] = {}
         self._by_container: dict[ContainerId, set[EndpointId]] = {}
-        self.changed: Callable[[], None] = lambda: None
         """Called after an endpoint came, got another record, or went; must be quick."""
 
     def __iter__(self) -> Iterator[Endpoint]:

@@ -15,12 +15,11 @@ from typing import Final
 
 import msgspec
 
-from podwire.agent.api.shared import ClusterTotals
 from podwire.agent.duties.cluster.applier import Applier, KernelNews
 from podwire.agent.duties.cluster.liveness import Lives
 from podwire.agent.duties.cluster.publisher import Publisher
 from podwire.agent.duties.cluster.store_addresses import StoreAddresses
-from podwire.agent.duties.cluster.views import ClusterViews, KnownNode
+from podwire.agent.duties.cluster.views import ClusterViews
 from podwire.agent.duties.follower import KindList, Memory, StoreFollower
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.health import Health
@@ -31,7 +30,7 @@ from podwire.control.cluster.ownership import everything_claimed
 from podwire.control.cluster.planner import NodeNumbers
 from podwire.control.cluster.publish import NodePublisher
 from podwire.control.cluster.reach import ClusterSettings
-from podwire.control.cluster.state import KINDS, ClusterState, OwnNode
+from podwire.control.cluster.state import KINDS, ClusterState, ClusterTotals, KnownNode, OwnNode
 from podwire.control.endpoint.table import EndpointTable
 from podwire.model.cluster import NodeFacts, TunnelMode, Underlay
 from podwire.model.endpoint import IPAddress, IPNetwork

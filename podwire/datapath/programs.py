@@ -223,7 +223,8 @@ def load_programs(
         shapes = _shapes(objects)
         with ExitStack() as opened_here:
             pinned = _open_programs(home, opened_here).values() if home.is_dir() else ()
-            _restore_pins(pins, shapes, [*attached, *pinned])
+            if not _other_layouts(pins):
+                _restore_pins(pins, shapes, [*attached, *pinned])
         if not home.is_dir():
             _load_and_pin(objects, template, pins, capacities)
         with ExitStack() as keep:
@@ -248,6 +249,14 @@ def _open_programs(home: Path, keep: ExitStack) -> dict[str, Program]:
         if program is not None:
             programs[path.name] = keep.enter_context(program)
     return programs
+
+
+def _other_layouts(pins: Pins) -> list[int]:
+    """List other layouts that have pins here. The programs in use are theirs then, and so are the maps of these: a map
+    of maps has the same shape in each layout, whatever the rows in it are.
+    """
+    own = pins.root.name.removeprefix(ABI_DIRECTORY_PREFIX)
+    return [version for version in list_versions(pins.root.parent) if str(version) != own]
 
 
 def _restore_pins(pins: Pins, shapes: Mapping[str, MapShape], programs: Iterable[Program]) -> None:

@@ -189,6 +189,17 @@ def test_a_plan_of_the_overlay_is_in_the_kernel_and_found_there(world: KernelWor
     assert world.datapath.apply_cluster(plan) == []
 
 
+def test_a_nodes_row_shows_that_what_goes_there_has_to_be_encrypted(world: KernelWorld) -> None:
+    world.datapath.apply_cluster(make_cluster(2))
+    table, key = world.datapath.maps.pw_nodes, (1).to_bytes(4, "little")
+    raw = table.lookup(key)
+    assert raw is not None
+    row = abi.NodeValue.unpack(raw)
+    table.update(key, row._replace(flags=row.flags | abi.NodeFlags.ENCRYPTED).pack())
+    shown = {one["node"]: one["flags"] for one in read_rows(world.datapath.maps, "nodes", 10)[0]}
+    assert shown == {1: ["encrypted"], 2: []}
+
+
 Damage = Callable[[KernelWorld], object]
 
 

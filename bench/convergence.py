@@ -318,7 +318,9 @@ def lose_node(cluster: Cluster, losses: int) -> tuple[list[float], list[float]]:
         time.sleep(
             random.uniform(QUIET_S, QUIET_S + LEASE_TTL_S / 3)
         )  # its last sign of life is as old as it may be
-        with cluster.store.leases().watch(NODE_LEASE) as watch:
+        leases = cluster.store.leases()
+        assert leases is not None, "labs are on stores that have them"
+        with leases.watch(NODE_LEASE) as watch:
             watch.next(DEADLINE_S)
             begin = time.perf_counter()
             labs.set_link(LAB, last.name, is_up=False)

@@ -23,9 +23,10 @@ from podwire.control.flows.enrich import FlowMaker
 from podwire.control.flows.flow import FlowPolicy
 from podwire.control.installation.steps import Installation
 from podwire.datapath import abi, changes, rows, runtime
-from podwire.datapath.events import hook_name, path_name, reason_name
-from podwire.datapath.maps import list_usage
+from podwire.datapath.events import EventReader, hook_name, path_name, reason_name
+from podwire.datapath.maps import find_identity, list_usage, read_metrics
 from podwire.datapath.node import KernelDatapath
+from podwire.datapath.policy_maps import read_hits
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.identity import RESERVED_LABELS
 from podwire.model.ids import EndpointId
@@ -52,7 +53,7 @@ def start_events(node: Node, stack: AsyncExitStack) -> EventPump:
         labels_of=partial(_labels_of, node),
         wall_offset_ns=lambda: time.time_ns() - node.clock.boottime_ns(),
     )
-    source = stack.enter_context(node.datapath.open_events())
+    source = stack.enter_context(EventReader(node.datapath.maps))
     pump = EventPump(source, maker, node.flows)
     pump.start()
     stack.callback(pump.stop)
@@ -69,7 +70,7 @@ def _name_rule(node: Node, number: int) -> FlowPolicy | None:
 def _labels_of(node: Node, identity: int) -> tuple[str, ...]:
     if identity in RESERVED_LABELS:
         return RESERVED_LABELS[identity]
-    known = node.identities.feed.resolver.allocator.known.get(identity)
+    known = node.known.get(identity)
     return known.key.labels if known else ()
 
 
@@ -94,9 +95,10 @@ def make_duties(node: Node, dispatcher: Dispatcher, threads: ThreadPoolExecutor)
         backlog=lambda: len(node.endings),
         requests_taken=lambda: node.metrics.requests_observed,
         list_warnings=list_warnings,
-        watch_devices=node.datapath.watch_devices,
+        watch_devices=changes.watch_devices,
         watch_tables=changes.watch_tables,
-        repair_tables=node.datapath.repair_tables,
+        repair_tables=node.datapath.masquerade.repair,
+        repair_pins=node.datapath.repair_pins,
         replay=dispatcher.replay,
         threads=threads,
     )
@@ -134,7 +136,7 @@ def make_api(node: Node, pump: EventPump) -> Api:
                 policies=lambda: len(node.policies.objects.rules),
                 policy_problems=lambda: len(node.policies.objects.problems),
                 policy_revision=lambda: node.regenerator.enforcer.revision,
-                identities=node.identities.feed.resolver.allocator,
+                identities=node.resolver.allocator,
                 maps=datapath.describe_maps,
                 started_unix_s=time.time(),
             )
@@ -174,10 +176,10 @@ def _policy_readers(node: Node) -> PolicyReaders:
     return PolicyReaders(
         enforcer=node.regenerator.enforcer,
         objects=node.policies.objects,
-        resolver=node.identities.feed.resolver,
+        resolver=node.resolver,
         table=node.table,
-        identity_at=node.datapath.identity_at,
-        hits=node.datapath.read_hits,
+        identity_at=partial(find_identity, node.datapath.maps),
+        hits=partial(read_hits, node.datapath.maps),
         change_labels=node.identities.changes.change_labels,
         set_audit=node.identities.changes.set_audit,
     )
@@ -195,7 +197,7 @@ def _deletion(record: EndpointRecord, clock: Clock) -> AttachRequest:
 
 
 def _count_packets(datapath: KernelDatapath) -> Iterator[measured.PacketCount]:
-    for row in datapath.read_metrics():
+    for row in read_metrics(datapath.maps):
         reason = reason_name(row.reason) if row.reason else ""
         yield measured.PacketCount(hook_name(row.hook), reason, path_name(row.path), row.packets)
 

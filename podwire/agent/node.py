@@ -46,10 +46,12 @@ from podwire.control.ipam.interface import Ipam
 from podwire.control.kubernetes.own_pods import NoPods, OwnPods
 from podwire.control.policy.engine import Numbers, PolicyEngine
 from podwire.control.policy.oracle import Enforcement
+from podwire.datapath.changes import watch_links
 from podwire.datapath.host import merge_changes
 from podwire.datapath.native import OwnHooks
 from podwire.datapath.node import KernelDatapath
 from podwire.datapath.plan import NodePlan
+from podwire.datapath.policy_maps import read_cidrs
 from podwire.journal.background_writer import BackgroundWriter
 from podwire.journal.directories import RunDirectories
 from podwire.journal.lock import locked_node_name, locked_state_directory
@@ -93,6 +95,8 @@ class Node:
     store: Store
     policies: PolicyDuty
     identities: IdentityDuty
+    resolver: IdentityResolver
+    known: KnownIdentities
     cluster: ClusterDuty
     attachments: AttachService
     directories: BackgroundWriter
@@ -234,12 +238,9 @@ def _open_memory(config: AgentConfig, stack: ExitStack) -> RememberedObjects | N
 
 def _load_objects(node: Node) -> None:
     """Read what the store has, or what it said last, before the first endpoint is built by it."""
-    node.regenerator.enforcer.is_complete = lambda: (
-        node.policies.is_loaded and node.identities.follower.is_whole
-    )
     records = node.journal.list_records()
     node.identities.prepare(records)
-    node.identities.feed.resolver.allocator.known.listen(node.policies.hear)
+    node.known.listen(node.policies.hear)
     node.cluster.prepare()
     with node.turn:
         node.policies.load()
@@ -287,11 +288,23 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
     live, journal, store, datapath = opened.live, opened.journal, opened.store, opened.datapath
     clock, health, metrics = opened.clock, opened.health, opened.metrics
     config = live.current
-    table = EndpointTable()
+
+    # These hooks look at parts that are made below. Nothing calls them before all parts are there.
+    cluster: ClusterDuty
+    policies: PolicyDuty
+    identities: IdentityDuty
+
+    def pods_changed() -> None:
+        cluster.pods_changed()
+
+    def is_complete() -> bool:
+        return policies.is_loaded and identities.follower.is_whole
+
+    table = EndpointTable(pods_changed)
     ipam = opened.addresses.ipam
     directories = BackgroundWriter(RunDirectories(config.files.run_dir / "endpoints"))
     turn = threading.RLock()
-    enforcer = _compose_policy(opened, table, directories)
+    enforcer = _compose_policy(opened, table, directories, is_complete)
     flows = FlowRing(config.report.flow_ring)
     regenerator = Regenerator(
         table=table,
@@ -322,6 +335,16 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
         status_on_exhaustion=config.cni.status_on_exhaustion,
         observe=metrics.observe_step,
     )
+    policies = _compose_policy_duty(opened, enforcer, turn)
+    identities = IdentityDuty(
+        node_name=config.node.node_name,
+        feed=IdentityFeed(resolver, pods),
+        table=table,
+        facts=journal,
+        changes=EndpointChanges(table, journal, regenerator, resolver, turn),
+        memory=opened.memory,
+        named=cluster.named_identities,
+    )
     return Node(
         live=live,
         clock=clock,
@@ -333,16 +356,10 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
         endings=endings,
         regenerator=regenerator,
         store=store,
-        policies=_compose_policy_duty(opened, enforcer, turn),
-        identities=IdentityDuty(
-            node_name=config.node.node_name,
-            feed=IdentityFeed(resolver, pods),
-            table=table,
-            facts=journal,
-            changes=EndpointChanges(table, journal, regenerator, resolver, turn),
-            memory=opened.memory,
-            named=cluster.named_identities,
-        ),
+        policies=policies,
+        identities=identities,
+        resolver=resolver,
+        known=resolver.allocator.known,
         cluster=cluster,
         attachments=attachments,
         directories=directories,
@@ -356,7 +373,7 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
 
 def _compose_cluster(opened: _Opened, table: EndpointTable, turn: threading.RLock) -> ClusterDuty:
     config = opened.live.current
-    duty = ClusterDuty(
+    return ClusterDuty(
         options=ClusterOptions(
             node_name=config.node.node_name,
             settings=ClusterSettings(config.datapath.routing, config.node.cluster_cidrs),
@@ -373,12 +390,10 @@ def _compose_cluster(opened: _Opened, table: EndpointTable, turn: threading.RLoc
         health=opened.health,
         metrics=opened.metrics,
         own_ranges=opened.addresses.own_ranges,
-        open_news=opened.datapath.watch_links,
+        open_news=watch_links,
         name=opened.name,
         memory=opened.memory,
     )
-    table.changed = duty.pods_changed
-    return duty
 
 
 def _compose_policy_duty(opened: _Opened, enforcer: Enforcer, turn: threading.RLock) -> PolicyDuty:
@@ -407,20 +422,31 @@ def _base_config(live: LiveConfig, flows: FlowRing, endpoint: Endpoint) -> Endpo
 
 
 def _compose_policy(
-    opened: _Opened, table: EndpointTable, directories: BackgroundWriter
+    opened: _Opened,
+    table: EndpointTable,
+    directories: BackgroundWriter,
+    is_complete: Callable[[], bool],
 ) -> Enforcer:
     live, journal, datapath = opened.live, opened.journal, opened.datapath
     engine = PolicyEngine(
-        datapath=datapath,
+        datapath=datapath.policy,
         rows=partial(rows_of, table),
         numbers=msgspec.json.decode(journal.read_fact(NUMBERS_FACT) or "{}", type=Numbers),
         remember=lambda numbers: journal.write_fact(
             NUMBERS_FACT, msgspec.json.encode(numbers).decode()
         ),
-        cidrs=datapath.read_cidrs(),
+        cidrs=dict(read_cidrs(datapath.maps)),
         enforcement=Enforcement(live.current.policy.policy_enforcement),
     )
-    return Enforcer(engine, table, datapath, directories, BuildQueue(), opened.clock)
+    return Enforcer(
+        engine,
+        table,
+        datapath.policy,
+        directories,
+        BuildQueue(),
+        opened.clock,
+        is_complete=is_complete,
+    )
 
 
 def _compose_identities(
@@ -431,7 +457,6 @@ def _compose_identities(
         sources=LabelSources(),
         chosen_by=LabelFilter.parse(config.policy.identity_label_filter),
         wait_s=config.policy.identity_wait_s,
-        makes_namespaces=pods is None,
         pods=pods or NoPods(),
     )
 

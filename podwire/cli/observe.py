@@ -145,9 +145,10 @@ def _line(flow: dict[str, Any], style: Style) -> str:
     what = (
         f"{flow.get('protocol') or '-'} {flow.get('direction') or ''} {flow.get('bytes', 0)} bytes"
     )
+    meant = f" (to {_end(flow['originalTo'])})" if flow.get("originalTo") else ""
     return (
         f"{flow.get('time')}  {flow.get('node') or '-':8} {colour(verdict + reason, code)}"
-        f"  {ends}"
+        f"  {ends}{meant}"
         f"  {what}{_decided(flow)}{lost}"
     )
 

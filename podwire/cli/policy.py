@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from podwire.cli import client
-from podwire.cli.client import EXIT_NOT_SO, CliError
+from podwire.cli.client import EXIT_NOT_SO, EXIT_USAGE, CliError
 from podwire.cli.endpoint import Requirement, find_endpoint, matches, read_selector
 from podwire.cli.lists import ask_all, show_list
 from podwire.cli.object_access import POLICY_KINDS, AgentObjects, Document
@@ -17,7 +17,7 @@ from podwire.cli.objects import name_object, select
 from podwire.cli.options import Agent, Common, common, listing, namespaced, selecting
 from podwire.cli.output import Column, Row, key, show_one
 from podwire.cli.trace import trace_flow
-from podwire.model.store.kinds import find_kind
+from podwire.model.store.kinds import CIDR_GROUP, find_kind
 
 _WAIT_LOOK_S = 0.05
 
@@ -174,13 +174,21 @@ def _trace_lines(document: Row) -> list[str]:
 
 @policy.command(epilog="Example: podwire policy wait 42 --timeout 10")
 @click.argument("revision", type=int)
+@click.option(
+    "--kind", metavar="KIND", help="Only policies of this kind: REVISION is of one of them."
+)
 @click.option("--timeout", "timeout_s", type=float, default=30.0, show_default=True, metavar="S")
 @common
-def wait(opts: Common, revision: int, timeout_s: float) -> None:
-    """Wait until every endpoint enforces at least REVISION (of `apply -o wide`); exit code 1 when it does not."""
+def wait(opts: Common, revision: int, kind: str | None, timeout_s: float) -> None:
+    """Wait until every endpoint enforces at least REVISION (of `apply -o wide`); exit code 1 when it does not.
+
+    Without --kind it waits until policies of every kind are enforced up to REVISION. A store whose kinds have revisions
+    of their own may take a minute to say so: name the kind of the policy that you applied.
+    """
+    plural = _read_policy_kind(kind)
     deadline = time.monotonic() + timeout_s
     while True:
-        answers, failure = ask_all(opts, lambda agent: _behind(agent, revision))
+        answers, failure = ask_all(opts, lambda agent: _behind(agent, revision, plural))
         if failure is not None:
             raise failure
         behind = [name for _, part in answers for name in part]
@@ -198,15 +206,34 @@ def wait(opts: Common, revision: int, timeout_s: float) -> None:
         time.sleep(_WAIT_LOOK_S)
 
 
-def _behind(agent: Agent, revision: int) -> list[str]:
+def _read_policy_kind(word: str | None) -> str:
+    """Give the plural name of a kind of policy, "" = of every kind."""
+    kinds = (*POLICY_KINDS, CIDR_GROUP)
+    kind = find_kind(word) if word else None
+    if word and kind not in kinds:
+        known = ", ".join(one.plural for one in kinds)
+        raise CliError(
+            EXIT_USAGE, f"find kind of policy {word!r}: there is none", f"there are {known}"
+        )
+    return kind.plural if kind is not None else ""
+
+
+def _behind(agent: Agent, revision: int, kind: str) -> list[str]:
     """Name the endpoints that enforce an older revision, and the node while it has not seen the new one."""
+
+    def read(row: Row, name: str, name_by_kind: str) -> int:
+        by_kind = row.get(name_by_kind, {})  # an older agent has one revision for all kinds
+        return int(by_kind[kind] if kind in by_kind else row[name])
+
     rows = _get(agent, "/endpoint")
     found = [
         f"{row['namespace']}/{row['pod']}"
         for row in rows
-        if row["policyRevision"] < revision and row["state"] != "disconnecting"
+        if read(row, "policyRevision", "policyRevisions") < revision
+        and row["state"] != "disconnecting"
     ]
-    seen = client.request(agent.socket, "GET", "/status")["policy"]["revision"]
+    status = client.request(agent.socket, "GET", "/status")
+    seen = read(status["policy"], "revision", "revisions")
     return found if seen >= revision else [*found, agent.node or "the agent"]
 
 

@@ -44,6 +44,7 @@ def protocol_name(protocol: int) -> str:
 def decode_event(event: abi.Event) -> FlowEvent:
     """Turn a record into a flow event."""
     is_ip = event.ethertype in _ETHERTYPES_IP
+    is_translated = is_ip and any(event.original_daddr)
     return FlowEvent(
         boottime_ns=event.time_ns,
         kind=_KINDS.get(event.kind, str(event.kind)),
@@ -62,6 +63,8 @@ def decode_event(event: abi.Event) -> FlowEvent:
         destination=str(from_mapped(event.daddr)) if is_ip else "",
         source_port=event.sport,
         destination_port=event.dport,
+        original_destination=str(from_mapped(event.original_daddr)) if is_translated else "",
+        original_port=event.original_dport,
         tcp_flags=event.tcp_flags,
         source_mac=event.source_mac.hex(":"),
         length_bytes=event.length_bytes,

@@ -112,6 +112,7 @@ class NodeMaps:
     pw_conntrack: bpf.Map
     pw_new_flows: bpf.Map
     pw_fragments: bpf.Map
+    pw_ct_timer: bpf.Map
     pw_events: bpf.Map
     pw_policy: bpf.Map
     pw_cidrs: bpf.Map
@@ -141,6 +142,8 @@ class NodeMaps:
 def config_row(record: EndpointRecord, config: EndpointConfig | None) -> abi.ConfigValue:
     """Compute an endpoint's row in `pw_config`; None = the guard, which passes nothing."""
     flags = 0 if config is None else _config_flags(record, config)
+    packed = {4: bytes(4), 6: bytes(16)}
+    packed.update((address.version, address.packed) for address in record.addresses)
     config = config or EndpointConfig()
     return abi.ConfigValue(
         ifindex=record.device.host_ifindex,
@@ -152,8 +155,8 @@ def config_row(record: EndpointRecord, config: EndpointConfig | None) -> abi.Con
         flags=flags,
         default_rule_egress=config.default_rule_egress,
         default_rule_ingress=config.default_rule_ingress,
-        ipv4=ipaddress.IPv4Address(record.ipv4 or 0).packed,
-        ipv6=ipaddress.IPv6Address(record.ipv6 or 0).packed,
+        ipv4=packed[4],
+        ipv6=packed[6],
         pod_mac=mac_bytes(record.device.pod_mac),
         host_mac=mac_bytes(record.device.host_mac),
     )

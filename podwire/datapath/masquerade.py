@@ -55,29 +55,77 @@ class MasqueradePlan:
     """Whose packets come from devices of this node's pods only, or from where the route to a borrowed address leads."""
 
 
+_HOOKS: Final = {
+    "leave": "type nat hook postrouting priority srcnat",
+    "arriving": "type filter hook prerouting priority raw",
+    "sent": "type filter hook output priority raw",
+    "taken_in": "type filter hook input priority filter",
+    "forwarded": "type filter hook forward priority filter",
+    "leaving": "type filter hook postrouting priority filter",
+}
+"""One chain for each hook: a tunnel's packet meets two on either node, and a chain costs as much as its rules."""
+
+
+class _Table:
+    """The table while it is put together: sets and chains to go to, and the rules of each hook in their order."""
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.rules: dict[str, list[str]] = {name: [] for name in _HOOKS}
+
+    def match(self, name: str, kind: str, networks: Sequence[str]) -> str:
+        """Give what matches any of the networks. One is compared with, because looking it up in a set takes longer."""
+        if len(networks) == 1:
+            return networks[0]
+        self.parts += [
+            f"  set {name} {{",
+            f"    type {kind}; flags interval;",
+            f"    elements = {{ {', '.join(networks)} }}",
+            "  }",
+        ]
+        return f"@{name}"
+
+    def add_chain(self, name: str, rules: Sequence[str], hook: str = "") -> None:
+        """Add a chain, of a hook or to go to."""
+        lines = [f"{hook}; policy accept;"] if hook else []
+        lines += rules
+        self.parts += [f"  chain {name} {{", *(f"    {line}" for line in lines), "  }"]
+
+    def render(self) -> str:
+        """Give the transaction that replaces whatever was there."""
+        for name, rules in self.rules.items():
+            if rules:
+                self.add_chain(name, rules, _HOOKS[name])
+        head = [f"add table {_TABLE}", f"delete table {_TABLE}", f"table {_TABLE} {{"]
+        return "\n".join([*head, *self.parts, "}", ""])
+
+
 def render_table(plan: MasqueradePlan) -> str:
     """Compute the table as a transaction that replaces whatever was there."""
-    lines = [f"add table {_TABLE}", f"delete table {_TABLE}", f"table {_TABLE} {{"]
-    rules = []
+    table = _Table()
+    if plan.enabled:
+        _translate_leaving(plan, table)
+    _refuse_sources(plan, table)
+    _refuse_senders(plan, table)
+    if plan.tunnel_port:
+        _guard_tunnel(plan, table)
+    return table.render()
+
+
+def _translate_leaving(plan: MasqueradePlan, table: _Table) -> None:
     for version, keyword, kind in _FAMILIES:
         pods = _collapse(plan.pod_cidrs, version)
-        if not plan.enabled or not pods:
+        if not pods:
             continue
         inside = _collapse([*plan.inside, *plan.pod_cidrs, _GROUPS[version]], version)
-        lines += _render_set(f"pods{version}", kind, pods)
-        lines += _render_set(f"inside{version}", kind, inside)
-        leaving = f"{keyword} saddr @pods{version} {keyword} daddr != @inside{version}"
+        own = table.match(f"pods{version}", kind, pods)
+        away = table.match(f"inside{version}", kind, inside)
+        leaving = f"{keyword} saddr {own} {keyword} daddr != {away}"
         if plan.tunnel_port:
             ports = _ports_beside(plan.tunnel_port)
-            rules.append(f"{leaving} meta l4proto udp masquerade to :{ports} fully-random")
-        rules.append(f"{leaving} masquerade fully-random")
-    if rules:
-        lines += _render_chain("leave", "type nat hook postrouting priority srcnat", rules)
-    lines += _render_sources(plan)
-    lines += _render_senders(plan)
-    if plan.tunnel_port:
-        lines += _render_tunnel(plan)
-    return "\n".join([*lines, "}", ""])
+            masquerade = f"masquerade to :{ports} fully-random"
+            table.rules["leave"].append(f"{leaving} meta l4proto udp {masquerade}")
+        table.rules["leave"].append(f"{leaving} masquerade fully-random")
 
 
 def _ports_beside(tunnel_port: int) -> str:
@@ -89,93 +137,95 @@ def _ports_beside(tunnel_port: int) -> str:
     return max(above, below)[1]
 
 
-def _render_sources(plan: MasqueradePlan) -> list[str]:
+def _refuse_sources(plan: MasqueradePlan, table: _Table) -> None:
     """Drop what claims to come from a pod of ours, or from an address that no pod has, and came in by another device.
 
     The program at the pod's device asks the same of single pods; here nothing of it reaches the host either. An address
     that another node has borrowed may come in where no route leads back: its packets to this host pass by the tunnel.
     """
-    lines, rules = [], []
+    rules = []
     for version, keyword, kind in _FAMILIES:
-        own = _collapse(plan.own_ranges, version)
-        if not own:
-            continue
-        lines += _render_set(f"own{version}", kind, own)
-        rules.append(
-            f"{keyword} saddr @own{version} fib saddr . iif oif missing jump from_elsewhere"
-        )
+        ranges = _collapse(plan.own_ranges, version)
+        if ranges:
+            own = table.match(f"own{version}", kind, ranges)
+            missing = "fib saddr . iif oif missing"
+            rules.append(f"{keyword} saddr {own} {missing} jump from_elsewhere")
     if rules:
-        lines += [
-            "  chain from_elsewhere {",
-            f'    fib saddr oifname "{TUNNEL_DEVICE}" accept',
-            f'    fib saddr oifname "{DEVICE_PREFIX}*" drop',
-            "    fib saddr oif missing drop",
-            "  }",
+        judged = [
+            f'fib saddr oifname "{TUNNEL_DEVICE}" accept',
+            f'fib saddr oifname "{DEVICE_PREFIX}*" drop',
+            "fib saddr oif missing drop",
         ]
-        lines += _render_chain("sources", "type filter hook prerouting priority raw", rules)
-    return lines
+        table.add_chain("from_elsewhere", judged)
+        table.rules["arriving"] += rules
 
 
-def _render_senders(plan: MasqueradePlan) -> list[str]:
+def _refuse_senders(plan: MasqueradePlan, table: _Table) -> None:
     """Drop what a process of this host sends from the address of a pod, here or on another node.
 
     IPv6 asks for no right to do that (IP_FREEBIND), IPv4 refuses it. A transparent socket takes CAP_NET_ADMIN or
     CAP_NET_RAW, and may; what the stack answers in a pod's place comes from no socket.
     """
     pods = _collapse((*plan.pod_cidrs, *plan.pod_networks, *plan.own_ranges), 6)
-    if not pods:
-        return []
-    rule = "ip6 saddr @forgeable6 fib saddr type != local socket transparent 0 drop"
-    chain = _render_chain("senders", "type filter hook output priority filter", [rule])
-    return [*_render_set("forgeable6", "ipv6_addr", pods), *chain]
+    if pods:
+        forgeable = table.match("forgeable6", "ipv6_addr", pods)
+        no_own = "fib saddr type != local socket transparent 0 drop"
+        table.rules["sent"].append(f"ip6 saddr {forgeable} {no_own}")
 
 
-def _render_tunnel(plan: MasqueradePlan) -> list[str]:
+def _guard_tunnel(plan: MasqueradePlan, table: _Table) -> None:
     """Keep tunnel packets out of connection tracking, and out altogether whose sender is no tunnel.
 
-    What is tracked and goes to the port was translated to it: tunnels' own packets are not tracked. What this host
-    sends there without the mark comes from a process. Strangers' packets are refused where no program looks.
+    What is tracked and goes to the port was translated to it: tunnels' own packets are not tracked, and the hooks
+    behind the first ask them for no more than that. What this host sends there without the mark comes from a process.
+    Strangers' packets are refused where no program looks.
     """
-    port = f"udp dport {plan.tunnel_port}"
-    lines, elsewhere, strangers = [], [], []
-    for version, keyword, kind in _FAMILIES:
-        pods = _collapse((*plan.pod_cidrs, *plan.pod_networks), version)
-        ends = _list_inside(pods, plan.tunnel_ends)
-        is_no_end = f"{keyword} daddr @cluster{version}"
-        if ends:
-            lines += _render_set(f"ends{version}", kind, ends)
-            is_no_end += f" {keyword} daddr != @ends{version}"
-        if pods:
-            lines += _render_set(f"cluster{version}", kind, pods)
-            elsewhere.append(f"{is_no_end} accept")
-        if plan.tunnel_peers is None:
-            continue
-        peers = _collapse(plan.tunnel_peers, version)
-        if peers:
-            lines += _render_set(f"peers{version}", kind, peers)
-        is_other = f"{keyword} saddr != @peers{version}" if peers else f"meta nfproto ipv{version}"
-        strangers.append(f"{is_other} drop")
-    translated, unmarked = "ct state != untracked drop", []
+    elsewhere, strangers = _find_elsewhere(plan, table), _find_strangers(plan, table)
+    unmarked = ""
     if plan.tunnel_mark:
         mask = ~MARKS_OF_OTHERS & 0xFFFFFFFF
-        unmarked = [f"meta mark & {mask:#x} != {plan.tunnel_mark & mask:#x}"]
-    chains = {
-        "prerouting priority raw": [*elsewhere, *strangers, "notrack"],
-        "output priority raw": [*elsewhere, "notrack"],
-        "input priority filter": [translated],
-        "forward priority filter": [*elsewhere, translated],
-        "output priority filter": [*elsewhere, *(f"{one} drop" for one in unmarked)],
-        "postrouting priority filter": [
-            *elsewhere,
-            *(f"ct state != untracked {one} drop" for one in unmarked),
-        ],
-    }
-    for hook, rules in chains.items():
-        name = hook.replace(" priority", "").replace(" ", "_")
-        wanted = [f"{port} {rule}" for rule in rules if rules != elsewhere]
-        if wanted:
-            lines += _render_chain(f"tunnel_{name}", f"type filter hook {hook}", wanted)
-    return lines
+        unmarked = f"meta mark & {mask:#x} != {plan.tunnel_mark & mask:#x}"
+    to_port, tracked = f"udp dport {plan.tunnel_port}", "ct state != untracked"
+    sent = [f"{unmarked} drop"] if unmarked else []
+    table.add_chain("tunnel_arriving", [*elsewhere, *strangers, "notrack"])
+    table.add_chain("tunnel_sent", [*elsewhere, *sent, "notrack"])
+    table.add_chain("translated", [*elsewhere, "drop"])
+    table.rules["arriving"].append(f"{to_port} goto tunnel_arriving")
+    table.rules["sent"].append(f"{to_port} goto tunnel_sent")
+    table.rules["taken_in"].append(f"{tracked} {to_port} drop")
+    table.rules["forwarded"].append(f"{to_port} {tracked} goto translated")
+    if unmarked:
+        table.rules["leaving"].append(f"{tracked} {to_port} {unmarked} goto translated")
+
+
+def _find_elsewhere(plan: MasqueradePlan, table: _Table) -> list[str]:
+    """Give rules that accept what goes to the port of a pod."""
+    rules = []
+    for version, keyword, kind in _FAMILIES:
+        networks = _collapse((*plan.pod_cidrs, *plan.pod_networks), version)
+        if not networks:
+            continue
+        pods = table.match(f"cluster{version}", kind, networks)
+        ends = _list_inside(networks, plan.tunnel_ends)
+        beside = ""
+        if ends:
+            beside = f"{keyword} daddr != {table.match(f'ends{version}', kind, ends)} "
+        rules.append(f"{keyword} daddr {pods} {beside}accept")
+    return rules
+
+
+def _find_strangers(plan: MasqueradePlan, table: _Table) -> list[str]:
+    """Give rules that drop what comes to the port from no node."""
+    if plan.tunnel_peers is None:
+        return []
+    rules = []
+    for version, keyword, kind in _FAMILIES:
+        peers = _collapse(plan.tunnel_peers, version)
+        if peers:
+            rules.append(f"{keyword} saddr != {table.match(f'peers{version}', kind, peers)} drop")
+        else:
+            rules.append(f"meta nfproto ipv{version} drop")
+    return rules
 
 
 class Masquerade:
@@ -302,24 +352,6 @@ def _list_inside(networks: Sequence[str], addresses: Iterable[IPAddress]) -> lis
         if at >= 0 and number <= int(ranges[at].broadcast_address):
             found.append(str(ranges[at][number - starts[at]]))
     return found
-
-
-def _render_set(name: str, kind: str, elements: Sequence[str]) -> list[str]:
-    return [
-        f"  set {name} {{",
-        f"    type {kind}; flags interval;",
-        f"    elements = {{ {', '.join(elements)} }}",
-        "  }",
-    ]
-
-
-def _render_chain(name: str, hook: str, rules: Sequence[str]) -> list[str]:
-    return [
-        f"  chain {name} {{",
-        f"    {hook}; policy accept;",
-        *(f"    {rule}" for rule in rules),
-        "  }",
-    ]
 
 
 def _fingerprint(objects: list[dict[str, Any]]) -> str:

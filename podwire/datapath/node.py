@@ -12,12 +12,12 @@ Thread-safe without the caller's lock: `reap_devices` (own socket, own list), `r
 import errno
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final, Self
 
-from podwire.datapath import abi, changes, pod_net, policy_maps, routes, shaping, upgrade
+from podwire.datapath import abi, pod_net, routes, shaping, upgrade
 from podwire.datapath import device as devices
 from podwire.datapath import inventory as inventories
 from podwire.datapath import maps as tables
@@ -26,7 +26,6 @@ from podwire.datapath.carrier import await_carrier
 from podwire.datapath.cluster import OtherNodes, read_underlay
 from podwire.datapath.conntrack_maps import find_pressure
 from podwire.datapath.device import HostSide, LeftoverDevice, Programs, Reaper
-from podwire.datapath.events import EventReader
 from podwire.datapath.host import (
     HostWarning,
     SettingChange,
@@ -52,25 +51,17 @@ from podwire.datapath.templates import read_template
 from podwire.datapath.tunnel import TunnelPrograms
 from podwire.kernel.bpf_program import Packet
 from podwire.kernel.netlink import NetlinkSocket
-from podwire.kernel.netlink_events import NetlinkEvents
 from podwire.kernel.nft import Nftables
 from podwire.model.cluster import ClusterPlan, Prefix, Underlay
-from podwire.model.endpoint import Bandwidth, Device, EndpointRecord, IPAddress, IPNetwork
+from podwire.model.endpoint import Bandwidth, Device, EndpointRecord, IPNetwork
 from podwire.model.errors import Bug, InvalidConfiguration, KernelFailure, Unavailable
 from podwire.model.ids import EndpointId, InterfaceName
 from podwire.model.interfaces import EndpointConfig, Inventory, PodNamespace
-from podwire.model.policy import PolicyKey, PolicyRows
 
 _log = logging.getLogger(__name__)
 
-OBJECTS: Final = (
-    "from_pod",
-    "to_pod",
-    "from_overlay",
-    "to_overlay",
-    "from_netdev",
-    "conntrack_gc",
-)
+_HOOKS: Final = ("from_pod", "to_pod", "from_overlay", "to_overlay", "from_netdev")
+OBJECTS: Final = (*_HOOKS, "conntrack_gc")
 _COLLECTOR: Final = "conntrack_gc_start"
 _ANY_FRAME: Final = bytes(64)
 _FALLBACK_MTU: Final = 1500
@@ -155,7 +146,9 @@ class KernelDatapath:
         upgrade.readable_versions(plan.bpf_dir)
         template = read_template(plan.object_dir, OBJECTS, plan.constants)
         pins = Pins(plan.bpf_dir, abi.ABI_VERSION)
-        loaded = load_programs(template, pins, plan.capacities)
+        with ExitStack() as opened:
+            attached = upgrade.open_attached(netlink, plan.node_name, opened)
+            loaded = load_programs(template, pins, plan.capacities, attached)
         try:
             upgrade.mark_readable(pins)
 
@@ -334,37 +327,6 @@ class KernelDatapath:
             node.netlink, node.loaded.maps, self.plan.node_name, inventory, keep
         )
 
-    # Policy: model.interfaces.PolicyDatapath
-
-    def write_slot(self, slot: int, rows: PolicyRows) -> None:
-        """Fill a slot that no endpoint's row names yet."""
-        self._node.policy.write_slot(slot, rows)
-
-    def change_slot(self, slot: int, put: PolicyRows, remove: Iterable[PolicyKey]) -> None:
-        """Change a slot in place, `put` before `remove`."""
-        self._node.policy.change_slot(slot, put, remove)
-
-    def remove_slots(self, slots: Iterable[int]) -> None:
-        """Delete every entry of slots that no row names any more, after one fence."""
-        self._node.policy.remove_slots(slots)
-
-    def read_slot(self, slot: int) -> PolicyRows:
-        """Give what a slot holds in the kernel."""
-        return self._node.policy.read_slot(slot)
-
-    def list_slots(self) -> Sequence[int]:
-        """Give the numbers of all slots that have entries."""
-        return self._node.policy.list_slots()
-
-    def write_cidrs(self, identities: Mapping[IPNetwork, int]) -> None:
-        """Make the map of CIDRs hold exactly these."""
-        self._node.policy.write_cidrs(identities)
-
-    def update_endpoints(self, rows: Iterable[tuple[EndpointRecord, EndpointConfig]]) -> None:
-        """Turn the rows of live endpoints over, each in place under its lock."""
-        for record, config in rows:
-            tables.change_endpoint(self._node.loaded.maps, record, config)
-
     # Other nodes: model.interfaces.ClusterDatapath
 
     def read_underlay(self) -> Underlay:
@@ -396,43 +358,25 @@ class KernelDatapath:
         """Change single rows of the ipcache between two plans."""
         self._node.others.change_prefixes(put, remove)
 
-    def watch_links(self) -> NetlinkEvents:
-        """Listen for changes of links, addresses, routes and filters that call for another look."""
-        return changes.watch_links()
-
-    def watch_devices(self, told: Callable[[int], None]) -> NetlinkEvents:
-        """Listen for what pods' devices lose; `told` gets the index of each device."""
-        return changes.watch_devices(told)
-
-    def repair_tables(self) -> Sequence[str]:
-        """Write the node's own table of nftables anew where somebody has changed it. Needs no turn."""
-        return self._node.masquerade.repair()
-
-    @property
-    def policy_fill(self) -> tuple[int, int]:
-        """Give how many policy entries are in use, and how many may be."""
-        policy = self._node.policy
-        return policy.used, policy.capacity
+    def repair_pins(self) -> Sequence[str]:
+        """Pin again what somebody has unpinned; names it. Needs no turn."""
+        return self._node.loaded.repair_pins(Pins(self.plan.bpf_dir, abi.ABI_VERSION))
 
     def describe_maps(self) -> list[documents.Row]:
         """Give name, kind and fill of every map that can be read."""
-        return documents.describe_maps(self._node.loaded.maps, {"policy": self.policy_fill})
+        return documents.describe_maps(self._node.loaded.maps, {"policy": self.policy.fill})
 
-    def read_cidrs(self) -> dict[IPNetwork, int]:
-        """Read the local identities of CIDRs."""
-        return dict(policy_maps.read_cidrs(self._node.loaded.maps))
+    # Parts, for those who need only one of them
 
-    def identity_at(self, address: IPAddress) -> int:
-        """Tell who the programs take an address for that no pod of this node has; 0 = it is in no prefix they know."""
-        return tables.find_identity(self._node.loaded.maps, address)
+    @property
+    def policy(self) -> PolicyTable:
+        """Policy entries, CIDRs and counts: `model.interfaces.PolicyDatapath`."""
+        return self._node.policy
 
-    def read_hits(self) -> dict[int, tuple[int, int]]:
-        """Give (judgements, bytes) of each rule that has decided."""
-        return policy_maps.read_hits(self._node.loaded.maps)
-
-    def forget_hits(self, keep: Iterable[int]) -> None:
-        """Drop the counts of rules that are not in `keep`."""
-        policy_maps.remove_hits(self._node.loaded.maps, keep)
+    @property
+    def masquerade(self) -> Masquerade:
+        """The node's own table of nftables."""
+        return self._node.masquerade
 
     # What people and metrics ask
 
@@ -455,14 +399,6 @@ class KernelDatapath:
     def maps(self) -> NodeMaps:
         """The node's maps, for readers."""
         return self._node.loaded.maps
-
-    def read_metrics(self) -> list[tables.MetricRow]:
-        """Read the packet counters by hook, reason and path."""
-        return tables.read_metrics(self._node.loaded.maps)
-
-    def open_events(self) -> EventReader:
-        """Open the stream of events; one reader at a time."""
-        return EventReader(self._node.loaded.maps)
 
     def find_host_warnings(self) -> list[HostWarning]:
         """Name what on this host breaks pods' traffic, and what differs in the node's own table."""

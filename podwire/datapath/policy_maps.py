@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from podwire.datapath import abi
-from podwire.datapath.maps import NodeMaps, from_prefix_key, to_prefix_key
+from podwire.datapath.maps import NodeMaps, change_endpoint, from_prefix_key, to_prefix_key
 from podwire.kernel import bpf
-from podwire.model.endpoint import IPNetwork
+from podwire.model.endpoint import EndpointRecord, IPNetwork
 from podwire.model.errors import Bug, PolicyOverflow
+from podwire.model.interfaces import EndpointConfig
 from podwire.model.policy import Direction, PolicyEntry, PolicyKey, PolicyRows, Verdict
 
 DIRECTION_BITS: Final = 72
@@ -72,9 +73,13 @@ def unpack_entry(raw: bytes) -> PolicyEntry:
 
 
 class PolicyTable:
-    """What is in `pw_policy` and `pw_cidrs`, and the way to change it. Not thread-safe; the counts may be read."""
+    """What policy has in the maps, and the way to change it (`model.interfaces.PolicyDatapath`).
+
+    Not thread-safe; the counts may be read.
+    """
 
     def __init__(self, maps: NodeMaps, capacity: int) -> None:
+        self._maps = maps
         self._entries = maps.pw_policy
         self._cidrs = maps.pw_cidrs
         self._capacity = capacity
@@ -95,6 +100,11 @@ class PolicyTable:
     def capacity(self, capacity: int) -> None:
         """Take effect at once: the map's memory grows with its rows."""
         self._capacity = capacity
+
+    @property
+    def fill(self) -> tuple[int, int]:
+        """Give how many policy entries are in use, and how many may be."""
+        return self.used, self.capacity
 
     def write_slot(self, slot: int, rows: PolicyRows) -> None:
         """Fill a slot that no row names; what it held before is gone afterwards."""
@@ -178,6 +188,17 @@ class PolicyTable:
         self._cidr_rows = wanted
         self._cidr_wish = dict(identities)
 
+    def update_endpoints(self, rows: Iterable[tuple[EndpointRecord, EndpointConfig]]) -> None:
+        """Turn the rows of live endpoints over, each in place under its lock."""
+        for record, config in rows:
+            change_endpoint(self._maps, record, config)
+
+    def forget_hits(self, keep: Iterable[int]) -> None:
+        """Drop the counts of rules that are not in `keep`."""
+        kept = {rule.to_bytes(4, "little") for rule in keep}
+        hits = self._maps.pw_hits
+        hits.delete_batch([key for key, _ in hits.items() if key not in kept])
+
 
 def _pack_rows(slot: int, rows: PolicyRows) -> dict[bytes, bytes]:
     packed = ((pack_key(slot, key), entry) for key, entry in rows.items())
@@ -247,9 +268,3 @@ def read_hits(maps: NodeMaps) -> dict[int, tuple[int, int]]:
             sum(one.bytes_ for one in counters),
         )
     return hits
-
-
-def remove_hits(maps: NodeMaps, keep: Iterable[int]) -> None:
-    """Forget the counts of rules that are not in `keep`."""
-    kept = {rule.to_bytes(4, "little") for rule in keep}
-    maps.pw_hits.delete_batch([key for key, _ in maps.pw_hits.items() if key not in kept])

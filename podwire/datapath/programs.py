@@ -12,7 +12,7 @@ import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +128,22 @@ class LoadedPrograms:
             for name, program in self.programs.items()
         ]
 
+    def repair_pins(self, pins: Pins) -> list[str]:
+        """Pin again what somebody has unpinned; names it.
+
+        Without its pins a map lives as long as a program uses it, but the next agent would not find it.
+        """
+        kept = {pins.maps / name: getattr(self.maps, name) for name in self.maps.names()}
+        kept |= {
+            pins.programs / self.template_id / name: one for name, one in self.programs.items()
+        }
+        missing = [path for path in kept if not path.exists()]
+        for path in missing:
+            with _file_errors("make directory", path.parent):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            kept[path].pin(str(path))
+        return [f"the pin {path} was gone" for path in missing]
+
     def close(self) -> None:
         """Give the descriptors back; pins and attached programs stay."""
         for program in self.programs.values():
@@ -188,8 +204,13 @@ def list_versions(directory: Path) -> list[int]:
     )
 
 
-def load_programs(template: Template, pins: Pins, capacities: Capacities) -> LoadedPrograms:
-    """Open the template's pinned programs, or load and pin them over the maps that are there."""
+def load_programs(
+    template: Template, pins: Pins, capacities: Capacities, attached: Iterable[Program] = ()
+) -> LoadedPrograms:
+    """Open the template's pinned programs, or load and pin them over the maps that are there.
+
+    Maps that only the `attached` programs still know, because somebody has removed their pins, are there, too.
+    """
     with _file_errors("make directory", pins.root):
         pins.maps.mkdir(parents=True, exist_ok=True)
         pins.programs.mkdir(exist_ok=True)
@@ -200,6 +221,10 @@ def load_programs(template: Template, pins: Pins, capacities: Capacities) -> Loa
             for name, data in sorted(template.objects.items())
         }
         shapes = _shapes(objects)
+        with ExitStack() as opened_here:
+            pinned = _open_programs(home, opened_here).values() if home.is_dir() else ()
+            if not _other_layouts(pins):
+                _restore_pins(pins, shapes, [*attached, *pinned])
         if not home.is_dir():
             _load_and_pin(objects, template, pins, capacities)
         with ExitStack() as keep:
@@ -224,6 +249,41 @@ def _open_programs(home: Path, keep: ExitStack) -> dict[str, Program]:
         if program is not None:
             programs[path.name] = keep.enter_context(program)
     return programs
+
+
+def _other_layouts(pins: Pins) -> list[int]:
+    """List other layouts that have pins here. The programs in use are theirs then, and so are the maps of these: a map
+    of maps has the same shape in each layout, whatever the rows in it are.
+    """
+    own = pins.root.name.removeprefix(ABI_DIRECTORY_PREFIX)
+    return [version for version in list_versions(pins.root.parent) if str(version) != own]
+
+
+def _restore_pins(pins: Pins, shapes: Mapping[str, MapShape], programs: Iterable[Program]) -> None:
+    """Pin the maps again that programs use and that have no pin any more, where their rows are this build's."""
+    missing = {name: shape for name, shape in shapes.items() if not (pins.maps / name).exists()}
+    restored = []
+    for map_id in {one for program in programs for one in program.list_map_ids()}:
+        found = bpf.open_map_by_id(map_id)
+        if found is None:
+            continue
+        with found:
+            shape = missing.get(found.info.name)
+            if shape is not None and _has_shape(found, shape):
+                found.pin(str(pins.maps / shape.name))
+                del missing[shape.name]
+                restored.append(shape.name)
+    if restored:
+        _log.warning(
+            "put pins back that somebody had removed",
+            extra={"path": str(pins.maps), "keys": sorted(restored)},
+        )
+
+
+def _has_shape(found: bpf.Map, shape: MapShape) -> bool:
+    info = found.info
+    wanted = shape.type, shape.key_size, shape.value_size
+    return (info.type, info.key_size, info.value_size) == wanted
 
 
 def _open_map(pins: Pins, shape: MapShape) -> bpf.Map:

@@ -29,10 +29,18 @@ from podwire.datapath.programs import Capacities, Pins, list_versions, remove_ve
 from podwire.datapath.tunnel import TunnelPrograms, find_tunnel
 from podwire.kernel import bpf
 from podwire.kernel.bpf import Member
+from podwire.kernel.bpf_program import Program, open_program_by_id
 from podwire.kernel.netlink import NetlinkSocket
-from podwire.kernel.rtnl.tc import FROM_POD_HOOK, TO_POD_HOOK, add_clsact, set_bpf_filter
+from podwire.kernel.rtnl.tc import (
+    FROM_POD_HOOK,
+    TO_POD_HOOK,
+    add_clsact,
+    list_filters,
+    read_bpf_filter,
+    set_bpf_filter,
+)
 from podwire.model.errors import KernelFailure, NewerData, Unsupported
-from podwire.model.ids import IfIndex
+from podwire.model.ids import FILTER_HANDLE, IfIndex
 
 _log = logging.getLogger(__name__)
 
@@ -316,6 +324,23 @@ def take_over(directory: Path, maps: NodeMaps, swap_programs: Callable[[], int])
         )
         _log.debug("swapped programs", extra={"count": devices})
     return versions
+
+
+def open_attached(netlink: NetlinkSocket, node_name: str, opened: ExitStack) -> list[Program]:
+    """Open the programs that this node's pods' devices and its tunnel have; `opened` gives them back."""
+    indexes = [one.index for one in list_devices(netlink)[0] if one.node_name == node_name]
+    tunnel = find_tunnel(netlink, node_name)
+    if tunnel is not None:
+        indexes.append(IfIndex(tunnel.link.index))
+    found = [
+        read_bpf_filter(body)
+        for index in indexes
+        for hook in (FROM_POD_HOOK, TO_POD_HOOK)
+        for body in netlink.dump(list_filters(index, hook))
+    ]
+    numbers = {one.program_id for one in found if one is not None and one.handle == FILTER_HANDLE}
+    programs = (open_program_by_id(number) for number in sorted(numbers))
+    return [opened.enter_context(one) for one in programs if one is not None]
 
 
 def replace_programs(

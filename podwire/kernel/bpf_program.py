@@ -16,6 +16,8 @@ from podwire.model.errors import KernelFailure
 
 PACKET_ADDED_BYTES: Final = 4096
 """How much longer than what went in a packet may come out of a test run: more than there is room for in front of it."""
+_MAPS_MAX: Final = 64
+"""MAX_USED_MAPS of Linux."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,14 @@ class Program(Descriptor):
     def info(self) -> ProgramInfo:
         """What the kernel says about it, asked anew on each call."""
         return read_program_info(self.fd)
+
+    def list_map_ids(self) -> list[int]:
+        """List the kernel's ids of the maps that it uses."""
+        ids = ffi.new("u32[]", _MAPS_MAX)
+        count = lib.pw_prog_maps(self.fd, ids, _MAPS_MAX)
+        if count < 0:
+            raise fail("list the maps of", self.name)
+        return list(ids[0 : min(count, _MAPS_MAX)])
 
     def run(self, packet: Packet, *, repeat: int = 1) -> RunResult:
         """Run a tc program over a packet (BPF_PROG_TEST_RUN). Frames under 14 bytes give EINVAL."""
@@ -131,3 +141,13 @@ def open_pinned_program(path: str) -> Program | None:
         os.close(fd)
         raise
     return Program(fd, os.path.basename(path))
+
+
+def open_program_by_id(program_id: int) -> Program | None:
+    """Open a program by the kernel's id (what a filter shows); None if it is gone."""
+    fd = lib.bpf_prog_get_fd_by_id(program_id)
+    if fd < 0:
+        if ffi.errno == errno.ENOENT:
+            return None
+        raise fail("open program by id", str(program_id))
+    return Program(fd, str(program_id))

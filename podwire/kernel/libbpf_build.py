@@ -92,6 +92,7 @@ int pw_delete_batch(int fd, const void *keys, u32 *count);
 int bpf_map_freeze(int fd);
 int pw_map_info(int fd, struct pw_map_info *out);
 int pw_prog_info(int fd, struct pw_prog_info *out);
+int pw_prog_maps(int fd, u32 *ids, u32 room);
 int bpf_map_get_fd_by_id(u32 id);
 int bpf_prog_get_fd_by_id(u32 id);
 int bpf_obj_pin(int fd, const char *path);
@@ -404,6 +405,19 @@ static int pw_prog_info(int fd, struct pw_prog_info *out)
     memcpy(out->name, info.name, sizeof(out->name));
     out->load_time_ns = info.load_time;
     return 0;
+}
+
+/* The ids of the maps that a program uses; gives how many there are, at most `room` of which are told. */
+static int pw_prog_maps(int fd, u32 *ids, u32 room)
+{
+    struct bpf_prog_info info = {};
+    u32 length = sizeof(info);
+    int err;
+
+    info.map_ids = (unsigned long)ids;
+    info.nr_map_ids = room;
+    err = bpf_obj_get_info_by_fd(fd, &info, &length);
+    return err ? err : (int)info.nr_map_ids;
 }
 
 struct pw_run {

@@ -48,6 +48,9 @@ class FlowEvent(msgspec.Struct, frozen=True, kw_only=True):
     """Port, or the type of an ICMP message."""
     destination_port: int = 0
     """Port, or the code of an ICMP message."""
+    original_destination: str = ""
+    """Address that the sender meant, before a service was translated; "" = nothing was."""
+    original_port: int = 0
     tcp_flags: int = 0
     source_mac: str = ""
     length_bytes: int

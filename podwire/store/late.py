@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from podwire.model.errors import Unavailable
-from podwire.model.store import ObjectKey, Store, StoredObject, Watch
+from podwire.model.store import ObjectKey, Revisions, Store, StoredObject, Watch
 from podwire.model.store.leases import Leases
+from podwire.model.store.promises import FULL, Promises
 
 TRY_AGAIN_S: Final = 1.0
 
@@ -28,12 +29,18 @@ class LateStore:
         self._is_closed = False
         self._lock = threading.Lock()
 
+    @property
+    def promises(self) -> Promises:
+        """See `model.store.Store`, as for all that follows. Only a store of podwire's own is opened late."""
+        return FULL
+
     def get(self, key: ObjectKey) -> StoredObject | None:
-        """See `model.store.Store`, as for all that follows."""
         return self._open().get(key)
 
-    def list(self, kind: str, namespace: str | None = None) -> tuple[Sequence[StoredObject], int]:
-        return self._open().list(kind, namespace)
+    def list(
+        self, kind: str, namespace: str | None = None, *, at_least: int | None = None
+    ) -> tuple[Sequence[StoredObject], int]:
+        return self._open().list(kind, namespace, at_least=at_least)
 
     def create(self, new: StoredObject) -> StoredObject:
         return self._open().create(new)
@@ -59,10 +66,10 @@ class LateStore:
         with self._open().together():
             yield
 
-    def watch(self, after_revision: int, kinds: Sequence[str] = ()) -> Watch:
-        return self._open().watch(after_revision, kinds)
+    def watch(self, after: Revisions) -> Watch:
+        return self._open().watch(after)
 
-    def leases(self) -> Leases:
+    def leases(self) -> Leases | None:
         return self._open().leases()
 
     def close(self) -> None:

@@ -18,7 +18,8 @@ from typing import Any, Final
 import msgspec
 
 from podwire.model.errors import Conflict, NotFound, Unavailable
-from podwire.model.store import ObjectKey, OpenWaker, StoredObject, UnreadableObject
+from podwire.model.store import ObjectKey, OpenWaker, Revisions, StoredObject, UnreadableObject
+from podwire.model.store.promises import FULL, Promises
 from podwire.store.documents import encode_document, merge
 from podwire.store.leases_sqlite import SqliteLeases
 from podwire.store.sqlite_file import open_file
@@ -74,6 +75,11 @@ class SqliteStore:
             self._writer = self._file.connect()
             opened.pop_all()
 
+    @property
+    def promises(self) -> Promises:
+        """Give what this back end promises: everything."""
+        return FULL
+
     def get(self, key: ObjectKey) -> StoredObject | None:
         """Give one object; None when there is none."""
         with self._read_lock, self._file.reported("read"):
@@ -86,8 +92,11 @@ class SqliteStore:
             raise UnreadableObject(found)
         return found
 
-    def list(self, kind: str, namespace: str | None = None) -> tuple[Sequence[StoredObject], int]:
-        """Give all objects of a kind (of one namespace), by namespace and name, and the store's revision."""
+    def list(
+        self, kind: str, namespace: str | None = None, *, at_least: int | None = None
+    ) -> tuple[Sequence[StoredObject], int]:
+        """Give all objects of a kind (of one namespace), by namespace and name, and the file's revision."""
+        del at_least  # nothing is cheaper than the file as it is
         chosen, parameters = "WHERE kind = ?", [kind]
         if namespace is not None:
             chosen, parameters = f"{chosen} AND namespace = ?", [kind, namespace]
@@ -161,16 +170,15 @@ class SqliteStore:
         with self._changing("write"):
             yield
 
-    def watch(self, after_revision: int, kinds: Sequence[str] = ()) -> SqliteWatch:
-        """Watch changes of some kinds (none named: all) after a revision."""
+    def watch(self, after: Revisions) -> SqliteWatch:
+        """Watch changes of some kinds, of each after a revision."""
         waker = self._open_waker(self._file.revision_path)
         try:
             with self._file.reported("watch"):
                 made = SqliteWatch(
                     self._file,
                     waker,
-                    after_revision=after_revision,
-                    kinds=kinds,
+                    after=after,
                     read_object=self._make,
                     forget=self._forget,
                 )

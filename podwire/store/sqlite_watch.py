@@ -7,11 +7,11 @@ Compacted is raised.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Self
 
-from podwire.model.store import Compacted, StoredObject, StoreEvent, Waker
+from podwire.model.store import Compacted, Revisions, StoredObject, StoreEvent, Waker
 from podwire.store.sqlite_file import StoreFile
 
 LOOK_EVERY_S: Final = 1.0
@@ -49,15 +49,15 @@ class SqliteWatch:
         file: StoreFile,
         waker: Waker,
         *,
-        after_revision: int,
-        kinds: Sequence[str],
+        after: Revisions,
         read_object: ReadObject,
         forget: "Callable[[SqliteWatch], None]",
     ) -> None:
         self._file = file
         self._waker = waker
-        self._revision = after_revision
-        self._kinds = tuple(kinds)
+        self._after = dict(after)
+        self._revision = min(after.values())
+        """Of the file: up to which the log was read. What a kind was listed with may be ahead of it."""
         self._read_object = read_object
         self._forget = forget
         self._closed = False
@@ -65,9 +65,14 @@ class SqliteWatch:
         self._connection = file.connect()
 
     @property
-    def revision(self) -> int:
-        """Up to which revision of the store everything was given."""
-        return self._revision
+    def revisions(self) -> Revisions:
+        """Up to which revision of each kind everything was given."""
+        return {kind: max(after, self._revision) for kind, after in self._after.items()}
+
+    @property
+    def failing(self) -> Mapping[str, str]:
+        """Nothing: a file can be read or not, with all that is in it."""
+        return {}
 
     def next(self, timeout_s: float) -> Sequence[StoreEvent]:
         """Give what has happened; see `model.store.Watch`."""
@@ -112,7 +117,9 @@ class SqliteWatch:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
         self._revision = rows[-1][5] if len(rows) == EVENTS_MAX else newest
-        return tuple(_make_event(row, self._read_object) for row in rows)
+        # row: kind, ..., the change's revision at 5
+        fresh = [row for row in rows if row[5] > self._after[row[0]]]
+        return tuple(_make_event(row, self._read_object) for row in fresh)
 
     def _check(self, newest: int, oldest: int) -> None:
         if self._revision > newest:
@@ -124,18 +131,19 @@ class SqliteWatch:
         raise Compacted(
             f"watch store {str(self._file.path)!r} after revision {self._revision}: {message}",
             hint="list the objects again and watch from the revision of that list",
+            kinds=self._after,
         )
 
     def _read(self) -> list[tuple[str, str, str, str, str, int, bytes, int, int]]:
         """Read changes after the revision: an object's columns, with the change's revision in place of the object's,
         then the object's own revision and whether it was deleted."""
-        marks = ",".join("?" * len(self._kinds))
-        chosen = f"AND kind IN ({marks})" if self._kinds else ""
+        marks = ",".join("?" * len(self._after))
         query = (
             "SELECT kind, namespace, name, uid, created, revision, document, object_revision,"
-            f" deleted FROM change WHERE revision > ? {chosen} ORDER BY revision LIMIT ?"
+            f" deleted FROM change WHERE revision > ? AND kind IN ({marks})"
+            " ORDER BY revision LIMIT ?"
         )
-        parameters = (self._revision, *self._kinds, EVENTS_MAX)
+        parameters = (self._revision, *self._after, EVENTS_MAX)
         return self._connection.execute(query, parameters).fetchall()
 
 

@@ -38,6 +38,11 @@ def test_pods_of_both_nodes_reach_each_other(cluster: Cluster, web: dict[str, st
     cluster.wait_for_pods(0)
 
 
+def test_a_node_has_only_the_network_that_was_put_on_it(cluster: Cluster) -> None:
+    found = [path.name for path in cluster.nodes[0].machine.path("/etc/cni/net.d").iterdir()]
+    assert found == ["20-ptp.conflist"]
+
+
 def test_the_rig_says_what_is_there(cluster: Cluster) -> None:
     left = residue.list_left(cluster.name)
     assert {residue.namespace_of(cluster.name, node.name) for node in cluster.nodes} < set(left)

@@ -15,7 +15,7 @@ from tests.contract import api_rig
 from tests.contract.etcd_rig import ENDPOINT_VARIABLE, Etcd, started
 from tests.contract.launcher_clients import CLIENTS, LAUNCHER, Run, build_launcher
 from tests.contract.proxy import Proxy
-from tests.contract.stores import BACK_ENDS, DEADLINE_S
+from tests.contract.stores import BACK_ENDS, DEADLINE_S, Place, others_at_work
 
 
 @pytest.fixture(scope="session")
@@ -72,7 +72,7 @@ def own_api_server(tmp_path: Path) -> Iterator[ApiServer]:
 
 @pytest.fixture(params=BACK_ENDS)
 def back_end(request: pytest.FixtureRequest) -> str:
-    """Give the name of a back end that is ready and empty."""
+    """Give the name of a back end that is ready, and empty if it is podwire's own."""
     if request.param == "etcd":
         request.getfixturevalue("etcd").wipe()
     return str(request.param)
@@ -81,14 +81,21 @@ def back_end(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def open_again(back_end: str, tmp_path: Path) -> Callable[[], Store]:
     """Open the same store once more."""
-    return lambda: BACK_ENDS[back_end](tmp_path)
+    return lambda: BACK_ENDS[back_end].open(tmp_path)
 
 
 @pytest.fixture
-def store(open_again: Callable[[], Store]) -> Iterator[Store]:
+def store(back_end: str, open_again: Callable[[], Store], tmp_path: Path) -> Iterator[Store]:
     opened = open_again()
-    yield opened
+    with others_at_work(back_end, tmp_path):
+        yield opened
     opened.close()
+
+
+@pytest.fixture
+def place(store: Store, back_end: str) -> Place:
+    """Where the test has its objects."""
+    return Place(store, BACK_ENDS[back_end])
 
 
 @pytest.fixture

@@ -10,14 +10,18 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from podwire.model.errors import Conflict, Unavailable
 from podwire.model.store import Store
 from podwire.model.store.leases import Lease, LeaseChange, LeaseWatch
-from tests.contract.stores import DEADLINE_S, make, now_at, until
+from tests.contract.stores import DEADLINE_S, OWN, make, now_at, until
+from tests.fakes.leases import leases_of
+from tests.fakes.store import since
 
+pytestmark = pytest.mark.parametrize("back_end", OWN, indirect=True)
 TTL_S = 2.0
 KEPT_TTL_S = 5.0
 """Of what must be kept alive: a machine may stand still for longer than a short one."""
@@ -43,19 +47,19 @@ def hear(watch: LeaseWatch, count: int) -> list[LeaseChange]:
 
 
 def test_a_name_that_is_held_is_refused_to_others(store: Store, other: Store) -> None:
-    lease = store.leases().acquire(NODE, "a", TTL_S)
+    lease = leases_of(store).acquire(NODE, "a", TTL_S)
     with pytest.raises(Conflict, match=r"take lease 'node/n1' for b: a has it"):
-        other.leases().acquire(NODE, "b", TTL_S)
+        leases_of(other).acquire(NODE, "b", TTL_S)
     assert not lease.lost
-    assert other.leases().holders() == {NODE: "a"}
+    assert leases_of(other).holders() == {NODE: "a"}
 
 
 def test_what_is_given_up_is_free_at_once(store: Store, other: Store) -> None:
-    lease = store.leases().acquire(NODE, "a", 600)
+    lease = leases_of(store).acquire(NODE, "a", 600)
     lease.close()
     assert lease.lost
-    assert other.leases().holders() == {}
-    assert not other.leases().acquire(NODE, "b", TTL_S).lost
+    assert leases_of(other).holders() == {}
+    assert not leases_of(other).acquire(NODE, "b", TTL_S).lost
 
 
 def test_a_restarted_holder_takes_over_at_once_and_the_first_closes_nothing(
@@ -63,42 +67,42 @@ def test_a_restarted_holder_takes_over_at_once_and_the_first_closes_nothing(
 ) -> None:
     holder = json.dumps({"instance": "i1", "address": "192.0.2.1"})
     first = open_again()
-    left = first.leases().acquire(NODE, holder, 600)
-    second = other.leases().acquire(NODE, holder, 600)
+    left = leases_of(first).acquire(NODE, holder, 600)
+    second = leases_of(other).acquire(NODE, holder, 600)
     left.close()
-    assert other.leases().holders() == {NODE: holder}
+    assert leases_of(other).holders() == {NODE: holder}
     assert not second.lost
     first.close()
-    assert other.leases().holders() == {NODE: holder}
+    assert leases_of(other).holders() == {NODE: holder}
 
 
 def test_a_lease_is_kept_alive_beyond_its_time(store: Store, other: Store) -> None:
-    lease = store.leases().acquire(NODE, "a", KEPT_TTL_S)
-    with other.leases().watch() as watch:
+    lease = leases_of(store).acquire(NODE, "a", KEPT_TTL_S)
+    with leases_of(other).watch() as watch:
         assert hear(watch, 1) == [LeaseChange(NODE, "a")]
         assert watch.next(KEPT_TTL_S * 1.6) == ()
     assert not lease.lost
-    assert other.leases().holders() == {NODE: "a"}
+    assert leases_of(other).holders() == {NODE: "a"}
 
 
 def test_one_that_keeps_nothing_alive_vanishes_and_can_be_followed(
     open_again: Callable[[], Store], other: Store
 ) -> None:
     first = open_again()
-    first.leases().acquire(NODE, "a", TTL_S)
-    with other.leases().watch("node/") as watch:
+    leases_of(first).acquire(NODE, "a", TTL_S)
+    with leases_of(other).watch("node/") as watch:
         assert hear(watch, 1) == [LeaseChange(NODE, "a")]
         first.close()  # names run out
         closed_s = time.monotonic()
         assert hear(watch, 1) == [LeaseChange(NODE, "")]
         assert time.monotonic() - closed_s < TTL_S + 20
-        other.leases().acquire(NODE, "b", TTL_S)
+        leases_of(other).acquire(NODE, "b", TTL_S)
         assert hear(watch, 1) == [LeaseChange(NODE, "b")]
         assert watch.holders == {NODE: "b"}
 
 
 def test_a_watch_lists_who_lives_and_says_when_nobody_does(store: Store) -> None:
-    leases = store.leases()
+    leases = leases_of(store)
     with leases.watch("node/") as empty:
         assert [empty.is_listed, empty.next(0), empty.is_listed] == [False, (), True]
     for name in ("node/b", "node/a", "duty", "nodes"):
@@ -113,20 +117,20 @@ def test_a_watch_lists_who_lives_and_says_when_nobody_does(store: Store) -> None
 
 
 def test_a_watch_hears_others_within_a_second(store: Store, other: Store) -> None:
-    with store.leases().watch() as watch, ThreadPoolExecutor(1) as threads:
+    with leases_of(store).watch() as watch, ThreadPoolExecutor(1) as threads:
         watch.next(0)
         late_s = []
         for number in range(5):
             waiting = threads.submit(hear, watch, 1)
             began_s = time.monotonic()
-            other.leases().acquire(f"duty{number}", "b", 60)
+            leases_of(other).acquire(f"duty{number}", "b", 60)
             assert waiting.result(DEADLINE_S) == [LeaseChange(f"duty{number}", "b")]
             late_s.append(time.monotonic() - began_s)
         assert min(late_s) < 2, late_s
 
 
 def test_a_closed_watch_lets_its_reader_go(store: Store) -> None:
-    watch = store.leases().watch()
+    watch = leases_of(store).watch()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(watch.next, 600.0)
         watch.close()
@@ -137,20 +141,20 @@ def test_a_closed_watch_lets_its_reader_go(store: Store) -> None:
 def test_of_many_one_gets_the_duty(store: Store, other: Store) -> None:
     def try_it(number: int) -> Lease | None:
         try:
-            return (store, other)[number % 2].leases().acquire("duty", f"n{number}", 60)
+            return leases_of((store, other)[number % 2]).acquire("duty", f"n{number}", 60)
         except Conflict:
             return None
 
     with ThreadPoolExecutor(20) as threads:
         got = [one for one in threads.map(try_it, range(20)) if one is not None]
     assert len(got) == 1
-    assert store.leases().holders() == {"duty": got[0].holder}
+    assert leases_of(store).holders() == {"duty": got[0].holder}
 
 
 def test_keeping_alive_changes_nothing_that_is_watched(store: Store) -> None:
-    store.leases().acquire(NODE, "a", KEPT_TTL_S)
+    leases_of(store).acquire(NODE, "a", KEPT_TTL_S)
     before = now_at(store)
-    with store.watch(before) as watch:
+    with store.watch(since(before)) as watch:
         until(lambda: watch.next(KEPT_TTL_S * 1.5) == ())
     assert now_at(store) == before
     assert store.create(make("a")).revision > before
@@ -159,8 +163,9 @@ def test_keeping_alive_changes_nothing_that_is_watched(store: Store) -> None:
 HOLDER = """
 import sys
 from pathlib import Path
+from typing import Any
 from tests.contract.stores import BACK_ENDS
-store = BACK_ENDS[sys.argv[1]](Path(sys.argv[2]))
+store = BACK_ENDS[sys.argv[1]].open(Path(sys.argv[2]))
 lease = store.leases().acquire("node/n1", "child", 2.0)
 print("held", flush=True)
 sys.stdin.read()
@@ -179,11 +184,11 @@ def test_the_lease_of_a_stopped_process_goes_to_another_and_it_learns_of_it(
     assert child.stdout is not None
     try:
         assert child.stdout.readline() == "held\n"
-        with store.leases().watch() as watch:
+        with leases_of(store).watch() as watch:
             assert hear(watch, 1) == [LeaseChange(NODE, "child")]
             os.kill(child.pid, signal.SIGKILL)
             assert hear(watch, 1) == [LeaseChange(NODE, "")]
-        assert not store.leases().acquire(NODE, "b", TTL_S).lost
+        assert not leases_of(store).acquire(NODE, "b", TTL_S).lost
     finally:
         child.kill()
         child.communicate()
@@ -193,7 +198,7 @@ def test_who_was_taken_over_hears_by_whom(open_again: Callable[[], Store], other
     """The holder's keeper is held up, as by a stopped machine, until another has the name."""
     first = open_again()
     try:
-        lease = first.leases().acquire(NODE, "a", TTL_S)
+        lease = leases_of(first).acquire(NODE, "a", TTL_S)
         with _held_up(first):
             until(lambda: lease.lost)
             assert not lease.taken_by
@@ -206,7 +211,7 @@ def test_who_was_taken_over_hears_by_whom(open_again: Callable[[], Store], other
 
 def _try(store: Store, holder: str) -> bool:
     try:
-        store.leases().acquire(NODE, holder, 60)
+        leases_of(store).acquire(NODE, holder, 60)
     except Conflict:
         time.sleep(0.05)
         return False
@@ -225,18 +230,19 @@ class _held_up:
         if cluster is not None:
             cluster.thread.loop.call_soon_threadsafe(self._go.wait, 60.0)
         else:
-            leases = self._store.leases()
-            leases._lock.acquire()  # type: ignore[attr-defined]
+            leases: Any = self._store.leases()
+            leases._lock.acquire()
 
     def __exit__(self, *_exception: object) -> None:
         self._go.set()
         if not hasattr(self._store, "_cluster"):
-            self._store.leases()._lock.release()  # type: ignore[attr-defined]
+            leases: Any = self._store.leases()
+            leases._lock.release()
 
 
 def test_a_closed_store_refuses_leases(open_again: Callable[[], Store]) -> None:
     store = open_again()
-    leases = store.leases()
+    leases = leases_of(store)
     store.close()
     with pytest.raises(Unavailable):
         leases.acquire("duty", "a", 60)

@@ -43,7 +43,7 @@ def _open_kernel(tmp_path: Path) -> Iterator[World]:
         node.restart(policy_entries=CAPACITY)
         maps = node.datapath.maps
         yield World(
-            node.datapath,
+            node.datapath.policy,
             lambda: len(list(read_entries(maps))),
             lambda: dict(read_cidrs(maps)),
         )

@@ -23,6 +23,8 @@ from podwire.store.etcd.access import parse_endpoints, read_password
 from podwire.store.open import StoreAccess, open_store, read_environment
 from tests.contract.etcd_rig import Etcd, require
 from tests.contract.stores import DEADLINE_S, key, make, now_at, seen, take
+from tests.fakes.leases import leases_of
+from tests.fakes.store import since
 
 PASSWORD = "c0rrect horse"
 USER = "podwire"
@@ -152,11 +154,11 @@ def test_with_certificates_of_both_ends_everything_works(
     tls_etcd: Etcd, authority: Authority
 ) -> None:
     with closing(open_store(f"etcd://{tls_etcd.endpoint}", access=access_of(authority))) as store:
-        with store.watch(now_at(store)) as watch:
+        with store.watch(since(now_at(store))) as watch:
             made = store.create(make("a"))
             assert seen(take(watch, 1)) == [("a", False)]
         assert store.list("networkpolicies")[0] == [made]
-        store.leases().acquire("duty", "a", 5).close()
+        leases_of(store).acquire("duty", "a", 5).close()
 
 
 def test_a_store_without_our_certificate_is_refused(tls_etcd: Etcd, authority: Authority) -> None:
@@ -246,19 +248,19 @@ def test_a_user_with_a_password_may_do_everything_of_ours(
 ) -> None:
     access = StoreAccess(user=USER, password_file=str(password_file))
     with closing(open_store(f"etcd://{guarded_etcd.endpoint}", access=access)) as store:
-        with store.watch(now_at(store)) as watch:
+        with store.watch(since(now_at(store))) as watch:
             made = store.create(make("a"))
             assert seen(take(watch, 1)) == [("a", False)]
             store.delete(made.key)
-        store.leases().acquire("duty", "a", 5).close()
+        leases_of(store).acquire("duty", "a", 5).close()
 
 
 def test_a_new_password_is_read_from_its_file(guarded_etcd: Etcd, password_file: Path) -> None:
     access = StoreAccess(user=USER, password_file=str(password_file))
     with closing(open_store(f"etcd://{guarded_etcd.endpoint}", access=access)) as store:
         made = store.create(make("a"))
-        lease = store.leases().acquire("duty", "a", 2)
-        with store.watch(now_at(store)) as watch:
+        lease = leases_of(store).acquire("duty", "a", 2)
+        with store.watch(since(now_at(store))) as watch:
             password_file.write_text("another")
             change_password(guarded_etcd, "another")
             guarded_etcd.kill()
@@ -294,7 +296,7 @@ def test_a_wrong_password_names_user_and_endpoint_and_is_not_tried_on_and_on(
         for _ in range(50):
             with pytest.raises(InvalidConfiguration, match=f"{guarded_etcd.endpoint} .*'{USER}'"):
                 store.get(made.key)
-        with store.watch(made.revision) as watch:
+        with store.watch(since(made.revision)) as watch:
             with contextlib.suppress(Unavailable):  # etcd ends the stream, and it is opened anew
                 watch.next(DEADLINE_S)
             for _ in range(2):

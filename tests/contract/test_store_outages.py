@@ -28,6 +28,8 @@ from podwire.store.sqlite import SqliteStore
 from tests.contract.etcd_rig import Etcd, require
 from tests.contract.proxy import CLOSED, DEAF, OPEN, STALLED, Proxy
 from tests.contract.stores import DEADLINE_S, key, make, now_at, seen, take, until
+from tests.fakes.leases import leases_of
+from tests.fakes.store import since
 
 FORMAT_KEY = "/podwire/v1/format"
 
@@ -83,7 +85,7 @@ def test_a_store_that_is_away_says_so_and_works_when_it_is_back(world: World) ->
         lambda: world.store.create(make("b")),
         lambda: world.store.update(make("a", 1, revision=made.revision)),
         lambda: world.store.delete(made.key),
-        lambda: world.store.leases().acquire("duty", "a", 5),
+        lambda: leases_of(world.store).acquire("duty", "a", 5),
     ):
         with pytest.raises(Unavailable) as caught:
             write()
@@ -93,13 +95,13 @@ def test_a_store_that_is_away_says_so_and_works_when_it_is_back(world: World) ->
     assert world.store.get(made.key) == made
     assert world.store.list("networkpolicies")[0] == [made]
     assert world.store.update(make("a", 2, revision=made.revision)).revision > made.revision
-    world.store.leases().acquire("duty", "a", 5).close()
+    leases_of(world.store).acquire("duty", "a", 5).close()
 
 
 def test_a_watch_over_outages_loses_nothing_and_repeats_nothing(world: World) -> None:
     written: list[int] = []
     done = threading.Event()
-    with world.store.watch(now_at(world.store)) as watch, ThreadPoolExecutor(1) as threads:
+    with world.store.watch(since(now_at(world.store))) as watch, ThreadPoolExecutor(1) as threads:
         reading = threads.submit(collect, watch, done)
         try:
             for life in range(3):
@@ -114,13 +116,13 @@ def test_a_watch_over_outages_loses_nothing_and_repeats_nothing(world: World) ->
 
 
 def test_a_lease_lives_on_over_an_outage(world: World) -> None:
-    lease = world.store.leases().acquire("node/n1", "a", 2)
+    lease = leases_of(world.store).acquire("node/n1", "a", 2)
     world.away()
     until(lambda: lease.lost)
     assert not lease.taken_by
     world.back()
     until(lambda: not lease.lost)
-    assert world.store.leases().holders() == {"node/n1": "a"}
+    assert leases_of(world.store).holders() == {"node/n1": "a"}
     lease.close()
 
 
@@ -137,7 +139,7 @@ def test_what_is_away_names_all_endpoints(own_etcd: Etcd, proxy: Proxy) -> None:
         assert time.monotonic() - began_s < 20
         assert own_etcd.endpoint in caught.value.message
         assert proxy.endpoint in caught.value.message
-        with pytest.raises(Unavailable), store.watch(1) as watch:
+        with pytest.raises(Unavailable), store.watch(since(1)) as watch:
             watch.next(0)
         own_etcd.start()
         assert store.get(key("a")) is None
@@ -146,7 +148,7 @@ def test_what_is_away_names_all_endpoints(own_etcd: Etcd, proxy: Proxy) -> None:
 def test_a_watch_that_is_away_says_so_until_it_is_back(
     own_etcd: Etcd, etcd_store: EtcdStore
 ) -> None:
-    with etcd_store.watch(now_at(etcd_store)) as watch:
+    with etcd_store.watch(since(now_at(etcd_store))) as watch:
         own_etcd.kill()
         with pytest.raises(Unavailable):
             watch.next(DEADLINE_S)
@@ -177,13 +179,13 @@ def test_a_compacted_revision_is_told_and_a_list_goes_on(
     for number in range(5):
         first = etcd_store.update(make("a", number, revision=first.revision))
     own_etcd.compact(first.revision)
-    with etcd_store.watch(first.revision - 3) as watch:
+    with etcd_store.watch(since(first.revision - 3)) as watch:
         for _ in range(2):  # it stays so
             with pytest.raises(Compacted, match=f"remembers changes from {first.revision} on"):
                 watch.next(DEADLINE_S)
     found, revision = etcd_store.list("networkpolicies")
     assert found == [first]
-    with etcd_store.watch(revision) as watch:
+    with etcd_store.watch(since(revision)) as watch:
         last = etcd_store.create(make("b"))
         assert [event.object for event in take(watch, 1)] == [last]
 
@@ -192,7 +194,7 @@ def test_a_watch_that_slept_through_a_compaction_is_told(own_etcd: Etcd, proxy: 
     with (
         closing(EtcdStore([proxy.endpoint])) as store,
         closing(EtcdStore([own_etcd.endpoint])) as other,
-        store.watch(now_at(store)) as watch,
+        store.watch(since(now_at(store))) as watch,
     ):
         proxy.become(CLOSED)
         made = other.create(make("a"))
@@ -210,7 +212,7 @@ def test_a_deletion_that_was_compacted_away_is_not_lost(own_etcd: Etcd, proxy: P
         closing(EtcdStore([own_etcd.endpoint])) as other,
     ):
         other.create(make("a"))
-        with store.watch(now_at(store)) as watch:
+        with store.watch(since(now_at(store))) as watch:
             proxy.become(CLOSED)
             own_etcd.compact(_revision_of_delete(other, "a"))
             proxy.become(OPEN)
@@ -260,7 +262,7 @@ def _revision_of_delete(store: Store, name: str) -> int:
 def test_one_dead_endpoint_costs_nothing(own_etcd: Etcd, proxy: Proxy) -> None:
     proxy.become(CLOSED)
     with closing(open_store(f"etcd://{proxy.endpoint},{own_etcd.endpoint}")) as store:
-        with store.watch(now_at(store)) as watch:
+        with store.watch(since(now_at(store))) as watch:
             made = store.create(make("a"))
             assert seen(take(watch, 1)) == [("a", False)]
         assert store.list("networkpolicies")[0] == [made]
@@ -270,7 +272,7 @@ def test_another_endpoint_is_asked_when_one_dies_or_stalls(own_etcd: Etcd, proxy
     endpoints = [proxy.endpoint, own_etcd.endpoint]
     with (
         closing(EtcdStore(endpoints, deadline_s=8, idle_s=1)) as store,
-        store.watch(now_at(store)) as watch,
+        store.watch(since(now_at(store))) as watch,
     ):
         store.create(make("a"))
         assert seen(take(watch, 1)) == [("a", False)]
@@ -288,7 +290,7 @@ def test_a_silent_stream_is_opened_anew_and_loses_nothing(own_etcd: Etcd, proxy:
     with (
         closing(EtcdStore([own_etcd.endpoint])) as other,
         closing(EtcdStore([proxy.endpoint], idle_s=0.5)) as store,
-        store.watch(now_at(store)) as watch,
+        store.watch(since(now_at(store))) as watch,
     ):
         proxy.become(STALLED)
         proxy.become(OPEN)
@@ -356,7 +358,10 @@ def test_another_etcd_in_its_place_is_noticed(own_etcd: Etcd, proxy: Proxy, tmp_
     try:
         for number in range(10):
             other.put("/x", str(number).encode())
-        with closing(EtcdStore([proxy.endpoint])) as store, store.watch(now_at(store)) as watch:
+        with (
+            closing(EtcdStore([proxy.endpoint])) as store,
+            store.watch(since(now_at(store))) as watch,
+        ):
             store.create(make("a"))
             take(watch, 1)
             proxy.become(CLOSED)
@@ -436,7 +441,7 @@ def members(tmp_path: Path) -> Iterator[list[Etcd]]:
 def test_a_member_that_dies_is_survived_and_a_lost_majority_is_told(members: list[Etcd]) -> None:
     with (
         closing(EtcdStore([one.endpoint for one in members])) as store,
-        store.watch(now_at(store)) as watch,
+        store.watch(since(now_at(store))) as watch,
     ):
         lease = store.leases().acquire("duty", "a", 5)
         written = [store.create(make("a"))]

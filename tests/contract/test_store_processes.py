@@ -6,8 +6,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from podwire.model.store import Store
-from tests.contract.stores import key, make, now_at, seen, take
+from tests.contract.stores import OWN, key, make, now_at, seen, take
+from tests.fakes.store import since
+
+pytestmark = pytest.mark.parametrize("back_end", OWN, indirect=True)
 
 
 def test_what_was_written_is_there_after_opening_again(open_again: Callable[[], Store]) -> None:
@@ -20,7 +25,7 @@ def test_what_was_written_is_there_after_opening_again(open_again: Callable[[], 
     try:
         assert second.get(key("a")) == made
         assert now_at(second) == last
-        with second.watch(made.revision) as watch:
+        with second.watch(since(made.revision)) as watch:
             assert seen(take(watch, 2)) == [("b", False), ("b", True)]
         assert second.create(make("c")).revision > last
     finally:
@@ -32,7 +37,7 @@ PROCESS = """
 import sys
 from pathlib import Path
 from tests.contract.stores import BACK_ENDS, increment, make
-store = BACK_ENDS[sys.argv[1]](Path(sys.argv[2]))
+store = BACK_ENDS[sys.argv[1]].open(Path(sys.argv[2]))
 print("ready", flush=True)
 sys.stdin.readline()
 increment(store, int(sys.argv[3]))
@@ -74,7 +79,7 @@ def test_processes_that_write_at_once_lose_no_count(
     found = store.get(key("counter"))
     assert found is not None
     assert found.document == {"spec": {"v": 10 * count}}
-    with store.watch(before) as watch:
+    with store.watch(since(before)) as watch:
         revisions = [event.revision for event in take(watch, 11 * count + 1)]
     assert revisions == sorted(set(revisions))
 
@@ -83,7 +88,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from tests.contract.stores import BACK_ENDS, key, make
-store = BACK_ENDS[sys.argv[1]](Path(sys.argv[2]))
+store = BACK_ENDS[sys.argv[1]].open(Path(sys.argv[2]))
 number = int(sys.argv[3])
 while True:
     number += 1
@@ -123,7 +128,7 @@ def test_a_killed_writer_loses_nothing_that_was_acknowledged(
         assert all(missing % 3 == 0 for missing in kept - names)
         kept &= names
     found, revision = store.list("networkpolicies")
-    with store.watch(before) as watch:
+    with store.watch(since(before)) as watch:
         events = take(watch, revision - before)
     revisions = [event.revision for event in events]
     assert revisions == list(range(before + 1, revision + 1)), "nobody else writes"

@@ -21,6 +21,7 @@ from podwire.model.cluster import NodeFacts
 from podwire.model.errors import PodwireError
 from podwire.model.store import (
     ObjectKey,
+    Revisions,
     Store,
     StoredObject,
     StoreEvent,
@@ -31,6 +32,7 @@ from podwire.store.remembered import RememberedObjects
 from podwire.store.sqlite import SqliteStore
 from tests.contract.etcd_rig import Etcd
 from tests.contract.stores import key, make, now_at, take, until
+from tests.fakes.store import since
 
 PREFIX = "/podwire/v1/objects/"
 POLICY_KEY = PREFIX + "networkpolicies/default/{}"
@@ -76,7 +78,7 @@ def test_lists_and_watches_go_on_beside_what_cannot_be_read(
     ]
     assert POLICY_KEY.format("b") in found[1].fault
     assert (found[1].document, found[1].revision) == ({}, written)
-    with etcd_store.watch(revision, ["networkpolicies"]) as watch:
+    with etcd_store.watch(since(revision, "networkpolicies")) as watch:
         assert [one.object for one in take(watch, 3)] == list(found)
     with pytest.raises(UnreadableObject, match="networkpolicies default/b") as caught:
         etcd_store.get(key("b"))
@@ -124,7 +126,7 @@ def test_a_key_that_is_no_objects_is_named_as_it_is(
     }
     [foreign] = [one for one in found if one.fault]
     assert f"etcdctl del '{PREFIX}{name}'" in foreign.fault
-    with etcd_store.watch(revision, ["networkpolicies"]) as watch:
+    with etcd_store.watch(since(revision, "networkpolicies")) as watch:
         assert {one.object.key for one in take(watch, 2)} == {one.key for one in found}
 
 
@@ -134,7 +136,7 @@ def test_a_foreign_key_of_another_kind_is_none_of_a_watchs_business(
     revision = now_at(etcd_store)
     own_etcd.put(PREFIX + "namespaces/x", b"x")
     etcd_store.create(make("a"))
-    with etcd_store.watch(revision, ["ippools", "networkpolicies"]) as watch:
+    with etcd_store.watch(since(revision, "ippools", "networkpolicies")) as watch:
         assert [one.object.key for one in take(watch, 1)] == [key("a")]
 
 
@@ -173,7 +175,7 @@ class Mirror:
                 del self.objects[name]
             self.objects.update((stored.key, stored.document) for stored in one.objects)
 
-    def on_events(self, events: Sequence[StoreEvent], _revision: int) -> None:
+    def on_events(self, events: Sequence[StoreEvent], _revisions: Revisions) -> None:
         for event in events:
             stored = event.object
             self.unreadable.discard(stored.key)

@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Self
 
 from podwire.model.errors import Conflict, Unavailable
-from podwire.model.store.leases import LeaseChange, compare_holders
+from podwire.model.store import Store
+from podwire.model.store.leases import LeaseChange, Leases, compare_holders
+
+
+def leases_of(store: Store) -> Leases:
+    """Give the leases of a store that has some."""
+    leases = store.leases()
+    assert leases is not None
+    return leases
 
 
 class MemoryLease:

@@ -10,9 +10,16 @@ from uuid import uuid4
 import msgspec
 
 from podwire.model.errors import Conflict, NotFound, Unavailable
-from podwire.model.store import Compacted, ObjectKey, StoredObject, StoreEvent
+from podwire.model.store import Compacted, ObjectKey, Revisions, StoredObject, StoreEvent
+from podwire.model.store.kinds import KINDS
+from podwire.model.store.promises import FULL, Promises
 from podwire.store.documents import merge
 from tests.fakes.leases import MemoryLeases
+
+
+def since(revision: int, *kinds: str) -> Revisions:
+    """Say from where to watch some kinds of a store that has one count for all; all that there are by default."""
+    return dict.fromkeys(kinds or [one.plural for one in KINDS], revision)
 
 
 class MemoryStore:
@@ -29,17 +36,25 @@ class MemoryStore:
         self.before_update: Callable[[StoredObject], None] = lambda _new: None
         self.changed = threading.Condition(threading.RLock())
         self.events: list[StoreEvent] = []
-        self.compacted = 0
+        self.compacted: dict[str, int] = {}
+        self.watches = 0
+        """How many were opened so far."""
         self._objects: dict[ObjectKey, StoredObject] = {}
         self._revision = 0
         self._leases = MemoryLeases()
+
+    @property
+    def promises(self) -> Promises:
+        return FULL
 
     def get(self, key: ObjectKey) -> StoredObject | None:
         with self.changed:
             self._call("get")
             return self._objects.get(key)
 
-    def list(self, kind: str, namespace: str | None = None) -> tuple[Sequence[StoredObject], int]:
+    def list(
+        self, kind: str, namespace: str | None = None, *, at_least: int | None = None
+    ) -> tuple[Sequence[StoredObject], int]:
         with self.changed:
             self._call("list")
             found = [
@@ -47,7 +62,7 @@ class MemoryStore:
                 for key, one in sorted(self._objects.items())
                 if key.kind == kind and namespace in (None, key.namespace)
             ]
-            return found, self._revision
+            return found, self.revision_of(kind)
 
     def create(self, new: StoredObject) -> StoredObject:
         self._call("create")
@@ -64,8 +79,7 @@ class MemoryStore:
         self.before_update(new)
         with self.changed:
             old = self._find(new.key)
-            if old.revision != new.revision:
-                raise Conflict(f"update {new.key}: it is at revision {old.revision}")
+            self._check_same("update", old, new.revision, new.uid)
             return self._write(msgspec.structs.replace(new, uid=old.uid, created=old.created))
 
     def patch(
@@ -80,8 +94,7 @@ class MemoryStore:
         self.before_update(StoredObject(key=key, document=changes))
         with self.changed:
             old = self._find(key)
-            if revision not in (None, old.revision) or uid not in ("", old.uid):
-                raise Conflict(f"patch {key}: it is another one")
+            self._check_same("patch", old, revision, uid)
             document = merge(old.document, changes)
             if document == old.document:
                 return old
@@ -91,19 +104,18 @@ class MemoryStore:
         with self.changed:
             self._call("delete")
             old = self._find(key)
-            if revision not in (None, old.revision) or uid not in ("", old.uid):
-                raise Conflict(f"delete {key}: it is another one")
+            self._check_same("delete", old, revision, uid)
             del self._objects[key]
-            self._revision += 1
-            self._publish(StoreEvent(old, self._revision, deleted=True))
+            self._publish(StoreEvent(old, self._next_revision(key.kind), deleted=True))
             return old
 
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def watch(self, after_revision: int, kinds: Sequence[str] = ()) -> "MemoryWatch":
+    def watch(self, after: Revisions) -> "MemoryWatch":
         self._call("watch")
-        return MemoryWatch(self, after_revision, frozenset(kinds))
+        self.watches += 1
+        return MemoryWatch(self, after)
 
     def leases(self) -> MemoryLeases:
         return self._leases
@@ -114,9 +126,20 @@ class MemoryStore:
     def compact(self) -> None:
         """Forget all changes so far."""
         with self.changed:
-            self.compacted = self._revision
+            kinds = {one.object.key.kind for one in self.events}
+            self.compacted.update((kind, self.revision_of(kind)) for kind in kinds)
             self.events.clear()
             self.changed.notify_all()
+
+    def revision_of(self, kind: str) -> int:
+        """At which revision a kind is: one count for all of them here."""
+        del kind
+        return self._revision
+
+    def _next_revision(self, kind: str) -> int:
+        del kind
+        self._revision += 1
+        return self._revision
 
     def _call(self, name: str) -> None:
         if self.away:
@@ -128,11 +151,17 @@ class MemoryStore:
             raise NotFound(f"{key}: there is none")
         return self._objects[key]
 
+    @staticmethod
+    def _check_same(verb: str, old: StoredObject, revision: int | None, uid: str) -> None:
+        if uid not in ("", old.uid):
+            raise Conflict(f"{verb} {old.key}: it was deleted and made anew")
+        if revision not in (None, old.revision):
+            raise Conflict(f"{verb} {old.key}: it is at revision {old.revision}")
+
     def _write(self, new: StoredObject) -> StoredObject:
-        self._revision += 1
-        written = msgspec.structs.replace(new, revision=self._revision)
+        written = msgspec.structs.replace(new, revision=self._next_revision(new.key.kind))
         self._objects[new.key] = written
-        self._publish(StoreEvent(written, self._revision))
+        self._publish(StoreEvent(written, written.revision))
         return written
 
     def _publish(self, event: StoreEvent) -> None:
@@ -143,10 +172,10 @@ class MemoryStore:
 class MemoryWatch:
     """Changes of a MemoryStore."""
 
-    def __init__(self, store: MemoryStore, after: int, kinds: frozenset[str]) -> None:
+    def __init__(self, store: MemoryStore, after: Revisions) -> None:
         self._store = store
-        self.revision = after
-        self._kinds = kinds
+        self.revisions = dict(after)
+        self.failing: dict[str, str] = {}
         self._closed = False
 
     def next(self, timeout_s: float) -> Sequence[StoreEvent]:
@@ -155,19 +184,30 @@ class MemoryWatch:
             while not self._closed:
                 if self._store.away:
                     raise Unavailable("watch: the store is away")
-                if self.revision < self._store.compacted:
-                    raise Compacted("watch: the changes since then are gone")
-                found = [one for one in self._store.events if one.revision > self.revision]
-                if found:
-                    self.revision = found[-1].revision
-                wanted = [
-                    one for one in found if not self._kinds or one.object.key.kind in self._kinds
-                ]
+                self._check()
+                wanted = [one for one in self._store.events if self._is_news(one)]
+                for kind, at in self.revisions.items():
+                    self.revisions[kind] = max(at, self._store.revision_of(kind))
                 left_s = deadline - time.monotonic()
                 if wanted or left_s <= 0:
                     return wanted
                 self._store.changed.wait(left_s)
         return ()
+
+    def _is_news(self, event: StoreEvent) -> bool:
+        at = self.revisions.get(event.object.key.kind)
+        return at is not None and event.revision > at
+
+    def _check(self) -> None:
+        gone = [
+            kind for kind, at in self.revisions.items() if at < self._store.compacted.get(kind, 0)
+        ]
+        if gone:
+            raise Compacted("watch: the changes since then are gone", kinds=gone)
+        ahead = [kind for kind, at in self.revisions.items() if at > self._store.revision_of(kind)]
+        if ahead and self._store.promises.notices_other_store:
+            revision = max(self.revisions.values())
+            raise Compacted(f"watch after revision {revision}: it never was", kinds=ahead)
 
     def close(self) -> None:
         with self._store.changed:

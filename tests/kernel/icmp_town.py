@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from podwire.datapath.abi import DropReason
+from podwire.datapath.maps import read_metrics
 from podwire.kernel import netns
 from podwire.model.cluster import Way
 from podwire.model.interfaces import EndpointConfig
@@ -90,7 +91,7 @@ class Town:
         datapath = self.nodes[0].datapath
         keys = [PolicyKey(0, direction, protocol, port, 16) for direction, protocol, port in rules]
         entries = {key: PolicyEntry(Verdict.ALLOW, 1, 7) for key in keys}
-        datapath.change_slot(SLOT, entries, [key for key in self.rules if key not in keys])
+        datapath.policy.change_slot(SLOT, entries, [key for key in self.rules if key not in keys])
         self.rules = keys
         self.revision += 1
         config = EndpointConfig(
@@ -100,11 +101,11 @@ class Town:
             deny_egress=closed,
             deny_ingress=closed,
         )
-        datapath.update_endpoints([(self.nodes[0].records[9], config)])
+        datapath.policy.update_endpoints([(self.nodes[0].records[9], config)])
 
     def drops(self, reason: DropReason = DropReason.POLICY) -> int:
         """Count what the programs of the first node have dropped."""
-        rows = self.nodes[0].datapath.read_metrics()
+        rows = read_metrics(self.nodes[0].datapath.maps)
         return sum(row.packets for row in rows if row.reason == reason)
 
 

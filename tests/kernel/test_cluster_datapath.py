@@ -16,6 +16,7 @@ import pytest
 
 from podwire.datapath import abi
 from podwire.datapath import maps as tables
+from podwire.datapath.changes import watch_links
 from podwire.datapath.inventory import remove_everything
 from podwire.datapath.native import OwnHooks
 from podwire.datapath.node_maps import list_node_numbers, list_nodes
@@ -186,6 +187,17 @@ def test_a_plan_of_the_overlay_is_in_the_kernel_and_found_there(world: KernelWor
     }
     assert dict(list_node_numbers(world.datapath.maps))[ipaddress.ip_address("fd50::3")] == 2
     assert world.datapath.apply_cluster(plan) == []
+
+
+def test_a_nodes_row_shows_that_what_goes_there_has_to_be_encrypted(world: KernelWorld) -> None:
+    world.datapath.apply_cluster(make_cluster(2))
+    table, key = world.datapath.maps.pw_nodes, (1).to_bytes(4, "little")
+    raw = table.lookup(key)
+    assert raw is not None
+    row = abi.NodeValue.unpack(raw)
+    table.update(key, row._replace(flags=row.flags | abi.NodeFlags.ENCRYPTED).pack())
+    shown = {one["node"]: one["flags"] for one in read_rows(world.datapath.maps, "nodes", 10)[0]}
+    assert shown == {1: ["encrypted"], 2: []}
 
 
 Damage = Callable[[KernelWorld], object]
@@ -849,7 +861,7 @@ def drain(events: NetlinkEvents) -> None:
 @pytest.mark.parametrize("change", EVENTS)
 def test_a_change_on_the_way_to_other_nodes_is_told(world: KernelWorld, change: Damage) -> None:
     world.datapath.apply_cluster(make_cluster(1))
-    with world.datapath.watch_links() as events:
+    with watch_links() as events:
         drain(events)
         change(world)
         assert events.wait(30)
@@ -857,7 +869,7 @@ def test_a_change_on_the_way_to_other_nodes_is_told(world: KernelWorld, change: 
 
 def test_pods_and_passing_routes_are_no_news(world: KernelWorld) -> None:
     world.datapath.apply_cluster(make_cluster(1))
-    with world.datapath.watch_links() as events:
+    with watch_links() as events:
         drain(events)
         record, _ = world.attach(7)
         world.detach(record)
@@ -869,14 +881,14 @@ def test_pods_and_passing_routes_are_no_news(world: KernelWorld) -> None:
 def test_a_pass_without_changes_makes_no_news(world: KernelWorld) -> None:
     plan = make_cluster(2)
     world.datapath.apply_cluster(plan)
-    with world.datapath.watch_links() as events:
+    with watch_links() as events:
         drain(events)
         assert world.datapath.apply_cluster(plan) == []
         assert not events.wait(0.05)
 
 
 def test_waiting_is_ended_by_a_call(world: KernelWorld) -> None:
-    with world.datapath.watch_links() as events:
+    with watch_links() as events:
         waker = threading.Timer(0.05, events.wake)
         waker.start()
         began = time.monotonic()
@@ -1287,6 +1299,6 @@ def test_no_hooks_are_made_that_cannot_be_noted(world: KernelWorld) -> None:
 
 def test_a_lost_program_at_the_device_is_news(world: KernelWorld) -> None:
     world.datapath.apply_cluster(make_cluster(1, way=Way.NATIVE))
-    with world.datapath.watch_links() as events:
+    with watch_links() as events:
         world.host.run("tc", "filter", "del", "dev", UNDERLAY, "ingress")
         assert events.wait(30)

@@ -15,7 +15,9 @@ import pytest
 
 from podwire.datapath import abi
 from podwire.datapath import maps as tables
+from podwire.datapath.changes import watch_links
 from podwire.datapath.inventory import remove_everything
+from podwire.datapath.maps import read_metrics
 from podwire.datapath.node import KernelDatapath
 from podwire.datapath.plan import NodePlan
 from podwire.kernel import netns
@@ -311,7 +313,7 @@ def test_a_deleted_tunnel_device_carries_traffic_again_after_one_pass(nodes: lis
     connect(nodes, chosen)
     pods = [node.attach(9) for node in nodes]
     assert pings(pods[0], "10.77.2.9")
-    with nodes[0].inside(), nodes[0].datapath.watch_links() as events:
+    with nodes[0].inside(), watch_links() as events:
         nodes[0].namespace.run("ip", "link", "del", TUNNEL_DEVICE)
         assert events.wait(30)
     assert not pings(pods[0], "10.77.2.9", "-W", "0.2")
@@ -339,7 +341,7 @@ def passes(node: Node, hook: abi.Hook, path: abi.Path) -> int:
     """Give how many packets passed a hook by a path."""
     return sum(
         row.packets
-        for row in node.datapath.read_metrics()
+        for row in read_metrics(node.datapath.maps)
         if (row.hook, row.reason, row.path) == (hook, abi.DropReason.NONE, path)
     )
 

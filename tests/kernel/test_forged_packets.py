@@ -246,7 +246,7 @@ def attach_asker(node: Node) -> tuple[Namespace, EndpointRecord]:
     """Connect a pod to which nobody may open anything."""
     pod = node.attach(ASKING)
     config = EndpointConfig(identity=70_010, policy_revision=2, deny_ingress=True)
-    node.datapath.update_endpoints([(node.records[ASKING], config)])
+    node.datapath.policy.update_endpoints([(node.records[ASKING], config)])
     return pod, node.records[ASKING]
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from podwire.datapath import maps as tables
 from podwire.datapath.abi import DropReason, Identity
+from podwire.datapath.changes import watch_links
+from podwire.datapath.maps import read_metrics
 from podwire.model.cluster import ClusterPlan
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.interfaces import EndpointConfig
@@ -71,14 +73,14 @@ class Confined:
             PolicyKey(one, Direction.EGRESS, UDP, PORT, 16): PolicyEntry(Verdict.ALLOW, 1, one)
             for one in identities
         }
-        held = self.world.datapath.read_slot(SLOT)
+        held = self.world.datapath.policy.read_slot(SLOT)
         gone = [key for key in held if key not in wanted]
-        self.world.datapath.change_slot(SLOT, wanted, gone)
-        self.world.datapath.update_endpoints([(self.record, config)])
+        self.world.datapath.policy.change_slot(SLOT, wanted, gone)
+        self.world.datapath.policy.update_endpoints([(self.record, config)])
 
     def denials(self) -> int:
         """Count what policy has dropped on this node."""
-        rows = self.world.datapath.read_metrics()
+        rows = read_metrics(self.world.datapath.maps)
         return sum(row.packets for row in rows if row.reason == DropReason.POLICY)
 
     def reaches(self, receiver: Namespace, address: str) -> bool:
@@ -129,7 +131,7 @@ def test_who_may_send_to_the_world_does_not_reach_the_host(confined: Confined, n
     commands, address = ADDRESSES[name]
     host, datapath = confined.world.host, confined.world.datapath
     datapath.apply_cluster(ClusterPlan())
-    with datapath.watch_links() as news:
+    with watch_links() as news:
         for command in commands:
             host.run("ip", *command.split())
         assert not commands or news.wait(DEADLINE_S)
@@ -142,7 +144,7 @@ def test_who_may_send_to_the_world_does_not_reach_the_host(confined: Confined, n
     assert confined.reaches(confined.outside, outside), "the world itself stays open"
     confined.confine(Identity.HOST)
     assert confined.reaches(host, address)
-    with datapath.watch_links() as news:
+    with watch_links() as news:
         for command in commands:
             host.run("ip", *command.replace(" add ", " del ").replace(" nodad", "").split())
         assert not commands or news.wait(DEADLINE_S)

@@ -123,6 +123,23 @@ def test_rendering_is_deterministic_and_one_transaction() -> None:
     assert render_table(PLAN).startswith("add table inet podwire\ndelete table inet podwire\n")
 
 
+def test_a_packet_meets_one_chain_at_each_place_of_each_hook(tables: Nftables) -> None:
+    everything = replace(
+        PLAN,
+        tunnel_port=8472,
+        tunnel_mark=0x1234,
+        tunnel_peers=_networks("192.0.2.0/24"),
+        pod_networks=_networks("10.244.0.0/16", "fd00:244::/48"),
+        own_ranges=PODS,
+    )
+    Masquerade(tables).apply(everything)
+    listed = tables.list_json("list table inet podwire")
+    chains = [one["chain"] for one in listed if "chain" in one]
+    places = [(one["hook"], one["prio"]) for one in chains if "hook" in one]
+    assert sorted(places) == sorted(set(places))
+    assert [hook for hook, _ in places].count("output") == 1
+
+
 def test_a_refused_table_leaves_the_old_one_in_force(host: Namespace, tables: Nftables) -> None:
     masquerade = Masquerade(tables)
     masquerade.apply(PLAN)

@@ -17,7 +17,9 @@ import pytest
 
 from podwire.datapath import abi, conntrack_maps
 from podwire.datapath import maps as tables
+from podwire.datapath.events import EventReader
 from podwire.datapath.inventory import remove_everything
+from podwire.datapath.maps import read_metrics
 from podwire.datapath.node import KernelDatapath
 from podwire.datapath.programs import Pins, ensure_bpffs, list_versions
 from podwire.kernel import bpf, netns
@@ -308,7 +310,7 @@ def test_no_router_advertisement_reaches_a_pod(world: KernelWorld) -> None:
 
 def test_a_spoofed_packet_is_dropped_counted_and_told(world: KernelWorld) -> None:
     record, pod = world.attach(6)
-    with world.datapath.open_events() as events:
+    with EventReader(world.datapath.maps) as events:
         pod.ip("address", "add", "10.77.0.99/32", "dev", "eth0")
         pod.run("ping", "-c", "1", "-W", "1", "-I", "10.77.0.99", str(NODE_IPV4), check=False)
         found: list[FlowEvent] = []
@@ -324,7 +326,7 @@ def test_a_spoofed_packet_is_dropped_counted_and_told(world: KernelWorld) -> Non
     assert (event.protocol, event.destination) == ("icmp", str(NODE_IPV4))
     dropped = {
         row.reason: row.packets
-        for row in world.datapath.read_metrics()
+        for row in read_metrics(world.datapath.maps)
         if row.hook == abi.Hook.FROM_POD
     }
     assert dropped[abi.DropReason.SOURCE_ADDRESS] >= 1

@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 
 from podwire.datapath.abi import DropReason
+from podwire.datapath.events import EventReader
+from podwire.datapath.maps import read_metrics
+from podwire.datapath.policy_maps import read_hits
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.interfaces import EndpointConfig
 from podwire.model.policy import Direction, PolicyEntry, PolicyKey, Verdict
@@ -66,15 +69,17 @@ class Town:
             PolicyKey(one, Direction.INGRESS, 6, PORT, 16): PolicyEntry(ALLOW, 1, one)
             for one in identities
         }
-        held = self.world.datapath.read_slot(SLOT)
-        self.world.datapath.change_slot(SLOT, wanted, [key for key in held if key not in wanted])
+        held = self.world.datapath.policy.read_slot(SLOT)
+        self.world.datapath.policy.change_slot(
+            SLOT, wanted, [key for key in held if key not in wanted]
+        )
         self.revision += 1
         config = EndpointConfig(**{**vars(CLOSED), "policy_revision": self.revision})
-        self.world.datapath.update_endpoints([(self.server, config)])
+        self.world.datapath.policy.update_endpoints([(self.server, config)])
 
     def denials(self) -> int:
         """Count the packets that policy has dropped on this node."""
-        rows = self.world.datapath.read_metrics()
+        rows = read_metrics(self.world.datapath.maps)
         return sum(row.packets for row in rows if row.reason == DropReason.POLICY)
 
     def connects(self, client: Namespace, address: str, port: int) -> socket.socket | None:
@@ -107,7 +112,7 @@ def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
         for name, number, identity in (("friend", 21, FRIEND), ("stranger", 22, STRANGER)):
             identities[name], clients[name] = world.attach(number)
             config = EndpointConfig(identity=identity, policy_revision=2)
-            world.datapath.update_endpoints([(identities[name], config)])
+            world.datapath.policy.update_endpoints([(identities[name], config)])
         clients["outside"] = stack.enter_context(new_namespace())
         clients["host"] = world.host
         _connect_outside(world.host, clients["outside"])
@@ -272,17 +277,17 @@ def test_the_hosts_probe_goes_in_and_its_answers_come_out_of_a_pod_closed_both_w
         **{**vars(CLOSED), "policy_revision": town.revision + 100, "deny_egress": True}
     )
     town.revision += 100
-    town.world.datapath.update_endpoints([(town.server, config)])
+    town.world.datapath.policy.update_endpoints([(town.server, config)])
     assert succeeds(town, "host", town.server.ipv4, PORT)
     assert not succeeds(town, "friend", town.server.ipv4, PORT)
 
 
 def test_a_denial_is_told_with_its_rule(town: Town) -> None:
     town.allow(FRIEND)
-    town.world.datapath.change_slot(
+    town.world.datapath.policy.change_slot(
         SLOT, {PolicyKey(STRANGER, Direction.INGRESS): PolicyEntry(DENY, 9, 4711)}, []
     )
-    with town.world.datapath.open_events() as reader:
+    with EventReader(town.world.datapath.maps) as reader:
         while reader.read():
             pass
         assert not succeeds(town, "stranger", town.server.ipv4, PORT)
@@ -294,4 +299,4 @@ def test_a_denial_is_told_with_its_rule(town: Town) -> None:
 
         _wait(is_told)
     assert [(one.endpoint, one.reason) for one in found][:1] == [(town.server.id, "policy")]
-    assert town.world.datapath.read_hits()[4711][0] >= 1
+    assert read_hits(town.world.datapath.maps)[4711][0] >= 1

@@ -306,15 +306,15 @@ def test_rows_taken_over_make_room_for_nothing_twice(world: KernelWorld, next_bu
 def test_slots_and_cidrs_go_to_the_other_layout_and_come_back(
     world: KernelWorld, next_build: Build
 ) -> None:
-    world.datapath.write_slot(7, ROWS)
-    world.datapath.write_cidrs(CIDRS)
+    world.datapath.policy.write_slot(7, ROWS)
+    world.datapath.policy.write_cidrs(CIDRS)
     world.datapath.close()
     next_build.prepare_node(world.plan.bpf_dir)
     assert list_versions(world.plan.bpf_dir) == [NEXT]
     world.restart()
     assert list_versions(world.plan.bpf_dir) == [THIS]
-    assert world.datapath.list_slots() == [7]
-    assert world.datapath.read_slot(7) == ROWS
+    assert world.datapath.policy.list_slots() == [7]
+    assert world.datapath.policy.read_slot(7) == ROWS
     assert dict(read_cidrs(world.datapath.maps)) == CIDRS
 
 
@@ -323,9 +323,9 @@ def test_a_build_without_policy_takes_over_and_gives_back_under_traffic(
 ) -> None:
     first, first_pod = world.attach(13)
     second, second_pod = world.attach(14)
-    world.datapath.write_slot(7, ROWS)
+    world.datapath.policy.write_slot(7, ROWS)
     config = EndpointConfig(policy_revision=2, slot=7)
-    world.datapath.update_endpoints([(first, config)])
+    world.datapath.policy.update_endpoints([(first, config)])
     with continuous_traffic([(first_pod, second_pod, second.ipv4)]) as flows:
         let_flow(flows)
         world.datapath.close()
@@ -337,9 +337,9 @@ def test_a_build_without_policy_takes_over_and_gives_back_under_traffic(
         let_flow(flows)
         results = [flow.finish() for flow in flows]
     assert results == [[], ""]
-    assert world.datapath.read_slot(7) == ROWS
+    assert world.datapath.policy.read_slot(7) == ROWS
     assert world.datapath.compare_endpoint(first, config, first_pod.pod) == []
-    assert world.datapath.list_slots() == [7]
+    assert world.datapath.policy.list_slots() == [7]
 
 
 def test_the_maps_of_policy_are_made_where_an_older_build_had_none(
@@ -352,8 +352,8 @@ def test_the_maps_of_policy_are_made_where_an_older_build_had_none(
     assert not any((pins / name).exists() for name in POLICY_MAPS)
     world.restart()
     assert all((pins / name).exists() for name in POLICY_MAPS)
-    world.datapath.write_slot(7, ROWS)
-    assert world.datapath.read_slot(7) == ROWS
+    world.datapath.policy.write_slot(7, ROWS)
+    assert world.datapath.policy.read_slot(7) == ROWS
 
 
 @pytest.mark.parametrize("entries", [65_536, 4096], ids=["grown", "as-small-as-its-flows-allow"])

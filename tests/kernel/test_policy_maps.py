@@ -10,7 +10,7 @@ import pytest
 
 from podwire.datapath import abi, policy_maps
 from podwire.datapath import maps as tables
-from podwire.datapath.policy_maps import PolicyTable, pack_key, read_cidrs, read_entries
+from podwire.datapath.policy_maps import PolicyTable, pack_key, read_cidrs, read_entries, read_hits
 from podwire.datapath.rows import describe_maps, read_rows
 from podwire.kernel import bpf
 from podwire.model.endpoint import IPNetwork
@@ -45,9 +45,9 @@ def world(shared_world: KernelWorld) -> Iterator[KernelWorld]:
     shared_world.restart(policy_entries=CAPACITY)
     yield shared_world
     datapath = shared_world.datapath
-    datapath.remove_slots(datapath.list_slots())
-    datapath.write_cidrs({})
-    datapath.forget_hits(())
+    datapath.policy.remove_slots(datapath.policy.list_slots())
+    datapath.policy.write_cidrs({})
+    datapath.policy.forget_hits(())
     datapath.reap_devices()
 
 
@@ -86,70 +86,70 @@ def everything(world: KernelWorld) -> dict[int, PolicyRows]:
 
 
 def test_a_slot_is_read_as_it_was_written(world: KernelWorld) -> None:
-    datapath: PolicyDatapath = world.datapath
+    datapath: PolicyDatapath = world.datapath.policy
     datapath.write_slot(7, MIXED)
     datapath.write_slot(2**32 - 1, rows_of(3))
     assert datapath.read_slot(7) == MIXED
     assert datapath.list_slots() == [7, 2**32 - 1]
     assert datapath.read_slot(8) == {}
     assert everything(world) == {7: MIXED, 2**32 - 1: rows_of(3)}
-    assert world.datapath.policy_fill == (len(MIXED) + 3, CAPACITY)
+    assert world.datapath.policy.fill == (len(MIXED) + 3, CAPACITY)
 
 
 def test_a_slot_that_somebody_emptied_can_be_written_again(world: KernelWorld) -> None:
     datapath = world.datapath
-    datapath.write_slot(7, MIXED)
-    datapath.write_slot(8, rows_of(CAPACITY - len(MIXED)))
+    datapath.policy.write_slot(7, MIXED)
+    datapath.policy.write_slot(8, rows_of(CAPACITY - len(MIXED)))
     assert datapath.maps.pw_policy.delete_batch([pack_key(7, key) for key in MIXED]) == len(MIXED)
-    assert datapath.read_slot(7) == {}
-    datapath.change_slot(7, MIXED, ())
+    assert datapath.policy.read_slot(7) == {}
+    datapath.policy.change_slot(7, MIXED, ())
     assert everything(world)[7] == MIXED
-    assert datapath.policy_fill == (CAPACITY, CAPACITY)
+    assert datapath.policy.fill == (CAPACITY, CAPACITY)
 
 
 def test_slots_are_known_to_the_next_agent(world: KernelWorld) -> None:
-    world.datapath.write_slot(7, MIXED)
-    world.datapath.write_slot(8, rows_of(3))
+    world.datapath.policy.write_slot(7, MIXED)
+    world.datapath.policy.write_slot(8, rows_of(3))
     world.restart()
-    assert world.datapath.list_slots() == [7, 8]
-    assert world.datapath.read_slot(7) == MIXED
-    assert world.datapath.policy_fill == (len(MIXED) + 3, CAPACITY)
-    world.datapath.remove_slots([7])
+    assert world.datapath.policy.list_slots() == [7, 8]
+    assert world.datapath.policy.read_slot(7) == MIXED
+    assert world.datapath.policy.fill == (len(MIXED) + 3, CAPACITY)
+    world.datapath.policy.remove_slots([7])
     assert everything(world) == {8: rows_of(3)}
 
 
 def test_a_slot_that_was_half_written_is_made_exact(world: KernelWorld) -> None:
-    world.datapath.write_slot(7, rows_of(5))
+    world.datapath.policy.write_slot(7, rows_of(5))
     wanted = {**rows_of(2), PolicyKey(1, Direction.EGRESS): entry(9)}
-    world.datapath.write_slot(7, wanted)
+    world.datapath.policy.write_slot(7, wanted)
     assert everything(world) == {7: wanted}
-    assert world.datapath.policy_fill[0] == 3
+    assert world.datapath.policy.fill[0] == 3
 
 
 def test_a_change_puts_replaces_and_removes(world: KernelWorld) -> None:
     before = rows_of(4)
-    world.datapath.write_slot(7, before)
+    world.datapath.policy.write_slot(7, before)
     keys = list(before)
     put = {keys[0]: entry(77, Verdict.DENY), PolicyKey(5, Direction.EGRESS): entry(78)}
-    world.datapath.change_slot(7, put, [keys[2], keys[3], PolicyKey(6, Direction.EGRESS)])
-    assert world.datapath.read_slot(7) == {keys[1]: before[keys[1]], **put}
-    assert world.datapath.policy_fill[0] == 3
+    world.datapath.policy.change_slot(7, put, [keys[2], keys[3], PolicyKey(6, Direction.EGRESS)])
+    assert world.datapath.policy.read_slot(7) == {keys[1]: before[keys[1]], **put}
+    assert world.datapath.policy.fill[0] == 3
 
 
 def test_a_slot_without_entries_is_none(world: KernelWorld) -> None:
-    world.datapath.write_slot(7, {})
-    assert world.datapath.list_slots() == []
+    world.datapath.policy.write_slot(7, {})
+    assert world.datapath.policy.list_slots() == []
     rows = rows_of(2)
-    world.datapath.write_slot(7, rows)
-    world.datapath.change_slot(7, {}, rows)
-    assert world.datapath.list_slots() == []
-    assert world.datapath.policy_fill[0] == 0
+    world.datapath.policy.write_slot(7, rows)
+    world.datapath.policy.change_slot(7, {}, rows)
+    assert world.datapath.policy.list_slots() == []
+    assert world.datapath.policy.fill[0] == 0
 
 
 def test_what_is_both_put_and_removed_is_refused(world: KernelWorld) -> None:
     rows = rows_of(1)
     with pytest.raises(Bug):
-        world.datapath.change_slot(7, rows, rows)
+        world.datapath.policy.change_slot(7, rows, rows)
     assert not dump(world)
 
 
@@ -167,7 +167,7 @@ def test_a_key_that_the_trie_would_take_for_another_is_refused(
     world: KernelWorld, key: PolicyKey
 ) -> None:
     with pytest.raises(Bug):
-        world.datapath.write_slot(7, {key: entry(1)})
+        world.datapath.policy.write_slot(7, {key: entry(1)})
     assert not dump(world)
 
 
@@ -176,43 +176,43 @@ def test_a_key_that_the_trie_would_take_for_another_is_refused(
 
 def test_overflow_leaves_everything_as_it_was(world: KernelWorld) -> None:
     rows = rows_of(15)
-    world.datapath.write_slot(7, rows)
+    world.datapath.policy.write_slot(7, rows)
     before = dump(world)
     with pytest.raises(PolicyOverflow) as refusal:
-        world.datapath.write_slot(8, rows_of(6))
+        world.datapath.policy.write_slot(8, rows_of(6))
     assert "15 of 20" in refusal.value.message
     with pytest.raises(PolicyOverflow):
-        world.datapath.change_slot(7, rows_of(6, first=5000), rows)
+        world.datapath.policy.change_slot(7, rows_of(6, first=5000), rows)
     assert dump(world) == before
-    assert world.datapath.list_slots() == [7]
-    assert world.datapath.policy_fill == (15, CAPACITY)
+    assert world.datapath.policy.list_slots() == [7]
+    assert world.datapath.policy.fill == (15, CAPACITY)
 
 
 def test_the_last_row_fits_and_what_is_there_may_be_replaced(world: KernelWorld) -> None:
-    world.datapath.write_slot(7, rows_of(CAPACITY))
+    world.datapath.policy.write_slot(7, rows_of(CAPACITY))
     replaced = {key: entry(500) for key in rows_of(CAPACITY)}
-    world.datapath.change_slot(7, replaced, [])
+    world.datapath.policy.change_slot(7, replaced, [])
     assert everything(world) == {7: replaced}
     with pytest.raises(PolicyOverflow):
-        world.datapath.change_slot(7, {PolicyKey(1, Direction.EGRESS): entry(1)}, [])
+        world.datapath.policy.change_slot(7, {PolicyKey(1, Direction.EGRESS): entry(1)}, [])
 
 
 def test_room_is_given_back_by_what_goes(world: KernelWorld) -> None:
     for slot in range(1, 30):
-        world.datapath.write_slot(slot, rows_of(CAPACITY // 2))
-        world.datapath.remove_slots([slot - 1])
+        world.datapath.policy.write_slot(slot, rows_of(CAPACITY // 2))
+        world.datapath.policy.remove_slots([slot - 1])
     assert everything(world) == {29: rows_of(CAPACITY // 2)}
 
 
 def test_the_capacity_follows_the_settings_without_a_restart(world: KernelWorld) -> None:
-    world.datapath.write_slot(7, rows_of(15))
+    world.datapath.policy.write_slot(7, rows_of(15))
     world.datapath.change_plan(replace(world.plan, policy_entries=10))
     with pytest.raises(PolicyOverflow):
-        world.datapath.change_slot(7, {PolicyKey(1, Direction.EGRESS): entry(1)}, [])
-    world.datapath.change_slot(7, {}, list(rows_of(15))[:3])
+        world.datapath.policy.change_slot(7, {PolicyKey(1, Direction.EGRESS): entry(1)}, [])
+    world.datapath.policy.change_slot(7, {}, list(rows_of(15))[:3])
     world.datapath.change_plan(replace(world.plan, policy_entries=13))
-    world.datapath.change_slot(7, {PolicyKey(1, Direction.EGRESS): entry(1)}, [])
-    assert world.datapath.policy_fill == (13, 13)
+    world.datapath.policy.change_slot(7, {PolicyKey(1, Direction.EGRESS): entry(1)}, [])
+    assert world.datapath.policy.fill == (13, 13)
 
 
 @pytest.fixture
@@ -341,11 +341,11 @@ def test_the_map_of_cidrs_holds_exactly_what_was_given(world: KernelWorld) -> No
         networks("10.0.0.0/8", "0.0.0.0/0"),
         {},
     ):
-        world.datapath.write_cidrs(wanted)
+        world.datapath.policy.write_cidrs(wanted)
         assert dict(read_cidrs(world.datapath.maps)) == wanted
-    world.datapath.write_cidrs(networks("10.0.0.0/8"))
+    world.datapath.policy.write_cidrs(networks("10.0.0.0/8"))
     world.restart()
-    world.datapath.write_cidrs(networks("10.1.0.0/16"))
+    world.datapath.policy.write_cidrs(networks("10.1.0.0/16"))
     assert dict(read_cidrs(world.datapath.maps)) == networks("10.1.0.0/16")
 
 
@@ -357,10 +357,10 @@ def find_cidr(world: KernelWorld, address: str) -> int:
 
 @pytest.mark.parametrize("wide", ["::/0", "::/80", "::/96"])
 def test_no_ipv6_prefix_covers_ipv4(world: KernelWorld, wide: str) -> None:
-    world.datapath.write_cidrs(networks("2001:db8::/32", wide))
+    world.datapath.policy.write_cidrs(networks("2001:db8::/32", wide))
     assert find_cidr(world, "198.51.100.7") == 0
     assert dict(read_cidrs(world.datapath.maps)) == networks("2001:db8::/32", wide)
-    world.datapath.write_cidrs(networks(wide, "0.0.0.0/0"))
+    world.datapath.policy.write_cidrs(networks(wide, "0.0.0.0/0"))
     assert find_cidr(world, "198.51.100.7") == NET + 1
 
 
@@ -369,7 +369,7 @@ def test_an_ipv6_prefix_of_mapped_addresses_matches_nothing(
     world: KernelWorld, mapped: str
 ) -> None:
     """No packet on a wire carries such an address; in the map it would be an IPv4 one."""
-    world.datapath.write_cidrs(networks("2001:db8::/32", mapped))
+    world.datapath.policy.write_cidrs(networks("2001:db8::/32", mapped))
     assert find_cidr(world, "10.0.0.1") == 0
 
 
@@ -403,7 +403,7 @@ FULL = EndpointConfig(
 def test_rows_of_live_endpoints_are_turned_over_whole(world: KernelWorld) -> None:
     first, _ = world.attach(30)
     second, second_pod = world.attach(31)
-    world.datapath.update_endpoints([(first, FULL), (second, FULL)])
+    world.datapath.policy.update_endpoints([(first, FULL), (second, FULL)])
     assert world.datapath.compare_endpoint(second, FULL, second_pod.pod) == []
     row = tables.read_config(world.datapath.maps, first.device.host_ifindex)
     assert row is not None
@@ -412,7 +412,7 @@ def test_rows_of_live_endpoints_are_turned_over_whole(world: KernelWorld) -> Non
     assert row.flags == abi.ConfigFlags(0x1FF) & ~abi.ConfigFlags.SHAPED
     world.detach(first)
     with pytest.raises(KernelFailure):
-        world.datapath.update_endpoints([(first, FULL)])  # what is gone is not made anew
+        world.datapath.policy.update_endpoints([(first, FULL)])  # what is gone is not made anew
     assert tables.read_config(world.datapath.maps, first.device.host_ifindex) is None
     world.detach(second)
 
@@ -434,7 +434,7 @@ def test_a_row_whose_policy_differs_is_named(
 ) -> None:
     record, _ = world.attach(32)
     try:
-        world.datapath.update_endpoints([(record, FULL)])
+        world.datapath.policy.update_endpoints([(record, FULL)])
         wanted = EndpointConfig(**{**vars(FULL), **changes})
         [difference] = tables.compare_rows(world.datapath.maps, record, wanted)
         assert named in difference
@@ -444,9 +444,9 @@ def test_a_row_whose_policy_differs_is_named(
 
 def test_people_see_entries_cidrs_and_flags_by_name(world: KernelWorld) -> None:
     record, _ = world.attach(33)
-    world.datapath.write_slot(9, MIXED)
-    world.datapath.write_cidrs(networks("::/0"))
-    world.datapath.update_endpoints([(record, FULL)])
+    world.datapath.policy.write_slot(9, MIXED)
+    world.datapath.policy.write_cidrs(networks("::/0"))
+    world.datapath.policy.update_endpoints([(record, FULL)])
     maps = world.datapath.maps
     rows, truncated = read_rows(maps, "policy", 100)
     assert not truncated
@@ -472,7 +472,7 @@ def test_people_see_entries_cidrs_and_flags_by_name(world: KernelWorld) -> None:
     assert fill["policy"] == (len(MIXED), CAPACITY)
     counted = {row["name"]: row["entries"] for row in describe_maps(maps)}
     assert counted["policy"] == len(MIXED)
-    world.datapath.update_endpoints([(record, OPEN)])
+    world.datapath.policy.update_endpoints([(record, OPEN)])
     world.detach(record)
 
 
@@ -482,18 +482,18 @@ def test_hits_are_summed_shown_and_forgotten(world: KernelWorld) -> None:
     for rule in (5, 6):
         maps.pw_hits.update(rule.to_bytes(4, "little"), b"".join(counters))
     cpus = bpf.possible_cpus()
-    assert world.datapath.read_hits() == {5: (2 * cpus, 100 * cpus), 6: (2 * cpus, 100 * cpus)}
+    assert read_hits(world.datapath.maps) == {5: (2 * cpus, 100 * cpus), 6: (2 * cpus, 100 * cpus)}
     assert read_rows(maps, "hits", 1) == (
         [{"rule": 5, "packets": 2 * cpus, "bytes": 100 * cpus}],
         True,
     )
-    world.datapath.forget_hits([6, 7])
-    assert set(world.datapath.read_hits()) == {6}
+    world.datapath.policy.forget_hits([6, 7])
+    assert set(read_hits(world.datapath.maps)) == {6}
 
 
 def test_writing_one_slot_reads_no_other(world: KernelWorld) -> None:
     """Work in proportion to what changes: the map is walked once, when the node is prepared."""
-    world.datapath.write_slot(7, rows_of(10))
+    world.datapath.policy.write_slot(7, rows_of(10))
 
     def refuse(walked: bpf.Map, *_: object) -> None:
         raise AssertionError(f"{walked.name} is walked")
@@ -501,7 +501,7 @@ def test_writing_one_slot_reads_no_other(world: KernelWorld) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bpf.Map, "items", refuse)
         patch.setattr(bpf.Map, "keys", refuse)
-        world.datapath.write_slot(8, rows_of(3))
-        world.datapath.change_slot(8, rows_of(3, first=2000), rows_of(3))
-        world.datapath.remove_slots([7])
-        assert world.datapath.read_slot(8) == rows_of(3, first=2000)
+        world.datapath.policy.write_slot(8, rows_of(3))
+        world.datapath.policy.change_slot(8, rows_of(3, first=2000), rows_of(3))
+        world.datapath.policy.remove_slots([7])
+        assert world.datapath.policy.read_slot(8) == rows_of(3, first=2000)

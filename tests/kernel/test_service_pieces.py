@@ -51,11 +51,13 @@ def admit(town: Town, server: str, revision: int, *identities: int) -> None:
     keys = [PolicyKey(one, Direction.INGRESS, frames.UDP, PORT, 16) for one in identities]
     rows = {key: PolicyEntry(Verdict.ALLOW, 1, 7) for key in keys}
     slot = SLOT + number
-    datapath.change_slot(slot, rows, [key for key in datapath.read_slot(slot) if key not in rows])
+    datapath.policy.change_slot(
+        slot, rows, [key for key in datapath.policy.read_slot(slot) if key not in rows]
+    )
     config = EndpointConfig(
         identity=IDENTITY + number, slot=slot, policy_revision=revision, deny_ingress=True
     )
-    datapath.update_endpoints([(town.nodes[at].records[number], config)])
+    datapath.policy.update_endpoints([(town.nodes[at].records[number], config)])
 
 
 @pytest.mark.parametrize("version", [4, 6])

@@ -325,15 +325,25 @@ def test_a_pod_is_not_attached_while_its_agent_is_away(make_lab: MakeLab) -> Non
 
 def test_labels_of_a_pod_reach_the_endpoint(pair_lab: Lab) -> None:
     said = pair_lab.cli(
-        "lab", "run", "db", "-n", "shop", "--node", "node1", "--label", "app=db", "-o", "json"
+        "lab",
+        "run",
+        "labelled",
+        "-n",
+        "shop",
+        "--node",
+        "node1",
+        "--label",
+        "app=labelled",
+        "-o",
+        "json",
     )
     assert said.code == 0, said.err
-    assert said.document["networkNamespace"] == f"pw.{pair_lab.name}.shop.db"
-    listed = pair_lab.cli("endpoint", "list", "-l", "app=db", "-n", "shop", "-o", "name")
+    assert said.document["networkNamespace"] == f"pw.{pair_lab.name}.shop.labelled"
+    listed = pair_lab.cli("endpoint", "list", "-l", "app=labelled", "-n", "shop", "-o", "name")
     assert len(listed.lines) == 1
-    assert pair_lab.cli("lab", "rm", "shop/db").code == 0
-    assert f"pw.{pair_lab.name}.shop.db" not in os.listdir("/run/netns")
-    assert pair_lab.cli("lab", "rm", "shop/db").code == 4
+    assert pair_lab.cli("lab", "rm", "shop/labelled").code == 0
+    assert f"pw.{pair_lab.name}.shop.labelled" not in os.listdir("/run/netns")
+    assert pair_lab.cli("lab", "rm", "shop/labelled").code == 4
 
 
 @pytest.mark.parametrize(

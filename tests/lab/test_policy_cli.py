@@ -476,6 +476,7 @@ def test_a_trace_tells_what_packets_find(closed: Lab) -> None:
         ("policy trace --from pod:default/db --port 80/tcp", 2, "--to"),
         ("policy trace --from pod:default/db --to world", 2, "--port"),
         ("policy wait soon", 2, "REVISION"),
+        ("policy wait 1 --kind pods", 2, "networkpolicies"),
         ("policy validate", 2, "--file"),
         ("get pods", 2, "there is no such kind"),
         ("policy entries --endpoint nobody", 4, "nobody"),
@@ -498,6 +499,14 @@ def test_exit_codes_tell_usage_absence_and_refusal(
 
 def test_wait_fails_with_those_who_are_behind(closed: Lab) -> None:
     said = closed.cli("policy", "wait", str(1 << 40), "--timeout", "0.1")
+    assert_failed(said, 1, "default/db", "node1")
+
+
+def test_wait_can_be_for_policies_of_one_kind(closed: Lab) -> None:
+    revision = apply(closed)
+    said = closed.cli("policy", "wait", str(revision), "--kind", "netpol", "--timeout", "60")
+    assert said.code == 0, said
+    said = closed.cli("policy", "wait", str(1 << 40), "--kind", "cnp", "--timeout", "0.1")
     assert_failed(said, 1, "default/db", "node1")
 
 

@@ -492,7 +492,11 @@ def make_new_flows(outer: bpf.Map, rows: int, stack: ExitStack) -> bpf.Map:
 
 
 def load_objects(
-    names: tuple[str, ...], stack: ExitStack, *, build: str = ".test"
+    names: tuple[str, ...],
+    stack: ExitStack,
+    *,
+    build: str = ".test",
+    constants: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, Program], dict[str, bpf.Map]]:
     """Load objects that share their maps; `build` "" = as they are shipped. `stack` gives everything back."""
     programs: dict[str, Program] = {}
@@ -504,6 +508,7 @@ def load_objects(
         with BpfObject(path.read_bytes(), name) as opened:
             for shared in set(opened.map_names) & set(maps):
                 opened.use_map(shared, maps[shared])
+            opened.set_constants(constants or {})
             opened.load()
             for own in set(opened.map_names) - set(maps):
                 maps[own] = stack.enter_context(opened.take_map(own))
@@ -529,13 +534,17 @@ def make_devices(namespace: Fd) -> None:
 
 @contextmanager
 def open_rig(
-    *, build: str = ".test", shard_rows: int = SHARD_ROWS, new_flow_rows: int = NEW_FLOW_ROWS
+    *,
+    build: str = ".test",
+    shard_rows: int = SHARD_ROWS,
+    new_flow_rows: int = NEW_FLOW_ROWS,
+    constants: Mapping[str, int] | None = None,
 ) -> Iterator[Rig]:
     """Load the programs and make the devices; everything goes at the end."""
     with ExitStack() as stack:
         namespace = stack.enter_context(netns.open_new())
         make_devices(namespace)
-        programs, maps = load_objects(PROGRAMS, stack, build=build)
+        programs, maps = load_objects(PROGRAMS, stack, build=build, constants=constants)
         shards = make_shards(maps["pw_conntrack"], shard_rows, stack)
         events = stack.enter_context(RingReader(maps["pw_events"], record_bytes=abi.EVENT_BYTES))
         new_flows = make_new_flows(maps["pw_new_flows"], new_flow_rows, stack)

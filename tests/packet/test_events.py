@@ -6,6 +6,7 @@ import time
 import pytest
 
 from podwire.datapath.abi import ConfigFlags, Direction, DropReason, Event, EventKind, Hook, Path
+from podwire.datapath.events import decode_event
 from podwire.datapath.maps import to_mapped
 from tests.packet import frames
 from tests.packet.frames import ipv4, ipv6, tcp, udp
@@ -157,3 +158,17 @@ def test_the_next_event_tells_how_many_were_lost(rig: Rig) -> None:
             sent += 1
         told += last
     assert sum(event.lost for event in told) + len(told) == sent
+
+
+@pytest.mark.parametrize("address", ["10.96.0.1", "fd96::1", ""])
+def test_the_destination_that_a_sender_meant_is_shown_where_one_was_translated(
+    rig: Rig, address: str
+) -> None:
+    rig.change(A, flags=ALLOW | TRACE)
+    rig.sent(A, ipv4(A.ipv4, B.ipv4, udp(4000, 53)))
+    event = rig.take_events()[0]
+    assert not any(event.original_daddr)
+    meant = to_mapped(ipaddress.ip_address(address)) if address else bytes(16)
+    shown = decode_event(event._replace(original_daddr=meant, original_dport=443))
+    assert shown.original_destination == address
+    assert shown.destination == B.ipv4

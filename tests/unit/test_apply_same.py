@@ -7,6 +7,7 @@ import pytest
 
 from podwire.control.documents.apply import CONFIGURED, UNCHANGED, apply_documents, put_object
 from podwire.model.store import StoredObject
+from tests.fakes.server_store import complete
 from tests.fakes.store import MemoryStore
 
 POLICY: Any = {
@@ -51,32 +52,7 @@ class Server(MemoryStore):
         return super().update(self._complete(new))
 
     def _complete(self, new: StoredObject) -> StoredObject:
-        document: Any = copy.deepcopy(dict(new.document))
-        document["metadata"] |= {
-            "uid": "u",
-            "resourceVersion": "7",
-            "generation": 3,
-            "creationTimestamp": "2026-01-01T00:00:00Z",
-            "managedFields": [{"manager": "podwire", "operation": "Apply"}],
-        }
-        document["metadata"].setdefault("finalizers", ["foregroundDeletion"])
-        document["status"] = {}
-        if document["kind"] == "Namespace":
-            document["spec"] = {"finalizers": ["kubernetes"]}
-        if document["kind"] == "NetworkPolicy":
-            self._add_defaults(document["spec"])
-        return StoredObject(key=new.key, revision=new.revision, document=document)
-
-    def _add_defaults(self, spec: Any) -> None:
-        spec.setdefault("policyTypes", ["Ingress", "Egress"] if spec.get("egress") else ["Ingress"])
-        for direction in ("ingress", "egress"):
-            for rule in spec.get(direction, []):
-                for port in rule.get("ports", []):
-                    port.setdefault("protocol", "TCP")
-                for name in [name for name, value in rule.items() if value == []]:
-                    del rule[name]
-            if spec.get(direction) == []:
-                del spec[direction]
+        return StoredObject(key=new.key, revision=new.revision, document=complete(new.document))
 
 
 def annotated(stored: StoredObject) -> StoredObject:

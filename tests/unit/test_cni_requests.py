@@ -4,7 +4,8 @@ import asyncio
 import json
 import os
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,19 @@ class Bench:
     async def ask(
         self, command: str, netns: str = "", *, stdin: bytes | None = None, **more: str
     ) -> Reply:
+        reply = await self.answer(command, netns, lambda _reply: False, stdin=stdin, **more)
+        assert reply is not None
+        return reply
+
+    async def answer(
+        self,
+        command: str,
+        netns: str,
+        answer_at_once: Callable[[Reply], bool],
+        *,
+        stdin: bytes | None = None,
+        **more: str,
+    ) -> Reply | None:
         environment = {
             "CNI_COMMAND": command,
             "CNI_CONTAINERID": "c1",
@@ -61,7 +75,7 @@ class Bench:
             netns_errno=0 if netns else 2,
             program=more.get("program", "podwire-cni"),
         )
-        received = Received(frame, Caller(), descriptors)
+        received = Received(frame, Caller(), descriptors, answer_at_once)
         reply = await self.requests.answer(received)
         async with asyncio.timeout(DEADLINE_S):
             while received.descriptors:  # noqa: ASYNC110 (closed when the thread is done)
@@ -100,6 +114,22 @@ async def test_an_add_gets_its_result_in_the_asked_version(bench: Bench, netns: 
     reply = await bench.ask("ADD", netns)
     assert reply.status is ReplyStatus.DONE
     assert json.loads(reply.body)["cniVersion"] == "0.4.0"
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("is_taken", [True, False], ids=["taken", "left to the loop"])
+async def test_the_thread_of_an_add_answers_it(bench: Bench, netns: str, is_taken: bool) -> None:
+    said: list[Reply | None] = []
+    threads: list[str] = []
+
+    def answer_at_once(reply: Reply) -> bool:
+        threads.append(threading.current_thread().name)
+        said.extend([reply] * is_taken)
+        return is_taken
+
+    said.append(await bench.answer("ADD", netns, answer_at_once))
+    assert [json.loads(one.body)["cniVersion"] for one in said if one] == ["0.4.0"]
+    assert threads[0].startswith("attach")
 
 
 @pytest.mark.parametrize("command", ["DEL", "STATUS", "GC"])

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -285,6 +286,32 @@ async def test_a_frame_with_bytes_behind_it_is_refused(door: Door) -> None:
         connection.send(GOOD + b"x")
         assert code_of(await read_reply(connection)) == 6
     assert door.received == []
+
+
+async def test_a_thread_answers_without_the_loop_and_the_loop_not_again(door: Door) -> None:
+    door.hold.clear()
+    with door.connect() as connection:
+        connection.send(GOOD)
+        await until(lambda: len(door.received) == 1)
+        connection.setblocking(True)
+        connection.settimeout(DEADLINE_S)
+        first, again = Reply(ReplyStatus.DONE, b"first"), Reply(ReplyStatus.DONE, b"again")
+        with ThreadPoolExecutor(1) as threads:  # the loop does not turn in this block
+            sent = threads.submit(door.received[0].answer_at_once, first)
+            assert wire.decode_reply(connection.recv(65536)) == first
+            assert sent.result()
+            assert not threads.submit(door.received[0].answer_at_once, again).result()
+        connection.setblocking(False)
+        door.hold.set()
+        assert await read_all(connection) == b""
+
+
+async def test_a_thread_that_answers_too_late_answers_nobody(door: Door) -> None:
+    with door.connect() as connection:
+        connection.send(GOOD)
+        assert await read_reply(connection) == DONE
+        await until(lambda: door.server._connections == set())
+        assert not await asyncio.to_thread(door.received[0].answer_at_once, DONE)
 
 
 async def test_a_launcher_that_takes_no_answer_does_not_hold_the_door(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def _listeners() -> list[Callable[[StoredObject], object]]:
 
     return [
         tell(IpamNews.KINDS, lambda one: news.on_lists([KindList(one.key.kind, [one], 1)])),
-        tell(IpamNews.KINDS, lambda one: news.on_events([StoreEvent(one, 2)], 2)),
+        tell(IpamNews.KINDS, lambda one: news.on_events([StoreEvent(one, 2)], {one.key.kind: 2})),
         tell(("nodes", "nodeendpoints"), lambda one: cluster.replace(one.key.kind, [one])),
         tell(("nodes", "nodeendpoints"), lambda one: cluster.apply(StoreEvent(one, 2))),
         tell(("identities",), lambda one: identities.apply(StoreEvent(one, 2))),

@@ -10,6 +10,7 @@ import pytest
 from podwire.agent.health import Health
 from podwire.agent.measured import Measured, MeasuredJournal, list_gauges
 from podwire.agent.metrics import Metrics
+from podwire.control.endpoint.policies import POLICY_KINDS, oldest_revision
 from podwire.control.endpoint.queue import Level
 from podwire.control.endpoint.states import State
 from podwire.control.endpoint.table import Endpoint
@@ -344,19 +345,29 @@ def test_damage_to_a_slot_that_nobody_has_any_more_is_forgotten(node: FakeNode) 
 def test_a_revision_that_changes_no_policy_is_reached_without_work(node: FakeNode) -> None:
     endpoint = add(node)
     node.policy_datapath.calls.clear()
-    node.enforcer.mark_revision(77)
-    assert endpoint.realized_revision == node.enforcer.revision == 77
-    node.enforcer.mark_revision(76)
+    node.enforcer.mark_revisions(dict.fromkeys(POLICY_KINDS, 77))
+    assert oldest_revision(endpoint.realized_revisions) == node.enforcer.revision == 77
+    node.enforcer.mark_revisions(dict.fromkeys(POLICY_KINDS, 76))
     assert node.enforcer.revision == 77
     assert not node.policy_datapath.calls
+
+
+def test_revisions_of_one_kind_say_nothing_of_another(node: FakeNode) -> None:
+    endpoint = add(node)
+    first, *others = POLICY_KINDS
+    node.enforcer.mark_revisions({first: 9000})
+    assert node.enforcer.revision == 0, "the other kinds were not heard"
+    node.enforcer.mark_revisions(dict.fromkeys(others, 12))
+    assert node.enforcer.revision == oldest_revision(endpoint.realized_revisions) == 12
+    assert endpoint.realized_revisions[first] == 9000
 
 
 def test_who_is_behind_does_not_reach_a_revision(node: FakeNode) -> None:
     endpoint = add(node)
     node.policy_datapath.capacity = 0
     allow(node, 80)
-    node.enforcer.mark_revision(77)
-    assert endpoint.realized_revision < 77
+    node.enforcer.mark_revisions(dict.fromkeys(POLICY_KINDS, 77))
+    assert oldest_revision(endpoint.realized_revisions) < 77
 
 
 def test_waste_is_collected_in_quiet_time_and_costs_nothing_else(node: FakeNode) -> None:

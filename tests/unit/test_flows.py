@@ -1,5 +1,6 @@
 """Flows: naming ends, the ring, followers that do not keep up, filters."""
 
+import json
 from dataclasses import dataclass
 
 import msgspec
@@ -7,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from podwire.cli.observe import _line
+from podwire.cli.output import Style
 from podwire.control.flows.enrich import FlowMaker, format_time_ns
 from podwire.control.flows.flow import Flow, FlowEnd, FlowPolicy
 from podwire.control.flows.flow_filter import FlowFilter, parse_filter
@@ -81,6 +84,22 @@ def test_the_rule_that_decided_is_named() -> None:
 def test_an_end_that_is_no_pod_has_the_labels_of_its_identity() -> None:
     flow = make_flow(destination="192.0.2.1")
     assert flow.destination.labels == ("reserved:world=",)
+
+
+@pytest.mark.parametrize("address", ["10.96.0.1", "fd96::1"])
+def test_a_translated_event_names_whom_the_sender_meant(address: str) -> None:
+    flow = make_flow(original_destination=address, original_port=443)
+    shown = json.loads(msgspec.json.encode(flow))
+    assert (shown["originalTo"]["ip"], shown["originalTo"]["port"]) == (address, 443)
+    assert shown["to"]["ip"] == "10.0.0.8"
+    place = f"[{address}]" if ":" in address else address
+    assert f"10.0.0.8:80 (to {place}:443)" in _line(shown, Style())
+
+
+def test_an_event_that_nobody_translated_says_nothing_of_it() -> None:
+    shown = json.loads(msgspec.json.encode(make_flow()))
+    assert "originalTo" not in shown
+    assert "(to " not in _line(shown, Style())
 
 
 def test_an_ingress_event_names_the_endpoint_as_destination() -> None:

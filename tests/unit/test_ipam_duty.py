@@ -20,7 +20,7 @@ from podwire.control.ipam.documents import (
 )
 from podwire.model.errors import Exhausted, StorageFailure, Unavailable
 from podwire.model.ids import EndpointId
-from podwire.model.store import ObjectKey, Store, StoredObject
+from podwire.model.store import ObjectKey, Revisions, Store, StoredObject
 from podwire.store.sqlite import SqliteStore
 from tests.fakes.pool_nodes import (
     Facts,
@@ -33,7 +33,8 @@ from tests.fakes.pool_nodes import (
     key_of,
     pool_document,
 )
-from tests.fakes.store import MemoryStore
+from tests.fakes.server_store import ServerStore
+from tests.fakes.store import MemoryStore, MemoryWatch
 
 
 @pytest.fixture
@@ -335,3 +336,24 @@ def test_a_node_whose_own_object_is_damaged_takes_its_range_all_the_same() -> No
     apply(store, pool_document("n4", "10.0.0.0/16", use="nodes", blockSize=24))
     store.create(StoredObject(key=ObjectKey("nodes", "", "n1"), document={"spec": "x"}))
     assert len(take_ranges("n1", store, Facts())) == 1
+
+
+class Unordered(ServerStore):
+    """A server whose watch tells of blocks long before it tells of addresses."""
+
+    def watch(self, after: Revisions) -> MemoryWatch:
+        return super().watch({kind: at for kind, at in after.items() if kind != "ipaddresses"})
+
+
+def test_no_block_is_used_before_it_is_known_who_has_addresses_of_it() -> None:
+    store = Unordered()
+    apply(store, pool_document("p", "10.0.0.0/28", blockSize=28))
+    ours, theirs = PoolNode(store, "n1"), PoolNode(store, "n2")
+    [pool] = theirs.ipam.ordinary_pools()
+    taken = theirs.claims.claim_address(ip_address("10.0.0.5"), pool, key_of("theirs"))
+    ours.claims.claim_block(pool)
+    ours.hear()
+    assert ours.ipam.blocks
+    given = {add(ours, number)[0] for number in range(1, ours.ipam.count_free("p") + 1)}
+    assert given
+    assert str(taken.address) not in given

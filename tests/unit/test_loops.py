@@ -161,6 +161,7 @@ def scene(node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
             watch_devices=losses.open,
             watch_tables=tables.open,
             repair_tables=tables.repair,
+            repair_pins=list,
             replay=replay,
             threads=threads,
         )

@@ -322,7 +322,9 @@ class Away(SqliteStore):
 
     is_away = False
 
-    def list(self, kind: str, namespace: str | None = None) -> tuple[Sequence[StoredObject], int]:
+    def list(
+        self, kind: str, namespace: str | None = None, *, at_least: int | None = None
+    ) -> tuple[Sequence[StoredObject], int]:
         if self.is_away:
             raise Unavailable("list: the store is away")
         return super().list(kind, namespace)

@@ -16,7 +16,7 @@ from podwire.store import late
 from podwire.store.open import open_store
 from podwire.store.remembered import LAYOUT, RememberedObjects
 from podwire.store.sqlite import SqliteStore
-from tests.fakes.store import MemoryStore
+from tests.fakes.store import MemoryStore, since
 from tests.unit.test_store_follower import KINDS, Mirror, put
 
 URL = "sqlite:///x/store.db"
@@ -318,7 +318,7 @@ def test_a_store_that_is_locked_is_opened_when_it_is_free(
         assert [one.key.name for one in store.list("namespaces")[0]] == ["a"]
         with store.together():
             store.create(make("b"))
-        watch = store.watch(0, ["namespaces"])
+        watch = store.watch(since(0, "namespaces"))
         assert [one.object.key.name for one in watch.next(0)] == ["a", "b"]
         assert store.get(make("b").key) is not None
         store.delete(make("b").key)

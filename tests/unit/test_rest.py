@@ -20,12 +20,11 @@ from podwire.agent.api import server as api_socket
 from podwire.agent.api.nodes import NodeReaders
 from podwire.agent.api.policy_readers import PolicyReaders
 from podwire.agent.api.server import ApiServer
-from podwire.agent.api.shared import ClusterTotals
 from podwire.agent.config_reload import LiveConfig
-from podwire.agent.duties.cluster.views import KnownNode
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
 from podwire.agent.unix_socket import open_unix_socket
+from podwire.control.cluster.state import ClusterTotals, KnownNode
 from podwire.control.flows.ring import FlowRing
 from podwire.control.ipam.interface import NO_WISH
 from podwire.model.cluster import NodeFacts
@@ -34,7 +33,7 @@ from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Conflict, Fault, InvalidRequest, NotFound, StorageFailure
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import PodNamespace
-from tests.fakes.leases import MemoryLeases
+from tests.fakes.leases import MemoryLeases, leases_of
 from tests.fakes.node import FakeNode
 from tests.unit.test_attach_service import request
 from tests.unit.test_flows import make_flow
@@ -398,7 +397,7 @@ async def test_identities_node_and_metrics(served: Served) -> None:
     assert own["podCidrs"] == ["10.77.0.0/24", "fd77::/64"]
     assert (own["mtu"], own["ways"], own["addresses"]) == (1450, ["local"], ["192.0.2.1"])
     assert (peer["name"], peer["outer"], peer["alive"]) == ("n2", "192.0.2.2", False)
-    served.node.store.leases().acquire("node/n2", "x", 10)
+    leases_of(served.node.store).acquire("node/n2", "x", 10)
     assert (await served.get("/node")).json[1]["alive"] is True
     leases = served.node.store.leases()
     assert isinstance(leases, MemoryLeases)

@@ -9,7 +9,7 @@ import pytest
 from podwire.agent.duties import follower as store_follower
 from podwire.agent.duties.follower import KindList, StoreFollower
 from podwire.model.errors import Bug, PodwireError, Unavailable
-from podwire.model.store import ObjectKey, StoredObject, StoreEvent
+from podwire.model.store import ObjectKey, Revisions, StoredObject, StoreEvent
 from tests.fakes.store import MemoryStore
 
 KINDS = ("namespaces", "workloads")
@@ -20,7 +20,7 @@ class Mirror:
 
     def __init__(self) -> None:
         self.names: dict[str, set[str]] = {}
-        self.revisions: list[int] = []
+        self.revisions: list[Revisions] = []
         self.heard: list[str] = []
         self.poison: BaseException | None = None
         self.changed = threading.Condition()
@@ -32,7 +32,7 @@ class Mirror:
                 self.names[one.kind] = {stored.key.name for stored in one.objects}
             self.changed.notify_all()
 
-    def on_events(self, events: Sequence[StoreEvent], revision: int) -> None:
+    def on_events(self, events: Sequence[StoreEvent], revisions: Revisions) -> None:
         with self.changed:
             poison, self.poison = (self.poison, None) if events else (None, self.poison)
             if poison is not None:
@@ -40,7 +40,7 @@ class Mirror:
             for event in events:
                 names = self.names[event.object.key.kind]
                 (names.discard if event.deleted else names.add)(event.object.key.name)
-            self.revisions.append(revision)
+            self.revisions.append(dict(revisions))
             self.changed.notify_all()
 
     def on_away(self, error: PodwireError) -> None:
@@ -56,6 +56,10 @@ class Mirror:
     def wait(self, condition: Callable[[], bool]) -> None:
         with self.changed:
             assert self.changed.wait_for(condition, 30)
+
+
+def both(revision: int) -> Revisions:
+    return dict.fromkeys(KINDS, revision)
 
 
 def put(store: MemoryStore, name: str, kind: str = "namespaces") -> None:
@@ -94,8 +98,8 @@ def test_all_kinds_come_at_once_then_the_revision(
     put(store, "w", "workloads")
     assert follower.load()
     assert mirror.names == {"namespaces": {"a"}, "workloads": {"w"}}
-    assert mirror.revisions == [2]
-    assert follower.revision == 2
+    assert mirror.revisions == [both(2)]
+    assert follower.revisions == both(2)
     assert mirror.heard == ["lists", "back"]
     follower.stop()
 
@@ -108,7 +112,7 @@ def test_changes_follow_the_lists(
     put(store, "p", "pods")
     follower.step(0)
     assert mirror.names["namespaces"] == {"a"}
-    assert mirror.revisions[-1] == follower.revision == 2  # also where other kinds moved it
+    assert mirror.revisions[-1] == follower.revisions == both(2)  # also where other kinds moved it
     store.delete(ObjectKey("namespaces", "", "a"))
     follower.step(0)
     assert mirror.names["namespaces"] == set()
@@ -118,7 +122,7 @@ def test_changes_follow_the_lists(
 def test_a_quiet_watch_is_told_too(mirror: Mirror, follower: StoreFollower) -> None:
     follower.load()
     assert not follower.step(0)
-    assert mirror.revisions == [0, 0]
+    assert mirror.revisions == [both(0), both(0)]
     follower.stop()
 
 
@@ -127,7 +131,7 @@ def test_no_change_comes_that_a_list_holds_already(mirror: Mirror) -> None:
         """Somebody deletes a namespace between the lists of the two kinds."""
 
         def list(
-            self, kind: str, namespace: str | None = None
+            self, kind: str, namespace: str | None = None, *, at_least: int | None = None
         ) -> tuple[Sequence[StoredObject], int]:
             found = super().list(kind, namespace)
             if kind == "namespaces":

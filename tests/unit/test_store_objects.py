@@ -23,6 +23,7 @@ from podwire.model.errors import Conflict, InvalidRequest, NotFound, StorageFail
 from podwire.model.store import ObjectKey, StoredObject
 from podwire.model.store.kinds import KINDS, find_kind, kind_of_document, kind_of_plural
 from podwire.store.sqlite import SqliteStore
+from tests.fakes.store import since
 from tests.unit.policies import (
     cidr_group,
     cilium_policy,
@@ -475,7 +476,7 @@ def test_a_namespace_may_come_in_the_same_set_and_is_written_first(store: Sqlite
         ("networkpolicies shop/b", "created"),
         ("namespaces shop", "created"),
     ]
-    with store.watch(0) as watch:
+    with store.watch(since(0)) as watch:
         assert [one.object.key.kind for one in watch.next(0)] == ["namespaces", "networkpolicies"]
     assert actions(apply_documents(store, [network_policy("c", "shop")])) == [
         ("networkpolicies shop/c", "created")

@@ -29,6 +29,7 @@ from podwire.store.open import open_store
 from podwire.store.sqlite import SqliteStore
 from podwire.store.sqlite_file import STEPS
 from podwire.store.sqlite_watch import ThreadWaker
+from tests.fakes.store import since
 
 
 @pytest.fixture
@@ -175,7 +176,7 @@ def test_an_object_that_cannot_be_read_does_not_hide_the_others(
 
 @pytest.mark.parametrize("done", ["removed", "replaced"])
 def test_a_file_that_goes_away_under_the_store_is_noticed(path: Path, done: str) -> None:
-    with contextlib.closing(SqliteStore(path)) as store, store.watch(0) as watch:
+    with contextlib.closing(SqliteStore(path)) as store, store.watch(since(0)) as watch:
         store.create(make("a"))
         path.rename(path.with_name("away"))
         if done == "replaced":
@@ -209,11 +210,12 @@ import sys
 from pathlib import Path
 from podwire.model.errors import StorageFailure
 from podwire.store.sqlite import SqliteStore
+from tests.fakes.store import since
 from tests.unit.test_store_sqlite import make
 
 path = Path(sys.argv[1]) / "store.db"
 store = SqliteStore(path)
-watch = store.watch(0)
+watch = store.watch(since(0))
 written = [store.create(make("first", "x" * 5000))]
 failures = 0
 for number in range(400):
@@ -237,7 +239,7 @@ store.close()
 store = SqliteStore(path)
 after = store.create(make("after"))
 assert store.get(after.key) == after
-with store.watch(0) as watch:
+with store.watch(since(0)) as watch:
     revisions = [event.revision for event in watch.next(0)]
 assert revisions == list(range(1, after.revision + 1))
 store.close()
@@ -329,7 +331,7 @@ def test_opening_a_file_again_takes_no_locks_from_who_has_it_open(
 
 
 def test_what_is_written_together_is_seen_together_and_in_order(store: SqliteStore) -> None:
-    with store.watch(0) as watch:
+    with store.watch(since(0)) as watch:
         with store.together():
             first = store.create(make("a"))
             store.create(make("b"))
@@ -381,9 +383,9 @@ def test_a_watch_of_what_is_forgotten_is_compacted(path: Path) -> None:
     with contextlib.closing(SqliteStore(path, changes_kept=10)) as store:
         for number in range(25):
             store.create(make(f"a{number}"))
-        with store.watch(15) as watch:
+        with store.watch(since(15)) as watch:
             assert [event.revision for event in watch.next(0)] == list(range(16, 26))
-        with store.watch(14) as watch:
+        with store.watch(since(14)) as watch:
             for _ in range(2):
                 with pytest.raises(Compacted, match="remembers changes from 16 on"):
                     watch.next(0)
@@ -402,12 +404,12 @@ def test_the_log_stays_bounded_and_the_objects_stay(path: Path) -> None:
 def test_a_watch_that_sees_no_change_of_its_kind_is_not_compacted(path: Path) -> None:
     with (
         contextlib.closing(SqliteStore(path, changes_kept=10)) as store,
-        store.watch(0, ["namespaces"]) as watch,
+        store.watch(since(0, "namespaces")) as watch,
     ):
         for number in range(25):
             store.create(make(f"a{number}"))
             assert watch.next(0) == ()
-        assert watch.revision == 25
+        assert watch.revisions == {"namespaces": 25}
 
 
 def test_a_store_that_was_put_back_is_compacted(path: Path) -> None:
@@ -417,7 +419,7 @@ def test_a_store_that_was_put_back_is_compacted(path: Path) -> None:
     path.unlink()
     with (
         contextlib.closing(SqliteStore(path)) as store,
-        store.watch(2) as watch,
+        store.watch(since(2)) as watch,
         pytest.raises(Compacted, match="another one, or was restored"),
     ):
         watch.next(0)
@@ -441,7 +443,7 @@ store.close()
 def test_another_process_wakes_a_watch_in_milliseconds(path: Path) -> None:
     with (
         contextlib.closing(SqliteStore(path, open_waker=FileWaker)) as store,
-        store.watch(0) as watch,
+        store.watch(since(0)) as watch,
         subprocess.Popen(
             [sys.executable, "-c", WRITER, str(path)],
             stdin=subprocess.PIPE,
@@ -468,7 +470,7 @@ def test_a_lost_wake_up_delays_a_change_by_a_second_at_most(path: Path) -> None:
     with (
         contextlib.closing(SqliteStore(path)) as store,
         contextlib.closing(SqliteStore(path)) as other,
-        store.watch(0) as watch,
+        store.watch(since(0)) as watch,
         ThreadPoolExecutor(1) as threads,
     ):
         waiting = threads.submit(watch.next, 20.0)
@@ -480,7 +482,7 @@ def test_a_touched_file_that_was_removed_is_made_again(path: Path) -> None:
     revision_path = path.with_name("store.db.rev")
     with (
         contextlib.closing(SqliteStore(path, open_waker=FileWaker)) as store,
-        store.watch(0) as watch,
+        store.watch(since(0)) as watch,
     ):
         revision_path.unlink()
         store.create(make("a"))
@@ -542,7 +544,7 @@ def test_a_closed_store_holds_no_descriptor(path: Path) -> None:
     before = sorted(os.listdir("/proc/self/fd"))
     store = SqliteStore(path, open_waker=FileWaker)
     for _ in range(3):
-        store.watch(0).next(0)
+        store.watch(since(0)).next(0)
     store.create(make("a"))
     store.close()
     store.close()

@@ -4,6 +4,8 @@
  * podwire/datapath/abi.py is generated from the BTF of these types (scripts/generate-abi); a test fails when it is
  * stale. Change a layout: raise PW_ABI_VERSION, which moves the pins to another directory (docs/restore.md).
  * Addresses are 16 bytes, IPv4 as v4-mapped (::ffff:a.b.c.d). _be = network byte order; everything else is host order.
+ * No row says where a packet's headers begin: that is a constant of the programs (pw_link_header_bytes in flow.h), set at
+ * the load, so that devices of other link types need no other layout.
  * No implicit padding: every hole is a named field, because map keys are compared byte by byte.
  */
 #ifndef PODWIRE_ABI_H

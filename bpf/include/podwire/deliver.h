@@ -16,10 +16,10 @@
 /* One router less to go. Only the checksum's part that changes is computed (RFC 1624). */
 static __always_inline bool decrement_ttl(struct __sk_buff *skb, const struct pw_flow *flow)
 {
-	struct ethhdr *ethernet = (void *)(long)skb->data;
+	void *network = (void *)(long)skb->data + pw_link_header_bytes;
 	void *end = (void *)(long)skb->data_end;
-	struct ipv6hdr *six = (void *)(ethernet + 1);
-	struct iphdr *four = (void *)(ethernet + 1);
+	struct ipv6hdr *six = network;
+	struct iphdr *four = network;
 	__u32 check;
 
 	if (flow->ethertype == ETH_P_IPV6) {
@@ -54,8 +54,9 @@ static __always_inline bool readdress(struct __sk_buff *skb, const __u8 *destina
 static __always_inline int forward_frame(struct __sk_buff *skb, const struct pw_flow *flow,
 					 const __u8 *destination, const __u8 *source)
 {
-	__u32 headers = ETH_HLEN + (flow->ethertype == ETH_P_IP ? sizeof(struct iphdr)
-								: sizeof(struct ipv6hdr));
+	__u32 headers =
+		pw_link_header_bytes +
+		(flow->ethertype == ETH_P_IP ? sizeof(struct iphdr) : sizeof(struct ipv6hdr));
 
 	if ((void *)(long)skb->data + headers > (void *)(long)skb->data_end &&
 	    bpf_skb_pull_data(skb, headers))

@@ -11,11 +11,18 @@
 #include <stdbool.h>
 #include <stddef.h>
 
+#include <linux/if_ether.h>
+
 #include <bpf/bpf_endian.h>
 
 #include <podwire/maps.h>
 
 #define PW_DONE -1
+
+/* Where the network header begins in a frame: what a device of another link type would change, and no row of a map.
+ * Set at the load; the verifier takes it for the number that it is.
+ */
+const volatile __u32 pw_link_header_bytes = ETH_HLEN;
 
 /* A function that the verifier checks once and by itself, not anew for each way that leads to it. It takes its
  * arguments as if anything could stand in them: scalars, the packet, pointers to structs that have to be compared with

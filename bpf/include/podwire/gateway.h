@@ -83,7 +83,7 @@ PW_CHECKED_ALONE int advertise_gateway(struct __sk_buff *skb, struct pw_flow *fl
 		.advertisement.option_type = PW_ND_OPTION_TARGET_MAC,
 		.advertisement.option_words = 1,
 	};
-	const __u32 bytes = sizeof(frame) - offsetof(struct pw_advertisement_frame, ethernet);
+	const __u32 bytes = sizeof(frame) - offsetof(struct pw_advertisement_frame, ip);
 	__s64 sum;
 
 	if (!flow)
@@ -98,8 +98,8 @@ PW_CHECKED_ALONE int advertise_gateway(struct __sk_buff *skb, struct pw_flow *fl
 	sum = sum_ipv6_start(&frame.ip, sizeof(frame.advertisement), PW_ND_HOP_LIMIT);
 	sum = sum_words(&frame.advertisement, sizeof(frame.advertisement), sum);
 	frame.advertisement.message.checksum = fold_sum(sum);
-	if (bpf_skb_change_tail(skb, bytes, 0) ||
-	    bpf_skb_store_bytes(skb, 0, &frame.ethernet, bytes, 0))
+	if (bpf_skb_change_tail(skb, pw_link_header_bytes + bytes, 0) ||
+	    write_headers(skb, &frame.ethernet, &frame.ip, bytes))
 		return PW_DROP_INTERNAL;
 	flow->action = PW_ACTION_ANSWER;
 	return PW_DONE;
@@ -142,10 +142,10 @@ PW_CHECKED_ALONE int answer_neighbour(struct __sk_buff *skb, struct pw_flow *flo
 
 static __always_inline bool swap_addresses(struct __sk_buff *skb, const struct pw_flow *flow)
 {
-	__u32 at = ETH_HLEN + offsetof(struct ipv6hdr, saddr), bytes = 16, skipped = 0;
+	__u32 at = pw_link_header_bytes + offsetof(struct ipv6hdr, saddr), bytes = 16, skipped = 0;
 
 	if (flow->ethertype == ETH_P_IP) {
-		at = ETH_HLEN + offsetof(struct iphdr, saddr);
+		at = pw_link_header_bytes + offsetof(struct iphdr, saddr);
 		bytes = 4;
 		skipped = 12; /* of the mapped form */
 	}

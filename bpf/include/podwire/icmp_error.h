@@ -56,8 +56,16 @@ static __always_inline void address_to_pod(const struct pw_flow *flow, struct et
 /* Cuts the packet to what is quoted and makes room for `bytes` of new headers in front. Ends any offload. */
 static __always_inline bool make_room(struct __sk_buff *skb, __u32 quoted_bytes, __u32 bytes)
 {
-	return !bpf_skb_change_tail(skb, ETH_HLEN + quoted_bytes, 0) &&
+	return !bpf_skb_change_tail(skb, pw_link_header_bytes + quoted_bytes, 0) &&
 	       !bpf_skb_adjust_room(skb, bytes, BPF_ADJ_ROOM_MAC, 0);
+}
+
+/* Link header and, where that ends, `bytes` of network headers. */
+static __always_inline int write_headers(struct __sk_buff *skb, const struct ethhdr *ethernet,
+					 const void *network, __u32 bytes)
+{
+	return bpf_skb_store_bytes(skb, 0, ethernet, ETH_HLEN, 0)
+		       ?: bpf_skb_store_bytes(skb, pw_link_header_bytes, network, bytes, 0);
 }
 
 static __always_inline __u32 quoted_bytes(const struct pw_flow *flow, __u32 room)
@@ -91,9 +99,9 @@ PW_CHECKED_ALONE int send_icmpv4_error(struct __sk_buff *skb, struct pw_flow *fl
 	error.ip.daddr = mapped_ipv4(flow->key.saddr);
 	error.ip.tot_len = bpf_htons(bytes + quoted);
 	error.ip.check = fold_sum(sum_words(&error.ip, sizeof(error.ip), 0));
-	error.icmp.checksum = fold_sum(sum_frame(skb, ETH_HLEN + bytes, quoted,
+	error.icmp.checksum = fold_sum(sum_frame(skb, pw_link_header_bytes + bytes, quoted,
 						 sum_words(&error.icmp, sizeof(error.icmp), 0)));
-	return bpf_skb_store_bytes(skb, 0, &error.ethernet, ETH_HLEN + bytes, 0);
+	return write_headers(skb, &error.ethernet, &error.ip, bytes);
 }
 
 PW_CHECKED_ALONE int send_icmpv6_error(struct __sk_buff *skb, struct pw_flow *flow, __u32 type_code,
@@ -118,8 +126,8 @@ PW_CHECKED_ALONE int send_icmpv6_error(struct __sk_buff *skb, struct pw_flow *fl
 	copy_address(error.ip.summed.daddr, flow->key.saddr);
 	sum = sum_ipv6_start(&error.ip, sizeof(error.icmp) + quoted, PW_ICMP_ERROR_TTL);
 	sum = sum_words(&error.icmp, sizeof(error.icmp), sum);
-	error.icmp.checksum = fold_sum(sum_frame(skb, ETH_HLEN + bytes, quoted, sum));
-	return bpf_skb_store_bytes(skb, 0, &error.ethernet, ETH_HLEN + bytes, 0);
+	error.icmp.checksum = fold_sum(sum_frame(skb, pw_link_header_bytes + bytes, quoted, sum));
+	return write_headers(skb, &error.ethernet, &error.ip, bytes);
 }
 
 /* Answers with an error where one may be sent; what the answer is about is dropped in any case. */

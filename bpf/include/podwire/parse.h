@@ -146,7 +146,7 @@ static __noinline int walk_ipv6_headers(struct __sk_buff *skb, struct pw_chain *
 /* Length of the network packet: as its header says, or, where that cannot (BIG TCP), as the buffer says. */
 static __always_inline __u32 wire_bytes(struct __sk_buff *skb, __u32 said, __u32 unsaid)
 {
-	return said == unsaid && skb->gso_size ? skb->len - ETH_HLEN : said;
+	return said == unsaid && skb->gso_size ? skb->len - pw_link_header_bytes : said;
 }
 
 static __always_inline int parse_ipv4(struct __sk_buff *skb, struct pw_flow *flow)
@@ -154,20 +154,20 @@ static __always_inline int parse_ipv4(struct __sk_buff *skb, struct pw_flow *flo
 	__u32 header_bytes, fragment;
 	struct iphdr ip;
 
-	if (read_header(skb, ETH_HLEN, &ip, sizeof(ip)))
+	if (read_header(skb, pw_link_header_bytes, &ip, sizeof(ip)))
 		return PW_DROP_TRUNCATED;
 	header_bytes = ip.ihl * 4;
 	flow->packet_bytes = wire_bytes(skb, bpf_ntohs(ip.tot_len), 0);
 	if (ip.version != 4 || header_bytes < sizeof(ip) || flow->packet_bytes < header_bytes)
 		return PW_DROP_HEADER;
-	if (flow->packet_bytes > skb->len - ETH_HLEN)
+	if (flow->packet_bytes > skb->len - pw_link_header_bytes)
 		return PW_DROP_TRUNCATED;
 	map_ipv4(flow->key.saddr, ip.saddr);
 	map_ipv4(flow->key.daddr, ip.daddr);
 	flow->key.protocol = ip.protocol;
 	flow->ttl = ip.ttl;
 	flow->fragment_id = ip.id;
-	flow->transport_offset = ETH_HLEN + header_bytes;
+	flow->transport_offset = pw_link_header_bytes + header_bytes;
 	flow->transport_bytes = flow->packet_bytes - header_bytes;
 	fragment = bpf_ntohs(ip.frag_off);
 	if (fragment & PW_IPV4_DONT_FRAGMENT)
@@ -193,8 +193,8 @@ static __always_inline int parse_ipv6_header(struct __sk_buff *skb, struct pw_fl
 {
 	const __u32 header_bytes = sizeof(struct ipv6hdr);
 
-	if (read_header(skb, ETH_HLEN, ip, sizeof(*ip)) ||
-	    read_header(skb, ETH_HLEN + sizeof(*ip), flow->key.saddr, 32))
+	if (read_header(skb, pw_link_header_bytes, ip, sizeof(*ip)) ||
+	    read_header(skb, pw_link_header_bytes + sizeof(*ip), flow->key.saddr, 32))
 		return PW_DROP_TRUNCATED;
 	if (ip->version >> 4 != 6)
 		return PW_DROP_HEADER;
@@ -203,7 +203,7 @@ static __always_inline int parse_ipv6_header(struct __sk_buff *skb, struct pw_fl
 		return PW_DROP_HEADER;
 	flow->packet_bytes =
 		wire_bytes(skb, bpf_ntohs(ip->payload_be) + header_bytes, header_bytes);
-	if (flow->packet_bytes > skb->len - ETH_HLEN)
+	if (flow->packet_bytes > skb->len - pw_link_header_bytes)
 		return PW_DROP_TRUNCATED;
 	/* RFC 2675: the length stands in a hop-by-hop header, which the kernel adds to what it has yet to cut */
 	if (!ip->payload_be && ip->next == IPPROTO_HOPOPTS)
@@ -214,7 +214,7 @@ static __always_inline int parse_ipv6_header(struct __sk_buff *skb, struct pw_fl
 
 static __always_inline int parse_ipv6(struct __sk_buff *skb, struct pw_flow *flow)
 {
-	struct pw_chain chain = {.offset = ETH_HLEN + sizeof(struct ipv6hdr)};
+	struct pw_chain chain = {.offset = pw_link_header_bytes + sizeof(struct ipv6hdr)};
 	struct pw_ipv6_fields ip;
 	int reason = parse_ipv6_header(skb, flow, &ip);
 
@@ -226,13 +226,13 @@ static __always_inline int parse_ipv6(struct __sk_buff *skb, struct pw_flow *flo
 		if (reason)
 			return reason;
 	}
-	if (chain.offset - ETH_HLEN > flow->packet_bytes)
+	if (chain.offset - pw_link_header_bytes > flow->packet_bytes)
 		return PW_DROP_TRUNCATED;
 	flow->key.protocol = chain.protocol;
 	flow->fragment_id = chain.fragment_id;
 	flow->flags |= chain.flags | PW_PACKET_DONT_FRAGMENT;
 	flow->transport_offset = chain.offset;
-	flow->transport_bytes = flow->packet_bytes - (chain.offset - ETH_HLEN);
+	flow->transport_bytes = flow->packet_bytes - (chain.offset - pw_link_header_bytes);
 	return 0;
 }
 

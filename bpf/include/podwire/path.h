@@ -124,7 +124,7 @@ static __always_inline bool is_plain(const struct pw_flow *flow)
 		flow->ethertype == ETH_P_IP ? sizeof(struct iphdr) : sizeof(struct ipv6hdr);
 
 	return !(flow->flags & PW_PACKET_FRAGMENT) &&
-	       flow->transport_offset == ETH_HLEN + header_bytes + flow->jumbo_bytes;
+	       flow->transport_offset == pw_link_header_bytes + header_bytes + flow->jumbo_bytes;
 }
 
 /* The stack has seen the flow begin, and may have translated it. A new connection of the same ports is another flow. */
@@ -201,8 +201,8 @@ PW_CHECKED_ALONE int choose_path(struct __sk_buff *skb, struct pw_flow *flow,
 /* Size of the largest packet that this one is on a wire. */
 static __always_inline __u32 largest_piece(struct __sk_buff *skb, const struct pw_flow *flow)
 {
-	__u32 headers = flow->transport_offset - ETH_HLEN + flow->transport_header_bytes -
-			flow->jumbo_bytes;
+	__u32 headers = flow->transport_offset - pw_link_header_bytes +
+			flow->transport_header_bytes - flow->jumbo_bytes;
 
 	if (!skb->gso_size)
 		return flow->packet_bytes;

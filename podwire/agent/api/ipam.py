@@ -41,7 +41,7 @@ from podwire.model.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from podwire.model.interfaces import Datapath, Journal
 from podwire.model.store import Store
 from podwire.model.store.kinds import IP_ADDRESS, IP_BLOCK, IP_POOL, NODE, NODE_ENDPOINTS
-from podwire.model.store.leases import NODE as NODE_LEASE
+from podwire.model.store.leases import list_living_nodes
 
 
 class IpamApi(Protocol):
@@ -259,13 +259,8 @@ def _release_claimed(api: IpamApi, address: IPAddress) -> bool:
 
 def _living(api: IpamApi) -> frozenset[str]:
     """Name the nodes that have an object or a living lease."""
-    leases = api.store.leases().holders(NODE_LEASE)
-    return frozenset(
-        (
-            *(one.key.name for one in api.store.list(NODE.plural)[0]),
-            *(one.removeprefix(NODE_LEASE) for one in leases),
-        )
-    )
+    named = frozenset(one.key.name for one in api.store.list(NODE.plural)[0])
+    return named | (list_living_nodes(api.store.leases()) or frozenset())
 
 
 ROUTES_IPAM: tuple[Route, ...] = (

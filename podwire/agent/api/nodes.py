@@ -4,18 +4,18 @@ Routed by `agent.api.routes`, on a thread, because it asks the store which nodes
 """
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from podwire.agent.api.openapi import Call
-from podwire.agent.api.shared import ClusterTotals, NodeView
+from podwire.agent.api.shared import NodeView
 from podwire.agent.config_reload import LiveConfig
-from podwire.agent.duties.cluster.views import KnownNode
+from podwire.control.cluster.state import ClusterTotals, KnownNode
 from podwire.model.errors import PodwireError
 from podwire.model.interfaces import Clock
 from podwire.model.store import Store
-from podwire.model.store.leases import NODE
+from podwire.model.store.leases import list_living_nodes
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ def list_nodes(api: NodesApi, _call: Call) -> list[NodeView]:
     return [_view_own(api, own), *(_view(one, alive) for one in known.values())]
 
 
-def _ask_who_lives(store: Store) -> Mapping[str, str] | None:
+def _ask_who_lives(store: Store) -> frozenset[str] | None:
     try:
-        return store.leases().holders(NODE)
+        return list_living_nodes(store.leases())
     except PodwireError:
         return None
 
@@ -80,7 +80,7 @@ def _view_own(api: NodesApi, known: KnownNode | None) -> NodeView:
     )
 
 
-def _view(known: KnownNode, alive: Mapping[str, str] | None) -> NodeView:
+def _view(known: KnownNode, alive: frozenset[str] | None) -> NodeView:
     facts = known.facts
     return NodeView(
         name=facts.name,
@@ -89,7 +89,7 @@ def _view(known: KnownNode, alive: Mapping[str, str] | None) -> NodeView:
         mtu=known.mtu_bytes,
         ways=known.ways,
         outer=known.outer,
-        alive=None if alive is None else f"{NODE}{facts.name}" in alive,
+        alive=None if alive is None else facts.name in alive,
         instance=facts.instance,
         epoch=facts.epoch,
     )

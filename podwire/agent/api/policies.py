@@ -85,6 +85,7 @@ def policy_totals(readers: PolicyReaders, config: AgentConfig) -> PolicyTotals:
     """Sum policy up for `status`."""
     return PolicyTotals(
         revision=readers.enforcer.revision,
+        revisions=dict(readers.enforcer.revisions),
         enforcement=config.policy.policy_enforcement,
         policies=len(readers.objects.rules),
         identities=len(readers.resolver.allocator.known),

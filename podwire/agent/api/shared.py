@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 
 from podwire.agent.api.ipam_views import IpamTotals
+from podwire.control.cluster.state import ClusterTotals
+from podwire.control.endpoint.policies import oldest_revision
 from podwire.control.endpoint.table import Endpoint
 from podwire.control.flows.enrich import format_time_ns
 from podwire.control.identity.describe import IdentityDescription
@@ -85,6 +87,9 @@ class EndpointView(Document, frozen=True, kw_only=True):
     mtu: int
     netns: str
     policy_revision: int
+    """Of the store, up to which policies of every kind are in force here."""
+    policy_revisions: dict[str, int]
+    """The same by kind: revisions of different kinds may be different counts."""
     policy_enforcement: Enforcement
     bandwidth: BandwidthView
     cni_version: str
@@ -159,7 +164,9 @@ class PolicyTotals(Document, frozen=True, kw_only=True):
     """Policy in `status`."""
 
     revision: int
-    """Of the store, up to which everything was taken in."""
+    """Of the store, up to which policies of every kind were taken in."""
+    revisions: dict[str, int]
+    """The same by kind."""
     enforcement: str
     policies: int
     identities: int
@@ -174,20 +181,6 @@ class CheckView(Document, frozen=True, kw_only=True):
     ok: bool
     message: str
     since: str
-
-
-class ClusterTotals(Document, frozen=True, kw_only=True):
-    """Other nodes."""
-
-    routing: str
-    nodes: int
-    """Known ones."""
-    reached: int
-    """Those that packets are sent to."""
-    pods: int
-    """Addresses of their pods."""
-    heard: bool
-    """Whether the store was heard, now or in an earlier life."""
 
 
 class StatusView(Document, frozen=True, kw_only=True):
@@ -303,7 +296,8 @@ def endpoint_view(endpoint: Endpoint) -> EndpointView:
         pod_mac=device.pod_mac,
         mtu=device.mtu,
         netns=record.netns_path,
-        policy_revision=endpoint.realized_revision,
+        policy_revision=oldest_revision(endpoint.realized_revisions),
+        policy_revisions=dict(endpoint.realized_revisions),
         policy_enforcement=enforcement_of(endpoint.config),
         bandwidth=BandwidthView(
             to_pod_bits_per_s=record.bandwidth.to_pod_bits_per_s,

@@ -113,6 +113,10 @@ class Caller:
                 call()
 
 
+def _answer_later(_result: AttachResult | None) -> None:
+    """Leave the answer to whoever waits for the result."""
+
+
 @dataclass(eq=False)
 class _Job:
     """One request in its line."""
@@ -121,6 +125,7 @@ class _Job:
     namespace: PodNamespace | None
     caller: Caller
     released: Callable[[], None]
+    answer: Callable[[AttachResult | None], None] = _answer_later
     started: bool = False
     """A thread has it: `released` is called when the thread is done, not when the caller is."""
     cancel_cause: str = ""
@@ -186,13 +191,15 @@ class Dispatcher:
         namespace: PodNamespace | None = None,
         caller: Caller | None = None,
         released: Callable[[], None] = lambda: None,
+        answer: Callable[[AttachResult | None], None] = _answer_later,
     ) -> AttachResult | None:
         """Have `request` carried out; raises what became of it, as PodwireError.
 
-        `released` is called exactly once, on the loop, when nothing uses `namespace` any more: work
-        that outlives its deadline keeps it longer than the answer takes.
+        `answer` is told of success by the thread that an ADD or a DEL ends on. `released` is called exactly once,
+        on the loop, when nothing uses `namespace` any more: work that outlives its deadline keeps it longer than the
+        answer takes.
         """
-        job = _Job(request, namespace, caller or Caller(), released)
+        job = _Job(request, namespace, caller or Caller(), released, answer)
         carry_out = {
             "ADD": self._add,
             "DEL": self._delete,
@@ -410,13 +417,13 @@ class Dispatcher:
     def _attach(self, job: _Job) -> AttachResult | None:
         """Attach; None when that may have to wait for the store."""
         self._prepare(job)
-        return self._unless_cancelled(
+        return self._answer_unless_cancelled(
             job, self._attachments.add_at_once(job.request, job.namespace, job.is_cancelled)
         )
 
     def _attach_patiently(self, job: _Job) -> AttachResult | None:
         self._prepare(job)
-        return self._unless_cancelled(
+        return self._answer_unless_cancelled(
             job, self._attachments.add(job.request, job.namespace, job.is_cancelled)
         )
 
@@ -431,15 +438,20 @@ class Dispatcher:
         if self._deletes.overtook(job.key, job.request.started_boottime_ns):
             raise _overtaken(job.request, "a DEL of it")
 
-    def _unless_cancelled(self, job: _Job, result: AttachResult | None) -> AttachResult | None:
+    def _answer_unless_cancelled(
+        self, job: _Job, result: AttachResult | None
+    ) -> AttachResult | None:
         if result is not None and job.is_cancelled():
             # Cancelled behind its last step: nobody is going to hear of what was made.
             self._attachments.delete(job.request, job.namespace)
             job.refuse_if_cancelled()
+        if result is not None:
+            job.answer(result)
         return result
 
     def _detach(self, job: _Job) -> None:
         self._attachments.delete(job.request, job.namespace)
+        job.answer(None)
 
     def _replay_record(self, record: SpooledDelete) -> None:
         self._attachments.delete(record.request, None)

@@ -1,7 +1,8 @@
 """One CNI request from its frame to its reply: decode, dispatch, encode, log.
 
 Called by `agent.cni.socket`. Knows no limits and no order (`agent.cni.dispatch`) and decides nothing
-(`control.attach`). Invariants: whatever happens, there is exactly one reply, with the code that the specification
+(`control.attach`). What went well is answered by the thread that did it: one turn of the loop less to wait for.
+Invariants: whatever happens, there is exactly one reply, with the code that the specification
 requires. The descriptors are closed when nothing uses them any more. An error is logged here, once.
 """
 
@@ -58,11 +59,18 @@ class CniRequests:
         self._own_netns = os.stat("/proc/self/ns/net").st_ino
         self._networks_seen: set[str] = set()
 
-    async def answer(self, received: Received) -> Reply:
-        """Carry a request out and give its reply; closes the descriptors, then or later."""
+    async def answer(self, received: Received) -> Reply | None:
+        """Carry a request out and give its reply, None when it was sent already; closes the descriptors."""
         begin_s = monotonic()
         frame = received.frame
-        handed_over = False
+        reply: Reply | None = None
+        handed_over = is_answered = False
+
+        def answer_at_once(result: AttachResult | None) -> None:
+            nonlocal is_answered
+            done = Reply(ReplyStatus.DONE, _encode_result(request, result))
+            is_answered = received.answer_at_once(done)
+
         try:
             if frame.program == IPAM_PROGRAM:
                 return _answer_as_ipam(frame)
@@ -71,9 +79,10 @@ class CniRequests:
             namespace = self._read_namespace(received, request)
             handed_over = True
             result = await self.dispatcher.submit(
-                request, namespace, received.caller, received.close
+                request, namespace, received.caller, received.close, answer_at_once
             )
-            reply = Reply(ReplyStatus.DONE, _encode_result(request, result))
+            if not is_answered:
+                reply = Reply(ReplyStatus.DONE, _encode_result(request, result))
             self.metrics.observe_request(frame.command, "ok", monotonic() - begin_s)
             # Behind the answer, which goes out before the loop turns.
             asyncio.get_running_loop().call_soon(self._log_done, request, _elapsed_ms(begin_s))

@@ -1,8 +1,9 @@
 """The launchers' door: frames and descriptors in, replies out, with limits, so that no request hangs.
 
 Opened by `agent.main`; `agent.cni.requests` answers the requests. Never blocks the loop, never interprets a request.
-Invariants: every descriptor that arrives is closed exactly once. When a connection ends before its reply, the request
-is told. A peer that is not root is refused. Protocol: docs/protocol.md.
+Invariants: every descriptor that arrives is closed exactly once. A connection gets one reply, from the loop or from the
+thread that did the work. When it ends before its reply, the request is told. A peer that is not root is refused.
+Protocol: docs/protocol.md.
 """
 
 import array
@@ -13,6 +14,7 @@ import logging
 import os
 import socket
 import struct
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +61,8 @@ class Received:
     frame: Frame
     caller: Caller
     descriptors: list[int] = field(default_factory=list)
+    answer_at_once: Callable[[Reply], bool] = lambda _reply: False
+    """Sends the reply from any thread; False when there was one already, or nobody to send it to."""
 
     @property
     def netns_fd(self) -> int | None:
@@ -71,8 +75,8 @@ class Received:
             os.close(self.descriptors.pop())
 
 
-Answer = Callable[[Received], Awaitable[Reply]]
-"""Answers a request; raises nothing, and sees to it that `Received.close` is called."""
+Answer = Callable[[Received], Awaitable[Reply | None]]
+"""Answers a request; raises nothing, and sees to it that `Received.close` is called. None: it was answered at once."""
 
 
 class CniServer:
@@ -185,7 +189,7 @@ class CniServer:
     async def _answer_one(self, connection: "_Connection", received: Received) -> None:
         try:
             reply = await self._answer(received)
-            await connection.send(wire.encode_reply(reply))
+            await connection.send(b"" if reply is None else wire.encode_reply(reply))
         finally:
             connection.close()
 
@@ -216,6 +220,10 @@ class _Connection:
         self._total_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._delivered = False
+        self._sending = threading.Lock()
+        """For who answers, and against closing the socket under a thread that sends."""
+        self._is_answered = False
+        self._unsent = b""
         self.caller = Caller()
         self.closed = asyncio.Event()
 
@@ -226,28 +234,41 @@ class _Connection:
         self._read()
 
     async def send(self, data: bytes) -> None:
-        """Send the reply; a launcher that has gone, or takes nothing, does not matter."""
+        """Send the reply, unless there was one; a launcher that has gone, or takes nothing, does not matter."""
+        self.send_at_once(data)
+        if not self._unsent:
+            return
         try:
             async with asyncio.timeout(self._limits.reply_time_s):
-                await self._loop.sock_sendall(self._socket, data)
+                await self._loop.sock_sendall(self._socket, self._unsent)
         except (OSError, TimeoutError) as error:
             _log.info("the launcher did not take its answer", extra={"error": str(error)})
 
-    def send_at_once(self, data: bytes) -> None:
-        """Send what fits the socket's buffer, which a refusal does."""
-        with contextlib.suppress(OSError):
-            self._socket.send(data, socket.MSG_NOSIGNAL)
+    def send_at_once(self, data: bytes) -> bool:
+        """Send what fits the socket's buffer, which replies do, from any thread; False when there was a reply."""
+        with self._sending:
+            if self._is_answered or self.closed.is_set():
+                return False
+            self._is_answered = True
+            try:
+                self._unsent = data[self._socket.send(data, socket.MSG_NOSIGNAL) :]
+            except BlockingIOError:
+                self._unsent = data
+            except OSError as error:
+                _log.info("the launcher did not take its answer", extra={"error": str(error)})
+            return True
 
     def close(self) -> None:
         """End the connection and close what still belongs to it."""
         if self.closed.is_set():
             return
         self._stop_reading()
-        self._socket.close()
+        with self._sending:
+            self.closed.set()
+            self._socket.close()
         while self._descriptors:
             os.close(self._descriptors.pop())
         self.caller.leave()
-        self.closed.set()
         self._on_close(self)
 
     def _stop_reading(self) -> None:
@@ -322,10 +343,13 @@ class _Connection:
                 f"read the request: it says that {frame.descriptor_count} descriptors come with it,"
                 f" {len(self._descriptors)} came"
             )
-        received = Received(frame, self.caller, self._descriptors)
+        received = Received(frame, self.caller, self._descriptors, self._answer_at_once)
         self._descriptors = []
         self._buffer = bytearray()
         return received
+
+    def _answer_at_once(self, reply: Reply) -> bool:
+        return self.send_at_once(wire.encode_reply(reply))
 
     def _end(self) -> None:
         """The launcher has closed. Without a whole frame nothing was asked."""

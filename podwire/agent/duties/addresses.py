@@ -19,20 +19,19 @@ from podwire.control.documents.damage import find_fault
 from podwire.control.documents.pools import decode_pools, find_problems, fixed_ranges, own_addresses
 from podwire.control.ipam.claiming.demand import BlockDemand
 from podwire.control.ipam.claiming.orphans import OrphanCollector, give_back
-from podwire.control.ipam.documents import Block, decode_block, encode_block
+from podwire.control.ipam.documents import Block, decode_block, decode_claimed, encode_block
 from podwire.control.ipam.pool import PoolIpam
 from podwire.control.ipam.pools import (
     POOLS_ANNOTATION,
     NamespaceFacts,
     read_pool_names,
 )
-from podwire.model.endpoint import IPNetwork
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import Conflict, PodwireError, Unavailable
 from podwire.model.interfaces import FactStore
-from podwire.model.store import ObjectKey, Store, StoredObject, StoreEvent
+from podwire.model.store import ObjectKey, Revisions, Store, StoredObject, StoreEvent
 from podwire.model.store.kinds import IP_ADDRESS, IP_BLOCK, IP_POOL, NAMESPACE, NODE
-from podwire.model.store.leases import ADDRESS_DUTY, Lease
-from podwire.model.store.leases import NODE as NODE_LEASE
+from podwire.model.store.leases import ADDRESS_DUTY, Lease, list_living_nodes
 
 FACT: Final = "ipam-blocks"
 TICK_S: Final = 1.0
@@ -113,11 +112,11 @@ class IpamNews:
         self._review()
         self._changed(self._ipam.sync(touched))
 
-    def on_events(self, events: Sequence[StoreEvent], _revision: int) -> None:
+    def on_events(self, events: Sequence[StoreEvent], _revisions: Revisions) -> None:
         """Take changes."""
         if not events:
             return
-        touched, is_about_pools = set(), False
+        touched, is_about_pools = self._learn_claimed(events), False
         for event in events:
             stored = event.object
             if stored.key.kind == IP_POOL.plural:
@@ -156,6 +155,23 @@ class IpamNews:
         if name == self._known.node:
             self._set_labels({} if gone else _labels(stored.document))
         return before != self._ranges.get(name, ())
+
+    def _learn_claimed(self, events: Sequence[StoreEvent]) -> set[IPAddress]:
+        """Read which addresses others have, before a block that this node has claimed is used.
+
+        An address may have been taken out of the block before the claim. A store without one order of all kinds may
+        tell of the block first. Raises Unavailable: then everything is listed again, addresses after blocks.
+        """
+        has_claim = any(
+            one.object.key.kind == IP_BLOCK.plural and not one.deleted for one in events
+        )
+        if not has_claim or self._ipam.claims.store.promises.one_order:
+            return set()
+        found = map(decode_claimed, self._ipam.claims.store.list(IP_ADDRESS.plural)[0])
+        claimed = [one for one in found if one is not None]
+        for one in claimed:
+            self._known.put_claimed(one)
+        return {one.address for one in claimed}
 
     def _set_labels(self, labels: Mapping[str, str]) -> None:
         self._known.node_labels = {HOST_NAME_LABEL: self._known.node, **labels}
@@ -260,9 +276,7 @@ class IpamDuty:
         if not self._has_duty():
             return 0
         nodes = {one.key.name for one in self.store.list(NODE.plural)[0]}
-        nodes.update(
-            one.removeprefix(NODE_LEASE) for one in self.store.leases().holders(NODE_LEASE)
-        )
+        nodes.update(list_living_nodes(self.store.leases()) or ())
         objects = [*self.store.list(IP_BLOCK.plural)[0], *self.store.list(IP_ADDRESS.plural)[0]]
         count = 0
         for orphan in self.orphans.look(objects, nodes | {self.known.node}, self.monotonic()):
@@ -360,8 +374,11 @@ class IpamDuty:
                 return True
             self._lease.close()
             self._lease = None
+        leases = self.store.leases()
+        if leases is None:
+            return False  # no agent can know that it is the only one
         try:
-            self._lease = self.store.leases().acquire(ADDRESS_DUTY, self.known.node, DUTY_TTL_S)
+            self._lease = leases.acquire(ADDRESS_DUTY, self.known.node, DUTY_TTL_S)
         except Conflict:
             return False
         return True

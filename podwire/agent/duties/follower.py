@@ -17,7 +17,15 @@ from typing import Final, Protocol
 
 from podwire.agent.duties.unreadable import Unreadable
 from podwire.model.errors import PodwireError, StorageFailure, Unavailable
-from podwire.model.store import Compacted, ObjectKey, Store, StoredObject, StoreEvent, Watch
+from podwire.model.store import (
+    Compacted,
+    ObjectKey,
+    Revisions,
+    Store,
+    StoredObject,
+    StoreEvent,
+    Watch,
+)
 
 WATCH_S: Final = 2.0
 """How long one call of a quiet watch lasts."""
@@ -31,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class KindList:
-    """All objects of one kind, as of a revision of the store."""
+    """All objects of one kind, as of a revision of the kind."""
 
     kind: str
     objects: Sequence[StoredObject]
@@ -46,9 +54,9 @@ class Listener(Protocol):
         start without the store, of those that were heard in an earlier life."""
         ...
 
-    def on_events(self, events: Sequence[StoreEvent], revision: int, /) -> None:
-        """Take changes; everything up to `revision` was handed over with them. Called at each answer of the store,
-        also when there are none: the store is there, and has nothing newer."""
+    def on_events(self, events: Sequence[StoreEvent], revisions: Revisions, /) -> None:
+        """Take changes; everything of each kind up to its revision was handed over with them. Called at each answer of
+        the store, also when there are none: the store is there, and has nothing newer."""
         ...
 
     def on_away(self, error: PodwireError, /) -> None:
@@ -105,8 +113,7 @@ class StoreFollower:
         self.unreadable = Unreadable(name, self._keeper.find)
         self._tells_unreadable = tell_unreadable
         self._watch: Watch | None = None
-        self._listed: dict[str, int] = {}
-        self._revision = 0
+        self._revisions: Revisions = {}
         self._is_there: bool | None = None
         self._again = False
         self._is_whole = False
@@ -115,9 +122,9 @@ class StoreFollower:
         self._thread: threading.Thread | None = None
 
     @property
-    def revision(self) -> int:
-        """Up to which revision of the store everything was handed over; 0 before the first list."""
-        return self._revision
+    def revisions(self) -> Revisions:
+        """Up to which revision of each kind everything was handed over; none before the first list."""
+        return self._revisions
 
     @property
     def is_whole(self) -> bool:
@@ -155,7 +162,7 @@ class StoreFollower:
             self.drop_watch()
             return True
         try:
-            self._hand_over(events, watch.revision)
+            self._hand_over(events, watch.revisions)
         except BaseException:
             self.drop_watch()  # it does not give them again
             raise
@@ -210,13 +217,12 @@ class StoreFollower:
                 self._changed.wait_for(lambda: self._stopping, delay_s * random.uniform(0.5, 1.0))
             delay_s = min(AWAY_CAP_S, delay_s * 2)
 
-    def _hand_over(self, events: Sequence[StoreEvent], revision: int) -> None:
-        fresh = [one for one in events if one.revision > self._listed.get(one.object.key.kind, 0)]
-        self._revision = max(self._revision, revision)
-        told, good = self._sift(fresh)
-        self._listener.on_events(told, self._revision)
+    def _hand_over(self, events: Sequence[StoreEvent], revisions: Revisions) -> None:
+        self._revisions = revisions
+        told, good = self._sift(events)
+        self._listener.on_events(told, revisions)
         self._keeper.note_events(good)
-        if len(good) < len(fresh):
+        if len(good) < len(events):
             self._keep_what_stands_in()
         self._note_back()
 
@@ -247,13 +253,12 @@ class StoreFollower:
     def _list(self) -> None:
         lists = [self._list_kind(kind) for kind in self.kinds]
         self.unreadable.show()
-        revision = min(one.revision for one in lists)
-        watch = self.store.watch(revision, self.kinds)
+        revisions = {one.kind: one.revision for one in lists}
+        watch = self.store.watch(revisions)
         try:
-            self._listed = {one.kind: one.revision for one in lists}
             self._listener.on_lists(lists)
-            self._revision = revision
-            self._listener.on_events(self._list_unreadable(), revision)
+            self._revisions = revisions
+            self._listener.on_events(self._list_unreadable(), revisions)
         except BaseException:
             watch.close()
             raise

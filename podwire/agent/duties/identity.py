@@ -23,7 +23,7 @@ from podwire.control.identity.repair import IdentityRepair
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Conflict, PodwireError, Unavailable
 from podwire.model.interfaces import FactStore
-from podwire.model.store import StoreEvent
+from podwire.model.store import Revisions, StoreEvent
 from podwire.model.store.leases import IDENTITY_DUTY, Lease
 
 SOURCES_FACT: Final = "label-sources"
@@ -50,7 +50,7 @@ class IdentityNews:
         for one in lists:
             self.feed.replace(one.kind, one.objects, one.revision)
 
-    def on_events(self, events: Sequence[StoreEvent], _revision: int) -> None:
+    def on_events(self, events: Sequence[StoreEvent], _revisions: Revisions) -> None:
         """Take changes."""
         self.feed.heard()
         for event in events:
@@ -139,11 +139,12 @@ class IdentityDuty:
         """Take the cluster's duties, if nobody has them; one agent at a time collects. Raises Unavailable."""
         if self._lease is not None and self._lease.taken_by:
             self._lease = None
+        leases = self._store.leases()
+        if leases is None:
+            return False  # no agent can know that it is the only one
         if self._lease is None:
             try:
-                self._lease = self._store.leases().acquire(
-                    IDENTITY_DUTY, self.node_name, DUTY_TTL_S
-                )
+                self._lease = leases.acquire(IDENTITY_DUTY, self.node_name, DUTY_TTL_S)
             except Conflict:
                 return False
         return not self._lease.lost

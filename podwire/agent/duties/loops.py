@@ -116,6 +116,8 @@ class Duties:
     """Listen for changes of nftables: the name of the process that made each is told while `wait` takes it."""
     repair_tables: Callable[[], Sequence[str]]
     """Put the node's own table right; tells what differed."""
+    repair_pins: Callable[[], Sequence[str]]
+    """Pin again what somebody has unpinned; tells what."""
     replay: Callable[[], Awaitable[tuple[int, int]]]
     """Carry out spooled DELs: how many were done, how many failed."""
     threads: ThreadPoolExecutor
@@ -272,6 +274,13 @@ def _repair_tables(duties: Duties, strangers: Iterable[str]) -> bool:
     return bool(differences)
 
 
+def _repair_pins(duties: Duties) -> None:
+    lost = duties.repair_pins()
+    if lost:
+        found = {"cause": lost[0], "count": len(lost)}
+        _log.warning("put pins back that somebody had removed", extra=found)
+
+
 def _contested(strangers: Iterable[str]) -> str:
     names = ", ".join(sorted(name for name in strangers if name)) or "somebody"
     return (
@@ -348,6 +357,7 @@ async def watch_host(duties: Duties) -> None:
         for message in shown.difference(found):
             duties.health.warn(message, "")
         shown = set(found)
+        await duties.on_thread(partial(_repair_pins, duties))
         duties.health.report("host", ok=True, critical=False)
         await asyncio.sleep(WARNINGS_S)
 

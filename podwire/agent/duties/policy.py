@@ -19,7 +19,7 @@ from podwire.control.endpoint.policies import POLICY_KINDS, PolicyObjects
 from podwire.control.endpoint.states import State
 from podwire.control.identity.known import IdentityChange
 from podwire.model.errors import PodwireError
-from podwire.model.store import Store, StoreEvent
+from podwire.model.store import Revisions, Store, StoreEvent
 
 QUIET_S: Final = 0.05
 """Without changes for so long, slots that nobody names any more are deleted: that waits for the kernel."""
@@ -35,11 +35,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _News:
-    """What the follower's thread hands over: whole lists, or changes; and the store's revision after them."""
+    """What the follower's thread hands over: whole lists, or changes; and the revisions of the kinds after them."""
 
     lists: Sequence[KindList] = ()
     events: Sequence[StoreEvent] = ()
-    revision: int = 0
+    revisions: Revisions = field(default_factory=dict)
 
 
 @dataclass
@@ -58,7 +58,7 @@ class PolicyDuty:
     """Where policies are kept for a start without the store."""
     _listed: set[str] = field(default_factory=set)
     _was_complete: bool = False
-    _told_revision: int = 0
+    _told_revisions: Revisions = field(default_factory=dict)
     _news: list[_News] = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _stopping: bool = False
@@ -109,15 +109,15 @@ class PolicyDuty:
 
     def on_lists(self, lists: Sequence[KindList]) -> None:
         """Take whole lists, on the follower's thread."""
-        # Lists carry no revision: the call of `on_events` that follows has it, and remembered objects have none.
+        # Lists carry no revision: the call of `on_events` that follows has them, and remembered objects have none.
         self._hand_over(_News(lists=lists))
 
-    def on_events(self, events: Sequence[StoreEvent], revision: int) -> None:
+    def on_events(self, events: Sequence[StoreEvent], revisions: Revisions) -> None:
         """Take changes, on the follower's thread."""
-        # Other kinds move the store's revision too: whoever waits for one of theirs must not wait for ever.
-        if events or revision > self._told_revision:
-            self._told_revision = revision
-            self._hand_over(_News(events=events, revision=revision))
+        # Revisions also grow without a change of policy: whoever waits for one of them must not wait for ever.
+        if events or revisions != self._told_revisions:
+            self._told_revisions = revisions
+            self._hand_over(_News(events=events, revisions=revisions))
 
     def on_away(self, error: PodwireError) -> None:
         """Let `podwire status` tell."""
@@ -169,7 +169,8 @@ class PolicyDuty:
             self._apply(news)
         elif news:
             with self.turn:
-                self.enforcer.mark_revision(max(one.revision for one in news))
+                for one in news:
+                    self.enforcer.mark_revisions(one.revisions)
         waited_s = time.monotonic() - self._uncollected_since_s
         # Slots and rules end with endpoints too, of which nobody tells this duty: each quiet wake looks.
         if not is_change or waited_s > COLLECT_AT_LATEST_S:
@@ -206,7 +207,7 @@ class PolicyDuty:
             self._listed.add(one.kind)
         for event in news.events:
             self.objects.apply(event)
-        self.enforcer.revision = max(self.enforcer.revision, news.revision)
+        self.enforcer.take_in_up_to(news.revisions)
 
     def _list_again_after_bugs(self) -> None:
         now_s = time.monotonic()

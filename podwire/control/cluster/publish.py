@@ -32,7 +32,7 @@ from podwire.model.store import Store, StoredObject, look_at
 from podwire.model.store.kinds import IP_POOL
 from podwire.model.store.kinds import NODE as NODE_KIND
 from podwire.model.store.leases import NODE as NODE_LEASE
-from podwire.model.store.leases import Lease
+from podwire.model.store.leases import Lease, list_living_nodes
 
 LEASE_TTL_S: Final = 15.0
 """How long a node that says nothing counts as alive; another machine under its name waits as long."""
@@ -135,6 +135,8 @@ class NodePublisher:
         self.instance = instance
         self._store = store
         self._lease: Lease | None = None
+        self._has_leases = True
+        """Whether the store has leases, as far as it was asked."""
         self.claims: Mapping[Claimed, int] = {}
         """Numbers of what this life has published last; replaced, never changed.
 
@@ -142,13 +144,19 @@ class NodePublisher:
         let go, it was not."""
 
     def claim(self, address: str) -> None:
-        """Take the name, if it is not held yet. Raises NodeInUse, which names both addresses; Unavailable."""
+        """Take the name, if it is not held yet. Raises NodeInUse, which names both addresses; Unavailable.
+
+        In a store without leases nothing is taken: whoever has a name is decided outside of podwire.
+        """
         lease = self._lease
         if lease is not None and not lease.taken_by:
             return
+        leases = self._store.leases()
+        if leases is None:
+            self._has_leases = False
+            return
         holder = Holder(self.instance, address)
         name = f"{NODE_LEASE}{self.name}"
-        leases = self._store.leases()
         try:
             self._lease = leases.acquire(name, str(holder), LEASE_TTL_S)
         except Conflict as error:
@@ -185,7 +193,7 @@ class NodePublisher:
             return
         mine, other = min(lost, key=lambda pair: str(pair[0].what))
         of = {one.name: one for one in others}[other.node]
-        raise _refusal(mine, other, of, is_alive=other.node in self._list_living())
+        raise _refusal(mine, other, of, is_alive=other.node in self._list_living(others))
 
     def publish(
         self, facts: NodeFacts, known: Callable[[], Iterable[NodeFacts]] | None = None
@@ -251,7 +259,7 @@ class NodePublisher:
         """Give all that is claimed its numbers; what this life has numbered keeps them."""
         new = [one for one in everything_claimed(facts) if one not in self.claims]
         is_contested = any(address in new for one in others for address in one.addresses)
-        living = self._list_living() if is_contested else frozenset[str]()
+        living = self._list_living(others) if is_contested else frozenset[str]()
         return {**number_claims(new, {**before, **self.claims}, others, living), **self.claims}
 
     def _read_before(self, stored: StoredObject | None) -> dict[Claimed, int]:
@@ -265,9 +273,10 @@ class NodePublisher:
         read = map(_try_to_read, self._store.list(NODE_KIND.plural)[0])
         return [one for one in read if one is not None and one.name != self.name]
 
-    def _list_living(self) -> frozenset[str]:
-        names = self._store.leases().holders(NODE_LEASE)
-        return frozenset(one.removeprefix(NODE_LEASE) for one in names)
+    def _list_living(self, others: Iterable[NodeFacts]) -> frozenset[str]:
+        """Name the nodes that live; all that have published themselves where nobody knows."""
+        living = list_living_nodes(self._store.leases())
+        return frozenset(one.name for one in others) if living is None else living
 
     def _choose_epoch(self, spec: Mapping[str, Any]) -> int:
         epoch, other = spec.get("epoch"), spec.get("instance")
@@ -276,7 +285,7 @@ class NodePublisher:
             return max(1, known)
         if other == self.instance:
             return known
-        if self._lease is None or self._lease.taken_by:
+        if self._has_leases and (self._lease is None or self._lease.taken_by):
             raise NodeInUse(
                 f"publish node {self.name!r}: another instance of that name has published itself at"
                 f" {', '.join(map(str, spec.get('addresses') or ())) or 'an unknown address'}",

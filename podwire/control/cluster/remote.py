@@ -1,12 +1,13 @@
 """Pods of other nodes: which publication counts for an address, and the rows of the ipcache that follow from it.
 
-Used by `agent.duties.cluster.duty`, on one thread. Pure. Several sources may say something of an address; the first of
-these counts: a pod of this node; a node's own address; the newest publication of the node in whose range the address
-is; since blocks of pools lend addresses, the publication of the node that claimed the address in the highest epoch;
-the range that the address is in. If the epochs of one block are equal, the older claim counts, as for the block
-itself. If one of the nodes has no block there and the epochs are equal, no node gets the address. Invariant: `rows` is
-always what the publications and the last plan say, so an address that no node publishes any more belongs to its range
-again.
+Owned by `agent.duties.cluster.duty`. Every thread that enters it holds that duty's lock: `cluster-watch` hands in
+publications, `cluster` asks for rows, `cluster-publish` names this node's own pods, and the API reads problems. Only
+the gauge `cluster_pods` reads `count` without it. Several sources may say something of an address; the first of these
+counts: a pod of this node; a node's own address; the newest publication of the node in whose range the address is;
+since blocks of pools lend addresses, the publication of the node that claimed the address in the highest epoch; the
+range that the address is in. If the epochs of one block are equal, the older claim counts, as for the block itself. If
+one of the nodes has no block there and the epochs are equal, no node gets the address. Invariant: `rows` is always what
+the publications and the last plan say, so an address that no node publishes any more belongs to its range again.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping

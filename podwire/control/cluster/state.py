@@ -8,6 +8,8 @@ listed once. What cannot be read is left out and reported.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from podwire.control.cluster.facts import decode_node, is_published, same_for_peers
 from podwire.control.cluster.grants import PoolGrants
 from podwire.control.cluster.ownership import Problem, claimed_ranges
@@ -31,6 +33,31 @@ class OwnNode:
 
     facts: NodeFacts
     underlay: Underlay
+
+
+@dataclass(frozen=True)
+class KnownNode:
+    """A node as people see it."""
+
+    facts: NodeFacts
+    outer: str
+    """Where tunnel packets go, "" when it is not reached."""
+    ways: tuple[str, ...]
+    mtu_bytes: int
+
+
+class ClusterTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """Other nodes, counted, as status shows them."""
+
+    routing: str
+    nodes: int
+    """Known ones."""
+    reached: int
+    """Those that packets are sent to."""
+    pods: int
+    """Addresses of their pods."""
+    heard: bool
+    """Whether the store was heard, now or in an earlier life."""
 
 
 class ClusterState:

@@ -62,6 +62,7 @@ def apply_documents(
     then nothing is written. Nor when the store fails, if it is one that writes them together.
     """
     drafts = decode_all(documents, namespace=namespace)
+    refuse_namespaces(store, drafts)
 
     def attempt() -> dict[ObjectKey, Applied]:
         done: dict[ObjectKey, Applied] = {}
@@ -117,6 +118,20 @@ def check_namespaces(store: Store, drafts: Sequence[StoredObject]) -> None:
         raise _refuse(faults)
 
 
+def refuse_namespaces(store: Store, drafts: Sequence[StoredObject]) -> None:
+    """Raise InvalidRequest for Namespaces in a store whose namespaces are not podwire's."""
+    faults = [
+        Fault(
+            f"documents[{index}].kind",
+            "is Namespace, which belongs to Kubernetes: kubectl apply it",
+        )
+        for index, draft in enumerate(drafts)
+        if draft.key.kind == NAMESPACE.plural and not store.promises.owns_namespaces
+    ]
+    if faults:
+        raise _refuse(faults)
+
+
 def refuse_pools(store: Store, drafts: Sequence[StoredObject]) -> None:
     """Raise InvalidRequest when pools would overlap, or be cut anew while nodes have blocks of them."""
     faults = [
@@ -132,6 +147,7 @@ def put_object(
 ) -> Applied:
     """Make one object so. A `metadata.resourceVersion` is a precondition: Conflict when the object has another."""
     draft = decode(document, namespace=key.namespace)
+    refuse_namespaces(store, [draft])
     if draft.key != key:
         raise InvalidRequest(
             f"put {key}: the document is {draft.key}",
@@ -160,7 +176,8 @@ def delete_object(store: Store, key: ObjectKey, *, dry_run: bool = False) -> App
     podwire's to delete.
     """
     kind = kind_of_plural(key.kind)
-    if kind is not None and kind.is_of_kubernetes:
+    is_foreign = key.kind == NAMESPACE.plural and not store.promises.owns_namespaces
+    if is_foreign or (kind is not None and kind.is_of_kubernetes):
         raise Conflict(f"delete {key}: it belongs to Kubernetes", hint="kubectl delete it")
     with _writing(store, dry_run=dry_run):
         found = look_at(store, key)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from podwire.control.endpoint import states
+from podwire.control.endpoint.policies import oldest_revision
 from podwire.control.endpoint.queue import BuildQueue, Level
 from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.control.identity.known import IdentityChange
@@ -20,6 +21,7 @@ from podwire.model.errors import NotFound, PolicyOverflow, Unavailable
 from podwire.model.identity import IdentityFacts
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import Clock, EndpointConfig, EndpointDirectories, PolicyDatapath
+from podwire.model.store import Revisions
 
 _log = logging.getLogger(__name__)
 
@@ -68,8 +70,8 @@ class Enforcer:
     directories: EndpointDirectories
     queue: BuildQueue
     clock: Clock
-    revision: int = 0
-    """Of the store, up to which policies were taken in."""
+    revisions: Revisions = field(default_factory=dict)
+    """Of each kind of policy, up to which it was taken in; replaced, never changed."""
     failures: tuple[Failure, ...] = ()
     """Identities whose endpoints keep what was in force before, and why."""
     is_complete: Callable[[], bool] = lambda: True
@@ -106,12 +108,22 @@ class Enforcer:
         self._report(outcome, cause)
         return outcome
 
-    def mark_revision(self, revision: int) -> None:
-        """Note that the store is at a revision without any change of policy since: nothing is to be done for it."""
-        self.revision = max(self.revision, revision)
+    @property
+    def revision(self) -> int:
+        """A revision up to which every kind of policy was taken in."""
+        return oldest_revision(self.revisions)
+
+    def mark_revisions(self, revisions: Revisions) -> None:
+        """Note that the store is at these revisions without any change of policy since: nothing is to be done."""
+        self.take_in_up_to(revisions)
         for endpoint in self.table:
             if endpoint.state is states.State.READY and not endpoint.policy_error:
-                endpoint.realized_revision = self.revision
+                endpoint.realized_revisions = self.revisions
+
+    def take_in_up_to(self, revisions: Revisions) -> None:
+        """Note that policies were taken in up to these revisions, and are about to be applied."""
+        later = {kind: max(self.revisions.get(kind, 0), at) for kind, at in revisions.items()}
+        self.revisions = {**self.revisions, **later}
 
     def collect_waste(self) -> None:
         """Delete what no row and no rule names any more, counters of rules included. For quiet moments: it waits for
@@ -157,7 +169,7 @@ class Enforcer:
     def realized(self, endpoint: Endpoint) -> None:
         """Note that an endpoint's row holds what `attach` gave."""
         self.engine.realized(endpoint.record.id)
-        endpoint.realized_revision = self.revision
+        endpoint.realized_revisions = self.revisions
 
     def detach(self, endpoint_id: EndpointId) -> None:
         """Forget an endpoint whose row is gone."""
@@ -220,7 +232,7 @@ class Enforcer:
         }
         for endpoint in self.table:
             endpoint.policy_error = errors.get(endpoint.record.id, "")
-        self.mark_revision(self.revision)
+        self.mark_revisions(self.revisions)
 
     def _note_change(self, endpoint_id: EndpointId, values: PolicyValues, cause: str) -> None:
         endpoint = self.table.get(endpoint_id)

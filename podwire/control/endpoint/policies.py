@@ -20,7 +20,7 @@ from podwire.control.policy.rules_cilium import (
 from podwire.control.policy.rules_k8s import KIND as KIND_K8S
 from podwire.control.policy.rules_k8s import decode_network_policy
 from podwire.model.errors import InvalidRequest
-from podwire.model.store import ObjectKey, StoredObject, StoreEvent
+from podwire.model.store import ObjectKey, Revisions, StoredObject, StoreEvent
 
 GROUPS: Final = "ciliumcidrgroups"
 
@@ -113,6 +113,11 @@ class PolicyObjects:
             del self.rules[policy_id]
         # Only now: what could not be removed is tried again with the next list.
         self._known.discard(key)
+
+
+def oldest_revision(revisions: Revisions) -> int:
+    """Give a revision up to which every kind of policy was taken in; 0 while one of them was not."""
+    return min(revisions.get(kind, 0) for kind in POLICY_KINDS)
 
 
 def name_policy(key: ObjectKey) -> PolicyId:

@@ -15,6 +15,7 @@ from podwire.model.endpoint import AttachmentKey, EndpointRecord, IPAddress
 from podwire.model.errors import Bug
 from podwire.model.ids import ContainerId, EndpointId, InterfaceName
 from podwire.model.interfaces import Clock, EndpointConfig
+from podwire.model.store import Revisions
 
 LOG_ENTRIES = 256
 
@@ -36,7 +37,8 @@ class Endpoint:
         self.record = record
         self.config = EndpointConfig()
         """What the datapath was last told; the default until the first build."""
-        self.realized_revision = 0
+        self.realized_revisions: Revisions = {}
+        """Of each kind of policy: up to which it is in force here."""
         self.policy_error = ""
         """Why its newest policy could not be written; "" when it is in force."""
         self.state = state
@@ -58,12 +60,12 @@ class Endpoint:
 class EndpointTable:
     """All endpoints by id, and the indexes over them."""
 
-    def __init__(self) -> None:
+    def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
+        self.changed = changed
         self._by_id: dict[EndpointId, Endpoint] = {}
         self._by_key: dict[AttachmentKey, EndpointId] = {}
         self._by_address: dict[IPAddress, EndpointId] = {}
         self._by_container: dict[ContainerId, set[EndpointId]] = {}
-        self.changed: Callable[[], None] = lambda: None
         """Called after an endpoint came, got another record, or went; must be quick."""
 
     def __iter__(self) -> Iterator[Endpoint]:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from msgspec import UNSET, UnsetType
+
 from podwire.control.flows.flow import Flow, FlowEnd, FlowPolicy
 from podwire.model.flow import FlowEvent
 
@@ -94,6 +96,7 @@ class FlowMaker:
                 event.destination,
                 has_ports * event.destination_port,
             ),
+            original_to=self._original(event),
             protocol="arp" if event.ethertype == ETHERTYPE_ARP else event.protocol,
             tcp_flags=",".join(name for bit, name in _TCP_FLAGS if event.tcp_flags & bit),
             policies=(policy,) if policy else (),
@@ -107,6 +110,11 @@ class FlowMaker:
         return FlowEnd(
             endpoint.id, endpoint.namespace, endpoint.pod, identity, endpoint.labels, ip, port
         )
+
+    def _original(self, event: FlowEvent) -> FlowEnd | UnsetType:
+        if not event.original_destination:
+            return UNSET
+        return FlowEnd(ip=event.original_destination, port=event.original_port)
 
     def _find(self, address: str) -> NamedEndpoint | None:
         return self._by_address(address) if address else None

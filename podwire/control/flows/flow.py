@@ -47,6 +47,8 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     path: str
     source: FlowEnd = msgspec.field(name="from")
     destination: FlowEnd = msgspec.field(name="to")
+    original_to: FlowEnd | msgspec.UnsetType = msgspec.UNSET
+    """Whom the sender meant, where a service was translated."""
     protocol: str
     """`tcp`, `udp`, `icmp`, `icmpv6`, `sctp`, `arp`, or the number."""
     tcp_flags: str

@@ -63,8 +63,6 @@ class IdentityResolver:
     sources: LabelSources
     chosen_by: LabelFilter
     wait_s: float = 10.0
-    makes_namespaces: bool = True
-    """Whether the first pod of a namespace makes its object; with the store `kubernetes` only its users do."""
     pods: PodLabels = field(default_factory=NoPods)
     """Gives what Pod objects say of endpoints."""
     clock: Callable[[], float] = time.monotonic
@@ -148,9 +146,14 @@ class IdentityResolver:
             self.pods.own_labels(record), record.named_ports, record.namespace, wait_s=0
         )
 
+    @property
+    def _makes_namespaces(self) -> bool:
+        """Whether the first pod of a namespace makes its object; of a cluster's own namespaces only its users do."""
+        return self.allocator.store.promises.owns_namespaces
+
     def reassert_namespaces(self, namespaces: Iterable[str]) -> None:
         """Make the objects of these namespaces again that the store has lost, with their labels. Raises Unavailable."""
-        if not self.makes_namespaces:
+        if not self._makes_namespaces:
             return
         for name, labels in self.sources.find_lost(namespaces).items():
             self._make_namespace(name, labels)
@@ -166,7 +169,7 @@ class IdentityResolver:
         if not self.sources.is_complete:
             raise Unavailable("namespaces and workloads have not been read from the store yet")
         if not self.sources.knows_namespace(namespace):
-            if not self.makes_namespaces:
+            if not self._makes_namespaces:
                 raise Unavailable(f"namespace {namespace!r} has not been read from the store yet")
             self._make_namespace(namespace, {NAMESPACE_NAME_KEY: namespace})
         labels, key = self.describe(own_labels, ports, namespace)

@@ -154,10 +154,11 @@ class SourceRule:
 
 @functools.lru_cache(_NETWORKS_REMEMBERED)
 def host_network(address: IPAddress) -> IPNetwork:
-    """Give the /32 or /128 of an address."""
+    """Give the /32 or /128 of an address. From numbers: of an address `ipaddress` writes the text and reads it."""
+    whole = int(address), address.max_prefixlen
     if isinstance(address, ipaddress.IPv4Address):
-        return ipaddress.IPv4Network(address)
-    return ipaddress.IPv6Network(address)
+        return ipaddress.IPv4Network(whole)
+    return ipaddress.IPv6Network(whole)
 
 
 def add_address(wanted: InterfaceAddress) -> Request:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import yaml
+
 from podwire.kernel import netns, spawn
 from podwire.lab.kubernetes import programs, residue
 from podwire.lab.kubernetes.api_server import SERVICE_CIDR
@@ -22,7 +24,7 @@ from podwire.lab.kubernetes.control_plane import ControlPlane
 from podwire.lab.kubernetes.daemon import LOOK_S, Place
 from podwire.lab.kubernetes.networks import Network
 from podwire.lab.kubernetes.nodes.machine import Machine, MachinePlan
-from podwire.lab.kubernetes.nodes.services import Access, NodeServices
+from podwire.lab.kubernetes.nodes.services import Access, NodeServices, Options
 from podwire.lab.node import run_ip
 from podwire.lab.state import locked
 from podwire.model.errors import Unavailable
@@ -48,6 +50,8 @@ class ClusterShape:
     proxy: str = "nftables"
     """The mode of kube-proxy."""
     mtu: int = 1500
+    runtime_log: str = "info"
+    """With `debug` containerd says when the network part of a sandbox begins and ends."""
     hidden: tuple[str, ...] = ()
     """Directories that are empty on the nodes, such as the checkout."""
 
@@ -156,18 +160,26 @@ class Cluster:
         self.wait_for(look, "every node to be Ready")
 
     def describe(self) -> str:
-        """Say how things stand: nodes, pods, recent events, and the ends of the logs of nodes."""
+        """Say how things stand: the logs of nodes and of pods that are not Ready, recent events, pods, nodes."""
         parts = [
-            self.try_kubectl(*words).stdout.decode(errors="replace")
-            for words in (
-                ("get", "nodes", "-o", "wide"),
-                ("get", "pods", "-A", "-o", "wide"),
-                ("get", "events", "-A", "--sort-by=.lastTimestamp"),
-            )
+            f"{daemon.name}:\n{daemon.read_tail(6)}"
+            for node in self.nodes
+            for daemon in (node.services.containerd, node.services.kubelet)
         ]
-        parts[-1] = "\n".join(parts[-1].splitlines()[-15:])
-        for node in self.nodes:
-            parts += [f"{daemon.name}:\n{daemon.read_tail()}" for daemon in node.services.daemons]
+        for pod in self.client.get("/api/v1/pods")["items"]:
+            if not is_ready(pod):
+                namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
+                done = self.try_kubectl(
+                    *("logs", "-n", namespace, name, "--all-containers", "--tail=8")
+                )
+                parts.append(f"{namespace}/{name}:\n{(done.stdout or done.stderr).decode()}")
+        for words in (
+            ("get", "events", "-A", "--sort-by=.lastTimestamp"),
+            ("get", "pods", "-A", "-o", "wide"),
+            ("get", "nodes", "-o", "wide"),
+        ):
+            said = self.try_kubectl(*words).stdout.decode(errors="replace")
+            parts.append("\n".join(said.splitlines()[-20:]))
         return "\n".join(parts)
 
 
@@ -242,8 +254,7 @@ def _raise(cluster: Cluster, progress: Progress) -> None:
 def _write_as_kubeadm(cluster: Cluster) -> None:
     """Write what kubeadm leaves in a cluster, and networks look at."""
     subnets = {"podSubnet": cluster.shape.cluster_cidr, "serviceSubnet": SERVICE_CIDR}
-    # JSON is YAML.
-    text = json.dumps({"kind": "ClusterConfiguration", "networking": subnets})
+    text = yaml.safe_dump({"kind": "ClusterConfiguration", "networking": subnets})
     cluster.client.create(
         "/api/v1/namespaces/kube-system/configmaps",
         {"metadata": {"name": "kubeadm-config"}, "data": {"ClusterConfiguration": text}},
@@ -318,8 +329,12 @@ def _make_node(cluster: Cluster, plan: MachinePlan) -> Node:
         proxy=control.kubeconfig_of("system:kube-proxy"),
         ca=control.api.ca,
     )
-    machine, shape = Machine(plan), cluster.shape
-    return Node(machine, NodeServices(machine, access, shape.proxy, shape.cluster_cidr))
+    machine = Machine(plan)
+    return Node(machine, NodeServices(machine, access, _options_of(cluster.shape)))
+
+
+def _options_of(shape: ClusterShape) -> Options:
+    return Options(shape.proxy, shape.cluster_cidr, shape.runtime_log)
 
 
 def _start_node(node: Node) -> None:

@@ -4,10 +4,12 @@ Back ends live in `podwire.store`; one contract suite (tests/contract/test_store
 Synchronous: callers that must not wait use a thread. Errors: Conflict (exists, or another revision), NotFound,
 Unavailable (the store is away; when it went away during a write, that may have been done: read before you repeat it),
 StorageFailure (disk full or damaged; nothing was written), NewerData, InvalidRequest, InvalidConfiguration (refused
-credentials). Invariant: revisions grow with each change; two may share one only when they were written together.
+credentials). Other programs may write to the same store, and a server may add to what is written. What only some back
+ends can promise is in `Store.promises`. Invariant: the revisions of a kind grow with each change of an object of that
+kind; two changes may share one only when they were written together. Revisions of different kinds are not compared.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,13 @@ import msgspec
 
 from podwire.model.errors import StorageFailure, Unavailable
 from podwire.model.store.leases import Leases
+from podwire.model.store.promises import Promises
+
+Revisions = Mapping[str, int]
+"""By kind: a revision of that kind."""
+RunHelper = Callable[[Sequence[str], Mapping[str, str], float], bytes]
+"""Runs a program that gives credentials: arguments (the first is the program), environment, seconds it may take. Gives
+what it wrote to stdout. Raises Unavailable, with the end of its stderr, when it fails or takes too long."""
 
 
 class ObjectKey(msgspec.Struct, frozen=True, order=True):
@@ -41,11 +50,13 @@ class StoredObject(msgspec.Struct, frozen=True, kw_only=True):
     uid: str = ""
     """Random, given at creation: a successor of the same name has another."""
     revision: int = 0
-    """Of the store at the object's last change; 0 before it was written."""
+    """Of its kind, at the object's last change; 0 before it was written."""
     created: str = ""
     """RFC 3339, UTC."""
     document: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """The whole document, as Kubernetes writes it: apiVersion, kind, metadata (with labels), spec."""
+    """The document, as Kubernetes writes it: apiVersion, kind, metadata (with labels), spec. A server adds to what was
+    written: its own metadata, a status, defaults. A back end may leave out what no podwire reads, except of policies:
+    an unknown field of a policy must be seen."""
     fault: str = ""
     """Why what the store has there cannot be read: something else wrote it. The document is empty then. Lists and
     watches give such objects, so that one does not stop all others; nothing but the name may be used of them."""
@@ -53,7 +64,7 @@ class StoredObject(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class StoreEvent:
-    """One change. `deleted`: `object` is what was there last."""
+    """One change, and the revision of its kind after it. `deleted`: `object` is what was there last."""
 
     object: StoredObject
     revision: int
@@ -72,15 +83,34 @@ class UnreadableObject(StorageFailure):
 
 
 class Compacted(Unavailable):
-    """The watch's revision is older than what the store remembers: list again, then watch from there."""
+    """What came after a revision is not known any more, of some kinds: list these again, and watch anew.
+
+    The watch that raises it has ended. Its other kinds can be watched on from `Watch.revisions`.
+    """
+
+    def __init__(self, message: str, *, hint: str = "", kinds: Iterable[str] = ()) -> None:
+        super().__init__(message, hint=hint)
+        self.kinds: frozenset[str] = frozenset(kinds)
+        """Which kinds are to be listed again."""
+
+
+class KindUnavailable(Unavailable):
+    """One kind cannot be read now, because the store does not know it or refuses it to this client; others can be."""
 
 
 class Watch(Protocol):
-    """Changes after a revision, in order, each once. One thread reads it; any may close it."""
+    """Changes of some kinds, each once, those of one kind in order. One thread reads it; any may close it."""
 
     @property
-    def revision(self) -> int:
-        """Up to which revision of the store everything was given: from here another watch goes on."""
+    def revisions(self) -> Revisions:
+        """Up to which revision of each kind everything was given: from here another watch goes on. Grows without a
+        change, too, when the store says that there was none."""
+        ...
+
+    @property
+    def failing(self) -> Mapping[str, str]:
+        """Kinds that cannot be followed now while others can, and why; nothing of them is lost. As of the last `next`;
+        when no kind can be followed, `next` raises Unavailable instead."""
         ...
 
     def next(self, timeout_s: float) -> Sequence[StoreEvent]:
@@ -120,12 +150,22 @@ OpenWaker = Callable[[Path], Waker]
 class Store(Protocol):
     """Objects of one cluster. Safe to call from several threads."""
 
+    @property
+    def promises(self) -> Promises:
+        """What this back end does beyond what every one does."""
+        ...
+
     def get(self, key: ObjectKey) -> StoredObject | None:
         """Give one object; None when there is none. UnreadableObject when what is there is none."""
         ...
 
-    def list(self, kind: str, namespace: str | None = None) -> tuple[Sequence[StoredObject], int]:
-        """Give all objects of a kind (of one namespace), by namespace and name, and the revision they are of."""
+    def list(
+        self, kind: str, namespace: str | None = None, *, at_least: int | None = None
+    ) -> tuple[Sequence[StoredObject], int]:
+        """Give all objects of a kind (of one namespace), by namespace and name, and the revision of the kind they are
+        of: all of one moment. `at_least` None: as they are now. Else a state of that revision or any newer one will do
+        (0: any), which may cost the store less. A store that was put back to an older state gives what it has.
+        KindUnavailable."""
         ...
 
     def create(self, new: StoredObject) -> StoredObject:
@@ -134,7 +174,8 @@ class Store(Protocol):
 
     def update(self, new: StoredObject) -> StoredObject:
         """Replace an object whose revision must still be `new.revision` (else Conflict; NotFound). Uid and time of
-        creation stay what they are, whatever `new` says. One that cannot be read may be replaced too."""
+        creation stay what they are, whatever `new` says. One that cannot be read may be replaced too. One that would
+        not change may keep its revision."""
         ...
 
     def patch(
@@ -155,19 +196,19 @@ class Store(Protocol):
         ...
 
     def together(self) -> AbstractContextManager[None]:
-        """Let the writes of this thread in the block take effect together at its end, where the back end can (etcd: 128
-        at a time), and none when the block raises. Reads in the block see what was there before, each object is written
-        once, and what the writes give may have its revision only after the block. Conflict may come at its end. Others
-        may have to wait: be quick."""
+        """Let the writes of this thread in the block take effect together at its end, and none when the block raises: a
+        hint, which a back end follows for `Promises.together_max` writes at a time. Reads in the block may see what was
+        there before, each object is written once, and what the writes give may have its revision only after the block.
+        Conflict may come at its end. Others may have to wait: be quick."""
         ...
 
-    def watch(self, after_revision: int, kinds: Sequence[str] = ()) -> Watch:
-        """Watch changes of some kinds (none named: all) after a revision; `next` raises Compacted when the store does
-        not remember it, or never had it."""
+    def watch(self, after: Revisions) -> Watch:
+        """Watch changes of the kinds named, of each after a revision that `list` or another watch gave of it. Costs the
+        store one watch for each kind at most."""
         ...
 
-    def leases(self) -> Leases:
-        """Give the store's leases, the same each time."""
+    def leases(self) -> Leases | None:
+        """Give the store's leases, the same each time; None of one that has none, where nobody knows who lives."""
         ...
 
     def close(self) -> None:

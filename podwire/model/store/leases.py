@@ -103,6 +103,13 @@ class Leases(Protocol):
         ...
 
 
+def list_living_nodes(leases: Leases | None) -> frozenset[str] | None:
+    """Name the nodes whose agents are alive; None when nobody knows. Raises Unavailable."""
+    if leases is None:
+        return None
+    return frozenset(name.removeprefix(NODE) for name in leases.holders(NODE))
+
+
 def compare_holders(before: Mapping[str, str], now: Mapping[str, str]) -> Sequence[LeaseChange]:
     """Give what changed between two states of all holders."""
     names = sorted(before.keys() | now.keys())

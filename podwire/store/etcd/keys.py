@@ -57,8 +57,8 @@ def namespace_prefix(kind: str, namespace: str) -> bytes:
 
 
 def range_of_kinds(kinds: list[str]) -> tuple[bytes, bytes]:
-    """Give the first key and the end of the shortest range that holds all of some kinds; none named: all objects."""
-    prefixes = sorted(map(kind_prefix, kinds)) or [OBJECTS]
+    """Give the first key and the end of the shortest range that holds all of some kinds."""
+    prefixes = sorted(map(kind_prefix, kinds))
     return prefixes[0], prefix_end(prefixes[-1])
 
 

@@ -10,15 +10,24 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
 
 from podwire.model.errors import Conflict, PodwireError, Unavailable
-from podwire.model.store import ObjectKey, StoredObject, UnreadableObject
+from podwire.model.store import ObjectKey, Revisions, StoredObject, UnreadableObject
+from podwire.model.store.promises import FULL, Promises
 from podwire.store.documents import encode_document, merge
 from podwire.store.etcd.access import StoreAccess, check_access
-from podwire.store.etcd.changes import Change, Changes, check_found, commit, exists
+from podwire.store.etcd.changes import (
+    PART_MAX,
+    Change,
+    Changes,
+    check_found,
+    commit,
+    exists,
+)
 from podwire.store.etcd.cluster import Cluster
 from podwire.store.etcd.gateway import DEADLINE_S
 from podwire.store.etcd.keys import (
@@ -74,6 +83,11 @@ class EtcdStore:
             self._cluster.close()
             raise
 
+    @property
+    def promises(self) -> Promises:
+        """Give what this back end promises: everything, if not for any number of writes together."""
+        return replace(FULL, together_max=PART_MAX)
+
     def get(self, key: ObjectKey) -> StoredObject | None:
         """Give one object; None when there is none."""
         raw = self._read(key)
@@ -84,8 +98,11 @@ class EtcdStore:
             raise UnreadableObject(found)
         return found
 
-    def list(self, kind: str, namespace: str | None = None) -> tuple[Sequence[StoredObject], int]:
-        """Give all objects of a kind (of one namespace), by namespace and name, and the store's revision."""
+    def list(
+        self, kind: str, namespace: str | None = None, *, at_least: int | None = None
+    ) -> tuple[Sequence[StoredObject], int]:
+        """Give all objects of a kind (of one namespace), by namespace and name, and etcd's revision."""
+        del at_least  # a member that lags would answer sooner, and nobody has needed that
         first = kind_prefix(kind) if namespace is None else namespace_prefix(kind, namespace)
         found, revision = self._cluster.run(self._cluster.read_range(first, prefix_end(first)))
         # etcd orders by bytes of quoted names.
@@ -162,12 +179,11 @@ class EtcdStore:
         if changes:
             self._cluster.run(commit(self._cluster, changes))
 
-    def watch(self, after_revision: int, kinds: Sequence[str] = ()) -> EtcdWatch:
-        """Watch changes of some kinds (none named: all) after a revision."""
+    def watch(self, after: Revisions) -> EtcdWatch:
+        """Watch changes of some kinds, of each after a revision."""
         made = EtcdWatch(
             self._cluster,
-            after_revision=after_revision,
-            kinds=kinds,
+            after=after,
             forget=self._forget,
             idle_s=self._idle_s,
         )

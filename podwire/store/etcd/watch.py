@@ -11,13 +11,13 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Final, Self
 
 import msgspec
 
 from podwire.model.errors import PodwireError, Unavailable
-from podwire.model.store import Compacted, ObjectKey, StoredObject, StoreEvent
+from podwire.model.store import Compacted, ObjectKey, Revisions, StoredObject, StoreEvent
 from podwire.store.etcd import wire
 from podwire.store.etcd.cluster import Cluster
 from podwire.store.etcd.gateway import Refused
@@ -221,21 +221,26 @@ class EtcdWatch:
         self,
         cluster: Cluster,
         *,
-        after_revision: int,
-        kinds: Sequence[str],
+        after: Revisions,
         forget: "Callable[[EtcdWatch], None]",
         idle_s: float = IDLE_S,
     ) -> None:
-        first, end = range_of_kinds(list(kinds))
-        self._kinds = frozenset(kinds)
-        self._revision = after_revision
+        first, end = range_of_kinds(list(after))
+        self._after = dict(after)
+        self._revision = min(after.values())
+        """Of etcd: up to which the stream was read. What a kind was listed with may be ahead of it."""
         self._forget = forget
-        self._keys = KeyWatch(cluster, first, end, after_revision, idle_s=idle_s)
+        self._keys = KeyWatch(cluster, first, end, self._revision, idle_s=idle_s)
 
     @property
-    def revision(self) -> int:
-        """Up to which revision of the store everything was given."""
-        return self._revision
+    def revisions(self) -> Revisions:
+        """Up to which revision of each kind everything was given."""
+        return {kind: max(after, self._revision) for kind, after in self._after.items()}
+
+    @property
+    def failing(self) -> Mapping[str, str]:
+        """Nothing: one stream gives all kinds."""
+        return {}
 
     def wait_until_open(self, timeout_s: float) -> None:
         """Return when the stream is open, or it is known that it cannot be."""
@@ -244,7 +249,7 @@ class EtcdWatch:
     def next(self, timeout_s: float) -> Sequence[StoreEvent]:
         """Give what has happened; see `model.store.Watch`."""
         deadline_s = time.monotonic() + timeout_s
-        while (batch := self._keys.take(deadline_s - time.monotonic())) is not None:
+        while (batch := self._take(deadline_s - time.monotonic())) is not None:
             events = tuple(filter(None, map(self._make_event, batch[0])))
             self._revision = batch[1]
             if events:
@@ -262,11 +267,16 @@ class EtcdWatch:
     def __exit__(self, *_exception: object) -> None:
         self.close()
 
+    def _take(self, timeout_s: float) -> Batch | None:
+        try:
+            return self._keys.take(timeout_s)
+        except Compacted as error:
+            raise Compacted(error.message, hint=error.hint, kinds=self._after) from None
+
     def _make_event(self, event: Event) -> StoreEvent | None:
-        key = name_key(event.kv.key)
-        if self._kinds and key.kind not in self._kinds:
+        key, revision = name_key(event.kv.key), event.kv.mod_revision
+        if revision <= self._after.get(key.kind, revision):
             return None
-        revision = event.kv.mod_revision
         if event.type != "DELETE":
             return StoreEvent(decode_object(event.kv), revision)
         return StoreEvent(_make_last(event, key), revision, deleted=True)

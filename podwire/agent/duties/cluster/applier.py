@@ -105,6 +105,8 @@ class Applier:
         self._news: KernelNews | None = None
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
+        self._wishes = threading.Lock()
+        """Held around the two flags: `wake` sets them on any thread while a step takes them back."""
         self._must_apply = True
         """More than rows may have changed in the plan since it was applied."""
         self._must_look = True
@@ -133,8 +135,7 @@ class Applier:
 
     def wake(self, *, whole: bool = False, look: bool = False) -> None:
         """Have a step soon; from any thread, cheap. `whole`: rows are not all; `look`: this node may be another."""
-        self._must_apply = self._must_apply or whole
-        self._must_look = self._must_look or look
+        self._ask_again(apply=whole, look=look)
         if self._news is not None:
             self._news.wake()
 
@@ -150,16 +151,15 @@ class Applier:
 
     def _step(self, is_reconciliation: bool) -> None:
         duty, begin_s = self._duty, self._now()
-        look, self._must_look = self._must_look or is_reconciliation, False
         own = duty.own
-        if own is None or look:
+        if self._take_look() or own is None or is_reconciliation:
             own = self._look()
         duty.own_changed(own)
-        asked, self._must_apply = self._must_apply, False
+        asked = self._take_apply()
         with duty.lock:
             replanned, changes = duty.state.advance(own)
             if not duty.state.is_listed:
-                self._must_apply = True
+                self._ask_again(apply=True)
                 return
             plan = self._choose_plan(replanned or asked, is_reconciliation, begin_s)
         self._save_numbers()
@@ -178,8 +178,23 @@ class Applier:
         try:
             return self._duty.look_at_self()
         except PodwireError:
-            self._must_look = True
+            self._ask_again(look=True)
             raise
+
+    def _take_look(self) -> bool:
+        with self._wishes:
+            must_look, self._must_look = self._must_look, False
+            return must_look
+
+    def _take_apply(self) -> bool:
+        with self._wishes:
+            must_apply, self._must_apply = self._must_apply, False
+            return must_apply
+
+    def _ask_again(self, *, apply: bool = False, look: bool = False) -> None:
+        with self._wishes:
+            self._must_apply |= apply
+            self._must_look |= look
 
     def _choose_plan(
         self, is_asked: bool, is_reconciliation: bool, now_s: float

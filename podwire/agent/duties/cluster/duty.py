@@ -15,12 +15,11 @@ from typing import Final
 
 import msgspec
 
-from podwire.agent.api.shared import ClusterTotals
 from podwire.agent.duties.cluster.applier import Applier, KernelNews
 from podwire.agent.duties.cluster.liveness import Lives
 from podwire.agent.duties.cluster.publisher import Publisher
 from podwire.agent.duties.cluster.store_addresses import StoreAddresses
-from podwire.agent.duties.cluster.views import ClusterViews, KnownNode
+from podwire.agent.duties.cluster.views import ClusterViews
 from podwire.agent.duties.follower import KindList, Memory, StoreFollower
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
@@ -30,14 +29,14 @@ from podwire.control.cluster.ownership import everything_claimed
 from podwire.control.cluster.planner import NodeNumbers
 from podwire.control.cluster.publish import NodePublisher
 from podwire.control.cluster.reach import ClusterSettings
-from podwire.control.cluster.state import KINDS, ClusterState, OwnNode
+from podwire.control.cluster.state import KINDS, ClusterState, ClusterTotals, KnownNode, OwnNode
 from podwire.control.endpoint.table import EndpointTable
 from podwire.model.cluster import NodeFacts, TunnelMode, Underlay
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import PodwireError, StorageFailure, Unavailable
 from podwire.model.ids import IdentityId
 from podwire.model.interfaces import ClusterDatapath, FactStore
-from podwire.model.store import Store, StoreEvent
+from podwire.model.store import Revisions, Store, StoreEvent
 
 NUMBERS_FACT: Final = "node-numbers"
 GRANTS_FACT: Final = "pool-grants"
@@ -163,7 +162,7 @@ class ClusterDuty:
             is_overwritten = self.state.own_overwritten
         self._look(is_overwritten)
 
-    def on_events(self, events: Sequence[StoreEvent], _revision: int) -> None:
+    def on_events(self, events: Sequence[StoreEvent], _revisions: Revisions) -> None:
         """Take changes."""
         if not events:
             if self._has_unsaved:

@@ -78,7 +78,11 @@ class Lives:
                 self._stopping.wait(AWAY_S)
 
     def _follow(self) -> None:
-        with self._store.leases().watch(NODE) as watch:
+        leases = self._store.leases()
+        if leases is None:  # nobody knows who lives, and that does not change
+            self._stopping.wait()
+            return
+        with leases.watch(NODE) as watch:
             with self._lock:
                 self._watch = watch
                 if self._stopping.is_set():

@@ -6,29 +6,16 @@ applier. Only reads: it shows what the last plan says. Safe from any thread.
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Final
 
-from podwire.agent.api.shared import ClusterTotals
 from podwire.agent.duties.cluster.liveness import Lives
 from podwire.agent.health import Health
 from podwire.agent.metrics import Gauge
 from podwire.control.cluster.reach import Reach
-from podwire.control.cluster.state import ClusterState, OwnNode
+from podwire.control.cluster.state import ClusterState, ClusterTotals, KnownNode, OwnNode
 from podwire.model.cluster import NodeFacts
 
 WARNINGS_MAX: Final = 10
-
-
-@dataclass(frozen=True)
-class KnownNode:
-    """A node as people see it."""
-
-    facts: NodeFacts
-    outer: str
-    """Where tunnel packets go, "" when it is not reached."""
-    ways: tuple[str, ...]
-    mtu_bytes: int
 
 
 class ClusterViews:

@@ -42,6 +42,7 @@ for directory in /etc /opt; do
     mount -n -t overlay overlay -o "lowerdir=$directory,upperdir=$base/upper$directory,workdir=$base/work$directory" \
         "$directory"
 done
+rm -rf /etc/cni /opt/cni # of runtimes of the machine
 mkdir -p "$base/lib" "$base/log"
 mount -n --bind "$base/lib" /var/lib
 mount -n --bind "$base/log" /var/log

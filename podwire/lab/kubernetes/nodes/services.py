@@ -29,6 +29,8 @@ state = "/run/containerd"
 disabled_plugins = ["io.containerd.snapshotter.v1.aufs", "io.containerd.snapshotter.v1.btrfs",
   "io.containerd.snapshotter.v1.devmapper", "io.containerd.snapshotter.v1.zfs",
   "io.containerd.internal.v1.opt"]
+[debug]
+  level = "{level}"
 [grpc]
   address = "{socket}"
 [plugins."io.containerd.grpc.v1.cri"]
@@ -85,13 +87,13 @@ def _kubelet_settings(cgroup: str, ca: Path) -> Mapping[str, Any]:
     }
 
 
-def _proxy_settings(machine: Machine, kubeconfig: Path, mode: str, cidr: str) -> Mapping[str, Any]:
+def _proxy_settings(machine: Machine, kubeconfig: Path, options: "Options") -> Mapping[str, Any]:
     return {
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
         "kind": "KubeProxyConfiguration",
-        "mode": mode,
+        "mode": options.proxy_mode,
         "clientConnection": {"kubeconfig": str(kubeconfig)},
-        "clusterCIDR": cidr,
+        "clusterCIDR": options.cluster_cidr,
         "hostnameOverride": machine.name,
         "bindAddress": machine.plan.address,
         "healthzBindAddress": "127.0.0.1:10256",
@@ -113,14 +115,24 @@ class Access:
     ca: Path
 
 
+@dataclass(frozen=True)
+class Options:
+    """What is the same on all nodes of a cluster."""
+
+    proxy_mode: str
+    cluster_cidr: str
+    runtime_log: str = "info"
+
+
 class NodeServices:
     """The programs of one machine; each may be killed and started again."""
 
-    def __init__(self, machine: Machine, access: Access, proxy_mode: str, cidr: str) -> None:
+    def __init__(self, machine: Machine, access: Access, options: Options) -> None:
         self.machine = machine
+        self._options = options
         self._settings = {
             _KUBELET_CONFIG: _kubelet_settings(machine.plan.cgroup, access.ca),
-            _PROXY_CONFIG: _proxy_settings(machine, access.proxy, proxy_mode, cidr),
+            _PROXY_CONFIG: _proxy_settings(machine, access.proxy, options),
         }
         found = programs.find(programs.CLUSTER)
         self.containerd = Daemon(
@@ -194,6 +206,7 @@ class NodeServices:
             _CONTAINERD_CONFIG,
             _CONTAINERD.format(
                 socket=SOCKET,
+                level=self._options.runtime_log,
                 pause=images.PAUSE_IMAGE,
                 plugins=PLUGIN_DIRECTORY,
                 conf=CONF_DIRECTORY,

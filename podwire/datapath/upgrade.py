@@ -58,6 +58,9 @@ CARRIED_MAPS: Final = (
 )
 """In the order of filling: a device's row comes last, when all that it needs is there. A layout may lack some."""
 
+_MAPS_OF_FLOWS: Final = ("pw_conntrack", "pw_new_flows")
+"""Maps of maps: what stands in their slots is carried. Layout 2 and older ones have connections only."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -195,7 +198,7 @@ class OldLayout:
 
     def __enter__(self) -> "OldLayout":
         with ExitStack() as stack:
-            for name in (*CARRIED_MAPS, "pw_conntrack"):
+            for name in (*CARRIED_MAPS, *_MAPS_OF_FLOWS):
                 found = bpf.open_any_pinned_map(str(self.pins.maps / name))
                 if found is not None:
                     self._maps[name] = stack.enter_context(found)
@@ -215,19 +218,20 @@ class OldLayout:
         return carried
 
     def carry_conntrack(self, maps: NodeMaps) -> int:
-        """Fill conntrack shard by shard with the rows that the new one lacks; give their number.
+        """Fill connections, shard by shard, and new flows with the rows that the new ones lack; give their number.
 
         A tuple's shard is chosen by a hash over tuple and seed; the seed has been carried, and the hash is part
         of what a layout must not change while an older build may read it.
         """
-        old_outer = self._maps.get("pw_conntrack")
-        if old_outer is None:
-            return 0
         carried = 0
-        for key, raw_id in sorted(old_outer.items()):
-            new_id = maps.pw_conntrack.lookup(key)
-            if new_id is not None:
-                carried += _carry_shard(raw_id, new_id)
+        for name in _MAPS_OF_FLOWS:
+            if name not in self._maps:
+                continue
+            outer: bpf.Map = getattr(maps, name)
+            for key, raw_id in sorted(self._maps[name].items()):
+                new_id = outer.lookup(key)
+                if new_id is not None:
+                    carried += _carry_shard(raw_id, new_id)
         return carried
 
 

@@ -15,7 +15,8 @@ from ipaddress import ip_address
 from typing import Any, Final
 
 from podwire.agent.duties.follower import KindList, StoreFollower
-from podwire.control.documents.damage import find_fault
+from podwire.agent.duties.shared_watch import SharedWatch
+from podwire.control.documents.damage import read_object
 from podwire.control.documents.pools import decode_pools, find_problems, fixed_ranges, own_addresses
 from podwire.control.ipam.claiming.demand import BlockDemand
 from podwire.control.ipam.claiming.orphans import OrphanCollector, give_back
@@ -195,6 +196,7 @@ class IpamDuty:
         facts: FactStore,
         report: Callable[[str], None],
         monotonic: Callable[[], float] = time.monotonic,
+        shared: SharedWatch | None = None,
     ) -> None:
         self.ipam = ipam
         self.known = ipam.known
@@ -209,8 +211,17 @@ class IpamDuty:
         self.blocks_changed: Callable[[], None] = lambda: None
         """Told after blocks were opened or lost."""
         self.news = IpamNews(ipam, self._hear, troubles.of("watch"))
-        self.follower = StoreFollower("ipam-watch", store, IpamNews.KINDS, self.news)
-        self.follower.unreadable.find_fault = find_fault
+        self.follower = StoreFollower(
+            "ipam-watch",
+            store,
+            IpamNews.KINDS,
+            self.news,
+            shared=shared,
+        )
+        self.follower.recalls = (
+            False  # the journal tells which blocks may be used without the store
+        )
+        self.follower.unreadable.read = read_object
         self._written = ""
         self._changed = threading.Condition()
         self._is_due = True

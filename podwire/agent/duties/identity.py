@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from podwire.agent.duties.follower import KindList, Memory, StoreFollower
+from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.control.endpoint.changes import EndpointChanges
 from podwire.control.endpoint.table import EndpointTable
 from podwire.control.identity.collect import Collector, collect, publish_holds
@@ -75,6 +76,8 @@ class IdentityDuty:
     changes: EndpointChanges
     memory: Memory | None = None
     """Where what the store says is kept for a start without it."""
+    shared: SharedWatch | None = None
+    """The agent's watch of the store, where there is one for all duties."""
     named: Callable[[], frozenset[int]] = frozenset
     """Identities that this node's NodeEndpoints names: its Node need not hold them."""
     collector: Collector = field(default_factory=Collector)
@@ -93,7 +96,12 @@ class IdentityDuty:
         self._store = self._allocator.store
         self._repair = IdentityRepair(self.feed, self.changes.change_over)
         self.follower = StoreFollower(
-            "identity-watch", self._store, self.feed.kinds, IdentityNews(self.feed), self.memory
+            "identity-watch",
+            self._store,
+            self.feed.kinds,
+            IdentityNews(self.feed),
+            self.memory,
+            shared=self.shared,
         )
 
     def prepare(self, records: Iterable[EndpointRecord]) -> None:

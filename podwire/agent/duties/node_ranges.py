@@ -11,6 +11,7 @@ from ipaddress import ip_network
 from podwire.agent.duties.addresses import HOST_NAME_LABEL, IpamDuty
 from podwire.agent.duties.cluster.duty import OwnRanges
 from podwire.agent.duties.core_node import RANGES_FACT, wait_for_ranges
+from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.control.documents.damage import find_fault
 from podwire.control.documents.pools import decode_pools, find_problems, fixed_ranges
 from podwire.control.ipam import node_ranges
@@ -77,6 +78,7 @@ def open_addresses(
     facts: FactStore,
     report: Callable[[str], None],
     wait_for: Callable[[str, str], None],
+    shared: SharedWatch | None = None,
 ) -> Addresses:
     """Make what the settings ask for, and let it hear what the store says.
 
@@ -88,6 +90,7 @@ def open_addresses(
             store=store,
             facts=facts,
             report=report,
+            shared=shared,
         )
         duty.prepare()
         return Addresses(duty.ipam, duty)

@@ -19,7 +19,7 @@ from podwire.model.documents.reader import Faults
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.identity import CLUSTER_LAST
 from podwire.model.ids import IdentityId
-from podwire.model.store import ObjectKey, StoredObject
+from podwire.model.store import ObjectKey, StoredObject, value_of
 from podwire.model.store.kinds import NODE
 
 KNOWN_REQUIREMENTS: Final[frozenset[str]] = frozenset()
@@ -101,6 +101,8 @@ def is_published(document: Mapping[str, Any]) -> bool:
 
 def decode_node(stored: StoredObject) -> NodeFacts:
     """Read a node's document. Raises InvalidRequest with every fault."""
+    if (known := value_of(stored, NodeFacts)) is not None:
+        return known
     faults = Faults()
     spec = Fields(stored.document, "spec", faults)
     unknown = sorted(set(spec.texts("requires")) - KNOWN_REQUIREMENTS)

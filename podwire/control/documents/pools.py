@@ -27,7 +27,7 @@ from podwire.model.documents.fields import read_cidr, read_expression, read_labe
 from podwire.model.documents.reader import Faults, Node, root, shown
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import Fault, InvalidRequest
-from podwire.model.store import Store, StoredObject
+from podwire.model.store import Store, StoredObject, value_of
 from podwire.model.store.kinds import IP_BLOCK, IP_POOL, NODE
 
 FIELDS: Final = (
@@ -100,7 +100,7 @@ def decode_pools(objects: Iterable[StoredObject]) -> dict[str, Pool]:
     found: dict[str, Pool] = {}
     for one in objects:
         try:
-            found[one.key.name] = decode_pool(one.document)
+            found[one.key.name] = value_of(one, Pool) or decode_pool(one.document)
         except InvalidRequest:
             continue
     return found

@@ -14,7 +14,7 @@ from podwire.control.identity.key import HASH_DIGITS, IdentityKey, read_spec, wr
 from podwire.model.errors import InvalidRequest
 from podwire.model.identity import IdentityFacts
 from podwire.model.labels import OWN_PREFIX
-from podwire.model.store import ObjectKey, StoredObject, StoreEvent
+from podwire.model.store import ObjectKey, StoredObject, StoreEvent, value_of
 
 IDENTITIES: Final = "identities"
 API_VERSION: Final = f"{OWN_PREFIX}/v1"
@@ -241,7 +241,7 @@ def decode(stored: StoredObject) -> KnownIdentity | None:
     if number is None:
         return None
     try:
-        key = read_spec(stored.document)
+        key = value_of(stored, IdentityKey) or read_spec(stored.document)
     except InvalidRequest:
         return None
     names = annotations(stored)

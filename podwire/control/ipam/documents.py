@@ -13,7 +13,7 @@ from typing import Any, Final
 from podwire.control.ipam.pools import AddressRange, is_within
 from podwire.model.endpoint import AttachmentKey, IPAddress, IPNetwork
 from podwire.model.ids import ContainerId, InterfaceName, NetworkName
-from podwire.model.store import ObjectKey, StoredObject
+from podwire.model.store import ObjectKey, StoredObject, value_of
 from podwire.model.store.kinds import IP_ADDRESS, IP_BLOCK
 
 KEPT_SHARE: Final = 16
@@ -148,6 +148,8 @@ def encode_claimed(claimed: ClaimedAddress) -> dict[str, Any]:
 
 def decode_block(stored: StoredObject) -> Block | None:
     """Read a block; None when this is none."""
+    if (known := value_of(stored, Block)) is not None:
+        return known
     spec = _spec(stored)
     try:
         cidr = ipaddress.ip_network(str(spec.get("cidr")))
@@ -166,6 +168,8 @@ def decode_block(stored: StoredObject) -> Block | None:
 
 def decode_claimed(stored: StoredObject) -> ClaimedAddress | None:
     """Read a claimed address; None when this is none."""
+    if (known := value_of(stored, ClaimedAddress)) is not None:
+        return known
     spec = _spec(stored)
     handle = spec.get("handle")
     handle = handle if isinstance(handle, Mapping) else {}

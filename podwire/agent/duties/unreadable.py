@@ -70,7 +70,7 @@ class Unreadable:
             if last is not None:
                 good.append(last)
             self._note(stored, fault, has_last=last is not None)
-        for key in [one for one in self._bad if one.kind == kind and one not in bad]:
+        for key in [key for key in self._bad if key.kind == kind and key not in bad]:
             self._forget(key)
         self._bad.update(bad)
         return good

@@ -4,7 +4,13 @@ import ipaddress
 
 from podwire.model.endpoint import EndpointRecord, IPAddress
 from podwire.model.ids import GATEWAY_IPV4, GATEWAY_IPV6
-from podwire.model.request import AttachedAddress, AttachedRoute, AttachResult, Interface
+from podwire.model.request import (
+    AttachedAddress,
+    AttachedRoute,
+    AttachResult,
+    Interface,
+    IPInterface,
+)
 
 _GATEWAYS: dict[int, IPAddress] = {
     4: ipaddress.IPv4Address(GATEWAY_IPV4),
@@ -23,9 +29,7 @@ def describe_attachment(record: EndpointRecord) -> AttachResult:
             Interface(device.pod_name, device.pod_mac, device.mtu, record.netns_path),
         ),
         ips=tuple(
-            AttachedAddress(
-                ipaddress.ip_interface(address), _GATEWAYS[address.version], _POD_INTERFACE
-            )
+            AttachedAddress(_host_interface(address), _GATEWAYS[address.version], _POD_INTERFACE)
             for address in record.addresses
         ),
         routes=tuple(
@@ -33,3 +37,11 @@ def describe_attachment(record: EndpointRecord) -> AttachResult:
             for address in record.addresses
         ),
     )
+
+
+def _host_interface(address: IPAddress) -> IPInterface:
+    """Give the address with its /32 or /128. From numbers: of an address `ipaddress` writes the text and reads it."""
+    whole = int(address), address.max_prefixlen
+    if isinstance(address, ipaddress.IPv4Address):
+        return ipaddress.IPv4Interface(whole)
+    return ipaddress.IPv6Interface(whole)

@@ -64,7 +64,7 @@ def test_every_replica_reaches_every_other(cluster: Cluster) -> None:
     assert {pod["spec"]["nodeName"] for pod in web} == {"node1", "node2"}
     networks = [pods.network_of(cluster, pod) for pod in web]
     attempts = {
-        (network, address): traffic.connect(network, address, 80)
+        (network, address): traffic.connect(network, address, 80, timeout_s=60)
         for network in networks
         for address in addresses_of(web)
     }

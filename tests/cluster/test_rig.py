@@ -33,7 +33,7 @@ def test_pods_of_both_nodes_reach_each_other(reference: Cluster, web: dict[str, 
             assert said == images.SERVED
     networks = [pods.network_of(reference, pod) for pod in reference.list_pods()]
     for network in networks:
-        attempts = [traffic.connect(network, address, 80) for address in web.values()]
+        attempts = [traffic.connect(network, address, 80, timeout_s=60) for address in web.values()]
         assert all(attempt.ok for attempt in attempts), attempts
     assert "web-node1" in reference.kubectl("get", "pods", "--no-headers")
     reference.kubectl("delete", "pods", "--all", "--now")

@@ -5,6 +5,7 @@ stack closes what is opened; pods keep running. Nothing here decides about endpo
 """
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -56,6 +57,7 @@ from podwire.journal.background_writer import BackgroundWriter
 from podwire.journal.directories import RunDirectories
 from podwire.journal.lock import locked_node_name, locked_state_directory
 from podwire.journal.records import HOST_SETTINGS_FACT, UNDERLAY_HOOKS_FACT, SqliteJournal
+from podwire.kernel import spawn
 from podwire.kernel.clock import KernelClock
 from podwire.kernel.inotify import FileWaker
 from podwire.model import log
@@ -67,7 +69,7 @@ from podwire.model.errors import StorageFailure
 from podwire.model.interfaces import EndpointConfig
 from podwire.model.store import Store, StoredObject
 from podwire.model.store.kinds import IP_POOL
-from podwire.store.open import StoreAccess, list_hosts, open_store
+from podwire.store.open import ClusterAccess, StoreAccess, list_hosts, open_store
 from podwire.store.remembered import FILE_NAME, RememberedObjects
 
 NUMBERS_FACT = "policy-numbers"
@@ -133,6 +135,7 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
         open_waker=FileWaker,
         patient=True,
         access=StoreAccess.of(config.store),
+        cluster=_reach_cluster(config),
     )
     stack.callback(store.close)
     memory = _open_memory(config, stack)
@@ -371,6 +374,11 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
     )
 
 
+def _reach_cluster(config: AgentConfig) -> ClusterAccess:
+    name = config.node.node_name
+    return ClusterAccess(config.store.kubeconfig, os.environ, name, spawn.run_helper)
+
+
 def _compose_cluster(opened: _Opened, table: EndpointTable, turn: threading.RLock) -> ClusterDuty:
     config = opened.live.current
     return ClusterDuty(
@@ -380,7 +388,7 @@ def _compose_cluster(opened: _Opened, table: EndpointTable, turn: threading.RLoc
             tunnel_mode=TunnelMode(config.datapath.tunnel_mode),
             tunnel_port=config.datapath.tunnel_port,
             node_address=config.node.node_address,
-            store_hosts=list_hosts(config.store.store),
+            store_hosts=list_hosts(config.store.store, _reach_cluster(config)),
         ),
         store=opened.store,
         datapath=opened.datapath,

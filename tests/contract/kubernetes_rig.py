@@ -53,7 +53,8 @@ def serving(server: ApiServer, directory: Path) -> Iterator[None]:
 
 def open_store(_directory: Path) -> KubernetesStore:
     """Open the store of the server that runs."""
-    return KubernetesStore(load_kubeconfig(Path(os.environ[KUBECONFIG_VARIABLE])))
+    access = load_kubeconfig(Path(os.environ[KUBECONFIG_VARIABLE]))
+    return KubernetesStore(access, deadline_s=DEADLINE_S)
 
 
 def make_namespace(_store: Store, name: str) -> None:

@@ -63,7 +63,7 @@ def open_store(access: Access) -> Iterator[Open]:
     opened: list[KubernetesStore] = []
 
     def open_it(*, to: Access = access, **options: Any) -> KubernetesStore:
-        opened.append(KubernetesStore(to, **options))
+        opened.append(KubernetesStore(to, **{"deadline_s": DEADLINE_S, **options}))
         return opened[-1]
 
     yield open_it

@@ -47,18 +47,18 @@ def cleanup(
     if (config or settings) and not everything:
         given = ("--config", *settings)[config is None]
         raise CliError(EXIT_USAGE, f"{given}: no node of this machine is meant", "say --all, too")
-    found = labs.list_leftovers(running_too=everything)
-    removed = [f"lab {name}" for name in found]
+    leftovers = labs.list_leftovers(running_too=everything)
+    removed = [f"lab {name}" for name in leftovers]
     if everything and not yes:
         removed.extend(_survey_own_node(agent.files))
     if yes:
-        for name in found:
+        for name in leftovers:
             labs.down(name, progress=lambda _line: None)
         if everything:
             removed.extend(_remove_own_node(agent))
     document = {"done": yes, "removed": removed}
     verb = "removed" if yes else "would remove"
-    lines = [f"{verb} {one}" for one in removed] or ["nothing of podwire is here"]
+    lines = [f"{verb} {name}" for name in removed] or ["nothing of podwire is here"]
     show_one(document, opts.style, lambda: lines)
     if removed and not yes:
         raise CliError(EXIT_USAGE, "nothing was removed", "say --yes to do it")

@@ -165,8 +165,8 @@ def status(opts: Common, place: Place) -> None:
                 f"{place.path(name)}: {colour(state, GREEN if state in good else RED)}"
                 for name, state in states.items()
             ),
-            *(f"Obstacle: {colour(one, RED)}" for one in obstacles),
-            *(f"Remark: {colour(one, YELLOW)}" for one in remarks),
+            *(f"Obstacle: {colour(obstacle, RED)}" for obstacle in obstacles),
+            *(f"Remark: {colour(remark, YELLOW)}" for remark in remarks),
         ]
 
     show_one(document, opts.style, lines)

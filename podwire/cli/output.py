@@ -140,7 +140,7 @@ def cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | tuple):
-        return ",".join(str(one) for one in value) or "-"
+        return ",".join(str(item) for item in value) or "-"
     return str(value)
 
 

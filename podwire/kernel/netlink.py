@@ -100,17 +100,17 @@ def parse_attributes(data: bytes) -> Attributes:
     """Decode a list of attributes by number, the last of each; KernelFailure(EBADMSG) when it is
     cut short.
     """
-    found: Attributes = {}
+    attributes: Attributes = {}
     offset, end = 0, len(data)
     while offset + 4 <= end:
         length, kind = _ATTRIBUTE.unpack_from(data, offset)
         if length < 4 or offset + length > end:
             raise malformed(f"attribute of {length} bytes where {end - offset} are left")
-        found[kind & _NLA_TYPE_MASK] = data[offset + 4 : offset + length]
+        attributes[kind & _NLA_TYPE_MASK] = data[offset + 4 : offset + length]
         offset += (length + 3) & ~3
     if offset < end:
         raise malformed(f"{end - offset} bytes behind the last attribute")
-    return found
+    return attributes
 
 
 def unpack_body(layout: struct.Struct, body: bytes) -> tuple[tuple[int, ...], Attributes]:

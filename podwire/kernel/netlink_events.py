@@ -121,8 +121,8 @@ class NetlinkEvents:
 
     def take_lost(self) -> bool:
         """Tell, once, whether the kernel has dropped messages that nobody read: they may have been about anything."""
-        found, self._has_lost = self._has_lost, False
-        return found
+        lost, self._has_lost = self._has_lost, False
+        return lost
 
     def wake(self) -> None:
         """End `wait` on another thread; after `close` do nothing."""
@@ -192,7 +192,7 @@ def _high_bits(first_index: int) -> int:
 
 def _assemble(*instructions: tuple[int, int, int, int]) -> bytes:
     """Join instructions: code, jump if true, jump if false, constant."""
-    return b"".join(struct.pack("=HBBI", *one) for one in instructions)
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
 
 
 def _ignore_devices(first_index: int) -> bytes:

@@ -15,7 +15,7 @@ from tests.contract import api_rig
 from tests.contract.etcd_rig import ENDPOINT_VARIABLE, Etcd, started
 from tests.contract.launcher_clients import CLIENTS, LAUNCHER, Run, build_launcher
 from tests.contract.proxy import Proxy
-from tests.contract.stores import BACK_ENDS, Place, others_at_work
+from tests.contract.stores import BACK_ENDS, DEADLINE_S, Place, others_at_work
 
 
 @pytest.fixture(scope="session")
@@ -100,7 +100,7 @@ def place(store: Store, back_end: str) -> Place:
 
 @pytest.fixture
 def etcd_store(own_etcd: Etcd) -> Iterator[EtcdStore]:
-    with closing(EtcdStore([own_etcd.endpoint])) as opened:
+    with closing(EtcdStore([own_etcd.endpoint], deadline_s=DEADLINE_S)) as opened:
         yield opened
 
 

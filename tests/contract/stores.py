@@ -22,6 +22,9 @@ from tests.waiting import wait_for
 Open = Callable[[Path], Store]
 MakeNamespace = Callable[[Store, str], None]
 
+DEADLINE_S = 120.0
+"""Also of single requests: an etcd on a busy machine may not answer for longer than an agent would wait."""
+
 POLICIES: Final = NETWORK_POLICY.plural
 WORKLOADS: Final = WORKLOAD.plural
 POOLS: Final = IP_POOL.plural
@@ -81,10 +84,11 @@ BACK_ENDS: dict[str, BackEnd] = {
     "sqlite-inotify": BackEnd(
         lambda directory: SqliteStore(directory / "store.db", open_waker=FileWaker)
     ),
-    "etcd": BackEnd(lambda _directory: EtcdStore([os.environ[ENDPOINT_VARIABLE]])),
+    "etcd": BackEnd(
+        lambda _directory: EtcdStore([os.environ[ENDPOINT_VARIABLE]], deadline_s=DEADLINE_S)
+    ),
     SERVER: BackEnd(open_server, lambda store, name: _as_server(store).make_namespace(name)),
 }
-DEADLINE_S = 120.0
 
 
 def now_at(store: Store, kind: str = POLICIES) -> int:

@@ -93,8 +93,10 @@ class AddressFifo:
 
     def exclude(self, addresses: Iterable[IPAddress]) -> None:
         """Give exactly these out no more unless they are asked for by `take`; others that were so are given again."""
-        offsets = {int(one) - self._base for one in addresses}
-        self._excluded = {one for one in offsets if 0 <= one < self._end and one != self._node}
+        offsets = {int(address) - self._base for address in addresses}
+        self._excluded = {
+            offset for offset in offsets if 0 <= offset < self._end and offset != self._node
+        }
         for offset in self._excluded & self._rested.keys():
             self._forget_rest(offset)
         self._fresh_left = self._end

@@ -258,12 +258,12 @@ def read_next_hops(body: bytes) -> frozenset[IPAddress]:
     """Give all next hops of an answer to `list_routes`, those of a route with several ways too."""
     _, attributes = unpack_body(_RTMSG, body)
     several = attributes.get(_RTA_MULTIPATH, b"")
-    found = {_read_hop(attributes)}
+    next_hops = {_read_hop(attributes)}
     while len(several) >= _RTNEXTHOP.size:
         length = max(_RTNEXTHOP.unpack_from(several)[0], _RTNEXTHOP.size)
-        found.add(_read_hop(parse_attributes(several[_RTNEXTHOP.size : length])))
+        next_hops.add(_read_hop(parse_attributes(several[_RTNEXTHOP.size : length])))
         several = several[length:]
-    return frozenset(one for one in found if one is not None)
+    return frozenset(address for address in next_hops if address is not None)
 
 
 def set_neighbour(wanted: Neighbour) -> Request:

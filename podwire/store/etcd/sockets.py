@@ -40,17 +40,17 @@ class Sockets:
     def drop_homeless(self) -> int:
         """End the connections from addresses that this host has no more; gives how many. Takes some 10 us."""
         by_place: dict[tuple[int, Any], list[socket.socket]] = {}
-        for one in tuple(self._made):
+        for server in tuple(self._made):
             with contextlib.suppress(OSError):  # closed
-                host, _, *scope = one.getsockname()
-                by_place.setdefault((one.family, (host, 0, *scope)), []).append(one)
+                host, _, *scope = server.getsockname()
+                by_place.setdefault((server.family, (host, 0, *scope)), []).append(server)
         count = 0
         for (family, place), several in by_place.items():
             if _is_here(family, place):
                 continue
-            for one in several:
+            for server in several:
                 with contextlib.suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
+                    server.shutdown(socket.SHUT_RDWR)
                     count += 1
         return count
 

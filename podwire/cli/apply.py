@@ -1,7 +1,7 @@
-"""`podwire apply`, `podwire diff` and `podwire delete`: objects from files to the store and away from it.
+"""`podwire apply`, `podwire diff` and `podwire delete`: write objects from files to the store, and delete them.
 
-A file is read here and checked where it is applied: by the agent, or with `--store` by this process. Faults name file,
-line, document and field; then nothing was written.
+This process reads the files. The documents are checked where they are applied: by the agent, or with `--store` by this
+process. A fault names file, line, document and field, and nothing was written then.
 """
 
 import difflib

@@ -1,6 +1,7 @@
-"""`podwire cleanup`: remove what podwire left on this machine. Needs no agent, and refuses while one runs.
+"""`podwire cleanup`: remove what podwire left on this machine.
 
-Where an agent keeps its things its own settings say, so they are read as the agent reads them.
+It needs no agent, and refuses to work while one runs. The settings of the agent say where its files and pins are, so
+the command reads them exactly as the agent does.
 """
 
 import os

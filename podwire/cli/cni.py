@@ -1,6 +1,7 @@
-"""`podwire cni`: install, uninstall, status. What a container runtime finds of podwire, by hand.
+"""`podwire cni`: install, uninstall and show by hand the files that a container runtime needs.
 
-An agent with `cni_install` does the same by itself. Where the directories and the agent's socket are its settings say.
+An agent with the setting `cni_install` does the same by itself. The agent's settings say where the directories and the
+socket are.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""Documents from files, for the commands that take `-f`: read, and spoken of as file, line and document.
+"""Read documents from files for the commands that take `-f`, and say in which file and line a document is.
 
-Used by `apply`, `diff`, `delete` and `policy validate`. Loaded only when there is a file to read: YAML and the decoders
-of policies take their time to import.
+Used by `apply`, `diff`, `delete` and `policy validate`. It is imported only when there is a file to read, because YAML
+and the decoders of policies take long to import.
 """
 
 import re
@@ -24,7 +24,7 @@ _PLACE = re.compile(r"documents\[(?P<index>\d+)\](?:\.(?P<path>(?:\[[^\]]*\]|[^\
 
 
 def read_manifests(files: Sequence[str]) -> list[Manifest]:
-    """Read the objects of all files; a directory stands for what is written as YAML or JSON in it, `-` for stdin.
+    """Read the objects of all files; of a directory its YAML and JSON files are read, and `-` is stdin.
 
     CliError names every document that cannot be read.
     """
@@ -94,7 +94,7 @@ def _read(name: str) -> bytes:
 
 
 def find_place(manifest: Manifest, path: str, *, name: str = "") -> str:
-    """Say where a field stands: file, line, object (its `name`, where nothing else tells it), document and path."""
+    """Say where a field is: file, line, object (its `name`, where nothing else tells it), document and path."""
     line = manifest.find_line(path) or manifest.line
     item = "" if manifest.item is None else f" items[{manifest.item}]"
     named = f", {name}" if name else ""

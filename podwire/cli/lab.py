@@ -260,7 +260,7 @@ def _show_attempt(row: Row, style: Style) -> None:
 
 
 def _read_target(text: str) -> tuple[str, int, str]:
-    """Split TO[:PORT[/udp]]; the address of an IPv6 target with a port stands in brackets."""
+    """Split TO[:PORT[/udp]]; the address of an IPv6 target with a port is written in brackets."""
     match = _TARGET.fullmatch(text)
     if match is None or not _is_ipv6(match["bracketed"] or match["bare"] or "::"):
         raise CliError(

@@ -1,4 +1,4 @@
-"""`podwire lab node|link|partition|store`: what breaks in a lab, and its repair."""
+"""`podwire lab node|link|partition|store`: break parts of a lab, and repair them."""
 
 import click
 

@@ -1,7 +1,7 @@
 """Lists over one or several agents: read, marked with their node, shown, and followed.
 
-Used by every command that lists. An agent of a lab that does not answer does not hide what the others say: the rest
-is shown, then the command fails with exit code 3.
+Used by every command that lists. When an agent of a lab does not answer, the lists of the others are shown, and the
+command then fails with exit code 3.
 """
 
 import time

@@ -75,7 +75,7 @@ def _stored(
 def _warn(agents: Sequence[Agent], namespace: str | None, wanted: Sequence[Requirement]) -> None:
     from podwire.cli.unmatched import warn_of_stored  # noqa: PLC0415 (start-up time)
 
-    with contextlib.suppress(CliError):  # the list itself stands
+    with contextlib.suppress(CliError):  # the list itself is complete
         warn_of_stored(_stored(agents, namespace, wanted), AgentObjects(agents))
 
 

@@ -1,7 +1,7 @@
-"""What the nodes that are asked say of a flow: the one answer of `podwire policy trace`.
+"""Combine what several nodes answer about a flow into the one answer of `podwire policy trace`.
 
-A node knows its own pods by name, those of others by address. So where the two ends are pods of two nodes of a lab,
-each is asked about its own pod's side, with the other end as an address.
+A node knows its own pods by name and those of others by address. When the two ends are pods of two nodes of a lab, each
+node is therefore asked about its own pod's side, with the address of the other end.
 """
 
 import ipaddress

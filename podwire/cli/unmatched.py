@@ -1,7 +1,8 @@
-"""Warn of policies that are valid and name what nothing has: on stderr, without effect on how the command ends.
+"""Warn of policies that are valid but name labels or groups that nothing has.
 
-Used by `apply`, `policy validate` and `policy list`. Loaded only when there are policies: decoders take their time to
-import. Where an agent does not answer any more nothing is warned of: the command itself has done its work.
+Used by `apply`, `policy validate` and `policy list`. Warnings go to stderr and do not change the exit code. The module
+is imported only when there are policies, because decoders take long to import. When an agent does not answer any more,
+there is no warning: the command itself has done its work.
 """
 
 import functools

@@ -1,7 +1,8 @@
-"""Collect every fault of a request, then raise them as one error: that of the lowest CNI code, with all in its details.
+"""Collect every fault of a request, then raise them as one error of the lowest CNI code, with all in its details.
 
-Used by `cni.netconf` and what it calls. A reader never raises on bad input: it notes the fault and gives a neutral
-value. Invariant: what can be noted is bounded, so that a request made of faults costs no more than an honest one.
+Used by `cni.netconf` and the modules it calls. A reader never raises on bad input: it notes the fault and returns a
+neutral value. Invariant: the number of noted faults is bounded, so a request full of faults costs no more than a good
+one.
 """
 
 from typing import Any, Final

@@ -164,7 +164,7 @@ class OtherNodes:
         remove_attached(self._netlink, attached - {native}, self._hooks)
 
     def apply_own(self, own: NodePlan) -> None:
-        """Put what the node says of itself into force, beside what is known of the others."""
+        """Put this node's own rows into force, beside those of the others."""
         tables.write_settings(
             self._maps, conntrack_quota=own.own_conntrack_quota, tunnel_port=self._port(own)
         )
@@ -210,7 +210,7 @@ class OtherNodes:
     def change_prefixes(
         self, put: Mapping[IPNetwork, Prefix], remove: Iterable[IPNetwork] = ()
     ) -> None:
-        """Change single rows, `put` before `remove`; what the node says of itself shines through where one goes."""
+        """Change single rows, `put` before `remove`; where one goes, this node's own row for the prefix returns."""
         rows = prefix_rows(put, _own_mode(self._known.plan), self._known.direct)
         gone = [key for network in remove if (key := tables.to_prefix_key(network)) not in rows]
         self._fresh = False
@@ -295,7 +295,7 @@ class OtherNodes:
         return []
 
     def _put_ipcache(self, own: NodePlan) -> RowChanges:
-        """Write the rows that are missing: what the node knows of itself for certain beats what is said of others."""
+        """Write the rows that are missing: this node's own rows take precedence over those of others."""
         tunnels = {tunnel.link.index for tunnel in list_own_tunnels(self._netlink, own.node_name)}
         going = tunnels if self._fresh and self._known.plan.tunnel is None else ()
         present = list_own_addresses(self._netlink)

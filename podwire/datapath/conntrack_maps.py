@@ -90,7 +90,7 @@ def _list_rows(rows: bpf.Map, instance: EndpointId | None) -> Iterator[Conntrack
 
 
 def _is_over(value: abi.ConntrackValue, now_ns: int) -> bool:
-    """Tell whether a row stands for nothing any more: nobody takes it out of the hash of new flows."""
+    """Tell whether a row means nothing any more; nothing removes such a row from the hash of new flows."""
     if value.flags & abi.ConntrackFlags.LEFT:
         return True
     stays = not value.flags & abi.ConntrackFlags.NEW

@@ -177,7 +177,7 @@ def list_host_networks(netlink: NetlinkSocket) -> list[tuple[int, IPNetwork]]:
 
 
 def _is_never_sent_to(network: IPNetwork) -> bool:
-    """Tell whether the programs drop what a pod sends there, whoever has it (bpf/include/podwire/frame.h)."""
+    """Tell whether the programs drop what a pod sends there, no matter which host has it (bpf/.../frame.h)."""
     return network.is_loopback or (network.version == 6 and network.is_link_local)
 
 

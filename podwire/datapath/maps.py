@@ -432,7 +432,7 @@ def find_identity(maps: NodeMaps, address: IPAddress) -> int:
 
 
 def split_metrics_index(index: int) -> tuple[int, int, int]:
-    """Give hook, reason and path that a counter's place stands for."""
+    """Give the hook, reason and path that a counter's index means."""
     rest, path = divmod(index, abi.METRICS_PATHS)
     hook, reason = divmod(rest, abi.METRICS_REASONS)
     return hook, reason, path

@@ -145,7 +145,7 @@ def _is_ethernet(link: Link) -> bool:
 
 
 def _priority_of_foreign(body: bytes) -> int:
-    """Give the priority of a filter; the head of the chain that ours is in stands for nobody."""
+    """Give the priority of a filter; the head of the chain that ours is in is no filter of anybody."""
     return read_filter_place(body)[0] + _is_head_of_ours(body)
 
 

@@ -90,7 +90,7 @@ class KernelDatapath:
         self.plan = plan
         self._hooks = hooks or OwnHooks()
         self.host_changes: list[SettingChange] = []
-        """Settings of the host that `prepare` changed, for whoever puts them back."""
+        """Settings of the host that `prepare` changed, so that they can be put back."""
         self._opened: _Opened | None = None
         self._stack = ExitStack()
         self._gone: list[EndpointId] = []

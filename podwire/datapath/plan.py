@@ -115,11 +115,11 @@ UNSPECIFIED: Final[tuple[IPNetwork, ...]] = (
     ipaddress.ip_network("0.0.0.0"),
     ipaddress.ip_network("::"),
 )
-"""Whoever sends there means this host."""
+"""A packet to one of these addresses is meant for this host."""
 
 
 def compute_ipcache(plan: NodePlan, host_networks: Iterable[IPNetwork]) -> list[IpcacheEntry]:
-    """Compute what a node says of itself in the ipcache; `datapath.cluster` adds the others.
+    """Compute a node's own rows of the ipcache; `datapath.cluster` adds the others.
 
     The longest prefix wins: a node's address inside a pod range stays a node's address.
     """

@@ -62,7 +62,7 @@ def unpack_key(raw: bytes) -> tuple[int, PolicyKey]:
 
 
 def pack_entry(raw_key: bytes, entry: PolicyEntry) -> bytes:
-    """Give the bytes of an entry that stands under a key."""
+    """Give the bytes of the entry for a key."""
     return abi.PolicyValue(entry.precedence, entry.rule, entry.verdict, 0, raw_key[0]).pack()
 
 

@@ -87,7 +87,7 @@ class Capacities:
         return self.new_flow_entries // 8
 
     def inner_entries(self, outer: str) -> int:
-        """Rows of a map that stands in the map of maps `outer`."""
+        """Rows of a map inside the map of maps `outer`."""
         return self.new_flow_entries if outer == "pw_new_flows" else self.shard_entries
 
 

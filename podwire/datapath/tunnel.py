@@ -75,7 +75,7 @@ GATEWAYS: Final[Mapping[int, IPAddress]] = {
 }
 """By family: the one next hop of every route through a flow-based device."""
 GATEWAY_MAC: Final = "0e:70:ff:ff:ff:ff"
-"""Where frames of this host go; receivers look at the packet only. Nobody's: it stands for no endpoint and no node."""
+"""Where frames of this host go; receivers look at the packet only. It belongs to no endpoint and no node."""
 CLASSIC_VNI: Final = 1
 IPV6_LEAST_MTU_BYTES: Final = 1280
 """RFC 8200, section 5."""

@@ -59,7 +59,7 @@ CARRIED_MAPS: Final = (
 """In the order of filling: a device's row comes last, when all that it needs is there. A layout may lack some."""
 
 _MAPS_OF_FLOWS: Final = ("pw_conntrack", "pw_new_flows")
-"""Maps of maps: what stands in their slots is carried. Layout 2 and older ones have connections only."""
+"""Maps of maps: the inner maps in their slots are carried. Layout 2 and older ones have connections only."""
 
 
 @dataclass(frozen=True)

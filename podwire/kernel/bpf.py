@@ -2,7 +2,7 @@
 
 Called by `datapath` (and by the packet tests). Never knows what a row means: keys and values are
 bytes here, and `datapath.maps` gives them types. Programs are in `kernel.bpf_program`, object files
-in `kernel.bpf_object`, the ring buffer in `kernel.bpf_ring`. Invariant: whoever holds a `Map` owns
+in `kernel.bpf_object`, the ring buffer in `kernel.bpf_ring`. Invariant: the holder of a `Map` owns
 one descriptor and closes it; a dropped open one raises ResourceWarning. Every failure is a
 KernelFailure that names the map or path. Thread-safe: the kernel serialises what needs it.
 """

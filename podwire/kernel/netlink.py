@@ -1,11 +1,9 @@
-"""Netlink: frames, attributes, and a socket that sends many requests at once and hears which of them
-failed.
+"""Netlink: frames, attributes, and a socket that sends many requests at once and tells which of them failed.
 
-Used by `kernel.rtnl` builders and by everyone in `datapath` and `lab` who sends them. A socket
-stays bound to the namespace of the thread that opened it and may be used from any thread
-afterwards. Must never mix up answers: each request has its own sequence number, and late answers of
-an abandoned exchange are dropped. The kernel goes on after a failed request of a batch, so a
-request that must not run without its predecessor belongs in a later send.
+Used by `kernel.rtnl` builders and by all parts of `datapath` and `lab` that send what they build. A socket stays bound
+to the namespace of the thread that opened it and may be used from any thread afterwards. Must never mix up answers:
+each request has its own sequence number, and late answers of an abandoned exchange are dropped. The kernel continues
+after a failed request of a batch, so a request that must not run without its predecessor belongs in a later send.
 """
 
 import errno

@@ -1,9 +1,9 @@
-"""NetlinkEvents: waits until links, addresses, routes, filters or nftables of a network namespace change.
+"""NetlinkEvents: wait until links, addresses, routes, filters or nftables of a network namespace change.
 
-Opened by `datapath.node` for a duty that looks at the kernel again. Must never be the only sign of a change: the
-kernel tells what happened after it was opened only, and drops what nobody reads (which counts as a change). Bound to
-the namespace of the thread that opened it; any thread may wait. What is to be ignored for its device is dropped by a
-filter in the kernel: a thread that is woken to find nothing costs whoever holds the interpreter.
+Opened by `datapath.changes` for duties that look at the kernel again. Must never be the only sign of a change: the
+kernel reports only what happens after the socket was opened, and it drops events that nobody reads (which counts as a
+change). Bound to the namespace of the thread that opened it; any thread may wait. A filter in the kernel drops events
+of devices that are to be ignored, because every wake-up of a thread takes the interpreter from another one.
 """
 
 import ctypes

@@ -1,10 +1,9 @@
-"""Children: started by posix_spawn alone, waited for by descriptor, ended with their whole
-group.
+"""Start children by posix_spawn alone, wait for them by descriptor, and end them with their whole group.
 
-Used for delegated plugins, hooks, `nft` and by the lab for agents and pods. The agent never
-forks: a child that shares nothing but its descriptors cannot run our code. A child that must see
-another network or mount namespace is spawned from a thread that entered it and then ends, so no
-thread of ours stays there. Invariant: no child outlives its deadline, and none is left unreaped.
+Used for delegated plugins, hooks, `nft` and by the lab for agents and pods. The agent never forks: a child that shares
+only descriptors with the agent cannot run the agent's code. A child that must be in another network or mount namespace
+is spawned from a thread that entered it and ends afterwards, so no thread of the agent stays there. Invariant: no child
+outlives its deadline, and none is left unreaped.
 """
 
 import contextlib
@@ -89,7 +88,7 @@ class Child:
         self._pidfd.close()
 
     def release(self) -> None:
-        """Let the child run on by itself; whoever starts it this way must know how to end it."""
+        """Let the child run on by itself; the caller must know how to end it later."""
         self._pidfd.close()
 
     def _reap(self) -> None:

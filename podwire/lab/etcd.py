@@ -1,6 +1,6 @@
 """The etcd of a lab: Debian's server on the underlay, where every node reaches it and a partition can cut it off.
 
-Used by `lab.labs`. Its files are the lab's, so that it can be stopped, killed and started again with what it had.
+Used by `lab.labs`. Its files belong to the lab, so it keeps its data when it is stopped or killed and started again.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""What breaks between machines: links that are down, and nodes that do not hear each other.
+"""Break the connections between machines of a lab: take links down, and partition nodes.
 
-Used by `lab.labs`. A partition is rules on the underlay: by port for frames that a bridge hands on, by address for
-packets that the underlay routes from one subnet to another, or takes for itself (the store).
+Used by `lab.labs`. A partition consists of rules on the underlay: rules by port for frames that a bridge forwards, and
+rules by address for packets that the underlay routes from one subnet to another or receives itself (the store).
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
-"""Labs as a whole: up, run, rm, check, down. All or nothing: what fails half-way is taken back.
+"""Labs as a whole: up, run, rm, check, down. A command that fails half-way takes back what it did.
 
-The CLI's and the tests' way in. Every command works in a new process, from the lab's file alone; `down` removes
-everything also after agents were killed or the file was lost, because all that a lab makes can be found by its name.
+The CLI and the tests enter the lab here. Every command works in a new process, from the lab's file alone. `down`
+removes everything even after agents were killed or the file was lost, because all that a lab makes can be found by its
+name.
 """
 
 import contextlib
@@ -168,7 +169,7 @@ def locate(state: LabState, text: str) -> Place:
 
 
 def find_addresses(state: LabState, text: str) -> tuple[str, ...]:
-    """Give the addresses of a pod, node or `world`; an address stands for itself."""
+    """Give the addresses of a pod, node or `world`; an address is given as it is."""
     try:
         return (str(ipaddress.ip_address(text)),)
     except ValueError:
@@ -196,7 +197,7 @@ def _remove_everything(plan: LabPlan, state: LabState) -> None:
     inside = _list_namespaces(plan.name)
     inodes = {os.stat(netns.named_path(name)).st_ino for name in inside}
     known = [server.process for pod in state.pods for server in pod.servers]
-    # Whoever is in a namespace of the lab keeps it alive: agents that the file does not know, shells, commands.
+    # A process inside a namespace of the lab keeps it alive: an agent that the file does not know, a shell, a command.
     own = [] if state.store is None else [state.store]
     states.end_all([*known, *own, *state.agents.values(), *states.list_processes_in(inodes)])
     # A namespace takes its devices, routes and rules along; maps and programs live as long as their pins.

@@ -1,7 +1,7 @@
-"""The nodes of a lab: network namespaces on one bridge, each with a real agent that knows of nothing but its own files.
+"""The nodes of a lab: network namespaces on one bridge, each with a real agent that sees only its own files.
 
-Used by `lab.labs`. An agent is started with the same program, configuration file and sockets as on a
-real machine; only its paths are the lab's.
+Used by `lab.labs`. An agent is started with the same program, configuration file and sockets as on a real machine; only
+its paths are the lab's.
 """
 
 import http.client

@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _let_go_of_the_terminal() -> None:
-    """Nobody reads what is said from now on, and whoever reads `lab run` from a pipe waits for its end."""
+    """Let go of stdout and stderr: nobody reads them from now on, and a reader of `lab run` waits for their end."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nowhere, fd)

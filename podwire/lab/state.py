@@ -1,7 +1,8 @@
 """What a lab remembers between two commands: its plan, its pods, and which processes are its own.
 
-One JSON file per lab, replaced by rename under a lock, so that two commands at once do not lose each other's pods. A
-process is known by pid and start time: a pid that the kernel gave to somebody else is never taken for ours.
+There is one JSON file per lab. It is replaced by rename under a lock, so that two commands at once do not lose each
+other's pods. A process is identified by pid and start time, so another process that got a recycled pid is never taken
+for one of the lab.
 """
 
 import fcntl

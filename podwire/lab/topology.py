@@ -87,7 +87,7 @@ class NodePlan:
     pod_cidrs: tuple[str, ...]
     """Empty when it claims blocks of pools."""
     subnet: int = 0
-    """Which of UNDERLAYS it stands in."""
+    """Which of UNDERLAYS it is in."""
 
     @property
     def namespace(self) -> str:

@@ -1,7 +1,7 @@
 """Packets between the parts of a lab: servers inside pods, and single connections with the time they took.
 
-Used by `lab.labs`, `lab connect`, `lab check` and tests. A connection is made by a thread that visits the source's
-namespace only to open its socket; the socket then stays there.
+Used by `lab.labs`, `lab connect`, `lab check` and tests. A thread visits the source's namespace only to open the socket
+of a connection; the socket stays bound to that namespace.
 """
 
 import ipaddress

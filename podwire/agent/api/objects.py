@@ -29,7 +29,7 @@ class ObjectsApi(Protocol):
 class AppliedView(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one object. `before` and `after` are its documents; only a dry run tells them.
 
-    `revision`: the store's that holds it, for whoever waits until a policy is enforced.
+    `revision`: the store's that holds it, for clients that wait until a policy is enforced.
     """
 
     kind: str

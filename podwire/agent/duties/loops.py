@@ -42,7 +42,7 @@ LOSSES_PAUSE_S = 0.5
 TABLES_PAUSE_S = 0.1
 """Between what the kernel tells of nftables and a look; twice as long after each repair in a row."""
 TABLES_PAUSE_CAP_S = 1.0
-"""Whoever changes the table all the time does not keep it away for longer."""
+"""A table that is changed all the time is repaired after this time at the latest."""
 TABLES_CALM_S = 10.0
 """Without a repair for so long, the next one is the first again."""
 EVENT_PAUSE_S = 0.02

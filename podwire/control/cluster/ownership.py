@@ -5,7 +5,7 @@ when it is first published: one more than the highest number there was. Of two c
 claim, and it stands. Claims with equal numbers (two that began at once) are ordered by the nodes' names. Between
 blocks of pools the higher epoch comes first, because there the store itself has said which node follows which. No
 other node gets here what this node itself has. Invariants: the result does not depend on the order of nodes, nor on
-which node computes it. A claim that no other contradicts stands. A claim that stands is defeated by no later claim.
+which node computes it. A claim that no other contradicts is valid. A valid claim is defeated by no later claim.
 """
 
 import math
@@ -31,7 +31,7 @@ class Problem:
     """Something between nodes that a person must put right; both parties are named."""
 
     nodes: tuple[str, ...]
-    """Whom it is about, sorted."""
+    """The nodes that it is about, sorted."""
     message: str
 
 
@@ -54,7 +54,7 @@ class Claim:
 
 @dataclass
 class Outcome:
-    """What of the claims stands."""
+    """Which claims are valid."""
 
     ranges: dict[str, list[IPNetwork]] = field(default_factory=dict)
     """By node: its ranges that stand, in the order in which it names them."""
@@ -68,7 +68,7 @@ class Outcome:
 
 
 def settle(own: NodeFacts, peers: Sequence[NodeFacts]) -> Outcome:
-    """Say what of the other nodes' claims stands."""
+    """Say which of the other nodes' claims are valid."""
     outcome = Outcome()
     _settle_addresses(own, peers, outcome)
     _settle_ranges(own, peers, outcome)
@@ -131,7 +131,7 @@ def describe_lost(outcome: Outcome) -> str:
 def find_cidr_owners(
     peers: Iterable[NodeFacts], outcome: Outcome
 ) -> dict[tuple[int, int, int], str]:
-    """Give who has each range that stands and lends no addresses, by `network_key`: blocks of pools do lend."""
+    """Give the owner of each valid range that lends no addresses, by `network_key`: blocks of pools do lend."""
     return {
         network_key(network.version, network.prefixlen, int(network.network_address)): facts.name
         for facts in peers
@@ -285,7 +285,7 @@ def _list_ranges(facts: NodeFacts, unknown: float) -> Iterator[_Range]:
 
 
 def _sift(ordered: Iterable[_Range]) -> tuple[list[_Range], list[tuple[_Range, _Range]]]:
-    """Take ranges, the strongest first: each stands unless another node's that stands overlaps it."""
+    """Take ranges, the strongest first: each is valid unless it overlaps a valid one of another node."""
     taken = _Taken()
     standing: list[_Range] = []
     fallen: list[tuple[_Range, _Range]] = []

@@ -89,7 +89,7 @@ class Planned:
     belief: Belief
     """By which it was decided."""
     cidr_owners: Mapping[tuple[int, int, int], str] = field(default_factory=dict)
-    """Whose each range of a node is that stands, by `ownership.network_key`; blocks are lent, so they are not here."""
+    """The owner of each valid range, by `ownership.network_key`; blocks are lent, so they are not here."""
     lost: str = ""
     """What of this node is another's by an older claim; "" = nothing. Blocks follow the store by themselves."""
 

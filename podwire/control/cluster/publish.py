@@ -140,13 +140,13 @@ class NodePublisher:
         self.claims: Mapping[Claimed, int] = {}
         """Numbers of what this life has published last; replaced, never changed.
 
-        What is taken again after it was let go comes after whoever has it by then. Until others can read that it was
-        let go, it was not."""
+        A range that is taken again after it was given up ranks behind a node that has it by then. It counts as given
+        up only when others can read that."""
 
     def claim(self, address: str) -> None:
         """Take the name, if it is not held yet. Raises NodeInUse, which names both addresses; Unavailable.
 
-        In a store without leases nothing is taken: whoever has a name is decided outside of podwire.
+        In a store without leases nothing is taken: which node has a name is decided outside of podwire.
         """
         lease = self._lease
         if lease is not None and not lease.taken_by:
@@ -339,7 +339,7 @@ class EndpointsPublisher:
 
 
 def _try_to_read(stored: StoredObject) -> NodeFacts | None:
-    """Give what a node says; None of what cannot be read, which whoever plans names."""
+    """Give what a node says; None when it cannot be read, which the planner reports."""
     try:
         return decode_node(stored) if is_published(stored.document) else None
     except InvalidRequest:

@@ -197,7 +197,7 @@ def _check_tunnel(
         if not facts.tunnel_mac:
             fault = "a classic tunnel needs its MAC, which it does not publish"
         elif facts.tunnel_mac in context.twins and facts.tunnel_mac != tunnel_mac(facts.name):
-            # Whoever repeats another's does not take the way to it away: that one's follows from its name.
+            # A node that repeats another's MAC does not take the way to it away: the other's MAC follows from its name.
             fault = f"another node has its tunnel MAC {facts.tunnel_mac}"
     if not fault:
         return Way.TUNNEL, None

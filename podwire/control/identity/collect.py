@@ -189,7 +189,7 @@ def publish_holds(store: Store, node_name: str, numbers: Collection[int]) -> Non
     for _ in range(ATTEMPTS):
         stored = look_at(store, key)
         if stored is not None and _is_damaged(stored):
-            # What would be left of it reads like a node that has said nothing of itself: others would let go of it.
+            # The rest of the object would look like a node that has published nothing: others would forget the node.
             raise Unavailable(
                 f"publish what node {node_name!r} holds: its object must be written anew first"
             )

@@ -22,7 +22,7 @@ HASH_LABEL: Final = f"{OWN_PREFIX}/key-hash"
 UNUSED_SINCE: Final = f"{OWN_PREFIX}/unused-since"
 """Annotation, the mark: nobody used the number at this time (RFC 3339). Who wants it takes the mark away first."""
 RESTING_SINCE: Final = f"{OWN_PREFIX}/resting-since"
-"""Annotation: the identity was given up at this time; the object stands only so that no other key gets its number."""
+"""Annotation: the identity was given up at this time; the object is kept only so that no other key gets its number."""
 
 
 @dataclass(frozen=True, slots=True)

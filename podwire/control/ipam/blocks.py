@@ -43,7 +43,7 @@ class OwnBlocks:
         self.known = known
         self.by_cidr: dict[IPNetwork, OwnBlock] = {}
         self.node_addresses: dict[int, IPAddress] = {}
-        """By IP version: what stands for the node itself; remembered across restarts."""
+        """By IP version: the node's own address; remembered across restarts."""
 
         self._followed: Mapping[str, Pool] = {}
         """The pools that the blocks were last compared with."""
@@ -164,7 +164,7 @@ class OwnBlocks:
         return given
 
     def settle_node_addresses(self) -> None:
-        """See to it that one address of each family stands for the node: the one of before, if it can, else another."""
+        """Keep one address of each family as the node's own: the same as before where that is possible."""
         for version in (4, 6):
             blocks = [
                 own for cidr, own in self.by_cidr.items() if cidr.version == version and own.is_open
@@ -195,7 +195,7 @@ class OwnBlocks:
         return next((address for address in addresses if address is not None), None)
 
     def list_node_addresses(self) -> set[IPAddress]:
-        """Give what stands for nodes themselves, this one and the others."""
+        """Give the addresses that are nodes' own, of this node and of the others."""
         addresses = {own.fifo.node_address for own in self.by_cidr.values()}
         for name, has in list(self.known.node_addresses.items()):
             if name != self.known.node:

@@ -17,7 +17,7 @@ from podwire.model.store import ObjectKey, StoredObject, value_of
 from podwire.model.store.kinds import IP_ADDRESS, IP_BLOCK
 
 KEPT_SHARE: Final = 16
-"""One of so many addresses of a block is kept for whoever claims it by an object: other nodes too."""
+"""One address in this many of a block is kept for claims of single addresses, which other nodes make too."""
 
 
 @dataclass(frozen=True, slots=True)

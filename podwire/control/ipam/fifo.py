@@ -31,7 +31,7 @@ _releases = itertools.count()
 
 
 class AddressFifo:
-    """One CIDR. Every address of it may be a pod's, but for the one that stands for the node, if it is here."""
+    """One CIDR. Pods may have every address of it except the node's own, if that is here."""
 
     def __init__(self, cidr: IPNetwork) -> None:
         self.cidr = cidr
@@ -48,7 +48,7 @@ class AddressFifo:
 
     @property
     def node_address(self) -> IPAddress | None:
-        """The address that stands for the node itself; None when it is in another CIDR."""
+        """The node's own address; None when it is in another CIDR."""
         return None if self._node is None else self._address(self._node)
 
     def find_node_address(self) -> IPAddress | None:

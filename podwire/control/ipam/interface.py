@@ -43,7 +43,7 @@ class CidrUsage:
 
     cidr: IPNetwork
     node_address: IPAddress | None
-    """The address of it that stands for the node itself, no pod's; None when that is in another CIDR."""
+    """The node's own address, which no pod has; None when it is in another CIDR."""
     capacity: int
     held: int
     quarantined: int

@@ -33,7 +33,7 @@ class PoolCache:
         """By pool: why nothing is taken of it."""
         self.node_labels: Labels = {}
         self.node_addresses: dict[str, tuple[IPAddress, ...]] = {}
-        """By node: the addresses that stand for itself, as it published them; no pod has them."""
+        """By node: its own addresses inside the pools, as it published them; no pod has them."""
         self.namespaces: dict[str, NamespaceFacts] = {}
         self.blocks: dict[IPNetwork, Block] = {}
         self.own: dict[IPNetwork, Block] = {}
@@ -58,7 +58,7 @@ class PoolCache:
         return find_pool(self.pools, address)
 
     def find_node_at(self, address: IPAddress) -> str:
-        """Tell for which other node an address stands, "" = for none."""
+        """Name the other node whose own address this is; "" when it is nobody's."""
         others = (name for name, has in list(self.node_addresses.items()) if address in has)
         return next((name for name in others if name != self.node), "")
 

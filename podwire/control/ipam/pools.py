@@ -221,7 +221,7 @@ def find_overlaps(pools: Iterable[Pool]) -> list[tuple[Pool, Pool]]:
         open_ones: list[Pool] = []
         ordered = [pool for pool in pools_by_start(pools) if pool.version == version]
         for pool in ordered:
-            # CIDRs are either nested or apart: whoever ends before this one begins meets no later one either.
+            # CIDRs are either nested or apart: a CIDR that ends before this one begins overlaps no later one either.
             open_ones = [candidate for candidate in open_ones if candidate.cidr.overlaps(pool.cidr)]
             overlaps += ((candidate, pool) for candidate in open_ones)
             open_ones.append(pool)

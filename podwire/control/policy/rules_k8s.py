@@ -153,7 +153,7 @@ def _read_peer(node: Node, own: Requirement) -> PeerSelector | None:
         return None
     where = [own]
     if namespaces.present:
-        # Also beside requirements on labels: the negative ones hold for whoever has no namespace at all.
+        # Also beside requirements on labels: the negative ones hold for what has no namespace at all.
         where = [
             Requirement(SOURCE_K8S, NAMESPACE_KEY, Operator.EXISTS),
             *_read_selector(namespaces, SOURCE_K8S, f"{NAMESPACE_LABELS_PREFIX}."),

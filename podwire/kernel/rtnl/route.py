@@ -89,9 +89,9 @@ _RTMSG: Final = struct.Struct("=BBBBBBBBI")
 _RTNEXTHOP: Final = struct.Struct("=HBBi")
 """rtnexthop: length with the attributes behind it, flags, weight less one, index."""
 _RTMSG_PROTOCOL: Final = 5
-"""Where the protocol stands in it."""
+"""The offset of the protocol in it."""
 _RTMSG_SCOPE: Final = 6
-"""Where the scope stands in it."""
+"""The offset of the scope in it."""
 _NETWORKS_REMEMBERED: Final = 1024
 _NDMSG: Final = struct.Struct("=BxxxiHBB")
 """ndmsg: family, index, state, flags, type."""

@@ -1,6 +1,6 @@
-"""`lab check`: everybody tries everybody, in every family, by every protocol, small and large, with the time each took.
+"""`lab check`: try and time connections between all parts of a lab, by every family and protocol, small and large.
 
-Used by the CLI, the demo and tests. Only what is meant to work is tried, so every failure is one.
+Used by the CLI, the demo and tests. Only connections that are meant to work are tried, so every failure is a fault.
 """
 
 from collections.abc import Mapping

@@ -163,7 +163,7 @@ def _read_endpoints(node: Node, scope: Scope) -> tuple[PeerSelector, ...]:
         _names_namespace(requirement) or requirement.key.startswith(f"{NAMESPACE_LABELS_PREFIX}.")
         for requirement in requirements
     ):
-        # A negative requirement holds for whoever has no namespace; this is about endpoints.
+        # A negative requirement holds for what has no namespace, too; this rule is about endpoints.
         return (make_selector(*requirements, _HAS_NAMESPACE),)
     return (make_selector(*requirements, scope.requirement),)
 

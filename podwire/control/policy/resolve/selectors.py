@@ -31,7 +31,7 @@ class Selection:
 
     def __init__(self, selector: PeerSelector | str, members: set[int]) -> None:
         self.selector = selector
-        """A name of a port stands for "who has a port of that name"."""
+        """The name of a port means every endpoint that has a port of that name."""
         self.members = members
         """Identities of peers, local ones of CIDRs included. Read by everybody, changed by the owner alone."""
         self.users: set[Any] = set()
@@ -182,7 +182,7 @@ class LabelIndex:
         return numbers
 
     def _bearers(self, requirement: Requirement) -> set[int]:
-        """Give who has the key, or one of the values: whom a negative requirement excludes."""
+        """Give the identities that have the key, or one of the values: a negative requirement excludes these."""
         key = requirement.key
         wanted = requirement.source
         sources = self._sources - {SOURCE_RESERVED} if wanted == ANY_SOURCE else {wanted}

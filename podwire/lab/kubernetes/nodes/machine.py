@@ -146,7 +146,7 @@ class Machine:
         return done.stdout.decode(errors="replace")
 
     def write(self, inside: str, text: str, *, mode: int = 0o644) -> None:
-        """Write one of the node's own files: whole, by rename, as whoever watches the directory expects."""
+        """Write one of the node's own files by rename: a process that watches the directory expects whole files."""
         path = self.path(inside)
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.new")

@@ -1,9 +1,10 @@
 """Another map layout takes a running node over, and gives it back, while traffic flows."""
 
 import ipaddress
+import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from podwire.datapath.node_maps import list_nodes
 from podwire.datapath.policy_maps import read_cidrs
 from podwire.datapath.programs import Pins, list_versions, remove_directory
 from podwire.datapath.upgrade import Conversion, Piece, plan_conversion
+from podwire.kernel import netns
 from podwire.kernel.bpf import Member
 from podwire.model.cluster import (
     TUNNEL_DEVICE,
@@ -159,6 +161,32 @@ def test_a_longer_layout_takes_over_and_gives_back_under_traffic(
     assert results == [[] if isinstance(flow, Datagrams) else "" for flow in flows]
     for record, pod in ((first, first_pod), (second, second_pod)):
         assert world.datapath.compare_endpoint(record, OPEN, pod.pod) == []
+
+
+def test_questions_that_wait_for_their_answers_are_carried_over_and_back(
+    world: KernelWorld, next_build: Build
+) -> None:
+    record, pod = world.attach(2)
+    with netns.namespace(pod.fd.fileno()):
+        asking = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    with asking:
+        asking.connect(("198.51.100.1", 53))
+        asking.send(b"?")
+        asked = asking.getsockname()[1]
+
+    def is_known(flows: Iterable[tuple[int, int]]) -> bool:
+        return (record.id, asked) in set(flows)
+
+    def list_here() -> list[tuple[int, int]]:
+        found = conntrack_maps.list_conntrack(world.datapath.maps)
+        return [(one.instance, one.source_port) for one in found]
+
+    assert is_known(list_here())
+    world.datapath.close()
+    upgraded = next_build.prepare_node(world.plan.bpf_dir)
+    assert is_known((row[0], row[3]) for row in upgraded["flows"])
+    world.restart()
+    assert is_known(list_here())
 
 
 def tunnel_programs(world: KernelWorld) -> list[int]:

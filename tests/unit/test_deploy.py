@@ -139,6 +139,7 @@ VERBS: Final[Mapping[tuple[str, str], set[str]]] = {
     ("cilium.io", "ciliumnetworkpolicies"): READ,
     ("cilium.io", "ciliumclusterwidenetworkpolicies"): READ,
     ("cilium.io", "ciliumcidrgroups"): READ,
+    ("apiextensions.k8s.io", "customresourcedefinitions"): {"list", "watch"},
     ("podwire.io", "ippools"): READ,
     ("podwire.io", "workloads"): READ,
     ("podwire.io", "nodes"): READ | {"create", "update", "patch"},

@@ -18,12 +18,13 @@ from typing import Final
 
 from podwire.kernel import netns
 from podwire.kernel.fd import Fd
-from podwire.model.errors import KernelFailure
+from podwire.model.errors import KernelFailure, Unavailable
 
 CLONE_NEWNS: Final = 0x00020000
 _CLONE_FS: Final = 0x00000200
 _OUTPUT_MAX_BYTES: Final = 1 << 20
 _CHUNK_BYTES: Final = 1 << 16
+_SHOWN_CHARACTERS: Final = 400
 _DEFAULT_SIGNALS: Final = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM)
 
 
@@ -169,6 +170,19 @@ def run(
             if status is None:
                 raise _too_late(arguments[0])
     return Completed(status, *output)
+
+
+def run_helper(arguments: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> bytes:
+    """Run a program that gives credentials (`model.store.RunHelper`). Unavailable when it fails or takes too long."""
+    hint = "see `exec` in the kubeconfig: does it run by hand, with the agent's environment?"
+    try:
+        done = run(arguments, environment=environment, timeout_s=timeout_s)
+    except KernelFailure as error:
+        raise Unavailable(error.message, hint=hint) from error
+    if done.status:
+        said = done.stderr.decode(errors="replace").strip()[-_SHOWN_CHARACTERS:]
+        raise Unavailable(f"run {arguments[0]!r}: exit status {done.status}: {said}", hint=hint)
+    return done.stdout
 
 
 @dataclass(frozen=True)

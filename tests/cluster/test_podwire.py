@@ -171,7 +171,7 @@ def test_nothing_is_lost_when_all_are_killed_in_a_rollout(
         assert devices.count("alias podwire:") == len(expected), devices
 
 
-def test_the_last_step_of_the_documentation_leaves_nothing(
+def test_the_last_step_of_the_documentation_leaves_nothing_in_force(
     cluster: Cluster, network: Podwire
 ) -> None:
     assert network.list_left(cluster)

@@ -23,7 +23,7 @@ IMAGES: Final = ROOT / "build" / "image"
 UNINSTALL: Final = "podwire-uninstall.yaml"
 _LOOK: Final = r"""
 shopt -s nullglob
-for path in /etc/cni/net.d/*podwire* /opt/cni/bin/podwire* /var/lib/podwire /run/podwire /sys/fs/bpf/podwire; do
+for path in /etc/cni/net.d/*podwire* /opt/cni/bin/podwire*; do
     echo "$path"
 done
 ip -o link | grep -o 'alias podwire:.*'
@@ -81,12 +81,13 @@ class Podwire:
         uninstall = str(self.manifest.with_name(UNINSTALL))
         cluster.kubectl("delete", "-f", str(self.manifest))
         cluster.kubectl("apply", "-f", uninstall)
-        waited = ("rollout", "status", "-n", "kube-system", "daemonset/podwire-uninstall")
-        cluster.kubectl(*waited, "--timeout=180s")
+        cluster.wait_for_pods(
+            len(cluster.nodes), "kube-system", "app.kubernetes.io/name=podwire-uninstall"
+        )
         cluster.kubectl("delete", "-f", uninstall)
 
     def list_left(self, cluster: "Cluster") -> list[str]:
-        """List what there is of podwire on the nodes; nothing after `remove`."""
+        """List the files of the runtime, devices, routes and tables of podwire on the nodes; none after `remove`."""
         found = []
         for node in cluster.nodes:
             said = node.machine.run("bash", "-c", _LOOK)

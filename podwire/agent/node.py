@@ -5,6 +5,7 @@ stack closes what is opened; pods keep running. Nothing here decides about endpo
 """
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -20,15 +21,16 @@ from podwire.agent.duties.cluster.publisher import refuse_contested, take_name
 from podwire.agent.duties.identity import IdentityDuty
 from podwire.agent.duties.node_ranges import Addresses, open_addresses
 from podwire.agent.duties.policy import PolicyDuty
+from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
+from podwire.agent.store_watch import open_watch
 from podwire.control.attach.ending import Endings
 from podwire.control.attach.restore import Restorer, RestoreReport
 from podwire.control.attach.service import AttachService
 from podwire.control.attach.steps import Context
 from podwire.control.cluster.publish import NodePublisher
 from podwire.control.cluster.reach import ClusterSettings
-from podwire.control.documents.damage import find_fault
 from podwire.control.endpoint.changes import EndpointChanges
 from podwire.control.endpoint.enforce import Enforcer, rows_of
 from podwire.control.endpoint.policies import PolicyObjects
@@ -56,6 +58,7 @@ from podwire.journal.background_writer import BackgroundWriter
 from podwire.journal.directories import RunDirectories
 from podwire.journal.lock import locked_node_name, locked_state_directory
 from podwire.journal.records import HOST_SETTINGS_FACT, UNDERLAY_HOOKS_FACT, SqliteJournal
+from podwire.kernel import spawn
 from podwire.kernel.clock import KernelClock
 from podwire.kernel.inotify import FileWaker
 from podwire.model import log
@@ -63,12 +66,9 @@ from podwire.model.cluster import TunnelMode
 from podwire.model.config import AgentConfig
 from podwire.model.config.sources import Settled
 from podwire.model.endpoint import IPNetwork
-from podwire.model.errors import StorageFailure
 from podwire.model.interfaces import EndpointConfig
-from podwire.model.store import Store, StoredObject
-from podwire.model.store.kinds import IP_POOL
-from podwire.store.open import StoreAccess, list_hosts, open_store
-from podwire.store.remembered import FILE_NAME, RememberedObjects
+from podwire.model.store import Store
+from podwire.store.open import ClusterAccess, StoreAccess, list_hosts, open_store
 
 NUMBERS_FACT = "policy-numbers"
 """From which numbers of slots, rules and revisions on nothing was ever used on this node."""
@@ -133,12 +133,14 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
         open_waker=FileWaker,
         patient=True,
         access=StoreAccess.of(config.store),
+        cluster=_reach_cluster(config),
     )
     stack.callback(store.close)
-    memory = _open_memory(config, stack)
     name = take_name(store, journal, config.node.node_name, config.node.node_address)
     stack.callback(name.close)
-    addresses = open_addresses(config, store, journal, partial(_report_ipam, health), wait_for)
+    shared = open_watch(config, store, health, stack)
+    report = partial(_report_ipam, health)
+    addresses = open_addresses(config, store, journal, report, wait_for, shared)
     if not config.store.is_kubernetes:
         # With Kubernetes a range is given to another node in normal life, so no agent exits over one.
         refuse_contested(
@@ -153,10 +155,9 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
     finally:
         _note_host_changes(journal, datapath, clock)
     opened = _Opened(
-        live, journal, store, name, memory, addresses, datapath, clock, health, metrics
+        live, journal, store, name, shared, addresses, datapath, clock, health, metrics
     )
     node = _compose(opened, started_ns)
-    _name_unreadable(node)
     _prepare_reload(node)
     stack.callback(node.directories.close)
     _follow_blocks(node)
@@ -185,28 +186,6 @@ def _note_host_changes(
         journal.write_fact(HOST_SETTINGS_FACT, noted)
 
 
-def _name_unreadable(node: Node) -> None:
-    """Have objects of the store that cannot be read named in `podwire status`, and kept from whoever works by them.
-
-    What this node itself publishes goes through as it is: whoever publishes it puts it right.
-    """
-    own_name = node.config.node.node_name
-
-    def find_others_fault(stored: StoredObject) -> str:
-        is_own = stored.key.kind != IP_POOL.plural and stored.key.name == own_name
-        return "" if is_own else find_fault(stored)
-
-    node.policies.follower.unreadable.find_fault = find_fault
-    node.identities.follower.unreadable.find_fault = find_fault
-    node.cluster.follower.unreadable.find_fault = find_others_fault
-    followers = [node.policies.follower, node.identities.follower, node.cluster.follower]
-    if node.addresses.duty is not None:
-        followers.append(node.addresses.duty.follower)
-    for one in followers:
-        one.unreadable.warn = node.health.warn
-        one.unreadable.show()
-
-
 def _follow_blocks(node: Node) -> None:
     """Have the datapath and the other nodes know which blocks this one has."""
 
@@ -224,16 +203,6 @@ def _follow_blocks(node: Node) -> None:
 
 def _report_ipam(health: Health, message: str) -> None:
     health.report("pools", ok=not message, message=message, critical=False)
-
-
-def _open_memory(config: AgentConfig, stack: ExitStack) -> RememberedObjects | None:
-    """Open what the store said last; None when that cannot be: it is needed only while the store is away."""
-    try:
-        path = config.files.state_dir / FILE_NAME
-        return stack.enter_context(RememberedObjects(path, config.store.store))
-    except StorageFailure as error:
-        _log.warning("a start without the store would not work", extra={"error": error.message})
-        return None
 
 
 def _load_objects(node: Node) -> None:
@@ -276,7 +245,7 @@ class _Opened:
     journal: measured.MeasuredJournal
     store: Store
     name: NodePublisher
-    memory: RememberedObjects | None
+    shared: SharedWatch
     addresses: Addresses
     datapath: KernelDatapath
     clock: KernelClock
@@ -342,7 +311,7 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
         table=table,
         facts=journal,
         changes=EndpointChanges(table, journal, regenerator, resolver, turn),
-        memory=opened.memory,
+        shared=opened.shared,
         named=cluster.named_identities,
     )
     return Node(
@@ -371,6 +340,11 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
     )
 
 
+def _reach_cluster(config: AgentConfig) -> ClusterAccess:
+    name = config.node.node_name
+    return ClusterAccess(config.store.kubeconfig, os.environ, name, spawn.run_helper)
+
+
 def _compose_cluster(opened: _Opened, table: EndpointTable, turn: threading.RLock) -> ClusterDuty:
     config = opened.live.current
     return ClusterDuty(
@@ -380,7 +354,7 @@ def _compose_cluster(opened: _Opened, table: EndpointTable, turn: threading.RLoc
             tunnel_mode=TunnelMode(config.datapath.tunnel_mode),
             tunnel_port=config.datapath.tunnel_port,
             node_address=config.node.node_address,
-            store_hosts=list_hosts(config.store.store),
+            store_hosts=list_hosts(config.store.store, _reach_cluster(config)),
         ),
         store=opened.store,
         datapath=opened.datapath,
@@ -392,7 +366,7 @@ def _compose_cluster(opened: _Opened, table: EndpointTable, turn: threading.RLoc
         own_ranges=opened.addresses.own_ranges,
         open_news=watch_links,
         name=opened.name,
-        memory=opened.memory,
+        shared=opened.shared,
     )
 
 
@@ -407,7 +381,7 @@ def _compose_policy_duty(opened: _Opened, enforcer: Enforcer, turn: threading.RL
         turn=turn,
         observe=opened.metrics.observe_step,
         report=report,
-        memory=opened.memory,
+        shared=opened.shared,
     )
 
 

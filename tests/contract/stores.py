@@ -15,12 +15,16 @@ from podwire.model.store import ObjectKey, Store, StoredObject, StoreEvent, Watc
 from podwire.model.store.kinds import IP_POOL, NAMESPACE, NETWORK_POLICY, WORKLOAD
 from podwire.store.etcd.store import EtcdStore
 from podwire.store.sqlite import SqliteStore
+from tests.contract import kubernetes_rig
 from tests.contract.etcd_rig import ENDPOINT_VARIABLE
 from tests.fakes.server_store import OthersAtWork, ServerStore
 from tests.waiting import wait_for
 
 Open = Callable[[Path], Store]
 MakeNamespace = Callable[[Store, str], None]
+
+DEADLINE_S = 120.0
+"""Also of single requests: an etcd on a busy machine may not answer for longer than an agent would wait."""
 
 POLICIES: Final = NETWORK_POLICY.plural
 WORKLOADS: Final = WORKLOAD.plural
@@ -56,6 +60,10 @@ def open_server(directory: Path) -> ServerStore:
 @contextmanager
 def others_at_work(name: str, directory: Path) -> Iterator[None]:
     """Let others write to a server while a test runs."""
+    if name == KUBERNETES:
+        with kubernetes_rig.others_at_work():
+            yield
+        return
     if name != SERVER:
         yield
         return
@@ -73,6 +81,7 @@ def _as_server(store: Store) -> ServerStore:
 
 
 SERVER: Final = "server"
+KUBERNETES: Final = "kubernetes"
 OWN: Final = ("sqlite", "sqlite-inotify", "etcd")
 """Those that are podwire's own: nothing else writes to them."""
 
@@ -81,10 +90,12 @@ BACK_ENDS: dict[str, BackEnd] = {
     "sqlite-inotify": BackEnd(
         lambda directory: SqliteStore(directory / "store.db", open_waker=FileWaker)
     ),
-    "etcd": BackEnd(lambda _directory: EtcdStore([os.environ[ENDPOINT_VARIABLE]])),
+    "etcd": BackEnd(
+        lambda _directory: EtcdStore([os.environ[ENDPOINT_VARIABLE]], deadline_s=DEADLINE_S)
+    ),
+    KUBERNETES: BackEnd(kubernetes_rig.open_store, kubernetes_rig.make_namespace),
     SERVER: BackEnd(open_server, lambda store, name: _as_server(store).make_namespace(name)),
 }
-DEADLINE_S = 120.0
 
 
 def now_at(store: Store, kind: str = POLICIES) -> int:

@@ -50,7 +50,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     with ExitStack() as stack:
         if request.param == "etcd":
             etcd: Etcd = request.getfixturevalue("own_etcd")
-            store: Store = EtcdStore([etcd.endpoint])
+            store: Store = EtcdStore([etcd.endpoint], deadline_s=DEADLINE_S)
             stack.callback(store.close)
             yield World(store, etcd.kill, etcd.start)
             return

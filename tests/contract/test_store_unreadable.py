@@ -14,7 +14,7 @@ from podwire.agent.duties.follower import KindList, Memory, StoreFollower
 from podwire.control.cluster.facts import encode_node
 from podwire.control.cluster.published import Publication, encode_endpoints
 from podwire.control.documents.apply import apply_documents, delete_object
-from podwire.control.documents.damage import find_fault
+from podwire.control.documents.damage import find_fault, read_object
 from podwire.control.identity.key import IdentityKey
 from podwire.control.identity.known import make_object
 from podwire.model.cluster import NodeFacts
@@ -204,7 +204,7 @@ class Followed:
         self.follower = StoreFollower(
             "test", store, [kind], self.mirror, memory, tell_unreadable=tell
         )
-        self.follower.unreadable.find_fault = find_fault
+        self.follower.unreadable.read = read_object
         self.follower.unreadable.warn = self._warn
 
     @property

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from podwire.agent.duties import follower as store_follower
 from podwire.agent.duties import policy as policy_duty
+from podwire.agent.duties import shared_watch
 from podwire.agent.duties.policy import PolicyDuty
 from podwire.control.endpoint import policies
 from podwire.control.endpoint.policies import POLICY_KINDS
@@ -84,7 +84,7 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setattr(store_follower, "AWAY_BASE_S", 0.02)
+    monkeypatch.setattr(shared_watch, "AWAY_BASE_S", 0.02)
     monkeypatch.setattr(policy_duty, "RETRY_S", 0.05)
     with closing(Bench(tmp_path)) as made:
         yield made
@@ -169,7 +169,7 @@ def test_a_bug_about_one_object_keeps_no_other_out_and_is_tried_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, error: Exception, how: str
 ) -> None:
     monkeypatch.setattr(policy_duty, "LIST_AGAIN_S", 0.05)
-    monkeypatch.setattr(store_follower, "WATCH_S", 0.05)
+    monkeypatch.setattr(shared_watch, "WATCH_S", 0.05)
     heal = _fail_for(monkeypatch, "b", error)
     names = ["a", "b", "c"]
     if how == "listed":
@@ -286,8 +286,8 @@ def test_what_cannot_be_done_is_not_tried_again_at_the_pace_of_collecting(
 def test_stopping_does_not_wait_for_a_store_that_is_away(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_follower, "AWAY_BASE_S", 60.0)
-    monkeypatch.setattr(store_follower, "AWAY_CAP_S", 60.0)
+    monkeypatch.setattr(shared_watch, "AWAY_BASE_S", 60.0)
+    monkeypatch.setattr(shared_watch, "AWAY_CAP_S", 60.0)
     bench.duty.load()
 
     def refuse(_watch: SqliteWatch, _timeout_s: float) -> Any:

@@ -185,12 +185,12 @@ def test_changes_are_kept_without_a_proper_stop(memory: RememberedObjects) -> No
 def test_what_stands_for_an_unreadable_object_is_kept_before_anything_else_happens(
     memory: RememberedObjects,
 ) -> None:
-    def find_fault(stored: StoredObject) -> str:
-        return "bad" if stored.document else ""
+    def read_object(stored: StoredObject) -> tuple[StoredObject, str]:
+        return stored, "bad" if stored.document else ""
 
     store = MemoryStore()
     follower, mirror = follow(store, memory)
-    follower.unreadable.find_fault = find_fault
+    follower.unreadable.read = read_object
     follower.load()
     put(store, "a")
     follower.step(1)  # an agent that is killed from here on has written nothing but by itself
@@ -202,7 +202,7 @@ def test_what_stands_for_an_unreadable_object_is_kept_before_anything_else_happe
     assert kept is not None
     assert [one.document for one in kept[0]] == [{}]
     again, mirror = follow(store, memory)
-    again.unreadable.find_fault = find_fault
+    again.unreadable.read = read_object
     again.load()
     assert mirror.names["namespaces"] == {"a"}
     follower.stop()
@@ -215,13 +215,13 @@ def test_what_stands_in_is_found_without_reading_its_whole_kind(
     store = MemoryStore()
     put(store, "a")
     follower, _ = follow(store, memory)
-    follower.unreadable.find_fault = lambda stored: "bad" if stored.document else ""
+    follower.unreadable.read = lambda stored: (stored, "bad" if stored.document else "")
     follower.load()
     follower.start()
     follower.stop()  # it is on disk now
     monkeypatch.setattr(memory, "load", lambda _kind: pytest.fail("a whole kind was read"))
     again, mirror = follow(store, memory)
-    again.unreadable.find_fault = lambda stored: "bad" if stored.document else ""
+    again.unreadable.read = lambda stored: (stored, "bad" if stored.document else "")
     [stored], _ = store.list("namespaces")
     store.update(replace(stored, document={"bad": True}))
     again.load()

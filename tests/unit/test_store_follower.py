@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from podwire.agent.duties import follower as store_follower
+from podwire.agent.duties import shared_watch
 from podwire.agent.duties.follower import KindList, StoreFollower
 from podwire.model.errors import Bug, PodwireError, Unavailable
 from podwire.model.store import ObjectKey, Revisions, StoredObject, StoreEvent
@@ -84,7 +84,7 @@ def follower(store: MemoryStore, mirror: Mirror) -> StoreFollower:
 
 @pytest.fixture
 def running(follower: StoreFollower, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreFollower]:
-    monkeypatch.setattr(store_follower, "AWAY_BASE_S", 0.01)
+    monkeypatch.setattr(shared_watch, "AWAY_BASE_S", 0.01)
     follower.load()
     follower.start()
     yield follower
@@ -209,8 +209,8 @@ def test_a_store_that_goes_away_and_comes_back_loses_nothing(
 def test_stop_does_not_wait_for_the_next_try(
     store: MemoryStore, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_follower, "AWAY_BASE_S", 60.0)
-    monkeypatch.setattr(store_follower, "AWAY_CAP_S", 60.0)
+    monkeypatch.setattr(shared_watch, "AWAY_BASE_S", 60.0)
+    monkeypatch.setattr(shared_watch, "AWAY_CAP_S", 60.0)
     store.away = True
     follower = StoreFollower("test", store, KINDS, mirror)
     follower.start()

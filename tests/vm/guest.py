@@ -40,6 +40,20 @@ MODULES = (
 TOOLS = ("ip", "tc", "nft", "ping", "bpftool", "nsenter", "mount", "umount", "stty", "sh")
 PYTHON_PACKAGES_LEFT_OUT = ("mypy", "ruff", "uv", "grpc_tools", "mypyc", "pip", "setuptools")
 
+# Emulated, each of five levels of page tables and each toggle of SMAP costs many times what it costs a processor.
+EMULATION = (
+    *("-accel", "tcg,thread=multi", "-smp", "2"),
+    *("-cpu", "max,la57=off,smap=off,smep=off"),
+)
+KERNEL_OPTIONS = (
+    "console=ttyS0 quiet panic=-1 random.trust_cpu=on"
+    # What protects a kernel from its users and is slow here: return trampolines, and memory that is wiped.
+    " mitigations=off init_on_alloc=0 hardened_usercopy=off randomize_kstack_offset=off nokaslr"
+    " apparmor=0 audit=0 nowatchdog"
+    # Without it every change of a map of maps and every namespace that ends waits for a grace period of RCU.
+    " rcupdate.rcu_expedited=1"
+)
+
 COMPILE = """unset PYTHONDONTWRITEBYTECODE
 export PATH=/usr/bin HOME=/tmp LANG=C.UTF-8 PYTHONPATH={tree}:{site}
 cd {tree} && exec python3 -m pytest --collect-only -q -p no:cacheprovider {files}
@@ -166,11 +180,10 @@ def boot(kernel: Kernel, root: Path, command: str, directory: Path, timeout_s: f
     # A guest computes all the time and other tests mostly wait: it gets what they leave, so that their deadlines hold.
     arguments = [
         *("nice", "-n", "19"),
-        *("qemu-system-x86_64", "-accel", "tcg,thread=multi", "-smp", "2", "-m", str(MEMORY_MIB)),
-        *("-nodefaults", "-no-reboot", "-display", "none", "-cpu", "max"),
+        *("qemu-system-x86_64", *EMULATION, "-m", str(MEMORY_MIB)),
+        *("-nodefaults", "-no-reboot", "-display", "none"),
         *("-kernel", str(kernel.image), "-initrd", str(_initramfs(kernel, directory))),
-        # Emulated, every return trampoline costs many times what it costs a processor.
-        *("-append", "console=ttyS0 quiet panic=-1 random.trust_cpu=on mitigations=off"),
+        *("-append", KERNEL_OPTIONS),
         *("-drive", f"file={image},if=virtio,format=raw,cache=unsafe"),
         *("-serial", f"file:{console}", "-serial", f"file:{output}"),
     ]

@@ -11,6 +11,7 @@ from ipaddress import ip_network
 from podwire.agent.duties.addresses import HOST_NAME_LABEL, IpamDuty
 from podwire.agent.duties.cluster.duty import OwnRanges
 from podwire.agent.duties.core_node import RANGES_FACT, wait_for_ranges
+from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.control.documents.damage import find_fault
 from podwire.control.documents.pools import decode_pools, find_problems, fixed_ranges
 from podwire.control.ipam import node_ranges
@@ -39,25 +40,29 @@ class Addresses:
     @property
     def ranges(self) -> tuple[IPNetwork, ...]:
         """Give the ranges of this node's pods now."""
-        return tuple(one.cidr for one in self.ipam.usage())
+        return tuple(usage.cidr for usage in self.ipam.usage())
 
     @property
     def families(self) -> frozenset[int]:
         """Give the IP versions that pods here have, or are going to have."""
-        found: set[int] = {one.version for one in self.ranges}
+        versions: set[int] = {cidr.version for cidr in self.ranges}
         if self.duty is not None:
-            found.update(one.version for one in self.duty.ipam.ordinary_pools())
-        return frozenset(found)
+            versions.update(pool.version for pool in self.duty.ipam.ordinary_pools())
+        return frozenset(versions)
 
     def own_ranges(self) -> OwnRanges:
         """Say what other nodes hear; one address of a family stands for the node itself."""
         usage = self.ipam.usage()
-        own = [one.node_address for one in usage if one.node_address is not None]
+        own = [
+            cidr_usage.node_address for cidr_usage in usage if cidr_usage.node_address is not None
+        ]
         blocks = self.duty.ipam.blocks if self.duty is not None else {}
         return OwnRanges(
-            pod_cidrs=() if self.duty is not None else tuple(one.cidr for one in usage),
+            pod_cidrs=()
+            if self.duty is not None
+            else tuple(cidr_usage.cidr for cidr_usage in usage),
             blocks=blocks,
-            tunnel_addresses=tuple(sorted(own, key=lambda one: one.version)),
+            tunnel_addresses=tuple(sorted(own, key=lambda address: address.version)),
         )
 
     def on_blocks(
@@ -77,6 +82,7 @@ def open_addresses(
     facts: FactStore,
     report: Callable[[str], None],
     wait_for: Callable[[str, str], None],
+    shared: SharedWatch | None = None,
 ) -> Addresses:
     """Make what the settings ask for, and let it hear what the store says.
 
@@ -88,6 +94,7 @@ def open_addresses(
             store=store,
             facts=facts,
             report=report,
+            shared=shared,
         )
         duty.prepare()
         return Addresses(duty.ipam, duty)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from podwire.agent.duties.follower import KindList, Memory, StoreFollower
+from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.control.endpoint.enforce import Enforcer
 from podwire.control.endpoint.policies import POLICY_KINDS, PolicyObjects
 from podwire.control.endpoint.states import State
@@ -56,6 +57,8 @@ class PolicyDuty:
     """Told what is wrong with the store; "" when nothing is."""
     memory: Memory | None = None
     """Where policies are kept for a start without the store."""
+    shared: SharedWatch | None = None
+    """The agent's watch of the store, where there is one for all duties."""
     _listed: set[str] = field(default_factory=set)
     _was_complete: bool = False
     _told_revisions: Revisions = field(default_factory=dict)
@@ -71,7 +74,13 @@ class PolicyDuty:
 
     def __post_init__(self) -> None:
         self.follower = StoreFollower(
-            "policy-watch", self.store, POLICY_KINDS, self, self.memory, tell_unreadable=True
+            "policy-watch",
+            self.store,
+            POLICY_KINDS,
+            self,
+            self.memory,
+            shared=self.shared,
+            tell_unreadable=True,
         )
 
     def load(self) -> None:
@@ -114,7 +123,7 @@ class PolicyDuty:
 
     def on_events(self, events: Sequence[StoreEvent], revisions: Revisions) -> None:
         """Take changes, on the follower's thread."""
-        # Revisions also grow without a change of policy: whoever waits for one of them must not wait for ever.
+        # Revisions also grow without a change of policy: a client that waits for one of them must not wait for ever.
         if events or revisions != self._told_revisions:
             self._told_revisions = revisions
             self._hand_over(_News(events=events, revisions=revisions))

@@ -1,6 +1,6 @@
 """Objects of the store that cannot be read: withheld from the listeners, reported, and passed on once repaired.
 
-Used by `agent.duties.follower`, on one thread; each follower has one. Decides by checking the object alone. Invariant:
+Used by `agent.duties.shared_watch`, on its thread; each watch has one. Decides by checking the object alone. Invariant:
 an unreadable object counts as its last readable version, or as absent if there was none. No other object is affected.
 """
 
@@ -16,9 +16,10 @@ SHOWN_MAX: Final = 8
 REASON_MAX_CHARACTERS: Final = 240
 
 _IN_USE: Final = (IP_BLOCK.plural, IP_ADDRESS.plural, IDENTITY.plural)
-"""Whoever deletes one of these lets others take what pods may still have."""
+"""When one of these is deleted, others may take what pods still have."""
 
-FindFault = Callable[[StoredObject], str]
+Read = Callable[[StoredObject], tuple[StoredObject, str]]
+"""Gives an object decoded, or as it is and why it cannot be read."""
 FindLast = Callable[[ObjectKey], StoredObject | None]
 Warn = Callable[[str, str], None]
 """Shows a message under a key until an empty one takes it back."""
@@ -26,17 +27,19 @@ Warn = Callable[[str, str], None]
 _log = logging.getLogger(__name__)
 
 
-def find_store_fault(stored: StoredObject) -> str:
-    """Ask no more than what the store itself could not read."""
-    return stored.fault
+def read_as_stored(stored: StoredObject) -> tuple[StoredObject, str]:
+    """Decode nothing, and ask no more than what the store itself could not read."""
+    return stored, stored.fault
 
 
 class Unreadable:
     """The unreadable objects of some kinds. `find_last` gives what was last read of one."""
 
     def __init__(self, name: str, find_last: FindLast) -> None:
-        self.find_fault: FindFault = find_store_fault
+        self.read: Read = read_as_stored
         self.warn: Warn = lambda _key, _message: None
+        self.is_own: Callable[[StoredObject], bool] = lambda _stored: False
+        """Whether this node publishes an object itself: it puts that right, so nobody has to be told."""
         self._name = name
         self._find_last = find_last
         self._faults: dict[ObjectKey, str] = {}
@@ -55,19 +58,19 @@ class Unreadable:
 
     def sift_list(self, kind: str, objects: Sequence[StoredObject]) -> list[StoredObject]:
         """Put what was last read in the place of what cannot be read now."""
-        faults = {one.key: fault for one in objects if (fault := self.find_fault(one))}
         good: list[StoredObject] = []
         bad: dict[ObjectKey, StoredObject] = {}
-        for one in objects:
-            if one.key not in faults:
-                good.append(one)
+        for stored in objects:
+            readable, fault = self.read(stored)
+            if not fault:
+                good.append(readable)
                 continue
-            bad[one.key] = one
-            last = self._find_last(one.key)
+            bad[stored.key] = stored
+            last = self._find_last(stored.key)
             if last is not None:
                 good.append(last)
-            self._note(one.key, faults[one.key], has_last=last is not None)
-        for key in [one for one in self._faults if one.kind == kind and one not in faults]:
+            self._note(stored, fault, has_last=last is not None)
+        for key in [key for key in self._bad if key.kind == kind and key not in bad]:
             self._forget(key)
         self._bad.update(bad)
         return good
@@ -75,16 +78,16 @@ class Unreadable:
     def sift_event(self, event: StoreEvent) -> StoreEvent | None:
         """Give a change that can be told; None when what it wrote cannot be read."""
         stored = event.object
-        fault = self.find_fault(stored)
+        readable, fault = self.read(stored)
         if event.deleted:
             self._forget(stored.key)
             last = self._find_last(stored.key) if fault else None
             return event if last is None else StoreEvent(last, event.revision, deleted=True)
         if not fault:
             self._forget(stored.key)
-            return event
+            return StoreEvent(readable, event.revision)
         self._bad[stored.key] = stored
-        self._note(stored.key, fault, has_last=self._find_last(stored.key) is not None)
+        self._note(stored, fault, has_last=self._find_last(stored.key) is not None)
         return None
 
     def show(self) -> None:
@@ -98,7 +101,10 @@ class Unreadable:
             self.warn(key, shown[index] if index < len(shown) else "")
         self._shown = len(shown)
 
-    def _note(self, key: ObjectKey, fault: str, *, has_last: bool) -> None:
+    def _note(self, stored: StoredObject, fault: str, *, has_last: bool) -> None:
+        if self.is_own(stored):
+            return
+        key = stored.key
         state = "what was last read of it stays in force" if has_last else "it counts as absent"
         where = f" -n {key.namespace}" if key.namespace else ""
         then = " once nothing uses it" if key.kind in _IN_USE else ""

@@ -17,7 +17,7 @@ from podwire.model.documents.reader import Faults
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.identity import CLUSTER_LAST
 from podwire.model.ids import IdentityId
-from podwire.model.store import ObjectKey, StoredObject
+from podwire.model.store import ObjectKey, StoredObject, value_of
 from podwire.model.store.kinds import NODE_ENDPOINTS
 
 _ADDRESS_OF: Final[Mapping[int, Callable[[int], IPAddress]]] = {
@@ -67,8 +67,8 @@ def encode_endpoints(publication: Publication, bases: Sequence[IPNetwork]) -> di
         "spec": {
             "epoch": publication.epoch,
             "sequence": publication.sequence,
-            "bases": [str(one) for one in bases],
-            "endpoints": ";".join(",".join(one) for one in sections),
+            "bases": [str(network) for network in bases],
+            "endpoints": ";".join(",".join(section) for section in sections),
             "others": others,
         },
     }
@@ -79,6 +79,8 @@ def decode_endpoints(stored: StoredObject) -> Publication:
 
     Raises InvalidRequest with the first faults.
     """
+    if (known := value_of(stored, Publication)) is not None:
+        return known
     faults = Faults()
     spec = Fields(stored.document, "spec", faults)
     identities: dict[IPAddress, IdentityId] = {}
@@ -148,7 +150,8 @@ class _Bases:
 
     def __init__(self, bases: Sequence[IPNetwork]) -> None:
         ordered = sorted(
-            (one.version, int(one.network_address), index) for index, one in enumerate(bases)
+            (network.version, int(network.network_address), index)
+            for index, network in enumerate(bases)
         )
         self._bases = bases
         self._starts = [(version, start) for version, start, _ in ordered]

@@ -20,7 +20,7 @@ from podwire.control.policy.rules_cilium import (
 from podwire.control.policy.rules_k8s import KIND as KIND_K8S
 from podwire.control.policy.rules_k8s import decode_network_policy
 from podwire.model.errors import InvalidRequest
-from podwire.model.store import ObjectKey, Revisions, StoredObject, StoreEvent
+from podwire.model.store import ObjectKey, Revisions, StoredObject, StoreEvent, value_of
 
 GROUPS: Final = "ciliumcidrgroups"
 
@@ -58,11 +58,11 @@ class PolicyObjects:
 
     def replace(self, kind: str, objects: Sequence[StoredObject]) -> None:
         """Take in a whole list of one kind."""
-        listed = {one.key for one in objects}
-        for key in [one for one in self._known if one.kind == kind and one not in listed]:
+        listed = {stored.key for stored in objects}
+        for key in [key for key in self._known if key.kind == kind and key not in listed]:
             self._take(key, partial(self._remove, key))
-        for one in objects:
-            self._take(one.key, partial(self._put, one))
+        for stored in objects:
+            self._take(stored.key, partial(self._put, stored))
 
     def apply(self, event: StoreEvent) -> None:
         """Take in one change."""
@@ -94,12 +94,12 @@ class PolicyObjects:
         if stored.fault:
             raise InvalidRequest(stored.fault)
         if key.kind == GROUPS:
-            group = decode_cidr_group(stored.document)
+            group = value_of(stored, CidrGroup) or decode_cidr_group(stored.document)
             self._engine.set_group(group)
             self.groups[key.name] = group
         else:
             policy_id, decode = name_policy(key), _DECODERS[key.kind][1]
-            rules = decode(stored.document)
+            rules = value_of(stored, tuple) or decode(stored.document)
             self._engine.set_policy(policy_id, rules)
             self.rules[policy_id] = rules
 

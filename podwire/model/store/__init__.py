@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 
 from podwire.model.errors import StorageFailure, Unavailable
 from podwire.model.store.leases import Leases
 from podwire.model.store.promises import Promises
+
+_T = TypeVar("_T")
 
 Revisions = Mapping[str, int]
 """By kind: a revision of that kind."""
@@ -60,6 +62,13 @@ class StoredObject(msgspec.Struct, frozen=True, kw_only=True):
     fault: str = ""
     """Why what the store has there cannot be read: something else wrote it. The document is empty then. Lists and
     watches give such objects, so that one does not stop all others; nothing but the name may be used of them."""
+
+
+class ReadableObject(StoredObject, frozen=True, kw_only=True):
+    """An object that was decoded when it came from the store: `value` is what its document says, as its kind's decoder
+    gives it. Nobody needs to decode it again."""
+
+    value: Any = None
 
 
 @dataclass(frozen=True)
@@ -214,6 +223,12 @@ class Store(Protocol):
     def close(self) -> None:
         """Close what is open, watches and leases too; names that are held run out."""
         ...
+
+
+def value_of(stored: StoredObject, wanted: type[_T]) -> _T | None:
+    """Give what an object says if it was decoded already, and as this."""
+    value = stored.value if isinstance(stored, ReadableObject) else None
+    return value if isinstance(value, wanted) else None
 
 
 def look_at(store: Store, key: ObjectKey) -> StoredObject | None:

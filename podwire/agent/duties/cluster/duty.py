@@ -21,6 +21,7 @@ from podwire.agent.duties.cluster.publisher import Publisher
 from podwire.agent.duties.cluster.store_addresses import StoreAddresses
 from podwire.agent.duties.cluster.views import ClusterViews
 from podwire.agent.duties.follower import KindList, Memory, StoreFollower
+from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
 from podwire.control.cluster.facts import tunnel_mac
@@ -36,8 +37,10 @@ from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import PodwireError, StorageFailure, Unavailable
 from podwire.model.ids import IdentityId
 from podwire.model.interfaces import ClusterDatapath, FactStore
-from podwire.model.store import Revisions, Store, StoreEvent
+from podwire.model.store import Revisions, Store, StoredObject, StoreEvent
+from podwire.model.store.kinds import NODE, NODE_ENDPOINTS
 
+PUBLISHED: Final = (NODE.plural, NODE_ENDPOINTS.plural)
 NUMBERS_FACT: Final = "node-numbers"
 GRANTS_FACT: Final = "pool-grants"
 _NOWHERE: Final = Underlay((), (), 0, 1500)
@@ -66,6 +69,10 @@ class ClusterOptions:
     store_hosts: tuple[str, ...] = ()
     """Names and addresses by which the store is reached."""
 
+    def publishes(self, stored: StoredObject) -> bool:
+        """Tell whether this node itself writes an object: it does so again when somebody else has damaged it."""
+        return stored.key.kind in PUBLISHED and stored.key.name == self.node_name
+
 
 @dataclass(eq=False)
 class ClusterDuty:
@@ -84,6 +91,8 @@ class ClusterDuty:
     name: NodePublisher
     memory: Memory | None = None
     """Where what the store says is kept for a start without it."""
+    shared: SharedWatch | None = None
+    """The agent's watch of the store, where there is one for all duties."""
     own: OwnNode | None = None
 
     def __post_init__(self) -> None:
@@ -103,7 +112,15 @@ class ClusterDuty:
         )
         self._store_addresses = StoreAddresses(options.store_hosts, self.ranges_changed)
         self.lock = threading.Lock()
-        self.follower = StoreFollower("cluster-watch", self.store, KINDS, self, self.memory)
+        self.follower = StoreFollower(
+            "cluster-watch",
+            self.store,
+            KINDS,
+            self,
+            self.memory,
+            shared=self.shared,
+            tell_unreadable=options.publishes,
+        )
         self._applier = Applier(self, self.datapath, self.turn, self.metrics)
         self._publisher = Publisher(self, self.store, self.name, options.node_address)
         self._lives = Lives(self.store, self.show_problems)

@@ -1,0 +1,343 @@
+"""The agent's one watch of the store: every kind is listed and watched once, whatever number of duties follow it.
+
+Made by `agent.node`; each duty joins it with a `StoreFollower`. One thread lists, watches, sifts what cannot be read
+and keeps what was heard, then tells every follower. Invariants: a follower hears every change of its kinds once and in
+order. When a listener fails, its kinds are listed again and nobody else waits for that. Nothing is told to a follower
+that has left.
+"""
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Final, Protocol
+
+from podwire.agent.duties.keeper import SAVE_S, InProcess, Keeper, KindList, Memory
+from podwire.agent.duties.unreadable import Unreadable
+from podwire.model.errors import PodwireError, Unavailable
+from podwire.model.store import (
+    Compacted,
+    KindUnavailable,
+    Revisions,
+    Store,
+    StoredObject,
+    StoreEvent,
+    Watch,
+)
+
+WATCH_S: Final = 2.0
+"""How long one call of a quiet watch lasts."""
+AWAY_BASE_S: Final = 0.5
+AWAY_CAP_S: Final = 2.0
+
+Change = tuple[StoreEvent, StoreEvent | None]
+"""What the store said, and that as far as it can be read; None when it cannot."""
+
+_log = logging.getLogger(__name__)
+
+
+class Follower(Protocol):
+    """Who follows some kinds (`agent.duties.follower`)."""
+
+    name: str
+    kinds: tuple[str, ...]
+
+    @property
+    def again_s(self) -> float | None: ...
+
+    def is_due(self, now_s: float) -> bool: ...
+
+    def take_lists(
+        self, lists: Mapping[str, KindList], unreadable: Sequence[StoredObject]
+    ) -> None: ...
+
+    def take_changes(self, changes: Sequence[Change], failing: Mapping[str, str]) -> None: ...
+
+    def note_away(self, error: PodwireError) -> None: ...
+
+    def lack(self, error: PodwireError | None = None) -> None: ...
+
+
+class SharedWatch:
+    """Lists and watches what its followers follow."""
+
+    def __init__(
+        self, store: Store, memory: Memory | None = None, *, name: str = "store-watch"
+    ) -> None:
+        self._name = name
+        self._store = store
+        self._keeper = Keeper(memory or InProcess())
+        self.unreadable = Unreadable(name, self._keeper.find)
+        self._followers: tuple[Follower, ...] = ()
+        self._telling = threading.RLock()
+        """Held while followers are told, so that one that leaves hears nothing afterwards."""
+        self._lists: dict[str, KindList] = {}
+        """Of kinds that did not change since they were listed: a follower that joins at the start needs no other."""
+        self._revisions: dict[str, int] = {}
+        self._watch: Watch | None = None
+        self._is_away = False
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def revisions(self) -> Revisions:
+        """Up to which revision of each kind everything was handed over."""
+        return self._revisions
+
+    def join(self, follower: Follower) -> None:
+        """Let somebody follow; lists come at the next `load` or `step`."""
+        with self._telling:
+            if follower not in self._followers:
+                self._followers = (*self._followers, follower)
+
+    def leave(self, follower: Follower) -> None:
+        """Tell somebody nothing any more. With the last one the thread ends, at once but for a call of the store that
+        runs, and what was heard is kept."""
+        with self._telling:
+            self._followers = tuple(one for one in self._followers if one is not follower)
+        if self._followers:
+            return
+        self._stopping.set()
+        self._drop_watch()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._drop_watch()  # the thread may have opened it meanwhile
+        self._keeper.save(at_once=True)
+
+    def start(self) -> None:
+        """Start the thread, unless it runs already."""
+        if self._thread is not None:
+            return
+        self._keeper.save(at_once=True)
+        self._stopping.clear()
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    def recall(self, objects: Iterable[StoredObject]) -> None:
+        """Say what was last read of objects in an earlier life, where no memory tells."""
+        self._keeper.seed(objects)
+
+    def load_remembered(self, kinds: Sequence[str], *, whole: bool) -> list[KindList]:
+        """Give what was kept of some kinds. Of `whole` kinds all or nothing."""
+        return self._keeper.load(kinds, whole=whole)
+
+    def load(self) -> None:
+        """List for those who lack lists, else take what is new. Raises what store and listeners raise."""
+        self.step(0)
+
+    def step(self, timeout_s: float) -> bool:
+        """List if need be, else wait for changes; tells whether anything came. Raises what store or listeners raise."""
+        with _as_raised():
+            return self._step(timeout_s)
+
+    def _step(self, timeout_s: float) -> bool:
+        due = [one for one in self._followers if one.is_due(time.monotonic())]
+        if due:
+            self._list(due)
+            return True
+        if not self._revisions:
+            self._stopping.wait(timeout_s)
+            return False
+        watch = self._watch
+        if watch is None:
+            watch = self._watch = self._store.watch(self._revisions)
+        if self._stopping.is_set():
+            self._drop_watch()
+            return False
+        try:
+            events = watch.next(timeout_s)
+        except Compacted as gap:
+            self._forget(watch, gap.kinds or self._revisions.keys())
+            return True
+        self._hand_over(events, watch)
+        return bool(events)
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._stopping.is_set():
+            try:
+                self._step(self._choose_timeout_s())
+                failures, self._is_away = 0, False
+            except _ListenerFailed:
+                pass  # it was told, and is told anew when its time has come
+            except Unavailable as error:
+                self._note_away(error)
+            except PodwireError as error:
+                _log.error("follow store", extra={"task": self._name, "error": error.message})
+                self._give_up(error)
+            except Exception as error:  # the thread's door: a bug about one object must not end it
+                _log.exception("follow store", extra={"task": self._name})
+                self._give_up(PodwireError(f"follow the store: {error!r}"))
+            self._keeper.save()  # also what was heard just before the store went away
+            if self._is_away:
+                self._stopping.wait(choose_delay_s(failures))
+                failures += 1
+
+    def _choose_timeout_s(self) -> float:
+        now_s = time.monotonic()
+        due_s = [one.again_s - now_s for one in self._followers if one.again_s is not None]
+        longest_s = SAVE_S if self._keeper.has_news else WATCH_S
+        return max(0.0, min([longest_s, *due_s]))
+
+    # Lists
+
+    def _list(self, due: Sequence[Follower]) -> None:
+        """List what some followers lack, and hand it to all who follow it."""
+        wanted = dict.fromkeys(kind for one in due for kind in one.kinds)
+        fresh: dict[str, KindList] = {}
+        refused: dict[str, KindUnavailable] = {}
+        for kind in wanted:
+            if self._can_reuse(kind, due):
+                continue
+            try:
+                fresh[kind] = self._list_kind(kind)
+            except KindUnavailable as error:
+                refused[kind] = error
+        self.unreadable.show()
+        if fresh:
+            self._continue_from({kind: one.revision for kind, one in fresh.items()})
+            self._lists.update(fresh)
+            self._keeper.note_lists(list(fresh.values()))
+            if self.unreadable.objects:
+                self._keep_what_stands_in()
+        lists = {kind: self._lists[kind] for kind in wanted if kind in self._lists}
+        failures = _Failures()
+        for one in self._followers:
+            reasons = [refused[kind] for kind in one.kinds if kind in refused]
+            if reasons and one in due:
+                one.lack(reasons[0])
+            else:
+                told = lists if one in due else fresh
+                failures.guard(one, partial(self._tell_lists, one, told))
+        failures.raise_first()
+
+    def _can_reuse(self, kind: str, due: Sequence[Follower]) -> bool:
+        """Tell whether what was listed for others still is the newest that was heard, without doubts about it."""
+        has_others = any(kind in one.kinds for one in self._followers if one not in due)
+        return has_others and kind in self._lists
+
+    def _tell_lists(self, one: Follower, lists: Mapping[str, KindList]) -> None:
+        with self._telling:
+            if one in self._followers:
+                one.take_lists(lists, self.unreadable.objects)
+
+    def _list_kind(self, kind: str) -> KindList:
+        objects, revision = self._store.list(kind)
+        return KindList(kind, self.unreadable.sift_list(kind, objects), revision)
+
+    def _continue_from(self, listed: Revisions) -> None:
+        """Watch from these lists on, and all other kinds from where they were."""
+        self._drop_watch()
+        self._revisions = {**self._revisions, **listed}
+
+    # Changes
+
+    def _hand_over(self, events: Sequence[StoreEvent], watch: Watch) -> None:
+        self._revisions = {**self._revisions, **watch.revisions}
+        for kind in {one.object.key.kind for one in events}:
+            self._lists.pop(kind, None)
+        if self._thread is not None:
+            self._lists.clear()  # nobody joins any more
+        changes = [(one, self.unreadable.sift_event(one)) for one in events]
+        if events:
+            self.unreadable.show()
+        failures, failing = _Failures(), watch.failing
+        for one in self._followers:
+            failures.guard(one, partial(self._tell_changes, one, changes, failing))
+        good = [readable for _, readable in changes if readable is not None]
+        self._keeper.note_events(good)
+        if len(good) < len(events):
+            self._keep_what_stands_in()
+        failures.raise_first()
+
+    def _tell_changes(
+        self, one: Follower, changes: Sequence[Change], failing: Mapping[str, str]
+    ) -> None:
+        with self._telling:
+            if one in self._followers:
+                one.take_changes(changes, failing)
+
+    def _keep_what_stands_in(self) -> None:
+        """What was last read of an object is nowhere else now: an agent that is killed has to find it again."""
+        self._keeper.save(at_once=True)
+
+    # Failures
+
+    def _forget(self, watch: Watch, kinds: Iterable[str]) -> None:
+        """Have kinds listed again whose changes are not known any more."""
+        self._revisions = {**self._revisions, **watch.revisions}
+        self._drop_watch()
+        gone = set(kinds)
+        for kind in gone:
+            self._lists.pop(kind, None)
+        for one in self._followers:
+            if gone.intersection(one.kinds):
+                one.lack()
+
+    def _give_up(self, error: PodwireError) -> None:
+        """What was handed over is in doubt: list everything again."""
+        self._drop_watch()
+        self._lists.clear()
+        for one in self._followers:
+            one.lack()
+        self._note_away(error)
+
+    def _note_away(self, error: PodwireError) -> None:
+        self._is_away = True
+        with self._telling:
+            for one in self._followers:
+                one.note_away(error)
+
+    def _drop_watch(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+
+
+def choose_delay_s(failures: int) -> float:
+    """Say how long to wait after one more failure: apart from other nodes, as an outage ends for all at once."""
+    return min(AWAY_CAP_S, AWAY_BASE_S * 2.0 ** min(failures, 16)) * random.uniform(0.5, 1.0)
+
+
+class _ListenerFailed(Exception):
+    """A listener has failed; it is told everything again."""
+
+
+@contextmanager
+def _as_raised() -> Iterator[None]:
+    """Raise what the listener did."""
+    try:
+        yield
+    except _ListenerFailed as failed:
+        raise failed.__cause__ or failed from None
+
+
+class _Failures:
+    """What listeners have raised in one round: the others are told all the same."""
+
+    def __init__(self) -> None:
+        self._first: Exception | None = None
+
+    def guard(self, one: Follower, tell: Callable[[], None]) -> None:
+        """Tell one follower; if it fails, lists come again."""
+        try:
+            tell()
+        except PodwireError as error:
+            _log.error("follow store", extra={"task": one.name, "error": error.message})
+            self._first = self._first or error
+            one.lack(error)
+        except (
+            Exception
+        ) as error:  # a listener's door: a bug about one object must not end the watch
+            _log.exception("follow store", extra={"task": one.name})
+            self._first = self._first or error
+            one.lack(PodwireError(f"follow store for {one.name}: {error!r}"))
+
+    def raise_first(self) -> None:
+        """Let the caller know, after everybody was told."""
+        if self._first is not None:
+            raise _ListenerFailed from self._first

@@ -1,0 +1,42 @@
+"""Open the agent's one watch of the store, with the file of what the store said last.
+
+Called by `agent.node`. Decides how objects are decoded, where those that cannot be read are named, and which of them
+are left to this node's own publisher.
+"""
+
+import logging
+from contextlib import ExitStack
+
+from podwire.agent.duties.cluster.duty import PUBLISHED
+from podwire.agent.duties.shared_watch import SharedWatch
+from podwire.agent.health import Health
+from podwire.control.documents.damage import read_object
+from podwire.model.config import AgentConfig
+from podwire.model.errors import StorageFailure
+from podwire.model.store import Store, StoredObject
+from podwire.store.remembered import FILE_NAME, RememberedObjects
+
+_log = logging.getLogger(__name__)
+
+
+def open_watch(config: AgentConfig, store: Store, health: Health, stack: ExitStack) -> SharedWatch:
+    """Make the watch; nothing is listed before somebody joins it. `stack` closes the file."""
+
+    def is_own(stored: StoredObject) -> bool:
+        return stored.key.kind in PUBLISHED and stored.key.name == config.node.node_name
+
+    shared = SharedWatch(store, _open_memory(config, stack))
+    shared.unreadable.read = read_object
+    shared.unreadable.warn = health.warn
+    shared.unreadable.is_own = is_own
+    return shared
+
+
+def _open_memory(config: AgentConfig, stack: ExitStack) -> RememberedObjects | None:
+    """Open what the store said last; None when that cannot be: it is needed only while the store is away."""
+    try:
+        path = config.files.state_dir / FILE_NAME
+        return stack.enter_context(RememberedObjects(path, config.store.store))
+    except StorageFailure as error:
+        _log.warning("a start without the store would not work", extra={"error": error.message})
+        return None

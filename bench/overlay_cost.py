@@ -2,13 +2,15 @@
 
 "rules" are nftables rules for masquerade, which bring connection tracking and address translation into the way of every
 tunnel packet, exempt or not; "flow-based" is a VXLAN device that is told each packet's receiver and tells each
-packet's sender, as podwire's. CUBIC, because BBR (the default of some kernels) goes by timers and sends from two
+packet's sender, as podwire's. "podwire, no rules" has its agents killed and its table of nftables taken away: what is
+left is its device and its programs. CUBIC, because BBR (the default of some kernels) goes by timers and sends from two
 CPUs: its throughput is that of its guesses.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Final
 
@@ -16,8 +18,23 @@ from bench import results_file
 from bench.contestants import compile_c, scratch
 from bench.cross_node import ONE_CPU, ROUND_TRIPS, TWO_CPUS, lab_pair
 from bench.pair import PodPair, run_flow
-from bench.plain_nodes import plain_pair
+from bench.plain_nodes import plain_pair, run_in
 from bench.stats import median_of, quantile, ratio_of
+from podwire.lab.node import stop_agent
+from podwire.lab.state import read_state
+from podwire.model.ids import NFT_TABLE
+
+
+@contextmanager
+def lab_pair_without_rules(name: str) -> Iterator[PodPair]:
+    """Give two pods of an overlay whose nodes have no rules, nor an agent that would write them anew."""
+    with lab_pair(name, "overlay") as pair:
+        state = read_state(name)
+        for one in state.plan.nodes:
+            stop_agent(state, one, signal.SIGKILL)
+            run_in(one.namespace, ["nft", f"delete table inet {NFT_TABLE}"])
+        yield pair
+
 
 STREAM_MS: Final = 1000
 CONGESTION_CONTROL: Final = "cubic"
@@ -28,6 +45,7 @@ CONTESTANTS: Final = {
     "flow-based": partial(plain_pair, "bench-f", tunnel=True, flow_based=True),
     "both": partial(plain_pair, "bench-b", tunnel=True, flow_based=True, masquerade=True),
     "podwire": partial(lab_pair, "bench-o", "overlay"),
+    "podwire, no rules": partial(lab_pair_without_rules, "bench-w"),
 }
 FIGURES: Final = ("Gbit/s, one CPU", "Gbit/s, two CPUs", "round trip p50 us")
 

@@ -117,15 +117,16 @@ def _join_by_flows(own: NodePlan, other: NodePlan, number: int, mtu: int) -> Non
 
 def _masquerade(plan: LabPlan, own: NodePlan) -> None:
     rules = _RULES.format(own=own.pod_cidrs[0], inside=plan.cluster_cidrs[0], port=TUNNEL_PORT)
-    _run_in(own.namespace, ["nft", rules])
+    run_in(own.namespace, ["nft", rules])
 
 
 def _append_forwarding(own: NodePlan, mac: str, outer: str) -> None:
     words = ["bridge", "fdb", "append", mac, "dev", "vxlan1", "dst", outer]
-    _run_in(own.namespace, words)
+    run_in(own.namespace, words)
 
 
-def _run_in(namespace: str, words: Sequence[str]) -> None:
+def run_in(namespace: str, words: Sequence[str]) -> None:
+    """Run a command in a node's namespace; RuntimeError shows what it said when it failed."""
     with netns.open_namespace(netns.named_path(namespace)) as fd:
         done = spawn.run(list(words), place=spawn.Place(network_fd=fd.fileno()), timeout_s=10)
     if done.status:

@@ -65,8 +65,8 @@ static __always_inline bool answers_another(const struct pw_flow *flow,
 	       entry->tcp_state >= PW_TCP_HALF_CLOSED;
 }
 
-/* May the flow go past the stack? Without an entry only what surely is no answer to a translated packet: the first of a
- * connection, not from one of our own. An ICMP error takes the way of the flow that it is about, whoever sends it.
+/* May the packet bypass the stack? Without an entry only when it cannot be the answer to a translated packet: it is the
+ * first of a connection, and not from a pod here. An ICMP error takes the way of the flow that it is about.
  */
 static __always_inline bool passes_stack_by(struct pw_flow *flow,
 					    const struct pw_conntrack_value *entry)

@@ -93,8 +93,8 @@ static __always_inline bool is_no_source(struct pw_flow *flow)
 	       is_gateway(flow->key.saddr) || find_endpoint(flow->key.saddr);
 }
 
-/* Nodes speak for their own pods and addresses; for the rest of the world only as the world. Behind a node's address may
- * be whoever it masqueraded: from a peer that says no more it is the world, too.
+/* A peer may send for its own pods and addresses. Any other sender it can only pass on as the world. A node's address
+ * may hide a sender that the node masqueraded: when the peer says no more of it, it counts as the world, too.
  */
 static __always_inline int check_inner_source(struct pw_flow *flow)
 {
@@ -176,7 +176,7 @@ static __always_inline int receive_for_host(struct __sk_buff *skb, struct pw_flo
 	       hand_to_stack(skb, flow);
 }
 
-/* The flow itself tells that this sender lives at this node, and as whom it came. */
+/* The entry of the flow tells that this sender is at this node, and which identity it came with. */
 static __always_inline bool is_known(const struct pw_flow *flow,
 				     const struct pw_conntrack_value *entry)
 {

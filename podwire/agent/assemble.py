@@ -79,8 +79,8 @@ def make_duties(node: Node, dispatcher: Dispatcher, threads: ThreadPoolExecutor)
 
     def list_warnings() -> Sequence[str]:
         with node.turn:
-            found = node.datapath.find_host_warnings()
-        return [f"{one.message}; {one.hint}" for one in found]
+            host_warnings = node.datapath.find_host_warnings()
+        return [f"{warning.message}; {warning.hint}" for warning in host_warnings]
 
     return Duties(
         attachments=node.attachments,

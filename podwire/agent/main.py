@@ -209,7 +209,7 @@ def _identity_loops(node: Node, stack: AsyncExitStack) -> list[tuple[str, loops.
 async def _open_doors(
     node: Node, dispatcher: Dispatcher, pump: EventPump, stack: AsyncExitStack
 ) -> None:
-    """Both sockets in one moment, that of the API first: whoever has reached the node by one finds the other, too."""
+    """Open both sockets in one moment, that of the API first: a client that has reached one finds the other, too."""
     files, metrics = node.config.files, node.metrics
     cni = CniServer(
         CniRequests(dispatcher, metrics).answer,

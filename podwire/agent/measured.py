@@ -186,7 +186,7 @@ def _count_behind(measured: Measured) -> int:
 
 
 def _count_unwritten(measured: Measured) -> int:
-    return len({one.config.identity for one in measured.table if one.policy_error})
+    return len({endpoint.config.identity for endpoint in measured.table if endpoint.policy_error})
 
 
 def _list_node_gauges(measured: Measured) -> list[Gauge]:  # size: one table
@@ -263,19 +263,19 @@ def _by_state(table: EndpointTable) -> dict[tuple[str, ...], float]:
 
 
 def _addresses(ipam: Ipam) -> dict[tuple[str, ...], float]:
-    found: dict[tuple[str, ...], float] = {}
+    samples: dict[tuple[str, ...], float] = {}
     for usage in ipam.usage():
         cidr = str(usage.cidr)
-        found[cidr, "used"] = usage.held - usage.quarantined
-        found[cidr, "resting"] = usage.quarantined
-        found[cidr, "free"] = usage.free
-    return found
+        samples[cidr, "used"] = usage.held - usage.quarantined
+        samples[cidr, "resting"] = usage.quarantined
+        samples[cidr, "free"] = usage.free
+    return samples
 
 
 def _packets(counts: Iterable[PacketCount], *, dropped: bool) -> dict[tuple[str, ...], float]:
-    found: dict[tuple[str, ...], float] = {}
+    samples: dict[tuple[str, ...], float] = {}
     for count in counts:
         if bool(count.reason) is dropped:
             key = (count.reason if dropped else count.path, count.hook)
-            found[key] = found.get(key, 0) + count.packets
-    return found
+            samples[key] = samples.get(key, 0) + count.packets
+    return samples

@@ -124,14 +124,14 @@ class Metrics:
             counters = dict(self._counters)
         for name, (about, labels) in HISTOGRAMS.items():
             histogram = HistogramMetricFamily(f"podwire_{name}", about, labels=labels)
-            for (found, values), (pairs, sum_s) in histograms.items():
-                if found == name:
+            for (figures, values), (pairs, sum_s) in histograms.items():
+                if figures == name:
                     histogram.add_metric(values, pairs, sum_s)
             yield histogram
         for name, (about, labels) in COUNTERS.items():
             counter = CounterMetricFamily(f"podwire_{name}", about, labels=labels)
-            for (found, values), value in counters.items():
-                if found == name:
+            for (figures, values), value in counters.items():
+                if figures == name:
                     counter.add_metric(values, value)
             yield counter
         for gauge in self._gauges:

@@ -5,6 +5,7 @@ stack closes what is opened; pods keep running. Nothing here decides about endpo
 """
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -57,6 +58,7 @@ from podwire.journal.background_writer import BackgroundWriter
 from podwire.journal.directories import RunDirectories
 from podwire.journal.lock import locked_node_name, locked_state_directory
 from podwire.journal.records import HOST_SETTINGS_FACT, UNDERLAY_HOOKS_FACT, SqliteJournal
+from podwire.kernel import spawn
 from podwire.kernel.clock import KernelClock
 from podwire.kernel.inotify import FileWaker
 from podwire.model import log
@@ -66,7 +68,7 @@ from podwire.model.config.sources import Settled
 from podwire.model.endpoint import IPNetwork
 from podwire.model.interfaces import EndpointConfig
 from podwire.model.store import Store
-from podwire.store.open import StoreAccess, list_hosts, open_store
+from podwire.store.open import ClusterAccess, StoreAccess, list_hosts, open_store
 
 NUMBERS_FACT = "policy-numbers"
 """From which numbers of slots, rules and revisions on nothing was ever used on this node."""
@@ -131,6 +133,7 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
         open_waker=FileWaker,
         patient=True,
         access=StoreAccess.of(config.store),
+        cluster=_reach_cluster(config),
     )
     stack.callback(store.close)
     name = take_name(store, journal, config.node.node_name, config.node.node_address)
@@ -337,6 +340,11 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
     )
 
 
+def _reach_cluster(config: AgentConfig) -> ClusterAccess:
+    name = config.node.node_name
+    return ClusterAccess(config.store.kubeconfig, os.environ, name, spawn.run_helper)
+
+
 def _compose_cluster(opened: _Opened, table: EndpointTable, turn: threading.RLock) -> ClusterDuty:
     config = opened.live.current
     return ClusterDuty(
@@ -346,7 +354,7 @@ def _compose_cluster(opened: _Opened, table: EndpointTable, turn: threading.RLoc
             tunnel_mode=TunnelMode(config.datapath.tunnel_mode),
             tunnel_port=config.datapath.tunnel_port,
             node_address=config.node.node_address,
-            store_hosts=list_hosts(config.store.store),
+            store_hosts=list_hosts(config.store.store, _reach_cluster(config)),
         ),
         store=opened.store,
         datapath=opened.datapath,

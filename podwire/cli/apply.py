@@ -1,7 +1,7 @@
-"""`podwire apply`, `podwire diff` and `podwire delete`: objects from files to the store and away from it.
+"""`podwire apply`, `podwire diff` and `podwire delete`: write objects from files to the store, and delete them.
 
-A file is read here and checked where it is applied: by the agent, or with `--store` by this process. Faults name file,
-line, document and field; then nothing was written.
+This process reads the files. The documents are checked where they are applied: by the agent, or with `--store` by this
+process. A fault names file, line, document and field, and nothing was written then.
 """
 
 import difflib
@@ -69,7 +69,7 @@ def apply(
 
 def _warn(opts: Common, manifests: "Sequence[Manifest]", objects: Objects, namespace: str) -> None:
     """Say which policies name what nothing has; what is no policy costs nothing."""
-    if opts.style.quiet or not any("Policy" in one.document["kind"] for one in manifests):
+    if opts.style.quiet or not any("Policy" in manifest.document["kind"] for manifest in manifests):
         return
     from podwire.cli.unmatched import warn_of_files  # noqa: PLC0415 (start-up time)
 
@@ -121,8 +121,8 @@ def delete(
             EXIT_USAGE, "name what to delete", "podwire delete -f FILE, or podwire delete KIND NAME"
         )
     if kind is not None:
-        found = read_kind(kind)
-        wanted = [(found.plural, *read_name(found, name, namespace)) for name in names]
+        known_kind = read_kind(kind)
+        wanted = [(known_kind.plural, *read_name(known_kind, name, namespace)) for name in names]
     else:
         wanted = _identify(files, namespace)
     with open_objects(opts, store) as objects:
@@ -140,7 +140,7 @@ def _identify(files: Sequence[str], namespace: str | None) -> list[tuple[str, st
     manifests = read_manifests(files)
     with speaking_of(manifests, namespace):
         keys = identify_all(documents_of(manifests), namespace=namespace or "")
-    return [(one.kind, one.namespace, one.name) for one in keys]
+    return [(object_key.kind, object_key.namespace, object_key.name) for object_key in keys]
 
 
 def _delete_all(

@@ -1,6 +1,7 @@
-"""`podwire cleanup`: remove what podwire left on this machine. Needs no agent, and refuses while one runs.
+"""`podwire cleanup`: remove what podwire left on this machine.
 
-Where an agent keeps its things its own settings say, so they are read as the agent reads them.
+It needs no agent, and refuses to work while one runs. The settings of the agent say where its files and pins are, so
+the command reads them exactly as the agent does.
 """
 
 import os
@@ -47,18 +48,18 @@ def cleanup(
     if (config or settings) and not everything:
         given = ("--config", *settings)[config is None]
         raise CliError(EXIT_USAGE, f"{given}: no node of this machine is meant", "say --all, too")
-    found = labs.list_leftovers(running_too=everything)
-    removed = [f"lab {name}" for name in found]
+    leftovers = labs.list_leftovers(running_too=everything)
+    removed = [f"lab {name}" for name in leftovers]
     if everything and not yes:
         removed.extend(_survey_own_node(agent.files))
     if yes:
-        for name in found:
+        for name in leftovers:
             labs.down(name, progress=lambda _line: None)
         if everything:
             removed.extend(_remove_own_node(agent))
     document = {"done": yes, "removed": removed}
     verb = "removed" if yes else "would remove"
-    lines = [f"{verb} {one}" for one in removed] or ["nothing of podwire is here"]
+    lines = [f"{verb} {name}" for name in removed] or ["nothing of podwire is here"]
     show_one(document, opts.style, lambda: lines)
     if removed and not yes:
         raise CliError(EXIT_USAGE, "nothing was removed", "say --yes to do it")

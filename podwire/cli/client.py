@@ -1,7 +1,8 @@
-"""The API socket, spoken raw: one request per connection, JSON back. Nothing is imported that a list could do without.
+"""The client of the API socket: one request per connection, JSON back.
 
-Used by every command that talks to an agent. Errors become CliError with the exit code of the contract: 3 out of
-reach, 4 not found, 5 conflict, 6 refused, 70 internal.
+Used by every command that talks to an agent. It speaks HTTP without a library, because importing one would take longer
+than a list. Errors become CliError with the exit code of the contract: 3 unreachable, 4 not found, 5 conflict, 6
+refused, 70 internal.
 """
 
 import json

@@ -1,6 +1,7 @@
-"""`podwire cni`: install, uninstall, status. What a container runtime finds of podwire, by hand.
+"""`podwire cni`: install, uninstall and show by hand the files that a container runtime needs.
 
-An agent with `cni_install` does the same by itself. Where the directories and the agent's socket are its settings say.
+An agent with the setting `cni_install` does the same by itself. The agent's settings say where the directories and the
+socket are.
 """
 
 import functools
@@ -165,8 +166,8 @@ def status(opts: Common, place: Place) -> None:
                 f"{place.path(name)}: {colour(state, GREEN if state in good else RED)}"
                 for name, state in states.items()
             ),
-            *(f"Obstacle: {colour(one, RED)}" for one in obstacles),
-            *(f"Remark: {colour(one, YELLOW)}" for one in remarks),
+            *(f"Obstacle: {colour(obstacle, RED)}" for obstacle in obstacles),
+            *(f"Remark: {colour(remark, YELLOW)}" for remark in remarks),
         ]
 
     show_one(document, opts.style, lines)

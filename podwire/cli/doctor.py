@@ -17,8 +17,13 @@ def doctor(opts: Common) -> None:
     from podwire.datapath.survey import survey_host, survey_kernel  # noqa: PLC0415 (start-up time)
 
     rows: list[Row] = [
-        {"check": one.check, "level": one.level, "message": one.message, "hint": one.hint}
-        for one in [*survey_kernel(), *survey_host()]
+        {
+            "check": finding.check,
+            "level": finding.level,
+            "message": finding.message,
+            "hint": finding.hint,
+        }
+        for finding in [*survey_kernel(), *survey_host()]
     ]
     columns = [
         Column("CHECK", key("check")),

@@ -1,7 +1,7 @@
-"""Documents from files, for the commands that take `-f`: read, and spoken of as file, line and document.
+"""Read documents from files for the commands that take `-f`, and say in which file and line a document is.
 
-Used by `apply`, `diff`, `delete` and `policy validate`. Loaded only when there is a file to read: YAML and the decoders
-of policies take their time to import.
+Used by `apply`, `diff`, `delete` and `policy validate`. It is imported only when there is a file to read, because YAML
+and the decoders of policies take long to import.
 """
 
 import re
@@ -24,24 +24,24 @@ _PLACE = re.compile(r"documents\[(?P<index>\d+)\](?:\.(?P<path>(?:\[[^\]]*\]|[^\
 
 
 def read_manifests(files: Sequence[str]) -> list[Manifest]:
-    """Read the objects of all files; a directory stands for what is written as YAML or JSON in it, `-` for stdin.
+    """Read the objects of all files; of a directory its YAML and JSON files are read, and `-` is stdin.
 
     CliError names every document that cannot be read.
     """
-    found: list[Manifest] = []
+    manifests: list[Manifest] = []
     faults: list[Fault] = []
     for name in _expand(files):
         try:
-            found += load_manifests(_read(name), "stdin" if name == "-" else name)
+            manifests += load_manifests(_read(name), "stdin" if name == "-" else name)
         except InvalidRequest as error:
             faults += error.faults
     if faults:
         raise CliError(
             EXIT_REFUSED,
-            "; ".join(f"{one.path} {one.message}" for one in faults),
+            "; ".join(f"{fault.path} {fault.message}" for fault in faults),
             "nothing was changed; correct the file and try again",
         )
-    return found
+    return manifests
 
 
 @contextmanager
@@ -50,8 +50,8 @@ def speaking_of(manifests: Sequence[Manifest], namespace: str | None = None) -> 
     try:
         yield
     except InvalidRequest as error:
-        faults = [f"{one.path} {one.message}" for one in error.faults]
-        lines = [error.message, *(one for one in faults if one not in error.message)]
+        faults = [f"{fault.path} {fault.message}" for fault in error.faults]
+        lines = [error.message, *(fault for fault in faults if fault not in error.message)]
         message = _translate("; ".join(lines), manifests, namespace or "")
         raise CliError(EXIT_REFUSED, message, error.hint) from None
     except CliError as error:
@@ -61,7 +61,7 @@ def speaking_of(manifests: Sequence[Manifest], namespace: str | None = None) -> 
 
 def documents_of(manifests: Sequence[Manifest]) -> list[dict[str, Any]]:
     """Give the bare documents."""
-    return [one.document for one in manifests]
+    return [manifest.document for manifest in manifests]
 
 
 def _expand(files: Sequence[str]) -> Iterator[str]:
@@ -70,7 +70,9 @@ def _expand(files: Sequence[str]) -> Iterator[str]:
         if name == "-" or not path.is_dir():
             yield name
             continue
-        inside = sorted(one for one in path.iterdir() if one.suffix in SUFFIXES and one.is_file())
+        inside = sorted(
+            file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file()
+        )
         if not inside:
             raise CliError(
                 EXIT_USAGE, f"read {name}: no {', '.join(SUFFIXES)} file is in it", "name a file"
@@ -92,7 +94,7 @@ def _read(name: str) -> bytes:
 
 
 def find_place(manifest: Manifest, path: str, *, name: str = "") -> str:
-    """Say where a field stands: file, line, object (its `name`, where nothing else tells it), document and path."""
+    """Say where a field is: file, line, object (its `name`, where nothing else tells it), document and path."""
     line = manifest.find_line(path) or manifest.line
     item = "" if manifest.item is None else f" items[{manifest.item}]"
     named = f", {name}" if name else ""
@@ -109,8 +111,8 @@ def describe_object(document: Mapping[str, Any], namespace: str) -> str:
         own = ""
     elif known is not None and own is None:
         own = namespace or DEFAULT_NAMESPACE
-    words = [one for one in (own, name) if isinstance(one, str) and one]
-    said = " ".join(one for one in (kind, "/".join(words)) if isinstance(one, str) and one)
+    words = [word for word in (own, name) if isinstance(word, str) and word]
+    said = " ".join(word for word in (kind, "/".join(words)) if isinstance(word, str) and word)
     return said[:_NAME_MAX]
 
 

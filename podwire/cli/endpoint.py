@@ -114,20 +114,20 @@ def label(opts: Common, endpoint_id: str, changes: tuple[str, ...]) -> None:
 
 def find_endpoint(agents: Sequence[Agent], text: str) -> tuple[Agent, Row]:
     """Find the one endpoint that `text` means, on any of the agents."""
-    found: list[tuple[Agent, Row]] = []
+    matching: list[tuple[Agent, Row]] = []
     away: CliError | None = None
     for agent in agents:
         try:
-            found.extend((agent, row) for row in _lookup(agent, text))
+            matching.extend((agent, row) for row in _lookup(agent, text))
         except CliError as error:
             if error.exit_code == EXIT_UNREACHABLE:
                 away = error
             elif error.exit_code != EXIT_NOT_FOUND:
                 raise
-    if len(found) == 1:
-        return found[0]
-    if found:
-        ids = ", ".join(f"{agent.node} {row['id']}".strip() for agent, row in found)
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        ids = ", ".join(f"{agent.node} {row['id']}".strip() for agent, row in matching)
         raise CliError(
             EXIT_CONFLICT,
             f"find endpoint {text!r}: it could be {ids}",
@@ -183,7 +183,7 @@ def _normal_address(text: str) -> str | None:
 def read_selector(text: str) -> list[Requirement]:
     """Read `k=v,k!=v,k,!k`; CliError for what is none of them."""
     requirements: list[Requirement] = []
-    for part in filter(None, (one.strip() for one in text.split(","))):
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
         match = _REQUIREMENT.fullmatch(part)
         if match is None or (match[1] and match[3]):
             raise CliError(EXIT_USAGE, f"read selector {part!r}", "write k=v, k!=v, k or !k")
@@ -247,7 +247,7 @@ def _describe(document: dict[str, Any]) -> Iterator[str]:
         if name == "differences":
             continue
         text = (
-            ", ".join(f"{one} {two}" for one, two in value.items())
+            ", ".join(f"{word} {two}" for word, two in value.items())
             if isinstance(value, dict)
             else cell(value)
         )

@@ -1,4 +1,7 @@
-"""Which exit code an expected error of ours ends a command with. Loaded only when there is one."""
+"""The exit code for each error of the product that a command expects.
+
+It is imported only when there is such an error.
+"""
 
 from collections.abc import Mapping
 

@@ -46,19 +46,19 @@ def get_identity(opts: Common, number: str) -> None:
 
     def read(agent: Agent) -> Row | None:
         try:
-            found: Row = client.request(agent.socket, "GET", f"/identity/{segment(number)}")
+            document: Row = client.request(agent.socket, "GET", f"/identity/{segment(number)}")
         except CliError as error:
             if error.exit_code != EXIT_NOT_FOUND:
                 raise
             refused.append(error)  # another node may have heard of it a moment earlier
             return None
-        return found
+        return document
 
     answers, failure = ask_all(opts, read)
-    found = [(agent, row) for agent, row in answers if row is not None]
-    if not found:
+    answered = [(agent, row) for agent, row in answers if row is not None]
+    if not answered:
         raise refused[0]
-    document = _merge(found)
+    document = _merge(answered)
     show_one(document, opts.style, lambda: _describe(document), str(document["id"]))
     if failure is not None:
         raise failure
@@ -72,7 +72,7 @@ def _merge(answers: Sequence[tuple[Agent, Row]]) -> dict[str, Any]:
     }
     if len(answers) > 1:
         document["endpointIds"] = [
-            f"{agent.node}/{one}" for agent, row in answers for one in row["endpointIds"]
+            f"{agent.node}/{number}" for agent, row in answers for number in row["endpointIds"]
         ]
     return document
 
@@ -89,7 +89,7 @@ _COLUMNS = [
 
 
 def _describe(document: dict[str, Any]) -> Iterator[str]:
-    ids = ", ".join(str(one) for one in document["endpointIds"])
+    ids = ", ".join(str(number) for number in document["endpointIds"])
     yield f"identity {document['id']}, {document['source']}, {document['state']}"
     yield f"endpoints: {document['endpoints']}" + (f" ({ids})" if ids else "")
     for port in document["namedPorts"]:

@@ -112,15 +112,15 @@ def _show_holder(opts: Common, address: str) -> None:
 def _find_claim(opts: Common, address: str) -> list[Row]:
     """Give who claimed an address that no endpoint of these agents has: another node, or nobody that is left."""
     answers, _ = ask_all(opts, _reader("borrowed"))
-    found = [one for _, part in answers for one in part if one["ip"] == address]
+    claims = [row for _, part in answers for row in part if row["ip"] == address]
     return [
         {
             "ip": address,
             "endpoint": None,
-            "owner": one["handle"],
-            "state": f"claimed by {one['node']}",
+            "owner": row["handle"],
+            "state": f"claimed by {row['node']}",
         }
-        for one in found[:1]
+        for row in claims[:1]
     ]
 
 
@@ -209,7 +209,7 @@ def release(opts: Common, ip: str | None, from_report: str | None) -> None:
     agents = opts.agents()
     released: list[str] = []
     for address, node in wanted:
-        _release([one for one in agents if node in (None, one.node)] or agents, address)
+        _release([agent for agent in agents if node in (None, agent.node)] or agents, address)
         released.append(address)
     lines = [f"released {', '.join(released) or 'nothing'}"]
     show_one({"released": released}, opts.style, lambda: lines, "\n".join(released))

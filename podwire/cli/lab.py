@@ -260,7 +260,7 @@ def _show_attempt(row: Row, style: Style) -> None:
 
 
 def _read_target(text: str) -> tuple[str, int, str]:
-    """Split TO[:PORT[/udp]]; the address of an IPv6 target with a port stands in brackets."""
+    """Split TO[:PORT[/udp]]; the address of an IPv6 target with a port is written in brackets."""
     match = _TARGET.fullmatch(text)
     if match is None or not _is_ipv6(match["bracketed"] or match["bare"] or "::"):
         raise CliError(
@@ -348,7 +348,7 @@ def _describe_lab(state: "LabState") -> dict[str, Any]:
         "routing": state.shape.routing,
         "store": state.plan.store_url,
         "ipam": state.shape.ipam,
-        "partitions": [f"{one} {other}" for one, other in state.partitions],
+        "partitions": [f"{node} {other}" for node, other in state.partitions],
         "nodes": [
             {
                 "name": node.name,
@@ -409,15 +409,15 @@ def _read_labs() -> tuple[list[Row], None]:
     rows: list[Row] = []
     for name in list_labs():
         try:
-            one = read_state(name)
+            lab = read_state(name)
         except NotFound:
             continue  # it went down meanwhile
         rows.append(
             {
                 "name": name,
-                "nodes": one.shape.nodes,
-                "families": one.shape.families,
-                "pods": len(one.pods),
+                "nodes": lab.shape.nodes,
+                "families": lab.shape.families,
+                "pods": len(lab.pods),
             }
         )
     return rows, None

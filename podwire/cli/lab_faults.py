@@ -1,4 +1,4 @@
-"""`podwire lab node|link|partition|store`: what breaks in a lab, and its repair."""
+"""`podwire lab node|link|partition|store`: break parts of a lab, and repair them."""
 
 import click
 
@@ -43,23 +43,25 @@ def replace(opts: Common, name: str) -> None:
 
 
 @click.command(epilog="Example: podwire lab partition node1 node2 && podwire lab partition heal")
-@click.argument("one", metavar="A|heal", shell_complete=complete_places)
+@click.argument("place", metavar="A|heal", shell_complete=complete_places)
 @click.argument("other", metavar="[B]", required=False, shell_complete=complete_places)
 @common
-def partition(opts: Common, one: str, other: str | None) -> None:
+def partition(opts: Common, place: str, other: str | None) -> None:
     """Let two nodes, or a node and `store`, hear nothing of each other; `heal` ends every partition."""
     from podwire.lab import labs  # noqa: PLC0415
 
-    if other is None and one != "heal":
+    if other is None and place != "heal":
         raise CliError(
-            EXIT_USAGE, f"cut {one!r} off from which node?", "name two nodes, or say heal"
+            EXIT_USAGE, f"cut {place!r} off from which node?", "name two nodes, or say heal"
         )
     if other is None:
         labs.heal(choose(opts.lab))
         show_one({"apart": []}, opts.style, lambda: ["all nodes reach each other"], "")
         return
-    labs.set_partition(choose(opts.lab), one, other)
-    show_one({"apart": [one, other]}, opts.style, lambda: [f"{one} and {other} are apart"], one)
+    labs.set_partition(choose(opts.lab), place, other)
+    show_one(
+        {"apart": [place, other]}, opts.style, lambda: [f"{place} and {other} are apart"], place
+    )
 
 
 @click.group(epilog="Example: podwire lab store stop && podwire lab store start")

@@ -1,6 +1,6 @@
 """Which lab, node and pod a command of `podwire lab` means: options, arguments and their completion.
 
-Used by `cli.lab` and `cli.lab_faults`. What makes start-up slow is imported inside.
+Used by `cli.lab` and `cli.lab_faults`. Modules that are slow to import are imported inside functions.
 """
 
 import sys

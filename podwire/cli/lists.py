@@ -1,7 +1,7 @@
 """Lists over one or several agents: read, marked with their node, shown, and followed.
 
-Used by every command that lists. An agent of a lab that does not answer does not hide what the others say: the rest
-is shown, then the command fails with exit code 3.
+Used by every command that lists. When an agent of a lab does not answer, the lists of the others are shown, and the
+command then fails with exit code 3.
 """
 
 import time
@@ -77,10 +77,10 @@ def show_watched(
     identify: Callable[[Row], object] | None = None,
 ) -> None:
     """Show rows once, or with `--watch` again whenever one is new, changed or gone."""
-    found, failure = read()
-    shown = with_node_column(opts, found, columns)
+    rows, failure = read()
+    shown = with_node_column(opts, rows, columns)
     if not opts.watch:
-        show_rows(found, shown, opts.style, name)
+        show_rows(rows, shown, opts.style, name)
         if failure is not None:
             raise failure
         return
@@ -88,7 +88,7 @@ def show_watched(
     known: dict[object, Row] = {}
     which = identify or (lambda row: (row.get(NODE), name(row)))
     while True:
-        current = {which(row): row for row in found}
+        current = {which(row): row for row in rows}
         changed = [row for mark, row in current.items() if known.get(mark) != row]
         gone = [{**row, "gone": True} for mark, row in known.items() if mark not in current]
         if changed or gone or not known:
@@ -96,7 +96,7 @@ def show_watched(
             style = style.without_headers()
         known = current
         time.sleep(_WATCH_S)
-        found, failure = read()
+        rows, failure = read()
         if failure is not None:
             raise failure
 

@@ -7,7 +7,8 @@ that takes as long as the rest of the command.
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from podwire.cli import client
@@ -177,10 +178,19 @@ def open_objects(opts: Common, store: str | None, *, create: bool = False) -> It
         yield AgentObjects(opts.agents())
         return
     from podwire.model.errors import InvalidConfiguration, StorageFailure  # noqa: PLC0415
-    from podwire.store.open import open_store, read_environment  # noqa: PLC0415
+    from podwire.store.open import (  # noqa: PLC0415
+        open_store,
+        read_cluster_environment,
+        read_environment,
+    )
 
     try:
-        opened = open_store(store, create=create, access=read_environment(os.environ))
+        opened = open_store(
+            store,
+            create=create,
+            access=read_environment(os.environ),
+            cluster=read_cluster_environment(os.environ, _run_helper),
+        )
     except InvalidConfiguration as error:
         raise CliError(EXIT_USAGE, error.message, error.hint) from None
     except StorageFailure as error:
@@ -190,6 +200,22 @@ def open_objects(opts: Common, store: str | None, *, create: bool = False) -> It
             yield StoreObjects(opened)
     except StorageFailure as error:  # damage that shows when it is read
         raise CliError(EXIT_UNREACHABLE, error.message, error.hint) from None
+
+
+def _run_helper(
+    arguments: Sequence[str], environment: Mapping[str, str], timeout_s: float
+) -> bytes:
+    """Run a plugin for credentials; see `model.store.RunHelper`. What it says to people, people see."""
+    from podwire.model.errors import Unavailable  # noqa: PLC0415
+
+    try:
+        return subprocess.run(
+            arguments, env=environment, timeout=timeout_s, stdout=subprocess.PIPE, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Unavailable(
+            f"run {arguments[0]!r} for credentials: {error}", hint="see `exec` in the kubeconfig"
+        ) from None
 
 
 def _resource(kind: Kind, namespace: str, name: str) -> str:

@@ -31,7 +31,7 @@ def with_store(command: _F) -> _F:
     return click.option(
         "--store",
         metavar="URL",
-        help="The store itself, without an agent: sqlite:///PATH or etcd://HOST:PORT.",
+        help="The store itself, without an agent: sqlite:///PATH, etcd://HOST:PORT or kubernetes.",
     )(command)
 
 

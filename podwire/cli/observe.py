@@ -156,8 +156,9 @@ def _line(flow: dict[str, Any], style: Style) -> str:
 def _decided(flow: Mapping[str, Any]) -> str:
     """Name the rule that decided."""
     named = [
-        f"{one['kind']} {one['namespace']}/{one['name']}".replace(" /", " ") + f" {one['rule']}"
-        for one in flow.get("policies") or ()
+        f"{policy['kind']} {policy['namespace']}/{policy['name']}".replace(" /", " ")
+        + f" {policy['rule']}"
+        for policy in flow.get("policies") or ()
     ]
     return f"  by {'; '.join(named)}" if named else ""
 

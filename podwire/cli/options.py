@@ -1,7 +1,7 @@
 """Options that every command has, and which agents a command means.
 
-`--agent` names a socket; `--lab` and `--node` name nodes of a lab; without any of them the machine's agent is meant,
-or, where there is none, the only lab.
+`--agent` names a socket; `--lab` and `--node` name nodes of a lab. Without any of them the command means the machine's
+agent, or the only lab if the machine has no agent.
 """
 
 import functools

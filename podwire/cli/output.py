@@ -1,6 +1,7 @@
-"""What people and programs see: tables, JSON, YAML; colour only on a terminal that wants it, and never a pager.
+"""What people and programs see: tables, JSON and YAML.
 
-Used by every command. A column is a header and a function of the row; `wide` columns show with `-o wide`.
+Used by every command. A column is a header and a function of the row; `wide` columns are shown with `-o wide`. Colour
+appears only on a terminal that wants it, and output never goes through a pager.
 """
 
 import json
@@ -140,7 +141,7 @@ def cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | tuple):
-        return ",".join(str(one) for one in value) or "-"
+        return ",".join(str(item) for item in value) or "-"
     return str(value)
 
 

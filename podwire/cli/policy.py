@@ -47,7 +47,7 @@ def list_policies(opts: Common, namespace: str | None, selector: str | None) -> 
         if namespace:
             rows = [row for row in rows if row["namespace"] == namespace]
         if wanted:
-            chosen = {name_object(one) for one in _stored([agent], namespace, wanted)}
+            chosen = {name_object(document) for document in _stored([agent], namespace, wanted)}
             rows = [row for row in rows if _object_name(row) in chosen]
         if rows and not (opts.watch or opts.style.quiet):
             seen.append(agent)
@@ -65,17 +65,17 @@ def _stored(
     """Give the documents of policies."""
     objects = AgentObjects(agents)
     return [
-        one
+        document
         for kind in POLICY_KINDS
         if kind.namespaced or not namespace
-        for one in select(objects.list(kind, namespace or ""), wanted)
+        for document in select(objects.list(kind, namespace or ""), wanted)
     ]
 
 
 def _warn(agents: Sequence[Agent], namespace: str | None, wanted: Sequence[Requirement]) -> None:
     from podwire.cli.unmatched import warn_of_stored  # noqa: PLC0415 (start-up time)
 
-    with contextlib.suppress(CliError):  # the list itself stands
+    with contextlib.suppress(CliError):  # the list itself is complete
         warn_of_stored(_stored(agents, namespace, wanted), AgentObjects(agents))
 
 
@@ -211,7 +211,7 @@ def _read_policy_kind(word: str | None) -> str:
     kinds = (*POLICY_KINDS, CIDR_GROUP)
     kind = find_kind(word) if word else None
     if word and kind not in kinds:
-        known = ", ".join(one.plural for one in kinds)
+        known = ", ".join(kind.plural for kind in kinds)
         raise CliError(
             EXIT_USAGE, f"find kind of policy {word!r}: there is none", f"there are {known}"
         )
@@ -226,7 +226,7 @@ def _behind(agent: Agent, revision: int, kind: str) -> list[str]:
         return int(by_kind[kind] if kind in by_kind else row[name])
 
     rows = _get(agent, "/endpoint")
-    found = [
+    behind = [
         f"{row['namespace']}/{row['pod']}"
         for row in rows
         if read(row, "policyRevision", "policyRevisions") < revision
@@ -234,7 +234,7 @@ def _behind(agent: Agent, revision: int, kind: str) -> list[str]:
     ]
     status = client.request(agent.socket, "GET", "/status")
     seen = read(status["policy"], "revision", "revisions")
-    return found if seen >= revision else [*found, agent.node or "the agent"]
+    return behind if seen >= revision else [*behind, agent.node or "the agent"]
 
 
 @policy.command(epilog="Example: podwire policy validate -f policies.yaml")

@@ -43,8 +43,12 @@ def status(opts: Common, brief: bool, verbose: bool, wait: bool, timeout: float)
     )
     documents = [answer for _, answer in answers]
     document: Any = documents[0] if len(documents) == 1 else documents
-    lines = (line for one in documents for line in (_brief(one) if brief else _long(one, verbose)))
-    names = "\n".join(str(one.get("node")) for one in documents)
+    lines = (
+        line
+        for document in documents
+        for line in (_brief(document) if brief else _long(document, verbose))
+    )
+    names = "\n".join(str(document.get("node")) for document in documents)
     show_one(document, opts.style, lambda: lines, names)
     if failure is not None:
         raise failure
@@ -89,8 +93,8 @@ def _long(document: dict[str, Any], verbose: bool) -> Iterator[str]:
         f" map layout {datapath.get('abiVersion')}, MTU {datapath.get('mtu')}"
     )
     yield f"Endpoints:  {endpoints.get('total', 0)}" + (f" ({states})" if states else "")
-    for one in document.get("ipam", {}).get("ranges", ()):
-        yield f"Addresses:  {one['cidr']}: {one['used']} of {readable_count(one['capacity'])} used"
+    for usage in document.get("ipam", {}).get("ranges", ()):
+        yield f"Addresses:  {usage['cidr']}: {usage['used']} of {readable_count(usage['capacity'])} used"
     cluster = document.get("cluster", {})
     yield (
         f"Cluster:    {cluster.get('reached', 0)} of {cluster.get('nodes', 0)} other nodes reached,"

@@ -1,7 +1,7 @@
-"""What the nodes that are asked say of a flow: the one answer of `podwire policy trace`.
+"""Combine what several nodes answer about a flow into the one answer of `podwire policy trace`.
 
-A node knows its own pods by name, those of others by address. So where the two ends are pods of two nodes of a lab,
-each is asked about its own pod's side, with the other end as an address.
+A node knows its own pods by name and those of others by address. When the two ends are pods of two nodes of a lab, each
+node is therefore asked about its own pod's side, with the address of the other end.
 """
 
 import ipaddress
@@ -31,10 +31,10 @@ def trace_flow(opts: Common, source: str, target: str, port: str) -> tuple[Row, 
             return None
 
     answers, failure = ask_all(opts, ask)
-    found = [answer for _, answer in answers if answer is not None]
-    if found:
+    traces = [answer for _, answer in answers if answer is not None]
+    if traces:
         # Believe the node that knows both ends as its own pods, else the one that knows most of them.
-        return max(found, key=lambda answer: int(answer.get("knownEnds", 0))), failure
+        return max(traces, key=lambda answer: int(answer.get("knownEnds", 0))), failure
     together = _trace_between(opts, source, target, port)
     if together is None:
         raise CliError(EXIT_NOT_FOUND, unknown[0].message, _HINT)
@@ -52,10 +52,10 @@ def _trace_between(opts: Common, source: str, target: str, port: str) -> Row | N
     if not (source.startswith(_POD) and target.startswith(_POD)):
         return None
     answers, _ = ask_all(opts, lambda agent: client.request(agent.socket, "GET", "/endpoint"))
-    found = [_find_pod(answers, text.removeprefix(_POD)) for text in (source, target)]
-    if found[0] is None or found[1] is None:
+    ends = [_find_pod(answers, text.removeprefix(_POD)) for text in (source, target)]
+    if ends[0] is None or ends[1] is None:
         return None
-    (sender, sends), (receiver, receives) = found[0], found[1]
+    (sender, sends), (receiver, receives) = ends[0], ends[1]
     family = _choose_family((sends, receives), port)
     egress = _ask(sender, source, f"ip:{_address_of(receives, family)}", port)
     ingress = _ask(receiver, f"ip:{_address_of(sends, family)}", target, port)
@@ -66,13 +66,13 @@ def _find_pod(
     answers: Sequence[tuple[Agent, Sequence[Row]]], name: str
 ) -> tuple[Agent, Row] | None:
     """Find the newest endpoint of a pod, and who has it."""
-    found = [
+    pods = [
         (agent, row)
         for agent, rows in answers
         for row in rows
         if f"{row['namespace']}/{row['pod']}" == name
     ]
-    return max(found, key=lambda pair: int(pair[1]["id"])) if found else None
+    return max(pods, key=lambda pair: int(pair[1]["id"])) if pods else None
 
 
 def _choose_family(pods: Sequence[Row], port: str) -> int:
@@ -85,7 +85,9 @@ def _choose_family(pods: Sequence[Row], port: str) -> int:
 
 def _address_of(pod: Row, family: int) -> str:
     addresses = map(str, pod["addresses"])
-    return next((one for one in addresses if ipaddress.ip_address(one).version == family), "")
+    return next(
+        (address for address in addresses if ipaddress.ip_address(address).version == family), ""
+    )
 
 
 def _join(egress: Row, ingress: Row) -> Row:

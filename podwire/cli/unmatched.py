@@ -1,7 +1,8 @@
-"""Warn of policies that are valid and name what nothing has: on stderr, without effect on how the command ends.
+"""Warn of policies that are valid but name labels or groups that nothing has.
 
-Used by `apply`, `policy validate` and `policy list`. Loaded only when there are policies: decoders take their time to
-import. Where an agent does not answer any more nothing is warned of: the command itself has done its work.
+Used by `apply`, `policy validate` and `policy list`. Warnings go to stderr and do not change the exit code. The module
+is imported only when there are policies, because decoders take long to import. When an agent does not answer any more,
+there is no warning: the command itself has done its work.
 """
 
 import functools
@@ -31,28 +32,30 @@ def warn_of_files(
     manifests: Sequence[Manifest], objects: Objects | None, namespace: str = ""
 ) -> None:
     """Warn of policies in files that have been accepted; without `objects` only the files themselves are known."""
-    found: list[Said] = []
-    for one in manifests:
-        if one.document["kind"] in _KIND_NAMES:
-            stored = decode(one.document, namespace=namespace)
+    policies: list[Said] = []
+    for manifest in manifests:
+        if manifest.document["kind"] in _KIND_NAMES:
+            stored = decode(manifest.document, namespace=namespace)
             mentions = find_mentions(stored.document)
-            found.append((stored.key, mentions, functools.partial(find_place, one)))
-    _warn(found, objects, _names_of_groups(one.document for one in manifests))
+            policies.append((stored.key, mentions, functools.partial(find_place, manifest)))
+    _warn(policies, objects, _names_of_groups(manifest.document for manifest in manifests))
 
 
 def warn_of_stored(documents: Iterable[Document], objects: Objects) -> None:
     """Warn of policies as the store has them."""
-    found: list[Said] = [(_key(one), find_mentions(one), str) for one in documents]
-    _warn(found, objects, set())
+    policies: list[Said] = [
+        (_key(document), find_mentions(document), str) for document in documents
+    ]
+    _warn(policies, objects, set())
 
 
 def _warn(policies: Sequence[Said], objects: Objects | None, groups: set[str]) -> None:
-    mentions = [one for _key, part, _speak in policies for one in part]
+    mentions = [mention for _key, part, _speak in policies for mention in part]
     if not mentions:
         return
     try:
         label_filter = LabelFilter.parse(objects.label_patterns() if objects else ())
-        if objects and any(isinstance(one, GroupMention) for one in mentions):
+        if objects and any(isinstance(mention, GroupMention) for mention in mentions):
             groups |= _names_of_groups(objects.list(CIDR_GROUP, ""))
     except CliError:
         return
@@ -67,11 +70,15 @@ def _warn(policies: Sequence[Said], objects: Objects | None, groups: set[str]) -
         print(f"warning: and {len(lines) - SHOWN} more of this kind", file=sys.stderr)
 
 
-_KIND_NAMES: Final = frozenset(one.name for one in POLICY_KINDS)
+_KIND_NAMES: Final = frozenset(kind.name for kind in POLICY_KINDS)
 
 
 def _names_of_groups(documents: Iterable[Document]) -> set[str]:
-    return {one["metadata"]["name"] for one in documents if one["kind"] == CIDR_GROUP.name}
+    return {
+        document["metadata"]["name"]
+        for document in documents
+        if document["kind"] == CIDR_GROUP.name
+    }
 
 
 def _key(document: Document) -> ObjectKey:

@@ -1,7 +1,7 @@
-"""Addresses and MACs that a request asks for, from all the places where it may ask. Called by `cni.netconf`. Pure.
+"""Addresses and MACs that a request asks for, from all the places where it may ask.
 
-A place is a path of the request (`args.cni.ips`, `CNI_ARGS IP`). Places must agree: which of two contradicting wishes
-was meant is not for us to guess.
+Called by `cni.netconf`. Pure. A place is a path of the request (`args.cni.ips`, `CNI_ARGS IP`). Two places that
+contradict each other are refused, because podwire must not guess which was meant.
 """
 
 import ipaddress

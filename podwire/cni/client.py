@@ -1,8 +1,8 @@
-"""The launcher in Python: the same protocol, the same behaviour without an agent, no process.
+"""The launcher in Python: the same protocol and the same behaviour without an agent, but no process of its own.
 
-Called by the lab and by tests; runtimes execute `launcher/`. Blocks its caller, so it must never run
-on an event loop. Invariant: for the same environment and stdin both clients exit with the same
-status and code (tests/contract/test_launcher.py runs every case against both).
+Called by the lab and by tests; runtimes execute `launcher/`. It blocks its caller, so it must never run on an event
+loop. Invariant: for the same environment and stdin both clients exit with the same status and code
+(tests/contract/test_launcher.py runs every case against both).
 """
 
 import enum
@@ -64,7 +64,7 @@ class _Config:
 
 @dataclass(frozen=True)
 class _Patience:
-    """Times of CLOCK_MONOTONIC in seconds; 0 = do not wait at all, None = no such end."""
+    """Times of CLOCK_MONOTONIC in seconds; 0 = do not wait at all, None = without an end."""
 
     absent_until_s: float
     busy_until_s: float

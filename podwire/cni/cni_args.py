@@ -1,6 +1,6 @@
-"""The environment of a CNI call: which variables must be there, and what CNI_ARGS may say.
+"""The environment of a CNI call: which variables it must have, and what CNI_ARGS may say.
 
-Called by `cni.netconf`. Never reads the process's own environment: it is the launcher's that counts. Only what a
+Called by `cni.netconf`. Never reads the environment of its own process: that of the launcher counts. Only values that a
 command uses can make it fail, so CNI_ARGS is read for ADD alone. Sources: CNI specification 1.1.0, "Parameters";
 CONVENTIONS, CNI_ARGS.
 """

@@ -103,10 +103,10 @@ class RuntimeDirectories:
         """Ask it again only when it is another file: asking means executing."""
         path = self.bin_dir / PORTMAP_FILE
         try:
-            found = path.stat()
+            status = path.stat()
         except FileNotFoundError:
             return None
-        stamp = (found.st_ino, found.st_mtime_ns, found.st_size)
+        stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
         if self._answered is None or self._answered[0] != stamp:
             self._answered = (stamp, self._ask_versions(path))
         return self._answered[1]
@@ -114,7 +114,7 @@ class RuntimeDirectories:
     def _list_earlier(self) -> tuple[str, ...]:
         if not self.conf_dir.is_dir():
             return ()
-        names = (one.name for one in self.conf_dir.iterdir() if one.suffix in _NETWORK_SUFFIXES)
+        names = (path.name for path in self.conf_dir.iterdir() if path.suffix in _NETWORK_SUFFIXES)
         return tuple(sorted(name for name in names if name < CONFLIST_FILE))
 
 

@@ -1,8 +1,7 @@
 """The CNI code of each kind of error, and the error JSON.
 
-Called by the agent's socket; nobody else knows these numbers.
-
-Sources: CNI specification 1.1.0, "Error"; from 100 on our own (docs: the outer contract).
+Called by the agent's socket. No other module knows these numbers. Sources: CNI specification 1.1.0, "Error"; codes from
+100 on are podwire's own (docs: the outer contract).
 """
 
 import json

@@ -1,7 +1,8 @@
-"""Collect every fault of a request, then raise them as one error: that of the lowest CNI code, with all in its details.
+"""Collect every fault of a request, then raise them as one error of the lowest CNI code, with all in its details.
 
-Used by `cni.netconf` and what it calls. A reader never raises on bad input: it notes the fault and gives a neutral
-value. Invariant: what can be noted is bounded, so that a request made of faults costs no more than an honest one.
+Used by `cni.netconf` and the modules it calls. A reader never raises on bad input: it notes the fault and returns a
+neutral value. Invariant: the number of noted faults is bounded, so a request full of faults costs no more than a good
+one.
 """
 
 from typing import Any, Final
@@ -65,44 +66,44 @@ class Faults:
 
     def read_object(self, value: Any, path: str) -> dict[str, Any]:
         """Give an object; absent and null are an empty one."""
-        found: dict[str, Any] = self._read(value, path, dict, "an object", {})
-        return found
+        members: dict[str, Any] = self._read(value, path, dict, "an object", {})
+        return members
 
     def read_folded(self, value: Any, path: str) -> dict[str, Any]:
         """Give an object with its keys in lower case: some runtimes write them in their own case."""
         raw = self.read_object(value, path)
-        folded = {key.lower(): one for key, one in raw.items()}
+        folded = {key.lower(): member for key, member in raw.items()}
         if len(folded) != len(raw):
             self.wrong(path, "has a key twice, in different case")
         return folded
 
     def read_list(self, value: Any, path: str, *, limit: int) -> list[Any]:
         """Give a list of at most `limit` elements; absent and null are an empty one."""
-        found: list[Any] = self._read(value, path, list, "a list", [])
-        if len(found) > limit:
-            self.wrong(path, f"has {len(found)} elements; at most {limit} are allowed")
+        elements: list[Any] = self._read(value, path, list, "a list", [])
+        if len(elements) > limit:
+            self.wrong(path, f"has {len(elements)} elements; at most {limit} are allowed")
             return []
-        return found
+        return elements
 
     def read_text(self, value: Any, path: str, *, limit: int = 4096) -> str:
         """Give a string without NUL; absent and null are ""."""
-        found: str = self._read(value, path, str, "a string", "")
-        if "\0" in found or len(found) > limit:
+        text: str = self._read(value, path, str, "a string", "")
+        if "\0" in text or len(text) > limit:
             self.wrong(
-                path, f"is {shown(found)}: it has a NUL character or more than {limit} characters"
+                path, f"is {shown(text)}: it has a NUL character or more than {limit} characters"
             )
             return ""
-        return found
+        return text
 
     def read_integer(self, value: Any, path: str, *, low: int, high: int) -> int | None:
         """Give a whole number from `low` to `high`; None when it is absent, null or at fault."""
         # JSON's true is an int to Python and to nobody else.
         wanted = _Never if isinstance(value, bool) else int
-        found = self._read(value, path, wanted, "a whole number")
-        if found is not None and not low <= found <= high:
-            self.wrong(path, f"is {found}, not from {low} to {high}")
+        number = self._read(value, path, wanted, "a whole number")
+        if number is not None and not low <= number <= high:
+            self.wrong(path, f"is {number}, not from {low} to {high}")
             return None
-        return None if found is None else int(found)
+        return None if number is None else int(number)
 
     def _read(self, value: Any, path: str, wanted: type, name: str, absent: object = None) -> Any:
         if value is None:

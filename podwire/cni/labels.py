@@ -1,7 +1,7 @@
-"""Labels and names that come with a request, by the grammar of Kubernetes. Called by `cni.netconf`. Pure.
+"""Labels and names that come with a request, by the grammar of Kubernetes.
 
-What is accepted here can be written into canonical form, logs, file names and JSON unescaped. The grammar of keys and
-values is that of `model.labels`.
+Called by `cni.netconf`. Pure. A value that is accepted here can be written into canonical form, logs, file names and
+JSON without escaping. The grammar of keys and values is that of `model.labels`.
 """
 
 import re

@@ -1,9 +1,10 @@
 """Decode one CNI call, environment and configuration, to an AttachRequest, naming every fault at once.
 
-Called by the agent's socket for each request. Never looks at the machine: what it accepts is valid in itself, whether
-it can be done is for `control.attach`. Only what a command uses can make it fail: a DEL gets through with the
-configuration that ADD was refused for. Unknown keys of the configuration are accepted, as the specification says, and
-listed. Sources: CNI specification 1.1.0; CONVENTIONS; the inputs of containerd, CRI-O and podman.
+Called by the agent's socket for each request. Never looks at the machine: a request that is accepted here is valid in
+itself, and `control.attach` finds out whether it can be carried out. Only values that a command uses can make it fail:
+a DEL passes with the configuration that ADD was refused for. Unknown keys of the configuration are accepted, as the
+specification says, and listed. Sources: CNI specification 1.1.0; CONVENTIONS; the inputs of containerd, CRI-O and
+podman.
 """
 
 import contextlib

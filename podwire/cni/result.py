@@ -52,11 +52,13 @@ def _encode_new(version: str, result: AttachResult) -> dict[str, Any]:
     level = SUPPORTED_CNI_VERSIONS.index(version)
     shown: dict[str, Any] = {"cniVersion": version}
     if result.interfaces:
-        shown["interfaces"] = [_encode_interface(one, level) for one in result.interfaces]
+        shown["interfaces"] = [
+            _encode_interface(interface, level) for interface in result.interfaces
+        ]
     if result.ips:
-        shown["ips"] = [_encode_ip(one, level) for one in result.ips]
+        shown["ips"] = [_encode_ip(address, level) for address in result.ips]
     if result.routes:
-        shown["routes"] = [_encode_route(one, level) for one in result.routes]
+        shown["routes"] = [_encode_route(route, level) for route in result.routes]
     shown["dns"] = _encode_dns(result.dns)
     return shown
 
@@ -110,15 +112,15 @@ def _encode_old(version: str, result: AttachResult) -> dict[str, Any]:
     """At most one address of each family exists in this shape; the first of each is kept."""
     shown: dict[str, Any] = {"cniVersion": version}
     for family, key in ((4, "ip4"), (6, "ip6")):
-        ip = next((one for one in result.ips if one.address.version == family), None)
+        ip = next((address for address in result.ips if address.address.version == family), None)
         if ip is None:
             continue
         shown[key] = {"ip": str(ip.address)}
         if ip.gateway is not None:
             shown[key]["gateway"] = str(ip.gateway)
-        routes = [one for one in result.routes if one.destination.version == family]
+        routes = [route for route in result.routes if route.destination.version == family]
         if routes:
-            shown[key]["routes"] = [_encode_route(one, 0) for one in routes]
+            shown[key]["routes"] = [_encode_route(route, 0) for route in routes]
     shown["dns"] = _encode_dns(result.dns)
     return shown
 
@@ -168,12 +170,12 @@ class _Shape(msgspec.Struct):
 
 def _decode_new(shape: _Shape) -> AttachResult:
     interfaces = tuple(
-        Interface(one.name, one.mac or "", one.mtu or 0, one.sandbox or "")
-        for one in shape.interfaces or ()
+        Interface(interface.name, interface.mac or "", interface.mtu or 0, interface.sandbox or "")
+        for interface in shape.interfaces or ()
     )
     return AttachResult(
         interfaces,
-        tuple(_decode_ip(one, len(interfaces)) for one in shape.ips or ()),
+        tuple(_decode_ip(ip, len(interfaces)) for ip in shape.ips or ()),
         _decode_routes(shape.routes),
         _decode_dns(shape.dns),
     )
@@ -188,20 +190,22 @@ def _decode_ip(ip: _Ip, interface_count: int) -> AttachedAddress:
 
 
 def _decode_old(shape: _Shape) -> AttachResult:
-    found = [one for one in (shape.ip4, shape.ip6) if one]
+    ips = [ip for ip in (shape.ip4, shape.ip6) if ip]
     return AttachResult(
         ips=tuple(
-            AttachedAddress(ipaddress.ip_interface(one.ip), _gateway(one.gateway)) for one in found
+            AttachedAddress(ipaddress.ip_interface(ip.ip), _gateway(ip.gateway)) for ip in ips
         ),
-        routes=tuple(route for one in found for route in _decode_routes(one.routes)),
+        routes=tuple(route for ip in ips for route in _decode_routes(ip.routes)),
         dns=_decode_dns(shape.dns),
     )
 
 
 def _decode_routes(routes: list[_Route] | None) -> tuple[AttachedRoute, ...]:
     return tuple(
-        AttachedRoute(ipaddress.ip_network(one.dst, strict=False), _gateway(one.gw), one.mtu or 0)
-        for one in routes or ()
+        AttachedRoute(
+            ipaddress.ip_network(route.dst, strict=False), _gateway(route.gw), route.mtu or 0
+        )
+        for route in routes or ()
     )
 
 

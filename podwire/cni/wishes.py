@@ -1,7 +1,7 @@
 """What a configuration and an ADD ask for: the configuration's own settings, `args.cni` and `runtimeConfig`.
 
-Called by `cni.netconf`. What podwire knows and does not carry out is refused by name (CNI code 2), never silently
-dropped: a pod without the port or the address range that somebody asked for is worse than no pod. Sources:
+Called by `cni.netconf`. A setting that podwire knows but does not carry out is refused by name (CNI code 2) and never
+dropped silently: no pod is better than one without the port or the address range that was asked for. Sources:
 interfaces of the reference plugins; CONVENTIONS of the CNI specification ("capabilities", "args").
 """
 

@@ -53,9 +53,9 @@ _ABOUT_A_LINK: Final = frozenset(
     {RTM_NEWLINK, RTM_DELLINK, RTM_NEWTFILTER, RTM_DELTFILTER, RTM_DELQDISC}
 )
 _LINK_INDEX: Final = struct.Struct("=4xi")
-"""Common to ifinfomsg, ifaddrmsg and tcmsg: the index stands behind four bytes."""
+"""Common to ifinfomsg, ifaddrmsg and tcmsg: the index comes after four bytes."""
 _GENERATION: Final = struct.Struct("=BBH")
-"""struct nfgenmsg, which stands before the attributes."""
+"""struct nfgenmsg, which precedes the attributes."""
 _NFTA_GEN_PROC_PID: Final = 2
 _NFTA_GEN_PROC_NAME: Final = 3
 

@@ -141,7 +141,7 @@ class OtherNodes:
 
     def recall(self, own: NodePlan) -> None:
         """Take over what an earlier agent left in the kernel; it stays in force until the first plan."""
-        found = find_tunnel(self._netlink, own.node_name)
+        tunnel = find_tunnel(self._netlink, own.node_name)
         rows = {key: row for key, row in self._maps.pw_ipcache.items() if is_about_other_node(row)}
         known = _InForce(
             rows=rows,
@@ -151,9 +151,9 @@ class OtherNodes:
             direct=frozenset(list_direct(rows)),
         )
         index = 0
-        if found is not None:
-            known.port, known.mtu_bytes = found.settings.port, found.link.mtu
-            index = found.link.index if found.settings.flow_based else 0
+        if tunnel is not None:
+            known.port, known.mtu_bytes = tunnel.settings.port, tunnel.link.mtu
+            index = tunnel.link.index if tunnel.settings.flow_based else 0
         self._known = known
         native = tables.read_settings(self._maps).native_ifindex
         if native and not find_program(self._netlink, native):
@@ -164,7 +164,7 @@ class OtherNodes:
         remove_attached(self._netlink, attached - {native}, self._hooks)
 
     def apply_own(self, own: NodePlan) -> None:
-        """Put what the node says of itself into force, beside what is known of the others."""
+        """Put this node's own rows into force, beside those of the others."""
         tables.write_settings(
             self._maps, conntrack_quota=own.own_conntrack_quota, tunnel_port=self._port(own)
         )
@@ -210,9 +210,9 @@ class OtherNodes:
     def change_prefixes(
         self, put: Mapping[IPNetwork, Prefix], remove: Iterable[IPNetwork] = ()
     ) -> None:
-        """Change single rows, `put` before `remove`; what the node says of itself shines through where one goes."""
+        """Change single rows, `put` before `remove`; where one goes, this node's own row for the prefix returns."""
         rows = prefix_rows(put, _own_mode(self._known.plan), self._known.direct)
-        gone = [key for one in remove if (key := tables.to_prefix_key(one)) not in rows]
+        gone = [key for network in remove if (key := tables.to_prefix_key(network)) not in rows]
         self._fresh = False
         self._known.rows.update(rows)
         for key in gone:
@@ -295,8 +295,8 @@ class OtherNodes:
         return []
 
     def _put_ipcache(self, own: NodePlan) -> RowChanges:
-        """Write the rows that are missing: what the node knows of itself for certain beats what is said of others."""
-        tunnels = {one.link.index for one in list_own_tunnels(self._netlink, own.node_name)}
+        """Write the rows that are missing: this node's own rows take precedence over those of others."""
+        tunnels = {tunnel.link.index for tunnel in list_own_tunnels(self._netlink, own.node_name)}
         going = tunnels if self._fresh and self._known.plan.tunnel is None else ()
         present = list_own_addresses(self._netlink)
         self._outer = [address for index, address in present if index not in tunnels]
@@ -306,8 +306,8 @@ class OtherNodes:
         host = [network for index, network in networks if index not in going]
         certain = abi.IpcacheFlags.LOCAL | abi.IpcacheFlags.NODE_ADDRESS
         entries = compute_ipcache(own, host)
-        self._weak = tables.ipcache_rows(one for one in entries if not one.flags & certain)
-        self._strong = tables.ipcache_rows(one for one in entries if one.flags & certain)
+        self._weak = tables.ipcache_rows(entry for entry in entries if not entry.flags & certain)
+        self._strong = tables.ipcache_rows(entry for entry in entries if entry.flags & certain)
         wanted = self._weak | self._known.rows | self._strong
         return tables.put_missing(self._maps.pw_ipcache, wanted)
 
@@ -345,17 +345,19 @@ def read_underlay(netlink: NetlinkSocket, node_address: IPAddress | None) -> Und
     device = detect_underlay(netlink, node_address)
     present = [read_address(body) for body in netlink.dump(list_addresses())]
     everywhere = [
-        one for one in present if not (one.address.is_loopback or one.address.is_link_local)
+        address
+        for address in present
+        if not (address.address.is_loopback or address.address.is_link_local)
     ]
-    usable = [one for one in everywhere if one.index == device.index]
+    usable = [address for address in everywhere if address.index == device.index]
     chosen: dict[int, IPAddress] = {}
-    for one in usable:
-        if one.address == node_address:
-            chosen[one.address.version] = one.address
-        chosen.setdefault(one.address.version, one.address)
+    for address in usable:
+        if address.address == node_address:
+            chosen[address.address.version] = address.address
+        chosen.setdefault(address.address.version, address.address)
     return Underlay(
         addresses=tuple(chosen[version] for version in sorted(chosen)),
-        connected=tuple(dict.fromkeys(one.network for one in usable)),
+        connected=tuple(dict.fromkeys(address.network for address in usable)),
         ifindex=device.index,
         mtu_bytes=device.mtu,
         around=_look_around(netlink, everywhere),
@@ -366,16 +368,20 @@ def _look_around(netlink: NetlinkSocket, addresses: Sequence[InterfaceAddress]) 
     """Look at what this host reaches by itself. Single addresses on a link are left out: each pod of another plugin has
     a route like that, and comes and goes."""
     links, gateways = routes.list_foreign_ways(netlink)
-    links.update(one.network for one in addresses)
+    links.update(address.network for address in addresses)
     return Surroundings(
-        own=frozenset(one.address for one in addresses),
-        subnets=tuple(sorted((one for one in links if one.prefixlen < one.max_prefixlen), key=str)),
+        own=frozenset(address.address for address in addresses),
+        subnets=tuple(
+            sorted(
+                (network for network in links if network.prefixlen < network.max_prefixlen), key=str
+            )
+        ),
         gateways=frozenset(gateways),
     )
 
 
 def _outer_addresses(plan: ClusterPlan) -> tuple[IPAddress, ...]:
-    addresses = (one for peer in plan.peers for one in (peer.outer, *peer.addresses))
+    addresses = (address for peer in plan.peers for address in (peer.outer, *peer.addresses))
     return tuple(dict.fromkeys(addresses))
 
 

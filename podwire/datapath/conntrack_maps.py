@@ -54,10 +54,10 @@ def open_conntrack_shards(maps: NodeMaps) -> Iterator[bpf.Map]:
 def open_new_flows(maps: NodeMaps) -> bpf.Map:
     """Open the hash of flows that are no connections yet; the caller closes it."""
     raw_id = maps.pw_new_flows.lookup(bytes(4))
-    found = None if raw_id is None else bpf.open_map_by_id(int.from_bytes(raw_id, "little"))
-    if found is None:
+    new_flows = None if raw_id is None else bpf.open_map_by_id(int.from_bytes(raw_id, "little"))
+    if new_flows is None:
         raise Bug("open new flows: the slot was replaced meanwhile")
-    return found
+    return new_flows
 
 
 def list_conntrack(maps: NodeMaps, instance: EndpointId | None = None) -> Iterator[ConntrackRow]:
@@ -90,7 +90,7 @@ def _list_rows(rows: bpf.Map, instance: EndpointId | None) -> Iterator[Conntrack
 
 
 def _is_over(value: abi.ConntrackValue, now_ns: int) -> bool:
-    """Tell whether a row stands for nothing any more: nobody takes it out of the hash of new flows."""
+    """Tell whether a row means nothing any more; nothing removes such a row from the hash of new flows."""
     if value.flags & abi.ConntrackFlags.LEFT:
         return True
     stays = not value.flags & abi.ConntrackFlags.NEW
@@ -109,10 +109,10 @@ def conntrack_capacity(maps: NodeMaps) -> int:
 
 def find_pressure(maps: NodeMaps) -> list[HostWarning]:
     """Name what nears its limit, before anything is lost, and what is beyond it."""
-    found = []
+    warnings = []
     held, capacity = count_conntrack(maps), conntrack_capacity(maps)
     if held >= NEAR * capacity:
-        found.append(
+        warnings.append(
             HostWarning(
                 f"{held} of {capacity} connections are open; beyond that they are not protected from a flood",
                 "raise conntrack_entries",
@@ -122,11 +122,11 @@ def find_pressure(maps: NodeMaps) -> list[HostWarning]:
     for instance, usage in list_usage(maps):
         for direction, who in ((abi.Direction.EGRESS, "it"), (abi.Direction.INGRESS, "others")):
             if usage.connections[direction] >= NEAR * quota:
-                found.append(
+                warnings.append(
                     HostWarning(
                         f"endpoint {instance} has {usage.connections[direction]} of {quota} connections that {who}"
                         " may have opened; beyond that they are not protected from a flood",
                         "raise conntrack_quota, or look who opens them with 'podwire bpf ct list'",
                     )
                 )
-    return found
+    return warnings

@@ -432,10 +432,10 @@ def _compare_programs(netlink: NetlinkSocket, device: Device, programs: Programs
         ("to_pod", TO_POD_HOOK, programs.to_pod_id),
     ):
         filters = [
-            found
+            attached
             for body in netlink.dump(list_filters(device.host_ifindex, hook))
-            if (found := read_bpf_filter(body)) is not None
-            and (found.priority, found.handle) == (FILTER_PRIORITY, FILTER_HANDLE)
+            if (attached := read_bpf_filter(body)) is not None
+            and (attached.priority, attached.handle) == (FILTER_PRIORITY, FILTER_HANDLE)
         ]
         if not filters:
             differences.append(f"program {name} is not attached to {device.host_name!r}")

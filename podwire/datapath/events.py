@@ -15,10 +15,10 @@ from podwire.model.ids import EndpointId, IdentityId, IfIndex
 
 _ETHERTYPES_IP: Final = frozenset({0x0800, 0x86DD})
 _PROTOCOLS: Final = {1: "icmp", 6: "tcp", 17: "udp", 58: "icmpv6", 132: "sctp"}
-_REASONS: Final = {one.value: one.name.lower().replace("_", "-") for one in abi.DropReason}
-_HOOKS: Final = {one.value: one.name.lower() for one in abi.Hook}
-_PATHS: Final = {one.value: one.name.lower() for one in abi.Path}
-_KINDS: Final = {one.value: one.name.lower() for one in abi.EventKind}
+_REASONS: Final = {reason.value: reason.name.lower().replace("_", "-") for reason in abi.DropReason}
+_HOOKS: Final = {hook.value: hook.name.lower() for hook in abi.Hook}
+_PATHS: Final = {path.value: path.name.lower() for path in abi.Path}
+_KINDS: Final = {kind.value: kind.name.lower() for kind in abi.EventKind}
 
 
 def reason_name(reason: int) -> str:

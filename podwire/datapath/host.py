@@ -124,8 +124,8 @@ def read_changes(noted: str, boot_id: str) -> tuple[SettingChange, ...]:
     """Give the changes that were noted in this boot."""
     if not noted:
         return ()
-    found = msgspec.json.decode(noted, type=_Changes)
-    return found.changes if found.boot_id == boot_id else ()
+    changes = msgspec.json.decode(noted, type=_Changes)
+    return changes.changes if changes.boot_id == boot_id else ()
 
 
 def find_warnings(
@@ -170,12 +170,14 @@ def list_host_networks(netlink: NetlinkSocket) -> list[tuple[int, IPNetwork]]:
         for route in dump_routes(netlink, family, table=TABLE_LOCAL, kind=kind)
     ]
     return [
-        (one.index, one.destination) for one in routes if not _is_never_sent_to(one.destination)
+        (route.index, route.destination)
+        for route in routes
+        if not _is_never_sent_to(route.destination)
     ]
 
 
 def _is_never_sent_to(network: IPNetwork) -> bool:
-    """Tell whether the programs drop what a pod sends there, whoever has it (bpf/include/podwire/frame.h)."""
+    """Tell whether the programs drop what a pod sends there, no matter which host has it (bpf/.../frame.h)."""
     return network.is_loopback or (network.version == 6 and network.is_link_local)
 
 

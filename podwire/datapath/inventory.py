@@ -63,9 +63,9 @@ class _Keep:
 def read_inventory(netlink: NetlinkSocket, maps: NodeMaps, node_name: str) -> Inventory:
     """List devices, rows and routes with this node's mark."""
     owned, foreign = list_devices(netlink)
-    mine = [one for one in owned if is_of_node(one, node_name)]
+    mine = [device for device in owned if is_of_node(device, node_name)]
     return Inventory(
-        devices=[PresentDevice(one.endpoint_id, one.name, one.index) for one in mine],
+        devices=[PresentDevice(device.endpoint_id, device.name, device.index) for device in mine],
         config_ifindexes=[index for index, _ in rows.list_config(maps)],
         endpoint_addresses=[str(address) for address, _ in rows.list_endpoints(maps)],
         usage_instances=[instance for instance, _ in rows.list_usage(maps)],
@@ -102,8 +102,8 @@ def remove_leftovers(
     keep = _Keep.of(keep_records)
     removed = _remove_rows(maps, inventory, keep)
     devices = list_devices(netlink)[0]
-    mine = [one for one in devices if is_of_node(one, node_name)]
-    theirs = {one.index for one in devices} - {one.index for one in mine}
+    mine = [device for device in devices if is_of_node(device, node_name)]
+    theirs = {device.index for device in devices} - {device.index for device in mine}
     unwanted = [
         route
         for route in list_own_routes(netlink)
@@ -136,23 +136,29 @@ def _remove_rows(maps: NodeMaps, inventory: Inventory, keep: _Keep) -> list[str]
     ]
     maps.pw_endpoints.delete_batch(rows.to_mapped(address) for address in lost)
     removed += [f"row of address {address}" for address in lost]
-    instances = [one for one in inventory.usage_instances if one not in keep.instances]
-    maps.pw_usage.delete_batch(one.to_bytes(4, "little") for one in instances)
-    return removed + [f"quota of endpoint {one}" for one in instances]
+    instances = [
+        endpoint_id
+        for endpoint_id in inventory.usage_instances
+        if endpoint_id not in keep.instances
+    ]
+    maps.pw_usage.delete_batch(endpoint_id.to_bytes(4, "little") for endpoint_id in instances)
+    return removed + [f"quota of endpoint {endpoint_id}" for endpoint_id in instances]
 
 
 def _remove_devices(netlink: NetlinkSocket, owned: Sequence[OwnedDevice], keep: _Keep) -> list[str]:
     """Delete devices in one batch; of an endpoint's devices only the one its record names is kept."""
-    unwanted = [one for one in owned if (one.endpoint_id, one.index) not in keep.devices]
+    unwanted = [
+        device for device in owned if (device.endpoint_id, device.index) not in keep.devices
+    ]
     if not unwanted:
         return []
     for failure in netlink.attempt(
-        [set_link(one.index, name=one.name, group=CONDEMNED_GROUP) for one in unwanted]
+        [set_link(device.index, name=device.name, group=CONDEMNED_GROUP) for device in unwanted]
     ):
         _raise_unless_gone(failure)
     # A device that a record is waiting to have reaped goes as well: that is what it waits for.
     _raise_unless_gone(netlink.attempt([delete_group(CONDEMNED_GROUP)])[0])
-    return [f"device {one.name} of endpoint {one.endpoint_id}" for one in unwanted]
+    return [f"device {device.name} of endpoint {device.endpoint_id}" for device in unwanted]
 
 
 def _raise_unless_gone(failure: KernelFailure | None) -> None:
@@ -161,7 +167,7 @@ def _raise_unless_gone(failure: KernelFailure | None) -> None:
 
 
 def _remove_tunnels(netlink: NetlinkSocket) -> list[str]:
-    ours = [one.link for one in list_tunnels(netlink) if one.node_name is not None]
+    ours = [tunnel.link for tunnel in list_tunnels(netlink) if tunnel.node_name is not None]
     for failure in netlink.attempt([delete_link(link.index) for link in ours]):
         _raise_unless_gone(failure)
     return [f"tunnel device {link.name}" for link in ours]

@@ -252,8 +252,8 @@ def remove_endpoint(maps: NodeMaps, record: EndpointRecord) -> None:
         maps.pw_config.update(key, config_row(record, None).pack(), bpf.Update.LOCK)
         maps.pw_config.delete(key)
     for address in record.addresses:
-        found = read_endpoint(maps, address)
-        if found is not None and found.instance == record.id:
+        endpoint = read_endpoint(maps, address)
+        if endpoint is not None and endpoint.instance == record.id:
             maps.pw_endpoints.delete(to_mapped(address))
     maps.pw_usage.delete(_u32(record.id))
 
@@ -291,8 +291,8 @@ def list_usage(maps: NodeMaps) -> Iterator[tuple[EndpointId, abi.UsageValue]]:
 def compare_rows(maps: NodeMaps, record: EndpointRecord, config: EndpointConfig) -> list[str]:
     """Name every field of the endpoint's rows that is not as it should be."""
     name = record.device.host_name
-    found = read_config(maps, record.device.host_ifindex)
-    differences = _compare_row(f"row of device {name!r}", found, config_row(record, config))
+    present = read_config(maps, record.device.host_ifindex)
+    differences = _compare_row(f"row of device {name!r}", present, config_row(record, config))
     for address in record.addresses:
         row = read_endpoint(maps, address)
         differences += _compare_row(f"row of address {address}", row, endpoint_row(record))
@@ -303,14 +303,14 @@ def compare_rows(maps: NodeMaps, record: EndpointRecord, config: EndpointConfig)
 
 def _compare_row(
     what: str,
-    found: abi.ConfigValue | abi.EndpointValue | None,
+    present: abi.ConfigValue | abi.EndpointValue | None,
     wanted: abi.ConfigValue | abi.EndpointValue,
 ) -> list[str]:
-    if found is None:
+    if present is None:
         return [f"{what} is missing"]
     return [
         f"{what}: {field} is {_shown(field, is_)}, should be {_shown(field, should)}"
-        for field, is_, should in zip(wanted._fields, found, wanted, strict=True)
+        for field, is_, should in zip(wanted._fields, present, wanted, strict=True)
         if is_ != should
     ]
 
@@ -432,7 +432,7 @@ def find_identity(maps: NodeMaps, address: IPAddress) -> int:
 
 
 def split_metrics_index(index: int) -> tuple[int, int, int]:
-    """Give hook, reason and path that a counter's place stands for."""
+    """Give the hook, reason and path that a counter's index means."""
     rest, path = divmod(index, abi.METRICS_PATHS)
     hook, reason = divmod(rest, abi.METRICS_REASONS)
     return hook, reason, path
@@ -445,14 +445,14 @@ def read_metrics(maps: NodeMaps) -> list[MetricRow]:
         if not any(raw):
             continue
         hook, reason, path = split_metrics_index(int.from_bytes(key, "little"))
-        counters = [abi.Counter.unpack(one) for one in maps.pw_metrics.split_cpus(raw)]
+        counters = [abi.Counter.unpack(cpu) for cpu in maps.pw_metrics.split_cpus(raw)]
         rows.append(
             MetricRow(
                 hook=hook,
                 reason=reason,
                 path=path,
-                packets=sum(one.packets for one in counters),
-                size_bytes=sum(one.bytes_ for one in counters),
+                packets=sum(counter.packets for counter in counters),
+                size_bytes=sum(counter.bytes_ for counter in counters),
             )
         )
     return sorted(rows, key=lambda row: (row.hook, row.reason, row.path))

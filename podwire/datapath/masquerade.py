@@ -236,7 +236,7 @@ class Masquerade:
     def __init__(self, tables: Nftables) -> None:
         self._tables = tables
         self._lock = threading.RLock()
-        """Whoever compares on another thread must not see a table between its writing and its reading back."""
+        """A comparison on another thread must not see a table between its writing and its reading back."""
         self._applied: str | None = None
         self._shown = ""
         """What the kernel showed after the last apply: a stranger may have written in between."""

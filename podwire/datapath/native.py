@@ -73,10 +73,10 @@ class OwnHooks:
         boot_id: str = "",
         write: Callable[[str], None] = lambda _note: None,
     ) -> None:
-        found = msgspec.json.decode(noted, type=_Note) if noted else _Note(boot_id)
+        note = msgspec.json.decode(noted, type=_Note) if noted else _Note(boot_id)
         self._boot_id = boot_id
         self._write = write
-        self._made = dict(found.devices) if found.boot_id == boot_id else {}
+        self._made = dict(note.devices) if note.boot_id == boot_id else {}
         """By index: True = made, False = perhaps."""
 
     @property
@@ -128,9 +128,9 @@ def find_obstacle(netlink: NetlinkSocket, index: int) -> str:
         return "this host has IPsec policies, which hold in its stack only"
     earlier = [
         priority
-        for one in _dump_filters(netlink, index)
-        if not _is_ours(read_bpf_filter(one))
-        and (priority := _priority_of_foreign(one)) <= NETDEV_FILTER_PRIORITY
+        for body in _dump_filters(netlink, index)
+        if not _is_ours(read_bpf_filter(body))
+        and (priority := _priority_of_foreign(body)) <= NETDEV_FILTER_PRIORITY
     ]
     if earlier:
         return (
@@ -145,7 +145,7 @@ def _is_ethernet(link: Link) -> bool:
 
 
 def _priority_of_foreign(body: bytes) -> int:
-    """Give the priority of a filter; the head of the chain that ours is in stands for nobody."""
+    """Give the priority of a filter; the head of the chain that ours is in is no filter of anybody."""
     return read_filter_place(body)[0] + _is_head_of_ours(body)
 
 
@@ -166,9 +166,9 @@ def _dump_filters(netlink: NetlinkSocket, index: int, hook: int = FROM_POD_HOOK)
 def _are_used_by_others(netlink: NetlinkSocket, index: int) -> bool:
     """Tell whether somebody else has a filter in the hooks of a device."""
     return any(
-        not (hook == FROM_POD_HOOK and (_is_ours(read_bpf_filter(one)) or _is_head_of_ours(one)))
+        not (hook == FROM_POD_HOOK and (_is_ours(read_bpf_filter(body)) or _is_head_of_ours(body)))
         for hook in (FROM_POD_HOOK, TO_POD_HOOK)
-        for one in _dump_filters(netlink, index, hook)
+        for body in _dump_filters(netlink, index, hook)
     )
 
 
@@ -179,18 +179,24 @@ def _has_hooks(netlink: NetlinkSocket, index: int) -> bool:
 def _list_hooked(netlink: NetlinkSocket) -> frozenset[int]:
     """List the devices that have hooks."""
     queues = [read_queue(body) for body in netlink.dump(list_queues(0))]
-    return frozenset(one.index for one in queues if one.kind == "clsact")
+    return frozenset(queue.index for queue in queues if queue.kind == "clsact")
 
 
-def _is_ours(found: BpfFilter | None) -> bool:
+def _is_ours(attached: BpfFilter | None) -> bool:
     place = NETDEV_FILTER_PRIORITY, NETDEV_FILTER_HANDLE
-    return found is not None and (found.priority, found.handle) == place and found.name == PROGRAM
+    return (
+        attached is not None
+        and (attached.priority, attached.handle) == place
+        and attached.name == PROGRAM
+    )
 
 
 def find_program(netlink: NetlinkSocket, index: int) -> int:
     """Give the number of the program that is attached to a device as ours, 0 = none."""
-    found = (read_bpf_filter(body) for body in _dump_filters(netlink, index))
-    return next((one.program_id for one in found if one is not None and _is_ours(one)), 0)
+    filters = (read_bpf_filter(body) for body in _dump_filters(netlink, index))
+    return next(
+        (filter_.program_id for filter_ in filters if filter_ is not None and _is_ours(filter_)), 0
+    )
 
 
 def ensure_attached(
@@ -281,10 +287,10 @@ def _note_going(hooks: OwnHooks, index: int) -> bool:
 
 def list_attached(netlink: NetlinkSocket) -> Sequence[int]:
     """List the devices of this host that have the program."""
-    hooked = (one for one in _list_hooked(netlink) if one < FIRST_INDEX)
+    hooked = (index for index in _list_hooked(netlink) if index < FIRST_INDEX)
     return [index for index in sorted(hooked) if find_program(netlink, index)]
 
 
 def list_free_hooks(netlink: NetlinkSocket, hooks: OwnHooks) -> Sequence[int]:
     """List the devices whose hooks are podwire's and of no use to anybody else."""
-    return [one for one in sorted(hooks.devices) if not _are_used_by_others(netlink, one)]
+    return [device for device in sorted(hooks.devices) if not _are_used_by_others(netlink, device)]

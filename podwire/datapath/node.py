@@ -90,7 +90,7 @@ class KernelDatapath:
         self.plan = plan
         self._hooks = hooks or OwnHooks()
         self.host_changes: list[SettingChange] = []
-        """Settings of the host that `prepare` changed, for whoever puts them back."""
+        """Settings of the host that `prepare` changed, so that they can be put back."""
         self._opened: _Opened | None = None
         self._stack = ExitStack()
         self._gone: list[EndpointId] = []
@@ -189,7 +189,7 @@ class KernelDatapath:
         What the programs were loaded with stays: directories, capacities and constants need a restart.
         """
         before, self.plan = self.plan, plan
-        if any(plan.has_family(one) and not before.has_family(one) for one in (4, 6)):
+        if any(plan.has_family(version) and not before.has_family(version) for version in (4, 6)):
             self.host_changes = prepare_host(
                 self._node.netlink, ipv4=plan.has_family(4), ipv6=plan.has_family(6)
             )
@@ -384,7 +384,9 @@ class KernelDatapath:
     def node_addresses(self) -> tuple[str, ...]:
         """Addresses that this host uses towards its pods, IPv4 first."""
         sources = self._node.side.sources
-        return tuple(str(one) for one in (sources.ipv4, sources.ipv6) if one is not None)
+        return tuple(
+            str(address) for address in (sources.ipv4, sources.ipv6) if address is not None
+        )
 
     @property
     def template_id(self) -> str:
@@ -404,9 +406,9 @@ class KernelDatapath:
         """Name what on this host breaks pods' traffic, and what differs in the node's own table."""
         node = self._node
         four, six = self.plan.has_family(4), self.plan.has_family(6)
-        found = find_pressure(node.loaded.maps)
-        found += find_warnings(node.netlink, node.nft, ipv4=four, ipv6=six)
-        return found + [
+        warnings = find_pressure(node.loaded.maps)
+        warnings += find_warnings(node.netlink, node.nft, ipv4=four, ipv6=six)
+        return warnings + [
             HostWarning(
                 text, "the agent writes it anew when it next looks at the way to other nodes"
             )

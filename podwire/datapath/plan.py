@@ -115,11 +115,11 @@ UNSPECIFIED: Final[tuple[IPNetwork, ...]] = (
     ipaddress.ip_network("0.0.0.0"),
     ipaddress.ip_network("::"),
 )
-"""Whoever sends there means this host."""
+"""A packet to one of these addresses is meant for this host."""
 
 
 def compute_ipcache(plan: NodePlan, host_networks: Iterable[IPNetwork]) -> list[IpcacheEntry]:
-    """Compute what a node says of itself in the ipcache; `datapath.cluster` adds the others.
+    """Compute a node's own rows of the ipcache; `datapath.cluster` adds the others.
 
     The longest prefix wins: a node's address inside a pod range stays a node's address.
     """
@@ -140,11 +140,11 @@ def compute_ipcache(plan: NodePlan, host_networks: Iterable[IPNetwork]) -> list[
 
 def list_own_addresses(netlink: NetlinkSocket) -> list[tuple[int, IPAddress]]:
     """List the addresses of this host that others can use: (device index, address)."""
-    found = [read_address(body) for body in netlink.dump(list_addresses())]
+    addresses = [read_address(body) for body in netlink.dump(list_addresses())]
     return [
-        (one.index, one.address)
-        for one in found
-        if not (one.address.is_loopback or one.address.is_link_local)
+        (address.index, address.address)
+        for address in addresses
+        if not (address.address.is_loopback or address.address.is_link_local)
     ]
 
 

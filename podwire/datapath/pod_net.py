@@ -295,15 +295,15 @@ def _compare_routes(netlink: NetlinkSocket, family: FamilyPlan) -> list[str]:
     return differences
 
 
-def _same_route(found: Route, wanted: Route) -> bool:
+def _same_route(route: Route, wanted: Route) -> bool:
     """Compare what matters; the kernel drops or adds the on-link flag as it likes."""
     return (
-        found.destination,
-        found.index,
-        found.gateway,
-        found.table,
-        found.metric,
-        found.mtu,
+        route.destination,
+        route.index,
+        route.gateway,
+        route.table,
+        route.metric,
+        route.mtu,
     ) == (
         wanted.destination,
         wanted.index,

@@ -62,7 +62,7 @@ def unpack_key(raw: bytes) -> tuple[int, PolicyKey]:
 
 
 def pack_entry(raw_key: bytes, entry: PolicyEntry) -> bytes:
-    """Give the bytes of an entry that stands under a key."""
+    """Give the bytes of the entry for a key."""
     return abi.PolicyValue(entry.precedence, entry.rule, entry.verdict, 0, raw_key[0]).pack()
 
 
@@ -133,13 +133,13 @@ class PolicyTable:
 
     def read_slot(self, slot: int) -> PolicyRows:
         """Read a slot's entries from the map."""
-        found = {}
+        rows = {}
         for key in sorted(self._keys.get(slot, ())):
             raw = self._entries.lookup(key)
             # A look-up matches the longest prefix: without the row itself it gives a shorter one's.
             if raw is not None and abi.PolicyValue.unpack(raw).prefix_bits == key[0]:
-                found[unpack_key(key)[1]] = unpack_entry(raw)
-        return found
+                rows[unpack_key(key)[1]] = unpack_entry(raw)
+        return rows
 
     def list_slots(self) -> Sequence[int]:
         """Give the numbers of the slots that have entries, in order."""
@@ -262,9 +262,9 @@ def read_hits(maps: NodeMaps) -> dict[int, tuple[int, int]]:
     """
     hits = {}
     for key, raw in maps.pw_hits.items():
-        counters = [abi.Counter.unpack(one) for one in maps.pw_hits.split_cpus(raw)]
+        counters = [abi.Counter.unpack(cpu) for cpu in maps.pw_hits.split_cpus(raw)]
         hits[int.from_bytes(key, "little")] = (
-            sum(one.packets for one in counters),
-            sum(one.bytes_ for one in counters),
+            sum(counter.packets for counter in counters),
+            sum(counter.bytes_ for counter in counters),
         )
     return hits

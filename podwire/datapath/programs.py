@@ -87,7 +87,7 @@ class Capacities:
         return self.new_flow_entries // 8
 
     def inner_entries(self, outer: str) -> int:
-        """Rows of a map that stands in the map of maps `outer`."""
+        """Rows of a map inside the map of maps `outer`."""
         return self.new_flow_entries if outer == "pw_new_flows" else self.shard_entries
 
 
@@ -135,7 +135,8 @@ class LoadedPrograms:
         """
         kept = {pins.maps / name: getattr(self.maps, name) for name in self.maps.names()}
         kept |= {
-            pins.programs / self.template_id / name: one for name, one in self.programs.items()
+            pins.programs / self.template_id / name: program
+            for name, program in self.programs.items()
         }
         missing = [path for path in kept if not path.exists()]
         for path in missing:
@@ -162,7 +163,7 @@ def _file_errors(call: str, path: Path) -> Iterator[None]:
 def ensure_bpffs(directory: Path) -> None:
     """See that `directory` exists and is in a BPF file system; mount one where it is missing."""
     with _file_errors("make directory", directory):
-        existing = next(one for one in (directory, *directory.parents) if one.exists())
+        existing = next(path for path in (directory, *directory.parents) if path.exists())
         if not bpf.is_bpffs(str(existing)):
             below_root = directory == BPFFS_ROOT or BPFFS_ROOT in directory.parents
             target = BPFFS_ROOT if below_root and BPFFS_ROOT.is_dir() else directory
@@ -239,7 +240,7 @@ def load_programs(
 
 
 def _shapes(objects: Mapping[str, BpfObject]) -> dict[str, MapShape]:
-    return {name: one.shape(name) for one in objects.values() for name in one.map_names}
+    return {name: opened.shape(name) for opened in objects.values() for name in opened.map_names}
 
 
 def _open_programs(home: Path, keep: ExitStack) -> dict[str, Program]:
@@ -263,14 +264,14 @@ def _restore_pins(pins: Pins, shapes: Mapping[str, MapShape], programs: Iterable
     """Pin the maps again that programs use and that have no pin any more, where their rows are this build's."""
     missing = {name: shape for name, shape in shapes.items() if not (pins.maps / name).exists()}
     restored = []
-    for map_id in {one for program in programs for one in program.list_map_ids()}:
-        found = bpf.open_map_by_id(map_id)
-        if found is None:
+    for map_id in {map_id for program in programs for map_id in program.list_map_ids()}:
+        map_ = bpf.open_map_by_id(map_id)
+        if map_ is None:
             continue
-        with found:
-            shape = missing.get(found.info.name)
-            if shape is not None and _has_shape(found, shape):
-                found.pin(str(pins.maps / shape.name))
+        with map_:
+            shape = missing.get(map_.info.name)
+            if shape is not None and _has_shape(map_, shape):
+                map_.pin(str(pins.maps / shape.name))
                 del missing[shape.name]
                 restored.append(shape.name)
     if restored:
@@ -280,15 +281,15 @@ def _restore_pins(pins: Pins, shapes: Mapping[str, MapShape], programs: Iterable
         )
 
 
-def _has_shape(found: bpf.Map, shape: MapShape) -> bool:
-    info = found.info
+def _has_shape(map_: bpf.Map, shape: MapShape) -> bool:
+    info = map_.info
     wanted = shape.type, shape.key_size, shape.value_size
     return (info.type, info.key_size, info.value_size) == wanted
 
 
 def _open_map(pins: Pins, shape: MapShape) -> bpf.Map:
-    found = _find_map(pins, shape)
-    if found is None:
+    map_ = _find_map(pins, shape)
+    if map_ is None:
         raise KernelFailure(
             errno.ENOENT,
             "open pinned map",
@@ -296,7 +297,7 @@ def _open_map(pins: Pins, shape: MapShape) -> bpf.Map:
             detail="the pin is gone while the programs that use it are pinned",
             hint=f"stop the pods of this node or remove {pins.root} to start anew",
         )
-    return found
+    return map_
 
 
 def _find_map(pins: Pins, shape: MapShape) -> bpf.Map | None:
@@ -316,11 +317,11 @@ def _load_and_pin(
     with _file_errors("make directory", filling):
         _remove_tree(filling)
         filling.mkdir()
-    for name, one in objects.items():
-        _set_constants(one, template.constants)
-        _load_object(one, pins, capacities)
-        for program_name in one.program_names:
-            with one.take_program(program_name) as program:
+    for name, opened in objects.items():
+        _set_constants(opened, template.constants)
+        _load_object(opened, pins, capacities)
+        for program_name in opened.program_names:
+            with opened.take_program(program_name) as program:
                 program.pin(str(filling / program_name))
         _log.info("loaded programs", extra={"path": str(filling), "keys": name})
     with _file_errors("publish programs", filling):

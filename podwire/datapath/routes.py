@@ -53,7 +53,8 @@ class SourceAddresses:
 
     def __str__(self) -> str:
         return (
-            " and ".join(str(one) for one in (self.ipv4, self.ipv6) if one) or "the kernel's choice"
+            " and ".join(str(address) for address in (self.ipv4, self.ipv6) if address)
+            or "the kernel's choice"
         )
 
 
@@ -117,14 +118,14 @@ def compare_host_routes(
         for route in dump_routes(netlink, family, index=index)
     }
     for wanted in compute_routes(record, sources):
-        found = present.get(wanted.destination)
-        if found is None:
+        route = present.get(wanted.destination)
+        if route is None:
             differences.append(f"host route to {wanted.destination} is missing")
-        elif found.protocol != wanted.protocol:
+        elif route.protocol != wanted.protocol:
             differences.append(f"host route to {wanted.destination} is not ours")
-        elif found.source != wanted.source:
+        elif route.source != wanted.source:
             differences.append(
-                f"host route to {wanted.destination} has source {found.source},"
+                f"host route to {wanted.destination} has source {route.source},"
                 f" wanted {wanted.source}"
             )
     neighbours = {read_neighbour(body) for body in netlink.dump(list_neighbours(index))}
@@ -246,8 +247,12 @@ def list_foreign_ways(netlink: NetlinkSocket) -> tuple[set[IPNetwork], set[IPAdd
             if not hops and route.destination.prefixlen:
                 on_link.add(route.destination)
     return (
-        {one for one in on_link if not (one.is_link_local or one.is_loopback or one.is_multicast)},
-        {one for one in gateways if not one.is_link_local},
+        {
+            network
+            for network in on_link
+            if not (network.is_link_local or network.is_loopback or network.is_multicast)
+        },
+        {address for address in gateways if not address.is_link_local},
     )
 
 

@@ -45,7 +45,7 @@ def _config(maps: NodeMaps) -> Iterator[Row]:
 
 def _endpoint(maps: NodeMaps) -> Iterator[Row]:
     for address, value in typed.list_endpoints(maps):
-        row = {name: one for name, one in value._asdict().items() if name != "flags"}
+        row = {name: field for name, field in value._asdict().items() if name != "flags"}
         config = typed.read_config(maps, IfIndex(value.ifindex))
         policy = {} if config is None else {name: getattr(config, name) for name in _POLICY_FIELDS}
         yield {"address": str(address), **_plain(row), **_plain(policy, "config")}
@@ -66,15 +66,15 @@ def _nodes(maps: NodeMaps) -> Iterator[Row]:
     addresses: dict[int, list[str]] = {}
     for address, number in node_maps.list_node_numbers(maps):
         addresses.setdefault(number, []).append(str(address))
-    for one in sorted(node_maps.list_nodes(maps), key=lambda node: node.number):
+    for row in sorted(node_maps.list_nodes(maps), key=lambda node: node.number):
         yield {
-            "node": one.number,
-            "address": str(one.outer),
-            "known_addresses": sorted(addresses.get(one.number, [])),
-            "mtu": one.mtu,
-            "flags": flag_names(abi.NodeFlags, one.flags),
-            "mac": one.mac,
-            "hops": [str(hop) for hop in one.hops],
+            "node": row.number,
+            "address": str(row.outer),
+            "known_addresses": sorted(addresses.get(row.number, [])),
+            "mtu": row.mtu,
+            "flags": flag_names(abi.NodeFlags, row.flags),
+            "mac": row.mac,
+            "hops": [str(hop) for hop in row.hops],
         }
 
 
@@ -171,12 +171,12 @@ def describe_maps(maps: NodeMaps, fills: Mapping[str, tuple[int, int]] | None = 
     return [
         {
             "name": name,
-            "type": bpf.MapType(one.info.type).name.lower().replace("_", "-"),
+            "type": bpf.MapType(own_map.info.type).name.lower().replace("_", "-"),
             "max_entries": capacity,
             "entries": entries,
         }
         for name, (own_name, _) in _READERS.items()
-        for one in [getattr(maps, own_name)]
+        for own_map in [getattr(maps, own_name)]
         for entries, capacity in [
             known.get(name) or (_count(maps, own_name), _capacity(maps, own_name))
         ]
@@ -186,15 +186,15 @@ def describe_maps(maps: NodeMaps, fills: Mapping[str, tuple[int, int]] | None = 
 def _capacity(maps: NodeMaps, own_name: str) -> int:
     if own_name == "pw_conntrack":
         return conntrack_maps.conntrack_capacity(maps)
-    found: bpf.Map = getattr(maps, own_name)
-    return found.info.max_entries
+    own_map: bpf.Map = getattr(maps, own_name)
+    return own_map.info.max_entries
 
 
 def _count(maps: NodeMaps, own_name: str) -> int:
     if own_name == "pw_conntrack":
         return conntrack_maps.count_conntrack(maps)
-    found: bpf.Map = getattr(maps, own_name)
-    return len(list(found.keys()))
+    own_map: bpf.Map = getattr(maps, own_name)
+    return len(list(own_map.keys()))
 
 
 def _plain(fields: Mapping[str, Any], kind: str = "") -> Row:

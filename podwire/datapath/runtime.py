@@ -35,7 +35,7 @@ def ask_versions(plugin: Path) -> tuple[str, ...]:
             timeout_s=_ASK_TIMEOUT_S,
         )
         said: Any = json.loads(done.stdout)
-        return tuple(str(one) for one in said["supportedVersions"])
+        return tuple(str(version) for version in said["supportedVersions"])
     except (PodwireError, ValueError, KeyError, TypeError) as error:
         _log.warning(
             "a plugin does not say which versions it speaks",

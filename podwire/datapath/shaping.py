@@ -115,17 +115,17 @@ def _apply(netlink: NetlinkSocket, index: IfIndex, wanted: TokenBucket | None) -
 def _compare(
     netlink: NetlinkSocket, index: IfIndex, wanted: TokenBucket | None, direction: str
 ) -> list[str]:
-    found = _find_bucket(netlink, index)
+    present = _find_bucket(netlink, index)
     if wanted is None:
-        return [] if found is None else [f"a rate limit {direction} is in force, wanted none"]
-    if found is None:
+        return [] if present is None else [f"a rate limit {direction} is in force, wanted none"]
+    if present is None:
         return [f"the rate limit {direction} is missing"]
-    if found.rate_bytes_per_s != wanted.rate_bytes_per_s:
+    if present.rate_bytes_per_s != wanted.rate_bytes_per_s:
         return [
-            f"the rate limit {direction} is {found.rate_bytes_per_s * 8} bit/s,"
+            f"the rate limit {direction} is {present.rate_bytes_per_s * 8} bit/s,"
             f" wanted {wanted.rate_bytes_per_s * 8}"
         ]
-    if found.limit_bytes != wanted.limit_bytes:
+    if present.limit_bytes != wanted.limit_bytes:
         return [f"the burst of the rate limit {direction} is not the wanted one"]
     return []
 

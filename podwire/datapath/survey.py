@@ -96,19 +96,19 @@ def survey_leftovers(bpf_dir: Path, hooks: OwnHooks | None = None) -> Sequence[s
     with NetlinkSocket() as netlink, Nftables() as tables:
         owned = list_devices(netlink)[0]
         routes = list_own_routes(netlink)
-        tunnels = [one for one in list_tunnels(netlink) if one.node_name is not None]
+        tunnels = [tunnel for tunnel in list_tunnels(netlink) if tunnel.node_name is not None]
         hooks.compare(netlink)
         attached, free = list_attached(netlink), list_free_hooks(netlink, hooks)
         has_table = bool(Masquerade(tables).compare())
-    found = [f"device {device.name} of endpoint {device.endpoint_id}" for device in owned]
-    found.extend(f"route to {route.destination}" for route in routes)
-    found.extend(f"tunnel device {one.link.name}" for one in tunnels)
-    found.extend(name_native(attached, free))
+    findings = [f"device {device.name} of endpoint {device.endpoint_id}" for device in owned]
+    findings.extend(f"route to {route.destination}" for route in routes)
+    findings.extend(f"tunnel device {tunnel.link.name}" for tunnel in tunnels)
+    findings.extend(name_native(attached, free))
     if has_table:
-        found.append(f"nftables table {NFT_TABLE}")
+        findings.append(f"nftables table {NFT_TABLE}")
     if bpf_dir.is_dir():
-        found.extend(f"pins {bpf_dir}/v{version}" for version in list_versions(bpf_dir))
-    return found
+        findings.extend(f"pins {bpf_dir}/v{version}" for version in list_versions(bpf_dir))
+    return findings
 
 
 def read_hooks(noted: str) -> OwnHooks:
@@ -128,12 +128,12 @@ def _look_at_tunnels(netlink: NetlinkSocket, port: int) -> list[Finding]:
         Finding(
             "tunnel",
             "warning",
-            f"VXLAN device {one.link.name!r} of somebody else is on UDP port {one.settings.port}",
-            f"remove it (ip link del {one.link.name}), or choose another `tunnel_port` on every"
+            f"VXLAN device {tunnel.link.name!r} of somebody else is on UDP port {tunnel.settings.port}",
+            f"remove it (ip link del {tunnel.link.name}), or choose another `tunnel_port` on every"
             " node; with native routing alone it does no harm",
         )
-        for one in list_tunnels(netlink)
-        if one.node_name is None and one.settings.port == port
+        for tunnel in list_tunnels(netlink)
+        if tunnel.node_name is None and tunnel.settings.port == port
     ]
 
 

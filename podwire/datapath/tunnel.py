@@ -75,7 +75,7 @@ GATEWAYS: Final[Mapping[int, IPAddress]] = {
 }
 """By family: the one next hop of every route through a flow-based device."""
 GATEWAY_MAC: Final = "0e:70:ff:ff:ff:ff"
-"""Where frames of this host go; receivers look at the packet only. Nobody's: it stands for no endpoint and no node."""
+"""Where frames of this host go; receivers look at the packet only. It belongs to no endpoint and no node."""
 CLASSIC_VNI: Final = 1
 IPV6_LEAST_MTU_BYTES: Final = 1280
 """RFC 8200, section 5."""
@@ -141,24 +141,24 @@ class FoundTunnel:
 
 def list_tunnels(netlink: NetlinkSocket) -> list[FoundTunnel]:
     """List every VXLAN device here, ours or not."""
-    found = []
+    tunnels = []
     for body in netlink.dump(list_links(kind=KIND)):
         settings = read_vxlan(body)
         if settings is not None:
             link = read_link(body)
-            found.append(FoundTunnel(link, settings, _owner(link)))
-    return found
+            tunnels.append(FoundTunnel(link, settings, _owner(link)))
+    return tunnels
 
 
 def find_tunnel(netlink: NetlinkSocket, node_name: str) -> FoundTunnel | None:
     """Find the node's own device."""
     own = list_own_tunnels(netlink, node_name)
-    return next((one for one in own if one.link.name == TUNNEL_DEVICE), None)
+    return next((tunnel for tunnel in own if tunnel.link.name == TUNNEL_DEVICE), None)
 
 
 def list_own_tunnels(netlink: NetlinkSocket, node_name: str) -> list[FoundTunnel]:
     """List the node's devices: one, and what somebody has given another name."""
-    return [one for one in list_tunnels(netlink) if one.node_name in ("", node_name)]
+    return [tunnel for tunnel in list_tunnels(netlink) if tunnel.node_name in ("", node_name)]
 
 
 def _owner(link: Link) -> str | None:
@@ -172,21 +172,21 @@ def _owner(link: Link) -> str | None:
 def find_foreign(netlink: NetlinkSocket, port: int, node_name: str) -> list[FoundTunnel]:
     """List the devices of others that stand in the way of a tunnel on `port`."""
     return [
-        one
-        for one in list_tunnels(netlink)
-        if one.node_name not in ("", node_name)
-        and (one.settings.port == port or one.link.name == TUNNEL_DEVICE)
+        tunnel
+        for tunnel in list_tunnels(netlink)
+        if tunnel.node_name not in ("", node_name)
+        and (tunnel.settings.port == port or tunnel.link.name == TUNNEL_DEVICE)
     ]
 
 
 def require_free(netlink: NetlinkSocket, port: int, node_name: str) -> None:
     """Raise ForeignObject when somebody else's device has the tunnel's port or name."""
-    for one in find_foreign(netlink, port, node_name):
-        name = one.link.name
-        whose = f"podwire's node {one.node_name!r}" if one.node_name else "somebody else"
+    for tunnel in find_foreign(netlink, port, node_name):
+        name = tunnel.link.name
+        whose = f"podwire's node {tunnel.node_name!r}" if tunnel.node_name else "somebody else"
         raise ForeignObject(
             f"use UDP port {port} for the tunnel: VXLAN device {name!r} on port"
-            f" {one.settings.port} belongs to {whose}",
+            f" {tunnel.settings.port} belongs to {whose}",
             hint=f"remove it (ip link del {name}), or choose another `tunnel_port` on every node",
         )
     body = netlink.find(get_link(name=TUNNEL_DEVICE))
@@ -204,51 +204,53 @@ def ensure_tunnel(netlink: NetlinkSocket, side: TunnelSide) -> tuple[int, list[s
     Raises ForeignObject when a process has the UDP port, KernelFailure, Unsupported.
     """
     differences = _remove_renamed(netlink, side.node_name)
-    found = find_tunnel(netlink, side.node_name)
-    if found is not None and _must_go(found.settings, side.settings):
+    tunnel = find_tunnel(netlink, side.node_name)
+    if tunnel is not None and _must_go(tunnel.settings, side.settings):
         differences.append(
-            f"tunnel device {TUNNEL_DEVICE!r} is {_shown(found.settings)},"
+            f"tunnel device {TUNNEL_DEVICE!r} is {_shown(tunnel.settings)},"
             f" wanted {_shown(side.settings)}: made anew"
         )
-        netlink.execute([delete_link(found.link.index)])
-        found = None
-    elif found is None:
+        netlink.execute([delete_link(tunnel.link.index)])
+        tunnel = None
+    elif tunnel is None:
         differences.append(f"tunnel device {TUNNEL_DEVICE!r} is missing")
-    if found is None:
-        found = _create(netlink, side)
+    if tunnel is None:
+        tunnel = _create(netlink, side)
         try:
-            _repair(netlink, side, found)
+            _repair(netlink, side, tunnel)
         except BaseException:
-            netlink.attempt([delete_link(found.link.index)])
+            netlink.attempt([delete_link(tunnel.link.index)])
             raise
-        return found.link.index, differences
-    return found.link.index, _repair(netlink, side, found)
+        return tunnel.link.index, differences
+    return tunnel.link.index, _repair(netlink, side, tunnel)
 
 
 def _remove_renamed(netlink: NetlinkSocket, node_name: str) -> list[str]:
     """Remove what is ours under another name: it has the UDP port, and a device that is up keeps its name in 6.1."""
     own = list_own_tunnels(netlink, node_name)
-    return _remove(netlink, [one.link for one in own if one.link.name != TUNNEL_DEVICE])
+    return _remove(netlink, [tunnel.link for tunnel in own if tunnel.link.name != TUNNEL_DEVICE])
 
 
 def remove_tunnel(netlink: NetlinkSocket, node_name: str) -> list[str]:
     """Remove the node's device, and with it its routes and neighbours; names it, or nothing when there is none."""
-    return _remove(netlink, [one.link for one in list_own_tunnels(netlink, node_name)])
+    return _remove(netlink, [tunnel.link for tunnel in list_own_tunnels(netlink, node_name)])
 
 
 def _remove(netlink: NetlinkSocket, links: Sequence[Link]) -> list[str]:
-    for failure in netlink.attempt([delete_link(one.index) for one in links]):
+    for failure in netlink.attempt([delete_link(link.index) for link in links]):
         if failure is not None and failure.errno not in _GONE:
             raise failure
-    return [f"tunnel device {one.name!r} is there, wanted none" for one in links]
+    return [f"tunnel device {link.name!r} is there, wanted none" for link in links]
 
 
-def _must_go(found: Vxlan, wanted: Vxlan) -> bool:
+def _must_go(settings: Vxlan, wanted: Vxlan) -> bool:
     """Tell what the kernel does not change on a living device."""
-    fixed = (found.port, found.flow_based, found.vni, found.learning)
+    fixed = (settings.port, settings.flow_based, settings.vni, settings.learning)
     if fixed != (wanted.port, wanted.flow_based, wanted.vni, wanted.learning):
         return True
-    versions = {None if one is None else one.version for one in (found.local, wanted.local)}
+    versions = {
+        None if address is None else address.version for address in (settings.local, wanted.local)
+    }
     return len(versions) > 1
 
 
@@ -264,22 +266,22 @@ def _create(netlink: NetlinkSocket, side: TunnelSide) -> FoundTunnel:
     failure = netlink.attempt([create_vxlan(end, side.settings)])[0]
     if failure is not None:
         raise _explain(failure, plan.port)
-    found = find_tunnel(netlink, side.node_name)
-    if found is None:
+    tunnel = find_tunnel(netlink, side.node_name)
+    if tunnel is None:
         raise KernelFailure(errno.ENODEV, "find the new device", TUNNEL_DEVICE)
-    return found
+    return tunnel
 
 
-def _repair(netlink: NetlinkSocket, side: TunnelSide, found: FoundTunnel) -> list[str]:
+def _repair(netlink: NetlinkSocket, side: TunnelSide, tunnel: FoundTunnel) -> list[str]:
     """Put right what differs. What a device needs before it is up comes before that."""
     differences: list[str] = []
-    index = found.link.index
+    index = tunnel.link.index
     differences += _repair_programs(netlink, index, side)
-    if found.link.mtu < IPV6_LEAST_MTU_BYTES <= side.plan.mtu_bytes:
+    if tunnel.link.mtu < IPV6_LEAST_MTU_BYTES <= side.plan.mtu_bytes:
         # The kernel takes IPv6 off a device whose MTU is too small for it, settings and all, and gives it back.
         netlink.execute([set_link(index, mtu=side.plan.mtu_bytes)])
     differences += _repair_settings(side)
-    differences += _repair_link(netlink, side, found)
+    differences += _repair_link(netlink, side, tunnel)
     differences += _repair_addresses(netlink, index, side.plan.addresses)
     differences += _repair_neighbours(netlink, index, side.all_neighbours())
     if side.plan.mode is TunnelMode.CLASSIC:
@@ -334,8 +336,8 @@ def _repair_settings(side: TunnelSide) -> list[str]:
     ]
 
 
-def _repair_link(netlink: NetlinkSocket, side: TunnelSide, found: FoundTunnel) -> list[str]:
-    link, plan = found.link, side.plan
+def _repair_link(netlink: NetlinkSocket, side: TunnelSide, tunnel: FoundTunnel) -> list[str]:
+    link, plan = tunnel.link, side.plan
     wanted: dict[str, tuple[object, object]] = {
         "alias": (link.alias, side.alias),
         "mtu": (link.mtu, plan.mtu_bytes),
@@ -348,9 +350,9 @@ def _repair_link(netlink: NetlinkSocket, side: TunnelSide, found: FoundTunnel) -
         if present != want
     ]
     requests: list[Request] = []
-    if found.settings.local != side.settings.local and side.settings.local is not None:
+    if tunnel.settings.local != side.settings.local and side.settings.local is not None:
         differences.append(
-            f"tunnel device {TUNNEL_DEVICE!r}: outer address is {found.settings.local},"
+            f"tunnel device {TUNNEL_DEVICE!r}: outer address is {tunnel.settings.local},"
             f" wanted {side.settings.local}"
         )
         requests.append(change_local(link.index, side.settings.local))
@@ -372,13 +374,13 @@ def _repair_link(netlink: NetlinkSocket, side: TunnelSide, found: FoundTunnel) -
 def _repair_addresses(
     netlink: NetlinkSocket, index: int, addresses: Iterable[IPAddress]
 ) -> list[str]:
-    wanted = {InterfaceAddress(index, one, one.max_prefixlen) for one in addresses}
+    wanted = {InterfaceAddress(index, address, address.max_prefixlen) for address in addresses}
     present = {read_address(body) for body in netlink.dump(list_addresses(index))}
     return _apply(
         netlink,
         f"address {{}} of {TUNNEL_DEVICE!r}",
-        {str(one.address): add_address(one) for one in wanted - present},
-        {str(one.address): delete_address(one) for one in present - wanted},
+        {str(address.address): add_address(address) for address in wanted - present},
+        {str(address.address): delete_address(address) for address in present - wanted},
     )
 
 
@@ -391,12 +393,20 @@ def _repair_neighbours(
         for body in netlink.dump(list_neighbours(index))
         if (one := read_neighbour(body)).permanent
     ]
-    present = {one.address: one for one in permanent}
+    present = {neighbour.address: neighbour for neighbour in permanent}
     return _apply(
         netlink,
         f"neighbour {{}} of {TUNNEL_DEVICE!r}",
-        {str(key): set_neighbour(one) for key, one in wanted.items() if present.get(key) != one},
-        {str(key): delete_neighbour(one) for key, one in present.items() if key not in wanted},
+        {
+            str(key): set_neighbour(neighbour)
+            for key, neighbour in wanted.items()
+            if present.get(key) != neighbour
+        },
+        {
+            str(key): delete_neighbour(neighbour)
+            for key, neighbour in present.items()
+            if key not in wanted
+        },
     )
 
 
@@ -404,13 +414,13 @@ def _repair_forwarding(
     netlink: NetlinkSocket, index: int, forwarding: Iterable[tuple[str, IPAddress]]
 ) -> list[str]:
     wanted = {mac: ForwardingEntry(index, mac, outer) for mac, outer in forwarding}
-    found = [read_forwarding(body) for body in netlink.dump(list_forwarding(index))]
-    present = {one.mac: one for one in found if one is not None}
+    entries = [read_forwarding(body) for body in netlink.dump(list_forwarding(index))]
+    present = {entry.mac: entry for entry in entries if entry is not None}
     return _apply(
         netlink,
         f"forwarding entry {{}} of {TUNNEL_DEVICE!r}",
-        {key: set_forwarding(one) for key, one in wanted.items() if present.get(key) != one},
-        {key: delete_forwarding(one) for key, one in present.items() if key not in wanted},
+        {key: set_forwarding(entry) for key, entry in wanted.items() if present.get(key) != entry},
+        {key: delete_forwarding(entry) for key, entry in present.items() if key not in wanted},
     )
 
 

@@ -59,7 +59,7 @@ CARRIED_MAPS: Final = (
 """In the order of filling: a device's row comes last, when all that it needs is there. A layout may lack some."""
 
 _MAPS_OF_FLOWS: Final = ("pw_conntrack", "pw_new_flows")
-"""Maps of maps: what stands in their slots is carried. Layout 2 and older ones have connections only."""
+"""Maps of maps: the inner maps in their slots are carried. Layout 2 and older ones have connections only."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def plan_conversion(
 def _join(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     """Merge pieces that stand side by side in both rows: most layouts differ in one place only."""
     joined: list[Piece] = []
-    for piece in sorted(pieces, key=lambda one: one.target):
+    for piece in sorted(pieces, key=lambda piece: piece.target):
         last = joined[-1] if joined else None
         if (
             last is not None
@@ -199,9 +199,9 @@ class OldLayout:
     def __enter__(self) -> "OldLayout":
         with ExitStack() as stack:
             for name in (*CARRIED_MAPS, *_MAPS_OF_FLOWS):
-                found = bpf.open_any_pinned_map(str(self.pins.maps / name))
-                if found is not None:
-                    self._maps[name] = stack.enter_context(found)
+                map_ = bpf.open_any_pinned_map(str(self.pins.maps / name))
+                if map_ is not None:
+                    self._maps[name] = stack.enter_context(map_)
             self._stack = stack.pop_all()
         return self
 
@@ -273,18 +273,19 @@ def resize_conntrack(maps: NodeMaps, capacities: Capacities) -> bool:
 def _replace_inner(outer: bpf.Map, opened: Iterable[bpf.Map], wanted: int) -> int:
     """Give the hashes in a map of maps another size; how many rows were copied, and one for each hash."""
     with ExitStack() as stack:
-        old = [stack.enter_context(one) for one in opened]
-        if all(one.info.max_entries == wanted for one in old):
+        old = [stack.enter_context(map_) for map_ in opened]
+        if all(map_.info.max_entries == wanted for map_ in old):
             return 0
         new = [
-            stack.enter_context(bpf.create_like(one, one.name, max_entries=wanted)) for one in old
+            stack.enter_context(bpf.create_like(map_, map_.name, max_entries=wanted))
+            for map_ in old
         ]
         pairs = list(zip(old, new, strict=True))
         flows = sum(_carry_flows(*pair) for pair in pairs)
         outer.update_batch(
             [
-                (index.to_bytes(4, "little"), one.fd.to_bytes(4, "little"))
-                for index, one in enumerate(new)
+                (index.to_bytes(4, "little"), map_.fd.to_bytes(4, "little"))
+                for index, map_ in enumerate(new)
             ]
         )
         return flows + sum(_carry_flows(*pair) for pair in pairs) + len(new)
@@ -300,9 +301,9 @@ def recount_usage(maps: NodeMaps) -> None:
         (flow.instance, flow.direction) for flow in list_conntrack(maps) if flow.value.charged
     )
     for instance, row in list_usage(maps):
-        found = counts[instance, abi.Direction.EGRESS], counts[instance, abi.Direction.INGRESS]
-        if row.connections != found:
-            fresh = row._replace(connections=found)
+        counted = counts[instance, abi.Direction.EGRESS], counts[instance, abi.Direction.INGRESS]
+        if row.connections != counted:
+            fresh = row._replace(connections=counted)
             maps.pw_usage.update(instance.to_bytes(4, "little"), fresh.pack())
 
 
@@ -332,19 +333,23 @@ def take_over(directory: Path, maps: NodeMaps, swap_programs: Callable[[], int])
 
 def open_attached(netlink: NetlinkSocket, node_name: str, opened: ExitStack) -> list[Program]:
     """Open the programs that this node's pods' devices and its tunnel have; `opened` gives them back."""
-    indexes = [one.index for one in list_devices(netlink)[0] if one.node_name == node_name]
+    indexes = [device.index for device in list_devices(netlink)[0] if device.node_name == node_name]
     tunnel = find_tunnel(netlink, node_name)
     if tunnel is not None:
         indexes.append(IfIndex(tunnel.link.index))
-    found = [
+    filters = [
         read_bpf_filter(body)
         for index in indexes
         for hook in (FROM_POD_HOOK, TO_POD_HOOK)
         for body in netlink.dump(list_filters(index, hook))
     ]
-    numbers = {one.program_id for one in found if one is not None and one.handle == FILTER_HANDLE}
+    numbers = {
+        filter_.program_id
+        for filter_ in filters
+        if filter_ is not None and filter_.handle == FILTER_HANDLE
+    }
     programs = (open_program_by_id(number) for number in sorted(numbers))
-    return [opened.enter_context(one) for one in programs if one is not None]
+    return [opened.enter_context(program) for program in programs if program is not None]
 
 
 def replace_programs(
@@ -363,19 +368,19 @@ def replace_programs(
         (TO_POD_HOOK, programs.to_pod_fd, "to_pod"),
         (FROM_POD_HOOK, programs.from_pod_fd, "from_pod"),
     )
-    owned = [one.index for one in list_devices(netlink)[0] if one.node_name == node_name]
+    owned = [device.index for device in list_devices(netlink)[0] if device.node_name == node_name]
     wanted = [
         (index, set_bpf_filter(index, hook, fd, name))
         for index in owned
         for hook, fd, name in hooks
     ]
-    found = find_tunnel(netlink, node_name)
-    if found is not None:
-        index = IfIndex(found.link.index)
+    own_tunnel = find_tunnel(netlink, node_name)
+    if own_tunnel is not None:
+        index = IfIndex(own_tunnel.link.index)
         owned.append(index)
         wanted += [
             (index, set_bpf_filter(index, hook, fd, name))
-            for hook, name, fd, _ in tunnel.hooks(is_flow_based=found.settings.flow_based)
+            for hook, name, fd, _ in tunnel.hooks(is_flow_based=own_tunnel.settings.flow_based)
         ]
     for host_index in list_attached(netlink):
         replace_attached(netlink, host_index, netdev)

@@ -110,7 +110,8 @@ class SqliteJournal:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 self._connection.executemany(
-                    "DELETE FROM endpoint WHERE id = ?", [(one,) for one in endpoint_ids]
+                    "DELETE FROM endpoint WHERE id = ?",
+                    [(endpoint_id,) for endpoint_id in endpoint_ids],
                 )
                 self._connection.execute("COMMIT")
             except sqlite3.Error:

@@ -44,19 +44,19 @@ def prepare(connection: sqlite3.Connection, path: str) -> None:
     Raises NewerData and StorageFailure; the file is then as it was.
     """
     newest = len(STEPS)
-    [found] = connection.execute("PRAGMA user_version").fetchone()
-    if found > newest:
+    [version] = connection.execute("PRAGMA user_version").fetchone()
+    if version > newest:
         raise NewerData(
-            f"open journal {path!r}: its layout is {found}, this podwire knows up to {newest}",
+            f"open journal {path!r}: its layout is {version}, this podwire knows up to {newest}",
             hint="run the newer podwire that wrote it, or drain the node and move the file away",
         )
     _refuse_foreign(connection, path)
     _refuse_damaged(connection, path)
-    if found == newest:
+    if version == newest:
         return
     connection.execute("BEGIN IMMEDIATE")
     try:
-        for step in STEPS[found:]:
+        for step in STEPS[version:]:
             _execute_all(connection, step)
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {newest}")

@@ -2,7 +2,7 @@
 
 Called by `datapath` (and by the packet tests). Never knows what a row means: keys and values are
 bytes here, and `datapath.maps` gives them types. Programs are in `kernel.bpf_program`, object files
-in `kernel.bpf_object`, the ring buffer in `kernel.bpf_ring`. Invariant: whoever holds a `Map` owns
+in `kernel.bpf_object`, the ring buffer in `kernel.bpf_ring`. Invariant: the holder of a `Map` owns
 one descriptor and closes it; a dropped open one raises ResourceWarning. Every failure is a
 KernelFailure that names the map or path. Thread-safe: the kernel serialises what needs it.
 """
@@ -353,12 +353,12 @@ def read_map_info(fd: int) -> MapInfo:
 
 def open_pinned_map(path: str, *, kind: MapType, key_size: int, value_size: int) -> Map | None:
     """Open a pinned map, None if there is none; another type or row size is refused (EINVAL)."""
-    found = open_any_pinned_map(path)
-    if found is None:
+    pinned = open_any_pinned_map(path)
+    if pinned is None:
         return None
-    info = found.info
+    info = pinned.info
     if (info.type, info.key_size, info.value_size) != (kind, key_size, value_size):
-        found.close()
+        pinned.close()
         raise KernelFailure(
             errno.EINVAL,
             "open pinned map",
@@ -367,7 +367,7 @@ def open_pinned_map(path: str, *, kind: MapType, key_size: int, value_size: int)
             f" expected type {int(kind)}, {key_size}+{value_size}",
             hint="another build wrote it with the same layout version",
         )
-    return found
+    return pinned
 
 
 def open_any_pinned_map(path: str) -> Map | None:

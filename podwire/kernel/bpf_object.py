@@ -66,22 +66,24 @@ class BpfObject:
         )
         if self._object == ffi.NULL:
             raise bpf.fail("open object", name, detail=_first_line(_messages()))
-        self._maps = {_text(lib.bpf_map__name(one)): one for one in self._walk_maps()}
+        self._maps = {_text(lib.bpf_map__name(handle)): handle for handle in self._walk_maps()}
         # libbpf forgets the declaration of inner maps at the load.
-        self._shapes = {name: _shape(one) for name, one in self._maps.items()}
-        self._programs = {_text(lib.bpf_program__name(one)): one for one in self._walk_programs()}
+        self._shapes = {name: _shape(handle) for name, handle in self._maps.items()}
+        self._programs = {
+            _text(lib.bpf_program__name(program)): program for program in self._walk_programs()
+        }
 
     def _walk_maps(self) -> Iterator[object]:
-        one = lib.bpf_object__next_map(self._object, ffi.NULL)
-        while one != ffi.NULL:
-            yield one
-            one = lib.bpf_object__next_map(self._object, one)
+        handle = lib.bpf_object__next_map(self._object, ffi.NULL)
+        while handle != ffi.NULL:
+            yield handle
+            handle = lib.bpf_object__next_map(self._object, handle)
 
     def _walk_programs(self) -> Iterator[object]:
-        one = lib.bpf_object__next_program(self._object, ffi.NULL)
-        while one != ffi.NULL:
-            yield one
-            one = lib.bpf_object__next_program(self._object, one)
+        handle = lib.bpf_object__next_program(self._object, ffi.NULL)
+        while handle != ffi.NULL:
+            yield handle
+            handle = lib.bpf_object__next_program(self._object, handle)
 
     def close(self) -> None:
         """Free the object and every map and program that nobody took out or pinned."""
@@ -146,7 +148,9 @@ class BpfObject:
             self._object, _CONSTANTS_SECTION.encode(), name.encode(), offset, size
         ):
             raise bpf.fail("set constant", name, detail=f"not in {self.name}")
-        section = next(one for key, one in self._maps.items() if key.endswith(_CONSTANTS_SECTION))
+        section = next(
+            handle for key, handle in self._maps.items() if key.endswith(_CONSTANTS_SECTION)
+        )
         memory = lib.pw_map_memory(section, ffi.new("size_t *"))
         raw = value.to_bytes(size[0], "little", signed=value < 0)
         ffi.memmove(memory + offset[0], raw, len(raw))
@@ -200,7 +204,7 @@ class BpfObject:
             raise KernelFailure(
                 errno.EINVAL, "create inner map", name, detail=f"{outer} is no map of maps"
             )
-        key_type, value_type = (self._find_struct(one) for one in rows)
+        key_type, value_type = (self._find_struct(row) for row in rows)
         if self._btf_fd < 0:
             self._btf_fd = lib.pw_load_btf(self._object)
             if self._btf_fd < 0:
@@ -248,15 +252,15 @@ def useful_lines(log: str) -> list[str]:
     return lines[-LOG_LINES_SHOWN:]
 
 
-def _shape(one: object) -> MapShape:
-    inner = lib.bpf_map__inner_map(one)
+def _shape(handle: object) -> MapShape:
+    inner = lib.bpf_map__inner_map(handle)
     return MapShape(
-        name=_text(lib.bpf_map__name(one)),
-        type=lib.pw_map_type(one),
-        key_size=lib.bpf_map__key_size(one),
-        value_size=lib.bpf_map__value_size(one),
-        max_entries=lib.bpf_map__max_entries(one),
-        flags=lib.bpf_map__map_flags(one),
+        name=_text(lib.bpf_map__name(handle)),
+        type=lib.pw_map_type(handle),
+        key_size=lib.bpf_map__key_size(handle),
+        value_size=lib.bpf_map__value_size(handle),
+        max_entries=lib.bpf_map__max_entries(handle),
+        flags=lib.bpf_map__map_flags(handle),
         inner=None if inner == ffi.NULL else _shape(inner),
     )
 

@@ -1,8 +1,8 @@
-"""Loaded BPF programs: what the kernel says of them, their pins, and test runs.
+"""Loaded BPF programs: their description by the kernel, their pins, and test runs.
 
-Called by `datapath.programs`, by the upgrade, and by the packet tests. Never loads (that is
-`kernel.bpf_object`) and never attaches (that is netlink's). Invariant: a `Program` owns one
-descriptor; a dropped open one raises ResourceWarning. Thread-safe.
+Called by `datapath.programs`, by the upgrade, and by the packet tests. Never loads a program (`kernel.bpf_object` does)
+and never attaches one (`kernel.rtnl.tc` does). Invariant: a `Program` owns one descriptor; one that is dropped open
+raises ResourceWarning. Thread-safe.
 """
 
 import errno

@@ -1,7 +1,7 @@
-"""Clock: time as the kernel counts it, and which boot it counts from.
+"""Time as the kernel counts it, and the boot that it counts from.
 
-Made once by `agent.node` and handed to whoever orders events. Must never read the wall clock:
-records are compared across clock steps and suspends, so only CLOCK_BOOTTIME will do.
+Made once by `agent.node` and handed to all parts that order events. Must never read the wall clock: records are
+compared across clock steps and suspends, which only CLOCK_BOOTTIME survives.
 """
 
 import os

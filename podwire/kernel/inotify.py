@@ -1,8 +1,8 @@
-"""FileWaker and DirectoryWaker: wait until somebody touches a file, or changes what a directory has.
+"""Wait until a file is touched (FileWaker), or until the content of a directory changes (DirectoryWaker).
 
-The first is opened by `agent.node` for the store's watches: the writer touches a file after its commit. The second is
-for the directories of a container runtime (`datapath.runtime`). Must never be the only sign of a change: events are
-dropped when nobody reads them, and what is replaced takes its watch along.
+`agent.node` opens the first for the store's watches: a writer touches a file after its commit. The second is for the
+directories of a container runtime (`datapath.runtime`). Must never be the only sign of a change: the kernel drops
+events that nobody reads, and a watch ends when the watched file is replaced.
 """
 
 import contextlib

@@ -1,11 +1,9 @@
-"""Netlink: frames, attributes, and a socket that sends many requests at once and hears which of them
-failed.
+"""Netlink: frames, attributes, and a socket that sends many requests at once and tells which of them failed.
 
-Used by `kernel.rtnl` builders and by everyone in `datapath` and `lab` who sends them. A socket
-stays bound to the namespace of the thread that opened it and may be used from any thread
-afterwards. Must never mix up answers: each request has its own sequence number, and late answers of
-an abandoned exchange are dropped. The kernel goes on after a failed request of a batch, so a
-request that must not run without its predecessor belongs in a later send.
+Used by `kernel.rtnl` builders and by all parts of `datapath` and `lab` that send what they build. A socket stays bound
+to the namespace of the thread that opened it and may be used from any thread afterwards. Must never mix up answers:
+each request has its own sequence number, and late answers of an abandoned exchange are dropped. The kernel continues
+after a failed request of a batch, so a request that must not run without its predecessor belongs in a later send.
 """
 
 import errno
@@ -100,17 +98,17 @@ def parse_attributes(data: bytes) -> Attributes:
     """Decode a list of attributes by number, the last of each; KernelFailure(EBADMSG) when it is
     cut short.
     """
-    found: Attributes = {}
+    attributes: Attributes = {}
     offset, end = 0, len(data)
     while offset + 4 <= end:
         length, kind = _ATTRIBUTE.unpack_from(data, offset)
         if length < 4 or offset + length > end:
             raise malformed(f"attribute of {length} bytes where {end - offset} are left")
-        found[kind & _NLA_TYPE_MASK] = data[offset + 4 : offset + length]
+        attributes[kind & _NLA_TYPE_MASK] = data[offset + 4 : offset + length]
         offset += (length + 3) & ~3
     if offset < end:
         raise malformed(f"{end - offset} bytes behind the last attribute")
-    return found
+    return attributes
 
 
 def unpack_body(layout: struct.Struct, body: bytes) -> tuple[tuple[int, ...], Attributes]:

@@ -1,9 +1,9 @@
-"""NetlinkEvents: waits until links, addresses, routes, filters or nftables of a network namespace change.
+"""NetlinkEvents: wait until links, addresses, routes, filters or nftables of a network namespace change.
 
-Opened by `datapath.node` for a duty that looks at the kernel again. Must never be the only sign of a change: the
-kernel tells what happened after it was opened only, and drops what nobody reads (which counts as a change). Bound to
-the namespace of the thread that opened it; any thread may wait. What is to be ignored for its device is dropped by a
-filter in the kernel: a thread that is woken to find nothing costs whoever holds the interpreter.
+Opened by `datapath.changes` for duties that look at the kernel again. Must never be the only sign of a change: the
+kernel reports only what happens after the socket was opened, and it drops events that nobody reads (which counts as a
+change). Bound to the namespace of the thread that opened it; any thread may wait. A filter in the kernel drops events
+of devices that are to be ignored, because every wake-up of a thread takes the interpreter from another one.
 """
 
 import ctypes
@@ -121,8 +121,8 @@ class NetlinkEvents:
 
     def take_lost(self) -> bool:
         """Tell, once, whether the kernel has dropped messages that nobody read: they may have been about anything."""
-        found, self._has_lost = self._has_lost, False
-        return found
+        lost, self._has_lost = self._has_lost, False
+        return lost
 
     def wake(self) -> None:
         """End `wait` on another thread; after `close` do nothing."""
@@ -192,7 +192,7 @@ def _high_bits(first_index: int) -> int:
 
 def _assemble(*instructions: tuple[int, int, int, int]) -> bytes:
     """Join instructions: code, jump if true, jump if false, constant."""
-    return b"".join(struct.pack("=HBBI", *one) for one in instructions)
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
 
 
 def _ignore_devices(first_index: int) -> bytes:

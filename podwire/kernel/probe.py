@@ -1,6 +1,6 @@
 """What this kernel can do: tried out, never guessed from its version.
 
-Asked by `doctor`, by STATUS and, after a failure only, by whoever wants to say why something
+Asked by `doctor`, by STATUS and, after a failure only, by callers that explain why something
 failed. Everything is tried in a throw-away namespace, so nothing is left and no device of the
 host is touched. An answer has three values; the one that means "I could not find out" is never
 remembered.
@@ -138,7 +138,7 @@ def _call_bpf(command: int, request: bytes) -> tuple[int, int]:
 
 
 def _try(*requests: Request) -> Answer:
-    """Send requests in a new namespace: done = yes, "no such kind" = no."""
+    """Send requests in a new namespace: success means yes, the error "no such kind" means no."""
     with netns.open_new() as home, NetlinkSocket.open_in(home.fileno()) as netlink:
         return _judge(netlink, requests)
 

@@ -1,10 +1,9 @@
-"""Children: started by posix_spawn alone, waited for by descriptor, ended with their whole
-group.
+"""Start children by posix_spawn alone, wait for them by descriptor, and end them with their whole group.
 
-Used for delegated plugins, hooks, `nft` and by the lab for agents and pods. The agent never
-forks: a child that shares nothing but its descriptors cannot run our code. A child that must see
-another network or mount namespace is spawned from a thread that entered it and then ends, so no
-thread of ours stays there. Invariant: no child outlives its deadline, and none is left unreaped.
+Used for delegated plugins, hooks, `nft` and by the lab for agents and pods. The agent never forks: a child that shares
+only descriptors with the agent cannot run the agent's code. A child that must be in another network or mount namespace
+is spawned from a thread that entered it and ends afterwards, so no thread of the agent stays there. Invariant: no child
+outlives its deadline, and none is left unreaped.
 """
 
 import contextlib
@@ -19,12 +18,13 @@ from typing import Final
 
 from podwire.kernel import netns
 from podwire.kernel.fd import Fd
-from podwire.model.errors import KernelFailure
+from podwire.model.errors import KernelFailure, Unavailable
 
 CLONE_NEWNS: Final = 0x00020000
 _CLONE_FS: Final = 0x00000200
 _OUTPUT_MAX_BYTES: Final = 1 << 20
 _CHUNK_BYTES: Final = 1 << 16
+_SHOWN_CHARACTERS: Final = 400
 _DEFAULT_SIGNALS: Final = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM)
 
 
@@ -89,7 +89,7 @@ class Child:
         self._pidfd.close()
 
     def release(self) -> None:
-        """Let the child run on by itself; whoever starts it this way must know how to end it."""
+        """Let the child run on by itself; the caller must know how to end it later."""
         self._pidfd.close()
 
     def _reap(self) -> None:
@@ -170,6 +170,19 @@ def run(
             if status is None:
                 raise _too_late(arguments[0])
     return Completed(status, *output)
+
+
+def run_helper(arguments: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> bytes:
+    """Run a program that gives credentials (`model.store.RunHelper`). Unavailable when it fails or takes too long."""
+    hint = "see `exec` in the kubeconfig: does it run by hand, with the agent's environment?"
+    try:
+        done = run(arguments, environment=environment, timeout_s=timeout_s)
+    except KernelFailure as error:
+        raise Unavailable(error.message, hint=hint) from error
+    if done.status:
+        said = done.stderr.decode(errors="replace").strip()[-_SHOWN_CHARACTERS:]
+        raise Unavailable(f"run {arguments[0]!r}: exit status {done.status}: {said}", hint=hint)
+    return done.stdout
 
 
 @dataclass(frozen=True)

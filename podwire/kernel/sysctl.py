@@ -1,9 +1,8 @@
 """Settings below /proc/sys/net, as the calling thread's network namespace has them.
 
-Called by the datapath on the host and, inside `netns.namespace`, in pods. Must never build a path
-from a part that could lead elsewhere: every part is one path component, checked, because interface
-names come from a request. A pid-1 mount of /proc/sys/net follows the namespace of whoever opens the
-file, so no path names a namespace.
+Called by the datapath on the host and, inside `netns.namespace`, in pods. Must never build a path from a part that
+could lead elsewhere: every part is checked to be one path component, because interface names come from a request. A
+mount of /proc/sys/net shows the namespace of the thread that opens the file, so no path names a namespace.
 """
 
 import errno

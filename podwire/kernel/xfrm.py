@@ -1,6 +1,6 @@
-"""Does this host encrypt by policy (IPsec)? What goes past its stack would go past that, too.
+"""Tell whether this host encrypts by policy (IPsec): a packet that bypasses its stack would not be encrypted.
 
-Called by `datapath.native`. Only asks. Messages and structures: include/uapi/linux/xfrm.h.
+Called by `datapath.native`. Changes nothing. Messages and structures: include/uapi/linux/xfrm.h.
 """
 
 import errno

@@ -1,6 +1,6 @@
 """The etcd of a lab: Debian's server on the underlay, where every node reaches it and a partition can cut it off.
 
-Used by `lab.labs`. Its files are the lab's, so that it can be stopped, killed and started again with what it had.
+Used by `lab.labs`. Its files belong to the lab, so it keeps its data when it is stopped or killed and started again.
 """
 
 import os
@@ -23,13 +23,13 @@ _LOG_FILE: Final = "etcd.log"
 
 def require_program() -> str:
     """Find etcd; InvalidRequest says how to get it."""
-    found = shutil.which(PROGRAM)
-    if found is None:
+    path = shutil.which(PROGRAM)
+    if path is None:
         raise InvalidRequest(
             "use the store etcd: there is no program 'etcd' in PATH",
             hint="apt-get install etcd-server, or use --store sqlite",
         )
-    return found
+    return path
 
 
 def start_store(plan: LabPlan, state: LabState) -> None:
@@ -41,7 +41,7 @@ def start_store(plan: LabPlan, state: LabState) -> None:
     log = os.open(
         plan.directory / _LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
     )
-    hosts = [f"[{one}]" if ":" in one else one for one in plan.store_addresses]
+    hosts = [f"[{address}]" if ":" in address else address for address in plan.store_addresses]
     clients = ",".join(f"http://{host}:{STORE_PORT}" for host in hosts)
     try:
         with netns.open_namespace(netns.named_path(plan.underlay_namespace)) as fd:
@@ -76,10 +76,12 @@ def _wait_until_open(plan: LabPlan, state: LabState) -> None:
     deadline = time.monotonic() + _START_DEADLINE_S
     with netns.open_namespace(netns.named_path(plan.underlay_namespace)) as fd:
         while time.monotonic() < deadline and is_running(state.store):
-            one = netns.run_in(fd.fileno(), lambda: socket.socket(family, socket.SOCK_STREAM))
-            with one:
-                one.settimeout(1)
-                if one.connect_ex((address, STORE_PORT)) == 0 and _is_healthy(one):
+            connection = netns.run_in(
+                fd.fileno(), lambda: socket.socket(family, socket.SOCK_STREAM)
+            )
+            with connection:
+                connection.settimeout(1)
+                if connection.connect_ex((address, STORE_PORT)) == 0 and _is_healthy(connection):
                     return
             time.sleep(0.02)
     end_process(state.store, signal.SIGKILL)
@@ -91,12 +93,12 @@ def _wait_until_open(plan: LabPlan, state: LabState) -> None:
     )
 
 
-def _is_healthy(one: socket.socket) -> bool:
+def _is_healthy(connection: socket.socket) -> bool:
     """Ask for `/health`, which is true as soon as it can read and write."""
     try:
-        one.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         answer = b""
-        while chunk := one.recv(4096):
+        while chunk := connection.recv(4096):
             answer += chunk
     except OSError:
         return False

@@ -1,7 +1,7 @@
-"""What breaks between machines: links that are down, and nodes that do not hear each other.
+"""Break the connections between machines of a lab: take links down, and partition nodes.
 
-Used by `lab.labs`. A partition is rules on the underlay: by port for frames that a bridge hands on, by address for
-packets that the underlay routes from one subnet to another, or takes for itself (the store).
+Used by `lab.labs`. A partition consists of rules on the underlay: rules by port for frames that a bridge forwards, and
+rules by address for packets that the underlay routes from one subnet to another or receives itself (the store).
 """
 
 from collections.abc import Sequence
@@ -55,15 +55,15 @@ def _run_nft(commands: str) -> None:
         nft.run(commands)
 
 
-def _port_rules(one: str, other: str) -> list[str]:
-    """Part two ports of one bridge, whatever addresses they speak under."""
-    return [f'iifname "{a}" oifname "{b}" drop' for a, b in ((one, other), (other, one))]
+def _port_rules(node: str, other: str) -> list[str]:
+    """Part two ports of node bridge, whatever addresses they speak under."""
+    return [f'iifname "{a}" oifname "{b}" drop' for a, b in ((node, other), (other, node))]
 
 
-def _address_rules(plan: LabPlan, one: str, other: str) -> list[str]:
+def _address_rules(plan: LabPlan, node: str, other: str) -> list[str]:
     """Part what the underlay routes or takes for itself: only nodes' own addresses are seen there."""
     rules = []
-    for left in addresses_of(plan, one):
+    for left in addresses_of(plan, node):
         for right in addresses_of(plan, other):
             if (":" in left) == (":" in right):
                 family = "ip6" if ":" in left else "ip"

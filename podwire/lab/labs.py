@@ -1,7 +1,8 @@
-"""Labs as a whole: up, run, rm, check, down. All or nothing: what fails half-way is taken back.
+"""Labs as a whole: up, run, rm, check, down. A command that fails half-way takes back what it did.
 
-The CLI's and the tests' way in. Every command works in a new process, from the lab's file alone; `down` removes
-everything also after agents were killed or the file was lost, because all that a lab makes can be found by its name.
+The CLI and the tests enter the lab here. Every command works in a new process, from the lab's file alone. `down`
+removes everything even after agents were killed or the file was lost, because all that a lab makes can be found by its
+name.
 """
 
 import contextlib
@@ -168,7 +169,7 @@ def locate(state: LabState, text: str) -> Place:
 
 
 def find_addresses(state: LabState, text: str) -> tuple[str, ...]:
-    """Give the addresses of a pod, node or `world`; an address stands for itself."""
+    """Give the addresses of a pod, node or `world`; an address is given as it is."""
     try:
         return (str(ipaddress.ip_address(text)),)
     except ValueError:
@@ -194,9 +195,9 @@ def down(name: str, *, progress: Progress = print) -> None:
 
 def _remove_everything(plan: LabPlan, state: LabState) -> None:
     inside = _list_namespaces(plan.name)
-    inodes = {os.stat(netns.named_path(one)).st_ino for one in inside}
+    inodes = {os.stat(netns.named_path(name)).st_ino for name in inside}
     known = [server.process for pod in state.pods for server in pod.servers]
-    # Whoever is in a namespace of the lab keeps it alive: agents that the file does not know, shells, commands.
+    # A process inside a namespace of the lab keeps it alive: an agent that the file does not know, a shell, a command.
     own = [] if state.store is None else [state.store]
     states.end_all([*known, *own, *state.agents.values(), *states.list_processes_in(inodes)])
     # A namespace takes its devices, routes and rules along; maps and programs live as long as their pins.
@@ -210,7 +211,7 @@ def _remove_everything(plan: LabPlan, state: LabState) -> None:
 
 
 def _list_namespaces(lab: str) -> list[str]:
-    return [one for one in netns.list_named() if one.startswith(f"pw.{lab}.")]
+    return [name for name in netns.list_named() if name.startswith(f"pw.{lab}.")]
 
 
 def _remove_tree(path: Path) -> None:
@@ -285,14 +286,14 @@ def _start_successor(state: LabState, node: NodePlan, progress: Progress) -> Non
             return
 
 
-def set_partition(lab: str, one: str, other: str) -> None:
+def set_partition(lab: str, node: str, other: str) -> None:
     """Let two nodes, or a node and the store, hear nothing of each other until `heal`."""
     with changed_state(lab) as state:
-        if one == other:
-            raise InvalidRequest(f"part {one!r} from itself", hint="name two nodes")
-        for place in (one, other):
+        if node == other:
+            raise InvalidRequest(f"part {node!r} from itself", hint="name two nodes")
+        for place in (node, other):
             faults.addresses_of(state.plan, place)
-        pair = (min(one, other), max(one, other))
+        pair = (min(node, other), max(node, other))
         if pair not in state.partitions:
             state.partitions.append(pair)
         faults.apply_partitions(state.plan, state.partitions)
@@ -322,7 +323,7 @@ def change_store(lab: str, action: str) -> None:
 def list_leftovers(*, running_too: bool) -> list[str]:
     """Name the labs that are not whole any more (no agent of theirs runs), or, `running_too`, all of them."""
     names = {path.name for root in (RUN_ROOT, PIN_ROOT) if root.is_dir() for path in root.iterdir()}
-    names |= {one.split(".")[1] for one in netns.list_named() if one.startswith("pw.")}
+    names |= {name.split(".")[1] for name in netns.list_named() if name.startswith("pw.")}
     return sorted(name for name in names if is_lab_name(name) and (running_too or not _is_up(name)))
 
 

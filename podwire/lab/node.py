@@ -1,7 +1,7 @@
-"""The nodes of a lab: network namespaces on one bridge, each with a real agent that knows of nothing but its own files.
+"""The nodes of a lab: network namespaces on one bridge, each with a real agent that sees only its own files.
 
-Used by `lab.labs`. An agent is started with the same program, configuration file and sockets as on a
-real machine; only its paths are the lab's.
+Used by `lab.labs`. An agent is started with the same program, configuration file and sockets as on a real machine; only
+its paths are the lab's.
 """
 
 import http.client
@@ -56,7 +56,10 @@ def create_network(plan: LabPlan) -> None:
         own = [*plan.routers[subnet]] if plan.routers else []
         if plan.shape.store != "sqlite" and subnet == 0:
             own += plan.store_underlay
-        commands += [f"addr add {one} dev {bridge}{' nodad' if ':' in one else ''}" for one in own]
+        commands += [
+            f"addr add {address} dev {bridge}{' nodad' if ':' in address else ''}"
+            for address in own
+        ]
     run_ip(plan.underlay_namespace, commands)
     if plan.routers:
         _let_forward(plan.underlay_namespace)
@@ -118,11 +121,14 @@ def _join(
             # neighbours from that address only: the first packet to every other node would come a second late.
             f"link set {UPLINK} addrgenmode none",
             *(
-                f"addr add fe80::{_host(one):x}/64 dev {UPLINK} nodad"
-                for one in addresses
-                if ":" in one
+                f"addr add fe80::{_host(address):x}/64 dev {UPLINK} nodad"
+                for address in addresses
+                if ":" in address
             ),
-            *(f"addr add {one} dev {UPLINK}{' nodad' if ':' in one else ''}" for one in addresses),
+            *(
+                f"addr add {address} dev {UPLINK}{' nodad' if ':' in address else ''}"
+                for address in addresses
+            ),
             f"link set {UPLINK} up",
             *more,
         ],
@@ -252,7 +258,7 @@ def _list_known(node: NodePlan) -> Mapping[str, Mapping[str, Any]]:
             connection.sock.settimeout(5)
             connection.sock.connect(str(node.directory / "api.sock"))
             connection.request("GET", "/v1/node")
-            return {one["name"]: one for one in json.loads(connection.getresponse().read())}
+            return {load["name"]: load for load in json.loads(connection.getresponse().read())}
     except (OSError, ValueError, http.client.HTTPException):
         return {}
 

@@ -41,14 +41,14 @@ class AttachFailed(PodwireError):
     @property
     def code(self) -> int:
         """The error's CNI number; 0 when the launcher gave none."""
-        found = self.reply.get("code")
-        return found if isinstance(found, int) else 0
+        code = self.reply.get("code")
+        return code if isinstance(code, int) else 0
 
 
 def launcher_program() -> str:
     """Find the launcher: PODWIRE_LAUNCHER, the one of this build, or the one in PATH."""
-    found = str(LAUNCHER) if LAUNCHER.exists() else LAUNCHER.name
-    return os.environ.get("PODWIRE_LAUNCHER") or found
+    program = str(LAUNCHER) if LAUNCHER.exists() else LAUNCHER.name
+    return os.environ.get("PODWIRE_LAUNCHER") or program
 
 
 def network_config(
@@ -111,7 +111,7 @@ def plan_pod(
     """Give a pod its names and its container id; Conflict when the name is taken."""
     check_pod_name(name)
     check_pod_name(namespace)
-    if name == WORLD or any(one.name == name for one in state.plan.nodes):
+    if name == WORLD or any(node.name == name for node in state.plan.nodes):
         raise InvalidRequest(
             f"create pod {namespace}/{name}: {name!r} is a place of the lab already",
             hint="choose another name",

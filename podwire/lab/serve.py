@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _let_go_of_the_terminal() -> None:
-    """Nobody reads what is said from now on, and whoever reads `lab run` from a pipe waits for its end."""
+    """Let go of stdout and stderr: nobody reads them from now on, and a reader of `lab run` waits for their end."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nowhere, fd)
@@ -57,33 +57,33 @@ def _let_go_of_the_terminal() -> None:
 
 
 def _open(family: socket.AddressFamily, port: int, protocol: str) -> socket.socket:
-    one = socket.socket(family, socket.SOCK_DGRAM if protocol == "udp" else socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_DGRAM if protocol == "udp" else socket.SOCK_STREAM)
     if family == socket.AF_INET6:
-        one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
     if protocol == "udp":
         if family == socket.AF_INET6:
-            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_RECVPKTINFO, 1)
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_RECVPKTINFO, 1)
         else:
-            one.setsockopt(socket.IPPROTO_IP, _IP_PKTINFO, 1)
+            listener.setsockopt(socket.IPPROTO_IP, _IP_PKTINFO, 1)
     else:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    one.bind(("", port))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("", port))
     if protocol != "udp":
-        one.listen(128)
-    return one
+        listener.listen(128)
+    return listener
 
 
-def _answer_datagram(one: socket.socket, who: str) -> None:
-    _, ancillary, _, peer = one.recvmsg(_REQUEST_MAX_BYTES, socket.CMSG_SPACE(20))
+def _answer_datagram(server: socket.socket, who: str) -> None:
+    _, ancillary, _, peer = server.recvmsg(_REQUEST_MAX_BYTES, socket.CMSG_SPACE(20))
     [(level, kind, info)] = ancillary
-    if one.family == socket.AF_INET6:
+    if server.family == socket.AF_INET6:
         # struct in6_pktinfo: address, device; the device is left to routing.
         own, back = info[:16], info[:16] + struct.pack("=I", 0)
     else:
         # struct in_pktinfo: device, local address, destination of the header.
         own, back = info[8:12], struct.pack("=I4s4s", 0, info[8:12], bytes(4))
-    line = f"{who} {socket.inet_ntop(one.family, own)} {peer[0]}\n"
-    one.sendmsg([line.encode()], [(level, kind, back)], 0, peer)
+    line = f"{who} {socket.inet_ntop(server.family, own)} {peer[0]}\n"
+    server.sendmsg([line.encode()], [(level, kind, back)], 0, peer)
 
 
 def _answer_connection(connection: socket.socket, who: str) -> None:

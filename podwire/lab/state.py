@@ -1,7 +1,8 @@
 """What a lab remembers between two commands: its plan, its pods, and which processes are its own.
 
-One JSON file per lab, replaced by rename under a lock, so that two commands at once do not lose each other's pods. A
-process is known by pid and start time: a pid that the kernel gave to somebody else is never taken for ours.
+There is one JSON file per lab. It is replaced by rename under a lock, so that two commands at once do not lose each
+other's pods. A process is identified by pid and start time, so another process that got a recycled pid is never taken
+for one of the lab.
 """
 
 import fcntl
@@ -200,12 +201,12 @@ def end_all(processes: Sequence[Process]) -> None:
     for process in (left := _wait_ended(processes, _GRACE_S)):
         _send(process, signal.SIGKILL)
     if _wait_ended(left, _END_DEADLINE_S):
-        raise Unavailable(f"end processes {', '.join(str(one.pid) for one in left)}")
+        raise Unavailable(f"end processes {', '.join(str(process.pid) for process in left)}")
 
 
 def list_processes_in(namespaces: Collection[int]) -> list[Process]:
     """Find the processes in network namespaces, known by their inode numbers; never this one."""
-    found = []
+    processes = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -214,8 +215,8 @@ def list_processes_in(namespaces: Collection[int]) -> list[Process]:
         except OSError:
             continue  # it ended meanwhile
         if inode in namespaces and (ticks := _start_ticks(int(entry.name))):
-            found.append(Process(int(entry.name), ticks))
-    return found
+            processes.append(Process(int(entry.name), ticks))
+    return processes
 
 
 def _send(process: Process, number: signal.Signals) -> None:

@@ -87,7 +87,7 @@ class NodePlan:
     pod_cidrs: tuple[str, ...]
     """Empty when it claims blocks of pools."""
     subnet: int = 0
-    """Which of UNDERLAYS it stands in."""
+    """Which of UNDERLAYS it is in."""
 
     @property
     def namespace(self) -> str:
@@ -177,10 +177,10 @@ class LabPlan:
             {
                 "apiVersion": "podwire.io/v1",
                 "kind": "IPPool",
-                "metadata": {"name": f"ipv{one.version}"},
-                "spec": {"cidr": str(one), "blockSize": POOL_BLOCK_SIZES[one.version]},
+                "metadata": {"name": f"ipv{network.version}"},
+                "spec": {"cidr": str(network), "blockSize": POOL_BLOCK_SIZES[network.version]},
             }
-            for one in networks
+            for network in networks
         ]
 
     @property

@@ -1,7 +1,7 @@
 """Packets between the parts of a lab: servers inside pods, and single connections with the time they took.
 
-Used by `lab.labs`, `lab connect`, `lab check` and tests. A connection is made by a thread that visits the source's
-namespace only to open its socket; the socket then stays there.
+Used by `lab.labs`, `lab connect`, `lab check` and tests. A thread visits the source's namespace only to open the socket
+of a connection; the socket stays bound to that namespace.
 """
 
 import ipaddress
@@ -106,15 +106,15 @@ def connect(
     begin = time.perf_counter()
     asked = 0
     try:
-        with socket_in(namespace, address, protocol) as one:
+        with socket_in(namespace, address, protocol) as connection:
             begin = time.perf_counter()
-            one.settimeout(timeout_s / tries)
-            one.connect((address, port))
+            connection.settimeout(timeout_s / tries)
+            connection.connect((address, port))
             while True:
                 asked += 1
-                one.sendall(_question(protocol, size_bytes))
+                connection.sendall(_question(protocol, size_bytes))
                 try:
-                    answer = _read_line(one, protocol)
+                    answer = _read_line(connection, protocol)
                     break
                 except TimeoutError:
                     if asked >= tries:
@@ -161,31 +161,33 @@ def ping(
     token = os.urandom(8)
     payload = token + bytes(max(size_bytes, 56) - len(token))
     begin = time.perf_counter()
-    asked, found = 0, False
+    asked, has_answered = 0, False
     try:
-        with _socket_of(namespace, family, socket.SOCK_RAW, protocol) as one:
-            _hear_only(one, reply, is_ipv4=is_ipv4)
+        with _socket_of(namespace, family, socket.SOCK_RAW, protocol) as connection:
+            _hear_only(connection, reply, is_ipv4=is_ipv4)
             begin = time.perf_counter()
-            one.connect((address, 0))
-            while not found and asked < tries:
+            connection.connect((address, 0))
+            while not has_answered and asked < tries:
                 asked += 1
-                one.send(_echo(request, payload, checksum=is_ipv4))
+                connection.send(_echo(request, payload, checksum=is_ipv4))
                 until = time.perf_counter() + timeout_s / tries
-                found = _await_echo(one, reply, token, until, skip_header=is_ipv4)
+                has_answered = _await_echo(connection, reply, token, until, skip_header=is_ipv4)
     except OSError as error:
         return Attempt(False, (time.perf_counter() - begin) * 1e3, _reason(error), max(asked, 1))
     taken_ms = (time.perf_counter() - begin) * 1e3
-    return Attempt(found, taken_ms, f"{len(payload)} bytes" if found else "timed out", asked)
+    return Attempt(
+        has_answered, taken_ms, f"{len(payload)} bytes" if has_answered else "timed out", asked
+    )
 
 
-def _hear_only(one: socket.socket, kind: int, *, is_ipv4: bool) -> None:
+def _hear_only(connection: socket.socket, kind: int, *, is_ipv4: bool) -> None:
     """Keep other messages from a raw socket: others' large echoes would fill it, and ours would be lost."""
     if is_ipv4:
-        one.setsockopt(_SOL_RAW, _ICMP_FILTER, struct.pack("=I", 0xFFFFFFFF & ~(1 << kind)))
+        connection.setsockopt(_SOL_RAW, _ICMP_FILTER, struct.pack("=I", 0xFFFFFFFF & ~(1 << kind)))
         return
     words = [0xFFFFFFFF] * 8
     words[kind >> 5] &= ~(1 << (kind & 31))
-    one.setsockopt(socket.IPPROTO_ICMPV6, _ICMP_FILTER, struct.pack("=8I", *words))
+    connection.setsockopt(socket.IPPROTO_ICMPV6, _ICMP_FILTER, struct.pack("=8I", *words))
 
 
 def _echo(kind: int, payload: bytes, *, checksum: bool) -> bytes:
@@ -202,13 +204,13 @@ def _echo(kind: int, payload: bytes, *, checksum: bool) -> bytes:
 
 
 def _await_echo(
-    one: socket.socket, kind: int, token: bytes, deadline: float, *, skip_header: bool
+    connection: socket.socket, kind: int, token: bytes, deadline: float, *, skip_header: bool
 ) -> bool:
     """Read until the answer with our token comes; raw sockets hear of everybody's."""
     while (left := deadline - time.perf_counter()) > 0:
-        one.settimeout(left)
+        connection.settimeout(left)
         try:
-            packet = one.recv(_DATAGRAM_MAX_BYTES)
+            packet = connection.recv(_DATAGRAM_MAX_BYTES)
         except TimeoutError:
             return False
         message = packet[(packet[0] & 0x0F) * 4 :] if skip_header else packet
@@ -242,11 +244,11 @@ def _socket_of(
         return netns.run_in(fd.fileno(), lambda: socket.socket(family, kind, protocol))
 
 
-def _read_line(one: socket.socket, protocol: str) -> str:
+def _read_line(connection: socket.socket, protocol: str) -> str:
     if protocol == "udp":
-        return one.recv(_REPLY_MAX_BYTES).decode(errors="replace").strip()
+        return connection.recv(_REPLY_MAX_BYTES).decode(errors="replace").strip()
     data = b""
-    while len(data) < _REPLY_MAX_BYTES and (chunk := one.recv(_REPLY_MAX_BYTES)):
+    while len(data) < _REPLY_MAX_BYTES and (chunk := connection.recv(_REPLY_MAX_BYTES)):
         data += chunk
     head, blank, body = data.partition(b"\r\n\r\n")
     text = (body if blank else head).decode(errors="replace").strip()

@@ -1,4 +1,5 @@
-"""What every back end requires of a document before it writes it (a kind, a name, JSON, a bounded size), and patches.
+"""What every back end requires of a document before it writes it (a kind, a name, JSON, a bounded size), patches, and
+the errors of writes that come too late.
 
 Used by the back ends. Pure. Invariant: what one back end accepts, every other accepts too.
 """
@@ -8,8 +9,8 @@ from typing import Any, Final
 
 import msgspec
 
-from podwire.model.errors import InvalidRequest
-from podwire.model.store import StoredObject
+from podwire.model.errors import Conflict, InvalidRequest, NotFound
+from podwire.model.store import ObjectKey, StoredObject
 
 DOCUMENT_MAX_BYTES: Final = 1 << 20
 """As JSON. etcd takes requests of 1.5 MiB by default, names and conditions included."""
@@ -45,3 +46,27 @@ def encode_document(new: StoredObject) -> bytes:
             hint="split it into several objects",
         )
     return encoded
+
+
+def none_there(verb: str, key: ObjectKey) -> NotFound:
+    """Make the error of a write to what does not exist."""
+    return NotFound(f"{verb} {key}: there is none", hint=f"see podwire get {key.kind}")
+
+
+def exists(key: ObjectKey, revision: int) -> Conflict:
+    """Make the error of creating what exists."""
+    at = f", at revision {revision}" if revision else ""
+    return Conflict(f"create {key}: it exists{at}", hint="update it, or delete it first")
+
+
+def changed(verb: str, key: ObjectKey, revision: int, expected: int) -> Conflict:
+    """Make the error of a revision that is no longer."""
+    return Conflict(
+        f"{verb} {key}: its revision is {revision}, no longer {expected}",
+        hint="somebody else has changed it: read it again and repeat",
+    )
+
+
+def made_anew(verb: str, key: ObjectKey) -> Conflict:
+    """Make the error of an object that has a successor of the same name."""
+    return Conflict(f"{verb} {key}: it was deleted and made anew", hint="read it again and repeat")

@@ -106,8 +106,8 @@ class SqliteLeases:
             self._closed = True
             watches, keeper = tuple(self._watches), self._keeper
             self._changed.notify_all()
-        for one in watches:
-            one.close()
+        for watch in watches:
+            watch.close()
         if keeper is not None:
             keeper.join()
         with self._lock:
@@ -142,18 +142,16 @@ class SqliteLeases:
         started_ns = _now_ns()
         until_ns = started_ns + int(lease.ttl_s * 1e9)
         with self._writing() as connection:
-            found = connection.execute(
+            row = connection.execute(
                 f"SELECT holder, token FROM lease WHERE name = ? AND {_ALIVE}",
                 (lease.name, self._boot, started_ns),
             ).fetchone()
             is_first = lease.until_ns == 0
             # Renewed by token: a second life of this holder may have it by now.
-            is_ours = found is None or (
-                found[0] == lease.holder if is_first else found[1] == lease.token
-            )
+            is_ours = row is None or (row[0] == lease.holder if is_first else row[1] == lease.token)
             if not is_ours:
                 raise Conflict(
-                    f"take lease {lease.name!r} for {lease.holder}: {found[0]} has it",
+                    f"take lease {lease.name!r} for {lease.holder}: {row[0]} has it",
                     hint="it is free when the holder gives it up, or when its time to live ends after the holder died",
                 )
             connection.execute(
@@ -167,29 +165,29 @@ class SqliteLeases:
         due_s: dict[SqliteLease, float] = {}
         while True:
             with self._changed:
-                held = [one for one in self._held if not one.taken_by]
+                held = [lease for lease in self._held if not lease.taken_by]
                 now_s = time.monotonic()
-                due_s = {one: due_s.get(one, now_s + one.ttl_s / 3) for one in held}
+                due_s = {lease: due_s.get(lease, now_s + lease.ttl_s / 3) for lease in held}
                 wait_s = min(due_s.values()) - now_s if due_s else None
                 if not self._closed and (wait_s is None or wait_s > 0):
                     self._changed.wait(wait_s)
                 if self._closed:
                     return
-            for one in [one for one in held if due_s[one] <= time.monotonic()]:
+            for lease in [lease for lease in held if due_s[lease] <= time.monotonic()]:
                 try:
-                    one.renew()
-                    due_s[one] = time.monotonic() + one.ttl_s / 3
+                    lease.renew()
+                    due_s[lease] = time.monotonic() + lease.ttl_s / 3
                 except (
                     PodwireError
                 ):  # the store's users hear of it; the lease itself tells that it is lost
-                    due_s[one] = time.monotonic() + min(one.ttl_s / 3, LOOK_EVERY_S)
+                    due_s[lease] = time.monotonic() + min(lease.ttl_s / 3, LOOK_EVERY_S)
 
     def _wake(self) -> None:
         self._file.touch()
         with self._changed:
             watches = tuple(self._watches)
-        for one in watches:
-            one.wake()
+        for watch in watches:
+            watch.wake()
 
     def _forget(self, watch: "SqliteLeaseWatch") -> None:
         with self._changed:
@@ -249,9 +247,9 @@ class SqliteLeaseWatch:
         deadline_s = time.monotonic() + timeout_s
         with self._reading:
             while not self._closed:
-                found, vanish_s = self._leases.read(self._prefix)
-                changes = compare_holders(self._holders, found)
-                self._holders, self.is_listed = found, True
+                holders, vanish_s = self._leases.read(self._prefix)
+                changes = compare_holders(self._holders, holders)
+                self._holders, self.is_listed = holders, True
                 left_s = deadline_s - time.monotonic()
                 if changes or left_s <= 0:
                     return changes

@@ -72,7 +72,7 @@ def load_manifests(raw: bytes, file: str) -> list[Manifest]:
     Raises InvalidRequest with a fault for each document that cannot be read; its path names file, document and line.
     """
     text = _decode(raw, file)
-    found: list[Manifest] = []
+    manifests: list[Manifest] = []
     faults: list[Fault] = []
     count = 0
     for number, (line, part) in enumerate(_split(text), 1):
@@ -89,21 +89,21 @@ def load_manifests(raw: bytes, file: str) -> list[Manifest]:
             if document is not None:
                 count += 1
                 place = Manifest({}, file, number, line + offset, text=own)
-                found += _flatten(place, document, faults)
+                manifests += _flatten(place, document, faults)
     if faults:
         raise _refuse(faults)
     if not count:
         raise _refuse([Fault(file, "holds no object")])
-    return found
+    return manifests
 
 
 def dump(documents: Sequence[Any]) -> str:
     """Write documents as YAML: keys in their order, words that other readers take for booleans or numbers quoted."""
     # Through JSON and back no two places share an object: no anchors are written.
-    plain = [json.loads(json.dumps(one)) for one in documents]
+    plain = [json.loads(json.dumps(document)) for document in documents]
     return "---\n".join(
-        yaml.dump(one, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
-        for one in plain
+        yaml.dump(piece, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
+        for piece in plain
     )
 
 
@@ -168,16 +168,16 @@ def _split(text: str) -> Iterator[tuple[int, str]]:
 
 def _load(part: str) -> list[tuple[Any, int, str]]:
     """Load one document: its value, in which line of it that begins, and its text. JSON may be several values."""
-    found = _load_json(part)
-    if found is None:
+    documents = _load_json(part)
+    if documents is None:
         _refuse_tricks(part)
         try:
-            found = [(_load_yaml(part), 0, part)]
+            documents = [(_load_yaml(part), 0, part)]
         except ValueError as error:
             raise _explain(part, str(error)) from None
-    for document, _, _ in found:
+    for document, _, _ in documents:
         _check(document, "", 1)
-    return found
+    return documents
 
 
 def _load_json(part: str) -> list[tuple[Any, int, str]] | None:
@@ -185,13 +185,13 @@ def _load_json(part: str) -> list[tuple[Any, int, str]] | None:
     if part.lstrip()[:1] not in ("{", "["):
         return None
     decoder = json.JSONDecoder(object_pairs_hook=_refuse_duplicates)
-    found = []
+    documents = []
     at = _skip_space(part, 0)
     try:
         while at < len(part):
             begin = at
             document, at = decoder.raw_decode(part, begin)
-            found.append((document, part.count("\n", 0, begin), part[begin:at]))
+            documents.append((document, part.count("\n", 0, begin), part[begin:at]))
             at = _skip_space(part, at)
     except json.JSONDecodeError:
         return None
@@ -199,7 +199,7 @@ def _load_json(part: str) -> list[tuple[Any, int, str]] | None:
         raise _Unreadable(f"is nested deeper than {DEPTH_MAX}") from None
     except ValueError as error:
         raise _Unreadable(f"has a number that is too long: {error}") from None
-    return found
+    return documents
 
 
 def _skip_space(text: str, at: int) -> int:
@@ -275,9 +275,9 @@ def _explain(part: str, message: str) -> _Unreadable:
     """Make one message of the loader's, with its line."""
     if message.startswith("TypeError"):
         return _Unreadable("has a key that is not text")
-    found = _LINE.search(message)
-    line = int(found[1]) if found else None
-    message = _LINE.sub("", message) if found else message
+    match = _LINE.search(message)
+    line = int(match[1]) if match else None
+    message = _LINE.sub("", message) if match else message
     if "recursion limit" in message:
         message = f"is nested deeper than {DEPTH_MAX}, or an alias holds itself"
     elif "more than one document" in message:
@@ -319,14 +319,14 @@ def _check(value: Any, path: str, depth: int) -> None:
     if depth > DEPTH_MAX:
         raise _Unreadable(f"is nested deeper than {DEPTH_MAX}")
     if isinstance(value, dict):
-        for key, one in value.items():
+        for key, member in value.items():
             _check_key(key, path)
-            if one.__class__ not in _HARMLESS:
-                _check(one, f"{path}.{key}" if path else key, depth + 1)
+            if member.__class__ not in _HARMLESS:
+                _check(member, f"{path}.{key}" if path else key, depth + 1)
     elif isinstance(value, list):
-        for index, one in enumerate(value):
-            if one.__class__ not in _HARMLESS:
-                _check(one, f"{path}[{index}]", depth + 1)
+        for index, item in enumerate(value):
+            if item.__class__ not in _HARMLESS:
+                _check(item, f"{path}[{index}]", depth + 1)
     elif isinstance(value, str):
         _check_text(value, path)
     elif isinstance(value, float) and not math.isfinite(value):
@@ -385,10 +385,10 @@ def _find_line(text: str, first: int, path: str) -> int | None:
         return None
     line = None
     for part in _PATH_PART.finditer(path):
-        found = _child(node, part)
-        if found is None:
+        child = _child(node, part)
+        if child is None:
             break
-        line, node = found
+        line, node = child
     return None if line is None else first + line
 
 

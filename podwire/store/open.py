@@ -3,22 +3,73 @@
 Called by `agent.node` and by object commands with `--store`. Decides only which back end is meant.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from podwire.model.errors import InvalidConfiguration, Unavailable
-from podwire.model.store import OpenWaker, Store
+from podwire.model.store import OpenWaker, RunHelper, Store
 from podwire.store.etcd.access import SCHEME as ETCD
 from podwire.store.etcd.access import StoreAccess, parse_endpoints, read_environment
 from podwire.store.late import LateStore
 from podwire.store.sqlite import SqliteStore
 from podwire.store.sqlite_watch import ThreadWaker
 
+if TYPE_CHECKING:
+    from podwire.store.kubernetes.api.access import Access
+
 SQLITE: Final = "sqlite://"
+KUBERNETES: Final = "kubernetes"
 PATIENT_S: Final = 3.0
 """How long one try to open may take when another one follows: an agent's pods wait for it."""
-__all__ = ["ETCD", "SQLITE", "StoreAccess", "list_hosts", "open_store", "read_environment"]
+__all__ = [
+    "ETCD",
+    "KUBERNETES",
+    "SQLITE",
+    "ClusterAccess",
+    "StoreAccess",
+    "list_hosts",
+    "open_store",
+    "read_cluster_environment",
+    "read_environment",
+]
+
+
+@dataclass(frozen=True)
+class ClusterAccess:
+    """How the API server of a cluster is reached."""
+
+    kubeconfig: str = ""
+    """Path of a file; "": as a pod reaches it."""
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Of this process: where a pod finds its API server, and what plugins for credentials get."""
+    node_name: str = ""
+    """Whose agent asks: of core Nodes and Pods it reads its own alone. "": all."""
+    run_helper: RunHelper | None = None
+    """Runs plugins for credentials; without it they are refused."""
+
+    def find(self) -> "Access":
+        """Find the API server. InvalidConfiguration when nothing says where it is."""
+        # Here, as certificates and YAML take their time to be imported.
+        from podwire.store.kubernetes.api.access import access_in_cluster  # noqa: PLC0415
+        from podwire.store.kubernetes.api.kubeconfig import load_kubeconfig  # noqa: PLC0415
+
+        if self.kubeconfig:
+            return load_kubeconfig(Path(self.kubeconfig), self.environment)
+        return access_in_cluster(self.environment)
+
+
+def read_cluster_environment(
+    environment: Mapping[str, str], run_helper: RunHelper | None = None
+) -> ClusterAccess:
+    """Find a kubeconfig as kubectl does; in a pod without one, its service account."""
+    home = Path(environment.get("HOME", "/")) / ".kube" / "config"
+    given = environment.get("PODWIRE_KUBECONFIG") or environment.get("KUBECONFIG", "")
+    if not given and "KUBERNETES_SERVICE_HOST" not in environment and home.exists():
+        given = str(home)
+    return ClusterAccess(given, environment, run_helper=run_helper)
 
 
 def open_store(
@@ -27,14 +78,19 @@ def open_store(
     open_waker: OpenWaker = ThreadWaker,
     create: bool = True,
     access: StoreAccess | None = None,
+    cluster: ClusterAccess | None = None,
     patient: bool = False,
 ) -> Store:
-    """Open `sqlite:///PATH` or `etcd://HOST:PORT[,HOST:PORT]`. `create`: make what is missing, else StorageFailure.
+    """Open `sqlite:///PATH`, `etcd://HOST:PORT[,HOST:PORT]` or `kubernetes`. `create`: make what is missing, else
+    StorageFailure.
 
-    `open_waker` is for a file, `access` for etcd. An etcd that does not answer is opened too: its calls raise
-    Unavailable until it does; with `patient` so is a file that is locked. Raises InvalidConfiguration for what is no
-    such URL and for credentials that are refused; StorageFailure, NewerData; for a file Unavailable unless `patient`.
+    `open_waker` is for a file, `access` for etcd, `cluster` for Kubernetes. A server that does not answer is opened
+    too: its calls raise Unavailable until it does; with `patient` so is a file that is locked. Raises
+    InvalidConfiguration for what is no such URL, for credentials that etcd refuses and for a kubeconfig that cannot be
+    used; StorageFailure, NewerData; for a file Unavailable unless `patient`.
     """
+    if url == KUBERNETES:
+        return _open_cluster(cluster or ClusterAccess())
     if url.startswith(ETCD):
         # Here, as it takes 0.1 s: most commands and many agents have no etcd.
         from podwire.store.etcd.store import EtcdStore  # noqa: PLC0415
@@ -44,16 +100,31 @@ def open_store(
     if not url.startswith(SQLITE) or not path.startswith("/") or path.endswith("/"):
         raise InvalidConfiguration(
             f"open store {url!r}: this podwire does not know such a store",
-            hint=f"write {SQLITE}/PATH, the absolute path of a file, or {ETCD}HOST:PORT",
+            hint=f"write {SQLITE}/PATH, the absolute path of a file, {ETCD}HOST:PORT or {KUBERNETES}",
         )
     return _open_file(Path(path), open_waker, create=create, patient=patient)
 
 
-def list_hosts(url: str) -> tuple[str, ...]:
+def list_hosts(url: str, cluster: ClusterAccess | None = None) -> tuple[str, ...]:
     """Give the names and addresses of the hosts that a store is on; () of a file. Raises InvalidConfiguration."""
+    if url == KUBERNETES:
+        return ((cluster or ClusterAccess()).find().host,)
     if not url.startswith(ETCD):
         return ()
     return tuple(dict.fromkeys(one.rpartition(":")[0] for one in parse_endpoints(url)))
+
+
+def _open_cluster(cluster: ClusterAccess) -> Store:
+    # Here, as for etcd.
+    from podwire.store.kubernetes.api.resources import selectors_of_node  # noqa: PLC0415
+    from podwire.store.kubernetes.store import KubernetesStore  # noqa: PLC0415
+
+    return KubernetesStore(
+        cluster.find(),
+        selectors=selectors_of_node(cluster.node_name) if cluster.node_name else None,
+        run_helper=cluster.run_helper,
+        name=cluster.node_name,
+    )
 
 
 def _open_file(path: Path, open_waker: OpenWaker, *, create: bool, patient: bool) -> Store:

@@ -60,17 +60,17 @@ class RememberedObjects:
     def load(self, kind: str) -> tuple[Sequence[StoredObject], int] | None:
         """Give what was said last of a kind, and the store's revision then; None when nothing ever was."""
         with self._lock, self._reported("read"):
-            found = self._connection.execute(
+            listed = self._connection.execute(
                 "SELECT revision FROM listed WHERE kind = ?", (kind,)
             ).fetchone()
-            if found is None:
+            if listed is None:
                 return None
             rows = self._connection.execute(
                 "SELECT namespace, name, uid, created, revision, document FROM object"
                 " WHERE kind = ? ORDER BY namespace, name",
                 (kind,),
             ).fetchall()
-            return [_make(kind, row) for row in rows], found[0]
+            return [_make(kind, row) for row in rows], listed[0]
 
     def find(self, key: ObjectKey) -> StoredObject | None:
         """Give one object as it was said last; None when there is none, or it cannot be read."""

@@ -17,10 +17,17 @@ from typing import Any, Final
 
 import msgspec
 
-from podwire.model.errors import Conflict, NotFound, Unavailable
+from podwire.model.errors import Unavailable
 from podwire.model.store import ObjectKey, OpenWaker, Revisions, StoredObject, UnreadableObject
 from podwire.model.store.promises import FULL, Promises
-from podwire.store.documents import encode_document, merge
+from podwire.store.documents import (
+    changed,
+    encode_document,
+    exists,
+    made_anew,
+    merge,
+    none_there,
+)
 from podwire.store.leases_sqlite import SqliteLeases
 from podwire.store.sqlite_file import open_file
 from podwire.store.sqlite_watch import SqliteWatch, ThreadWaker
@@ -119,10 +126,7 @@ class SqliteStore:
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._now()))
         with self._changing("write") as connection:
             if (found := self._find(connection, new.key)) is not None:
-                raise Conflict(
-                    f"create {new.key}: it exists, at revision {found[5]}",
-                    hint="update it, or delete it first",
-                )
+                raise exists(new.key, found[5])
             revision = _next_revision(connection)
             row = (*_columns(new.key), str(uuid.uuid4()), created, revision, document)
             connection.execute("INSERT INTO object VALUES (?, ?, ?, ?, ?, ?, ?)", row)
@@ -272,16 +276,11 @@ class SqliteStore:
         """Find what is to be changed, and check that it still is what the caller has seen."""
         found = self._find(connection, key)
         if found is None:
-            raise NotFound(f"{verb} {key}: there is none", hint=f"see podwire get {key.kind}")
+            raise none_there(verb, key)
         if uid and found[3] != uid:
-            raise Conflict(
-                f"{verb} {key}: it was deleted and made anew", hint="read it again and repeat"
-            )
+            raise made_anew(verb, key)
         if revision is not None and found[5] != revision:
-            raise Conflict(
-                f"{verb} {key}: its revision is {found[5]}, no longer {revision}",
-                hint="somebody else has changed it: read it again and repeat",
-            )
+            raise changed(verb, key, found[5], revision)
         return found
 
     def _log(

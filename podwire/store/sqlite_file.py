@@ -99,11 +99,11 @@ class StoreFile:
     def check_same(self) -> None:
         """Raise StorageFailure when the path leads to another file by now: nobody would see what is written."""
         try:
-            found = os.stat(self.path)
+            status = os.stat(self.path)
         except FileNotFoundError:
-            found = None
-        if found is None or (found.st_dev, found.st_ino) != self.identity:
-            done = "removed" if found is None else "replaced"
+            status = None
+        if status is None or (status.st_dev, status.st_ino) != self.identity:
+            done = "removed" if status is None else "replaced"
             raise StorageFailure(
                 f"use store {str(self.path)!r}: the file was {done} while it was open",
                 hint="stop every podwire that uses it, put the right file there, and start them again",
@@ -165,8 +165,8 @@ def open_file(path: Path, *, busy_timeout_s: float, create: bool) -> StoreFile:
         )
     with file.reported("open"):
         _make_private(path)
-        found = os.stat(path)
-    file = StoreFile(path, busy_timeout_s, (found.st_dev, found.st_ino))
+        status = os.stat(path)
+    file = StoreFile(path, busy_timeout_s, (status.st_dev, status.st_ino))
     with file.reported("open"), _one_at_a_time(file):
         connection = file.connect()
         try:

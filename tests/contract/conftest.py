@@ -11,11 +11,11 @@ from podwire.lab.kubernetes.api_server import ApiServer
 from podwire.model import wire
 from podwire.model.store import Store
 from podwire.store.etcd.store import EtcdStore
-from tests.contract import api_rig
+from tests.contract import api_rig, kubernetes_rig
 from tests.contract.etcd_rig import ENDPOINT_VARIABLE, Etcd, started
 from tests.contract.launcher_clients import CLIENTS, LAUNCHER, Run, build_launcher
 from tests.contract.proxy import Proxy
-from tests.contract.stores import BACK_ENDS, DEADLINE_S, Place, others_at_work
+from tests.contract.stores import BACK_ENDS, DEADLINE_S, KUBERNETES, Place, others_at_work
 
 
 @pytest.fixture(scope="session")
@@ -70,11 +70,22 @@ def own_api_server(tmp_path: Path) -> Iterator[ApiServer]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def own_kinds(
+    api_server: ApiServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ApiServer]:
+    """The API server that all tests share, with podwire's CRDs."""
+    with kubernetes_rig.serving(api_server, tmp_path_factory.mktemp("kubeconfig")):
+        yield api_server
+
+
 @pytest.fixture(params=BACK_ENDS)
 def back_end(request: pytest.FixtureRequest) -> str:
     """Give the name of a back end that is ready, and empty if it is podwire's own."""
     if request.param == "etcd":
         request.getfixturevalue("etcd").wipe()
+    if request.param == KUBERNETES:
+        request.getfixturevalue("own_kinds")
     return str(request.param)
 
 

@@ -15,6 +15,7 @@ from podwire.model.store import ObjectKey, Store, StoredObject, StoreEvent, Watc
 from podwire.model.store.kinds import IP_POOL, NAMESPACE, NETWORK_POLICY, WORKLOAD
 from podwire.store.etcd.store import EtcdStore
 from podwire.store.sqlite import SqliteStore
+from tests.contract import kubernetes_rig
 from tests.contract.etcd_rig import ENDPOINT_VARIABLE
 from tests.fakes.server_store import OthersAtWork, ServerStore
 from tests.waiting import wait_for
@@ -59,6 +60,10 @@ def open_server(directory: Path) -> ServerStore:
 @contextmanager
 def others_at_work(name: str, directory: Path) -> Iterator[None]:
     """Let others write to a server while a test runs."""
+    if name == KUBERNETES:
+        with kubernetes_rig.others_at_work():
+            yield
+        return
     if name != SERVER:
         yield
         return
@@ -76,6 +81,7 @@ def _as_server(store: Store) -> ServerStore:
 
 
 SERVER: Final = "server"
+KUBERNETES: Final = "kubernetes"
 OWN: Final = ("sqlite", "sqlite-inotify", "etcd")
 """Those that are podwire's own: nothing else writes to them."""
 
@@ -87,6 +93,7 @@ BACK_ENDS: dict[str, BackEnd] = {
     "etcd": BackEnd(
         lambda _directory: EtcdStore([os.environ[ENDPOINT_VARIABLE]], deadline_s=DEADLINE_S)
     ),
+    KUBERNETES: BackEnd(kubernetes_rig.open_store, kubernetes_rig.make_namespace),
     SERVER: BackEnd(open_server, lambda store, name: _as_server(store).make_namespace(name)),
 }
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from podwire.kernel.fd import Fd
-from podwire.kernel.spawn import Child, Place, run, start
-from podwire.model.errors import KernelFailure
+from podwire.kernel.spawn import Child, Place, run, run_helper, start
+from podwire.model.errors import KernelFailure, Unavailable
 from tests.kernel.conftest import Namespace
 
 
@@ -162,3 +162,25 @@ def test_a_daemon_that_keeps_the_streams_open_does_not_hold_up_the_answer() -> N
 def test_a_closed_output_does_not_end_the_wait_for_the_child() -> None:
     done = run(["sh", "-c", "exec >&- 2>&-; sleep 0.2; exit 7"], timeout_s=60)
     assert done.status == 7
+
+
+def test_a_helper_gives_what_it_wrote_and_knows_what_it_was_told() -> None:
+    environment = {**os.environ, "SAID": "secret"}
+    assert run_helper(["sh", "-c", 'echo "$SAID"'], environment, 60) == b"secret\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "timeout_s", "message"),
+    [
+        (["sh", "-c", "echo no rights >&2; exit 3"], 60, "exit status 3: no rights"),
+        (["sleep", "600"], 0.2, "did not end in time"),
+        (["pwt-no-such-program"], 60, "start 'pwt-no-such-program'"),
+    ],
+    ids=["fails", "hangs", "is not there"],
+)
+def test_a_helper_that_fails_is_unavailable(
+    command: list[str], timeout_s: float, message: str
+) -> None:
+    with pytest.raises(Unavailable, match=message) as caught:
+        run_helper(command, dict(os.environ), timeout_s)
+    assert "kubeconfig" in caught.value.hint

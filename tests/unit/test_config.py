@@ -68,6 +68,7 @@ OTHER_VALUES: dict[str, tuple[str, Any]] = {
     "etcd_key": ("/etc/x/node.key", "/etc/x/node.key"),
     "etcd_user": ("podwire", "podwire"),
     "etcd_password_file": ("/etc/x/password", "/etc/x/password"),
+    "kubeconfig": ("/etc/x/kubeconfig", "/etc/x/kubeconfig"),
     "routing": ("overlay", "overlay"),
     "tunnel_mode": ("classic", "classic"),
     "tunnel_port": ("4789", 4789),

@@ -29,6 +29,7 @@ from podwire.model.store.leases import IDENTITY_DUTY
 from podwire.store.sqlite import SqliteStore
 from tests.fakes.store import MemoryStore
 from tests.unit.test_identity_resolver import bring, make_record, put_namespace, put_workload
+from tests.waiting import wait_for
 
 
 class FakeClock:
@@ -111,6 +112,21 @@ def node(tmp_path: Path) -> Iterator[Node]:
     made = Node(MemoryStore(), tmp_path)
     yield made
     made.close()
+
+
+def test_a_change_of_labels_ends_the_pause_between_ticks(node: Node) -> None:
+    node.add(1, app="web")
+    node.tick()
+    before = node.record(1)
+    thread = threading.Thread(
+        target=node.duty.pause
+    )  # the clock stands still, so it never ends by itself
+    thread.start()
+    put_namespace(node.store, "default", team="a")
+    node.hear()
+    wait_for(lambda: node.record(1).identity != before.identity)
+    node.duty.close()
+    thread.join()
 
 
 def holds(node: Node) -> frozenset[int]:

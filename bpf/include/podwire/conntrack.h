@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /* conntrack.h: the memory of flows: find an entry, make one, let it go (rules 2, 4, 5).
  *
- * Flows stand in pw_new_flows, where they push out each other, until both sides have shown that they want them; then
- * they are connections and stand in pw_conntrack, which nobody pushes them out of. What finds no room there stays.
+ * A new flow is kept in pw_new_flows, where flows push out each other. When both sides have shown that they want it, it
+ * is a connection and moves to pw_conntrack, where nothing pushes it out. Without room there it stays where it is.
  * Entries are kept per endpoint: a flow between two local pods has one at each. The key is the tuple of the flow's
  * first packet with the endpoint's instance and the direction in which that packet crossed the endpoint's edge.
  * Whether an entry still allows anything is judged in judge.h.

@@ -24,9 +24,9 @@
  */
 const volatile __u32 pw_link_header_bytes = ETH_HLEN;
 
-/* A function that the verifier checks once and by itself, not anew for each way that leads to it. It takes its
- * arguments as if anything could stand in them: scalars, the packet, pointers to structs that have to be compared with
- * NULL. It can give no pointer back.
+/* A function that the verifier checks once and by itself, not anew for each path that leads to it. The verifier assumes
+ * any value in its arguments, which are scalars, the packet, and pointers to structs that have to be compared with NULL.
+ * It can return no pointer.
  */
 #define PW_CHECKED_ALONE __attribute__((noinline))
 

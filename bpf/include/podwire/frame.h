@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/* frame.h: the first look at a frame, and which addresses may stand in it. */
+/* frame.h: the first look at a frame, and which addresses it may have. */
 #ifndef PODWIRE_FRAME_H
 #define PODWIRE_FRAME_H
 

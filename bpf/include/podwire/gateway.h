@@ -71,8 +71,8 @@ PW_CHECKED_ALONE int answer_arp(struct __sk_buff *skb, struct pw_flow *flow)
 	return PW_DONE;
 }
 
-/* Writes the advertisement over the solicitation. Whoever asks from "::" is about to take the gateway's address for its
- * own, and is told so in public (RFC 4861 7.2.4).
+/* Writes the advertisement over the solicitation. A pod that asks from "::" is about to take the gateway's address as
+ * its own; the answer to it goes to all nodes (RFC 4861 7.2.4).
  */
 PW_CHECKED_ALONE int advertise_gateway(struct __sk_buff *skb, struct pw_flow *flow, bool probe)
 {
@@ -116,7 +116,7 @@ static __always_inline bool is_valid_solicitation(struct __sk_buff *skb, const s
 				   sizeof(*solicitation));
 }
 
-/* Neighbour discovery ends here, whoever it is addressed to. A pod that checks one of its own addresses for duplicates
+/* Neighbour discovery ends here, to whatever address it goes. A pod that checks one of its own addresses for duplicates
  * needs silence, and one that looks for routers has its route already.
  */
 PW_CHECKED_ALONE int answer_neighbour(struct __sk_buff *skb, struct pw_flow *flow)

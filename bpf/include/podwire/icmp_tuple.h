@@ -28,7 +28,7 @@ static __always_inline __u8 echo_reply_type(__u8 protocol)
 	return protocol == IPPROTO_ICMPV6 ? PW_ICMPV6_ECHO_REPLY : PW_ICMPV4_ECHO_REPLY;
 }
 
-/* Which enum pw_packet_flags an ICMP type stands for. */
+/* Gives the enum pw_packet_flags of an ICMP type. */
 static __always_inline __u16 icmp_flags(__u8 protocol, __u8 type)
 {
 	if (type == echo_request_type(protocol))

@@ -146,9 +146,9 @@ static __always_inline __u32 tunnel_device(void)
 	return settings ? settings->tunnel_ifindex : 0;
 }
 
-/* The identity of a sender beyond this host. An address of a node stands for everybody who was masqueraded behind it,
- * and one of our own blocks that comes from elsewhere is forged, as is that of a pod behind the tunnel which comes past
- * it: all count as the world. Only what such a pod has begun goes on, as its node may just be changing the way.
+/* The identity of a sender beyond this host. These count as the world: a node's address, which may hide any sender that
+ * was masqueraded; an address of our own blocks that comes from outside, which is forged; and an address of a pod behind
+ * the tunnel that comes without it. Flows that such a pod began go on, because its node may be changing the way.
  */
 static __noinline int address_identity(struct __sk_buff *skb, const struct pw_flow *flow,
 				       const struct pw_conntrack_value *entry)

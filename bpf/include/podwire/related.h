@@ -108,8 +108,8 @@ static __always_inline bool read_quote(struct __sk_buff *skb, const struct pw_fl
 	return read && quote_transport(skb, flow, quoted);
 }
 
-/* Finds the flow at the endpoint whose instance and direction stand in flow->key. The error goes to who sent what it
- * quotes, and comes from whom that was for, or from between.
+/* Finds the flow at the endpoint whose instance and direction are in flow->key. An error goes to the sender of the
+ * packet that it quotes. It comes from that packet's destination, or from a router on the way.
  */
 static __noinline struct pw_conntrack_value *
 find_related(struct __sk_buff *skb, struct pw_flow *flow, struct pw_match *match)

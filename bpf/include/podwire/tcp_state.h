@@ -53,8 +53,8 @@ static __always_inline __u8 close_side(struct pw_conntrack_value *entry, bool re
 	return (entry->flags & both) == both ? PW_TCP_CLOSED : PW_TCP_HALF_CLOSED;
 }
 
-/* Established takes an opener who has seen the answer: it acknowledges the SYN-ACK's very sequence number. Who forges a
- * sender's address does not see it. What began before anybody looked has no SYN-ACK: there both sides have to speak.
+/* A connection is established when its opener has seen the answer: it acknowledges the SYN-ACK's exact sequence number,
+ * which nobody sees who forges a sender's address. Without a recorded SYN-ACK both sides have to send.
  */
 static __always_inline __u8 open_further(struct pw_conntrack_value *entry,
 					 const struct pw_flow *flow, bool reply)

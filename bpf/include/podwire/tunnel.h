@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/* tunnel.h: what stands around a packet between two nodes: the key that the tunnel device reads and writes (rule 9).
+/* tunnel.h: what surrounds a packet between two nodes: the key that the tunnel device reads and writes (rule 9).
  *
  * The VNI is the sender's identity. A classic peer knows one VNI and looks at the frame's destination.
  */
@@ -69,7 +69,7 @@ static __always_inline bool has_tunnel_key(struct __sk_buff *skb)
 	       !bpf_skb_get_tunnel_key(skb, &key, sizeof(key), BPF_F_TUNINFO_IPV6);
 }
 
-/* Who sent a packet that came by the tunnel, and as whom. */
+/* Reads which node sent a packet that came by the tunnel, and the identity that it gives the sender. */
 static __always_inline bool read_tunnel_key(struct __sk_buff *skb, struct pw_tunnel_end *end)
 {
 	struct bpf_tunnel_key key = {};

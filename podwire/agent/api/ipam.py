@@ -108,21 +108,21 @@ def get_ipam(api: IpamApi, _call: Call) -> IpamView:
 
 def _published(api: IpamApi) -> dict[str, Collection[IPAddress]]:
     """Give what nodes say of their pods; this node's own addresses as they are now."""
-    found: dict[str, Collection[IPAddress]] = {}
+    addresses: dict[str, Collection[IPAddress]] = {}
     try:
-        for one in api.store.list(NODE_ENDPOINTS.plural)[0]:
+        for stored in api.store.list(NODE_ENDPOINTS.plural)[0]:
             try:
-                found[one.key.name] = frozenset(decode_endpoints(one).identities)
+                addresses[stored.key.name] = frozenset(decode_endpoints(stored).identities)
             except InvalidRequest:
                 continue
     except Unavailable:
         pass
-    found[api.config.current.node.node_name] = _held(api)
-    return found
+    addresses[api.config.current.node.node_name] = _held(api)
+    return addresses
 
 
 def _held(api: IpamApi) -> frozenset[IPAddress]:
-    return frozenset(one for held in api.ipam.holders().values() for one in held.addresses)
+    return frozenset(address for held in api.ipam.holders().values() for address in held.addresses)
 
 
 def _pool_views(
@@ -148,29 +148,31 @@ def _pool_views(
             nodes=tuple(
                 PoolNodeView(
                     node=node,
-                    blocks=one.blocks,
-                    capacity=one.capacity,
-                    used=one.used,
-                    free=one.free,
-                    borrowed=one.borrowed,
+                    blocks=counted.blocks,
+                    capacity=counted.capacity,
+                    used=counted.used,
+                    free=counted.free,
+                    borrowed=counted.borrowed,
                 )
-                for node, one in count.nodes.items()
+                for node, counted in count.nodes.items()
             ),
         )
 
 
 def _borrowed_views(ipam: PoolIpam, claimed: Iterable[ClaimedAddress]) -> Iterable[BorrowedView]:
-    for one in sorted(claimed, key=lambda one: (one.address.version, int(one.address))):
-        pool = ipam.known.find_pool(one.address)
-        cidr = pool.block_of(one.address) if pool is not None else None
+    for address in sorted(
+        claimed, key=lambda address: (address.address.version, int(address.address))
+    ):
+        pool = ipam.known.find_pool(address.address)
+        cidr = pool.block_of(address.address) if pool is not None else None
         block = ipam.known.blocks.get(cidr) if cidr is not None else None
         yield BorrowedView(
-            ip=str(one.address),
-            node=one.node,
-            pool=one.pool,
+            ip=str(address.address),
+            node=address.node,
+            pool=address.pool,
             block=str(cidr or ""),
             block_node=block.node if block is not None else "",
-            handle=str(one.key),
+            handle=str(address.key),
         )
 
 
@@ -196,8 +198,8 @@ def check_ipam(api: IpamApi, _call: Call) -> IpamCheck:
         ok=not faults,
         checked=checked,
         faults=tuple(
-            IpamFault(ip=one.address, problem=one.problem, releasable=one.releasable)
-            for one in faults
+            IpamFault(ip=fault.address, problem=fault.problem, releasable=fault.releasable)
+            for fault in faults
         ),
     )
 
@@ -210,8 +212,8 @@ def _view_cluster(api: IpamApi, ipam: PoolIpam) -> ClusterView:
         node=ipam.known.node,
         living=_living(api) | {ipam.known.node},
         pools=decode_pools(api.store.list(IP_POOL.plural)[0]),
-        blocks=[one for one in blocks if one is not None],
-        claimed=[one for one in claimed if one is not None],
+        blocks=[block for block in blocks if block is not None],
+        claimed=[claim for claim in claimed if claim is not None],
         published=_published(api),
         held=_held(api),
     )
@@ -251,7 +253,7 @@ def _release_claimed(api: IpamApi, address: IPAddress) -> bool:
             f"release {address}: node {claimed.node} has it for {claimed.key}",
             hint=f"ask that node: podwire ipam release --ip {address} --node {claimed.node}",
         )
-    if is_own and all(one.address != address for one in api.pools.list_unheld()):
+    if is_own and all(claimed.address != address for claimed in api.pools.list_unheld()):
         return False
     api.store.delete(stored.key, revision=stored.revision, uid=stored.uid)
     return True
@@ -259,7 +261,7 @@ def _release_claimed(api: IpamApi, address: IPAddress) -> bool:
 
 def _living(api: IpamApi) -> frozenset[str]:
     """Name the nodes that have an object or a living lease."""
-    named = frozenset(one.key.name for one in api.store.list(NODE.plural)[0])
+    named = frozenset(stored.key.name for stored in api.store.list(NODE.plural)[0])
     return named | (list_living_nodes(api.store.leases()) or frozenset())
 
 

@@ -49,9 +49,9 @@ class NodesApi(Protocol):
 def list_nodes(api: NodesApi, _call: Call) -> list[NodeView]:
     """Show the nodes that this one knows, itself first."""
     alive = _ask_who_lives(api.store)
-    known = {one.facts.name: one for one in api.nodes.list_nodes()}
+    known = {known.facts.name: known for known in api.nodes.list_nodes()}
     own = known.pop(api.config.current.node.node_name, None)
-    return [_view_own(api, own), *(_view(one, alive) for one in known.values())]
+    return [_view_own(api, own), *(_view(node, alive) for node in known.values())]
 
 
 def _ask_who_lives(store: Store) -> frozenset[str] | None:

@@ -29,7 +29,7 @@ class ObjectsApi(Protocol):
 class AppliedView(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one object. `before` and `after` are its documents; only a dry run tells them.
 
-    `revision`: the store's that holds it, for whoever waits until a policy is enforced.
+    `revision`: the store's that holds it, for clients that wait until a policy is enforced.
     """
 
     kind: str
@@ -54,19 +54,20 @@ def list_objects(api: ObjectsApi, call: Call) -> ObjectList:
     """Show all objects of a kind, or those of one namespace."""
     kind = _kind(call)
     namespace = call.query.get("namespace")
-    found, revision = api.store.list(kind.plural, namespace if kind.namespaced else None)
+    objects, revision = api.store.list(kind.plural, namespace if kind.namespaced else None)
     return ObjectList(
-        metadata={"resourceVersion": str(revision)}, items=[show_document(one) for one in found]
+        metadata={"resourceVersion": str(revision)},
+        items=[show_document(stored) for stored in objects],
     )
 
 
 def get_object(api: ObjectsApi, call: Call) -> dict[str, Any]:
     """Show one object."""
     key = _key(call)
-    found = api.store.get(key)
-    if found is None:
+    stored = api.store.get(key)
+    if stored is None:
         raise NotFound(f"get {key}: there is none", hint=f"see podwire get {key.kind}")
-    return show_document(found)
+    return show_document(stored)
 
 
 def put_one(api: ObjectsApi, call: Call) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def apply_all(api: ObjectsApi, call: Call) -> list[AppliedView]:
     """Make many objects so: all are checked before the first is written."""
     namespace, dry = str(call.query.get("namespace", "")), _is_dry(call)
     done = apply_documents(api.store, call.body, namespace=namespace, dry_run=dry)
-    return [_view(one, dry=dry) for one in done]
+    return [_view(applied, dry=dry) for applied in done]
 
 
 def _after(done: Applied) -> StoredObject:

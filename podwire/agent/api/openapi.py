@@ -107,13 +107,13 @@ def _operation(route: Route, schema_of: Mapping[str, Any]) -> dict[str, Any]:
         for match in _PLACEHOLDER.finditer(route.path)
     ] + [
         {
-            "name": one.name,
+            "name": parameter.name,
             "in": "query",
             "required": False,
-            "description": one.about,
-            "schema": {"type": one.kind},
+            "description": parameter.about,
+            "schema": {"type": parameter.kind},
         }
-        for one in route.query
+        for parameter in route.query
     ]
     words = [re.sub(r"\W", "", part) for part in route.path.split("/") if part]
     operation: dict[str, Any] = {

@@ -92,8 +92,8 @@ def policy_totals(readers: PolicyReaders, config: AgentConfig) -> PolicyTotals:
         not_in_force=(
             *(f"{key}: {why}" for key, why in sorted(readers.objects.problems.items())),
             *(
-                f"identity {one.identity}: {describe_failure(one)}"
-                for one in readers.enforcer.failures
+                f"identity {failure.identity}: {describe_failure(failure)}"
+                for failure in readers.enforcer.failures
             ),
         ),
     )
@@ -114,7 +114,7 @@ def _describe_policies(readers: PolicyReaders) -> list[PolicyView]:
     }
     for failure in readers.enforcer.failures:
         why = f"identity {failure.identity} keeps what it had: {failure.error.message}"
-        problems |= {one: why for one in failure.policies if one not in problems}
+        problems |= {policy: why for policy in failure.policies if policy not in problems}
     selected = _count_selected(readers)
     rules = dict(readers.objects.rules)
     views = []
@@ -167,12 +167,14 @@ def _judged_as(endpoint: Endpoint) -> int:
 def list_selectors(api: Api, _call: Call) -> list[SelectorView]:
     """Show the selectors in use and whom they select."""
     with api.turn:
-        found = api.policy.engine.list_selectors()
+        selectors = api.policy.engine.list_selectors()
     return [
         SelectorView(
-            selector=one["selector"], users=one["users"], identities=tuple(one["identities"])
+            selector=description["selector"],
+            users=description["users"],
+            identities=tuple(description["identities"]),
         )
-        for one in found
+        for description in selectors
     ]
 
 

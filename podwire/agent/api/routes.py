@@ -173,7 +173,9 @@ def get_healthz(api: Api, _call: Call) -> views.HealthView:
         failing = [check for check in api.health.checks() if check.critical and not check.ok]
         raise errors.Unavailable(
             "serve: the agent is not ready: "
-            + ("; ".join(f"{one.name}: {one.message}" for one in failing) or "it is starting"),
+            + (
+                "; ".join(f"{check.name}: {check.message}" for check in failing) or "it is starting"
+            ),
             hint="see `podwire status --verbose` and the agent's log",
         )
     return views.HealthView(ready=True, failing=())
@@ -190,7 +192,7 @@ def get_status(api: Api, _call: Call) -> views.StatusView:
         pid=os.getpid(),
         store=views.StoreView(
             kind=config.store.store.partition(":")[0],
-            ok=all(one.ok for one in api.health.checks() if one.name == "store"),
+            ok=all(check.ok for check in api.health.checks() if check.name == "store"),
         ),
         datapath=views.DatapathView(
             mode=config.datapath.datapath,
@@ -272,7 +274,9 @@ def get_endpoint_labels(api: Api, call: Call) -> views.LabelsView:
 def list_identities(api: Api, _call: Call) -> list[views.IdentityView]:
     """Show the identities that exist."""
     known = api.policy.resolver.allocator.known
-    return views.identity_views(describe_identities(known, [one.record for one in api.table]))
+    return views.identity_views(
+        describe_identities(known, [endpoint.record for endpoint in api.table])
+    )
 
 
 def get_identity(api: Api, call: Call) -> views.IdentityView:

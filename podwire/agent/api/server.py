@@ -216,8 +216,8 @@ class ApiServer:
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for one in waits:
-                one.cancel()
+            for wait in waits:
+                wait.cancel()
 
 
 @contextlib.asynccontextmanager
@@ -282,24 +282,24 @@ async def _read_body(request: web.Request, route: Route) -> Any:
 
 
 def _read_query(request: web.Request, known: tuple[Parameter, ...]) -> Mapping[str, Any]:
-    kinds = {one.name: one.kind for one in known}
-    found: dict[str, Any] = {}
+    kinds = {parameter.name: parameter.kind for parameter in known}
+    query: dict[str, Any] = {}
     faults: list[Fault] = []
     for name, text in request.query.items():
-        if name not in kinds or name in found:
+        if name not in kinds or name in query:
             faults.append(
-                Fault(name, "comes twice" if name in found else "is not a parameter here")
+                Fault(name, "comes twice" if name in query else "is not a parameter here")
             )
             continue
         value = _read_parameter(kinds[name], text)
         if value is None:
             faults.append(Fault(name, f"is {text!r}, not {_MEANT[kinds[name]]}"))
         else:
-            found[name] = value
+            query[name] = value
     if faults:
         listed = "; ".join(f"{fault.path} {fault.message}" for fault in faults)
         raise InvalidRequest(f"read the query: {listed}", faults=tuple(faults))
-    return found
+    return query
 
 
 _MEANT = {"integer": "a whole number from 0 to 999999999", "boolean": "true or false"}

@@ -330,15 +330,15 @@ def identity_views(described: Iterable[IdentityDescription]) -> list[IdentityVie
     """Show identities."""
     return [
         IdentityView(
-            id=one.id,
-            labels=one.labels,
-            named_ports=one.named_ports,
-            source=one.source,
-            state=one.state,
-            endpoints=one.endpoints,
-            endpoint_ids=one.endpoint_ids,
+            id=identity.id,
+            labels=identity.labels,
+            named_ports=identity.named_ports,
+            source=identity.source,
+            state=identity.state,
+            endpoints=identity.endpoints,
+            endpoint_ids=identity.endpoint_ids,
         )
-        for one in described
+        for identity in described
     ]
 
 

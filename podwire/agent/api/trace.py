@@ -91,7 +91,7 @@ def trace_flow(api: Api, call: Call) -> TraceView:
         egress=_half(answer["egress"]),
         why=(*_name_not_in_force(readers.table, asked), *answer["why"]),
         revision=answer["revision"],
-        known_ends=sum(one.endpoint and one.address is not None for one in (source, target)),
+        known_ends=sum(party.endpoint and party.address is not None for party in (source, target)),
     )
 
 
@@ -117,7 +117,9 @@ def _read_end(
 ) -> Party | None:
     kind, colon, rest = text.partition(":")
     if not colon:
-        named = {str(one.name).lower().replace("_", "-"): int(one) for one in Reserved}
+        named = {
+            str(reserved.name).lower().replace("_", "-"): int(reserved) for reserved in Reserved
+        }
         if text in named:
             return Party(IdentityFacts(named[text], RESERVED_LABELS[named[text]]))
         faults.append(Fault(path, f"is {text!r}: no entity ({', '.join(named)})"))
@@ -138,7 +140,7 @@ def _pod_party(endpoint: Endpoint, family: int, path: str, faults: list[Fault]) 
     record = endpoint.record
     facts = IdentityFacts(record.identity, record.identity_labels, record.named_ports)
     addresses = map(ipaddress.ip_address, record.addresses)
-    address = next((one for one in addresses if one.version == family), None)
+    address = next((address for address in addresses if address.version == family), None)
     if address is None:
         name = f"{record.namespace}/{record.pod}"
         faults.append(Fault(path, f"is pod {name}, which has no IPv{family} address"))

@@ -114,7 +114,7 @@ class Caller:
 
 
 def _answer_later(_result: AttachResult | None) -> None:
-    """Leave the answer to whoever waits for the result."""
+    """Leave the answer to the task that waits for the result."""
 
 
 @dataclass(eq=False)

@@ -70,7 +70,7 @@ class Received:
         return self.descriptors[0] if self.frame.has_netns else None
 
     def close(self) -> None:
-        """Close the descriptors; whoever answers calls it once nothing uses them."""
+        """Close the descriptors; called by the code that answers, once nothing uses them."""
         while self.descriptors:
             os.close(self.descriptors.pop())
 
@@ -361,6 +361,6 @@ class _Connection:
             self.caller.leave()
 
     def _leave_rudely(self) -> None:
-        """Nothing may follow a frame: whoever sends more is not waited for."""
+        """Nothing may follow a frame: a client that sends more is not waited for."""
         self._loop.remove_reader(self._socket.fileno())
         self.caller.leave()

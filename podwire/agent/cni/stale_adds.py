@@ -87,14 +87,16 @@ class TakenLists:
         new = _List(request.started_boottime_ns, frozenset(request.valid_attachments or ()))
         old = self._lists.pop(request.network, new)
         self._lists[request.network] = max(old, new, key=_started)
-        for network in [one for one, it in self._lists.items() if it.started_ns < now_ns - KEPT_NS]:
+        for network in [
+            network for network, it in self._lists.items() if it.started_ns < now_ns - KEPT_NS
+        ]:
             del self._lists[network]
         while len(self._lists) > self._kept or self._count_names() > self._names:
             oldest = self._lists.pop(next(iter(self._lists)))
             self._floor_ns = max(self._floor_ns, oldest.started_ns)
 
     def _count_names(self) -> int:
-        return sum(len(one.valid) for one in self._lists.values())
+        return sum(len(listed.valid) for listed in self._lists.values())
 
     def overtook(self, key: AttachmentKey, started_ns: int) -> bool:
         """Tell whether an ADD that started at `started_ns` must not be carried out any more."""
@@ -108,5 +110,5 @@ class TakenLists:
         )
 
 
-def _started(one: _List) -> int:
-    return one.started_ns
+def _started(listed: _List) -> int:
+    return listed.started_ns

@@ -91,25 +91,26 @@ class IpamNews:
     @property
     def pool_documents(self) -> list[Mapping[str, Any]]:
         """Give the documents of all pools."""
-        return [one.document for _, one in sorted(self._pools.items())]
+        return [stored.document for _, stored in sorted(self._pools.items())]
 
     def on_lists(self, lists: Sequence[KindList]) -> None:
         """Take whole lists."""
         touched = set()
-        for one in lists:
-            if one.kind == IP_POOL.plural:
-                self._pools = {found.key: found for found in one.objects}
-            elif one.kind == NAMESPACE.plural:
+        for kind_list in lists:
+            if kind_list.kind == IP_POOL.plural:
+                self._pools = {stored.key: stored for stored in kind_list.objects}
+            elif kind_list.kind == NAMESPACE.plural:
                 self._known.namespaces = {
-                    found.key.name: _read_namespace(found.document) for found in one.objects
+                    stored.key.name: _read_namespace(stored.document)
+                    for stored in kind_list.objects
                 }
-            elif one.kind == NODE.plural:
+            elif kind_list.kind == NODE.plural:
                 self._ranges.clear()
                 self._known.node_addresses.clear()
-                for found in one.objects:
-                    self._take_node(found, gone=False)
+                for stored in kind_list.objects:
+                    self._take_node(stored, gone=False)
             else:
-                touched |= self._known.replace(one.kind, one.objects)
+                touched |= self._known.replace(kind_list.kind, kind_list.objects)
         self._review()
         self._changed(self._ipam.sync(touched))
 
@@ -164,22 +165,22 @@ class IpamNews:
         tell of the block first. Raises Unavailable: then everything is listed again, addresses after blocks.
         """
         has_claim = any(
-            one.object.key.kind == IP_BLOCK.plural and not one.deleted for one in events
+            event.object.key.kind == IP_BLOCK.plural and not event.deleted for event in events
         )
         if not has_claim or self._ipam.claims.store.promises.one_order:
             return set()
-        found = map(decode_claimed, self._ipam.claims.store.list(IP_ADDRESS.plural)[0])
-        claimed = [one for one in found if one is not None]
-        for one in claimed:
-            self._known.put_claimed(one)
-        return {one.address for one in claimed}
+        claims = map(decode_claimed, self._ipam.claims.store.list(IP_ADDRESS.plural)[0])
+        claimed = [claimed for claimed in claims if claimed is not None]
+        for claim in claimed:
+            self._known.put_claimed(claim)
+        return {claim.address for claim in claimed}
 
     def _set_labels(self, labels: Mapping[str, str]) -> None:
         self._known.node_labels = {HOST_NAME_LABEL: self._known.node, **labels}
 
     def _review(self) -> None:
         pools = decode_pools(self._pools.values())
-        unreadable = {one.name for one in self._pools} - pools.keys()
+        unreadable = {key.name for key in self._pools} - pools.keys()
         problems = find_problems(pools, self._ranges)
         problems.update((name, "its document cannot be read") for name in unreadable)
         self._known.set_pools(pools, problems)
@@ -286,7 +287,7 @@ class IpamDuty:
         """Give back what nodes had that are gone, if this agent holds the lease for it; tells how much that was."""
         if not self._has_duty():
             return 0
-        nodes = {one.key.name for one in self.store.list(NODE.plural)[0]}
+        nodes = {stored.key.name for stored in self.store.list(NODE.plural)[0]}
         nodes.update(list_living_nodes(self.store.leases()) or ())
         objects = [*self.store.list(IP_BLOCK.plural)[0], *self.store.list(IP_ADDRESS.plural)[0]]
         count = 0
@@ -323,13 +324,14 @@ class IpamDuty:
         if not self.known.is_listed:
             return
         with self.ipam.lock, self.known.lock:
-            own = [one for one in self.ipam.own.values() if one.is_open]
+            own = [own for own in self.ipam.own.values() if own.is_open]
             claimed = [
                 str(address)
                 for address in self.known.claimed
                 if any(
-                    address.version == one.block.cidr.version and address in one.block.cidr
-                    for one in own
+                    address.version == own_block.block.cidr.version
+                    and address in own_block.block.cidr
+                    for own_block in own
                 )
             ]
             text = json.dumps(
@@ -338,10 +340,10 @@ class IpamDuty:
                     "problems": dict(self.known.problems),
                     "labels": dict(self.known.node_labels),
                     "namespaces": {
-                        name: [dict(one.labels), list(one.pools)]
-                        for name, one in self.known.namespaces.items()
+                        name: [dict(namespace.labels), list(namespace.pools)]
+                        for name, namespace in self.known.namespaces.items()
                     },
-                    "blocks": [encode_block(one.block) for one in own],
+                    "blocks": [encode_block(own_block.block) for own_block in own],
                     "claimed": sorted(claimed),
                     "own": sorted(map(str, self.ipam.mine.node_addresses.values())),
                 },
@@ -354,26 +356,26 @@ class IpamDuty:
     def _recall(self, text: str) -> None:
         if not text:
             return
-        found = json.loads(text)
-        pool_objects = [_as_stored(IP_POOL.plural, one) for one in found["pools"]]
-        block_objects = [_as_stored(IP_BLOCK.plural, one) for one in found["blocks"]]
+        memory = json.loads(text)
+        pool_objects = [_as_stored(IP_POOL.plural, document) for document in memory["pools"]]
+        block_objects = [_as_stored(IP_BLOCK.plural, document) for document in memory["blocks"]]
         self.follower.recall([*pool_objects, *block_objects])
         pools = decode_pools(pool_objects)
-        self.known.set_pools(pools, found["problems"])
-        self.known.node_labels = found["labels"]
+        self.known.set_pools(pools, memory["problems"])
+        self.known.node_labels = memory["labels"]
         self.known.namespaces = {
             name: NamespaceFacts(labels, tuple(names))
-            for name, (labels, names) in found["namespaces"].items()
+            for name, (labels, names) in memory["namespaces"].items()
         }
-        blocks = [decode_block(one) for one in block_objects]
+        blocks = [decode_block(stored) for stored in block_objects]
         left_out = self.ipam.remember(
             [
-                Block(one.cidr, one.pool, one.node, one.epoch, one.kept)
-                for one in blocks
-                if one is not None
+                Block(block.cidr, block.pool, block.node, block.epoch, block.kept)
+                for block in blocks
+                if block is not None
             ],
-            [ip_address(one) for one in found["claimed"]],
-            [ip_address(one) for one in found.get("own", ())],
+            [ip_address(text) for text in memory["claimed"]],
+            [ip_address(text) for text in memory.get("own", ())],
         )
         for message in left_out:
             _log.warning("take over earlier blocks", extra={"cause": message})
@@ -404,8 +406,8 @@ def _labels(document: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _texts(document: Mapping[str, Any], field: str) -> dict[str, str]:
-    found = (document.get("metadata") or {}).get(field) or {}
-    return {key: value for key, value in found.items() if isinstance(value, str)}
+    texts = (document.get("metadata") or {}).get(field) or {}
+    return {key: value for key, value in texts.items() if isinstance(value, str)}
 
 
 def _read_namespace(document: Mapping[str, Any]) -> NamespaceFacts:

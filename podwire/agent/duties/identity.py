@@ -89,6 +89,7 @@ class IdentityDuty:
     _published_s: float = 0.0
     _collected_s: float = 0.0
     _lease: Lease | None = None
+    _closed: bool = False
 
     def __post_init__(self) -> None:
         self._resolver = self.feed.resolver
@@ -137,8 +138,20 @@ class IdentityDuty:
         if waiting_for is not None:
             raise waiting_for
 
+    def pause(self) -> None:
+        """Wait for the next tick. Endpoints whose labels change meanwhile are changed over at once: somebody who labels
+        a pod expects its policy to follow within a second.
+        """
+        until_s = self.monotonic() + TICK_S
+        while not self._closed and (left_s := until_s - self.monotonic()) > 0:
+            if self.feed.wait_for_doubt(left_s) and not self._closed:
+                # What the store does not give now is asked for again by the tick, which also reports it.
+                self._repair.repair([one.record for one in self.table if not one.is_ending])
+
     def close(self) -> None:
-        """Let another node do the cluster's duties."""
+        """End the pause, and let another node do the cluster's duties."""
+        self._closed = True
+        self.feed.wake()
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.close()
@@ -187,4 +200,4 @@ async def tend_identities(
             report("")
         except Unavailable as error:
             report(error.message)
-        await asyncio.sleep(TICK_S)
+        await loop.run_in_executor(threads, duty.pause)

@@ -42,7 +42,7 @@ LOSSES_PAUSE_S = 0.5
 TABLES_PAUSE_S = 0.1
 """Between what the kernel tells of nftables and a look; twice as long after each repair in a row."""
 TABLES_PAUSE_CAP_S = 1.0
-"""Whoever changes the table all the time does not keep it away for longer."""
+"""A table that is changed all the time is repaired after this time at the latest."""
 TABLES_CALM_S = 10.0
 """Without a repair for so long, the next one is the first again."""
 EVENT_PAUSE_S = 0.02
@@ -277,8 +277,8 @@ def _repair_tables(duties: Duties, strangers: Iterable[str]) -> bool:
 def _repair_pins(duties: Duties) -> None:
     lost = duties.repair_pins()
     if lost:
-        found = {"cause": lost[0], "count": len(lost)}
-        _log.warning("put pins back that somebody had removed", extra=found)
+        facts = {"cause": lost[0], "count": len(lost)}
+        _log.warning("put pins back that somebody had removed", extra=facts)
 
 
 def _contested(strangers: Iterable[str]) -> str:
@@ -348,15 +348,15 @@ async def watch_host(duties: Duties) -> None:
     """Look now and then for what somebody else changed on this host that breaks pods' traffic."""
     shown: set[str] = set()
     while True:
-        found = await duties.on_thread(duties.list_warnings)
-        assert isinstance(found, Sequence)
-        for message in found:
+        warnings = await duties.on_thread(duties.list_warnings)
+        assert isinstance(warnings, Sequence)
+        for message in warnings:
             if message not in shown:
                 _log.warning("the host obstructs pods", extra={"cause": message})
             duties.health.warn(message, message)
-        for message in shown.difference(found):
+        for message in shown.difference(warnings):
             duties.health.warn(message, "")
-        shown = set(found)
+        shown = set(warnings)
         await duties.on_thread(partial(_repair_pins, duties))
         duties.health.report("host", ok=True, critical=False)
         await asyncio.sleep(WARNINGS_S)

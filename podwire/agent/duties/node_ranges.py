@@ -40,25 +40,29 @@ class Addresses:
     @property
     def ranges(self) -> tuple[IPNetwork, ...]:
         """Give the ranges of this node's pods now."""
-        return tuple(one.cidr for one in self.ipam.usage())
+        return tuple(usage.cidr for usage in self.ipam.usage())
 
     @property
     def families(self) -> frozenset[int]:
         """Give the IP versions that pods here have, or are going to have."""
-        found: set[int] = {one.version for one in self.ranges}
+        versions: set[int] = {cidr.version for cidr in self.ranges}
         if self.duty is not None:
-            found.update(one.version for one in self.duty.ipam.ordinary_pools())
-        return frozenset(found)
+            versions.update(pool.version for pool in self.duty.ipam.ordinary_pools())
+        return frozenset(versions)
 
     def own_ranges(self) -> OwnRanges:
         """Say what other nodes hear; one address of a family stands for the node itself."""
         usage = self.ipam.usage()
-        own = [one.node_address for one in usage if one.node_address is not None]
+        own = [
+            cidr_usage.node_address for cidr_usage in usage if cidr_usage.node_address is not None
+        ]
         blocks = self.duty.ipam.blocks if self.duty is not None else {}
         return OwnRanges(
-            pod_cidrs=() if self.duty is not None else tuple(one.cidr for one in usage),
+            pod_cidrs=()
+            if self.duty is not None
+            else tuple(cidr_usage.cidr for cidr_usage in usage),
             blocks=blocks,
-            tunnel_addresses=tuple(sorted(own, key=lambda one: one.version)),
+            tunnel_addresses=tuple(sorted(own, key=lambda address: address.version)),
         )
 
     def on_blocks(

@@ -123,7 +123,7 @@ class PolicyDuty:
 
     def on_events(self, events: Sequence[StoreEvent], revisions: Revisions) -> None:
         """Take changes, on the follower's thread."""
-        # Revisions also grow without a change of policy: whoever waits for one of them must not wait for ever.
+        # Revisions also grow without a change of policy: a client that waits for one of them must not wait for ever.
         if events or revisions != self._told_revisions:
             self._told_revisions = revisions
             self._hand_over(_News(events=events, revisions=revisions))

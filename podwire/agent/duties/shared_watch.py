@@ -113,6 +113,7 @@ class SharedWatch:
         if self._thread is not None:
             return
         self._keeper.save(at_once=True)
+        self._lists.clear()  # whoever joins from here on lists anew: most lists are large and of one follower
         self._stopping.clear()
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
@@ -213,6 +214,8 @@ class SharedWatch:
             else:
                 told = lists if one in due else fresh
                 failures.guard(one, partial(self._tell_lists, one, told))
+        if self._thread is not None:
+            self._lists.clear()
         failures.raise_first()
 
     def _can_reuse(self, kind: str, due: Sequence[Follower]) -> bool:
@@ -240,8 +243,6 @@ class SharedWatch:
         self._revisions = {**self._revisions, **watch.revisions}
         for kind in {one.object.key.kind for one in events}:
             self._lists.pop(kind, None)
-        if self._thread is not None:
-            self._lists.clear()  # nobody joins any more
         changes = [(one, self.unreadable.sift_event(one)) for one in events]
         if events:
             self.unreadable.show()

@@ -16,7 +16,7 @@ SHOWN_MAX: Final = 8
 REASON_MAX_CHARACTERS: Final = 240
 
 _IN_USE: Final = (IP_BLOCK.plural, IP_ADDRESS.plural, IDENTITY.plural)
-"""Whoever deletes one of these lets others take what pods may still have."""
+"""When one of these is deleted, others may take what pods still have."""
 
 Read = Callable[[StoredObject], tuple[StoredObject, str]]
 """Gives an object decoded, or as it is and why it cannot be read."""
@@ -70,7 +70,7 @@ class Unreadable:
             if last is not None:
                 good.append(last)
             self._note(stored, fault, has_last=last is not None)
-        for key in [one for one in self._bad if one.kind == kind and one not in bad]:
+        for key in [key for key in self._bad if key.kind == kind and key not in bad]:
             self._forget(key)
         self._bad.update(bad)
         return good

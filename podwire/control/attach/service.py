@@ -229,7 +229,7 @@ class AttachService:
         begin_ns = self.clock.boottime_ns()
         # It may have waited for a thread already, behind others that wait for the store.
         waited_s = (begin_ns - request.started_boottime_ns) / 1e9
-        found = self.identities.resolve(
+        resolution = self.identities.resolve(
             request.labels,
             convert_ports(request.ports),
             request.namespace,
@@ -237,7 +237,7 @@ class AttachService:
             wait_s=max(0.0, self.identities.wait_s - waited_s),
         )
         self.observe("ADD", "resolve", (self.clock.boottime_ns() - begin_ns) / 1e6)
-        return found
+        return resolution
 
     def _fill(
         self, addresses: Reservation, request: AttachRequest, cancelled: Callable[[], bool]

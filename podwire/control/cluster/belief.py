@@ -1,7 +1,7 @@
 """What another node's publication is believed for: its own addresses, and what can be a pod's (datapath.md rule 23).
 
 Used by `control.cluster.planner` for nodes' addresses and ranges, and by `control.cluster.remote` for single addresses
-of pods. Pure. Routes and identities follow from publications, and whoever has one node's credentials can publish
+of pods. Pure. Routes and identities follow from publications, and anybody with one node's credentials can publish
 anything in that node's name. So nothing is believed that would divert this host's traffic from its destination.
 Invariant: what pods may have and what nodes may have is disjoint, so neither kind of publication can take the other's.
 """
@@ -74,28 +74,28 @@ class Belief:
         """Where pods are by the settings: what this host has on a link is not meant."""
         if self.cluster_cidrs:
             return self.cluster_cidrs
-        found = (_widen(one) for one in self.own_ranges)
-        return tuple(dict.fromkeys(one for one in found if one is not None))
+        networks = (_widen(cidr) for cidr in self.own_ranges)
+        return tuple(dict.fromkeys(network for network in networks if network is not None))
 
     def find_fault(self, node: str, network: IPNetwork) -> str:
         """Say why a node's pods cannot have a range, or a single address; "" when they can."""
-        never = next((one for one in _NEVER[network.version] if _overlap(one, network)), None)
+        never = next((cidr for cidr in _NEVER[network.version] if _overlap(cidr, network)), None)
         if never is not None:
             return f"{never} is never a pod's"
         taken = self._find_taken(network)
         if taken:
             return f"{taken}; give node {node} other ranges, or find out who writes in its name"
-        if any(is_within(network, one) for one in self.grants.to(node)):
+        if any(is_within(network, cidr) for cidr in self.grants.to(node)):
             return ""
         links = self._links[network.version]
-        link = next((one for one in links if _overlap(one, network)), None)
+        link = next((cidr for cidr in links if _overlap(cidr, network)), None)
         if link is not None:
             return (
                 f"node {self.node} itself is connected to {link}, and no IPPool has it;"
                 " if pods are there, apply such a pool (with use: nodes, if node_cidrs says so), else find out who"
                 f" writes as node {node}"
             )
-        if any(is_within(network, one) for one in self.cluster):
+        if any(is_within(network, cidr) for cidr in self.cluster):
             return ""
         return (
             f"it is {self._describe_outside()}; if pods are there, add it to cluster_cidrs of every node or apply an"
@@ -104,13 +104,16 @@ class Belief:
 
     def find_address_fault(self, node: str, address: IPAddress) -> str:
         """Say why a node cannot have an address on the underlay; "" when it can. Contests are left to `ownership`."""
-        if address in self.own_addresses or any(address in one for one in self.own_ranges):
+        if address in self.own_addresses or any(address in cidr for cidr in self.own_ranges):
             return ""  # a contest with this node, which it may lose
         if address in self.around.own:
             return f"it is an address of node {self.node}"
-        is_linked = any(address in one for one in self.around.subnets)
+        is_linked = any(address in subnet for subnet in self.around.subnets)
         cluster = () if is_linked else self.cluster
-        pods = next((one for one in (*self.grants.everything(), *cluster) if address in one), None)
+        pods = next(
+            (network for network in (*self.grants.everything(), *cluster) if address in network),
+            None,
+        )
         if pods is None:
             return ""
         return (
@@ -149,13 +152,17 @@ class Belief:
     def _taken(self) -> tuple[dict[tuple[int, int], tuple[IPAddress, str]], list[tuple[int, int]]]:
         """Addresses that no pod may have. What this host has in a range of its own is contested as a range is."""
         around = self.around
-        found: dict[IPAddress, str] = dict.fromkeys(around.gateways, "a gateway")
-        found.update(dict.fromkeys(around.store, "the store"))
-        found.update((address, f"node {name}") for address, name in self.nodes.items())
-        mine = (one for one in around.own if not any(one in other for other in self.own_ranges))
-        found.update(dict.fromkeys(mine, f"node {self.node}"))
+        uses: dict[IPAddress, str] = dict.fromkeys(around.gateways, "a gateway")
+        uses.update(dict.fromkeys(around.store, "the store"))
+        uses.update((address, f"node {name}") for address, name in self.nodes.items())
+        mine = (
+            address
+            for address in around.own
+            if not any(address in other for other in self.own_ranges)
+        )
+        uses.update(dict.fromkeys(mine, f"node {self.node}"))
         keyed: dict[tuple[int, int], tuple[IPAddress, str]] = {
-            (one.version, int(one)): (one, owner) for one, owner in found.items()
+            (address.version, int(address)): (address, owner) for address, owner in uses.items()
         }
         return keyed, sorted(keyed)
 
@@ -167,15 +174,19 @@ def believe_nodes(
     refused: dict[str, list[tuple[str, str]]] = {}
     screened: list[NodeFacts] = []
     for facts in nodes:
-        faults = {one: belief.find_address_fault(facts.name, one) for one in facts.addresses}
-        kept = tuple(one for one in facts.addresses if not faults[one])
+        faults = {
+            address: belief.find_address_fault(facts.name, address) for address in facts.addresses
+        }
+        kept = tuple(address for address in facts.addresses if not faults[address])
         screened.append(facts if kept == facts.addresses else replace(facts, addresses=kept))
-        refused[facts.name] = [(f"address {one}", why) for one, why in faults.items() if why]
+        refused[facts.name] = [
+            (f"address {address}", why) for address, why in faults.items() if why
+        ]
     addresses = {
         address: facts.name
         for facts in reversed(screened)
         for address in facts.addresses
-        if not any(address in one for one in belief.own_ranges)  # else it would take pods' away
+        if not any(address in cidr for cidr in belief.own_ranges)  # else it would take pods' away
     }
     belief = replace(belief, nodes=addresses)
     believed = [_believe_ranges(belief, facts, refused[facts.name]) for facts in screened]
@@ -193,8 +204,8 @@ def _believe_ranges(belief: Belief, facts: NodeFacts, refused: list[tuple[str, s
     refused += [(f"pod range {network}", why) for network, why in faults.items()]
     return replace(
         facts,
-        pod_cidrs=tuple(one for one in facts.pod_cidrs if one not in faults),
-        blocks={one: epoch for one, epoch in facts.blocks.items() if one not in faults},
+        pod_cidrs=tuple(cidr for cidr in facts.pod_cidrs if cidr not in faults),
+        blocks={block: epoch for block, epoch in facts.blocks.items() if block not in faults},
     )
 
 
@@ -207,7 +218,7 @@ def _describe(node: str, refused: Sequence[tuple[str, str]]) -> Problem:
 
 
 def _widen(network: IPNetwork) -> IPNetwork | None:
-    if network.version == 4 and not any(is_within(network, one) for one in PRIVATE):
+    if network.version == 4 and not any(is_within(network, cidr) for cidr in PRIVATE):
         return None
     bits = min(IMPLIED_BITS[network.version], network.prefixlen)
     return network.supernet(new_prefix=bits)
@@ -229,7 +240,9 @@ def _overlap(one: IPNetwork, other: IPNetwork) -> bool:
 
 def _by_version(networks: Iterable[IPNetwork]) -> Mapping[int, Sequence[IPNetwork]]:
     listed = tuple(networks)
-    return {version: [one for one in listed if one.version == version] for version in (4, 6)}
+    return {
+        version: [network for network in listed if network.version == version] for version in (4, 6)
+    }
 
 
 _NEVER: Final = _by_version(NEVER_PODS)

@@ -57,7 +57,7 @@ def encode_node(facts: NodeFacts, before: Mapping[str, Any] | None = None) -> di
     metadata = dict(_members(before, "metadata"))
     if "labels" in metadata:
         labels = _members(metadata, "labels")
-        metadata["labels"] = {key: one for key, one in labels.items() if isinstance(one, str)}
+        metadata["labels"] = {key: label for key, label in labels.items() if isinstance(label, str)}
     annotations = {
         **_members(metadata, "annotations"),
         ADDRESSES_ANNOTATION: ",".join(map(str, facts.addresses)),
@@ -77,7 +77,7 @@ def encode_node(facts: NodeFacts, before: Mapping[str, Any] | None = None) -> di
         "underlayMTU": facts.underlay_mtu_bytes,
         "blocks": {str(block): epoch for block, epoch in facts.blocks.items()},
         "holds": sorted(map(int, facts.holds)),
-        "claims": {str(one): number for one, number in facts.claims.items()},
+        "claims": {str(claimed): number for claimed, number in facts.claims.items()},
     }
     return {
         "apiVersion": NODE.api_versions[0],
@@ -89,8 +89,8 @@ def encode_node(facts: NodeFacts, before: Mapping[str, Any] | None = None) -> di
 
 def _members(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Give an object's members; none where something else wrote what is no object."""
-    found = document.get(name)
-    return found if isinstance(found, Mapping) else {}
+    members = document.get(name)
+    return members if isinstance(members, Mapping) else {}
 
 
 def is_published(document: Mapping[str, Any]) -> bool:
@@ -155,12 +155,12 @@ def _check(facts: NodeFacts, spec: Fields) -> None:
         ("addresses", facts.addresses),
         ("tunnelAddresses", facts.tunnel_addresses),
     ):
-        families = [one.version for one in addresses]
+        families = [address.version for address in addresses]
         if len(families) != len(set(families)):
             spec.wrong(name, "has more than one address of a family")
-        for one in addresses:
-            if not is_usable(one):
-                spec.wrong(name, f"has {one}, which no other machine can reach")
+        for address in addresses:
+            if not is_usable(address):
+                spec.wrong(name, f"has {address}, which no other machine can reach")
     for name, ranges in (("podCIDRs", facts.pod_cidrs), ("blocks", facts.blocks)):
         for network in ranges:
             fault = find_range_fault(network)
@@ -193,4 +193,4 @@ def _is_unicast(mac: str) -> bool:
 
 
 def _texts(values: Iterable[object]) -> list[str]:
-    return [str(one) for one in values]
+    return [str(value) for value in values]

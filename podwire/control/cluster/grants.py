@@ -40,7 +40,7 @@ class PoolGrants:
         """Take what `dump` gave in an earlier life; "" = there was none."""
         kept = msgspec.json.decode(text or "{}", type=_Kept)
         made = cls()
-        made._pools = {name: ipaddress.ip_network(one) for name, one in kept.pools.items()}
+        made._pools = {name: ipaddress.ip_network(pool) for name, pool in kept.pools.items()}
         made._left = {
             node: frozenset(map(ipaddress.ip_network, several))
             for node, several in kept.left.items()
@@ -50,7 +50,7 @@ class PoolGrants:
     def dump(self) -> str:
         """Give what has to outlive this agent."""
         kept = _Kept(
-            {name: str(one) for name, one in sorted(self._pools.items())},
+            {name: str(network) for name, network in sorted(self._pools.items())},
             {node: tuple(sorted(map(str, some))) for node, some in sorted(self._left.items())},
         )
         return msgspec.json.encode(kept).decode()
@@ -61,11 +61,13 @@ class PoolGrants:
 
     def replace(self, pools: Iterable[StoredObject], published: Published) -> bool:
         """Take all pools there are; tells whether that changes anything. `published` is read only if one is gone."""
-        after = {one.key.name: cidr for one in pools if (cidr := _read_cidr(one)) is not None}
+        after = {
+            stored.key.name: cidr for stored in pools if (cidr := _read_cidr(stored)) is not None
+        }
         before, self._pools = self._pools, after
         gone = set(before.values()) - set(after.values())
         if gone:
-            self._keep(lambda network: any(is_within(network, one) for one in gone), published)
+            self._keep(lambda network: any(is_within(network, cidr) for cidr in gone), published)
         return before != after
 
     def put(self, pool: StoredObject, published: Published) -> bool:
@@ -79,7 +81,7 @@ class PoolGrants:
     def forget(self, is_published: Callable[[str, IPNetwork], bool]) -> None:
         """Let go of what nodes had of pools that are gone, and do not publish any more."""
         left = {
-            node: frozenset(one for one in several if is_published(node, one))
+            node: frozenset(network for network in several if is_published(node, network))
             for node, several in self._left.items()
         }
         self._left = {node: several for node, several in left.items() if several}

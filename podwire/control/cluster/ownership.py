@@ -5,7 +5,7 @@ when it is first published: one more than the highest number there was. Of two c
 claim, and it stands. Claims with equal numbers (two that began at once) are ordered by the nodes' names. Between
 blocks of pools the higher epoch comes first, because there the store itself has said which node follows which. No
 other node gets here what this node itself has. Invariants: the result does not depend on the order of nodes, nor on
-which node computes it. A claim that no other contradicts stands. A claim that stands is defeated by no later claim.
+which node computes it. A claim that no other contradicts is valid. A valid claim is defeated by no later claim.
 """
 
 import math
@@ -31,7 +31,7 @@ class Problem:
     """Something between nodes that a person must put right; both parties are named."""
 
     nodes: tuple[str, ...]
-    """Whom it is about, sorted."""
+    """The nodes that it is about, sorted."""
     message: str
 
 
@@ -54,7 +54,7 @@ class Claim:
 
 @dataclass
 class Outcome:
-    """What of the claims stands."""
+    """Which claims are valid."""
 
     ranges: dict[str, list[IPNetwork]] = field(default_factory=dict)
     """By node: its ranges that stand, in the order in which it names them."""
@@ -68,7 +68,7 @@ class Outcome:
 
 
 def settle(own: NodeFacts, peers: Sequence[NodeFacts]) -> Outcome:
-    """Say what of the other nodes' claims stands."""
+    """Say which of the other nodes' claims are valid."""
     outcome = Outcome()
     _settle_addresses(own, peers, outcome)
     _settle_ranges(own, peers, outcome)
@@ -99,20 +99,22 @@ def number_claims(
     An address goes along with its machine, so one that stronger claims of other nodes have, none of them `living`, is
     taken over: it gets the number before theirs. A range stays with the name that has it: its pods are there.
     """
-    highest = max((number for one in others for number in one.claims.values()), default=UNNUMBERED)
+    highest = max(
+        (number for facts in others for number in facts.claims.values()), default=UNNUMBERED
+    )
     # A node that says the highest number there is must not make the next one unreadable for all others.
     following = min(max(highest, *before.values(), UNNUMBERED) + 1, EPOCH_MAX)
     numbers: dict[Claimed, int] = {}
-    for one in wanted:
-        number = before.get(one, following)
+    for claimed in wanted:
+        number = before.get(claimed, following)
         rivals = {
-            other.name: other.claims.get(one, UNNUMBERED)
+            other.name: other.claims.get(claimed, UNNUMBERED)
             for other in others
-            if one in other.addresses and other.claims.get(one, UNNUMBERED) <= number
+            if claimed in other.addresses and other.claims.get(claimed, UNNUMBERED) <= number
         }
         if rivals and not rivals.keys() & living:
             number = max(min(rivals.values()) - 1, -EPOCH_MAX)
-        numbers[one] = number
+        numbers[claimed] = number
     return numbers
 
 
@@ -129,7 +131,7 @@ def describe_lost(outcome: Outcome) -> str:
 def find_cidr_owners(
     peers: Iterable[NodeFacts], outcome: Outcome
 ) -> dict[tuple[int, int, int], str]:
-    """Give who has each range that stands and lends no addresses, by `network_key`: blocks of pools do lend."""
+    """Give the owner of each valid range that lends no addresses, by `network_key`: blocks of pools do lend."""
     return {
         network_key(network.version, network.prefixlen, int(network.network_address)): facts.name
         for facts in peers
@@ -153,15 +155,15 @@ def _settle_addresses(own: NodeFacts, peers: Sequence[NodeFacts], outcome: Outco
     del outcome.addresses[own.name]
     my_ranges = [network for network, _ in claimed_ranges(own)]
     for address, several in claims.items():
-        first, *losers = sorted(several, key=lambda one: one.rank)
-        others = [one.node for one in several if one.node != own.name]
+        first, *losers = sorted(several, key=lambda claim: claim.rank)
+        others = [claim.node for claim in several if claim.node != own.name]
         if losers:
             outcome.problems.add(_describe_address(address, first, losers))
-            outcome.lost += [(one, first) for one in losers if one.node == own.name]
+            outcome.lost += [(claim, first) for claim in losers if claim.node == own.name]
         elif others and _is_inside(address, own, my_ranges):
             outcome.problems.add(_describe_inside(address, others[0], own))
         is_mine = address in own.addresses or _is_inside(address, own, my_ranges)
-        for name in others if is_mine else (one.node for one in losers):
+        for name in others if is_mine else (claim.node for claim in losers):
             outcome.addresses[name].remove(address)
 
 
@@ -170,7 +172,7 @@ def _is_inside(address: IPAddress, own: NodeFacts, ranges: Sequence[IPNetwork]) 
 
 
 def _describe_address(address: IPAddress, first: Claim, losers: Sequence[Claim]) -> Problem:
-    parties = tuple(sorted((first.node, *(one.node for one in losers))))
+    parties = tuple(sorted((first.node, *(claim.node for claim in losers))))
     return Problem(
         parties,
         f"nodes {_join(parties)} have the same address {address}: {_verdict(first, losers)}",
@@ -222,9 +224,9 @@ class _Taken:
         for length in sorted(self._lengths[version]):
             if length > one.network.prefixlen:
                 break
-            found = self._of.get(network_key(version, length, one.first))
-            if found is not None and found.claim.node != node:
-                return found
+            other = self._of.get(network_key(version, length, one.first))
+            if other is not None and other.claim.node != node:
+                return other
         place = bisect_left(self._starts, (version, one.first, 0))
         while place < len(self._starts) and self._starts[place][:2] <= (version, one.last):
             inside = self._ranges[self._starts[place][2]]
@@ -243,26 +245,28 @@ class _Taken:
 
 def _settle_ranges(own: NodeFacts, peers: Sequence[NodeFacts], outcome: Outcome) -> None:
     mine = list(_list_ranges(own, NOT_YET))
-    claims = mine + [one for peer in peers for one in _list_ranges(peer, UNNUMBERED)]
-    blocks = [(-one.claim.epoch, one) for one in claims if one.claim.epoch is not None]
+    claims = mine + [claimed for peer in peers for claimed in _list_ranges(peer, UNNUMBERED)]
+    blocks = [
+        (-claimed.claim.epoch, claimed) for claimed in claims if claimed.claim.epoch is not None
+    ]
     blocks.sort(key=lambda pair: (pair[0], pair[1].order))
-    standing, fallen = _sift(one for _, one in blocks)
-    rest = [one for one in claims if one.claim.epoch is None]
-    standing, later = _sift(sorted((*standing, *rest), key=lambda one: one.order))
-    for one, other in (*fallen, *later):
-        outcome.problems.add(_describe_overlap(one, other))
-        if one.claim.node == own.name:
-            outcome.lost.append((one.claim, other.claim))
+    standing, fallen = _sift(claimed for _, claimed in blocks)
+    rest = [claimed for claimed in claims if claimed.claim.epoch is None]
+    standing, later = _sift(sorted((*standing, *rest), key=lambda claimed: claimed.order))
+    for loser, other in (*fallen, *later):
+        outcome.problems.add(_describe_overlap(loser, other))
+        if loser.claim.node == own.name:
+            outcome.lost.append((loser.claim, other.claim))
     here = _Taken()
-    for one in mine:
-        here.add(one)
+    for claimed in mine:
+        here.add(claimed)
     allowed: set[tuple[str, IPNetwork]] = set()
-    for one in standing:
-        ours = here.find_other(one)
+    for claimed in standing:
+        ours = here.find_other(claimed)
         if ours is None:
-            allowed.add((one.claim.node, one.network))
-        elif one.claim.node != own.name:
-            outcome.problems.add(_describe_overlap(ours, one))
+            allowed.add((claimed.claim.node, claimed.network))
+        elif claimed.claim.node != own.name:
+            outcome.problems.add(_describe_overlap(ours, claimed))
     for peer in peers:
         ranges = outcome.ranges[peer.name] = []
         for network, _ in claimed_ranges(peer):
@@ -281,22 +285,22 @@ def _list_ranges(facts: NodeFacts, unknown: float) -> Iterator[_Range]:
 
 
 def _sift(ordered: Iterable[_Range]) -> tuple[list[_Range], list[tuple[_Range, _Range]]]:
-    """Take ranges, the strongest first: each stands unless another node's that stands overlaps it."""
+    """Take ranges, the strongest first: each is valid unless it overlaps a valid one of another node."""
     taken = _Taken()
     standing: list[_Range] = []
     fallen: list[tuple[_Range, _Range]] = []
-    for one in ordered:
-        other = taken.find_other(one)
+    for claimed in ordered:
+        other = taken.find_other(claimed)
         if other is None:
-            taken.add(one)
-            standing.append(one)
+            taken.add(claimed)
+            standing.append(claimed)
         else:
-            fallen.append((one, other))
+            fallen.append((claimed, other))
     return standing, fallen
 
 
 def _describe_overlap(loser: _Range, winner: _Range) -> Problem:
-    first, second = sorted((loser, winner), key=lambda one: (one.claim.node, one.order))
+    first, second = sorted((loser, winner), key=lambda claimed: (claimed.claim.node, claimed.order))
     return Problem(
         (first.claim.node, second.claim.node),
         f"pod ranges of nodes {first.claim.node} ({first.network}) and {second.claim.node} ({second.network})"
@@ -305,7 +309,7 @@ def _describe_overlap(loser: _Range, winner: _Range) -> Problem:
 
 
 def _verdict(winner: Claim, losers: Sequence[Claim]) -> str:
-    names = sorted({one.node for one in losers})
+    names = sorted({claim.node for claim in losers})
     verb = "is" if len(names) == 1 else "are"
     return (
         f"{winner.node} has the older claim and keeps it, {_join(names)} {verb} not reached there"

@@ -89,7 +89,7 @@ class Planned:
     belief: Belief
     """By which it was decided."""
     cidr_owners: Mapping[tuple[int, int, int], str] = field(default_factory=dict)
-    """Whose each range of a node is that stands, by `ownership.network_key`; blocks are lent, so they are not here."""
+    """The owner of each valid range, by `ownership.network_key`; blocks are lent, so they are not here."""
     lost: str = ""
     """What of this node is another's by an older claim; "" = nothing. Blocks follow the store by themselves."""
 
@@ -103,8 +103,8 @@ def plan_cluster(
     grants: Grants | None = None,
 ) -> Planned:
     """Compute the plan. `peers` are all other nodes, each name once; `numbers` what the last plan gave."""
-    others = sorted(peers, key=lambda one: one.name)
-    numbers = numbers.extend(one.name for one in others)
+    others = sorted(peers, key=lambda peer: peer.name)
+    numbers = numbers.extend(facts.name for facts in others)
     belief, believed, problems = believe_nodes(
         _make_belief(own, underlay, settings, grants or Grants()), others
     )
@@ -116,10 +116,10 @@ def plan_cluster(
     if others and not own.addresses:
         problems.add(_no_underlay(own, len(others)))
     reaches: dict[str, Reach] = {}
-    for one in others:
-        reach = find_reach(context, one, numbers.of[one.name], problems)
+    for facts in others:
+        reach = find_reach(context, facts, numbers.of[facts.name], problems)
         if reach is not None:
-            reaches[one.name] = reach
+            reaches[facts.name] = reach
     plan = ClusterPlan(
         tunnel=tunnel,
         peers=tuple(reach.peer for reach in reaches.values()),
@@ -135,7 +135,7 @@ def plan_cluster(
         tuple(sorted(problems)),
         numbers,
         reaches,
-        {one.name: one for one in believed},
+        {facts.name: facts for facts in believed},
         belief,
         find_cidr_owners(believed, outcome),
         describe_lost(outcome),
@@ -181,7 +181,9 @@ def _plan_tunnel(
     }
     if mtu < LEAST_MTU_BYTES[4]:
         return None, problems
-    addresses = tuple(one for one in own.tunnel_addresses if mtu >= LEAST_MTU_BYTES[one.version])
+    addresses = tuple(
+        address for address in own.tunnel_addresses if mtu >= LEAST_MTU_BYTES[address.version]
+    )
     return (
         TunnelPlan(
             mode=own.tunnel_mode,
@@ -198,10 +200,10 @@ def _plan_tunnel(
 def _find_twins(
     own: NodeFacts, peers: Sequence[NodeFacts], problems: set[Problem]
 ) -> frozenset[str]:
-    counts = Counter(one.tunnel_mac for one in (own, *peers) if one.tunnel_mac)
+    counts = Counter(facts.tunnel_mac for facts in (own, *peers) if facts.tunnel_mac)
     twins = frozenset(mac for mac, count in counts.items() if count > 1)
     for mac in twins:
-        names = tuple(sorted(one.name for one in (own, *peers) if one.tunnel_mac == mac))
+        names = tuple(sorted(facts.name for facts in (own, *peers) if facts.tunnel_mac == mac))
         problems.add(
             Problem(
                 names,
@@ -223,7 +225,7 @@ def _compute_prefixes(
     context: Context, peers: Sequence[NodeFacts], reaches: Mapping[str, Reach]
 ) -> dict[IPNetwork, Prefix]:
     prefixes: dict[IPNetwork, Prefix] = dict.fromkeys(context.settings.cluster_cidrs, UNMANAGED)
-    mine = {single(one) for one in context.own.addresses}
+    mine = {single(address) for address in context.own.addresses}
     for network in _find_ownerless(context):
         prefixes[network] = UNMANAGED
     for facts in peers:
@@ -290,7 +292,7 @@ def _route(
 
 
 def _of_family(addresses: Iterable[IPAddress], family: int) -> IPAddress | None:
-    return next((one for one in addresses if one.version == family), None)
+    return next((address for address in addresses if address.version == family), None)
 
 
 def _compute_pod_mtu(context: Context, tunnel: TunnelPlan | None, reaches: Iterable[Reach]) -> int:
@@ -306,13 +308,13 @@ def _compute_pod_mtu(context: Context, tunnel: TunnelPlan | None, reaches: Itera
 def _compute_inside(context: Context, peers: Sequence[NodeFacts]) -> tuple[IPNetwork, ...]:
     """Every node's ranges and addresses, also where they are contested; cluster CIDRs stand for what they hold."""
     cluster = context.settings.cluster_cidrs
-    found: set[IPNetwork] = set(cluster)
+    inside: set[IPNetwork] = set(cluster)
     for facts in peers:
-        alone = (single(one) for one in facts.addresses)
+        alone = (single(address) for address in facts.addresses)
         for network in (*(network for network, _ in claimed_ranges(facts)), *alone):
             if not any(is_within(network, outer) for outer in cluster):
-                found.add(network)
-    return tuple(sorted(found, key=_network_order))
+                inside.add(network)
+    return tuple(sorted(inside, key=_network_order))
 
 
 def _network_order(network: IPNetwork) -> tuple[int, int, int]:

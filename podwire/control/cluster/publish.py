@@ -111,12 +111,12 @@ class PublishSchedule:
         published = self.published
         if published is None:
             return now_s
-        if any(published.get(one) != identity for one, identity in wanted.items()):
+        if any(published.get(address) != identity for address, identity in wanted.items()):
             return self._written_s + WRITE_EVERY_S
         if len(wanted) == len(published):
             self._released_since_s = None
             return None
-        if not all(_is_in(one, own) for one in published.keys() - wanted.keys()):
+        if not all(_is_in(address, own) for address in published.keys() - wanted.keys()):
             return self._written_s + WRITE_EVERY_S
         if self._released_since_s is None:
             self._released_since_s = now_s
@@ -124,7 +124,7 @@ class PublishSchedule:
 
 
 def _is_in(address: IPAddress, networks: Collection[IPNetwork]) -> bool:
-    return any(address in one for one in networks if one.version == address.version)
+    return any(address in network for network in networks if network.version == address.version)
 
 
 class NodePublisher:
@@ -140,13 +140,13 @@ class NodePublisher:
         self.claims: Mapping[Claimed, int] = {}
         """Numbers of what this life has published last; replaced, never changed.
 
-        What is taken again after it was let go comes after whoever has it by then. Until others can read that it was
-        let go, it was not."""
+        A range that is taken again after it was given up ranks behind a node that has it by then. It counts as given
+        up only when others can read that."""
 
     def claim(self, address: str) -> None:
         """Take the name, if it is not held yet. Raises NodeInUse, which names both addresses; Unavailable.
 
-        In a store without leases nothing is taken: whoever has a name is decided outside of podwire.
+        In a store without leases nothing is taken: which node has a name is decided outside of podwire.
         """
         lease = self._lease
         if lease is not None and not lease.taken_by:
@@ -192,7 +192,7 @@ class NodePublisher:
         if not lost:
             return
         mine, other = min(lost, key=lambda pair: str(pair[0].what))
-        of = {one.name: one for one in others}[other.node]
+        of = {facts.name: facts for facts in others}[other.node]
         raise _refusal(mine, other, of, is_alive=other.node in self._list_living(others))
 
     def publish(
@@ -229,7 +229,7 @@ class NodePublisher:
         spec = _spec_of(stored)
         epoch = self._choose_epoch(spec)
         numbers = self.claims
-        if any(one not in numbers for one in everything_claimed(facts)):
+        if any(claimed not in numbers for claimed in everything_claimed(facts)):
             others = list(known()) if known and numbers else self._list_others()
             numbers = self._number(facts, self._read_before(stored), others)
         facts = replace(
@@ -237,7 +237,7 @@ class NodePublisher:
             instance=self.instance,
             epoch=epoch,
             holds=_holds_of(spec),
-            claims={one: numbers[one] for one in everything_claimed(facts)},
+            claims={claimed: numbers[claimed] for claimed in everything_claimed(facts)},
         )
         self._store_node(facts, stored)
         if facts.claims != self.claims:
@@ -257,8 +257,8 @@ class NodePublisher:
         self, facts: NodeFacts, before: Mapping[Claimed, int], others: Collection[NodeFacts]
     ) -> dict[Claimed, int]:
         """Give all that is claimed its numbers; what this life has numbered keeps them."""
-        new = [one for one in everything_claimed(facts) if one not in self.claims]
-        is_contested = any(address in new for one in others for address in one.addresses)
+        new = [claimed for claimed in everything_claimed(facts) if claimed not in self.claims]
+        is_contested = any(address in new for facts in others for address in facts.addresses)
         living = self._list_living(others) if is_contested else frozenset[str]()
         return {**number_claims(new, {**before, **self.claims}, others, living), **self.claims}
 
@@ -267,16 +267,18 @@ class NodePublisher:
         facts = None if stored is None else _try_to_read(stored)
         if facts is None:
             return {}
-        return {one: facts.claims.get(one, UNNUMBERED) for one in everything_claimed(facts)}
+        return {
+            claimed: facts.claims.get(claimed, UNNUMBERED) for claimed in everything_claimed(facts)
+        }
 
     def _list_others(self) -> list[NodeFacts]:
         read = map(_try_to_read, self._store.list(NODE_KIND.plural)[0])
-        return [one for one in read if one is not None and one.name != self.name]
+        return [facts for facts in read if facts is not None and facts.name != self.name]
 
     def _list_living(self, others: Iterable[NodeFacts]) -> frozenset[str]:
         """Name the nodes that live; all that have published themselves where nobody knows."""
         living = list_living_nodes(self._store.leases())
-        return frozenset(one.name for one in others) if living is None else living
+        return frozenset(facts.name for facts in others) if living is None else living
 
     def _choose_epoch(self, spec: Mapping[str, Any]) -> int:
         epoch, other = spec.get("epoch"), spec.get("instance")
@@ -337,7 +339,7 @@ class EndpointsPublisher:
 
 
 def _try_to_read(stored: StoredObject) -> NodeFacts | None:
-    """Give what a node says; None of what cannot be read, which whoever plans names."""
+    """Give what a node says; None when it cannot be read, which the planner reports."""
     try:
         return decode_node(stored) if is_published(stored.document) else None
     except InvalidRequest:
@@ -365,8 +367,8 @@ def _spec_of(stored: StoredObject | None) -> Mapping[str, Any]:
 
 def _holds_of(spec: Mapping[str, Any]) -> tuple[IdentityId, ...]:
     holds = spec.get("holds")
-    found = holds if isinstance(holds, list | tuple) else ()
-    return tuple(IdentityId(one) for one in found if isinstance(one, int))
+    numbers = holds if isinstance(holds, list | tuple) else ()
+    return tuple(IdentityId(number) for number in numbers if isinstance(number, int))
 
 
 def _changed(stored: StoredObject, document: Mapping[str, Any]) -> StoredObject:

@@ -67,8 +67,8 @@ def encode_endpoints(publication: Publication, bases: Sequence[IPNetwork]) -> di
         "spec": {
             "epoch": publication.epoch,
             "sequence": publication.sequence,
-            "bases": [str(one) for one in bases],
-            "endpoints": ";".join(",".join(one) for one in sections),
+            "bases": [str(network) for network in bases],
+            "endpoints": ";".join(",".join(section) for section in sections),
             "others": others,
         },
     }
@@ -150,7 +150,8 @@ class _Bases:
 
     def __init__(self, bases: Sequence[IPNetwork]) -> None:
         ordered = sorted(
-            (one.version, int(one.network_address), index) for index, one in enumerate(bases)
+            (network.version, int(network.network_address), index)
+            for index, network in enumerate(bases)
         )
         self._bases = bases
         self._starts = [(version, start) for version, start, _ in ordered]

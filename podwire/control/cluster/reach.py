@@ -121,7 +121,7 @@ def find_reach(
         if fault is not None:
             problems.add(fault)
         ways[family] = way
-    used = {one for one in ways.values() if one is not None}
+    used = {way for way in ways.values() if way is not None}
     peer = Peer(
         number=number,
         name=facts.name,
@@ -136,7 +136,9 @@ def find_reach(
         addresses=tuple(addresses),
     )
     inner = tuple(
-        one for one in facts.tunnel_addresses if any(one in network for network in ranges)
+        address
+        for address in facts.tunnel_addresses
+        if any(address in network for network in ranges)
     )
     return Reach(peer, ranges, ways, mtus, inner)
 
@@ -144,7 +146,7 @@ def find_reach(
 def _choose_outer(context: Context, addresses: Sequence[IPAddress]) -> IPAddress | None:
     """The first of this node's families that the other has too; one fixed-VNI device has one family only."""
     own = context.own
-    families = [one.version for one in own.addresses]
+    families = [address.version for address in own.addresses]
     if own.tunnel_mode is TunnelMode.CLASSIC and context.has_tunnel:
         families = families[:1]
     for family in families:
@@ -195,7 +197,7 @@ def _check_tunnel(
         if not facts.tunnel_mac:
             fault = "a classic tunnel needs its MAC, which it does not publish"
         elif facts.tunnel_mac in context.twins and facts.tunnel_mac != tunnel_mac(facts.name):
-            # Whoever repeats another's does not take the way to it away: that one's follows from its name.
+            # A node that repeats another's MAC does not take the way to it away: the other's MAC follows from its name.
             fault = f"another node has its tunnel MAC {facts.tunnel_mac}"
     if not fault:
         return Way.TUNNEL, None

@@ -56,17 +56,17 @@ class Fields:
 
     def addresses(self, name: str) -> tuple[IPAddress, ...]:
         """Give a list of addresses."""
-        found = [
-            self._convert(name, one, ipaddress.ip_address, "address") for one in self.texts(name)
+        addresses = [
+            self._convert(name, text, ipaddress.ip_address, "address") for text in self.texts(name)
         ]
-        return tuple(one for one in found if one is not None)
+        return tuple(address for address in addresses if address is not None)
 
     def networks(self, name: str) -> tuple[IPNetwork, ...]:
         """Give a list of ranges, without bits behind the prefix."""
-        found = [
-            self._convert(name, one, ipaddress.ip_network, "range") for one in self.texts(name)
+        networks = [
+            self._convert(name, text, ipaddress.ip_network, "range") for text in self.texts(name)
         ]
-        return tuple(one for one in found if one is not None)
+        return tuple(network for network in networks if network is not None)
 
     def epochs(self, name: str) -> dict[IPNetwork, int]:
         """Give an object of ranges and the epochs they were claimed in."""

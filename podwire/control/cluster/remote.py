@@ -87,7 +87,7 @@ class RemotePods:
             known = facts.get(node, _NOBODY)
             ranges = [network for network, _ in claimed_ranges(known)]
             for address in publication.identities:
-                if not any(address in one for one in ranges):
+                if not any(address in cidr for cidr in ranges):
                     yield node, single(address)
 
     def is_published(self, node: str, network: IPNetwork) -> bool:
@@ -117,7 +117,7 @@ class RemotePods:
         """Take all publications that there are, (publication, uid), for those known; gives what changed."""
         given = list(publications)
         changed: set[IPAddress] = set()
-        for node in self._publications.keys() - {one.node for one, _ in given}:
+        for node in self._publications.keys() - {publication.node for publication, _ in given}:
             changed |= self.remove(node)
         for publication, uid in given:
             changed |= self.put(publication, uid)
@@ -147,9 +147,12 @@ class RemotePods:
             or before.planned.belief != view.planned.belief
         ):
             touched.update(self._strangers)
-        for one in before.planned.plan.prefixes.keys() ^ view.planned.plan.prefixes.keys():
-            if one.prefixlen == one.max_prefixlen and one.network_address in self._claimants:
-                touched.add(one.network_address)
+        for network in before.planned.plan.prefixes.keys() ^ view.planned.plan.prefixes.keys():
+            if (
+                network.prefixlen == network.max_prefixlen
+                and network.network_address in self._claimants
+            ):
+                touched.add(network.network_address)
         return self._update(touched, view)
 
     def update(self, addresses: Iterable[IPAddress]) -> Changes:
@@ -168,14 +171,16 @@ class RemotePods:
         before: Mapping[IPAddress, IdentityId],
         after: Mapping[IPAddress, IdentityId],
     ) -> set[IPAddress]:
-        changed = {one for one, identity in after.items() if before.get(one) != identity}
+        changed = {
+            address for address, identity in after.items() if before.get(address) != identity
+        }
         for address in changed:
             claimants = self._claimants.get(address, ())
             if node not in claimants:
                 self._claimants[address] = tuple(sorted((*claimants, node)))
         for address in before.keys() - after.keys():
             changed.add(address)
-            left = tuple(one for one in self._claimants[address] if one != node)
+            left = tuple(claimant for claimant in self._claimants[address] if claimant != node)
             if left:
                 self._claimants[address] = left
             else:
@@ -209,12 +214,16 @@ class RemotePods:
     def _judge(self, address: IPAddress, view: View) -> tuple[Prefix | None, HostRoute | None]:
         """Give row and route of one address, and keep what is wrong with it."""
         claimants = self._claimants.get(address, ())
-        if all(self._is_at_home(address, one, view) for one in claimants):
+        if all(self._is_at_home(address, claimant, view) for claimant in claimants):
             self._strangers.discard(address)
         else:
             self._strangers.add(address)
         owner = self._find_cidr_owner(address, claimants, view)
-        believed = [one for one in claimants if one in view.planned.reaches and owner in ("", one)]
+        believed = [
+            claimant
+            for claimant in claimants
+            if claimant in view.planned.reaches and owner in ("", claimant)
+        ]
         problem = self._find_refusal(address, view, claimants)
         if problem is None:
             believed = self._believe(address, believed, view)
@@ -244,16 +253,16 @@ class RemotePods:
             return claimants  # nearly always
         network, belief = single(address), view.planned.belief
         faults = {
-            one: fault
-            for one in claimants
-            if not self._is_at_home(address, one, view)
-            and (fault := belief.find_fault(one, network))
+            claimant: fault
+            for claimant in claimants
+            if not self._is_at_home(address, claimant, view)
+            and (fault := belief.find_fault(claimant, network))
         }
         if faults:
             self._refused[address] = faults
         else:
             self._refused.pop(address, None)
-        return [one for one in claimants if one not in faults]
+        return [claimant for claimant in claimants if claimant not in faults]
 
     def _describe_refused(self) -> Iterator[Problem]:
         """Give one problem for each node and reason, however many addresses it is about."""
@@ -262,7 +271,7 @@ class RemotePods:
             for node, why in faults.items():
                 several.setdefault((node, why), []).append(address)
         for (node, why), addresses in several.items():
-            first = min(addresses, key=lambda one: (one.version, int(one)))
+            first = min(addresses, key=lambda address: (address.version, int(address)))
             more = f" (and {len(addresses) - 1} more)" if len(addresses) > 1 else ""
             yield Problem(
                 (node,),
@@ -272,10 +281,10 @@ class RemotePods:
     def _prefix(self, node: str, reach: Reach, family: int, identity: IdentityId) -> Prefix:
         """One object for all pods of a node with one identity: there are many."""
         key = (node, family, identity)
-        found = self._prefixes.get(key)
-        if found is None:
-            found = self._prefixes[key] = reach.prefix(family, identity)
-        return found
+        prefix = self._prefixes.get(key)
+        if prefix is None:
+            prefix = self._prefixes[key] = reach.prefix(family, identity)
+        return prefix
 
     def _note(self, address: IPAddress, problem: Problem | None) -> None:
         if problem is None:
@@ -331,7 +340,7 @@ class RemotePods:
 
 
 def _foreign(address: IPAddress, owner: str, claimants: tuple[str, ...]) -> Problem:
-    others = " and ".join(one for one in claimants if one != owner)
+    others = " and ".join(claimant for claimant in claimants if claimant != owner)
     return Problem(
         tuple(sorted({owner, *claimants})),
         f"address {address}, which node {others} publishes as a pod's, is refused:"
@@ -342,9 +351,9 @@ def _foreign(address: IPAddress, owner: str, claimants: tuple[str, ...]) -> Prob
 def _contest(address: IPAddress, names: list[str], view: View) -> tuple[str, Problem]:
     claims = [_claim_of(address, view.facts.get(name, _NOBODY)) for name in names]
     highest = max(claim.epoch for claim in claims)
-    first, *equal = sorted(one for one in claims if one.epoch == highest)
+    first, *equal = sorted(lent for lent in claims if lent.epoch == highest)
     winner, verdict = first.node, f"{first.node} has it by the newer claim"
-    if equal and all(one.is_block for one in (first, *equal)):
+    if equal and all(lent.is_block for lent in (first, *equal)):
         verdict = f"{first.node} has it by the older claim to the block it is in"
     elif equal:
         winner, verdict = "", "no node gets it"

@@ -127,22 +127,24 @@ class ClusterState:
     def replace(self, kind: str, objects: Iterable[StoredObject]) -> None:
         """Take a whole list."""
         self._listed.add(kind)
-        self._unreadable = {key: one for key, one in self._unreadable.items() if key[0] != kind}
+        self._unreadable = {
+            key: problem for key, problem in self._unreadable.items() if key[0] != kind
+        }
         if kind == IP_POOL.plural:
             self._is_stale = self.grants.replace(objects, self._list_published()) or self._is_stale
             return
         everything = list(objects)
-        given = [one for one in everything if one.key.name != self._own_name]
-        own = [one for one in everything if one.key.name == self._own_name]
+        given = [stored for stored in everything if stored.key.name != self._own_name]
+        own = [stored for stored in everything if stored.key.name == self._own_name]
         if not own or any(map(_is_damaged, own)):
             self.own_overwritten = True
         if kind == NODE.plural:
             before, self._facts = self._facts, {}
-            for one in given:
-                self._read_node(one)
+            for stored in given:
+                self._read_node(stored)
             self._is_stale = self._is_stale or _differ(before, self._facts)
         else:
-            read = ((self._read_endpoints(one), one.uid) for one in given)
+            read = ((self._read_endpoints(stored), stored.uid) for stored in given)
             known = ((publication, uid) for publication, uid in read if publication is not None)
             self._dirty |= self.pods.replace(known)
 

@@ -69,7 +69,7 @@ def apply_documents(
         with _writing(store, dry_run=dry_run):
             check_namespaces(store, drafts)
             refuse_pools(store, drafts)
-            for draft in sorted(drafts, key=lambda one: _ORDER[one.key.kind]):
+            for draft in sorted(drafts, key=lambda draft: _ORDER[draft.key.kind]):
                 done[draft.key] = _apply(store, draft, dry_run=dry_run)
         return done
 
@@ -88,7 +88,7 @@ def decode_all(documents: Sequence[object], *, namespace: str = "") -> list[Stor
         try:
             draft = decode(document, namespace=namespace)
         except InvalidRequest as error:
-            faults += (Fault(_join(place, one.path), one.message) for one in error.faults)
+            faults += (Fault(_join(place, fault.path), fault.message) for fault in error.faults)
             continue
         drafts.append(draft)
         if first.setdefault(draft.key, index) != index:
@@ -101,18 +101,18 @@ def decode_all(documents: Sequence[object], *, namespace: str = "") -> list[Stor
 def check_namespaces(store: Store, drafts: Sequence[StoredObject]) -> None:
     """Raise InvalidRequest when an object is of a namespace that neither exists nor is among `drafts`."""
     known = {DEFAULT_NAMESPACE}
-    known.update(one.key.name for one in drafts if one.key.kind == NAMESPACE.plural)
-    wanted = {one.key.namespace for one in drafts if one.key.namespace}
+    known.update(stored.key.name for stored in drafts if stored.key.kind == NAMESPACE.plural)
+    wanted = {stored.key.namespace for stored in drafts if stored.key.namespace}
     if not wanted - known:
         return
-    known.update(one.key.name for one in store.list(NAMESPACE.plural)[0])
+    known.update(stored.key.name for stored in store.list(NAMESPACE.plural)[0])
     faults = [
         Fault(
             f"documents[{index}].metadata.namespace",
-            f"is {one.key.namespace!r}, which does not exist: add a Namespace object",
+            f"is {stored.key.namespace!r}, which does not exist: add a Namespace object",
         )
-        for index, one in enumerate(drafts)
-        if one.key.namespace and one.key.namespace not in known
+        for index, stored in enumerate(drafts)
+        if stored.key.namespace and stored.key.namespace not in known
     ]
     if faults:
         raise _refuse(faults)
@@ -160,10 +160,10 @@ def put_object(
         refuse_pools(store, [draft])
         if wanted in (None, ""):
             return _apply(store, draft, dry_run=dry_run)
-        found = look_at(store, key)
-        revision = found.revision if found is not None else 0
+        stored = look_at(store, key)
+        revision = stored.revision if stored is not None else 0
         if str(wanted) != str(revision):
-            is_at = f"at revision {revision}" if found is not None else "no longer there"
+            is_at = f"at revision {revision}" if stored is not None else "no longer there"
             raise Conflict(
                 f"put {key}: it is {is_at}, not at {str(wanted)[:20]!r}",
                 hint="somebody else has changed it: read it again and repeat",
@@ -180,14 +180,14 @@ def delete_object(store: Store, key: ObjectKey, *, dry_run: bool = False) -> App
     if is_foreign or (kind is not None and kind.is_of_kubernetes):
         raise Conflict(f"delete {key}: it belongs to Kubernetes", hint="kubectl delete it")
     with _writing(store, dry_run=dry_run):
-        found = look_at(store, key)
-        if found is None:
+        stored = look_at(store, key)
+        if stored is None:
             raise NotFound(f"delete {key}: there is none", hint=f"see podwire get {key.kind}")
         if key.kind == NAMESPACE.plural:
             _check_namespace_unused(store, key.name)
         if not dry_run:
-            found = store.delete(key)
-    return Applied(key, DELETED, found, None)
+            stored = store.delete(key)
+    return Applied(key, DELETED, stored, None)
 
 
 def identify_all(documents: Sequence[object], *, namespace: str = "") -> list[ObjectKey]:
@@ -202,10 +202,10 @@ def identify_all(documents: Sequence[object], *, namespace: str = "") -> list[Ob
             keys[identify(document, namespace=namespace)] = None
         except InvalidRequest as error:
             place = f"documents[{index}]"
-            faults += (Fault(_join(place, one.path), one.message) for one in error.faults)
+            faults += (Fault(_join(place, fault.path), fault.message) for fault in error.faults)
     if faults:
         raise _refuse(faults)
-    return sorted(keys, key=lambda one: -_ORDER[one.kind])
+    return sorted(keys, key=lambda key: -_ORDER[key.kind])
 
 
 def _apply(
@@ -214,22 +214,22 @@ def _apply(
     """Create or replace one object unless it is so already; `revision`: only if it is still at this one."""
 
     def attempt() -> Applied:
-        found = look_at(store, draft.key)
-        if found is not None and is_so(found, draft):
-            return Applied(draft.key, UNCHANGED, found, found)
-        action = CREATED if found is None else CONFIGURED
+        stored = look_at(store, draft.key)
+        if stored is not None and is_so(stored, draft):
+            return Applied(draft.key, UNCHANGED, stored, stored)
+        action = CREATED if stored is None else CONFIGURED
         if dry_run:
-            before = None if found is None else leave_out_additions(found, draft)
+            before = None if stored is None else leave_out_additions(stored, draft)
             return Applied(draft.key, action, before, draft)
-        if found is None:
+        if stored is None:
             return Applied(draft.key, action, None, store.create(draft))
         replaced = StoredObject(
             key=draft.key,
-            uid=found.uid,
-            revision=found.revision if revision is None else revision,
-            document=keep_additions(found, draft),
+            uid=stored.uid,
+            revision=stored.revision if revision is None else revision,
+            document=keep_additions(stored, draft),
         )
-        return Applied(draft.key, action, found, store.update(replaced))
+        return Applied(draft.key, action, stored, store.update(replaced))
 
     return attempt() if revision is not None else _retried(attempt)
 
@@ -261,10 +261,10 @@ def _check_namespace_unused(store: Store, name: str) -> None:
         )
 
 
-def _differ(found: ObjectKey, wanted: ObjectKey) -> Fault:
-    if found.kind != wanted.kind:
-        return Fault("kind", f"is that of {found.kind}, not of {wanted.kind}")
-    return Fault("metadata.name", f"is {found.name!r}, not {wanted.name!r}")
+def _differ(there: ObjectKey, wanted: ObjectKey) -> Fault:
+    if there.kind != wanted.kind:
+        return Fault("kind", f"is that of {there.kind}, not of {wanted.kind}")
+    return Fault("metadata.name", f"is {there.name!r}, not {wanted.name!r}")
 
 
 def _join(place: str, path: str) -> str:

@@ -67,9 +67,9 @@ def _check_shape(document: Mapping[str, Any]) -> None:
         if not isinstance(document.get(name) or {}, Mapping):
             raise InvalidRequest(f"{name} is no object")
     for name in ("labels", "annotations"):
-        found = (document.get("metadata") or {}).get(name) or {}
-        if not isinstance(found, Mapping) or not all(
-            isinstance(one, str) for one in found.values()
+        texts = (document.get("metadata") or {}).get(name) or {}
+        if not isinstance(texts, Mapping) or not all(
+            isinstance(text, str) for text in texts.values()
         ):
             raise InvalidRequest(f"metadata.{name} is not an object of texts")
 
@@ -85,7 +85,7 @@ def _decode_node(stored: StoredObject) -> NodeFacts | None:
         return decode_node(stored)
     except InvalidRequest as error:
         # A node that demands what is not known here can be read: it is to be refused, not taken as it was.
-        if all(one.path != "spec.requires" for one in error.faults):
+        if all(fault.path != "spec.requires" for fault in error.faults):
             raise
     return None
 

@@ -64,11 +64,11 @@ def decode(document: object, *, namespace: str = "") -> StoredObject:
         name: document[name] for name in _FIELDS.get(kind.plural, ("spec",)) if name in document
     }
     own = {"apiVersion": kind.api_versions[0], "kind": kind.name, "metadata": kept, **spec}
-    found = [*faults.kept, *_find_unknown(document, kind)]
-    known = {one.path for one in found}
-    found += (one for one in _ask_decoder(kind, own) if one.path not in known)
-    if found:
-        raise _refuse(document, found)
+    problems = [*faults.kept, *_find_unknown(document, kind)]
+    known = {fault.path for fault in problems}
+    problems += (fault for fault in _ask_decoder(kind, own) if fault.path not in known)
+    if problems:
+        raise _refuse(document, problems)
     return StoredObject(key=key, document=own)
 
 
@@ -87,7 +87,7 @@ def make_key(word: str, namespace: str, name: str) -> ObjectKey:
     """Give the key of an object that somebody names; `word` is the kind in any of its forms. InvalidRequest."""
     kind = find_kind(word)
     if kind is None:
-        known = ", ".join(one.plural for one in KINDS)
+        known = ", ".join(kind.plural for kind in KINDS)
         raise InvalidRequest(
             f"find kind {word[:80]!r}: there is no such kind", hint=f"there are {known}"
         )
@@ -155,12 +155,12 @@ def _explain_kind(top: Node, faults: Faults) -> None:
     api_version, name = top.child("apiVersion"), top.child("kind")
     if not isinstance(api_version.value, str) or not isinstance(name.value, str):
         return
-    same = [one for one in KINDS if one.name == name.value and one.for_people]
+    same = [kind for kind in KINDS if kind.name == name.value and kind.for_people]
     if same:
         known = " or ".join(same[0].api_versions)
         api_version.wrong(f"is {shown(api_version.value)}; {name.value} is of {known}")
     else:
-        known = ", ".join(one.name for one in KINDS if one.for_people)
+        known = ", ".join(kind.name for kind in KINDS if kind.for_people)
         name.wrong(f"is {shown(name.value)}, not one of {known}")
 
 
@@ -225,10 +225,13 @@ def _read_annotations(node: Node) -> dict[str, str]:
         if node.present:
             node.wrong(f"is {shown(node.value)}, not an object")
         return {}
-    found = {key: node.child(key).text() for key in node.value}
-    if sum(len(key) + len(value) for key, value in found.items()) > ANNOTATIONS_MAX_CHARACTERS:
+    annotations = {key: node.child(key).text() for key in node.value}
+    if (
+        sum(len(key) + len(value) for key, value in annotations.items())
+        > ANNOTATIONS_MAX_CHARACTERS
+    ):
         node.wrong(f"has more than {ANNOTATIONS_MAX_CHARACTERS} characters")
-    return found
+    return annotations
 
 
 def _find_unknown(document: Mapping[str, Any], kind: Kind) -> list[Fault]:

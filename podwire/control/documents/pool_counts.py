@@ -48,9 +48,9 @@ def count_pools(
     """Count every pool. `published`: which addresses of pods each node has; `node_addresses`: what stands for nodes
     themselves, and can be no pod's.
     """
-    claimed = {one.cidr: one for one in blocks if one.node}
+    claimed = {block.cidr: block for block in blocks if block.node}
     by_pool: dict[str, _Pool] = {
-        name: _Pool(pool, frozenset(one for one in node_addresses if one in pool.cidr))
+        name: _Pool(pool, frozenset(address for address in node_addresses if address in pool.cidr))
         for name, pool in sorted(pools.items())
     }
     for block in claimed.values():
@@ -61,7 +61,7 @@ def count_pools(
             pool = find_pool(pools, address)
             if pool is not None:
                 by_pool[pool.name].add_address(node, address)
-    return {name: one.count() for name, one in by_pool.items()}
+    return {name: pool.count() for name, pool in by_pool.items()}
 
 
 class _Pool:
@@ -89,8 +89,8 @@ class _Pool:
             self._used.add(address)
         cidr = place
         if place not in self._blocks:
-            same = (one for one in self._others if one.version == address.version)
-            cidr = next((one for one in same if address in one), place)
+            same = (network for network in self._others if network.version == address.version)
+            cidr = next((network for network in same if address in network), place)
         owner = self._blocks.get(cidr, "")
         if owner and is_for_pod:
             self._used_of.setdefault(owner, set()).add(address)
@@ -117,4 +117,4 @@ class _Pool:
         )
 
     def _capacity_of(self, cidr: IPNetwork) -> int:
-        return cidr.num_addresses - sum(one in cidr for one in self._node_addresses)
+        return cidr.num_addresses - sum(address in cidr for address in self._node_addresses)

@@ -77,33 +77,33 @@ def check_pools(store: Store, drafts: Sequence[StoredObject]) -> list[tuple[int,
     Gives what is wrong: (index of the draft, fault).
     """
     wanted = {
-        one.key.name: (index, decode_pool(one.document))
-        for index, one in enumerate(drafts)
-        if one.key.kind == IP_POOL.plural
+        stored.key.name: (index, decode_pool(stored.document))
+        for index, stored in enumerate(drafts)
+        if stored.key.kind == IP_POOL.plural
     }
     if not wanted:
         return []
     before = decode_pools(store.list(IP_POOL.plural)[0])
     after = {**before, **{name: pool for name, (_, pool) in wanted.items()}}
-    found = _find_shared(after, wanted)
-    found += _find_changed(store, before, wanted)
-    ranges = {one.key.name: fixed_ranges(one) for one in store.list(NODE.plural)[0]}
+    problems = _find_shared(after, wanted)
+    problems += _find_changed(store, before, wanted)
+    ranges = {stored.key.name: fixed_ranges(stored) for stored in store.list(NODE.plural)[0]}
     for name, cidr, pool in find_static(ranges, after.values()):
         if pool.name in wanted:
             message = f"is {pool.cidr}: {_describe_own(name, cidr)}"
-            found.append((wanted[pool.name][0], Fault("spec.cidr", message)))
-    return found
+            problems.append((wanted[pool.name][0], Fault("spec.cidr", message)))
+    return problems
 
 
 def decode_pools(objects: Iterable[StoredObject]) -> dict[str, Pool]:
     """Read the pools of a store by name; what cannot be read is none."""
-    found: dict[str, Pool] = {}
-    for one in objects:
+    pools: dict[str, Pool] = {}
+    for stored in objects:
         try:
-            found[one.key.name] = value_of(one, Pool) or decode_pool(one.document)
+            pools[stored.key.name] = value_of(stored, Pool) or decode_pool(stored.document)
         except InvalidRequest:
             continue
-    return found
+    return pools
 
 
 def fixed_ranges(node: StoredObject) -> tuple[IPNetwork, ...]:
@@ -114,8 +114,8 @@ def fixed_ranges(node: StoredObject) -> tuple[IPNetwork, ...]:
         facts = decode_node(node)
     except InvalidRequest:
         return ()
-    ranges = [one for one in facts.pod_cidrs if one not in facts.blocks]
-    return *ranges, *(ipaddress.ip_network(one) for one in facts.addresses)
+    ranges = [cidr for cidr in facts.pod_cidrs if cidr not in facts.blocks]
+    return *ranges, *(ipaddress.ip_network(address) for address in facts.addresses)
 
 
 def own_addresses(node: StoredObject) -> tuple[IPAddress, ...]:
@@ -144,17 +144,17 @@ def find_problems(
     pools: Mapping[str, Pool], ranges: Mapping[str, Iterable[IPNetwork]]
 ) -> dict[str, str]:
     """Say of which pools nothing can be taken, by name: both of two that overlap."""
-    found: dict[str, str] = {}
-    for one, other in find_overlaps(pools.values()):
-        message = f"pools {one.name} ({one.cidr}) and {other.name} ({other.cidr}) overlap"
-        found.setdefault(one.name, message)
-        found.setdefault(other.name, message)
+    problems: dict[str, str] = {}
+    for first, other in find_overlaps(pools.values()):
+        message = f"pools {first.name} ({first.cidr}) and {other.name} ({other.cidr}) overlap"
+        problems.setdefault(first.name, message)
+        problems.setdefault(other.name, message)
     for name, cidr, pool in find_static(ranges, pools.values()):
-        found.setdefault(
+        problems.setdefault(
             pool.name,
             f"pool {pool.name} is {pool.cidr}: {_describe_own(name, cidr)}",
         )
-    return found
+    return problems
 
 
 def _describe_own(node: str, cidr: IPNetwork) -> str:
@@ -166,14 +166,14 @@ def _describe_own(node: str, cidr: IPNetwork) -> str:
 def _find_shared(
     after: Mapping[str, Pool], wanted: Mapping[str, tuple[int, Pool]]
 ) -> list[tuple[int, Fault]]:
-    found = []
+    problems = []
     for pair in find_overlaps(after.values()):
         for pool, other in (pair, pair[::-1]):
             if pool.name in wanted:
                 message = f"is {pool.cidr}: it overlaps pool {other.name} ({other.cidr})"
-                found.append((wanted[pool.name][0], Fault("spec.cidr", message)))
+                problems.append((wanted[pool.name][0], Fault("spec.cidr", message)))
                 break
-    return found
+    return problems
 
 
 def _find_changed(
@@ -189,19 +189,19 @@ def _find_changed(
     if not changed:
         return []
     counts = dict.fromkeys(changed, 0)
-    for one in store.list(IP_BLOCK.plural)[0]:
-        block = decode_block(one)
+    for stored in store.list(IP_BLOCK.plural)[0]:
+        block = decode_block(stored)
         if block is not None and block.node and block.pool in counts:
             counts[block.pool] += 1
-    found = []
+    problems = []
     for name, count in counts.items():
         index, pool = wanted[name]
         field = "cidr" if before[name].cidr != pool.cidr else "blockSize"
         was = before[name].cidr if field == "cidr" else before[name].block_size
         if count:
             message = f"cannot be changed from {was}: nodes have {count} blocks of the pool"
-            found.append((index, Fault(f"spec.{field}", message)))
-    return found
+            problems.append((index, Fault(f"spec.{field}", message)))
+    return problems
 
 
 def _read_cidr(node: Node) -> IPNetwork | None:
@@ -234,15 +234,15 @@ def _read_block_size(node: Node, cidr: IPNetwork | None) -> int:
 def _read_selector(node: Node) -> Selector:
     if not node.present or not node.expect_object(("matchLabels", "matchExpressions")):
         return ()
-    found = [
+    requirements = [
         Requirement(key, "In", (value,))
         for key, value in sorted(read_label_map(node.child("matchLabels")).items())
     ]
     for item in node.child("matchExpressions").items():
         read = read_expression(item)
         if read is not None:
-            found.append(Requirement(read[0], str(read[1]), read[2]))
-    return tuple(found)
+            requirements.append(Requirement(read[0], str(read[1]), read[2]))
+    return tuple(requirements)
 
 
 def _read_reserved(node: Node, cidr: IPNetwork | None) -> tuple[AddressRange, ...]:
@@ -250,14 +250,14 @@ def _read_reserved(node: Node, cidr: IPNetwork | None) -> tuple[AddressRange, ..
     if len(items) > RESERVED_MAX:
         node.wrong(f"has {len(items)} ranges, more than {RESERVED_MAX}")
         return ()
-    found = [_read_range(item) for item in items]
-    for item, one in zip(items, found, strict=True):
-        if one is None or cidr is None:
+    ranges = [_read_range(item) for item in items]
+    for item, range_ in zip(items, ranges, strict=True):
+        if range_ is None or cidr is None:
             continue
-        same = one.first.version == cidr.version
-        if not same or one.first not in cidr or one.last not in cidr:
-            item.wrong(f"is {one}, which is not in the pool ({cidr})")
-    return tuple(one for one in found if one is not None)
+        same = range_.first.version == cidr.version
+        if not same or range_.first not in cidr or range_.last not in cidr:
+            item.wrong(f"is {range_}, which is not in the pool ({cidr})")
+    return tuple(range_ for range_ in ranges if range_ is not None)
 
 
 def _read_range(node: Node) -> AddressRange | None:
@@ -269,7 +269,7 @@ def _read_range(node: Node) -> AddressRange | None:
         if network is None:
             return None
         return AddressRange(network.network_address, network.broadcast_address)
-    ends = [_read_address(one.strip()) for one in (first, last)]
+    ends = [_read_address(end.strip()) for end in (first, last)]
     if ends[0] is None or ends[1] is None or ends[0].version != ends[1].version:
         node.wrong(f"is {shown(text)}, not a range (address, address-address or CIDR)")
         return None

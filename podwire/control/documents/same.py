@@ -21,34 +21,34 @@ TOOLS: Final = "kubectl.kubernetes.io/"
 Document = Mapping[str, Any]
 
 
-def is_so(found: StoredObject, draft: StoredObject) -> bool:
+def is_so(stored: StoredObject, draft: StoredObject) -> bool:
     """Tell whether an object of the store says what a draft does."""
-    if found.fault:
+    if stored.fault:
         return False
-    if found.document == draft.document:
+    if stored.document == draft.document:
         return True
-    there = _read_own(found)
+    there = _read_own(stored)
     return there is not None and _fill(there) == _fill(draft.document)
 
 
-def leave_out_additions(found: StoredObject, draft: StoredObject) -> StoredObject:
+def leave_out_additions(stored: StoredObject, draft: StoredObject) -> StoredObject:
     """Give an object without what a server has added to it: what is left differs because somebody wrote so."""
-    there = None if found.fault else _read_own(found)
-    if there is None or there == found.document:
-        return found  # nothing was added, so what looks like a default was written
+    there = None if stored.fault else _read_own(stored)
+    if there is None or there == stored.document:
+        return stored  # nothing was added, so what looks like a default was written
     document = _strip(there, draft.document, _fill(draft.document))
     return StoredObject(
-        key=found.key,
-        uid=found.uid,
-        revision=found.revision,
-        created=found.created,
+        key=stored.key,
+        uid=stored.uid,
+        revision=stored.revision,
+        created=stored.created,
         document=document,
     )
 
 
-def keep_additions(found: StoredObject, draft: StoredObject) -> dict[str, Any]:
+def keep_additions(there: StoredObject, draft: StoredObject) -> dict[str, Any]:
     """Give a draft's document with what a server, or another tool, has for itself in the object that it replaces."""
-    before = _members(found.document, "metadata")
+    before = _members(there.document, "metadata")
     others = {name: before[name] for name in SERVERS_METADATA if name in before}
     metadata = {**others, **draft.document["metadata"]}
     tools = {
@@ -61,10 +61,10 @@ def keep_additions(found: StoredObject, draft: StoredObject) -> dict[str, Any]:
     return {**draft.document, "metadata": metadata}
 
 
-def _read_own(found: StoredObject) -> Document | None:
+def _read_own(stored: StoredObject) -> Document | None:
     """Give what somebody has written of an object; None of one that nobody could have applied."""
     try:
-        own = decode(found.document).document
+        own = decode(stored.document).document
     except InvalidRequest:
         return None
     metadata = own["metadata"]
@@ -93,28 +93,28 @@ def _fill(document: Document) -> Any:
         spec["policyTypes"] = ["Ingress", *(["Egress"] if spec.get("egress") else [])]
     for direction in ("ingress", "egress"):
         if direction in spec:
-            spec[direction] = [_fill_rule(one) for one in spec[direction]]
+            spec[direction] = [_fill_rule(rule) for rule in spec[direction]]
     return {**filled, "spec": spec}
 
 
 def _fill_rule(rule: Document) -> Document:
     if "ports" not in rule:
         return rule
-    return {**rule, "ports": [{"protocol": "TCP", **one} for one in rule["ports"]]}
+    return {**rule, "ports": [{"protocol": "TCP", **port} for port in rule["ports"]]}
 
 
 def _drop_empty(value: Any) -> Any:
     """Leave out lists that are empty, and labels that are none: the server does not write them back. An empty selector
     stays, as it selects everything."""
     if isinstance(value, Mapping):
-        kept = {name: _drop_empty(one) for name, one in value.items()}
+        kept = {name: _drop_empty(member) for name, member in value.items()}
         return {
-            name: one
-            for name, one in kept.items()
-            if one is not None and one != [] and not (one == {} and name == "matchLabels")
+            name: member
+            for name, member in kept.items()
+            if member is not None and member != [] and not (member == {} and name == "matchLabels")
         }
     if isinstance(value, list | tuple):
-        return [_drop_empty(one) for one in value]
+        return [_drop_empty(item) for item in value]
     return value
 
 
@@ -122,9 +122,9 @@ def _strip(there: Any, written: Any, filled: Any) -> Any:
     """Leave out of `there` what `filled` has by default and nobody has `written`."""
     if isinstance(there, Mapping) and isinstance(written, Mapping) and isinstance(filled, Mapping):
         return {
-            name: _strip(one, written.get(name), filled.get(name))
-            for name, one in there.items()
-            if name in written or filled.get(name) != one
+            name: _strip(member, written.get(name), filled.get(name))
+            for name, member in there.items()
+            if name in written or filled.get(name) != member
         }
     if (
         isinstance(there, list)

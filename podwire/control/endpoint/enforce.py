@@ -47,7 +47,9 @@ def _bases_of_verdicts(config: EndpointConfig) -> tuple[bool, bool]:
 
 
 def _without(failure: Failure, endpoint_id: EndpointId) -> Failure:
-    return replace(failure, endpoints=tuple(one for one in failure.endpoints if one != endpoint_id))
+    return replace(
+        failure, endpoints=tuple(number for number in failure.endpoints if number != endpoint_id)
+    )
 
 
 def rows_of(
@@ -226,9 +228,9 @@ class Enforcer:
             self._note_failure(failure, cause)
         self.failures = outcome.failed
         errors = {
-            one: describe_failure(failure)
+            endpoint_id: describe_failure(failure)
             for failure in outcome.failed
-            for one in failure.endpoints
+            for endpoint_id in failure.endpoints
         }
         for endpoint in self.table:
             endpoint.policy_error = errors.get(endpoint.record.id, "")

@@ -15,19 +15,21 @@ def find_endpoint(table: EndpointTable, text: str) -> Endpoint:
     kind, colon, rest = text.partition(":")
     if text.isascii() and text.isdigit():
         # Python refuses to read thousands of digits, and no number of an endpoint has more than ten.
-        found = [table.get(EndpointId(int(text)))] if len(text) <= _DIGITS_MAX else []
+        endpoints = [table.get(EndpointId(int(text)))] if len(text) <= _DIGITS_MAX else []
     elif colon and rest and kind in _FINDERS:
-        found = list(_FINDERS[kind](table, rest))
+        endpoints = list(_FINDERS[kind](table, rest))
     else:
         raise UndecodableRequest(
             f"find endpoint {text!r}: this is not an endpoint id",
-            hint=f"a number, or one of {', '.join(f'{one}:...' for one in _FINDERS)}",
+            hint=f"a number, or one of {', '.join(f'{finder}:...' for finder in _FINDERS)}",
         )
-    present = [endpoint for endpoint in found if endpoint is not None]
+    present = [endpoint for endpoint in endpoints if endpoint is not None]
     if not present:
         raise NotFound(f"find endpoint {text!r}: there is none", hint="see `podwire endpoint list`")
     if len(present) > 1:
-        listed = ", ".join(f"{one.record.id} ({one.record.key.if_name})" for one in present)
+        listed = ", ".join(
+            f"{endpoint.record.id} ({endpoint.record.key.if_name})" for endpoint in present
+        )
         raise Conflict(
             f"find endpoint {text!r}: it names several: {listed}",
             hint="use the number, or cni-attachment-id:CID:IFNAME",
@@ -49,10 +51,10 @@ def _by_pod(table: EndpointTable, text: str) -> Iterable[Endpoint]:
 
 def _by_address(table: EndpointTable, text: str) -> Iterable[Endpoint]:
     try:
-        found = table.get_by_address(text)
+        endpoint = table.get_by_address(text)
     except ValueError:
         raise UndecodableRequest(f"find endpoint: {text!r} is not an address") from None
-    return [found] if found else []
+    return [endpoint] if endpoint else []
 
 
 _FINDERS: Mapping[str, Callable[[EndpointTable, str], Iterable[Endpoint]]] = {

@@ -58,11 +58,11 @@ class PolicyObjects:
 
     def replace(self, kind: str, objects: Sequence[StoredObject]) -> None:
         """Take in a whole list of one kind."""
-        listed = {one.key for one in objects}
-        for key in [one for one in self._known if one.kind == kind and one not in listed]:
+        listed = {stored.key for stored in objects}
+        for key in [key for key in self._known if key.kind == kind and key not in listed]:
             self._take(key, partial(self._remove, key))
-        for one in objects:
-            self._take(one.key, partial(self._put, one))
+        for stored in objects:
+            self._take(stored.key, partial(self._put, stored))
 
     def apply(self, event: StoreEvent) -> None:
         """Take in one change."""

@@ -135,9 +135,9 @@ class EndpointTable:
 
     def list_by_pod(self, namespace: str, pod: str) -> list[Endpoint]:
         """Find all endpoints of a pod, newest first: the newest owns the name."""
-        found = [
+        endpoints = [
             endpoint
             for endpoint in self
             if (endpoint.record.namespace, endpoint.record.pod) == (namespace, pod)
         ]
-        return found[::-1]
+        return endpoints[::-1]

@@ -27,7 +27,7 @@ class FlowPolicy(msgspec.Struct, frozen=True, rename="camel"):
     namespace: str
     name: str
     rule: str
-    """Where it stands in its policy: `ingress[0]`, or `default-deny` when nothing allowed the packet."""
+    """Where it is in its policy: `ingress[0]`, or `default-deny` when nothing allowed the packet."""
 
 
 class Flow(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
@@ -48,7 +48,7 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     source: FlowEnd = msgspec.field(name="from")
     destination: FlowEnd = msgspec.field(name="to")
     original_to: FlowEnd | msgspec.UnsetType = msgspec.UNSET
-    """Whom the sender meant, where a service was translated."""
+    """The destination that the sender used, where a service was translated."""
     protocol: str
     """`tcp`, `udp`, `icmp`, `icmpv6`, `sctp`, `arp`, or the number."""
     tcp_flags: str

@@ -93,13 +93,13 @@ class FlowRing:
 
     def last(self, count: int, wanted: FlowFilter) -> list[Flow]:
         """Give the newest `count` flows that match, oldest first."""
-        found: list[Flow] = []
+        flows: list[Flow] = []
         for flow in reversed(self._flows):
-            if len(found) == count:
+            if len(flows) == count:
                 break
             if wanted.matches(flow):
-                found.append(flow)
-        return found[::-1]
+                flows.append(flow)
+        return flows[::-1]
 
     def follow(self, wanted: FlowFilter, wake: Callable[[], None]) -> Follower:
         """Begin to follow; `wake` is called when something waits. End it with `leave`."""
@@ -116,6 +116,6 @@ class FlowRing:
     def _change_watch(self) -> None:
         wanted = [follower.wanted for follower in self._followers if follower.wanted.passes]
         self.watch = Watch(
-            any(one.endpoint is None for one in wanted),
-            frozenset(one.endpoint for one in wanted if one.endpoint is not None),
+            any(filter_.endpoint is None for filter_ in wanted),
+            frozenset(filter_.endpoint for filter_ in wanted if filter_.endpoint is not None),
         )

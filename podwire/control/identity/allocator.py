@@ -114,7 +114,7 @@ class IdentityAllocator:
         """Say which numbers the endpoints of this node have; gives those in use, with what was given a moment ago."""
         oldest = self.clock() - GIVEN_S
         with self._lock:
-            self._given = {one: when for one, when in self._given.items() if when >= oldest}
+            self._given = {number: when for number, when in self._given.items() if when >= oldest}
             self.known.set_in_use({*numbers, *self._given})
             return self.known.in_use
 
@@ -175,10 +175,10 @@ class IdentityAllocator:
             if stored is None:
                 return None
             self.known.learn(stored)
-            found = decode(stored)
-            if found is None or found.key != key:
+            stored_identity = decode(stored)
+            if stored_identity is None or stored_identity.key != key:
                 return False
-            if not (found.is_marked or found.is_resting):
+            if not (stored_identity.is_marked or stored_identity.is_resting):
                 return True
             try:
                 unmarked = {"metadata": {"annotations": {UNUSED_SINCE: None, RESTING_SINCE: None}}}

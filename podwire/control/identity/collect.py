@@ -163,21 +163,23 @@ def collect(
 def read_named(endpoints: Sequence[StoredObject]) -> frozenset[int]:
     """Give all identities that nodes have published of their pods. Raises InvalidRequest for what cannot be read."""
     return frozenset(
-        int(identity) for one in endpoints for identity in decode_endpoints(one).identities.values()
+        int(identity)
+        for stored in endpoints
+        for identity in decode_endpoints(stored).identities.values()
     )
 
 
 def read_holds(nodes: Sequence[StoredObject]) -> frozenset[int]:
     """Give all numbers that nodes have published as held. Raises InvalidRequest for what the store cannot read."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for node in nodes:
         if node.fault:
             raise InvalidRequest(f"read what node {node.key.name!r} holds: {node.fault}")
         spec = node.document.get("spec")
         holds = spec.get("holds") if isinstance(spec, Mapping) else None
         if isinstance(holds, list | tuple):
-            found.update(one for one in holds if isinstance(one, int))
-    return frozenset(found)
+            numbers.update(number for number in holds if isinstance(number, int))
+    return frozenset(numbers)
 
 
 def publish_holds(store: Store, node_name: str, numbers: Collection[int]) -> None:
@@ -187,7 +189,7 @@ def publish_holds(store: Store, node_name: str, numbers: Collection[int]) -> Non
     for _ in range(ATTEMPTS):
         stored = look_at(store, key)
         if stored is not None and _is_damaged(stored):
-            # What would be left of it reads like a node that has said nothing of itself: others would let go of it.
+            # The rest of the object would look like a node that has published nothing: others would forget the node.
             raise Unavailable(
                 f"publish what node {node_name!r} holds: its object must be written anew first"
             )

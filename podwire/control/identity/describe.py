@@ -41,7 +41,7 @@ def describe_identities(
         _describe(IdentityFacts(int(number), labels), "reserved", "known", holders)
         for number, labels in sorted(RESERVED_LABELS.items())
     ]
-    found = [
+    identities = [
         _describe(
             facts,
             "cluster" if facts.number >= CLUSTER_FIRST else "fixed",
@@ -50,7 +50,7 @@ def describe_identities(
         )
         for facts in known.facts()
     ]
-    return reserved + found
+    return reserved + identities
 
 
 def _describe(
@@ -58,13 +58,13 @@ def _describe(
 ) -> IdentityDescription:
     ids = tuple(sorted(holders.get(facts.number, ())))
     ports = tuple(
-        f"{one.name}:{PROTOCOL_NAMES.get(one.protocol, one.protocol)}/{one.port}"
-        for one in facts.named_ports
+        f"{port.name}:{PROTOCOL_NAMES.get(port.protocol, port.protocol)}/{port.port}"
+        for port in facts.named_ports
     )
     # `reserved:host` is how people know it; the canonical form has an empty value.
     labels = tuple(
-        one.removesuffix("=") if one.startswith(f"{SOURCE_RESERVED}:") else one
-        for one in facts.labels
+        label.removesuffix("=") if label.startswith(f"{SOURCE_RESERVED}:") else label
+        for label in facts.labels
     )
     return IdentityDescription(facts.number, labels, ports, source, state, len(ids), ids)
 

@@ -45,6 +45,7 @@ class IdentityFeed:
     """With the store `kubernetes`."""
     _doubt: Doubt = field(default_factory=Doubt)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _doubted: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self.resolver.allocator.known.listen(self._note_reassigned)
@@ -82,6 +83,16 @@ class IdentityFeed:
         else:
             self._suspect(Doubt(self.resolver.sources.apply(event)))
 
+    def wait_for_doubt(self, timeout_s: float) -> bool:
+        """Wait until there are endpoints to look at that were not waited for before; False after `timeout_s`."""
+        doubted = self._doubted.wait(timeout_s)
+        self._doubted.clear()
+        return doubted
+
+    def wake(self) -> None:
+        """End `wait_for_doubt`."""
+        self._doubted.set()
+
     def take_doubt(self) -> Doubt:
         """Give which endpoints to look at, once."""
         with self._lock:
@@ -93,6 +104,8 @@ class IdentityFeed:
             self._doubt = Doubt(
                 self._doubt.change | more.change, self._doubt.everybody or more.everybody
             )
+        if more:
+            self._doubted.set()
 
     def _note_reassigned(self, change: IdentityChange) -> None:
         if change.reassigned:

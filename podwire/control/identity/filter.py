@@ -66,8 +66,8 @@ class _Pattern:
         """Give how many characters of the key match from its beginning; -1 when it does not match."""
         if self.source not in ("", source):
             return -1
-        found = self.expression.match(key)
-        return -1 if found is None else found.end()
+        match = self.expression.match(key)
+        return -1 if match is None else match.end()
 
 
 class LabelFilter:
@@ -95,7 +95,8 @@ class LabelFilter:
                 faults.append(Fault(f"{SETTING}[{index}]", f"is {text!r}: {error}"))
         if faults:
             raise InvalidConfiguration(
-                f"read {SETTING}: " + "; ".join(f"{one.path} {one.message}" for one in faults),
+                f"read {SETTING}: "
+                + "; ".join(f"{fault.path} {fault.message}" for fault in faults),
                 hint="a pattern is [!][SOURCE:]REGULAR-EXPRESSION, matched from the beginning of the key",
                 faults=tuple(faults),
             )
@@ -120,8 +121,10 @@ class LabelFilter:
             return True
         if (source, key) == _NEVER:
             return False
-        included = max((one.match_length(source, key) for one in self._includes), default=-1)
-        ignored = [one.match_length(source, key) for one in self._excludes]
+        included = max(
+            (pattern.match_length(source, key) for pattern in self._includes), default=-1
+        )
+        ignored = [pattern.match_length(source, key) for pattern in self._excludes]
         shortest = min((length for length in ignored if length >= 0), default=-1)
         if shortest < 0:
             return included >= 0 or not self._only_included

@@ -35,7 +35,7 @@ class IdentityKey:
     @property
     def text(self) -> str:
         """The key as one text."""
-        ports = ";".join(f"{one.name}/{one.protocol}/{one.port}" for one in self.named_ports)
+        ports = ";".join(f"{port.name}/{port.protocol}/{port.port}" for port in self.named_ports)
         return f"{join_labels(self.labels)}\n{ports}"
 
     @property
@@ -80,7 +80,7 @@ def make_key(
 def convert_ports(ports: Iterable[RequestedPort]) -> tuple[NamedPort, ...]:
     """Give a request's named ports in the form of identities, sorted."""
     return tuple(
-        sorted({NamedPort(one.name, PROTOCOL_NUMBERS[one.protocol], one.port) for one in ports})
+        sorted({NamedPort(port.name, PROTOCOL_NUMBERS[port.protocol], port.port) for port in ports})
     )
 
 
@@ -89,8 +89,8 @@ def write_spec(key: IdentityKey) -> dict[str, Any]:
     return {
         "labels": list(key.labels),
         "namedPorts": [
-            {"name": one.name, "protocol": PROTOCOL_NAMES[one.protocol], "port": one.port}
-            for one in key.named_ports
+            {"name": port.name, "protocol": PROTOCOL_NAMES[port.protocol], "port": port.port}
+            for port in key.named_ports
         ],
     }
 
@@ -101,12 +101,12 @@ def read_spec(document: Mapping[str, Any]) -> IdentityKey:
     if not isinstance(spec, Mapping):
         raise InvalidRequest("read identity: it has no spec")
     labels, ports = spec.get("labels"), spec.get("namedPorts") or ()
-    if not isinstance(labels, list | tuple) or not all(isinstance(one, str) for one in labels):
+    if not isinstance(labels, list | tuple) or not all(isinstance(label, str) for label in labels):
         raise InvalidRequest("read identity: spec.labels is not a list of labels")
     try:
         named = {
-            NamedPort(str(one["name"]), PROTOCOL_NUMBERS[one["protocol"]], int(one["port"]))
-            for one in ports
+            NamedPort(str(port["name"]), PROTOCOL_NUMBERS[port["protocol"]], int(port["port"]))
+            for port in ports
         }
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidRequest(f"read identity: spec.namedPorts: {error!r}") from error

@@ -22,7 +22,7 @@ HASH_LABEL: Final = f"{OWN_PREFIX}/key-hash"
 UNUSED_SINCE: Final = f"{OWN_PREFIX}/unused-since"
 """Annotation, the mark: nobody used the number at this time (RFC 3339). Who wants it takes the mark away first."""
 RESTING_SINCE: Final = f"{OWN_PREFIX}/resting-since"
-"""Annotation: the identity was given up at this time; the object stands only so that no other key gets its number."""
+"""Annotation: the identity was given up at this time; the object is kept only so that no other key gets its number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class KnownIdentities:
             if revision < self._heard_revision:
                 self._forget_revisions()
             self._heard_revision = revision
-            listed = {read_number(one.key) for one in objects}
+            listed = {read_number(stored.key) for stored in objects}
             for known in list(self._by_number.values()):
                 if known.number not in listed and known.revision <= revision:
                     self._lose(known)
@@ -182,7 +182,7 @@ class KnownIdentities:
 
     def _drop(self, known: KnownIdentity) -> None:
         self._by_number.pop(known.number, None)
-        rest = tuple(one for one in self._by_key.get(known.key, ()) if one != known.number)
+        rest = tuple(number for number in self._by_key.get(known.key, ()) if number != known.number)
         if rest:
             self._by_key[known.key] = rest
         else:
@@ -253,5 +253,5 @@ def decode(stored: StoredObject) -> KnownIdentity | None:
 def annotations(stored: StoredObject) -> Mapping[str, str]:
     """Give an object's annotations."""
     metadata = stored.document.get("metadata")
-    found = metadata.get("annotations") if isinstance(metadata, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+    annotations = metadata.get("annotations") if isinstance(metadata, Mapping) else None
+    return annotations if isinstance(annotations, Mapping) else {}

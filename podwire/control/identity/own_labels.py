@@ -46,7 +46,7 @@ def change_own_labels(
         wanted[key] = value
     if faults:
         raise InvalidRequest(
-            "change labels: " + "; ".join(f"{one.path} {one.message}" for one in faults[:5]),
+            "change labels: " + "; ".join(f"{fault.path} {fault.message}" for fault in faults[:5]),
             hint="write KEY=VALUE to set a label and KEY- to take it away",
             faults=tuple(faults),
         )

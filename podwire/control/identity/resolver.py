@@ -82,9 +82,9 @@ class IdentityResolver:
         when the caller is gone. Never call it under the node's turn.
         """
         ports = tuple(named_ports)
-        found = self.find(own_labels, ports, namespace)
-        if found is not None:
-            return found
+        resolution = self.find(own_labels, ports, namespace)
+        if resolution is not None:
+            return resolution
         self.allocator.counts.waits += 1
         deadline_s = self.clock() + (self.wait_s if wait_s is None else wait_s)
         while True:
@@ -185,10 +185,10 @@ class IdentityResolver:
         try:
             stored = store.create(StoredObject(key=key, document=document))
         except Conflict as error:
-            found = store.get(key)
-            if found is None:
+            there = store.get(key)
+            if there is None:
                 raise Unavailable(f"make namespace {name!r}: others are changing it") from error
-            stored = found
+            stored = there
         self.sources.learn_namespace(stored)
 
     def _is_stale(self, record: EndpointRecord) -> bool:

@@ -118,7 +118,9 @@ class LabelSources:
     def effective(self, own: Iterable[str], namespace: str) -> tuple[str, ...]:
         """Give all labels of an endpoint that brings `own` (its network and name among them)."""
         kept = [label for label in own if not is_namespace_label(label)]
-        extra = dict(pair for one in self._fitting(kept, namespace) for pair in one.labels)
+        extra = dict(
+            pair for workload in self._fitting(kept, namespace) for pair in workload.labels
+        )
         if extra:
             names = {(SOURCE_CNI, key) for key in extra}
             kept = [label for label in kept if split_label(label)[:2] not in names]
@@ -133,7 +135,11 @@ class LabelSources:
     def workload_of(self, own: Iterable[str], namespace: str, key: str) -> str:
         """Name the Workload object that gives a container the label `key`; "" when none does."""
         fitting = self._fitting(tuple(own), namespace)
-        names = [one.name for one in fitting if any(key == given for given, _ in one.labels)]
+        names = [
+            workload.name
+            for workload in fitting
+            if any(key == given for given, _ in workload.labels)
+        ]
         return names[-1] if names else ""
 
     def replace(self, kind: str, objects: Sequence[StoredObject]) -> SourceChange:
@@ -144,12 +150,12 @@ class LabelSources:
                 self.is_complete = True
                 self.version += 1
             if kind == WORKLOADS:
-                workloads = {one.key: _read_workload(one) for one in objects}
+                workloads = {stored.key: _read_workload(stored) for stored in objects}
                 return self._set_workloads(workloads)
             changed = SourceChange()
-            self._unlisted = frozenset(self._namespaces) - {one.key.name for one in objects}
-            for one in objects:
-                changed |= self._set_namespace(one)
+            self._unlisted = frozenset(self._namespaces) - {stored.key.name for stored in objects}
+            for stored in objects:
+                changed |= self._set_namespace(stored)
             return changed
 
     def apply(self, event: StoreEvent) -> SourceChange:
@@ -158,7 +164,11 @@ class LabelSources:
         with self._lock:
             if key.kind == NAMESPACES:
                 return SourceChange() if event.deleted else self._set_namespace(event.object)
-            workloads = {one: made for one, made in self._workloads.items() if one != key}
+            workloads = {
+                object_key: made
+                for object_key, made in self._workloads.items()
+                if object_key != key
+            }
             if not event.deleted:
                 workloads[key] = _read_workload(event.object)
             return self._set_workloads(workloads)
@@ -183,7 +193,10 @@ class LabelSources:
         with self._lock:
             self._namespaces = snapshot.namespaces
             self._set_workloads(
-                {ObjectKey(WORKLOADS, one.namespace, one.name): one for one in snapshot.workloads}
+                {
+                    ObjectKey(WORKLOADS, workload.namespace, workload.name): workload
+                    for workload in snapshot.workloads
+                }
             )
             self.is_complete = True
 
@@ -191,10 +204,12 @@ class LabelSources:
         """Find the Workloads of a container, in the order in which the later one wins."""
         if not self._in_order:
             return []
-        pod = next((one[len(_NAME) :] for one in own if one.startswith(_NAME)), "")
-        network = next((one[len(_NETWORK) :] for one in own if one.startswith(_NETWORK)), "")
+        pod = next((label[len(_NAME) :] for label in own if label.startswith(_NAME)), "")
+        network = next((label[len(_NETWORK) :] for label in own if label.startswith(_NETWORK)), "")
         return [
-            one for one in self._in_order if one.fits(namespace=namespace, network=network, pod=pod)
+            workload
+            for workload in self._in_order
+            if workload.fits(namespace=namespace, network=network, pod=pod)
         ]
 
     def _set_namespace(self, stored: StoredObject) -> SourceChange:
@@ -218,12 +233,12 @@ class LabelSources:
 
 def _read_labels(holder: object) -> dict[str, str]:
     """Read `labels` of metadata or a spec; what is no label is left out."""
-    found = holder.get("labels") if isinstance(holder, Mapping) else None
-    if not isinstance(found, Mapping):
+    labels = holder.get("labels") if isinstance(holder, Mapping) else None
+    if not isinstance(labels, Mapping):
         return {}
     return {
         key: value
-        for key, value in found.items()
+        for key, value in labels.items()
         if isinstance(key, str)
         and isinstance(value, str)
         and is_label_key(key)

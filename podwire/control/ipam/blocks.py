@@ -43,14 +43,14 @@ class OwnBlocks:
         self.known = known
         self.by_cidr: dict[IPNetwork, OwnBlock] = {}
         self.node_addresses: dict[int, IPAddress] = {}
-        """By IP version: what stands for the node itself; remembered across restarts."""
+        """By IP version: the node's own address; remembered across restarts."""
 
         self._followed: Mapping[str, Pool] = {}
         """The pools that the blocks were last compared with."""
 
     def epochs(self) -> dict[IPNetwork, int]:
         """Give the blocks that are this node's with the epochs of their claims."""
-        return {cidr: one.block.epoch for cidr, one in self.by_cidr.items() if not one.lost}
+        return {cidr: own.block.epoch for cidr, own in self.by_cidr.items() if not own.lost}
 
     def list_open(self, pools: Iterable[str]) -> Iterator[OwnBlock]:
         """Give the blocks of some pools that addresses may be given from, pool by pool."""
@@ -61,17 +61,19 @@ class OwnBlocks:
 
     def choose_next(self, pools: Iterable[str], identity: IdentityId) -> IPAddress | None:
         """Name a free address: one that the same identity had, else one never used, else what rested longest."""
-        found = list(self.list_open(pools))
-        for own in found:
+        candidates = list(self.list_open(pools))
+        for own in candidates:
             rested = own.fifo.find_rested_of(identity)
             if rested is not None:
                 return rested
-        for own in found:
+        for own in candidates:
             fresh = own.fifo.find_fresh()
             if fresh is not None:
                 return fresh
-        longest = [one for own in found if (one := own.fifo.find_rested_longest()) is not None]
-        return min(longest, key=lambda one: one[0])[1] if longest else None
+        longest = [
+            rest for own in candidates if (rest := own.fifo.find_rested_longest()) is not None
+        ]
+        return min(longest, key=lambda rested: rested[0])[1] if longest else None
 
     def usage(self, waiting: Collection[IPAddress]) -> Sequence[CidrUsage]:
         """Tell how full each block is; `waiting` ones are in quarantine."""
@@ -118,8 +120,8 @@ class OwnBlocks:
             if own is not None:
                 return own
         # Its pool may be gone, or unknown yet.
-        found = (one for cidr, one in self.by_cidr.items() if cidr.version == address.version)
-        return next((one for one in found if address in one.block.cidr), None)
+        blocks = (own for cidr, own in self.by_cidr.items() if cidr.version == address.version)
+        return next((own for own in blocks if address in own.block.cidr), None)
 
     def open(self, block: Block, held: Iterable[IPAddress]) -> None:
         """Use a block from now on, but for a claim of other blocks over it; `held` addresses are held in it."""
@@ -140,7 +142,9 @@ class OwnBlocks:
         with self.known.lock:  # else claims that are listed anew are seen in part
             pool = self.known.pools.get(own.block.pool)
             claimed = {
-                one for one in self.known.claimed if one.version == cidr.version and one in cidr
+                address
+                for address in self.known.claimed
+                if address.version == cidr.version and address in cidr
             }
         wanted: tuple[AddressRange, ...] = ()
         own.kept = own.block.kept
@@ -149,7 +153,7 @@ class OwnBlocks:
             wanted = choose_kept(cidr, pool.reserved, lends=lends)
             given = self._list_given(own, claimed)
             own.kept = choose_kept(cidr, pool.reserved, lends=lends, busy=given)
-        shall = (address for one in wanted for address in addresses_of(one))
+        shall = (address for range_ in wanted for address in addresses_of(range_))
         own.fifo.exclude((*own.block.kept_addresses(), *claimed, *shall))
 
     def _list_given(self, own: OwnBlock, claimed: Collection[IPAddress]) -> set[IPAddress]:
@@ -160,55 +164,55 @@ class OwnBlocks:
         return given
 
     def settle_node_addresses(self) -> None:
-        """See to it that one address of each family stands for the node: the one of before, if it can, else another."""
+        """Keep one address of each family as the node's own: the same as before where that is possible."""
         for version in (4, 6):
             blocks = [
-                one for cidr, one in self.by_cidr.items() if cidr.version == version and one.is_open
+                own for cidr, own in self.by_cidr.items() if cidr.version == version and own.is_open
             ]
             before = self.node_addresses.get(version)
-            if any(one.fifo.node_address == before for one in blocks if before is not None):
+            if any(own.fifo.node_address == before for own in blocks if before is not None):
                 continue
-            found = self._choose_node_address(blocks, before)
-            for one in self.by_cidr.values():
-                if one.block.cidr.version == version:
-                    is_here = found is not None and found in one.block.cidr
-                    one.fifo.set_node_address(found if is_here else None)
-            if found is not None:
-                self.node_addresses[version] = found
+            chosen = self._choose_node_address(blocks, before)
+            for own in self.by_cidr.values():
+                if own.block.cidr.version == version:
+                    is_here = chosen is not None and chosen in own.block.cidr
+                    own.fifo.set_node_address(chosen if is_here else None)
+            if chosen is not None:
+                self.node_addresses[version] = chosen
 
     def _choose_node_address(
         self, blocks: Sequence[OwnBlock], before: IPAddress | None
     ) -> IPAddress | None:
-        for one in blocks:
+        for own in blocks:
             if (
                 before is not None
-                and before in one.block.cidr
+                and before in own.block.cidr
                 and before not in self.known.claimed
-                and before not in one.fifo.list_held()
+                and before not in own.fifo.list_held()
             ):
                 return before
-        found = (one.fifo.find_node_address() for one in blocks)
-        return next((one for one in found if one is not None), None)
+        addresses = (own.fifo.find_node_address() for own in blocks)
+        return next((address for address in addresses if address is not None), None)
 
     def list_node_addresses(self) -> set[IPAddress]:
-        """Give what stands for nodes themselves, this one and the others."""
-        found = {one.fifo.node_address for one in self.by_cidr.values()}
+        """Give the addresses that are nodes' own, of this node and of the others."""
+        addresses = {own.fifo.node_address for own in self.by_cidr.values()}
         for name, has in list(self.known.node_addresses.items()):
             if name != self.known.node:
-                found.update(has)
-        return {one for one in found if one is not None}
+                addresses.update(has)
+        return {address for address in addresses if address is not None}
 
     def list_outdated(self) -> list[tuple[Block, tuple[AddressRange, ...]]]:
         """Give blocks that keep something else than they shall, with what that is."""
         return [
-            (one.block, one.kept)
-            for one in self.by_cidr.values()
-            if one.is_open and one.kept != one.block.kept
+            (own.block, own.kept)
+            for own in self.by_cidr.values()
+            if own.is_open and own.kept != own.block.kept
         ]
 
     def list_lost(self) -> list[tuple[IPNetwork, int]]:
         """Give blocks that another node has by now, with how many addresses of endpoints they hold here."""
-        return [(cidr, one.fifo.held) for cidr, one in self.by_cidr.items() if one.lost]
+        return [(cidr, own.fifo.held) for cidr, own in self.by_cidr.items() if own.lost]
 
     def refresh(self, own: OwnBlock, block: Block) -> None:
         """Take what is said of an own block: that it is so (again)."""
@@ -242,8 +246,8 @@ def leave_out_overlapped(blocks: Iterable[Block]) -> tuple[list[Block], list[str
     """
     opened: list[Block] = []
     left_out: list[str] = []
-    for block in sorted(blocks, key=lambda one: (one.cidr.prefixlen, -one.epoch)):
-        over = next((one for one in opened if overlaps(one.cidr, block.cidr)), None)
+    for block in sorted(blocks, key=lambda block: (block.cidr.prefixlen, -block.epoch)):
+        over = next((other for other in opened if overlaps(other.cidr, block.cidr)), None)
         if over is None:
             opened.append(block)
         else:

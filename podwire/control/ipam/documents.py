@@ -17,7 +17,7 @@ from podwire.model.store import ObjectKey, StoredObject, value_of
 from podwire.model.store.kinds import IP_ADDRESS, IP_BLOCK
 
 KEPT_SHARE: Final = 16
-"""One of so many addresses of a block is kept for whoever claims it by an object: other nodes too."""
+"""One address in this many of a block is kept for claims of single addresses, which other nodes make too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class Block:
 
     def keeps(self, address: IPAddress) -> bool:
         """Tell whether an address needs an object of its own."""
-        return any(one.contains(address) for one in self.kept)
+        return any(range_.contains(address) for range_ in self.kept)
 
     def kept_addresses(self) -> list[IPAddress]:
         """List what is kept."""
-        return [address for one in self.kept for address in addresses_of(one)]
+        return [address for range_ in self.kept for address in addresses_of(range_)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +78,18 @@ def choose_kept(
     """
     kind = type(cidr.network_address)
     last = int(cidr.broadcast_address)
-    found = [
+    kept = [
         AddressRange(
-            kind(max(int(one.first), int(cidr.network_address))),
-            kind(min(int(one.last), int(cidr.broadcast_address))),
+            kind(max(int(range_.first), int(cidr.network_address))),
+            kind(min(int(range_.last), int(cidr.broadcast_address))),
         )
-        for one in reserved
-        if one.overlaps(cidr)
+        for range_ in reserved
+        if range_.overlaps(cidr)
     ]
     count = cidr.num_addresses // KEPT_SHARE
     if lends and count:
-        found.append(AddressRange(kind(last - count + 1), kind(last)))
-    return tuple(part for one in found for part in _leave_out(one, busy))
+        kept.append(AddressRange(kind(last - count + 1), kind(last)))
+    return tuple(part for range_ in kept for part in _leave_out(range_, busy))
 
 
 def _leave_out(one: AddressRange, busy: Collection[IPAddress]) -> Iterator[AddressRange]:
@@ -114,7 +114,7 @@ def address_key(address: IPAddress) -> ObjectKey:
 
 
 def _name(text: str) -> str:
-    return "".join("-" if one in ".:/" else one for one in text).strip("-")
+    return "".join("-" if letter in ".:/" else letter for letter in text).strip("-")
 
 
 def encode_block(block: Block) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def encode_block(block: Block) -> dict[str, Any]:
         "pool": block.pool,
         "node": block.node,
         "epoch": block.epoch,
-        "kept": [str(one) for one in block.kept],
+        "kept": [str(range_) for range_ in block.kept],
     }
     return _document(IP_BLOCK.name, IP_BLOCK.api_versions[0], block_key(block.cidr).name, spec)
 
@@ -154,12 +154,12 @@ def decode_block(stored: StoredObject) -> Block | None:
     try:
         cidr = ipaddress.ip_network(str(spec.get("cidr")))
         epoch = spec.get("epoch", 0)
-        kept = tuple(_read_range(str(one)) for one in spec.get("kept") or ())
+        kept = tuple(_read_range(str(text)) for text in spec.get("kept") or ())
     except (ValueError, TypeError):
         return None
     if block_key(cidr) != stored.key or not isinstance(epoch, int) or epoch < 0:
         return None
-    if not all(_is_inside(one, cidr) for one in kept):
+    if not all(_is_inside(range_, cidr) for range_ in kept):
         return None
     if not isinstance(spec.get("node"), str):
         return None  # nobody's block has the name "": one without is damaged, and may be somebody's

@@ -31,7 +31,7 @@ _releases = itertools.count()
 
 
 class AddressFifo:
-    """One CIDR. Every address of it may be a pod's, but for the one that stands for the node, if it is here."""
+    """One CIDR. Pods may have every address of it except the node's own, if that is here."""
 
     def __init__(self, cidr: IPNetwork) -> None:
         self.cidr = cidr
@@ -48,7 +48,7 @@ class AddressFifo:
 
     @property
     def node_address(self) -> IPAddress | None:
-        """The address that stands for the node itself; None when it is in another CIDR."""
+        """The node's own address; None when it is in another CIDR."""
         return None if self._node is None else self._address(self._node)
 
     def find_node_address(self) -> IPAddress | None:
@@ -93,8 +93,10 @@ class AddressFifo:
 
     def exclude(self, addresses: Iterable[IPAddress]) -> None:
         """Give exactly these out no more unless they are asked for by `take`; others that were so are given again."""
-        offsets = {int(one) - self._base for one in addresses}
-        self._excluded = {one for one in offsets if 0 <= one < self._end and one != self._node}
+        offsets = {int(address) - self._base for address in addresses}
+        self._excluded = {
+            offset for offset in offsets if 0 <= offset < self._end and offset != self._node
+        }
         for offset in self._excluded & self._rested.keys():
             self._forget_rest(offset)
         self._fresh_left = self._end

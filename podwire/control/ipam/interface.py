@@ -43,7 +43,7 @@ class CidrUsage:
 
     cidr: IPNetwork
     node_address: IPAddress | None
-    """The address of it that stands for the node itself, no pod's; None when that is in another CIDR."""
+    """The node's own address, which no pod has; None when it is in another CIDR."""
     capacity: int
     held: int
     quarantined: int
@@ -126,6 +126,10 @@ class Ipam(Protocol):
 
 def split_families(addresses: Sequence[IPAddress]) -> Given:
     """Give the first address of each family."""
-    ipv4 = next((one for one in addresses if isinstance(one, ipaddress.IPv4Address)), None)
-    ipv6 = next((one for one in addresses if isinstance(one, ipaddress.IPv6Address)), None)
+    ipv4 = next(
+        (address for address in addresses if isinstance(address, ipaddress.IPv4Address)), None
+    )
+    ipv6 = next(
+        (address for address in addresses if isinstance(address, ipaddress.IPv6Address)), None
+    )
     return ipv4, ipv6

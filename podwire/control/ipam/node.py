@@ -171,7 +171,7 @@ class NodeIpam:
 
     def list_lacks(self) -> Sequence[str]:
         """Name the CIDRs that have no address left."""
-        return [str(one.cidr) for one in self.usage() if one.free == 0]
+        return [str(usage.cidr) for usage in self.usage() if usage.free == 0]
 
     def _hold(self, holding: Holding) -> None:
         self._holdings[holding.owner] = holding
@@ -183,7 +183,7 @@ class NodeIpam:
 
     def _check_wanted(self, address: IPAddress) -> IPAddress:
         if self._find_pool(address) is None:
-            cidrs = ", ".join(str(one.cidr) for one in self._pools) or "none"
+            cidrs = ", ".join(str(fifo.cidr) for fifo in self._pools) or "none"
             raise AddressUnavailable(
                 f"take address {address}: it is outside what the node may give out ({cidrs})",
                 hint="ask for an address of the node's CIDRs that is not the node's own (`podwire ipam show`)",
@@ -197,8 +197,8 @@ class NodeIpam:
 
     def _choose_next(self, family: int, identity: IdentityId) -> IPAddress:
         pools = [pool for pool in self._pools if pool.cidr.version == family]
-        found = [pool.find_rested_of(identity) for pool in pools]
-        address = next((one for one in found if one is not None), None)
+        rested = [pool.find_rested_of(identity) for pool in pools]
+        address = next((address for address in rested if address is not None), None)
         for pool in pools:
             address = address or pool.find_next()
         if address is not None:
@@ -226,9 +226,9 @@ def _refuse_unusable(networks: Sequence[IPNetwork]) -> None:
                     f"use {other} and {network} for pods: they overlap",
                     hint="give the node ranges of its own (node_cidrs)",
                 )
-    for version in {one.version for one in networks}:
-        same = [one for one in networks if one.version == version]
-        if sum(one.num_addresses for one in same) < NEEDED:
+    for version in {network.version for network in networks}:
+        same = [network for network in networks if network.version == version]
+        if sum(network.num_addresses for network in same) < NEEDED:
             raise InvalidConfiguration(
                 f"use {same[0]} for pods: its one address is the node's own, and none is left",
                 hint="give the node a larger range, or another one beside it (node_cidrs)",

@@ -146,10 +146,10 @@ class PoolIpam:
                 raise Bug(f"allocate addresses for endpoint {owner}: it has some already")
             chosen, reservation.chosen = reservation.chosen, ()
             if not chosen:
-                found = self._choose(reservation)
-                if isinstance(found, Lack):
-                    raise Exhausted(f"take an address: {found.why}", hint="call again later")
-                chosen = found
+                choice = self._choose(reservation)
+                if isinstance(choice, Lack):
+                    raise Exhausted(f"take an address: {choice.why}", hint="call again later")
+                chosen = choice
                 for address in chosen:
                     self.mine.take(address)
             self._hold(Holding(owner, chosen, reservation.wish.identity))
@@ -211,14 +211,14 @@ class PoolIpam:
         """Name the families in which neither an own block nor any pool has an address for an ordinary pod."""
         with self.lock:
             pools = self.ordinary_pools()
-            found = []
-            for version in sorted({one.version for one in pools}):
-                same = [one for one in pools if one.version == version]
+            lacks = []
+            for version in sorted({pool.version for pool in pools}):
+                same = [pool for pool in pools if pool.version == version]
                 if all(
-                    not self.count_free(one.name) and self.claims.find_limit(one) for one in same
+                    not self.count_free(pool.name) and self.claims.find_limit(pool) for pool in same
                 ):
-                    found.append(f"IPv{version} pools {', '.join(one.name for one in same)}")
-            return found
+                    lacks.append(f"IPv{version} pools {', '.join(pool.name for pool in same)}")
+            return lacks
 
     def usage(self) -> Sequence[CidrUsage]:
         """Tell how full each own block is, in the order in which they were claimed."""
@@ -247,11 +247,11 @@ class PoolIpam:
     def ordinary_pools(self) -> list[Pool]:
         """Give the pools whose blocks a pod of any namespace on this node may have."""
         return [
-            one
-            for _, one in sorted(self.known.usable().items())
-            if is_for_pods(one)
-            and not one.namespace_selector
-            and selects(one.node_selector, self.known.node_labels)
+            pool
+            for _, pool in sorted(self.known.usable().items())
+            if is_for_pods(pool)
+            and not pool.namespace_selector
+            and selects(pool.node_selector, self.known.node_labels)
         ]
 
     def sync(self, addresses: Iterable[IPAddress] = ()) -> bool:
@@ -261,16 +261,16 @@ class PoolIpam:
         """
         with self.lock, self.known.lock:
             before = self.blocks
-            fresh = [one for one in self.known.own.values() if one.cidr not in self.own]
+            fresh = [block for block in self.known.own.values() if block.cidr not in self.own]
         if fresh:
-            self.before_open({**before, **{one.cidr: one.epoch for one in fresh}})
+            self.before_open({**before, **{block.cidr: block.epoch for block in fresh}})
         with self.lock, self.known.lock:
-            for block in sorted(self.known.own.values(), key=lambda one: one.revision):
+            for block in sorted(self.known.own.values(), key=lambda block: block.revision):
                 if block.cidr not in self.own:
                     self.mine.open(block, self._list_held())
                 else:
                     self.mine.refresh(self.own[block.cidr], block)
-            for cidr in [one for one in self.own if one not in self.known.own]:
+            for cidr in [network for network in self.own if network not in self.known.own]:
                 self.mine.lose(cidr)
             self.mine.follow_pools()
             for address in addresses:
@@ -290,7 +290,7 @@ class PoolIpam:
 
         `node_addresses` stood for the node. Gives what had to be left out, and why.
         """
-        self.mine.node_addresses.update({one.version: one for one in node_addresses})
+        self.mine.node_addresses.update({address.version: address for address in node_addresses})
         opened, left_out = leave_out_overlapped(blocks)
         with self.lock:
             self.known.remember(opened)
@@ -406,7 +406,7 @@ class PoolIpam:
             if claimed is not None:
                 self._grant(reservation, claimed)
                 return
-        strict = [one.name for one in pools if one.strict_affinity]
+        strict = [pool.name for pool in pools if pool.strict_affinity]
         why = "; ".join(limits)
         why += f"; {', '.join(strict)} lend nothing (strictAffinity)" if strict else ""
         raise Exhausted(
@@ -436,4 +436,4 @@ class PoolIpam:
 
 
 def _names(pools: Iterable[Pool]) -> list[str]:
-    return [one.name for one in pools]
+    return [pool.name for pool in pools]

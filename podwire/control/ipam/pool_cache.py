@@ -33,7 +33,7 @@ class PoolCache:
         """By pool: why nothing is taken of it."""
         self.node_labels: Labels = {}
         self.node_addresses: dict[str, tuple[IPAddress, ...]] = {}
-        """By node: the addresses that stand for itself, as it published them; no pod has them."""
+        """By node: its own addresses inside the pools, as it published them; no pod has them."""
         self.namespaces: dict[str, NamespaceFacts] = {}
         self.blocks: dict[IPNetwork, Block] = {}
         self.own: dict[IPNetwork, Block] = {}
@@ -51,14 +51,14 @@ class PoolCache:
 
     def usable(self) -> Mapping[str, Pool]:
         """Give the pools that addresses may be taken from."""
-        return {name: one for name, one in self.pools.items() if name not in self.problems}
+        return {name: pool for name, pool in self.pools.items() if name not in self.problems}
 
     def find_pool(self, address: IPAddress) -> Pool | None:
         """Give the pool that an address is in."""
         return find_pool(self.pools, address)
 
     def find_node_at(self, address: IPAddress) -> str:
-        """Tell for which other node an address stands, "" = for none."""
+        """Name the other node whose own address this is; "" when it is nobody's."""
         others = (name for name, has in list(self.node_addresses.items()) if address in has)
         return next((name for name in others if name != self.node), "")
 
@@ -71,8 +71,8 @@ class PoolCache:
             before = set(self.claimed)
             self.claimed.clear()
             self._at.clear()
-            for one in objects:
-                claimed = decode_claimed(one)
+            for stored in objects:
+                claimed = decode_claimed(stored)
                 if claimed is not None:
                     self.put_claimed(claimed)
             self.is_listed = True
@@ -107,8 +107,8 @@ class PoolCache:
     def remember(self, blocks: Iterable[Block]) -> None:
         """Take own blocks that an earlier life had: the store has not been read yet."""
         with self.lock:
-            for one in blocks:
-                self._put_block(one, gone=False, revision=0)
+            for block in blocks:
+                self._put_block(block, gone=False, revision=0)
 
     def count_claimed(self, pool: str) -> int:
         """Tell how many blocks of a pool some node has."""
@@ -124,15 +124,15 @@ class PoolCache:
             }
             for length in others:
                 if length < block.prefixlen:
-                    found = self.blocks.get(block.supernet(new_prefix=length))
-                    if found is not None and found.node:
-                        return found
+                    wider = self.blocks.get(block.supernet(new_prefix=length))
+                    if wider is not None and wider.node:
+                        return wider
             if any(length > block.prefixlen for length in others):
                 return next(
                     (
-                        one
-                        for cidr, one in self.blocks.items()
-                        if one.node and cidr.prefixlen > block.prefixlen and overlaps(cidr, block)
+                        other
+                        for cidr, other in self.blocks.items()
+                        if other.node and cidr.prefixlen > block.prefixlen and overlaps(cidr, block)
                     ),
                     None,
                 )
@@ -143,10 +143,10 @@ class PoolCache:
         self.own.clear()
         self._counts.clear()
         self._lengths.clear()
-        for one in objects:
-            block = decode_block(one)
+        for stored in objects:
+            block = decode_block(stored)
             if block is not None:
-                self._put_block(block, gone=False, revision=one.revision)
+                self._put_block(block, gone=False, revision=stored.revision)
 
     def _put_block(self, block: Block, *, gone: bool, revision: int) -> None:
         before = self.blocks.get(block.cidr)

@@ -51,7 +51,7 @@ Selector = tuple[Requirement, ...]
 
 def selects(selector: Selector, labels: Labels) -> bool:
     """Tell whether a selector takes something with these labels."""
-    return all(one.holds(labels) for one in selector)
+    return all(requirement.holds(labels) for requirement in selector)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Pool:
 
     def reserves(self, address: IPAddress) -> bool:
         """Tell whether an address is given only to who asks for it."""
-        return any(one.contains(address) for one in self.reserved)
+        return any(range_.contains(address) for range_ in self.reserved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +155,10 @@ def read_pool_names(annotation: str) -> tuple[str, ...]:
             listed = json.loads(text)
         except ValueError:
             listed = [text]
-        names = [str(one).strip() for one in listed]
+        names = [str(name).strip() for name in listed]
     else:
-        names = [one.strip() for one in text.split(",")]
-    return tuple(dict.fromkeys(one for one in names if one))
+        names = [name.strip() for name in text.split(",")]
+    return tuple(dict.fromkeys(name for name in names if name))
 
 
 def choose_pools(
@@ -210,27 +210,27 @@ def _find_named(pools: Mapping[str, Pool], name: str, source: str) -> Pool:
 
 def find_pool(pools: Mapping[str, Pool], address: IPAddress) -> Pool | None:
     """Give the pool that an address is in."""
-    found = (one for one in pools.values() if one.version == address.version)
-    return next((one for one in found if address in one.cidr), None)
+    matching = (pool for pool in pools.values() if pool.version == address.version)
+    return next((pool for pool in matching if address in pool.cidr), None)
 
 
 def find_overlaps(pools: Iterable[Pool]) -> list[tuple[Pool, Pool]]:
     """Give every two pools that share addresses, the disabled ones too: what they gave is still in use."""
-    found: list[tuple[Pool, Pool]] = []
+    overlaps: list[tuple[Pool, Pool]] = []
     for version in (4, 6):
         open_ones: list[Pool] = []
-        ordered = [one for one in pools_by_start(pools) if one.version == version]
+        ordered = [pool for pool in pools_by_start(pools) if pool.version == version]
         for pool in ordered:
-            # CIDRs are either nested or apart: whoever ends before this one begins meets no later one either.
-            open_ones = [one for one in open_ones if one.cidr.overlaps(pool.cidr)]
-            found += ((one, pool) for one in open_ones)
+            # CIDRs are either nested or apart: a CIDR that ends before this one begins overlaps no later one either.
+            open_ones = [candidate for candidate in open_ones if candidate.cidr.overlaps(pool.cidr)]
+            overlaps += ((candidate, pool) for candidate in open_ones)
             open_ones.append(pool)
-    return found
+    return overlaps
 
 
 def pools_by_start(pools: Iterable[Pool]) -> list[Pool]:
     """Order pools by their first address, the larger before the smaller."""
     return sorted(
         pools,
-        key=lambda one: (int(one.cidr.network_address), one.cidr.prefixlen, one.name),
+        key=lambda pool: (int(pool.cidr.network_address), pool.cidr.prefixlen, pool.name),
     )

@@ -89,8 +89,10 @@ def _read_ports(spec: Mapping[str, Any]) -> tuple[NamedPort, ...]:
         if member == "containers" or container.get("restartPolicy") == "Always"
     ]
     ports = [port for container in containers for port in _items(container, "ports")]
-    found = (_read_port(port) for port in ports)
-    return tuple(sorted({port for port in found if port is not None}, key=lambda port: port.name))
+    readable = (_read_port(port) for port in ports)
+    return tuple(
+        sorted({port for port in readable if port is not None}, key=lambda port: port.name)
+    )
 
 
 def _read_port(port: Mapping[str, Any]) -> NamedPort | None:

@@ -173,7 +173,9 @@ class PolicyEngine:
         self._subjects.leave(endpoint_id)
         self._may_have_waste = True
         behind = self._subjects.behind
-        for subject in [one for one in behind if not one.live and not one.pending_endpoints]:
+        for subject in [
+            subject for subject in behind if not subject.live and not subject.pending_endpoints
+        ]:
             # Nobody waits any more for what cannot be brought into force.
             self._end(subject)
 
@@ -218,7 +220,11 @@ class PolicyEngine:
             self._revision,
             changed,
             self._subjects.failures(changed_policies),
-            tuple(one for each in behind - self._subjects.behind for one in sorted(each.live)),
+            tuple(
+                endpoint_id
+                for each in behind - self._subjects.behind
+                for endpoint_id in sorted(each.live)
+            ),
         )
 
     @property
@@ -292,8 +298,8 @@ class PolicyEngine:
 
     def list_selectors(self) -> list[dict[str, Any]]:
         """Give the selectors of peers in use: `selector`, `identities`, `users`; by their text."""
-        found = [one.describe() for one in (*self._peers, *self._cidrs)]
-        return sorted(found, key=lambda one: str(one["selector"]))
+        selectors = [peer.describe() for peer in (*self._peers, *self._cidrs)]
+        return sorted(selectors, key=lambda described: str(described["selector"]))
 
     def policies_of(self, identity: int) -> Sequence[PolicyId]:
         """Give the policies that select an attached identity. NotFound."""
@@ -321,11 +327,11 @@ class PolicyEngine:
                 continue
             churned.add(number)
             self._subjects.spread(
-                (one, (), (number,)) for one in self._peers.remove_identity(number)
+                (selection, (), (number,)) for selection in self._peers.remove_identity(number)
             )
             if facts is not None:
-                found = self._peers.add_identity(facts)
-                self._subjects.spread((one, (facts.number,), ()) for one in found)
+                selections = self._peers.add_identity(facts)
+                self._subjects.spread((selection, (facts.number,), ()) for selection in selections)
                 subject = self._subjects.find(number)
                 if subject is not None:
                     self._subjects.rename(subject, facts)
@@ -377,7 +383,11 @@ class PolicyEngine:
         """Take in the pending policies; gives their names."""
         is_held = self._held is not None
         pending = self._pending
-        taken = [one for one in pending.policies if not (is_held and pending.speaks_of_cidrs(one))]
+        taken = [
+            policy
+            for policy in pending.policies
+            if not (is_held and pending.speaks_of_cidrs(policy))
+        ]
         for policy in taken:
             for change in self._repository.change(policy, pending.policies.pop(policy)):
                 if self._enforcement is not Enforcement.NEVER:
@@ -450,7 +460,9 @@ class PolicyEngine:
     def _retire_strangers(self) -> None:
         """With the first change: slots of an earlier process that no adopted row names."""
         if self._former:
-            named = {slot for one in self._subjects for slot in (one.slot, *one.lingering)}
+            named = {
+                slot for subject in self._subjects for slot in (subject.slot, *subject.lingering)
+            }
             self._slots.retired |= self._former - named
             self._former = set()
 

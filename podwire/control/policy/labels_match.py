@@ -75,7 +75,10 @@ def matches(selector: LabelSelector, labels: LabelSet) -> bool:
 
 def find_unmet(selector: LabelSelector, labels: LabelSet) -> Requirement | None:
     """Give the first requirement that labels do not meet; None when they match."""
-    return next((one for one in selector.requirements if not fulfils(one, labels)), None)
+    return next(
+        (requirement for requirement in selector.requirements if not fulfils(requirement, labels)),
+        None,
+    )
 
 
 def describe_requirement(requirement: Requirement) -> str:

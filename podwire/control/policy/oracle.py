@@ -155,17 +155,17 @@ class FlowDecision:
     @property
     def verdict(self) -> Verdict:
         """Give what the policies of both ends say together."""
-        denied = any(one.verdict is Verdict.DENY for one in self._ends)
+        denied = any(decision.verdict is Verdict.DENY for decision in self._ends)
         return Verdict.DENY if denied else Verdict.ALLOW
 
     @property
     def passes(self) -> bool:
         """Tell whether the first packet arrives."""
-        return all(one.passes for one in self._ends)
+        return all(decision.passes for decision in self._ends)
 
     @property
     def _ends(self) -> list[Decision]:
-        return [one for one in (self.egress, self.ingress) if one is not None]
+        return [decision for decision in (self.egress, self.ingress) if decision is not None]
 
 
 def evaluate(
@@ -193,7 +193,7 @@ def evaluate(
     matching = [(name, rule) for name, rule in rules if covers(rule, groups, question)]
     if matching:
         return _decide_by_rules(matching, settings)
-    closing = [one.policy for one in selecting if question.direction in one.default_deny]
+    closing = [rules.policy for rules in selecting if question.direction in rules.default_deny]
     if not closing and settings.enforcement is not Enforcement.ALWAYS:
         return Decision(Verdict.ALLOW, Basis.DEFAULT_ALLOW)
     names = tuple(sorted({RuleName(policy, DEFAULT_DENY_PATH) for policy in closing}, key=str))
@@ -262,7 +262,9 @@ def _contains(
 ) -> bool:
     if address is None:
         return False
-    return any(address in cidr for cidr in cidrs) and not any(address in one for one in exceptions)
+    return any(address in cidr for cidr in cidrs) and not any(
+        address in network for network in exceptions
+    )
 
 
 def covers_port(match: PortMatch, question: Question) -> bool:

@@ -141,7 +141,7 @@ class Rule:
     peers: tuple[PeerSelector, ...]
     ports: tuple[PortMatch, ...]
     path: str
-    """Where it stands, as people find it: `ingress[0]`, `spec.egressDeny[1]`, `specs[2].ingress[0]`."""
+    """Where it is written, as people find it: `ingress[0]`, `spec.egressDeny[1]`, `specs[2].ingress[0]`."""
     precedence: int = TIER_DEFAULT
 
 

@@ -72,7 +72,7 @@ def decode_cilium_policy(
     """
     faults = Faults(mentions)
     top = root(document, faults)
-    found: list[PolicyRules | None] = []
+    rule_sets: list[PolicyRules | None] = []
     kind = KIND
     if top.expect_object(("apiVersion", "kind", "metadata", "spec", "specs", "status")):
         name = read_header(top, api_versions=API_VERSIONS, kinds=(KIND, KIND_CLUSTERWIDE))
@@ -82,9 +82,9 @@ def decode_cilium_policy(
         specs += top.child("specs").items()
         if not specs:
             top.child("spec").wrong("is missing, and so is specs")
-        found = [_read_spec(spec, policy) for spec in specs]
+        rule_sets = [_read_spec(spec, policy) for spec in specs]
     faults.raise_if_any(f"decode {describe_object(document, kind)}", hint=HINT)
-    return tuple(one for one in found if one is not None)
+    return tuple(rules for rules in rule_sets if rules is not None)
 
 
 def _name_policy(top: Node, name: ObjectName, kind: str) -> PolicyId:

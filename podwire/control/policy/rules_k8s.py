@@ -104,16 +104,16 @@ def _in_namespace(namespace: str) -> Requirement:
 
 
 def _read_policy_types(spec: Node) -> frozenset[Direction]:
-    found = [
+    directions = [
         (node, node.choice(tuple(_POLICY_TYPES))) for node in spec.child("policyTypes").items()
     ]
-    for node, _text in found:
+    for node, _text in directions:
         if not node.present:
             node.wrong("is null; it is Ingress or Egress")
-    if len(found) > len(_POLICY_TYPES):
-        spec.child("policyTypes").wrong(f"has {len(found)} elements; at most two are allowed")
-    if found:
-        return frozenset(_POLICY_TYPES[text] for _node, text in found if text)
+    if len(directions) > len(_POLICY_TYPES):
+        spec.child("policyTypes").wrong(f"has {len(directions)} elements; at most two are allowed")
+    if directions:
+        return frozenset(_POLICY_TYPES[text] for _node, text in directions if text)
     has_egress = bool(spec.value.get("egress"))
     return frozenset({Direction.INGRESS, *([Direction.EGRESS] if has_egress else [])})
 
@@ -124,9 +124,9 @@ def _read_rules(node: Node, direction: Direction, peers_key: str, own: Requireme
         if not item.expect_object((peers_key, "ports")):
             continue
         peer_nodes = item.child(peers_key).items()
-        peers = [peer for one in peer_nodes if (peer := _read_peer(one, own)) is not None]
+        peers = [peer for node in peer_nodes if (peer := _read_peer(node, own)) is not None]
         port_nodes = item.child("ports").items()
-        ports = [port for one in port_nodes if (port := _read_port(one)) is not None]
+        ports = [port for node in port_nodes if (port := _read_port(node)) is not None]
         rules.append(
             Rule(
                 direction,
@@ -153,7 +153,7 @@ def _read_peer(node: Node, own: Requirement) -> PeerSelector | None:
         return None
     where = [own]
     if namespaces.present:
-        # Also beside requirements on labels: the negative ones hold for whoever has no namespace at all.
+        # Also beside requirements on labels: the negative ones hold for what has no namespace at all.
         where = [
             Requirement(SOURCE_K8S, NAMESPACE_KEY, Operator.EXISTS),
             *_read_selector(namespaces, SOURCE_K8S, f"{NAMESPACE_LABELS_PREFIX}."),
@@ -165,13 +165,13 @@ def _read_selector(node: Node, source: str, prefix: str) -> list[Requirement]:
     """Read a label selector; its keys get `source` and `prefix`. Absent = nothing is required."""
     if not node.present or not node.expect_object(("matchLabels", "matchExpressions")):
         return []
-    found = []
+    requirements = []
     labels = node.child("matchLabels")
     for key, value in read_label_map(labels).items():
         path = join_path(labels.path, key)
         _refuse_name(labels, path, key)
         labels.faults.mention(LabelMention(path, source, prefix + key))
-        found.append(Requirement(source, prefix + key, Operator.IN, (value,)))
+        requirements.append(Requirement(source, prefix + key, Operator.IN, (value,)))
     for item in node.child("matchExpressions").items():
         expression = read_expression(item)
         if expression is None:
@@ -180,8 +180,8 @@ def _read_selector(node: Node, source: str, prefix: str) -> list[Requirement]:
         if check_label_key(item, key, key):
             _refuse_name(item, f"{item.path}.key", key)
             item.faults.mention(LabelMention(f"{item.path}.key", source, prefix + key))
-            found.append(Requirement(source, prefix + key, operator, values))
-    return found
+            requirements.append(Requirement(source, prefix + key, operator, values))
+    return requirements
 
 
 def _refuse_name(node: Node, path: str, key: str) -> None:
@@ -195,12 +195,12 @@ def _read_block(node: Node) -> CidrSelector | None:
     cidr = read_cidr(node.child("cidr"))
     exceptions: list[IPNetwork] = []
     for item in node.child("except").items():
-        found = read_cidr(item)
-        if found is None or cidr is None:
+        network = read_cidr(item)
+        if network is None or cidr is None:
             continue
-        if found == cidr or not is_inside(found, cidr):
-            item.wrong(f"is {found}, which is not a smaller part of {cidr}")
-        exceptions.append(found)
+        if network == cidr or not is_inside(network, cidr):
+            item.wrong(f"is {network}, which is not a smaller part of {cidr}")
+        exceptions.append(network)
     if cidr is None:
         return None
     return CidrSelector(cidr, tuple(dict.fromkeys(exceptions)), everybody=True)

@@ -33,18 +33,21 @@ def find_unmatched(
     mentions: Collection[Mention], label_filter: LabelFilter, groups: Collection[str]
 ) -> list[Fault]:
     """Give those mentions that nothing can match, each with why. `groups`: the names of those that there are."""
-    found: list[Fault] = []
-    for one in mentions:
-        if isinstance(one, GroupMention):
-            if one.name not in groups:
-                found.append(
-                    Fault(one.path, f"names {one.name!r}: there is no such CiliumCIDRGroup")
+    unmatched: list[Fault] = []
+    for mention in mentions:
+        if isinstance(mention, GroupMention):
+            if mention.name not in groups:
+                unmatched.append(
+                    Fault(mention.path, f"names {mention.name!r}: there is no such CiliumCIDRGroup")
                 )
-        elif not _may_be_had(one, label_filter):
-            found.append(
-                Fault(one.path, f"selects by {one.key!r}, which {SETTING} keeps out of identities")
+        elif not _may_be_had(mention, label_filter):
+            unmatched.append(
+                Fault(
+                    mention.path,
+                    f"selects by {mention.key!r}, which {SETTING} keeps out of identities",
+                )
             )
-    return found
+    return unmatched
 
 
 def _may_be_had(label: LabelMention, label_filter: LabelFilter) -> bool:

@@ -89,9 +89,9 @@ _RTMSG: Final = struct.Struct("=BBBBBBBBI")
 _RTNEXTHOP: Final = struct.Struct("=HBBi")
 """rtnexthop: length with the attributes behind it, flags, weight less one, index."""
 _RTMSG_PROTOCOL: Final = 5
-"""Where the protocol stands in it."""
+"""The offset of the protocol in it."""
 _RTMSG_SCOPE: Final = 6
-"""Where the scope stands in it."""
+"""The offset of the scope in it."""
 _NETWORKS_REMEMBERED: Final = 1024
 _NDMSG: Final = struct.Struct("=BxxxiHBB")
 """ndmsg: family, index, state, flags, type."""
@@ -258,12 +258,12 @@ def read_next_hops(body: bytes) -> frozenset[IPAddress]:
     """Give all next hops of an answer to `list_routes`, those of a route with several ways too."""
     _, attributes = unpack_body(_RTMSG, body)
     several = attributes.get(_RTA_MULTIPATH, b"")
-    found = {_read_hop(attributes)}
+    next_hops = {_read_hop(attributes)}
     while len(several) >= _RTNEXTHOP.size:
         length = max(_RTNEXTHOP.unpack_from(several)[0], _RTNEXTHOP.size)
-        found.add(_read_hop(parse_attributes(several[_RTNEXTHOP.size : length])))
+        next_hops.add(_read_hop(parse_attributes(several[_RTNEXTHOP.size : length])))
         several = several[length:]
-    return frozenset(one for one in found if one is not None)
+    return frozenset(address for address in next_hops if address is not None)
 
 
 def set_neighbour(wanted: Neighbour) -> Request:

@@ -79,7 +79,7 @@ class ApiServer:
     def __init__(
         self, directory: Path, users: Sequence[User] = (), shape: Shape = ON_LOOPBACK
     ) -> None:
-        found = programs.find(programs.API_SERVER)
+        paths = programs.find(programs.API_SERVER)
         self.directory = directory
         self.shape = shape
         self.port = shape.port or free_port()
@@ -93,7 +93,7 @@ class ApiServer:
         )
         self.server = Daemon(
             "kube-apiserver",
-            self._command(found["kube-apiserver"]),
+            self._command(paths["kube-apiserver"]),
             directory / "kube-apiserver.log",
             place=place,
         )

@@ -128,13 +128,13 @@ class Cluster:
     ) -> _Found:
         """Look until there is something, and give that; Unavailable says how things stand."""
         until_s = time.monotonic() + deadline_s
-        while not (found := look()):
+        while not (answer := look()):
             if time.monotonic() > until_s:
                 raise Unavailable(
                     f"wait for {what}: not within {deadline_s:g} s\n{self.describe()}"
                 )
             time.sleep(LOOK_S)
-        return found
+        return answer
 
     def wait_for_pods(
         self, count: int, namespace: str = "default", selector: str = ""
@@ -220,7 +220,9 @@ def is_ready(document: Mapping[str, Any]) -> bool:
     if document["metadata"].get("deletionTimestamp"):
         return False
     conditions = document.get("status", {}).get("conditions", [])
-    return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+    return any(
+        condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions
+    )
 
 
 def _raise(cluster: Cluster, progress: Progress) -> None:
@@ -343,5 +345,5 @@ def _start_node(node: Node) -> None:
 
 
 def _have_ranges(cluster: Cluster) -> bool:
-    found = cluster.client.get("/api/v1/nodes")["items"]
-    return len(found) == len(cluster.nodes) and all(one["spec"].get("podCIDR") for one in found)
+    nodes = cluster.client.get("/api/v1/nodes")["items"]
+    return len(nodes) == len(cluster.nodes) and all(node["spec"].get("podCIDR") for node in nodes)

@@ -16,7 +16,7 @@ class ControlPlane:
     """All programs that are there once; each may be stopped and started again."""
 
     def __init__(self, directory: Path, *, network: str, address: str, cluster_cidr: str) -> None:
-        found = programs.find(programs.CLUSTER)
+        paths = programs.find(programs.CLUSTER)
         self.directory = directory
         self.api = ApiServer(
             directory,
@@ -28,7 +28,7 @@ class ControlPlane:
         self.controllers = Daemon(
             "kube-controller-manager",
             [
-                found["kube-controller-manager"],
+                paths["kube-controller-manager"],
                 f"--kubeconfig={self.kubeconfig_of('system:kube-controller-manager')}",
                 f"--service-account-private-key-file={signing}",
                 f"--root-ca-file={self.api.ca}",
@@ -42,7 +42,7 @@ class ControlPlane:
         self.scheduler = Daemon(
             "kube-scheduler",
             [
-                found["kube-scheduler"],
+                paths["kube-scheduler"],
                 f"--kubeconfig={self.kubeconfig_of('system:kube-scheduler')}",
                 *("--leader-elect=false", "--bind-address=127.0.0.1"),
             ],

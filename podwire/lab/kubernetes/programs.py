@@ -33,9 +33,9 @@ def find(names: Sequence[str]) -> Mapping[str, str]:
     """Give the path of each program, all of one place; NotFound says how to get them."""
     places = [os.environ.get(ASSETS_VARIABLE, ""), os.environ["PATH"], str(cache_directory())]
     for place in filter(None, places):
-        found = {name: shutil.which(name, path=place) for name in names}
-        if all(found.values()):
-            return {name: str(path) for name, path in found.items()}
+        paths = {name: shutil.which(name, path=place) for name in names}
+        if all(paths.values()):
+            return {name: str(path) for name, path in paths.items()}
     raise NotFound(
         f"find {', '.join(names)}: not in ${ASSETS_VARIABLE}, PATH or {str(cache_directory())!r}",
         hint=_HINT,
@@ -44,7 +44,7 @@ def find(names: Sequence[str]) -> Mapping[str, str]:
 
 def require(name: str, package: str) -> str:
     """Give the path of a program of the distribution; NotFound names its package."""
-    found = shutil.which(name)
-    if found is None:
+    path = shutil.which(name)
+    if path is None:
         raise NotFound(f"find {name}: not in PATH", hint=f"apt-get install {package}")
-    return found
+    return path

@@ -36,14 +36,18 @@ def namespace_of(name: str, place: str) -> str:
 
 def list_namespaces(name: str) -> list[str]:
     """List the namespaces of a cluster that are there."""
-    return [found for found in netns.list_named() if found.startswith(f"{PREFIX}.{name}.")]
+    return [
+        netns_name
+        for netns_name in netns.list_named()
+        if netns_name.startswith(f"{PREFIX}.{name}.")
+    ]
 
 
 def save_settings(directory: Path) -> None:
     """Note what kubelets will change, unless an earlier rig that was killed has noted it."""
     path = directory / _SETTINGS_FILE
     if not path.exists():
-        known = {one: (_PROC_SYS / one).read_text().strip() for one in KUBELET_CHANGES}
+        known = {change: (_PROC_SYS / change).read_text().strip() for change in KUBELET_CHANGES}
         path.write_text(json.dumps(known))
 
 
@@ -79,5 +83,5 @@ def remove(name: str) -> None:
 def _list_cgroup_names(name: str) -> Sequence[str]:
     """Name the cgroups by what is there: the namespace of a node may be gone while they are not."""
     tops = [Path("/sys/fs/cgroup"), *Path("/sys/fs/cgroup").glob("*/")]
-    found = {path.name for top in tops for path in top.glob(f"{PREFIX}.{name}.*")}
-    return sorted(found)
+    names = {path.name for top in tops for path in top.glob(f"{PREFIX}.{name}.*")}
+    return sorted(names)

@@ -133,15 +133,15 @@ class _Pinger:
     stop: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        with traffic.socket_in(self.pod.netns, self.target, "udp") as one:
-            one.settimeout(2)
-            one.connect((self.target, 80))
+        with traffic.socket_in(self.pod.netns, self.target, "udp") as client:
+            client.settimeout(2)
+            client.connect((self.target, 80))
             while not self.stop.wait(PING_EVERY_S):
                 begin = time.perf_counter()
                 self.sent += 1
-                one.send(b"?")
+                client.send(b"?")
                 try:
-                    one.recv(512)
+                    client.recv(512)
                 except TimeoutError:
                     self.lost += 1
                 self.slowest_ms = max(self.slowest_ms, (time.perf_counter() - begin) * 1e3)

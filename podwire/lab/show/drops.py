@@ -1,4 +1,4 @@
-"""Cause a drop, and see it as a person would: follow the flows of a node's agent while something happens.
+"""Cause a drop, and follow the flows of a node's agent meanwhile, as a person would.
 
 Used by the demo and by tests.
 """

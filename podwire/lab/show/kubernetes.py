@@ -188,10 +188,10 @@ def _show_rollout(cluster: Cluster, made: _Pods, report: Report) -> None:
 
 
 def _kill_agents(cluster: Cluster, node: str) -> int:
-    found = pods.find_agents(cluster, node)
-    for process in found:
+    agents = pods.find_agents(cluster, node)
+    for process in agents:
         os.kill(process.pid, signal.SIGKILL)
-    return len(found)
+    return len(agents)
 
 
 def _show_uninstall(cluster: Cluster, network: Podwire, report: Report) -> None:

@@ -1,6 +1,6 @@
-"""`lab check`: everybody tries everybody, in every family, by every protocol, small and large, with the time each took.
+"""`lab check`: try and time connections between all parts of a lab, by every family and protocol, small and large.
 
-Used by the CLI, the demo and tests. Only what is meant to work is tried, so every failure is one.
+Used by the CLI, the demo and tests. Only connections that are meant to work are tried, so every failure is a fault.
 """
 
 from collections.abc import Mapping
@@ -56,11 +56,11 @@ def check(lab: str) -> list[CheckedPair]:
         for started in threads.map(_start_check_servers, places, places.values()):
             servers.extend(started)
         pairs = [
-            threads.submit(_check_pair, source, target, address, one, places[source][0])
+            threads.submit(_check_pair, source, target, address, tried, places[source][0])
             for source, target in permutations(places, 2)
             if source != "world" or target not in pods_there  # nobody outside knows pods' addresses
             for address in _common(places[source], places[target])
-            for one in _TRIED
+            for tried in _TRIED
         ]
         return [pair.result() for pair in pairs]
 

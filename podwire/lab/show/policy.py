@@ -47,13 +47,13 @@ class _Asker:
     stop: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        with traffic.socket_in(self.pod.netns, self.target, "udp") as one:
-            one.settimeout(_REPLY_S)
-            one.connect((self.target, 80))
+        with traffic.socket_in(self.pod.netns, self.target, "udp") as client:
+            client.settimeout(_REPLY_S)
+            client.connect((self.target, 80))
             while not self.stop.wait(_EVERY_S):
                 try:
-                    one.send(b"?")
-                    one.recv(512)
+                    client.send(b"?")
+                    client.recv(512)
                 except OSError:
                     continue
                 self.last_answer_s = time.monotonic()

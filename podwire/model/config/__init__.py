@@ -131,8 +131,6 @@ class StoreSettings:
         "",
         "Store of the cluster's objects.",
         default_note="`sqlite://STATE_DIR/store.db`",
-        built=lambda value: value != "kubernetes",
-        built_note="only sqlite:///PATH and etcd://HOST:PORT[,HOST:PORT]",
     )
     etcd_ca: str = setting(
         TEXT, "", "File with the certificate authorities of etcd; given, it is asked by TLS."
@@ -141,7 +139,11 @@ class StoreSettings:
     etcd_key: str = setting(TEXT, "", "File with the key of that certificate.")
     etcd_user: str = setting(TEXT, "", "User name for etcd.")
     etcd_password_file: str = setting(TEXT, "", "File with the password of that user.")
-    kubeconfig: str = only_default(TEXT, "", "Kubernetes client configuration; empty: in-cluster.")
+    kubeconfig: str = setting(
+        TEXT,
+        "",
+        'Path of a kubeconfig, for the store "kubernetes"; empty: the service account of the agent\'s pod.',
+    )
 
     @property
     def is_kubernetes(self) -> bool:

@@ -139,12 +139,12 @@ def _check_values(
 ) -> tuple[dict[str, object], dict[str, str]]:
     values: dict[str, object] = {}
     sources: dict[str, str] = {}
-    for key, one in said.items():
+    for key, value in said.items():
         try:
-            values[key] = read_value(SETTINGS[key], one.raw)
-            sources[key] = one.source
+            values[key] = read_value(SETTINGS[key], value.raw)
+            sources[key] = value.source
         except ValueError as error:
-            faults.append(Fault(key, f"= {one.shown} ({one.source}) {error}"))
+            faults.append(Fault(key, f"= {value.shown} ({value.source}) {error}"))
     return values, sources
 
 
@@ -154,26 +154,26 @@ def _read_file(text: str, name: str, faults: list[Fault]) -> dict[str, Value]:
     except tomllib.TOMLDecodeError as error:
         faults.append(Fault(name, f"is not valid TOML: {error}"))
         return {}
-    found = {}
+    values = {}
     for key, raw in document.items():
         if key in SETTINGS:
-            found[key] = Value(raw, f"file {name}", _show_raw(raw))
+            values[key] = Value(raw, f"file {name}", _show_raw(raw))
         else:
             faults.append(Fault("", _unknown("key", key, SETTINGS) + f" (file {name})"))
-    return found
+    return values
 
 
 def _read_environment(environment: Mapping[str, str]) -> tuple[dict[str, Value], list[str]]:
     names = {row.environment: row for row in SETTINGS.values()}
-    found: dict[str, Value] = {}
+    values: dict[str, Value] = {}
     warnings: list[str] = []
     for name in sorted(environment):
         if name in names:
             row = names[name]
-            found[row.key] = _from_text(row.kind, environment[name], f"environment {name}")
+            values[row.key] = _from_text(row.kind, environment[name], f"environment {name}")
         elif name.startswith(ENVIRONMENT_PREFIX) and name not in _OTHER_VARIABLES:
             warnings.append(_unknown("variable", name, names))
-    return found, warnings
+    return values, warnings
 
 
 def _from_text(kind: Kind, text: str, source: str) -> Value:

@@ -53,22 +53,22 @@ def read_header(
 
 
 def _read_object_name(node: Node, *, required: bool) -> str:
-    found = node.text()
+    name = node.text()
     if not node.present:
         if required:
             node.wrong("is missing")
     elif isinstance(node.value, str) and (
-        len(found) > NAME_MAX_CHARACTERS or not _OBJECT_NAME.fullmatch(found)
+        len(name) > NAME_MAX_CHARACTERS or not _OBJECT_NAME.fullmatch(name)
     ):
-        node.wrong(f"is {shown(found)}, not an object name")
-    return found
+        node.wrong(f"is {shown(name)}, not an object name")
+    return name
 
 
 def describe_object(document: object, kind: str) -> str:
     """Name a document in a message, as far as it can be told."""
     metadata = document.get("metadata") if isinstance(document, Mapping) else None
-    found = metadata if isinstance(metadata, Mapping) else {}
-    parts = [found.get("namespace"), found.get("name")]
+    members = metadata if isinstance(metadata, Mapping) else {}
+    parts = [members.get("namespace"), members.get("name")]
     name = "/".join(
         part for part in parts if isinstance(part, str) and _OBJECT_NAME.fullmatch(part)
     )
@@ -105,11 +105,11 @@ def read_label_value(node: Node) -> str:
     if node.value is None:
         node.wrong('is null, not text (write "" for an empty value)')
         return ""
-    found = node.text()
-    if not is_label_value(found):
-        node.wrong(f"is {shown(found)}, not a label value")
+    value = node.text()
+    if not is_label_value(value):
+        node.wrong(f"is {shown(value)}, not a label value")
         return ""
-    return found
+    return value
 
 
 def read_expression(node: Node) -> tuple[str, Operator, tuple[str, ...]] | None:
@@ -120,17 +120,17 @@ def read_expression(node: Node) -> tuple[str, Operator, tuple[str, ...]] | None:
     for required in (key, operator):
         if not required.present:
             required.wrong("is missing")
-    found = operator.choice(tuple(Operator))
+    name = operator.choice(tuple(Operator))
     listed = node.child("values")
     values = [read_label_value(item) for item in listed.items()]
-    wants_values = found in (Operator.IN, Operator.NOT_IN)
-    if found and wants_values and not values and listed.value in (None, [], ()):
-        listed.wrong(f"is empty; {found} needs at least one value")
-    elif found and not wants_values and values:
-        listed.wrong(f"has {len(values)} values; {found} takes none")
-    if not found or not key.text():
+    wants_values = name in (Operator.IN, Operator.NOT_IN)
+    if name and wants_values and not values and listed.value in (None, [], ()):
+        listed.wrong(f"is empty; {name} needs at least one value")
+    elif name and not wants_values and values:
+        listed.wrong(f"has {len(values)} values; {name} takes none")
+    if not name or not key.text():
         return None
-    return key.text(), Operator(found), tuple(sorted(set(values)))
+    return key.text(), Operator(name), tuple(sorted(set(values)))
 
 
 def read_cidr(node: Node, *, bare_address: bool = False) -> IPNetwork | None:
@@ -138,22 +138,22 @@ def read_cidr(node: Node, *, bare_address: bool = False) -> IPNetwork | None:
 
     `bare_address`: an address alone stands for itself.
     """
-    found = node.text()
+    text = node.text()
     if not isinstance(node.value, str):
         if node.value is None:
             node.wrong("is missing")
         return None
-    address, slash, length = found.partition("/")
+    address, slash, length = text.partition("/")
     complete = bool(_PREFIX_LENGTH.fullmatch(length)) if slash else bare_address
     try:
-        network = ipaddress.ip_network(found, strict=False)
+        network = ipaddress.ip_network(text, strict=False)
     except ValueError:
         complete = False
     if not complete or not _ADDRESS.fullmatch(address):
-        node.wrong(f"is {shown(found)}, not a CIDR (address/length)")
+        node.wrong(f"is {shown(text)}, not a CIDR (address/length)")
         return None
     if isinstance(network, ipaddress.IPv6Network) and network.network_address.ipv4_mapped:
-        node.wrong(f"is {shown(found)}: write an IPv4-mapped address as IPv4")
+        node.wrong(f"is {shown(text)}: write an IPv4-mapped address as IPv4")
         return None
     return network
 

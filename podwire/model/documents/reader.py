@@ -79,8 +79,8 @@ class Node:
 
     def child(self, key: str) -> "Node":
         """Give one field; absent when this is no object, or has none of that name."""
-        found = self.value.get(key) if isinstance(self.value, Mapping) else None
-        return Node(found, join_path(self.path, key), self.faults)
+        member = self.value.get(key) if isinstance(self.value, Mapping) else None
+        return Node(member, join_path(self.path, key), self.faults)
 
     def expect_object(
         self, known: Collection[str], refused: Mapping[str, str] | None = None
@@ -138,11 +138,11 @@ class Node:
 
     def choice(self, allowed: Collection[str]) -> str:
         """Give one of `allowed`; "" when it is absent or at fault."""
-        found = self.text()
-        if isinstance(self.value, str) and found not in allowed:
-            self.wrong(f"is {shown(found)}, not one of {', '.join(allowed)}")
+        chosen = self.text()
+        if isinstance(self.value, str) and chosen not in allowed:
+            self.wrong(f"is {shown(chosen)}, not one of {', '.join(allowed)}")
             return ""
-        return found
+        return chosen
 
 
 def root(document: Mapping[str, Any], faults: Faults) -> Node:

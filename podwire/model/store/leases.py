@@ -113,5 +113,5 @@ def list_living_nodes(leases: Leases | None) -> frozenset[str] | None:
 def compare_holders(before: Mapping[str, str], now: Mapping[str, str]) -> Sequence[LeaseChange]:
     """Give what changed between two states of all holders."""
     names = sorted(before.keys() | now.keys())
-    changed = (one for one in names if before.get(one) != now.get(one))
-    return tuple(LeaseChange(one, now.get(one, "")) for one in changed)
+    changed = (name for name in names if before.get(name) != now.get(name))
+    return tuple(LeaseChange(holder, now.get(holder, "")) for holder in changed)

@@ -50,23 +50,23 @@ class StoreAccess:
 
 def read_environment(environment: Mapping[str, str]) -> StoreAccess:
     """Take what the variables say that an agent knows too: `PODWIRE_ETCD_CA` and the others."""
-    names = {one.name: f"PODWIRE_ETCD_{one.name.upper()}" for one in fields(StoreAccess)}
+    names = {field.name: f"PODWIRE_ETCD_{field.name.upper()}" for field in fields(StoreAccess)}
     return StoreAccess(**{field: environment.get(name, "") for field, name in names.items()})
 
 
 def parse_endpoints(url: str) -> tuple[str, ...]:
     """Read `etcd://HOST[:PORT][,HOST[:PORT]]` into HOST:PORT each; InvalidConfiguration for anything else."""
-    found: list[str] = []
-    for one in url.removeprefix(SCHEME).removesuffix("/").split(","):
-        match = _ENDPOINT.fullmatch(one.strip())
+    endpoints: list[str] = []
+    for text in url.removeprefix(SCHEME).removesuffix("/").split(","):
+        match = _ENDPOINT.fullmatch(text.strip())
         port = int(match["port"] or PORT) if match else 0
         if match is None or not 0 < port < 65536:
             raise InvalidConfiguration(
-                f"open store {url!r}: {one!r} is not HOST:PORT",
+                f"open store {url!r}: {text!r} is not HOST:PORT",
                 hint=f"write {SCHEME}HOST:PORT[,HOST:PORT], an IPv6 address in brackets",
             )
-        found.append(f"{match['host']}:{port}")
-    return tuple(dict.fromkeys(found))
+        endpoints.append(f"{match['host']}:{port}")
+    return tuple(dict.fromkeys(endpoints))
 
 
 def check_access(access: StoreAccess) -> None:

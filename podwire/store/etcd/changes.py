@@ -11,8 +11,9 @@ from typing import Final
 
 import msgspec
 
-from podwire.model.errors import Conflict, NotFound, PodwireError, StorageFailure
+from podwire.model.errors import PodwireError, StorageFailure
 from podwire.model.store import ObjectKey, StoredObject
+from podwire.store.documents import changed, exists, made_anew, none_there
 from podwire.store.etcd import wire
 from podwire.store.etcd.cluster import Cluster
 from podwire.store.etcd.keys import decode_object, decode_value, object_key
@@ -73,25 +74,6 @@ class Change:
 Changes = list[Change]
 
 
-def none_there(verb: str, key: ObjectKey) -> NotFound:
-    """Make the error of a write to what does not exist."""
-    return NotFound(f"{verb} {key}: there is none", hint=f"see podwire get {key.kind}")
-
-
-def exists(key: ObjectKey, revision: int) -> Conflict:
-    """Make the error of creating what exists."""
-    at = f", at revision {revision}" if revision else ""
-    return Conflict(f"create {key}: it exists{at}", hint="update it, or delete it first")
-
-
-def changed(verb: str, key: ObjectKey, revision: int, expected: int) -> Conflict:
-    """Make the error of a revision that is no longer."""
-    return Conflict(
-        f"{verb} {key}: its revision is {revision}, no longer {expected}",
-        hint="somebody else has changed it: read it again and repeat",
-    )
-
-
 def check_found(
     verb: str, key: ObjectKey, found: KeyValue | None, revision: int | None, uid: str
 ) -> StoredObject:
@@ -100,9 +82,7 @@ def check_found(
         raise none_there(verb, key)
     old = decode_object(found)
     if uid and old.uid != uid:
-        raise Conflict(
-            f"{verb} {key}: it was deleted and made anew", hint="read it again and repeat"
-        )
+        raise made_anew(verb, key)
     if revision is not None and old.revision != revision:
         raise changed(verb, key, old.revision, revision)
     return old

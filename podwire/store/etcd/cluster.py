@@ -50,10 +50,10 @@ class Cluster:
         failures = self.gateway.failures
         if self._checked_at == failures:
             return
-        found = (await self.call("kv/range", {"key": FORMAT_KEY}, RangeAnswer)).kvs
-        if not found:
-            found = await self._begin()
-        _check_format(found, self.gateway.where)
+        pairs = (await self.call("kv/range", {"key": FORMAT_KEY}, RangeAnswer)).kvs
+        if not pairs:
+            pairs = await self._begin()
+        _check_format(pairs, self.gateway.where)
         self._checked_at = failures
 
     async def transact(
@@ -70,8 +70,8 @@ class Cluster:
     async def read(self, key: bytes) -> tuple[KeyValue | None, int]:
         """Read one key, and the revision that it was read at."""
         await self.check()
-        found = await self.call("kv/range", {"key": key}, RangeAnswer)
-        return (found.kvs[0] if found.kvs else None), found.header.revision
+        answer = await self.call("kv/range", {"key": key}, RangeAnswer)
+        return (answer.kvs[0] if answer.kvs else None), answer.header.revision
 
     async def read_range(self, first: bytes, end: bytes) -> tuple[list[KeyValue], int]:
         """Read all keys of a range at one revision, in pages."""
@@ -92,15 +92,15 @@ class Cluster:
             raise self.gateway.refuse(error) from None
 
     async def _read_pages(self, first: bytes, end: bytes) -> tuple[list[KeyValue], int]:
-        found: list[KeyValue] = []
+        pairs: list[KeyValue] = []
         revision = 0
         while True:
             body = {"key": first, "range_end": end, "limit": PAGE, "revision": revision}
             page, _ = await self.gateway.call("kv/range", body, RangeAnswer)
             revision = revision or page.header.revision
-            found += page.kvs
+            pairs += page.kvs
             if not page.more:
-                return found, revision
+                return pairs, revision
             first = page.kvs[-1].key + b"\0"
 
     async def _begin(self) -> Sequence[KeyValue]:
@@ -115,15 +115,15 @@ class Cluster:
             "failure": [wire.read(FORMAT_KEY)],
         }
         done = await self.call("kv/txn", body, TxnAnswer)
-        return [one for one in done.values() if one is not None]
+        return [pair for pair in done.values() if pair is not None]
 
 
-def _check_format(found: Sequence[KeyValue], where: str) -> None:
+def _check_format(pairs: Sequence[KeyValue], where: str) -> None:
     try:
-        number = msgspec.json.decode(found[0].value, type=int)
+        number = msgspec.json.decode(pairs[0].value, type=int)
     except msgspec.MsgspecError:
         raise StorageFailure(
-            f"open store etcd at {where}: key {FORMAT_KEY.decode()} is {found[0].value[:40]!r},"
+            f"open store etcd at {where}: key {FORMAT_KEY.decode()} is {pairs[0].value[:40]!r},"
             " no number",
             hint="another program uses these keys: give podwire an etcd of its own",
         ) from None

@@ -26,8 +26,8 @@ from podwire.model.errors import (
 )
 from podwire.store.etcd import wire
 from podwire.store.etcd.access import StoreAccess, make_context, read_password
-from podwire.store.etcd.sockets import Sockets
 from podwire.store.etcd.wire import Body
+from podwire.store.sockets import Sockets
 
 DEADLINE_S: Final = 5.0
 """Of one request, whatever it takes: failing over and a new login included."""

@@ -89,45 +89,45 @@ def encode_value(value: Value) -> bytes:
     return _encode(value)
 
 
-def decode_value(found: KeyValue) -> Value:
+def decode_value(pair: KeyValue) -> Value:
     """Read the value of an object's key; StorageFailure when it is none that we wrote."""
     try:
-        return _decode(found.value)
+        return _decode(pair.value)
     except UNDECODABLE as error:
-        raise StorageFailure(describe_foreign(found, str(error))) from error
+        raise StorageFailure(describe_foreign(pair, str(error))) from error
 
 
-def decode_object(found: KeyValue) -> StoredObject:
+def decode_object(pair: KeyValue) -> StoredObject:
     """Read an object. One that something else wrote has a `fault` that names the key of etcd, and no document."""
     try:
-        value = _decode(found.value)
+        value = _decode(pair.value)
         document = _decode_document(value.document)
     except UNDECODABLE as error:
-        return _unreadable(found, str(error))
-    key = parse_key(found.key)
+        return _unreadable(pair, str(error))
+    key = parse_key(pair.key)
     if key is None:
         return _unreadable(
-            found,
-            f"its name is not an object's; etcdctl del '{found.key.decode(errors='replace')}' removes it",
+            pair,
+            f"its name is not an object's; etcdctl del '{pair.key.decode(errors='replace')}' removes it",
         )
     return StoredObject(
         key=key,
         uid=value.uid,
-        revision=found.mod_revision,
+        revision=pair.mod_revision,
         created=value.created,
         document=document,
     )
 
 
-def describe_foreign(found: KeyValue, reason: str) -> str:
+def describe_foreign(pair: KeyValue, reason: str) -> str:
     """Say what is wrong with a key of etcd."""
-    text = found.key.decode(errors="replace")
-    return f"key {text!r} of etcd, of revision {found.mod_revision}, is not podwire's: {reason}"
+    text = pair.key.decode(errors="replace")
+    return f"key {text!r} of etcd, of revision {pair.mod_revision}, is not podwire's: {reason}"
 
 
-def _unreadable(found: KeyValue, reason: str) -> StoredObject:
+def _unreadable(pair: KeyValue, reason: str) -> StoredObject:
     return StoredObject(
-        key=name_key(found.key),
-        revision=found.mod_revision,
-        fault=describe_foreign(found, reason),
+        key=name_key(pair.key),
+        revision=pair.mod_revision,
+        fault=describe_foreign(pair, reason),
     )

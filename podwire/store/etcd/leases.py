@@ -110,8 +110,8 @@ class EtcdLease:
     async def _restore(self) -> None:
         """Write the key again if it is gone; Conflict when another has it by now. Past etcd's log while it is there."""
         key = LEASES + self.name.encode()
-        found, _ = await self._cluster.read_range(key, key + b"\0")
-        if not any(one.lease == self._number for one in found):
+        pairs, _ = await self._cluster.read_range(key, key + b"\0")
+        if not any(pair.lease == self._number for pair in pairs):
             await self._write(self._number)
 
     async def _claim(self) -> None:
@@ -134,18 +134,18 @@ class EtcdLease:
                 [wire.put(key, self.holder.encode(), number)],
                 [wire.read(key)],
             )
-            found = None if answer.succeeded else answer.values()[0]
-            if answer.succeeded or (found is not None and found.lease == number):
+            pair = None if answer.succeeded else answer.values()[0]
+            if answer.succeeded or (pair is not None and pair.lease == number):
                 return
-            if found is not None and found.value != self.holder.encode():
-                other = found.value.decode(errors="replace")
+            if pair is not None and pair.value != self.holder.encode():
+                other = pair.value.decode(errors="replace")
                 if self._number:
                     self.taken_by = other
                 raise Conflict(
                     f"take lease {self.name!r} for {self.holder}: {other} has it",
                     hint="it is free when the holder gives it up, or when its time to live ends after the holder died",
                 )
-            expected = found.mod_revision if found is not None else 0
+            expected = pair.mod_revision if pair is not None else 0
         raise Unavailable(f"take lease {self.name!r}: it keeps changing")
 
     async def _revoke(self, number: int) -> None:
@@ -184,11 +184,11 @@ class EtcdLeases:
         """Let go of everything; what is held runs out."""
         with self._lock:
             opened = tuple(self._open)
-        for one in opened:
-            if isinstance(one, EtcdLease):
-                one.let_go()
+        for lease in opened:
+            if isinstance(lease, EtcdLease):
+                lease.let_go()
             else:
-                one.close()
+                lease.close()
 
     def _forget(self, one: "EtcdLease | EtcdLeaseWatch") -> None:
         with self._lock:
@@ -226,12 +226,12 @@ class EtcdLeaseWatch:
         deadline_s = time.monotonic() + timeout_s
         while not self._closed:
             try:
-                found = self._look(deadline_s)
+                holders = self._look(deadline_s)
             except Compacted:
                 self._drop()
                 continue
-            changes = compare_holders(self._holders, found)
-            self._holders = found
+            changes = compare_holders(self._holders, holders)
+            self._holders = holders
             if changes or time.monotonic() >= deadline_s:
                 return changes
         return ()
@@ -252,13 +252,13 @@ class EtcdLeaseWatch:
         """Give all holders as they are after the next change, or now when nothing is known yet."""
         keys = self._keys
         if keys is None:
-            found, revision = read_holders(self._cluster, self._prefix)
+            present, revision = read_holders(self._cluster, self._prefix)
             first, end = _range(self._prefix)
             with self._lock:
                 if not self._closed:
                     self._keys = KeyWatch(self._cluster, first, end, revision, idle_s=self._idle_s)
             self.is_listed = True
-            return found
+            return present
         batch = keys.take(deadline_s - time.monotonic())
         holders = dict(self._holders)
         for event in batch[0] if batch is not None else ():
@@ -277,8 +277,8 @@ class EtcdLeaseWatch:
 
 def read_holders(cluster: Cluster, prefix: str) -> tuple[dict[str, str], int]:
     """Read the holders that live, and the revision of that list."""
-    found, revision = cluster.run(cluster.read_range(*_range(prefix)))
-    return {_name(one): _holder(one) for one in found}, revision
+    pairs, revision = cluster.run(cluster.read_range(*_range(prefix)))
+    return {_name(pair): _holder(pair) for pair in pairs}, revision
 
 
 def _range(prefix: str) -> tuple[bytes, bytes]:
@@ -286,9 +286,9 @@ def _range(prefix: str) -> tuple[bytes, bytes]:
     return first, wire.prefix_end(first)
 
 
-def _name(found: KeyValue) -> str:
-    return found.key.removeprefix(LEASES).decode(errors="replace")
+def _name(pair: KeyValue) -> str:
+    return pair.key.removeprefix(LEASES).decode(errors="replace")
 
 
-def _holder(found: KeyValue) -> str:
-    return found.value.decode(errors="replace")
+def _holder(pair: KeyValue) -> str:
+    return pair.value.decode(errors="replace")

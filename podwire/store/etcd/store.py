@@ -18,16 +18,9 @@ import msgspec
 from podwire.model.errors import Conflict, PodwireError, Unavailable
 from podwire.model.store import ObjectKey, Revisions, StoredObject, UnreadableObject
 from podwire.model.store.promises import FULL, Promises
-from podwire.store.documents import encode_document, merge
+from podwire.store.documents import encode_document, exists, merge
 from podwire.store.etcd.access import StoreAccess, check_access
-from podwire.store.etcd.changes import (
-    PART_MAX,
-    Change,
-    Changes,
-    check_found,
-    commit,
-    exists,
-)
+from podwire.store.etcd.changes import PART_MAX, Change, Changes, check_found, commit
 from podwire.store.etcd.cluster import Cluster
 from podwire.store.etcd.gateway import DEADLINE_S
 from podwire.store.etcd.keys import (

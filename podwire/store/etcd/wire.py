@@ -63,8 +63,8 @@ class TxnAnswer(msgspec.Struct, frozen=True):
 
     def values(self) -> list[KeyValue | None]:
         """Give what each read of one key found."""
-        ranges = [one.response_range or RangeAnswer() for one in self.responses]
-        return [one.kvs[0] if one.kvs else None for one in ranges]
+        ranges = [part.response_range or RangeAnswer() for part in self.responses]
+        return [answer.kvs[0] if answer.kvs else None for answer in ranges]
 
 
 class LeaseAnswer(msgspec.Struct, frozen=True):

@@ -51,7 +51,7 @@ class Lives:
     def find_dead(self, names: Iterable[str]) -> list[str]:
         """Give those of the names that do not live, sorted; none while that is not known."""
         living = self._living
-        return [] if living is None else sorted(one for one in names if one not in living)
+        return [] if living is None else sorted(name for name in names if name not in living)
 
     def describe_dead(self, names: Iterable[str]) -> str:
         """Say which of the names do not live, "" when all do or nobody knows."""
@@ -91,7 +91,7 @@ class Lives:
                 while not self._stopping.is_set():
                     watch.next(WAIT_S)
                     if watch.is_listed:
-                        names = (one.removeprefix(NODE) for one in watch.holders)
+                        names = (holder.removeprefix(NODE) for holder in watch.holders)
                         self._take(frozenset(names))
             finally:
                 with self._lock:

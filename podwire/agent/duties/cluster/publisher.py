@@ -279,9 +279,9 @@ def find_addresses(wanted: IPAddress | None) -> tuple[IPAddress, ...]:
     """Give the addresses that packets of this host leave with, at most one of a family. Nothing is sent."""
     if wanted is not None:
         return (wanted,)
-    found: list[IPAddress] = []
+    addresses: list[IPAddress] = []
     for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
             probe.connect((target, 9))
-            found.append(ipaddress.ip_address(probe.getsockname()[0]))
-    return tuple(found)
+            addresses.append(ipaddress.ip_address(probe.getsockname()[0]))
+    return tuple(addresses)

@@ -55,10 +55,10 @@ class StoreAddresses:
     def _look_up(self) -> None:
         for name in self._names:
             try:
-                found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+                answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
             except (OSError, UnicodeError):  # the latter of what can be no name: a..b
                 continue
-            self._of[name] = frozenset(ipaddress.ip_address(one[4][0]) for one in found)
+            self._of[name] = frozenset(ipaddress.ip_address(answer[4][0]) for answer in answers)
         before, self.known = self.known, self._gather()
         if before != self.known:
             with self._telling:

@@ -52,13 +52,13 @@ class ClusterViews:
     def show_problems(self, health: Health) -> None:
         """Have what is wrong between nodes in `podwire status`."""
         with self._lock:
-            found = [one.message for one in self._state.problems]
+            messages = [problem.message for problem in self._state.problems]
             lost = self._state.planned.lost if self._state.planned else ""
         health.warn("cluster-lives", self._lives.describe_dead(self._list_names()))
         health.report("node-claims", ok=not lost, message=lost, critical=True)
-        shown = found[:WARNINGS_MAX]
-        if len(found) > WARNINGS_MAX:
-            shown.append(f"{len(found) - WARNINGS_MAX} more problems between nodes")
+        shown = messages[:WARNINGS_MAX]
+        if len(messages) > WARNINGS_MAX:
+            shown.append(f"{len(messages) - WARNINGS_MAX} more problems between nodes")
         for index in range(WARNINGS_MAX + 1):
             health.warn(f"cluster-{index}", shown[index] if index < len(shown) else "")
 

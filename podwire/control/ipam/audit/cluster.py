@@ -35,8 +35,8 @@ class ClusterView:
 
 def find_cluster_faults(view: ClusterView) -> list[AddressFault]:
     """Name blocks of unknown nodes, addresses outside blocks, objects without endpoint, and two owners."""
-    blocks = [one for one in view.blocks if one.node]
-    claimed = {one.address: one for one in view.claimed}
+    blocks = [block for block in view.blocks if block.node]
+    claimed = {claimed.address: claimed for claimed in view.claimed}
     faults = [
         *_find_block_faults(view, blocks),
         *_find_claim_faults(view, claimed.values()),
@@ -48,7 +48,11 @@ def find_cluster_faults(view: ClusterView) -> list[AddressFault]:
 def _find_block_faults(view: ClusterView, blocks: Iterable[Block]) -> Iterator[AddressFault]:
     ordered = sorted(
         blocks,
-        key=lambda one: (one.cidr.version, int(one.cidr.network_address), one.cidr.prefixlen),
+        key=lambda block: (
+            block.cidr.version,
+            int(block.cidr.network_address),
+            block.cidr.prefixlen,
+        ),
     )
     around: list[Block] = []
     for block in ordered:
@@ -61,9 +65,9 @@ def _find_block_faults(view: ClusterView, blocks: Iterable[Block]) -> Iterator[A
             yield AddressFault(
                 str(block.cidr), f"is not a block of pool {block.pool} ({pool.cidr})"
             )
-        around = [one for one in around if overlaps(one.cidr, block.cidr)]
-        for one in around:
-            problem = f"nodes {one.node} ({one.cidr}) and {block.node} have it as their block"
+        around = [other for other in around if overlaps(other.cidr, block.cidr)]
+        for other in around:
+            problem = f"nodes {other.node} ({other.cidr}) and {block.node} have it as their block"
             yield AddressFault(str(block.cidr), problem)
         around.append(block)
 
@@ -71,13 +75,13 @@ def _find_block_faults(view: ClusterView, blocks: Iterable[Block]) -> Iterator[A
 def _find_claim_faults(
     view: ClusterView, claimed: Iterable[ClaimedAddress]
 ) -> Iterator[AddressFault]:
-    for one in claimed:
-        if one.node == view.node and one.address not in view.held:
-            problem = f"claimed for {one.key}, which is not an endpoint here"
-            yield AddressFault(str(one.address), problem, releasable=True)
-        elif one.node not in view.living:
-            problem = f"claimed by node {one.node}, which is unknown"
-            yield AddressFault(str(one.address), problem, releasable=True)
+    for claim in claimed:
+        if claim.node == view.node and claim.address not in view.held:
+            problem = f"claimed for {claim.key}, which is not an endpoint here"
+            yield AddressFault(str(claim.address), problem, releasable=True)
+        elif claim.node not in view.living:
+            problem = f"claimed by node {claim.node}, which is unknown"
+            yield AddressFault(str(claim.address), problem, releasable=True)
 
 
 def _find_published_faults(
@@ -91,7 +95,7 @@ def _find_published_faults(
             other = first.setdefault(address, node)
             if other != node:
                 yield AddressFault(str(address), f"nodes {other} and {node} have a pod with it")
-            pool = next((one for one in view.pools.values() if address in one.cidr), None)
+            pool = next((pool for pool in view.pools.values() if address in pool.cidr), None)
             owner = claimed[address].node if address in claimed else finder.find(address)
             if pool is not None and owner != node:
                 whose = f"node {owner} owns it" if owner else "no node owns it"
@@ -102,8 +106,8 @@ class _Finder:
     """Finds the node whose block an address is in."""
 
     def __init__(self, blocks: Iterable[Block]) -> None:
-        self._nodes: dict[IPNetwork, str] = {one.cidr: one.node for one in blocks}
-        self._lengths = {(one.version, one.prefixlen) for one in self._nodes}
+        self._nodes: dict[IPNetwork, str] = {block.cidr: block.node for block in blocks}
+        self._lengths = {(network.version, network.prefixlen) for network in self._nodes}
 
     def find(self, address: IPAddress) -> str:
         for version, length in self._lengths:

@@ -56,10 +56,12 @@ class Claims:
     def count_own(self, pool: str) -> int:
         """Tell how many blocks of a pool this node has, those included that the watch has not given yet."""
         with self.known.lock:
-            for cidr in [one for one in self._unheard if self._is_heard(self._unheard[one])]:
+            for cidr in [
+                network for network in self._unheard if self._is_heard(self._unheard[network])
+            ]:
                 del self._unheard[cidr]
-            mine = {cidr for cidr, one in self.known.own.items() if one.pool == pool}
-            mine.update(cidr for cidr, one in self._unheard.items() if one.pool == pool)
+            mine = {cidr for cidr, block in self.known.own.items() if block.pool == pool}
+            mine.update(cidr for cidr, block in self._unheard.items() if block.pool == pool)
             return len(mine)
 
     def find_limit(self, pool: Pool) -> str:
@@ -231,9 +233,9 @@ class Claims:
             stored = self.store.get(address_key(wanted.address))
         except UnreadableObject as error:
             raise _refuse(wanted.address, error.message) from None
-        found = decode_claimed(stored) if stored is not None else None
-        if stored is None or found is None or found.node != self.node:
-            whose = f"node {found.node} has it for {found.key}" if found else "somebody has it"
+        before = decode_claimed(stored) if stored is not None else None
+        if stored is None or before is None or before.node != self.node:
+            whose = f"node {before.node} has it for {before.key}" if before else "somebody has it"
             raise _refuse(wanted.address, whose)
         try:
             stored = self.store.update(_stored(stored, encode_claimed(wanted)))
@@ -247,15 +249,17 @@ class Claims:
         """Give kept addresses that nobody is known to have: of own blocks first, then from this node's own place on."""
         with self.known.lock:
             blocks = [
-                one
-                for one in (self.known.own if pool.strict_affinity else self.known.blocks).values()
-                if one.node and one.pool == pool.name
+                block
+                for block in (
+                    self.known.own if pool.strict_affinity else self.known.blocks
+                ).values()
+                if block.node and block.pool == pool.name
             ]
             taken = set(self.known.claimed)
         shift = int.from_bytes(hashlib.sha256(self.node.encode()).digest()[:4])
         shift = shift % len(blocks) if blocks else 0
         ordered = blocks[shift:] + blocks[:shift]
-        for block in sorted(ordered, key=lambda one: one.node != self.node):
+        for block in sorted(ordered, key=lambda block: block.node != self.node):
             for address in block.kept_addresses():
                 if (
                     address not in taken

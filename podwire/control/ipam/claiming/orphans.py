@@ -30,19 +30,19 @@ class OrphanCollector:
 
         `living`: nodes that have an object or a living lease.
         """
-        found: dict[ObjectKey, tuple[int, float]] = {}
+        suspects: dict[ObjectKey, tuple[int, float]] = {}
         due: list[StoredObject] = []
-        for one in objects:
-            node = node_of(one)
+        for stored in objects:
+            node = node_of(stored)
             if not node or node in living:
                 continue
-            revision, since_s = self.seen.get(one.key, (one.revision, now_s))
-            if revision != one.revision:
+            revision, since_s = self.seen.get(stored.key, (stored.revision, now_s))
+            if revision != stored.revision:
                 since_s = now_s
-            found[one.key] = (one.revision, since_s)
+            suspects[stored.key] = (stored.revision, since_s)
             if now_s - since_s >= GRACE_S:
-                due.append(one)
-        self.seen = found
+                due.append(stored)
+        self.seen = suspects
         return due
 
 

@@ -110,10 +110,10 @@ def read_subject(node: Node, scope: Scope) -> LabelSelector:
         node.wrong("is missing (write {} for every endpoint)")
         return LabelSelector()
     requirements = _read_requirements(node, mentioned=True)
-    for one in requirements:
-        if one.source == SOURCE_RESERVED and one.operator not in _NEGATIVE:
-            node.wrong(f"wants {SOURCE_RESERVED}:{one.key}; only endpoints can be selected")
-        elif scope.namespace and _excludes_namespace(one, scope.namespace):
+    for requirement in requirements:
+        if requirement.source == SOURCE_RESERVED and requirement.operator not in _NEGATIVE:
+            node.wrong(f"wants {SOURCE_RESERVED}:{requirement.key}; only endpoints can be selected")
+        elif scope.namespace and _excludes_namespace(requirement, scope.namespace):
             node.wrong(f"names another namespace than the policy's own, {scope.namespace!r}")
     return make_selector(*requirements, *([scope.requirement] if scope.namespace else []))
 
@@ -157,13 +157,13 @@ def _excludes_namespace(requirement: Requirement, namespace: str) -> bool:
 
 def _read_endpoints(node: Node, scope: Scope) -> tuple[PeerSelector, ...]:
     requirements = _read_requirements(node, mentioned=True)
-    if any(one.source == SOURCE_RESERVED for one in requirements):
+    if any(requirement.source == SOURCE_RESERVED for requirement in requirements):
         return (make_selector(*requirements),)
     if any(
-        _names_namespace(one) or one.key.startswith(f"{NAMESPACE_LABELS_PREFIX}.")
-        for one in requirements
+        _names_namespace(requirement) or requirement.key.startswith(f"{NAMESPACE_LABELS_PREFIX}.")
+        for requirement in requirements
     ):
-        # A negative requirement holds for whoever has no namespace; this is about endpoints.
+        # A negative requirement holds for what has no namespace, too; this rule is about endpoints.
         return (make_selector(*requirements, _HAS_NAMESPACE),)
     return (make_selector(*requirements, scope.requirement),)
 
@@ -172,7 +172,7 @@ def _read_requirements(node: Node, *, mentioned: bool = False) -> list[Requireme
     """Read a selector; `mentioned`: of endpoints, whose labels others may want to know."""
     if not node.expect_object(("matchLabels", "matchExpressions")):
         return []
-    found: list[Requirement] = []
+    requirements: list[Requirement] = []
     paths: list[str] = []
     labels = node.child("matchLabels")
     if labels.present and not isinstance(labels.value, Mapping):
@@ -182,18 +182,18 @@ def _read_requirements(node: Node, *, mentioned: bool = False) -> list[Requireme
             if (name := _read_key(labels, text)) is not None:
                 value = labels.child(text)
                 _check_reserved(value, name, (read_label_value(value),))
-                found.append(Requirement(*name, Operator.IN, (str(value.value or ""),)))
+                requirements.append(Requirement(*name, Operator.IN, (str(value.value or ""),)))
                 paths.append(value.path)
     for item in node.child("matchExpressions").items():
         expression = read_expression(item)
         if expression is not None and (name := _read_key(item, expression[0])) is not None:
             _check_reserved(item, name, expression[2])
-            found.append(Requirement(*name, *expression[1:]))
+            requirements.append(Requirement(*name, *expression[1:]))
             paths.append(f"{item.path}.key")
     if mentioned:
-        for path, one in zip(paths, found, strict=True):
-            node.faults.mention(LabelMention(path, one.source, one.key))
-    return found
+        for path, requirement in zip(paths, requirements, strict=True):
+            node.faults.mention(LabelMention(path, requirement.source, requirement.key))
+    return requirements
 
 
 def _read_key(node: Node, text: object) -> tuple[str, str] | None:
@@ -246,7 +246,7 @@ def _read_cidr_rule(node: Node) -> tuple[PeerSelector, ...]:
         node.wrong(f"names {' and '.join(given) or 'nothing'}; exactly one of {', '.join(kinds)}")
         return ()
     exceptions = [(item, read_cidr(item)) for item in node.child("except").items()]
-    kept = tuple(dict.fromkeys(found for _item, found in exceptions if found is not None))
+    kept = tuple(dict.fromkeys(network for _item, network in exceptions if network is not None))
     if given[0] == "cidrGroupRef":
         group = node.child("cidrGroupRef")
         node.faults.mention(GroupMention(group.path, group.text()))
@@ -255,11 +255,11 @@ def _read_cidr_rule(node: Node) -> tuple[PeerSelector, ...]:
         labels = make_selector(*_read_requirements(node.child("cidrGroupSelector")))
         return (CidrGroupSelector(labels=labels, exceptions=kept),)
     cidr = read_cidr(node.child("cidr"))
-    for item, found in exceptions:
-        if cidr is not None and found is not None and not is_inside(found, cidr):
-            item.wrong(f"is {found}, which is not inside {cidr}")
+    for item, network in exceptions:
+        if cidr is not None and network is not None and not is_inside(network, cidr):
+            item.wrong(f"is {network}, which is not inside {cidr}")
     return () if cidr is None else (CidrSelector(cidr, _drop_outside(kept, cidr)),)
 
 
 def _drop_outside(exceptions: tuple[IPNetwork, ...], cidr: IPNetwork) -> tuple[IPNetwork, ...]:
-    return tuple(one for one in exceptions if is_inside(one, cidr))
+    return tuple(network for network in exceptions if is_inside(network, cidr))

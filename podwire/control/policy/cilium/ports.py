@@ -95,10 +95,10 @@ def read_ports(rule: Node, *, peers_named: bool) -> tuple[PortMatch, ...] | None
     ports, icmps = rule.child("toPorts").items(), rule.child("icmps").items()
     if ports and icmps:
         rule.child("icmps").wrong("stands beside toPorts; give each a rule of its own")
-    found = [match for item in ports for match in _read_port_rule(item)]
-    found += [match for item in icmps for match in _read_icmp_rule(item)]
+    matches = [match for item in ports for match in _read_port_rule(item)]
+    matches += [match for item in icmps for match in _read_icmp_rule(item)]
     if ports or icmps:
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(matches))
     return ALL_PORTS if peers_named else None
 
 

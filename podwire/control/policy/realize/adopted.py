@@ -28,7 +28,7 @@ class Adopted:
         those whose labels are known, to be built."""
         rows, self.rows = self.rows, {}
         known: list[Subject] = []
-        for endpoint_id, config in sorted(rows.items(), key=lambda one: -one[1].policy_revision):
+        for endpoint_id, config in sorted(rows.items(), key=lambda item: -item[1].policy_revision):
             values = PolicyValues.read(config)
             subject = subjects.find(config.identity)
             if subject is None:

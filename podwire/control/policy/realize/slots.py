@@ -71,7 +71,7 @@ def compare(old: Block | None, new: Block | None) -> Difference:
         becomes = _openness(find_entry(after, prefix))
         if was != becomes:
             push |= Push.OPEN if becomes > was else Push.CLOSED
-    put.sort(key=lambda one: -length(one[0]))
+    put.sort(key=lambda entry: -length(entry[0]))
     remove.sort(key=length)
     return Difference(tuple(put), tuple(remove), push)
 
@@ -185,7 +185,9 @@ class Slots:
 
     def finish_flips(self, behind: Iterable[Subject], revision: int) -> None:
         """Try again to rewrite rows that a former change could not: CIDRs can only be added to slots that are known."""
-        for subject in [one for one in behind if one.lingering and not one.is_unsure]:
+        for subject in [
+            subject for subject in behind if subject.lingering and not subject.is_unsure
+        ]:
             try:
                 self.flip(subject, revision)
             except PodwireError as error:
@@ -194,9 +196,9 @@ class Slots:
     def compare(self, subject: Subject) -> tuple[PolicyRows, Sequence[PolicyKey]]:
         """Give what a subject's slot in the kernel lacks or has otherwise, and what it has too much."""
         wanted = subject.rows()
-        found = self.datapath.read_slot(subject.slot) if subject.slot else {}
-        missing = {key: entry for key, entry in wanted.items() if found.get(key) != entry}
-        return missing, [key for key in found if key not in wanted]
+        entries = self.datapath.read_slot(subject.slot) if subject.slot else {}
+        missing = {key: entry for key, entry in wanted.items() if entries.get(key) != entry}
+        return missing, [key for key in entries if key not in wanted]
 
     def retire(self, subject: Subject) -> None:
         """Give up the slots of a subject that no row names any more."""
@@ -259,7 +261,7 @@ class Slots:
                 if fresh and number >= CIDR_IDENTITY_FIRST and number not in fresh and step.push:
                     plan.is_mixed = True
         if push:
-            plan.is_mixed |= any(push | one == Push.BOTH for one in (push, *alone))
+            plan.is_mixed |= any(push | write == Push.BOTH for write in (push, *alone))
 
     def _replace(self, subject: Subject) -> None:
         """Write all that is wanted under a new number; no entries need no slot."""

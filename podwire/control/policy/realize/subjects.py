@@ -69,10 +69,12 @@ class Subjects:
         """Let a subject hold all rules that select it, or none."""
         number = subject.number
         if number in self._index:
-            selecting = [one for one in self._index if number in one.members]
+            selecting = [selection for selection in self._index if number in selection.members]
         else:
             selecting = self._index.add_identity(subject.facts)
-        parts = sorted((part for one in selecting for part in one.users), key=_by_number)
+        parts = sorted(
+            (part for selection in selecting for part in selection.users), key=_by_number
+        )
         subject.build(parts if is_enforced else ())
         self.touched.add(subject)
 
@@ -90,7 +92,7 @@ class Subjects:
 
     def without_endpoints(self) -> list[Subject]:
         """Give the subjects that nobody bears any more."""
-        return [one for one in self if not one.live and not one.pending_endpoints]
+        return [subject for subject in self if not subject.live and not subject.pending_endpoints]
 
     def expect(self, endpoint_id: EndpointId, subject: Subject) -> None:
         """Note that an endpoint's row is going to name a subject."""
@@ -157,13 +159,13 @@ class Subjects:
         """Give all that failed, by identity; `changed`: the policies to be named first."""
         return tuple(
             Failure(
-                one.number,
-                one.failure,
-                tuple(sorted(one.live)),
-                tuple(sorted(one.policies, key=lambda policy: policy not in changed)),
+                subject.number,
+                subject.failure,
+                tuple(sorted(subject.live)),
+                tuple(sorted(subject.policies, key=lambda policy: policy not in changed)),
             )
-            for one in sorted(self.behind, key=_by_number)
-            if one.failure is not None
+            for subject in sorted(self.behind, key=_by_number)
+            if subject.failure is not None
         )
 
     def _forget_coming(self, endpoint_id: EndpointId) -> None:
@@ -176,5 +178,5 @@ class Subjects:
         return facts.named_ports if facts else ()
 
 
-def _by_number(one: Subject | Part) -> int:
-    return one.number
+def _by_number(numbered: Subject | Part) -> int:
+    return numbered.number

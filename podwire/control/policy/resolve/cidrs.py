@@ -112,13 +112,15 @@ class CidrTable:
 
     def unmapped(self, networks: Iterable[IPNetwork]) -> list[Prefix]:
         """Give those of the prefixes that the datapath's map lacks, shorter ones first."""
-        found = {self._prefixes[one] for one in networks}
-        return sorted((one for one in found if not one.is_mapped), key=lambda one: one.bits)
+        prefixes = {self._prefixes[network] for network in networks}
+        return sorted(
+            (prefix for prefix in prefixes if not prefix.is_mapped), key=lambda prefix: prefix.bits
+        )
 
     def parent(self, prefix: Prefix, more: Collection[Prefix]) -> Prefix | None:
         """Give the longest prefix around this one that is in the map, or among those that come into it with it."""
         around = self._around(prefix, itself=False)
-        return next((one for one in around if one.is_mapped or one in more), None)
+        return next((prefix for prefix in around if prefix.is_mapped or prefix in more), None)
 
     def unused(self) -> list[Prefix]:
         """Give the prefixes that no selector names any more."""
@@ -129,7 +131,7 @@ class CidrTable:
         deltas: list[Delta] = []
         for prefix in prefixes:
             for selection in self._covering(prefix):
-                went = tuple(one for one in prefix.families if one in selection.members)
+                went = tuple(family for family in prefix.families if family in selection.members)
                 if went:
                     selection.members.difference_update(went)
                     deltas.append((selection, (), went))
@@ -201,13 +203,13 @@ class CidrTable:
         if selector.labels is None:
             group = groups.get(selector.name)
             return tuple(dict.fromkeys(group.cidrs)) if group else ()
-        found = [
+        networks = [
             network
             for _name, group in sorted(groups.items())
             if matches(selector.labels, LabelSet(group.labels))
             for network in group.cidrs
         ]
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(networks))
 
     def _set_cidrs(self, selection: _CidrSelection, cidrs: tuple[IPNetwork, ...]) -> None:
         for network in selection.cidrs:
@@ -223,7 +225,9 @@ class CidrTable:
         inside = {prefix for network in cidrs for prefix in self._inside(network)}
         for network in selection.exceptions:
             inside.difference_update(self._inside(network))
-        selection.members = {one for prefix in inside for one in selection.families_of(prefix)}
+        selection.members = {
+            family for prefix in inside for family in selection.families_of(prefix)
+        }
 
     def _inside(self, network: IPNetwork) -> list[Prefix]:
         prefix = self._prefixes[network]
@@ -239,15 +243,15 @@ class CidrTable:
             if bits > prefix.bits or (bits == prefix.bits and not itself):
                 continue
             shift = width - bits
-            found = self._places.get((prefix.version, bits, prefix.first >> shift << shift))
-            if found is not None:
-                yield found
+            wider = self._places.get((prefix.version, bits, prefix.first >> shift << shift))
+            if wider is not None:
+                yield wider
 
     def _covering(self, prefix: Prefix) -> set[_CidrSelection]:
-        found: set[_CidrSelection] = set()
+        covering: set[_CidrSelection] = set()
         for around in self._around(prefix, itself=True):
-            found |= self._by_cidr.get(around.network, set())
-        return found
+            covering |= self._by_cidr.get(around.network, set())
+        return covering
 
     def _insert(self, prefix: Prefix) -> Prefix:
         self._prefixes[prefix.network] = prefix

@@ -117,12 +117,12 @@ class Blocks:
     def with_term(self, block: Block | None, term: Term) -> Block:
         """Give the block with one term more, instead of the one that its rule had."""
         others = block.terms if block else ()
-        kept = [one for one in others if one.order != term.order]
-        return self.of(tuple(sorted((*kept, term), key=lambda one: one.order)))
+        kept = [other for other in others if other.order != term.order]
+        return self.of(tuple(sorted((*kept, term), key=lambda listed: listed.order)))
 
     def without_term(self, block: Block, order: int) -> Block | None:
         """Give the block without a rule's term; None when none is left."""
-        kept = tuple(one for one in block.terms if one.order != order)
+        kept = tuple(term for term in block.terms if term.order != order)
         return self.of(kept) if kept else None
 
 
@@ -150,15 +150,15 @@ def resolve_rows(terms: Iterable[Term]) -> dict[int, PolicyEntry]:
 
 def find_covering(rows: dict[int, Term], prefix: int) -> Term | None:
     """Give what the longest prefix around `prefix`, but not itself, has."""
-    return next((rows[one] for one in _around(prefix) if one in rows), None)
+    return next((rows[wider] for wider in _around(prefix) if wider in rows), None)
 
 
 def find_entry(rows: dict[int, PolicyEntry], prefix: int) -> PolicyEntry | None:
     """Give the entry that a packet of `prefix` meets: of itself, or of the longest prefix around it."""
-    found = rows.get(prefix)
-    if found is not None or not rows:
-        return found
-    return next((rows[one] for one in _around(prefix) if one in rows), None)
+    entry = rows.get(prefix)
+    if entry is not None or not rows:
+        return entry
+    return next((rows[wider] for wider in _around(prefix) if wider in rows), None)
 
 
 def _around(prefix: int) -> Iterator[int]:

@@ -38,8 +38,15 @@ class Pending:
 
     def merge_groups(self, known: Mapping[str, CidrGroup]) -> dict[str, CidrGroup]:
         """Give the groups as they are wished."""
-        groups = {**known, **{name: one for name, one in self.groups.items() if one is not None}}
-        return {name: one for name, one in groups.items() if self.groups.get(name, one) is not None}
+        groups = {
+            **known,
+            **{name: group for name, group in self.groups.items() if group is not None},
+        }
+        return {
+            name: group
+            for name, group in groups.items()
+            if self.groups.get(name, group) is not None
+        }
 
     def find_networks(
         self, cidrs: CidrTable, groups: Mapping[str, CidrGroup]

@@ -50,11 +50,11 @@ class RuleInUse:
         """Give whom the rule selects now."""
         if len(self.selections) == 1:
             return self.selections[0].members
-        return set[int]().union(*(one.members for one in self.selections))
+        return set[int]().union(*(selection.members for selection in self.selections))
 
     def selects(self, number: int) -> bool:
         """Tell whether any of the rule's peers is this one."""
-        return any(number in one.members for one in self.selections)
+        return any(number in selection.members for selection in self.selections)
 
     def term(self, named_ports: tuple[NamedPort, ...]) -> Term | None:
         """Give what the rule says where names of ports mean these; None where no port is left."""
@@ -123,7 +123,7 @@ class Repository:
         changes: list[PartChange] = []
         parts: list[Part] = []
         for rules in written:
-            part = next((one for one in old if one.subject == rules.subject), None)
+            part = next((part for part in old if part.subject == rules.subject), None)
             if part is None:
                 part = Part(policy, rules.subject, self.numbers.number(policy))
                 part.selection = self.subjects.use(part.subject, part)
@@ -154,7 +154,7 @@ class Repository:
         now: list[RuleInUse] = []
         came: list[RuleInUse] = []
         for rule in rules.rules:
-            same = next((one for one in old if one.rule == rule), None)
+            same = next((used for used in old if used.rule == rule), None)
             if same is None:
                 same = self._use(rule, part)
                 came.append(same)

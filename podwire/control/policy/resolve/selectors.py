@@ -31,7 +31,7 @@ class Selection:
 
     def __init__(self, selector: PeerSelector | str, members: set[int]) -> None:
         self.selector = selector
-        """A name of a port stands for "who has a port of that name"."""
+        """The name of a port means every endpoint that has a port of that name."""
         self.members = members
         """Identities of peers, local ones of CIDRs included. Read by everybody, changed by the owner alone."""
         self.users: set[Any] = set()
@@ -106,15 +106,15 @@ class LabelIndex:
         for port in facts.named_ports:
             self._with_port.setdefault(port.name, set()).add(number)
         asked = LabelSet(facts.labels)
-        found = [
-            one
-            for one in self._candidates(labels)
-            if isinstance(one.selector, LabelSelector) and matches(one.selector, asked)
+        selections = [
+            selection
+            for selection in self._candidates(labels)
+            if isinstance(selection.selector, LabelSelector) and matches(selection.selector, asked)
         ]
-        found += self._of_ports(facts)
-        for selection in found:
+        selections += self._of_ports(facts)
+        for selection in selections:
             selection.members.add(number)
-        return found
+        return selections
 
     def remove_identity(self, number: int) -> list[Selection]:
         """Forget an identity; gives the selections that selected it."""
@@ -127,11 +127,13 @@ class LabelIndex:
             _take_out(self._with_key, label[:2], number)
         for port in facts.named_ports:
             _take_out(self._with_port, port.name, number)
-        found = [one for one in self._candidates(labels) if number in one.members]
-        found += self._of_ports(facts)
-        for selection in found:
+        selections = [
+            selection for selection in self._candidates(labels) if number in selection.members
+        ]
+        selections += self._of_ports(facts)
+        for selection in selections:
             selection.members.discard(number)
-        return found
+        return selections
 
     def _of_ports(self, facts: IdentityFacts) -> list[Selection]:
         names = {port.name for port in facts.named_ports}
@@ -142,19 +144,19 @@ class LabelIndex:
         for label in labels:
             places.add((label.key,))
             places.add((label.key, label.value))
-        found: set[Selection] = set()
+        selections: set[Selection] = set()
         for place in places & self._filed.keys():
-            found |= self._filed[place]
-        return found
+            selections |= self._filed[place]
+        return selections
 
     def _file(self, selection: Selection, selector: LabelSelector) -> None:
         """File a selection where fewest others are, so that a common label (a namespace) does not gather them all."""
         choices: list[tuple[tuple[str, ...], ...]] = []
-        for one in selector.requirements:
-            if one.operator is Operator.IN:
-                choices.append(tuple((one.key, value) for value in one.values))
-            elif one.operator is Operator.EXISTS:
-                choices.append(((one.key,),))
+        for requirement in selector.requirements:
+            if requirement.operator is Operator.IN:
+                choices.append(tuple((requirement.key, value) for value in requirement.values))
+            elif requirement.operator is Operator.EXISTS:
+                choices.append(((requirement.key,),))
         places = min(choices, key=self._crowd, default=((),))
         selection.filed = places
         for place in places:
@@ -168,31 +170,31 @@ class LabelIndex:
         """Select among all identities: the smallest positive set, narrowed by the others."""
         positive: list[set[int]] = []
         negative: list[set[int]] = []
-        for one in selector.requirements:
-            is_positive = one.operator in (Operator.IN, Operator.EXISTS)
-            (positive if is_positive else negative).append(self._bearers(one))
+        for requirement in selector.requirements:
+            is_positive = requirement.operator in (Operator.IN, Operator.EXISTS)
+            (positive if is_positive else negative).append(self._bearers(requirement))
         positive.sort(key=len)
-        found = set(positive[0]) if positive else set(self._facts)
+        numbers = set(positive[0]) if positive else set(self._facts)
         for others in positive[1:]:
-            found &= others
+            numbers &= others
         for others in negative:
-            found -= others
-        return found
+            numbers -= others
+        return numbers
 
     def _bearers(self, requirement: Requirement) -> set[int]:
-        """Give who has the key, or one of the values: whom a negative requirement excludes."""
+        """Give the identities that have the key, or one of the values: a negative requirement excludes these."""
         key = requirement.key
         wanted = requirement.source
         sources = self._sources - {SOURCE_RESERVED} if wanted == ANY_SOURCE else {wanted}
-        found: list[set[int]] = []
+        bearers: list[set[int]] = []
         for source in sources:
             if requirement.operator in (Operator.EXISTS, Operator.DOES_NOT_EXIST):
-                found.append(self._with_key.get((source, key), set()))
+                bearers.append(self._with_key.get((source, key), set()))
             else:
                 pairs = (Label(source, key, value) for value in requirement.values)
-                found += [self._with_pair.get(pair, set()) for pair in pairs]
-        found = [one for one in found if one]
-        return found[0] if len(found) == 1 else set().union(*found)
+                bearers += [self._with_pair.get(pair, set()) for pair in pairs]
+        bearers = [matching for matching in bearers if matching]
+        return bearers[0] if len(bearers) == 1 else set().union(*bearers)
 
 
 def _take_out(index: dict[_Key, set[int]], key: _Key, number: int) -> None:

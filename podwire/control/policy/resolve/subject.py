@@ -157,8 +157,10 @@ class Subject:
             for number in sorted(numbers):
                 block = self.realized(direction, number)
                 if block is not None:
-                    found = {unpack(number, direction, at): one for at, one in block.rows.items()}
-                    rows.update(found)
+                    entries = {
+                        unpack(number, direction, at): entry for at, entry in block.rows.items()
+                    }
+                    rows.update(entries)
         return rows
 
     def count_wanted(self) -> int:
@@ -182,11 +184,11 @@ class Subject:
         """Note what rows and slot of an earlier process hold; nothing may be wanted yet."""
         self.values = self.target = values
         self.slot = values.slot
-        found: tuple[dict[int, dict[int, PolicyEntry]], ...] = ({}, {})
+        adopted: tuple[dict[int, dict[int, PolicyEntry]], ...] = ({}, {})
         for key, entry in rows.items():
-            found[key.direction].setdefault(key.identity, {})[pack_key(key)] = entry
+            adopted[key.direction].setdefault(key.identity, {})[pack_key(key)] = entry
         for direction in Direction:
-            for number, entries in found[direction].items():
+            for number, entries in adopted[direction].items():
                 self.stale[direction][number] = Block((), entries)
 
     def build(self, parts: Iterable[Part]) -> None:
@@ -197,7 +199,7 @@ class Subject:
             for direction in Direction
         )
         rules = sorted(
-            (rule for part in self.parts for rule in part.rules), key=lambda one: one.order
+            (rule for part in self.parts for rule in part.rules), key=lambda rule: rule.order
         )
         for direction in Direction:
             terms: dict[int, list[Term]] = {}
@@ -207,7 +209,7 @@ class Subject:
                         for number in numbers:
                             terms.setdefault(number, []).append(term)
             blocks = {number: self._blocks.of(tuple(found)) for number, found in terms.items()}
-            for number in [one for one in self.families[direction] if one not in blocks]:
+            for number in [family for family in self.families[direction] if family not in blocks]:
                 self._set(direction, number, None)
             for number, block in blocks.items():
                 self._set(direction, number, block)

@@ -87,7 +87,11 @@ def read_definitions() -> list[dict[str, Any]]:
     if not MANIFEST.exists():
         return []
     documents = yaml.safe_load_all(MANIFEST.read_text(encoding="utf-8"))
-    return [one for one in documents if one and one["kind"] == "CustomResourceDefinition"]
+    return [
+        document
+        for document in documents
+        if document and document["kind"] == "CustomResourceDefinition"
+    ]
 
 
 def asks_well(node: "Node") -> bool:

@@ -33,9 +33,11 @@ class Podwire:
         if not manifest.exists():
             raise NotFound(f"find the manifest {str(manifest)!r}", hint="git checkout deploy")
         self.manifest = manifest
-        documents = [one for one in yaml.safe_load_all(manifest.read_text("utf-8")) if one]
+        documents = [
+            document for document in yaml.safe_load_all(manifest.read_text("utf-8")) if document
+        ]
         self.daemon_set: Mapping[str, Any] = next(
-            one for one in documents if one["kind"] == "DaemonSet"
+            document for document in documents if document["kind"] == "DaemonSet"
         )
 
     @property
@@ -67,10 +69,10 @@ class Podwire:
     def pod_of(self, cluster: "Cluster", node: str) -> str:
         """Name the agent's pod of a node; Unavailable when there is not exactly one."""
         pods = cluster.list_pods(self.namespace, self.selector)
-        found = [pod["metadata"]["name"] for pod in pods if pod["spec"].get("nodeName") == node]
-        if len(found) != 1:
-            raise Unavailable(f"find the agent's pod of {node}: there are {found}")
-        return str(found[0])
+        names = [pod["metadata"]["name"] for pod in pods if pod["spec"].get("nodeName") == node]
+        if len(names) != 1:
+            raise Unavailable(f"find the agent's pod of {node}: there are {names}")
+        return str(names[0])
 
     def run(self, cluster: "Cluster", node: str, *words: str) -> str:
         """Run the command `podwire` beside a node's agent and give what it printed."""
@@ -80,10 +82,10 @@ class Podwire:
 
 def find_image() -> Path:
     """Give the image's archive, built when it is not there; Unavailable says why it cannot be."""
-    found = sorted(IMAGES.glob(f"podwire-{__version__}-*.tar"))
-    if not found:
+    images = sorted(IMAGES.glob(f"podwire-{__version__}-*.tar"))
+    if not images:
         done = spawn.run([str(BUILD)], timeout_s=_BUILD_DEADLINE_S)
         if done.status:
             raise Unavailable(f"build the image: {done.stderr.decode().strip()[-2000:]}")
-        found = sorted(IMAGES.glob(f"podwire-{__version__}-*.tar"))
-    return found[0]
+        images = sorted(IMAGES.glob(f"podwire-{__version__}-*.tar"))
+    return images[0]

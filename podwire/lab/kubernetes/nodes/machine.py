@@ -146,7 +146,7 @@ class Machine:
         return done.stdout.decode(errors="replace")
 
     def write(self, inside: str, text: str, *, mode: int = 0o644) -> None:
-        """Write one of the node's own files: whole, by rename, as whoever watches the directory expects."""
+        """Write one of the node's own files by rename: a process that watches the directory expects whole files."""
         path = self.path(inside)
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.new")
@@ -198,21 +198,21 @@ def _list_in_namespaces(names: Sequence[str]) -> list[Process]:
 
 
 def _list_in_cgroups(names: Sequence[str]) -> list[Process]:
-    found = []
+    processes = []
     for directory in list_cgroups(names):
         with contextlib.suppress(OSError):
             numbers = (directory / "cgroup.procs").read_text().split()
-            found += [Process(int(number), 0) for number in numbers if int(number) > 0]
-    return found
+            processes += [Process(int(number), 0) for number in numbers if int(number) > 0]
+    return processes
 
 
 def list_cgroups(names: Sequence[str]) -> list[Path]:
     """List the cgroups of these names and those below them, the innermost first."""
-    found = []
+    cgroups = []
     for name in names:
         for top in [CGROUPS / name.lstrip("/"), *CGROUPS.glob(f"*/{name.lstrip('/')}")]:
-            found += [Path(directory) for directory, _, _ in os.walk(top, topdown=False)]
-    return found
+            cgroups += [Path(directory) for directory, _, _ in os.walk(top, topdown=False)]
+    return cgroups
 
 
 def remove_cgroups(names: Sequence[str]) -> None:

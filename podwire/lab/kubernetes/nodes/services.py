@@ -134,7 +134,7 @@ class NodeServices:
             _KUBELET_CONFIG: _kubelet_settings(machine.plan.cgroup, access.ca),
             _PROXY_CONFIG: _proxy_settings(machine, access.proxy, options),
         }
-        found = programs.find(programs.CLUSTER)
+        paths = programs.find(programs.CLUSTER)
         self.containerd = Daemon(
             f"containerd of {machine.name}",
             [programs.require("containerd", "containerd"), "--config", _CONTAINERD_CONFIG],
@@ -143,7 +143,7 @@ class NodeServices:
         self.kubelet = Daemon(
             f"kubelet of {machine.name}",
             [
-                found["kubelet"],
+                paths["kubelet"],
                 f"--config={_KUBELET_CONFIG}",
                 f"--kubeconfig={access.kubelet}",
                 f"--hostname-override={machine.name}",
@@ -153,7 +153,7 @@ class NodeServices:
         )
         self.proxy = Daemon(
             f"kube-proxy of {machine.name}",
-            [found["kube-proxy"], f"--config={_PROXY_CONFIG}"],
+            [paths["kube-proxy"], f"--config={_PROXY_CONFIG}"],
             machine.directory / "kube-proxy.log",
         )
 

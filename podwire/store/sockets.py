@@ -1,0 +1,94 @@
+"""The sockets to a store on the network, which notice soon that nothing of them arrives any more.
+
+Used by `store.etcd.gateway` and `store.kubernetes.api.client`, each in the thread of its event loop. Invariant: no
+request waits for an answer to an address that this host had already lost when the request began.
+"""
+
+import asyncio
+import contextlib
+import errno
+import socket
+import weakref
+from typing import Any, Final
+
+import aiohttp
+
+UNHEARD_MS: Final = 600
+"""So long the other kernel may leave what was sent unacknowledged: two retransmissions in a near network (tcp(7))."""
+_PROBES: Final = 3
+_ENDING_LOOK_S: Final = 0.002
+_ENDING_LOOKS: Final = 500
+_SEGMENT_BYTES: Final = 1220
+"""What fits in 1,280 bytes, which every link carries IPv6 with (RFC 8200)."""
+
+
+class Sockets:
+    """Makes sockets for connections, and knows those that are open.
+
+    `probe_s`: a connection on which nothing comes for so long is asked whether its other end is still there, again and
+    again, and ends when that does not answer; 0: never.
+    """
+
+    def __init__(self, unheard_ms: int = UNHEARD_MS, *, probe_s: int = 0) -> None:
+        self._unheard_ms = unheard_ms
+        self._probe_s = probe_s
+        self._made: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+    def make(self, address: aiohttp.AddrInfoType) -> socket.socket:
+        """Open a socket.
+
+        Answers do not get lost either when this host's underlay gets a smaller MTU: the server is not told, and would
+        go on sending segments that do not arrive any more.
+        """
+        family, kind, protocol, _, _ = address
+        made = socket.socket(family, kind, protocol)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self._unheard_ms)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENT_BYTES)
+        if self._probe_s:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, self._probe_s)
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, self._probe_s)
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+        self._made.add(made)
+        return made
+
+    async def end_all(self) -> None:
+        """End what is open, and return when the loop has closed it.
+
+        A TLS connection that is closed waits for the other end to say goodbye, which may never come.
+        """
+        for _ in range(_ENDING_LOOKS):
+            open_ones = [one for one in tuple(self._made) if one.fileno() >= 0]
+            if not open_ones:
+                return
+            for one in open_ones:
+                with contextlib.suppress(OSError):  # not connected yet, or not any more
+                    one.shutdown(socket.SHUT_RDWR)
+            await asyncio.sleep(_ENDING_LOOK_S)
+
+    def drop_homeless(self) -> int:
+        """End the connections from addresses that this host has no more; gives how many. Takes some 10 us."""
+        by_place: dict[tuple[int, Any], list[socket.socket]] = {}
+        for server in tuple(self._made):
+            with contextlib.suppress(OSError):  # closed
+                host, _, *scope = server.getsockname()
+                by_place.setdefault((server.family, (host, 0, *scope)), []).append(server)
+        count = 0
+        for (family, place), several in by_place.items():
+            if _is_here(family, place):
+                continue
+            for server in several:
+                with contextlib.suppress(OSError):
+                    server.shutdown(socket.SHUT_RDWR)
+                    count += 1
+        return count
+
+
+def _is_here(family: int, place: Any) -> bool:
+    """Tell whether this host has an address: nothing else can be bound."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind(place)
+        except OSError as error:
+            return error.errno != errno.EADDRNOTAVAIL
+    return True

@@ -66,13 +66,13 @@ class AgentObjects:
     def list(self, kind: Kind, namespace: str) -> Sequence[Document]:
         """Give all objects of a kind (of one namespace)."""
         query = f"?namespace={segment(namespace)}" if namespace else ""
-        found: Sequence[Document] = self._ask("GET", f"/object/{kind.plural}{query}")["items"]
-        return found
+        objects: Sequence[Document] = self._ask("GET", f"/object/{kind.plural}{query}")["items"]
+        return objects
 
     def get(self, kind: Kind, namespace: str, name: str) -> Document:
         """Give one object; CliError when there is none."""
-        found: Document = self._ask("GET", _resource(kind, namespace, name))
-        return found
+        document: Document = self._ask("GET", _resource(kind, namespace, name))
+        return document
 
     def apply(
         self, documents: Sequence[Document], namespace: str, *, dry_run: bool
@@ -91,10 +91,10 @@ class AgentObjects:
 
     def label_patterns(self) -> Sequence[str]:
         """Give the setting `identity_label_filter` of the agent."""
-        found: Sequence[str] = self._ask("GET", "/config")["settings"]["identity_label_filter"][
+        patterns: Sequence[str] = self._ask("GET", "/config")["settings"]["identity_label_filter"][
             "value"
         ]
-        return found
+        return patterns
 
     def _ask(self, method: str, resource: str, body: Any = None) -> Any:
         """Ask the first agent that can be reached."""
@@ -106,7 +106,7 @@ class AgentObjects:
                 if error.exit_code != EXIT_UNREACHABLE:
                     raise
                 away.append(error)
-        raise CliError(EXIT_UNREACHABLE, "; ".join(one.message for one in away), away[0].hint)
+        raise CliError(EXIT_UNREACHABLE, "; ".join(error.message for error in away), away[0].hint)
 
 
 class StoreObjects:
@@ -119,20 +119,20 @@ class StoreObjects:
         """Give all objects of a kind (of one namespace)."""
         from podwire.control.documents.kinds import show_document  # noqa: PLC0415 (start-up time)
 
-        found, _ = self._store.list(kind.plural, namespace or None)
-        return [show_document(one) for one in found]
+        objects, _ = self._store.list(kind.plural, namespace or None)
+        return [show_document(stored) for stored in objects]
 
     def get(self, kind: Kind, namespace: str, name: str) -> Document:
         """Give one object; CliError when there is none."""
         from podwire.control.documents.kinds import make_key, show_document  # noqa: PLC0415
 
         key = make_key(kind.plural, namespace, name)
-        found = self._store.get(key)
-        if found is None:
+        stored = self._store.get(key)
+        if stored is None:
             raise CliError(
                 EXIT_NOT_FOUND, f"get {key}: there is none", f"podwire get {kind.plural}"
             )
-        return show_document(found)
+        return show_document(stored)
 
     def apply(
         self, documents: Sequence[Document], namespace: str, *, dry_run: bool
@@ -141,7 +141,7 @@ class StoreObjects:
         from podwire.control.documents.apply import apply_documents  # noqa: PLC0415
 
         done = apply_documents(self._store, documents, namespace=namespace, dry_run=dry_run)
-        return [_make_row(one) for one in done]
+        return [_make_row(applied) for applied in done]
 
     def delete(self, kind: Kind, namespace: str, name: str, *, dry_run: bool) -> Row:
         """Delete one object."""

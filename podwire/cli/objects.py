@@ -44,7 +44,7 @@ def read_kind(word: str) -> Kind:
     """Find the kind that somebody means."""
     kind = find_kind(word)
     if kind is None:
-        known = ", ".join("/".join((one.words[0], *one.short_names[:1])) for one in KINDS)
+        known = ", ".join("/".join((kind.words[0], *kind.short_names[:1])) for kind in KINDS)
         raise CliError(EXIT_USAGE, f"find kind {word!r}: there is no such kind", f"say {known}")
     return kind
 
@@ -54,12 +54,12 @@ def read_name(kind: Kind, text: str, namespace: str | None) -> tuple[str, str]:
     before, slash, name = text.rpartition("/")
     if slash and namespace and before != namespace:
         raise CliError(EXIT_USAGE, f"read {text!r}: -n says {namespace!r}", "leave one of them out")
-    found = before or namespace or ""
-    if found and not kind.namespaced:
+    place = before or namespace or ""
+    if place and not kind.namespaced:
         raise CliError(
             EXIT_USAGE, f"read {text!r}: {kind.name} objects have no namespace", "leave it out"
         )
-    return (found or "default") if kind.namespaced else "", name
+    return (place or "default") if kind.namespaced else "", name
 
 
 @click.command(epilog="Example: podwire get networkpolicies -n default -o yaml")
@@ -87,7 +87,7 @@ def get(
     KIND: networkpolicy (netpol), ciliumnetworkpolicy (cnp), ciliumclusterwidenetworkpolicy (ccnp), ciliumcidrgroup
     (ccg), namespace (ns), workload, identity; or their plural.
     """
-    found = read_kind(kind)
+    known_kind = read_kind(kind)
     if namespace and all_namespaces:
         raise CliError(EXIT_USAGE, "-n and -A exclude each other", "leave one of them out")
     if name is not None and (all_namespaces or selector):
@@ -95,11 +95,14 @@ def get(
     with open_objects(opts, store) as objects:
         if name is not None:
             _show_one(
-                opts, functools.partial(objects.get, found, *read_name(found, name, namespace))
+                opts,
+                functools.partial(objects.get, known_kind, *read_name(known_kind, name, namespace)),
             )
         else:
             wanted = read_selector(selector or "")
-            _show_list(opts, found, lambda: select(objects.list(found, namespace or ""), wanted))
+            _show_list(
+                opts, known_kind, lambda: select(objects.list(known_kind, namespace or ""), wanted)
+            )
 
 
 @click.command(epilog="Example: podwire describe networkpolicy web")
@@ -110,9 +113,9 @@ def get(
 @common
 def describe(opts: Common, kind: str, name: str, namespace: str | None, store: str | None) -> None:
     """Show one object for people: who it is, since when, and what it says."""
-    found = read_kind(kind)
+    known_kind = read_kind(kind)
     with open_objects(opts, store) as objects:
-        document = objects.get(found, *read_name(found, name, namespace))
+        document = objects.get(known_kind, *read_name(known_kind, name, namespace))
     show_one(document, opts.style, lambda: _describe(document), name_object(document))
 
 
@@ -126,7 +129,7 @@ def validate_files(files: Sequence[str], *, warned: bool = False) -> list[str]:
 
     manifests = read_manifests(files)
     with speaking_of(manifests):
-        names = [str(one.key) for one in decode_all(documents_of(manifests))]
+        names = [str(stored.key) for stored in decode_all(documents_of(manifests))]
     if warned:
         from podwire.cli.unmatched import warn_of_files  # noqa: PLC0415
 
@@ -137,9 +140,9 @@ def validate_files(files: Sequence[str], *, warned: bool = False) -> list[str]:
 def select(documents: Sequence[Document], wanted: Sequence[Requirement]) -> list[Document]:
     """Give the documents whose labels fulfil all requirements."""
     return [
-        one
-        for one in documents
-        if matches(wanted, [f"{key}={value}" for key, value in _labels(one).items()])
+        document
+        for document in documents
+        if matches(wanted, [f"{key}={value}" for key, value in _labels(document).items()])
     ]
 
 
@@ -159,13 +162,13 @@ def _show_list(opts: Common, kind: Kind, read: Callable[[], list[Document]]) -> 
     if opts.style.form in ("json", "yaml") and not opts.watch:
         show_document({"apiVersion": "v1", "kind": "List", "items": read()}, opts.style.form)
         return
-    columns = [one for one in _COLUMNS if kind.namespaced or one.header != "NAMESPACE"]
+    columns = [column for column in _COLUMNS if kind.namespaced or column.header != "NAMESPACE"]
     show_watched(opts, lambda: (read(), None), columns, name_object, identify=_uid)
 
 
 def _metadata(document: Document) -> Document:
-    found: Document = document["metadata"]
-    return found
+    metadata: Document = document["metadata"]
+    return metadata
 
 
 def _labels(document: Document) -> dict[str, str]:

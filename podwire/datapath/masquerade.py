@@ -7,6 +7,7 @@ cluster's networks, to the exceptions, to this host (they do not pass this hook)
 `datapath.node` applies, compares and removes it.
 """
 
+import errno
 import ipaddress
 import json
 import threading
@@ -23,6 +24,8 @@ from podwire.model.errors import KernelFailure, PodwireError
 from podwire.model.ids import DEVICE_PREFIX, NFT_TABLE
 
 _TABLE: Final = f"inet {NFT_TABLE}"
+KERNEL_MODULES: Final = ("nf_tables", "nft_ct", "nft_masq", "nft_fib_inet", "nft_socket")
+"""What the table needs of Linux, built in or as modules. Guards are not left out where one is missing."""
 _GROUPS: Final[dict[int, IPNetwork]] = {
     4: ipaddress.ip_network("224.0.0.0/4"),
     6: ipaddress.ip_network("ff00::/8"),
@@ -30,6 +33,20 @@ _GROUPS: Final[dict[int, IPNetwork]] = {
 PORT_LEAST: Final = 1024
 PORT_MAX: Final = 65_535
 _FAMILIES: Final = ((4, "ip", "ipv4_addr"), (6, "ip6", "ipv6_addr"))
+
+
+def _run_for_kernel(tables: Nftables, text: str) -> None:
+    """Apply the table. A kernel that lacks an expression says no more than that something is not there."""
+    try:
+        tables.run(text)
+    except KernelFailure as failure:
+        if failure.errno not in (errno.ENOENT, errno.EOPNOTSUPP):
+            raise
+        failure.hint = (
+            f"the table {NFT_TABLE!r} needs of the kernel: {', '.join(KERNEL_MODULES)}; load what is missing with"
+            f" 'modprobe -a {' '.join(KERNEL_MODULES)}', or take a kernel that has them"
+        )
+        raise
 
 
 @dataclass(frozen=True)
@@ -271,7 +288,7 @@ class Masquerade:
         """
         text = render_table(plan)
         with self._lock:
-            self._tables.run(text)
+            _run_for_kernel(self._tables, text)
             shown = _fingerprint(self._list())
             if text != self._text or shown == self._shown:
                 self._applied = shown

@@ -111,7 +111,7 @@ def list_hosts(url: str, cluster: ClusterAccess | None = None) -> tuple[str, ...
         return ((cluster or ClusterAccess()).find().host,)
     if not url.startswith(ETCD):
         return ()
-    return tuple(dict.fromkeys(one.rpartition(":")[0] for one in parse_endpoints(url)))
+    return tuple(dict.fromkeys(endpoint.rpartition(":")[0] for endpoint in parse_endpoints(url)))
 
 
 def _open_cluster(cluster: ClusterAccess) -> Store:

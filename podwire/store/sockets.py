@@ -58,12 +58,12 @@ class Sockets:
         A TLS connection that is closed waits for the other end to say goodbye, which may never come.
         """
         for _ in range(_ENDING_LOOKS):
-            open_ones = [one for one in tuple(self._made) if one.fileno() >= 0]
+            open_ones = [server for server in tuple(self._made) if server.fileno() >= 0]
             if not open_ones:
                 return
-            for one in open_ones:
+            for server in open_ones:
                 with contextlib.suppress(OSError):  # not connected yet, or not any more
-                    one.shutdown(socket.SHUT_RDWR)
+                    server.shutdown(socket.SHUT_RDWR)
             await asyncio.sleep(_ENDING_LOOK_S)
 
     def drop_homeless(self) -> int:

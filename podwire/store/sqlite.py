@@ -94,10 +94,10 @@ class SqliteStore:
             row = self._reader.execute(f"{_READ} WHERE {_ONE}", _columns(key)).fetchone()
         if row is None:
             return None
-        found = self._make(row)
-        if found.fault:
-            raise UnreadableObject(found)
-        return found
+        stored = self._make(row)
+        if stored.fault:
+            raise UnreadableObject(stored)
+        return stored
 
     def list(
         self, kind: str, namespace: str | None = None, *, at_least: int | None = None
@@ -125,8 +125,8 @@ class SqliteStore:
         document = encode_document(new)
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._now()))
         with self._changing("write") as connection:
-            if (found := self._find(connection, new.key)) is not None:
-                raise exists(new.key, found[5])
+            if (present := self._find(connection, new.key)) is not None:
+                raise exists(new.key, present[5])
             revision = _next_revision(connection)
             row = (*_columns(new.key), str(uuid.uuid4()), created, revision, document)
             connection.execute("INSERT INTO object VALUES (?, ?, ?, ?, ?, ?, ?)", row)
@@ -137,8 +137,8 @@ class SqliteStore:
         """Replace an object whose revision must still be `new.revision` (else Conflict; NotFound)."""
         document = encode_document(new)
         with self._changing("write") as connection:
-            found = self._expect(connection, "update", new.key, new.revision, new.uid)
-            return self._replace(connection, found, document)
+            row = self._expect(connection, "update", new.key, new.revision, new.uid)
+            return self._replace(connection, row, document)
 
     def patch(
         self,
@@ -151,22 +151,22 @@ class SqliteStore:
         """Change single fields of an object and leave all others; None takes one away."""
         with self._changing("write") as connection:
             row = self._expect(connection, "patch", key, revision, uid)
-            found = self._make(row)
-            if found.fault:
-                raise UnreadableObject(found)
-            document = merge(found.document, changes)
-            if document == found.document:
-                return found
+            stored = self._make(row)
+            if stored.fault:
+                raise UnreadableObject(stored)
+            document = merge(stored.document, changes)
+            if document == stored.document:
+                return stored
             encoded = encode_document(StoredObject(key=key, document=document))
             return self._replace(connection, row, encoded)
 
     def delete(self, key: ObjectKey, *, revision: int | None = None, uid: str = "") -> StoredObject:
         """Remove an object, under the preconditions that are given; gives what was there. NotFound, Conflict."""
         with self._changing("write") as connection:
-            found = self._expect(connection, "delete", key, revision, uid)
+            row = self._expect(connection, "delete", key, revision, uid)
             connection.execute(f"DELETE FROM object WHERE {_ONE}", _columns(key))
-            self._log(connection, _next_revision(connection), found, deleted=True)
-        return self._make(found)
+            self._log(connection, _next_revision(connection), row, deleted=True)
+        return self._make(row)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -200,8 +200,8 @@ class SqliteStore:
     def close(self) -> None:
         """Close the file and all watches; everything written is on disk already."""
         self._leases.close()
-        for one in self._open_watches():
-            one.close()
+        for watch in self._open_watches():
+            watch.close()
         with self._read_lock, self._write_lock:
             self._reader.close()
             self._writer.close()
@@ -233,8 +233,8 @@ class SqliteStore:
                     connection.execute("ROLLBACK")
                 raise
         self._file.touch()
-        for one in self._open_watches():
-            one.wake()
+        for watch in self._open_watches():
+            watch.wake()
 
     @contextmanager
     def _one_writer(self, verb: str) -> Iterator[None]:
@@ -250,13 +250,15 @@ class SqliteStore:
         finally:
             self._write_lock.release()
 
-    def _replace(self, connection: sqlite3.Connection, found: Row, document: bytes) -> StoredObject:
+    def _replace(
+        self, connection: sqlite3.Connection, before: Row, document: bytes
+    ) -> StoredObject:
         """Write another document in the place of what was found."""
         revision = _next_revision(connection)
-        row = (*found[:5], revision, document)
+        row = (*before[:5], revision, document)
         connection.execute(
             f"UPDATE object SET revision = ?, document = ? WHERE {_ONE}",
-            (revision, document, *found[:3]),
+            (revision, document, *before[:3]),
         )
         self._log(connection, revision, row)
         return self._make(row)
@@ -274,14 +276,14 @@ class SqliteStore:
         uid: str,
     ) -> Row:
         """Find what is to be changed, and check that it still is what the caller has seen."""
-        found = self._find(connection, key)
-        if found is None:
+        row = self._find(connection, key)
+        if row is None:
             raise none_there(verb, key)
-        if uid and found[3] != uid:
+        if uid and row[3] != uid:
             raise made_anew(verb, key)
-        if revision is not None and found[5] != revision:
-            raise changed(verb, key, found[5], revision)
-        return found
+        if revision is not None and row[5] != revision:
+            raise changed(verb, key, row[5], revision)
+        return row
 
     def _log(
         self, connection: sqlite3.Connection, revision: int, row: Row, *, deleted: bool = False

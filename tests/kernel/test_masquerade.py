@@ -3,6 +3,7 @@ is ours alone.
 """
 
 import contextlib
+import errno
 import ipaddress
 import socket
 import sys
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from podwire.datapath.masquerade import (
+    KERNEL_MODULES,
     Masquerade,
     MasqueradePlan,
     list_dropping_forward_chains,
@@ -138,6 +140,21 @@ def test_a_packet_meets_one_chain_at_each_place_of_each_hook(tables: Nftables) -
     places = [(one["hook"], one["prio"]) for one in chains if "hook" in one]
     assert sorted(places) == sorted(set(places))
     assert [hook for hook, _ in places].count("output") == 1
+
+
+class OfPoorKernel(Nftables):
+    """nftables where Linux lacks an expression: it answers that there is no such thing."""
+
+    def run(self, commands: str) -> None:
+        raise KernelFailure(errno.ENOENT, "apply nftables commands", commands[:20])
+
+
+def test_what_a_kernel_lacks_is_named_with_what_to_do() -> None:
+    with OfPoorKernel() as poor, pytest.raises(KernelFailure) as refusal:
+        Masquerade(poor).apply(PLAN)
+    for module in KERNEL_MODULES:
+        assert module in refusal.value.hint
+    assert "modprobe" in refusal.value.hint
 
 
 def test_a_refused_table_leaves_the_old_one_in_force(host: Namespace, tables: Nftables) -> None:

@@ -41,6 +41,8 @@ class Datagrams:
         self._stop = threading.Event()
         self.sent = 0
         self.returned: set[int] = set()
+        self.error = ""
+        """What a socket refused to send, before the end."""
         self._threads = [
             threading.Thread(target=target) for target in (self._send, self._echo, self._receive)
         ]
@@ -48,31 +50,41 @@ class Datagrams:
             thread.start()
 
     def _send(self) -> None:
-        while not self._stop.wait(INTERVAL_S):
-            self._client.send(_NUMBER.pack(self.sent))
-            self.sent += 1
+        try:
+            while not self._stop.wait(INTERVAL_S):
+                self._client.send(_NUMBER.pack(self.sent))
+                self.sent += 1
+        except OSError as error:
+            self.error = f"send {self.sent}: {error}"
 
     def _echo(self) -> None:
-        with contextlib.suppress(OSError):
+        try:
             while True:
                 data, peer = self._server.recvfrom(64)
                 if not data:
                     return
                 self._server.sendto(data, peer)
+        except OSError as error:
+            if not self._stop.is_set():
+                self.error = f"send {len(self.returned)} back: {error}"
 
     def _receive(self) -> None:
         with contextlib.suppress(OSError):
             while data := self._client.recv(64):
                 self.returned.add(_NUMBER.unpack(data)[0])
 
-    def finish(self) -> list[int]:
-        """Stop sending, wait for what is under way, and give the numbers that were lost."""
+    def finish(self) -> list[int | str]:
+        """Stop sending, wait for what is under way, and give what was refused and the numbers that were lost."""
         if self._stop.is_set():
             return self._lost()
         self._stop.set()
         self._threads[0].join()
-        deadline = time.monotonic() + DRAIN_S
-        while len(self.returned) < self.sent and time.monotonic() < deadline:
+        came, until_s = -1, 0.0
+        while len(self.returned) < self.sent and not self.error:
+            if len(self.returned) > came:  # what is late on a busy machine is not lost
+                came, until_s = len(self.returned), time.monotonic() + DRAIN_S
+            elif time.monotonic() > until_s:
+                break
             select.select([], [], [], 0.01)
         for one in (self._client, self._server):
             with contextlib.suppress(OSError):
@@ -82,8 +94,9 @@ class Datagrams:
             thread.join()
         return self._lost()
 
-    def _lost(self) -> list[int]:
-        return sorted(set(range(self.sent)) - self.returned)
+    def _lost(self) -> list[int | str]:
+        refusals: list[int | str] = [self.error] if self.error else []
+        return refusals + sorted(set(range(self.sent)) - self.returned)
 
 
 class Stream:

@@ -151,7 +151,9 @@ class StoreFollower:
             return
         was_lacking, self._is_lacking = self._is_lacking, False
         self._listener.on_lists(mine)
-        told = [StoreEvent(one, one.revision) for one in unreadable if self._is_told_of(one)]
+        told = [
+            StoreEvent(stored, stored.revision) for stored in unreadable if self._is_told_of(stored)
+        ]
         self._listener.on_events(told, self.revisions)
         self._is_whole = self._is_whole or was_lacking
         self.note_back()
@@ -202,11 +204,11 @@ class StoreFollower:
         """Hand over what was kept of each kind. A kind of which nothing was is not handed over at all."""
         if not self.recalls:
             return False
-        found = self.shared.load_remembered(self.kinds, whole=self._tell_unreadable is True)
-        if found:
-            self._listener.on_lists(found)
-        self._is_whole = len(found) == len(self.kinds)
-        told = {"task": self.name, "count": sum(len(one.objects) for one in found)}
+        remembered = self.shared.load_remembered(self.kinds, whole=self._tell_unreadable is True)
+        if remembered:
+            self._listener.on_lists(remembered)
+        self._is_whole = len(remembered) == len(self.kinds)
+        told = {"task": self.name, "count": sum(len(kind_list.objects) for kind_list in remembered)}
         if self._is_whole:
             _log.warning("the store is away; what it said last is in force", extra=told)
         else:

@@ -48,8 +48,8 @@ class IdentityNews:
 
     def on_lists(self, lists: Sequence[KindList]) -> None:
         """Take whole lists."""
-        for one in lists:
-            self.feed.replace(one.kind, one.objects, one.revision)
+        for kind_list in lists:
+            self.feed.replace(kind_list.kind, kind_list.objects, kind_list.revision)
 
     def on_events(self, events: Sequence[StoreEvent], _revisions: Revisions) -> None:
         """Take changes."""
@@ -146,7 +146,9 @@ class IdentityDuty:
         while not self._closed and (left_s := until_s - self.monotonic()) > 0:
             if self.feed.wait_for_doubt(left_s) and not self._closed:
                 # What the store does not give now is asked for again by the tick, which also reports it.
-                self._repair.repair([one.record for one in self.table if not one.is_ending])
+                self._repair.repair(
+                    [endpoint.record for endpoint in self.table if not endpoint.is_ending]
+                )
 
     def close(self) -> None:
         """End the pause, and let another node do the cluster's duties."""

@@ -70,7 +70,7 @@ class InProcess:
         changes: Iterable[StoreEvent],
     ) -> None:
         for kind, (objects, revision) in lists.items():
-            self._objects[kind] = {one.key: one for one in objects}
+            self._objects[kind] = {stored.key: stored for stored in objects}
             self._revisions[kind] = revision
         for event in changes:
             key = event.object.key
@@ -102,13 +102,13 @@ class Keeper:
     def load(self, kinds: Sequence[str], *, whole: bool = False) -> list[KindList]:
         """Give what was kept. Of `whole` kinds all or nothing: without one of its policies more would be allowed."""
         try:
-            found = [(kind, self._memory.load(kind)) for kind in kinds]
+            loaded = [(kind, self._memory.load(kind)) for kind in kinds]
         except StorageFailure as error:
             _log.warning("read what the store said last", extra={"error": error.message})
             return []
         lists = []
-        for kind, kept in found:
-            good = [one for one in kept[0] if not one.fault] if kept is not None else []
+        for kind, kept in loaded:
+            good = [stored for stored in kept[0] if not stored.fault] if kept is not None else []
             if kept is not None and not (whole and len(good) < len(kept[0])):
                 lists.append(KindList(kind, good, kept[1]))
         return lists
@@ -120,7 +120,9 @@ class Keeper:
             return None if change.deleted else change.object
         if key.kind in self._lists:
             if key.kind not in self._unwritten:
-                self._unwritten[key.kind] = {one.key: one for one in self._lists[key.kind][0]}
+                self._unwritten[key.kind] = {
+                    stored.key: stored for stored in self._lists[key.kind][0]
+                }
             return self._unwritten[key.kind].get(key)
         try:
             return self._memory.find(key) or self._seed.get(key)
@@ -130,20 +132,22 @@ class Keeper:
 
     def seed(self, objects: Iterable[StoredObject]) -> None:
         """Take what `find` gives of kinds that were never listed."""
-        self._seed = {one.key: one for one in objects}
+        self._seed = {stored.key: stored for stored in objects}
 
     def note_lists(self, lists: Sequence[KindList]) -> None:
         """Take lists in the place of what was heard of their kinds."""
-        for one in lists:
-            self._lists[one.kind] = (one.objects, one.revision)
-            self._unwritten.pop(one.kind, None)
-        listed = {one.kind for one in lists}
-        self._changes = {key: one for key, one in self._changes.items() if key.kind not in listed}
-        self._seed = {key: one for key, one in self._seed.items() if key.kind not in listed}
+        for kind_list in lists:
+            self._lists[kind_list.kind] = (kind_list.objects, kind_list.revision)
+            self._unwritten.pop(kind_list.kind, None)
+        listed = {kind_list.kind for kind_list in lists}
+        self._changes = {
+            key: event for key, event in self._changes.items() if key.kind not in listed
+        }
+        self._seed = {key: stored for key, stored in self._seed.items() if key.kind not in listed}
 
     def note_events(self, events: Sequence[StoreEvent]) -> None:
         """Take changes."""
-        self._changes.update((one.object.key, one) for one in events)
+        self._changes.update((event.object.key, event) for event in events)
 
     def save(self, *, at_once: bool = False) -> None:
         """Write what is new, if it is time."""

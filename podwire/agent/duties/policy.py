@@ -86,8 +86,8 @@ class PolicyDuty:
     def load(self) -> None:
         """Take in all policies; raises what the store says unless it is away. Before endpoints are restored."""
         self.follower.load()
-        for one in self._take_news():
-            self._take_in(one)
+        for news in self._take_news():
+            self._take_in(news)
         self._was_complete = self.enforcer.is_complete()
 
     @property
@@ -173,13 +173,13 @@ class PolicyDuty:
     def _do(self, news: Sequence[_News]) -> None:
         """Bring news into force. An endpoint that cannot follow is tried again by the queue of builds, not here."""
         is_released = not self._was_complete and self.enforcer.is_complete()
-        is_change = any(one.lists or one.events for one in news)
+        is_change = any(piece.lists or piece.events for piece in news)
         if is_change or self._is_held or self.enforcer.has_heard or is_released:
             self._apply(news)
         elif news:
             with self.turn:
-                for one in news:
-                    self.enforcer.mark_revisions(one.revisions)
+                for piece in news:
+                    self.enforcer.mark_revisions(piece.revisions)
         waited_s = time.monotonic() - self._uncollected_since_s
         # Slots and rules end with endpoints too, of which nobody tells this duty: each quiet wake looks.
         if not is_change or waited_s > COLLECT_AT_LATEST_S:
@@ -190,8 +190,8 @@ class PolicyDuty:
     def _apply(self, news: Sequence[_News]) -> None:
         begin_s = time.monotonic()
         with self.turn:
-            for one in news:
-                self._take_in(one)
+            for piece in news:
+                self._take_in(piece)
             taken_s = time.monotonic()
             self._release()
             self.enforcer.apply("policy changed")
@@ -211,9 +211,9 @@ class PolicyDuty:
                 self.enforcer.retry(endpoint, "the store was heard")
 
     def _take_in(self, news: _News) -> None:
-        for one in news.lists:
-            self.objects.replace(one.kind, one.objects)
-            self._listed.add(one.kind)
+        for kind_list in news.lists:
+            self.objects.replace(kind_list.kind, kind_list.objects)
+            self._listed.add(kind_list.kind)
         for event in news.events:
             self.objects.apply(event)
         self.enforcer.take_in_up_to(news.revisions)

@@ -309,8 +309,12 @@ def _rows() -> Iterator[tuple[str, type, Setting]]:
     defaults = AgentConfig()
     for group in dataclasses.fields(defaults):
         kind = type(getattr(defaults, group.name))
-        for one in dataclasses.fields(kind):
-            yield group.name, kind, dataclasses.replace(one.metadata[METADATA_KEY], key=one.name)
+        for field_ in dataclasses.fields(kind):
+            yield (
+                group.name,
+                kind,
+                dataclasses.replace(field_.metadata[METADATA_KEY], key=field_.name),
+            )
 
 
 GROUP_OF = {row.key: group for group, _, row in _rows()}
@@ -336,17 +340,17 @@ def _range_faults(node: NodeSettings) -> Iterator[Fault]:
         yield Fault("node_cidrs", f'is {given}: with ipam "pool" addresses come out of pools alone')
     for key in ("cluster_cidrs", "node_cidrs"):
         ranges: tuple[IPNetwork, ...] = getattr(node, key)
-        for index, one in enumerate(ranges):
+        for index, cidr in enumerate(ranges):
             for other in ranges[index + 1 :]:
-                if one.version == other.version and one.overlaps(other):
-                    yield Fault(key, f"has {one} and {other}, which overlap")
+                if cidr.version == other.version and cidr.overlaps(other):
+                    yield Fault(key, f"has {cidr} and {other}, which overlap")
             for text in _RESERVED_RANGES:
-                if _overlap(one, text):
-                    yield Fault(key, f"has {one}, which overlaps {text} (never a pod's)")
-    for one in node.node_cidrs:
-        if node.cluster_cidrs and not any(_within(one, outer) for outer in node.cluster_cidrs):
+                if _overlap(cidr, text):
+                    yield Fault(key, f"has {cidr}, which overlaps {text} (never a pod's)")
+    for cidr in node.node_cidrs:
+        if node.cluster_cidrs and not any(_within(cidr, outer) for outer in node.cluster_cidrs):
             listed = ", ".join(str(outer) for outer in node.cluster_cidrs)
-            yield Fault("node_cidrs", f"has {one}, which is in none of cluster_cidrs ({listed})")
+            yield Fault("node_cidrs", f"has {cidr}, which is in none of cluster_cidrs ({listed})")
 
 
 def _address_faults(config: AgentConfig) -> Iterator[Fault]:
@@ -355,9 +359,9 @@ def _address_faults(config: AgentConfig) -> Iterator[Fault]:
         return
     if address.is_unspecified or address.is_loopback or address.is_multicast:
         yield Fault("node_address", f"is {address}, which no other machine can reach")
-    for one in (*config.node.node_cidrs, *config.node.cluster_cidrs):
-        if address in one:
-            yield Fault("node_address", f"is {address}, which is in the pods' range {one}")
+    for cidr in (*config.node.node_cidrs, *config.node.cluster_cidrs):
+        if address in cidr:
+            yield Fault("node_address", f"is {address}, which is in the pods' range {cidr}")
             return
 
 
@@ -374,7 +378,7 @@ def _path_faults(files: FileSettings) -> Iterator[Fault]:
 
 def _size_faults(config: AgentConfig) -> Iterator[Fault]:
     datapath = config.datapath
-    has_ipv6 = any(one.version == 6 for one in config.node.node_cidrs)
+    has_ipv6 = any(cidr.version == 6 for cidr in config.node.node_cidrs)
     if has_ipv6 and 0 < datapath.mtu < IPV6_MIN_MTU_BYTES:
         yield Fault("mtu", f"is {datapath.mtu}; IPv6 needs at least {IPV6_MIN_MTU_BYTES}")
     for name, least in (("conntrack_entries", 4096), ("conntrack_quota", 64)):

@@ -45,12 +45,12 @@ class Change:
         """Write what is done."""
         return wire.put(self.key, self.value) if self.value else wire.delete(self.key)
 
-    def is_done(self, found: KeyValue | None) -> bool:
+    def is_done(self, pair: KeyValue | None) -> bool:
         """Tell whether what is there now is what this write left."""
-        if found is None or not self.value:
-            return found is None and not self.value
+        if pair is None or not self.value:
+            return pair is None and not self.value
         try:
-            return decode_value(found).mark == self.mark
+            return decode_value(pair).mark == self.mark
         except StorageFailure:
             return False
 
@@ -59,12 +59,12 @@ class Change:
         if self.value:
             msgspec.structs.force_setattr(self.made, "revision", revision)
 
-    def explain(self, found: KeyValue | None) -> PodwireError | None:
+    def explain(self, pair: KeyValue | None) -> PodwireError | None:
         """Say why the condition does not hold; None when it does."""
-        revision = 0 if found is None else found.mod_revision
+        revision = 0 if pair is None else pair.mod_revision
         if revision == self.expected:
             return None
-        if found is None:
+        if pair is None:
             return none_there(self.verb, self.made.key)
         if not self.expected:
             return exists(self.made.key, revision)
@@ -75,12 +75,12 @@ Changes = list[Change]
 
 
 def check_found(
-    verb: str, key: ObjectKey, found: KeyValue | None, revision: int | None, uid: str
+    verb: str, key: ObjectKey, pair: KeyValue | None, revision: int | None, uid: str
 ) -> StoredObject:
     """Give what is to be changed, if it still is what the caller has seen. NotFound, Conflict."""
-    if found is None:
+    if pair is None:
         raise none_there(verb, key)
-    old = decode_object(found)
+    old = decode_object(pair)
     if uid and old.uid != uid:
         raise made_anew(verb, key)
     if revision is not None and old.revision != revision:
@@ -103,31 +103,31 @@ async def commit(cluster: Cluster, changes: Sequence[Change]) -> None:
 
 async def _commit_part(cluster: Cluster, part: Sequence[Change]) -> None:
     answer, is_doubtful = await cluster.transact(
-        [wire.equal(one.key, one.expected) for one in part],
-        [one.operation() for one in part],
-        [wire.read(one.key) for one in part],
+        [wire.equal(change.key, change.expected) for change in part],
+        [change.operation() for change in part],
+        [wire.read(change.key) for change in part],
     )
     if answer.succeeded:
-        for one in part:
-            one.settle(answer.header.revision)
+        for change in part:
+            change.settle(answer.header.revision)
         return
-    found = answer.values()
-    if is_doubtful and all(one.is_done(now) for one, now in zip(part, found, strict=True)):
-        for one, now in zip(part, found, strict=True):
-            one.settle(now.mod_revision if now else 0)
+    pairs = answer.values()
+    if is_doubtful and all(change.is_done(now) for change, now in zip(part, pairs, strict=True)):
+        for change, now in zip(part, pairs, strict=True):
+            change.settle(now.mod_revision if now else 0)
         return
-    for one, now in zip(part, found, strict=True):
-        if (error := one.explain(now)) is not None:
+    for change, now in zip(part, pairs, strict=True):
+        if (error := change.explain(now)) is not None:
             raise error
 
 
 def _split(changes: Sequence[Change]) -> list[list[Change]]:
     parts: list[list[Change]] = []
     size = 0
-    for one in changes:
-        size += len(one.value)
+    for change in changes:
+        size += len(change.value)
         if not parts or len(parts[-1]) == PART_MAX or size > PART_MAX_BYTES:
             parts.append([])
-            size = len(one.value)
-        parts[-1].append(one)
+            size = len(change.value)
+        parts[-1].append(change)
     return parts

@@ -223,7 +223,7 @@ class Gateway:
             try:
                 response = await self._send(endpoint, "auth/authenticate", body, "")
                 async with response:
-                    found = msgspec.json.decode(await response.read(), type=wire.TokenAnswer)
+                    answer = msgspec.json.decode(await response.read(), type=wire.TokenAnswer)
             except Refused as error:
                 if error.code == wire.FAILED_PRECONDITION:
                     return ""  # it asks for no credentials
@@ -232,8 +232,8 @@ class Gateway:
                 refusal = self._refuse_login(error)
                 self._refused = (now_s + _REFUSED_FOR_S, refusal)
                 raise refusal from None
-            self._token = found.token
-            return found.token
+            self._token = answer.token
+            return answer.token
 
     def _refuse_login(self, error: Refused) -> PodwireError:
         return InvalidConfiguration(
@@ -284,11 +284,11 @@ class Gateway:
 
 def _read_failure(raw: bytes, status: int, endpoint: str) -> Refused:
     try:
-        found = msgspec.json.decode(raw, type=wire.Failure)
+        failure = msgspec.json.decode(raw, type=wire.Failure)
     except msgspec.MsgspecError:
         text = raw[:200].decode(errors="replace").strip()
         return Refused(wire.UNAVAILABLE, f"no etcd of 3.4 or newer: HTTP {status} {text}", endpoint)
-    return Refused(found.code, found.message or found.error, endpoint)
+    return Refused(failure.code, failure.message or failure.error, endpoint)
 
 
 def _is_of_old_connection(error: Exception) -> bool:

@@ -86,10 +86,10 @@ class EtcdStore:
         raw = self._read(key)
         if raw is None:
             return None
-        found = decode_object(raw)
-        if found.fault:
-            raise UnreadableObject(found)
-        return found
+        stored = decode_object(raw)
+        if stored.fault:
+            raise UnreadableObject(stored)
+        return stored
 
     def list(
         self, kind: str, namespace: str | None = None, *, at_least: int | None = None
@@ -97,17 +97,17 @@ class EtcdStore:
         """Give all objects of a kind (of one namespace), by namespace and name, and etcd's revision."""
         del at_least  # a member that lags would answer sooner, and nobody has needed that
         first = kind_prefix(kind) if namespace is None else namespace_prefix(kind, namespace)
-        found, revision = self._cluster.run(self._cluster.read_range(first, prefix_end(first)))
+        pairs, revision = self._cluster.run(self._cluster.read_range(first, prefix_end(first)))
         # etcd orders by bytes of quoted names.
-        return sorted(map(decode_object, found), key=lambda one: one.key), revision
+        return sorted(map(decode_object, pairs), key=lambda stored: stored.key), revision
 
     def create(self, new: StoredObject) -> StoredObject:
         """Write an object that must not exist (else Conflict); gives it with uid, revision and time."""
         document = encode_document(new)
         created = self._stamp()
         batch = self._batch()
-        if batch is not None and (found := self._read(new.key)) is not None:
-            raise exists(new.key, found.mod_revision)
+        if batch is not None and (pair := self._read(new.key)) is not None:
+            raise exists(new.key, pair.mod_revision)
         return self._write("create", new.key, 0, document, str(uuid.uuid4()), created)
 
     def update(self, new: StoredObject) -> StoredObject:
@@ -194,8 +194,8 @@ class EtcdStore:
         self._leases.close()
         with self._watches_lock:
             watches = tuple(self._watches)
-        for one in watches:
-            one.close()
+        for watch in watches:
+            watch.close()
         self._cluster.close()
 
     def _stamp(self) -> str:
@@ -234,7 +234,7 @@ class EtcdStore:
         if batch is None:
             self._cluster.run(commit(self._cluster, [change]))
             return
-        if any(one.made.key == change.made.key for one in batch):
+        if any(write.made.key == change.made.key for write in batch):
             raise Conflict(
                 f"{change.verb} {change.made.key}: it is written twice together",
                 hint="write it once, or not together",

@@ -174,8 +174,8 @@ class ClusterDuty:
     def on_lists(self, lists: Sequence[KindList]) -> None:
         """Take whole lists."""
         with self.lock:
-            for one in lists:
-                self.state.replace(one.kind, one.objects)
+            for kind_list in lists:
+                self.state.replace(kind_list.kind, kind_list.objects)
             is_overwritten = self.state.own_overwritten
         self._look(is_overwritten)
 
@@ -213,10 +213,10 @@ class ClusterDuty:
     def list_pods(self) -> dict[IPAddress, IdentityId]:
         """Give the identity of every address of this node's pods."""
         return {
-            address: one.record.identity
-            for one in self.table
-            if not one.is_ending and one.record.identity
-            for address in one.record.addresses
+            address: endpoint.record.identity
+            for endpoint in self.table
+            if not endpoint.is_ending and endpoint.record.identity
+            for address in endpoint.record.addresses
         }
 
     def list_nodes(self) -> list[KnownNode]:
@@ -239,7 +239,9 @@ class ClusterDuty:
                 underlay = _NOWHERE
         addresses = underlay.addresses
         if options.node_address in addresses:
-            addresses = tuple(sorted(addresses, key=lambda one: one != options.node_address))
+            addresses = tuple(
+                sorted(addresses, key=lambda address: address != options.node_address)
+            )
         facts = NodeFacts(
             name=options.node_name,
             instance="",
@@ -254,7 +256,9 @@ class ClusterDuty:
             blocks=dict(ranges.blocks),
         )
         numbers = self.name.claims
-        numbered = {one: numbers[one] for one in everything_claimed(facts) if one in numbers}
+        numbered = {
+            claimed: numbers[claimed] for claimed in everything_claimed(facts) if claimed in numbers
+        }
         around = replace(underlay.around, store=self._store_addresses.known)
         return OwnNode(replace(facts, claims=numbered), replace(underlay, around=around))
 
@@ -276,8 +280,8 @@ class ClusterDuty:
     def take_overwritten(self) -> bool:
         """Tell, once, whether somebody else has changed or deleted what this node publishes."""
         with self.lock:
-            found, self.state.own_overwritten = self.state.own_overwritten, False
-        return found
+            overwritten, self.state.own_overwritten = self.state.own_overwritten, False
+        return overwritten
 
     def follow_store(self) -> None:
         """Have it looked up where the store is, now and then; waits for nothing."""

@@ -205,8 +205,8 @@ def _show_uninstall(cluster: Cluster, network: Podwire, report: Report) -> None:
     before = len(network.list_left(cluster))
     network.remove(cluster)
     left = network.list_left(cluster)
-    figure = ", ".join(left) or f"nothing of {before} files, pins, tables and routes"
-    report.add("podwire goes, and leaves nothing on the nodes", bool(before) and not left, figure)
+    figure = ", ".join(left) or f"none of {before} files, devices, tables and routes"
+    report.add("podwire goes, and nothing of it stays in force", bool(before) and not left, figure)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from podwire.model.config.sources import Arguments, Settled, raise_faults, read_
 from podwire.model.errors import Fault, PodwireError
 
 Apply = Callable[[AgentConfig], None]
+FOUND = "this node and its cluster"
+"""The source of a value that the agent has found by itself."""
 
 _log = logging.getLogger(__name__)
 
@@ -28,11 +30,22 @@ def read_settings(parsed: Arguments) -> Settled:
 
 
 class LiveConfig:
-    """Settings of a running agent. `appliers` say what a changed key sets in motion."""
+    """Settings of a running agent. `appliers` say what a changed key sets in motion.
 
-    def __init__(self, settled: Settled, appliers: Mapping[str, Apply] | None = None) -> None:
+    `found`: what node and cluster say in the place of keys that no source sets.
+    """
+
+    def __init__(
+        self,
+        settled: Settled,
+        appliers: Mapping[str, Apply] | None = None,
+        found: Mapping[str, object] | None = None,
+    ) -> None:
         self._lock = threading.Lock()
-        self._settled = settled
+        self._found = dict(found or {})
+        sources = {**settled.sources, **dict.fromkeys(self._found, FOUND)}
+        config = settled.config.replace(self._found)
+        self._settled = Settled(config, sources, settled.warnings)
         self._appliers = dict(appliers or {})
 
     @property
@@ -66,18 +79,21 @@ class LiveConfig:
     def reload(self, settle: Callable[[], Settled]) -> None:
         """Apply what the sources say now. A source that is wrong changes nothing and is logged."""
         try:
-            fresh = settle()
+            fresh = settle().config
         except PodwireError as error:
             _log.error(
                 "reload settings failed; all stay as they are", extra={"error": error.message}
             )
             return
-        differing = [key for key in SETTINGS if fresh.config.get(key) != self.current.get(key)]
+        fresh = fresh.replace(
+            {key: value for key, value in self._found.items() if not fresh.get(key)}
+        )
+        differing = [key for key in SETTINGS if fresh.get(key) != self.current.get(key)]
         fixed = [key for key in differing if not SETTINGS[key].reloadable]
         if fixed:
             _log.warning("changed settings need a restart", extra={"keys": ",".join(fixed)})
         self._apply(
-            {key: fresh.config.get(key) for key in differing if SETTINGS[key].reloadable}, "reload"
+            {key: fresh.get(key) for key in differing if SETTINGS[key].reloadable}, "reload"
         )
 
     def _read(self, key: str, raw: Any) -> object:

@@ -18,6 +18,7 @@ from podwire.agent import measured
 from podwire.agent.config_reload import LiveConfig
 from podwire.agent.duties.cluster.duty import ClusterDuty, ClusterOptions
 from podwire.agent.duties.cluster.publisher import refuse_contested, take_name
+from podwire.agent.duties.core_node import Start
 from podwire.agent.duties.identity import IdentityDuty
 from podwire.agent.duties.node_ranges import Addresses, open_addresses
 from podwire.agent.duties.policy import PolicyDuty
@@ -49,7 +50,7 @@ from podwire.control.kubernetes.own_pods import NoPods, OwnPods
 from podwire.control.policy.engine import Numbers, PolicyEngine
 from podwire.control.policy.oracle import Enforcement
 from podwire.datapath.changes import watch_links
-from podwire.datapath.host import merge_changes
+from podwire.datapath.host import list_device_addresses, merge_changes
 from podwire.datapath.native import OwnHooks
 from podwire.datapath.node import KernelDatapath
 from podwire.datapath.plan import NodePlan
@@ -127,7 +128,6 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
         config.files.state_dir / "journal.db", metrics=metrics, health=health
     )
     stack.callback(journal.close)
-    live = LiveConfig(settled)
     store = open_store(
         config.store.store,
         open_waker=FileWaker,
@@ -136,6 +136,8 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
         cluster=_reach_cluster(config),
     )
     stack.callback(store.close)
+    live = LiveConfig(settled, found=_ask_around(config, Start(store, journal, wait_for)))
+    config = live.current
     name = take_name(store, journal, config.node.node_name, config.node.node_address)
     stack.callback(name.close)
     shared = open_watch(config, store, health, stack)
@@ -165,6 +167,20 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
     _report_restore(_restore(node), node)
     node.cluster.apply()
     return node
+
+
+def _ask_around(config: AgentConfig, start: Start) -> dict[str, object]:
+    """Ask this host and its cluster for what the settings leave open, before anything is made by it."""
+    node, found = config.node, dict[str, object]()
+    if node.node_address is None and node.node_interface:
+        found["node_address"] = start.wait_for_device(node.node_interface, list_device_addresses)
+    elif node.node_address is None and config.store.is_kubernetes:
+        address = start.wait_for_address(node.node_name, list_device_addresses)
+        if address is not None:
+            found["node_address"] = address
+    if config.store.is_kubernetes and not node.cluster_cidrs:
+        found["cluster_cidrs"] = start.wait_for_cluster_cidrs(config)
+    return found
 
 
 def _recall_hooks(journal: SqliteJournal, clock: KernelClock) -> OwnHooks:

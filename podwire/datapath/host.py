@@ -208,6 +208,18 @@ def detect_underlay(netlink: NetlinkSocket, node_address: IPAddress | None = Non
     return Underlay(link.name, link.index, min([link.mtu, *limits]))
 
 
+def list_device_addresses() -> list[tuple[str, IPAddress]]:
+    """List the addresses of this host that others can use, with their devices, in the kernel's order of devices."""
+    with NetlinkSocket() as netlink:
+        names = {link.index: link.name for link in _list_links(netlink)}
+        present = [read_address(body) for body in netlink.dump(list_addresses())]
+    return [
+        (names[one.index], one.address)
+        for one in sorted(present, key=lambda one: one.index)
+        if one.index in names and not (one.address.is_loopback or one.address.is_link_local)
+    ]
+
+
 def _list_router_listeners(netlink: NetlinkSocket) -> list[str]:
     """List devices whose routes come, or may come, from router advertisements that forwarding
     would silence.

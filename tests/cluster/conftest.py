@@ -1,4 +1,8 @@
-"""The cluster that the tests share: two nodes with everything real, or none, and then the tier is skipped."""
+"""Clusters that tests share: real ones of two nodes, or none, and then the tier is skipped as a whole.
+
+Two are raised, one after the other: the rig itself is tried with the reference plugins, everything else with podwire as
+its manifest installs it.
+"""
 
 import shutil
 from collections.abc import Iterator
@@ -8,11 +12,12 @@ import pytest
 from podwire.lab.kubernetes import cluster as clusters
 from podwire.lab.kubernetes import programs, residue
 from podwire.lab.kubernetes.cluster import Cluster, ClusterShape
+from podwire.lab.kubernetes.networks.agents import ROOT, read_definitions
+from podwire.lab.kubernetes.networks.installed import Podwire, find_image
 from podwire.lab.kubernetes.networks.reference import REFERENCE_PLUGINS, Ptp
 from podwire.lab.kubernetes.nodes import machine
-from podwire.model.errors import NotFound
+from podwire.model.errors import NotFound, PodwireError
 
-NAME = "test"
 _NEEDED = ("etcd", "containerd", "ctr", "runc", "busybox", "openssl", "nsenter", "unshare")
 
 
@@ -36,9 +41,31 @@ def _can_run() -> None:
         pytest.skip(f"no cluster on this machine: {obstacle}")
 
 
-@pytest.fixture(scope="session")
-def cluster(_can_run: None) -> Iterator[Cluster]:
-    """Give the cluster; its pods are attached by the reference plugins."""
-    with clusters.raised(NAME, ClusterShape(), Ptp()) as made:
+@pytest.fixture(scope="module")
+def reference() -> Iterator[Cluster]:
+    """Give a cluster whose pods are attached by the reference plugins."""
+    with clusters.raised("reference", ClusterShape(), Ptp()) as made:
         yield made
-    assert not residue.list_left(NAME)
+    assert not residue.list_left("reference")
+
+
+@pytest.fixture(scope="module")
+def network() -> Podwire:
+    """Give podwire as it is installed; the image must have been built where there is a way to Debian's packages."""
+    if not read_definitions():
+        pytest.skip(
+            "deploy/podwire.yaml has no kinds of podwire's own: no agent could keep its objects there"
+        )
+    try:
+        find_image()
+    except PodwireError as error:
+        pytest.skip(f"no image of podwire: {error.message}")
+    return Podwire()
+
+
+@pytest.fixture(scope="module")
+def cluster(network: Podwire) -> Iterator[Cluster]:
+    """Give a cluster with podwire, whose nodes see nothing of the checkout."""
+    with clusters.raised("podwire", ClusterShape(hidden=(str(ROOT),)), network) as made:
+        yield made
+    assert not residue.list_left("podwire")

@@ -402,7 +402,9 @@ def test_what_an_earlier_agent_knew_stays_until_the_first_plan(world: KernelWorl
     assert _state(world)[:5] == before[:5]
     assert _state(world)[7:] == before[7:]
     assert world.datapath.mtu == 1450
-    assert "udp dport 8472 notrack" in world.host.run("nft", "list", "table", "inet", "podwire")
+    assert "udp dport 8472 goto tunnel_arriving" in world.host.run(
+        "nft", "list", "table", "inet", "podwire"
+    )
     differences = world.datapath.apply_cluster(make_cluster(2))
     assert "route to 10.77.3.0/24 was too much" in differences
     assert "prefix 10.77.3.0/24 in the ipcache was too much" in differences
@@ -757,11 +759,11 @@ def test_masquerade_leaves_alone_what_stays_in_the_cluster(world: KernelWorld) -
     text = world.host.run("nft", "list", "table", "inet", "podwire")
     assert "10.50.0.0/24" in text
     assert "10.77.0.0/16" in text
-    assert text.count("udp dport 8472 notrack") == 2
+    assert text.count("udp dport 8472 goto tunnel_") == text.count("notrack") == 2
     world.datapath.change_plan(replace(world.plan, masquerade=False))
     text = world.host.run("nft", "list", "table", "inet", "podwire")
     assert "masquerade" not in text
-    assert text.count("udp dport 8472 notrack") == 2
+    assert text.count("udp dport 8472 goto tunnel_") == text.count("notrack") == 2
 
 
 # Underlay and events

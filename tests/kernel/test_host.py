@@ -5,11 +5,14 @@ import shutil
 
 import pytest
 
+from podwire.agent.duties.core_node import choose_address
+from podwire.datapath.cluster import read_underlay
 from podwire.datapath.host import (
     SettingChange,
     Underlay,
     detect_underlay,
     find_warnings,
+    list_device_addresses,
     prepare_host,
     undo_host,
 )
@@ -162,6 +165,23 @@ def test_underlay_is_the_device_of_the_nodes_address_else_of_the_default_route(
         ]
     )
     assert detect_underlay(netlink).mtu == 1300
+
+
+def test_a_named_second_card_carries_the_traffic_though_the_default_route_is_elsewhere(
+    uplink: str, host: Namespace, netlink: NetlinkSocket
+) -> None:
+    netlink.execute(
+        [create_veth(LinkEnd("world0", 21), LinkEnd("world1", 22), None), set_link(21, up=True)]
+    )
+    host.run("ip", "addr", "add", "198.51.100.1/24", "dev", "world0")
+    host.run("ip", "route", "add", "default", "via", "198.51.100.9", "dev", "world0")
+    host.run("ip", "addr", "add", "2001:db8::1/64", "dev", uplink, "nodad")
+    assert detect_underlay(netlink).name == "world0"
+    address = choose_address("up*", list_device_addresses())
+    assert str(address) == "192.0.2.1"
+    assert detect_underlay(netlink, address).name == uplink
+    both = {str(one) for one in read_underlay(netlink, address).addresses}
+    assert both == {"192.0.2.1", "2001:db8::1"}
 
 
 def test_own_blocks_are_unreachable_where_no_pod_is(

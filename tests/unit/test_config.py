@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from podwire.agent.config_reload import FOUND, LiveConfig
 from podwire.model.config import RELOADABLE, SETTINGS
 from podwire.model.config.help import help_text, markdown
 from podwire.model.config.settings import show
@@ -54,6 +55,7 @@ def test_the_default_store_is_in_the_state_directory() -> None:
 OTHER_VALUES: dict[str, tuple[str, Any]] = {
     "node_name": ("node-2", "node-2"),
     "node_address": ("192.0.2.1", ipaddress.ip_address("192.0.2.1")),
+    "node_interface": ("ens[0-9]*", "ens[0-9]*"),
     "cluster_cidrs": ("10.244.0.0/16", (ipaddress.ip_network("10.244.0.0/16"),)),
     "node_cidrs": (
         "10.244.1.0/24,fd00:1::/64",
@@ -182,6 +184,10 @@ REFUSED = {
     "outside": (CIDRS + 'cluster_cidrs = ["10.0.0.0/16"]', "in none of cluster_cidrs"),
     "other family": (CIDRS + 'cluster_cidrs = ["fd00::/48"]', "in none of cluster_cidrs"),
     "own address": (CIDRS + 'node_address = "10.244.1.1"', "in the pods' range"),
+    "address and device": (
+        CIDRS + 'node_address = "192.0.2.1"\nnode_interface = "eth0"',
+        "set one of them",
+    ),
     "loopback": (CIDRS + 'node_address = "127.0.0.1"', "no other machine can reach"),
     "no address": (CIDRS + 'node_address = "eth0"', "must be an IPv4 or IPv6 address"),
     "small for IPv6": ('node_cidrs = ["fd00::/64"]\nmtu = 1279', "IPv6 needs at least 1280"),
@@ -283,3 +289,19 @@ def test_any_text_is_a_valid_value_or_a_fault_of_its_own_key(said: dict[str, str
     except InvalidConfiguration as error:
         blamed = {fault.path for fault in error.faults}
     assert blamed <= {*said, "node_cidrs"}
+
+
+def test_what_the_agent_found_by_itself_needs_no_restart_at_a_reload(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ranges = (ipaddress.ip_network("10.244.0.0/16"),)
+    settled = read()
+    live = LiveConfig(settled, found={"cluster_cidrs": ranges})
+    assert live.current.node.cluster_cidrs == ranges
+    assert live.sources["cluster_cidrs"] == FOUND
+    live.reload(lambda: read(CIDRS + 'log_level = "error"'))
+    assert not caplog.messages or "restart" not in caplog.text
+    assert live.current.node.cluster_cidrs == ranges
+    live.reload(lambda: read(CIDRS + 'cluster_cidrs = ["10.0.0.0/8"]'))
+    assert "restart" in caplog.text
+    assert live.current.node.cluster_cidrs == ranges

@@ -52,6 +52,7 @@ def test_every_kind_is_a_resource() -> None:
     assert [one.full_name for one in RESOURCES.values() if one.is_read_only] == [
         "pods",
         "services",
+        "configmaps",
         "endpointslices.discovery.k8s.io",
         "namespaces",
         "nodes",

@@ -10,7 +10,7 @@ from ipaddress import ip_network
 
 from podwire.agent.duties.addresses import HOST_NAME_LABEL, IpamDuty
 from podwire.agent.duties.cluster.duty import OwnRanges
-from podwire.agent.duties.core_node import RANGES_FACT, wait_for_ranges
+from podwire.agent.duties.core_node import RANGES_FACT, Start
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.control.documents.damage import find_fault
 from podwire.control.documents.pools import decode_pools, find_problems, fixed_ranges
@@ -99,7 +99,8 @@ def open_addresses(
         duty.prepare()
         return Addresses(duty.ipam, duty)
     if config.store.is_kubernetes and not config.node.node_cidrs:
-        return Addresses(NodeIpam(wait_for_ranges(store, config.node.node_name, facts, wait_for)))
+        start = Start(store, facts, wait_for)
+        return Addresses(NodeIpam(start.wait_for_ranges(config.node.node_name)))
     ranges = config.node.node_cidrs or take_ranges(config.node.node_name, store, facts)
     if not ranges:
         raise InvalidConfiguration(

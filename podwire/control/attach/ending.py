@@ -67,13 +67,18 @@ class Endings:
         """
         endpoint.report(DisconnectAccepted(cause))
         record = msgspec.structs.replace(endpoint.record, phase=Phase.DELETING)
+        # The record says `DELETING` before anything is undone. After a kill from here on, the next start ends the
+        # endpoint instead of adopting half of it.
         self._table.replace_record(record)
         unwritten = self._write(record)
         self._context.regenerator.queue.forget(record.id)
+        # The address stays held until the device is gone. Given out now, it could get packets that are meant for its
+        # last owner.
         self._ipam.quarantine(record.id)
         done = RECIPES[record.device.kind] if steps is None else steps
         undone = undo_steps(done, self._context, record)
         self._directories.remove(record.id)
+        # A failed ADD that never reached the step DEVICE has no device that a reaper could report as gone.
         self._endings[record.id] = _Ending(record, undone, device_gone=DEVICE not in done)
         if unwritten is not None:
             self._complete_unwritten(record.id, unwritten)
@@ -81,6 +86,7 @@ class Endings:
 
     def reap(self) -> None:
         """Delete condemned devices in one batch and note whose are gone. Needs no turn: it waits for the kernel."""
+        # Two threads must not delete the same devices at once, and the second one needs what the first one found.
         with self._reaping:
             self._reaped.extend(self._context.datapath.reap_devices())
 
@@ -95,6 +101,7 @@ class Endings:
         if reap:
             # When another thread is at it, this waits for it, and then has its findings too.
             self.reap()
+        # `reap` runs without the turn, so it only notes what it saw. Endings change here, under the turn.
         while self._reaped:
             endpoint_id = self._reaped.popleft()
             if endpoint_id in self._endings:
@@ -126,6 +133,8 @@ class Endings:
         try:
             self._journal.remove(endpoint_ids)
         except StorageFailure as failure:
+            # A record on disk still names the addresses. They stay held here, because a restart would hold them
+            # again.
             _log.warning("forget ended endpoints; it is retried", extra={"error": failure.message})
             return 0
         for endpoint_id in endpoint_ids:

@@ -114,8 +114,11 @@ class AttachService:
         """Detach; success when nothing is there. Older than the attachment it names, it changes nothing."""
         with self.turn:
             endpoint = self.table.get_by_key(_key(request))
+            # CNI specification, DEL: it succeeds when nothing is there, because runtimes repeat it until it does.
             if endpoint is None or endpoint.state is State.DISCONNECTING:
                 return
+            # A DEL may have waited in the spool while the agent was down, and the runtime may have called ADD for the
+            # same container since. The old DEL does not mean the new attachment.
             if endpoint.record.taken_boottime_ns > request.started_boottime_ns:
                 _log.info(
                     "ignored a DEL that is older than the attachment",
@@ -148,6 +151,7 @@ class AttachService:
 
     def collect(self, request: AttachRequest) -> None:
         """GC: end every attachment of the network that the runtime's list of living ones does not name."""
+        # Only the runtime knows which attachments live. Without its list (CNI specification, GC) nothing is removed.
         if request.valid_attachments is None:
             return
         valid = set(request.valid_attachments)
@@ -157,6 +161,7 @@ class AttachService:
                 record = endpoint.record
                 if (
                     record.key.network != request.network
+                    # The list was made before GC was called, so it cannot name an attachment whose ADD began later.
                     or (record.key.container_id, record.key.if_name) in valid
                     or record.taken_boottime_ns > request.started_boottime_ns
                     or endpoint.state is State.DISCONNECTING
@@ -175,6 +180,8 @@ class AttachService:
     def status(self) -> None:
         """Tell whether an ADD would succeed now; CannotServe names the reason."""
         full = self.ipam.list_lacks()
+        # Addresses of ending endpoints come free within moments. A runtime that is told "not ready" for so short a
+        # time would stop scheduling pods here for nothing.
         if full and self.status_on_exhaustion and not len(self.endings):
             raise CannotServe(
                 f"no address left in {', '.join(full)}",
@@ -198,6 +205,7 @@ class AttachService:
     def _refuse_second_attachment(self, key: AttachmentKey) -> None:
         """An ending attachment of the same name is waited for; a living one is an error (specification, ADD)."""
         holders = self.table.list_by_container(key.container_id, key.if_name)
+        # An ending device has the same derived name as the new one, so its end must be complete first.
         if any(endpoint.state is State.DISCONNECTING for endpoint in holders):
             self.endings.settle()
             holders = self.table.list_by_container(key.container_id, key.if_name)
@@ -266,6 +274,7 @@ class AttachService:
             record = self._plan(endpoint_id, request, namespace, str(ipv4 or ""), str(ipv6 or ""))
             record = identity.write_into(record)
             self._timed("ADD", "intent", lambda: self.journal.write(record))
+        # Whatever went wrong: an address without a record would stay held until a restart.
         except BaseException:
             self.ipam.release(endpoint_id)
             raise
@@ -329,6 +338,8 @@ class AttachService:
                         f"attach {endpoint.record.key}: the caller went away or a DEL overtook it",
                         hint="nothing was left behind; call ADD again if the pod is still wanted",
                     )
+                # Noted before the step runs: a step that fails in its middle has something to undo, and every undo
+                # tolerates what is not there.
                 begun.append(step)
                 self._timed("ADD", step.name, partial(step.do, context, endpoint))
             self._timed("ADD", "commit", partial(self._commit, endpoint))

@@ -57,7 +57,10 @@ def _create_device(context: Context, endpoint: Endpoint) -> None:
     context.datapath.create_device(endpoint.record, context.required_namespace())
 
 
+# Condemned, not deleted: the kernel takes tens of milliseconds to delete a batch of devices, and DEL must not wait
+# for that.
 def _condemn_device(context: Context, record: EndpointRecord) -> None:
+    # The device lives until the reaper comes. Its routes go now, so that nothing is sent to it meanwhile.
     context.datapath.remove_routes(record)
     context.datapath.condemn_device(record)
 
@@ -94,6 +97,7 @@ BUILD = Step("build", _build, _close)
 def undo_steps(steps: Sequence[Step], context: Context, record: EndpointRecord) -> bool:
     """Take steps back, last first; True when all of it is done. A failing undo is logged and stops no other."""
     complete = True
+    # Backwards, because the guard must be the last thing to go: no packet meets a device without a row that drops it.
     for step in reversed(steps):
         if step.undo is None:
             continue

@@ -65,6 +65,7 @@ class EndpointChanges:
             changes,
             lambda key: self.resolver.sources.workload_of(before, record.namespace, key),
         )
+        # Without the turn: the store may take seconds, and every ADD and DEL of the node would wait as long.
         resolution = self.resolver.resolve(own, record.named_ports, record.namespace)
         if not self.change_over(record, resolution, "labels changed by hand"):
             raise Conflict(
@@ -93,11 +94,15 @@ class EndpointChanges:
         """Write a new identity and have the datapath built for it; False when the record is another by now."""
         with self.turn:
             endpoint = self.table.get(record.id)
+            # The identity was computed from `record` before the turn was taken. If the record changed meanwhile, the
+            # identity may be wrong for it.
             if endpoint is None or endpoint.is_ending or endpoint.record != record:
                 return False
             changed = resolution.write_into(record)
             if changed == record:
                 return True
+            # The journal goes first. A restart after this line builds the endpoint with the new identity instead of
+            # going back.
             self.journal.write(changed)
             self.table.replace_record(changed)
             if changed.identity != record.identity:

@@ -64,8 +64,12 @@ class BuildQueue:
 
     def take(self, now_ns: int) -> Build | None:
         """Give the next build that is due and whose endpoint is not being built; None when there is none."""
+        # One build at a time by default: four workers that did kernel work side by side were measured to be slower
+        # than one.
         if len(self._running) >= self._parallel:
             return None
+        # A dict keeps the order of insertion, which is the order of the first triggers. A trigger that joins a
+        # waiting build does not move it back.
         for endpoint_id, waiting in self._waiting.items():
             if waiting.due_ns <= now_ns and endpoint_id not in self._running:
                 del self._waiting[endpoint_id]
@@ -82,6 +86,8 @@ class BuildQueue:
             return
         failures = self._failures[build.endpoint_id] = self._failures.get(build.endpoint_id, 0) + 1
         delay_ns = min(RETRY_CAP_NS, RETRY_BASE_NS << min(failures - 1, 16))
+        # A trigger that came during the build waits already and is due at once. The retry joins it instead of
+        # delaying it.
         waiting = self._waiting.setdefault(
             build.endpoint_id, _Waiting(build.level, ["retry after failure"], now_ns + delay_ns)
         )

@@ -70,6 +70,7 @@ class Regenerator:
         if build is None:
             return False
         endpoint = self._table.get(build.endpoint_id)
+        # An endpoint that ended while its build waited needs no retry.
         ok = endpoint is None or self._try_build(endpoint, build)
         self.queue.finish(build, ok=ok, now_ns=self._clock.boottime_ns())
         return True
@@ -105,6 +106,8 @@ class Regenerator:
         config = endpoint.config
         try:
             row = look()
+            # The policy is written before the row that names it. The row's one write switches from the old policy to
+            # the new one.
             config = self.enforcer.attach(endpoint, self._base(endpoint), row)
             self._datapath.open_endpoint(endpoint.record, config)
         except PodwireError as error:
@@ -112,6 +115,7 @@ class Regenerator:
             endpoint.report(states.BuildFailed(error.message))
             self._directories.keep_failure(endpoint.record, config, error.message)
             raise
+        # After the row, never before: what the directory shows is in force.
         self._directories.publish(endpoint.record, config)
         endpoint.config = config
         self.enforcer.realized(endpoint)

@@ -103,11 +103,13 @@ _S = State
 
 TRANSITIONS: Mapping[tuple[State, type[Event]], State] = {
     (_S.RESTORING, BuildStarted): _S.REGENERATING,
+    # Restoring ends with a build of its own, so a trigger before it asks for nothing more.
     (_S.RESTORING, RegenerationRequested): _S.RESTORING,
     (_S.RESTORING, IdentityResolved): _S.RESTORING,
     (_S.RESTORING, DisconnectAccepted): _S.DISCONNECTING,
     (_S.RESTORING, Invalidated): _S.INVALID,
     (_S.WAITING_FOR_IDENTITY, IdentityResolved): _S.WAITING_TO_REGENERATE,
+    # Nothing can be built without an identity; the build that follows it takes in what the trigger meant.
     (_S.WAITING_FOR_IDENTITY, RegenerationRequested): _S.WAITING_FOR_IDENTITY,
     (_S.WAITING_FOR_IDENTITY, DisconnectAccepted): _S.DISCONNECTING,
     (_S.WAITING_FOR_IDENTITY, Invalidated): _S.INVALID,
@@ -131,6 +133,8 @@ TRANSITIONS: Mapping[tuple[State, type[Event]], State] = {
     (_S.NOT_READY, IdentityResolved): _S.WAITING_TO_REGENERATE,
     (_S.NOT_READY, DisconnectAccepted): _S.DISCONNECTING,
     (_S.NOT_READY, Invalidated): _S.INVALID,
+    # Runtimes repeat DEL, and GC may name an endpoint whose DEL was accepted. Nothing else leads out but the device's
+    # end.
     (_S.DISCONNECTING, DisconnectAccepted): _S.DISCONNECTING,
     (_S.DISCONNECTING, DeviceGone): _S.DISCONNECTED,
     (_S.INVALID, DisconnectAccepted): _S.DISCONNECTING,

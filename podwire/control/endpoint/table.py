@@ -70,6 +70,8 @@ class EndpointTable:
 
     def __iter__(self) -> Iterator[Endpoint]:
         """Go over a snapshot, lowest id first."""
+        # Doors iterate without the turn. `dict.copy` is one step under the interpreter's lock; iterating the dict
+        # itself would fail when another thread inserts.
         return iter([endpoint for _, endpoint in sorted(self._by_id.copy().items())])
 
     def __len__(self) -> int:
@@ -98,6 +100,8 @@ class EndpointTable:
         if endpoint is None:
             return
         key = endpoint.record.key
+        # The key or an address may lead to a newer endpoint by now: a pod was created anew while the old device was
+        # dying.
         if self._by_key.get(key) == endpoint_id:
             del self._by_key[key]
         siblings = self._by_container[key.container_id]

@@ -89,6 +89,8 @@ class IdentityAllocator:
             known = self.known.get(number)
             if known is None or known.key != key:
                 continue
+            # A number that is in use here is safe whatever the watch has missed: this node holds it, and no collector
+            # gives up what a node holds.
             if number in self.known.in_use or (fresh and known.is_stored and not known.is_marked):
                 self._give(number)
                 return number
@@ -102,6 +104,8 @@ class IdentityAllocator:
         with self._alone(key):
             number = self.find(key)
             if number is None and self.jitter_s:
+                # A new Deployment brings the same labels to many nodes at once. Most of them then find the number
+                # that one of them made.
                 self.sleep(random.uniform(0, self.jitter_s))
                 number = self.find(key)
             return self._make(key) if number is None else number

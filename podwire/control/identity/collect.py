@@ -105,6 +105,7 @@ def _next_move(known: KnownIdentity, marks: Mapping[str, str], now: datetime) ->
         else (UNUSED_SINCE, MARKED_S, Move.REST)
     )
     age_s = _age_s(marks[name], now)
+    # A clock that was ahead, or a hand-written mark, must neither delete a number early nor keep it for ever.
     if age_s is None or age_s < -SKEW_S:
         return Move.CLEAR
     return move if age_s >= wait_s else None
@@ -136,6 +137,7 @@ def carry_out(store: Store, decisions: Iterable[Decision], now: datetime) -> dic
             else:
                 marks = {"metadata": {"annotations": changes[decision.move]}}
                 store.patch(stored.key, marks, revision=stored.revision, uid=stored.uid)
+        # Somebody took the number into use, or another collector was faster. Both are right.
         except (Conflict, NotFound):
             continue
         done[decision.move] = done.get(decision.move, 0) + 1
@@ -149,6 +151,8 @@ def collect(
 
     While what some node says cannot be read nothing is collected: nobody knows what it uses.
     """
+    # Identities are listed first. A number that a node takes into use between the two lists then shows in `in_use`,
+    # and any write to it since makes the decision fail.
     identities = store.list(IDENTITIES)[0]
     try:
         named = read_named(store.list(NODE_ENDPOINTS.plural)[0])

@@ -100,6 +100,7 @@ class LabelFilter:
                 hint="a pattern is [!][SOURCE:]REGULAR-EXPRESSION, matched from the beginning of the key",
                 faults=tuple(faults),
             )
+        # The default patterns do not count: only an including pattern of the setting itself makes the list exclusive.
         own_includes = any(not text.startswith("!") for text in given)
         return cls(includes, excludes, only_included=own_includes)
 
@@ -112,6 +113,7 @@ class LabelFilter:
         decided = self._decided.get(name)
         if decided is None:
             if len(self._decided) >= REMEMBERED_KEYS:
+                # Keys come from the labels of pods, so their number has no bound of its own.
                 self._decided.clear()
             decided = self._decided[name] = self._decide(*name)
         return decided

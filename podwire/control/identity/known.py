@@ -133,6 +133,7 @@ class KnownIdentities:
         with self._order:
             self._heard_revision = event.revision
             known = self._by_number.get(number or 0)
+            # A number that was made anew since has a higher revision than the deletion of the old object.
             if known is not None and known.revision <= event.revision:
                 self._lose(known)
                 self._tell([known.number])
@@ -145,6 +146,8 @@ class KnownIdentities:
             self._heard_revision = revision
             listed = {read_number(stored.key) for stored in objects}
             for known in list(self._by_number.values()):
+                # This agent may have made a number after the list was read. The list is older than that write and
+                # cannot have it.
                 if known.number not in listed and known.revision <= revision:
                     self._lose(known)
             touched = set(self._shown)

@@ -90,6 +90,7 @@ class IdentityResolver:
         while True:
             try:
                 return self._ask(own_labels, ports, namespace)
+            # Waiting does not make numbers free, and it is a kind of Unavailable: it must not reach the clause below.
             except IdentitiesExhausted:
                 raise
             except StorageFailure as failure:
@@ -185,6 +186,7 @@ class IdentityResolver:
         try:
             stored = store.create(StoredObject(key=key, document=document))
         except Conflict as error:
+            # Another agent's first pod of the namespace made it a moment ago; its labels count, not ours.
             there = store.get(key)
             if there is None:
                 raise Unavailable(f"make namespace {name!r}: others are changing it") from error

@@ -125,6 +125,8 @@ class OwnBlocks:
 
     def open(self, block: Block, held: Iterable[IPAddress]) -> None:
         """Use a block from now on, but for a claim of other blocks over it; `held` addresses are held in it."""
+        # Blocks of two sizes overlap after a pool was deleted and made anew with another blockSize. Only the first of
+        # them gives addresses, else two pods could get the same one.
         if block.cidr in self.by_cidr or self.known.find_overlapping(block.cidr) is not None:
             return
         own = OwnBlock(block, AddressFifo(block.cidr))
@@ -216,6 +218,7 @@ class OwnBlocks:
 
     def refresh(self, own: OwnBlock, block: Block) -> None:
         """Take what is said of an own block: that it is so (again)."""
+        # An own block was claimed again, or its object changed: whatever was said of it before no longer counts.
         if own.block != block:
             own.block, own.lost, own.closing = block, False, False
             self.exclude(own)
@@ -231,6 +234,8 @@ class OwnBlocks:
     def lose(self, cidr: IPNetwork) -> None:
         """Another node has a block, or nobody: its endpoints keep what they have."""
         own = self.by_cidr[cidr]
+        # A pod that runs keeps its address even when the block is lost. The block stays to know which of its
+        # addresses are in use.
         if own.fifo.held:
             own.lost = True
         else:

@@ -157,6 +157,7 @@ def decode_block(stored: StoredObject) -> Block | None:
         kept = tuple(_read_range(str(text)) for text in spec.get("kept") or ())
     except (ValueError, TypeError):
         return None
+    # The name is the claim. An object whose content says another range claims nothing that can be relied on.
     if block_key(cidr) != stored.key or not isinstance(epoch, int) or epoch < 0:
         return None
     if not all(_is_inside(range_, cidr) for range_ in kept):

@@ -69,6 +69,7 @@ class AddressFifo:
         if offset is not None:
             self._forget_rest(offset)
             self._excluded.discard(offset)
+        # Another address becomes free for pods, so the search for fresh ones has to come by all of them once more.
         if offset != self._node:
             self._node, self._fresh_left = offset, self._end
 
@@ -148,6 +149,7 @@ class AddressFifo:
         if offset not in self._held:
             return
         self._held.remove(offset)
+        # An excluded address is given only to a pod that asks for it, so it must not enter the queue.
         if offset in self._excluded:
             return
         self._rested[offset] = identity
@@ -163,6 +165,7 @@ class AddressFifo:
         self._fresh_left = self._end
 
     def _find_fresh(self) -> int | None:
+        # Each address is passed once between two resets, so a full IPv6 /64 is not searched again at every ADD.
         while self._fresh_left:
             offset = self._fresh_next
             if (

@@ -67,6 +67,7 @@ class NodeIpam:
         networks = [ipaddress.ip_network(cidr) for cidr in cidrs]
         _refuse_unusable(networks)
         self._pools = [AddressFifo(network) for network in networks]
+        # In reverse order the first CIDR of each family is the last to be entered, and wins.
         for first in {pool.cidr.version: pool for pool in reversed(self._pools)}.values():
             first.set_node_address(first.find_node_address())
         self._holdings: dict[EndpointId, Holding] = {}

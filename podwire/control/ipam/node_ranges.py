@@ -54,6 +54,7 @@ def take_ranges(
                 return before
             return _claim(node, store, facts)
         except Conflict:
+            # Another node took the block between the list and the claim. The next look knows that.
             if attempt == ATTEMPTS - 1:
                 raise
         except Unavailable:

@@ -263,8 +263,10 @@ class PoolIpam:
             before = self.blocks
             fresh = [block for block in self.known.own.values() if block.cidr not in self.own]
         if fresh:
+            # Outside the lock: the listener takes the node's turn, and an ADD that has the turn takes this lock.
             self.before_open({**before, **{block.cidr: block.epoch for block in fresh}})
         with self.lock, self.known.lock:
+            # In the order of the claims: of two blocks that overlap, the earlier claim is opened.
             for block in sorted(self.known.own.values(), key=lambda block: block.revision):
                 if block.cidr not in self.own:
                     self.mine.open(block, self._list_held())
@@ -304,6 +306,8 @@ class PoolIpam:
     def list_unheld(self) -> list[ClaimedAddress]:
         """Give claimed addresses of this node that nobody here has, nor is about to have."""
         with self.lock, self.known.lock:
+            # An ADD that is under way has claimed addresses that no endpoint has yet. Giving them back would pull
+            # them from under it.
             busy = {reservation.wish.key for reservation in self._reservations}
             return [
                 claimed
@@ -320,6 +324,7 @@ class PoolIpam:
         """Give nothing more of an empty block, so that it can be given back; None when it is in use."""
         with self.lock:
             own = self.own.get(cidr)
+            # A block that is only remembered has no revision, and a conditional write needs one.
             if own is None or own.fifo.held or own.lost or own.block.stored is None:
                 return None
             own.closing = True
@@ -355,12 +360,14 @@ class PoolIpam:
             raise Unavailable(f"take an address: {lack.why}; the claim takes too long")
         try:
             with self.lock:
+                # Another ADD may have claimed a block while this one waited for its turn.
                 if any(own.fifo.free for own in self.mine.list_open(_names(lack.pools))):
                     return
             limits = []
             for pool in lack.pools:
                 try:
                     block = self.claims.claim_block(pool)
+                # The next pool may have a block. Only when no pool has one, single addresses are borrowed.
                 except Exhausted as error:
                     limits.append(error.message)
                     continue

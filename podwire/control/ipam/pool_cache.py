@@ -91,6 +91,8 @@ class PoolCache:
                 return set()
             if not event.deleted:
                 self.put_claimed(claimed)
+            # The revision of the deletion is kept, so that a late answer of a write before it cannot bring the claim
+            # back.
             elif self._at.get(claimed.address, 0) < event.revision:
                 self.claimed.pop(claimed.address, None)
                 self._at[claimed.address] = event.revision
@@ -100,6 +102,8 @@ class PoolCache:
         """Note a claimed address, unless something newer is known of it."""
         revision = claimed.stored.revision if claimed.stored is not None else 0
         with self.lock:
+            # A writer enters its own write before the watch delivers it. The watch may still be delivering older
+            # changes.
             if self._at.get(claimed.address, -1) <= revision:
                 self.claimed[claimed.address] = claimed
                 self._at[claimed.address] = revision

@@ -19,7 +19,7 @@ from podwire.lab.kubernetes.networks.reference import Ptp
 from podwire.lab.kubernetes.nodes.machine import KEEPER_FILE
 from podwire.model.errors import PodwireError
 
-NAME: Final = os.environ.get("PODWIRE_CLUSTER", "hand")
+NAME: Final = os.environ.get("PWK_CLUSTER", "hand")
 NETWORKS: Final[Mapping[str, Callable[[], Network]]] = {
     "ptp": Ptp,
     "none": Nothing,

@@ -46,15 +46,27 @@ def list_namespaces(name: str) -> list[str]:
 def save_settings(directory: Path) -> None:
     """Note what kubelets will change, unless an earlier rig that was killed has noted it."""
     path = directory / _SETTINGS_FILE
-    if not path.exists():
-        known = {change: (_PROC_SYS / change).read_text().strip() for change in KUBELET_CHANGES}
-        path.write_text(json.dumps(known))
+    if path.exists():
+        return
+    # The kubelets of another cluster have changed them already: only what that one noted is the machine's own.
+    others = _list_noted(directory)
+    if others:
+        path.write_text(others[0].read_text())
+        return
+    known = {change: (_PROC_SYS / change).read_text().strip() for change in KUBELET_CHANGES}
+    path.write_text(json.dumps(known))
+
+
+def _list_noted(directory: Path) -> list[Path]:
+    """List the files in which clusters but that of `directory` have noted settings."""
+    files = directory.parent.glob(f"*/{_SETTINGS_FILE}")
+    return sorted(path for path in files if path.parent != directory)
 
 
 def restore_settings(directory: Path) -> None:
-    """Put back what was noted."""
+    """Put back what was noted, unless another cluster still runs: its kubelets need what they have set."""
     path = directory / _SETTINGS_FILE
-    if path.exists():
+    if path.exists() and not _list_noted(directory):
         for setting, value in json.loads(path.read_text()).items():
             with contextlib.suppress(FileNotFoundError):
                 (_PROC_SYS / setting).write_text(value)

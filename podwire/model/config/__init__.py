@@ -67,14 +67,26 @@ class NodeSettings:
     node_address: IPAddress | None = setting(
         ADDRESS,
         None,
-        "Address that the host uses towards its pods.",
-        default_note="detected",
+        "Address of this node among the others, which the host uses towards its pods, too. Its device carries what"
+        " nodes exchange.",
+        default_note="the core Node's InternalIP with the store `kubernetes`, else detected",
+    )
+    node_interface: str = setting(
+        pattern(
+            "pattern of names",
+            r"[A-Za-z0-9_.@*?\[\]!-]{0,64}",
+            "a device's name; * ? and [...] stand for any characters",
+        ),
+        "",
+        "Device whose address is `node_address`, where that is empty: the first whose name matches. It beats the"
+        " InternalIPs.",
     )
     cluster_cidrs: tuple[IPNetwork, ...] = setting(
         CIDRS,
         (),
         "Ranges of all pods of the cluster: never masqueraded, and where other nodes are believed to have pods. Empty:"
-        " the node's own ranges, and of others what is in pools or near its own (docs/nodes.md).",
+        " what kubeadm was told; without the store `kubernetes` the node's own ranges, and of others what is in pools"
+        " or near its own (docs/nodes.md).",
     )
     node_cidrs: tuple[IPNetwork, ...] = setting(
         CIDRS,
@@ -357,6 +369,11 @@ def _address_faults(config: AgentConfig) -> Iterator[Fault]:
     address = config.node.node_address
     if address is None:
         return
+    if config.node.node_interface:
+        yield Fault(
+            "node_interface",
+            f"is {config.node.node_interface!r}, and node_address {address}: set one of them",
+        )
     if address.is_unspecified or address.is_loopback or address.is_multicast:
         yield Fault("node_address", f"is {address}, which no other machine can reach")
     for cidr in (*config.node.node_cidrs, *config.node.cluster_cidrs):

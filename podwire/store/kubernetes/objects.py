@@ -14,7 +14,7 @@ from podwire.model.errors import InvalidRequest
 from podwire.model.store import ObjectKey, StoredObject
 from podwire.model.store.kinds import NAMESPACE
 from podwire.store.documents import encode_document
-from podwire.store.kubernetes.api.resources import CORE_NODES, PODS, Resource
+from podwire.store.kubernetes.api.resources import CONFIG_MAPS, CORE_NODES, PODS, Resource
 from podwire.store.kubernetes.api.wire import decode_header
 
 _OF_SERVER: Final = (
@@ -136,9 +136,21 @@ class Named(msgspec.Struct, frozen=True, omit_defaults=True):
     metadata: Meta = Meta()
 
 
+class ConfigMap(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A ConfigMap."""
+
+    metadata: Meta = Meta()
+    data: dict[str, str] | None = None
+
+
 _SLIM: Final = {
     kind: msgspec.json.Decoder(shape).decode
-    for kind, shape in ((PODS, Pod), (CORE_NODES, CoreNode), (NAMESPACE.plural, Named))
+    for kind, shape in (
+        (PODS, Pod),
+        (CORE_NODES, CoreNode),
+        (CONFIG_MAPS, ConfigMap),
+        (NAMESPACE.plural, Named),
+    )
 }
 _decode_whole: Final = msgspec.json.Decoder(dict[str, Any]).decode
 _UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError)
@@ -155,6 +167,8 @@ def decode_object(resource: Resource, raw: msgspec.Raw | bytes) -> StoredObject:
     return StoredObject(
         key=key,
         uid=meta.uid,
+        # The API conventions called resourceVersion opaque for long. API servers over etcd give a number that grows,
+        # and the contract compares revisions of one kind as numbers.
         revision=int(meta.resource_version or 0),
         created=meta.creation_timestamp or "",
         document=document,
@@ -227,6 +241,8 @@ def _decode_document(resource: Resource, raw: msgspec.Raw | bytes) -> dict[str, 
             metadata["annotations"] = {**_members(metadata, "annotations"), **marks}
     # Items of lists of built-in kinds do not say what they are.
     header = {"apiVersion": resource.api_version, "kind": resource.name, "metadata": metadata}
+    # The header comes twice: first for its place in the order, and again because it counts more than what the
+    # document says.
     return {**header, **document, **header}
 
 

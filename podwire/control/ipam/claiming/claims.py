@@ -183,6 +183,8 @@ class Claims:
         """
         digest = hashlib.sha256(f"{self.node}/{pool.name}".encode()).digest()
         start = int.from_bytes(digest[:16])
+        # An odd number and a power of two have no common divisor, so the walk meets each block once before it
+        # repeats.
         stride = int.from_bytes(digest[16:]) | 1
         place = (pool.name, pool.cidr)
         for _ in range(min(pool.block_count, 1 << 30)):
@@ -197,6 +199,8 @@ class Claims:
         if self.known.find_overlapping(cidr) is not None:
             return None
         kept = choose_kept(cidr, pool.reserved, lends=not pool.strict_affinity)
+        # A higher epoch lets other nodes tell the newer of two claims, even when they hear of them in the wrong
+        # order.
         epoch = before.epoch + 1 if before is not None else 1
         block = Block(cidr, pool.name, self.node, epoch, kept)
         document = encode_block(block)
@@ -221,6 +225,8 @@ class Claims:
             raise _refuse(
                 address, f"it is not known whose block {cidr} is: its object is not a block"
             )
+        # Nobody's block has no owner who could give the address, and a kept address not even the owner gives without
+        # an object.
         if not block.node or block.keeps(address):
             return
         if block.node == self.node:
@@ -256,6 +262,8 @@ class Claims:
                 if block.node and block.pool == pool.name
             ]
             taken = set(self.known.claimed)
+        # Each node begins elsewhere, so that nodes that borrow at the same time do not race for one address after
+        # another.
         shift = int.from_bytes(hashlib.sha256(self.node.encode()).digest()[:4])
         shift = shift % len(blocks) if blocks else 0
         ordered = blocks[shift:] + blocks[:shift]

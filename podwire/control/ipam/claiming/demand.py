@@ -53,6 +53,8 @@ class BlockDemand:
             block = self._ipam.close_block(cidr)
             if block is None:
                 continue
+            # The disk forgets the block before the store does. In the other order, a start without the store could
+            # give addresses of a block that another node has by then.
             forget()
             if self._claims.release_block(block):
                 _log.info("gave a block back", extra={"cause": f"{cidr} of pool {block.pool}"})
@@ -118,6 +120,7 @@ class BlockDemand:
                 elif age_s >= EMPTY_S and own.fifo.node_address is None and not due:
                     # One at a time: what is left must be enough after each.
                     rest = self._ipam.count_free(own.block.pool) - own.fifo.free
+                    # Twice the low-water mark: with only once, the next pod would have the block claimed again.
                     if rest >= 2 * LOW_WATER:
                         due.append(cidr)
         return due

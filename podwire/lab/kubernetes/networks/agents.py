@@ -48,7 +48,6 @@ class PlainAgents:
             "node_name": node.name,
             "store": "kubernetes",
             "kubeconfig": str(cluster.kubeconfig),
-            "cluster_cidrs": [cluster.shape.cluster_cidr],
             **self._settings,
         }
         lines = [f"{key} = {json.dumps(value)}\n" for key, value in settings.items()]

@@ -3,6 +3,7 @@
 The nodes see neither the checkout nor its environment. Names are read from the manifest, so that it says them once.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -19,7 +20,17 @@ if TYPE_CHECKING:
 
 BUILD: Final = ROOT / "deploy" / "image" / "build"
 IMAGES: Final = ROOT / "build" / "image"
-CONFLIST: Final = "/etc/cni/net.d/05-podwire.conflist"
+UNINSTALL: Final = "podwire-uninstall.yaml"
+_LOOK: Final = r"""
+shopt -s nullglob
+for path in /etc/cni/net.d/*podwire* /opt/cni/bin/podwire*; do
+    echo "$path"
+done
+ip -o link | grep -o 'alias podwire:.*'
+ip route show proto 199; ip -6 route show proto 199
+nft list tables | grep -w podwire
+true
+"""
 _BUILD_DEADLINE_S: Final = 900.0
 
 
@@ -63,8 +74,25 @@ class Podwire:
         """Wait for nothing: the agent's pod installs it."""
 
     def uninstall(self, cluster: "Cluster", node: "Node") -> None:
-        """Remove the agents and their rights; what the documentation says about the node's own state comes first."""
-        cluster.kubectl("delete", "-f", str(self.manifest), "--ignore-not-found", "--wait")
+        """Nothing for a node alone: `remove` takes podwire off the cluster."""
+
+    def remove(self, cluster: "Cluster") -> None:
+        """Take podwire off as docs/kubernetes.md says, when its pods are gone: agents, then what they left on nodes."""
+        uninstall = str(self.manifest.with_name(UNINSTALL))
+        cluster.kubectl("delete", "-f", str(self.manifest))
+        cluster.kubectl("apply", "-f", uninstall)
+        cluster.wait_for_pods(
+            len(cluster.nodes), "kube-system", "app.kubernetes.io/name=podwire-uninstall"
+        )
+        cluster.kubectl("delete", "-f", uninstall)
+
+    def list_left(self, cluster: "Cluster") -> list[str]:
+        """List the files of the runtime, devices, routes and tables of podwire on the nodes; none after `remove`."""
+        found = []
+        for node in cluster.nodes:
+            said = node.machine.run("bash", "-c", _LOOK)
+            found += [f"{node.name}: {line}" for line in said.splitlines()]
+        return found
 
     def pod_of(self, cluster: "Cluster", node: str) -> str:
         """Name the agent's pod of a node; Unavailable when there is not exactly one."""
@@ -73,6 +101,17 @@ class Podwire:
         if len(names) != 1:
             raise Unavailable(f"find the agent's pod of {node}: there are {names}")
         return str(names[0])
+
+    def list_endpoints(self, cluster: "Cluster", node: str) -> list[Mapping[str, Any]]:
+        """Ask the agent of a node for its endpoints."""
+        return list(json.loads(self.run(cluster, node, "endpoint", "list", "-o", "json")))
+
+    def wait_until_detached(self, cluster: "Cluster") -> None:
+        """Wait until no agent has an endpoint."""
+        names = [node.name for node in cluster.nodes]
+        cluster.wait_for(
+            lambda: not any(self.list_endpoints(cluster, name) for name in names), "the last DEL"
+        )
 
     def run(self, cluster: "Cluster", node: str, *words: str) -> str:
         """Run the command `podwire` beside a node's agent and give what it printed."""

@@ -5,13 +5,15 @@ there for one of these says so.
 """
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from podwire.lab import traffic
 from podwire.lab.kubernetes import programs
-from podwire.lab.kubernetes.daemon import Daemon
+from podwire.lab.kubernetes.daemon import LOOK_S, READY_DEADLINE_S, Daemon
 from podwire.lab.kubernetes.nodes import images
 from podwire.lab.kubernetes.nodes.machine import SOCKET, Machine
 from podwire.model.errors import Unavailable
@@ -21,6 +23,7 @@ PLUGIN_DIRECTORY: Final = "/opt/cni/bin"
 _CONTAINERD_CONFIG: Final = "/etc/containerd/config.toml"
 _KUBELET_CONFIG: Final = "/etc/kubernetes/kubelet.json"
 _PROXY_CONFIG: Final = "/etc/kubernetes/kube-proxy.json"
+KUBELET_HEALTH_PORT: Final = 10248
 _IMAGE_DEADLINE_S: Final = 300.0
 _CONTAINERD: Final = """
 version = 2
@@ -172,8 +175,29 @@ class NodeServices:
         if not layout.exists():
             images.write_layout(layout, [images.BUSYBOX_IMAGE, images.PAUSE_IMAGE])
         self.import_image(layout)
-        self.kubelet.start()
+        self.start_kubelet()
         self.proxy.start()
+
+    def start_kubelet(self) -> None:
+        """Start kubelet and wait until it is well; like a service manager, again while its runtime is not there yet."""
+        deadline = time.monotonic() + READY_DEADLINE_S
+        while not self._is_kubelet_well():
+            if not self.kubelet.runs:
+                self.kubelet.launch()
+            if time.monotonic() > deadline:
+                tail = self.kubelet.read_tail()
+                self.kubelet.kill()
+                raise Unavailable(f"start {self.kubelet.name}: it is not well in time:\n{tail}")
+            time.sleep(LOOK_S)
+
+    def _is_kubelet_well(self) -> bool:
+        """Ask for /healthz, which kubelet serves on the node's loopback."""
+        return (
+            self.kubelet.runs
+            and traffic.connect(
+                self.machine.plan.namespace, "127.0.0.1", KUBELET_HEALTH_PORT, timeout_s=5
+            ).ok
+        )
 
     def start_containerd(self) -> None:
         """Start containerd and wait until it answers."""

@@ -103,9 +103,11 @@ NO_SERVICE_PROXY: Final = Selector(
 
 PODS: Final = "pods"
 CORE_NODES: Final = f"nodes.{CORE}"
+CONFIG_MAPS: Final = "configmaps"
 _ONLY_OF_KUBERNETES: Final = (
     Kind("Pod", PODS, ("v1",), True, for_people=False),
     Kind("Service", "services", ("v1",), True, for_people=False),
+    Kind("ConfigMap", CONFIG_MAPS, ("v1",), True, for_people=False),
     Kind("EndpointSlice", "endpointslices", ("discovery.k8s.io/v1",), True, for_people=False),
 )
 _MARKS_OF_IDENTITIES: Final = {

@@ -1,0 +1,179 @@
+"""podwire as its manifest installs it, in a real cluster: pods, a policy, faults in the middle, and its removal."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from podwire.lab import traffic
+from podwire.lab.kubernetes import pods
+from podwire.lab.kubernetes.cluster import Cluster
+from podwire.lab.kubernetes.networks.installed import Podwire
+from tests.waiting import wait_for
+
+AGENT: Final = "system:serviceaccount:podwire-system:podwire-agent"
+POLICY: Final = "web-only-from-proxy"
+ONLY_PROXY: Final = {
+    "apiVersion": "networking.k8s.io/v1",
+    "kind": "NetworkPolicy",
+    "metadata": {"name": POLICY, "namespace": "default"},
+    "spec": {
+        "podSelector": {"matchLabels": {"app": "web"}},
+        "ingress": [{"from": [{"podSelector": {"matchLabels": {"app": "proxy"}}}]}],
+    },
+}
+Pods = list[Mapping[str, Any]]
+
+
+@pytest.fixture
+def clean(cluster: Cluster, network: Podwire) -> Iterator[None]:
+    """Take pods and policies away afterwards, and see that no endpoint stays."""
+    yield
+    cluster.kubectl("delete", "deployment,pod,networkpolicy", "--all", "--now")
+    cluster.wait_for_pods(0)
+    network.wait_until_detached(cluster)
+
+
+def start_web(cluster: Cluster, count: int) -> Pods:
+    cluster.apply(pods.describe_deployment("web", count))
+    return cluster.wait_for_pods(count, selector="app=web")
+
+
+def start_client(cluster: Cluster, node: str = "node1") -> str:
+    """Start a pod, and give a path to its network."""
+    cluster.apply(pods.describe("client", node=node, labels={"app": "c"}, command=pods.IDLE))
+    (client,) = cluster.wait_for_pods(1, selector="app=c")
+    return pods.network_of(cluster, client)
+
+
+def addresses_of(found: Pods) -> list[str]:
+    return [str(pod["status"]["podIP"]) for pod in found]
+
+
+def answers(network: str, address: str) -> bool:
+    return traffic.connect(network, address, 80, timeout_s=0.5).ok
+
+
+@pytest.mark.usefixtures("clean")
+def test_every_replica_reaches_every_other(cluster: Cluster) -> None:
+    web = start_web(cluster, 6)
+    assert {pod["spec"]["nodeName"] for pod in web} == {"node1", "node2"}
+    networks = [pods.network_of(cluster, pod) for pod in web]
+    attempts = {
+        (network, address): traffic.connect(network, address, 80, timeout_s=60)
+        for network in networks
+        for address in addresses_of(web)
+    }
+    assert all(attempt.ok for attempt in attempts.values()), attempts
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_policy_cuts_and_the_drop_names_it(cluster: Cluster, network: Podwire) -> None:
+    web = start_web(cluster, 2)
+    client = start_client(cluster)
+    assert all(answers(client, address) for address in addresses_of(web))
+    cluster.apply(ONLY_PROXY)
+    for pod, address in zip(web, addresses_of(web), strict=True):
+        wait_for(lambda address=address: not answers(client, address), "the cut")  # type: ignore[misc]
+        said = network.run(
+            cluster, pod["spec"]["nodeName"], "observe", "--verdict", "dropped", "-o", "jsonl"
+        )
+        drops = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+        named = {one["name"] for drop in drops for one in drop.get("policies", ())}
+        assert named == {POLICY}, said
+    cluster.kubectl("label", "pod", "client", "app=proxy", "--overwrite")
+    for address in addresses_of(web):
+        wait_for(lambda address=address: answers(client, address), "the way of a proxy")  # type: ignore[misc]
+
+
+@pytest.mark.usefixtures("clean")
+def test_agents_ask_the_api_for_little_and_for_nothing_forbidden(cluster: Cluster) -> None:
+    before = len(cluster.control.api.read_audit(AGENT))
+    start_web(cluster, 30)
+    events = cluster.control.api.read_audit(AGENT)
+    asked = [event for event in events[before:] if event["stage"] == "ResponseComplete"]
+    summary = [f"{event['verb']} {event['requestURI']}" for event in asked]
+    assert len(asked) <= 2 * 30, summary
+    refused = [event for event in events if event.get("responseStatus", {}).get("code") == 403]
+    assert not refused, [event["requestURI"] for event in refused]
+    for event in events:
+        address = urlsplit(event["requestURI"])
+        if event["verb"] in ("list", "watch") and address.path in ("/api/v1/pods", "/api/v1/nodes"):
+            assert "fieldSelector" in parse_qs(address.query), event["requestURI"]
+
+
+@pytest.mark.usefixtures("clean")
+def test_pods_go_on_without_the_api(cluster: Cluster, network: Podwire) -> None:
+    web = start_web(cluster, 2)
+    client = start_client(cluster)
+    cluster.apply(ONLY_PROXY)
+    for address in addresses_of(web):
+        wait_for(lambda address=address: not answers(client, address), "the cut")  # type: ignore[misc]
+    cluster.control.api.kill()
+    try:
+        killed = [kill_agents(cluster, node.name) for node in cluster.nodes]
+        for node, old in zip(cluster.nodes, killed, strict=True):
+            wait_for(
+                lambda node=node, old=old: set(find_agents(cluster, node.name)) - old,  # type: ignore[misc]
+                "the agent's successor",
+            )
+        assert not any(answers(client, address) for address in addresses_of(web))
+    finally:
+        cluster.control.api.start()
+    cluster.wait_for_pods(2, network.namespace, network.selector)
+    cluster.kubectl("delete", "networkpolicy", POLICY)
+    for address in addresses_of(web):
+        wait_for(lambda address=address: answers(client, address), "the way of all")  # type: ignore[misc]
+
+
+def find_agents(cluster: Cluster, node: str) -> list[int]:
+    return [process.pid for process in pods.find_agents(cluster, node)]
+
+
+def kill_agents(cluster: Cluster, node: str) -> set[int]:
+    found = set(find_agents(cluster, node))
+    assert found
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+    return found
+
+
+@pytest.mark.usefixtures("clean")
+def test_nothing_is_lost_when_all_are_killed_in_a_rollout(
+    cluster: Cluster, network: Podwire
+) -> None:
+    start_web(cluster, 10)
+    cluster.kubectl("rollout", "restart", "deployment/web")
+    for node in cluster.nodes:
+        kill_agents(cluster, node.name)
+        node.services.kubelet.kill()
+        node.services.containerd.kill()
+    for node in cluster.nodes:
+        node.services.start_containerd()
+        node.services.start_kubelet()
+    cluster.kubectl("rollout", "status", "deployment/web", "--timeout=180s")
+    cluster.wait_for_pods(2, network.namespace, network.selector)
+    web = cluster.wait_for_pods(10, selector="app=web")
+    for node in cluster.nodes:
+        here = [pod for pod in web if pod["spec"]["nodeName"] == node.name]
+        expected = sorted(addresses_of(here))
+        cluster.wait_for(
+            lambda name=node.name, expected=expected: (  # type: ignore[misc]
+                sorted(one["ipv4"] for one in network.list_endpoints(cluster, name)) == expected
+            ),
+            f"the endpoints of {node.name} to be its pods",
+        )
+        devices = node.machine.run("ip", "-o", "link", "show", "type", "veth")
+        assert devices.count("alias podwire:") == len(expected), devices
+
+
+def test_the_last_step_of_the_documentation_leaves_nothing_in_force(
+    cluster: Cluster, network: Podwire
+) -> None:
+    assert network.list_left(cluster)
+    network.remove(cluster)
+    assert not network.list_left(cluster)

@@ -82,6 +82,8 @@ class LateStore:
         """Give the store; one caller at a time tries to open it, the others hear at once that it is away."""
         if self._opened is not None:
             return self._opened
+        # Opening may take as long as a busy timeout. Callers that would queue behind it are ADDs, which need an
+        # answer.
         if not self._lock.acquire(blocking=False):
             raise self._away()
         try:

@@ -119,6 +119,7 @@ class SqliteLeases:
         with self._changed:
             self._held.discard(lease)
         lease.until_ns = 0
+        # By token: a later life of this holder may have the row, and giving up the earlier lease must not remove it.
         with contextlib.suppress(PodwireError), self._writing() as connection:
             connection.execute(
                 "DELETE FROM lease WHERE name = ? AND token = ?", (lease.name, lease.token)
@@ -134,11 +135,15 @@ class SqliteLeases:
                 " AND substr(name, 1, ?) = ?",
                 (self._boot, now_ns, len(prefix), prefix),
             ).fetchall()
+        # A lease that runs out changes no row, so no write wakes the watch. It has to look again when the first one
+        # may have.
         first_ns = min((row[2] for row in rows), default=now_ns + 10**12)
         return {name: holder for name, holder, _ in rows}, (first_ns - now_ns) / 1e9
 
     def write(self, lease: SqliteLease) -> None:
         """Write the row of a lease with a new time; Conflict when another's lives."""
+        # The time is taken before the write. A lease must end here no later than others see it end, even if the write
+        # waits long for the lock.
         started_ns = _now_ns()
         until_ns = started_ns + int(lease.ttl_s * 1e9)
         with self._writing() as connection:

@@ -30,6 +30,7 @@ class LoopThread:
         """Begin a coroutine; Unavailable when the loop is closed."""
         with self._lock:
             if self._closed:
+                # A coroutine that is never started warns when it is collected, and tests turn warnings into errors.
                 work.close()
                 raise Unavailable("use store: it is closed")
             return asyncio.run_coroutine_threadsafe(work, self.loop)
@@ -51,6 +52,7 @@ class LoopThread:
             if self._closed:
                 return
             self._closed = True
+        # `stop` is not thread-safe by itself: a loop that sleeps in its selector would not notice it.
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
 
@@ -58,6 +60,8 @@ class LoopThread:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()
+            # Callers wait for futures of these tasks. A task that is dropped instead of cancelled would leave them
+            # waiting for ever.
             left = asyncio.all_tasks(self.loop)
             for task in left:
                 task.cancel()

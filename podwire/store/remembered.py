@@ -90,6 +90,7 @@ class RememberedObjects:
     ) -> None:
         """Keep whole lists of kinds, then changes; all or nothing."""
         with self._lock, self._reported("write"), self._transaction() as connection:
+            # Lists before changes: changes that were kept were heard after the list of their kind.
             for kind, (objects, revision) in lists.items():
                 connection.execute("DELETE FROM object WHERE kind = ?", (kind,))
                 connection.executemany(_INSERT, map(_row, objects))
@@ -153,9 +154,12 @@ class RememberedObjects:
                 if isinstance(error, sqlite3.OperationalError):
                     raise  # locked, or a full disk: it may be whole
                 _log.warning("forget what the store said last", extra={"cause": str(error)})
+        # The log of a removed database must go with it: sqlite could replay it into the new file of the same name.
         for suffix in ("", "-wal", "-shm"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{self._path}{suffix}")
+        # Made here with its mode, because sqlite makes files as the umask says. Policies and addresses are not for
+        # everybody.
         os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
         return self._connect(self._make_tables)
 

@@ -71,6 +71,8 @@ class SqliteStore:
         self._open_waker = open_waker
         self._now = now
         self._changes_kept = changes_kept
+        # Two connections: with a write-ahead log (sqlite, "WAL") readers do not wait for the writer, but one
+        # connection has one transaction at a time.
         self._read_lock = threading.Lock()
         self._write_lock = threading.RLock()
         self._watches: set[SqliteWatch] = set()
@@ -109,6 +111,8 @@ class SqliteStore:
             chosen, parameters = f"{chosen} AND namespace = ?", [kind, namespace]
         with self._read_lock, self._file.reported("read"):
             self._file.check_same()
+            # One transaction for both statements: the revision belongs to exactly this list, so that a watch after it
+            # misses nothing.
             self._reader.execute("BEGIN")
             try:
                 [revision] = self._reader.execute("SELECT revision FROM state").fetchone()
@@ -176,6 +180,7 @@ class SqliteStore:
 
     def watch(self, after: Revisions) -> SqliteWatch:
         """Watch changes of some kinds, of each after a revision."""
+        # The waker is opened before the watch first reads, so that a write in between wakes it.
         waker = self._open_waker(self._file.revision_path)
         try:
             with self._file.reported("watch"):
@@ -224,6 +229,8 @@ class SqliteStore:
                 yield connection
                 return
             self._file.check_same()
+            # A deferred transaction takes the write lock at its first write, and fails there with SQLITE_BUSY at
+            # once, without waiting, when another process has written since its first read.
             connection.execute("BEGIN IMMEDIATE")
             try:
                 yield connection
@@ -232,6 +239,7 @@ class SqliteStore:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
                 raise
+        # After the commit: a watch that wakes earlier would read the log without the change and sleep again.
         self._file.touch()
         for watch in self._open_watches():
             watch.wake()
@@ -289,6 +297,7 @@ class SqliteStore:
         self, connection: sqlite3.Connection, revision: int, row: Row, *, deleted: bool = False
     ) -> None:
         *columns, object_revision, document = row
+        # In the writer's transaction: a watch sees a change exactly when readers see its effect.
         connection.execute(_LOG, (revision, *columns, object_revision, document, deleted))
         connection.execute(
             "DELETE FROM change WHERE revision <= ?", (revision - self._changes_kept,)

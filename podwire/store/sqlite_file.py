@@ -86,13 +86,18 @@ class StoreFile:
 
     def connect(self) -> sqlite3.Connection:
         """Open a connection with the settings that every connection has."""
+        # `isolation_level=None` turns off the transactions that Python's module would begin by itself before each
+        # write.
         connection = sqlite3.connect(
             self.path,
             timeout=self.busy_timeout_s,
             check_same_thread=False,
             isolation_level=None,
         )
+        # With a write-ahead log, NORMAL may lose the last commits when the power fails. A write that has returned
+        # must be on disk.
         connection.execute("PRAGMA synchronous = FULL")
+        # Without a limit the log keeps the size that one long reader once made it grow to.
         connection.execute(f"PRAGMA journal_size_limit = {JOURNAL_LIMIT_BYTES}")
         return connection
 
@@ -102,6 +107,8 @@ class StoreFile:
             status = os.stat(self.path)
         except FileNotFoundError:
             status = None
+        # sqlite goes on writing to a file that was unlinked or renamed, without an error (sqlite.org, "How To Corrupt
+        # An SQLite Database File").
         if status is None or (status.st_dev, status.st_ino) != self.identity:
             done = "removed" if status is None else "replaced"
             raise StorageFailure(
@@ -123,6 +130,7 @@ class StoreFile:
         try:
             yield
         except sqlite3.Error as error:
+            # The lower byte is the primary result code; extended codes have more above it.
             code = getattr(error, "sqlite_errorcode", 0) & 0xFF
             message = f"{verb} store {str(self.path)!r}: {error}"
             if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
@@ -236,6 +244,7 @@ def _prepare(connection: sqlite3.Connection, path: str) -> None:
             f"open store {path!r}: it is another program's database (application id {owner:#x})",
             hint="name another file; nothing was touched",
         )
+    # Unlike integrity_check, quick_check does not compare indexes with tables: its time grows with the file alone.
     [verdict] = connection.execute("PRAGMA quick_check(1)").fetchone()
     if verdict != "ok":
         raise StorageFailure(f"open store {path!r}: it is malformed: {verdict}", hint=_DAMAGED)
@@ -246,6 +255,7 @@ def _prepare(connection: sqlite3.Connection, path: str) -> None:
 
 
 def _bring_up(connection: sqlite3.Connection, layout: int) -> None:
+    # All steps in one transaction, the number of the layout included: a kill in between leaves the old layout whole.
     connection.execute("BEGIN IMMEDIATE")
     try:
         for step in STEPS[layout:]:

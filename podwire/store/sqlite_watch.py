@@ -62,6 +62,8 @@ class SqliteWatch:
         self._forget = forget
         self._closed = False
         self._reading = threading.Lock()
+        # A connection of its own: a watch reads on the thread of its reader, and must not wait for the store's other
+        # readers.
         self._connection = file.connect()
 
     @property
@@ -116,6 +118,7 @@ class SqliteWatch:
             finally:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
+        # A full batch may have been cut in the middle of the log, so the next look goes on behind its last row.
         self._revision = rows[-1][5] if len(rows) == EVENTS_MAX else newest
         # row: kind, ..., the change's revision at 5
         fresh = [row for row in rows if row[5] > self._after[row[0]]]

@@ -85,6 +85,8 @@ class Belief:
         taken = self._find_taken(network)
         if taken:
             return f"{taken}; give node {node} other ranges, or find out who writes in its name"
+        # Before the check of links: only a pool, which nobody writes in a node's name, may place pods in a subnet of
+        # this host.
         if any(is_within(network, cidr) for cidr in self.grants.to(node)):
             return ""
         links = self._links[network.version]
@@ -152,6 +154,8 @@ class Belief:
     def _taken(self) -> tuple[dict[tuple[int, int], tuple[IPAddress, str]], list[tuple[int, int]]]:
         """Addresses that no pod may have. What this host has in a range of its own is contested as a range is."""
         around = self.around
+        # A route to one of these by way of another node would cut this host off, or hand its traffic with the store
+        # to that node.
         uses: dict[IPAddress, str] = dict.fromkeys(around.gateways, "a gateway")
         uses.update(dict.fromkeys(around.store, "the store"))
         uses.update((address, f"node {name}") for address, name in self.nodes.items())
@@ -184,6 +188,8 @@ def believe_nodes(
         ]
     addresses = {
         address: facts.name
+        # In reverse order, so that of two nodes with one address the first by name is entered last and wins, on every
+        # node alike.
         for facts in reversed(screened)
         for address in facts.addresses
         if not any(address in cidr for cidr in belief.own_ranges)  # else it would take pods' away

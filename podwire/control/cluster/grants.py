@@ -65,6 +65,7 @@ class PoolGrants:
             stored.key.name: cidr for stored in pools if (cidr := _read_cidr(stored)) is not None
         }
         before, self._pools = self._pools, after
+        # By range and not by name: a pool that was renamed grants what it granted.
         gone = set(before.values()) - set(after.values())
         if gone:
             self._keep(lambda network: any(is_within(network, cidr) for cidr in gone), published)

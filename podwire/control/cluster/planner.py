@@ -62,6 +62,8 @@ class NodeNumbers:
         """Give every name a number; names of nodes that are gone keep theirs until there are too many of them."""
         wanted = sorted(names)
         numbers = dict(self.of)
+        # The numbers of nodes that are gone are kept, because they may come back. Without a bound, nodes that come
+        # and go under new names would fill memory.
         if len(numbers) > 2 * len(wanted) + FORGOTTEN_KEPT:
             numbers = {name: self.of[name] for name in wanted if name in self.of}
         following = self.next
@@ -103,6 +105,7 @@ def plan_cluster(
     grants: Grants | None = None,
 ) -> Planned:
     """Compute the plan. `peers` are all other nodes, each name once; `numbers` what the last plan gave."""
+    # By name, because the store lists nodes in any order and the plan must not depend on it.
     others = sorted(peers, key=lambda peer: peer.name)
     numbers = numbers.extend(facts.name for facts in others)
     belief, believed, problems = believe_nodes(
@@ -244,6 +247,7 @@ def _compute_prefixes(
             for address in reach.tunnel_addresses:
                 row = reach.prefix(address.version, REMOTE_NODE, is_node=True)
                 prefixes[single(address)] = row
+    # Local routes say what this node's own addresses are. A row here would make them another node's.
     for network in mine:
         prefixes.pop(network, None)
     return prefixes
@@ -287,6 +291,8 @@ def _route(
     else:
         source = _of_family(own.tunnel_addresses, family)
         is_classic = own.tunnel_mode is TunnelMode.CLASSIC
+        # A classic device finds the outer address by the neighbour of the next hop. A flow-based one is told it by
+        # the program.
         via = _of_family(reach.tunnel_addresses, family) if is_classic else None
     return HostRoute(network, way, via, source, reach.mtus[family], reach.peer.number)
 

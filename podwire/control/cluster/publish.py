@@ -161,6 +161,8 @@ class NodePublisher:
             self._lease = leases.acquire(name, str(holder), LEASE_TTL_S)
         except Conflict as error:
             other = Holder.parse(leases.holders(name).get(name, ""))
+            # The same machine: an earlier process of this agent was killed, and its lease has not ended. That is
+            # worth waiting for, while another machine is not.
             if other.instance == self.instance:
                 raise Unavailable(
                     f"take node name {self.name!r}: an earlier run of this agent has it for up to {LEASE_TTL_S:g} s"
@@ -250,6 +252,7 @@ class NodePublisher:
             self._store.create(StoredObject(key=node_key(self.name), document=document))
             return
         document = encode_node(facts, stored.document)
+        # A write that changes nothing would still be an event for every other node.
         if document != stored.document:
             self._store.update(_changed(stored, document))
 
@@ -258,6 +261,7 @@ class NodePublisher:
     ) -> dict[Claimed, int]:
         """Give all that is claimed its numbers; what this life has numbered keeps them."""
         new = [claimed for claimed in everything_claimed(facts) if claimed not in self.claims]
+        # Who lives is asked only when it matters: it is one more request to the store.
         is_contested = any(address in new for facts in others for address in facts.addresses)
         living = self._list_living(others) if is_contested else frozenset[str]()
         return {**number_claims(new, {**before, **self.claims}, others, living), **self.claims}
@@ -293,6 +297,7 @@ class NodePublisher:
                 f" {', '.join(map(str, spec.get('addresses') or ())) or 'an unknown address'}",
                 hint="give one of the two another node_name",
             )
+        # The next epoch tells the other nodes that another machine has the name by now.
         return known + 1
 
 

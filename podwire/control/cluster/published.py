@@ -53,6 +53,7 @@ def encode_endpoints(publication: Publication, bases: Sequence[IPNetwork]) -> di
     sections: list[list[str]] = [[] for _ in bases]
     others: list[str] = []
     finder = _Bases(bases)
+    # Sorted, so that the same pods make the same text and nothing is written for an order that changed.
     for address, identity in sorted(publication.identities.items(), key=_order):
         index = finder.find(address)
         if index is None:

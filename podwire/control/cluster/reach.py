@@ -116,6 +116,8 @@ def find_reach(
         way, fault = _choose_way(context, facts, family, outer)
         if way is not None:
             mtus[family] = _mtu_towards(context, facts, way, outer)
+            # Below it a family does not work at all (RFC 8200, section 5: every link must carry 1280 bytes). No route
+            # is better than one that swallows large packets.
             if mtus[family] < LEAST_MTU_BYTES[family]:
                 way, fault = None, _mtu_too_small(context.own, facts, family, mtus[family])
         if fault is not None:
@@ -148,6 +150,7 @@ def _choose_outer(context: Context, addresses: Sequence[IPAddress]) -> IPAddress
     own = context.own
     families = [address.version for address in own.addresses]
     if own.tunnel_mode is TunnelMode.CLASSIC and context.has_tunnel:
+        # A VXLAN device with a fixed VNI sends from one local address, so its outer packets are of one family.
         families = families[:1]
     for family in families:
         for address in addresses:

@@ -102,6 +102,7 @@ class RemotePods:
         An older one than the one known, of the same object, is an echo and changes nothing.
         """
         old_uid, old = self._publications.get(publication.node, ("", None))
+        # Only within one object: a NodeEndpoints that was deleted and made anew may begin at a lower order.
         if old is not None and old_uid == uid and publication.order < old.order:
             return set()
         self._publications[publication.node] = uid, publication
@@ -141,6 +142,8 @@ class RemotePods:
             or before.facts.get(node) != view.facts.get(node)
             for address in publication.identities
         }
+        # A contest can be decided by a change of any node, so contested addresses are judged again each time. There
+        # are few.
         touched.update(self._problems)
         if (
             before.planned.cidr_owners != view.planned.cidr_owners

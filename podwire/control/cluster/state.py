@@ -183,6 +183,8 @@ class ClusterState:
 
     def advance(self, own: OwnNode) -> tuple[bool, Changes]:
         """Give (a whole plan is to be applied, else these rows). Nothing before everything was listed."""
+        # A plan from a part of the list would remove the rows of nodes that were only not heard yet, and cut their
+        # pods off.
         if not self.is_listed:
             return False, Changes()
         if self._is_stale or own != self._own:

@@ -263,8 +263,7 @@ class PoolIpam:
             before = self.blocks
             fresh = [block for block in self.known.own.values() if block.cidr not in self.own]
         if fresh:
-            # Outside the lock, because it writes the disk: ADDs go on meanwhile. A block is remembered before its
-            # first address is given, so that a restart without the store knows which node has it.
+            # Outside the lock: the listener takes the node's turn, and an ADD that has the turn takes this lock.
             self.before_open({**before, **{block.cidr: block.epoch for block in fresh}})
         with self.lock, self.known.lock:
             # In the order of the claims: of two blocks that overlap, the earlier claim is opened.

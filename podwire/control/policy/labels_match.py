@@ -32,6 +32,8 @@ class LabelSet:
         for text in labels:
             source, key, value = split_label(text)
             self._by_source[source, key] = value
+            # A key without a source must not match a reserved label: `host` in a pod's policy means a label of pods,
+            # never the node.
             if source != SOURCE_RESERVED:
                 self._by_key[key] = self._by_key.get(key, frozenset()) | {value}
 
@@ -65,6 +67,7 @@ def fulfils(requirement: Requirement, labels: LabelSet) -> bool:
         case Operator.IN:
             return any(value in requirement.values for value in values)
         case Operator.NOT_IN:
+            # Kubernetes API, label selectors: NotIn and DoesNotExist hold for objects that lack the key.
             return not any(value in requirement.values for value in values)
 
 

@@ -114,6 +114,7 @@ def _read_spec(spec: Node, policy: PolicyId) -> PolicyRules | None:
     closing: set[Direction] = set()
     for section in _SECTIONS:
         items = spec.child(section.key).items()
+        # Cilium: a list with rules closes its direction, even if all of its rules deny. An empty list does not.
         if items:
             closing.add(section.direction)
         rules += (rule for item in items if (rule := _read_rule(item, section, scope)) is not None)
@@ -150,6 +151,7 @@ def _read_rule(item: Node, section: _Section, scope: Scope) -> Rule | None:
         return None
     peers = read_peers(item, section.direction, scope, known=("toPorts", "icmps"))
     ports = read_ports(item, peers_named=peers is not None)
+    # Cilium: ports without peers are open to every peer, while a rule with neither says nothing and selects nobody.
     if peers is None and ports is not None:
         peers = (LabelSelector(),)
     return Rule(section.direction, section.verdict, peers or (), ports or (), item.path)

@@ -84,6 +84,7 @@ def _read_policy(top: Node) -> PolicyRules | None:
     if not spec.expect_object(("podSelector", "policyTypes", "ingress", "egress")):
         return None
     own = _in_namespace(namespace)
+    # The namespace is a label like any other here, so one cache of selectors serves policies of all namespaces.
     subject = make_selector(own, *_read_selector(spec.child("podSelector"), ANY_SOURCE, ""))
     types = _read_policy_types(spec)
     rules = (
@@ -114,6 +115,8 @@ def _read_policy_types(spec: Node) -> frozenset[Direction]:
         spec.child("policyTypes").wrong(f"has {len(directions)} elements; at most two are allowed")
     if directions:
         return frozenset(_POLICY_TYPES[text] for _node, text in directions if text)
+    # NetworkPolicySpec, policyTypes: without the field a policy affects ingress, and egress only if it has egress
+    # rules. So a policy that forbids all egress has to name the type.
     has_egress = bool(spec.value.get("egress"))
     return frozenset({Direction.INGRESS, *([Direction.EGRESS] if has_egress else [])})
 
@@ -131,6 +134,8 @@ def _read_rules(node: Node, direction: Direction, peers_key: str, own: Requireme
             Rule(
                 direction,
                 Verdict.ALLOW,
+                # An empty or missing list means every peer, not none (NetworkPolicyIngressRule, from). Peers that
+                # were at fault leave it empty too, but then the whole document is refused.
                 tuple(peers) if peer_nodes else (LabelSelector(),),
                 tuple(ports) if port_nodes else ALL_PORTS,
                 f"{direction.name.lower()}[{index}]",
@@ -151,6 +156,7 @@ def _read_peer(node: Node, own: Requirement) -> PeerSelector | None:
     if not pods.present and not namespaces.present:
         node.wrong("names no podSelector, namespaceSelector or ipBlock")
         return None
+    # A podSelector alone selects in the policy's own namespace (NetworkPolicyPeer).
     where = [own]
     if namespaces.present:
         # Also beside requirements on labels: the negative ones hold for what has no namespace at all.
@@ -203,6 +209,8 @@ def _read_block(node: Node) -> CidrSelector | None:
         exceptions.append(network)
     if cidr is None:
         return None
+    # An ipBlock of a NetworkPolicy matches addresses, whoever has them; Cilium's CIDR rules mean only what is outside
+    # the cluster.
     return CidrSelector(cidr, tuple(dict.fromkeys(exceptions)), everybody=True)
 
 
@@ -210,6 +218,7 @@ def _read_port(node: Node) -> PortMatch | None:
     if not node.expect_object(("protocol", "port", "endPort")):
         return None
     protocol_node = node.child("protocol")
+    # NetworkPolicyPort: the protocol is TCP when the field is missing.
     protocol = PROTOCOLS.get(protocol_node.choice(tuple(PROTOCOLS)), TCP)
     port, end = node.child("port"), node.child("endPort")
     if isinstance(port.value, str):

@@ -105,6 +105,7 @@ async def _commit_part(cluster: Cluster, part: Sequence[Change]) -> None:
     answer, is_doubtful = await cluster.transact(
         [wire.equal(change.key, change.expected) for change in part],
         [change.operation() for change in part],
+        # On failure the same transaction reads what is there, so the explanation is of the moment of the refusal.
         [wire.read(change.key) for change in part],
     )
     if answer.succeeded:
@@ -112,6 +113,8 @@ async def _commit_part(cluster: Cluster, part: Sequence[Change]) -> None:
             change.settle(answer.header.revision)
         return
     pairs = answer.values()
+    # The conditions fail when the first attempt was carried out and its answer was lost: then it is our own mark that
+    # is there.
     if is_doubtful and all(change.is_done(now) for change, now in zip(part, pairs, strict=True)):
         for change, now in zip(part, pairs, strict=True):
             change.settle(now.mod_revision if now else 0)

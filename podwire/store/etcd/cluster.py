@@ -47,7 +47,9 @@ class Cluster:
 
     async def check(self) -> None:
         """See to it that what answers holds our format. NewerData, StorageFailure, and what `call` raises."""
+        # Read before asking: a failure during the check must cause another one.
         failures = self.gateway.failures
+        # One comparison while nothing fails: the check costs a request only after a failure.
         if self._checked_at == failures:
             return
         pairs = (await self.call("kv/range", {"key": FORMAT_KEY}, RangeAnswer)).kvs
@@ -95,12 +97,14 @@ class Cluster:
         pairs: list[KeyValue] = []
         revision = 0
         while True:
+            # Revision 0 means "now". All later pages ask for the revision of the first, so the list is of one moment.
             body = {"key": first, "range_end": end, "limit": PAGE, "revision": revision}
             page, _ = await self.gateway.call("kv/range", body, RangeAnswer)
             revision = revision or page.header.revision
             pairs += page.kvs
             if not page.more:
                 return pairs, revision
+            # The smallest key behind the last one.
             first = page.kvs[-1].key + b"\0"
 
     async def _begin(self) -> Sequence[KeyValue]:
@@ -110,6 +114,7 @@ class Cluster:
                 hint="podwire apply begins one; are these the right endpoints?",
             )
         body = {
+            # Two agents may begin an empty etcd at the same moment: one writes the key, the other reads it.
             "compare": [wire.equal(FORMAT_KEY, 0)],
             "success": [wire.put(FORMAT_KEY, str(FORMAT).encode()), wire.read(FORMAT_KEY)],
             "failure": [wire.read(FORMAT_KEY)],

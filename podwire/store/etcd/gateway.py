@@ -100,6 +100,8 @@ class Gateway:
         while waiting and (left_s := end_s - now_s()) > 0:
             endpoint = waiting.popleft()
             try:
+                # The time that is left is shared among the endpoints that are left, so that one that hangs does not
+                # use up the deadline of all.
                 async with asyncio.timeout(max(left_s / (len(waiting) + 1), _ATTEMPT_MIN_S)):
                     done = await self._ask(endpoint, path, raw)
                     return msgspec.json.decode(done, type=answer, strict=False), is_doubtful
@@ -110,7 +112,10 @@ class Gateway:
                     raise
                 failure = error
             self._fail(endpoint)
+            # Without a connection nothing was sent. After any other failure etcd may have carried the request out.
             is_doubtful |= not isinstance(failure, aiohttp.ClientConnectorError)
+            # A kept connection ends without a word when etcd restarts. The endpoint gets one more chance, with a new
+            # one.
             if endpoint not in tried and _is_of_old_connection(failure):
                 waiting.appendleft(endpoint)
             tried[endpoint] = failure
@@ -188,6 +193,7 @@ class Gateway:
         try:
             return await self._send(endpoint, path, raw, token)
         except Refused as error:
+            # Tokens end after five minutes by default, when etcd restarts, and when users or roles change.
             is_old = error.code == wire.UNAUTHENTICATED or "auth store is old" in error.reason
             if not (self._access.user and is_old):
                 raise
@@ -214,6 +220,7 @@ class Gateway:
         if not user:
             return ""
         async with self._login:
+            # Many requests meet the end of a token at once. The first one logs in for all.
             if self._token != old:
                 return self._token
             now_s = asyncio.get_running_loop().time()
@@ -245,11 +252,14 @@ class Gateway:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
+                    # aiohttp's default of 100 connections would let streams, which never end, starve requests.
                     limit=0,
                     limit_per_host=0,
                     keepalive_timeout=60.0,
                     socket_factory=self._sockets.make,
                 ),
+                # aiohttp's default ends everything after five minutes, watches included. Deadlines are set where
+                # requests are made.
                 timeout=aiohttp.ClientTimeout(total=None),
                 auto_decompress=False,
             )

@@ -52,12 +52,15 @@ def kind_prefix(kind: str) -> bytes:
 
 def namespace_prefix(kind: str, namespace: str) -> bytes:
     """Give what the keys of a kind in a namespace begin with; "" is cluster-wide."""
+    # `quote` leaves "_" alone, and a namespace of that name must not look like cluster-wide.
     quoted = quote(namespace, safe=":").replace("_", "%5F") if namespace else _CLUSTER_WIDE
     return kind_prefix(kind) + quoted.encode() + b"/"
 
 
 def range_of_kinds(kinds: list[str]) -> tuple[bytes, bytes]:
     """Give the first key and the end of the shortest range that holds all of some kinds."""
+    # One stream for all kinds. What lies between the first and the last prefix comes along and is dropped by its
+    # kind.
     prefixes = sorted(map(kind_prefix, kinds))
     return prefixes[0], prefix_end(prefixes[-1])
 

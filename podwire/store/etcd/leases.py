@@ -80,6 +80,7 @@ class EtcdLease:
             self._keeping.cancel()
 
     async def _keep(self) -> None:
+        # Three signs of life in one time to live, so that one may be lost.
         wait_s = self._ttl_s / 3
         while not self.taken_by:
             await asyncio.sleep(wait_s)
@@ -99,12 +100,15 @@ class EtcdLease:
         answer = await self._cluster.call(
             "lease/keepalive", {"ID": self._number}, wire.Framed[LeaseAnswer]
         )
+        # etcd answers the keepalive of a lease that it does not know with TTL 0 and no error.
         if answer.result is None or not answer.result.TTL:
             await self._claim()
             return
         self._renewals += 1
         if not self._renewals % LOOK_EVERY:
             await self._restore()
+        # Counted from before the request. etcd began to count later, so this side never believes in a lease that
+        # others see end.
         self._until_s = started_s + answer.result.TTL
 
     async def _restore(self) -> None:
@@ -122,6 +126,7 @@ class EtcdLease:
             await self._write(granted.ID)
         except BaseException:
             with contextlib.suppress(PodwireError):
+                # The lease would keep nothing, but etcd would carry it until its time is over.
                 await self._revoke(granted.ID)
             raise
         self._number, self._until_s = granted.ID, started_s + granted.TTL
@@ -135,6 +140,7 @@ class EtcdLease:
                 [wire.read(key)],
             )
             pair = None if answer.succeeded else answer.values()[0]
+            # The second condition: the first attempt was carried out and its answer was lost.
             if answer.succeeded or (pair is not None and pair.lease == number):
                 return
             if pair is not None and pair.value != self.holder.encode():
@@ -145,6 +151,8 @@ class EtcdLease:
                     f"take lease {self.name!r} for {self.holder}: {other} has it",
                     hint="it is free when the holder gives it up, or when its time to live ends after the holder died",
                 )
+            # The key is this holder's, from an earlier life or lease. It is replaced under the condition that it
+            # still is.
             expected = pair.mod_revision if pair is not None else 0
         raise Unavailable(f"take lease {self.name!r}: it keeps changing")
 

@@ -106,6 +106,8 @@ class EtcdStore:
         document = encode_document(new)
         created = self._stamp()
         batch = self._batch()
+        # In a block all writes are done at its end. A conflict that is there already is told now, at the call that
+        # meets it.
         if batch is not None and (pair := self._read(new.key)) is not None:
             raise exists(new.key, pair.mod_revision)
         return self._write("create", new.key, 0, document, str(uuid.uuid4()), created)
@@ -149,6 +151,8 @@ class EtcdStore:
                 self._submit(Change("delete", old, old.revision))
                 break
             except Conflict:
+                # The next attempt reads again: with a precondition it raises there, with the revision that is in the
+                # way.
                 if attempt == CHANGE_ATTEMPTS - 1:
                     raise
         return old
@@ -234,6 +238,7 @@ class EtcdStore:
         if batch is None:
             self._cluster.run(commit(self._cluster, [change]))
             return
+        # etcd refuses a transaction that writes one key twice ("duplicate key given in txn request").
         if any(write.made.key == change.made.key for write in batch):
             raise Conflict(
                 f"{change.verb} {change.made.key}: it is written twice together",

@@ -115,6 +115,8 @@ class KeyWatch:
                 Exception
             ) as error:  # the task's door: the reader is told, and all is tried again
                 self._tell(Unavailable(f"watch etcd: {error!r}"))
+            # Every agent's stream breaks at the same moment when an etcd stops. Without jitter all of them would come
+            # back at once.
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
             delay_s = min(_AGAIN_CAP_S, delay_s * 2)
 
@@ -139,7 +141,10 @@ class KeyWatch:
                 # Not the revision behind it: told to compact up to a deletion, etcd before 3.5.16 forgets that one and
                 # lets a watch begin there as if nothing had been deleted (etcd issue 18089).
                 "start_revision": max(self._heard, 1),
+                # etcd then says from time to time how far it is, even when no key of the range changes. Without it a
+                # quiet watch would resume at a revision that was compacted meanwhile, and list again.
                 "progress_notify": True,
+                # An event of a deletion has only the key; the contract also gives what was there.
                 "prev_kv": True,
             }
         }
@@ -168,6 +173,8 @@ class KeyWatch:
             yield message.result
 
     async def _hear(self, answer: WatchAnswer) -> None:
+        # etcd cancels a watch whose first revision was compacted and names the oldest that is left (etcd API,
+        # WatchResponse).
         if answer.compact_revision:
             raise self._compacted(f"the store remembers changes from {answer.compact_revision} on")
         if answer.canceled:
@@ -182,7 +189,11 @@ class KeyWatch:
             return
         revision = answer.events[-1].kv.mod_revision if answer.events else answer.header.revision
         if revision > self._heard:
+            # The stream begins at a revision that was given already (see `_read_stream`), so its first changes may be
+            # known.
             news = tuple(event for event in answer.events if event.kv.mod_revision > self._heard)
+            # A reader that is slow holds up the stream here. TCP then holds up etcd, which keeps the changes, so no
+            # memory grows.
             await self._room.wait()
             with self._changed:
                 self._heard = revision
@@ -194,6 +205,7 @@ class KeyWatch:
     async def _check_same(self, header: wire.Header) -> None:
         """Raise Compacted when what answers is another etcd by now, or was put back to an older state."""
         known, self._cluster_id = self._cluster_id or header.cluster_id, header.cluster_id
+        # Revisions of two clusters have nothing to do with each other: going on would skip changes in silence.
         if header.cluster_id != known:
             raise self._compacted("another etcd answers by now")
         if header.revision >= self._heard:

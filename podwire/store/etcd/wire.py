@@ -117,11 +117,13 @@ class Framed(msgspec.Struct, Generic[T], frozen=True):
     error: msgspec.Raw = msgspec.Raw()
 
 
+# etcd knows no prefixes, only ranges: [first, end). The end of a prefix is the prefix with its last byte increased.
 def prefix_end(prefix: bytes) -> bytes:
     """Give the first key after all that begin with `prefix`."""
     return prefix[:-1] + bytes([prefix[-1] + 1])
 
 
+# etcd gives a key that does not exist the mod_revision 0 in comparisons.
 def equal(key: bytes, mod_revision: int) -> Body:
     """Write the condition that a key is still of this revision; 0: that there is none."""
     return {"key": key, "target": "MOD", "result": "EQUAL", "mod_revision": mod_revision}

@@ -69,6 +69,8 @@ class Definitions:
                     async with asyncio.timeout(wait_s * random.uniform(0.5, 1.0)):
                         await waiter.look.wait()
                 waiter.look.clear()
+                # A CRD exists before its resource is served: the API server first has to establish it and rebuild its
+                # discovery.
                 if waiter.is_made and await self._is_served_soon(resource):
                     return
                 waiter.is_made = False

@@ -65,12 +65,15 @@ async def _read(
     if at_least is not None:
         query["resourceVersion"] = at_least
         if at_least:  # 0 is any state already, and takes no word about how it is meant
+            # Kubernetes API concepts, "Resource versions": without a match, a limit beside a revision asks for
+            # exactly that revision, which the server may have forgotten.
             query["resourceVersionMatch"] = "NotOlderThan"
     found: list[msgspec.Raw] = []
     while True:
         page = await _read_page(client, resource, query, namespace)
         found += page.items or ()
         if not page.metadata.next_page:
+            # The resourceVersion of every page of one list is the same: that of the moment of the first page.
             return found, int(page.metadata.resource_version or 0)
         # Goes on with what the first page was of; the server refuses other words about the revision beside it.
         query = {**selector.query(), "limit": PAGE, "continue": page.metadata.next_page}

@@ -167,6 +167,8 @@ def decode_object(resource: Resource, raw: msgspec.Raw | bytes) -> StoredObject:
     return StoredObject(
         key=key,
         uid=meta.uid,
+        # The API conventions called resourceVersion opaque for long. API servers over etcd give a number that grows,
+        # and the contract compares revisions of one kind as numbers.
         revision=int(meta.resource_version or 0),
         created=meta.creation_timestamp or "",
         document=document,
@@ -239,6 +241,8 @@ def _decode_document(resource: Resource, raw: msgspec.Raw | bytes) -> dict[str, 
             metadata["annotations"] = {**_members(metadata, "annotations"), **marks}
     # Items of lists of built-in kinds do not say what they are.
     header = {"apiVersion": resource.api_version, "kind": resource.name, "metadata": metadata}
+    # The header comes twice: first for its place in the order, and again because it counts more than what the
+    # document says.
     return {**header, **document, **header}
 
 

@@ -129,6 +129,8 @@ class KubernetesStore:
         """Replace an object whose revision must still be `new.revision` (else Conflict; NotFound)."""
         resource = _find_writable("update", new.key)
         body, status = encode_object(resource, new, revision=new.revision, uid=new.uid)
+        # For kinds that allow it, a PUT without resourceVersion overwrites whatever is there (API conventions,
+        # "Concurrency Control and Consistency"). The contract never does that.
         if not new.revision:
             raise self._explain_conflict("update", new.key, 0, new.uid)
         request = Request(
@@ -141,6 +143,8 @@ class KubernetesStore:
             made = self._write(request)
         except Refused as refused:
             raise self._explain_write(refused, new.key, new.revision, new.uid) from None
+        # With the status subresource, a PUT of the object ignores its status (API conventions, "Spec and status"). It
+        # needs a write of its own.
         wanted = {field: status.get(field) for field in resource.status_of_annotations.values()}
         return self._patch_status(made, wanted) if wanted else made
 
@@ -191,6 +195,8 @@ class KubernetesStore:
                 raise made_anew("delete", key)
             if revision is not None and found.revision != revision:
                 raise changed("delete", key, found.revision, revision)
+            # Preconditions on both: somebody may delete the object and make another of its name between read and
+            # delete.
             required = {"uid": found.uid, "resourceVersion": str(found.revision)}
             request = Request(
                 _intend("delete", resource, key),

@@ -141,6 +141,8 @@ class Stream:
 
     def stop(self) -> None:
         """End the watch."""
+        # A coroutine that is cancelled may still be between two awaits. By its life it finds out that it has nothing
+        # to say any more.
         self._life += 1
         if self._running is not None:
             self._running.cancel()
@@ -159,6 +161,8 @@ class Stream:
         while True:
             began_s, wait_s = time.monotonic(), 0.0
             try:
+                # A server that was restored from a backup may take a revision of its future and wait for it in
+                # silence.
                 if self._is_doubtful and not await self._check(life):
                     return
                 await self._follow(life)
@@ -177,6 +181,8 @@ class Stream:
                 self._break(life, Unavailable(f"watch {self._resource.full_name}: {error!r}"))
             if self._is_open and time.monotonic() - began_s > AGAIN_CAP_S:
                 delay_s = AGAIN_BASE_S
+            # Never earlier than Retry-After asks, and spread, because all agents lose an API server at the same
+            # moment.
             await asyncio.sleep(max(wait_s, delay_s) * random.uniform(0.5, 1.0) + wait_s / 2)
             delay_s = min(AGAIN_CAP_S, delay_s * 2)
 
@@ -186,6 +192,8 @@ class Stream:
         query: dict[str, str | int] = {
             **self._hub.select(resource.kind).query(),
             "watch": 1,
+            # Bookmarks move the revision on when a kind is quiet. Without them a watch would resume at a revision
+            # that etcd compacted, five minutes later by default, and list everything again.
             "allowWatchBookmarks": "true",
             "resourceVersion": self._heard,
             "timeoutSeconds": random.randint(*LASTS_S),
@@ -196,6 +204,8 @@ class Stream:
             self._note_open(life)
             async for line in _until_silent(lines, self._hub.idle_s):
                 told = decode_event(line)
+                # A watch fails within its stream: HTTP 200 was answered long ago. The object is a Status, usually 410
+                # "Expired".
                 if told.type == "ERROR":
                     raise Refused(intent, read_status(bytes(told.object), 500))
                 if told.type == "BOOKMARK":

@@ -96,6 +96,7 @@ class KubernetesWatch:
 
     def hand(self, kind: str, events: Sequence[StoreEvent], revision: int) -> None:
         with self._changed:
+            # A stream that begins again for another reader hands over what this one knows already.
             if self._closed or kind in self._compacted or revision <= self._heard[kind]:
                 return
             fresh = tuple(one for one in events if one.revision > self._heard[kind])

@@ -157,6 +157,8 @@ def _excludes_namespace(requirement: Requirement, namespace: str) -> bool:
 
 def _read_endpoints(node: Node, scope: Scope) -> tuple[PeerSelector, ...]:
     requirements = _read_requirements(node, mentioned=True)
+    # Reserved identities (host, world) have no namespace, so a requirement on one would make the selector match
+    # nothing.
     if any(requirement.source == SOURCE_RESERVED for requirement in requirements):
         return (make_selector(*requirements),)
     if any(
@@ -165,6 +167,7 @@ def _read_endpoints(node: Node, scope: Scope) -> tuple[PeerSelector, ...]:
     ):
         # A negative requirement holds for what has no namespace, too; this rule is about endpoints.
         return (make_selector(*requirements, _HAS_NAMESPACE),)
+    # Cilium adds the policy's namespace to every selector that does not speak of namespaces itself.
     return (make_selector(*requirements, scope.requirement),)
 
 
@@ -204,6 +207,8 @@ def _read_key(node: Node, text: object) -> tuple[str, str] | None:
     if source not in _SOURCES:
         node.wrong(f"has the key {shown(text)}; its source is not one of {', '.join(_SOURCES)}")
         return None
+    # Cilium puts this prefix in front of a namespace's label, whose key may have a prefix and a slash of its own. The
+    # grammar of keys holds for what is behind it.
     bare = key.removeprefix(f"{NAMESPACE_LABELS_PREFIX}.")
     if not check_label_key(node, text, bare):
         return None

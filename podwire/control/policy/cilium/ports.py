@@ -129,6 +129,7 @@ def _read_port(node: Node) -> list[PortMatch]:
         port.wrong('is missing ("0" means every port)')
         return []
     text = port.text()
+    # Cilium's schema has `port` as a string; a number without quotes was reported by `text`.
     if not isinstance(port.value, str):
         return []
     last = end.integer(0, PORT_MAX) or 0
@@ -138,6 +139,7 @@ def _read_port(node: Node) -> list[PortMatch]:
         port.wrong(f"is {shown(text)}, neither a port number nor a port name")
     elif last:
         end.wrong("stands beside the name of a port; a range begins with a number")
+    # Cilium compares names of ports without case, and names of containers' ports are lower case (IANA_SVC_NAME).
     return [PortMatch(protocol, name=text.lower()) for protocol in protocols]
 
 

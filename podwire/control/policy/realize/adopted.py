@@ -28,6 +28,8 @@ class Adopted:
         those whose labels are known, to be built."""
         rows, self.rows = self.rows, {}
         known: list[Subject] = []
+        # The newest row first. The earlier process may have been killed between two rows of one flip, so rows of one
+        # identity can differ.
         for endpoint_id, config in sorted(rows.items(), key=lambda item: -item[1].policy_revision):
             values = PolicyValues.read(config)
             subject = subjects.find(config.identity)
@@ -50,4 +52,5 @@ def _read(subject: Subject, values: PolicyValues, datapath: PolicyDatapath) -> N
         subject.adopt(values, datapath.read_slot(values.slot) if values.slot else {})
     except PodwireError:
         subject.adopt(values, {})
+        # An unreadable slot is written anew under another number; until then the rows go on naming this one.
         subject.is_unsure = True

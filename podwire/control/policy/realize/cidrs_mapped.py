@@ -37,6 +37,7 @@ class MappedCidrs:
                 self.slots.extend(subject, pairs)
             except PolicyOverflow as error:
                 raise self.explain(error, subject) from error
+        # Entries first, the map after them: as soon as the map has the prefix, packets meet its number.
         self.datapath.write_cidrs(self.cidrs.mapping(fresh))
         for prefix in fresh:
             prefix.is_mapped = True
@@ -61,6 +62,8 @@ class MappedCidrs:
         for prefix in prefixes:
             prefix.is_mapped = False
         self.datapath.write_cidrs(self.cidrs.mapping())
+        # With nothing to remove this waits for the programs that run: one of them may have read the old number a
+        # moment ago.
         self.datapath.remove_slots(())
         self.subjects.spread(self.cidrs.forget(prefixes))
         return {number for prefix in prefixes for number in prefix.families}

@@ -123,6 +123,8 @@ class Slots:
             _settle(subject)
             return False
         if has_rows or subject.is_unsure:
+            # A change that opens some flows and closes others has a moment in between in which a flow meets neither
+            # the old verdict nor the new one. Written elsewhere, it takes effect with one write to each row.
             if plan.is_mixed or subject.is_unsure or not subject.slot:
                 self._replace(subject)
             else:
@@ -176,9 +178,12 @@ class Slots:
             if subject.live:
                 self.datapath.update_endpoints(self.rows(sorted(subject.live), values))
         except PodwireError:
+            # Some rows were rewritten and others not. 0 stands for the slot in force, whose rows still have the old
+            # revision.
             if not subject.lingering:
                 subject.lingering.append(0)
             raise
+        # Only after every row is written. Before, the rows disagree, and what they hold has no single value.
         subject.values = values
         self.retired.update(slot for slot in subject.lingering if slot)
         subject.lingering.clear()
@@ -271,6 +276,7 @@ class Slots:
             for number, block in subject.families[direction].items()
             for at, entry in block.rows.items()
         }
+        # A slot's number is never used twice: a program under way may still read entries under the old one.
         slot = self.numbers.take() if rows else 0
         if slot:
             try:
@@ -278,6 +284,7 @@ class Slots:
             except PolicyOverflow:
                 raise
             except PodwireError:
+                # Half of it may be written. No row names it, so it can be removed like a slot that was given up.
                 self.retired.add(slot)
                 raise
         if subject.slot:

@@ -139,12 +139,15 @@ class Subjects:
 
     def take_work(self) -> list[Subject]:
         """Give the subjects that have work to do, by number, once."""
+        # Those that are behind are tried at every change: what did not fit may fit when something else became
+        # smaller. By number, so that a change has the same order in each run.
         todo = sorted(self.touched | self.behind, key=_by_number)
         self.touched.clear()
         return todo
 
     def fall_behind(self, subject: Subject, error: PodwireError, revision: int) -> None:
         """Note a failure; `revision`: the one that is still in force."""
+        # The first failure keeps the revision. A second one must not hide how far back the endpoints are.
         if subject.failure is None:
             subject.behind_at = revision
         subject.failure = error

@@ -188,6 +188,7 @@ class CidrTable:
         """Give the next number; after the last one those that are free again, from the first."""
         while True:
             number, self._next = self._next, self._next + 1
+            # Numbers are not given again soon after they are free: programs under way may still hold them.
             if self._next >= CIDR_WORLD_BIT:
                 self._next = CIDR_IDENTITY_FIRST
             if number not in self._numbers:
@@ -232,6 +233,7 @@ class CidrTable:
     def _inside(self, network: IPNetwork) -> list[Prefix]:
         prefix = self._prefixes[network]
         order = self._order[prefix.version]
+        # What is inside a prefix is one stretch of the sorted list, because CIDRs are nested or apart, never crossed.
         end = prefix.first + (1 << (_BITS[prefix.version] - prefix.bits))
         begin = bisect.bisect_left(order, (prefix.first, prefix.bits))
         stretch = order[begin : bisect.bisect_left(order, (end, 0))]
@@ -239,6 +241,7 @@ class CidrTable:
 
     def _around(self, prefix: Prefix, *, itself: bool) -> Iterator[Prefix]:
         width = _BITS[prefix.version]
+        # One look-up for each length that is in use, instead of a walk of a trie in Python.
         for bits in reversed(self._lengths[prefix.version]):
             if bits > prefix.bits or (bits == prefix.bits and not itself):
                 continue

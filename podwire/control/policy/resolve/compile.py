@@ -42,6 +42,7 @@ def pack_key(key: PolicyKey) -> int:
 def split_range(first: int, last: int) -> Iterator[tuple[int, int]]:
     """Give the (port, bits) of the fewest prefixes that make up a range of ports, at most 30."""
     while first <= last:
+        # The lowest bit that is set says how large an aligned block may begin here.
         free = (first & -first).bit_length() - 1 if first else PORT_BITS
         free = min(free, (last - first + 1).bit_length() - 1)
         yield first, PORT_BITS - free
@@ -57,6 +58,8 @@ def resolve_port(match: PortMatch, named_ports: Iterable[NamedPort]) -> list[int
             if named.name == match.name and match.protocol in (0, named.protocol)
         ]
     if match.icmp:
+        # The program looks ICMP up by type << 8 | code in the place of the port. A type is thus a prefix of 8 bits,
+        # and holds for all codes.
         bits = split_range(match.first << 8, match.last << 8 | 0xFF)
         return [pack(match.protocol, port, length_) for port, length_ in bits]
     if not match.last:
@@ -140,6 +143,7 @@ def resolve_rows(terms: Iterable[Term]) -> dict[int, PolicyEntry]:
     for prefix in sorted(own, key=length):
         term = own[prefix]
         above = find_covering(best, prefix)
+        # The program stops at the longest prefix, so a weaker rule there would hide the stronger one around it.
         if above is not None and above.strength >= term.strength:
             best[prefix] = above
         else:

@@ -34,6 +34,7 @@ class Pending:
 
     def count_rules(self) -> int:
         """Give how many numbers of rules may be needed."""
+        # One more for each part: its default denial has a number too.
         return sum(len(part.rules) + 1 for parts in self.policies.values() for part in parts)
 
     def merge_groups(self, known: Mapping[str, CidrGroup]) -> dict[str, CidrGroup]:

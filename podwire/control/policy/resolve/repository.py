@@ -124,6 +124,8 @@ class Repository:
         parts: list[Part] = []
         for rules in written:
             part = next((part for part in old if part.subject == rules.subject), None)
+            # A part that has the same subject goes on: its rules are compared one by one, and the entries of those
+            # that are the same stay.
             if part is None:
                 part = Part(policy, rules.subject, self.numbers.number(policy))
                 part.selection = self.subjects.use(part.subject, part)
@@ -175,6 +177,8 @@ class Repository:
                 selections.append(self.peers.use(peer, used))
             else:
                 selections.append(self._everybody)
+                # "Everybody" is one entry for all identities. A named port means another number on each peer, so the
+                # peers that have the name get entries of their own.
                 names = {port.name for port in used.named} if used.is_resolved_on_peers else ()
                 selections += [self.peers.use(name, used) for name in names]
         used.selections = tuple(dict.fromkeys(selections))

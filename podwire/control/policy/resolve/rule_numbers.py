@@ -30,6 +30,7 @@ class Counter:
     def prepare(self, count: int) -> None:
         """Reserve so that the next `count` numbers can be taken; raises what `reserve` raises, nothing is lost then."""
         if self._next + count > self.limit:
+            # In spans, so that the disk is written once in many changes and not for each number.
             limit = self._next + count + SPAN
             self._reserve(limit)
             self.limit = limit

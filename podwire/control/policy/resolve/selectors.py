@@ -174,6 +174,7 @@ class LabelIndex:
             is_positive = requirement.operator in (Operator.IN, Operator.EXISTS)
             (positive if is_positive else negative).append(self._bearers(requirement))
         positive.sort(key=len)
+        # A selector of negative requirements alone begins with everybody: they hold for identities that lack the key.
         numbers = set(positive[0]) if positive else set(self._facts)
         for others in positive[1:]:
             numbers &= others
@@ -185,6 +186,7 @@ class LabelIndex:
         """Give the identities that have the key, or one of the values: a negative requirement excludes these."""
         key = requirement.key
         wanted = requirement.source
+        # A key without a source never means a reserved identity, as in `LabelSet`.
         sources = self._sources - {SOURCE_RESERVED} if wanted == ANY_SOURCE else {wanted}
         bearers: list[set[int]] = []
         for source in sources:

@@ -123,6 +123,7 @@ class Subject:
         """Give what rows must hold; slot and revision are those in force. `setting_rule`: the number of a denial by the
         setting alone."""
         always = enforcement is Enforcement.ALWAYS
+        # As in Cilium: an endpoint whose labels are not known yet is closed by default.
         always |= enforcement is Enforcement.DEFAULT and self.number == Reserved.INIT
         closing = [next(iter(parts), None) for parts in self._closing]
         rules = [part.number if part else setting_rule if always else 0 for part in closing]
@@ -236,6 +237,7 @@ class Subject:
         if came:
             self._put(rule, came)
         if went:
+            # Another peer selector of the same rule may still select it.
             self._drop(rule, [number for number in went if not rule.selects(number)])
 
     def _terms(
@@ -247,6 +249,7 @@ class Subject:
             if term is not None:
                 yield numbers, term
             return
+        # Thousands of identities share a few sets of named ports, so terms are made once for each set.
         alike: dict[tuple[NamedPort, ...], list[int]] = {}
         for number in numbers:
             alike.setdefault(self._named_ports_of(number), []).append(number)
@@ -284,10 +287,14 @@ class Subject:
         old = families.get(number)
         if new is old:
             return
+        # Only the first change since the slot was written counts: `stale` is what the kernel has, however often the
+        # wish changes.
         self.stale[direction].setdefault(number, old)
         if new is None:
             del families[number]
         else:
             families[number] = new
         if number >= CIDR_IDENTITY_FIRST:
+            # Counted, so that the row can say whether any CIDR has entries: without one the program skips the look-up
+            # of the address.
             self._cidr_families[direction] += (new is not None) - (old is not None)

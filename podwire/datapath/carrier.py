@@ -36,4 +36,6 @@ def await_carrier(netlink: NetlinkSocket, device: Device) -> None:
                 f"wait for the carrier of device {device.host_name!r}: it was not there after {WAIT_S:g} s",
                 hint="try again; if that does not help, check whether something sets the pod's interface down",
             )
+        # Linux before 6.8 acts on the carrier in a work queue: there is nothing to wait on, and an ADD waits for
+        # this.
         time.sleep(LOOK_S)

@@ -62,6 +62,8 @@ _NFTA_GEN_PROC_NAME: Final = 3
 
 def watch_links() -> NetlinkEvents:
     """Listen for changes of what a plan for other nodes needs or makes, in the calling thread's namespace."""
+    # Devices of pods are dropped by a filter in the kernel: waking a thread at each step of an ADD was half of the
+    # ADD's time.
     return NetlinkEvents(_GROUPS, matters, ignored_from=FIRST_INDEX)
 
 
@@ -84,9 +86,13 @@ def watch_tables(told: Callable[[str], None]) -> NetlinkEvents:
 
     def note(_kind: int, body: bytes) -> bool:
         _, attributes = unpack_body(_GENERATION, body)
+        # nftables' numbers are in network order, unlike those of rtnetlink. The kernel puts the number of the thread
+        # here that sent the commit (nf_tables_fill_gen_info), and the agent has several.
         thread = int.from_bytes(attributes.get(_NFTA_GEN_PROC_PID, b""), "big")
         is_own = os.path.exists(f"/proc/self/task/{thread}")
         told("" if is_own else read_text(attributes, _NFTA_GEN_PROC_NAME))
+        # Our own commit must not wake the duty that looks for commits of others, or each repair would be followed by
+        # another look.
         return not is_own
 
     return NetlinkEvents(GROUP_TABLES, note, only_kind=COMMITTED, protocol=NETLINK_NETFILTER)
@@ -104,10 +110,13 @@ def matters(kind: int, body: bytes) -> bool:
 def _route_matters(kind: int, body: bytes) -> bool:
     """Default routes choose the underlay; of ours, only that one goes is news. Local ones are the host itself."""
     route = read_route(body)
+    # What the programs call `host` is this table's content (datapath rule: a subnet's broadcast and router anycast
+    # address lead to host sockets as well), so it is followed live.
     if route.table == TABLE_LOCAL and route.kind in (ROUTE_LOCAL, ROUTE_BROADCAST, ROUTE_ANYCAST):
         return route.index < FIRST_INDEX
     if route.table != TABLE_MAIN or route.index >= FIRST_INDEX:
         return False
+    # The default route says which device is the underlay when no node address is set.
     if route.destination.prefixlen == 0:
         return True
     return kind == RTM_DELROUTE and route.protocol == ROUTE_PROTOCOL

@@ -97,7 +97,7 @@ class _InForce:
     """Which nodes' pods are reached past the stack, by IP version."""
 
     def tunnel_peers(self) -> tuple[IPNetwork, ...] | None:
-        """Give who may send to a classic device, which has no program that asks."""
+        """Give the senders that a classic device accepts, None for a flow-based one: its program judges them."""
         if _own_mode(self.plan) is TunnelMode.FLOW:
             return None
         return tuple(host_network(address) for address in _outer_addresses(self.plan))
@@ -124,7 +124,7 @@ class OtherNodes:
         self._routes = routes.RouteReader(netlink)
         self._known = _InForce()
         self._fresh = False
-        """Whether what is known is exactly what its plan says."""
+        """Whether `_known` is exactly what its plan says."""
         self._weak: Rows = {}
         self._strong: Rows = {}
         self._outer: Sequence[IPAddress] = ()
@@ -132,7 +132,7 @@ class OtherNodes:
         self._attached: set[int] = set()
         """Devices that may have the program for native packets by this process."""
         self._obstacle = ""
-        """Why native packets go through the stack though there are any, "" = they do not."""
+        """Why native packets have to go through the stack, "" = they do not."""
 
     @property
     def pod_mtu_bytes(self) -> int:
@@ -141,6 +141,7 @@ class OtherNodes:
 
     def recall(self, own: NodePlan) -> None:
         """Take over what an earlier agent left in the kernel; it stays in force until the first plan."""
+        # The store may be away for hours: until the first plan the ipcache itself says what other nodes have.
         tunnel = find_tunnel(self._netlink, own.node_name)
         rows = {key: row for key, row in self._maps.pw_ipcache.items() if is_about_other_node(row)}
         known = _InForce(
@@ -156,11 +157,14 @@ class OtherNodes:
             index = tunnel.link.index if tunnel.settings.flow_based else 0
         self._known = known
         native = tables.read_settings(self._maps).native_ifindex
+        # Without the program what comes in takes the stack, so what goes out has to as well: a node's stack sees both
+        # directions of a flow or neither.
         if native and not find_program(self._netlink, native):
             native = 0
         tables.write_settings(self._maps, tunnel_ifindex=index, native_ifindex=native)
         self._hooks.compare(self._netlink)
         attached = {*list_attached(self._netlink), *self._hooks.devices}
+        # An agent that was killed between attaching and switching leaves a program that nothing refers to.
         remove_attached(self._netlink, attached - {native}, self._hooks)
 
     def apply_own(self, own: NodePlan) -> None:
@@ -168,6 +172,8 @@ class OtherNodes:
         tables.write_settings(
             self._maps, conntrack_quota=own.own_conntrack_quota, tunnel_port=self._port(own)
         )
+        # Missing rows are written before surplus ones go, so that no address is without a row that it had and is to
+        # have.
         tables.remove_surplus(self._maps.pw_ipcache, self._put_ipcache(own))
         routes.ensure_block_routes(self._netlink, own.node_cidrs)
         self._ensure_masquerade(own)
@@ -178,12 +184,16 @@ class OtherNodes:
         Raises ForeignObject: changing nothing where a device has the tunnel's port or name; after everything else
         was done, where routes of others lead to other nodes' pods.
         """
+        # Before anything is changed: a device of somebody else on the tunnel's port refuses the plan as a whole.
         differences, index = self._prepare_tunnel(own, plan)
         flow_index = index if _own_mode(plan) is TunnelMode.FLOW else 0
         native, hops = self._prepare_native(own, plan, differences)
         self._learn(plan, frozenset(hops))
+        # A row of the ipcache names a node by number: the node's row has to be there first, and goes last.
         nodes = tables.put_missing(self._maps.pw_nodes, node_rows(plan.peers, hops))
         numbers = tables.put_missing(self._maps.pw_node_numbers, node_number_rows(plan.peers))
+        # Whatever a row names exists already: a new device is in the settings before the prefixes, and one that goes
+        # leaves them after those.
         if flow_index:
             differences += self._ensure_settings(own, flow_index)
         differences += self._switch_native(native)
@@ -204,6 +214,7 @@ class OtherNodes:
             *_name_rows("number {} of another node", nodes, _number_name),
             *name_differences("route to {}", map(str, changed.put), map(str, changed.removed)),
         ]
+        # Raised at the very end: one route of somebody else's must not keep all other nodes from being reached.
         _refuse_foreign(changed.foreign, differences)
         return differences
 
@@ -213,11 +224,15 @@ class OtherNodes:
         """Change single rows, `put` before `remove`; where one goes, this node's own row for the prefix returns."""
         rows = prefix_rows(put, _own_mode(self._known.plan), self._known.direct)
         gone = [key for network in remove if (key := tables.to_prefix_key(network)) not in rows]
+        # What is in force is no longer what the plan says, so the next `apply` of the same plan must not take it as
+        # done.
         self._fresh = False
         self._known.rows.update(rows)
         for key in gone:
             self._known.rows.pop(key, None)
         back = {key: self._weak[key] for key in gone if key in self._weak}
+        # An address that this node has itself is never another node's, whatever is published (the node's own rows
+        # win).
         changed = [(key, row) for key, row in (rows | back).items() if key not in self._strong]
         self._maps.pw_ipcache.update_batch(changed)
         self._maps.pw_ipcache.delete_batch(
@@ -252,6 +267,7 @@ class OtherNodes:
                 differences += ensure_attached(self._netlink, index, self._netdev, self._hooks)
         except (Unavailable, KernelFailure, StorageFailure) as failure:
             obstacle = failure.message
+        # Each pass finds the same obstacle again; only a change is news.
         if obstacle != self._obstacle:
             _log.info("way of native packets", extra={"cause": obstacle or "past the stack"})
         self._obstacle = obstacle
@@ -261,6 +277,8 @@ class OtherNodes:
         """Let the programs send past the stack by a device whose program is there, in the one moment for both ways."""
         before = tables.read_settings(self._maps).native_ifindex
         differences = []
+        # One number in the settings turns both directions over: a flow must pass this node's stack both ways or
+        # neither way.
         if before != index:
             tables.write_settings(self._maps, native_ifindex=index)
             differences = [f"device for native packets is index {before}, wanted {index}"]
@@ -296,6 +314,8 @@ class OtherNodes:
 
     def _put_ipcache(self, own: NodePlan) -> RowChanges:
         """Write the rows that are missing: this node's own rows take precedence over those of others."""
+        # A tunnel device that is about to go takes its addresses with it: rows for them would be removed by the next
+        # pass only.
         tunnels = {tunnel.link.index for tunnel in list_own_tunnels(self._netlink, own.node_name)}
         going = tunnels if self._fresh and self._known.plan.tunnel is None else ()
         present = list_own_addresses(self._netlink)
@@ -443,6 +463,7 @@ def _route(route: HostRoute, index: int, gateway: IPAddress | None) -> Route:
         gateway=gateway,
         source=route.source,
         protocol=ROUTE_PROTOCOL,
+        # The kernel turns metric 0 of IPv6 into 1024; a wanted 0 would differ from what is read back, on every pass.
         metric=0 if route.destination.version == 4 else IPV6_DEFAULT_METRIC,
         mtu=route.mtu_bytes,
     )

@@ -38,6 +38,8 @@ class ConntrackRow:
 def open_shards(maps: NodeMaps) -> Iterator[bpf.Map]:
     """Open the hashes of conntrack, in order; the caller closes each."""
     for _, raw_id in sorted(maps.pw_conntrack.items()):
+        # A map of maps shows its inner maps by id; the id is of no map any more when the slot was replaced in
+        # between.
         shard = bpf.open_map_by_id(int.from_bytes(raw_id, "little"))
         if shard is None:
             raise Bug("open conntrack shards: a slot was replaced meanwhile")
@@ -70,8 +72,10 @@ def list_conntrack(maps: NodeMaps, instance: EndpointId | None = None) -> Iterat
 
 def _list_rows(rows: bpf.Map, instance: EndpointId | None) -> Iterator[ConntrackRow]:
     wanted = b"" if instance is None else instance.to_bytes(4, "little")
+    # The programs' clock: bpf_ktime_get_ns() reads CLOCK_MONOTONIC.
     now_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     for raw_key, raw in rows.items():
+        # The key begins with the instance. Comparing bytes leaves most rows of a full table undecoded.
         if not raw_key.startswith(wanted):
             continue
         key, value = abi.ConntrackKey.unpack(raw_key), abi.ConntrackValue.unpack(raw)
@@ -91,6 +95,8 @@ def _list_rows(rows: bpf.Map, instance: EndpointId | None) -> Iterator[Conntrack
 
 def _is_over(value: abi.ConntrackValue, now_ns: int) -> bool:
     """Tell whether a row means nothing any more; nothing removes such a row from the hash of new flows."""
+    # A flow that has become a connection leaves its row here, flagged: deleting it would give its memory to another
+    # flow while a program reads it (decisions/0007).
     if value.flags & abi.ConntrackFlags.LEFT:
         return True
     stays = not value.flags & abi.ConntrackFlags.NEW
@@ -99,6 +105,7 @@ def _is_over(value: abi.ConntrackValue, now_ns: int) -> bool:
 
 def count_conntrack(maps: NodeMaps) -> int:
     """Count the connections without reading them: what the endpoints are charged with."""
+    # What the endpoints are charged with is a few rows; the connections themselves may be a million.
     return sum(sum(value.connections) for _, value in list_usage(maps))
 
 

@@ -44,6 +44,7 @@ def protocol_name(protocol: int) -> str:
 def decode_event(event: abi.Event) -> FlowEvent:
     """Turn a record into a flow event."""
     is_ip = event.ethertype in _ETHERTYPES_IP
+    # The programs fill it only where a service's address was replaced.
     is_translated = is_ip and any(event.original_daddr)
     return FlowEvent(
         boottime_ns=event.time_ns,
@@ -86,6 +87,8 @@ class EventReader:
     """The node's one reader of the ring. Owner of its mapping."""
 
     def __init__(self, maps: NodeMaps) -> None:
+        # A newer program may append fields, which the reader cuts off: for a moment of a return to an older build
+        # such programs still run.
         self._ring = RingReader(maps.pw_events, record_bytes=abi.EVENT_BYTES)
         self.fd = self._ring.fd
 

@@ -80,6 +80,8 @@ def prepare_host(netlink: NetlinkSocket, *, ipv4: bool, ipv6: bool) -> list[Sett
     if ipv4:
         wanted.append((("ipv4", "ip_forward"), "1"))
     if ipv6 and read_sysctl("ipv6", "conf", "all", "forwarding") != "1":
+        # First accept_ra, then forwarding: once it forwards, a device with accept_ra=1 ignores advertisements and its
+        # default route expires (Documentation/networking/ip-sysctl.rst).
         wanted += [
             (("ipv6", "conf", name, "accept_ra"), "2") for name in _list_router_listeners(netlink)
         ]
@@ -99,6 +101,7 @@ def undo_host(changes: Iterable[SettingChange]) -> list[SettingChange]:
     undone = []
     for change in reversed(list(changes)):
         with contextlib.suppress(KernelFailure):  # the device may be gone
+            # Somebody else who has set it since means it: Docker, for one, needs ip_forward as well.
             if read_sysctl(*change.path) == change.after:
                 write_sysctl(change.before, *change.path)
                 undone.append(change)
@@ -125,6 +128,7 @@ def read_changes(noted: str, boot_id: str) -> tuple[SettingChange, ...]:
     if not noted:
         return ()
     changes = msgspec.json.decode(noted, type=_Changes)
+    # Settings below /proc/sys do not outlive a boot: after one there is nothing to put back.
     return changes.changes if changes.boot_id == boot_id else ()
 
 
@@ -199,6 +203,7 @@ def detect_underlay(netlink: NetlinkSocket, node_address: IPAddress | None = Non
             "detect the MTU: there is neither a default route nor a device with the node's address",
             hint="set `mtu` and `node_address` in the agent's configuration",
         )
+    # A route may have an MTU of its own (`ip route ... mtu`), which the outer packets of a tunnel follow as well.
     limits = [route.mtu for route in routes if route.index == link.index and route.mtu]
     return Underlay(link.name, link.index, min([link.mtu, *limits]))
 
@@ -256,6 +261,7 @@ def _forwarding_off(setting: str) -> HostWarning:
 def _legacy_forward_drops(version: int) -> bool:
     """Look at the old iptables tables, which nftables does not show; only where they are in use."""
     try:
+        # Listing the chains by the command would load the kernel's old tables where they are not in use yet.
         if "filter" not in Path(_LEGACY_TABLES[version]).read_text(encoding="ascii").split():
             return False
         listed = run([_LEGACY_COMMANDS[version], "-S", "FORWARD"], timeout_s=_TIMEOUT_S)

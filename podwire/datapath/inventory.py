@@ -95,14 +95,13 @@ def remove_leftovers(
     inventory: Inventory,
     keep_records: Iterable[EndpointRecord],
 ) -> list[str]:
-    """Remove what `inventory` lists and no record accounts for, and routes of ours without an owner; name them.
-
-    Rows go before devices: a device without a row passes nothing.
-    """
+    """Remove what `inventory` lists and no record accounts for, and routes of ours without an owner; name them."""
     keep = _Keep.of(keep_records)
+    # Rows before devices: a device without a row passes nothing.
     removed = _remove_rows(maps, inventory, keep)
     devices = list_devices(netlink)[0]
     mine = [device for device in devices if is_of_node(device, node_name)]
+    # A node of another name may have devices in this network namespace: routes to those are its business.
     theirs = {device.index for device in devices} - {device.index for device in mine}
     unwanted = [
         route

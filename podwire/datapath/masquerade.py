@@ -113,6 +113,7 @@ class _Table:
         for name, rules in self.rules.items():
             if rules:
                 self.add_chain(name, rules, _HOOKS[name])
+        # `delete` fails where there is no table, so the transaction adds it first.
         head = [f"add table {_TABLE}", f"delete table {_TABLE}", f"table {_TABLE} {{"]
         return "\n".join([*head, *self.parts, "}", ""])
 
@@ -142,6 +143,8 @@ def _translate_leaving(plan: MasqueradePlan, table: _Table) -> None:
             ports = _ports_beside(plan.tunnel_port)
             masquerade = f"masquerade to :{ports} fully-random"
             table.rules["leave"].append(f"{leaving} meta l4proto udp {masquerade}")
+        # Without fully-random, CPUs that translate at the same moment begin their search at the same port, and one of
+        # the packets is lost (NF_NAT_RANGE_PROTO_RANDOM_FULLY).
         table.rules["leave"].append(f"{leaving} masquerade fully-random")
 
 
@@ -165,10 +168,14 @@ def _refuse_sources(plan: MasqueradePlan, table: _Table) -> None:
         ranges = _collapse(plan.own_ranges, version)
         if ranges:
             own = table.match(f"own{version}", kind, ranges)
+            # Dropped by range alone, packets from the host to its own tunnel address and from borrowed addresses at
+            # other nodes would go, too.
             missing = "fib saddr . iif oif missing"
             rules.append(f"{keyword} saddr {own} {missing} jump from_elsewhere")
     if rules:
         judged = [
+            # Where the route back leads into the tunnel another node has borrowed the address; where it leads to a
+            # pod's device, the sender is forged.
             f'fib saddr oifname "{TUNNEL_DEVICE}" accept',
             f'fib saddr oifname "{DEVICE_PREFIX}*" drop',
             "fib saddr oif missing drop",
@@ -200,6 +207,7 @@ def _guard_tunnel(plan: MasqueradePlan, table: _Table) -> None:
     elsewhere, strangers = _find_elsewhere(plan, table), _find_strangers(plan, table)
     unmarked = ""
     if plan.tunnel_mark:
+        # kube-proxy and kubelet set bits of their own in the mark of any packet.
         mask = ~MARKS_OF_OTHERS & 0xFFFFFFFF
         unmarked = f"meta mark & {mask:#x} != {plan.tunnel_mark & mask:#x}"
     to_port, tracked = f"udp dport {plan.tunnel_port}", "ct state != untracked"
@@ -209,6 +217,8 @@ def _guard_tunnel(plan: MasqueradePlan, table: _Table) -> None:
     table.add_chain("translated", [*elsewhere, "drop"])
     table.rules["arriving"].append(f"{to_port} goto tunnel_arriving")
     table.rules["sent"].append(f"{to_port} goto tunnel_sent")
+    # Tunnel packets are exempt from tracking, so what is tracked here was translated to the port: through a NodePort,
+    # for example, with a VNI of the sender's choice.
     table.rules["taken_in"].append(f"{tracked} {to_port} drop")
     table.rules["forwarded"].append(f"{to_port} {tracked} goto translated")
     if unmarked:
@@ -290,6 +300,8 @@ class Masquerade:
         with self._lock:
             _run_for_kernel(self._tables, text)
             shown = _fingerprint(self._list())
+            # The same text gives the same listing: another one means that a stranger has written between apply and
+            # listing, and what is shown now must not become the standard.
             if text != self._text or shown == self._shown:
                 self._applied = shown
             self._plan, self._text, self._shown = plan, text, shown

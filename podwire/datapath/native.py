@@ -1,4 +1,4 @@
-"""The program on the device towards natively reached nodes: its requirements, attached, kept, removed.
+"""The program on the device towards natively reached nodes: what it requires, how it is attached, kept and removed.
 
 Called by `datapath.cluster` and `datapath.upgrade` under the node's turn, and by the search for leftovers. The device
 belongs to the host. Only one filter of podwire's, recognised by its place and name, and the hooks (a clsact queue)
@@ -89,7 +89,7 @@ class OwnHooks:
         self._save({**self._made, index: made})
 
     def forget(self, indexes: Iterable[int]) -> None:
-        """Write down that hooks are gone, or somebody else's. A full disk keeps nobody: the next start compares."""
+        """Write down that hooks are gone, or somebody else's. A full disk does not matter: the next start compares."""
         gone = self._made.keys() & set(indexes)
         if not gone:
             return
@@ -117,15 +117,18 @@ class OwnHooks:
 
 
 def find_obstacle(netlink: NetlinkSocket, index: int) -> str:
-    """Say why native packets have to go through this host's stack at a device, "" = they need not."""
+    """Say why native packets at a device have to go through this host's stack, "" = they need not."""
     body = netlink.find(get_link(index=index))
     if body is None:
         return f"device index {index} is gone"
     link = read_link(body)
+    # The programs write an Ethernet header for the next hop; frames of a PPP or tun device have none.
     if not _is_ethernet(link):
         return f"device {link.name!r} has no Ethernet addresses"
+    # xfrm policies apply in the stack only: a packet that is redirected past it would leave unencrypted.
     if has_policies():
         return "this host has IPsec policies, which hold in its stack only"
+    # tc runs filters by priority and may stop at any of them: what stands before ours decides before it.
     earlier = [
         priority
         for body in _dump_filters(netlink, index)
@@ -236,18 +239,21 @@ def _attach(index: int, program: NetdevProgram) -> Request:
 def _attach_with_hooks(
     netlink: NetlinkSocket, index: int, program: NetdevProgram, hooks: OwnHooks
 ) -> None:
+    # Before the effect: nothing on a clsact queue says who made it, so after a crash only this note does.
     hooks.note(index, made=False)
+    # In one send, so that a process killed here has made both or neither.
     refused, failure = netlink.attempt([add_clsact(index), _attach(index, program)])
     if refused is None:
         hooks.note(index, made=True)
     else:
         hooks.forget([index])  # somebody else was faster, or the device is gone
     if failure is not None:
+        # EEXIST: somebody made the hooks at the same moment, and the program's own failure is the news.
         raise refused if refused is not None and refused.errno != errno.EEXIST else failure
 
 
 def remove_attached(netlink: NetlinkSocket, indexes: Iterable[int], hooks: OwnHooks) -> list[str]:
-    """Take the program away from devices, and the hooks that were made for it and nobody else uses; names both."""
+    """Take the program away from devices, and the hooks that were made for it and have no other user; name both."""
     removed, requests, freed = [], [], []
     for index in indexes:
         if find_program(netlink, index):
@@ -287,6 +293,7 @@ def _note_going(hooks: OwnHooks, index: int) -> bool:
 
 def list_attached(netlink: NetlinkSocket) -> Sequence[int]:
     """List the devices of this host that have the program."""
+    # Pods' devices have hooks, too, thousands of them, and never this program.
     hooked = (index for index in _list_hooked(netlink) if index < FIRST_INDEX)
     return [index for index in sorted(hooked) if find_program(netlink, index)]
 

@@ -86,7 +86,7 @@ class KernelDatapath:
     """The running kernel as the datapath of one node."""
 
     def __init__(self, plan: NodePlan, hooks: OwnHooks | None = None) -> None:
-        """`hooks`: what is remembered of devices that podwire gave hooks to; None = nothing, and it is not kept."""
+        """`hooks`: the devices that podwire gave hooks to; None = none are known, and new ones are not noted."""
         self.plan = plan
         self._hooks = hooks or OwnHooks()
         self.host_changes: list[SettingChange] = []
@@ -111,8 +111,10 @@ class KernelDatapath:
         """
         with ExitStack() as stack:
             ensure_bpffs(self.plan.bpf_dir)
+            # Before anything else: a second agent over the same pins would remove every pod that it knows nothing of.
             stack.enter_context(locked_pins(self.plan.bpf_dir))
             netlink = stack.enter_context(NetlinkSocket())
+            # A socket of its own: a deletion keeps one busy for tens of milliseconds.
             reaper = Reaper(netlink, stack.enter_context(NetlinkSocket()))
             nft = stack.enter_context(Nftables())
             stack.enter_context(kept_in_code())
@@ -133,6 +135,7 @@ class KernelDatapath:
                 masquerade,
                 self._hooks,
             )
+            # The first plan may be hours away when the store is: what the predecessor left is in force until then.
             others.recall(self.plan)
             others.apply_own(self.plan)
             self._opened = _Opened(
@@ -143,15 +146,19 @@ class KernelDatapath:
     def _load(self, netlink: NetlinkSocket) -> LoadedPrograms:
         """Open or load maps and programs, take another layout's rows over, start the collector."""
         plan = self.plan
+        # Refuses pins of a newer build before anything is written below them.
         upgrade.readable_versions(plan.bpf_dir)
         template = read_template(plan.object_dir, OBJECTS, plan.constants)
         pins = Pins(plan.bpf_dir, abi.ABI_VERSION)
         with ExitStack() as opened:
+            # Maps whose pins somebody has removed live on in the programs of running devices, and are found through
+            # these.
             attached = upgrade.open_attached(netlink, plan.node_name, opened)
             loaded = load_programs(template, pins, plan.capacities, attached)
         try:
             upgrade.mark_readable(pins)
 
+            # Run between the two copies of conntrack: the new programs need their limits from the first packet on.
             def swap_programs() -> int:
                 tables.write_settings(loaded.maps, **plan.flow_limits)
                 return upgrade.replace_programs(
@@ -165,6 +172,8 @@ class KernelDatapath:
             upgrade.take_over(plan.bpf_dir, loaded.maps, swap_programs)
             upgrade.resize_conntrack(loaded.maps, plan.capacities)
             tables.write_settings(loaded.maps, **plan.flow_limits)
+            # A bpf_timer can be armed by a program only. It goes on ticking from its pinned map when no process is
+            # left.
             loaded.programs[_COLLECTOR].run(Packet(_ANY_FRAME))
         except BaseException:
             loaded.close()
@@ -214,6 +223,7 @@ class KernelDatapath:
     def mtu(self) -> int:
         """MTU of new pod devices, in bytes: the configured one, else what every way to other nodes has room for."""
         node = self._node
+        # The smallest MTU of all ways: a packet that only some ways have room for would be lost on the others.
         return self.plan.mtu or node.others.pod_mtu_bytes or node.underlay_mtu
 
     def plan_device(
@@ -260,6 +270,7 @@ class KernelDatapath:
     def configure_pod(self, record: EndpointRecord, namespace: PodNamespace) -> None:
         """Give the pod's side its addresses, gateway, routes, neighbours and sysctls; both ends can send then."""
         pod_net.configure_pod(record, namespace)
+        # After the pod's end is up, because only then the host's end has a carrier at all.
         await_carrier(self._node.netlink, record.device)
 
     def shape(self, device: Device, bandwidth: Bandwidth, namespace: PodNamespace | None) -> None:
@@ -366,7 +377,7 @@ class KernelDatapath:
         """Give name, kind and fill of every map that can be read."""
         return documents.describe_maps(self._node.loaded.maps, {"policy": self.policy.fill})
 
-    # Parts, for those who need only one of them
+    # Parts, for callers that need only one of them
 
     @property
     def policy(self) -> PolicyTable:

@@ -40,6 +40,7 @@ def node_rows(peers: Iterable[Peer], hops: Hops) -> Rows:
             to_mapped(peer.outer),
             peer.mtu_bytes,
             abi.NodeFlags.CLASSIC if peer.mode is TunnelMode.CLASSIC else 0,
+            # Only a classic peer has a MAC: to others every frame has the same one, which receivers do not look at.
             mac_bytes(peer.mac) if peer.mac else bytes(6),
             _hop_bytes(hops, peer.number, 6) if hops else bytes(16),
             _hop_bytes(hops, peer.number, 4) if hops else bytes(4),
@@ -58,6 +59,7 @@ def node_number_rows(peers: Iterable[Peer]) -> Rows:
     return {
         to_mapped(address): u32(peer.number)
         for peer in peers
+        # A node may send from any of its addresses, not only from the one that tunnels to it end at.
         for address in (*peer.addresses, peer.outer)
     }
 
@@ -111,6 +113,7 @@ def prefix_rows(
         None: 0,
         Way.NATIVE: int(abi.IpcacheFlags.NATIVE),
         Way.TUNNEL: int(
+            # A classic device encapsulates by itself, so to the programs the way is one through the stack.
             abi.IpcacheFlags.TUNNEL if mode is TunnelMode.FLOW else abi.IpcacheFlags.NATIVE
         ),
     }

@@ -124,6 +124,7 @@ def compute_ipcache(plan: NodePlan, host_networks: Iterable[IPNetwork]) -> list[
     The longest prefix wins: a node's address inside a pod range stays a node's address.
     """
     entries = {
+        # An unknown address of the cluster is not the world: rules about the world would let it through.
         network: IpcacheEntry(network, abi.Identity.UNMANAGED, flags=abi.IpcacheFlags.NATIVE)
         for network in plan.inside
     }
@@ -131,6 +132,7 @@ def compute_ipcache(plan: NodePlan, host_networks: Iterable[IPNetwork]) -> list[
         entries[network] = IpcacheEntry(
             network, abi.Identity.UNMANAGED, flags=abi.IpcacheFlags.LOCAL
         )
+    # Last, so that the host's address stays the host's where it is also the whole of a range (a /32).
     for network in (*UNSPECIFIED, *host_networks):
         entries[network] = IpcacheEntry(
             network, abi.Identity.HOST, flags=abi.IpcacheFlags.NODE_ADDRESS

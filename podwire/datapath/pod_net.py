@@ -84,6 +84,8 @@ class FamilyPlan:
     @property
     def address(self) -> InterfaceAddress:
         """The address on the pod's device."""
+        # A /32 or /128: with a subnet the pod would ask for its neighbours on the link, where only the gateway
+        # answers.
         return InterfaceAddress(self.index, self.ip, self.ip.max_prefixlen)
 
     @property
@@ -96,6 +98,7 @@ class FamilyPlan:
         """
         if self.ip.version == 4:
             return None
+        # With a lifetime, so that the kernel's own route remains in the end, and goes with the address.
         return Route(
             host_network(self.ip),
             index=self.index,
@@ -129,6 +132,7 @@ class FamilyPlan:
     @property
     def further_default_route(self) -> Route:
         """The default route of a further attachment, for what binds to its device."""
+        # The index as metric: no two devices of a pod have the same one, and the first attachment's metric is lower.
         return self._default(self.index, TABLE_MAIN)
 
     @property
@@ -166,6 +170,7 @@ def configure_pod(record: EndpointRecord, namespace: PodNamespace, *, route_mtu:
     """
     device = record.device
     with netns.namespace(namespace.fd):
+        # The socket stays bound to the pod's namespace; the thread leaves it before the requests are sent.
         netlink = NetlinkSocket()
         try:
             if record.ipv6:
@@ -242,6 +247,7 @@ def _set_up(netlink: NetlinkSocket, record: EndpointRecord, families: list[Famil
     quiet = set_link(device.pod_ifindex, name=device.pod_name, no_link_local=True)
     local_routes = [route for family in families if (route := family.local_route) is not None]
     requests = [
+        # A new namespace has its loopback down.
         set_link(_LOOPBACK_INDEX, name="lo", up=True),
         quiet,
         *(add_address(family.address) for family in families),
@@ -259,8 +265,11 @@ def _set_up(netlink: NetlinkSocket, record: EndpointRecord, families: list[Famil
     for position, failure in enumerate(netlink.attempt(requests)):
         if failure is None:
             continue
+        # Another attachment of this pod has the gateway or the default route already: this one's goes into a table of
+        # its own.
         if position in routes and failure.errno == errno.EEXIST:
             further += [] if routes[position] in further else [routes[position]]
+        # A host without IPv6 cannot switch its link-local address off, and has none.
         elif requests[position] is not quiet or failure.errno != errno.EAFNOSUPPORT or record.ipv6:
             raise failure
     _add_further(netlink, further)

@@ -43,6 +43,7 @@ def pack_key(slot: int, key: PolicyKey) -> bytes:
     """Give the bytes of a key; raises Bug for one that the trie would not keep apart from another."""
     if key.protocol:
         bits = PROTOCOL_BITS + key.port_bits
+        # The trie ignores bits beyond the prefix, so two keys that differ only there are one row to it.
         well_formed = key.port_bits <= PORT_BITS and not key.port & 0xFFFF >> key.port_bits
     else:
         bits = DIRECTION_BITS
@@ -84,6 +85,7 @@ class PolicyTable:
         self._cidrs = maps.pw_cidrs
         self._capacity = capacity
         self._keys: dict[int, set[bytes]] = {}
+        # What a killed agent left is counted as well: capacity is a promise about the map, not about this process.
         for key, _ in self._entries.items():
             self._keys.setdefault(int.from_bytes(key[_SLOT_BYTES], "little"), set()).add(key)
         self.used = sum(map(len, self._keys.values()))
@@ -109,6 +111,7 @@ class PolicyTable:
     def write_slot(self, slot: int, rows: PolicyRows) -> None:
         """Fill a slot that no row names; what it held before is gone afterwards."""
         fresh = _pack_rows(slot, rows)
+        # What an earlier attempt left under this number would be enforced as well.
         superfluous = list(self._keys.get(slot, set()) - fresh.keys())
         self._put(slot, fresh)
         self._delete(slot, superfluous)
@@ -127,6 +130,7 @@ class PolicyTable:
 
         Without slots it only waits for that.
         """
+        # A program that copied an endpoint's row before the flip may still look the old slot up.
         wait_for_programs()
         for slot in slots:
             self._delete(slot, list(self._keys.get(slot, ())))
@@ -156,6 +160,7 @@ class PolicyTable:
             )
         if not fresh:
             return
+        # Noted before it is done: a batch that fails half way leaves rows that have to be found again.
         self._keys.setdefault(slot, set()).update(fresh)
         self.used += added
         self._entries.update_batch(list(fresh.items()))
@@ -181,6 +186,8 @@ class PolicyTable:
                 f"write {len(wanted)} CIDRs of policies: {len(present)} of {room} are in use",
                 hint="name fewer prefixes in policies and CIDR groups",
             )
+        # Until both batches are done, what is in force is no known state, and the next call must not take a short
+        # cut.
         self._cidr_wish = None
         self._cidrs.update_batch([row for row in wanted.items() if row not in present.items()])
         self._cidr_rows = {**present, **wanted}
@@ -217,6 +224,8 @@ def _pack_cidrs(identities: Mapping[IPNetwork, int]) -> dict[bytes, bytes]:
             around |= _MAPPED_NETWORK.subnet_of(network)
         rows[key] = identity.to_bytes(4, "little")
     if around:
+        # An IPv6 prefix around ::ffff:0:0/96, such as ::/0, would match IPv4 addresses: a row of no identity stops it
+        # there.
         rows.setdefault(_ALL_MAPPED, NO_IDENTITY.to_bytes(4, "little"))
     return rows
 
@@ -233,6 +242,7 @@ def wait_by_update() -> None:
         _create_fence(bpf.MapType.ARRAY) as inner,
         _create_fence(bpf.MapType.ARRAY_OF_MAPS, inner) as outer,
     ):
+        # kernel/bpf/syscall.c:maybe_wait_bpf_programs waits for RCU after the update of a map of maps.
         outer.update_fd(bytes(4), inner.fd)
 
 

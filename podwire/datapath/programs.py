@@ -166,6 +166,7 @@ def ensure_bpffs(directory: Path) -> None:
         existing = next(path for path in (directory, *directory.parents) if path.exists())
         if not bpf.is_bpffs(str(existing)):
             below_root = directory == BPFFS_ROOT or BPFFS_ROOT in directory.parents
+            # At the usual place, where other tools look for pins as well.
             target = BPFFS_ROOT if below_root and BPFFS_ROOT.is_dir() else directory
             target.mkdir(parents=True, exist_ok=True)
             bpf.mount_bpffs(str(target))
@@ -183,6 +184,8 @@ def locked_pins(directory: Path) -> Iterator[None]:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
+            # A bpf file system has directories and pins and no files, so the directory itself is locked. The kernel
+            # frees the lock with its holder.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Conflict(
@@ -215,6 +218,8 @@ def load_programs(
     with _file_errors("make directory", pins.root):
         pins.maps.mkdir(parents=True, exist_ok=True)
         pins.programs.mkdir(exist_ok=True)
+    # The name is the hash of what is loaded: a directory of that name holds exactly these programs, whoever pinned
+    # them.
     home = pins.programs / template.id
     with ExitStack() as undo:
         objects = {
@@ -269,6 +274,7 @@ def _restore_pins(pins: Pins, shapes: Mapping[str, MapShape], programs: Iterable
         if map_ is None:
             continue
         with map_:
+            # Names are cut to 15 bytes, which all names of maps here fit into.
             shape = missing.get(map_.info.name)
             if shape is not None and _has_shape(map_, shape):
                 map_.pin(str(pins.maps / shape.name))
@@ -315,6 +321,7 @@ def _load_and_pin(
     """Load every object, each with the maps of the earlier ones, and pin what came of it."""
     filling = pins.programs / (_FILLING_PREFIX + template.id)
     with _file_errors("make directory", filling):
+        # What an agent left that was killed while it loaded.
         _remove_tree(filling)
         filling.mkdir()
     for name, opened in objects.items():
@@ -325,6 +332,7 @@ def _load_and_pin(
                 program.pin(str(filling / program_name))
         _log.info("loaded programs", extra={"path": str(filling), "keys": name})
     with _file_errors("publish programs", filling):
+        # Published by one rename: an agent that is killed before leaves nothing that looks complete.
         filling.rename(pins.programs / template.id)
 
 

@@ -94,12 +94,9 @@ def plan_requests(
 
 
 def remove_host_routes(netlink: NetlinkSocket, record: EndpointRecord) -> None:
-    """Take an endpoint's routes away; its neighbours die with the device. Absent ones are
-    success.
-
-    Only routes to this endpoint's own device go: the same address may belong to a successor
-    already.
-    """
+    """Remove an endpoint's routes to its own device; absent ones are success. Its neighbours go with the device."""
+    # Without a source, which may have changed since: what is not given is not compared. The device is: the address
+    # may belong to a successor already.
     unwanted = [delete_route(route) for route in compute_routes(record, SourceAddresses())]
     for failure in netlink.attempt(unwanted):
         if failure is not None and failure.errno not in _GONE:
@@ -226,6 +223,8 @@ def dump_routes(
             if not defaults_only or is_default(body)
         ]
     except KernelFailure as failure:
+        # ENOENT: with strict checking, a dump of a table that does not exist is an error
+        # (net/ipv4/fib_frontend.c:inet_dump_fib).
         if failure.errno in _GONE:
             return []
         raise
@@ -289,6 +288,8 @@ class RouteReader:
         known, self._known = self._known, {}
         for family in (AF_INET, AF_INET6):
             for body in self._netlink.dump(list_routes(family, table=TABLE_MAIN)):
+                # Decoding thousands of routes takes the interpreter for long; of an unchanged one the bytes are the
+                # same.
                 self._known[body] = known.get(body) or read_route(body)
         return list(self._known.values())
 
@@ -318,6 +319,8 @@ def ensure_node_routes(
         for destination, route in by_destination.items()
         if destination not in foreign and ours.get(destination) != route
     ]
+    # Only a route of ours is replaced. NLM_F_REPLACE takes whatever has the destination and metric, somebody else's
+    # too.
     netlink.execute([add_route(route, replace=route.destination in ours) for route in put])
     remove_routes(netlink, surplus)
     return RouteChanges(

@@ -49,11 +49,15 @@ def compute_bucket(rate_bits_per_s: int, burst_bits: int, mtu: int) -> TokenBuck
     """
     if rate_bits_per_s <= 0:
         return None
+    # Bits in the CNI capability, bytes in the kernel: a rate below eight bits must not become none.
     rate = max(1, rate_bits_per_s // 8)
     if 0 < burst_bits < _NO_BURST_GIVEN_BITS:
         burst = burst_bits // 8
     else:
+        # A segment as big as offloading makes them (64 KiB) must fit, or tbf splits it into packets
+        # (net/sched/sch_tbf.c:tbf_segment).
         burst = max(_FLOOR_BYTES, rate * _DEFAULT_BURST_MS // 1000)
+    # tbf drops a packet that is larger than its bucket.
     burst = min(max(burst, mtu + _HEADER_BYTES), _MAX_BURST_BYTES)
     limit = min(burst + rate * _QUEUE_MS // 1000, _MAX_BURST_BYTES)
     return TokenBucket(rate, burst, limit)
@@ -65,7 +69,7 @@ def shape_device(
     bandwidth: Bandwidth,
     namespace: PodNamespace | None,
 ) -> None:
-    """Set, change or remove both directions' limits; without a namespace only what concerns the
+    """Set, change or remove the limits of both directions; without a namespace only that of the
     host device.
 
     Raises KernelFailure when a limit cannot be set; a limit that is to go and is not there is
@@ -125,6 +129,7 @@ def _compare(
             f"the rate limit {direction} is {present.rate_bytes_per_s * 8} bit/s,"
             f" wanted {wanted.rate_bytes_per_s * 8}"
         ]
+    # The kernel reports the burst in ticks only. The limit contains it in bytes.
     if present.limit_bytes != wanted.limit_bytes:
         return [f"the burst of the rate limit {direction} is not the wanted one"]
     return []

@@ -31,6 +31,7 @@ class Template:
         """Name of the template: hash of layout version, objects and constants."""
         digest = hashlib.sha256(f"abi {self.abi_version}\n".encode())
         for name in sorted(self.objects):
+            # With its length, so that no bytes can move from one object to the next under the same hash.
             digest.update(f"object {name} {len(self.objects[name])}\n".encode())
             digest.update(self.objects[name])
         for name in sorted(self.constants):

@@ -165,6 +165,8 @@ def _owner(link: Link) -> str | None:
     mark = _ALIAS.fullmatch(link.alias)
     if mark is not None:
         return mark["node"]
+    # The kernel takes an alias only in a second request: an agent that was killed in between left a device without
+    # one.
     unmarked = link.name == TUNNEL_DEVICE and link.group == LIVE_GROUP and not link.alias
     return "" if unmarked else None
 
@@ -210,6 +212,7 @@ def ensure_tunnel(netlink: NetlinkSocket, side: TunnelSide) -> tuple[int, list[s
             f"tunnel device {TUNNEL_DEVICE!r} is {_shown(tunnel.settings)},"
             f" wanted {_shown(side.settings)}: made anew"
         )
+        # First, because the old device has the name and the UDP port.
         netlink.execute([delete_link(tunnel.link.index)])
         tunnel = None
     elif tunnel is None:
@@ -276,6 +279,8 @@ def _repair(netlink: NetlinkSocket, side: TunnelSide, tunnel: FoundTunnel) -> li
     """Put right what differs. What a device needs before it is up comes before that."""
     differences: list[str] = []
     index = tunnel.link.index
+    # Programs before link-up: without from_overlay a packet of any outside host would be delivered as the identity in
+    # its VNI.
     differences += _repair_programs(netlink, index, side)
     if tunnel.link.mtu < IPV6_LEAST_MTU_BYTES <= side.plan.mtu_bytes:
         # The kernel takes IPv6 off a device whose MTU is too small for it, settings and all, and gives it back.
@@ -314,6 +319,7 @@ def _repair_programs(netlink: NetlinkSocket, index: int, side: TunnelSide) -> li
 def _repair_settings(side: TunnelSide) -> list[str]:
     """Packets for this host come in by the tunnel whatever route leads back, and classic ones are forwarded to pods."""
     wanted: list[tuple[tuple[str, ...], str]] = [
+        # Loose: a strict filter drops what comes in by the tunnel while the route back leads past it.
         (("ipv4", "conf", TUNNEL_DEVICE, "rp_filter"), "2"),
         (("ipv4", "conf", TUNNEL_DEVICE, "forwarding"), "1"),
     ]
@@ -365,6 +371,7 @@ def _repair_link(netlink: NetlinkSocket, side: TunnelSide, tunnel: FoundTunnel) 
         set_link(link.index, name=name, mac=plan.mac, mtu=plan.mtu_bytes, alias=side.alias)
     )
     netlink.execute(requests)
+    # By itself and last: the kernel opens the UDP socket here (vxlan_open), and a failure is about the port.
     failure = netlink.attempt([set_link(link.index, name=name, up=True)])[0]
     if failure is not None:
         raise _explain(failure, plan.port)
@@ -388,6 +395,7 @@ def _repair_neighbours(
     netlink: NetlinkSocket, index: int, neighbours: Iterable[tuple[IPAddress, str]]
 ) -> list[str]:
     wanted = {address: Neighbour(index, address, mac) for address, mac in neighbours}
+    # Entries that the kernel has learnt come and go by themselves.
     permanent = [
         one
         for body in netlink.dump(list_neighbours(index))

@@ -151,6 +151,7 @@ def carry_rows(old: bpf.Map, new: bpf.Map, *, replace: bool) -> int:
     key_of, value_of = (_conversion(old, new, of_value=of_value) for of_value in (False, True))
     rows = [(key_of.apply(key), value_of.apply(value)) for key, value in old.items()]
     if not replace and new.info.type != bpf.MapType.ARRAY:
+        # Not by NOEXIST: a batch stops at the first row that exists.
         present = {key for key, _ in new.items()}
         rows = [row for row in rows if row[0] not in present]
     new.update_batch(rows)
@@ -165,6 +166,8 @@ def readable_versions(directory: Path) -> list[int]:
     """
     versions = [version for version in list_versions(directory) if version != abi.ABI_VERSION]
     for version in versions:
+        # The older build cannot know a layout that did not exist when it was built: the newer one says who may read
+        # it (decisions/0005).
         if version > abi.ABI_VERSION and _oldest_reader(directory, version) > abi.ABI_VERSION:
             raise NewerData(
                 f"use pins below {str(directory)!r}: their layout is version {version},"
@@ -185,6 +188,7 @@ def _oldest_reader(directory: Path, version: int) -> int:
 def mark_readable(pins: Pins) -> None:
     """Say which older builds may take this layout's rows over."""
     for version in range(abi.ABI_OLDEST_READER, pins.version + 1):
+        # A bpf file system takes directories and no files.
         (pins.root / f"{READABLE_PREFIX}{version}").mkdir(exist_ok=True)
 
 
@@ -213,6 +217,7 @@ class OldLayout:
         carried = 0
         for name in CARRIED_MAPS:
             if name in self._maps:
+                # An array has its element from the start, all zero: it is never missing.
                 replace = name == "pw_settings"
                 carried += carry_rows(self._maps[name], getattr(maps, name), replace=replace)
         return carried
@@ -282,12 +287,14 @@ def _replace_inner(outer: bpf.Map, opened: Iterable[bpf.Map], wanted: int) -> in
         ]
         pairs = list(zip(old, new, strict=True))
         flows = sum(_carry_flows(*pair) for pair in pairs)
+        # In one batch: each single update of a slot waits for an RCU grace period.
         outer.update_batch(
             [
                 (index.to_bytes(4, "little"), map_.fd.to_bytes(4, "little"))
                 for index, map_ in enumerate(new)
             ]
         )
+        # The update returns when no program uses the old hashes any more, so this copy misses nothing.
         return flows + sum(_carry_flows(*pair) for pair in pairs) + len(new)
 
 
@@ -315,12 +322,14 @@ def take_over(directory: Path, maps: NodeMaps, swap_programs: Callable[[], int])
     packet on, and again after it, for what the old programs wrote meanwhile. Gives the versions taken over.
     """
     versions = readable_versions(directory)
+    # The newest first: of rows under one key those carried first stay.
     for version in reversed(versions):
         with OldLayout(Pins(directory, version)) as old:
             rows = old.carry_state(maps)
             flows = old.carry_conntrack(maps)
             devices = swap_programs()
             flows += old.carry_conntrack(maps)
+        # Only now: until the last device was swapped, an agent that is killed can do all of it again, or go back.
         remove_version(Pins(directory, version))
         recount_usage(maps)
         _log.info(
@@ -361,7 +370,7 @@ def replace_programs(
 ) -> int:
     """Put other programs onto every device of a node, in place, so that no packet passes between.
 
-    Gives the number of devices. One that vanishes meanwhile is nobody's loss; one that lost its hooks gets them back.
+    Gives the number of devices. A device that vanishes meanwhile is skipped; one that lost its hooks gets them back.
     Raises KernelFailure when a device keeps its old program.
     """
     hooks = (

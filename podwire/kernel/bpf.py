@@ -141,6 +141,8 @@ class Map(Descriptor):
         self.name = name or self.info.name
         self._per_cpu = self.info.type in _PER_CPU
         if self._per_cpu:
+            # The kernel copies one value for each possible CPU, not only for those online, and rounds each up to
+            # eight bytes (kernel/bpf/syscall.c:bpf_map_value_size).
             self._stride = (self.info.value_size + 7) // 8 * 8
             self._value_bytes = self._stride * possible_cpus()
         else:
@@ -164,6 +166,8 @@ class Map(Descriptor):
     def add(self, key: bytes, value: bytes) -> bool:
         """Write one row if the key has none; False, and no change, if it has one."""
         self._check(key, value)
+        # NOEXIST decides and writes in one step. A look-up before the write could overwrite what a program has
+        # counted in between.
         flag = Update.NOEXIST
         if lib.bpf_map_update_elem(self.fd, ffi.from_buffer(key), ffi.from_buffer(value), flag):
             if ffi.errno == errno.EEXIST:
@@ -173,6 +177,8 @@ class Map(Descriptor):
 
     def update_fd(self, key: bytes, fd: int) -> None:
         """Put a map or program, given by its descriptor, into a map of maps or of programs."""
+        # User space writes a descriptor and reads back an id (kernel/bpf/map_in_map.c:bpf_map_fd_sys_lookup_elem).
+        # Every supported machine is little-endian.
         self.update(key, fd.to_bytes(4, "little"))
 
     def lookup(self, key: bytes, flags: Update = Update.ANY) -> bytes | None:
@@ -203,6 +209,8 @@ class Map(Descriptor):
         """Walk the keys; rows written or removed meanwhile may be missed or seen twice."""
         current = ffi.NULL
         while True:
+            # A key that was removed meanwhile makes the kernel begin anew at the first one
+            # (kernel/bpf/hashtab.c:htab_map_get_next_key), so the walk must not run while the caller deletes.
             following = ffi.new("char[]", self.info.key_size)
             if lib.bpf_map_get_next_key(self.fd, current, following):
                 if ffi.errno == errno.ENOENT:
@@ -234,6 +242,8 @@ class Map(Descriptor):
     def batches(self, flags: Update = Update.ANY) -> Iterator[tuple[bytes, bytes]]:
         """Walk all rows in batches: keys one behind the other, and their values. Not every type of map has them."""
         key_size, value_size = self.info.key_size, self._value_bytes
+        # The cursor is a bucket's number for hashes, and the last key for the types that use
+        # generic_map_lookup_batch.
         cursor_bytes = max(key_size, 8)
         cursors = [ffi.new("char[]", cursor_bytes), ffi.new("char[]", cursor_bytes)]
         rows = min(BATCH_ROWS, max(self.info.max_entries, 1))
@@ -252,6 +262,7 @@ class Map(Descriptor):
                 # fewer rows.
                 rows *= 2
                 continue
+            # ENOENT comes with the last batch, which may hold rows: it is given before the walk ends.
             if error not in (0, errno.ENOENT):
                 raise fail("read the rows of", self.name)
             yield (
@@ -281,6 +292,7 @@ class Map(Descriptor):
     def delete_batch(self, keys: Iterable[bytes]) -> int:
         """Remove many rows with few calls, absent ones included; give the number removed."""
         removed = 0
+        # The keys often come from a walk of this very map: they are collected before the first deletion.
         wanted = list(keys)
         for start in range(0, len(wanted), BATCH_ROWS):
             rest = wanted[start : start + BATCH_ROWS]
@@ -288,6 +300,8 @@ class Map(Descriptor):
                 joined = b"".join(rest)
                 self._check_batch(len(rest), joined, None)
                 count = ffi.new("u32 *", len(rest))
+                # The kernel puts the number of deleted rows into `count` also where it fails
+                # (kernel/bpf/syscall.c:generic_map_delete_batch).
                 result = lib.pw_delete_batch(self.fd, ffi.from_buffer(joined), count)
                 removed += count[0]
                 if not result:
@@ -333,7 +347,14 @@ def create_map(
     """Create a map (a map of maps takes the shape of its inner maps from `inner`)."""
     inner_fd = inner.fd if inner is not None else -1
     fd = lib.pw_map_create(
-        kind, name.encode()[:15], key_size, value_size, max_entries, flags, inner_fd
+        # BPF_OBJ_NAME_LEN is 16 with the final NUL; the kernel refuses a longer name.
+        kind,
+        name.encode()[:15],
+        key_size,
+        value_size,
+        max_entries,
+        flags,
+        inner_fd,
     )
     if fd < 0:
         raise fail("create map", name)
@@ -357,6 +378,8 @@ def open_pinned_map(path: str, *, kind: MapType, key_size: int, value_size: int)
     if pinned is None:
         return None
     info = pinned.info
+    # The name of a pin says nothing of the rows behind it: bytes of another layout would be unpacked into wrong
+    # fields.
     if (info.type, info.key_size, info.value_size) != (kind, key_size, value_size):
         pinned.close()
         raise KernelFailure(
@@ -413,6 +436,7 @@ def read_layout(rows: Map, *, of_value: bool) -> tuple[Member, ...] | None:
     """List the members of a map's key or value; empty for a number, None without BTF."""
     text = ffi.new("char[]", _LAYOUT_BYTES)
     if lib.pw_map_layout(rows.fd, of_value, text, _LAYOUT_BYTES):
+        # Maps made by builds before layouts were carried by name have no BTF (decisions/0005).
         if ffi.errno == errno.ENODATA:
             return None
         raise fail("read the layout of", rows.name)
@@ -457,6 +481,8 @@ def membarrier_global() -> bool:
     supported = lib.pw_membarrier(MEMBARRIER_QUERY)
     if supported < 0:
         raise fail("query", "membarrier")
+    # The barrier is synchronize_rcu(), which passes over nohz_full CPUs in user mode: kernel/sched/membarrier.c does
+    # not offer it there.
     if not supported & MEMBARRIER_GLOBAL:
         return False
     if lib.pw_membarrier(MEMBARRIER_GLOBAL):

@@ -55,8 +55,10 @@ class BpfObject:
 
     def __init__(self, data: bytes, name: str) -> None:
         self.name = name
+        # libbpf reads from these bytes until the object is closed: the reference keeps Python from freeing them.
         self._data = ffi.from_buffer(data)
         self._btf_fd = -1
+        # By malloc, because `ffi.new` would clear 16 MiB that are touched only when the verifier refuses a program.
         self._log = ffi.gc(lib.malloc(VERIFIER_LOG_BYTES), lib.free, VERIFIER_LOG_BYTES)
         self._text = ffi.cast("char *", self._log)
         self._text[0] = b"\0"
@@ -152,6 +154,7 @@ class BpfObject:
             handle for key, handle in self._maps.items() if key.endswith(_CONSTANTS_SECTION)
         )
         memory = lib.pw_map_memory(section, ffi.new("size_t *"))
+        # The section's initial content is still in libbpf's memory; the load copies it into the map and freezes that.
         raw = value.to_bytes(size[0], "little", signed=value < 0)
         ffi.memmove(memory + offset[0], raw, len(raw))
 
@@ -172,6 +175,8 @@ class BpfObject:
                 f"{shape.value_size} bytes, the map has type {info.type},"
                 f" {info.key_size}+{info.value_size}",
             )
+        # libbpf compares nothing here. A map of another shape would surface as a verifier's message far from its
+        # cause, or not at all.
         if lib.bpf_map__reuse_fd(self._map(map_name), existing.fd):
             raise bpf.fail("use map", map_name)
 
@@ -206,6 +211,7 @@ class BpfObject:
             )
         key_type, value_type = (self._find_struct(row) for row in rows)
         if self._btf_fd < 0:
+            # Loaded once: the same types serve every inner map of the object.
             self._btf_fd = lib.pw_load_btf(self._object)
             if self._btf_fd < 0:
                 raise bpf.fail("load the types of", self.name)
@@ -229,6 +235,8 @@ class BpfObject:
 
         Kernel 6.1 counts a map with types and one without as different.
         """
+        # Linux 6.1 compares the BTF of an inner map with the model's (kernel/bpf/map_in_map.c:bpf_map_meta_equal), so
+        # the model has types as well (decisions/0005).
         if lib.bpf_map__set_inner_map_fd(self._map(outer), inner.fd):
             raise bpf.fail("model the inner maps of", outer)
 
@@ -268,6 +276,7 @@ def _shape(handle: object) -> MapShape:
 def _duplicate(fd: int, name: str) -> int:
     if fd < 0:
         raise KernelFailure(errno.EBADF, "take", name, detail="the object is not loaded")
+    # libbpf closes its own descriptors with the object, so what is taken out needs one of its own.
     return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
 
 

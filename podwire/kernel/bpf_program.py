@@ -74,6 +74,7 @@ class Program(Descriptor):
         count = lib.pw_prog_maps(self.fd, ids, _MAPS_MAX)
         if count < 0:
             raise fail("list the maps of", self.name)
+        # The kernel gives the full count also where the array is too short for it.
         return list(ids[0 : min(count, _MAPS_MAX)])
 
     def run(self, packet: Packet, *, repeat: int = 1) -> RunResult:
@@ -138,6 +139,7 @@ def open_pinned_program(path: str) -> Program | None:
     try:
         read_program_info(fd)
     except KernelFailure:
+        # The pin may be of a map or a link: nobody owns the descriptor yet, so it is closed here.
         os.close(fd)
         raise
     return Program(fd, os.path.basename(path))

@@ -23,6 +23,7 @@ class KernelClock:
 
     def boottime_ns(self) -> int:
         """Give CLOCK_BOOTTIME in nanoseconds: monotonic, goes on during suspend."""
+        # CLOCK_MONOTONIC stands still during suspend: what was written before it would look younger than it is.
         return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
     def process_start_ns(self) -> int:
@@ -35,8 +36,10 @@ class KernelClock:
         A process that was given the number later does not count.
         """
         try:
+            # In another PID namespace the number means another process, or none that is visible (pid_namespaces(7)).
             if os.readlink(PROC_PATH / "self/ns/pid") != FIRST_PID_NAMESPACE:
                 return None
+            # Numbers are used again. The start tells a process from a later one that was given its number.
             return _read_start_ns(str(pid)) <= boottime_ns
         except (FileNotFoundError, ProcessLookupError):
             return False
@@ -49,4 +52,6 @@ class KernelClock:
 def _read_start_ns(process: str) -> int:
     # Behind the name, which may hold anything but ends at the last parenthesis: proc(5), field 22.
     fields = (PROC_PATH / process / "stat").read_bytes().rpartition(b")")[2].split()
+    # The kernel counts the start on CLOCK_BOOTTIME (fs/proc/array.c:do_task_stat, start_boottime), like
+    # `boottime_ns`.
     return int(fields[19]) * (1_000_000_000 // os.sysconf("SC_CLK_TCK"))

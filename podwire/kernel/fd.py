@@ -46,6 +46,8 @@ class Fd:
     def close(self) -> None:
         """Close the descriptor; a second call does nothing."""
         if self._number >= 0:
+            # Forgotten before it is closed: Linux frees the number even where close(2) fails, and another thread may
+            # have it at once.
             number, self._number = self._number, -1
             os.close(number)
 

@@ -40,6 +40,7 @@ class _Waker:
         """Something that was watched is gone, and nothing is in its place yet."""
         self._lock = threading.Lock()
         name = ", ".join(map(str, paths))
+        # Non-blocking, because `wait` reads both descriptors, whichever of them ended it.
         number = call_libc("inotify_init1", name, os.O_NONBLOCK | os.O_CLOEXEC)
         self._events = Fd(number, f"inotify of {name}")
         try:
@@ -55,6 +56,7 @@ class _Waker:
 
     def wait(self, timeout_s: float) -> None:
         """Return when something was touched, at `wake`, or after `timeout_s`."""
+        # The kernel does not tell when something new takes the path of what is gone, so each wait tries again.
         if self._lost:
             self._add_again()
         self._poll.poll(max(0, math.ceil(timeout_s * 1000)))
@@ -69,6 +71,8 @@ class _Waker:
         """End `wait` on another thread; after `close` do nothing."""
         with self._lock:
             if not self._woken.closed:
+                # Under the lock, because after `close` the number may belong to another file, which eight bytes would
+                # be written to.
                 os.eventfd_write(self._woken.fileno(), 1)
 
     def close(self) -> None:
@@ -97,6 +101,8 @@ class FileWaker(_Waker):
     """Waits until one file is touched."""
 
     def __init__(self, path: Path) -> None:
+        # A writer touches the file after its commit. Events of the write-ahead log itself would come before the
+        # commit is visible.
         super().__init__((path,), _IN_ATTRIB)
 
 
@@ -112,6 +118,8 @@ def _is_gone(events: bytes) -> bool:
     offset = 0
     while offset < len(events):
         _, mask, _, length = _EVENT.unpack_from(events, offset)
+        # inotify(7): sent whenever a watch has ended, because the file is gone or its file system was unmounted. The
+        # mask need not ask for it.
         if mask & _IN_IGNORED:
             return True
         offset += _EVENT.size + length

@@ -153,16 +153,24 @@ class NetlinkSocket:
         self._socket = socket.socket(
             socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE
         )
+        # CAP_ACK: an error does not quote the request, which may be longer than the receive buffer has room for.
+        # EXT_ACK: it says why in words. STRICT_CHK: the kernel filters dumps by what the request names; without it a
+        # dump of routes ignores table, protocol and device.
         for option in (_NETLINK_CAP_ACK, _NETLINK_EXT_ACK, _NETLINK_GET_STRICT_CHK):
             self._socket.setsockopt(_SOL_NETLINK, option, 1)
+        # FORCE, because net.core.rmem_max is 208 KiB by default and limits SO_RCVBUF.
         self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _RECEIVE_BUFFER_BYTES)
         self._socket.setsockopt(
-            socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", _RECEIVE_TIMEOUT_S, 0)
+            # An answer that the kernel had to drop would be waited for without end.
+            socket.SOL_SOCKET,
+            socket.SO_RCVTIMEO,
+            struct.pack("@ll", _RECEIVE_TIMEOUT_S, 0),
         )
 
     @classmethod
     def open_in(cls, namespace_fd: int) -> Self:
         """Open a socket inside a namespace; the calling thread is there only for a moment."""
+        # A socket belongs to the namespace it was created in for its whole life, wherever it is used later.
         with netns.namespace(namespace_fd):
             return cls()
 
@@ -223,6 +231,8 @@ class NetlinkSocket:
     def has_index(self, index: int) -> bool:
         """Tell whether a device has this index in the socket's namespace, without the kernel's lock for devices."""
         try:
+            # net/core/dev_ioctl.c:dev_ifname takes no RTNL lock, for which RTM_GETLINK would wait behind every
+            # deletion of a device.
             fcntl.ioctl(self._socket, _SIOCGIFNAME, _IFREQ_INDEX.pack(index))
         except OSError as error:
             if error.errno == errno.ENODEV:
@@ -242,13 +252,16 @@ class NetlinkSocket:
             raise
 
     def _exchange(self, requests: Sequence[Request]) -> list[KernelFailure | None]:
-        """Only the last asks for an acknowledgement: the kernel answers in order, and a failure without being asked."""
+        """Send one batch; give for each request, in order, its failure or None."""
         last = len(requests) - 1
         asking = [(request, NLM_F_REQUEST) for request in requests[:last]]
+        # net/netlink/af_netlink.c:netlink_rcv_skb handles a datagram's messages one after the other and acknowledges
+        # each that asks for it or fails.
         first = self._send([*asking, (requests[last], NLM_F_REQUEST | NLM_F_ACK)])
         results: list[KernelFailure | None] = [None] * len(requests)
         for kind, flags, number, body in self._receive(requests[0]):
             position = (number - first) & 0xFFFFFFFF
+            # Positions count modulo 2^32, so an answer to an abandoned exchange lies beyond the last one.
             if kind != _NLMSG_ERROR or position > last:
                 continue
             results[position] = _failure(requests[position], body, flags)
@@ -263,6 +276,8 @@ class NetlinkSocket:
         for kind, flags, number, body in self._receive(request):
             if number != sequence:
                 continue
+            # The kernel sets the flag when the list changed between two parts of the dump (nl_dump_check_consistent):
+            # an entry may be missing or there twice.
             consistent = consistent and not flags & NLM_F_DUMP_INTR
             if kind in (_NLMSG_DONE, _NLMSG_ERROR):
                 failure = _failure(request, body, flags)
@@ -286,6 +301,8 @@ class NetlinkSocket:
         self._sequence = (first + len(requests) - 1) & 0xFFFFFFFF
         request = requests[0][0]
         try:
+            # Requests are handled within send(2), by the calling thread: when it returns, the acknowledgements are in
+            # the receive buffer.
             self._socket.send(b"".join(frames))
         except OSError as error:
             raise KernelFailure(
@@ -329,6 +346,8 @@ def _failure(request: Request, body: bytes, flags: int) -> KernelFailure | None:
     if number <= 0:
         return None
     detail = ""
+    # Only a capped error has its attributes right behind the header; an uncapped one has the whole request in
+    # between.
     if flags & _NLM_F_ACK_TLVS and flags & _NLM_F_CAPPED:
         detail = read_text(parse_attributes(body[_ECHOED_BYTES:]), _NLMSGERR_ATTR_MSG)
     return KernelFailure(

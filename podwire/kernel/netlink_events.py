@@ -89,6 +89,8 @@ class NetlinkEvents:
                 _attach_filter(self._socket, _keep_losses(losses_from))
             if only_kind:
                 _attach_filter(self._socket, _keep_kind(only_kind))
+            # Bound after the filters are attached: an event that came in between would be one of those that are to be
+            # ignored.
             self._socket.bind((0, groups))
             flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
             self._woken = Fd(os.eventfd(0, flags), "wake-up of netlink events")
@@ -128,6 +130,7 @@ class NetlinkEvents:
         """End `wait` on another thread; after `close` do nothing."""
         with self._lock:
             if not self._woken.closed:
+                # Under the lock: after `close` the number may belong to another file.
                 os.eventfd_write(self._woken.fileno(), 1)
 
     def close(self) -> None:
@@ -152,6 +155,8 @@ class NetlinkEvents:
         changed = False
         for _ in range(_DATAGRAMS_AT_ONCE):
             try:
+                # All that waits is taken, up to a limit that keeps a flood of events from holding this thread for
+                # ever.
                 data = self._socket.recv(_RECEIVE_BYTES)
             except BlockingIOError:
                 break
@@ -160,6 +165,8 @@ class NetlinkEvents:
                     raise KernelFailure(
                         error.errno or errno.EIO, "read", "netlink events", detail=str(error)
                     ) from error
+                # ENOBUFS: the buffer was full and messages were dropped (net/netlink/af_netlink.c:netlink_overrun).
+                # They may have been about anything, so this is a change.
                 changed = self._has_lost = True
                 continue
             told = [self._matters(kind, body) for kind, _, _, body in split_messages(data)]
@@ -187,6 +194,7 @@ _NOTHING: Final = 0
 
 def _high_bits(first_index: int) -> int:
     """Give the bits of which an index has one if it is `first_index`, a power of two, or more."""
+    # The first index is a power of two, so that one test of bits does what comparing byte-swapped numbers could not.
     return socket.htonl(~(first_index - 1) & 0xFFFFFFFF)
 
 
@@ -256,5 +264,7 @@ def _attach_filter(target: socket.socket, program: bytes) -> None:
     target.setsockopt(
         socket.SOL_SOCKET,
         _SO_ATTACH_FILTER,
+        # The kernel copies the instructions during the call (net/core/filter.c:sk_attach_filter): `code` need not
+        # outlive it.
         struct.pack("@HP", len(program) // 8, ctypes.addressof(code)),
     )

@@ -85,6 +85,7 @@ def cookie(fd: int) -> int:
     """Give the namespace's inode number, which tells it from another one that has the same path
     later.
     """
+    # nsfs numbers its inodes for the whole machine, and a namespace that is held open keeps its number to itself.
     return os.fstat(fd).st_ino
 
 
@@ -106,6 +107,8 @@ def namespace(fd: int) -> Iterator[None]:
             try:
                 set_namespace(home.fileno(), CLONE_NEWNET)
             except KernelFailure:
+                # A thread that is in a pod's namespace by mistake would give that pod the host's devices, routes and
+                # tables.
                 os.abort()
 
 
@@ -116,6 +119,7 @@ def run_in(fd: int, action: Callable[[], _T]) -> _T:
 
 def open_new() -> Fd:
     """Make a namespace without a name; it lives as long as the descriptor or a socket inside it."""
+    # On a thread of its own: unshare(2) moves only its caller, which ends there instead of having to come back.
     return run_on_thread(lambda: _unshare("anonymous"), open_current)
 
 
@@ -127,6 +131,7 @@ def create_named(name: str) -> Fd:
     path = _named_path(name)
     _prepare_directory()
     try:
+        # O_EXCL makes the file a lock: of two makers of one name only one goes on to mount over it.
         os.close(os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0))
     except OSError as error:
         raise KernelFailure(error.errno or errno.EIO, "create namespace", name) from error
@@ -142,8 +147,10 @@ def delete_named(name: str) -> None:
     """Take the name away; the namespace ends with its last user. A missing one is success."""
     path = _named_path(name)
     try:
+        # Detached, because processes that have the mount open would make a plain unmount fail with EBUSY.
         call_libc("umount2", str(path), os.fsencode(path), _MNT_DETACH)
     except KernelFailure as failure:
+        # EINVAL: the file is there and nothing is mounted on it, as after a maker that died in between.
         if failure.errno not in (errno.ENOENT, errno.EINVAL):
             raise
     path.unlink(missing_ok=True)
@@ -179,6 +186,7 @@ def _prepare_directory() -> None:
     try:
         call_libc("mount", str(NAMED_DIRECTORY), b"", path, b"none", flags, None)
     except KernelFailure as failure:
+        # EINVAL: the directory is no mount yet, and only mounts can be shared.
         if failure.errno != errno.EINVAL:
             raise
         _bind(str(NAMED_DIRECTORY), str(NAMED_DIRECTORY), _MS_REC)

@@ -31,9 +31,11 @@ class Nftables:
         self._context: int | None = None
         self._library = _load_library() if in_process else None
         if self._library is not None:
+            # libnftables opens its netlink socket here, which binds the context to this thread's namespace.
             self._context = self._library.nft_ctx_new(0)
             if not self._context:
                 raise KernelFailure(errno.ENOMEM, "open", "nftables")
+            # Buffered, or libnftables would print to the agent's own output.
             self._library.nft_ctx_buffer_output(self._context)
             self._library.nft_ctx_buffer_error(self._context)
 
@@ -77,6 +79,7 @@ class Nftables:
             if self._context is None:
                 raise ValueError("use nftables after it was closed")
             flags = _OUTPUT_JSON if as_json else 0
+            # The flags stay in the context: a transaction after a listing would answer in JSON.
             self._library.nft_ctx_output_set_flags(self._context, flags)
             status = self._library.nft_run_cmd_from_buffer(self._context, commands.encode())
             output = self._library.nft_ctx_get_output_buffer(self._context) or b""
@@ -91,6 +94,7 @@ def _load_library() -> ctypes.CDLL | None:
         library = ctypes.CDLL(_LIBRARY)
     except OSError:
         return None
+    # ctypes takes every result for an int of 32 bits unless told otherwise, which would cut the pointers.
     library.nft_ctx_new.restype = ctypes.c_void_p
     library.nft_ctx_new.argtypes = [ctypes.c_uint32]
     library.nft_ctx_free.argtypes = [ctypes.c_void_p]
@@ -125,6 +129,7 @@ def _call_command(commands: str, *, as_json: bool) -> str:
 
 def _failure(commands: str, text: str) -> KernelFailure:
     first = next((line for line in text.splitlines() if line.strip()), "no reason given")
+    # libnftables gives its caller -1 and a text; the errno exists in that text only.
     number = next(
         (
             number

@@ -99,6 +99,7 @@ class Probe:
             answer = _PROBES[feature]()
         except (OSError, PodwireError):
             return Answer.UNKNOWN
+        # A right that is missing, or memory that is short, may be there at the next question.
         if answer is not Answer.UNKNOWN:
             self._known[feature] = answer
         return answer
@@ -147,6 +148,8 @@ def _judge(netlink: NetlinkSocket, requests: tuple[Request, ...]) -> Answer:
     for request in requests:
         failure = netlink.attempt([request])[0]
         if failure is not None:
+            # An unknown kind is EOPNOTSUPP for links (net/core/rtnetlink.c) and ENOENT for queues
+            # (net/sched/sch_api.c), after the kernel has tried to load a module.
             missing = failure.errno in (errno.EOPNOTSUPP, errno.ENOENT, errno.ENODEV)
             return Answer.NO if missing else Answer.UNKNOWN
     return Answer.YES
@@ -172,6 +175,7 @@ def _probe_clsact() -> Answer:
 
 
 def _probe_nftables() -> Answer:
+    # The context stays in the namespace that it was opened in, so the table vanishes with it.
     with netns.open_new() as home, netns.namespace(home.fileno()):
         tables = Nftables()
     with tables:
@@ -188,6 +192,8 @@ def _probe_helper(number: int) -> Answer:
     if program is not None:
         program.close()
         return Answer.YES
+    # kernel/bpf/verifier.c:check_helper_call says the one of a number beyond its list, the other of a helper that
+    # classifiers do not have.
     if "invalid func" in log or "unknown func" in log:
         return Answer.NO
     return Answer.YES if log and error in (errno.EINVAL, errno.EACCES) else Answer.UNKNOWN
@@ -208,6 +214,7 @@ def _probe_tcx() -> Answer:
     if number >= 0:
         os.close(number)
         return Answer.YES
+    # The attach types are a list in bpf(2): a kernel before 6.6 does not know this one and says EINVAL.
     return Answer.NO if error == errno.EINVAL else Answer.UNKNOWN
 
 
@@ -240,6 +247,7 @@ def explain_failure(failure: KernelFailure, feature: Feature) -> PodwireError:
     """Give the error to raise: Unsupported when the kernel certainly lacks `feature`, else the
     failure itself.
     """
+    # A probe makes a namespace and devices in it, so it is asked after a failure and never before.
     if Probe().ask(feature) is not Answer.NO:
         return failure
     return Unsupported(

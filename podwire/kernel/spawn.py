@@ -64,6 +64,8 @@ class Child:
         """
         if self._status is None:
             limit = None if timeout_s is None else max(0.0, timeout_s)
+            # A pidfd becomes readable at the end of this very process; SIGCHLD would be of all children, and goes to
+            # the main thread.
             if select.select([self._pidfd.fileno()], [], [], limit)[0]:
                 self._reap()
         return self._status
@@ -123,6 +125,8 @@ def start(
             actions.append((os.POSIX_SPAWN_DUP2, fd, target))
 
     def spawn() -> int:
+        # A group of its own lets `kill` reach what the child has started. A child inherits the mask and what is
+        # ignored (Python ignores SIGPIPE and SIGXFSZ), so both are reset.
         return os.posix_spawnp(
             arguments[0],
             list(arguments),
@@ -137,6 +141,7 @@ def start(
         pid = spawn() if place == Place() else netns.run_on_thread(lambda: _enter(place), spawn)
     except OSError as error:
         raise KernelFailure(error.errno or errno.EIO, "start", arguments[0]) from error
+    # Until it is reaped the child keeps its number, even if it has ended, so the descriptor is of no other process.
     return Child(pid, arguments[0], Fd(os.pidfd_open(pid), f"process {pid}"))
 
 
@@ -163,6 +168,7 @@ def run(
             stderr_fd=stderr.writer.fileno(),
         )
         with contextlib.closing(child):
+            # With our copies open the end of the streams would never be seen.
             for used in (stdin.reader, stdout.writer, stderr.writer):
                 used.close()
             output = _converse(child, (stdin, stdout, stderr), input_bytes, deadline)
@@ -207,6 +213,7 @@ def _converse(
     when it has ended.
     """
     stdin, stdout, stderr = pipes
+    # A child that does not read its input would block this thread beyond the deadline.
     os.set_blocking(stdin.writer.fileno(), False)
     output = {stdout.reader.fileno(): bytearray(), stderr.reader.fileno(): bytearray()}
     reading = set(output)
@@ -215,6 +222,7 @@ def _converse(
         if not rest:
             stdin.writer.close()
         writing = [stdin.writer.fileno()] if rest else []
+        # Asked before the streams are looked at: what the child wrote was in the pipes when it ended.
         ended = child.wait(0) is not None
         limit = 0.0 if ended else max(0.0, deadline - time.monotonic())
         watched = [*reading, *([] if ended else [child.fileno()])]
@@ -236,6 +244,7 @@ def _take(name: str, fd: int, output: bytearray) -> bool:
     """Add what is there to read to `output`; False at the end of the stream."""
     chunk = os.read(fd, _CHUNK_BYTES)
     output += chunk
+    # Otherwise a plugin that runs wild would fill the agent's memory until the deadline.
     if len(output) > _OUTPUT_MAX_BYTES:
         raise KernelFailure(errno.EFBIG, "read the output of", name)
     return bool(chunk)

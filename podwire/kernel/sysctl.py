@@ -42,6 +42,7 @@ def write_sysctl(value: str, *parts: str) -> None:
             error.errno or errno.EIO,
             f"write {value!r} to sysctl",
             path,
+            # Container runtimes mount /proc/sys read-only in containers that are not privileged.
             hint="mount /proc/sys/net read-write" if error.errno == errno.EROFS else "",
         ) from error
 

@@ -29,6 +29,7 @@ def has_policies() -> bool:
     try:
         return any(_COUNTS.unpack_from(_ask()))
     except OSError as error:
+        # A kernel without CONFIG_XFRM_USER has no such netlink family, and nothing to set policies with.
         if error.errno == errno.EPROTONOSUPPORT:
             return False
         raise KernelFailure(

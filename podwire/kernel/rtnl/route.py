@@ -165,6 +165,8 @@ def add_address(wanted: InterfaceAddress) -> Request:
     """Add an address: usable at once (no duplicate address detection) and without a route of its
     own.
     """
+    # Duplicate address detection would leave an IPv6 address tentative, and unusable, for about a second (RFC 4862,
+    # section 5.4). The kernel's own prefix route would compete with ours.
     return Request(
         RTM_NEWADDR,
         NLM_F_CREATE | NLM_F_EXCL,
@@ -187,6 +189,7 @@ def list_addresses(index: int = 0) -> Request:
 def read_address(body: bytes) -> InterfaceAddress:
     """Read one answer to `list_addresses`."""
     (_, bits, _, _, index), attributes = unpack_body(_IFADDR, body)
+    # On a point-to-point device IFA_ADDRESS is the other end's; IPv6 has only that one otherwise (linux/if_addr.h).
     raw = attributes.get(_IFA_LOCAL, attributes.get(_IFA_ADDRESS, b""))
     return InterfaceAddress(index=index, address=_read_ip(raw), prefix_bits=bits)
 
@@ -207,6 +210,8 @@ def add_route(wanted: Route, *, replace: bool = False) -> Request:
 def delete_route(unwanted: Route) -> Request:
     """Remove the route that agrees in everything given, of whatever scope; ESRCH when there is none."""
     body = bytearray(_route_body(unwanted))
+    # A route of any scope: net/ipv4/fib_trie.c:fib_table_delete would compare it otherwise, and a start removes
+    # every route that has our protocol number and no owner.
     body[_RTMSG_SCOPE] = _SCOPE_ANY
     return Request(RTM_DELROUTE, 0, bytes(body), "remove route", unwanted.destination)
 
@@ -240,6 +245,7 @@ def read_route(body: bytes) -> Route:
         index=read_u32(attributes, _RTA_OIF),
         gateway=_read_optional_ip(attributes, _RTA_GATEWAY),
         source=_read_optional_ip(attributes, _RTA_PREFSRC),
+        # The header has eight bits for the table; larger numbers are in the attribute only.
         table=read_u32(attributes, _RTA_TABLE, table),
         protocol=protocol,
         metric=read_u32(attributes, _RTA_PRIORITY),
@@ -260,6 +266,7 @@ def read_next_hops(body: bytes) -> frozenset[IPAddress]:
     several = attributes.get(_RTA_MULTIPATH, b"")
     next_hops = {_read_hop(attributes)}
     while len(several) >= _RTNEXTHOP.size:
+        # A length below the structure's own would keep this loop from getting on.
         length = max(_RTNEXTHOP.unpack_from(several)[0], _RTNEXTHOP.size)
         next_hops.add(_read_hop(parse_attributes(several[_RTNEXTHOP.size : length])))
         several = several[length:]
@@ -283,6 +290,7 @@ def list_neighbours(index: int = 0) -> Request:
     """Ask for the neighbour entries of one device, or of all."""
     body = _NDMSG.pack(0, 0, 0, 0, 0)
     if index:
+        # A strict dump refuses an index in the header (net/core/neighbour.c:neigh_valid_dump_req).
         body += attribute_u32(_NDA_IFINDEX, index)
     return Request(RTM_GETNEIGH, 0, body, "list neighbours", str(index))
 
@@ -319,6 +327,7 @@ def read_source_rule(body: bytes) -> SourceRule | None:
     """Read one answer to `list_rules`; None for a rule that does not select by source alone."""
     header, attributes = unpack_body(_RTMSG, body)
     family, destination_bits, source_bits, _, table, _, _, action, _ = header
+    # Rules of other programs may have any form: what this type cannot hold must not look like one of ours.
     if action != _FR_ACT_TO_TBL or not source_bits or destination_bits:
         return None
     protocol = attributes.get(_FRA_PROTOCOL, b"\0")
@@ -348,6 +357,8 @@ def _address_body(address: InterfaceAddress) -> bytes:
 def _route_body(route: Route) -> bytes:
     network = route.destination
     on_link = route.gateway is None and route.kind == ROUTE_UNICAST
+    # net/ipv4/fib_semantics.c:fib_check_nh_v4_gw looks next hops up among routes of link scope only: another scope
+    # would make this route useless as the way to a gateway. IPv6 has no scopes.
     scope = SCOPE_LINK if on_link and network.version == 4 else SCOPE_UNIVERSE
     parts = [
         _RTMSG.pack(
@@ -390,6 +401,7 @@ def _neighbour_body(neighbour: Neighbour) -> bytes:
 
 def _rule_body(rule: SourceRule) -> bytes:
     network = rule.source
+    # The header has eight bits for the table; FRA_TABLE below has all of it.
     table = _RT_TABLE_UNSPEC if rule.table > 255 else rule.table
     return b"".join(
         (

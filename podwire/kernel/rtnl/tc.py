@@ -130,6 +130,7 @@ def set_bpf_filter(
     handle: int = FILTER_HANDLE,
 ) -> Request:
     """Attach a program to a hook, or replace the one that sits there, in place."""
+    # Direct action: the program's return value is the verdict, and no action of tc comes behind it.
     options = nested(
         _TCA_OPTIONS,
         attribute_u32(_TCA_BPF_FD, program_fd),
@@ -177,6 +178,7 @@ def read_bpf_filter(body: bytes) -> BpfFilter | None:
     chain).
     """
     (_, index, handle, parent, info), attributes = unpack_body(_TCMSG, body)
+    # Each priority's chain is listed once for itself, with handle 0, before its filters.
     if read_text(attributes, _TCA_KIND) != "bpf" or not handle:
         return None
     options = parse_attributes(attributes.get(_TCA_OPTIONS, b""))
@@ -193,11 +195,14 @@ def read_bpf_filter(body: bytes) -> BpfFilter | None:
 
 def set_token_bucket(index: int, bucket: TokenBucket) -> Request:
     """Make a token bucket the device's own queue, or change the one that is."""
+    # The structure has 32 bits for bytes per second; a faster rate is given by TCA_TBF_RATE64 beside the largest
+    # number.
     rate = _RATESPEC.pack(
         0, _LINKLAYER_ETHERNET, 0, 0, 0, min(bucket.rate_bytes_per_s, _MAX_RATE32)
     )
     options = [
         attribute(_TCA_TBF_PARMS, _TBF_QOPT.pack(rate, bytes(12), bucket.limit_bytes, 0, 0)),
+        # In bytes: the structure's own field is in ticks, whose length depends on rate and kernel (psched).
         attribute_u32(_TCA_TBF_BURST, bucket.burst_bytes),
     ]
     if bucket.rate_bytes_per_s > _MAX_RATE32:

@@ -73,6 +73,8 @@ def create_vxlan(end: LinkEnd, settings: Vxlan) -> Request:
     """Make a VXLAN device; EEXIST when the name, or the VNI on that port, is taken."""
     parts = [
         attribute(_IFLA_PORT, struct.pack(">H", settings.port)),
+        # The kernel's default is to learn: any sender of the underlay could then write forwarding entries
+        # (vxlan_snoop).
         attribute(_IFLA_LEARNING, bytes([settings.learning])),
     ]
     if settings.flow_based:
@@ -142,6 +144,7 @@ def read_forwarding(body: bytes) -> ForwardingEntry | None:
 def _forwarding_body(entry: ForwardingEntry) -> bytes:
     state = NEIGHBOUR_PERMANENT | _NUD_NOARP
     return (
+        # SELF: the device's own table, and not that of a bridge which it may be a port of.
         _NDMSG.pack(_AF_BRIDGE, entry.index, state, _NTF_SELF, 0)
         + attribute(_NDA_LLADDR, parse_mac(entry.mac))
         + attribute(_NDA_DST, entry.destination.packed)
@@ -157,6 +160,7 @@ def _local(address: IPAddress | None) -> bytes:
 def _read_local(settings: Attributes) -> IPAddress | None:
     for kind in (_IFLA_LOCAL, _IFLA_LOCAL6):
         raw = settings.get(kind)
+        # The kernel reports an address of zeros where none is set.
         if raw is not None and any(raw):
             return ipaddress.ip_address(raw)
     return None

@@ -111,8 +111,10 @@ def make_condition(node: Node) -> NetworkCondition | None:
     write = find_condition_writer(node.store)
     if write is None:
         return None
-    name = node.config.node.node_name
-    return NetworkCondition(node.store, name, write, node.cluster.shared)
+    settings, shared = node.config.node, node.cluster.shared
+    is_given = settings.ipam == "node" and not settings.node_cidrs
+    served = node.addresses.ranges if is_given else ()
+    return NetworkCondition(node.store, settings.node_name, write, shared, served, node.health.warn)
 
 
 def make_installer(node: Node, installed: Callable[[], None]) -> Installer | None:

@@ -69,6 +69,7 @@ def stream(path: str, resource: str, query: Mapping[str, Any]) -> Iterator[Any]:
         status, headers = _read_head(reader, path)
         if status >= 400:
             raise _refusal(status, _decode(_read_body(reader, headers), headers))
+        # Events may be hours apart. Until the head of the answer was read, the usual timeout held.
         connection.settimeout(None)
         try:
             for line in _lines(_chunks(reader, headers)):
@@ -97,6 +98,8 @@ def _open(path: str, timeout_s: float) -> socket.socket:
 
 def _send(connection: socket.socket, path: str, method: str, resource: str, body: Any) -> Any:
     data = b"" if body is None else json.dumps(body).encode()
+    # "Connection: close" makes the end of the connection the end of an answer without a length (RFC 9112, section
+    # 6.3).
     head = (
         f"{method} /v1{resource} HTTP/1.1\r\nHost: podwire\r\nConnection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -126,6 +129,7 @@ def _read_body(reader: Any, headers: Mapping[str, str]) -> bytes:
     if "content-length" in headers:
         length = int(headers["content-length"])
         data = bytes(reader.read(length))
+        # `read` gives less only at the end of the connection. A list that is cut short must not pass for a whole one.
         if len(data) < length:
             raise ConnectionResetError("the agent ended in the middle of its answer")
         return data
@@ -139,6 +143,7 @@ def _chunks(reader: Any, headers: Mapping[str, str]) -> Iterator[bytes]:
             yield data
         return
     while line := reader.readline(_HEAD_MAX_BYTES):
+        # A chunk's size may be followed by extensions (RFC 9112, section 7.1.1).
         size = int(line.split(b";")[0], 16)
         data = reader.read(size)
         if not size:

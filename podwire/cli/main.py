@@ -83,6 +83,7 @@ def main(arguments: list[str] | None = None) -> Any:
     except click.exceptions.Exit as leave:
         sys.exit(leave.exit_code)
     except (click.Abort, KeyboardInterrupt):
+        # 128 + SIGINT, as a shell reports it.
         sys.exit(130)
     except BrokenPipeError:
         _discard_output()  # the reader has seen enough
@@ -100,6 +101,7 @@ def _run(arguments: list[str]) -> None:
         podwire.invoke(context)
 
 
+# Imported here and below: every command pays for what this module imports, and completion runs it at each TAB.
 def _explain(error: Exception) -> tuple[int, str, str]:
     from podwire.model import errors  # noqa: PLC0415 (start-up time)
 

@@ -103,6 +103,7 @@ class AgentObjects:
             try:
                 return client.request(agent.socket, method, resource, body)
             except CliError as error:
+                # Any answer counts, a refusal included: the other agents share the store and would say the same.
                 if error.exit_code != EXIT_UNREACHABLE:
                     raise
                 away.append(error)

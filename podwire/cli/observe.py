@@ -108,6 +108,7 @@ def _merge(agents: Sequence[Agent], query: Mapping[str, Any]) -> Iterator[dict[s
     if len(agents) == 1:
         yield from client.stream(agents[0].socket, "/flows", query)
         return
+    # Bounded: a terminal that is slower than the agents holds them up instead of filling memory.
     lines: queue.Queue[dict[str, Any] | CliError | None] = queue.Queue(_QUEUE_LINES)
 
     def read(agent: Agent) -> None:

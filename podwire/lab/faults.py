@@ -29,6 +29,8 @@ def addresses_of(plan: LabPlan, place: str) -> Sequence[str]:
 
 def apply_partitions(plan: LabPlan, pairs: Sequence[tuple[str, str]]) -> None:
     """Make exactly these pairs be apart; none = all nodes reach each other."""
+    # `delete` fails when there is no table, so it is made first. All commands are one transaction of nftables: at no
+    # moment are the nodes joined.
     commands = [f"table {family} {TABLE}\ndelete table {family} {TABLE}" for family in _HOOKS]
     rules = {
         "bridge": [rule for pair in pairs if STORE not in pair for rule in _port_rules(*pair)],

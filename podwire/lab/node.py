@@ -183,6 +183,7 @@ def start_agent(state: LabState, node: NodePlan, *, wait: bool = True) -> None:
     finally:
         os.close(log)
     state.agents[node.name] = describe_process(child.pid)
+    # The agent outlives this process: nobody here will wait for it.
     child.release()
     if wait:
         try:

@@ -78,6 +78,7 @@ def call_launcher(
     interface: str = INTERFACE,
 ) -> dict[str, Any]:
     """Execute the launcher; gives its answer, or raises AttachFailed with its error."""
+    # As containerd passes it (CNI conventions, CNI_ARGS): unknown keys are then no error.
     args = "IgnoreUnknown=1"
     if pod[1]:
         args += f";K8S_POD_NAMESPACE={pod[0]};K8S_POD_NAME={pod[1]}"
@@ -154,6 +155,7 @@ def remove_pod(node: NodePlan, pod: Pod) -> None:
         "DEL",
         config=network_config(node),
         container_id=pod.container_id,
+        # CNI specification, DEL: CNI_NETNS may be empty when the namespace is gone.
         netns_path=path if Path(path).exists() else "",
         pod=(pod.namespace, pod.name),
     )

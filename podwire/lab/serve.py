@@ -59,6 +59,7 @@ def _let_go_of_the_terminal() -> None:
 def _open(family: socket.AddressFamily, port: int, protocol: str) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_DGRAM if protocol == "udp" else socket.SOCK_STREAM)
     if family == socket.AF_INET6:
+        # Without it the IPv6 socket also takes IPv4, and the second bind of the port fails (ipv6(7)).
         listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
     if protocol == "udp":
         if family == socket.AF_INET6:
@@ -74,6 +75,8 @@ def _open(family: socket.AddressFamily, port: int, protocol: str) -> socket.sock
 
 
 def _answer_datagram(server: socket.socket, who: str) -> None:
+    # A datagram socket that is bound to every address answers from the one that routing chooses, and the asker drops
+    # what comes from another than it asked.
     _, ancillary, _, peer = server.recvmsg(_REQUEST_MAX_BYTES, socket.CMSG_SPACE(20))
     [(level, kind, info)] = ancillary
     if server.family == socket.AF_INET6:

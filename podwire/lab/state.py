@@ -136,6 +136,7 @@ def write_state(state: LabState) -> None:
     path = RUN_ROOT / state.name / STATE_FILE
     temporary = path.with_suffix(".new")
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+    # A command that is killed while it writes leaves the old file whole.
     temporary.rename(path)
 
 
@@ -177,6 +178,7 @@ def describe_process(pid: int) -> Process:
     return Process(pid, _start_ticks(pid) or 0)
 
 
+# A pid is used again sooner or later; pid and start time together are not.
 def is_running(process: Process | None) -> bool:
     """Tell whether it is this very process, with any of its threads, and not a zombie."""
     return process is not None and _start_ticks(process.pid) == process.start_ticks != 0

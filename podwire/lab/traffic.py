@@ -106,6 +106,8 @@ def connect(
     begin = time.perf_counter()
     asked = 0
     try:
+        # A namespace takes time to enter. The clock of the connection starts when the socket is open, and the one
+        # above serves only a failure before that.
         with socket_in(namespace, address, protocol) as connection:
             begin = time.perf_counter()
             connection.settimeout(timeout_s / tries)
@@ -183,6 +185,7 @@ def ping(
 def _hear_only(connection: socket.socket, kind: int, *, is_ipv4: bool) -> None:
     """Keep other messages from a raw socket: others' large echoes would fill it, and ours would be lost."""
     if is_ipv4:
+        # A bit that is set blocks its type (raw(7), ICMP_FILTER).
         connection.setsockopt(_SOL_RAW, _ICMP_FILTER, struct.pack("=I", 0xFFFFFFFF & ~(1 << kind)))
         return
     words = [0xFFFFFFFF] * 8

@@ -47,6 +47,7 @@ _ALIAS = re.compile(rf"{ALIAS_PREFIX}:(?P<node>[^:]+):(?P<id>[0-9]+)")
 
 def host_device_name(container_id: ContainerId, if_name: InterfaceName) -> InterfaceName:
     """Name the host end of an attachment's device pair: 14 bytes, the same on every call."""
+    # The kernel keeps 15 bytes of a name (IFNAMSIZ); a container id alone has 64 characters.
     digest = hashlib.sha256(f"{container_id}/{if_name}".encode()).hexdigest()
     return InterfaceName(DEVICE_PREFIX + digest[:DEVICE_HASH_DIGITS])
 
@@ -57,6 +58,8 @@ def device_mac(endpoint_id: EndpointId, side: int) -> str:
     """
     if side not in (0, 1):
         raise ValueError(f"side must be 0 (pod) or 1 (host), not {side!r}")
+    # 0x0A and 0x0E: locally administered and unicast. Ids are never used twice, so neither are MACs, and no neighbour
+    # keeps a wrong one.
     raw = bytes([0x0A if side == 0 else 0x0E, 0x70]) + int(endpoint_id).to_bytes(4, "big")
     return raw.hex(":")
 

@@ -31,6 +31,7 @@ _PART = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 _PREFIX = r"(?=[^/]{1,253}/)[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?"
 _KEY = re.compile(rf"(?:{_PREFIX}/)?{_PART}")
 _VALUE = re.compile(rf"(?:{_PART})?")
+# ";" joins the labels of a set into one text. A label that has one could make two sets look the same.
 _UNSAFE = re.compile(r"[;\x00-\x1f\x7f]")
 
 
@@ -111,6 +112,8 @@ def join_labels(labels: Iterable[str]) -> str:
 
 def namespace_labels(namespace: str, labels: Mapping[str, str]) -> tuple[str, ...]:
     """Spell a namespace and its own labels as labels of its pods, as in Cilium; its name is always one of them."""
+    # Kubernetes sets this label on every namespace. It counts more than what the object says, so that nobody can pass
+    # one namespace off as another.
     own = {**labels, NAMESPACE_NAME_KEY: namespace}
     return sort_labels(
         [

@@ -59,6 +59,7 @@ class UnsupportedProtocol(Unavailable):
     """The other side speaks another major version; an upgrade is under way or went wrong."""
 
 
+# Little-endian without padding ("<"): the C side writes the same bytes whatever its compiler aligns.
 _COMMON = struct.Struct("<4sBBHI")
 """Magic, major, minor, flags or status, total bytes: the same in every version of the protocol."""
 _REQUEST_REST = struct.Struct("<IQ")
@@ -184,6 +185,8 @@ def request_bytes(header: bytes | bytearray) -> int:
             f"read the request: it begins with {magic!r}, not with {REQUEST_MAGIC!r}",
             hint="only podwire-cni talks to this socket",
         )
+    # The magic and the version stand first in every version, so that a launcher of another version is told what is
+    # wrong.
     if major != MAJOR:
         raise UnsupportedProtocol(
             f"read the request: it has protocol version {major}, this agent speaks {MAJOR}",
@@ -244,6 +247,7 @@ def decode_record(data: bytes) -> Frame:
 
 def record_name(started_boottime_ns: int, pid: int) -> str:
     """Name a spool record, so that the names' order is the order of the launchers' starts."""
+    # Zeros in front, so that the order of names is the order of starts: DELs are carried out in that order.
     return f"{started_boottime_ns:020d}-{pid}.del"
 
 
@@ -284,6 +288,7 @@ def decode_reply(data: bytes) -> Reply:
     if len(data) < COMMON_HEADER_BYTES or reply_bytes(data) != len(data):
         raise UndecodableRequest(f"read the agent's answer: {len(data)} bytes are not one reply")
     number = _COMMON.unpack_from(data)[3]
+    # An older launcher that meets a newer status must fail rather than claim success.
     known = number in _KNOWN_STATUSES
     return Reply(
         ReplyStatus(number) if known else ReplyStatus.FAILED, bytes(data[COMMON_HEADER_BYTES:])

@@ -33,6 +33,8 @@ def settle_from_file(parsed: Arguments, environment: Mapping[str, str], host_nam
             )
         text = raw.decode()
     except (OSError, UnicodeDecodeError) as error:
+        # Without the file at the default place all settings have their defaults. A file that was named has to be
+        # there.
         if named or not isinstance(error, FileNotFoundError):
             raise InvalidConfiguration(
                 f"read settings {str(path)!r}: {getattr(error, 'strerror', None) or error}",

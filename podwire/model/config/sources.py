@@ -109,6 +109,8 @@ def settle(
     state_dir = values.get("state_dir", SETTINGS["state_dir"].default)
     values.setdefault("store", f"sqlite://{state_dir}/store.db")
     config = AgentConfig().replace(values)
+    # Contradictions between settings are looked for only among valid values: of an invalid one the default would be
+    # compared, which nobody wrote.
     if not faults:
         faults.extend(_place(fault, sources) for fault in find_contradictions(config))
     if faults:

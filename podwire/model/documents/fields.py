@@ -19,6 +19,7 @@ PORT_NAME_MAX_CHARACTERS: Final = 15
 PORT_MAX: Final = 65535
 
 _OBJECT_NAME = re.compile(r"[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?")
+# RFC 6335, section 5.1: at least one letter, no two hyphens in a row, none at either end.
 _PORT_NAME = re.compile(r"(?=.*[a-z])[a-z0-9]+(?:-[a-z0-9]+)*")
 _PREFIX_LENGTH = re.compile(r"0|[1-9][0-9]{0,2}")
 _ADDRESS = re.compile(r"[0-9A-Fa-f:.]+")
@@ -146,12 +147,15 @@ def read_cidr(node: Node, *, bare_address: bool = False) -> IPNetwork | None:
     address, slash, length = text.partition("/")
     complete = bool(_PREFIX_LENGTH.fullmatch(length)) if slash else bare_address
     try:
+        # Kubernetes accepts and stores a CIDR with bits beyond its length, so a policy with one has to be read.
         network = ipaddress.ip_network(text, strict=False)
     except ValueError:
         complete = False
+    # `ipaddress` also takes a netmask for the length and a zone in the address, which the API server refuses.
     if not complete or not _ADDRESS.fullmatch(address):
         node.wrong(f"is {shown(text)}, not a CIDR (address/length)")
         return None
+    # A packet to such an address is an IPv4 packet, so an entry of IPv6 would never match.
     if isinstance(network, ipaddress.IPv6Network) and network.network_address.ipv4_mapped:
         node.wrong(f"is {shown(text)}: write an IPv4-mapped address as IPv4")
         return None

@@ -39,6 +39,7 @@ class Faults:
     def note(self, path: str, message: str) -> None:
         """Remember that `path` of the document `message` ("is not a list")."""
         self._count += 1
+        # Bounded: a document of a megabyte can have hundreds of thousands of faults.
         if len(self.kept) < FAULTS_KEPT:
             self.kept.append(Fault(path, message))
 
@@ -121,6 +122,7 @@ class Node:
         """Give a whole number from `low` to `high`; None when it is absent or at fault."""
         if self.value is None:
             return None
+        # `bool` is a kind of `int` in Python.
         if isinstance(self.value, bool) or not isinstance(self.value, int):
             self.wrong(f"is {shown(self.value)}, not a whole number")
             return None
@@ -163,9 +165,12 @@ def shown(value: object) -> str:
         return "an object"
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}"
+    # Python refuses to write integers of thousands of digits (sys.set_int_max_str_digits), and a message must not
+    # fail.
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 64:
         return "a number of more than 64 bits"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    # `ascii` leaves no escape sequence that a terminal would obey.
     text = ascii(value[: SHOWN_CHARACTERS + 1] if isinstance(value, str) else value)
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."

@@ -4,7 +4,7 @@
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
@@ -14,6 +14,7 @@ from podwire.agent.api.nodes import NodeReaders
 from podwire.agent.api.policy_readers import PolicyReaders
 from podwire.agent.api.routes import Api, BuildFacts, MapReaders
 from podwire.agent.cni.dispatch import Dispatcher
+from podwire.agent.duties.core_node import NetworkCondition
 from podwire.agent.duties.installer import Installer
 from podwire.agent.duties.loops import Duties, EventPump
 from podwire.agent.health import AliveFile
@@ -32,6 +33,7 @@ from podwire.model.identity import RESERVED_LABELS
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import Clock
 from podwire.model.request import AttachRequest
+from podwire.store.open import find_condition_writer
 
 
 def start_events(node: Node, stack: AsyncExitStack) -> EventPump:
@@ -104,8 +106,17 @@ def make_duties(node: Node, dispatcher: Dispatcher, threads: ThreadPoolExecutor)
     )
 
 
-def make_installer(node: Node) -> Installer | None:
-    """Give what installs for the container runtime; None if somebody else does that."""
+def make_condition(node: Node) -> NetworkCondition | None:
+    """Give what tells Kubernetes that pods have a network here; None with another store."""
+    write = find_condition_writer(node.store)
+    if write is None:
+        return None
+    name = node.config.node.node_name
+    return NetworkCondition(node.store, name, write, node.cluster.shared)
+
+
+def make_installer(node: Node, installed: Callable[[], None]) -> Installer | None:
+    """Give what installs for the container runtime, which `installed` hears once; None if somebody else does that."""
     cni = node.config.cni
     if not cni.cni_install:
         return None
@@ -116,6 +127,7 @@ def make_installer(node: Node) -> Installer | None:
         status=node.attachments.status,
         watch=runtime.watch_directories,
         health=node.health,
+        installed=installed,
     )
 
 

@@ -20,7 +20,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from podwire import __version__
-from podwire.agent.assemble import make_api, make_duties, make_installer, start_events
+from podwire.agent.assemble import (
+    make_api,
+    make_condition,
+    make_duties,
+    make_installer,
+    start_events,
+)
 from podwire.agent.cni.dispatch import Dispatcher
 from podwire.agent.cni.requests import CniRequests
 from podwire.agent.cni.socket import CniServer
@@ -179,9 +185,7 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
             stack.callback(node.addresses.duty.stop)
         node.cluster.start()
         stack.callback(node.cluster.stop)
-        if (installer := make_installer(node)) is not None:
-            installer.start()
-            stack.callback(installer.stop)
+        _tell_runtime(node, stack)
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(loops.supervise(name, run, duties), name=name)
@@ -191,6 +195,25 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
             for task in running:
                 task.cancel()
     _log.info("stopped; pods keep running", extra={"count": len(node.table)})
+
+
+def _tell_runtime(node: Node, stack: AsyncExitStack) -> None:
+    """Let container runtime and Kubernetes know that pods can be attached here."""
+    condition = make_condition(node)
+    if condition is not None:
+        condition.start()
+        stack.callback(condition.stop)
+
+    def installed() -> None:
+        if condition is not None:
+            condition.network_is_there()
+
+    installer = make_installer(node, installed)
+    if installer is None:
+        installed()  # by whom, and when, is not ours to know
+        return
+    installer.start()
+    stack.callback(installer.stop)
 
 
 def _identity_loops(node: Node, stack: AsyncExitStack) -> list[tuple[str, loops.Loop]]:

@@ -3,14 +3,14 @@
 Called by `agent.node` and by object commands with `--store`. Decides only which back end is meant.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from podwire.model.errors import InvalidConfiguration, Unavailable
-from podwire.model.store import OpenWaker, RunHelper, Store
+from podwire.model.store import OpenWaker, RunHelper, Store, StoredObject
 from podwire.store.etcd.access import SCHEME as ETCD
 from podwire.store.etcd.access import StoreAccess, parse_endpoints, read_environment
 from podwire.store.late import LateStore
@@ -103,6 +103,15 @@ def open_store(
             hint=f"write {SQLITE}/PATH, the absolute path of a file, {ETCD}HOST:PORT or {KUBERNETES}",
         )
     return _open_file(Path(path), open_waker, create=create, patient=patient)
+
+
+def find_condition_writer(
+    store: Store,
+) -> Callable[[StoredObject, Mapping[str, str]], None] | None:
+    """Give what writes a condition of a core Node; None: only Kubernetes has these."""
+    write: Callable[[StoredObject, Mapping[str, str]], None] | None
+    write = getattr(store, "put_condition", None)
+    return write
 
 
 def list_hosts(url: str, cluster: ClusterAccess | None = None) -> tuple[str, ...]:

@@ -1,32 +1,42 @@
-"""What Kubernetes gives this node, at the start of the agent: ranges and an address; and the ranges of all pods.
+"""What Kubernetes gives this node: ranges, an address, and the ranges of all pods; and what the node says in return.
 
-Called by `agent.node` before the datapath is opened, because the datapath must know them. Nothing that is missing ends
-the agent: it says what it waits for, and goes on in the moment that it comes. Invariant: an agent that starts while
-the API server is away serves with what it had, and none serves without knowing where the cluster's pods are: an address
-of a pod that it has not heard of would count as the world.
+`Start` is called by `agent.node` before the datapath is opened, because the datapath must know them. Nothing that is
+missing ends the agent: it says what it waits for, and goes on in the moment that it comes. `NetworkCondition` runs
+beside a started agent. Invariant: an agent that starts while the API server is away serves with what it had, and none
+serves without knowing where the cluster's pods are: an address of a pod that it has not heard of would count as the
+world.
 """
 
 import fnmatch
 import ipaddress
 import json
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from podwire.agent.duties.follower import KindList, StoreFollower
+from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.control.kubernetes.cluster_ranges import (
     KUBEADM_KEY,
     SET_IT,
     decode_pod_subnets,
     find_configuration,
 )
-from podwire.control.kubernetes.core_node import CoreNode, core_node_key, decode_core_node
+from podwire.control.kubernetes.core_node import (
+    CoreNode,
+    core_node_key,
+    decode_core_node,
+    network_is_available,
+)
 from podwire.model.config import AgentConfig, find_contradictions
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import PodwireError, Unavailable
 from podwire.model.interfaces import FactStore
-from podwire.model.store import Store
+from podwire.model.store import Revisions, Store, StoredObject, StoreEvent
+from podwire.model.store.kinds import CORE_NODE
 from podwire.store.manifest import load_manifests
 
 RANGES_FACT: Final = "node-ranges"
@@ -34,6 +44,8 @@ CLUSTER_FACT: Final = "cluster-ranges"
 ADDRESS_FACT: Final = "node-addresses"
 LOOK_S: Final = 0.5
 """How often a start looks whether what it waits for has come; pods wait with it, so it must notice within a second."""
+CONDITION_AGAIN_S: Final = 1.0
+CONDITION_AGAIN_MAX_S: Final = 30.0
 
 DeviceAddress = tuple[str, IPAddress]
 """A device's name, and an address of it."""
@@ -124,6 +136,103 @@ class Start:
                     )
                 self.wait_for(error.message, error.hint)
             self.pause(LOOK_S)
+
+
+class NetworkCondition:
+    """Sets the condition NetworkUnavailable of the own core Node to False, once, when pods have a network here.
+
+    Cloud providers set it to True when they make a Node, and pods wait for that. `write` replaces a condition of a Node
+    that has not changed since it was read. Follows the Node, since the condition may come later than the network.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        node_name: str,
+        write: Callable[[StoredObject, Mapping[str, str]], None],
+        shared: SharedWatch | None = None,
+    ) -> None:
+        self._store = store
+        self._node_name = node_name
+        self._write = write
+        self._follower = StoreFollower("core-node", store, (CORE_NODE.plural,), self, shared=shared)
+        self._is_there = threading.Event()
+        self._woken = threading.Event()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="core-node", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._follower.start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; the condition stays as it is."""
+        self._stopping.set()
+        self._is_there.set()
+        self._woken.set()
+        self._thread.join()
+        self._follower.stop()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it still waits for something to do."""
+        return self._thread.is_alive()
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether the Node has been looked at."""
+        return self._follower.is_whole
+
+    def network_is_there(self) -> None:
+        """Hear that a runtime can attach pods here; from any thread."""
+        self._is_there.set()
+
+    def on_lists(self, lists: Sequence[KindList]) -> None:
+        """Take the Node."""
+        self._look(stored for kind_list in lists for stored in kind_list.objects)
+
+    def on_events(self, events: Sequence[StoreEvent], _revisions: Revisions) -> None:
+        """Take changes of it."""
+        self._look(event.object for event in events if not event.deleted)
+
+    def on_away(self, _error: PodwireError) -> None:
+        """Wait."""
+
+    def on_back(self) -> None:
+        """Go on."""
+
+    def _look(self, nodes: Iterable[StoredObject]) -> None:
+        if any(decode_core_node(stored).is_called_unavailable for stored in nodes):
+            self._woken.set()
+
+    def _run(self) -> None:
+        self._is_there.wait()
+        said, pause_s = "", CONDITION_AGAIN_S
+        while self._woken.wait() and not self._stopping.is_set():
+            try:
+                if self._set():
+                    return
+                self._woken.clear()
+            except PodwireError as error:
+                if error.message != said:
+                    said = error.message
+                    _log.warning(
+                        "set the condition NetworkUnavailable",
+                        extra={"error": error.message, "hint": error.hint},
+                    )
+                self._stopping.wait(pause_s)
+                pause_s = min(pause_s * 2, CONDITION_AGAIN_MAX_S)
+
+    def _set(self) -> bool:
+        """Write it where somebody said otherwise; tells whether that is done."""
+        stored = self._store.get(core_node_key(self._node_name))
+        if stored is None or not decode_core_node(stored).is_called_unavailable:
+            return False
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self._write(stored, network_is_available(now))
+        _log.info("set the condition NetworkUnavailable", extra={"node": self._node_name})
+        return True
 
 
 def choose_address(name_pattern: str, present: Sequence[DeviceAddress]) -> IPAddress | None:

@@ -64,6 +64,18 @@ def decode_core_node(stored: StoredObject) -> CoreNode:
     )
 
 
+def network_is_available(now: str) -> dict[str, str]:
+    """Describe the condition NetworkUnavailable of a node whose pods have a network; `now` as in RFC 3339."""
+    return {
+        "type": NETWORK_UNAVAILABLE,
+        "status": "False",
+        "reason": "PodwireIsUp",
+        "message": "podwire serves this node",
+        "lastHeartbeatTime": now,
+        "lastTransitionTime": now,
+    }
+
+
 def _read_range(node: str, text: str) -> IPNetwork:
     try:
         return ipaddress.ip_network(text)

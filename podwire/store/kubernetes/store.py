@@ -17,9 +17,22 @@ from podwire.model.store import ObjectKey, Revisions, RunHelper, StoredObject, U
 from podwire.model.store.promises import FULL, Promises
 from podwire.store.documents import changed, exists, made_anew, none_there
 from podwire.store.kubernetes.api.access import Access
-from podwire.store.kubernetes.api.client import DEADLINE_S, JSON, MERGE_PATCH, Client, Request
+from podwire.store.kubernetes.api.client import (
+    DEADLINE_S,
+    JSON,
+    MERGE_PATCH,
+    STRATEGIC_PATCH,
+    Client,
+    Request,
+)
 from podwire.store.kubernetes.api.refusals import CONFLICT, INVALID, Intent, Refused
-from podwire.store.kubernetes.api.resources import Resource, Selectors, find_resource, with_query
+from podwire.store.kubernetes.api.resources import (
+    CORE_NODES,
+    Resource,
+    Selectors,
+    find_resource,
+    with_query,
+)
 from podwire.store.kubernetes.listing import list_pages
 from podwire.store.kubernetes.objects import (
     decode_object,
@@ -150,6 +163,26 @@ class KubernetesStore:
             return self._patch(resource, key, {"status": status}, revision, uid, "status")
         made = self._patch(resource, key, main, revision, uid)
         return self._patch_status(made, status) if status else made
+
+    def put_condition(self, node: StoredObject, condition: Mapping[str, str]) -> None:
+        """Replace one condition of a core Node that has not changed since it was read (else Conflict, NotFound).
+
+        Nothing else of Kubernetes' own kinds is ever written.
+        """
+        resource = find_resource(CORE_NODES)
+        key = ObjectKey(CORE_NODES, "", node.key.name)
+        required = {"uid": node.uid, "resourceVersion": str(node.revision)}
+        request = Request(
+            replace(_intend("patch", resource, key), subresource="status"),
+            "PATCH",
+            resource.object_path(key, "status"),
+            _encode({"metadata": required, "status": {"conditions": [condition]}}),
+            STRATEGIC_PATCH,
+        )
+        try:
+            self._thread.run(self._client.call(request))
+        except Refused as refused:
+            raise self._explain_write(refused, key, node.revision, node.uid) from None
 
     def delete(self, key: ObjectKey, *, revision: int | None = None, uid: str = "") -> StoredObject:
         """Remove an object, under the preconditions that are given; gives what was there. NotFound, Conflict."""

@@ -35,6 +35,8 @@ HUNG_S: Final = 1.0
 """After a request without an answer others are refused for so long: each would wait for its whole deadline."""
 JSON: Final = "application/json"
 MERGE_PATCH: Final = "application/merge-patch+json"
+STRATEGIC_PATCH: Final = "application/strategic-merge-patch+json"
+"""Of built-in kinds: an item of a list replaces the one of its key, and leaves the others."""
 _UNHEARD_MS: Final = 15_000
 _PROBE_S: Final = 10
 _BUFFER_BYTES: Final = 1 << 18

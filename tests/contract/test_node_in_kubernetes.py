@@ -1,4 +1,4 @@
-"""What an agent asks the API for when it starts, with no more rights than the manifest gives it."""
+"""What an agent asks and tells the API of its node, with no more rights than the manifest gives it."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -9,14 +9,16 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from podwire.agent.duties.core_node import Start
+from podwire.agent.duties.core_node import NetworkCondition, Start
+from podwire.control.kubernetes.core_node import core_node_key, network_is_available
 from podwire.lab.kubernetes.api_server import ApiServer, User
 from podwire.model.config import AgentConfig
-from podwire.model.errors import PodwireError
+from podwire.model.errors import Conflict, PodwireError
 from podwire.model.store import ObjectKey
 from podwire.store.kubernetes.api.kubeconfig import load_kubeconfig
 from podwire.store.kubernetes.store import KubernetesStore
 from tests.contract import api_rig
+from tests.waiting import wait_for
 
 RIGHTS: Final = Path(__file__).resolve().parents[2] / "deploy" / "manifest" / "30-rights.yaml"
 RBAC: Final = "/apis/rbac.authorization.k8s.io/v1"
@@ -91,3 +93,73 @@ def test_ranges_and_address_are_the_core_nodes(server: ApiServer, store: Kuberne
     assert "has no podCIDR" in said[0]
     address = ip_address("192.0.2.1")
     assert start.wait_for_address("n1", lambda: [("eth0", address)]) == address
+
+
+OTHER: Final = {"type": "MemoryPressure", "status": "False", "reason": "KubeletHasSufficientMemory"}
+
+
+def say_unavailable(server: ApiServer, status: str) -> None:
+    conditions = [{"type": "NetworkUnavailable", "status": status}, OTHER]
+    server.client.patch(f"{NODE}/status", {"status": {"conditions": conditions}})
+
+
+def read_conditions(server: ApiServer) -> dict[str, str]:
+    found = server.client.get(NODE)["status"].get("conditions", ())
+    return {one["type"]: one["status"] for one in found}
+
+
+def count_writes(server: ApiServer) -> int:
+    return sum(event["verb"] == "patch" for event in server.read_audit(AGENT))
+
+
+@pytest.fixture
+def condition(store: KubernetesStore) -> Iterator[NetworkCondition]:
+    made = NetworkCondition(store, "n1", store.put_condition)
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.mark.parametrize("status", ["True", "Unknown"])
+@pytest.mark.parametrize("is_late", [False, True], ids=["before", "after the network"])
+def test_the_network_is_called_available_once_it_is_there(
+    server: ApiServer, condition: NetworkCondition, status: str, *, is_late: bool
+) -> None:
+    server.client.patch(f"{NODE}/status", {"status": {"conditions": None}})
+    before = count_writes(server)
+    if is_late:
+        condition.network_is_there()
+        say_unavailable(server, status)
+    else:
+        say_unavailable(server, status)
+        condition.network_is_there()
+    expected = {"NetworkUnavailable": "False", "MemoryPressure": "False"}
+    wait_for(lambda: read_conditions(server) == expected, "the condition", DEADLINE_S)
+    wait_for(lambda: not condition.is_running, "the end of the duty", DEADLINE_S)
+    assert count_writes(server) - before == 1
+
+
+def test_a_condition_that_is_not_there_is_not_made(
+    server: ApiServer, store: KubernetesStore
+) -> None:
+    server.client.patch(f"{NODE}/status", {"status": {"conditions": [OTHER]}})
+    before = count_writes(server)
+    condition = NetworkCondition(store, "n1", store.put_condition)
+    condition.start()
+    condition.network_is_there()
+    wait_for(lambda: condition.has_looked, "the first look", DEADLINE_S)
+    condition.stop()
+    assert count_writes(server) == before
+    assert read_conditions(server) == {"MemoryPressure": "False"}
+
+
+def test_a_node_that_has_changed_meanwhile_is_not_written(
+    server: ApiServer, store: KubernetesStore
+) -> None:
+    say_unavailable(server, "True")
+    stored = store.get(core_node_key("n1"))
+    assert stored is not None
+    server.client.patch(NODE, {"metadata": {"labels": {"a": "b"}}})
+    with pytest.raises(Conflict):
+        store.put_condition(stored, network_is_available("2026-01-01T00:00:00Z"))
+    assert read_conditions(server)["NetworkUnavailable"] == "True"

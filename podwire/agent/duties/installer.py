@@ -68,6 +68,8 @@ class Installer:
     def look(self) -> bool:
         """Install what is missing, and record how it stands; True when a runtime finds all it needs."""
         files = self._installation.directories.read()
+        # The network's file makes the node Ready in the eyes of the runtime, so it is written last, and only while an
+        # ADD would succeed.
         if not self._installation.is_complete(files):
             written = self._installation.install(serves=self._serves)
             if written:

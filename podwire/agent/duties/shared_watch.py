@@ -145,7 +145,9 @@ class SharedWatch:
             return False
         watch = self._watch
         if watch is None:
+            # From the revisions of the lists on, so that nothing between list and watch is missed.
             watch = self._watch = self._store.watch(self._revisions)
+        # `leave` may have dropped the watch just before this one was opened: nothing would end its `next`.
         if self._stopping.is_set():
             self._drop_watch()
             return False
@@ -181,6 +183,7 @@ class SharedWatch:
     def _choose_timeout_s(self) -> float:
         now_s = time.monotonic()
         due_s = [one.again_s - now_s for one in self._followers if one.again_s is not None]
+        # A quiet watch would otherwise keep news from the disk for as long as one call lasts.
         longest_s = SAVE_S if self._keeper.has_news else WATCH_S
         return max(0.0, min([longest_s, *due_s]))
 
@@ -241,8 +244,10 @@ class SharedWatch:
 
     def _hand_over(self, events: Sequence[StoreEvent], watch: Watch) -> None:
         self._revisions = {**self._revisions, **watch.revisions}
+        # A list that was kept for followers to come is not the newest any more.
         for kind in {one.object.key.kind for one in events}:
             self._lists.pop(kind, None)
+        # Read once for all followers, whatever number of them has the kind.
         changes = [(one, self.unreadable.sift_event(one)) for one in events]
         if events:
             self.unreadable.show()
@@ -250,6 +255,7 @@ class SharedWatch:
         for one in self._followers:
             failures.guard(one, partial(self._tell_changes, one, changes, failing))
         good = [readable for _, readable in changes if readable is not None]
+        # What cannot be read must not take the place of what was last read.
         self._keeper.note_events(good)
         if len(good) < len(events):
             self._keep_what_stands_in()

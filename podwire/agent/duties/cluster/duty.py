@@ -235,6 +235,7 @@ class ClusterDuty:
         with self.turn:
             try:
                 underlay = self.datapath.read_underlay()
+            # There is neither a default route nor `node_address`, as on a host whose network is not up yet.
             except Unavailable:
                 underlay = _NOWHERE
         addresses = underlay.addresses

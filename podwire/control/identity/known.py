@@ -192,7 +192,7 @@ class KnownIdentities:
             self._by_key.pop(known.key, None)
 
     def _tell(self, touched: Iterable[int]) -> None:
-        """Compare what listeners were told of these numbers with what is so now, and tell them the difference."""
+        """Tell listeners how these numbers differ now from what they were told last."""
         added, removed, reassigned = [], [], []
         for number in sorted(touched):
             known = self._by_number.get(number)

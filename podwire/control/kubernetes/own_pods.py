@@ -111,9 +111,10 @@ class OwnPods:
         return self._find(record.namespace, record.pod, record.pod_uid) is not None
 
     def own_labels(self, record: EndpointRecord) -> tuple[str, ...]:
-        """Give what an endpoint brings itself: what its attachment brought, and the labels of its Pod as they are now.
+        """Give an endpoint's own labels: those that its attachment brought, and those that its Pod has now.
 
-        Those that it has stay when the pod is not known: it is gone, or has not been heard of since a restart.
+        If the Pod is not known (it is gone, or was not heard of since a restart), the endpoint keeps the labels that
+        it has.
         """
         kept = _brought(record)
         pod = self._find(record.namespace, record.pod, record.pod_uid)
@@ -176,7 +177,7 @@ class OwnPods:
                 self._news.wait(min(LOOK_S, left_s))
 
     def _ask(self, request: AttachRequest) -> PodFacts | None:
-        """Ask for the one pod; None: it is a static pod, of which the API server does not know yet."""
+        """Ask for the one pod. None for a static pod that the API server does not know yet."""
         name = f"{request.namespace}/{request.pod}"
         is_static = request.pod.endswith(f"-{self.node_name}")
         try:

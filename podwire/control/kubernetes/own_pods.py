@@ -92,6 +92,7 @@ class OwnPods:
         """Take in one change. A pod that is deleted is forgotten; its endpoint keeps its labels until its DEL."""
         name = _name_of(event.object)
         with self._news:
+            # A copy, because readers look without the lock.
             pods = dict(self._pods)
             if event.deleted:
                 pods.pop(name, None)
@@ -179,6 +180,7 @@ class OwnPods:
     def _ask(self, request: AttachRequest) -> PodFacts | None:
         """Ask for the one pod. None for a static pod that the API server does not know yet."""
         name = f"{request.namespace}/{request.pod}"
+        # kubelet names the Pod object of a static pod after its manifest and its node.
         is_static = request.pod.endswith(f"-{self.node_name}")
         try:
             stored = self.store.get(ObjectKey(POD.plural, request.namespace, request.pod))
@@ -190,6 +192,7 @@ class OwnPods:
         if stored is None and is_static:
             return None
         pod = None if stored is None else decode_pod(stored)
+        # A StatefulSet makes a pod anew under the same name. Only the UID tells them apart.
         if pod is None or not pod.has_uid(request.pod_uid):
             raise Unavailable(
                 f"find pod {name}: the API server has "

@@ -174,7 +174,7 @@ class Belief:
 def believe_nodes(
     belief: Belief, nodes: Sequence[NodeFacts]
 ) -> tuple[Belief, list[NodeFacts], set[Problem]]:
-    """Give (the belief that knows the nodes' addresses, the nodes as far as they are believed, what is refused)."""
+    """Give the belief with the nodes' addresses in it, the believed part of each node's facts, and what is refused."""
     refused: dict[str, list[tuple[str, str]]] = {}
     screened: list[NodeFacts] = []
     for facts in nodes:

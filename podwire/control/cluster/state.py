@@ -182,7 +182,8 @@ class ClusterState:
             )
 
     def advance(self, own: OwnNode) -> tuple[bool, Changes]:
-        """Give (a whole plan is to be applied, else these rows). Nothing before everything was listed."""
+        """Give whether a whole plan must be applied and, if not, the rows that changed. Before everything was listed:
+        nothing."""
         # A plan from a part of the list would remove the rows of nodes that were only not heard yet, and cut their
         # pods off.
         if not self.is_listed:

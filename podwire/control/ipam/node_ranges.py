@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RangeFacts:
-    """What the store says now that a node's ranges follow from."""
+    """What the store says now: all that a node's ranges depend on."""
 
     pools: Mapping[str, Pool]
     problems: Mapping[str, str]

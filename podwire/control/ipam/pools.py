@@ -127,7 +127,7 @@ class Pool:
         return network.prefixlen == self.block_size and is_within(network, self.cidr)
 
     def reserves(self, address: IPAddress) -> bool:
-        """Tell whether an address is given only to who asks for it."""
+        """Tell whether an address is given only to a pod that asks for it."""
         return any(range_.contains(address) for range_ in self.reserved)
 
 

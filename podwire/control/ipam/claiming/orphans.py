@@ -48,7 +48,7 @@ class OrphanCollector:
 
 
 def node_of(stored: StoredObject) -> str:
-    """Name the node that has a block or a claimed address; "" when nobody has."""
+    """Name the node that has a block or a claimed address; "" if no node has it."""
     if stored.key.kind == IP_BLOCK.plural:
         block = decode_block(stored)
         return block.node if block is not None else ""

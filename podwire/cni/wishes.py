@@ -36,7 +36,7 @@ _UNBUILT_CAPABILITIES: Final = {
 
 
 def refuse_unbuilt(config: dict[str, Any], faults: Faults) -> None:
-    """Refuse settings that would change who makes the device or gives the addresses."""
+    """Refuse settings by which another plugin would make the device or give the addresses."""
     if mode := faults.read_text(config.get("chaining-mode"), "chaining-mode"):
         _refuse(faults, "chaining-mode", mode, "leave it out and make podwire-cni the first plugin")
     if kind := faults.read_object(config.get("ipam"), "ipam").get("type"):

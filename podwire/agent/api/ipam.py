@@ -220,7 +220,7 @@ def _view_cluster(api: IpamApi, ipam: PoolIpam) -> ClusterView:
 
 
 def release_address(api: IpamApi, call: Call) -> None:
-    """Release an address that no endpoint has; one that an endpoint has is refused."""
+    """Release an address that no endpoint has; Conflict where an endpoint has it."""
     try:
         address = ipaddress.ip_address(call.params["ip"])
     except ValueError:

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class Attachments(Protocol):
-    """Who carries requests out (`control.attach.service`): blocks, raises only PodwireError."""
+    """What carries requests out (`control.attach.service`). Its calls block, and raise only PodwireError."""
 
     def add(
         self,
@@ -84,7 +84,7 @@ class Limits:
     """All kernel work happens in one turn: more threads only fight for it. Sixteen launchers at
     once, work that does nothing: 16 threads 1685 requests/s, 4 threads 2080, 1 thread 2266."""
     patient_threads: int = 8
-    """For ADDs that ask the store: while it is away they hold their threads, and nobody else's."""
+    """For ADDs that ask the store: while it is away, these threads are held and the others stay free."""
     requests_max: int = 512
     """Running and queued; above it requests are refused."""
     queue_max: int = 16
@@ -354,7 +354,7 @@ class Dispatcher:
     async def _outcome(
         self, job: _Job, future: "asyncio.Future[AttachResult | None]", until_s: float
     ) -> AttachResult | None:
-        """Wait for a thread; one that does not end in time is told to, and waited for once more."""
+        """Wait for a job's thread. A thread that is late is told to stop, and waited for once more."""
         loop = asyncio.get_running_loop()
 
         def give_up() -> None:

@@ -56,7 +56,7 @@ class SocketLimits:
 
 @dataclass(eq=False)
 class Received:
-    """One request: the frame, its descriptors, and who waits for the answer."""
+    """One request: the frame, its descriptors, and the caller that waits for the answer."""
 
     frame: Frame
     caller: Caller
@@ -226,7 +226,7 @@ class _Connection:
         self._timer: asyncio.TimerHandle | None = None
         self._delivered = False
         self._sending = threading.Lock()
-        """For who answers, and against closing the socket under a thread that sends."""
+        """Lets one thread answer, and keeps the socket open while a thread sends."""
         self._is_answered = False
         self._unsent = b""
         self.caller = Caller()

@@ -24,7 +24,7 @@ NAMES_KEPT: Final = 100_000
 
 
 class TakenDeletes:
-    """Which DELs were taken lately: an ADD that started before one of its attachment is refused.
+    """The DELs that were taken lately: an ADD that started before a DEL of its attachment is refused.
 
     Bounded: what is forgotten raises a floor, below which every ADD is refused. So the answer is
     never a wrong yes.
@@ -69,7 +69,7 @@ class _List:
 
 
 class TakenLists:
-    """Which GC was the last one of each network: an ADD that started before it and is not in its list is refused.
+    """The last GC of each network: an ADD that started before it and is not in its list is refused.
 
     One per network is enough: what a newer list names is wanted, whatever an older one said. Used on one thread.
     """

@@ -33,7 +33,7 @@ def guarded(work: Callable[[], T]) -> T:
 
 
 class WorkerThreads(Generic[T]):
-    """Two kinds of threads: those that nobody waits long for, and patient ones."""
+    """Two kinds of threads: those whose work is short, and patient ones, whose work may wait for the store."""
 
     def __init__(self, threads: int, patient_threads: int) -> None:
         self._threads: Final = ThreadPoolExecutor(threads, thread_name_prefix="attach")

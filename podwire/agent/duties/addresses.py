@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Troubles:
-    """What is wrong now, by who has met it: the success of one takes nothing back that another has said."""
+    """What is wrong now, by the part that reported it: the success of one part withdraws no report of another."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
@@ -53,7 +53,7 @@ class _Troubles:
         self._found: dict[str, str] = {}
 
     def of(self, who: str) -> Callable[[str], None]:
-        """Give what `who` says what is wrong to; "": nothing, any more."""
+        """Give the function by which `who` reports what is wrong; "" withdraws its report."""
         return partial(self._note, who)
 
     def _note(self, who: str, message: str) -> None:

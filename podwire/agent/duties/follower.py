@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class Listener(Protocol):
-    """Who is told. One call at a time: from `load`'s caller first, then from the thread of the watch."""
+    """What a follower tells. One call at a time: first from `load`'s caller, then from the thread of the watch."""
 
     def on_lists(self, lists: Sequence[KindList], /) -> None:
         """Take whole lists in the place of all that was known of their kinds."""
@@ -125,7 +125,7 @@ class StoreFollower:
         self.shared.start()
 
     def stop(self) -> None:
-        """Tell the listener nothing any more; whoever stops last ends the watch, and what was heard is kept."""
+        """Stop telling the listener. The last follower to stop ends the watch; what was heard is kept."""
         self.shared.leave(self)
 
     def list_again(self) -> None:

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class IdentityNews:
-    """Hands what the store says to the feed. That the store is away is told by who follows its policies."""
+    """Hands what the store says to the feed. The policy duty reports a store that is away."""
 
     feed: IdentityFeed
 

@@ -23,7 +23,7 @@ _RETRY_S: Final = 1.0
 """While something is missing: no file tells when an ADD begins to succeed."""
 _LOOK_S: Final = 60.0
 _PAUSE_S: Final = 0.2
-"""After a change, so that somebody who writes all the time, or whom we write against, does not cost a core."""
+"""Pause after a change, so that a program which writes all the time, or writes against us, does not cost a core."""
 
 _log = logging.getLogger(__name__)
 

@@ -237,8 +237,8 @@ async def watch_devices(duties: Duties) -> None:
 async def watch_tables(duties: Duties) -> None:
     """Put the node's own table of nftables back as soon as somebody has taken it away or changed it.
 
-    Who does so again and again is named, and waited for longer each time: two that write against each other must not
-    cost a core.
+    A process that does so again and again is named, and each repair waits longer: two programs that write against each
+    other must not cost a core.
     """
     loop = asyncio.get_running_loop()
     strangers: set[str] = set()
@@ -266,7 +266,7 @@ async def watch_tables(duties: Duties) -> None:
 
 
 def _repair_tables(duties: Duties, strangers: Iterable[str]) -> bool:
-    """Tell whether something had to be put right. Between two looks all who have written are suspects."""
+    """Repair the node's table; tells whether it differed. `strangers`: every process that has written since the last look."""
     differences = duties.repair_tables()
     for difference in differences:
         _log.warning(
@@ -390,7 +390,7 @@ LOOPS: dict[str, Loop] = {
     "host": watch_host,
     "spool": replay_spool,
 }
-"""Name of the task -> what it does."""
+"""Name of the task -> its loop."""
 
 
 class EventPump:

@@ -34,7 +34,7 @@ AWAY_BASE_S: Final = 0.5
 AWAY_CAP_S: Final = 2.0
 
 Change = tuple[StoreEvent, StoreEvent | None]
-"""What the store said, and that as far as it can be read; None when it cannot."""
+"""A change as the store told it, and the same decoded; None where it cannot be read."""
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class SharedWatch:
         return self._revisions
 
     def join(self, follower: Follower) -> None:
-        """Let somebody follow; lists come at the next `load` or `step`."""
+        """Add a follower; it gets lists at the next `load` or `step`."""
         with self._telling:
             if follower not in self._followers:
                 self._followers = (*self._followers, follower)
@@ -127,7 +127,7 @@ class SharedWatch:
         return self._keeper.load(kinds, whole=whole)
 
     def load(self) -> None:
-        """List for those who lack lists, else take what is new. Raises what store and listeners raise."""
+        """List for the followers that lack lists, else take changes. Raises what store and listeners raise."""
         self.step(0)
 
     def step(self, timeout_s: float) -> bool:
@@ -190,7 +190,7 @@ class SharedWatch:
     # Lists
 
     def _list(self, due: Sequence[Follower]) -> None:
-        """List what some followers lack, and hand it to all who follow it."""
+        """List the kinds that some followers lack, and hand the lists to every follower of those kinds."""
         wanted = dict.fromkeys(kind for one in due for kind in one.kinds)
         fresh: dict[str, KindList] = {}
         refused: dict[str, KindUnavailable] = {}

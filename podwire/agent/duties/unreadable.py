@@ -39,7 +39,7 @@ class Unreadable:
         self.read: Read = read_as_stored
         self.warn: Warn = lambda _key, _message: None
         self.is_own: Callable[[StoredObject], bool] = lambda _stored: False
-        """Whether this node publishes an object itself: it puts that right, so nobody has to be told."""
+        """Whether this node publishes an object itself: it is then repaired here, and not reported."""
         self._name = name
         self._find_last = find_last
         self._faults: dict[ObjectKey, str] = {}

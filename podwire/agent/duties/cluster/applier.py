@@ -44,7 +44,7 @@ class KernelNews(Protocol):
 
 
 class PlannedNode(Protocol):
-    """Whose kernel it is, and who hears of what became of a plan."""
+    """The node whose kernel is changed; it hears what became of a plan."""
 
     @property
     def lock(self) -> threading.Lock:

@@ -46,7 +46,7 @@ Pods = Mapping[IPAddress, IdentityId]
 
 
 class ThisNode(Protocol):
-    """What is published, and who hears of it."""
+    """The node that is published; it hears what became of the publication."""
 
     @property
     def own(self) -> OwnNode | None:

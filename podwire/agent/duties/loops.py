@@ -266,7 +266,7 @@ async def watch_tables(duties: Duties) -> None:
 
 
 def _repair_tables(duties: Duties, strangers: Iterable[str]) -> bool:
-    """Repair the node's table; tells whether it differed. `strangers`: every process that has written since the last look."""
+    """Repair the node's table; tells whether it differed. `strangers`: processes that wrote since the last look."""
     differences = duties.repair_tables()
     for difference in differences:
         _log.warning(

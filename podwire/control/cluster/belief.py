@@ -240,6 +240,7 @@ def is_within(inner: IPNetwork, outer: IPNetwork) -> bool:
 
 
 def _overlap(one: IPNetwork, other: IPNetwork) -> bool:
+    # CIDRs are nested or apart, so it is enough to look whether the smaller one is inside the larger one.
     inner, outer = (one, other) if one.prefixlen >= other.prefixlen else (other, one)
     return is_within(inner, outer)
 

@@ -106,6 +106,7 @@ def decode_node(stored: StoredObject) -> NodeFacts:
         return known
     faults = Faults()
     spec = Fields(stored.document, "spec", faults)
+    # A node of a newer version can say that it must not be talked to without something that this version lacks.
     unknown = sorted(set(spec.texts("requires")) - KNOWN_REQUIREMENTS)
     if unknown:
         spec.wrong("requires", f"requires {', '.join(unknown)}, which this version does not know")

@@ -238,6 +238,8 @@ class NodePublisher:
             facts,
             instance=self.instance,
             epoch=epoch,
+            # The identity duty writes this field. Left out here, an update would take away what the collector spares
+            # identities by.
             holds=_holds_of(spec),
             claims={claimed: numbers[claimed] for claimed in everything_claimed(facts)},
         )

@@ -136,6 +136,8 @@ class ClusterState:
         everything = list(objects)
         given = [stored for stored in everything if stored.key.name != self._own_name]
         own = [stored for stored in everything if stored.key.name == self._own_name]
+        # Somebody deleted or overwrote what this node publishes. The publisher has to write it again, else the other
+        # nodes lose its pods.
         if not own or any(map(_is_damaged, own)):
             self.own_overwritten = True
         if kind == NODE.plural:

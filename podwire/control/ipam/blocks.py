@@ -155,6 +155,8 @@ class OwnBlocks:
             lends = not pool.strict_affinity
             wanted = choose_kept(cidr, pool.reserved, lends=lends)
             given = self._list_given(own, claimed)
+            # The block's object must not keep an address that a pod was given freely: another node could claim it by
+            # an object.
             own.kept = choose_kept(cidr, pool.reserved, lends=lends, busy=given)
         shall = (address for range_ in wanted for address in addresses_of(range_))
         own.fifo.exclude((*own.block.kept_addresses(), *claimed, *shall))
@@ -173,6 +175,8 @@ class OwnBlocks:
                 own for cidr, own in self.by_cidr.items() if cidr.version == version and own.is_open
             ]
             before = self.node_addresses.get(version)
+            # The node's own address is the source of its host processes, and other nodes know it as such. It changes
+            # only when it must.
             if any(own.fifo.node_address == before for own in blocks if before is not None):
                 continue
             chosen = self._choose_node_address(blocks, before)

@@ -89,7 +89,7 @@ class OwnHooks:
         self._save({**self._made, index: made})
 
     def forget(self, indexes: Iterable[int]) -> None:
-        """Write down that hooks are gone, or another program's. A full disk does not matter: the next start compares."""
+        """Write down that hooks are gone, or another program's. A full disk does no harm: the next start compares."""
         gone = self._made.keys() & set(indexes)
         if not gone:
             return

@@ -111,6 +111,7 @@ class AliveFile:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(encode_alive(Alive(self._clock.boot_id(), deadline_ms)))
+        # A launcher may read at any moment: it finds the old line or the new one, never a part.
         os.rename(temporary, self._path)
 
     def remove(self) -> None:

@@ -162,6 +162,7 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
         )
         dispatcher = Dispatcher(node.attachments, spool, node.clock)
         stack.push_async_callback(dispatcher.close, STOP_DEADLINE_S)
+        # Before the doors open: a spooled DEL is older than every ADD that comes now.
         await dispatcher.replay()
         pump = start_events(node, stack)
         duties = make_duties(node, dispatcher, threads)

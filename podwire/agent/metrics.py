@@ -110,6 +110,7 @@ class Metrics:
 
     def collect(self) -> "Iterator[Metric]":
         """Give everything as metric families (the protocol of a prometheus_client collector)."""
+        # Imported at the first scrape: a restart must be quick.
         from prometheus_client.core import (  # noqa: PLC0415
             CounterMetricFamily,
             GaugeMetricFamily,

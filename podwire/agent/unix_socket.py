@@ -27,6 +27,7 @@ def open_unix_socket(path: Path) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             listener.bind(os.fspath(path))
+            # Between bind(2) and listen(2): before listen nobody can connect, so no moment is open to others.
             os.chmod(path, 0o600)
             listener.listen(BACKLOG)
         except BaseException:

@@ -54,6 +54,8 @@ def read_mac(places: Mapping[str, Any], faults: Faults) -> str:
             faults.wrong(
                 path, f"is {shown(text)}, not a MAC address (six bytes, as 0a:58:0a:f4:01:07)"
             )
+        # IEEE 802: the lowest bit of the first byte makes a group address. The kernel refuses those and zero
+        # (is_valid_ether_addr).
         elif int(mac[:2], 16) & _MULTICAST_BIT or not int(mac.replace(":", ""), 16):
             faults.wrong(path, f"is {shown(text)}, which is not an address of a single device")
         elif wanted is not None and wanted[0] != mac:
@@ -65,6 +67,7 @@ def read_mac(places: Mapping[str, Any], faults: Faults) -> str:
 
 def _read_ip(item: Any, place: str, faults: Faults) -> IPAddress | None:
     text = faults.read_text(item, place, limit=_ADDRESS_MAX_CHARACTERS)
+    # `ip_interface` accepts a scope (RFC 4007), which names a device of one host.
     if "%" in text:
         faults.wrong(place, f"is {shown(text)}: an address of a pod has no scope")
         return None

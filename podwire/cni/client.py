@@ -132,6 +132,7 @@ def _run_add_or_check(request: _Call) -> Outcome:
 
 def _run_gc(request: _Call) -> Outcome:
     until_s = time.monotonic() + request.config.agent_wait_s
+    # GC does not wait for an absent agent, and is never spooled: a list that is replayed later would name too few.
     return _ask_or_fail(request, _Patience(0, until_s, wire.REPLY_WAIT_MS / 1000))
 
 
@@ -139,6 +140,7 @@ def _run_del(request: _Call) -> Outcome:
     wait_s = _del_wait_ms(request.environment) / 1000
     until_s = time.monotonic() + wait_s
     reply = _ask_agent(request, _Patience(0, until_s, wait_s, until_s))
+    # A DEL succeeds with local knowledge alone: what the agent did not do, or cannot do now, is written down.
     if isinstance(reply, Reply) and reply.status is not ReplyStatus.NOT_NOW:
         return _print_reply(reply)
     try:
@@ -161,6 +163,7 @@ def _run_status(request: _Call) -> Outcome:
     reply = _ask_agent(request, _Patience(0, until_s, wait_s, until_s))
     if isinstance(reply, Reply):
         return _print_reply(reply)
+    # A runtime that hears 50 takes the node out of service: an agent that restarts must not cause that.
     if _agent_was_alive(request):
         return Outcome(0)
     return _fail(
@@ -236,6 +239,7 @@ def _whole_number(text: str) -> int:
 def _decode_json(stdin: bytes) -> Mapping[str, object]:
     try:
         value = json.loads(
+            # The C launcher reads bytes; this client must refuse no more than it does.
             stdin.decode(errors="surrogateescape"),
             parse_constant=_reject_constant,
             parse_int=_whole_number,
@@ -290,6 +294,7 @@ def _open_namespaces(frame: Frame, opened: ExitStack) -> tuple[Frame, tuple[int,
 
     def try_open(path: str) -> int:
         try:
+            # Non-blocking: a FIFO at that path would hold the launcher.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             return error.errno or errno.EIO
@@ -300,6 +305,7 @@ def _open_namespaces(frame: Frame, opened: ExitStack) -> tuple[Frame, tuple[int,
     netns_path = frame.environment.get("CNI_NETNS", "")
     netns_errno = try_open(netns_path) if netns_path else 0
     has_netns = bool(descriptors)
+    # For delegated plugins: they run where the runtime would have run them, even if the agent is in a container.
     has_mntns = try_open("/proc/self/ns/mnt") == 0
     frame = msgspec.structs.replace(
         frame, has_netns=has_netns, has_mntns=has_mntns, netns_errno=netns_errno
@@ -326,6 +332,7 @@ def _ask_agent(request: _Call, patience: _Patience) -> Reply | _NoReply:
         reply = _try_agent(request, patience)
         if isinstance(reply, Reply):
             return reply
+        # connect(2): a non-blocking UNIX socket gets EAGAIN while the listener's backlog is full.
         busy = reply.trouble is _Trouble.UNREACHABLE and reply.errno == errno.EAGAIN
         if not busy and reply.trouble is not _Trouble.ABSENT:
             return reply
@@ -357,6 +364,8 @@ def _try_agent(request: _Call, patience: _Patience) -> Reply | _NoReply:
         except PodwireError:
             return _NoReply(_Trouble.ENDED)  # what came is no reply
         except OSError as error:
+            # The agent closed without having read the frame (ECONNRESET, EPIPE): nothing has begun, so the call may
+            # be repeated.
             unread = error.errno in _MEANS_UNREAD
             trouble = _Trouble.ABSENT if unread else _Trouble.UNREACHABLE
             return _NoReply(trouble, error.errno or errno.EIO)
@@ -376,6 +385,7 @@ def _send(connection: socket.socket, request: _Call, until_s: float) -> None:
         _limit(connection, until_s)
         try:
             if descriptors:
+                # SCM_RIGHTS go with the first byte only, or the agent would get them twice.
                 count = socket.send_fds(connection, [data], list(descriptors), socket.MSG_NOSIGNAL)
             else:
                 count = connection.send(data, socket.MSG_NOSIGNAL)
@@ -424,10 +434,12 @@ def _spool(request: _Call) -> None:
             while remaining:
                 remaining = remaining[file.write(remaining) :]
             os.fsync(fd)
+        # The record has its name only when it is whole and on disk: the agent reads what has a record's name.
         temporary.rename(path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+    # rename(2) is durable only with the directory; the runtime is told that the DEL is done.
     _sync_directory(directory)
 
 

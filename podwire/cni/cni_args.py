@@ -62,6 +62,7 @@ def read_environment(env: Mapping[str, str], faults: Faults) -> Environment:
     netns_path = env.get("CNI_NETNS", "")
     if command in WITH_NAMESPACE:
         _check_netns_path(netns_path, command, faults)
+    # Only ADD uses them: a DEL must not fail for arguments that it has no use for.
     args = _read_args(env.get("CNI_ARGS", ""), container_id, faults) if command == "ADD" else {}
     return Environment(command, container_id, if_name, netns_path, args)
 
@@ -105,10 +106,12 @@ def _read_args(text: str, container_id: str, faults: Faults) -> Mapping[str, str
         key, equals, value = pair.partition("=")
         if not equals or not key:
             _fault(faults, f"has {shown(pair)}, which is not KEY=VALUE")
+        # podman and containerd write the pairs in any order, so neither the first nor the last one can be meant.
         elif args.setdefault(key, value) != value:
             _fault(faults, f"gives {shown(key)} two different values")
     ignore_unknown = _read_ignore_unknown(args, faults)
     known = {key: value for key, value in args.items() if key in KNOWN_ARGS and value}
+    # CNI conventions, CNI_ARGS: unknown keys are an error unless IgnoreUnknown says otherwise.
     if not ignore_unknown:
         for key in sorted(args.keys() - KNOWN_ARGS):
             _fault(faults, f"has the unknown key {shown(key)}, and IgnoreUnknown is not true")

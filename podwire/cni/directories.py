@@ -115,6 +115,7 @@ class RuntimeDirectories:
         if not self.conf_dir.is_dir():
             return ()
         names = (path.name for path in self.conf_dir.iterdir() if path.suffix in _NETWORK_SUFFIXES)
+        # Runtimes take the first network in the order of the file names.
         return tuple(sorted(name for name in names if name < CONFLIST_FILE))
 
 
@@ -129,6 +130,7 @@ def _write(path: Path, content: bytes, mode: int) -> None:
     with _replacing(path) as temporary:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         with os.fdopen(descriptor, "wb") as file:
+            # The mode of open(2) is cut by the umask.
             os.fchmod(descriptor, mode)
             file.write(content)
             file.flush()
@@ -143,10 +145,13 @@ def _replacing(path: Path) -> Iterator[Path]:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
+            # The agent and `podwire cni install` may write at the same time, under the same temporary name.
             fcntl.flock(directory, fcntl.LOCK_EX)
             temporary.unlink(missing_ok=True)  # of somebody who was killed in the middle
             try:
                 yield temporary
+                # In the same directory, so that the rename is atomic: a runtime reads, or executes, the old file or
+                # the new one.
                 temporary.rename(path)
             except BaseException:
                 temporary.unlink(missing_ok=True)

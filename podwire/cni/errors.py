@@ -50,6 +50,7 @@ def code_of(error: PodwireError) -> int:
 def encode_error(version: str, error: PodwireError) -> bytes:
     """Write the error JSON: what failed in `msg`, every fault and what to do next in `details`."""
     document = {
+        # A runtime reads the error by this version, and could read none of a version that nobody knows.
         "cniVersion": version if version in SUPPORTED_CNI_VERSIONS else SUPPORTED_CNI_VERSIONS[-1],
         "code": code_of(error),
         "msg": error.message,

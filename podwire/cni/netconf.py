@@ -99,6 +99,7 @@ def decode_request(env: Mapping[str, str], stdin: bytes, started_boottime_ns: in
 
 def _read_configuration(command: str, stdin: bytes, faults: Faults) -> _Configuration:
     """Read a configuration, or remember it: runtimes send the same one for each pod."""
+    # GC and CHECK are not remembered: their configuration has a list or a result that is never the same again.
     if command in _REMEMBERED_OF and len(stdin) <= REMEMBERED_MAX_BYTES:
         with contextlib.suppress(InvalidRequest):  # its faults are to be named with those of others
             return _read_faultless(command, stdin)
@@ -128,6 +129,8 @@ def _read_anew(command: str, stdin: bytes, faults: Faults) -> _Configuration:
         started_boottime_ns=0,
         unknown_keys=tuple(sorted(set(config) - KNOWN_KEYS))[:UNKNOWN_KEYS_MAX],
     )
+    # Only values that the command uses can make it fail: a DEL has to pass with a configuration that ADD was refused
+    # for.
     if command in ("ADD", "STATUS"):
         request = _read_settings(request, config, faults)
     if command == "ADD":
@@ -147,6 +150,7 @@ def _read_json(stdin: bytes, faults: Faults) -> dict[str, Any] | None:
         config = json.loads(
             stdin.decode(), object_pairs_hook=_make_object, parse_constant=_refuse_constant
         )
+        # json.loads accepts half of a surrogate pair, which cannot be written as UTF-8 again (RFC 7493, section 2.1).
         if b"\\ud" in stdin.lower():
             json.dumps(config, ensure_ascii=False).encode()
     except RecursionError:
@@ -166,6 +170,7 @@ def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) == len(pairs):
         return made
+    # Of two equal keys Python takes the last one, other parsers the first: RFC 7493, section 2.3, forbids them.
     seen: set[str] = set()
     for key, _ in pairs:
         if key in seen:
@@ -189,6 +194,7 @@ def _read_version(config: dict[str, Any], command: str, faults: Faults) -> str:
         message = f"is {shown(version)}; supported are {', '.join(SUPPORTED_CNI_VERSIONS)}"
         faults.note(IncompatibleVersion, "cniVersion", message)
         return newest
+    # CNI specification: CHECK exists since 0.4.0, GC and STATUS since 1.1.0.
     since = COMMAND_SINCE.get(command, SUPPORTED_CNI_VERSIONS[0])
     if SUPPORTED_CNI_VERSIONS.index(version) < SUPPORTED_CNI_VERSIONS.index(since):
         message = f"is {version}; {command} exists from {since} on"
@@ -301,9 +307,11 @@ def _read_valid_attachments(
     A list that is wrong in any way is refused whole: guessing would end the network of a running pod.
     """
     lists = {key: _read_attachments(config[key], key, faults) for key in _GC_KEYS if key in config}
+    # No key is no list: an empty one would end the network of every pod.
     if not lists:
         return None
     first, *others = lists.values()
+    # Where a runtime writes both keys, neither of two different lists can be trusted.
     if any(set(other) != set(first) for other in others):
         faults.note(InvalidConfiguration, " and ".join(lists), "name different attachments")
     return first

@@ -67,6 +67,7 @@ def _encode_interface(interface: Interface, level: int) -> dict[str, Any]:
     shown: dict[str, Any] = {"name": interface.name}
     if interface.mac:
         shown["mac"] = interface.mac
+    # The field is new in CNI 1.1.0.
     if interface.mtu and level >= _MTU_SINCE:
         shown["mtu"] = interface.mtu
     if interface.sandbox:
@@ -76,6 +77,7 @@ def _encode_interface(interface: Interface, level: int) -> dict[str, Any]:
 
 def _encode_ip(ip: AttachedAddress, level: int) -> dict[str, Any]:
     shown: dict[str, Any] = {}
+    # CNI 1.0.0 dropped the field; before it is required.
     if level <= _IP_VERSION_UNTIL:
         shown["version"] = str(ip.address.version)
     if ip.interface is not None:

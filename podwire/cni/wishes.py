@@ -36,7 +36,7 @@ _UNBUILT_CAPABILITIES: Final = {
 
 
 def refuse_unbuilt(config: dict[str, Any], faults: Faults) -> None:
-    """Refuse settings that would change who makes the device or gives the addresses."""
+    """Refuse settings by which another plugin would make the device or give the addresses."""
     if mode := faults.read_text(config.get("chaining-mode"), "chaining-mode"):
         _refuse(faults, "chaining-mode", mode, "leave it out and make podwire-cni the first plugin")
     if kind := faults.read_object(config.get("ipam"), "ipam").get("type"):
@@ -88,6 +88,7 @@ def read_bandwidth(value: Any, faults: Faults) -> Bandwidth:
         return faults.read_integer(raw.get(name.lower()), place, low=0, high=high) or 0
 
     bandwidth = Bandwidth(
+        # "ingress" and "egress" of the capability are the pod's own (CNI conventions, bandwidth).
         to_pod_bits_per_s=read("ingressRate", RATE_MAX_BITS_PER_S),
         to_pod_burst_bits=read("ingressBurst", BURST_MAX_BITS),
         from_pod_bits_per_s=read("egressRate", RATE_MAX_BITS_PER_S),

@@ -95,9 +95,7 @@ def prepare_host(netlink: NetlinkSocket, *, ipv4: bool, ipv6: bool) -> list[Sett
 
 
 def undo_host(changes: Iterable[SettingChange]) -> list[SettingChange]:
-    """Put settings back, last first, where nobody changed them since; gives those that were put
-    back.
-    """
+    """Restore settings that are as they were written, last first; gives those that were restored."""
     undone = []
     for change in reversed(list(changes)):
         with contextlib.suppress(KernelFailure):  # the device may be gone
@@ -116,7 +114,7 @@ class _Changes(msgspec.Struct, frozen=True):
 
 
 def merge_changes(noted: str, made: Iterable[SettingChange], boot_id: str) -> str:
-    """Add changes to those noted before in this boot; of two of one setting the earlier knows what was there first."""
+    """Add changes to those noted before in this boot. Of two changes of one setting the earlier one is kept."""
     known = {change.path: change for change in read_changes(noted, boot_id)}
     for change in made:
         known.setdefault(change.path, change)

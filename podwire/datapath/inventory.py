@@ -75,7 +75,7 @@ def read_inventory(netlink: NetlinkSocket, maps: NodeMaps, node_name: str) -> In
 
 
 def is_of_node(device: OwnedDevice, node_name: str) -> bool:
-    """Tell whether a device is this node's; one that died before it got its alias belongs to anyone."""
+    """Tell whether a device is this node's. A device without an alias names no node, and counts as every node's."""
     return device.node_name in ("", node_name)
 
 

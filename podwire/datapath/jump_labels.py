@@ -20,7 +20,7 @@ _LOOPBACK_INDEX: Final = 1
 
 @contextmanager
 def kept_in_code() -> Iterator[Fd]:
-    """Have one clsact queue, in a namespace that nobody is in and that goes with this process; gives the namespace."""
+    """Hold one clsact queue in an empty namespace that ends with this process; gives the namespace."""
     with netns.open_new() as namespace:
         with NetlinkSocket.open_in(namespace.fileno()) as netlink:
             # Attempted only: a kernel without clsact cannot run pods, and says so when the first one comes.

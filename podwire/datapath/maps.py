@@ -74,7 +74,7 @@ def _u32(number: int) -> bytes:
 
 @dataclass(frozen=True)
 class IpcacheEntry:
-    """What is known of a prefix: who is there, on which node, how it is reached."""
+    """What is known of a prefix: its identity, its node, and how it is reached."""
 
     network: IPNetwork
     identity: int
@@ -400,14 +400,14 @@ def ipcache_rows(entries: Iterable[IpcacheEntry]) -> Rows:
 
 @dataclass(frozen=True)
 class RowChanges:
-    """What was missing or wrong in a map, and what was too much: keys."""
+    """Keys of a map whose rows were missing or wrong, and keys of surplus rows."""
 
     put: tuple[bytes, ...]
     removed: tuple[bytes, ...]
 
 
 def put_missing(rows: bpf.Map, wanted: Rows) -> RowChanges:
-    """Write what of `wanted` is missing or wrong; tells also what is too much, for `remove_surplus`."""
+    """Write the rows of `wanted` that are missing or wrong; gives these and the surplus, for `remove_surplus`."""
     present = dict(rows.items())
     missing = [(key, row) for key, row in wanted.items() if present.get(key) != row]
     rows.update_batch(missing)

@@ -89,7 +89,7 @@ class OwnHooks:
         self._save({**self._made, index: made})
 
     def forget(self, indexes: Iterable[int]) -> None:
-        """Write down that hooks are gone, or somebody else's. A full disk does not matter: the next start compares."""
+        """Write down that hooks are gone, or another program's. A full disk does no harm: the next start compares."""
         gone = self._made.keys() & set(indexes)
         if not gone:
             return
@@ -101,7 +101,7 @@ class OwnHooks:
             _log.warning("forget hooks of devices", extra={"error": failure.message})
 
     def compare(self, netlink: NetlinkSocket) -> None:
-        """Forget what an earlier process noted and did not make, and what is not there any more."""
+        """Forget hooks that an earlier process noted and never made, and hooks that are gone."""
         self.forget(
             [
                 index

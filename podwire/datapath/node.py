@@ -198,6 +198,7 @@ class KernelDatapath:
         What the programs were loaded with stays: directories, capacities and constants need a restart.
         """
         before, self.plan = self.plan, plan
+        # A block of another family may come at any time: forwarding of that family is switched on only then.
         if any(plan.has_family(version) and not before.has_family(version) for version in (4, 6)):
             self.host_changes = prepare_host(
                 self._node.netlink, ipv4=plan.has_family(4), ipv6=plan.has_family(6)

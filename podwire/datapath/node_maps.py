@@ -132,7 +132,7 @@ def prefix_rows(
 
 
 def _is_direct(network: IPNetwork, prefix: Prefix, direct: Collection[tuple[int, int]]) -> bool:
-    """What a node itself sends and gets passes the stack: only its pods have programs."""
+    """Tell whether a prefix is reached past the stack. Addresses of nodes never are: only pods have programs."""
     natively = prefix.way is Way.NATIVE and not prefix.is_node_address
     return natively and (prefix.node, network.version) in direct
 

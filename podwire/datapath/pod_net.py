@@ -238,7 +238,7 @@ def _switch_ipv6_on(record: EndpointRecord) -> None:
 
 
 def _set_up(netlink: NetlinkSocket, record: EndpointRecord, families: list[FamilyPlan]) -> None:
-    """Addresses first, then up, so that nobody sees the interface run without them; routes last.
+    """Set addresses before the device is up, so that it never runs without them; set routes last.
 
     Where another attachment has the default route, this one's becomes a further one.
     """

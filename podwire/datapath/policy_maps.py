@@ -176,6 +176,7 @@ class PolicyTable:
 
     def write_cidrs(self, identities: Mapping[IPNetwork, int]) -> None:
         """Make `pw_cidrs` hold exactly these: what is missing is written before what is too much goes."""
+        # Nearly every change of a policy leaves the prefixes as they are.
         if identities == self._cidr_wish:
             return
         wanted = _pack_cidrs(identities)

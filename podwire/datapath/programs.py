@@ -319,6 +319,7 @@ def _load_and_pin(
     objects: Mapping[str, BpfObject], template: Template, pins: Pins, capacities: Capacities
 ) -> None:
     """Load every object, each with the maps of the earlier ones, and pin what came of it."""
+    # Nothing opens a directory of this name, so programs are published whole or not at all.
     filling = pins.programs / (_FILLING_PREFIX + template.id)
     with _file_errors("make directory", filling):
         # What an agent left that was killed while it loaded.

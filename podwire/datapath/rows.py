@@ -158,6 +158,7 @@ def read_rows(maps: NodeMaps, name: str, limit: int) -> tuple[list[Row], bool]:
         raise NotFound(
             f"read map {name!r}: there is no such map", hint=f"one of {', '.join(_READERS)}"
         )
+    # One row more than asked for tells whether there are more, without a walk of the whole map.
     rows = list(islice(_READERS[name][1](maps), limit + 1))
     return rows[:limit], len(rows) > limit
 
@@ -192,6 +193,7 @@ def _capacity(maps: NodeMaps, own_name: str) -> int:
 
 def _count(maps: NodeMaps, own_name: str) -> int:
     if own_name == "pw_conntrack":
+        # A map of maps shows its slots, not the rows in them.
         return conntrack_maps.count_conntrack(maps)
     own_map: bpf.Map = getattr(maps, own_name)
     return len(list(own_map.keys()))

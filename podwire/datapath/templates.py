@@ -23,7 +23,7 @@ class Template:
 
     objects: Mapping[str, bytes]
     constants: Mapping[str, int] = field(default_factory=dict)
-    """Values of `const volatile` variables; one that an object does not declare is not set in it."""
+    """Values of `const volatile` variables. In each object only those that it declares are set."""
     abi_version: int = abi.ABI_VERSION
 
     @property
@@ -42,7 +42,7 @@ class Template:
 def read_template(
     directory: Path, names: Sequence[str], constants: Mapping[str, int] | None = None
 ) -> Template:
-    """Read compiled objects from a directory; Unavailable names the one that is not there."""
+    """Read compiled objects from a directory; Unavailable names a missing one."""
     objects = {}
     for name in names:
         path = directory / f"{name}{OBJECT_SUFFIX}"

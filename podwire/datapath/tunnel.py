@@ -248,6 +248,7 @@ def _remove(netlink: NetlinkSocket, links: Sequence[Link]) -> list[str]:
 
 def _must_go(settings: Vxlan, wanted: Vxlan) -> bool:
     """Tell what the kernel does not change on a living device."""
+    # drivers/net/vxlan/vxlan_core.c:vxlan_nl2conf refuses a change of port, mode and VNI.
     fixed = (settings.port, settings.flow_based, settings.vni, settings.learning)
     if fixed != (wanted.port, wanted.flow_based, wanted.vni, wanted.learning):
         return True
@@ -465,6 +466,7 @@ def _shorten(names: Sequence[str], say: Callable[[str], str]) -> list[str]:
 
 
 def _explain(failure: KernelFailure, port: int) -> Exception:
+    # EADDRINUSE comes from the UDP socket. A device that was moved to another namespace keeps its socket in this one.
     if failure.errno in (errno.EADDRINUSE, errno.EEXIST):
         return ForeignObject(
             f"use UDP port {port} for the tunnel: a process or a device that left this namespace has it",

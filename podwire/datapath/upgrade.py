@@ -357,6 +357,7 @@ def open_attached(netlink: NetlinkSocket, node_name: str, opened: ExitStack) -> 
         for filter_ in filters
         if filter_ is not None and filter_.handle == FILTER_HANDLE
     }
+    # By the number that the filter shows: these programs may have no pin any more.
     programs = (open_program_by_id(number) for number in sorted(numbers))
     return [opened.enter_context(program) for program in programs if program is not None]
 

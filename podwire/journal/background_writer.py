@@ -63,6 +63,7 @@ class BackgroundWriter:
         while not self._closing.wait(LOOK_S):
             before, seen = seen, self._line.qsize()
             waited_s += LOOK_S
+            # While the line grows a burst of ADDs goes on, and this thread would take the interpreter from them.
             if seen == before or waited_s >= GATHER_MAX_S or self._line.full():
                 self._write_waiting()
                 seen, waited_s = 0, 0.0

@@ -37,6 +37,7 @@ class RunDirectories:
         old = self._path(record.id, "_old")
         _remove(old)
         with contextlib.suppress(FileNotFoundError):
+            # rename(2) does not replace a directory that has content: the old one steps aside first.
             os.rename(target, old)
         os.rename(following, target)
         _remove(old)

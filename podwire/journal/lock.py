@@ -47,6 +47,7 @@ def locked_state_directory(state_dir: Path) -> Iterator[None]:
         ) from error
     try:
         try:
+            # The kernel frees it however the holder dies, which a file with a process id would not tell.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"

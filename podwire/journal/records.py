@@ -86,6 +86,8 @@ class SqliteJournal:
     def skip_ids(self, up_to: EndpointId) -> None:
         """Never give a number up to `up_to`: a journal that was moved away leaves its numbers in the kernel."""
         with self._lock:
+            # Rows of maps and conntrack know an endpoint by this number alone: it must never come to mean another
+            # one.
             self._last_id = max(self._last_id, up_to)
 
     def write(self, record: EndpointRecord) -> None:
@@ -96,11 +98,15 @@ class SqliteJournal:
         names = (key.network, key.container_id, key.if_name)
         with self._lock, self._reported("write"):
             try:
+                # A record that keeps its addresses: two unique indexes need not be written, half of what a commit
+                # costs.
                 if record.phase is not Phase.ADDING:
                     change = (phase, blob, record.id, *addresses)
                     if self._connection.execute(_UPDATE, change).rowcount:
                         return
                 self._connection.execute(_UPSERT, (record.id, *names, phase, *addresses, blob))
+            # The unique indexes are a second guard: an address or attachment given twice is a mistake of the code
+            # above.
             except sqlite3.IntegrityError as error:
                 raise Bug(f"write record {record.id} of {key}: {error}") from error
 
@@ -139,6 +145,7 @@ class SqliteJournal:
     def write_fact(self, name: str, value: str) -> None:
         """Remember a fact about the node that is no attachment's; it waits for the disk."""
         with self._lock, self._reported("write"):
+            # A fact outlives the boot, so it has to be on the disk; records of attachments do not (decisions/0004).
             self._connection.execute("PRAGMA synchronous = FULL")
             try:
                 self._connection.execute("INSERT OR REPLACE INTO fact VALUES (?, ?)", (name, value))
@@ -155,6 +162,7 @@ class SqliteJournal:
 
     def _read_last_id(self) -> int:
         row = self._connection.execute(
+            # The highest number that any row ever had (AUTOINCREMENT), also of rows that are gone.
             "SELECT seq FROM sqlite_sequence WHERE name = 'endpoint'"
         ).fetchone()
         return int(row[0]) if row else 0
@@ -174,6 +182,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
     sqlite gives its side files the same mode.
     """
+    # sqlite would make the file with mode 0644. Its side files (-wal, -shm) get the mode of this one.
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
     return sqlite3.connect(
         path, timeout=BUSY_TIMEOUT_S, check_same_thread=False, isolation_level=None

@@ -54,6 +54,8 @@ def prepare(connection: sqlite3.Connection, path: str) -> None:
     _refuse_damaged(connection, path)
     if version == newest:
         return
+    # The connection is in autocommit mode: every transaction is begun by hand. IMMEDIATE takes the lock before
+    # anything is read.
     connection.execute("BEGIN IMMEDIATE")
     try:
         for step in STEPS[version:]:

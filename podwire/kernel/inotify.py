@@ -89,7 +89,7 @@ class _Waker:
             self._lost = True
 
     def _add(self) -> None:
-        """Watch every path; one that is watched already stays so."""
+        """Watch every path; a path that is watched already stays watched."""
         for path in self._paths:
             call_libc(
                 *("inotify_add_watch", str(path)),

@@ -55,7 +55,7 @@ _DATAGRAMS_AT_ONCE: Final = 1000
 
 
 class NetlinkEvents:
-    """What the kernel tells of changes. `matters` gets type and body of each message; the others are not told.
+    """What the kernel tells of changes. `matters` gets type and body of each message, and says which ones count.
 
     With `ignored_from`, a power of two, nothing about devices with this or a higher index arrives at all; with
     `losses_from` only that a route, filter or queue of those devices is gone; with `only_kind` only messages of one

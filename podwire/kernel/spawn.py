@@ -71,7 +71,7 @@ class Child:
         return self._status
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to this very process; one that ended already is success."""
+        """Send a signal to the child; a child that has ended already is success."""
         if self._status is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd.fileno(), number)

@@ -42,13 +42,17 @@ class Sockets:
         """
         family, kind, protocol, _, _ = address
         made = socket.socket(family, kind, protocol)
+        # Without it the kernel retransmits for a quarter of an hour before it gives a connection up (tcp(7),
+        # tcp_retries2).
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self._unheard_ms)
+        # The option is announced to the other end, so it bounds what the server sends, too.
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENT_BYTES)
         if self._probe_s:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, self._probe_s)
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, self._probe_s)
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+        # Weak references: aiohttp closes and drops sockets without telling.
         self._made.add(made)
         return made
 

@@ -234,8 +234,12 @@ REFUSED = {
         f"is networkpolicies default/{NAME} again",
     ),
     "a kind that is none of ours": (
+        {"apiVersion": "v1", "kind": "Gadget", "metadata": {"name": "a"}},
+        "kind is 'Gadget'",
+    ),
+    "a kind that Kubernetes makes": (
         {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}},
-        "kind is 'Pod'",
+        "Kubernetes makes these",
     ),
 }
 
@@ -478,7 +482,7 @@ def test_a_trace_tells_what_packets_find(closed: Lab) -> None:
         ("policy wait soon", 2, "REVISION"),
         ("policy wait 1 --kind pods", 2, "networkpolicies"),
         ("policy validate", 2, "--file"),
-        ("get pods", 2, "there is no such kind"),
+        ("get gadgets", 2, "there is no such kind"),
         ("policy entries --endpoint nobody", 4, "nobody"),
         ("policy trace --from pod:default/nobody --to world --port 80/tcp", 4, "default/nobody"),
         ("policy trace --from pod:default/no --to pod:default/db --port 1/tcp", 4, "ip:ADDRESS"),

@@ -181,6 +181,7 @@ def check_ipam(api: IpamApi, _call: Call) -> IpamCheck:
     with api.turn:
         holdings = api.ipam.holders()
         records = api.journal.list_records()
+        # All three under one turn, or an ADD in between would look like a fault.
         present = api.datapath.read_inventory().endpoint_addresses
     faults = find_address_faults(holdings, records, present)
     if api.pools is not None:
@@ -220,7 +221,7 @@ def _view_cluster(api: IpamApi, ipam: PoolIpam) -> ClusterView:
 
 
 def release_address(api: IpamApi, call: Call) -> None:
-    """Release an address that no endpoint has; one that an endpoint has is refused."""
+    """Release an address that no endpoint has; Conflict where an endpoint has it."""
     try:
         address = ipaddress.ip_address(call.params["ip"])
     except ValueError:

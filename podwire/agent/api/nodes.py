@@ -57,6 +57,7 @@ def list_nodes(api: NodesApi, _call: Call) -> list[NodeView]:
 def _ask_who_lives(store: Store) -> frozenset[str] | None:
     try:
         return list_living_nodes(store.leases())
+    # With the store away it is not known who lives; the nodes are shown all the same.
     except PodwireError:
         return None
 

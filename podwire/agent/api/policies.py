@@ -186,6 +186,7 @@ def list_entries(api: Api, call: Call) -> list[EntryView]:
     if wanted:
         endpoint = find_endpoint(readers.table, wanted)
         holders = {_judged_as(endpoint): [endpoint.record.id]}
+    # Before the turn is taken: the walk of the map may be long.
     hits = readers.hits()
     with api.turn:
         names = _Names(readers)
@@ -209,6 +210,7 @@ class _Names:
             return ()
         if identity in RESERVED_LABELS:
             return RESERVED_LABELS[identity]
+        # Entries of an `ipBlock` stand twice, once with the bit for addresses of the world (decisions/0006).
         cidr = self._cidrs.get(identity & ~CIDR_WORLD_BIT)
         if cidr is not None:
             return (f"cidr:{cidr}", *(("reserved:world=",) if identity & CIDR_WORLD_BIT else ()))
@@ -258,7 +260,9 @@ def describe_ports(key: PolicyKey) -> str:
     if not key.port_bits:
         return "any"
     if key.protocol in (ICMP, ICMPV6):
+        # ICMP entries have type and code in the place of the port, the type in the upper byte.
         return f"type {key.port >> 8}"
+    # An entry covers the ports with its prefix: a range of a rule becomes several entries.
     last = key.port | ((1 << (16 - key.port_bits)) - 1)
     return str(key.port) if last == key.port else f"{key.port}-{last}"
 

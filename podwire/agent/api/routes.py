@@ -119,6 +119,7 @@ class Api:
 
     def wall_offset_ns(self) -> int:
         """Give what to add to CLOCK_BOOTTIME for Unix time, now."""
+        # Computed anew each time: the wall clock may be set while the agent runs.
         return time.time_ns() - self.clock.boottime_ns()
 
     def format_boottime(self, boottime_ns: int) -> str:

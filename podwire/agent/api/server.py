@@ -65,6 +65,7 @@ class ApiServer:
         the path."""
         runner = web.AppRunner(
             self._application(),
+            # Without it aiohttp lets a handler run on after its caller has gone.
             handler_cancellation=True,
             keepalive_timeout=IDLE_TIMEOUT_S,
             access_log=None,
@@ -129,6 +130,7 @@ class ApiServer:
         return response
 
     async def _answer(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        # Followers stay for hours and have a limit of their own.
         if self._in_flight - self._following >= IN_FLIGHT_MAX:
             self._api.metrics.count("refused_requests", ("api", "in-flight"))
             return _refuse(429, f"serve the request: {IN_FLIGHT_MAX} are being served")

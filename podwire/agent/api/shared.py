@@ -229,7 +229,7 @@ class NodeView(Document, frozen=True, kw_only=True):
     addresses: tuple[str, ...]
     pod_cidrs: tuple[str, ...]
     cluster_cidrs: tuple[str, ...] = ()
-    """As this node is configured; of others nobody asks."""
+    """As this node is configured; empty for other nodes."""
     mtu: int
     """Of this node: that of new pods, in bytes. Of another: the largest packet that gets there in one piece."""
     ways: tuple[str, ...] = ()

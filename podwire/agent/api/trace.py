@@ -76,6 +76,7 @@ def trace_flow(api: Api, call: Call) -> TraceView:
         host_allowed=config.datapath.host_access,
         audit=config.policy.policy_audit,
     )
+    # The turn is held for the copies only: the oracle is pure, and slow with many policies.
     with api.turn:
         policies, groups = readers.engine.list_policies(), readers.engine.list_groups()
     answer = trace(
@@ -193,6 +194,7 @@ def _address_party(
     endpoint = readers.table.get_by_address(text)
     if endpoint is not None:
         return _pod_party(endpoint, family, path, faults)
+    # By the ipcache's longest prefix, as the programs do it.
     number = readers.identity_at(address) or int(Reserved.WORLD)
     if number in RESERVED_LABELS:
         return Party(IdentityFacts(number, RESERVED_LABELS[number]), address)

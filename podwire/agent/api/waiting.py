@@ -99,7 +99,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.BaseServer):
         self._thread.start()
 
     def stop(self) -> None:
-        """Answer nobody any more; the socket's file goes, because the next one has its name."""
+        """Stop answering, and remove the socket's file, because the next socket has its name."""
         self.shutdown()
         self._thread.join()
         self._listener.close()

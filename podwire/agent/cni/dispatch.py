@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class Attachments(Protocol):
-    """Who carries requests out (`control.attach.service`): blocks, raises only PodwireError."""
+    """What carries requests out (`control.attach.service`). Its calls block, and raise only PodwireError."""
 
     def add(
         self,
@@ -84,7 +84,7 @@ class Limits:
     """All kernel work happens in one turn: more threads only fight for it. Sixteen launchers at
     once, work that does nothing: 16 threads 1685 requests/s, 4 threads 2080, 1 thread 2266."""
     patient_threads: int = 8
-    """For ADDs that ask the store: while it is away they hold their threads, and nobody else's."""
+    """For ADDs that ask the store: while it is away, these threads are held and the others stay free."""
     requests_max: int = 512
     """Running and queued; above it requests are refused."""
     queue_max: int = 16
@@ -245,10 +245,14 @@ class Dispatcher:
 
     async def _add(self, job: _Job) -> AttachResult | None:
         started_ns = job.request.started_boottime_ns
+        # A launcher waits up to half a minute for an agent. Its runtime may have given the pod up, and deleted it,
+        # since.
         if self._deletes.overtook(job.key, started_ns):
             raise _overtaken(job.request, "a DEL of it")
         if self._lists.overtook(job.key, started_ns):
             raise _overtaken(job.request, "a GC that does not name it")
+        # The connection is the request's life: nobody would use, or delete, what an ADD makes after its caller has
+        # gone.
         job.cancel_with_caller()
         return await self._in_line(
             job,
@@ -260,19 +264,18 @@ class Dispatcher:
     async def _delete(
         self, job: _Job, work: Callable[[], AttachResult | None] | None = None
     ) -> AttachResult | None:
-        """Overtake the ADDs that are older than this DEL, then take its turn.
-
-        While its caller waits, nobody has been told that the DEL is done: it is as young as the
-        moment it is taken. A DEL whose caller has gone is as old as that caller, because a new life
-        of the attachment may have begun since.
-        """
+        """Overtake the ADDs that are older than this DEL, then take its turn."""
         request, now_ns = job.request, self._clock.boottime_ns()
         until_ns = request.started_boottime_ns
+        # While its caller waits, nobody has been told that the DEL is done, so it is as young as this moment. A DEL
+        # whose caller has gone is as old as that caller: a new life of the attachment may have begun since.
         if not job.caller.gone:
             until_ns = max(until_ns, now_ns)
         self._deletes.note(job.key, until_ns, now_ns)
         undoing = self._overtake(job.key, until_ns)
         job.request = msgspec.structs.replace(request, started_boottime_ns=until_ns)
+        # A cancelled ADD undoes what it did within `undo_s`. If it does not, the caller hears so, and spools the DEL,
+        # in time.
         turn_s = self._limits.undo_s if undoing else self._limits.del_deadline_s
         return await self._in_line(
             job, work or partial(self._detach, job), self._limits.del_deadline_s, turn_s=turn_s
@@ -342,6 +345,8 @@ class Dispatcher:
         except BaseException:
             self._leave(job)
             raise
+        # From here on the thread uses the namespace's descriptor, also where the caller is answered or gone before it
+        # ends.
         job.started = True
         future = self._threads.start(work, patient, partial(self._end, job))
         return await self._outcome(job, future, until_s)
@@ -349,7 +354,7 @@ class Dispatcher:
     async def _outcome(
         self, job: _Job, future: "asyncio.Future[AttachResult | None]", until_s: float
     ) -> AttachResult | None:
-        """Wait for a thread; one that does not end in time is told to, and waited for once more."""
+        """Wait for a job's thread. A thread that is late is told to stop, and waited for once more."""
         loop = asyncio.get_running_loop()
 
         def give_up() -> None:
@@ -362,6 +367,8 @@ class Dispatcher:
 
         timers = [
             loop.call_at(until_s, job.cancel, "its deadline has passed"),
+            # A thread cannot be cancelled. It is told, looks between its steps, and gets this time to take everything
+            # back.
             loop.call_at(max(until_s, loop.time()) + self._limits.undo_s, give_up),
         ]
         try:
@@ -430,6 +437,7 @@ class Dispatcher:
     def _prepare(self, job: _Job) -> None:
         """Carry out the DELs of an attachment that are spooled, and refuse an ADD that is older than one."""
         job.refuse_if_cancelled()
+        # What an earlier DEL was to remove has the name, and perhaps the address, that this ADD needs.
         for record in self._spool.pending(job.key):
             self._deletes.note(
                 job.key, record.request.started_boottime_ns, self._clock.boottime_ns()
@@ -455,6 +463,7 @@ class Dispatcher:
 
     def _replay_record(self, record: SpooledDelete) -> None:
         self._attachments.delete(record.request, None)
+        # After the DEL: an agent that is killed in between does it once more, which changes nothing.
         self._spool.remove(record)
 
 

@@ -77,6 +77,8 @@ class CniRequests:
             request = await self._decode(frame)
             self._note_unknown_keys(request)
             namespace = self._read_namespace(received, request)
+            # From here on the dispatcher closes the descriptors: a thread may use them for longer than the answer
+            # takes.
             handed_over = True
             result = await self.dispatcher.submit(
                 request, namespace, received.caller, received.close, answer_at_once
@@ -109,10 +111,13 @@ class CniRequests:
         """Look at the descriptor; only ADD needs it to be usable."""
         frame, fd = received.frame, received.netns_fd
         fault = ""
+        # Only ADD needs the namespace. CNI specification, DEL: "Plugins should generally complete a DEL action
+        # without error even if some resources are missing"; the namespace often is.
         if fd is None:
             fault = os.strerror(frame.netns_errno) if frame.netns_errno else "it is empty"
         elif not _is_network_namespace(fd):
             fault = "it is not a network namespace"
+        # With the node's own namespace for a pod's, addresses and routes of the pod would be set on the node.
         elif os.fstat(fd).st_ino == self._own_netns:
             fault = "it is the node's own network namespace"
         if fault and request.command == "ADD":
@@ -128,6 +133,7 @@ class CniRequests:
         """Say once for each network which keys of its configuration mean nothing to us."""
         if not request.unknown_keys or request.network in self._networks_seen:
             return
+        # Names come from whoever may call: remembering all of them would grow without bound.
         if len(self._networks_seen) < NETWORKS_REMEMBERED:
             self._networks_seen.add(request.network)
             _log.info(
@@ -168,6 +174,7 @@ def _encode_result(request: AttachRequest, result: AttachResult | None) -> bytes
 def _refuse(frame: Frame, error: PodwireError) -> Reply:
     """Give the error in the asked version; a DEL that is right but cannot be done now is spooled."""
     later = frame.command == "DEL" and not isinstance(error, InvalidRequest)
+    # NOT_NOW has the launcher write the DEL down. A request that is wrong would be as wrong at each replay.
     status = ReplyStatus.NOT_NOW if later else ReplyStatus.FAILED
     return Reply(status, encode_error(_asked_version(frame.stdin), error))
 
@@ -185,6 +192,8 @@ def _answer_as_ipam(frame: Frame) -> Reply:
 def _asked_version(stdin: bytes) -> str:
     """Give `cniVersion` of a configuration that may be anything; "" when it has none."""
     try:
+        # The configuration may be the very fault that is reported; the version of the answer is still the one it asks
+        # for.
         document = json.loads(stdin)
     except (ValueError, RecursionError):
         return ""

@@ -56,7 +56,7 @@ class SocketLimits:
 
 @dataclass(eq=False)
 class Received:
-    """One request: the frame, its descriptors, and who waits for the answer."""
+    """One request: the frame, its descriptors, and the caller that waits for the answer."""
 
     frame: Frame
     caller: Caller
@@ -105,6 +105,7 @@ class CniServer:
         """
         loop = asyncio.get_running_loop()
         listener.setblocking(False)
+        # A successor may have bound the path by the time this server ends: only its own socket is unlinked.
         inode = os.stat(path).st_ino
         loop.add_reader(listener.fileno(), self._accept, listener)
         try:
@@ -140,6 +141,7 @@ class CniServer:
                 accepted, _ = listener.accept()
             except BlockingIOError:
                 return
+            # accept(2): the launcher went away while it waited in the backlog.
             except ConnectionAbortedError:
                 continue
             except OSError as error:
@@ -165,6 +167,7 @@ class CniServer:
             message = f"serve the request: {self._limits.connections_max} are being served"
             self._refuse(connection, Unavailable(message, hint="call again in a moment"))
             return
+        # The kernel notes these at connect(2) (unix(7)): nothing that the caller sends counts.
         credentials = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _gid = _CREDENTIALS.unpack(credentials)
         if uid != 0:
@@ -183,6 +186,8 @@ class CniServer:
         task = asyncio.get_running_loop().create_task(
             self._answer_one(connection, outcome), name=f"cni {outcome.frame.command}"
         )
+        # The loop has only a weak reference to a task: one that nobody keeps may vanish while it runs
+        # (asyncio.create_task).
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -221,7 +226,7 @@ class _Connection:
         self._timer: asyncio.TimerHandle | None = None
         self._delivered = False
         self._sending = threading.Lock()
-        """For who answers, and against closing the socket under a thread that sends."""
+        """Lets one thread answer, and keeps the socket open while a thread sends."""
         self._is_answered = False
         self._unsent = b""
         self.caller = Caller()
@@ -249,6 +254,7 @@ class _Connection:
         with self._sending:
             if self._is_answered or self.closed.is_set():
                 return False
+            # The worker thread and the loop may both come here: the first to do so has the connection.
             self._is_answered = True
             try:
                 self._unsent = data[self._socket.send(data, socket.MSG_NOSIGNAL) :]
@@ -262,6 +268,8 @@ class _Connection:
         """End the connection and close what still belongs to it."""
         if self.closed.is_set():
             return
+        # Before the descriptor is closed: its number may be another connection's at once, and the loop would watch
+        # that.
         self._stop_reading()
         with self._sending:
             self.closed.set()
@@ -316,7 +324,10 @@ class _Connection:
         """Give the next bytes, b"" at the end, None when there are none yet; keep descriptors."""
         try:
             data, ancillary, flags, _ = self._socket.recvmsg(
-                READ_BYTES, _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC
+                # A plugin that another thread starts at this moment must not inherit the pod's namespace.
+                READ_BYTES,
+                _CONTROL_BYTES,
+                socket.MSG_CMSG_CLOEXEC,
             )
         except (BlockingIOError, InterruptedError):
             return None
@@ -325,8 +336,10 @@ class _Connection:
         for level, kind, payload in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 numbers = array.array("i")
+                # A control message that was cut may end within a number.
                 numbers.frombytes(payload[: len(payload) - len(payload) % numbers.itemsize])
                 self._descriptors.extend(numbers)
+        # The kernel has closed those that did not fit (unix(7)); the others are closed with the connection.
         if flags & socket.MSG_CTRUNC or len(self._descriptors) > DESCRIPTORS_MAX:
             raise UndecodableRequest("read the request: too many descriptors came with it")
         return data
@@ -343,6 +356,7 @@ class _Connection:
                 f"read the request: it says that {frame.descriptor_count} descriptors come with it,"
                 f" {len(self._descriptors)} came"
             )
+        # The descriptors go to the request, because a worker may use them for longer than the connection lasts.
         received = Received(frame, self.caller, self._descriptors, self._answer_at_once)
         self._descriptors = []
         self._buffer = bytearray()

@@ -132,9 +132,12 @@ class Spool:
     def _look(self) -> None:
         """Bring `_known` up to the directory. New records are read once, the others not again."""
         everything = self._list_directory()
+        # A name begins with the launcher's start, so that the order of names is that of the DELs (docs/protocol.md,
+        # "Spool").
         names = sorted(name for name in everything if wire.is_record_name(name))
         if len(names) < len(everything):
             self._remove_abandoned(everything)
+        # Nearly always, and this is done each second: no file is opened.
         if names == list(self._known):
             return
         known = self._known
@@ -167,6 +170,7 @@ class Spool:
     def _read_record(self, name: str) -> SpooledDelete | None:
         try:
             frame = wire.decode_record(self._read_file(name))
+            # Devices, maps and namespaces of another boot are gone, and restore drops its records (decisions/0004).
             if frame.boot_id not in ("", self._clock.boot_id()):
                 self._unlink(name)
                 _log.info("removed a spooled DEL of another boot", extra={"path": name})
@@ -182,6 +186,7 @@ class Spool:
             return SpooledDelete(name, request)
         except FileNotFoundError:
             return None
+        # A newer launcher wrote it, and an agent that understands it may follow: neither removed nor moved.
         except wire.UnsupportedProtocol as error:
             self._left_alone.add(name)
             _log.warning("left a spooled DEL alone", extra={"path": name, "error": error.message})
@@ -197,8 +202,10 @@ class Spool:
         fd = os.open(self._directory / name, flags)
         with open(fd, "rb") as file:
             status = os.fstat(fd)
+            # A record is an order to delete a pod: it counts only where root wrote it.
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                 raise UndecodableRequest("read a spooled request: it is not a file of podwire")
+            # One byte more than a frame may have, so that a file that is too long is recognised.
             return file.read(wire.FRAME_MAX_BYTES + 1)
 
     def _move_aside(self, name: str, reason: str) -> None:

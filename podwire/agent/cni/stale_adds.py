@@ -24,7 +24,7 @@ NAMES_KEPT: Final = 100_000
 
 
 class TakenDeletes:
-    """Which DELs were taken lately: an ADD that started before one of its attachment is refused.
+    """The DELs that were taken lately: an ADD that started before a DEL of its attachment is refused.
 
     Bounded: what is forgotten raises a floor, below which every ADD is refused. So the answer is
     never a wrong yes.
@@ -43,6 +43,7 @@ class TakenDeletes:
     def note(self, key: AttachmentKey, until_ns: int, now_ns: int) -> None:
         """Remember that ADDs of `key` that started before `until_ns` (CLOCK_BOOTTIME) are over."""
         with self._lock:
+            # Taken out and put in anew: the dictionary is in the order of noting, and the oldest come first.
             self._until_ns[key] = max(until_ns, self._until_ns.pop(key, 0))
             for oldest in list(self._list_surplus(now_ns)):
                 self._floor_ns = max(self._floor_ns, self._until_ns.pop(oldest))
@@ -68,7 +69,7 @@ class _List:
 
 
 class TakenLists:
-    """Which GC was the last one of each network: an ADD that started before it and is not in its list is refused.
+    """The last GC of each network: an ADD that started before it and is not in its list is refused.
 
     One per network is enough: what a newer list names is wanted, whatever an older one said. Used on one thread.
     """
@@ -85,6 +86,7 @@ class TakenLists:
     def note(self, request: AttachRequest, now_ns: int) -> None:
         """Remember a GC with its list."""
         new = _List(request.started_boottime_ns, frozenset(request.valid_attachments or ()))
+        # Requests may overtake each other on their way: the list of the launcher that started last counts.
         old = self._lists.pop(request.network, new)
         self._lists[request.network] = max(old, new, key=_started)
         for network in [
@@ -100,6 +102,7 @@ class TakenLists:
 
     def overtook(self, key: AttachmentKey, started_ns: int) -> bool:
         """Tell whether an ADD that started at `started_ns` must not be carried out any more."""
+        # Whether a forgotten list named the attachment is not known, so the ADD is refused; its runtime tries again.
         if started_ns < self._floor_ns:
             return True
         last = self._lists.get(key.network)

@@ -33,10 +33,11 @@ def guarded(work: Callable[[], T]) -> T:
 
 
 class WorkerThreads(Generic[T]):
-    """Two kinds of threads: those that nobody waits long for, and patient ones."""
+    """Two kinds of threads: those whose work is short, and patient ones, whose work may wait for the store."""
 
     def __init__(self, threads: int, patient_threads: int) -> None:
         self._threads: Final = ThreadPoolExecutor(threads, thread_name_prefix="attach")
+        # ADDs that ask the store hold their threads while it is away. All others must not wait behind them.
         self._patient_threads: Final = ThreadPoolExecutor(
             patient_threads, thread_name_prefix="attach-new"
         )
@@ -47,14 +48,14 @@ class WorkerThreads(Generic[T]):
         otherwise: Callable[[], T | None] | None,
         ended: Callable[[], None],
     ) -> "asyncio.Future[T | None]":
-        """Have a thread do `work`, and a patient one `otherwise` when that gave None. The future may be given up.
-
-        By hand: what asyncio offers for it goes round the loop five times more, a tenth of an ADD.
-        """
+        """Have a thread do `work`, and a patient one `otherwise` when that gave None. The future may be given up."""
+        # By hand: what asyncio offers for it goes round the loop five times more, a tenth of an ADD.
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T | None] = loop.create_future()
 
         def end(result: T | None, error: PodwireError | None) -> None:
+            # First, also where the future was given up: the next request of the line may begin, and the descriptor is
+            # closed.
             ended()
             if future.done():
                 return
@@ -68,6 +69,7 @@ class WorkerThreads(Generic[T]):
             try:
                 result = guarded(what)
                 if result is None and then is not None:
+                    # Handed from thread to thread, without a way over the loop.
                     self._patient_threads.submit(run, then)
                     return
             except PodwireError as error:

@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Troubles:
-    """What is wrong now, by who has met it: the success of one takes nothing back that another has said."""
+    """What is wrong now, by the part that reported it: the success of one part withdraws no report of another."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
@@ -53,7 +53,7 @@ class _Troubles:
         self._found: dict[str, str] = {}
 
     def of(self, who: str) -> Callable[[str], None]:
-        """Give what `who` says what is wrong to; "": nothing, any more."""
+        """Give the function by which `who` reports what is wrong; "" withdraws its report."""
         return partial(self._note, who)
 
     def _note(self, who: str, message: str) -> None:
@@ -273,6 +273,7 @@ class IpamDuty:
 
     def tick(self) -> None:
         """Do what is due. Raises Unavailable and what else the store says; the rest is done first where it can be."""
+        # First, because it needs no store.
         self._remember()
         if not self.known.is_listed:
             return
@@ -288,6 +289,7 @@ class IpamDuty:
         if not self._has_duty():
             return 0
         nodes = {stored.key.name for stored in self.store.list(NODE.plural)[0]}
+        # A node that renews its lease lives, even if somebody has deleted its object.
         nodes.update(list_living_nodes(self.store.leases()) or ())
         objects = [*self.store.list(IP_BLOCK.plural)[0], *self.store.list(IP_ADDRESS.plural)[0]]
         count = 0
@@ -310,19 +312,23 @@ class IpamDuty:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_due or self._stopping, TICK_S)
+                # Taken back before the work: what is heard while it runs asks for another round.
                 self._is_due = False
                 if self._stopping:
                     return
             if self.work():
                 continue
             with self._changed:
+                # News does not end this wait: with a store that refuses, each change would be one more try.
                 self._changed.wait_for(lambda: self._stopping, RETRY_S)
 
     # What a start without the store needs
 
     def _remember(self) -> None:
+        # Before the first list this life knows nothing: writing that down would lose what the last one knew.
         if not self.known.is_listed:
             return
+        # In this order everywhere: addresses, then the cache of blocks (decisions/0002).
         with self.ipam.lock, self.known.lock:
             own = [own for own in self.ipam.own.values() if own.is_open]
             claimed = [
@@ -349,6 +355,7 @@ class IpamDuty:
                 },
                 sort_keys=True,
             )
+        # This runs each second, and a write costs the disk.
         if text != self._written:
             self._facts.write_fact(FACT, text)
             self._written = text

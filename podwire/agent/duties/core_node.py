@@ -113,6 +113,7 @@ class Start:
         def look_and_remember() -> Sequence[str]:
             try:
                 found = look()
+            # Only for a server that is away: one that is there and says nothing is waited for.
             except Unavailable as error:
                 if not before:
                     raise

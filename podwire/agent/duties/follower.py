@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class Listener(Protocol):
-    """Who is told. One call at a time: from `load`'s caller first, then from the thread of the watch."""
+    """What a follower tells. One call at a time: first from `load`'s caller, then from the thread of the watch."""
 
     def on_lists(self, lists: Sequence[KindList], /) -> None:
         """Take whole lists in the place of all that was known of their kinds."""
@@ -125,7 +125,7 @@ class StoreFollower:
         self.shared.start()
 
     def stop(self) -> None:
-        """Tell the listener nothing any more; whoever stops last ends the watch, and what was heard is kept."""
+        """Stop telling the listener. The last follower to stop ends the watch; what was heard is kept."""
         self.shared.leave(self)
 
     def list_again(self) -> None:
@@ -147,8 +147,11 @@ class StoreFollower:
     def take_lists(self, lists: Mapping[str, KindList], unreadable: Sequence[StoredObject]) -> None:
         """Hand lists over: of all kinds, or of some that others needed again. Raises what the listener does."""
         mine = [lists[kind] for kind in self.kinds if kind in lists]
+        # A follower that lacks lists takes those of all its kinds together: a list that another one needed is not
+        # enough.
         if not mine or (self._is_lacking and len(mine) < len(self.kinds)):
             return
+        # Before the listener is called: `list_again` on another thread may ask for the next lists meanwhile.
         was_lacking, self._is_lacking = self._is_lacking, False
         self._listener.on_lists(mine)
         told = [
@@ -191,6 +194,7 @@ class StoreFollower:
         """Note that lists must come again; after a failure not at once."""
         self._is_lacking = True
         if error is not None:
+            # A listener that fails at what the store has would fail again at once.
             self._again_s = time.monotonic() + choose_delay_s(self._failures)
             self._failures += 1
             self.note_away(error)
@@ -204,6 +208,7 @@ class StoreFollower:
         """Hand over what was kept of each kind. A kind of which nothing was is not handed over at all."""
         if not self.recalls:
             return False
+        # Whole for policies: without one that cannot be read, more would be allowed than is meant.
         remembered = self.shared.load_remembered(self.kinds, whole=self._tell_unreadable is True)
         if remembered:
             self._listener.on_lists(remembered)

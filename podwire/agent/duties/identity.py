@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class IdentityNews:
-    """Hands what the store says to the feed. That the store is away is told by who follows its policies."""
+    """Hands what the store says to the feed. The policy duty reports a store that is away."""
 
     feed: IdentityFeed
 
@@ -110,6 +110,8 @@ class IdentityDuty:
         self._resolver.sources.load(self.facts.read_fact(SOURCES_FACT))
         self._remembered = self._resolver.sources.version
         for record in records:
+            # Before the store is listed: living pods keep the numbers that their rows have (a restart changes no
+            # identity).
             self._resolver.adopt(record)
         if self.feed.pods is not None:
             self.feed.pods.load(self.facts.read_fact(PODS_FACT))
@@ -126,6 +128,7 @@ class IdentityDuty:
         } - {0}
         in_use = self._allocator.set_held(held)
         living = [endpoint.record for endpoint in self.table if not endpoint.is_ending]
+        # What the store does not give now is raised at the end: the rest of the tick must not wait for it.
         waiting_for = self._repair.repair(living)
         self._remember()
         self._publish(in_use - self.named())
@@ -134,6 +137,8 @@ class IdentityDuty:
         if self.monotonic() - self._collected_s >= COLLECT_S:
             self._collected_s = self.monotonic()
             if self._has_cluster_duty():
+                # Both clocks: the wall clock is written into objects, and the monotonic one keeps a wrong wall clock
+                # from shortening anything (decisions/0006).
                 collect(self._store, self.collector, now=self.now(), monotonic_s=self._collected_s)
         if waiting_for is not None:
             raise waiting_for
@@ -154,6 +159,7 @@ class IdentityDuty:
         """End the pause, and let another node do the cluster's duties."""
         self._closed = True
         self.feed.wake()
+        # Given up at once, or the cluster would be without a collector until the lease has run out.
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.close()
@@ -176,6 +182,7 @@ class IdentityDuty:
         """Keep namespaces, Workloads and this node's pods for a start without the store."""
         sources = self._resolver.sources
         version = sources.version
+        # Half of the namespaces would give pods other labels, and so other identities, at a start without the store.
         if sources.is_complete and version != self._remembered:
             self.facts.write_fact(SOURCES_FACT, sources.dump())
             self._remembered = version

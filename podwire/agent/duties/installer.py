@@ -23,7 +23,7 @@ _RETRY_S: Final = 1.0
 """While something is missing: no file tells when an ADD begins to succeed."""
 _LOOK_S: Final = 60.0
 _PAUSE_S: Final = 0.2
-"""After a change, so that somebody who writes all the time, or whom we write against, does not cost a core."""
+"""Pause after a change, so that a program which writes all the time, or writes against us, does not cost a core."""
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +68,8 @@ class Installer:
     def look(self) -> bool:
         """Install what is missing, and record how it stands; True when a runtime finds all it needs."""
         files = self._installation.directories.read()
+        # The network's file makes the node Ready in the eyes of the runtime, so it is written last, and only while an
+        # ADD would succeed.
         if not self._installation.is_complete(files):
             written = self._installation.install(serves=self._serves)
             if written:

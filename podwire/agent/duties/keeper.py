@@ -120,6 +120,7 @@ class Keeper:
             return None if change.deleted else change.object
         if key.kind in self._lists:
             if key.kind not in self._unwritten:
+                # Made only when somebody asks: a list may have tens of thousands of objects, and few are unreadable.
                 self._unwritten[key.kind] = {
                     stored.key: stored for stored in self._lists[key.kind][0]
                 }
@@ -140,6 +141,7 @@ class Keeper:
             self._lists[kind_list.kind] = (kind_list.objects, kind_list.revision)
             self._unwritten.pop(kind_list.kind, None)
         listed = {kind_list.kind for kind_list in lists}
+        # A list is newer than every change that was heard before it.
         self._changes = {
             key: event for key, event in self._changes.items() if key.kind not in listed
         }
@@ -153,6 +155,7 @@ class Keeper:
         """Write what is new, if it is time."""
         if not self.has_news or (time.monotonic() < self._due_s and not at_once):
             return
+        # Also before a write that fails: a full disk is not tried at each step of the watch.
         self._due_s = time.monotonic() + SAVE_S
         try:
             self._memory.save(self._lists, self._changes.values())
@@ -162,4 +165,5 @@ class Keeper:
             self._has_failed = True
             return
         self._has_failed = False
+        # Only after the write: `find` has to give what is nowhere else yet.
         self._lists, self._changes, self._unwritten = {}, {}, {}

@@ -154,7 +154,6 @@ async def supervise(name: str, loop: Loop, duties: Duties) -> None:
 async def reap(duties: Duties) -> None:
     """Let go of what has ended, in batches, in a quiet moment, or when it waits too long or is too much.
 
-    Deleting a batch keeps the kernel's one lock for links for milliseconds, and an ADD that meets it waits as long.
     What cannot be let go is tried again.
     """
     clock = asyncio.get_running_loop().time
@@ -166,6 +165,7 @@ async def reap(duties: Duties) -> None:
         if not duties.backlog():
             since_s = clock()
             continue
+        # Deleting a batch holds the kernel's RTNL lock for milliseconds, and an ADD that meets it waits as long.
         if not quiet and duties.backlog() < REAP_BACKLOG and clock() - since_s < REAP_AGE_S:
             continue
         forgotten = await duties.on_thread(duties.attachments.settle)
@@ -194,9 +194,10 @@ def _request_traces(duties: Duties) -> None:
 
 
 def _run_builds(duties: Duties) -> None:
-    """One build per turn, so that no ADD waits for a queue of them."""
+    """Do all builds that are due."""
     done = True
     while done:
+        # One build per turn, so that no ADD waits for a queue of them.
         with duties.turn:
             done = duties.regenerator.run_due()
 
@@ -218,9 +219,11 @@ async def watch_devices(duties: Duties) -> None:
     try:
         while True:
             await _readable(loop, news.fileno())
+            # What one command removes is told piece by piece: one look afterwards serves all of it.
             await asyncio.sleep(LOSSES_PAUSE_S)
             if not news.wait(0):
                 continue
+            # Messages that the kernel dropped may have been about any device.
             indexes, everything = set(touched), news.take_lost()
             touched.clear()
             for endpoint in duties.table:
@@ -234,8 +237,8 @@ async def watch_devices(duties: Duties) -> None:
 async def watch_tables(duties: Duties) -> None:
     """Put the node's own table of nftables back as soon as somebody has taken it away or changed it.
 
-    Who does so again and again is named, and waited for longer each time: two that write against each other must not
-    cost a core.
+    A process that does so again and again is named, and each repair waits longer: two programs that write against each
+    other must not cost a core.
     """
     loop = asyncio.get_running_loop()
     strangers: set[str] = set()
@@ -243,6 +246,7 @@ async def watch_tables(duties: Duties) -> None:
     pause_s, calm_at_s = TABLES_PAUSE_S, 0.0
     try:
         while True:
+            # Once before the first wait: the kernel tells only of what happens after the socket was opened.
             if await duties.on_thread(partial(_repair_tables, duties, strangers)):
                 in_a_row = loop.time() < calm_at_s
                 pause_s = min(TABLES_PAUSE_CAP_S, pause_s * 2) if in_a_row else TABLES_PAUSE_S
@@ -262,7 +266,7 @@ async def watch_tables(duties: Duties) -> None:
 
 
 def _repair_tables(duties: Duties, strangers: Iterable[str]) -> bool:
-    """Tell whether something had to be put right. Between two looks all who have written are suspects."""
+    """Repair the node's table; tells whether it differed. `strangers`: processes that wrote since the last look."""
     differences = duties.repair_tables()
     for difference in differences:
         _log.warning(
@@ -336,6 +340,7 @@ def compare(duties: Duties, endpoint: Endpoint) -> None:
 async def stay_alive(duties: Duties) -> None:
     """Keep the file `alive` current while an ADD would succeed, and record whether it would."""
     while True:
+        # Launchers answer STATUS from this file while no agent runs, so an upgrade does not make the node NotReady.
         cause = await duties.on_thread(partial(duties.alive.refresh, duties.attachments.status))
         duties.health.report("alive", ok=True, critical=False)
         duties.health.report(
@@ -366,6 +371,8 @@ async def replay_spool(duties: Duties) -> None:
     """Carry out DELs that launchers wrote down because they found nobody."""
     while True:
         await asyncio.sleep(SPOOL_LOOK_S)
+        # Also while the agent runs: a launcher may have found nobody and write its DEL a moment after the replay at
+        # the start.
         done, failed = await duties.replay()
         duties.health.report("spool", ok=True, critical=False)
         for outcome, count in (("done", done), ("failed", failed)):
@@ -383,7 +390,7 @@ LOOPS: dict[str, Loop] = {
     "host": watch_host,
     "spool": replay_spool,
 }
-"""Name of the task -> what it does."""
+"""Name of the task -> its loop."""
 
 
 class EventPump:
@@ -414,4 +421,5 @@ class EventPump:
             self._ring.append(self._maker.make(event))
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._source.fd)
+        # The ring stays readable under a flood: with the reader in place the loop would do nothing else.
         self._resume = loop.call_later(EVENT_PAUSE_S, self.start)

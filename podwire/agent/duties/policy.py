@@ -97,6 +97,7 @@ class PolicyDuty:
 
     def hear(self, change: IdentityChange) -> None:
         """Hear of identities, on any thread."""
+        # Queued: the thread that tells it follows the store, and must not wait for the turn (docs/threads.md).
         self.enforcer.queue_identity_change(change)
         with self._changed:
             self._changed.notify()
@@ -160,6 +161,7 @@ class PolicyDuty:
     def _wait(self) -> list[_News]:
         with self._changed:
             is_quick = self._uncollected_since_s and not self._is_held
+            # Collecting waits for the kernel (a membarrier, about 8 ms), so it comes when the burst is over.
             timeout_s = QUIET_S if is_quick else RETRY_S
             if not (self._news or self._stopping or self.enforcer.has_heard):
                 self._changed.wait(timeout_s)
@@ -176,6 +178,7 @@ class PolicyDuty:
         is_change = any(piece.lists or piece.events for piece in news)
         if is_change or self._is_held or self.enforcer.has_heard or is_released:
             self._apply(news)
+        # No policy has changed, but somebody may wait for these revisions (`podwire policy wait`).
         elif news:
             with self.turn:
                 for piece in news:
@@ -207,6 +210,7 @@ class PolicyDuty:
             return
         self._was_complete = True
         for endpoint in self.enforcer.table:
+            # It could not be built while not all policies were known, because one of them may deny.
             if endpoint.state is State.NOT_READY:
                 self.enforcer.retry(endpoint, "the store was heard")
 

@@ -34,7 +34,7 @@ AWAY_BASE_S: Final = 0.5
 AWAY_CAP_S: Final = 2.0
 
 Change = tuple[StoreEvent, StoreEvent | None]
-"""What the store said, and that as far as it can be read; None when it cannot."""
+"""A change as the store told it, and the same decoded; None where it cannot be read."""
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class SharedWatch:
         return self._revisions
 
     def join(self, follower: Follower) -> None:
-        """Let somebody follow; lists come at the next `load` or `step`."""
+        """Add a follower; it gets lists at the next `load` or `step`."""
         with self._telling:
             if follower not in self._followers:
                 self._followers = (*self._followers, follower)
@@ -127,7 +127,7 @@ class SharedWatch:
         return self._keeper.load(kinds, whole=whole)
 
     def load(self) -> None:
-        """List for those who lack lists, else take what is new. Raises what store and listeners raise."""
+        """List for the followers that lack lists, else take changes. Raises what store and listeners raise."""
         self.step(0)
 
     def step(self, timeout_s: float) -> bool:
@@ -145,7 +145,9 @@ class SharedWatch:
             return False
         watch = self._watch
         if watch is None:
+            # From the revisions of the lists on, so that nothing between list and watch is missed.
             watch = self._watch = self._store.watch(self._revisions)
+        # `leave` may have dropped the watch just before this one was opened: nothing would end its `next`.
         if self._stopping.is_set():
             self._drop_watch()
             return False
@@ -181,13 +183,14 @@ class SharedWatch:
     def _choose_timeout_s(self) -> float:
         now_s = time.monotonic()
         due_s = [one.again_s - now_s for one in self._followers if one.again_s is not None]
+        # A quiet watch would otherwise keep news from the disk for as long as one call lasts.
         longest_s = SAVE_S if self._keeper.has_news else WATCH_S
         return max(0.0, min([longest_s, *due_s]))
 
     # Lists
 
     def _list(self, due: Sequence[Follower]) -> None:
-        """List what some followers lack, and hand it to all who follow it."""
+        """List the kinds that some followers lack, and hand the lists to every follower of those kinds."""
         wanted = dict.fromkeys(kind for one in due for kind in one.kinds)
         fresh: dict[str, KindList] = {}
         refused: dict[str, KindUnavailable] = {}
@@ -241,8 +244,10 @@ class SharedWatch:
 
     def _hand_over(self, events: Sequence[StoreEvent], watch: Watch) -> None:
         self._revisions = {**self._revisions, **watch.revisions}
+        # A list that was kept for followers to come is not the newest any more.
         for kind in {one.object.key.kind for one in events}:
             self._lists.pop(kind, None)
+        # Read once for all followers, whatever number of them has the kind.
         changes = [(one, self.unreadable.sift_event(one)) for one in events]
         if events:
             self.unreadable.show()
@@ -250,6 +255,7 @@ class SharedWatch:
         for one in self._followers:
             failures.guard(one, partial(self._tell_changes, one, changes, failing))
         good = [readable for _, readable in changes if readable is not None]
+        # What cannot be read must not take the place of what was last read.
         self._keeper.note_events(good)
         if len(good) < len(events):
             self._keep_what_stands_in()

@@ -39,7 +39,7 @@ class Unreadable:
         self.read: Read = read_as_stored
         self.warn: Warn = lambda _key, _message: None
         self.is_own: Callable[[StoredObject], bool] = lambda _stored: False
-        """Whether this node publishes an object itself: it puts that right, so nobody has to be told."""
+        """Whether this node publishes an object itself: it is then repaired here, and not reported."""
         self._name = name
         self._find_last = find_last
         self._faults: dict[ObjectKey, str] = {}
@@ -67,6 +67,7 @@ class Unreadable:
                 continue
             bad[stored.key] = stored
             last = self._find_last(stored.key)
+            # Leaving the object out would withdraw it: pods of a policy that somebody has mistyped would be open.
             if last is not None:
                 good.append(last)
             self._note(stored, fault, has_last=last is not None)
@@ -81,6 +82,7 @@ class Unreadable:
         readable, fault = self.read(stored)
         if event.deleted:
             self._forget(stored.key)
+            # Listeners know what was last read, and are told that this is gone.
             last = self._find_last(stored.key) if fault else None
             return event if last is None else StoreEvent(last, event.revision, deleted=True)
         if not fault:
@@ -112,6 +114,7 @@ class Unreadable:
             f"{key} in the store cannot be read: {fault[:REASON_MAX_CHARACTERS]}; {state}."
             f" Correct it, or delete it{then}: podwire delete {key.kind} {key.name}{where}"
         )
+        # Each list finds the same fault again; it is news only once.
         if self._faults.get(key) != message:
             _log.error(
                 "an object of the store cannot be read",

@@ -161,8 +161,8 @@ class AttachService:
                 record = endpoint.record
                 if (
                     record.key.network != request.network
-                    # The list was made before GC was called, so it cannot name an attachment whose ADD began later.
                     or (record.key.container_id, record.key.if_name) in valid
+                    # The list was made before GC was called, so it cannot name an attachment whose ADD began later.
                     or record.taken_boottime_ns > request.started_boottime_ns
                     or endpoint.state is State.DISCONNECTING
                 ):
@@ -180,8 +180,8 @@ class AttachService:
     def status(self) -> None:
         """Tell whether an ADD would succeed now; CannotServe names the reason."""
         full = self.ipam.list_lacks()
-        # Addresses of ending endpoints come free within moments. A runtime that is told "not ready" for so short a
-        # time would stop scheduling pods here for nothing.
+        # Addresses of ending endpoints come free within moments, so the node does not count as full while endpoints
+        # are ending.
         if full and self.status_on_exhaustion and not len(self.endings):
             raise CannotServe(
                 f"no address left in {', '.join(full)}",

@@ -97,7 +97,7 @@ BUILD = Step("build", _build, _close)
 def undo_steps(steps: Sequence[Step], context: Context, record: EndpointRecord) -> bool:
     """Take steps back, last first; True when all of it is done. A failing undo is logged and stops no other."""
     complete = True
-    # Backwards, because the guard must be the last thing to go: no packet meets a device without a row that drops it.
+    # Backwards: the undo of BUILD takes the rows away first, and a device without a row passes nothing.
     for step in reversed(steps):
         if step.undo is None:
             continue

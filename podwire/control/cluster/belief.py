@@ -174,7 +174,7 @@ class Belief:
 def believe_nodes(
     belief: Belief, nodes: Sequence[NodeFacts]
 ) -> tuple[Belief, list[NodeFacts], set[Problem]]:
-    """Give (the belief that knows the nodes' addresses, the nodes as far as they are believed, what is refused)."""
+    """Give the belief with the nodes' addresses in it, the believed part of each node's facts, and what is refused."""
     refused: dict[str, list[tuple[str, str]]] = {}
     screened: list[NodeFacts] = []
     for facts in nodes:
@@ -240,6 +240,7 @@ def is_within(inner: IPNetwork, outer: IPNetwork) -> bool:
 
 
 def _overlap(one: IPNetwork, other: IPNetwork) -> bool:
+    # CIDRs are nested or apart, so it is enough to look whether the smaller one is inside the larger one.
     inner, outer = (one, other) if one.prefixlen >= other.prefixlen else (other, one)
     return is_within(inner, outer)
 

@@ -95,7 +95,7 @@ def _members(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def is_published(document: Mapping[str, Any]) -> bool:
-    """Tell whether an agent has said who it is: one that has only named identities so far is no peer yet."""
+    """Tell whether a node's agent has published its facts. An object that only lists identities makes no peer yet."""
     spec = document.get("spec")
     return isinstance(spec, Mapping) and bool(spec.get("instance"))
 
@@ -106,6 +106,7 @@ def decode_node(stored: StoredObject) -> NodeFacts:
         return known
     faults = Faults()
     spec = Fields(stored.document, "spec", faults)
+    # A node of a newer version can say that it must not be talked to without something that this version lacks.
     unknown = sorted(set(spec.texts("requires")) - KNOWN_REQUIREMENTS)
     if unknown:
         spec.wrong("requires", f"requires {', '.join(unknown)}, which this version does not know")

@@ -91,6 +91,7 @@ class PoolGrants:
         before = self._pools.pop(name, None)
         if cidr is not None:
             self._pools[name] = cidr
+        # What nodes publish of the old range is noted as theirs, so that a pool that shrinks cuts no pod off.
         if before is not None and before != cidr:
             self._keep(lambda network: is_within(network, before), published)
         return before != cidr

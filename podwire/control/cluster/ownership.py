@@ -113,6 +113,8 @@ def number_claims(
             if claimed in other.addresses and other.claims.get(claimed, UNNUMBERED) <= number
         }
         if rivals and not rivals.keys() & living:
+            # Below the rivals' numbers, because they are not alive: when one of them comes back, its claim is the
+            # later one on every node.
             number = max(min(rivals.values()) - 1, -EPOCH_MAX)
         numbers[claimed] = number
     return numbers
@@ -163,6 +165,8 @@ def _settle_addresses(own: NodeFacts, peers: Sequence[NodeFacts], outcome: Outco
         elif others and _is_inside(address, own, my_ranges):
             outcome.problems.add(_describe_inside(address, others[0], own))
         is_mine = address in own.addresses or _is_inside(address, own, my_ranges)
+        # What this node itself has, no other node gets here, even by an older claim: sending there would lead back to
+        # this node.
         for name in others if is_mine else (claim.node for claim in losers):
             outcome.addresses[name].remove(address)
 

@@ -85,7 +85,7 @@ class PublishSchedule:
     def due_in(self, wanted: Identities, now_s: float, own: Collection[IPNetwork]) -> float | None:
         """Give in how many seconds `wanted` is to be written (0 = now); None when nothing is to be.
 
-        `own`: ranges of which no other node can give the addresses that are gone.
+        `own`: ranges of this node. No other node can give an address of them to a pod.
         """
         due_s = self._find_due(wanted, now_s, own)
         return None if due_s is None else max(0.0, max(due_s, self._backoff.until_s) - now_s)
@@ -238,6 +238,8 @@ class NodePublisher:
             facts,
             instance=self.instance,
             epoch=epoch,
+            # The identity duty writes this field. Left out here, an update would take away what the collector spares
+            # identities by.
             holds=_holds_of(spec),
             claims={claimed: numbers[claimed] for claimed in everything_claimed(facts)},
         )
@@ -280,7 +282,7 @@ class NodePublisher:
         return [facts for facts in read if facts is not None and facts.name != self.name]
 
     def _list_living(self, others: Iterable[NodeFacts]) -> frozenset[str]:
-        """Name the nodes that live; all that have published themselves where nobody knows."""
+        """Name the nodes that live; without leases all that have published themselves."""
         living = list_living_nodes(self._store.leases())
         return frozenset(facts.name for facts in others) if living is None else living
 

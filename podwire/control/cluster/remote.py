@@ -320,7 +320,8 @@ class RemotePods:
         view: View,
         claimants: tuple[str, ...],
     ) -> Problem | None:
-        """Say why nobody may have an address: it is a pod's of this node, in its range, or a node's."""
+        """Say why no other node may have an address: a pod of this node has it, it is in this node's range, or it is a
+        node's own."""
         if not claimants:
             return None
         own, why = view.own, ""

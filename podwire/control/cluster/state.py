@@ -136,6 +136,8 @@ class ClusterState:
         everything = list(objects)
         given = [stored for stored in everything if stored.key.name != self._own_name]
         own = [stored for stored in everything if stored.key.name == self._own_name]
+        # Somebody deleted or overwrote what this node publishes. The publisher has to write it again, else the other
+        # nodes lose its pods.
         if not own or any(map(_is_damaged, own)):
             self.own_overwritten = True
         if kind == NODE.plural:
@@ -182,7 +184,8 @@ class ClusterState:
             )
 
     def advance(self, own: OwnNode) -> tuple[bool, Changes]:
-        """Give (a whole plan is to be applied, else these rows). Nothing before everything was listed."""
+        """Give whether a whole plan must be applied and, if not, the rows that changed. Before everything was listed:
+        nothing."""
         # A plan from a part of the list would remove the rows of nodes that were only not heard yet, and cut their
         # pods off.
         if not self.is_listed:

@@ -69,6 +69,7 @@ def apply_documents(
         with _writing(store, dry_run=dry_run):
             check_namespaces(store, drafts)
             refuse_pools(store, drafts)
+            # Namespaces before what is in them, whatever the order in the files.
             for draft in sorted(drafts, key=lambda draft: _ORDER[draft.key.kind]):
                 done[draft.key] = _apply(store, draft, dry_run=dry_run)
         return done
@@ -205,6 +206,7 @@ def identify_all(documents: Sequence[object], *, namespace: str = "") -> list[Ob
             faults += (Fault(_join(place, fault.path), fault.message) for fault in error.faults)
     if faults:
         raise _refuse(faults)
+    # The reverse of the order of `apply`: a Namespace that still has policies is not deleted.
     return sorted(keys, key=lambda key: -_ORDER[key.kind])
 
 

@@ -32,7 +32,8 @@ from podwire.model.store.kinds import (
 
 
 def read_object(stored: StoredObject) -> tuple[StoredObject, str]:
-    """Decode an object once for all who work by it; gives it with its value, or as it is and why it cannot be read."""
+    """Decode an object once for all its users. Gives it with its value, or unchanged with the reason why it cannot be
+    read."""
     if stored.fault:
         return stored, stored.fault
     try:
@@ -75,7 +76,7 @@ def _check_shape(document: Mapping[str, Any]) -> None:
 
 
 def _accept(_stored: StoredObject) -> None:
-    """Take namespaces and Workloads as they are: their shape is all that is asked."""
+    """Take namespaces and Workloads undecoded: only their shape is checked."""
 
 
 def _decode_node(stored: StoredObject) -> NodeFacts | None:

@@ -50,7 +50,7 @@ Decoder = Callable[[Mapping[str, Any]], object]
 
 
 def decode(document: object, *, namespace: str = "") -> StoredObject:
-    """Check a document and give what is to be stored: its key, and the document without what is not ours.
+    """Check a document. Gives what is stored: its key, and the document without fields that are not stored.
 
     An object of a namespaced kind that names no namespace gets `namespace`, else `default`. Raises InvalidRequest with
     every fault.

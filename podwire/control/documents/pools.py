@@ -96,7 +96,7 @@ def check_pools(store: Store, drafts: Sequence[StoredObject]) -> list[tuple[int,
 
 
 def decode_pools(objects: Iterable[StoredObject]) -> dict[str, Pool]:
-    """Read the pools of a store by name; what cannot be read is none."""
+    """Read the pools of a store, by name. An object that cannot be read is left out."""
     pools: dict[str, Pool] = {}
     for stored in objects:
         try:
@@ -143,7 +143,7 @@ def find_static(
 def find_problems(
     pools: Mapping[str, Pool], ranges: Mapping[str, Iterable[IPNetwork]]
 ) -> dict[str, str]:
-    """Say of which pools nothing can be taken, by name: both of two that overlap."""
+    """Give the pools that cannot be used, by name, with the reason. Of two that overlap neither can be used."""
     problems: dict[str, str] = {}
     for first, other in find_overlaps(pools.values()):
         message = f"pools {first.name} ({first.cidr}) and {other.name} ({other.cidr}) overlap"

@@ -116,7 +116,7 @@ class Enforcer:
         return oldest_revision(self.revisions)
 
     def mark_revisions(self, revisions: Revisions) -> None:
-        """Note that the store is at these revisions without any change of policy since: nothing is to be done."""
+        """Note that the store reached these revisions without a change of policy, so endpoints are at them, too."""
         self.take_in_up_to(revisions)
         for endpoint in self.table:
             if endpoint.state is states.State.READY and not endpoint.policy_error:
@@ -128,8 +128,8 @@ class Enforcer:
         self.revisions = {**self.revisions, **later}
 
     def collect_waste(self) -> None:
-        """Delete what no row and no rule names any more, counters of rules included. For quiet moments: it waits for
-        the kernel when there is any, and costs nothing when there is none."""
+        """Delete what no row and no rule names any more, counters of rules included. For quiet moments: deleting waits
+        for the kernel. With nothing to delete the call costs nothing."""
         if self.engine.has_waste and self.is_complete():
             self._report(self.engine.collect(), "addresses left the rules")
 
@@ -245,7 +245,7 @@ class Enforcer:
         self._note_success(endpoint_id, cause)
 
     def _note_success(self, endpoint_id: EndpointId, cause: str) -> None:
-        """Let an endpoint be ready whose policy is in force, unless something else is to be built of it: then soon."""
+        """Make an endpoint ready whose policy is in force; if another build of it is due, ask for that instead."""
         endpoint = self.table.get(endpoint_id)
         if endpoint is None or endpoint.state not in MAY_FOLLOW:
             return

@@ -10,8 +10,7 @@ _DIGITS_MAX = 10
 
 
 def find_endpoint(table: EndpointTable, text: str) -> Endpoint:
-    """Find by any form of id; NotFound, UndecodableRequest when it is none, Conflict when it names
-    several."""
+    """Find by any form of id. Raises NotFound, UndecodableRequest for text that is no id, Conflict if several match."""
     kind, colon, rest = text.partition(":")
     if text.isascii() and text.isdigit():
         # Python refuses to read thousands of digits, and no number of an endpoint has more than ten.

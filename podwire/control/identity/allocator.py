@@ -103,9 +103,9 @@ class IdentityAllocator:
         """
         with self._alone(key):
             number = self.find(key)
+            # Many nodes meet a new label set at the same moment, when a Deployment starts. Each waits a different
+            # time, and most find the number that one of them made.
             if number is None and self.jitter_s:
-                # A new Deployment brings the same labels to many nodes at once. Most of them then find the number
-                # that one of them made.
                 self.sleep(random.uniform(0, self.jitter_s))
                 number = self.find(key)
             return self._make(key) if number is None else number
@@ -160,6 +160,7 @@ class IdentityAllocator:
             try:
                 self.known.learn(self.store.create(make_object(number, key)))
             except Conflict:
+                # The create lost a race, or the number means another key. Only the object itself tells which.
                 taken = self._take_over(number, key)
                 if taken is None:
                     continue

@@ -149,7 +149,7 @@ def collect(
 ) -> dict[Move, int]:
     """Read identities, then who uses what, and carry out what the collector decides. Raises Unavailable.
 
-    While what some node says cannot be read nothing is collected: nobody knows what it uses.
+    If one node's publication cannot be read, nothing is collected, because the node may use any number.
     """
     # Identities are listed first. A number that a node takes into use between the two lists then shows in `in_use`,
     # and any write to it since makes the decision fail.

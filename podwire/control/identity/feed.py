@@ -86,6 +86,8 @@ class IdentityFeed:
     def wait_for_doubt(self, timeout_s: float) -> bool:
         """Wait until there are endpoints to look at that were not waited for before; False after `timeout_s`."""
         doubted = self._doubted.wait(timeout_s)
+        # Cleared after the wait and before the doubt is taken: a change in between sets it again, and at worst one
+        # look finds nothing.
         self._doubted.clear()
         return doubted
 

@@ -64,6 +64,7 @@ class NumberSpace:
         given: set[int] = set()
         for index in range(CANDIDATES_MAX):
             hashed = hashlib.sha256(digest + index.to_bytes(4, "big")).digest()
+            # 64 bits taken modulo a 24-bit range: the bias is too small to matter.
             number = self.first + int.from_bytes(hashed[:8], "big") % self.size
             if number not in given:
                 given.add(number)

@@ -95,6 +95,7 @@ class KnownIdentities:
     def listen(self, listener: Listener) -> None:
         """Tell `listener` of all that is known, then of every change."""
         with self._order:
+            # Under the lock: a change between the first list and the registration would be lost.
             listener(IdentityChange(added=tuple(self.facts())))
             self._listeners.append(listener)
 
@@ -141,6 +142,7 @@ class KnownIdentities:
     def replace(self, objects: Sequence[StoredObject], revision: int) -> None:
         """Take in a whole list: what it lacks and was not written since is gone."""
         with self._order:
+            # Revisions of one kind only grow in one store. A lower one means that the store was replaced or restored.
             if revision < self._heard_revision:
                 self._forget_revisions()
             self._heard_revision = revision
@@ -192,7 +194,7 @@ class KnownIdentities:
             self._by_key.pop(known.key, None)
 
     def _tell(self, touched: Iterable[int]) -> None:
-        """Compare what listeners were told of these numbers with what is so now, and tell them the difference."""
+        """Tell listeners how these numbers differ now from what they were told last."""
         added, removed, reassigned = [], [], []
         for number in sorted(touched):
             known = self._by_number.get(number)

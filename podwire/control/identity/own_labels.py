@@ -50,6 +50,7 @@ def change_own_labels(
             hint="write KEY=VALUE to set a label and KEY- to take it away",
             faults=tuple(faults),
         )
+    # With the "=", so that a change of `app` does not touch `app2`.
     changed = tuple(f"{SOURCE_CNI}:{key}=" for key in wanted)
     kept = [label for label in own_labels if not label.startswith(changed)]
     given = [f"{SOURCE_CNI}:{key}={value}" for key, value in wanted.items() if value is not None]

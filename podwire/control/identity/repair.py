@@ -46,6 +46,7 @@ class IdentityRepair:
             if record.id not in self._checked or doubt.may_touch(record)
         ]
         self._checked = {record.id for record in records}
+        # Endpoints that ended while they waited for the store are forgotten.
         self._pending &= self._checked
         self._pending |= {record.id for record in resolver.affected(suspects)}
         waiting_for: Unavailable | None = None

@@ -121,7 +121,7 @@ class IdentityResolver:
         return labels, make_key(labels, named_ports, self.chosen_by)
 
     def adopt(self, record: EndpointRecord) -> None:
-        """Keep the number of an endpoint that lives from before a restart; 0 (of an older build) is none."""
+        """Keep the number of an endpoint that outlived a restart. 0, from older builds, means none."""
         if record.identity:
             key = IdentityKey(record.identity_labels, record.named_ports)
             self.allocator.adopt(record.identity, key)

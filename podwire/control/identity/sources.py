@@ -117,6 +117,8 @@ class LabelSources:
 
     def effective(self, own: Iterable[str], namespace: str) -> tuple[str, ...]:
         """Give all labels of an endpoint that brings `own` (its network and name among them)."""
+        # Labels of a namespace come from its object alone. An attachment that could bring them would choose its own
+        # policies.
         kept = [label for label in own if not is_namespace_label(label)]
         extra = dict(
             pair for workload in self._fitting(kept, namespace) for pair in workload.labels
@@ -218,6 +220,7 @@ class LabelSources:
         before = self._namespaces.get(name)
         if before == labels:
             return SourceChange()
+        # A new dict: ADDs read it without the lock.
         self._namespaces = {**self._namespaces, name: labels}
         self.version += 1
         return SourceChange(namespaces=frozenset({name}))
@@ -227,6 +230,7 @@ class LabelSources:
             return SourceChange()
         self._workloads = workloads
         self.version += 1
+        # By key, so that every node lets the same one of two Workloads win.
         self._in_order = tuple(made for _, made in sorted(workloads.items()))
         return SourceChange(workloads=True)
 
@@ -256,6 +260,7 @@ def _read_workload(stored: StoredObject) -> Workload:
         pattern=str(spec.get("namePattern") or "*"),
         network=str(spec.get("network") or ""),
         labels=tuple(
+            # A Workload must not change a container's name or network, which Workloads are matched by.
             sorted(pair for pair in labels.items() if not pair[0].startswith(f"{OWN_PREFIX}/"))
         ),
     )

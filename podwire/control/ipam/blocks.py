@@ -105,7 +105,7 @@ class OwnBlocks:
             self.settle_node_addresses()
 
     def give_back(self, address: IPAddress, identity: IdentityId) -> None:
-        """Let an address rest, if it is in a block and nobody claimed it by an object."""
+        """Let an address rest if it is in a block and no object claims it."""
         own = self.find(address)
         if own is not None and own.fifo.is_assignable(address):
             own.fifo.release(address, identity)
@@ -139,7 +139,8 @@ class OwnBlocks:
         self.settle_node_addresses()
 
     def exclude(self, own: OwnBlock) -> None:
-        """Say what of a block is only given to who asks for it: what it keeps, shall keep, and what is claimed."""
+        """Exclude addresses of a block from free choice: those that it keeps or is going to keep, and those that are
+        claimed."""
         cidr = own.block.cidr
         with self.known.lock:  # else claims that are listed anew are seen in part
             pool = self.known.pools.get(own.block.pool)
@@ -154,6 +155,8 @@ class OwnBlocks:
             lends = not pool.strict_affinity
             wanted = choose_kept(cidr, pool.reserved, lends=lends)
             given = self._list_given(own, claimed)
+            # The block's object must not keep an address that a pod was given freely: another node could claim it by
+            # an object.
             own.kept = choose_kept(cidr, pool.reserved, lends=lends, busy=given)
         shall = (address for range_ in wanted for address in addresses_of(range_))
         own.fifo.exclude((*own.block.kept_addresses(), *claimed, *shall))
@@ -172,6 +175,8 @@ class OwnBlocks:
                 own for cidr, own in self.by_cidr.items() if cidr.version == version and own.is_open
             ]
             before = self.node_addresses.get(version)
+            # The node's own address is the source of its host processes, and other nodes know it as such. It changes
+            # only when it must.
             if any(own.fifo.node_address == before for own in blocks if before is not None):
                 continue
             chosen = self._choose_node_address(blocks, before)
@@ -217,7 +222,7 @@ class OwnBlocks:
         return [(cidr, own.fifo.held) for cidr, own in self.by_cidr.items() if own.lost]
 
     def refresh(self, own: OwnBlock, block: Block) -> None:
-        """Take what is said of an own block: that it is so (again)."""
+        """Take over the object of an own block; a lost or closing block is open again if the object changed."""
         # An own block was claimed again, or its object changed: whatever was said of it before no longer counts.
         if own.block != block:
             own.block, own.lost, own.closing = block, False, False
@@ -246,8 +251,9 @@ class OwnBlocks:
 def leave_out_overlapped(blocks: Iterable[Block]) -> tuple[list[Block], list[str]]:
     """Give blocks that share no address, and what is left out, and why.
 
-    Only a pool that was cut anew can have left such blocks. The larger one stays: it has all addresses of the smaller,
-    so no pod loses its own, and none is given twice. Of two of one CIDR the later claim stays.
+    Only a pool that was made anew with another block size can have left such blocks. The larger one stays: it has all
+    addresses of the smaller, so no pod loses its own, and none is given twice. Of two of one CIDR the later claim
+    stays.
     """
     opened: list[Block] = []
     left_out: list[str] = []

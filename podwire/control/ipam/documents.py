@@ -88,6 +88,7 @@ def choose_kept(
     ]
     count = cidr.num_addresses // KEPT_SHARE
     if lends and count:
+        # At the end, because fresh addresses are given from the beginning: pods rarely have what is to be kept.
         kept.append(AddressRange(kind(last - count + 1), kind(last)))
     return tuple(part for range_ in kept for part in _leave_out(range_, busy))
 

@@ -52,7 +52,7 @@ class AddressFifo:
         return None if self._node is None else self._address(self._node)
 
     def find_node_address(self) -> IPAddress | None:
-        """Name an address that can stand for the node: the second one, else any that nobody has or may ask for."""
+        """Name an address that can stand for the node: the second one, else any that is neither held nor excluded."""
         usable = (
             offset
             for offset in itertools.chain((min(1, self._end - 1),), range(self._end))
@@ -62,7 +62,7 @@ class AddressFifo:
         return None if offset is None else self._address(offset)
 
     def set_node_address(self, address: IPAddress | None) -> None:
-        """Let an address that nobody has stand for the node; None = none of this CIDR."""
+        """Let a free address stand for the node; None = no address of this CIDR does."""
         offset = None if address is None else int(address) - self._base
         if offset in self._held:
             raise Bug(f"have {address} stand for the node: a pod has it")
@@ -103,7 +103,7 @@ class AddressFifo:
         self._fresh_left = self._end
 
     def is_excluded(self, address: IPAddress) -> bool:
-        """Tell whether an address is only given to who asks for it."""
+        """Tell whether an address is given only to a pod that asks for it."""
         return int(address) - self._base in self._excluded
 
     def is_assignable(self, address: IPAddress) -> bool:

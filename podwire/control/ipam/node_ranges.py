@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RangeFacts:
-    """What the store says now that a node's ranges follow from."""
+    """What the store says now: all that a node's ranges depend on."""
 
     pools: Mapping[str, Pool]
     problems: Mapping[str, str]
@@ -79,6 +79,7 @@ def _claim(node: str, store: Store, facts: RangeFacts) -> list[IPNetwork]:
     ranges = [
         block.cidr
         for block in map(decode_block, facts.blocks)
+        # A node keeps its block by its name alone: pods that ran before a restart have addresses of it.
         if block is not None and block.node == node and facts.pools.get(block.pool) in wanted
     ]
     lacking = {pool.version for pool in wanted} - {cidr.version for cidr in ranges}

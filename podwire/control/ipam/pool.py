@@ -304,7 +304,7 @@ class PoolIpam:
         return left_out
 
     def list_unheld(self) -> list[ClaimedAddress]:
-        """Give claimed addresses of this node that nobody here has, nor is about to have."""
+        """Give claimed addresses of this node that no pod here has or is about to get."""
         with self.lock, self.known.lock:
             # An ADD that is under way has claimed addresses that no endpoint has yet. Giving them back would pull
             # them from under it.

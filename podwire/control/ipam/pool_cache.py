@@ -45,7 +45,7 @@ class PoolCache:
         self._at: dict[IPAddress, int] = {}
 
     def set_pools(self, pools: Mapping[str, Pool], problems: Mapping[str, str]) -> None:
-        """Take other pools in the place of all; `problems` of those that cannot be used."""
+        """Replace all pools. `problems` says which of them cannot be used, and why."""
         with self.lock:
             self.pools, self.problems = dict(pools), dict(problems)
 

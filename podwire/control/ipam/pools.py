@@ -127,7 +127,7 @@ class Pool:
         return network.prefixlen == self.block_size and is_within(network, self.cidr)
 
     def reserves(self, address: IPAddress) -> bool:
-        """Tell whether an address is given only to who asks for it."""
+        """Tell whether an address is given only to a pod that asks for it."""
         return any(range_.contains(address) for range_ in self.reserved)
 
 
@@ -174,6 +174,7 @@ def choose_pools(
     What is named is taken whatever its selectors say. Raises InvalidConfiguration for a name that cannot be used.
     """
     if named:
+        # A name that cannot be used fails the ADD, because an address of another pool is not what was asked for.
         return [_find_named(pools, name, "the pod (args.cni.pools)") for name in named]
     if namespace.pools:
         source = f"the namespace's annotation {POOLS_ANNOTATION}"
@@ -211,6 +212,7 @@ def _find_named(pools: Mapping[str, Pool], name: str, source: str) -> Pool:
 def find_pool(pools: Mapping[str, Pool], address: IPAddress) -> Pool | None:
     """Give the pool that an address is in."""
     matching = (pool for pool in pools.values() if pool.version == address.version)
+    # At most one: pools that overlap are refused, and are not used if something else wrote them.
     return next((pool for pool in matching if address in pool.cidr), None)
 
 

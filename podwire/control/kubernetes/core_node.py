@@ -58,6 +58,8 @@ def decode_core_node(stored: StoredObject) -> CoreNode:
         is_called_unavailable=any(
             isinstance(item, Mapping)
             and item.get("type") == NETWORK_UNAVAILABLE
+            # A condition has three values; Unknown does not mean that the network is there (API conventions, "Typical
+            # status properties").
             and item.get("status") != "False"
             for item in _items(status, "conditions")
         ),

@@ -92,6 +92,7 @@ class OwnPods:
         """Take in one change. A pod that is deleted is forgotten; its endpoint keeps its labels until its DEL."""
         name = _name_of(event.object)
         with self._news:
+            # A copy, because readers look without the lock.
             pods = dict(self._pods)
             if event.deleted:
                 pods.pop(name, None)
@@ -111,9 +112,10 @@ class OwnPods:
         return self._find(record.namespace, record.pod, record.pod_uid) is not None
 
     def own_labels(self, record: EndpointRecord) -> tuple[str, ...]:
-        """Give what an endpoint brings itself: what its attachment brought, and the labels of its Pod as they are now.
+        """Give an endpoint's own labels: those that its attachment brought, and those that its Pod has now.
 
-        Those that it has stay when the pod is not known: it is gone, or has not been heard of since a restart.
+        If the Pod is not known (it is gone, or was not heard of since a restart), the endpoint keeps the labels that
+        it has.
         """
         kept = _brought(record)
         pod = self._find(record.namespace, record.pod, record.pod_uid)
@@ -176,8 +178,9 @@ class OwnPods:
                 self._news.wait(min(LOOK_S, left_s))
 
     def _ask(self, request: AttachRequest) -> PodFacts | None:
-        """Ask for the one pod; None: it is a static pod, of which the API server does not know yet."""
+        """Ask for the one pod. None for a static pod that the API server does not know yet."""
         name = f"{request.namespace}/{request.pod}"
+        # kubelet names the Pod object of a static pod after its manifest and its node.
         is_static = request.pod.endswith(f"-{self.node_name}")
         try:
             stored = self.store.get(ObjectKey(POD.plural, request.namespace, request.pod))
@@ -189,6 +192,7 @@ class OwnPods:
         if stored is None and is_static:
             return None
         pod = None if stored is None else decode_pod(stored)
+        # A StatefulSet makes a pod anew under the same name. Only the UID tells them apart.
         if pod is None or not pod.has_uid(request.pod_uid):
             raise Unavailable(
                 f"find pod {name}: the API server has "

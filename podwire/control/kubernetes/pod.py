@@ -75,6 +75,8 @@ def _read_labels(metadata: Mapping[str, Any], service_account: str) -> tuple[str
     own = (
         f"{SOURCE_K8S}:{key}={value}"
         for key, value in _texts(metadata, "labels").items()
+        # The author of a pod writes its labels. With one of these keys the pod could pass for one of another
+        # namespace or service account.
         if not key.startswith(RESERVED_PREFIXES) and is_label_key(key) and is_label_value(value)
     )
     return sort_labels((*own, f"{SOURCE_K8S}:{SERVICE_ACCOUNT_LABEL}={service_account}"))

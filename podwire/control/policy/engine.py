@@ -133,7 +133,7 @@ class PolicyEngine:
             self.identity_added(facts)
 
     def identity_removed(self, number: int) -> None:
-        """Forget an identity that nobody bears any more; one that an endpoint here bears is kept until it does not."""
+        """Forget an identity that no endpoint has any more. One that an endpoint here has is kept until then."""
         if number not in RESERVED_LABELS:
             self._pending.identities[number] = None
 
@@ -229,7 +229,7 @@ class PolicyEngine:
 
     @property
     def has_waste(self) -> bool:
-        """Tell whether `collect` may find something; costs nothing."""
+        """Tell, at no cost, whether `collect` may find something."""
         return self._may_have_waste
 
     def collect(self) -> Outcome:

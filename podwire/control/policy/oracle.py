@@ -178,6 +178,7 @@ def evaluate(
     if question.is_self:
         return Decision(Verdict.ALLOW, Basis.SELF)
     inwards = question.direction is Direction.INGRESS
+    # Kubernetes, "Network Policies": traffic from the node that a pod runs on is always allowed.
     if settings.host_allowed and inwards and question.peer.facts.number == Reserved.HOST:
         return Decision(Verdict.ALLOW, Basis.HOST)
     if settings.enforcement is Enforcement.NEVER:
@@ -239,6 +240,7 @@ def selects_peer(selector: PeerSelector, groups: Sequence[CidrGroup], peer: Part
         case LabelSelector():
             return matches(selector, parse_label_set(peer.facts.labels))
         case CidrSelector(cidr=cidr, exceptions=exceptions, everybody=everybody):
+            # Cilium's CIDR rules never mean a pod or a node; a NetworkPolicy's ipBlock means any address.
             return (everybody or _is_world(peer)) and _contains((cidr,), exceptions, peer.address)
         case CidrGroupSelector(exceptions=exceptions):
             cidrs = [
@@ -273,6 +275,7 @@ def covers_port(match: PortMatch, question: Question) -> bool:
         return False
     if match.name:
         inwards = question.direction is Direction.INGRESS
+        # A named port is one of the pod that receives: the subject at ingress, the peer at egress.
         owner = question.subject if inwards else question.peer
         return any(
             (named.name, named.protocol, named.port)
@@ -289,6 +292,7 @@ def covers_port(match: PortMatch, question: Question) -> bool:
 def _decide_by_rules(matching: list[tuple[RuleName, Rule]], settings: Settings) -> Decision:
     strongest = max(rule.precedence for _name, rule in matching)
     among = [(name, rule) for name, rule in matching if rule.precedence == strongest]
+    # Among rules of one precedence a denial wins, as in Cilium.
     denied = any(rule.verdict is Verdict.DENY for _name, rule in among)
     verdict = Verdict.DENY if denied else Verdict.ALLOW
     names = tuple(sorted({name for name, rule in among if rule.verdict is verdict}, key=str))

@@ -44,7 +44,7 @@ class KernelNews(Protocol):
 
 
 class PlannedNode(Protocol):
-    """Whose kernel it is, and who hears of what became of a plan."""
+    """The node whose kernel is changed; it hears what became of a plan."""
 
     @property
     def lock(self) -> threading.Lock:
@@ -155,12 +155,16 @@ class Applier:
         if self._take_look() or own is None or is_reconciliation:
             own = self._look()
         duty.own_changed(own)
+        # Taken back before the step: what is asked for while it runs asks for another one.
         asked = self._take_apply()
         with duty.lock:
             replanned, changes = duty.state.advance(own)
+            # Until the store was heard the predecessor's rows stay in force: an empty plan would cut every other node
+            # off.
             if not duty.state.is_listed:
                 self._ask_again(apply=True)
                 return
+            # Chosen under the duty's lock and applied without it: that lock is taken alone (docs/threads.md).
             plan = self._choose_plan(replanned or asked, is_reconciliation, begin_s)
         self._save_numbers()
         if plan is not None:
@@ -208,6 +212,7 @@ class Applier:
     def _apply(self, plan: ClusterPlan, is_repair: bool) -> None:
         if self._backoff.is_waiting(self._now()):
             self._backoff.forget()  # another plan: what it fails at is its own
+        # Before the try: if it fails, this very plan waits, and another one does not.
         self._refused = plan
         with self._turn:
             differences = self._datapath.apply_cluster(plan)
@@ -259,6 +264,7 @@ class Applier:
             if is_due:
                 look_s = math.inf
             else:
+                # What several nodes say at the same time becomes one plan.
                 self._stopping.wait(DEBOUNCE_S)
             if self._stopping.is_set():
                 return
@@ -270,4 +276,5 @@ class Applier:
                 reconcile_s = end_s + RECONCILE_S
             if is_due:
                 took_s = end_s - now_s
+                # A kernel that tells all the time would otherwise keep one core busy.
                 quiet_until_s = end_s + min(LOOK_AGAIN_S, max(LOOK_LEAST_S, LOOK_REST * took_s))

@@ -198,7 +198,7 @@ class ClusterDuty:
             self._publisher.wake()
 
     def on_away(self, error: PodwireError) -> None:
-        """Go on with the last plan. That the store is away is told by who follows its policies."""
+        """Go on with the last plan. The policy duty reports a store that is away."""
 
     def on_back(self) -> None:
         """Publish what had to wait."""
@@ -235,6 +235,7 @@ class ClusterDuty:
         with self.turn:
             try:
                 underlay = self.datapath.read_underlay()
+            # There is neither a default route nor `node_address`, as on a host whose network is not up yet.
             except Unavailable:
                 underlay = _NOWHERE
         addresses = underlay.addresses

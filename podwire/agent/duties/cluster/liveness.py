@@ -70,6 +70,7 @@ class Lives:
                 self._follow()
             except PodwireError as error:
                 _log.info("it is not known which nodes are alive", extra={"error": error.message})
+                # Not known is not dead: while the store is away nobody is reported.
                 self._take(None)
                 self._stopping.wait(AWAY_S)
             except Exception:  # the thread's door
@@ -84,12 +85,14 @@ class Lives:
             return
         with leases.watch(NODE) as watch:
             with self._lock:
+                # Under the lock, with the flag read after it: `stop` either closes this watch or is seen here.
                 self._watch = watch
                 if self._stopping.is_set():
                     return
             try:
                 while not self._stopping.is_set():
                     watch.next(WAIT_S)
+                    # Before the first whole answer everybody would seem dead.
                     if watch.is_listed:
                         names = (holder.removeprefix(NODE) for holder in watch.holders)
                         self._take(frozenset(names))

@@ -46,7 +46,7 @@ Pods = Mapping[IPAddress, IdentityId]
 
 
 class ThisNode(Protocol):
-    """What is published, and who hears of it."""
+    """The node that is published; it hears what became of the publication."""
 
     @property
     def own(self) -> OwnNode | None:
@@ -131,6 +131,7 @@ class Publisher:
 
     def pods_changed(self) -> None:
         """Look at the pods soon: at once, or when the next write may be."""
+        # After a write the thread wakes by itself when the next one may be: an ADD must not wake it for nothing.
         if time.monotonic() >= self._quiet_until_s:
             self._woken.set()
 
@@ -176,7 +177,9 @@ class Publisher:
         duty.follow_store()
         looked_s = time.monotonic()
         pods = duty.list_pods()
+        # Before it is published: no other node has an address that a pod of this one has.
         duty.set_own_pods(pods)
+        # What was written counts no more: somebody else has changed or deleted it, and it is written anew.
         if duty.take_overwritten():
             self._said = None
             self._schedule.published = None
@@ -241,6 +244,8 @@ def take_name(
     instance = journal.read_fact(INSTANCE_FACT)
     if not instance:
         instance = secrets.token_hex(8)
+        # Durable beyond a crash of the machine (decisions/0004): another number would be another machine of the same
+        # name.
         journal.write_fact(INSTANCE_FACT, instance)
     publisher = NodePublisher(store, name, instance)
     try:
@@ -282,6 +287,8 @@ def find_addresses(wanted: IPAddress | None) -> tuple[IPAddress, ...]:
     addresses: list[IPAddress] = []
     for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            # connect(2) on a datagram socket only asks for the route. The addresses are for documentation (RFC 5737,
+            # RFC 3849).
             probe.connect((target, 9))
             addresses.append(ipaddress.ip_address(probe.getsockname()[0]))
     return tuple(addresses)

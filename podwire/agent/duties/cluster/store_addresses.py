@@ -57,11 +57,13 @@ class StoreAddresses:
             try:
                 answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
             except (OSError, UnicodeError):  # the latter of what can be no name: a..b
+                # A resolver that fails takes nothing back: the last answer stands.
                 continue
             self._of[name] = frozenset(ipaddress.ip_address(answer[4][0]) for answer in answers)
         before, self.known = self.known, self._gather()
         if before != self.known:
             with self._telling:
+                # Under the lock, so that after `stop` nothing is told.
                 self._changed()
 
     def _gather(self) -> frozenset[IPAddress]:

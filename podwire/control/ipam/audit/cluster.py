@@ -65,6 +65,8 @@ def _find_block_faults(view: ClusterView, blocks: Iterable[Block]) -> Iterator[A
             yield AddressFault(
                 str(block.cidr), f"is not a block of pool {block.pool} ({pool.cidr})"
             )
+        # In the order of first addresses, a block that does not reach this one overlaps none of the later ones
+        # either.
         around = [other for other in around if overlaps(other.cidr, block.cidr)]
         for other in around:
             problem = f"nodes {other.node} ({other.cidr}) and {block.node} have it as their block"
@@ -88,6 +90,7 @@ def _find_published_faults(
     view: ClusterView, blocks: Iterable[Block], claimed: Mapping[IPAddress, ClaimedAddress]
 ) -> Iterator[AddressFault]:
     finder = _Finder(blocks)
+    # This node's publication lags behind its endpoints, and here the endpoints themselves are known.
     published = {**view.published, view.node: view.held}
     first: dict[IPAddress, str] = {}
     for node, addresses in sorted(published.items()):

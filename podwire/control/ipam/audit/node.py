@@ -42,6 +42,7 @@ def find_address_faults(
     for address, owner in recorded.items():
         if held.get(address) != owner:
             faults.append(AddressFault(address, f"endpoint {owner} has it, but it is not held"))
+        # An endpoint that is being made has no rows yet, and one that ends has none any more. Both are in order.
         if by_id[owner].phase is Phase.LIVE and address not in delivered:
             problem = f"endpoint {owner} has it, but the datapath does not deliver it"
             faults.append(AddressFault(address, problem))

@@ -152,7 +152,7 @@ class Claims:
         return claimed
 
     def borrow(self, pool: Pool, key: AttachmentKey) -> ClaimedAddress | None:
-        """Take an address that some block of a pool keeps for this; own blocks first. None when none is left.
+        """Take one of the addresses that a pool's blocks keep for borrowing, own blocks first. None if none is left.
 
         With strict affinity only own blocks are looked at: they may have been claimed before it was set.
         """
@@ -252,7 +252,8 @@ class Claims:
         return claimed
 
     def _lendable(self, pool: Pool) -> Iterator[IPAddress]:
-        """Give kept addresses that nobody is known to have: of own blocks first, then from this node's own place on."""
+        """Give kept addresses that are not known to be taken: those of own blocks first, then from this node's own
+        place on."""
         with self.known.lock:
             blocks = [
                 block

@@ -75,7 +75,8 @@ class BlockDemand:
                 self._claim_one(pools)
 
     def _list_groups(self) -> list[list[Pool]]:
-        """Give the pools of which any can serve the next pod: those of a family, and each that is used by name."""
+        """Give groups of pools. Any pool of a group can serve the next pod: one group for each family, one for each
+        pool that is used by name."""
         ordinary = self._ipam.ordinary_pools()
         groups = [[pool for pool in ordinary if pool.version == version] for version in (4, 6)]
         names = {pool.name for pool in ordinary}

@@ -37,7 +37,8 @@ class OrphanCollector:
             if not node or node in living:
                 continue
             revision, since_s = self.seen.get(stored.key, (stored.revision, now_s))
-            # Somebody wrote the object since, so a node is alive that uses it: the grace begins again.
+            # The object was written since it was first seen without a node, so somebody uses it: the grace begins
+            # again.
             if revision != stored.revision:
                 since_s = now_s
             suspects[stored.key] = (stored.revision, since_s)
@@ -48,7 +49,7 @@ class OrphanCollector:
 
 
 def node_of(stored: StoredObject) -> str:
-    """Name the node that has a block or a claimed address; "" when nobody has."""
+    """Name the node that has a block or a claimed address; "" if no node has it."""
     if stored.key.kind == IP_BLOCK.plural:
         block = decode_block(stored)
         return block.node if block is not None else ""

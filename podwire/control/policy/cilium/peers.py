@@ -121,7 +121,7 @@ def read_subject(node: Node, scope: Scope) -> LabelSelector:
 def read_peers(
     rule: Node, direction: Direction, scope: Scope, *, known: Collection[str]
 ) -> tuple[PeerSelector, ...] | None:
-    """Read whom a rule speaks of; None when it does not say. `known`: what else the rule may hold."""
+    """Read the peers of a rule; None if it has no list of peers. `known`: what else the rule may hold."""
     side = "from" if direction is Direction.INGRESS else "to"
     readers: Mapping[str, Callable[[Node], Collection[PeerSelector]]] = {
         f"{side}Endpoints": lambda item: _read_endpoints(item, scope),

@@ -18,8 +18,8 @@ HINT: Final = "write fewer or broader rules, or raise `policy_entries`"
 def explain_overflow(
     error: PolicyOverflow, subject: Subject, subjects: Iterable[Subject], rules: RuleNumbers
 ) -> PolicyOverflow:
-    """Give the error with the policies of which the subject that does not fit has most entries; and those of the
-    largest one, if that is another."""
+    """Add to the error which policies need the most entries: of the subject that does not fit, and of the largest
+    subject if that is another one."""
     largest = max(subjects, key=Subject.count_wanted, default=subject)
     message = f"{error.message}; {_describe(subject, rules)}"
     if largest.count_wanted() > subject.count_wanted():

@@ -79,7 +79,7 @@ class Subjects:
         self.touched.add(subject)
 
     def rename(self, subject: Subject, facts: IdentityFacts) -> None:
-        """Take other labels for a subject, which is to be built next."""
+        """Take other labels for a subject; the caller builds it next."""
         self._index.remove_identity(subject.number)
         subject.facts = facts
 
@@ -91,7 +91,7 @@ class Subjects:
         self.behind.discard(subject)
 
     def without_endpoints(self) -> list[Subject]:
-        """Give the subjects that nobody bears any more."""
+        """Give the subjects that no endpoint has any more."""
         return [subject for subject in self if not subject.live and not subject.pending_endpoints]
 
     def expect(self, endpoint_id: EndpointId, subject: Subject) -> None:

@@ -86,7 +86,7 @@ class CidrTable:
         return network in self._prefixes
 
     def mapping(self, more: Iterable[Prefix] = ()) -> dict[IPNetwork, int]:
-        """Give the numbers of the prefixes that are in the datapath's map, and of some that are going to be."""
+        """Give the numbers of the prefixes that the datapath's map holds, and of those in `more`."""
         mapped = (prefix for prefix in self._prefixes.values() if prefix.is_mapped)
         return {prefix.network: prefix.number for prefix in (*mapped, *more)}
 

@@ -38,7 +38,7 @@ class Pending:
         return sum(len(part.rules) + 1 for parts in self.policies.values() for part in parts)
 
     def merge_groups(self, known: Mapping[str, CidrGroup]) -> dict[str, CidrGroup]:
-        """Give the groups as they are wished."""
+        """Give the groups as they will be after the pending changes."""
         groups = {
             **known,
             **{name: group for name, group in self.groups.items() if group is not None},

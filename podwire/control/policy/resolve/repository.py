@@ -47,7 +47,7 @@ class RuleInUse:
         return bool(self.named) and self.rule.direction is Direction.EGRESS
 
     def members(self) -> Iterable[int]:
-        """Give whom the rule selects now."""
+        """Give the identities that the rule selects now."""
         if len(self.selections) == 1:
             return self.selections[0].members
         return set[int]().union(*(selection.members for selection in self.selections))

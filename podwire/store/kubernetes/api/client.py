@@ -144,6 +144,8 @@ class Client:
                 async with response:
                     return await response.read()
             except Refused as refused:
+                # A server that sheds load says so (429, 503) before it begins a request, so a write may be sent
+                # again, too.
                 wait_s = max(refused.retry_after_s, delay_s) * random.uniform(1.0, 1.25)
                 left_s = end_s - asyncio.get_running_loop().time()
                 if not refused.is_overload or wait_s >= left_s:
@@ -183,11 +185,15 @@ class Client:
             headers["Content-Type"] = request.content_type
         response = await self._open().request(
             request.method,
+            # Encoded already: yarl would decode what need not be encoded, and a `continue` token must come back byte
+            # by byte.
             yarl.URL(self.access.server + request.path, encoded=True),
             data=request.body,
             headers=headers,
             ssl=shown.context or True,
             server_hostname=self.access.server_name or None,
+            # The API server redirects nothing that is asked here, and a bearer token must not follow a redirect to
+            # somebody else.
             allow_redirects=False,
         )
         if response.status < 300:
@@ -227,6 +233,7 @@ class Client:
 
     def _note_hung(self, request: Request, began_s: float, deadline_s: float) -> Unavailable:
         error = self._no_answer(request, deadline_s)
+        # Only when nothing was answered since: one slow request among answered ones does not make the server hung.
         if self._answered_at_s < began_s:
             self._hung = error
             self._try_at_s = asyncio.get_running_loop().time() + HUNG_S
@@ -239,6 +246,7 @@ class Client:
         )
 
     def _broken(self, request: Request, error: Exception) -> PodwireError:
+        # A server that was set up anew has other certificates. The files may have been replaced with it.
         self._credentials.forget_files()
         message = f"{request.intent}: ask the API server at {self.access.server}: {_tell(error)}"
         hint = (
@@ -289,6 +297,7 @@ def _is_of_trust(error: BaseException | None) -> bool:
 
 async def _read_lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """Give line after line, to the end of the answer."""
+    # An object can be larger than many chunks. Joining once keeps the time linear in its size.
     parts: list[bytes] = []
     async for chunk in response.content.iter_any():
         first, *rest = chunk.split(b"\n")

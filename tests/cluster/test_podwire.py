@@ -3,19 +3,24 @@
 import json
 import os
 import signal
+import statistics
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from podwire.cli.client import CliError, request
 from podwire.lab import traffic
 from podwire.lab.kubernetes import pods
-from podwire.lab.kubernetes.cluster import Cluster
+from podwire.lab.kubernetes.cluster import Cluster, is_ready
 from podwire.lab.kubernetes.networks.installed import Podwire
+from tests.cluster import probing
 from tests.waiting import wait_for
 
 AGENT: Final = "system:serviceaccount:podwire-system:podwire-agent"
+POLICIES: Final = "/apis/networking.k8s.io/v1/namespaces/default/networkpolicies"
 POLICY: Final = "web-only-from-proxy"
 ONLY_PROXY: Final = {
     "apiVersion": "networking.k8s.io/v1",
@@ -110,6 +115,8 @@ def test_agents_ask_the_api_for_little_and_for_nothing_forbidden(cluster: Cluste
 def test_pods_go_on_without_the_api(cluster: Cluster, network: Podwire) -> None:
     web = start_web(cluster, 2)
     client = start_client(cluster)
+    cluster.apply(pods.describe("leaving", node="node2", labels={"app": "leaving"}))
+    (leaving,) = cluster.wait_for_pods(1, selector="app=leaving")
     cluster.apply(ONLY_PROXY)
     for address in addresses_of(web):
         wait_for(lambda address=address: not answers(client, address), "the cut")  # type: ignore[misc]
@@ -122,12 +129,36 @@ def test_pods_go_on_without_the_api(cluster: Cluster, network: Podwire) -> None:
                 "the agent's successor",
             )
         assert not any(answers(client, address) for address in addresses_of(web))
+        assert answers(client, leaving["status"]["podIP"])
+        detach_by_hand(cluster, leaving)
     finally:
         cluster.control.api.start()
     cluster.wait_for_pods(2, network.namespace, network.selector)
     cluster.kubectl("delete", "networkpolicy", POLICY)
     for address in addresses_of(web):
         wait_for(lambda address=address: answers(client, address), "the way of all")  # type: ignore[misc]
+
+
+def detach_by_hand(cluster: Cluster, pod: Mapping[str, Any]) -> None:
+    """Ask for the DEL that the runtime would, and see the endpoint go; kubelet's own follows later."""
+    machine = cluster.node(pod["spec"]["nodeName"]).machine
+    socket = str(machine.path("/run/podwire/api.sock"))
+    address = pod["status"]["podIP"]
+
+    def find() -> list[Mapping[str, Any]]:
+        try:
+            listed: list[Mapping[str, Any]] = request(socket, "GET", "/endpoint")
+        except CliError:  # it is starting
+            return []
+        return [one for one in listed if address in str(one)]
+
+    (endpoint,) = wait_for(find, f"the endpoint of {address}")
+    machine.run(
+        *("env", "CNI_COMMAND=DEL", f"CNI_CONTAINERID={endpoint['containerId']}"),
+        *("CNI_IFNAME=eth0", "CNI_PATH=/opt/cni/bin", "/opt/cni/bin/podwire-cni"),
+        input_bytes=b'{"cniVersion": "1.0.0", "name": "podwire", "type": "podwire-cni"}',
+    )
+    wait_for(lambda: not find(), "its end")
 
 
 def find_agents(cluster: Cluster, node: str) -> list[int]:
@@ -140,6 +171,129 @@ def kill_agents(cluster: Cluster, node: str) -> set[int]:
     for pid in found:
         os.kill(pid, signal.SIGKILL)
     return found
+
+
+CHANGES: Final = 20
+"""So often labels are changed, and so many pods are started just after their policy."""
+LATEST_S: Final = 1.0
+"""When a changed label is in force; of the quicker quarter, because others may work on the machine."""
+FROM_TEAM: Final = {
+    **ONLY_PROXY,
+    "spec": {
+        "podSelector": {"matchLabels": {"app": "web"}},
+        "ingress": [{"from": [{"namespaceSelector": {"matchLabels": {"team": "a"}}}]}],
+    },
+}
+QUIET: Final = {
+    **ONLY_PROXY,
+    "spec": {"podSelector": {"matchLabels": {"app": "quiet"}}, "policyTypes": ["Egress"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("policy", "path", "opening", "closing"),
+    [
+        pytest.param(
+            *(ONLY_PROXY, "/api/v1/namespaces/default/pods/client"),
+            *({"app": "proxy"}, {"app": "c"}),
+            id="of the pod that asks",
+        ),
+        pytest.param(
+            *(FROM_TEAM, "/api/v1/namespaces/default", {"team": "a"}, {"team": "b"}),
+            id="of its namespace",
+        ),
+        pytest.param(
+            *(QUIET, "/api/v1/namespaces/default/pods/client"),
+            *({"app": "c"}, {"app": "quiet"}),
+            id="of the pod that is restricted",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("clean")
+def test_a_label_changes_the_verdict_at_both_ends(
+    cluster: Cluster,
+    policy: Mapping[str, Any],
+    path: str,
+    opening: Mapping[str, str],
+    closing: Mapping[str, str],
+    record_property: Any,
+) -> None:
+    web = addresses_of(start_web(cluster, 2))
+    client = start_client(cluster)
+    cluster.apply(policy)
+
+    def label(number: int) -> None:
+        # A number of its own makes an identity that no node has seen.
+        labels = {**(closing if number % 2 else opening), "round": str(number)}
+        cluster.client.patch(path, {"metadata": {"labels": labels}})
+
+    label(1)
+    for address in web:
+        wait_for(lambda address=address: not probing.reaches(client, address), "the cut")  # type: ignore[misc]
+    taken_s = sorted(
+        seconds
+        for number in range(2, 2 + CHANGES)
+        for seconds in probing.measure_changes(
+            client, web, partial(label, number), wanted=number % 2 == 0
+        ).values()
+    )
+    cluster.client.patch(path, {"metadata": {"labels": dict.fromkeys([*opening, "round"])}})
+    record_property("p50_s", statistics.median(taken_s))
+    record_property("p99_s", taken_s[-1])
+    print(f"p50 {statistics.median(taken_s):.3f} s, slowest of {len(taken_s)}: {taken_s[-1]:.3f} s")
+    assert statistics.quantiles(taken_s)[0] < LATEST_S, taken_s
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_policy_written_just_before_its_pod_holds_from_the_first_packet(
+    cluster: Cluster,
+) -> None:
+    client = start_client(cluster)
+    (there,) = addresses_of(cluster.list_pods(selector="app=c"))
+    with probing.listening(client, 9999) as sink:
+        names = [f"fresh-{number}" for number in range(CHANGES)]
+        for number, name in enumerate(["open", *names]):
+            if name != "open":
+                cluster.client.create(POLICIES, deny_all(name))
+            command = (
+                f"httpd -p 80 -h /www; while :; do nc -w 1 {there} 9999 </dev/null; sleep 0.2; done"
+            )
+            pod = pods.describe(
+                name,
+                node=cluster.nodes[number % 2].name,
+                labels={"app": name, "is": "fresh"},
+                command=("sh", "-c", command),
+            )
+            cluster.client.create("/api/v1/namespaces/default/pods", pod)
+        through: set[str] = set()
+
+        def are_ready() -> bool:
+            found = cluster.list_pods(selector="is=fresh")
+            for pod in found:
+                name, address = pod["metadata"]["name"], pod["status"].get("podIP")
+                if address and probing.reaches(client, address):
+                    through.add(name)
+            return all(map(is_ready, found))
+
+        cluster.wait_for(are_ready, "all fresh pods to be Ready")
+        wait_for(lambda: sink.callers, "a packet of the pod without a policy")
+        wait_for(lambda: are_ready() and "open" in through, "an echo of it")
+        by_address = {
+            pod["status"]["podIP"]: pod["metadata"]["name"]
+            for pod in cluster.list_pods(selector="is=fresh")
+        }
+        assert {by_address[address] for address in sink.callers} == {"open"}
+        assert through == {"open"}
+
+
+def deny_all(app: str) -> dict[str, Any]:
+    return {
+        "metadata": {"name": app},
+        "spec": {
+            "podSelector": {"matchLabels": {"app": app}},
+            "policyTypes": ["Ingress", "Egress"],
+        },
+    }
 
 
 @pytest.mark.usefixtures("clean")

@@ -1,0 +1,77 @@
+"""Packets that are sent all the time: when a verdict changes, and whether anything gets through that must not."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from podwire.kernel import netns
+from podwire.lab import traffic
+
+ECHO_S: Final = 0.1
+"""How long an echo is waited for; nodes and pods are on one machine."""
+SURE: Final = 3
+"""So many equal answers in a row are a verdict: on a busy machine one echo may be late."""
+DEADLINE_S: Final = 120.0
+
+
+def reaches(network: str, address: str) -> bool:
+    """Ask for one echo."""
+    return traffic.ping(network, address, timeout_s=ECHO_S, tries=1).ok
+
+
+def measure_changes(
+    network: str, addresses: Sequence[str], change: Callable[[], object], *, wanted: bool
+) -> Mapping[str, float]:
+    """Change something, and give for each address after how many seconds its verdict was the wanted one for good."""
+    begin_s = time.monotonic()
+    change()
+    since: dict[str, float] = {}
+    streak = dict.fromkeys(addresses, 0)
+    while min(streak.values()) < SURE:
+        for address in addresses:
+            asked_s = time.monotonic()
+            if asked_s - begin_s > DEADLINE_S:
+                raise AssertionError(f"waited {DEADLINE_S:g} s in vain for {wanted} at {streak}")
+            if reaches(network, address) is not wanted:
+                streak[address] = 0
+                continue
+            since[address] = since[address] if streak[address] else asked_s - begin_s
+            streak[address] += 1
+    return since
+
+
+class Sink:
+    """Counts who connects to a port inside a pod's network."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.callers: set[str] = set()
+        self._listener = listener
+
+    def serve(self) -> None:
+        """Take connections until the port is closed."""
+        while True:
+            try:
+                connection, (address, _) = self._listener.accept()
+            except OSError:
+                return
+            self.callers.add(str(address))
+            connection.close()
+
+
+@contextmanager
+def listening(network: str, port: int) -> Iterator[Sink]:
+    """Listen inside a pod's network."""
+    with netns.open_namespace(network) as fd, netns.namespace(fd.fileno()):
+        listener = socket.create_server(("0.0.0.0", port))
+    sink = Sink(listener)
+    thread = threading.Thread(target=sink.serve, daemon=True)
+    thread.start()
+    try:
+        yield sink
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()

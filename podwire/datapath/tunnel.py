@@ -280,8 +280,7 @@ def _repair(netlink: NetlinkSocket, side: TunnelSide, tunnel: FoundTunnel) -> li
     """Put right what differs. What a device needs before it is up comes before that."""
     differences: list[str] = []
     index = tunnel.link.index
-    # Programs before link-up: without from_overlay a packet of any outside host would be delivered as the identity in
-    # its VNI.
+    # Programs before link-up: what comes in by a device without them passes unjudged, and what leaves has no mark.
     differences += _repair_programs(netlink, index, side)
     if tunnel.link.mtu < IPV6_LEAST_MTU_BYTES <= side.plan.mtu_bytes:
         # The kernel takes IPv6 off a device whose MTU is too small for it, settings and all, and gives it back.

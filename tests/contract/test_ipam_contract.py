@@ -9,6 +9,7 @@ import pytest
 
 from podwire.model.errors import AddressUnavailable, Exhausted
 from podwire.model.store import Store
+from podwire.model.store.kinds import IP_ADDRESS, IP_BLOCK, IP_POOL
 from tests.fakes.pool_nodes import (
     Nodes,
     PoolNode,
@@ -27,9 +28,18 @@ PODS = 45
 
 @pytest.fixture
 def nodes(store: Store) -> Iterator[Nodes]:
+    remove_all(store)
     made = Nodes(store)
     yield made
     made.close()
+    remove_all(store)
+
+
+def remove_all(store: Store) -> None:
+    """Remove pools and what was claimed of them: tests share an API server."""
+    for kind in (IP_ADDRESS, IP_BLOCK, IP_POOL):
+        for stored in store.list(kind.plural)[0]:
+            store.delete(stored.key)
 
 
 def race(nodes: list[PoolNode], rounds: int) -> list[str]:

@@ -94,8 +94,24 @@ export PODWIRE_GUEST=1
 stty -F /dev/ttyS1 raw -echo
 echo "{begun}" > /dev/ttyS1
 cd {tree}
+python3 -c '{hold}' &
 ( {command} ) > /dev/ttyS1 2>&1
 echo "{ended} $?" > /dev/ttyS1
+"""
+
+
+HOLD = (
+    "import ctypes, socket, subprocess, time;"
+    " held = socket.socket(socket.AF_INET, socket.SOCK_DGRAM);"
+    " held.setsockopt(socket.SOL_SOCKET, 29, 1);"
+    " ctypes.CDLL(None).unshare(0x40000000);"
+    ' subprocess.run(["tc", "qdisc", "add", "dev", "lo", "clsact"]);'
+    " time.sleep(1 << 30)"
+)
+"""Keeps a socket with SO_TIMESTAMP (29) open, and a clsact queue in a network namespace (0x40000000) of its own. The
+first of a machine, with each ping for example, has the kernel patch __netif_receive_skb_core (netstamp_needed_key,
+ingress_needed_key), and the last one has it patched back. An emulated CPU that executes it at that moment was seen to
+go on in the middle of the instruction, and the kernel panicked.
 """
 
 
@@ -176,7 +192,7 @@ def boot(kernel: Kernel, root: Path, command: str, directory: Path, timeout_s: f
     image = directory / f"{kernel.release}.ext4"
     shutil.copy(root, image)
     site = sysconfig.get_path("purelib")
-    script = RUN.format(tree=ROOT, site=site, command=command, begun=BEGUN, ended=ENDED)
+    script = RUN.format(tree=ROOT, site=site, command=command, begun=BEGUN, ended=ENDED, hold=HOLD)
     (directory / "run.sh").write_text(script)
     _run("debugfs", "-w", "-R", f"write {directory / 'run.sh'} run.sh", str(image))
     output, console = directory / f"{kernel.release}.out", directory / f"{kernel.release}.console"

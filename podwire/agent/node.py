@@ -25,6 +25,7 @@ from podwire.agent.duties.policy import PolicyDuty
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
+from podwire.agent.node_plan import plan_node
 from podwire.agent.store_watch import open_watch
 from podwire.control.attach.ending import Endings
 from podwire.control.attach.restore import Restorer, RestoreReport
@@ -53,7 +54,6 @@ from podwire.datapath.changes import watch_links
 from podwire.datapath.host import list_device_addresses, merge_changes
 from podwire.datapath.native import OwnHooks
 from podwire.datapath.node import KernelDatapath
-from podwire.datapath.plan import NodePlan
 from podwire.datapath.policy_maps import read_cidrs
 from podwire.journal.background_writer import BackgroundWriter
 from podwire.journal.directories import RunDirectories
@@ -229,28 +229,6 @@ def _load_objects(node: Node) -> None:
     node.cluster.prepare()
     with node.turn:
         node.policies.load()
-
-
-def plan_node(
-    config: AgentConfig, addresses: Addresses, ranges: tuple[IPNetwork, ...] | None = None
-) -> NodePlan:
-    """Say what the node's datapath is to be. The tunnel's port is guarded from the first plan of the cluster on."""
-    return NodePlan(
-        node_name=config.node.node_name,
-        bpf_dir=config.files.bpf_dir,
-        mtu=config.datapath.mtu,
-        node_address=config.node.node_address,
-        cluster_cidrs=config.node.cluster_cidrs,
-        node_cidrs=addresses.ranges if ranges is None else ranges,
-        families=addresses.families,
-        # A single address that a node claims of a pool may be of any part of it.
-        pod_sources=config.node.cluster_cidrs if config.node.ipam == "pool" else (),
-        masquerade=config.datapath.masquerade,
-        masquerade_except=config.datapath.masquerade_except,
-        conntrack_entries=config.datapath.conntrack_entries,
-        conntrack_quota=config.datapath.conntrack_quota,
-        policy_entries=config.policy.policy_entries,
-    )
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,22 @@ class Sockets:
         self._made.add(made)
         return made
 
+    def open_session(self) -> aiohttp.ClientSession:
+        """Open a session whose connections use these sockets. Called on the loop."""
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                # aiohttp's default of 100 connections would let streams, which never end, starve requests.
+                limit=0,
+                limit_per_host=0,
+                keepalive_timeout=60.0,
+                socket_factory=self.make,
+            ),
+            # aiohttp's default ends everything after five minutes, watches included. Deadlines are set where requests
+            # are made.
+            timeout=aiohttp.ClientTimeout(total=None),
+            auto_decompress=False,
+        )
+
     async def end_all(self) -> None:
         """End what is open, and return when the loop has closed it.
 

@@ -18,6 +18,8 @@ from tests.fakes.store import MemoryStore
 from tests.waiting import wait_for
 
 KEY = AttachmentKey(NetworkName("podwire"), ContainerId("c" * 12), InterfaceName("eth0"))
+HASH = "0123456789abcdef" * 2
+"""The UID of a static pod, as kubelet computes it."""
 ACCOUNT = "k8s:io.cilium.k8s.policy.serviceaccount=default"
 
 
@@ -153,9 +155,9 @@ def test_a_caller_that_is_gone_ends_the_wait(store: MemoryStore) -> None:
 
 
 def test_a_static_pod_is_known_by_the_annotation_of_its_mirror(pods: OwnPods) -> None:
-    mirror = {"kubernetes.io/config.mirror": "hash"}
+    mirror = {"kubernetes.io/config.mirror": HASH}
     pods.replace([pod("etcd-n1", labels={"tier": "control"}, annotations=mirror)])
-    assert "k8s:tier=control" in pods.complete(add("etcd-n1", uid="hash")).labels
+    assert "k8s:tier=control" in pods.complete(add("etcd-n1", uid=HASH)).labels
     assert pods.complete_at_once(add("etcd-n1", uid="other")) is None
 
 
@@ -164,8 +166,17 @@ def test_a_static_pod_starts_before_its_mirror_and_without_the_api_server(
     pods: OwnPods, store: MemoryStore, *, is_away: bool
 ) -> None:
     store.away = is_away
-    request = add("etcd-n1", uid="hash")
+    request = add("etcd-n1", uid=HASH)
     assert pods.complete(request) == request
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_a_tenants_pod_that_is_named_like_a_static_one_does_not_start_without_its_labels(
+    pods: OwnPods, store: MemoryStore, *, is_away: bool
+) -> None:
+    store.away = is_away
+    with pytest.raises(Unavailable):
+        pods.complete(add("web-n1", uid="5a3c0d5e-6d0f-4b6e-9a53-1c1f0e2d3b4a"))
 
 
 def test_a_plain_container_is_no_pod(pods: OwnPods) -> None:

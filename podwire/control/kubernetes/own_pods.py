@@ -6,6 +6,7 @@ Kubernetes, and CNI_ARGS as containerd and CRI-O fill them. Invariant: an endpoi
 its runtime named, never those of an earlier or later pod of the same name.
 """
 
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,8 @@ WAIT_S: Final = 2.0
 """How long an ADD waits for the watch to bring its pod, before it asks for that one pod."""
 LOOK_S: Final = 0.1
 """How often a waiting ADD looks whether its caller is gone."""
+
+_HASH: Final = re.compile(r"[0-9a-f]{32}")
 
 PodName = tuple[str, str]
 """Namespace and name."""
@@ -180,8 +183,7 @@ class OwnPods:
     def _ask(self, request: AttachRequest) -> PodFacts | None:
         """Ask for the one pod. None for a static pod that the API server does not know yet."""
         name = f"{request.namespace}/{request.pod}"
-        # kubelet names the Pod object of a static pod after its manifest and its node.
-        is_static = request.pod.endswith(f"-{self.node_name}")
+        is_static = self._is_static(request)
         try:
             stored = self.store.get(ObjectKey(POD.plural, request.namespace, request.pod))
         except Unavailable:
@@ -200,6 +202,15 @@ class OwnPods:
                 hint="the runtime is late or early; kubelet tries again by itself",
             )
         return pod
+
+    def _is_static(self, request: AttachRequest) -> bool:
+        """Tell whether kubelet has the pod from a file. Such a pod may start without labels of its own, so no other pod
+        may pass for one.
+        """
+        # kubelet names a static pod after its manifest and its node. A tenant can choose such a name, but not a UID:
+        # the API server gives it one with dashes (RFC 9562), while kubelet gives a static pod a plain hash.
+        is_named_so = request.pod.endswith(f"-{self.node_name}")
+        return is_named_so and _HASH.fullmatch(request.pod_uid) is not None
 
 
 def _name_of(stored: StoredObject) -> PodName:

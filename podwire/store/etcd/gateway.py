@@ -250,19 +250,7 @@ class Gateway:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(
-                    # aiohttp's default of 100 connections would let streams, which never end, starve requests.
-                    limit=0,
-                    limit_per_host=0,
-                    keepalive_timeout=60.0,
-                    socket_factory=self._sockets.make,
-                ),
-                # aiohttp's default ends everything after five minutes, watches included. Deadlines are set where
-                # requests are made.
-                timeout=aiohttp.ClientTimeout(total=None),
-                auto_decompress=False,
-            )
+            self._session = self._sockets.open_session()
         return self._session
 
     def _open_context(self) -> ssl.SSLContext | bool:

@@ -39,7 +39,6 @@ STRATEGIC_PATCH: Final = "application/strategic-merge-patch+json"
 """Of built-in kinds: an item of a list replaces the one of its key, and leaves the others."""
 _UNHEARD_MS: Final = 15_000
 _PROBE_S: Final = 10
-_BUFFER_BYTES: Final = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -204,17 +203,7 @@ class Client:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(
-                    limit=0,
-                    limit_per_host=0,
-                    keepalive_timeout=60.0,
-                    socket_factory=self._sockets.make,
-                ),
-                timeout=aiohttp.ClientTimeout(total=None),
-                read_bufsize=_BUFFER_BYTES,
-                auto_decompress=False,
-            )
+            self._session = self._sockets.open_session()
         return self._session
 
     async def _leave_old_addresses(self) -> None:

@@ -376,6 +376,7 @@ def _compose_policy_duty(opened: _Opened, enforcer: Enforcer, turn: threading.RL
         observe=opened.metrics.observe_step,
         report=report,
         shared=opened.shared,
+        warn=opened.health.warn,
     )
 
 

@@ -137,14 +137,7 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
         config.files.state_dir / "journal.db", metrics=metrics, health=health
     )
     stack.callback(journal.close)
-    store = open_store(
-        config.store.store,
-        open_waker=FileWaker,
-        patient=True,
-        access=StoreAccess.of(config.store),
-        cluster=_reach_cluster(config),
-    )
-    stack.callback(store.close)
+    store = _open_store(config, stack)
     events, wait_for = open_events(
         find_event_writer(store), config.node.node_name, health, metrics, stack, wait_for
     )
@@ -179,6 +172,18 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
     _report_restore(_restore(node), node)
     node.cluster.apply()
     return node
+
+
+def _open_store(config: AgentConfig, stack: ExitStack) -> Store:
+    store = open_store(
+        config.store.store,
+        open_waker=FileWaker,
+        patient=True,
+        access=StoreAccess.of(config.store),
+        cluster=_reach_cluster(config),
+    )
+    stack.callback(store.close)
+    return store
 
 
 def _ask_around(config: AgentConfig, start: Start) -> dict[str, object]:

@@ -208,5 +208,5 @@ async def tend_identities(
             await loop.run_in_executor(threads, duty.tick)
             report("")
         except Unavailable as error:
-            report(error.message)
+            report(error.told)
         await loop.run_in_executor(threads, duty.pause)

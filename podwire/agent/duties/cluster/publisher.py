@@ -187,7 +187,7 @@ class Publisher:
             self._publish_node(duty.own)
             due_s = self._publish_pods(duty.own, pods, looked_s)
         except PodwireError as error:
-            return self._fail(error.message, is_taken=isinstance(error, NodeInUse))
+            return self._fail(error.told, is_taken=isinstance(error, NodeInUse))
         self._backoff.forget()
         duty.report("node-name", "", critical=True)
         duty.report("publication", "")

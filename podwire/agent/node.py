@@ -15,6 +15,7 @@ from functools import partial
 import msgspec
 
 from podwire.agent import measured
+from podwire.agent.closed_policies import ClosedPolicies
 from podwire.agent.config_reload import LiveConfig
 from podwire.agent.duties.cluster.duty import ClusterDuty, ClusterOptions
 from podwire.agent.duties.cluster.publisher import refuse_contested, take_name
@@ -384,18 +385,16 @@ def _compose_cluster(opened: _Opened, table: EndpointTable, turn: threading.RLoc
 
 
 def _compose_policy_duty(opened: _Opened, enforcer: Enforcer, turn: threading.RLock) -> PolicyDuty:
-    def report(message: str) -> None:
-        opened.health.report("store", ok=not message, message=message, critical=False)
-
+    objects, health = PolicyObjects(enforcer.engine), opened.health
     return PolicyDuty(
         store=opened.store,
-        objects=PolicyObjects(enforcer.engine),
+        objects=objects,
         enforcer=enforcer,
         turn=turn,
         observe=opened.metrics.observe_step,
-        report=report,
+        report=lambda told: health.report("store", ok=not told, message=told, critical=False),
         shared=opened.shared,
-        warn=opened.health.warn,
+        closed=ClosedPolicies(objects, enforcer, health.warn, opened.events),
     )
 
 

@@ -9,21 +9,19 @@ keep out any other.
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from podwire.agent.closed_policies import ClosedPolicies
 from podwire.agent.duties.follower import KindList, Memory, StoreFollower
 from podwire.agent.duties.shared_watch import SharedWatch
-from podwire.agent.duties.unreadable import advise
-from podwire.agent.health import WarningList
 from podwire.control.endpoint.enforce import Enforcer
 from podwire.control.endpoint.policies import POLICY_KINDS, PolicyObjects
 from podwire.control.endpoint.states import State
 from podwire.control.identity.known import IdentityChange
-from podwire.control.policy.reading import Unenforceable
 from podwire.model.errors import PodwireError
-from podwire.model.store import ObjectKey, Revisions, Store, StoreEvent
+from podwire.model.store import Revisions, Store, StoreEvent
 
 QUIET_S: Final = 0.05
 """Without changes for so long, slots that nobody names any more are deleted: that waits for the kernel."""
@@ -62,10 +60,8 @@ class PolicyDuty:
     """Where policies are kept for a start without the store."""
     shared: SharedWatch | None = None
     """The agent's watch of the store, where there is one for all duties."""
-    warn: Callable[[str, str], None] = lambda _key, _message: None
-    """Shows a message under a key until an empty one takes it back."""
-    _closed: Mapping[ObjectKey, Unenforceable] = field(default_factory=dict)
-    """Policies that `podwire status` says close in place of what they say."""
+    closed: ClosedPolicies | None = None
+    """Tells people of policies that close."""
     _listed: set[str] = field(default_factory=set)
     _was_complete: bool = False
     _told_revisions: Revisions = field(default_factory=dict)
@@ -80,7 +76,6 @@ class PolicyDuty:
     _list_again_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self._shown = WarningList("closed-policy", "more policies cannot be enforced whole")
         self.follower = StoreFollower(
             "policy-watch",
             self.store,
@@ -191,6 +186,9 @@ class PolicyDuty:
             with self.turn:
                 for piece in news:
                     self.enforcer.mark_revisions(piece.revisions)
+        if self.closed is not None and self.objects.closed:
+            with self.turn:
+                self.closed.tell()
         waited_s = time.monotonic() - self._uncollected_since_s
         # Slots and rules end with endpoints too, of which nobody tells this duty: each quiet wake looks.
         if not is_change or waited_s > COLLECT_AT_LATEST_S:
@@ -229,21 +227,8 @@ class PolicyDuty:
         for event in news.events:
             self.objects.apply(event)
         self.enforcer.take_in_up_to(news.revisions)
-        self._show_closed()
-
-    def _show_closed(self) -> None:
-        """Let `podwire status` name the policies that close, and what to do."""
-        if self.objects.closed == self._closed:
-            return
-        self._closed = dict(self.objects.closed)
-        # The watch itself names those that cannot even be read.
-        named = sorted(self._closed.keys() - self.follower.unreadable.faults.keys())
-        lines = [
-            f"{key} cannot be enforced whole: {self._closed[key].reason};"
-            f" it closes {self._closed[key].closes}. {advise(key)}"
-            for key in named
-        ]
-        self._shown.show(self.warn, lines)
+        if self.closed is not None:
+            self.closed.show(self.follower.unreadable.faults)
 
     def _list_again_after_bugs(self) -> None:
         now_s = time.monotonic()

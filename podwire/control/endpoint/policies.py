@@ -7,6 +7,7 @@ enforced whole, or stands as it was last read, or closes whom it could select; `
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -32,6 +33,15 @@ POLICY_KINDS: Final = (*reading.POLICY_KINDS, GROUPS)
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class ClosedPolicy:
+    """A policy that closes in place of what it says."""
+
+    uid: str
+    """Of its object."""
+    how: Unenforceable
+
+
 class PolicyObjects:
     """What the store has of policy, as this node understands it."""
 
@@ -42,7 +52,7 @@ class PolicyObjects:
         self.groups: dict[str, CidrGroup] = {}
         self.problems: dict[ObjectKey, str] = {}
         """Objects whose newest version is not in force, and why."""
-        self.closed: dict[ObjectKey, Unenforceable] = {}
+        self.closed: dict[ObjectKey, ClosedPolicy] = {}
         """Policies that close in place of what they say."""
         self.bugs = 0
         """How often an object could not be taken in for a reason that nobody thought of."""
@@ -88,7 +98,7 @@ class PolicyObjects:
                 extra={"object": str(key), "error": problem},
             )
         elif (closing := close_policy(key, {}, problem)) is not None:
-            self._close(key, closing)
+            self._close(key, "", closing)
         else:
             self.problems[key] = problem
 
@@ -106,24 +116,25 @@ class PolicyObjects:
         if not isinstance(said, tuple | Unenforceable):
             said = read_policy(key, stored.document)
         if isinstance(said, Unenforceable):
-            self._close(key, said)
+            self._close(key, stored.uid, said)
             return
         self._engine.set_policy(name_policy(key), said)
         self.rules[name_policy(key)] = said
         self.closed.pop(key, None)
 
-    def _close(self, key: ObjectKey, closing: Unenforceable) -> None:
+    def _close(self, key: ObjectKey, uid: str, how: Unenforceable) -> None:
         """Have a policy close in place of what it says, until it is corrected or deleted."""
         policy = name_policy(key)
-        self._engine.set_policy(policy, closing.rules)
-        self.rules[policy] = closing.rules
-        if self.closed.get(key) != closing:
+        self._engine.set_policy(policy, how.rules)
+        self.rules[policy] = how.rules
+        closed = ClosedPolicy(uid, how)
+        if self.closed.get(key) != closed:
             _log.error(
                 "a policy cannot be enforced whole, and closes",
-                extra={"object": str(key), "cause": closing.closes, "error": closing.reason},
+                extra={"object": str(key), "cause": how.closes, "error": how.reason},
             )
-        self.closed[key] = closing
-        self.problems[key] = closing.message
+        self.closed[key] = closed
+        self.problems[key] = how.message
 
     def _remove(self, key: ObjectKey) -> None:
         if key.kind == GROUPS:

@@ -20,6 +20,7 @@ from podwire.agent.duties.cluster.duty import ClusterDuty, ClusterOptions
 from podwire.agent.duties.cluster.publisher import refuse_contested, take_name
 from podwire.agent.duties.core_node import Start
 from podwire.agent.duties.identity import IdentityDuty
+from podwire.agent.duties.kubernetes.events import open_events
 from podwire.agent.duties.node_ranges import Addresses, open_addresses
 from podwire.agent.duties.policy import PolicyDuty
 from podwire.agent.duties.shared_watch import SharedWatch
@@ -69,7 +70,14 @@ from podwire.model.config.sources import Settled
 from podwire.model.endpoint import IPNetwork
 from podwire.model.interfaces import EndpointConfig
 from podwire.model.store import Store
-from podwire.store.open import ClusterAccess, StoreAccess, list_hosts, open_store
+from podwire.model.store.events import Events
+from podwire.store.open import (
+    ClusterAccess,
+    StoreAccess,
+    find_event_writer,
+    list_hosts,
+    open_store,
+)
 
 NUMBERS_FACT = "policy-numbers"
 """From which numbers of slots, rules and revisions on nothing was ever used on this node."""
@@ -105,6 +113,7 @@ class Node:
     health: Health
     metrics: Metrics
     flows: FlowRing
+    events: Events
     started_boottime_ns: int
 
     @property
@@ -128,14 +137,10 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
         config.files.state_dir / "journal.db", metrics=metrics, health=health
     )
     stack.callback(journal.close)
-    store = open_store(
-        config.store.store,
-        open_waker=FileWaker,
-        patient=True,
-        access=StoreAccess.of(config.store),
-        cluster=_reach_cluster(config),
+    store = _open_store(config, stack)
+    events, wait_for = open_events(
+        find_event_writer(store), config.node.node_name, health, metrics, stack, wait_for
     )
-    stack.callback(store.close)
     live = LiveConfig(settled, found=_ask_around(config, Start(store, journal, wait_for)))
     config = live.current
     name = take_name(store, journal, config.node.node_name, config.node.node_address)
@@ -157,7 +162,7 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
     finally:
         _note_host_changes(journal, datapath, clock)
     opened = _Opened(
-        live, journal, store, name, shared, addresses, datapath, clock, health, metrics
+        live, journal, store, name, shared, addresses, datapath, clock, health, metrics, events
     )
     node = _compose(opened, started_ns)
     _prepare_reload(node)
@@ -167,6 +172,18 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
     _report_restore(_restore(node), node)
     node.cluster.apply()
     return node
+
+
+def _open_store(config: AgentConfig, stack: ExitStack) -> Store:
+    store = open_store(
+        config.store.store,
+        open_waker=FileWaker,
+        patient=True,
+        access=StoreAccess.of(config.store),
+        cluster=_reach_cluster(config),
+    )
+    stack.callback(store.close)
+    return store
 
 
 def _ask_around(config: AgentConfig, start: Start) -> dict[str, object]:
@@ -245,6 +262,7 @@ class _Opened:
     clock: KernelClock
     health: Health
     metrics: Metrics
+    events: Events
 
 
 def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object graph in one look
@@ -331,6 +349,7 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
         health=health,
         metrics=metrics,
         flows=flows,
+        events=opened.events,
         started_boottime_ns=started_ns,
     )
 

@@ -289,7 +289,7 @@ class IpamDuty:
         return TICK_S
 
     def _fail(self, error: PodwireError) -> float:
-        self._report(error.message)
+        self._report(error.told)
         return RETRY_S
 
     # What a start without the store needs

@@ -179,7 +179,7 @@ class IdentityDuty:
         return 0.0
 
     def _fail(self, error: PodwireError) -> float:
-        self.report(error.message)
+        self.report(error.told)
         return 0.0
 
     def _has_cluster_duty(self) -> bool:

@@ -112,7 +112,7 @@ class Installer:
         try:
             return self.look()
         except PodwireError as error:
-            self._health.report(CHECK, ok=False, message=error.message, critical=False)
+            self._health.report(CHECK, ok=False, message=error.told, critical=False)
             return False
 
     def _fail(self, _error: PodwireError) -> float:

@@ -125,7 +125,7 @@ class PolicyDuty:
 
     def on_away(self, error: PodwireError) -> None:
         """Let `podwire status` tell."""
-        self.report(error.message)
+        self.report(error.told)
 
     def on_back(self) -> None:
         """Let `podwire status` tell."""

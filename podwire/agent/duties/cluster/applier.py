@@ -143,7 +143,7 @@ class Applier:
         try:
             self._step(is_reconciliation)
         except PodwireError as error:
-            self._fail(f"{error.message}; {error.hint}" if error.hint else error.message)
+            self._fail(error.told)
         except Exception as error:  # the thread's door
             _log.exception("apply what other nodes say")
             self._fail(f"{error!r}; see the agent's log")

@@ -202,9 +202,9 @@ class Publisher:
         now_s = time.monotonic()
         self._backoff.failed(now_s)
         if isinstance(error, NodeInUse):
-            self._duty.report("node-name", error.message, critical=True)
+            self._duty.report("node-name", error.told, critical=True)
         else:
-            self._duty.report("publication", error.message)
+            self._duty.report("publication", error.told)
         return self._backoff.until_s - now_s
 
 

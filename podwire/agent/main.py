@@ -25,6 +25,7 @@ from podwire.agent.assemble import (
     make_condition,
     make_duties,
     make_installer,
+    make_range_keeper,
     start_events,
 )
 from podwire.agent.cni.dispatch import Dispatcher
@@ -166,6 +167,7 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
         await dispatcher.replay()
         pump = start_events(node, stack)
         duties = make_duties(node, dispatcher, threads)
+        keeper = make_range_keeper(node)
         await _open_doors(node, dispatcher, pump, stack)
         node.health.report("agent", ok=True)
         _settle_interpreter()
@@ -186,6 +188,9 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
             stack.callback(node.addresses.duty.stop)
         node.cluster.start()
         stack.callback(node.cluster.stop)
+        if keeper is not None:
+            keeper.start()
+            stack.callback(keeper.stop)
         _tell_runtime(node, stack)
         async with asyncio.TaskGroup() as tasks:
             running = [

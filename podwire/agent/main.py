@@ -35,6 +35,7 @@ from podwire.agent.cni.spool import Spool
 from podwire.agent.config_reload import read_settings
 from podwire.agent.duties import loops
 from podwire.agent.duties.identity import tend_identities
+from podwire.agent.duties.kubernetes.ranges import RangeKeeper
 from podwire.agent.duties.loops import EventPump
 from podwire.agent.node import Node, open_node
 from podwire.agent.unix_socket import open_unix_socket
@@ -186,11 +187,7 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
         if node.addresses.duty is not None:
             node.addresses.duty.start()
             stack.callback(node.addresses.duty.stop)
-        node.cluster.start()
-        stack.callback(node.cluster.stop)
-        if keeper is not None:
-            keeper.start()
-            stack.callback(keeper.stop)
+        _start_cluster(node, keeper, stack)
         _tell_runtime(node, stack)
         async with asyncio.TaskGroup() as tasks:
             running = [
@@ -201,6 +198,15 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
             for task in running:
                 task.cancel()
     _log.info("stopped; pods keep running", extra={"count": len(node.table)})
+
+
+def _start_cluster(node: Node, keeper: RangeKeeper | None, stack: AsyncExitStack) -> None:
+    """Take part in the cluster from now on."""
+    node.cluster.start()
+    stack.callback(node.cluster.stop)
+    if keeper is not None:
+        keeper.start()
+        stack.callback(keeper.stop)
 
 
 def _tell_runtime(node: Node, stack: AsyncExitStack) -> None:

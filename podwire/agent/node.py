@@ -146,7 +146,7 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
     name = take_name(store, journal, config.node.node_name, config.node.node_address)
     stack.callback(name.close)
     shared = open_watch(config, store, health, stack)
-    report = partial(_report_ipam, health)
+    report = partial(_report, health, "pools")
     addresses = open_addresses(config, store, journal, report, wait_for, shared)
     if not config.store.is_kubernetes:
         # With Kubernetes a range is given to another node in normal life, so no agent exits over one.
@@ -234,8 +234,8 @@ def _follow_blocks(node: Node) -> None:
     node.addresses.on_blocks(plan, changed)
 
 
-def _report_ipam(health: Health, message: str) -> None:
-    health.report("pools", ok=not message, message=message, critical=False)
+def _report(health: Health, name: str, message: str) -> None:
+    health.report(name, ok=not message, message=message, critical=False)
 
 
 def _load_objects(node: Node) -> None:
@@ -323,6 +323,7 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
         table=table,
         facts=journal,
         changes=EndpointChanges(table, journal, regenerator, resolver, turn),
+        report=partial(_report, health, "identities"),
         shared=opened.shared,
         named=cluster.named_identities,
     )
@@ -385,16 +386,13 @@ def _compose_cluster(opened: _Opened, table: EndpointTable, turn: threading.RLoc
 
 
 def _compose_policy_duty(opened: _Opened, enforcer: Enforcer, turn: threading.RLock) -> PolicyDuty:
-    def report(message: str) -> None:
-        opened.health.report("store", ok=not message, message=message, critical=False)
-
     return PolicyDuty(
         store=opened.store,
         objects=PolicyObjects(enforcer.engine),
         enforcer=enforcer,
         turn=turn,
         observe=opened.metrics.observe_step,
-        report=report,
+        report=partial(_report, opened.health, "store"),
         shared=opened.shared,
     )
 

@@ -7,18 +7,16 @@ publishes something else. While it cannot be read, the older claim stands (`cont
 
 import logging
 import random
-import threading
 import time
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
+from podwire.agent.duties.worker import FOREVER_S, Worker
 from podwire.control.cluster.backoff import Backoff
 from podwire.control.kubernetes.core_node import core_node_key, decode_core_node
 from podwire.model.cluster import Granted, NodeFacts
 from podwire.model.errors import InvalidConfiguration, PodwireError
 from podwire.model.store import Store
-
-LOOK_S: Final = 60.0
 
 _log = logging.getLogger(__name__)
 
@@ -41,59 +39,38 @@ class Contests:
     def __init__(self, store: Store, duty: Contested) -> None:
         self._store = store
         self._duty = duty
-        self._woken = threading.Event()
-        self._stopping = threading.Event()
         self._backoff = Backoff()
-        self._thread: threading.Thread | None = None
+        self._worker = Worker("contests", self._work, self._fail)
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread = threading.Thread(target=self._run, name="contests", daemon=True)
-        self._thread.start()
+        self._worker.start()
 
     def stop(self) -> None:
         """End the thread."""
-        self._stopping.set()
-        self._woken.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._worker.stop()
 
     def look(self) -> None:
         """Look soon whether something is contested; from any thread, cheap."""
-        self._woken.set()
+        self._worker.wake()
 
     def read_all(self) -> bool:
-        """Read what has to be read now; tells whether anything was. A store that is away decides nothing."""
-        found = False
-        try:
-            for facts in self._duty.list_undecided():
-                self._duty.decide(facts, self._read(facts))
-                found = True
-        except PodwireError as error:
-            self._backoff.failed(time.monotonic())
-            _log.warning(
-                "ask whose a contested range is", extra={"error": error.message, "hint": error.hint}
-            )
-        else:
-            self._backoff.forget()
-        return found
+        """Read what has to be read now; tells whether anything was. Raises what the store does."""
+        undecided = self._duty.list_undecided()
+        for facts in undecided:
+            self._duty.decide(facts, self._read(facts))
+        return bool(undecided)
 
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            wait_s = self._backoff.until_s - time.monotonic()
-            if wait_s > 0:
-                # Spread, because every agent asks the API server when it is back.
-                self._stopping.wait(wait_s * random.uniform(0.5, 1.0))
-            else:
-                self._woken.wait(LOOK_S)
-            self._woken.clear()
-            if self._stopping.is_set():
-                return
-            try:
-                self.read_all()
-            except Exception:  # the thread's door
-                self._backoff.failed(time.monotonic())
-                _log.exception("ask whose a contested range is")
+    def _work(self) -> float:
+        self.read_all()
+        self._backoff.forget()
+        return FOREVER_S
+
+    def _fail(self, _error: PodwireError) -> float:
+        now_s = time.monotonic()
+        self._backoff.failed(now_s)
+        # Spread, because every agent asks the API server when it is back.
+        return (self._backoff.until_s - now_s) * random.uniform(0.5, 1.0)
 
     def _read(self, facts: NodeFacts) -> Granted:
         """Read what a node's core Node says of its ranges; one that does not own its publication says nothing."""

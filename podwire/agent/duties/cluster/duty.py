@@ -10,6 +10,7 @@ repaired.
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -147,7 +148,10 @@ class ClusterDuty:
         """Plan and apply once, after the restore; what fails is reported and tried again later."""
         self._applier.step(is_reconciliation=False)
         # Before the first pod: nothing is given out of a range that another node has.
-        if self._contests is not None and self._contests.read_all():
+        if self._contests is not None:
+            # While the store is away the older claim stands, and the contest is read later.
+            with suppress(PodwireError):
+                self._contests.read_all()
             self._applier.step(is_reconciliation=False)
 
     def start(self) -> None:
@@ -156,6 +160,7 @@ class ClusterDuty:
         self._publisher.start()
         self.follower.start()
         self._lives.start()
+        self._store_addresses.start()
         if self._contests is not None:
             self._contests.start()
 
@@ -308,10 +313,6 @@ class ClusterDuty:
         with self.lock:
             overwritten, self.state.own_overwritten = self.state.own_overwritten, False
         return overwritten
-
-    def follow_store(self) -> None:
-        """Have it looked up where the store is, now and then; waits for nothing."""
-        self._store_addresses.follow()
 
     def _save_grants(self) -> None:
         """Keep what pools have given: one may be gone when the agent starts again. A full disk costs only that."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final
 
+from podwire.agent.duties.worker import FOREVER_S, Worker
 from podwire.agent.health import Health
 from podwire.agent.metrics import Gauge, Metrics
 from podwire.control.kubernetes.core_node import core_node_key
@@ -67,9 +68,8 @@ class EventTeller:
         self._now_s = now_s
         self._queue = EventQueue(node, nonce)
         self._lock = threading.Lock()
-        self._woken = threading.Event()
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._worker = Worker("events", self._work)
+        self._is_closed = False
         self.written = 0
 
     @property
@@ -101,10 +101,9 @@ class EventTeller:
         with self._lock:
             self._queue.tell(about, reason, message, now, ready_s=self._now_s() + settle_s)
             # Nearly no agent has anything to tell: the thread is made by the first Event.
-            if self._thread is None and not self._stopping.is_set():
-                self._thread = threading.Thread(target=self._run, name="events", daemon=True)
-                self._thread.start()
-        self._woken.set()
+            if not self._is_closed:
+                self._worker.start()
+        self._worker.wake()
 
     def withdraw(self, about: Subject, reason: str) -> None:
         """Forget what is over and was not written yet."""
@@ -114,21 +113,16 @@ class EventTeller:
     def stop(self) -> None:
         """End the thread; what waits is lost."""
         with self._lock:
-            self._stopping.set()
-        self._woken.set()
-        if self._thread is not None:
-            self._thread.join()
+            self._is_closed = True
+        self._worker.stop()
 
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            self._woken.clear()  # before the look: what is told from here on is looked at once more
-            with self._lock:
-                wait_s = self._queue.due_in(self._now_s())
-                write = self._queue.take(self._now_s()) if wait_s == 0 else None
-            if write is None:
-                self._woken.wait(wait_s)
-                continue
+    def _work(self) -> float:
+        with self._lock:
+            wait_s = self._queue.due_in(self._now_s())
+            write = self._queue.take(self._now_s()) if wait_s == 0 else None
+        if write is not None:
             self._try(write)
+        return FOREVER_S if wait_s is None else wait_s
 
     def _try(self, write: EventWrite) -> None:
         try:
@@ -156,7 +150,7 @@ class EventTeller:
         except Unavailable as error:
             self._settle(lambda: self._queue.failed(write))
             self._say(error)
-            self._stopping.wait(random.uniform(*AGAIN_S))
+            self._worker.pause(random.uniform(*AGAIN_S))
         else:
             self.written += 1
             self._settle(lambda: self._queue.written(write, self._now_s()))

@@ -8,7 +8,6 @@ end, and what is wrong with these is said. While the API server is away nothing 
 
 import json
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -17,6 +16,7 @@ from podwire.agent.duties.core_node import RANGES_FACT
 from podwire.agent.duties.follower import KindList, StoreFollower
 from podwire.agent.duties.node_ranges import OwnCoreNode
 from podwire.agent.duties.shared_watch import SharedWatch
+from podwire.agent.duties.worker import FOREVER_S, Worker
 from podwire.control.kubernetes.core_node import CoreNode, decode_core_node
 from podwire.model.endpoint import IPNetwork
 from podwire.model.errors import PodwireError
@@ -80,20 +80,16 @@ class RangeKeeper:
         self._follower = StoreFollower(
             "core-ranges", store, (CORE_NODE.plural,), self, shared=shared
         )
-        self._woken = threading.Event()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="node-ranges", daemon=True)
+        self._worker = Worker("node-ranges", self._step, self._fail)
 
     def start(self) -> None:
         """Begin to follow."""
         self._follower.start()
-        self._thread.start()
+        self._worker.start()
 
     def stop(self) -> None:
         """End; the ranges stay as they are."""
-        self._stopping.set()
-        self._woken.set()
-        self._thread.join()
+        self._worker.stop()
         self._follower.stop()
 
     # Listener of the store
@@ -123,34 +119,18 @@ class RangeKeeper:
             return
         if not self._is_heard or node != self._node:
             self._node, self._is_heard = node, True
-            self._woken.set()
+            self._worker.wake()
 
     # The thread
 
-    def _run(self) -> None:
-        wait_s: float | None = None
-        while not self._stopping.is_set():
-            self._woken.wait(wait_s)
-            self._woken.clear()  # before the look: what changes from here on is looked at once more
-            if self._stopping.is_set():
-                return
-            try:
-                wait_s = self._step()
-            except PodwireError as error:
-                _log.error("serve the ranges of the core Node", extra={"error": error.message})
-                self._warn(
-                    WARNING, f"serve the ranges of core Node {self._node_name}: {error.told}"
-                )
-                wait_s = AGAIN_S
-            except Exception as error:  # the thread's door
-                _log.exception("serve the ranges of the core Node")
-                self._warn(WARNING, f"serve the ranges of core Node {self._node_name}: {error!r}")
-                wait_s = AGAIN_S
+    def _fail(self, error: PodwireError) -> float:
+        self._warn(WARNING, f"serve the ranges of core Node {self._node_name}: {error.told}")
+        return AGAIN_S
 
-    def _step(self) -> float | None:
+    def _step(self) -> float:
         """Bring what was heard into force; gives when to look again without news."""
         if not self._is_heard:
-            return None
+            return FOREVER_S
         node, served = self._node, self._served
         self._own_by(node)
         why = self._find_obstacle(node)
@@ -160,7 +140,7 @@ class RangeKeeper:
             served.withhold(why)
         strays = served.strays()
         self._warn(WARNING, "; ".join(filter(None, (why, self._describe(strays)))))
-        return STRAYS_S if strays else None
+        return STRAYS_S if strays else FOREVER_S
 
     def _own_by(self, node: CoreNode | None) -> None:
         """Publish this node under the core Node that there is now."""

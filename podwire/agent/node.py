@@ -15,7 +15,6 @@ from functools import partial
 import msgspec
 
 from podwire.agent import measured
-from podwire.agent.closed_policies import ClosedPolicies
 from podwire.agent.config_reload import LiveConfig
 from podwire.agent.duties.cluster.duty import ClusterDuty, ClusterOptions
 from podwire.agent.duties.cluster.publisher import refuse_contested, take_name
@@ -370,6 +369,7 @@ def _compose_cluster(opened: _Opened, table: EndpointTable, turn: threading.RLoc
             tunnel_port=config.datapath.tunnel_port,
             node_address=config.node.node_address,
             store_hosts=list_hosts(config.store.store, _reach_cluster(config)),
+            has_core_nodes=config.store.is_kubernetes,
         ),
         store=opened.store,
         datapath=opened.datapath,
@@ -386,16 +386,16 @@ def _compose_cluster(opened: _Opened, table: EndpointTable, turn: threading.RLoc
 
 
 def _compose_policy_duty(opened: _Opened, enforcer: Enforcer, turn: threading.RLock) -> PolicyDuty:
-    objects = PolicyObjects(enforcer.engine)
     return PolicyDuty(
         store=opened.store,
-        objects=objects,
+        objects=PolicyObjects(enforcer.engine),
         enforcer=enforcer,
         turn=turn,
         observe=opened.metrics.observe_step,
         report=partial(_report, opened.health, "store"),
         shared=opened.shared,
-        closed=ClosedPolicies(objects, enforcer, opened.health.warn, opened.events),
+        warn=opened.health.warn,
+        events=opened.events,
     )
 
 

@@ -33,7 +33,6 @@ from podwire.agent.cni.socket import CniServer
 from podwire.agent.cni.spool import Spool
 from podwire.agent.config_reload import read_settings
 from podwire.agent.duties import loops
-from podwire.agent.duties.identity import tend_identities
 from podwire.agent.duties.loops import EventPump
 from podwire.agent.node import Node, open_node
 from podwire.agent.unix_socket import open_unix_socket
@@ -188,18 +187,15 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
                 "ms": ms,
             },
         )
-        node.policies.start()
-        stack.callback(node.policies.stop)
-        if node.addresses.duty is not None:
-            node.addresses.duty.start()
-            stack.callback(node.addresses.duty.stop)
-        node.cluster.start()
-        stack.callback(node.cluster.stop)
+        for duty in (node.policies, node.addresses.duty, node.cluster, node.identities):
+            if duty is not None:
+                duty.start()
+                stack.callback(duty.stop)
         _tell_runtime(node, stack)
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(loops.supervise(name, run, duties), name=name)
-                for name, run in (*loops.LOOPS.items(), *_identity_loops(node, stack))
+                for name, run in loops.LOOPS.items()
             ]
             await stop.wait()
             for task in running:
@@ -224,19 +220,6 @@ def _tell_runtime(node: Node, stack: AsyncExitStack) -> None:
         return
     installer.start()
     stack.callback(installer.stop)
-
-
-def _identity_loops(node: Node, stack: AsyncExitStack) -> list[tuple[str, loops.Loop]]:
-    """A thread of its own: it may wait for the store."""
-    threads = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="identity"))
-    stack.callback(node.identities.close)
-    node.identities.follower.start()
-    stack.callback(node.identities.follower.stop)
-
-    def report(message: str) -> None:
-        node.health.report("identities", ok=not message, message=message, critical=False)
-
-    return [("identities", lambda _duties: tend_identities(node.identities, threads, report))]
 
 
 async def _open_doors(

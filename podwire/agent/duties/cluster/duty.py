@@ -143,6 +143,7 @@ class ClusterDuty:
         self._publisher.start()
         self.follower.start()
         self._lives.start()
+        self._store_addresses.start()
 
     def stop(self) -> None:
         """End all threads; the plan stays in force, the name is given up."""
@@ -283,10 +284,6 @@ class ClusterDuty:
         with self.lock:
             overwritten, self.state.own_overwritten = self.state.own_overwritten, False
         return overwritten
-
-    def follow_store(self) -> None:
-        """Have it looked up where the store is, now and then; waits for nothing."""
-        self._store_addresses.follow()
 
     def _save_grants(self) -> None:
         """Keep what pools have given: one may be gone when the agent starts again. A full disk costs only that."""

@@ -25,6 +25,7 @@ from podwire.agent.assemble import (
     make_condition,
     make_duties,
     make_installer,
+    make_range_keeper,
     start_events,
 )
 from podwire.agent.cni.dispatch import Dispatcher
@@ -174,6 +175,7 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
         await dispatcher.replay()
         pump = start_events(node, stack)
         duties = make_duties(node, dispatcher, threads)
+        keeper = make_range_keeper(node)
         await _open_doors(node, dispatcher, pump, stack)
         node.health.report("agent", ok=True)
         _settle_interpreter()
@@ -187,7 +189,7 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
                 "ms": ms,
             },
         )
-        for duty in (node.policies, node.addresses.duty, node.cluster, node.identities):
+        for duty in (node.policies, node.addresses.duty, node.cluster, keeper, node.identities):
             if duty is not None:
                 duty.start()
                 stack.callback(duty.stop)

@@ -39,6 +39,18 @@ class Health:
         self._lock = threading.Lock()
         self._checks: dict[str, Check] = {}
         self._warnings: dict[str, str] = {}
+        self._listener: Callable[[str, str], None] = lambda _name, _message: None
+
+    def listen(self, listener: Callable[[str, str], None]) -> None:
+        """Have every change of what is wrong told: its name, and what it is; "" = it is over. Also what is wrong now.
+
+        The listener is called on the thread that reports, and must wait for nothing."""
+        with self._lock:
+            self._listener = listener
+            failing = {check.name: check.message for check in self._checks.values() if not check.ok}
+            wrong = {**failing, **self._warnings}
+        for name, message in wrong.items():
+            listener(name, message)
 
     def report(self, name: str, ok: bool, message: str = "", *, critical: bool = True) -> None:
         """Record a fact. The agent is ready while every critical one is ok."""
@@ -49,15 +61,21 @@ class Health:
                 if before is not None and before.ok == ok
                 else self._clock.boottime_ns()
             )
-            self._checks[name] = Check(name, ok, "" if ok else message, since_ns, critical)
+            after = Check(name, ok, "" if ok else message, since_ns, critical)
+            self._checks[name] = after
+        if after.message != ("" if before is None else before.message):
+            self._listener(name, after.message)
 
     def warn(self, key: str, message: str) -> None:
         """Show a warning in `podwire status` until it is taken back with an empty message."""
         with self._lock:
+            before = self._warnings.get(key, "")
             if message:
                 self._warnings[key] = message
             else:
                 self._warnings.pop(key, None)
+        if message != before:
+            self._listener(key, message)
 
     @property
     def ready(self) -> bool:

@@ -25,6 +25,7 @@ from podwire.agent.assemble import (
     make_condition,
     make_duties,
     make_installer,
+    make_range_keeper,
     start_events,
 )
 from podwire.agent.cni.dispatch import Dispatcher
@@ -33,7 +34,6 @@ from podwire.agent.cni.socket import CniServer
 from podwire.agent.cni.spool import Spool
 from podwire.agent.config_reload import read_settings
 from podwire.agent.duties import loops
-from podwire.agent.duties.identity import tend_identities
 from podwire.agent.duties.loops import EventPump
 from podwire.agent.node import Node, open_node
 from podwire.agent.unix_socket import open_unix_socket
@@ -97,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with closing(_StartNotice(settled.config)) as notice:
                 node = open_node(settled, stack, notice)
             asyncio.run(serve(node, partial(read_settings, parsed)))
+            _hand_over(node)
     except PodwireError as error:
         return _fail(error)
     except OSError as error:
@@ -107,6 +108,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         )
     return 0
+
+
+def _hand_over(node: Node) -> None:
+    """Leave the node to the next agent, which may be of an older build."""
+    try:
+        node.datapath.prepare_handover()
+    except PodwireError as failure:
+        _log.warning("the node is not prepared for an older build", extra={"cause": str(failure)})
 
 
 def _fail(error: PodwireError) -> int:
@@ -166,6 +175,7 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
         await dispatcher.replay()
         pump = start_events(node, stack)
         duties = make_duties(node, dispatcher, threads)
+        keeper = make_range_keeper(node)
         await _open_doors(node, dispatcher, pump, stack)
         node.health.report("agent", ok=True)
         _settle_interpreter()
@@ -179,18 +189,15 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
                 "ms": ms,
             },
         )
-        node.policies.start()
-        stack.callback(node.policies.stop)
-        if node.addresses.duty is not None:
-            node.addresses.duty.start()
-            stack.callback(node.addresses.duty.stop)
-        node.cluster.start()
-        stack.callback(node.cluster.stop)
+        for duty in (node.policies, node.addresses.duty, node.cluster, keeper, node.identities):
+            if duty is not None:
+                duty.start()
+                stack.callback(duty.stop)
         _tell_runtime(node, stack)
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(loops.supervise(name, run, duties), name=name)
-                for name, run in (*loops.LOOPS.items(), *_identity_loops(node, stack))
+                for name, run in loops.LOOPS.items()
             ]
             await stop.wait()
             for task in running:
@@ -215,19 +222,6 @@ def _tell_runtime(node: Node, stack: AsyncExitStack) -> None:
         return
     installer.start()
     stack.callback(installer.stop)
-
-
-def _identity_loops(node: Node, stack: AsyncExitStack) -> list[tuple[str, loops.Loop]]:
-    """A thread of its own: it may wait for the store."""
-    threads = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="identity"))
-    stack.callback(node.identities.close)
-    node.identities.follower.start()
-    stack.callback(node.identities.follower.stop)
-
-    def report(message: str) -> None:
-        node.health.report("identities", ok=not message, message=message, critical=False)
-
-    return [("identities", lambda _duties: tend_identities(node.identities, threads, report))]
 
 
 async def _open_doors(

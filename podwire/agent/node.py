@@ -20,6 +20,7 @@ from podwire.agent.duties.cluster.duty import ClusterDuty, ClusterOptions
 from podwire.agent.duties.cluster.publisher import refuse_contested, take_name
 from podwire.agent.duties.core_node import Start
 from podwire.agent.duties.identity import IdentityDuty
+from podwire.agent.duties.kubernetes.events import open_events
 from podwire.agent.duties.node_ranges import Addresses, open_addresses
 from podwire.agent.duties.policy import PolicyDuty
 from podwire.agent.duties.shared_watch import SharedWatch
@@ -69,7 +70,14 @@ from podwire.model.config.sources import Settled
 from podwire.model.endpoint import IPNetwork
 from podwire.model.interfaces import EndpointConfig
 from podwire.model.store import Store
-from podwire.store.open import ClusterAccess, StoreAccess, list_hosts, open_store
+from podwire.model.store.events import Events
+from podwire.store.open import (
+    ClusterAccess,
+    StoreAccess,
+    find_event_writer,
+    list_hosts,
+    open_store,
+)
 
 NUMBERS_FACT = "policy-numbers"
 """From which numbers of slots, rules and revisions on nothing was ever used on this node."""
@@ -105,6 +113,7 @@ class Node:
     health: Health
     metrics: Metrics
     flows: FlowRing
+    events: Events
     started_boottime_ns: int
 
     @property
@@ -128,20 +137,16 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
         config.files.state_dir / "journal.db", metrics=metrics, health=health
     )
     stack.callback(journal.close)
-    store = open_store(
-        config.store.store,
-        open_waker=FileWaker,
-        patient=True,
-        access=StoreAccess.of(config.store),
-        cluster=_reach_cluster(config),
+    store = _open_store(config, stack)
+    events, wait_for = open_events(
+        find_event_writer(store), config.node.node_name, health, metrics, stack, wait_for
     )
-    stack.callback(store.close)
     live = LiveConfig(settled, found=_ask_around(config, Start(store, journal, wait_for)))
     config = live.current
     name = take_name(store, journal, config.node.node_name, config.node.node_address)
     stack.callback(name.close)
     shared = open_watch(config, store, health, stack)
-    report = partial(_report_ipam, health)
+    report = partial(_report, health, "pools")
     addresses = open_addresses(config, store, journal, report, wait_for, shared)
     if not config.store.is_kubernetes:
         # With Kubernetes a range is given to another node in normal life, so no agent exits over one.
@@ -157,7 +162,7 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
     finally:
         _note_host_changes(journal, datapath, clock)
     opened = _Opened(
-        live, journal, store, name, shared, addresses, datapath, clock, health, metrics
+        live, journal, store, name, shared, addresses, datapath, clock, health, metrics, events
     )
     node = _compose(opened, started_ns)
     _prepare_reload(node)
@@ -167,6 +172,18 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
     _report_restore(_restore(node), node)
     node.cluster.apply()
     return node
+
+
+def _open_store(config: AgentConfig, stack: ExitStack) -> Store:
+    store = open_store(
+        config.store.store,
+        open_waker=FileWaker,
+        patient=True,
+        access=StoreAccess.of(config.store),
+        cluster=_reach_cluster(config),
+    )
+    stack.callback(store.close)
+    return store
 
 
 def _ask_around(config: AgentConfig, start: Start) -> dict[str, object]:
@@ -217,8 +234,8 @@ def _follow_blocks(node: Node) -> None:
     node.addresses.on_blocks(plan, changed)
 
 
-def _report_ipam(health: Health, message: str) -> None:
-    health.report("pools", ok=not message, message=message, critical=False)
+def _report(health: Health, name: str, message: str) -> None:
+    health.report(name, ok=not message, message=message, critical=False)
 
 
 def _load_objects(node: Node) -> None:
@@ -245,6 +262,7 @@ class _Opened:
     clock: KernelClock
     health: Health
     metrics: Metrics
+    events: Events
 
 
 def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object graph in one look
@@ -305,6 +323,7 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
         table=table,
         facts=journal,
         changes=EndpointChanges(table, journal, regenerator, resolver, turn),
+        report=partial(_report, health, "identities"),
         shared=opened.shared,
         named=cluster.named_identities,
     )
@@ -330,6 +349,7 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
         health=health,
         metrics=metrics,
         flows=flows,
+        events=opened.events,
         started_boottime_ns=started_ns,
     )
 
@@ -349,6 +369,7 @@ def _compose_cluster(opened: _Opened, table: EndpointTable, turn: threading.RLoc
             tunnel_port=config.datapath.tunnel_port,
             node_address=config.node.node_address,
             store_hosts=list_hosts(config.store.store, _reach_cluster(config)),
+            has_core_nodes=config.store.is_kubernetes,
         ),
         store=opened.store,
         datapath=opened.datapath,
@@ -365,16 +386,13 @@ def _compose_cluster(opened: _Opened, table: EndpointTable, turn: threading.RLoc
 
 
 def _compose_policy_duty(opened: _Opened, enforcer: Enforcer, turn: threading.RLock) -> PolicyDuty:
-    def report(message: str) -> None:
-        opened.health.report("store", ok=not message, message=message, critical=False)
-
     return PolicyDuty(
         store=opened.store,
         objects=PolicyObjects(enforcer.engine),
         enforcer=enforcer,
         turn=turn,
         observe=opened.metrics.observe_step,
-        report=report,
+        report=partial(_report, opened.health, "store"),
         shared=opened.shared,
     )
 

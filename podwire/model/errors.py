@@ -28,6 +28,11 @@ class PodwireError(Exception):
         self.hint = hint
         self.faults = faults
 
+    @property
+    def told(self) -> str:
+        """What people are told: the message and, where there is one, the hint."""
+        return f"{self.message}; {self.hint}" if self.hint else self.message
+
 
 class InvalidRequest(PodwireError):
     """The request cannot be done as written; `kind` says which part of it is at fault."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from podwire.model.errors import InvalidConfiguration, Unavailable
 from podwire.model.store import OpenWaker, RunHelper, Store, StoredObject
+from podwire.model.store.events import EventWrite
 from podwire.store.etcd.access import SCHEME as ETCD
 from podwire.store.etcd.access import StoreAccess, parse_endpoints, read_environment
 from podwire.store.late import LateStore
@@ -111,6 +112,13 @@ def find_condition_writer(
     """Give what writes a condition of a core Node; None: only Kubernetes has these."""
     write: Callable[[StoredObject, Mapping[str, str]], None] | None
     write = getattr(store, "put_condition", None)
+    return write
+
+
+def find_event_writer(store: Store) -> Callable[[EventWrite], None] | None:
+    """Give what writes an Event; None: only Kubernetes has these."""
+    write: Callable[[EventWrite], None] | None
+    write = getattr(store, "write_event", None)
     return write
 
 

@@ -1,5 +1,6 @@
 """The manifest's admission policies, judged by a real API server: what an agent's token lets it write, and what not."""
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -245,3 +246,34 @@ def test_what_an_agent_publishes_lies_in_the_clusters_ranges(agent: ApiClient) -
         ("nodeendpoints", {"others": ["10.244.9.9=70000", "192.0.2.1=70000"]}, False),
     ):
         assert is_allowed(agent, plural, "n1", **spec) is allowed, (plural, spec)
+
+
+def told_by(host: str) -> dict[str, Any]:
+    return {
+        "metadata": {"name": f"trial-{host}", "namespace": "default"},
+        "involvedObject": {"kind": "Node", "name": "n2"},
+        "reason": "Trial",
+        "message": "m",
+        "type": "Warning",
+        "source": {"component": "podwire-agent", "host": host},
+    }
+
+
+EVENTS: Final = "/api/v1/namespaces/default/events"
+
+
+@pytest.mark.parametrize(("host", "allowed"), [("n1", True), ("n2", False), ("", False)])
+def test_an_agent_tells_events_in_the_name_of_its_own_node(
+    agent: ApiClient, host: str, allowed: bool
+) -> None:
+    refused = contextlib.nullcontext() if allowed else pytest.raises(Refused, match="own node")
+    with refused:
+        agent.create(f"{EVENTS}?dryRun=All", told_by(host))
+
+
+def test_an_agent_changes_no_event_of_another_node(server: ApiServer, agent: ApiClient) -> None:
+    server.client.create(EVENTS, told_by("n2"))
+    agent.create(EVENTS, told_by("n1"))
+    agent.patch(f"{EVENTS}/trial-n1", {"count": 2})
+    with pytest.raises(Refused, match="only Events of its own node"):
+        agent.patch(f"{EVENTS}/trial-n2", {"source": {"host": "n1"}})

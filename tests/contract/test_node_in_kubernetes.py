@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any, Final
@@ -13,8 +14,10 @@ from podwire.agent.duties.core_node import NetworkCondition, Start
 from podwire.control.kubernetes.core_node import core_node_key, network_is_available
 from podwire.lab.kubernetes.api_server import ApiServer, User
 from podwire.model.config import AgentConfig
-from podwire.model.errors import Conflict, PodwireError
+from podwire.model.errors import Conflict, NotFound, PodwireError
 from podwire.model.store import ObjectKey
+from podwire.model.store.events import EventWrite, Subject
+from podwire.model.store.kinds import CILIUM_CLUSTERWIDE_POLICY, NETWORK_POLICY, POD
 from podwire.store.kubernetes.api.kubeconfig import load_kubeconfig
 from podwire.store.kubernetes.store import KubernetesStore
 from tests.contract import api_rig
@@ -57,7 +60,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 def store(server: ApiServer, tmp_path: Path) -> Iterator[KubernetesStore]:
     """The agent's way to it."""
     access = load_kubeconfig(server.write_kubeconfig(tmp_path / "kubeconfig", AGENT))
-    with closing(KubernetesStore(access, deadline_s=DEADLINE_S)) as opened:
+    with closing(KubernetesStore(access, name="n1", deadline_s=DEADLINE_S)) as opened:
         yield opened
 
 
@@ -93,6 +96,44 @@ def test_ranges_and_address_are_the_core_nodes(server: ApiServer, store: Kuberne
     assert "has no podCIDR" in said[0]
     address = ip_address("192.0.2.1")
     assert start.wait_for_address("n1", lambda: [("eth0", address)]) == address
+
+
+def find_events(server: ApiServer, namespace: str, reason: str) -> list[dict[str, Any]]:
+    found = server.client.get(f"/api/v1/namespaces/{namespace}/events")["items"]
+    return [one for one in found if one["reason"] == reason]
+
+
+@pytest.mark.parametrize(
+    ("key", "namespace", "kind"),
+    [
+        (core_node_key("n1"), "default", "Node"),
+        (
+            ObjectKey(CILIUM_CLUSTERWIDE_POLICY.plural, "", "p"),
+            "default",
+            CILIUM_CLUSTERWIDE_POLICY.name,
+        ),
+        (ObjectKey(NETWORK_POLICY.plural, "kube-public", "p"), "kube-public", "NetworkPolicy"),
+        (ObjectKey(POD.plural, "kube-public", "web-0"), "kube-public", "Pod"),
+    ],
+)
+def test_an_event_stands_at_its_object_and_is_counted(
+    server: ApiServer, store: KubernetesStore, key: ObjectKey, namespace: str, kind: str
+) -> None:
+    reason = f"Trial{kind}"
+    made = EventWrite(
+        f"{key.name}.{kind.lower()}", Subject(key, "u1"), reason, "what; what to do",
+        "2026-01-01T00:00:00Z", "2026-01-01T00:00:00Z", 1, is_new=True,
+    )  # fmt: skip
+    store.write_event(made)
+    with pytest.raises(Conflict):
+        store.write_event(made)
+    store.write_event(replace(made, is_new=False, count=7, message="again"))
+    (event,) = find_events(server, namespace, reason)
+    about = event["involvedObject"]
+    assert (about["kind"], about["name"], about["uid"]) == (kind, key.name, "u1")
+    assert (event["count"], event["message"], event["type"]) == (7, "again", "Warning")
+    with pytest.raises(NotFound):
+        store.write_event(replace(made, name="gone", is_new=False))
 
 
 OTHER: Final = {"type": "MemoryPressure", "status": "False", "reason": "KubeletHasSufficientMemory"}

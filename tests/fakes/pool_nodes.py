@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from ipaddress import ip_address
 from typing import Any, Final
 
-from podwire.agent.duties.addresses import IpamDuty, IpamNews
+from podwire.agent.duties.addresses import TICK_S, IpamDuty, IpamNews
 from podwire.agent.duties.follower import StoreFollower
 from podwire.control.documents.apply import apply_documents
 from podwire.control.ipam.claiming.claims import Claims
@@ -161,7 +161,7 @@ class Ticking:
         """Hear what there is, and do what is due as the duty's thread does."""
         while self.duty.follower.step(0):
             pass
-        assert self.duty.work(), self.reports[-1]
+        assert self.duty._worker.do_round() == TICK_S, self.reports[-1]
         while self.duty.follower.step(0):
             pass
 

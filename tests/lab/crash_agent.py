@@ -119,7 +119,7 @@ def install(fuse: Fuse) -> None:
     nft.Nftables.run = fuse.around("nft", nft.Nftables.run)  # type: ignore[method-assign]
     health.AliveFile.refresh = fuse.aside(health.AliveFile.refresh)  # type: ignore[method-assign]
     # What is done because of other nodes is done again in whole at the next start, and at any moment.
-    cluster_applier.Applier._run = fuse.aside(cluster_applier.Applier._run)  # type: ignore[method-assign]
+    cluster_applier.Applier._work = fuse.aside(cluster_applier.Applier._work)  # type: ignore[method-assign]
     # The test waits at each of its points until nothing happens any more.
     background_writer.LOOK_S = 0.01  # type: ignore[misc]
     for command, method in (("ADD", "add"), ("ADD", "add_at_once"), ("DEL", "delete")):

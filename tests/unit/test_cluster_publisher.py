@@ -80,6 +80,7 @@ def test_a_resolver_that_does_not_answer_keeps_no_pod_from_being_published(
 def test_a_name_that_is_none_keeps_no_other_from_being_looked_up() -> None:
     changed = threading.Event()
     addresses = StoreAddresses(("a..b", "localhost"), changed.set)
-    addresses.follow()
+    addresses.start()
     assert changed.wait(SILENCE_S)
-    assert any(one.is_loopback for one in addresses.known)
+    assert any(address.is_loopback for address in addresses.known)
+    addresses.stop()

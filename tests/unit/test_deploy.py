@@ -134,7 +134,6 @@ VERBS: Final[Mapping[tuple[str, str], set[str]]] = {
     ("", "pods"): READ,
     ("", "namespaces"): READ,
     ("", "events"): {"create", "patch"},
-    ("events.k8s.io", "events"): {"create", "patch"},
     ("networking.k8s.io", "networkpolicies"): READ,
     ("cilium.io", "ciliumnetworkpolicies"): READ,
     ("cilium.io", "ciliumclusterwidenetworkpolicies"): READ,

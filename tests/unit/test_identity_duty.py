@@ -118,15 +118,11 @@ def test_a_change_of_labels_ends_the_pause_between_ticks(node: Node) -> None:
     node.add(1, app="web")
     node.tick()
     before = node.record(1)
-    thread = threading.Thread(
-        target=node.duty.pause
-    )  # the clock stands still, so it never ends by itself
-    thread.start()
+    node.duty._worker.start()  # the clock stands still, so its pause never ends by itself
     put_namespace(node.store, "default", team="a")
     node.hear()
     wait_for(lambda: node.record(1).identity != before.identity)
-    node.duty.close()
-    thread.join()
+    node.duty.stop()
 
 
 def holds(node: Node) -> frozenset[int]:
@@ -307,7 +303,7 @@ def test_one_agent_collects_and_another_follows_when_it_ends(tmp_path: Path) -> 
     one.tick(COLLECT_S)
     other.tick(COLLECT_S)
     assert dict(store.leases().holders(IDENTITY_DUTY)) == {IDENTITY_DUTY: "n1"}
-    one.duty.close()
+    one.duty.stop()
     other.tick(COLLECT_S)
     assert dict(store.leases().holders(IDENTITY_DUTY)) == {IDENTITY_DUTY: "n2"}
 

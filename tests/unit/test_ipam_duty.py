@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from podwire.agent.duties.addresses import FACT
+from podwire.agent.duties.addresses import FACT, RETRY_S, TICK_S
 from podwire.agent.duties.node_ranges import take_ranges
 from podwire.control.documents.kinds import decode
 from podwire.control.ipam.claiming.orphans import GRACE_S
@@ -102,10 +102,10 @@ def test_a_request_that_failed_once_is_told_until_the_next_succeeds() -> None:
         raise Unavailable("create: no answer in 5 s")
 
     store.before_create = be_slow
-    assert not ticking.duty.work()
+    assert ticking.duty._worker.do_round() == RETRY_S
     assert ticking.reports[-1] == "create: no answer in 5 s"
     store.before_create = lambda _new: None
-    assert ticking.duty.work()
+    assert ticking.duty._worker.do_round() == TICK_S
     assert ticking.reports[-1] == ""
     assert claimed_blocks(store)
 
@@ -116,7 +116,7 @@ def test_a_tick_that_asks_nothing_does_not_call_a_store_that_is_away_healthy() -
     ticking = Ticking(store, "n1")
     ticking.settle()
     ticking.duty.news.on_away(Unavailable("the store is away"))
-    assert ticking.duty.work()
+    assert ticking.duty._worker.do_round() == TICK_S
     assert ticking.reports[-1] == "the store is away"
     ticking.duty.news.on_back()
     assert ticking.reports[-1] == ""
@@ -128,13 +128,13 @@ def test_what_cannot_be_done_for_another_reason_is_told_too(
     ticking = Ticking(MemoryStore(), "n1")
     errors: list[Exception] = [StorageFailure("the disk is full"), KeyError("a bug")]
     monkeypatch.setattr(ticking.duty, "tick", lambda: (_ for _ in ()).throw(errors[0]))
-    assert not ticking.duty.work()
+    assert ticking.duty._worker.do_round() == RETRY_S
     assert ticking.reports[-1] == "the disk is full"
     del errors[0]
-    assert not ticking.duty.work()
+    assert ticking.duty._worker.do_round() == RETRY_S
     assert "a bug" in ticking.reports[-1]
     monkeypatch.undo()
-    assert ticking.duty.work()
+    assert ticking.duty._worker.do_round() == TICK_S
     assert ticking.reports[-1] == ""
 
 

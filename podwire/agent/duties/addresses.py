@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from podwire.agent.duties.follower import KindList, StoreFollower
 from podwire.agent.duties.shared_watch import SharedWatch
+from podwire.agent.duties.worker import Worker
 from podwire.control.documents.damage import read_object
 from podwire.control.documents.pools import decode_pools, find_problems, fixed_ranges, own_addresses
 from podwire.control.ipam.claiming.demand import BlockDemand
@@ -28,7 +29,7 @@ from podwire.control.ipam.pools import (
     read_pool_names,
 )
 from podwire.model.endpoint import IPAddress, IPNetwork
-from podwire.model.errors import Conflict, PodwireError, Unavailable
+from podwire.model.errors import Conflict, PodwireError
 from podwire.model.interfaces import FactStore
 from podwire.model.store import ObjectKey, Revisions, Store, StoredObject, StoreEvent
 from podwire.model.store.kinds import IP_ADDRESS, IP_BLOCK, IP_POOL, NAMESPACE, NODE
@@ -224,10 +225,8 @@ class IpamDuty:
         )
         self.follower.unreadable.read = read_object
         self._written = ""
-        self._changed = threading.Condition()
-        self._is_due = True
-        self._stopping = False
-        self._thread: threading.Thread | None = None
+        # News does not end the pause after a failure: with a store that refuses, each change would be one more try.
+        self._worker = Worker("ipam", self._work, self._fail)
         self._lease: Lease | None = None
         self._looked_s = 0.0
 
@@ -239,37 +238,15 @@ class IpamDuty:
 
     def start(self) -> None:
         """Start the threads."""
-        self._thread = threading.Thread(target=self._work, name="ipam", daemon=True)
-        self._thread.start()
+        self._worker.start()
         self.follower.start()
 
     def stop(self) -> None:
         """End the threads; blocks stay this node's."""
         self.follower.stop()
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join()
+        self._worker.stop()
         if self._lease is not None:
             self._lease.close()
-
-    def work(self) -> bool:
-        """Do what is due, and let `podwire status` tell how that went; False when it is to be tried again."""
-        try:
-            self.tick()
-        except Unavailable as error:
-            self._report(error.message)
-        except PodwireError as error:
-            _log.error("look after blocks", extra={"error": error.message})
-            self._report(error.message)
-        except Exception as error:  # the thread's door: a bug must not end the duty
-            _log.exception("look after blocks")
-            self._report(f"look after blocks: {error!r}")
-        else:
-            self._report("")
-            return True
-        return False
 
     def tick(self) -> None:
         """Do what is due. Raises Unavailable and what else the store says; the rest is done first where it can be."""
@@ -304,23 +281,16 @@ class IpamDuty:
     def _hear(self, blocks_changed: bool) -> None:
         if blocks_changed:
             self.blocks_changed()
-        with self._changed:
-            self._is_due = True
-            self._changed.notify()
+        self._worker.wake()
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_due or self._stopping, TICK_S)
-                # Taken back before the work: what is heard while it runs asks for another round.
-                self._is_due = False
-                if self._stopping:
-                    return
-            if self.work():
-                continue
-            with self._changed:
-                # News does not end this wait: with a store that refuses, each change would be one more try.
-                self._changed.wait_for(lambda: self._stopping, RETRY_S)
+    def _work(self) -> float:
+        self.tick()
+        self._report("")
+        return TICK_S
+
+    def _fail(self, error: PodwireError) -> float:
+        self._report(error.told)
+        return RETRY_S
 
     # What a start without the store needs
 

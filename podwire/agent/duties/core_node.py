@@ -11,7 +11,6 @@ import fnmatch
 import ipaddress
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Final, TypeVar
 
 from podwire.agent.duties.follower import KindList, StoreFollower
 from podwire.agent.duties.shared_watch import SharedWatch
+from podwire.agent.duties.worker import FOREVER_S, Worker
 from podwire.control.kubernetes.cluster_ranges import (
     KUBEADM_KEY,
     SET_IT,
@@ -46,7 +46,6 @@ LOOK_S: Final = 0.5
 """How often a start looks whether what it waits for has come; pods wait with it, so it must notice within a second."""
 CONDITION_AGAIN_S: Final = 1.0
 CONDITION_AGAIN_MAX_S: Final = 30.0
-WARNING: Final = "core-node"
 
 DeviceAddress = tuple[str, IPAddress]
 """A device's name, and an address of it."""
@@ -144,8 +143,7 @@ class NetworkCondition:
     """Sets the condition NetworkUnavailable of the own core Node to False, once, when pods have a network here.
 
     Cloud providers set it to True when they make a Node, and pods wait for that. `write` replaces a condition of a Node
-    that has not changed since it was read. Follows the Node, since the condition may come later than the network; and
-    since a Node that is made anew may have other ranges than those of `served`, which `warn` is told.
+    that has not changed since it was read. Follows the Node, since the condition may come later than the network.
     """
 
     def __init__(
@@ -154,37 +152,32 @@ class NetworkCondition:
         node_name: str,
         write: Callable[[StoredObject, Mapping[str, str]], None],
         shared: SharedWatch | None = None,
-        served: Sequence[IPNetwork] = (),
-        warn: Callable[[str, str], None] = lambda _key, _message: None,
     ) -> None:
-        self._served = frozenset(served)
-        self._warn = warn
         self._store = store
         self._node_name = node_name
         self._write = write
         self._follower = StoreFollower("core-node", store, (CORE_NODE.plural,), self, shared=shared)
-        self._is_there = threading.Event()
-        self._woken = threading.Event()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="core-node", daemon=True)
+        self._is_there = False
+        """Whether a runtime can attach pods here."""
+        self._is_asked = False
+        """Whether the Node says that it has no network."""
+        self._pause_s = CONDITION_AGAIN_S
+        self._worker = Worker("core-node", self._work, self._fail)
 
     def start(self) -> None:
         """Begin to look."""
         self._follower.start()
-        self._thread.start()
+        self._worker.start()
 
     def stop(self) -> None:
         """End; the condition stays as it is."""
-        self._stopping.set()
-        self._is_there.set()
-        self._woken.set()
-        self._thread.join()
+        self._worker.stop()
         self._follower.stop()
 
     @property
     def is_running(self) -> bool:
         """Whether it still waits for something to do."""
-        return self._thread.is_alive()
+        return self._worker.is_running
 
     @property
     def has_looked(self) -> bool:
@@ -193,7 +186,8 @@ class NetworkCondition:
 
     def network_is_there(self) -> None:
         """Hear that a runtime can attach pods here; from any thread."""
-        self._is_there.set()
+        self._is_there = True
+        self._worker.wake()
 
     def on_lists(self, lists: Sequence[KindList]) -> None:
         """Take the Node."""
@@ -212,37 +206,19 @@ class NetworkCondition:
     def _look(self, nodes: Iterable[StoredObject]) -> None:
         for node in map(decode_core_node, nodes):
             if node.is_called_unavailable:
-                self._woken.set()
-            self._warn(WARNING, self._compare(node))
+                self._is_asked = True
+                self._worker.wake()
 
-    def _compare(self, node: CoreNode) -> str:
-        """Say that the Node has other ranges than this agent serves; "" when it has not, or has none yet."""
-        if not self._served or not node.pod_cidrs or self._served == set(node.pod_cidrs):
-            return ""
-        given, served = (", ".join(sorted(map(str, one))) for one in (node.pod_cidrs, self._served))
-        return (
-            f"core Node {node.name} was made anew with ranges {given}, and this agent gives addresses of {served};"
-            " restart the agent, then start the node's pods again"
-        )
+    def _work(self) -> float | None:
+        if not (self._is_there and self._is_asked):
+            return FOREVER_S
+        self._is_asked = False  # before the look: what changes from here on is looked at once more
+        return None if self._set() else FOREVER_S
 
-    def _run(self) -> None:
-        self._is_there.wait()
-        said, pause_s = "", CONDITION_AGAIN_S
-        while self._woken.wait() and not self._stopping.is_set():
-            self._woken.clear()  # before the look: what changes from here on is looked at once more
-            try:
-                if self._set():
-                    return
-            except PodwireError as error:
-                self._woken.set()
-                if error.message != said:
-                    said = error.message
-                    _log.warning(
-                        "set the condition NetworkUnavailable",
-                        extra={"error": error.message, "hint": error.hint},
-                    )
-                self._stopping.wait(pause_s)
-                pause_s = min(pause_s * 2, CONDITION_AGAIN_MAX_S)
+    def _fail(self, _error: PodwireError) -> float:
+        self._is_asked = True
+        pause_s, self._pause_s = self._pause_s, min(self._pause_s * 2, CONDITION_AGAIN_MAX_S)
+        return pause_s
 
     def _set(self) -> bool:
         """Write it where somebody said otherwise; tells whether that is done."""

@@ -1,28 +1,27 @@
 """Look after identities: follow changes, relabel endpoints, publish what is in use, collect what is not.
 
-`agent.node` prepares it before anything is restored. `agent.main` starts its follower and runs `tend_identities` as a
-task. Everything that waits for the store runs on a thread and never under the node's turn. Invariant: an endpoint's old
-and new identity are both published as in use until the datapath has changed over.
+`agent.node` prepares it before anything is restored, `agent.main` starts it. Everything that waits for the store runs
+on the thread here and never under the node's turn. Invariant: an endpoint's old and new identity are both published as
+in use until the datapath has changed over.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final
 
 from podwire.agent.duties.follower import KindList, Memory, StoreFollower
 from podwire.agent.duties.shared_watch import SharedWatch
+from podwire.agent.duties.worker import Worker
 from podwire.control.endpoint.changes import EndpointChanges
 from podwire.control.endpoint.table import EndpointTable
 from podwire.control.identity.collect import Collector, collect, publish_holds
 from podwire.control.identity.feed import IdentityFeed
 from podwire.control.identity.repair import IdentityRepair
 from podwire.model.endpoint import EndpointRecord
-from podwire.model.errors import Conflict, PodwireError, Unavailable
+from podwire.model.errors import Conflict, PodwireError
 from podwire.model.interfaces import FactStore
 from podwire.model.store import Revisions, StoreEvent
 from podwire.model.store.leases import IDENTITY_DUTY, Lease
@@ -74,6 +73,8 @@ class IdentityDuty:
     table: EndpointTable
     facts: FactStore
     changes: EndpointChanges
+    report: Callable[[str], None] = lambda _message: None
+    """Told what is wrong with the store; "" when nothing is."""
     memory: Memory | None = None
     """Where what the store says is kept for a start without it."""
     shared: SharedWatch | None = None
@@ -89,9 +90,10 @@ class IdentityDuty:
     _published_s: float = 0.0
     _collected_s: float = 0.0
     _lease: Lease | None = None
-    _closed: bool = False
 
     def __post_init__(self) -> None:
+        self._worker = Worker("identity", self._work, self._fail, interrupt=self.feed.wake)
+        self._due_s = self.monotonic()
         self._resolver = self.feed.resolver
         self._allocator = self._resolver.allocator
         self._store = self._allocator.store
@@ -147,22 +149,38 @@ class IdentityDuty:
         """Wait for the next tick. Endpoints whose labels change meanwhile are changed over at once: somebody who labels
         a pod expects its policy to follow within a second.
         """
-        until_s = self.monotonic() + TICK_S
-        while not self._closed and (left_s := until_s - self.monotonic()) > 0:
-            if self.feed.wait_for_doubt(left_s) and not self._closed:
+        while not self._worker.is_stopping and (left_s := self._due_s - self.monotonic()) > 0:
+            if self.feed.wait_for_doubt(left_s) and not self._worker.is_stopping:
                 # What the store does not give now is asked for again by the tick, which also reports it.
                 self._repair.repair(
                     [endpoint.record for endpoint in self.table if not endpoint.is_ending]
                 )
 
-    def close(self) -> None:
-        """End the pause, and let another node do the cluster's duties."""
-        self._closed = True
-        self.feed.wake()
+    def start(self) -> None:
+        """Start the threads."""
+        self._worker.start()
+        self.follower.start()
+
+    def stop(self) -> None:
+        """End the threads, and let another node do the cluster's duties."""
+        self.follower.stop()
+        self._worker.stop()
         # Given up at once, or the cluster would be without a collector until the lease has run out.
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.close()
+
+    def _work(self) -> float:
+        self.pause()
+        if not self._worker.is_stopping:
+            self._due_s = self.monotonic() + TICK_S
+            self.tick()
+            self.report("")
+        return 0.0
+
+    def _fail(self, error: PodwireError) -> float:
+        self.report(error.told)
+        return 0.0
 
     def _has_cluster_duty(self) -> bool:
         """Take the cluster's duties, if nobody has them; one agent at a time collects. Raises Unavailable."""
@@ -196,17 +214,3 @@ class IdentityDuty:
         if in_use != self._published or age_s >= PUBLISH_AGAIN_S:
             publish_holds(self._store, self.node_name, in_use)
             self._published, self._published_s = in_use, self.monotonic()
-
-
-async def tend_identities(
-    duty: IdentityDuty, threads: Executor, report: Callable[[str], None]
-) -> None:
-    """Tick for ever; `report` hears what is wrong with the store, "" when nothing is."""
-    loop = asyncio.get_running_loop()
-    while True:
-        try:
-            await loop.run_in_executor(threads, duty.tick)
-            report("")
-        except Unavailable as error:
-            report(error.message)
-        await loop.run_in_executor(threads, duty.pause)

@@ -6,12 +6,11 @@ upgrade must not make the node NotReady, and running pods need the launcher for 
 """
 
 import logging
-import threading
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
+from podwire.agent.duties.worker import Worker
 from podwire.agent.health import Health
 from podwire.control.installation.steps import Installation, find_obstacles, find_remarks
 from podwire.model.errors import PodwireError
@@ -49,21 +48,19 @@ class Installer:
         self._installed: Callable[[], None] | None = installed
         self._refused = ""
         self._warned: frozenset[str] = frozenset()
-        self._stopping = threading.Event()
         self._waker: Waker | None = None
-        self._thread = threading.Thread(target=self._run, name="installer", daemon=True)
+        self._worker = Worker("installer", self._work, self._fail, interrupt=self._wake)
 
     def start(self) -> None:
         """Begin."""
-        self._thread.start()
+        self._worker.start()
 
     def stop(self) -> None:
         """End the thread; the files stay."""
-        self._stopping.set()
-        waker = self._waker
-        if waker is not None:
-            waker.wake()
-        self._thread.join()
+        self._worker.stop()
+        if self._waker is not None:
+            self._waker.close()
+            self._waker = None
 
     def look(self) -> bool:
         """Install what is missing, and record how it stands; True when a runtime finds all it needs."""
@@ -102,31 +99,26 @@ class Installer:
             self._health.warn(message, message)
         self._warned = warnings
 
-    def _run(self) -> None:
-        with ExitStack() as stack:
-            while not self._stopping.is_set():
-                complete = self._try_to_look()
-                if self._waker is None:
-                    self._open_waker(stack)
-                if self._waker is not None:
-                    self._waker.wait(_LOOK_S if complete else _RETRY_S)
-                self._stopping.wait(_RETRY_S if self._waker is None else _PAUSE_S)
+    def _work(self) -> float:
+        complete = self._try_to_look()
+        # Only now: the directories are there after the first look.
+        if self._waker is None:
+            self._waker = self._watch(*self._paths)
+        if not self._worker.is_stopping:
+            self._waker.wait(_LOOK_S if complete else _RETRY_S)
+        return _PAUSE_S
 
     def _try_to_look(self) -> bool:
         try:
             return self.look()
         except PodwireError as error:
-            self._health.report(CHECK, ok=False, message=error.message, critical=False)
+            self._health.report(CHECK, ok=False, message=error.told, critical=False)
             return False
 
-    def _open_waker(self, stack: ExitStack) -> None:
-        """The directories are there only after the first look; `stop` may have come meanwhile."""
-        try:
-            waker = self._watch(*self._paths)
-        except PodwireError as error:
-            _log.warning("cannot watch for changes", extra={"error": error.message})
-            return
-        stack.callback(waker.close)
-        self._waker = waker
-        if self._stopping.is_set():
-            waker.wake()
+    def _fail(self, _error: PodwireError) -> float:
+        """Look without a watch, as long as there is none."""
+        return _RETRY_S
+
+    def _wake(self) -> None:
+        if self._waker is not None:
+            self._waker.wake()

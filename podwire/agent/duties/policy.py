@@ -15,6 +15,7 @@ from typing import Final
 
 from podwire.agent.duties.follower import KindList, Memory, StoreFollower
 from podwire.agent.duties.shared_watch import SharedWatch
+from podwire.agent.duties.worker import Worker
 from podwire.control.endpoint.enforce import Enforcer
 from podwire.control.endpoint.policies import POLICY_KINDS, PolicyObjects
 from podwire.control.endpoint.states import State
@@ -63,9 +64,7 @@ class PolicyDuty:
     _was_complete: bool = False
     _told_revisions: Revisions = field(default_factory=dict)
     _news: list[_News] = field(default_factory=list)
-    _changed: threading.Condition = field(default_factory=threading.Condition)
-    _stopping: bool = False
-    _thread: threading.Thread | None = None
+    _news_lock: threading.Lock = field(default_factory=threading.Lock)
     _is_held: bool = False
     """The engine could not begin with what it was given: a full disk, say."""
     _uncollected_since_s: float = 0.0
@@ -73,6 +72,7 @@ class PolicyDuty:
     _list_again_s: float = 0.0
 
     def __post_init__(self) -> None:
+        self._worker = Worker("policy", self._work, self._hold, wake_ends_pause=True)
         self.follower = StoreFollower(
             "policy-watch",
             self.store,
@@ -99,23 +99,17 @@ class PolicyDuty:
         """Hear of identities, on any thread."""
         # Queued: the thread that tells it follows the store, and must not wait for the turn (docs/threads.md).
         self.enforcer.queue_identity_change(change)
-        with self._changed:
-            self._changed.notify()
+        self._worker.wake()
 
     def start(self) -> None:
         """Start the threads."""
-        self._thread = threading.Thread(target=self._work, name="policy", daemon=True)
-        self._thread.start()
+        self._worker.start()
         self.follower.start()
 
     def stop(self) -> None:
         """End the threads; what is in force stays."""
         self.follower.stop()
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join()
+        self._worker.stop()
 
     def on_lists(self, lists: Sequence[KindList]) -> None:
         """Take whole lists, on the follower's thread."""
@@ -131,44 +125,30 @@ class PolicyDuty:
 
     def on_away(self, error: PodwireError) -> None:
         """Let `podwire status` tell."""
-        self.report(error.message)
+        self.report(error.told)
 
     def on_back(self) -> None:
         """Let `podwire status` tell."""
         self.report("")
 
     def _hand_over(self, news: _News) -> None:
-        with self._changed:
+        with self._news_lock:
             self._news.append(news)
-            self._changed.notify()
+        self._worker.wake()
 
-    def _work(self) -> None:
-        while True:
-            news = self._wait()
-            if self._stopping:
-                return
-            try:
-                self._do(news)
-                self._list_again_after_bugs()
-            except PodwireError as error:
-                # What was taken in waits in the engine.
-                self._is_held = True
-                _log.error("bring policies into force", extra={"error": error.message})
-            except Exception:  # the thread's door: a bug must not end the duty
-                self._is_held = True
-                _log.exception("bring policies into force")
+    def _work(self) -> float:
+        self._do(self._take_news())
+        self._list_again_after_bugs()
+        # Collecting waits for the kernel (a membarrier, about 8 ms), so it comes when the burst is over.
+        return QUIET_S if self._uncollected_since_s else RETRY_S
 
-    def _wait(self) -> list[_News]:
-        with self._changed:
-            is_quick = self._uncollected_since_s and not self._is_held
-            # Collecting waits for the kernel (a membarrier, about 8 ms), so it comes when the burst is over.
-            timeout_s = QUIET_S if is_quick else RETRY_S
-            if not (self._news or self._stopping or self.enforcer.has_heard):
-                self._changed.wait(timeout_s)
-        return self._take_news()
+    def _hold(self, _error: PodwireError) -> float:
+        """Try again what was taken in, which waits in the engine: soon, or with news, which may be what helps."""
+        self._is_held = True
+        return RETRY_S
 
     def _take_news(self) -> list[_News]:
-        with self._changed:
+        with self._news_lock:
             news, self._news = self._news, []
             return news
 

@@ -17,6 +17,7 @@ from typing import Final, Protocol
 
 from podwire.agent.duties.keeper import SAVE_S, InProcess, Keeper, KindList, Memory
 from podwire.agent.duties.unreadable import Unreadable
+from podwire.agent.duties.worker import Worker
 from podwire.model.errors import PodwireError, Unavailable
 from podwire.model.store import (
     Compacted,
@@ -78,9 +79,8 @@ class SharedWatch:
         """Of kinds that did not change since they were listed: a follower that joins at the start needs no other."""
         self._revisions: dict[str, int] = {}
         self._watch: Watch | None = None
-        self._is_away = False
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._failures = 0
+        self._worker = Worker(name, self._work, self._fail, interrupt=self._drop_watch)
 
     @property
     def revisions(self) -> Revisions:
@@ -100,23 +100,17 @@ class SharedWatch:
             self._followers = tuple(one for one in self._followers if one is not follower)
         if self._followers:
             return
-        self._stopping.set()
-        self._drop_watch()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._worker.stop()
         self._drop_watch()  # the thread may have opened it meanwhile
         self._keeper.save(at_once=True)
 
     def start(self) -> None:
         """Start the thread, unless it runs already."""
-        if self._thread is not None:
+        if self._worker.is_started:
             return
         self._keeper.save(at_once=True)
         self._lists.clear()  # whoever joins from here on lists anew: most lists are large and of one follower
-        self._stopping.clear()
-        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        self._thread.start()
+        self._worker.start()
 
     def recall(self, objects: Iterable[StoredObject]) -> None:
         """Say what was last read of objects in an earlier life, where no memory tells."""
@@ -141,14 +135,14 @@ class SharedWatch:
             self._list(due)
             return True
         if not self._revisions:
-            self._stopping.wait(timeout_s)
+            self._worker.pause(timeout_s)
             return False
         watch = self._watch
         if watch is None:
             # From the revisions of the lists on, so that nothing between list and watch is missed.
             watch = self._watch = self._store.watch(self._revisions)
         # `leave` may have dropped the watch just before this one was opened: nothing would end its `next`.
-        if self._stopping.is_set():
+        if self._worker.is_stopping:
             self._drop_watch()
             return False
         try:
@@ -159,26 +153,22 @@ class SharedWatch:
         self._hand_over(events, watch)
         return bool(events)
 
-    def _run(self) -> None:
-        failures = 0
-        while not self._stopping.is_set():
-            try:
-                self._step(self._choose_timeout_s())
-                failures, self._is_away = 0, False
-            except _ListenerFailed:
-                pass  # it was told, and is told anew when its time has come
-            except Unavailable as error:
-                self._note_away(error)
-            except PodwireError as error:
-                _log.error("follow store", extra={"task": self._name, "error": error.message})
-                self._give_up(error)
-            except Exception as error:  # the thread's door: a bug about one object must not end it
-                _log.exception("follow store", extra={"task": self._name})
-                self._give_up(PodwireError(f"follow the store: {error!r}"))
+    def _work(self) -> float:
+        try:
+            self._step(self._choose_timeout_s())
+        except _ListenerFailed:
+            return 0.0  # it was told, and is told anew when its time has come
+        finally:
             self._keeper.save()  # also what was heard just before the store went away
-            if self._is_away:
-                self._stopping.wait(choose_delay_s(failures))
-                failures += 1
+        self._failures = 0
+        return 0.0
+
+    def _fail(self, error: PodwireError) -> float:
+        if not isinstance(error, Unavailable):
+            self._give_up()
+        self._note_away(error)
+        self._failures += 1
+        return choose_delay_s(self._failures - 1)
 
     def _choose_timeout_s(self) -> float:
         now_s = time.monotonic()
@@ -217,7 +207,7 @@ class SharedWatch:
             else:
                 told = lists if one in due else fresh
                 failures.guard(one, partial(self._tell_lists, one, told))
-        if self._thread is not None:
+        if self._worker.is_started:
             self._lists.clear()
         failures.raise_first()
 
@@ -285,16 +275,14 @@ class SharedWatch:
             if gone.intersection(one.kinds):
                 one.lack()
 
-    def _give_up(self, error: PodwireError) -> None:
+    def _give_up(self) -> None:
         """What was handed over is in doubt: list everything again."""
         self._drop_watch()
         self._lists.clear()
         for one in self._followers:
             one.lack()
-        self._note_away(error)
 
     def _note_away(self, error: PodwireError) -> None:
-        self._is_away = True
         with self._telling:
             for one in self._followers:
                 one.note_away(error)

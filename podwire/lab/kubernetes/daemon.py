@@ -15,7 +15,7 @@ from typing import Final
 
 from podwire.kernel import netns, spawn
 from podwire.kernel.fd import Fd
-from podwire.lab.state import Process, describe_process, end_all, is_running
+from podwire.lab.state import Process, describe_process, end_all, freeze_process, is_running
 from podwire.model.errors import Unavailable
 
 READY_DEADLINE_S: Final = 180.0
@@ -175,7 +175,8 @@ class Daemon:
 
     def freeze(self) -> None:
         """Let it answer nobody, and keep its connections."""
-        self._send(signal.SIGSTOP)
+        if self.process is not None:
+            freeze_process(self.process)
 
     def thaw(self) -> None:
         """End `freeze`."""

@@ -9,11 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final
+from urllib.parse import quote
 
 import msgspec
 
 from podwire.model.errors import Conflict, InvalidRequest, PodwireError, Unavailable
 from podwire.model.store import ObjectKey, Revisions, RunHelper, StoredObject, UnreadableObject
+from podwire.model.store.events import EventWrite
 from podwire.model.store.promises import FULL, Promises
 from podwire.store.documents import changed, exists, made_anew, none_there
 from podwire.store.kubernetes.api.access import Access
@@ -33,6 +35,7 @@ from podwire.store.kubernetes.api.resources import (
     find_resource,
     with_query,
 )
+from podwire.store.kubernetes.events import EVENTS, encode_event, encode_event_again
 from podwire.store.kubernetes.listing import list_pages
 from podwire.store.kubernetes.objects import (
     decode_object,
@@ -58,8 +61,9 @@ STRICT: Final = {"fieldValidation": "Strict"}
 class KubernetesStore:
     """Objects of the API server that `access` names.
 
-    One that is away now is no error: each call asks anew. `selectors` narrow what is listed and watched. `name` is
-    what the server's audit log says of who asks. Raises InvalidConfiguration for files that cannot be used.
+    One that is away now is no error: each call asks anew. `selectors` narrow what is listed and watched. `name`, the
+    node's, is what the server's audit log and Events say of who asks. Raises InvalidConfiguration for files that cannot
+    be used.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class KubernetesStore:
         deadline_s: float = DEADLINE_S,
         idle_s: float = IDLE_S,
     ) -> None:
+        self._name = name
         self._client = Client(access, run_helper=run_helper, name=name, deadline_s=deadline_s)
         self._client.check()
         self._thread = LoopThread("kubernetes")
@@ -183,6 +188,21 @@ class KubernetesStore:
             self._thread.run(self._client.call(request))
         except Refused as refused:
             raise self._explain_write(refused, key, node.revision, node.uid) from None
+
+    def write_event(self, told: EventWrite) -> None:
+        """Make an Event, or raise the count of one that is there (else NotFound). Raises Conflict, Unavailable,
+        InvalidRequest."""
+        intent = Intent("create" if told.is_new else "patch", EVENTS, told.name, told.namespace)
+        base = EVENTS.path(told.namespace)
+        if told.is_new:
+            request = Request(intent, "POST", base, encode_event(told, self._name))
+        else:
+            path = f"{base}/{quote(told.name)}"
+            request = Request(intent, "PATCH", path, encode_event_again(told), MERGE_PATCH)
+        try:
+            self._thread.run(self._client.call(request))
+        except Refused as refused:
+            raise self._client.explain(refused) from None
 
     def delete(self, key: ObjectKey, *, revision: int | None = None, uid: str = "") -> StoredObject:
         """Remove an object, under the preconditions that are given; gives what was there. NotFound, Conflict."""

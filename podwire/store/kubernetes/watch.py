@@ -63,7 +63,7 @@ class KubernetesWatch:
         with self._changed:
             while not self._closed:
                 events = self._take()
-                self._failing = {kind: str(error) for kind, error in self._errors.items()}
+                self._failing = {kind: error.told for kind, error in self._errors.items()}
                 if events:
                     return events
                 if self._compacted:

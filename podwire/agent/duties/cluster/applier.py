@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from podwire.agent.duties.cluster.publisher import DEBOUNCE_S
+from podwire.agent.duties.worker import Worker
 from podwire.agent.metrics import Metrics
 from podwire.control.cluster.backoff import RETRY_CAP_S, Backoff
 from podwire.control.cluster.planner import NodeNumbers
@@ -103,8 +104,11 @@ class Applier:
         self._metrics = metrics
         self._now = now
         self._news: KernelNews | None = None
-        self._thread: threading.Thread | None = None
-        self._stopping = threading.Event()
+        self._worker = Worker("cluster", self._work, interrupt=self._wake_news)
+        self._reconcile_s = 0.0
+        self._look_s = math.inf
+        """When this node is looked at because the kernel told of a change."""
+        self._quiet_until_s = 0.0
         self._wishes = threading.Lock()
         """Held around the two flags: `wake` sets them on any thread while a step takes them back."""
         self._must_apply = True
@@ -120,31 +124,26 @@ class Applier:
     def start(self, news: KernelNews) -> None:
         """Start the thread."""
         self._news = news
-        self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
-        self._thread.start()
+        self._reconcile_s = self._now() + LOOK_AGAIN_S  # nobody listened since the first plan
+        self._worker.start()
 
     def stop(self) -> None:
         """End the thread; what was applied stays."""
-        self._stopping.set()
-        if self._news is not None:
-            self._news.wake()
-        if self._thread is not None:
-            self._thread.join()
+        self._worker.stop()
         if self._news is not None:
             self._news.close()
 
     def wake(self, *, whole: bool = False, look: bool = False) -> None:
         """Have a step soon; from any thread, cheap. `whole`: rows are not all; `look`: this node may be another."""
         self._ask_again(apply=whole, look=look)
-        if self._news is not None:
-            self._news.wake()
+        self._wake_news()
 
     def step(self, *, is_reconciliation: bool) -> None:
         """Bring the kernel to what is known now; what fails is reported, and tried again when its time has come."""
         try:
             self._step(is_reconciliation)
         except PodwireError as error:
-            self._fail(f"{error.message}; {error.hint}" if error.hint else error.message)
+            self._fail(error.told)
         except Exception as error:  # the thread's door
             _log.exception("apply what other nodes say")
             self._fail(f"{error!r}; see the agent's log")
@@ -246,35 +245,37 @@ class Applier:
         self._duty.report("cluster", f"{message}; tried again within {RETRY_CAP_S:g} s")
         self._duty.show_problems()
 
-    def _run(self) -> None:
-        news = self._news
-        if news is None:
-            return
-        reconcile_s = self._now() + LOOK_AGAIN_S  # nobody listened since the first plan
-        look_s, quiet_until_s = math.inf, 0.0
-        while not self._stopping.is_set():
-            due_s = min(reconcile_s, look_s)
-            kernel_changed = news.wait(max(0.0, due_s - self._now()))
-            now_s = self._now()
-            if kernel_changed:  # what other nodes say does not wait for the look
-                look_s = min(look_s, max(now_s + DEBOUNCE_S, quiet_until_s))
-                if now_s < min(reconcile_s, look_s):
-                    continue
-            is_due = now_s >= min(reconcile_s, look_s)
-            if is_due:
-                look_s = math.inf
-            else:
-                # What several nodes say at the same time becomes one plan.
-                self._stopping.wait(DEBOUNCE_S)
-            if self._stopping.is_set():
-                return
+    def _wake_news(self) -> None:
+        if self._news is not None:
+            self._news.wake()
+
+    def _work(self) -> float:
+        """Wait for what the kernel, other nodes or the time ask for, then do a step."""
+        assert self._news is not None
+        due_s = min(self._reconcile_s, self._look_s)
+        kernel_changed = self._news.wait(max(0.0, due_s - self._now()))
+        now_s = self._now()
+        if kernel_changed:  # what other nodes say does not wait for the look
+            self._look_s = min(self._look_s, max(now_s + DEBOUNCE_S, self._quiet_until_s))
+            if now_s < min(self._reconcile_s, self._look_s):
+                return 0.0
+        is_due = now_s >= min(self._reconcile_s, self._look_s)
+        if is_due:
+            self._look_s = math.inf
+        # What several nodes say at the same time becomes one plan.
+        if not self._worker.pause(0.0 if is_due else DEBOUNCE_S):
             self.step(is_reconciliation=is_due)
-            end_s = self._now()
-            if self._backoff.failures:
-                reconcile_s = self._backoff.until_s
-            elif is_due:
-                reconcile_s = end_s + RECONCILE_S
-            if is_due:
-                took_s = end_s - now_s
-                # A kernel that tells all the time would otherwise keep one core busy.
-                quiet_until_s = end_s + min(LOOK_AGAIN_S, max(LOOK_LEAST_S, LOOK_REST * took_s))
+            self._schedule(now_s, is_due=is_due)
+        return 0.0
+
+    def _schedule(self, begin_s: float, *, is_due: bool) -> None:
+        """Say when the next step comes by itself."""
+        end_s = self._now()
+        if self._backoff.failures:
+            self._reconcile_s = self._backoff.until_s
+        elif is_due:
+            self._reconcile_s = end_s + RECONCILE_S
+        if is_due:
+            # A kernel that tells all the time would otherwise keep one core busy.
+            rest_s = max(LOOK_LEAST_S, LOOK_REST * (end_s - begin_s))
+            self._quiet_until_s = end_s + min(LOOK_AGAIN_S, rest_s)

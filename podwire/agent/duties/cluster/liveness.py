@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from podwire.agent.duties.worker import FOREVER_S, Worker
 from podwire.model.errors import PodwireError
 from podwire.model.store import Store
 from podwire.model.store.leases import NODE, LeaseWatch
@@ -31,22 +32,17 @@ class Lives:
         self._living: frozenset[str] | None = None
         self._lock = threading.Lock()
         self._watch: LeaseWatch | None = None
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._worker = Worker(
+            "cluster-lives", self._follow, self._fail, interrupt=self._close_watch
+        )
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread = threading.Thread(target=self._run, name="cluster-lives", daemon=True)
-        self._thread.start()
+        self._worker.start()
 
     def stop(self) -> None:
         """End the thread."""
-        self._stopping.set()
-        with self._lock:
-            if self._watch is not None:
-                self._watch.close()
-        if self._thread is not None:
-            self._thread.join()
+        self._worker.stop()
 
     def find_dead(self, names: Iterable[str]) -> list[str]:
         """Give those of the names that do not live, sorted; none while that is not known."""
@@ -64,33 +60,26 @@ class Lives:
             f" if it is gone for good: podwire delete node {dead[0]}"
         )
 
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            try:
-                self._follow()
-            except PodwireError as error:
-                _log.info("it is not known which nodes are alive", extra={"error": error.message})
-                # Not known is not dead: while the store is away nobody is reported.
-                self._take(None)
-                self._stopping.wait(AWAY_S)
-            except Exception:  # the thread's door
-                _log.exception("follow who lives")
-                self._take(None)
-                self._stopping.wait(AWAY_S)
+    def _close_watch(self) -> None:
+        with self._lock:
+            if self._watch is not None:
+                self._watch.close()
 
-    def _follow(self) -> None:
+    def _fail(self, _error: PodwireError) -> float:
+        # Not known is not dead: while the store is away nobody is reported.
+        self._take(None)
+        return AWAY_S
+
+    def _follow(self) -> float:
         leases = self._store.leases()
         if leases is None:  # nobody knows who lives, and that does not change
-            self._stopping.wait()
-            return
+            return FOREVER_S
         with leases.watch(NODE) as watch:
             with self._lock:
-                # Under the lock, with the flag read after it: `stop` either closes this watch or is seen here.
+                # The flag is read only after this: a stop either closes the watch or is seen below.
                 self._watch = watch
-                if self._stopping.is_set():
-                    return
             try:
-                while not self._stopping.is_set():
+                while not self._worker.is_stopping:
                     watch.next(WAIT_S)
                     # Before the first whole answer everybody would seem dead.
                     if watch.is_listed:
@@ -99,10 +88,11 @@ class Lives:
             finally:
                 with self._lock:
                     self._watch = None
+        return 0.0
 
     def _take(self, living: frozenset[str] | None) -> None:
         before, self._living = self._living, living
-        if before == living or self._stopping.is_set():
+        if before == living or self._worker.is_stopping:
             return
         if before is not None and living is not None:
             for name in sorted(before - living):

@@ -10,11 +10,11 @@ import ipaddress
 import logging
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
+from podwire.agent.duties.worker import Worker
 from podwire.control.cluster.backoff import Backoff
 from podwire.control.cluster.publish import (
     WRITE_EVERY_S,
@@ -69,8 +69,8 @@ class ThisNode(Protocol):
         """Hear that something claimed has its number now."""
         ...
 
-    def follow_store(self) -> None:
-        """Have it looked up where the store is, if it is time."""
+    def why_silent(self) -> str:
+        """Say why nothing is to be published now; "" when nothing is in the way."""
         ...
 
     def take_overwritten(self) -> bool:
@@ -101,9 +101,7 @@ class Publisher:
         self._node = node
         self._endpoints = EndpointsPublisher(store, node.name)
         self._schedule = PublishSchedule()
-        self._woken = threading.Event()
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._worker = Worker("cluster-publish", self._work, self._fail, wake_ends_pause=True)
         self._said: NodeFacts | None = None
         self._said_s = 0.0
         self._backoff = Backoff()
@@ -111,15 +109,11 @@ class Publisher:
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread = threading.Thread(target=self._run, name="cluster-publish", daemon=True)
-        self._thread.start()
+        self._worker.start()
 
     def stop(self) -> None:
         """End the thread and give the name up."""
-        self._stopping.set()
-        self._woken.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._worker.stop()
         try:
             self._node.close()
         except PodwireError as error:
@@ -127,67 +121,56 @@ class Publisher:
 
     def wake(self) -> None:
         """Look soon whether something is to be published."""
-        self._woken.set()
+        self._worker.wake()
 
     def pods_changed(self) -> None:
         """Look at the pods soon: at once, or when the next write may be."""
-        # After a write the thread wakes by itself when the next one may be: an ADD must not wake it for nothing.
-        if time.monotonic() >= self._quiet_until_s:
-            self._woken.set()
+        # After a write or a failure the thread wakes by itself when the next try may be: an ADD must not wake it for
+        # nothing.
+        if time.monotonic() >= max(self._quiet_until_s, self._backoff.until_s):
+            self._worker.wake()
 
     def store_is_back(self) -> None:
         """Do not wait any longer with what could not be written."""
         self._backoff.stop_waiting()
         self._schedule.forget_failures()
-        self._woken.set()
+        self._worker.wake()
 
     def named(self, pods: Pods) -> Pods:
         """Give what others know of this node's pods, or will within a second when nothing is in the way."""
         is_well = not self._backoff.failures and self._schedule.published is not None
         return pods if is_well else self._schedule.published or {}
 
-    def _run(self) -> None:
-        wait_s = 0.0
-        while not self._stopping.is_set():
-            if self._woken.wait(wait_s):
-                self._gather()
-            if self._stopping.is_set():
-                return
-            wait_s = self._backoff.until_s - time.monotonic()
-            if wait_s > 0:
-                continue
-            try:
-                wait_s = self._step()
-            except Exception as error:  # the thread's door
-                _log.exception("publish this node")
-                wait_s = self._fail(repr(error))
+    def _work(self) -> float:
+        if self._worker.was_woken:
+            self._gather()
+        return 0.0 if self._worker.is_stopping else self._step()
 
     def _gather(self) -> None:
         """Let a burst end: each request in it would wait for this thread, and this one for the store."""
         until_s = time.monotonic() + GATHER_MAX_S
-        while self._woken.is_set() and time.monotonic() < until_s:
-            self._woken.clear()
-            self._stopping.wait(DEBOUNCE_S)
+        self._worker.pause(DEBOUNCE_S)
+        while self._worker.take_wake() and time.monotonic() < until_s:
+            self._worker.pause(DEBOUNCE_S)
 
     def _step(self) -> float:
         """Publish what is due; gives how long nothing is."""
         duty = self._duty
         if duty.own is None:
             return PUBLISH_AGAIN_S
-        duty.follow_store()
         looked_s = time.monotonic()
         pods = duty.list_pods()
         # Before it is published: no other node has an address that a pod of this one has.
         duty.set_own_pods(pods)
+        if silent := duty.why_silent():
+            duty.report("publication", silent)
+            return PUBLISH_AGAIN_S
         # What was written counts no more: somebody else has changed or deleted it, and it is written anew.
         if duty.take_overwritten():
             self._said = None
             self._schedule.published = None
-        try:
-            self._publish_node(duty.own)
-            due_s = self._publish_pods(duty.own, pods, looked_s)
-        except PodwireError as error:
-            return self._fail(error.message, is_taken=isinstance(error, NodeInUse))
+        self._publish_node(duty.own)
+        due_s = self._publish_pods(duty.own, pods, looked_s)
         self._backoff.forget()
         duty.report("node-name", "", critical=True)
         duty.report("publication", "")
@@ -213,7 +196,7 @@ class Publisher:
             next_s = PUBLISH_AGAIN_S if due_s is None else min(due_s, PUBLISH_AGAIN_S)
             return min(quiet_s, next_s) if quiet_s > 0 else next_s
         try:
-            self._endpoints.write(pods, ranges)
+            self._endpoints.write(pods, ranges, own.facts.core_uid)
         except PodwireError:
             self._schedule.failed(time.monotonic())
             raise
@@ -222,15 +205,13 @@ class Publisher:
         self._duty.observe("publish", begin_s)
         return WRITE_EVERY_S
 
-    def _fail(self, message: str, *, is_taken: bool = False) -> float:
-        if not self._backoff.failures:
-            _log.warning("publish this node", extra={"error": message})
+    def _fail(self, error: PodwireError) -> float:
         now_s = time.monotonic()
         self._backoff.failed(now_s)
-        if is_taken:
-            self._duty.report("node-name", message, critical=True)
+        if isinstance(error, NodeInUse):
+            self._duty.report("node-name", error.told, critical=True)
         else:
-            self._duty.report("publication", message)
+            self._duty.report("publication", error.told)
         return self._backoff.until_s - now_s
 
 

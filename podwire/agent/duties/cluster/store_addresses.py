@@ -7,10 +7,10 @@ resolver that does not answer takes half a minute. The last result for a name co
 import ipaddress
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from podwire.agent.duties.worker import Worker
 from podwire.model.endpoint import IPAddress
 
 LOOK_UP_S: Final = 60.0
@@ -18,7 +18,7 @@ LOOK_UP_S: Final = 60.0
 
 
 class StoreAddresses:
-    """The addresses of the hosts of a store. `known` may be read by any thread, one thread asks for more.
+    """The addresses of the hosts of a store. `known` may be read by any thread.
 
     `changed` is called after names mean something else, on the thread that looked them up.
     """
@@ -33,26 +33,22 @@ class StoreAddresses:
             except ValueError:
                 self._names.append(host)
         self.known = self._gather()
-        self._due_s = 0.0
-        self._thread: threading.Thread | None = None
         self._telling = threading.Lock()
+        self._worker = Worker("store-names", self._look_up)
 
-    def follow(self) -> None:
-        """Have names looked up, if it is time; waits for nothing."""
-        is_busy = self._thread is not None and self._thread.is_alive()
-        if not self._names or is_busy or time.monotonic() < self._due_s:
-            return
-        self._due_s = time.monotonic() + LOOK_UP_S
-        # A daemon: nothing ends a call of the resolver, and a stop must not wait for it.
-        self._thread = threading.Thread(target=self._look_up, name="store-names", daemon=True)
-        self._thread.start()
+    def start(self) -> None:
+        """Begin to look names up, if there are any."""
+        if self._names:
+            self._worker.start()
 
     def stop(self) -> None:
         """Tell nobody of changes any more."""
+        # Nothing ends a call of the resolver, and a stop must not wait for it.
+        self._worker.stop(wait=False)
         with self._telling:
             self._changed = _tell_nobody
 
-    def _look_up(self) -> None:
+    def _look_up(self) -> float:
         for name in self._names:
             try:
                 answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
@@ -65,6 +61,7 @@ class StoreAddresses:
             with self._telling:
                 # Under the lock, so that after `stop` nothing is told.
                 self._changed()
+        return LOOK_UP_S
 
     def _gather(self) -> frozenset[IPAddress]:
         return frozenset(address for several in self._of.values() for address in several)

@@ -1,0 +1,234 @@
+"""Write Events at objects of Kubernetes, on a thread of its own that may wait for the API server.
+
+Made by `agent.node`, before anything that may have something to tell. `control.kubernetes.events` decides what is
+written when. Invariants: whoever tells waits for nothing. No Event delays another duty; those that the API server will
+not have are counted and given up.
+"""
+
+import logging
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Final
+
+from podwire.agent.duties.worker import FOREVER_S, Worker
+from podwire.agent.health import Health
+from podwire.agent.metrics import Gauge, Metrics
+from podwire.control.kubernetes.core_node import core_node_key
+from podwire.control.kubernetes.events import EventQueue
+from podwire.model.errors import Conflict, InvalidRequest, NotFound, PodwireError, Unavailable
+from podwire.model.store import KindUnavailable
+from podwire.model.store.events import Events, EventWrite, NoEvents, Subject
+
+WARNING: Final = "events"
+OTHER: Final = "PodwireWarning"
+REASONS: Final = {
+    "cluster": "RoutesNotApplied",
+    "cni-files": "NetworkNotInstalled",
+    "core-node": "PodCIDRsChanged",
+    "identities": "IdentitiesUnavailable",
+    "node-claims": "PodCIDRContested",
+    "node-name": "NotPublished",
+    "publication": "NotPublished",
+    "start": "WaitsToStart",
+    "store": "APIServerUnavailable",
+}
+"""Reasons of Events by the names of checks and warnings; all others share one Event."""
+SILENT: Final = frozenset({WARNING})
+SILENT_PREFIX: Final = "cluster-"
+"""Of what is wrong between other nodes: these say it themselves, and each of 5,000 agents sees it."""
+SETTLE_S: Final = 2.0
+"""What is over sooner is told to nobody: starts and changes pass through states that nobody can do anything about."""
+AGAIN_S: Final = (5.0, 15.0)
+"""After a failure so long, at random: an outage ends for all agents at once."""
+
+_log = logging.getLogger(__name__)
+
+WaitFor = Callable[[str, str], None]
+Write = Callable[[EventWrite], None]
+"""Writes one Event. Raises NotFound when one that should be there is not; Conflict; Unavailable; InvalidRequest."""
+
+
+class EventTeller:
+    """Tells Events of one node. `warn` hears why none can be written, "" when they can."""
+
+    def __init__(
+        self,
+        write: Write,
+        node: str,
+        nonce: str,
+        warn: Callable[[str, str], None] = lambda _key, _message: None,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._write = write
+        self._warn = warn
+        self._now_s = now_s
+        self._queue = EventQueue(node, nonce)
+        self._lock = threading.Lock()
+        self._worker = Worker("events", self._work)
+        self._is_closed = False
+        self.written = 0
+
+    @property
+    def dropped(self) -> int:
+        """How many Events were given up."""
+        return self._queue.dropped
+
+    def gauges(self) -> list[Gauge]:
+        """Give the figures that are looked up at each scrape."""
+        written: Gauge = Gauge(
+            "kubernetes_events_written",
+            "Writes of Events at objects of Kubernetes",
+            (),
+            lambda: {(): float(self.written)},
+            counter=True,
+        )
+        dropped = Gauge(
+            "kubernetes_events_dropped",
+            "Events at objects of Kubernetes that were given up: too many at a time, or refused",
+            (),
+            lambda: {(): float(self.dropped)},
+            counter=True,
+        )
+        return [written, dropped]
+
+    def tell(self, about: Subject, reason: str, message: str, *, settle_s: float = 0.0) -> None:
+        """Have an Event written; see `model.store.events.Events`. `settle_s`: not before so long, as it may be over."""
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        with self._lock:
+            self._queue.tell(about, reason, message, now, ready_s=self._now_s() + settle_s)
+            # Nearly no agent has anything to tell: the thread is made by the first Event.
+            if not self._is_closed:
+                self._worker.start()
+        self._worker.wake()
+
+    def withdraw(self, about: Subject, reason: str) -> None:
+        """Forget what is over and was not written yet."""
+        with self._lock:
+            self._queue.withdraw(about, reason)
+
+    def stop(self) -> None:
+        """End the thread; what waits is lost."""
+        with self._lock:
+            self._is_closed = True
+        self._worker.stop()
+
+    def _work(self) -> float:
+        with self._lock:
+            wait_s = self._queue.due_in(self._now_s())
+            write = self._queue.take(self._now_s()) if wait_s == 0 else None
+        if write is not None:
+            self._try(write)
+        return FOREVER_S if wait_s is None else wait_s
+
+    def _try(self, write: EventWrite) -> None:
+        try:
+            self._do(write)
+        except Exception:  # the thread's door
+            _log.exception("write an Event")
+            self._settle(lambda: self._queue.drop(write))
+
+    def _do(self, write: EventWrite) -> None:
+        try:
+            self._write(write)
+        except NotFound:
+            # Kubernetes deletes Events after an hour. One that cannot be made either has no place any more: its
+            # namespace is gone.
+            self._settle(
+                lambda: (
+                    self._queue.drop(write)
+                    if write.is_new
+                    else self._queue.failed(write, is_gone=True)
+                )
+            )
+        except (KindUnavailable, InvalidRequest, Conflict) as error:
+            self._settle(lambda: self._queue.drop(write))
+            self._say(error)
+        except Unavailable as error:
+            self._settle(lambda: self._queue.failed(write))
+            self._say(error)
+            self._worker.pause(random.uniform(*AGAIN_S))
+        else:
+            self.written += 1
+            self._settle(lambda: self._queue.written(write, self._now_s()))
+            self._warn(WARNING, "")
+
+    def _settle(self, change: Callable[[], None]) -> None:
+        with self._lock:
+            change()
+
+    def _say(self, error: PodwireError) -> None:
+        _log.warning("write an Event", extra={"error": error.message, "hint": error.hint})
+        self._warn(WARNING, f"no Events can be written: {error.told}")
+
+
+class NodeEvents:
+    """Tells at the own core Node what `podwire status` says is wrong; listens to `agent.health.Health`.
+
+    What is over before it was written is not written at all: an API server that was away for a moment is nobody's
+    business any more.
+    """
+
+    def __init__(self, teller: EventTeller, node_name: str) -> None:
+        self._teller = teller
+        self._about = node_subject(node_name)
+        self._others: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def hear(self, name: str, message: str) -> None:
+        """Take what is wrong under a name, "" = nothing any more."""
+        if name in SILENT or name.startswith(SILENT_PREFIX):
+            return
+        reason = REASONS.get(name)
+        if reason is None:
+            reason, message = OTHER, self._join(name, message)
+        if message:
+            self._teller.tell(self._about, reason, message, settle_s=SETTLE_S)
+        else:
+            self._teller.withdraw(self._about, reason)
+
+    def _join(self, name: str, message: str) -> str:
+        with self._lock:
+            if message:
+                self._others[name] = message
+            else:
+                self._others.pop(name, None)
+            return "; ".join(self._others.values())
+
+
+def open_events(
+    write: Write | None,
+    node_name: str,
+    health: Health,
+    metrics: Metrics,
+    stack: ExitStack,
+    wait_for: WaitFor,
+) -> tuple[Events, WaitFor]:
+    """Have what is wrong told at the core Node, from the start on; gives who tells Events, and who hears what the start
+    waits for. `write` None: the store has no Events."""
+    if write is None:
+        return NoEvents(), wait_for
+    teller = EventTeller(write, node_name, secrets.token_hex(8), health.warn)
+    stack.callback(teller.stop)
+    metrics.look_up(teller.gauges())
+    at_node = NodeEvents(teller, node_name)
+    health.listen(at_node.hear)
+    said = ""
+
+    def tell_too(reason: str, hint: str) -> None:
+        nonlocal said
+        if reason != said:
+            said = reason
+            at_node.hear("start", f"the start waits: {reason}; {hint}" if hint else reason)
+        wait_for(reason, hint)
+
+    return teller, tell_too
+
+
+def node_subject(node_name: str) -> Subject:
+    """Give what Events about a node are about."""
+    # As kubelet does: its Events have the node's name for a uid, and `kubectl describe node` looks for these, too.
+    return Subject(core_node_key(node_name), node_name)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from podwire.model.closing import Closing
 from tests.lab.policy_rig import Place
 from tests.policy_cases import PROTOCOLS, Flow
 
@@ -129,7 +130,7 @@ def key_of(event: Mapping[str, Any]) -> Tuple5:
     return Tuple5(protocol, source["ip"], ports[0], target["ip"], ports[1])
 
 
-class Prober:
+class Prober(Closing):
     """Servers at every place that flows lead to, and the sender of flows."""
 
     def __init__(self, places: Mapping[str, Place], api_socket: str) -> None:
@@ -416,12 +417,6 @@ class Prober:
             self._drop_socket(one)
         self._selector.close()
         self._feed.close()
-
-    def __enter__(self) -> "Prober":
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
 
 def _is_icmp(flow: Flow) -> bool:

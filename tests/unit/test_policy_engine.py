@@ -368,7 +368,7 @@ def test_a_slot_that_somebody_emptied_is_written_again_under_a_new_revision() ->
     entries = dict(world.datapath.slots[row.slot])
     stranger = next(iter(entries))
     world.datapath.change_slot(row.slot, {}, list(entries))
-    foreign = replace(stranger, identity=9)
+    foreign = stranger._replace(identity=9)
     world.datapath.change_slot(row.slot, {foreign: entries[stranger]}, ())
     missing, superfluous = world.engine.compare_slot(FIRST_IDENTITY)
     assert missing == entries

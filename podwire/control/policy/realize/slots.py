@@ -89,9 +89,26 @@ def _openness(entry: PolicyEntry | None) -> int:
 class _Plan:
     """What is to be done to one slot."""
 
-    put: PolicyRows = field(default_factory=dict)
-    remove: list[PolicyKey] = field(default_factory=list)
+    steps: list[tuple[int, Direction, Difference]] = field(default_factory=list)
+    """Of each family that changes. Keys are made of them only for a change in place: the slot of a mixed one is written
+    whole."""
     is_mixed: bool = False
+
+    def list_put(self) -> PolicyRows:
+        """Give the entries to be put, in the order of the steps."""
+        return {
+            unpack(number, direction, at): entry
+            for number, direction, step in self.steps
+            for at, entry in step.put
+        }
+
+    def list_removed(self) -> list[PolicyKey]:
+        """Give the keys to be removed, in the order of the steps."""
+        return [
+            unpack(number, direction, at)
+            for number, direction, step in self.steps
+            for at in step.remove
+        ]
 
 
 @dataclass
@@ -117,7 +134,7 @@ class Slots:
         this revision; `fresh`: identities of CIDRs that came into the map with it. Raises PolicyOverflow (nothing was
         written), KernelFailure; what was in force for each endpoint stays in force."""
         plan = self._plan(subject, wanted, churned, fresh)
-        has_rows = bool(plan.put or plan.remove)
+        has_rows = bool(plan.steps)
         is_same = replace(wanted, slot=subject.slot) == subject.values
         if is_same and not has_rows and not subject.is_unsure and not subject.lingering:
             _settle(subject)
@@ -128,7 +145,7 @@ class Slots:
             if plan.is_mixed or subject.is_unsure or not subject.slot:
                 self._replace(subject)
             else:
-                self.change(subject, plan.put, plan.remove)
+                self.change(subject, plan.list_put(), plan.list_removed())
         _settle(subject)
         subject.target = replace(wanted, slot=subject.slot)
         self.flip(subject, revision)
@@ -255,10 +272,8 @@ class Slots:
             step = known.get((old, new))
             if step is None:
                 step = known[old, new] = compare(old, new)
-            for at, entry in step.put:
-                plan.put[unpack(number, direction, at)] = entry
-            for at in step.remove:
-                plan.remove.append(unpack(number, direction, at))
+            if step.put or step.remove:
+                plan.steps.append((number, direction, step))
             if number in churned:
                 alone.add(step.push)
             else:

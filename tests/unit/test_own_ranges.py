@@ -35,7 +35,10 @@ def networks(*texts: str) -> tuple[IPNetwork, ...]:
 # Addresses
 
 
-def take(ipam: NodeIpam, owner: int, wish: Wish = Wish()) -> str:
+NO_WISH = Wish()
+
+
+def take(ipam: NodeIpam, owner: int, wish: Wish = NO_WISH) -> str:
     return str(ipam.take(EndpointId(owner), wish)[0])
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from podwire.model.closing import Closing
 from tests.lab.policy_rig import Place
 from tests.policy_cases import PROTOCOLS, Flow
 
@@ -130,7 +131,7 @@ def key_of(event: Mapping[str, Any]) -> Tuple5:
     return Tuple5(protocol, source["ip"], ports[0], target["ip"], ports[1])
 
 
-class Prober:
+class Prober(Closing):
     """Servers at every place that flows lead to, and the sender of flows. The agents of some sockets tell of drops."""
 
     def __init__(self, places: Mapping[str, Place], *api_sockets: str) -> None:
@@ -421,12 +422,6 @@ class Prober:
         self._selector.close()
         for feed in self._feeds:
             feed.close()
-
-    def __enter__(self) -> "Prober":
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
 
 def _is_icmp(flow: Flow) -> bool:

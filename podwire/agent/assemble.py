@@ -16,6 +16,7 @@ from podwire.agent.api.routes import Api, BuildFacts, MapReaders
 from podwire.agent.cni.dispatch import Dispatcher
 from podwire.agent.duties.core_node import NetworkCondition
 from podwire.agent.duties.installer import Installer
+from podwire.agent.duties.kubernetes.host_ports import HostPorts
 from podwire.agent.duties.kubernetes.ranges import RangeKeeper, ServedRanges
 from podwire.agent.duties.loops import Duties, EventPump
 from podwire.agent.health import AliveFile
@@ -173,6 +174,14 @@ def make_installer(node: Node, installed: Callable[[], None]) -> Installer | Non
         health=node.health,
         installed=installed,
     )
+
+
+def make_host_ports(node: Node, installer: Installer) -> HostPorts | None:
+    """Give what tells at a pod that its host port is not served; None with another store than Kubernetes."""
+    if not node.config.store.is_kubernetes:
+        return None
+    shared = node.cluster.shared
+    return HostPorts(node.store, node.events, lambda: installer.serves_host_ports, shared)
 
 
 def make_api(node: Node, pump: EventPump) -> Api:

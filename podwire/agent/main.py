@@ -24,6 +24,7 @@ from podwire.agent.assemble import (
     make_api,
     make_condition,
     make_duties,
+    make_host_ports,
     make_installer,
     make_range_keeper,
     start_events,
@@ -211,8 +212,10 @@ def _tell_runtime(node: Node, stack: AsyncExitStack) -> None:
     if installer is None:
         installed()  # by whom, and when, is not ours to know
         return
-    installer.start()
-    stack.callback(installer.stop)
+    for duty in (installer, make_host_ports(node, installer)):
+        if duty is not None:
+            duty.start()
+            stack.callback(duty.stop)
 
 
 async def _open_doors(

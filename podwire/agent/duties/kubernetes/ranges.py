@@ -77,6 +77,7 @@ class RangeKeeper:
             core.why_silent = f"core Node {node_name} was not heard of yet"
         self._node: CoreNode | None = None
         self._is_heard = False
+        self._strays = served.strays()
         self._follower = StoreFollower(
             "core-ranges", store, (CORE_NODE.plural,), self, shared=shared
         )
@@ -139,6 +140,10 @@ class RangeKeeper:
                 self._serve(node.pod_cidrs)
             served.withhold(why)
         strays = served.strays()
+        if strays != self._strays:
+            # What leaves the node from such an address is masqueraded as from any pod's, and not after the pod's end.
+            served.serve(served.ranges())
+            self._strays = strays
         self._warn(WARNING, "; ".join(filter(None, (why, self._describe(strays)))))
         return STRAYS_S if strays else FOREVER_S
 

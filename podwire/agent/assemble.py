@@ -37,7 +37,7 @@ from podwire.model.identity import RESERVED_LABELS
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import Clock
 from podwire.model.request import AttachRequest
-from podwire.store.open import find_condition_writer
+from podwire.store.open import describe_clock, find_condition_writer
 
 
 def start_events(node: Node, stack: AsyncExitStack) -> EventPump:
@@ -86,7 +86,8 @@ def make_duties(node: Node, dispatcher: Dispatcher, threads: ThreadPoolExecutor)
     def list_warnings() -> Sequence[str]:
         with node.turn:
             host_warnings = node.datapath.find_host_warnings()
-        return [f"{warning.message}; {warning.hint}" for warning in host_warnings]
+        told = [f"{warning.message}; {warning.hint}" for warning in host_warnings]
+        return [*told, clocks] if (clocks := describe_clock(node.store)) else told
 
     return Duties(
         attachments=node.attachments,

@@ -130,9 +130,11 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
     config = settled.config
     clock, health, metrics = KernelClock(), Health(KernelClock()), Metrics()
     started_ns = clock.process_start_ns()
-    stack.enter_context(locked_state_directory(config.files.state_dir))
-    stack.enter_context(locked_state_directory(config.files.run_dir))
-    stack.enter_context(locked_node_name(config.node.node_name))
+    # Two agents of one node meet in Kubernetes when a pod is deleted by force; elsewhere somebody has made a mistake.
+    patient = config.store.is_kubernetes
+    for directory in (config.files.state_dir, config.files.run_dir):
+        stack.enter_context(locked_state_directory(directory, patient=patient))
+    stack.enter_context(locked_node_name(config.node.node_name, patient=patient))
     journal = measured.MeasuredJournal(
         config.files.state_dir / "journal.db", metrics=metrics, health=health
     )

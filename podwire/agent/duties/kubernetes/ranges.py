@@ -74,7 +74,7 @@ class RangeKeeper:
         core.uid = facts.read_fact(UID_FACT)
         if not core.uid:
             # Nothing that Kubernetes would not delete with the node is published.
-            core.why_silent = f"core Node {node_name} was not heard of yet"
+            core.why_silent = ""
         self._node: CoreNode | None = None
         self._is_heard = False
         self._strays = served.strays()
@@ -158,7 +158,7 @@ class RangeKeeper:
         else:
             if node.uid != core.uid:
                 self._facts.write_fact(UID_FACT, node.uid)
-            core.uid, core.why_silent = node.uid, ""
+            core.uid, core.why_silent = node.uid, None
         if before != (core.uid, core.why_silent):
             _log.info(
                 "the core Node",

@@ -10,7 +10,8 @@
 #include <podwire/deliver.h>
 #include <podwire/frame.h>
 
-#define PW_NOT_OURS -2
+#define PW_NOT_OURS	       -2
+#define PW_FAST_OPEN_BYTES_MAX 65535 /* that a SYN can carry */
 
 PW_CHECKED_ALONE int read_addresses(struct __sk_buff *skb, struct pw_flow *flow)
 {
@@ -55,14 +56,23 @@ static __always_inline void find_sender(struct pw_flow *flow)
 	flow->source_identity = prefix->identity;
 }
 
-/* The answer to a connection that the stack has translated can look like one of an older connection of the same ports,
- * which has been closed.
+/* The answer to a connection that the stack has translated can look like one of a direct connection of the same ports,
+ * whose entry lives on: it was closed a moment ago, its end was lost, or nobody answered it. The numbers tell: an answer
+ * acknowledges the SYN (with TCP Fast Open also some data, RFC 7413), and repeats its own sequence number. A SYN that was
+ * answered may be answered anew with another number (SYN cookies), so nothing is told while it is not confirmed.
  */
 static __always_inline bool answers_another(const struct pw_flow *flow,
+					    const struct pw_match *match,
 					    const struct pw_conntrack_value *entry)
 {
-	return flow->tcp_flags & PW_TCP_FLAG_SYN && !opens_tcp(flow->tcp_flags) &&
-	       entry->tcp_state >= PW_TCP_HALF_CLOSED;
+	if (!match->reply || !(flow->tcp_flags & PW_TCP_FLAG_SYN) || opens_tcp(flow->tcp_flags))
+		return false;
+	if (entry->tcp_state == PW_TCP_OPENING)
+		return entry->answer &&
+		       flow->tcp_acknowledged - entry->answer - 1 > PW_FAST_OPEN_BYTES_MAX;
+	if (entry->tcp_state == PW_TCP_ESTABLISHED && !entry->answer)
+		return false;
+	return entry->tcp_state >= PW_TCP_ESTABLISHED && flow->tcp_sequence != entry->answer;
 }
 
 /* May the packet bypass the stack? Without an entry only when it cannot be the answer to a translated packet: it is the
@@ -80,7 +90,7 @@ static __always_inline bool passes_stack_by(struct pw_flow *flow,
 		flow->source_identity = entry->peer_identity;
 		return entry->path == PW_PATH_NATIVE;
 	}
-	if (!flow->native || answers_another(flow, entry))
+	if (!flow->native)
 		return false;
 	if (opens_tcp(flow->tcp_flags))
 		return !belongs_to_stack(flow, entry);
@@ -114,6 +124,9 @@ static __always_inline int receive(struct __sk_buff *skb, struct pw_flow *flow)
 		return PW_NOT_OURS;
 	flow->now_ns = bpf_ktime_get_coarse_ns();
 	entry = look_up_flow(skb, flow, &flow->here);
+	/* from here on both connections are the stack's, which alone can tell them apart */
+	if (entry && answers_another(flow, &flow->here, entry))
+		entry->path = PW_PATH_STACK;
 	if (!passes_stack_by(flow, entry))
 		return PW_NOT_OURS;
 	flow->path = PW_PATH_NATIVE;

@@ -42,9 +42,19 @@ PW_CHECKED_ALONE int read_ports(struct __sk_buff *skb, struct pw_flow *flow)
 	return parse_ports_of_packet(skb, flow);
 }
 
+/* An entry that from_pod has written about the packet, when it gave it to the stack. An entry of another way is about
+ * what the pod has sent directly, by the same ports.
+ */
+static __always_inline bool is_told_by_from_pod(const struct pw_flow *flow,
+						const struct pw_conntrack_value *entry)
+{
+	return !(entry->flags & PW_CONNTRACK_TRANSLATED) && entry->path == PW_PATH_STACK &&
+	       !begins_anew(flow, entry);
+}
+
 /* A pod's packet under a tuple that from_pod has not seen was translated by the stack, and so has to be its answer,
  * which comes to from_overlay under this tuple (rule 2). What is remembered of it is judged whenever it is used: it
- * shows the way and allows nothing.
+ * shows the way and allows nothing. Where the pod has sent directly by the same ports, the latest packet decides.
  */
 static __always_inline int remember_translation(struct __sk_buff *skb, struct pw_flow *flow)
 {
@@ -56,7 +66,7 @@ static __always_inline int remember_translation(struct __sk_buff *skb, struct pw
 		return 0;
 	flow->now_ns = bpf_ktime_get_coarse_ns();
 	entry = look_up_flow(skb, flow, match);
-	if (entry && (match->reply || !(entry->flags & PW_CONNTRACK_TRANSLATED)))
+	if (entry && (match->reply || is_told_by_from_pod(flow, entry)))
 		return 0;
 	match->translated = true;
 	match->peer_identity = flow->destination_identity;

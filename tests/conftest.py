@@ -6,9 +6,12 @@ them begin with a seed that nobody has tried. `scripts/test` spreads all over wo
 are (progress.py).
 """
 
+import gc
 import os
 import random
 import tempfile
+from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -40,6 +43,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--full", action="store_true", help="counts of the issues, not the short ones")
     group.addoption("--seed", type=int, default=None, help="seed of randomised tests")
     group.addoption("--learn", action="store_true", help="write tests/seconds.json (with workers)")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the garbage collector from going through ten thousand tests again and again: none of them is garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out folders whose tier is not wanted; every worker would read them. Folder unit has other tiers, too."""
+    tier = collection_path.name
+    is_other = collection_path.parent == Path(__file__).parent and tier in TIERS and tier != "unit"
+    return True if is_other and tier not in _wanted_tiers(config) else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -81,7 +103,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    wanted = set(config.getoption("--tiers").split(","))
+    wanted = _wanted_tiers(config)
     unknown = wanted - set(TIERS)
     if unknown:
         raise pytest.UsageError(f"unknown tiers: {', '.join(sorted(unknown))}")
@@ -96,6 +118,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = sorted(kept, key=lambda item: TIERS.index(_tier(item)))
     if _is_worker(config):
         put_longest_first(items)
+
+
+def _wanted_tiers(config: pytest.Config) -> set[str]:
+    return set(config.getoption("--tiers").split(","))
 
 
 def _tier(item: pytest.Item) -> str:

@@ -2,11 +2,12 @@
 
 What such a room is, scripts/own-room says. Groups of tests are handed out whole, the longest first, so that no long one
 begins when the others are done. A group is a file, because what tests share is made for a file; tests of the files in
-SEPARATE share nothing and go one by one. How long groups take stands in seconds.json, which pytest's option --learn
-writes; it decides about order and forecasts, never about what runs.
+SEPARATE share nothing and go one by one, and those of PARTED in a few parts. How long groups take stands in
+seconds.json, which pytest's option --learn writes; it decides about order and forecasts, never about what runs.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -30,8 +31,11 @@ SEPARATE: Final = frozenset(
         "tests/unit/test_add_without_store.py",
     }
 )
-PARTED: Final = {"tests/vm/test_kernels.py": "-"}
-"""Files whose groups are told by the test's name up to this character: each kernel is booted once."""
+PARTED: Final = {
+    "tests/contract/test_store_contract.py": re.compile(r"\[(etcd|kubernetes)\b"),
+    "tests/vm/test_kernels.py": re.compile(r"\[([\d.]+)-"),
+}
+"""Files whose groups are told by what stands in a test's name: each server is started once, each kernel booted once."""
 
 SHARED: Final = "tests/cluster/"
 """Tests of this folder share a cluster; two of them would share one machine's processors."""
@@ -44,7 +48,8 @@ def group_of(nodeid: str) -> str:
         return SHARED
     if file in SEPARATE:
         return nodeid
-    return nodeid.partition(PARTED[file])[0] if file in PARTED else file
+    part = PARTED[file].search(nodeid) if file in PARTED else None
+    return f"{file} {part[1]}" if part else file
 
 
 def read_seconds() -> Mapping[str, float]:

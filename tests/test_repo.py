@@ -1,6 +1,7 @@
 """The repository keeps its own rules: sizes, headlines, layers that linters do not see, and one list of checks."""
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -60,11 +61,17 @@ def test_no_merge_is_left_half_done() -> None:
     assert [name_of(path) for path, text in texts.items() if marker.search(text)] == []
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """Parse a Python file."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def functions(path: Path) -> Iterator[tuple[str, int, str]]:
     """Give name, lines of body without docstring, and the head's line, of each function in a Python file."""
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body[ast.get_docstring(node) is not None :]
             length = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
@@ -105,11 +112,11 @@ def test_modules_are_about_one_thing() -> None:
 
 
 def test_modules_open_with_a_sentence() -> None:
-    texts = {name_of(path): path.read_text(encoding="utf-8").strip() for path in PYTHON}
+    trees = {name_of(path): tree_of(path) for path in PYTHON}
     first = {
-        name: (ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0]
-        for name, text in texts.items()
-        if text
+        name: (ast.get_docstring(tree) or "").split("\n\n")[0]
+        for name, tree in trees.items()
+        if tree.body
     }
     assert not [name for name, text in first.items() if not re.search(r"[.?](\s|$)", text)]
 
@@ -122,10 +129,7 @@ def test_async_code_is_only_where_a_network_is_waited_for() -> None:
         and not path.is_relative_to(ROOT / "podwire/store/etcd")
         and not path.is_relative_to(ROOT / "podwire/store/kubernetes")
         and path != ROOT / "podwire/store/sockets.py"
-        and any(
-            isinstance(node, ast.AsyncFunctionDef)
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        )
+        and any(isinstance(node, ast.AsyncFunctionDef) for node in ast.walk(tree_of(path)))
     ]
     assert not found
 

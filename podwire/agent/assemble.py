@@ -16,19 +16,22 @@ from podwire.agent.api.routes import Api, BuildFacts, MapReaders
 from podwire.agent.cni.dispatch import Dispatcher
 from podwire.agent.duties.core_node import NetworkCondition
 from podwire.agent.duties.installer import Installer
+from podwire.agent.duties.kubernetes.ranges import RangeKeeper, ServedRanges
 from podwire.agent.duties.loops import Duties, EventPump
 from podwire.agent.health import AliveFile
 from podwire.agent.node import Node
+from podwire.agent.node_plan import plan_node
 from podwire.cni.directories import RuntimeDirectories, read_launcher
 from podwire.control.flows.enrich import FlowMaker
 from podwire.control.flows.flow import FlowPolicy
 from podwire.control.installation.steps import Installation
+from podwire.control.ipam.node import NodeIpam
 from podwire.datapath import abi, changes, rows, runtime
 from podwire.datapath.events import EventReader, hook_name, path_name, reason_name
 from podwire.datapath.maps import find_identity, list_usage, read_metrics
 from podwire.datapath.node import KernelDatapath
 from podwire.datapath.policy_maps import read_hits
-from podwire.model.endpoint import EndpointRecord
+from podwire.model.endpoint import EndpointRecord, IPNetwork
 from podwire.model.identity import RESERVED_LABELS
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import Clock
@@ -111,10 +114,49 @@ def make_condition(node: Node) -> NetworkCondition | None:
     write = find_condition_writer(node.store)
     if write is None:
         return None
-    settings, shared = node.config.node, node.cluster.shared
-    is_given = settings.ipam == "node" and not settings.node_cidrs
-    served = node.addresses.ranges if is_given else ()
-    return NetworkCondition(node.store, settings.node_name, write, shared, served, node.health.warn)
+    return NetworkCondition(node.store, node.config.node.node_name, write, node.cluster.shared)
+
+
+def make_range_keeper(node: Node) -> RangeKeeper | None:
+    """Give what follows the ranges of the core Node; None with another store."""
+    config, addresses = node.config, node.addresses
+    if not config.store.is_kubernetes:
+        return None
+
+    def serve(ranges: tuple[IPNetwork, ...]) -> None:
+        with node.turn:
+            # The datapath knows a range before anybody gets an address of it.
+            node.datapath.change_plan(plan_node(config, addresses, ranges))
+            if isinstance(addresses.ipam, NodeIpam):
+                addresses.ipam.change_ranges(ranges)
+            node.datapath.change_plan(plan_node(config, addresses))
+        node.cluster.ranges_changed()
+
+    def withhold(cause: str, why: str) -> None:
+        if isinstance(addresses.ipam, NodeIpam):
+            addresses.ipam.withhold(cause, why)
+
+    # Before the doors open: nobody gets an address of a range that another node has.
+    node.cluster.range_lost = partial(withhold, "contest")
+    node.cluster.show_problems()
+    if addresses.strays:
+        serve(addresses.ranges)  # pods that were restored have addresses of earlier ranges
+    return RangeKeeper(
+        store=node.store,
+        node_name=config.node.node_name,
+        facts=node.journal,
+        served=ServedRanges(
+            is_given=config.node.ipam == "node" and not config.node.node_cidrs,
+            ranges=lambda: addresses.ranges,
+            strays=lambda: addresses.strays,
+            serve=serve,
+            withhold=partial(withhold, "core Node"),
+            tell=node.cluster.ranges_changed,
+        ),
+        core=addresses.core,
+        warn=node.health.warn,
+        shared=node.cluster.shared,
+    )
 
 
 def make_installer(node: Node, installed: Callable[[], None]) -> Installer | None:
@@ -149,6 +191,7 @@ def make_api(node: Node, pump: EventPump) -> Api:
                 flow_usage=lambda: _list_flow_usage(datapath),
                 policies=lambda: len(node.policies.objects.rules),
                 policy_problems=lambda: len(node.policies.objects.problems),
+                policies_closed=lambda: len(node.policies.objects.closed),
                 policy_revision=lambda: node.regenerator.enforcer.revision,
                 identities=node.resolver.allocator,
                 maps=datapath.describe_maps,

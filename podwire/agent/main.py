@@ -25,6 +25,7 @@ from podwire.agent.assemble import (
     make_condition,
     make_duties,
     make_installer,
+    make_range_keeper,
     start_events,
 )
 from podwire.agent.cni.dispatch import Dispatcher
@@ -96,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with closing(_StartNotice(settled.config)) as notice:
                 node = open_node(settled, stack, notice)
             asyncio.run(serve(node, partial(read_settings, parsed)))
+            _hand_over(node)
     except PodwireError as error:
         return _fail(error)
     except OSError as error:
@@ -106,6 +108,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         )
     return 0
+
+
+def _hand_over(node: Node) -> None:
+    """Leave the node to the next agent, which may be of an older build."""
+    try:
+        node.datapath.prepare_handover()
+    except PodwireError as failure:
+        _log.warning("the node is not prepared for an older build", extra={"cause": str(failure)})
 
 
 def _fail(error: PodwireError) -> int:
@@ -165,6 +175,7 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
         await dispatcher.replay()
         pump = start_events(node, stack)
         duties = make_duties(node, dispatcher, threads)
+        keeper = make_range_keeper(node)
         await _open_doors(node, dispatcher, pump, stack)
         node.health.report("agent", ok=True)
         _settle_interpreter()
@@ -179,7 +190,7 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
                 "ms": ms,
             },
         )
-        for duty in (node.policies, node.addresses.duty, node.cluster, node.identities):
+        for duty in (node.policies, node.addresses.duty, node.cluster, keeper, node.identities):
             if duty is not None:
                 duty.start()
                 stack.callback(duty.stop)

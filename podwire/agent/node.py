@@ -375,6 +375,7 @@ def _compose_cluster(opened: _Opened, table: EndpointTable, turn: threading.RLoc
             tunnel_port=config.datapath.tunnel_port,
             node_address=config.node.node_address,
             store_hosts=list_hosts(config.store.store, _reach_cluster(config)),
+            has_core_nodes=config.store.is_kubernetes,
         ),
         store=opened.store,
         datapath=opened.datapath,
@@ -399,6 +400,8 @@ def _compose_policy_duty(opened: _Opened, enforcer: Enforcer, turn: threading.RL
         observe=opened.metrics.observe_step,
         report=partial(_report, opened.health, "store"),
         shared=opened.shared,
+        warn=opened.health.warn,
+        events=opened.events,
     )
 
 

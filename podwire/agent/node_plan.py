@@ -22,7 +22,7 @@ def plan_node(
         node_cidrs=addresses.ranges if ranges is None else ranges,
         families=addresses.families,
         # A single address that a node claims of a pool may be of any part of it.
-        pod_sources=config.node.cluster_cidrs if config.node.ipam == "pool" else (),
+        pod_sources=config.node.cluster_cidrs if config.node.ipam == "pool" else addresses.strays,
         masquerade=config.datapath.masquerade,
         masquerade_except=config.datapath.masquerade_except,
         conntrack_entries=config.datapath.conntrack_entries,

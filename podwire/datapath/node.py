@@ -206,6 +206,13 @@ class KernelDatapath:
         self._node.policy.capacity = plan.policy_entries
         self._node.others.apply_own(plan)
 
+    def prepare_handover(self) -> None:
+        """Leave the node so that an agent of any build may take it over without losing a packet; the last call before
+        `close`. An agent that was killed has not made it: docs/restore.md says what going back costs then.
+        """
+        if self._opened is not None:
+            self._opened.masquerade.spare_unmarked_tunnels()
+
     def close(self) -> None:
         """Give descriptors back. Pods keep running: devices, programs, maps and tables stay."""
         self._opened = None

@@ -206,6 +206,31 @@ def end_all(processes: Sequence[Process]) -> None:
         raise Unavailable(f"end processes {', '.join(str(process.pid) for process in left)}")
 
 
+def freeze_process(process: Process) -> None:
+    """Stop a process where it is; Unavailable when one of its threads goes on. SIGCONT ends it."""
+    _send(process, signal.SIGSTOP)
+    # The signal waits for one thread to handle it, and until that one gets its turn of a busy processor the others
+    # still answer.
+    deadline = time.monotonic() + _END_DEADLINE_S
+    while is_running(process) and not _is_frozen(process.pid):
+        if time.monotonic() > deadline:
+            raise Unavailable(
+                f"stop process {process.pid}: it still runs after {_END_DEADLINE_S:.0f} s"
+            )
+        time.sleep(0.001)
+
+
+def _is_frozen(pid: int) -> bool:
+    return all(_read_state(thread) in "TtZX" for thread in Path(f"/proc/{pid}/task").iterdir())
+
+
+def _read_state(thread: Path) -> str:
+    try:
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+
+
 def list_processes_in(namespaces: Collection[int]) -> list[Process]:
     """Find the processes in network namespaces, known by their inode numbers; never this one."""
     processes = []

@@ -42,6 +42,16 @@ Claimed = IPAddress | IPNetwork
 
 
 @dataclass(frozen=True)
+class Granted:
+    """What Kubernetes itself says that a node's pods have. It is read where two nodes claim one range."""
+
+    ranges: tuple[IPNetwork, ...] = ()
+    """() also where there is no such core Node, or only another one of that name."""
+    since: str = ""
+    """When the core Node was made, RFC 3339."""
+
+
+@dataclass(frozen=True)
 class NodeFacts:
     """What a node publishes. It is written only when one of these changes: it has no heartbeat."""
 
@@ -66,6 +76,10 @@ class NodeFacts:
     """Identities in use that no NodeEndpoints of it names."""
     claims: Mapping[Claimed, int] = field(default_factory=dict)
     """Numbers of its addresses and ranges, in the order in which nodes of the cluster have claimed theirs."""
+    core_uid: str = ""
+    """UID of the core Node that owns the publication: it goes when that Node does. "" without Kubernetes."""
+    granted: Granted | None = None
+    """Never published: what was read for a contest. None: nothing was."""
 
 
 @dataclass(frozen=True)

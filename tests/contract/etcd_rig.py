@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from podwire.lab.state import describe_process, freeze_process
+
 PROGRAM = "etcd"
 MISSING = "no program 'etcd': apt-get install etcd-server"
 ENDPOINT_VARIABLE = "PODWIRE_TEST_ETCD"
@@ -101,7 +103,7 @@ class Etcd:
 
     def freeze(self) -> None:
         """Let it answer nobody, and keep its connections."""
-        os.kill(self.pid, signal.SIGSTOP)
+        freeze_process(describe_process(self.pid))
 
     def thaw(self) -> None:
         """End `freeze`."""

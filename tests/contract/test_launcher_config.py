@@ -221,7 +221,7 @@ def _damaged_documents(draw: st.DrawFn) -> bytes:
     return bytes(raw)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@settings(suppress_health_check=list(HealthCheck))
 @given(stdin=_damaged_documents())
 @example(stdin=b'{"a": "\\ud834\\udd1e"}')
 @example(stdin=b'{"cniVersion": "0.1.0}')

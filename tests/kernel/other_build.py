@@ -3,13 +3,14 @@
 Run as a script it prepares a node and prints what it found, with whatever `podwire` package is in its path.
 """
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ class Build:
         """Let this build take the node over, in the caller's namespace; gives what it says about it."""
         done = subprocess.run(
             [sys.executable, __file__, str(bpf_dir), "die" if die_before_swap else ""],
-            env=dict(os.environ, PYTHONPATH=f"{self.tree}:{os.environ.get('PYTHONPATH', '')}"),
+            env=self._environment(),
             cwd=self.tree,
             capture_output=True,
             text=True,
@@ -37,6 +38,36 @@ class Build:
         )
         assert done.returncode == (9 if die_before_swap else 0), done.stderr
         return {} if die_before_swap else dict(json.loads(done.stdout))
+
+    def _environment(self) -> dict[str, str]:
+        return dict(os.environ, PYTHONPATH=f"{self.tree}:{os.environ.get('PYTHONPATH', '')}")
+
+    @contextlib.contextmanager
+    def taking_over(self, bpf_dir: Path, number: int, other: int) -> Iterator[None]:
+        """Let this build take over a node with a tunnel, as test_cluster_traffic.py plans it, in its namespace.
+
+        During the block its programs are attached and nothing else is its own yet. Afterwards all is.
+        """
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(bpf_dir), "tunnel", str(number), str(other)],
+            env=self._environment(),
+            cwd=self.tree,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                assert process.stdout.readline() == "swapped\n"
+                yield
+                process.stdin.close()
+                assert process.stdout.readline() == "done\n"
+            finally:
+                if process.poll() is None and not process.stdin.closed:
+                    process.kill()
+        assert process.returncode == 0
 
 
 def _copy_tree(tree: Path) -> Path:
@@ -150,5 +181,39 @@ def _run(bpf_dir: Path, *, die: bool) -> None:
         )
 
 
+def _take_tunnel_over(bpf_dir: Path, number: int, other: int) -> None:
+    from podwire.datapath import upgrade  # noqa: PLC0415 (another build's)
+    from podwire.datapath.node import KernelDatapath  # noqa: PLC0415
+    from podwire.datapath.plan import NodePlan  # noqa: PLC0415
+    from podwire.model.cluster import Way  # noqa: PLC0415
+    from tests.kernel import test_cluster_traffic as town  # noqa: PLC0415
+
+    outside, ranges, _ = town.facts(number)
+    plan = NodePlan(
+        node_name=f"n{number}",
+        bpf_dir=bpf_dir,
+        node_address=outside[0],
+        cluster_cidrs=town.CLUSTER,
+        node_cidrs=ranges,
+        conntrack_entries=4096,
+        conntrack_quota=512,
+    )
+    swap = upgrade.replace_programs
+
+    def swap_and_wait(*arguments: Any) -> int:
+        count = swap(*arguments)
+        print("swapped", flush=True)
+        sys.stdin.read()
+        return count
+
+    upgrade.replace_programs = swap_and_wait  # type: ignore[assignment]
+    with KernelDatapath(plan) as datapath:
+        datapath.apply_cluster(town.plan_for(number, other, town.Way2(Way.TUNNEL)))
+        print("done", flush=True)
+
+
 if __name__ == "__main__":
-    _run(Path(sys.argv[1]), die=sys.argv[2] == "die")
+    if sys.argv[2] == "tunnel":
+        _take_tunnel_over(Path(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4]))
+    else:
+        _run(Path(sys.argv[1]), die=sys.argv[2] == "die")

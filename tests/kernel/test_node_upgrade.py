@@ -49,6 +49,7 @@ from tests.kernel.other_build import (
     make_build_without_maps,
     make_last_layout,
 )
+from tests.kernel.test_cluster_traffic import Way2, connect, natively, two_nodes
 from tests.kernel.traffic import Datagrams, Stream, continuous_traffic
 
 THIS = abi.ABI_VERSION
@@ -122,6 +123,34 @@ def test_the_last_layout_is_taken_over_and_gets_everything_back_under_traffic(
             assert conntrack_keys(world) >= known
             let_flow(flows)
         results = [flow.finish() for flow in flows]
+    assert results == [[] if isinstance(flow, Datagrams) else "" for flow in flows]
+
+
+@pytest.mark.parametrize("outer", [4, 6])
+def test_the_last_layout_takes_a_tunnel_over_and_gives_it_back_under_traffic(
+    tmp_path: Path, last_layout: Build, outer: int
+) -> None:
+    """Its programs do not mark what they tunnel, and its table is written a moment after they are attached."""
+    way = Way2(Way.TUNNEL, outer=outer)
+    with two_nodes(tmp_path) as nodes:
+        connect(nodes, way)
+        pods = [node.attach(9) for node in nodes]
+        first = nodes[0]
+        with continuous_traffic(natively(pods)) as flows:
+            let_flow(flows)
+            for _ in range(2):
+                with first.inside():
+                    first.datapath.prepare_handover()
+                    first.datapath.close()
+                    with last_layout.taking_over(first.datapath.plan.bpf_dir, 1, 2):
+                        assert list_versions(first.datapath.plan.bpf_dir) == [THIS - 1, THIS]
+                        let_flow(flows)
+                    let_flow(flows)
+                    first.datapath = KernelDatapath(first.datapath.plan)
+                    first.datapath.prepare()
+                connect(nodes, way)
+                let_flow(flows)
+            results = [flow.finish() for flow in flows]
     assert results == [[] if isinstance(flow, Datagrams) else "" for flow in flows]
 
 

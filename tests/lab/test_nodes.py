@@ -265,6 +265,27 @@ def test_agents_that_are_killed_and_started_lose_no_packet(lab: Lab) -> None:
     assert all(seen), f"{seen.count(False)} of {len(seen)} lost"
 
 
+def test_an_agent_that_is_stopped_leaves_the_tunnel_to_any_build(lab: Lab) -> None:
+    """An older one does not mark what it tunnels. Processes are refused all the same (test_forged_packets.py)."""
+
+    def refuses_by_mark_alone() -> bool:
+        command = ("nft", "list", "chain", "inet", "podwire", "tunnel_sent")
+        shown = run("ip", "netns", "exec", lab.node("node2").namespace, *command)
+        assert "meta mark" in shown
+        return "meta skuid" not in shown
+
+    assert refuses_by_mark_alone()
+    with steady_flow(lab, "proxy", "db") as seen:
+        labs.change_agent(lab.name, "node2", "stop")
+        try:
+            assert not refuses_by_mark_alone()
+        finally:
+            labs.change_agent(lab.name, "node2", "start")
+        wait_for(refuses_by_mark_alone, "the next agent to write its table")
+        wait_for(lambda: len(seen) > 50, "some packets")
+    assert all(seen), f"{seen.count(False)} of {len(seen)} lost"
+
+
 def test_nodes_that_are_parted_and_healed_find_each_other_again(lab: Lab) -> None:
     with steady_flow(lab, "near", "db") as local, steady_flow(lab, "far", "db") as unaffected:
         labs.set_partition(lab.name, "node1", "node2")

@@ -83,12 +83,13 @@ def tcp(
     payload: bytes = b"",
     options: bytes = b"",
     acknowledged: int = 2,
+    sequence: int = 1,
 ) -> Segment:
     """Make a TCP segment, the first of its sender, that answers another one; `options` is padded to words."""
     options += b"\0" * (-len(options) % 4)
     words = 5 + len(options) // 4
     header = struct.pack(
-        "!HHIIBBHHH", source, destination, 1, acknowledged, words << 4, flags, 512, 0, 0
+        "!HHIIBBHHH", source, destination, sequence, acknowledged, words << 4, flags, 512, 0, 0
     )
     return Segment(TCP, header + options + payload, 16)
 

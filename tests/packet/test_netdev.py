@@ -419,14 +419,6 @@ def test_new_connections_of_old_ports_take_the_new_way(rig: Rig) -> None:
     assert rig.entry(A)[1].path == Path.NATIVE
 
 
-def test_an_answer_to_a_translated_connection_of_old_ports_is_left_to_the_stack(rig: Rig) -> None:
-    rig.sent(A, out(A, tcp(4000, 80, SYN)))
-    assert arrive(rig, to(A, tcp(80, 4000, SYN_ACK))).action == Action.PEER
-    key, _ = rig.entry(A)
-    rig.change_entry(key, tcp_state=TcpState.CLOSED)
-    assert arrive(rig, to(A, tcp(80, 4000, SYN_ACK))).retval == TC_ACT_UNSPEC
-
-
 ROUTER = {4: "203.0.113.1", 6: "2001:db8:2::1"}
 
 

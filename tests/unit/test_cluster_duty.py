@@ -126,6 +126,8 @@ class Rig:
         name: Any = "n1",
         facts: Any = None,
         store_hosts: tuple[str, ...] = (),
+        *,
+        has_core_nodes: bool = False,
     ) -> None:
         self.store = store or MemoryStore()
         self.kernel, self.news, self.facts = FakeCluster(), FakeNews(), Facts(facts or {})
@@ -133,7 +135,9 @@ class Rig:
         self.health = Health(FakeClock())
         self.metrics = Metrics()
         self.duty = ClusterDuty(
-            options=ClusterOptions(name, settings, store_hosts=store_hosts),
+            options=ClusterOptions(
+                name, settings, store_hosts=store_hosts, has_core_nodes=has_core_nodes
+            ),
             store=self.store,
             datapath=self.kernel,
             table=self.table,

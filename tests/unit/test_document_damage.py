@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from podwire.agent.duties.addresses import IpamNews
@@ -64,7 +64,6 @@ def _listeners() -> list[Callable[[StoredObject], object]]:
     ]
 
 
-@settings(max_examples=400, deadline=None, print_blob=True)
 @given(kind=st.sampled_from(KINDS), name=_NAMES, document=_DOCUMENTS)
 def test_no_document_breaks_a_listener(kind: Any, name: str, document: dict[str, Any]) -> None:
     stored = StoredObject(key=ObjectKey(kind.plural, "", name), revision=1, document=document)
@@ -74,7 +73,6 @@ def test_no_document_breaks_a_listener(kind: Any, name: str, document: dict[str,
         tell(stored)
 
 
-@settings(max_examples=300, deadline=None, print_blob=True)
 @given(kind=st.sampled_from(["nodes", "nodeendpoints"]), document=_DOCUMENTS)
 def test_what_stands_where_this_node_published_breaks_nothing_and_is_seen(
     kind: str, document: dict[str, Any]

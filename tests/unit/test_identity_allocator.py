@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from podwire.control.identity.allocator import (
@@ -485,7 +485,6 @@ STEPS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.lists(STEPS, max_size=40))
 def test_no_number_ever_means_two_keys(steps: list[tuple[str, int, int]]) -> None:
     """Whatever agents do in any order, with lists as old as it comes; only what rests long enough may be deleted, and
@@ -553,7 +552,6 @@ FEED_STEPS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.lists(FEED_STEPS, max_size=40))
 def test_after_the_last_news_an_agent_knows_what_the_store_has(
     steps: list[tuple[str, int]],

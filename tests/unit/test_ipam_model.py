@@ -166,4 +166,4 @@ class AddressMachine(RuleBasedStateMachine):
 
 
 TestAddresses = AddressMachine.TestCase
-TestAddresses.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAddresses.settings = settings(stateful_step_count=40)

@@ -124,6 +124,15 @@ def test_what_is_over_before_it_was_written_is_not_written() -> None:
     assert [again.name for again in write_all(queue, REPEAT_S)] == [write.name]
 
 
+def test_what_may_be_over_soon_is_written_when_it_has_lasted() -> None:
+    queue = make_queue()
+    queue.tell(NODE, "A", "m", NOW, ready_s=2.0)
+    assert queue.due_in(0.5) == 1.5
+    assert write_all(queue, 1.9) == []
+    queue.tell(NODE, "A", "changed", LATER, ready_s=4.0)
+    assert [write.message for write in write_all(queue, 2.0)] == ["changed"]
+
+
 def test_what_failed_is_written_later_and_what_is_gone_is_made_anew() -> None:
     queue = make_queue((NODE, "A", "m"))
     write = queue.take(0.0)
@@ -208,8 +217,9 @@ class Heard(EventTeller):
         super().__init__(lambda _write: None, "n1", "nonce")
         self.told: list[tuple[str, str]] = []
 
-    def tell(self, about: Subject, reason: str, message: str) -> None:
+    def tell(self, about: Subject, reason: str, message: str, *, settle_s: float = 0.0) -> None:
         assert about == NODE
+        assert settle_s
         self.told.append((reason, message))
 
     def withdraw(self, about: Subject, reason: str) -> None:

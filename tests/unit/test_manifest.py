@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from podwire.model.errors import InvalidRequest
@@ -243,7 +243,6 @@ def without_merge_keys(value: Any) -> Any:
     return [without_merge_keys(one) for one in value] if isinstance(value, list) else value
 
 
-@settings(max_examples=200, deadline=None, print_blob=True)
 @given(
     documents=st.lists(
         st.dictionaries(st.sampled_from("abc"), PLAIN, min_size=1), min_size=1, max_size=3
@@ -255,7 +254,6 @@ def test_what_is_written_is_read_again_as_it_was(documents: list[dict[str, Any]]
     assert [one.document for one in load_manifests(text.encode(), "f")] == documents
 
 
-@settings(max_examples=300, deadline=None, print_blob=True)
 @given(text=st.text(st.sampled_from("ab:-?&*!|>{}[]#%'\"\\ \n\t,~<0"), max_size=60))
 def test_no_text_breaks_the_loader(text: str) -> None:
     with contextlib.suppress(InvalidRequest):

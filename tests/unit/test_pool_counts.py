@@ -3,7 +3,7 @@
 from ipaddress import ip_address, ip_network
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from podwire.control.documents.pool_counts import Count, count_pools
@@ -102,7 +102,6 @@ def test_a_pool_of_ipv6_has_another_capacity() -> None:
     assert _shown(found["p"].nodes["n"]) == (1, 15, 2, 0)
 
 
-@settings(max_examples=200, deadline=None, print_blob=True)
 @given(
     owners=st.lists(st.sampled_from(["", "n", "m"]), min_size=4, max_size=4),
     pods=st.lists(st.tuples(st.sampled_from(["n", "m", "k"]), st.integers(0, 63))),

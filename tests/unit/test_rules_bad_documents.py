@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from podwire.control.policy.rules_cilium import (
@@ -139,13 +139,11 @@ def decodes(document: Any) -> None:
 
 
 @given(JUNK)
-@settings(max_examples=300, deadline=None)
 def test_junk_gives_rules_or_faults_and_nothing_else(document: Any) -> None:
     decodes(document)
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
 def test_a_good_document_with_one_junk_value_gives_rules_or_faults(data: st.DataObject) -> None:
     def damage(value: Any) -> Any:
         if data.draw(st.integers(0, 5)) == 0 or not value:

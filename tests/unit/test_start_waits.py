@@ -10,8 +10,7 @@ import pytest
 
 from podwire.agent.api.waiting import WaitingApi
 from podwire.agent.config_reload import read_settings
-from podwire.agent.duties.core_node import RANGES_FACT, NetworkCondition, Start, choose_address
-from podwire.agent.duties.follower import KindList
+from podwire.agent.duties.core_node import RANGES_FACT, Start, choose_address
 from podwire.cli.client import CliError, request
 from podwire.control.kubernetes.cluster_ranges import KUBEADM_KEY
 from podwire.control.kubernetes.core_node import core_node_key
@@ -208,31 +207,6 @@ def test_the_address_is_an_internal_ip_that_this_host_has(internal: list[str], c
     assert str(trial.start.wait_for_address("n1", lambda: CARDS)) == chosen
     store.away = bool(internal)
     assert str(trial.start.wait_for_address("n1", lambda: CARDS)) == chosen
-
-
-@pytest.mark.parametrize(
-    ("served", "given", "is_warned"),
-    [
-        ([RANGE], [RANGE], False),
-        ([RANGE], [], False),
-        ([], [RANGE], False),
-        ([RANGE], ["10.244.7.0/24"], True),
-        ([RANGE, "fd00::/64"], ["fd00::/64", RANGE], False),
-        ([RANGE, "fd00::/64"], [RANGE], True),
-    ],
-)
-def test_other_ranges_than_those_in_use_are_named(
-    served: list[str], given: list[str], *, is_warned: bool
-) -> None:
-    warned: dict[str, str] = {}
-    ranges = [ip_network(text) for text in served]
-    condition = NetworkCondition(
-        MemoryStore(), "n1", lambda _node, _condition: None, None, ranges, warned.__setitem__
-    )
-    condition.on_lists([KindList(core_node_key("n1").kind, [core_node(podCIDRs=given)], 1)])
-    (message,) = warned.values()
-    assert bool(message) is is_warned
-    assert all(text in message for text in given if is_warned)
 
 
 @pytest.fixture

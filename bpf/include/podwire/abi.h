@@ -308,7 +308,8 @@ struct pw_conntrack_value {
 	__u8 nat_addr[16];
 	__u32 tag; /* of the row's own key: who holds a row that was given to another flow sees it */
 	__u32 charged; /* 1 = it counts among its endpoint's connections */
-	__u32 answer; /* TCP: sequence number of the SYN-ACK; else when the first answer came, in ms */
+	__u32 answer; /* TCP: sequence number of the SYN-ACK, or, while it has not come, of the SYN;
+		       * else when the first answer came, in ms */
 	__u32 backend;
 	__u8 kind; /* enum pw_conntrack_kind */
 	__u8 pad[3];

@@ -44,6 +44,7 @@ static __always_inline void fill_entry(const struct pw_flow *flow, const struct 
 	entry->tcp_state = tcp ? PW_TCP_OPENING : PW_TCP_NONE;
 	entry->lifetime_s = tcp ? PW_LIFETIME_TCP_OPENING : PW_LIFETIME_DATAGRAM;
 	entry->flags = match->picked_up ? PW_CONNTRACK_PICKED_UP : 0;
+	entry->answer = opens_tcp(flow->tcp_flags) ? flow->tcp_sequence : 0;
 	if (match->translated)
 		entry->flags |= PW_CONNTRACK_TRANSLATED;
 	entry->tag = tag_of(&flow->key);

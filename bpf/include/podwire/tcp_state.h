@@ -54,7 +54,8 @@ static __always_inline __u8 close_side(struct pw_conntrack_value *entry, bool re
 }
 
 /* A connection is established when its opener has seen the answer: it acknowledges the SYN-ACK's exact sequence number,
- * which nobody sees who forges a sender's address. Without a recorded SYN-ACK both sides have to send.
+ * which nobody sees who forges a sender's address. Without a recorded SYN-ACK both sides have to send. Until the answer
+ * comes, the entry keeps the SYN's own number, by which from_netdev knows the answer.
  */
 static __always_inline __u8 open_further(struct pw_conntrack_value *entry,
 					 const struct pw_flow *flow, bool reply)
@@ -63,6 +64,8 @@ static __always_inline __u8 open_further(struct pw_conntrack_value *entry,
 		entry->answer = flow->tcp_sequence;
 		return PW_TCP_ANSWERED;
 	}
+	if (!reply && entry->tcp_state == PW_TCP_OPENING && opens_tcp(flow->tcp_flags))
+		entry->answer = flow->tcp_sequence;
 	if (reply)
 		return entry->flags & PW_CONNTRACK_PICKED_UP ? PW_TCP_ESTABLISHED
 							     : entry->tcp_state;

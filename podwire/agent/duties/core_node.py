@@ -46,7 +46,6 @@ LOOK_S: Final = 0.5
 """How often a start looks whether what it waits for has come; pods wait with it, so it must notice within a second."""
 CONDITION_AGAIN_S: Final = 1.0
 CONDITION_AGAIN_MAX_S: Final = 30.0
-WARNING: Final = "core-node"
 
 DeviceAddress = tuple[str, IPAddress]
 """A device's name, and an address of it."""
@@ -144,8 +143,7 @@ class NetworkCondition:
     """Sets the condition NetworkUnavailable of the own core Node to False, once, when pods have a network here.
 
     Cloud providers set it to True when they make a Node, and pods wait for that. `write` replaces a condition of a Node
-    that has not changed since it was read. Follows the Node, since the condition may come later than the network; and
-    since a Node that is made anew may have other ranges than those of `served`, which `warn` is told.
+    that has not changed since it was read. Follows the Node, since the condition may come later than the network.
     """
 
     def __init__(
@@ -154,11 +152,7 @@ class NetworkCondition:
         node_name: str,
         write: Callable[[StoredObject, Mapping[str, str]], None],
         shared: SharedWatch | None = None,
-        served: Sequence[IPNetwork] = (),
-        warn: Callable[[str, str], None] = lambda _key, _message: None,
     ) -> None:
-        self._served = frozenset(served)
-        self._warn = warn
         self._store = store
         self._node_name = node_name
         self._write = write
@@ -214,17 +208,6 @@ class NetworkCondition:
             if node.is_called_unavailable:
                 self._is_asked = True
                 self._worker.wake()
-            self._warn(WARNING, self._compare(node))
-
-    def _compare(self, node: CoreNode) -> str:
-        """Say that the Node has other ranges than this agent serves; "" when it has not, or has none yet."""
-        if not self._served or not node.pod_cidrs or self._served == set(node.pod_cidrs):
-            return ""
-        given, served = (", ".join(sorted(map(str, one))) for one in (node.pod_cidrs, self._served))
-        return (
-            f"core Node {node.name} was made anew with ranges {given}, and this agent gives addresses of {served};"
-            " restart the agent, then start the node's pods again"
-        )
 
     def _work(self) -> float | None:
         if not (self._is_there and self._is_asked):

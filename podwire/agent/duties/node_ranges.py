@@ -5,7 +5,7 @@ Called by `agent.node` before the datapath is opened, because the datapath must 
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_network
 
 from podwire.agent.duties.addresses import HOST_NAME_LABEL, IpamDuty
@@ -29,6 +29,15 @@ from podwire.model.store import Store, StoredObject
 from podwire.model.store.kinds import IP_BLOCK, IP_POOL, NODE
 
 
+@dataclass
+class OwnCoreNode:
+    """What is known of the core Node under which this node publishes itself; written by one thread, read by any."""
+
+    uid: str = ""
+    why_silent: str = ""
+    """Why nothing is published: the core Node that would own it is not there."""
+
+
 @dataclass(frozen=True)
 class Addresses:
     """The source of addresses, and the duty that looks after it."""
@@ -36,6 +45,8 @@ class Addresses:
     ipam: Ipam
     duty: IpamDuty | None = None
     """With IPAM mode `pool`."""
+    core: OwnCoreNode = field(default_factory=OwnCoreNode)
+    """With the store `kubernetes`."""
 
     @property
     def ranges(self) -> tuple[IPNetwork, ...]:
@@ -63,7 +74,16 @@ class Addresses:
             else tuple(cidr_usage.cidr for cidr_usage in usage),
             blocks=blocks,
             tunnel_addresses=tuple(sorted(own, key=lambda address: address.version)),
+            core_uid=self.core.uid,
+            why_silent=self.core.why_silent,
         )
+
+    @property
+    def strays(self) -> tuple[IPNetwork, ...]:
+        """Give the addresses that pods here have outside of the node's ranges, which were others once."""
+        if not isinstance(self.ipam, NodeIpam):
+            return ()
+        return tuple(ip_network(address) for address in self.ipam.list_strays())
 
     def on_blocks(
         self,

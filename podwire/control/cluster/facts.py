@@ -31,6 +31,8 @@ MTU_MAX_BYTES: Final = 65535
 MTU_ANNOTATION: Final = "podwire.io/underlay-mtu"
 ADDRESSES_ANNOTATION: Final = "podwire.io/addresses"
 CIDRS_ANNOTATION: Final = "podwire.io/pod-cidrs"
+CORE_OWNER: Final = {"apiVersion": "v1", "kind": "Node"}
+"""What an owner reference to a core Node says, beside its name and UID."""
 
 _MAC: Final = re.compile(r"[0-9a-f]{2}(?::[0-9a-f]{2}){5}")
 _SMALLEST_PREFIX: Final = 8
@@ -83,9 +85,30 @@ def encode_node(facts: NodeFacts, before: Mapping[str, Any] | None = None) -> di
     return {
         "apiVersion": NODE.api_versions[0],
         "kind": NODE.name,
-        "metadata": {**metadata, "name": facts.name, "annotations": annotations},
+        "metadata": {
+            **metadata,
+            **own_by_core_node(facts.name, facts.core_uid),
+            "name": facts.name,
+            "annotations": annotations,
+        },
         "spec": spec,
     }
+
+
+def own_by_core_node(name: str, uid: str) -> dict[str, Any]:
+    """Give the metadata of an object that Kubernetes deletes with a core Node; none for the uid ""."""
+    if not uid:
+        return {}
+    return {"ownerReferences": [{**CORE_OWNER, "name": name, "uid": uid}]}
+
+
+def _find_core_uid(document: Mapping[str, Any]) -> str:
+    owners = _members(document, "metadata").get("ownerReferences")
+    for owner in owners if isinstance(owners, list) else ():
+        if isinstance(owner, Mapping) and CORE_OWNER.items() <= owner.items():
+            uid = owner.get("uid")
+            return uid if isinstance(uid, str) else ""
+    return ""
 
 
 def _members(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -126,6 +149,7 @@ def decode_node(stored: StoredObject) -> NodeFacts:
         blocks=spec.epochs("blocks"),
         holds=tuple(map(IdentityId, spec.numbers("holds", 1, CLUSTER_LAST))),
         claims=spec.claims("claims", EPOCH_MAX),
+        core_uid=_find_core_uid(stored.document),
     )
     _check(facts, spec)
     faults.raise_if_any(f"read Node {stored.key.name!r}")

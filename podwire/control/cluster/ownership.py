@@ -2,9 +2,10 @@
 
 Used by `control.cluster.planner`, and by `control.cluster.publish` before a node starts. Pure. A claim gets a number
 when it is first published: one more than the highest number there was. Of two claims the lower number is the older
-claim, and it stands. Claims with equal numbers (two that began at once) are ordered by the nodes' names. Between
-blocks of pools the higher epoch comes first, because there the store itself has said which node follows which. No
-other node gets here what this node itself has. Invariants: the result does not depend on the order of nodes, nor on
+claim, and it stands. Claims with equal numbers (two that began at once) are ordered by the age of the nodes' core Nodes
+and by the nodes' names. With Kubernetes, what the API server says of a range comes before all numbers. Between blocks
+of pools the higher epoch comes first, because there the store itself has said which node follows which. No other node
+gets here what this node itself has. Invariants: the result does not depend on the order of nodes, nor on
 which node computes it. A claim that no other contradicts is valid. A valid claim is defeated by no later claim.
 """
 
@@ -24,6 +25,10 @@ UNNUMBERED: Final = 0
 NOT_YET: Final = math.inf
 """Of what this node has not published yet."""
 RANGES: Final = (IPv4Network, IPv6Network)
+_CONFIRMED: Final = -1
+_NOT_ASKED: Final = 0
+_DENIED: Final = 1
+"""What Kubernetes says of a claim to a range; the lower, the stronger."""
 
 
 @dataclass(frozen=True, order=True)
@@ -45,11 +50,14 @@ class Claim:
     """The lower, the older."""
     epoch: int | None = None
     """Of a pool's block; None of everything else."""
+    standing: int = _NOT_ASKED
+    since: str = ""
+    """Of the core Node, where it was read."""
 
     @property
-    def rank(self) -> tuple[float, str]:
+    def rank(self) -> tuple[int, float, str, str]:
         """The lower, the stronger."""
-        return self.number, self.node
+        return self.standing, self.number, self.since, self.node
 
 
 @dataclass
@@ -65,6 +73,8 @@ class Outcome:
     problems: set[Problem] = field(default_factory=set)
     lost: list[tuple[Claim, Claim]] = field(default_factory=list)
     """What of this node's claims falls, and to which."""
+    contested: set[str] = field(default_factory=set)
+    """Nodes that claim a range that another one claims, too; but for blocks, which the store decides."""
 
 
 def settle(own: NodeFacts, peers: Sequence[NodeFacts]) -> Outcome:
@@ -120,13 +130,13 @@ def number_claims(
     return numbers
 
 
-def describe_lost(outcome: Outcome) -> str:
+def describe_lost(outcome: Outcome, *, only_ranges: bool = False) -> str:
     """Say which claims of this node another node has, "" when there are none. The store decides blocks."""
     return "; ".join(
         f"{'pod range' if isinstance(mine.what, RANGES) else 'address'} {mine.what} of node {mine.node} is not reached"
-        f" by others: node {other.node} has {other.what} by an older claim"
+        f" by others: node {other.node} has {other.what} by {_name_cause(other, mine)}"
         for mine, other in sorted(outcome.lost, key=lambda pair: str(pair[0].what))
-        if mine.epoch is None
+        if mine.epoch is None and (isinstance(mine.what, RANGES) or not only_ranges)
     )
 
 
@@ -208,7 +218,7 @@ class _Range:
     last: int
 
     @property
-    def order(self) -> tuple[float, str, int, int, int]:
+    def order(self) -> tuple[int, float, str, str, int, int, int]:
         """Total, so that no order of input matters."""
         return *self.claim.rank, self.network.version, self.first, self.last
 
@@ -261,9 +271,7 @@ def _settle_ranges(own: NodeFacts, peers: Sequence[NodeFacts], outcome: Outcome)
     rest = [claimed for claimed in claims if claimed.claim.epoch is None]
     standing, later = _sift(sorted((*standing, *rest), key=lambda claimed: claimed.order))
     for loser, other in (*fallen, *later):
-        outcome.problems.add(_describe_overlap(loser, other))
-        if loser.claim.node == own.name:
-            outcome.lost.append((loser.claim, other.claim))
+        _note_fallen(own, loser, other, outcome)
     here = _Taken()
     # What this node has is not taken from it here, even when its claim is lost: its pods run, and its routes lead to
     # them.
@@ -285,12 +293,36 @@ def _settle_ranges(own: NodeFacts, peers: Sequence[NodeFacts], outcome: Outcome)
                 outcome.refused.add(network)
 
 
+def _note_fallen(own: NodeFacts, loser: _Range, other: _Range, outcome: Outcome) -> None:
+    outcome.problems.add(_describe_overlap(loser, other))
+    if loser.claim.epoch is None and other.claim.epoch is None:
+        outcome.contested |= {loser.claim.node, other.claim.node}
+    if loser.claim.node == own.name:
+        outcome.lost.append((loser.claim, other.claim))
+
+
 def _list_ranges(facts: NodeFacts, unknown: float) -> Iterator[_Range]:
     for network, epoch in claimed_ranges(facts):
         first = int(network.network_address)
         number = facts.claims.get(network, unknown)
-        claim = Claim(facts.name, network, number, epoch if network in facts.blocks else None)
+        standing = _ask(facts, network)
+        since = facts.granted.since if facts.granted else ""
+        block_epoch = epoch if network in facts.blocks else None
+        claim = Claim(facts.name, network, number, block_epoch, standing, since)
         yield _Range(claim, network, first, first + network.num_addresses - 1)
+
+
+def _ask(facts: NodeFacts, network: IPNetwork) -> int:
+    """Say what Kubernetes says of a claim, where it was asked."""
+    if facts.granted is None or network in facts.blocks:
+        return _NOT_ASKED
+    is_granted = any(
+        one.version == network.version
+        and one.prefixlen <= network.prefixlen
+        and network.network_address in one
+        for one in facts.granted.ranges
+    )
+    return _CONFIRMED if is_granted else _DENIED
 
 
 def _sift(ordered: Iterable[_Range]) -> tuple[list[_Range], list[tuple[_Range, _Range]]]:
@@ -321,8 +353,19 @@ def _verdict(winner: Claim, losers: Sequence[Claim]) -> str:
     names = sorted({claim.node for claim in losers})
     verb = "is" if len(names) == 1 else "are"
     return (
-        f"{winner.node} has the older claim and keeps it, {_join(names)} {verb} not reached there"
+        f"{winner.node} has {_name_reason(winner, losers)} and keeps it, {_join(names)} {verb} not"
+        " reached there"
     )
+
+
+def _name_cause(winner: Claim, loser: Claim) -> str:
+    return "its core Node" if winner.standing < loser.standing else "an older claim"
+
+
+def _name_reason(winner: Claim, losers: Sequence[Claim]) -> str:
+    """Say by what a claim stands."""
+    is_granted = all(winner.standing < loser.standing for loser in losers)
+    return "the core Node with that podCIDR" if is_granted else "the older claim"
 
 
 def _join(names: Sequence[str]) -> str:

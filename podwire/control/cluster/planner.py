@@ -93,7 +93,11 @@ class Planned:
     cidr_owners: Mapping[tuple[int, int, int], str] = field(default_factory=dict)
     """The owner of each valid range, by `ownership.network_key`; blocks are lent, so they are not here."""
     lost: str = ""
-    """What of this node is another's by an older claim; "" = nothing. Blocks follow the store by themselves."""
+    """What of this node is another's; "" = nothing. Blocks follow the store by themselves."""
+    lost_ranges: str = ""
+    """The part of it that is about ranges of pods."""
+    contested: frozenset[str] = frozenset()
+    """Nodes that claim a range that another one claims, too."""
 
 
 def plan_cluster(
@@ -142,6 +146,8 @@ def plan_cluster(
         belief,
         find_cidr_owners(believed, outcome),
         describe_lost(outcome),
+        describe_lost(outcome, only_ranges=True),
+        frozenset(outcome.contested),
     )
 
 

@@ -312,19 +312,23 @@ class EndpointsPublisher:
         self._epoch = 0
         self._sequence = 0
 
-    def write(self, identities: Identities, bases: Sequence[IPNetwork]) -> None:
+    def write(self, identities: Identities, bases: Sequence[IPNetwork], core_uid: str = "") -> None:
         """Publish pods; the first time in a new epoch. Raises Unavailable, Conflict."""
         for _ in range(ATTEMPTS):
             stored = look_at(self._store, endpoints_key(self._name))
             try:
-                self._write(stored, identities, bases)
+                self._write(stored, identities, bases, core_uid)
             except (Conflict, NotFound):
                 continue
             return
         raise Conflict(f"publish the pods of node {self._name!r}: others keep changing them")
 
     def _write(
-        self, stored: StoredObject | None, identities: Identities, bases: Sequence[IPNetwork]
+        self,
+        stored: StoredObject | None,
+        identities: Identities,
+        bases: Sequence[IPNetwork],
+        core_uid: str,
     ) -> None:
         spec = _spec_of(stored)
         known, sequence = spec.get("epoch"), spec.get("sequence")
@@ -337,7 +341,7 @@ class EndpointsPublisher:
         elif theirs == self._epoch and isinstance(sequence, int):
             self._sequence = max(self._sequence, sequence)
         publication = Publication(self._name, self._epoch, self._sequence + 1, identities)
-        document = encode_endpoints(publication, bases)
+        document = encode_endpoints(publication, bases, core_uid)
         if stored is None:
             self._store.create(StoredObject(key=endpoints_key(self._name), document=document))
         else:

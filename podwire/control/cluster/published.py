@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from podwire.control.cluster.facts import own_by_core_node
 from podwire.control.cluster.reading import EPOCH_MAX, Fields
 from podwire.model.documents.reader import Faults
 from podwire.model.endpoint import IPAddress, IPNetwork
@@ -48,8 +49,11 @@ def endpoints_key(node: str) -> ObjectKey:
     return ObjectKey(NODE_ENDPOINTS.plural, "", node)
 
 
-def encode_endpoints(publication: Publication, bases: Sequence[IPNetwork]) -> dict[str, Any]:
-    """Write the document; `bases` are the node's own ranges, which do not overlap."""
+def encode_endpoints(
+    publication: Publication, bases: Sequence[IPNetwork], core_uid: str = ""
+) -> dict[str, Any]:
+    """Write the document; `bases` are the node's own ranges, which do not overlap; `core_uid` is of the core Node that
+    owns it."""
     sections: list[list[str]] = [[] for _ in bases]
     others: list[str] = []
     finder = _Bases(bases)
@@ -64,7 +68,10 @@ def encode_endpoints(publication: Publication, bases: Sequence[IPNetwork]) -> di
     return {
         "apiVersion": NODE_ENDPOINTS.api_versions[0],
         "kind": NODE_ENDPOINTS.name,
-        "metadata": {"name": publication.node},
+        "metadata": {
+            "name": publication.node,
+            **own_by_core_node(publication.node, core_uid),
+        },
         "spec": {
             "epoch": publication.epoch,
             "sequence": publication.sequence,

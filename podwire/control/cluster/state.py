@@ -6,6 +6,7 @@ listed once. What cannot be read is left out and reported.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -17,7 +18,7 @@ from podwire.control.cluster.planner import NodeNumbers, Planned, plan_cluster
 from podwire.control.cluster.published import Publication, decode_endpoints
 from podwire.control.cluster.reach import ClusterSettings
 from podwire.control.cluster.remote import Changes, RemotePods, View
-from podwire.model.cluster import ClusterPlan, NodeFacts, Underlay
+from podwire.model.cluster import Claimed, ClusterPlan, Granted, NodeFacts, Underlay
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import InvalidRequest
 from podwire.model.store import StoredObject, StoreEvent
@@ -74,6 +75,10 @@ class ClusterState:
         self.numbers = numbers
         self.pods = RemotePods()
         self.grants = grants or PoolGrants()
+        self.own_claims: Mapping[Claimed, int] = {}
+        """Numbers that this machine has published in an earlier life, as the store has them."""
+        self._granted: dict[str, tuple[NodeFacts, Granted]] = {}
+        """What was read of core Nodes for contests, by name, and for which facts it was."""
         self.own_overwritten = False
         """Whether somebody else has changed or deleted what this node publishes."""
         self._own_name = own_name
@@ -141,6 +146,7 @@ class ClusterState:
         if not own or any(map(_is_damaged, own)):
             self.own_overwritten = True
         if kind == NODE.plural:
+            self._recall_claims(own)
             before, self._facts = self._facts, {}
             for stored in given:
                 self._read_node(stored)
@@ -197,6 +203,23 @@ class ClusterState:
         dirty, self._dirty = self._dirty, set()
         return self.note(self.pods.update(dirty))
 
+    def list_undecided(self) -> list[NodeFacts]:
+        """Give the facts of nodes, this one among them, that claim a range that others claim, too, and whose core
+        Nodes were not read since they said so."""
+        contested = self._planned.contested if self._planned else frozenset[str]()
+        own = {self._own_name: self._own.facts} if self._own else {}
+        facts = {**self._facts, **own}
+        return [
+            facts[name]
+            for name in sorted(contested & facts.keys())
+            if self._find_granted(facts[name]) is None
+        ]
+
+    def decide(self, facts: NodeFacts, granted: Granted) -> None:
+        """Take what was read of a node's core Node, for what the node says now."""
+        self._granted[facts.name] = facts, granted
+        self._is_stale = True
+
     def note(self, changes: Changes) -> tuple[bool, Changes]:
         """Take in that rows have changed; gives what `advance` gives."""
         if changes:
@@ -206,18 +229,44 @@ class ClusterState:
     def _replan(self, own: OwnNode) -> None:
         self.grants.forget(self._is_published)
         planned = plan_cluster(
-            own.facts,
+            self._with_granted(own.facts),
             own.underlay,
-            self._facts.values(),
+            map(self._with_granted, self._facts.values()),
             self._settings,
             self.numbers,
             self.grants.current(),
         )
         dirty, self._dirty = self._dirty, set()
+        # What was decided lasts as long as the contest does.
+        self._granted = {
+            name: decided for name, decided in self._granted.items() if name in planned.contested
+        }
         self.pods.view(View(own.facts, planned))
         self.pods.update(dirty)
         self.numbers, self._planned, self._plan = planned.numbers, planned, None
         self._is_stale = False
+
+    def _with_granted(self, facts: NodeFacts) -> NodeFacts:
+        granted = self._find_granted(facts)
+        return facts if granted is None else replace(facts, granted=granted)
+
+    def _find_granted(self, facts: NodeFacts) -> Granted | None:
+        """Give what was read for these facts; None when the node has said something else since."""
+        decided = self._granted.get(facts.name)
+        if decided is None:
+            return None
+        before, granted = decided
+        # Of itself a node does not know the UID at once, and older versions do not publish it.
+        is_same_node = before.core_uid == facts.core_uid or not (before.core_uid and facts.core_uid)
+        return granted if is_same_node and before.pod_cidrs == facts.pod_cidrs else None
+
+    def _recall_claims(self, own: Iterable[StoredObject]) -> None:
+        """Keep the place that this machine's claims have among those of others, for a life that has published nothing
+        yet."""
+        for stored in own:
+            with suppress(InvalidRequest):
+                facts = decode_node(stored)
+                self.own_claims = facts.claims if facts.instance == self._instance else {}
 
     def _list_published(self) -> Iterator[tuple[str, IPNetwork]]:
         """Give all that other nodes publish as theirs or their pods'."""

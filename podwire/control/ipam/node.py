@@ -26,6 +26,7 @@ from podwire.model.errors import (
     Bug,
     Exhausted,
     InvalidConfiguration,
+    Unavailable,
     UnsupportedField,
 )
 from podwire.model.ids import EndpointId, IdentityId
@@ -64,19 +65,47 @@ class NodeIpam:
     """
 
     def __init__(self, cidrs: Iterable[str | IPNetwork]) -> None:
-        networks = [ipaddress.ip_network(cidr) for cidr in cidrs]
-        _refuse_unusable(networks)
-        self._pools = [AddressFifo(network) for network in networks]
-        # In reverse order the first CIDR of each family is the last to be entered, and wins.
-        for first in {pool.cidr.version: pool for pool in reversed(self._pools)}.values():
-            first.set_node_address(first.find_node_address())
+        self._pools = _make_pools(cidrs)
         self._holdings: dict[EndpointId, Holding] = {}
         self._owners: dict[IPAddress, EndpointId] = {}
+        self._withheld: dict[str, str] = {}
 
     @property
     def families(self) -> Sequence[int]:
         """The IP versions that every endpoint gets, ascending."""
         return sorted({pool.cidr.version for pool in self._pools})
+
+    def change_ranges(self, cidrs: Iterable[IPNetwork]) -> None:
+        """Give addresses of other CIDRs from now on. Whoever has an address keeps it. Raises as the constructor does,
+        and then nothing has changed.
+        """
+        before = {pool.cidr: pool for pool in self._pools}
+        made = _make_pools(cidrs)
+        for pool in made:
+            for address in self._owners:
+                if pool.is_assignable(address):
+                    pool.take(address)
+        # A CIDR that stays keeps the order in which its addresses rest, unless another one is its family's first now.
+        self._pools = [
+            kept
+            if (kept := before.get(pool.cidr)) and kept.node_address == pool.node_address
+            else pool
+            for pool in made
+        ]
+
+    def withhold(self, cause: str, why: str) -> None:
+        """Give no addresses while something is in the way; "" = that cause is gone. From any thread."""
+        # A new mapping: `take` looks without a lock.
+        others = {name: told for name, told in self._withheld.items() if name != cause}
+        self._withheld = {**others, cause: why} if why else others
+
+    def list_strays(self) -> Sequence[IPAddress]:
+        """Give the addresses that endpoints have outside of the CIDRs: these were others when they were given."""
+        return [
+            address
+            for address in list(self._owners)
+            if not any(address in pool.cidr for pool in self._pools)
+        ]
 
     @contextlib.contextmanager
     def reserved(self, wish: Wish) -> Iterator["NodeReservation"]:
@@ -90,6 +119,11 @@ class NodeIpam:
         """
         if owner in self._holdings:
             raise Bug(f"allocate addresses for endpoint {owner}: it has some already")
+        for why in self._withheld.values():
+            raise Unavailable(
+                f"take an address for endpoint {owner}: {why}",
+                hint="nothing is given out until that is over; the runtime tries again by itself",
+            )
         chosen = [self._check_wanted(address) for address in wish.wanted]
         for family in self.families:
             if all(address.version != family for address in wish.wanted):
@@ -213,6 +247,16 @@ class NodeIpam:
     def _find_pool(self, address: IPAddress) -> AddressFifo | None:
         """Give the CIDR that may give the address to a pod."""
         return next((pool for pool in self._pools if pool.is_assignable(address)), None)
+
+
+def _make_pools(cidrs: Iterable[str | IPNetwork]) -> list[AddressFifo]:
+    networks = [ipaddress.ip_network(cidr) for cidr in cidrs]
+    _refuse_unusable(networks)
+    pools = [AddressFifo(network) for network in networks]
+    # In reverse order the first CIDR of each family is the last to be entered, and wins.
+    for first in {pool.cidr.version: pool for pool in reversed(pools)}.values():
+        first.set_node_address(first.find_node_address())
+    return pools
 
 
 def _version(address: IPAddress) -> int:

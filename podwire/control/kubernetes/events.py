@@ -35,6 +35,7 @@ class _Series:
     write: EventWrite
     written_s: float = -math.inf
     is_waiting: bool = True
+    ready_s: float = -math.inf
     is_taken: bool = False
     """Whether a write of it is on its way."""
 
@@ -51,8 +52,11 @@ class EventQueue:
         self._tokens = float(BURST)
         self._filled_s = -math.inf
 
-    def tell(self, about: Subject, reason: str, message: str, now: str) -> None:
-        """Take what has happened at an object; `now` as in RFC 3339."""
+    def tell(
+        self, about: Subject, reason: str, message: str, now: str, *, ready_s: float = -math.inf
+    ) -> None:
+        """Take what has happened at an object; `now` as in RFC 3339. Nothing new is written before `ready_s`: it may be
+        withdrawn until then."""
         key = about, reason
         known = self._series.get(key)
         if known is None:
@@ -61,7 +65,7 @@ class EventQueue:
                 return
             name = self._name(about, reason)
             made = EventWrite(name, about, reason, _cut(message), now, now, 1, is_new=True)
-            self._series[key] = _Series(made)
+            self._series[key] = _Series(made, ready_s=ready_s)
             self._forget_oldest()
             return
         before = known.write
@@ -80,7 +84,7 @@ class EventQueue:
         waiting = [one for one in self._series.values() if one.is_waiting]
         if not waiting:
             return None
-        earliest_s = min(one.written_s for one in waiting) + REPEAT_S
+        earliest_s = min(map(_due_s, waiting))
         return max(0.0, earliest_s - now_s, (1 - self._fill(now_s)) * REFILL_S)
 
     def take(self, now_s: float) -> EventWrite | None:
@@ -88,7 +92,7 @@ class EventQueue:
         if self._fill(now_s) < 1:
             return None
         for one in self._series.values():
-            if one.is_waiting and one.written_s + REPEAT_S <= now_s:
+            if one.is_waiting and _due_s(one) <= now_s:
                 self._tokens -= 1
                 one.is_waiting, one.is_taken = False, True
                 return one.write
@@ -136,6 +140,10 @@ class EventQueue:
         """Give the Event's name: like kubelet's, the object's name and something unique."""
         told = f"{self._nonce}/{self._node}/{about.key}/{about.uid}/{reason}"
         return f"{about.key.name[:200]}.{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+
+
+def _due_s(series: _Series) -> float:
+    return max(series.written_s + REPEAT_S, series.ready_s)
 
 
 def _cut(message: str) -> str:

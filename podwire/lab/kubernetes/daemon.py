@@ -15,7 +15,7 @@ from typing import Final
 
 from podwire.kernel import netns, spawn
 from podwire.kernel.fd import Fd
-from podwire.lab.state import Process, describe_process, end_all, is_running
+from podwire.lab.state import Process, describe_process, end_all, freeze_process, is_running
 from podwire.model.errors import Unavailable
 
 READY_DEADLINE_S: Final = 180.0
@@ -27,9 +27,16 @@ TAIL_LINES: Final = 12
 class Place:
     """Namespaces that programs are started in; None = where we are."""
 
-    def __init__(self, network: str | None = None, mount: str | None = None) -> None:
+    def __init__(
+        self,
+        network: str | None = None,
+        mount: str | None = None,
+        move_in: Callable[[int], None] = lambda _pid: None,
+    ) -> None:
         self.network, self.mount = network, mount
         """Paths that can be opened, such as /proc/PID/ns/mnt."""
+        self._move_in = move_in
+        """Called with the process of a program that was started, to put it into cgroups."""
 
     def start(
         self, command: Sequence[str], log: int, environment: Mapping[str, str] | None = None
@@ -37,13 +44,15 @@ class Place:
         """Start a program here."""
         network, mount = self._open()
         try:
-            return spawn.start(
+            child = spawn.start(
                 command,
                 environment=environment,
                 place=_described(network, mount),
                 stdout_fd=log,
                 stderr_fd=log,
             )
+            self._move_in(child.pid)
+            return child
         finally:
             _close(network, mount)
 
@@ -166,7 +175,8 @@ class Daemon:
 
     def freeze(self) -> None:
         """Let it answer nobody, and keep its connections."""
-        self._send(signal.SIGSTOP)
+        if self.process is not None:
+            freeze_process(self.process)
 
     def thaw(self) -> None:
         """End `freeze`."""

@@ -10,12 +10,14 @@ repaired.
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 import msgspec
 
 from podwire.agent.duties.cluster.applier import Applier, KernelNews
+from podwire.agent.duties.cluster.contests import Contests
 from podwire.agent.duties.cluster.liveness import Lives
 from podwire.agent.duties.cluster.publisher import Publisher
 from podwire.agent.duties.cluster.store_addresses import StoreAddresses
@@ -32,7 +34,7 @@ from podwire.control.cluster.publish import NodePublisher
 from podwire.control.cluster.reach import ClusterSettings
 from podwire.control.cluster.state import KINDS, ClusterState, ClusterTotals, KnownNode, OwnNode
 from podwire.control.endpoint.table import EndpointTable
-from podwire.model.cluster import NodeFacts, TunnelMode, Underlay
+from podwire.model.cluster import Granted, NodeFacts, TunnelMode, Underlay
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import PodwireError, StorageFailure, Unavailable
 from podwire.model.ids import IdentityId
@@ -55,6 +57,10 @@ class OwnRanges:
     """Claimed ones of pools, with the epochs of the claims."""
     tunnel_addresses: tuple[IPAddress, ...] = ()
     """At most one per family."""
+    core_uid: str = ""
+    """With Kubernetes: of the core Node that owns what this node publishes."""
+    why_silent: str = ""
+    """Why this node publishes nothing now, "" where it does: it has no core Node."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,8 @@ class ClusterOptions:
     node_address: IPAddress | None = None
     store_hosts: tuple[str, ...] = ()
     """Names and addresses by which the store is reached."""
+    has_core_nodes: bool = False
+    """Whether the store is Kubernetes, which gives nodes their ranges and is asked when two claim one."""
 
     def publishes(self, stored: StoredObject) -> bool:
         """Tell whether this node itself writes an object: it does so again when somebody else has damaged it."""
@@ -94,6 +102,8 @@ class ClusterDuty:
     shared: SharedWatch | None = None
     """The agent's watch of the store, where there is one for all duties."""
     own: OwnNode | None = None
+    range_lost: Callable[[str], None] = lambda _why: None
+    """Hears why this node must not give out addresses of its ranges, "" when it may: another node has them."""
 
     def __post_init__(self) -> None:
         options = self.options
@@ -123,6 +133,7 @@ class ClusterDuty:
         )
         self._applier = Applier(self, self.datapath, self.turn, self.metrics)
         self._publisher = Publisher(self, self.store, self.name, options.node_address)
+        self._contests = Contests(self.store, self) if options.has_core_nodes else None
         self._lives = Lives(self.store, self.show_problems)
         self._views = ClusterViews(self.state, self.lock, self._lives, options.settings.routing)
         self.metrics.look_up(self._views.gauges())
@@ -136,6 +147,12 @@ class ClusterDuty:
     def apply(self) -> None:
         """Plan and apply once, after the restore; what fails is reported and tried again later."""
         self._applier.step(is_reconciliation=False)
+        # Before the first pod: nothing is given out of a range that another node has.
+        if self._contests is not None:
+            # While the store is away the older claim stands, and the contest is read later.
+            with suppress(PodwireError):
+                self._contests.read_all()
+            self._applier.step(is_reconciliation=False)
 
     def start(self) -> None:
         """Start all threads."""
@@ -144,9 +161,13 @@ class ClusterDuty:
         self.follower.start()
         self._lives.start()
         self._store_addresses.start()
+        if self._contests is not None:
+            self._contests.start()
 
     def stop(self) -> None:
         """End all threads; the plan stays in force, the name is given up."""
+        if self._contests is not None:
+            self._contests.stop()
         self._lives.stop()
         self.follower.stop()
         self._publisher.stop()
@@ -207,6 +228,13 @@ class ClusterDuty:
 
     # What others ask
 
+    def why_silent(self) -> str:
+        """Say why nothing of this node is to be published now; "" when nothing is in the way."""
+        ranges, own = self.own_ranges(), self.own
+        if not ranges.why_silent and own is not None and own.facts.core_uid != ranges.core_uid:
+            return "this node is about to be looked at: it has another core Node"
+        return ranges.why_silent
+
     def named_identities(self) -> frozenset[int]:
         """Give the identities that this node's NodeEndpoints names, or is about to: its Node need not hold them."""
         return frozenset(map(int, self._publisher.named(self.list_pods()).values()))
@@ -256,8 +284,9 @@ class ClusterDuty:
             tunnel_port=options.tunnel_port,
             underlay_mtu_bytes=underlay.mtu_bytes,
             blocks=dict(ranges.blocks),
+            core_uid=ranges.core_uid,
         )
-        numbers = self.name.claims
+        numbers = self.name.claims or self.state.own_claims
         numbered = {
             claimed: numbers[claimed] for claimed in everything_claimed(facts) if claimed in numbers
         }
@@ -313,4 +342,19 @@ class ClusterDuty:
 
     def show_problems(self) -> None:
         """Have what is wrong between nodes in `podwire status`."""
-        self._views.show_problems(self.health)
+        self.range_lost(self._views.show_problems(self.health))
+        if self._contests is not None:
+            self._contests.look()
+
+    # Contests
+
+    def list_undecided(self) -> Sequence[NodeFacts]:
+        """Give the nodes whose core Nodes have to be read, because one claims a range of another."""
+        with self.lock:
+            return self.state.list_undecided()
+
+    def decide(self, facts: NodeFacts, granted: Granted) -> None:
+        """Take what a core Node says."""
+        with self.lock:
+            self.state.decide(facts, granted)
+        self._applier.wake()

@@ -69,6 +69,10 @@ class ThisNode(Protocol):
         """Hear that something claimed has its number now."""
         ...
 
+    def why_silent(self) -> str:
+        """Say why nothing is to be published now; "" when nothing is in the way."""
+        ...
+
     def take_overwritten(self) -> bool:
         """Tell, once, whether somebody else has changed or deleted what was published."""
         ...
@@ -158,6 +162,9 @@ class Publisher:
         pods = duty.list_pods()
         # Before it is published: no other node has an address that a pod of this one has.
         duty.set_own_pods(pods)
+        if silent := duty.why_silent():
+            duty.report("publication", silent)
+            return PUBLISH_AGAIN_S
         # What was written counts no more: somebody else has changed or deleted it, and it is written anew.
         if duty.take_overwritten():
             self._said = None
@@ -189,7 +196,7 @@ class Publisher:
             next_s = PUBLISH_AGAIN_S if due_s is None else min(due_s, PUBLISH_AGAIN_S)
             return min(quiet_s, next_s) if quiet_s > 0 else next_s
         try:
-            self._endpoints.write(pods, ranges)
+            self._endpoints.write(pods, ranges, own.facts.core_uid)
         except PodwireError:
             self._schedule.failed(time.monotonic())
             raise

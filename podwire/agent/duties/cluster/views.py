@@ -49,11 +49,13 @@ class ClusterViews:
             heard=state.is_listed,
         )
 
-    def show_problems(self, health: Health) -> None:
-        """Have what is wrong between nodes in `podwire status`."""
+    def show_problems(self, health: Health) -> str:
+        """Have what is wrong between nodes in `podwire status`; gives what of this node's ranges another has."""
         with self._lock:
             messages = [problem.message for problem in self._state.problems]
-            lost = self._state.planned.lost if self._state.planned else ""
+            planned = self._state.planned
+            lost = planned.lost if planned else ""
+            lost_ranges = planned.lost_ranges if planned else ""
         health.warn("cluster-lives", self._lives.describe_dead(self._list_names()))
         health.report("node-claims", ok=not lost, message=lost, critical=True)
         shown = messages[:WARNINGS_MAX]
@@ -61,6 +63,7 @@ class ClusterViews:
             shown.append(f"{len(messages) - WARNINGS_MAX} more problems between nodes")
         for index in range(WARNINGS_MAX + 1):
             health.warn(f"cluster-{index}", shown[index] if index < len(shown) else "")
+        return lost_ranges
 
     def gauges(self) -> list[Gauge]:
         """Give the figures that are looked up at each scrape."""

@@ -1,8 +1,8 @@
 """Memory of this process: have the kernel put what the interpreter uses most into huge pages.
 
-Called once by `agent.main`, when the start is over. A request touches memory all over the heap, and in a virtual machine
-each page that the processor does not remember the place of costs two walks through tables. Changes only where pages are,
-never what they hold; a kernel that cannot do it leaves everything as it is.
+Called once, when the agent's start is over. A request touches memory all over the heap. In a virtual machine each page
+that the processor does not remember the place of costs two walks through tables. Changes only where pages are, never
+what they hold; a kernel that cannot do it leaves everything as it is.
 """
 
 import ctypes

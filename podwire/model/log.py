@@ -107,7 +107,7 @@ def configure(level: str, form: str, stream: TextIO | None = None) -> logging.Ha
     logging.getLogger("aiohttp").setLevel("WARNING")
     set_level(level)
     # No line says where in the code it comes from, or on which thread: finding out is half of its cost.
-    logging._srcfile = None  # type: ignore[attr-defined] # Logging HOWTO, "Optimization"
+    logging._srcfile = None  # Logging HOWTO, "Optimization"
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     # A full disk or a closed pipe under stderr must not turn every log line into a traceback.
     logging.raiseExceptions = False

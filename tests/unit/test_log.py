@@ -125,8 +125,12 @@ def test_every_message_in_the_source_is_constant_and_every_fact_is_listed() -> N
 def test_a_line_costs_no_look_at_the_caller(stream: io.StringIO) -> None:
     log.configure("info", "json", stream)
     records: list[logging.LogRecord] = []
-    handler = logging.getLogger("podwire").handlers[0]
-    handler.addFilter(lambda record: records.append(record) or True)
+
+    def keep(record: logging.LogRecord) -> bool:
+        records.append(record)
+        return True
+
+    logging.getLogger("podwire").handlers[0].addFilter(keep)
     logging.getLogger("podwire.x").info("attached")
     (record,) = records
     assert (record.lineno, record.threadName, record.process) == (0, None, None)

@@ -217,8 +217,8 @@ async def watch_devices(duties: Duties) -> None:
     news = duties.watch_devices(touched.add)
     try:
         while True:
-            # Not woken by the kernel's news: each DEL causes some, and the loop would take the interpreter from it. What
-            # one command removes is told piece by piece, too: one look serves all of it.
+            # Not woken by the kernel's news: each DEL causes some, and the loop would take the interpreter from it.
+            # What one command removes is told piece by piece, too: one look serves all of it.
             await asyncio.sleep(LOSSES_PAUSE_S)
             if not news.wait(0):
                 continue

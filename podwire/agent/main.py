@@ -36,7 +36,7 @@ from podwire.agent.cni.spool import Spool
 from podwire.agent.config_reload import read_settings
 from podwire.agent.duties import loops
 from podwire.agent.duties.loops import EventPump
-from podwire.agent.node import Node, open_node
+from podwire.agent.node import Node, open_node, settle_memory
 from podwire.agent.unix_socket import open_unix_socket
 from podwire.cni.netconf import decode_request
 from podwire.model import log
@@ -180,6 +180,7 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
         await _open_doors(node, dispatcher, pump, stack)
         node.health.report("agent", ok=True)
         _settle_interpreter()
+        asyncio.get_running_loop().run_in_executor(None, settle_memory)
         ms = (node.clock.boottime_ns() - node.clock.process_start_ns()) / 1e6
         _log.info(
             "ready",

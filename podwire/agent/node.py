@@ -63,6 +63,7 @@ from podwire.journal.records import HOST_SETTINGS_FACT, UNDERLAY_HOOKS_FACT, Sql
 from podwire.kernel import spawn
 from podwire.kernel.clock import KernelClock
 from podwire.kernel.inotify import FileWaker
+from podwire.kernel.memory import collapse_heap
 from podwire.model import log
 from podwire.model.cluster import TunnelMode
 from podwire.model.config import AgentConfig
@@ -120,6 +121,11 @@ class Node:
     def config(self) -> AgentConfig:
         """The settings in force."""
         return self.live.current
+
+
+def settle_memory() -> None:
+    """Put what the start has made into huge pages: a request that comes after a pause then finds more of it mapped."""
+    collapse_heap()
 
 
 def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:

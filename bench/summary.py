@@ -139,6 +139,12 @@ BARS = (
         ("echoes of unaffected pods, lost",),
         at_most=0,
     ),
+    Bar("network of a pod's start p50 / ptp", "cluster", ("network p50",), at_most=0.5),
+    Bar("network of a pod's start p90 / ptp", "cluster", ("network p90",), at_most=0.5),
+    Bar("0 to 60 pods / ptp", "cluster", ("up",), at_most=1.05),
+    Bar("60 to 0 pods / ptp", "cluster", ("down",), at_most=1.0),
+    Bar("requests to the API for each pod", "cluster", ("requests per pod",), at_most=2),
+    Bar("requests without the right to", "cluster", ("podwire requests refused",), at_most=0),
 )
 
 

@@ -19,7 +19,7 @@ from podwire.agent.metrics import Metrics
 from podwire.control.cluster.facts import decode_node, node_key
 from podwire.control.cluster.reach import ClusterSettings
 from podwire.control.endpoint.table import EndpointTable
-from podwire.control.ipam.interface import NO_WISH
+from podwire.control.ipam.interface import Wish
 from podwire.control.ipam.node import NodeIpam
 from podwire.control.kubernetes.core_node import core_node_key, decode_core_node
 from podwire.lab.kubernetes.api_server import ApiServer
@@ -124,7 +124,7 @@ class Agent:
     def attach(self, owner: int) -> str:
         """Give an address to a pod, as an ADD does; "" = refused for now."""
         try:
-            return str(self.ipam.take(EndpointId(owner), NO_WISH)[0])
+            return str(self.ipam.take(EndpointId(owner), Wish())[0])
         except Unavailable:
             return ""
 

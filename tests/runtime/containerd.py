@@ -1,7 +1,6 @@
 """A real containerd with files, sockets and mounts of its own, driven through the container runtime interface.
 
-The messages are compiled from cri.proto at the first use. Settings that matter on small machines: without
-CAP_SYS_RESOURCE runc cannot lower its OOM score, and there is no registry to pull from.
+The messages are compiled from cri.proto at the first use. Its settings are those of the cluster's nodes.
 """
 
 import functools
@@ -13,41 +12,16 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
+from podwire.lab.kubernetes.nodes.containerd import ContainerdSettings
 from podwire.lab.kubernetes.nodes.images import BUSYBOX_IMAGE, PAUSE_IMAGE, write_layout
+from podwire.model.closing import Closing
 from tests.lab.rig import wait_for
 from tests.runtime.machine import Machine
 
 START_DEADLINE_S: Final = 180.0
 CALL_DEADLINE_S: Final = 120.0
-
-_CONFIG = """
-version = 2
-root = "{base}/root"
-state = "{base}/state"
-disabled_plugins = ["io.containerd.snapshotter.v1.aufs", "io.containerd.snapshotter.v1.btrfs",
-  "io.containerd.snapshotter.v1.devmapper", "io.containerd.snapshotter.v1.zfs",
-  "io.containerd.internal.v1.opt"]
-[grpc]
-  address = "{base}/c.sock"
-[plugins."io.containerd.grpc.v1.cri"]
-  sandbox_image = "{pause}"
-  restrict_oom_score_adj = true
-  stream_server_address = "127.0.0.1"
-  stream_server_port = "0"
-  [plugins."io.containerd.grpc.v1.cri".cni]
-    bin_dir = "{bin}"
-    conf_dir = "{conf}"
-    max_conf_num = {networks}
-  [plugins."io.containerd.grpc.v1.cri".containerd]
-    default_runtime_name = "runc"
-    [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
-      runtime_type = "io.containerd.runc.v2"
-      [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
-        SystemdCgroup = false
-"""
 
 
 @functools.cache
@@ -78,7 +52,7 @@ class Sandbox:
     """As the runtime reports them: that of its preferred family first."""
 
 
-class Containerd:
+class Containerd(Closing):
     """One containerd, in the place where its machine's runtimes live."""
 
     def __init__(self, machine: Machine, *, networks: int = 1) -> None:
@@ -88,13 +62,14 @@ class Containerd:
         self._log = self._base / "log"
         config = self._base / "config.toml"
         config.write_text(
-            _CONFIG.format(
-                base=self._base,
-                pause=PAUSE_IMAGE,
-                bin=machine.bin,
-                conf=machine.conf,
-                networks=networks,
-            )
+            ContainerdSettings(
+                root=f"{self._base}/root",
+                state=f"{self._base}/state",
+                socket=f"{self._base}/c.sock",
+                plugins=str(machine.bin),
+                networks=str(machine.conf),
+                networks_max=networks,
+            ).write()
         )
         self._grpc, self._messages, stubs = load_messages()
         self._process = machine.popen("containerd", "--config", str(config), log=self._log)
@@ -232,14 +207,3 @@ class Containerd:
             finally:
                 self._process.kill()
                 self._process.wait(20)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -10,7 +10,7 @@ import pytest
 from podwire.agent.duties.core_node import RANGES_FACT
 from podwire.agent.duties.kubernetes.ranges import UID_FACT, WARNING, RangeKeeper, ServedRanges
 from podwire.agent.duties.node_ranges import OwnCoreNode
-from podwire.control.ipam.interface import NO_WISH, Wish
+from podwire.control.ipam.interface import Wish
 from podwire.control.ipam.node import NodeIpam
 from podwire.control.kubernetes.core_node import core_node_key
 from podwire.model.endpoint import IPNetwork
@@ -33,6 +33,9 @@ def networks(*texts: str) -> tuple[IPNetwork, ...]:
 
 
 # Addresses
+
+
+NO_WISH = Wish()
 
 
 def take(ipam: NodeIpam, owner: int, wish: Wish = NO_WISH) -> str:

@@ -26,7 +26,7 @@ from podwire.agent.metrics import Metrics
 from podwire.agent.unix_socket import open_unix_socket
 from podwire.control.cluster.state import ClusterTotals, KnownNode
 from podwire.control.flows.ring import FlowRing
-from podwire.control.ipam.interface import NO_WISH
+from podwire.control.ipam.interface import Wish
 from podwire.model.cluster import NodeFacts
 from podwire.model.config.sources import settle
 from podwire.model.endpoint import EndpointRecord
@@ -365,7 +365,7 @@ async def test_ipam_check_finds_an_address_that_nobody_has_and_release_lets_it_g
 ) -> None:
     served.node.service.add(request(), NETNS)
     assert (await served.get("/ipam/check")).json["ok"] is True
-    leaked, _ = served.node.ipam.take(EndpointId(99), NO_WISH)
+    leaked, _ = served.node.ipam.take(EndpointId(99), Wish())
     check = (await served.get("/ipam/check")).json
     assert check["ok"] is False
     assert {fault["ip"] for fault in check["faults"] if fault["releasable"]} >= {str(leaked)}

@@ -1,8 +1,10 @@
 """The rig by hand: `python -m podwire.lab.kubernetes up|down|kubectl|enter`, for whoever develops on it.
 
-`up` leaves a cluster running; `kubectl WORDS...` talks to it, `enter NODE COMMAND...` runs a command on a node.
+`up [NETWORK] [--nodes N ...]` leaves a cluster running; `kubectl WORDS...` talks to it, `enter NODE COMMAND...` runs a
+command on a node.
 """
 
+import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +33,9 @@ NETWORKS: Final[Mapping[str, Callable[[], Network]]] = {
 def main(words: Sequence[str]) -> int:
     """Run one command; gives the exit status."""
     match [*words]:
-        case ["up", *rest] if len(rest) <= 1 and set(rest) <= set(NETWORKS):
-            clusters.up(NAME, ClusterShape(), NETWORKS[rest[0] if rest else "ptp"]())
+        case ["up", *rest]:
+            network, shape = _read_shape(rest)
+            clusters.up(NAME, shape, NETWORKS[network]())
         case ["down"]:
             clusters.down(NAME)
         case ["kubectl", *rest]:
@@ -40,9 +43,26 @@ def main(words: Sequence[str]) -> int:
         case ["enter", node, *rest]:
             _enter(node, rest or ["sh"])
         case _:
-            print(f"{__doc__}up takes one of {', '.join(NETWORKS)}", file=sys.stderr)
+            print(f"{__doc__}`up --help` says which networks and shapes there are", file=sys.stderr)
             return 2
     return 0
+
+
+def _read_shape(words: Sequence[str]) -> tuple[str, ClusterShape]:
+    """Read which network is wanted, in a cluster of which shape."""
+    usual = ClusterShape()
+    parser = argparse.ArgumentParser(
+        prog="up", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("network", nargs="?", choices=NETWORKS, default="ptp")
+    parser.add_argument("--nodes", type=int, default=usual.nodes)
+    parser.add_argument("--families", choices=["4", "46"], default=usual.families)
+    parser.add_argument("--proxy", choices=["nftables", "iptables"], default=usual.proxy)
+    parser.add_argument("--newer", nargs="*", choices=["containerd", "etcd"], default=[])
+    said = parser.parse_args(words)
+    return said.network, ClusterShape(
+        nodes=said.nodes, families=said.families, proxy=said.proxy, newer=frozenset(said.newer)
+    )
 
 
 def _become_kubectl(words: Sequence[str]) -> None:

@@ -29,7 +29,6 @@ SERVICE_ADDRESS: Final = "10.96.0.1"
 _PORTS: Final = (20_000, 32_000)
 """Below those that clients get (net.ipv4.ip_local_port_range)."""
 _LOOPBACK: Final = "127.0.0.1"
-_ETCD: Final = "etcd"
 _AUDIT_POLICY: Final = {
     "apiVersion": "audit.k8s.io/v1",
     "kind": "Policy",
@@ -68,6 +67,8 @@ class Shape:
     """Further ones of kube-apiserver's command line; the last one of a name counts."""
     network: str | None = None
     """Path of the network namespace that both run in; None = where we are."""
+    etcd: str = ""
+    """Path of the etcd to use; empty: the distribution's."""
 
 
 ON_LOOPBACK: Final = Shape()
@@ -204,7 +205,7 @@ class ApiServer:
     def _etcd_command(self, peer_port: int) -> list[str]:
         peers = f"http://{_LOOPBACK}:{peer_port}"
         return [
-            *(programs.require(_ETCD, "etcd-server"), "--name", "one"),
+            *(self.shape.etcd or programs.find_etcd(), "--name", "one"),
             *("--data-dir", str(self.directory / "etcd")),
             *("--listen-client-urls", self._etcd_url, "--advertise-client-urls", self._etcd_url),
             *("--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers),

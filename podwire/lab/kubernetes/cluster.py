@@ -4,7 +4,6 @@ The way in for the demo and for tests. Nodes are joined by a bridge in a namespa
 runs, too; nothing is changed in the caller's network. `down` works from the name alone, also after the rig was killed.
 """
 
-import ipaddress
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,8 +16,7 @@ from typing import Any, Final, TypeVar
 import yaml
 
 from podwire.kernel import netns, spawn
-from podwire.lab.kubernetes import programs, residue
-from podwire.lab.kubernetes.api_server import SERVICE_CIDR
+from podwire.lab.kubernetes import programs, ranges, residue
 from podwire.lab.kubernetes.client import ApiClient
 from podwire.lab.kubernetes.control_plane import ControlPlane
 from podwire.lab.kubernetes.daemon import LOOK_S, Place
@@ -34,8 +32,6 @@ DEADLINE_S: Final = 240.0
 CONTROL: Final = "control"
 _BRIDGE: Final = "underlay"
 _UPLINK: Final = "eth0"
-_UNDERLAY: Final = ipaddress.ip_network("192.0.2.0/24")
-_FIRST_HOST: Final = 10
 
 Progress = Callable[[str], None]
 _Found = TypeVar("_Found")
@@ -46,9 +42,12 @@ class ClusterShape:
     """What a cluster is like."""
 
     nodes: int = 2
-    cluster_cidr: str = "10.244.0.0/16"
+    families: str = "4"
+    """`4`, or `46` for both, of which the first is preferred."""
     proxy: str = "nftables"
-    """The mode of kube-proxy."""
+    """The mode of kube-proxy; or `iptables`."""
+    newer: frozenset[str] = frozenset()
+    """Which of `containerd` and `etcd` are newer ones than the distribution's."""
     mtu: int = 1500
     runtime_log: str = "info"
     """With `debug` containerd says when the network part of a sandbox begins and ends."""
@@ -87,9 +86,9 @@ class Cluster:
         """Find a node."""
         return next(node for node in self.nodes if node.name == name)
 
-    def pod_cidr(self, node: Node) -> str:
-        """Give the range that the controller manager has given to a node."""
-        return str(self.client.get(f"/api/v1/nodes/{node.name}")["spec"]["podCIDR"])
+    def pod_cidrs(self, node: Node) -> list[str]:
+        """Give the ranges that the controller manager has given to a node, one of each family."""
+        return list(self.client.get(f"/api/v1/nodes/{node.name}")["spec"]["podCIDRs"])
 
     def kubectl(self, *arguments: str, input_text: str = "", timeout_s: float = DEADLINE_S) -> str:
         """Run kubectl as the administrator; Unavailable shows what it complained of."""
@@ -233,8 +232,8 @@ def _raise(cluster: Cluster, progress: Progress) -> None:
     cluster.control = ControlPlane(
         cluster.directory,
         network=netns.named_path(control),
-        address=str(_UNDERLAY[1]),
-        cluster_cidr=cluster.shape.cluster_cidr,
+        families=cluster.shape.families,
+        etcd=programs.find_etcd(newer="etcd" in cluster.shape.newer),
     )
     cluster.control.start()
     cluster.control.api.write_kubeconfig(cluster.kubeconfig)
@@ -255,7 +254,11 @@ def _raise(cluster: Cluster, progress: Progress) -> None:
 
 def _write_as_kubeadm(cluster: Cluster) -> None:
     """Write what kubeadm leaves in a cluster, and networks look at."""
-    subnets = {"podSubnet": cluster.shape.cluster_cidr, "serviceSubnet": SERVICE_CIDR}
+    families = cluster.shape.families
+    subnets = {
+        "podSubnet": ranges.join_pods(families),
+        "serviceSubnet": ranges.join_services(families),
+    }
     text = yaml.safe_dump({"kind": "ClusterConfiguration", "networking": subnets})
     cluster.client.create(
         "/api/v1/namespaces/kube-system/configmaps",
@@ -280,7 +283,7 @@ def _plan_machines(cluster: Cluster) -> Sequence[MachinePlan]:
         MachinePlan(
             name=f"node{number}",
             namespace=residue.namespace_of(cluster.name, f"node{number}"),
-            address=str(_UNDERLAY[_FIRST_HOST + number - 1]),
+            addresses=tuple(one.node_address(number) for one in ranges.of(cluster.shape.families)),
             directory=cluster.directory / f"node{number}",
             shared=cluster.directory,
             hidden=cluster.shape.hidden,
@@ -299,7 +302,10 @@ def _make_network(cluster: Cluster, plans: Sequence[MachinePlan]) -> str:
             "link set lo up",
             f"link add {_BRIDGE} type bridge mcast_snooping 0",
             f"link set {_BRIDGE} mtu {mtu} addrgenmode none up",
-            f"addr add {_UNDERLAY[1]}/{_UNDERLAY.prefixlen} dev {_BRIDGE}",
+            *(
+                f"addr add {one.with_length(one.router)} dev {_BRIDGE} nodad"
+                for one in ranges.of(cluster.shape.families)
+            ),
         ],
     )
     for plan in plans:
@@ -316,12 +322,22 @@ def _make_network(cluster: Cluster, plans: Sequence[MachinePlan]) -> str:
             plan.namespace,
             [
                 "link set lo up",
-                f"addr add {plan.address}/{_UNDERLAY.prefixlen} dev {_UPLINK}",
+                *(
+                    f"addr add {one.with_length(address)} dev {_UPLINK} nodad"
+                    for one, address in _pairs(cluster, plan)
+                ),
                 f"link set {_UPLINK} up",
-                f"route add default via {_UNDERLAY[1]} dev {_UPLINK}",
+                *(
+                    f"route add default via {one.router} dev {_UPLINK}"
+                    for one, _ in _pairs(cluster, plan)
+                ),
             ],
         )
     return control
+
+
+def _pairs(cluster: Cluster, plan: MachinePlan) -> Iterator[tuple[ranges.Ranges, str]]:
+    return zip(ranges.of(cluster.shape.families), plan.addresses, strict=True)
 
 
 def _make_node(cluster: Cluster, plan: MachinePlan) -> Node:
@@ -336,7 +352,12 @@ def _make_node(cluster: Cluster, plan: MachinePlan) -> Node:
 
 
 def _options_of(shape: ClusterShape) -> Options:
-    return Options(shape.proxy, shape.cluster_cidr, shape.runtime_log)
+    return Options(
+        shape.proxy,
+        ranges.join_pods(shape.families),
+        programs.find_containerd(newer="containerd" in shape.newer),
+        shape.runtime_log,
+    )
 
 
 def _start_node(node: Node) -> None:

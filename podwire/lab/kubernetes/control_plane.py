@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from podwire.lab.kubernetes import programs
+from podwire.lab.kubernetes import programs, ranges
 from podwire.lab.kubernetes.api_server import ApiServer, Shape, User, write_kubeconfig
 from podwire.lab.kubernetes.client import Refused
 from podwire.lab.kubernetes.daemon import Daemon, Place
@@ -15,13 +15,19 @@ PORT: Final = 6443
 class ControlPlane:
     """All programs that are there once; each may be stopped and started again."""
 
-    def __init__(self, directory: Path, *, network: str, address: str, cluster_cidr: str) -> None:
+    def __init__(self, directory: Path, *, network: str, families: str, etcd: str) -> None:
         paths = programs.find(programs.CLUSTER)
         self.directory = directory
         self.api = ApiServer(
             directory,
             [User("somebody")],
-            Shape(address=address, port=PORT, network=network),
+            Shape(
+                address=ranges.of(families)[0].router,
+                port=PORT,
+                network=network,
+                etcd=etcd,
+                flags=(f"--service-cluster-ip-range={ranges.join_services(families)}",),
+            ),
         )
         place = Place(network=network)
         signing = self.api.authority.make_signing_key("service-accounts")
@@ -32,7 +38,7 @@ class ControlPlane:
                 f"--kubeconfig={self.kubeconfig_of('system:kube-controller-manager')}",
                 f"--service-account-private-key-file={signing}",
                 f"--root-ca-file={self.api.ca}",
-                f"--cluster-cidr={cluster_cidr}",
+                f"--cluster-cidr={ranges.join_pods(families)}",
                 *("--allocate-node-cidrs", "--use-service-account-credentials"),
                 *("--leader-elect=false", "--bind-address=127.0.0.1"),
             ],

@@ -27,9 +27,16 @@ TAIL_LINES: Final = 12
 class Place:
     """Namespaces that programs are started in; None = where we are."""
 
-    def __init__(self, network: str | None = None, mount: str | None = None) -> None:
+    def __init__(
+        self,
+        network: str | None = None,
+        mount: str | None = None,
+        move_in: Callable[[int], None] = lambda _pid: None,
+    ) -> None:
         self.network, self.mount = network, mount
         """Paths that can be opened, such as /proc/PID/ns/mnt."""
+        self._move_in = move_in
+        """Called with the process of a program that was started, to put it into cgroups."""
 
     def start(
         self, command: Sequence[str], log: int, environment: Mapping[str, str] | None = None
@@ -37,13 +44,15 @@ class Place:
         """Start a program here."""
         network, mount = self._open()
         try:
-            return spawn.start(
+            child = spawn.start(
                 command,
                 environment=environment,
                 place=_described(network, mount),
                 stdout_fd=log,
                 stderr_fd=log,
             )
+            self._move_in(child.pid)
+            return child
         finally:
             _close(network, mount)
 

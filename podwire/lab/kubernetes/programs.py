@@ -19,8 +19,11 @@ CLUSTER: Final = (
     *("kube-apiserver", "kube-controller-manager", "kube-scheduler"),
     *("kubelet", "kube-proxy", "kubectl"),
 )
+NEWER: Final = ("containerd", "containerd-shim-runc-v2", "etcd")
+"""Of a later generation than the distribution's."""
 ASSETS_VARIABLE: Final = "KUBEBUILDER_ASSETS"
 _HINT: Final = "scripts/kubernetes-programs builds them once, in about six minutes"
+_NEWER_HINT: Final = "scripts/kubernetes-programs --newer builds them once"
 
 
 def cache_directory() -> Path:
@@ -40,6 +43,30 @@ def find(names: Sequence[str]) -> Mapping[str, str]:
         f"find {', '.join(names)}: not in ${ASSETS_VARIABLE}, PATH or {str(cache_directory())!r}",
         hint=_HINT,
     )
+
+
+def newer_directory() -> Path:
+    """Give the directory of the newer programs that scripts/kubernetes-programs --newer builds."""
+    return cache_directory().parent.parent / "newer"
+
+
+def find_newer() -> Mapping[str, str]:
+    """Give the path of each newer program; NotFound says how to get them."""
+    directory = newer_directory()
+    paths = {name: shutil.which(name, path=str(directory)) for name in NEWER}
+    if missing := [name for name, path in paths.items() if path is None]:
+        raise NotFound(f"find {', '.join(missing)}: not in {str(directory)!r}", hint=_NEWER_HINT)
+    return {name: str(path) for name, path in paths.items()}
+
+
+def find_containerd(*, newer: bool = False) -> str:
+    """Give the path of containerd: the distribution's, or the newer one."""
+    return find_newer()["containerd"] if newer else require("containerd", "containerd")
+
+
+def find_etcd(*, newer: bool = False) -> str:
+    """Give the path of etcd: the distribution's, or the newer one."""
+    return find_newer()["etcd"] if newer else require("etcd", "etcd-server")
 
 
 def require(name: str, package: str) -> str:

@@ -11,7 +11,8 @@ from typing import Final
 
 from podwire.kernel import netns
 from podwire.lab.kubernetes.daemon import remove_tree
-from podwire.lab.kubernetes.nodes.machine import end_inhabitants, list_cgroups, remove_cgroups
+from podwire.lab.kubernetes.nodes.cgroups import CGROUPS, list_cgroups, remove_cgroups
+from podwire.lab.kubernetes.nodes.machine import end_inhabitants
 
 RUN_ROOT: Final = Path("/run/pwk")
 PREFIX: Final = "pwk"
@@ -94,6 +95,6 @@ def remove(name: str) -> None:
 
 def _list_cgroup_names(name: str) -> Sequence[str]:
     """Name the cgroups by what is there: the namespace of a node may be gone while they are not."""
-    tops = [Path("/sys/fs/cgroup"), *Path("/sys/fs/cgroup").glob("*/")]
+    tops = [CGROUPS, *CGROUPS.glob("*/")]
     names = {path.name for top in tops for path in top.glob(f"{PREFIX}.{name}.*")}
     return sorted(names)

@@ -14,26 +14,28 @@ REFERENCE_PLUGINS: Final = Path("/usr/lib/cni")
 
 
 class Ptp:
-    """ptp with host-local, and a static route to the pods of each other node."""
+    """ptp with host-local, and a static route to the pods of each other node; for host ports portmap as well."""
 
     name = "ptp"
     makes_ready = True
     _file: Final = f"{CONF_DIRECTORY}/20-ptp.conflist"
-    _plugins: Final = ("ptp", "host-local", "loopback", "portmap")
+
+    def __init__(self, *, host_ports: bool = True) -> None:
+        self._host_ports = host_ports
 
     def prepare(self, cluster: "Cluster") -> None:
         """Let every node reach the pods of the others."""
         for node in cluster.nodes:
             for other in cluster.nodes:
                 if other is not node:
-                    node.machine.run(
-                        *("ip", "route", "replace", cluster.pod_cidr(other)),
-                        *("via", other.machine.plan.address),
-                    )
+                    pairs = zip(cluster.pod_cidrs(other), other.machine.plan.addresses, strict=True)
+                    for cidr, address in pairs:
+                        node.machine.run("ip", "route", "replace", cidr, "via", address)
 
     def install(self, cluster: "Cluster", node: "Node") -> None:
         """Copy the plugins, then write the network's configuration."""
-        copy_plugins(node, self._plugins)
+        copy_plugins(node, ("ptp", "host-local", "loopback", "portmap"))
+        host_ports = {"type": "portmap", "capabilities": {"portMappings": True}}
         document = {
             "cniVersion": "1.0.0",
             "name": self.name,
@@ -43,12 +45,15 @@ class Ptp:
                     "ipMasq": False,
                     "ipam": {
                         "type": "host-local",
-                        "subnet": cluster.pod_cidr(node),
+                        "ranges": [[{"subnet": cidr}] for cidr in cluster.pod_cidrs(node)],
                         "dataDir": "/run/cni-ipam",
-                        "routes": [{"dst": "0.0.0.0/0"}],
+                        "routes": [
+                            {"dst": "::/0" if ":" in cidr else "0.0.0.0/0"}
+                            for cidr in cluster.pod_cidrs(node)
+                        ],
                     },
                 },
-                {"type": "portmap", "capabilities": {"portMappings": True}},
+                *([host_ports] if self._host_ports else []),
             ],
         }
         node.machine.write(self._file, json.dumps(document))

@@ -12,15 +12,16 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from podwire.kernel import netns
 from podwire.lab.kubernetes.daemon import LOOK_S, Daemon, Place
+from podwire.lab.kubernetes.nodes.cgroups import list_members, make_tree, move_in
 from podwire.lab.state import Process, end_all, list_processes_in
 from podwire.model.errors import Unavailable
 
-CGROUPS: Final = Path("/sys/fs/cgroup")
 SOCKET: Final = "/run/containerd/containerd.sock"
 KEEPER_FILE: Final = "keeper.pid"
 """Whose mounts the node's are; a person enters with `nsenter --target PID --net --mount`."""
@@ -85,15 +86,21 @@ class MachinePlan:
 
     name: str
     namespace: str
-    address: str
+    addresses: tuple[str, ...]
+    """One of each family, the preferred one first."""
     directory: Path
     shared: Path
     hidden: tuple[str, ...] = ()
 
     @property
+    def address(self) -> str:
+        """The preferred one."""
+        return self.addresses[0]
+
+    @property
     def cgroup(self) -> str:
-        """The cgroup of its containers, in each hierarchy."""
-        return f"/{self.namespace}"
+        """The tree of cgroups of its programs and containers, in each hierarchy."""
+        return self.namespace
 
 
 class Machine:
@@ -121,7 +128,8 @@ class Machine:
         return self.plan.name
 
     def open(self) -> None:
-        """Make the mounts."""
+        """Make the mounts and the cgroups."""
+        make_tree(self.plan.cgroup)
         self._log.unlink(missing_ok=True)
         self._keeper.start(lambda: self._keeper.read_tail().endswith("ready"))
         (self.directory / KEEPER_FILE).write_text(str(self._keeper.pid))
@@ -130,7 +138,9 @@ class Machine:
     def place(self) -> Place:
         """Where its programs run."""
         return Place(
-            network=netns.named_path(self.plan.namespace), mount=f"/proc/{self._keeper.pid}/ns/mnt"
+            network=netns.named_path(self.plan.namespace),
+            mount=f"/proc/{self._keeper.pid}/ns/mnt",
+            move_in=partial(move_in, self.plan.cgroup),
         )
 
     def path(self, inside: str) -> Path:
@@ -198,30 +208,4 @@ def _list_in_namespaces(names: Sequence[str]) -> list[Process]:
 
 
 def _list_in_cgroups(names: Sequence[str]) -> list[Process]:
-    processes = []
-    for directory in list_cgroups(names):
-        with contextlib.suppress(OSError):
-            numbers = (directory / "cgroup.procs").read_text().split()
-            processes += [Process(int(number), 0) for number in numbers if int(number) > 0]
-    return processes
-
-
-def list_cgroups(names: Sequence[str]) -> list[Path]:
-    """List the cgroups of these names and those below them, the innermost first."""
-    cgroups = []
-    for name in names:
-        for top in [CGROUPS / name.lstrip("/"), *CGROUPS.glob(f"*/{name.lstrip('/')}")]:
-            cgroups += [Path(directory) for directory, _, _ in os.walk(top, topdown=False)]
-    return cgroups
-
-
-def remove_cgroups(names: Sequence[str]) -> None:
-    """Remove cgroups, in every hierarchy; the kernel frees one some time after its last process."""
-    deadline = time.monotonic() + _END_DEADLINE_S
-    while left := list_cgroups(names):
-        for directory in left:
-            with contextlib.suppress(OSError):
-                directory.rmdir()
-        if time.monotonic() > deadline:
-            raise Unavailable(f"remove cgroup {str(left[0])!r}: it is in use")
-        time.sleep(LOOK_S)
+    return [Process(pid, 0) for pid in list_members(names)]

@@ -5,6 +5,7 @@ there for one of these says so.
 """
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from podwire.lab import traffic
 from podwire.lab.kubernetes import programs
 from podwire.lab.kubernetes.daemon import LOOK_S, READY_DEADLINE_S, Daemon
 from podwire.lab.kubernetes.nodes import images
+from podwire.lab.kubernetes.nodes.containerd import ContainerdSettings
 from podwire.lab.kubernetes.nodes.machine import SOCKET, Machine
 from podwire.model.errors import Unavailable
 
@@ -25,33 +27,6 @@ _KUBELET_CONFIG: Final = "/etc/kubernetes/kubelet.json"
 _PROXY_CONFIG: Final = "/etc/kubernetes/kube-proxy.json"
 KUBELET_HEALTH_PORT: Final = 10248
 _IMAGE_DEADLINE_S: Final = 300.0
-_CONTAINERD: Final = """
-version = 2
-root = "/var/lib/containerd"
-state = "/run/containerd"
-disabled_plugins = ["io.containerd.snapshotter.v1.aufs", "io.containerd.snapshotter.v1.btrfs",
-  "io.containerd.snapshotter.v1.devmapper", "io.containerd.snapshotter.v1.zfs",
-  "io.containerd.internal.v1.opt"]
-[debug]
-  level = "{level}"
-[grpc]
-  address = "{socket}"
-[plugins."io.containerd.grpc.v1.cri"]
-  sandbox_image = "{pause}"
-  # Without CAP_SYS_RESOURCE runc cannot lower a score, and dies.
-  restrict_oom_score_adj = true
-  stream_server_address = "127.0.0.1"
-  stream_server_port = "0"
-  [plugins."io.containerd.grpc.v1.cri".cni]
-    bin_dir = "{plugins}"
-    conf_dir = "{conf}"
-  [plugins."io.containerd.grpc.v1.cri".containerd]
-    default_runtime_name = "runc"
-    [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
-      runtime_type = "io.containerd.runc.v2"
-      [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
-        SystemdCgroup = false
-"""
 
 
 def _kubelet_settings(cgroup: str, ca: Path) -> Mapping[str, Any]:
@@ -65,11 +40,10 @@ def _kubelet_settings(cgroup: str, ca: Path) -> Mapping[str, Any]:
             "x509": {"clientCAFile": str(ca)},
         },
         "authorization": {"mode": "Webhook"},
-        # Cgroups of the old kind; all containers in one, by which they are found again.
+        # Cgroups of the old kind; all of a node's in one, by which they are found again.
         "failCgroupV1": False,
         "cgroupDriver": "cgroupfs",
-        "cgroupsPerQOS": False,
-        "cgroupRoot": cgroup,
+        "cgroupRoot": f"/{cgroup}",
         "enforceNodeAllocatable": [],
         # The machine is shared: its swap, its disk and its processes are no affair of this node.
         "oomScoreAdj": 0,
@@ -96,7 +70,7 @@ def _proxy_settings(machine: Machine, kubeconfig: Path, options: "Options") -> M
         "kind": "KubeProxyConfiguration",
         "mode": options.proxy_mode,
         "clientConnection": {"kubeconfig": str(kubeconfig)},
-        "clusterCIDR": options.cluster_cidr,
+        "clusterCIDR": options.cluster_cidrs,
         "hostnameOverride": machine.name,
         "bindAddress": machine.plan.address,
         "healthzBindAddress": "127.0.0.1:10256",
@@ -123,7 +97,9 @@ class Options:
     """What is the same on all nodes of a cluster."""
 
     proxy_mode: str
-    cluster_cidr: str
+    cluster_cidrs: str
+    containerd: str
+    """Its path."""
     runtime_log: str = "info"
 
 
@@ -140,8 +116,13 @@ class NodeServices:
         paths = programs.find(programs.CLUSTER)
         self.containerd = Daemon(
             f"containerd of {machine.name}",
-            [programs.require("containerd", "containerd"), "--config", _CONTAINERD_CONFIG],
+            [options.containerd, "--config", _CONTAINERD_CONFIG],
             machine.directory / "containerd.log",
+            # It looks for its shim in PATH.
+            environment={
+                **os.environ,
+                "PATH": f"{Path(options.containerd).parent}:{os.environ['PATH']}",
+            },
         )
         self.kubelet = Daemon(
             f"kubelet of {machine.name}",
@@ -150,7 +131,7 @@ class NodeServices:
                 f"--config={_KUBELET_CONFIG}",
                 f"--kubeconfig={access.kubelet}",
                 f"--hostname-override={machine.name}",
-                f"--node-ip={machine.plan.address}",
+                f"--node-ip={','.join(machine.plan.addresses)}",
             ],
             machine.directory / "kubelet.log",
         )
@@ -228,13 +209,14 @@ class NodeServices:
             machine.path(directory).mkdir(parents=True, exist_ok=True)
         machine.write(
             _CONTAINERD_CONFIG,
-            _CONTAINERD.format(
+            ContainerdSettings(
+                root="/var/lib/containerd",
+                state="/run/containerd",
                 socket=SOCKET,
-                level=self._options.runtime_log,
-                pause=images.PAUSE_IMAGE,
                 plugins=PLUGIN_DIRECTORY,
-                conf=CONF_DIRECTORY,
-            ),
+                networks=CONF_DIRECTORY,
+                log_level=self._options.runtime_log,
+            ).write(),
         )
         for path, settings in self._settings.items():
             machine.write(path, json.dumps(settings, indent=1))

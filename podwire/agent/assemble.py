@@ -31,6 +31,7 @@ from podwire.datapath import abi, changes, rows, runtime
 from podwire.datapath.events import EventReader, hook_name, path_name, reason_name
 from podwire.datapath.maps import find_identity, list_usage, read_metrics
 from podwire.datapath.node import KernelDatapath
+from podwire.datapath.node_maps import list_encrypted
 from podwire.datapath.policy_maps import read_hits
 from podwire.model.endpoint import EndpointRecord, IPNetwork
 from podwire.model.identity import RESERVED_LABELS
@@ -233,6 +234,7 @@ def make_api(node: Node, pump: EventPump) -> Api:
             totals=node.cluster.totals,
             addresses=datapath.node_addresses,
             pod_mtu=lambda: datapath.mtu,
+            list_encrypted=lambda: list_encrypted(datapath.maps),
         ),
         detach=lambda record: node.attachments.delete(_deletion(record, node.clock)),
         started_boottime_ns=node.started_boottime_ns,

@@ -189,27 +189,7 @@ def make_host_ports(node: Node, installer: Installer) -> HostPorts | None:
 def make_api(node: Node, pump: EventPump) -> Api:
     """Give what the routes look at and act on."""
     datapath = node.datapath
-    node.metrics.look_up(
-        measured.list_gauges(
-            measured.Measured(
-                table=node.table,
-                ipam=node.ipam,
-                backlog=lambda: len(node.endings),
-                flows=node.flows,
-                events_lost=lambda: pump.lost,
-                health=node.health,
-                packets=lambda: _count_packets(datapath),
-                flow_usage=lambda: _list_flow_usage(datapath),
-                policies=lambda: len(node.policies.objects.rules),
-                policy_problems=lambda: len(node.policies.objects.problems),
-                policies_closed=lambda: len(node.policies.objects.closed),
-                policy_revision=lambda: node.regenerator.enforcer.revision,
-                identities=node.resolver.allocator,
-                maps=datapath.describe_maps,
-                started_unix_s=time.time(),
-            )
-        )
-    )
+    _measure(node, pump)
     return Api(
         config=node.live,
         table=node.table,
@@ -238,6 +218,32 @@ def make_api(node: Node, pump: EventPump) -> Api:
         ),
         detach=lambda record: node.attachments.delete(_deletion(record, node.clock)),
         started_boottime_ns=node.started_boottime_ns,
+    )
+
+
+def _measure(node: Node, pump: EventPump) -> None:
+    """Have what is counted looked up at each scrape."""
+    datapath = node.datapath
+    node.metrics.look_up(
+        measured.list_gauges(
+            measured.Measured(
+                table=node.table,
+                ipam=node.ipam,
+                backlog=lambda: len(node.endings),
+                flows=node.flows,
+                events_lost=lambda: pump.lost,
+                health=node.health,
+                packets=lambda: _count_packets(datapath),
+                flow_usage=lambda: _list_flow_usage(datapath),
+                policies=lambda: len(node.policies.objects.rules),
+                policy_problems=lambda: len(node.policies.objects.problems),
+                policies_closed=lambda: len(node.policies.objects.closed),
+                policy_revision=lambda: node.regenerator.enforcer.revision,
+                identities=node.resolver.allocator,
+                maps=datapath.describe_maps,
+                started_unix_s=time.time(),
+            )
+        )
     )
 
 

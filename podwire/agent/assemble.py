@@ -189,41 +189,6 @@ def make_host_ports(node: Node, installer: Installer) -> HostPorts | None:
 def make_api(node: Node, pump: EventPump) -> Api:
     """Give what the routes look at and act on."""
     datapath = node.datapath
-    _measure(node, pump)
-    return Api(
-        config=node.live,
-        table=node.table,
-        ipam=node.ipam,
-        pools=node.addresses.duty.ipam if node.addresses.duty else None,
-        journal=node.journal,
-        datapath=datapath,
-        flows=node.flows,
-        health=node.health,
-        metrics=node.metrics,
-        clock=node.clock,
-        turn=node.turn,
-        maps=MapReaders(
-            describe=datapath.describe_maps,
-            rows=lambda name, limit: rows.read_rows(datapath.maps, name, limit),
-        ),
-        store=node.store,
-        policy=_policy_readers(node),
-        facts=BuildFacts(template=datapath.template_id, abi_version=abi.ABI_VERSION),
-        nodes=NodeReaders(
-            list_nodes=node.cluster.list_nodes,
-            totals=node.cluster.totals,
-            addresses=datapath.node_addresses,
-            pod_mtu=lambda: datapath.mtu,
-            list_encrypted=lambda: list_encrypted(datapath.maps),
-        ),
-        detach=lambda record: node.attachments.delete(_deletion(record, node.clock)),
-        started_boottime_ns=node.started_boottime_ns,
-    )
-
-
-def _measure(node: Node, pump: EventPump) -> None:
-    """Have what is counted looked up at each scrape."""
-    datapath = node.datapath
     node.metrics.look_up(
         measured.list_gauges(
             measured.Measured(
@@ -244,6 +209,40 @@ def _measure(node: Node, pump: EventPump) -> None:
                 started_unix_s=time.time(),
             )
         )
+    )
+    return Api(
+        config=node.live,
+        table=node.table,
+        ipam=node.ipam,
+        pools=node.addresses.duty.ipam if node.addresses.duty else None,
+        journal=node.journal,
+        datapath=datapath,
+        flows=node.flows,
+        health=node.health,
+        metrics=node.metrics,
+        clock=node.clock,
+        turn=node.turn,
+        maps=MapReaders(
+            describe=datapath.describe_maps,
+            rows=lambda name, limit: rows.read_rows(datapath.maps, name, limit),
+        ),
+        store=node.store,
+        policy=_policy_readers(node),
+        facts=BuildFacts(template=datapath.template_id, abi_version=abi.ABI_VERSION),
+        nodes=_node_readers(node),
+        detach=lambda record: node.attachments.delete(_deletion(record, node.clock)),
+        started_boottime_ns=node.started_boottime_ns,
+    )
+
+
+def _node_readers(node: Node) -> NodeReaders:
+    datapath = node.datapath
+    return NodeReaders(
+        list_nodes=node.cluster.list_nodes,
+        totals=node.cluster.totals,
+        addresses=datapath.node_addresses,
+        pod_mtu=lambda: datapath.mtu,
+        list_encrypted=lambda: list_encrypted(datapath.maps),
     )
 
 

@@ -1,2 +1,3 @@
 """Frozen values, ids, errors, configuration: the vocabulary that every layer shares."""
-# size: the vocabulary, one module per word of it
+
+# size: one module per word that every layer uses

@@ -69,8 +69,8 @@ class ThisNode(Protocol):
         """Hear that something claimed has its number now."""
         ...
 
-    def why_silent(self) -> str:
-        """Say why nothing is to be published now; "" when nothing is in the way."""
+    def why_silent(self) -> str | None:
+        """Say why nothing is to be published now: "" = it is not known yet what. None: nothing is in the way."""
         ...
 
     def take_overwritten(self) -> bool:
@@ -162,8 +162,9 @@ class Publisher:
         pods = duty.list_pods()
         # Before it is published: no other node has an address that a pod of this one has.
         duty.set_own_pods(pods)
-        if silent := duty.why_silent():
-            duty.report("publication", silent)
+        if (silent := duty.why_silent()) is not None:
+            if silent:
+                duty.report("publication", silent)
             return PUBLISH_AGAIN_S
         # What was written counts no more: somebody else has changed or deleted it, and it is written anew.
         if duty.take_overwritten():

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from podwire.agent.duties.follower import KindList, Memory, StoreFollower
+from podwire.agent.duties.follower import KindList, StoreFollower
+from podwire.agent.duties.keeper import Memory
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.duties.unreadable import Reading
 from podwire.control.cluster.facts import encode_node

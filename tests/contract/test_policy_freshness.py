@@ -14,6 +14,7 @@ import pytest
 from podwire.agent.duties.follower import KindList, StoreFollower
 from podwire.agent.duties.kubernetes.freshness import open_freshness
 from podwire.agent.duties.shared_watch import SharedWatch
+from podwire.agent.duties.unreadable import Reading
 from podwire.control.documents.damage import read_object, stand_in
 from podwire.control.endpoint.policies import PolicyObjects
 from podwire.control.kubernetes.own_pods import OwnPods
@@ -134,8 +135,7 @@ class Node:
         self.own.freshness.is_asking = asks
         # Watches of their own: pods must not come late with the policies.
         pods = StoreFollower("pods", store, ["pods"], Pods(self.own))
-        shared = SharedWatch(store)
-        shared.unreadable.read, shared.unreadable.stand_in = read_object, stand_in
+        shared = SharedWatch(store, reading=Reading(read_object, stand_in))
         policies = StoreFollower("policies", store, [KIND], self.policies, shared=shared)
         for follower in (pods, policies):
             assert follower.load()

@@ -229,15 +229,20 @@ def make_api(node: Node, pump: EventPump) -> Api:
         store=node.store,
         policy=_policy_readers(node),
         facts=BuildFacts(template=datapath.template_id, abi_version=abi.ABI_VERSION),
-        nodes=NodeReaders(
-            list_nodes=node.cluster.list_nodes,
-            totals=node.cluster.totals,
-            addresses=datapath.node_addresses,
-            pod_mtu=lambda: datapath.mtu,
-            list_encrypted=lambda: list_encrypted(datapath.maps),
-        ),
+        nodes=_node_readers(node),
         detach=lambda record: node.attachments.delete(_deletion(record, node.clock)),
         started_boottime_ns=node.started_boottime_ns,
+    )
+
+
+def _node_readers(node: Node) -> NodeReaders:
+    datapath = node.datapath
+    return NodeReaders(
+        list_nodes=node.cluster.list_nodes,
+        totals=node.cluster.totals,
+        addresses=datapath.node_addresses,
+        pod_mtu=lambda: datapath.mtu,
+        list_encrypted=lambda: list_encrypted(datapath.maps),
     )
 
 

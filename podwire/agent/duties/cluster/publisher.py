@@ -17,7 +17,7 @@ from typing import Final, Protocol
 from podwire.agent.duties.worker import Worker
 from podwire.control.cluster.backoff import Backoff
 from podwire.control.cluster.publish import (
-    WRITE_EVERY_S,
+    CHANGE_EVERY_S,
     EndpointsPublisher,
     NodeInUse,
     NodePublisher,
@@ -202,9 +202,9 @@ class Publisher:
             self._schedule.failed(time.monotonic())
             raise
         self._schedule.written(pods, time.monotonic())
-        self._quiet_until_s = time.monotonic() + WRITE_EVERY_S
+        self._quiet_until_s = time.monotonic() + CHANGE_EVERY_S
         self._duty.observe("publish", begin_s)
-        return WRITE_EVERY_S
+        return CHANGE_EVERY_S
 
     def _fail(self, error: PodwireError) -> float:
         now_s = time.monotonic()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final
 
-from podwire.agent.duties.follower import KindList, Memory, StoreFollower
+from podwire.agent.duties.follower import KindList, StoreFollower
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.duties.worker import Worker
 from podwire.control.endpoint.changes import EndpointChanges
@@ -75,8 +75,6 @@ class IdentityDuty:
     changes: EndpointChanges
     report: Callable[[str], None] = lambda _message: None
     """Told what is wrong with the store; "" when nothing is."""
-    memory: Memory | None = None
-    """Where what the store says is kept for a start without it."""
     shared: SharedWatch | None = None
     """The agent's watch of the store, where there is one for all duties."""
     named: Callable[[], frozenset[int]] = frozenset
@@ -103,7 +101,6 @@ class IdentityDuty:
             self._store,
             self.feed.kinds,
             IdentityNews(self.feed),
-            self.memory,
             shared=self.shared,
         )
 

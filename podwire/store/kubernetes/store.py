@@ -117,9 +117,11 @@ class KubernetesStore:
                 return [], 0
             raise self._client.explain(refused) from None
         self._hub.note(kind, revision)
-        objects = (decode_object(resource, one) for one in found)
-        chosen = (one for one in objects if namespace is None or one.key.namespace == namespace)
-        return sorted(chosen, key=lambda one: one.key), revision
+        objects = (decode_object(resource, item) for item in found)
+        chosen = (
+            stored for stored in objects if namespace is None or stored.key.namespace == namespace
+        )
+        return sorted(chosen, key=lambda stored: stored.key), revision
 
     def read_newest(self, kinds: Sequence[str]) -> dict[str, int]:
         """Give, for each kind, the highest revision that any of its objects has now; 0 when there are none."""

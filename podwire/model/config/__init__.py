@@ -62,7 +62,7 @@ class NodeSettings:
         ),
         "",
         "Name of this node; part of the mark on every device.",
-        default_note="the machine's host name",
+        default_note="the machine's host name; must be set in a pod of Kubernetes (spec.nodeName)",
     )
     node_address: IPAddress | None = setting(
         ADDRESS,

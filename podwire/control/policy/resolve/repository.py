@@ -165,22 +165,19 @@ class Repository:
 
     def _change_part(self, part: Part, rules: PolicyRules) -> PartChange:
         part.default_deny = rules.default_deny
-        # By rule, because whoever may write policies may write one of tens of thousands of rules, and change all.
-        old: dict[Rule, list[RuleInUse]] = {}
-        for used in part.rules:
-            old.setdefault(used.rule, []).append(used)
+        old = list(part.rules)
         now: list[RuleInUse] = []
         came: list[RuleInUse] = []
         for rule in rules.rules:
-            alike = old.get(rule)
-            if not alike:
-                now.append(self._use(rule, part))
-                came.append(now[-1])
+            same = next((used for used in old if used.rule == rule), None)
+            if same is None:
+                same = self._use(rule, part)
+                came.append(same)
             else:
-                now.append(alike.pop(0))
+                old.remove(same)
+            now.append(same)
         part.rules = tuple(now)
-        went = tuple(used for alike in old.values() for used in alike)
-        return PartChange(part, False, went=went, came=tuple(came))
+        return PartChange(part, False, went=tuple(old), came=tuple(came))
 
     def _use(self, rule: Rule, part: Part) -> RuleInUse:
         self._order += 1

@@ -191,6 +191,7 @@ def make_api(node: Node, pump: EventPump) -> Api:
                 flow_usage=lambda: _list_flow_usage(datapath),
                 policies=lambda: len(node.policies.objects.rules),
                 policy_problems=lambda: len(node.policies.objects.problems),
+                policies_closed=lambda: len(node.policies.objects.closed),
                 policy_revision=lambda: node.regenerator.enforcer.revision,
                 identities=node.resolver.allocator,
                 maps=datapath.describe_maps,

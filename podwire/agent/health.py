@@ -8,7 +8,7 @@ is what `alive` is for.
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from podwire.model.interfaces import Clock
 from podwire.model.wire import ALIVE_FILE, Alive, encode_alive
 
 ALIVE_REFRESH_S = 10.0
+SHOWN_MAX = 8
+"""So many warnings of one kind are named one by one in `podwire status`."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,24 @@ class Health:
                 f"{check.name}: {check.message}" for check in self._checks.values() if not check.ok
             ]
             return [*failing, *self._warnings.values()]
+
+
+class WarningList:
+    """Warnings of one kind: the first are shown one by one, and the others are counted."""
+
+    def __init__(self, name: str, others: str) -> None:
+        self._name = name
+        self._others = others
+        self._shown = 0
+
+    def show(self, warn: Callable[[str, str], None], lines: Sequence[str]) -> None:
+        """Show these in place of those that were shown before."""
+        shown = list(lines[:SHOWN_MAX])
+        if len(lines) > len(shown):
+            shown.append(f"{len(lines) - len(shown)} {self._others}")
+        for index in range(max(len(shown), self._shown)):
+            warn(f"{self._name}-{index}", shown[index] if index < len(shown) else "")
+        self._shown = len(shown)
 
 
 class AliveFile:

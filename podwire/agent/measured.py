@@ -91,6 +91,7 @@ class Measured:
     flow_usage: Callable[[], Iterable[FlowUsage]]
     policies: Callable[[], int]
     policy_problems: Callable[[], int]
+    policies_closed: Callable[[], int]
     policy_revision: Callable[[], int]
     identities: IdentityAllocator
     maps: Callable[[], Iterable[Mapping[str, Any]]]
@@ -146,10 +147,16 @@ def _list_policy_gauges(measured: Measured) -> list[Gauge]:
         Gauge("policies", "Policies in force", (), lambda: {(): float(measured.policies())}),
         Gauge(
             "policies_not_in_force",
-            "Policies whose newest version could not be read, and identities whose policies could"
-            " not be written",
+            "Policies whose newest version could not be read or cannot be enforced whole, and"
+            " identities whose policies could not be written",
             (),
             lambda: {(): float(measured.policy_problems() + _count_unwritten(measured))},
+        ),
+        Gauge(
+            "policies_closed",
+            "Policies that cannot be enforced whole and close whom they select",
+            (),
+            lambda: {(): float(measured.policies_closed())},
         ),
         Gauge(
             "policy_revision",

@@ -394,6 +394,8 @@ def _compose_policy_duty(opened: _Opened, enforcer: Enforcer, turn: threading.RL
         observe=opened.metrics.observe_step,
         report=partial(_report, opened.health, "store"),
         shared=opened.shared,
+        warn=opened.health.warn,
+        events=opened.events,
     )
 
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from podwire.agent.duties.cluster.duty import PUBLISHED
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.health import Health
-from podwire.control.documents.damage import read_object
+from podwire.control.documents.damage import read_object, stand_in
 from podwire.model.config import AgentConfig
 from podwire.model.errors import StorageFailure
 from podwire.model.store import Store, StoredObject
@@ -27,6 +27,7 @@ def open_watch(config: AgentConfig, store: Store, health: Health, stack: ExitSta
 
     shared = SharedWatch(store, _open_memory(config, stack))
     shared.unreadable.read = read_object
+    shared.unreadable.stand_in = stand_in
     shared.unreadable.warn = health.warn
     shared.unreadable.is_own = is_own
     return shared

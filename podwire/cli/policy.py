@@ -277,6 +277,7 @@ _POLICY_COLUMNS = [
     Column("ENDPOINTS", key("endpoints")),
     Column("INGRESS", _yes("ingress")),
     Column("EGRESS", _yes("egress")),
+    Column("STATE", lambda row: row.get("state", "")),  # an older agent does not say
     Column("PROBLEM", key("problem")),
 ]
 _SELECTOR_COLUMNS = [

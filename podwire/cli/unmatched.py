@@ -5,6 +5,7 @@ is imported only when there are policies, because decoders take long to import. 
 there is no warning: the command itself has done its work.
 """
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ from podwire.control.documents.kinds import decode
 from podwire.control.identity.filter import LabelFilter
 from podwire.control.policy.mentions import GroupMention, Mention
 from podwire.control.policy.unmatched import find_mentions, find_unmatched
+from podwire.model.errors import InvalidRequest
 from podwire.model.store import ObjectKey
 from podwire.model.store.kinds import CIDR_GROUP, kind_of_document
 from podwire.store.manifest import Manifest
@@ -43,9 +45,11 @@ def warn_of_files(
 
 def warn_of_stored(documents: Iterable[Document], objects: Objects) -> None:
     """Warn of policies as the store has them."""
-    policies: list[Said] = [
-        (_key(document), find_mentions(document), str) for document in documents
-    ]
+    policies: list[Said] = []
+    for document in documents:
+        # What cannot be read or enforced whole is named in the list itself.
+        with contextlib.suppress(InvalidRequest):
+            policies.append((_key(document), find_mentions(document), str))
     _warn(policies, objects, set())
 
 

@@ -14,6 +14,8 @@ class Fault:
 
     path: str
     message: str
+    is_mistyped: bool = False
+    """The value is of another type than the field: it cannot even be read. Others can, and are not accepted."""
 
 
 class PodwireError(Exception):

@@ -14,9 +14,10 @@ from podwire.agent.duties.follower import KindList, Memory, StoreFollower
 from podwire.control.cluster.facts import encode_node
 from podwire.control.cluster.published import Publication, encode_endpoints
 from podwire.control.documents.apply import apply_documents, delete_object
-from podwire.control.documents.damage import find_fault, read_object
+from podwire.control.documents.damage import find_fault, read_object, stand_in
 from podwire.control.identity.key import IdentityKey
 from podwire.control.identity.known import make_object
+from podwire.control.policy.reading import POLICY_KINDS, Unenforceable
 from podwire.model.cluster import NodeFacts
 from podwire.model.errors import PodwireError
 from podwire.model.store import (
@@ -26,6 +27,7 @@ from podwire.model.store import (
     StoredObject,
     StoreEvent,
     UnreadableObject,
+    value_of,
 )
 from podwire.store.etcd.store import EtcdStore
 from podwire.store.remembered import RememberedObjects
@@ -167,13 +169,22 @@ class Mirror:
         self.objects: dict[ObjectKey, Mapping[str, Any]] = {}
         self.unreadable: set[ObjectKey] = set()
         """Told beside what was last read of them."""
+        self.closing: set[ObjectKey] = set()
+        """Listed as policies that close."""
         self.away = ""
 
     def on_lists(self, lists: Sequence[KindList]) -> None:
         for one in lists:
             for name in [name for name in self.objects if name.kind == one.kind]:
                 del self.objects[name]
-            self.objects.update((stored.key, stored.document) for stored in one.objects)
+            self.objects.update(
+                (stored.key, stored.document)
+                for stored in one.objects
+                if value_of(stored, Unenforceable) is None
+            )
+            self.closing = {
+                stored.key for stored in one.objects if value_of(stored, Unenforceable) is not None
+            }
 
     def on_events(self, events: Sequence[StoreEvent], _revisions: Revisions) -> None:
         for event in events:
@@ -205,6 +216,7 @@ class Followed:
             "test", store, [kind], self.mirror, memory, tell_unreadable=tell
         )
         self.follower.unreadable.read = read_object
+        self.follower.unreadable.stand_in = stand_in
         self.follower.unreadable.warn = self._warn
 
     @property
@@ -328,7 +340,9 @@ def test_one_unreadable_object_stands_for_what_it_was_and_stops_no_other(
         objects = one.mirror.objects
         assert objects == {hit.key: hit.document}
         assert str(never.key) in one.warning
-        assert "it counts as absent" in one.warning
+        is_policy = hit.key.kind in POLICY_KINDS
+        assert one.mirror.closing == ({never.key} if is_policy else set())
+        assert ("it closes" if is_policy else "it counts as absent") in one.warning
         own_etcd.put(_raw_key(hit), break_it(hit))
         etcd_store.create(later)
         until(lambda: later.key in objects)

@@ -335,12 +335,15 @@ def test_what_is_written_to_the_labs_store_reaches_its_agents(lab: Lab, tmp_path
 # Seeing
 
 
+HEADER = "NODE KIND NAMESPACE NAME RULES ENDPOINTS INGRESS EGRESS STATE PROBLEM"
+
+
 def test_a_policy_is_listed_by_both_nodes_with_whom_it_selects(closed: Lab) -> None:
     said = closed.cli("policy", "list")
     assert words(said) == [
-        ["NODE", "KIND", "NAMESPACE", "NAME", "RULES", "ENDPOINTS", "INGRESS", "EGRESS", "PROBLEM"],
-        ["node1", "NetworkPolicy", "default", NAME, "1", "1", "yes", "no", "-"],
-        ["node2", "NetworkPolicy", "default", NAME, "1", "0", "yes", "no", "-"],
+        HEADER.split(),
+        ["node1", "NetworkPolicy", "default", NAME, "1", "1", "yes", "no", "enforced", "-"],
+        ["node2", "NetworkPolicy", "default", NAME, "1", "0", "yes", "no", "enforced", "-"],
     ]
     rows = closed.cli("policy", "list", "-o", "json").document
     assert [(row["node"], row["endpoints"], row["problem"]) for row in rows] == [

@@ -278,6 +278,7 @@ def unwritten(node: FakeNode, unreadable: int = 0) -> float:
         flow_usage=lambda: (),
         policies=lambda: 0,
         policy_problems=lambda: unreadable,
+        policies_closed=lambda: 0,
         policy_revision=lambda: 0,
         identities=node.identities.allocator,
         maps=lambda: (),

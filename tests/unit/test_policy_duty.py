@@ -13,11 +13,11 @@ import pytest
 from podwire.agent.duties import policy as policy_duty
 from podwire.agent.duties import shared_watch
 from podwire.agent.duties.policy import PolicyDuty
-from podwire.control.endpoint import policies
 from podwire.control.endpoint.policies import POLICY_KINDS
 from podwire.control.endpoint.queue import Level
 from podwire.control.endpoint.states import State
 from podwire.control.endpoint.table import Endpoint
+from podwire.control.policy import reading
 from podwire.control.policy.rule import PolicyRules
 from podwire.model.errors import StorageFailure, Unavailable
 from podwire.model.ids import EndpointId
@@ -71,6 +71,11 @@ class Bench:
     def names(self) -> set[str]:
         """Name the policies in force."""
         return {one.policy.name for one in self.node.enforcer.engine.list_policies()}
+
+    def closed(self) -> set[str]:
+        """Name the policies that close in place of what they say."""
+        found = self.node.enforcer.engine.list_policies()
+        return {one.policy.name for one in found if one.closed_because}
 
     def wait_for(self, *names: str) -> None:
         wait_for(lambda: self.names() == set(names) and not self.node.enforcer.engine.is_pending)
@@ -137,12 +142,13 @@ def test_an_object_that_cannot_be_read_is_named_and_the_others_come_in(
 ) -> None:
     running.put(document)
     running.put(network_policy("good"))
-    running.wait_for("good")
+    running.wait_for("bad", "good")
+    assert running.closed() == {"bad"}
     wait_for(lambda: [key.name for key in running.node.policies.problems] == ["bad"])
 
 
 def _fail_for(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception) -> "Callable[[], None]":
-    kind, decode = policies._DECODERS[NETPOL]
+    kind, decode = reading._DECODERS[NETPOL]
     failing = True
 
     def decode_or_fail(document: Any) -> tuple[PolicyRules, ...]:
@@ -150,7 +156,7 @@ def _fail_for(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception) -> "
             raise error
         return decode(document)
 
-    monkeypatch.setitem(policies._DECODERS, NETPOL, (kind, decode_or_fail))
+    monkeypatch.setitem(reading._DECODERS, NETPOL, (kind, decode_or_fail))
 
     def heal() -> None:
         nonlocal failing
@@ -181,13 +187,15 @@ def test_a_bug_about_one_object_keeps_no_other_out_and_is_tried_again(
         with bench.store.together():
             for name in names:
                 bench.put(network_policy(name))
-    bench.wait_for("a", "c")
+    bench.wait_for("a", "b", "c")
+    assert bench.closed() == {"b"}
     [(key, problem)] = wait_for(lambda: list(bench.node.policies.problems.items()))
     assert key.name == "b"
     assert type(error).__name__ in problem
     heal()
-    bench.wait_for("a", "b", "c")
     wait_for(lambda: not bench.node.policies.problems)
+    bench.wait_for("a", "b", "c")
+    assert not bench.closed()
 
 
 def test_an_unreadable_version_leaves_the_last_one_in_force(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from podwire.control.policy.oracle import DEFAULT_DENY_PATH, RuleName
+from podwire.control.policy.oracle import RuleName
 from podwire.control.policy.realize.slots import Push, compare
 from podwire.control.policy.resolve.compile import Block, find_entry, length, pack
 from podwire.control.policy.resolve.rule_numbers import (
@@ -18,7 +18,7 @@ from podwire.control.policy.resolve.rule_numbers import (
     Numbers,
     RuleNumbers,
 )
-from podwire.control.policy.rule import TCP, PolicyId
+from podwire.control.policy.rule import DEFAULT_DENY_PATH, TCP, PolicyId
 from podwire.model.errors import StorageFailure
 from podwire.model.policy import PolicyEntry, Verdict
 

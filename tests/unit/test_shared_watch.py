@@ -12,8 +12,8 @@ from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.control.documents import damage
 from podwire.control.documents.damage import read_object
 from podwire.control.documents.kinds import decode
-from podwire.control.endpoint import policies
 from podwire.control.endpoint.policies import POLICY_KINDS, PolicyObjects
+from podwire.control.policy import reading
 from podwire.model.errors import Bug, PodwireError
 from podwire.model.store import (
     Compacted,
@@ -264,9 +264,10 @@ def count_decoders(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return lambda what: decoded.update([kind]) or decoder(what)
 
     for kind, decoder in tuple(damage._DECODERS.items()):
-        monkeypatch.setitem(damage._DECODERS, kind, count(kind, decoder))
-    for kind, (name, decode_policy) in tuple(policies._DECODERS.items()):
-        monkeypatch.setitem(policies._DECODERS, kind, (name, count(kind, decode_policy)))
+        if kind not in reading.POLICY_KINDS:
+            monkeypatch.setitem(damage._DECODERS, kind, count(kind, decoder))
+    for kind, (name, decode_policy) in tuple(reading._DECODERS.items()):
+        monkeypatch.setitem(reading._DECODERS, kind, (name, count(kind, decode_policy)))
     return decoded
 
 

@@ -12,10 +12,10 @@ from podwire.agent.api.shared import Document, EndpointView, LabelsView, PolicyT
 from podwire.agent.api.trace import PROTOCOLS, TraceRequest, TraceView, trace_flow
 from podwire.control.endpoint.enforce import describe_failure
 from podwire.control.endpoint.find import find_endpoint
-from podwire.control.endpoint.policies import name_policy
 from podwire.control.endpoint.states import State
 from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.control.policy.engine import PolicyEngine
+from podwire.control.policy.reading import name_policy
 from podwire.control.policy.rule import ICMP, ICMPV6, PolicyId
 from podwire.model.config import AgentConfig
 from podwire.model.errors import NotFound
@@ -38,6 +38,9 @@ class PolicyView(Document, frozen=True, kw_only=True):
     ingress: bool
     """It closes this direction of what it selects."""
     egress: bool
+    state: str
+    """`enforced`; `closed`: it cannot be enforced whole and closes in place of what it says; `kept`: its newest version
+    is not in force, and an earlier one is."""
     problem: str
     """Why its newest version is not in force; empty when it is."""
 
@@ -116,6 +119,7 @@ def _describe_policies(readers: PolicyReaders) -> list[PolicyView]:
         why = f"identity {failure.identity} keeps what it had: {failure.error.message}"
         problems |= {policy: why for policy in failure.policies if policy not in problems}
     selected = _count_selected(readers)
+    closed_policies = {name_policy(key) for key in readers.objects.closed}
     rules = dict(readers.objects.rules)
     views = []
     for policy in sorted({*rules, *problems}, key=str):
@@ -130,10 +134,17 @@ def _describe_policies(readers: PolicyReaders) -> list[PolicyView]:
                 endpoints=selected.get(policy, 0),
                 ingress=Direction.INGRESS in closed,
                 egress=Direction.EGRESS in closed,
+                state=_describe_state(policy in closed_policies, policy in problems),
                 problem=problems.get(policy, ""),
             )
         )
     return views
+
+
+def _describe_state(is_closed: bool, has_problem: bool) -> str:
+    if is_closed:
+        return "closed"
+    return "kept" if has_problem else "enforced"
 
 
 def _count_selected(readers: PolicyReaders) -> dict[PolicyId, int]:

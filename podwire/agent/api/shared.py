@@ -171,7 +171,7 @@ class PolicyTotals(Document, frozen=True, kw_only=True):
     policies: int
     identities: int
     not_in_force: tuple[str, ...]
-    """Objects whose newest version could not be read: their last one stays in force."""
+    """Objects whose newest version is not in force: they cannot be read, cannot be enforced whole, or do not fit."""
 
 
 class CheckView(Document, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from podwire.agent.closed_policies import ClosedPolicies
 from podwire.agent.duties.follower import KindList, Memory, StoreFollower
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.duties.worker import Worker
@@ -22,6 +23,7 @@ from podwire.control.endpoint.states import State
 from podwire.control.identity.known import IdentityChange
 from podwire.model.errors import PodwireError
 from podwire.model.store import Revisions, Store, StoreEvent
+from podwire.model.store.events import Events, NoEvents
 
 QUIET_S: Final = 0.05
 """Without changes for so long, slots that nobody names any more are deleted: that waits for the kernel."""
@@ -60,6 +62,9 @@ class PolicyDuty:
     """Where policies are kept for a start without the store."""
     shared: SharedWatch | None = None
     """The agent's watch of the store, where there is one for all duties."""
+    warn: Callable[[str, str], None] = lambda _key, _message: None
+    """Shows a message under a key until an empty one takes it back."""
+    events: Events = field(default_factory=NoEvents)
     _listed: set[str] = field(default_factory=set)
     _was_complete: bool = False
     _told_revisions: Revisions = field(default_factory=dict)
@@ -72,6 +77,7 @@ class PolicyDuty:
     _list_again_s: float = 0.0
 
     def __post_init__(self) -> None:
+        self._closed = ClosedPolicies(self.objects, self.enforcer, self.warn, self.events)
         self._worker = Worker("policy", self._work, self._hold, wake_ends_pause=True)
         self.follower = StoreFollower(
             "policy-watch",
@@ -163,6 +169,9 @@ class PolicyDuty:
             with self.turn:
                 for piece in news:
                     self.enforcer.mark_revisions(piece.revisions)
+        if self.objects.closed:
+            with self.turn:
+                self._closed.tell()
         waited_s = time.monotonic() - self._uncollected_since_s
         # Slots and rules end with endpoints too, of which nobody tells this duty: each quiet wake looks.
         if not is_change or waited_s > COLLECT_AT_LATEST_S:
@@ -201,6 +210,7 @@ class PolicyDuty:
         for event in news.events:
             self.objects.apply(event)
         self.enforcer.take_in_up_to(news.revisions)
+        self._closed.show(self.follower.unreadable.faults)
 
     def _list_again_after_bugs(self) -> None:
         now_s = time.monotonic()

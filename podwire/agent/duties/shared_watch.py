@@ -118,7 +118,13 @@ class SharedWatch:
 
     def load_remembered(self, kinds: Sequence[str], *, whole: bool) -> list[KindList]:
         """Give what was kept of some kinds. Of `whole` kinds all or nothing."""
-        return self._keeper.load(kinds, whole=whole)
+        kept = self._keeper.load(kinds, whole=whole)
+        read = [
+            KindList(one.kind, self.unreadable.sift_remembered(one.objects), one.revision)
+            for one in kept
+        ]
+        self.unreadable.show()
+        return read
 
     def load(self) -> None:
         """List for the followers that lack lists, else take changes. Raises what store and listeners raise."""
@@ -238,18 +244,23 @@ class SharedWatch:
         for kind in {one.object.key.kind for one in events}:
             self._lists.pop(kind, None)
         # Read once for all followers, whatever number of them has the kind.
-        changes = [(one, self.unreadable.sift_event(one)) for one in events]
+        changes = [(one, self._read(one)) for one in events]
         if events:
             self.unreadable.show()
         failures, failing = _Failures(), watch.failing
         for one in self._followers:
             failures.guard(one, partial(self._tell_changes, one, changes, failing))
-        good = [readable for _, readable in changes if readable is not None]
-        # What cannot be read must not take the place of what was last read.
-        self._keeper.note_events(good)
-        if len(good) < len(events):
+        if any(one.object.key in self.unreadable for one in events):
             self._keep_what_stands_in()
         failures.raise_first()
+
+    def _read(self, event: StoreEvent) -> StoreEvent | None:
+        """Decode a change, and keep what it says. What cannot be read must not take the place of what was last read."""
+        readable = self.unreadable.sift_event(event)
+        if readable is not None:
+            # At once: the next change of the same answer may be of the same object, and not be readable.
+            self._keeper.note_events([readable])
+        return readable
 
     def _tell_changes(
         self, one: Follower, changes: Sequence[Change], failing: Mapping[str, str]

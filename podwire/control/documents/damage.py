@@ -13,19 +13,16 @@ from podwire.control.documents.pools import decode_pool
 from podwire.control.identity.key import IdentityKey, read_spec
 from podwire.control.identity.known import IDENTITIES, read_number
 from podwire.control.ipam.documents import Block, ClaimedAddress, decode_block, decode_claimed
-from podwire.control.policy.rules_cilium import decode_cidr_group, decode_cilium_policy
-from podwire.control.policy.rules_k8s import decode_network_policy
+from podwire.control.policy.reading import POLICY_KINDS, UNEXPECTED, close_policy, read_policy
+from podwire.control.policy.rules_cilium import decode_cidr_group
 from podwire.model.cluster import NodeFacts
 from podwire.model.errors import InvalidRequest
 from podwire.model.store import ReadableObject, StoredObject
 from podwire.model.store.kinds import (
     CIDR_GROUP,
-    CILIUM_CLUSTERWIDE_POLICY,
-    CILIUM_POLICY,
     IP_ADDRESS,
     IP_BLOCK,
     IP_POOL,
-    NETWORK_POLICY,
     NODE,
     NODE_ENDPOINTS,
 )
@@ -41,12 +38,24 @@ def read_object(stored: StoredObject) -> tuple[StoredObject, str]:
         value = _DECODERS.get(stored.key.kind, _accept)(stored)
     except InvalidRequest as error:
         return stored, error.message
-    except (TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
-        # A decoder met what nobody thought of; the object is as unreadable as any other.
+    except UNEXPECTED as error:
         return stored, f"{type(error).__name__}: {error}"
-    if value is None:
-        return stored, ""
-    made = ReadableObject(
+    return (stored if value is None else _with_value(stored, value)), ""
+
+
+def stand_in(stored: StoredObject, fault: str) -> StoredObject | None:
+    """Give what counts in the place of an object that cannot be read and never could be; None: it counts as absent.
+
+    A policy closes: without it more would be allowed than anybody meant.
+    """
+    if stored.key.kind not in POLICY_KINDS:
+        return None
+    closing = close_policy(stored.key, stored.document, fault)
+    return None if closing is None else _with_value(stored, closing)
+
+
+def _with_value(stored: StoredObject, value: object) -> ReadableObject:
+    return ReadableObject(
         key=stored.key,
         uid=stored.uid,
         revision=stored.revision,
@@ -54,7 +63,6 @@ def read_object(stored: StoredObject) -> tuple[StoredObject, str]:
         document=stored.document,
         value=value,
     )
-    return made, ""
 
 
 def find_fault(stored: StoredObject) -> str:
@@ -118,8 +126,6 @@ _DECODERS: Final[Mapping[str, Callable[[StoredObject], object]]] = {
     IP_POOL.plural: lambda stored: decode_pool(stored.document),
     IP_BLOCK.plural: _decode_block,
     IP_ADDRESS.plural: _decode_claimed,
-    NETWORK_POLICY.plural: lambda stored: (decode_network_policy(stored.document),),
-    CILIUM_POLICY.plural: lambda stored: decode_cilium_policy(stored.document),
-    CILIUM_CLUSTERWIDE_POLICY.plural: lambda stored: decode_cilium_policy(stored.document),
+    **dict.fromkeys(POLICY_KINDS, lambda stored: read_policy(stored.key, stored.document)),
     CIDR_GROUP.plural: lambda stored: decode_cidr_group(stored.document),
 }

@@ -1,45 +1,45 @@
 """Policies and CIDR groups of the store, decoded and handed to the engine.
 
-Called by the agent's policy duty and by tests, under the node's turn. Never asks the store. Invariant: an object that
-cannot be read changes nothing: its earlier version stays in force, and `problems` names it.
+Called by the agent's policy duty and by tests, under the node's turn. Never asks the store. Invariant: a policy is
+enforced whole, or stands as it was last read, or closes whom it could select; `problems` names the latter two, and
+`closed` the last.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
+from podwire.control.policy import reading
 from podwire.control.policy.engine import PolicyEngine
+from podwire.control.policy.reading import Unenforceable, close_policy, name_policy, read_policy
 from podwire.control.policy.rule import CidrGroup, PolicyId, PolicyRules
-from podwire.control.policy.rules_cilium import (
-    KIND,
-    KIND_CLUSTERWIDE,
-    decode_cidr_group,
-    decode_cilium_policy,
-)
-from podwire.control.policy.rules_k8s import KIND as KIND_K8S
-from podwire.control.policy.rules_k8s import decode_network_policy
+from podwire.control.policy.rules_cilium import decode_cidr_group
 from podwire.model.errors import InvalidRequest
-from podwire.model.store import ObjectKey, Revisions, StoredObject, StoreEvent, value_of
+from podwire.model.store import (
+    ObjectKey,
+    ReadableObject,
+    Revisions,
+    StoredObject,
+    StoreEvent,
+    value_of,
+)
 
 GROUPS: Final = "ciliumcidrgroups"
+POLICY_KINDS: Final = (*reading.POLICY_KINDS, GROUPS)
+"""Kinds of the store that are policy."""
 
 _log = logging.getLogger(__name__)
 
-Decode = Callable[[Mapping[str, Any]], tuple[PolicyRules, ...]]
 
+@dataclass(frozen=True, slots=True)
+class ClosedPolicy:
+    """A policy that closes in place of what it says."""
 
-def _decode_k8s(document: Mapping[str, Any]) -> tuple[PolicyRules, ...]:
-    return (decode_network_policy(document),)
-
-
-_DECODERS: Final[Mapping[str, tuple[str, Decode]]] = {
-    "networkpolicies": (KIND_K8S, _decode_k8s),
-    "ciliumnetworkpolicies": (KIND, decode_cilium_policy),
-    "ciliumclusterwidenetworkpolicies": (KIND_CLUSTERWIDE, decode_cilium_policy),
-}
-POLICY_KINDS: Final = (*_DECODERS, GROUPS)
-"""Kinds of the store that are policy."""
+    uid: str
+    """Of its object."""
+    how: Unenforceable
 
 
 class PolicyObjects:
@@ -52,6 +52,8 @@ class PolicyObjects:
         self.groups: dict[str, CidrGroup] = {}
         self.problems: dict[ObjectKey, str] = {}
         """Objects whose newest version is not in force, and why."""
+        self.closed: dict[ObjectKey, ClosedPolicy] = {}
+        """Policies that close in place of what they say."""
         self.bugs = 0
         """How often an object could not be taken in for a reason that nobody thought of."""
         self._known: set[ObjectKey] = set()
@@ -76,17 +78,29 @@ class PolicyObjects:
         try:
             act()
         except InvalidRequest as error:
-            self.problems[key] = error.message
-            _log.error(
-                "a policy cannot be read; its last readable version stays in force",
-                extra={"object": str(key), "error": error.message},
-            )
+            self._keep_last(key, error.message)
         except Exception as error:
             self.bugs += 1
-            self.problems[key] = f"{type(error).__name__}: {error}"
             _log.exception("a policy met a bug", extra={"object": str(key)})
+            self._keep_last(key, f"{type(error).__name__}: {error}")
         else:
-            self.problems.pop(key, None)
+            if key not in self.closed:
+                self.problems.pop(key, None)
+
+    def _keep_last(self, key: ObjectKey, problem: str) -> None:
+        """Let the last readable version of an object stand, or what it closes; without one a policy closes."""
+        if key in self.closed:
+            return
+        if key.kind == GROUPS or name_policy(key) in self.rules:
+            self.problems[key] = problem
+            _log.error(
+                "a policy cannot be read; what was in force of it stays",
+                extra={"object": str(key), "error": problem},
+            )
+        elif (closing := close_policy(key, {}, problem)) is not None:
+            self._close(key, "", closing)
+        else:
+            self.problems[key] = problem
 
     def _put(self, stored: StoredObject) -> None:
         key = stored.key
@@ -97,11 +111,30 @@ class PolicyObjects:
             group = value_of(stored, CidrGroup) or decode_cidr_group(stored.document)
             self._engine.set_group(group)
             self.groups[key.name] = group
-        else:
-            policy_id, decode = name_policy(key), _DECODERS[key.kind][1]
-            rules = value_of(stored, tuple) or decode(stored.document)
-            self._engine.set_policy(policy_id, rules)
-            self.rules[policy_id] = rules
+            return
+        said = stored.value if isinstance(stored, ReadableObject) else None
+        if not isinstance(said, tuple | Unenforceable):
+            said = read_policy(key, stored.document)
+        if isinstance(said, Unenforceable):
+            self._close(key, stored.uid, said)
+            return
+        self._engine.set_policy(name_policy(key), said)
+        self.rules[name_policy(key)] = said
+        self.closed.pop(key, None)
+
+    def _close(self, key: ObjectKey, uid: str, how: Unenforceable) -> None:
+        """Have a policy close in place of what it says, until it is corrected or deleted."""
+        policy = name_policy(key)
+        self._engine.set_policy(policy, how.rules)
+        self.rules[policy] = how.rules
+        closed = ClosedPolicy(uid, how)
+        if self.closed.get(key) != closed:
+            _log.error(
+                "a policy cannot be enforced whole, and closes",
+                extra={"object": str(key), "cause": how.closes, "error": how.reason},
+            )
+        self.closed[key] = closed
+        self.problems[key] = how.message
 
     def _remove(self, key: ObjectKey) -> None:
         if key.kind == GROUPS:
@@ -111,6 +144,7 @@ class PolicyObjects:
         elif (policy_id := name_policy(key)) in self.rules:
             self._engine.remove_policy(policy_id)
             del self.rules[policy_id]
+        self.closed.pop(key, None)
         # Only now: what could not be removed is tried again with the next list.
         self._known.discard(key)
 
@@ -118,8 +152,3 @@ class PolicyObjects:
 def oldest_revision(revisions: Revisions) -> int:
     """Give a revision up to which every kind of policy was taken in; 0 while one of them was not."""
     return min(revisions.get(kind, 0) for kind in POLICY_KINDS)
-
-
-def name_policy(key: ObjectKey) -> PolicyId:
-    """Give a policy's name as rules carry it."""
-    return PolicyId(_DECODERS[key.kind][0], key.namespace, key.name)

@@ -38,7 +38,6 @@ from podwire.control.policy.rule import (
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.policy import Direction, Verdict
 
-DEFAULT_DENY_PATH: Final = "default-deny"
 PROTOCOL_NAMES: Final[Mapping[int, str]] = {
     TCP: "TCP",
     UDP: "UDP",
@@ -129,7 +128,7 @@ class Decision:
     basis: Basis
     rules: tuple[RuleName, ...] = ()
     """The rules that match with the winning precedence and verdict, sorted: the datapath names one of them. A default
-    denial: the policies that close the direction, with the path "default-deny"."""
+    denial: the policies that close the direction, with the path "default-deny" or "unenforceable"."""
     why: tuple[str, ...] = ()
     """Of a denial: what each rule of each selecting policy wanted and did not get, or which rule denies."""
     audited: bool = False
@@ -194,12 +193,13 @@ def evaluate(
     matching = [(name, rule) for name, rule in rules if covers(rule, groups, question)]
     if matching:
         return _decide_by_rules(matching, settings)
-    closing = [rules.policy for rules in selecting if question.direction in rules.default_deny]
+    closing = [rules for rules in selecting if question.direction in rules.default_deny]
     if not closing and settings.enforcement is not Enforcement.ALWAYS:
         return Decision(Verdict.ALLOW, Basis.DEFAULT_ALLOW)
-    names = tuple(sorted({RuleName(policy, DEFAULT_DENY_PATH) for policy in closing}, key=str))
+    names = {RuleName(each.policy, each.default_path): each.closed_because for each in closing}
     why = _explain_default(names, rules, groups, question)
-    return Decision(Verdict.DENY, Basis.DEFAULT_DENY, names, why, settings.audit)
+    named = tuple(sorted(names, key=str))
+    return Decision(Verdict.DENY, Basis.DEFAULT_DENY, named, why, settings.audit)
 
 
 def evaluate_flow(
@@ -303,13 +303,17 @@ def _decide_by_rules(matching: list[tuple[RuleName, Rule]], settings: Settings) 
 
 
 def _explain_default(
-    closing: tuple[RuleName, ...],
+    closing: Mapping[RuleName, str],
     rules: list[tuple[RuleName, Rule]],
     groups: Sequence[CidrGroup],
     question: Question,
 ) -> tuple[str, ...]:
     direction = question.direction.name.lower()
-    lines = [f"{name.policy} closes {direction} for what no rule allows" for name in closing]
+    lines = [
+        f"{name.policy} closes {direction} for what no rule allows"
+        + (f", because it cannot be enforced whole: {closing[name]}" if closing[name] else "")
+        for name in sorted(closing, key=str)
+    ]
     if not closing:
         lines = [f"policy_enforcement is always, and no policy allows {direction}"]
     allowing = [(name, rule) for name, rule in rules if rule.verdict is Verdict.ALLOW]

@@ -15,6 +15,7 @@ from podwire.model.policy import Direction, Verdict
 __all__ = [
     "ALL_PORTS",
     "ANY_SOURCE",
+    "DEFAULT_DENY_PATH",
     "ICMP",
     "ICMPV6",
     "RESERVED_LABELS",
@@ -22,6 +23,7 @@ __all__ = [
     "TCP",
     "TIER_DEFAULT",
     "UDP",
+    "UNENFORCEABLE_PATH",
     "CidrGroup",
     "CidrGroupSelector",
     "CidrSelector",
@@ -44,6 +46,11 @@ TIER_DEFAULT: Final = 0x4000_0000
 go above and below."""
 
 ANY_SOURCE: Final = "any"
+
+DEFAULT_DENY_PATH: Final = "default-deny"
+"""What decided when a policy closes a direction and no rule allows the packet."""
+UNENFORCEABLE_PATH: Final = "unenforceable"
+"""The same of a policy that closes because it cannot be enforced whole."""
 
 TCP: Final = 6
 UDP: Final = 17
@@ -156,6 +163,13 @@ class PolicyRules:
     subject: LabelSelector
     default_deny: frozenset[Direction]
     rules: tuple[Rule, ...]
+    closed_because: str = ""
+    """Why these rules stand in the place of what the policy says; empty when they are what it says."""
+
+    @property
+    def default_path(self) -> str:
+        """Name the default denial as rules are named."""
+        return UNENFORCEABLE_PATH if self.closed_because else DEFAULT_DENY_PATH
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,14 @@ _SECTIONS: Final = (
     _Section("egressDeny", Direction.EGRESS, Verdict.DENY),
 )
 
+_KNOWN_IN_SPEC: Final = (
+    *(section.key for section in _SECTIONS),
+    "endpointSelector",
+    "enableDefaultDeny",
+    "labels",
+    "description",
+)
+
 
 def decode_cilium_policy(
     document: Mapping[str, Any], mentions: list[Mention] | None = None
@@ -87,6 +95,37 @@ def decode_cilium_policy(
     return tuple(rules for rules in rule_sets if rules is not None)
 
 
+def read_cilium_subjects(
+    document: Mapping[str, Any], namespace: str
+) -> tuple[tuple[LabelSelector, frozenset[Direction]], ...] | None:
+    """Give whom a policy of `namespace` ("" = clusterwide) selects, whatever is wrong with the rest, each with the
+    directions in which it may deny what others allow; None where it cannot be told."""
+    faults = Faults()
+    top = root(document, faults)
+    specs = [top.child("spec")] if top.child("spec").present else []
+    specs += top.child("specs").items()
+    if not specs or not all(isinstance(spec.value, Mapping) for spec in specs):
+        return None
+    subjects = []
+    for spec in specs:
+        selector = spec.child("endpointSelector")
+        # One for nodes selects no pods.
+        if selector.present or not spec.child("nodeSelector").present:
+            subjects.append((read_subject(selector, Scope(namespace)), _find_denying(spec)))
+    return None if faults.kept else tuple(subjects)
+
+
+def _find_denying(spec: Node) -> frozenset[Direction]:
+    """Say in which directions a spec may deny: those of its denials; both with a field that nobody knows."""
+    if not {*spec.value} <= {*_KNOWN_IN_SPEC, *_REFUSED_IN_SPEC}:
+        return frozenset(Direction)
+    return frozenset(
+        section.direction
+        for section in _SECTIONS
+        if section.verdict is Verdict.DENY and spec.child(section.key).value not in (None, [], ())
+    )
+
+
 def _name_policy(top: Node, name: ObjectName, kind: str) -> PolicyId:
     if kind == KIND:
         return PolicyId(kind, name.namespace or DEFAULT_NAMESPACE, name.name)
@@ -98,14 +137,7 @@ def _name_policy(top: Node, name: ObjectName, kind: str) -> PolicyId:
 
 
 def _read_spec(spec: Node, policy: PolicyId) -> PolicyRules | None:
-    known = (
-        *(section.key for section in _SECTIONS),
-        "endpointSelector",
-        "enableDefaultDeny",
-        "labels",
-        "description",
-    )
-    if not spec.expect_object(known, _REFUSED_IN_SPEC):
+    if not spec.expect_object(_KNOWN_IN_SPEC, _REFUSED_IN_SPEC):
         return None
     scope = Scope(policy.namespace)
     for_nodes = spec.child("nodeSelector").present

@@ -77,6 +77,18 @@ def decode_network_policy(
     return policy
 
 
+def read_network_subjects(
+    document: Mapping[str, Any], namespace: str
+) -> tuple[LabelSelector, ...] | None:
+    """Give whom a NetworkPolicy of `namespace` selects, whatever is wrong with its rules; None: nobody can tell."""
+    faults = Faults()
+    spec = root(document, faults).child("spec")
+    if not isinstance(spec.value, Mapping):
+        return None
+    required = _read_selector(spec.child("podSelector"), ANY_SOURCE, "")
+    return None if faults.kept else (make_selector(_in_namespace(namespace), *required),)
+
+
 def _read_policy(top: Node) -> PolicyRules | None:
     name = read_header(top, api_versions=API_VERSIONS, kinds=(KIND,))
     namespace = name.namespace or DEFAULT_NAMESPACE

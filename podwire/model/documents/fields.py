@@ -44,7 +44,7 @@ def read_header(
         node.choice(allowed)
     metadata = document.child("metadata")
     if not isinstance(metadata.value, Mapping):
-        metadata.wrong(f"is {shown(metadata.value)}, not an object with a name")
+        metadata.mistyped(f"is {shown(metadata.value)}, not an object with a name")
         return ObjectName("", "")
     read_label_map(metadata.child("labels"))
     return ObjectName(
@@ -81,7 +81,7 @@ def read_label_map(node: Node) -> dict[str, str]:
     if not node.present:
         return {}
     if not isinstance(node.value, Mapping):
-        node.wrong(f"is {shown(node.value)}, not an object")
+        node.mistyped(f"is {shown(node.value)}, not an object")
         return {}
     return {
         key: read_label_value(node.child(key))
@@ -93,7 +93,7 @@ def read_label_map(node: Node) -> dict[str, str]:
 def check_label_key(node: Node, key: object, bare: str) -> bool:
     """Tell whether `bare` is a label key; else note that `node` has the wrong key `key`."""
     if not isinstance(key, str):
-        node.wrong(f"has the key {shown(key)}, which is not text")
+        node.mistyped(f"has the key {shown(key)}, which is not text")
         return False
     if not is_label_key(bare):
         node.wrong(f"has the key {shown(key)}, not a label key ([prefix/]name)")

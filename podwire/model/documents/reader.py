@@ -36,12 +36,15 @@ class Faults:
         if self._mentions is not None:
             self._mentions.append(mention)
 
-    def note(self, path: str, message: str) -> None:
+    def note(self, path: str, message: str, *, is_mistyped: bool = False) -> None:
         """Remember that `path` of the document `message` ("is not a list")."""
         self._count += 1
         # Bounded: a document of a megabyte can have hundreds of thousands of faults.
         if len(self.kept) < FAULTS_KEPT:
-            self.kept.append(Fault(path, message))
+            self.kept.append(Fault(path, message, is_mistyped))
+        elif is_mistyped:
+            # Whether there is one decides what the whole document is taken for.
+            self.kept[-1] = Fault(path, message, is_mistyped)
 
     def raise_if_any(self, intent: str, *, hint: str = "") -> None:
         """Raise all that was noted as one InvalidRequest; `intent` is what failed ("decode IPPool")."""
@@ -78,6 +81,10 @@ class Node:
         """Note a fault of this value."""
         self.faults.note(self.path, message)
 
+    def mistyped(self, message: str) -> None:
+        """Note that this value is of another type than the field."""
+        self.faults.note(self.path, message, is_mistyped=True)
+
     def child(self, key: str) -> "Node":
         """Give one field; absent when this is no object, or has none of that name."""
         member = self.value.get(key) if isinstance(self.value, Mapping) else None
@@ -88,11 +95,11 @@ class Node:
     ) -> bool:
         """Check that this is an object of `known` keys; `refused` says why others are not carried out."""
         if not isinstance(self.value, Mapping):
-            self.wrong(f"is {shown(self.value)}, not an object")
+            self.mistyped(f"is {shown(self.value)}, not an object")
             return False
         for key, value in self.value.items():
             if not isinstance(key, str):
-                self.wrong(f"has the key {shown(key)}, which is not text")
+                self.mistyped(f"has the key {shown(key)}, which is not text")
             elif refused and key in refused and value is not None:
                 self.faults.note(join_path(self.path, key), f"is not supported: {refused[key]}")
             elif key not in known and not (refused and key in refused):
@@ -104,7 +111,7 @@ class Node:
         if self.value is None:
             return []
         if not isinstance(self.value, list | tuple):
-            self.wrong(f"is {shown(self.value)}, not a list")
+            self.mistyped(f"is {shown(self.value)}, not a list")
             return []
         return [
             Node(value, f"{self.path}[{index}]", self.faults)
@@ -115,7 +122,7 @@ class Node:
         """Give a text; "" when it is absent or at fault."""
         if self.value is not None and not isinstance(self.value, str):
             quoted = isinstance(self.value, bool | int | float)
-            self.wrong(f"is {shown(self.value)}, not text" + (" (quote it)" if quoted else ""))
+            self.mistyped(f"is {shown(self.value)}, not text" + (" (quote it)" if quoted else ""))
         return self.value if isinstance(self.value, str) else ""
 
     def integer(self, low: int, high: int) -> int | None:
@@ -124,7 +131,7 @@ class Node:
             return None
         # `bool` is a kind of `int` in Python.
         if isinstance(self.value, bool) or not isinstance(self.value, int):
-            self.wrong(f"is {shown(self.value)}, not a whole number")
+            self.mistyped(f"is {shown(self.value)}, not a whole number")
             return None
         if not low <= self.value <= high:
             self.wrong(f"is {shown(self.value)}, not from {low} to {high}")
@@ -134,7 +141,7 @@ class Node:
     def boolean(self) -> bool | None:
         """Give a truth value; None when it is absent or at fault."""
         if self.value is not None and not isinstance(self.value, bool):
-            self.wrong(f"is {shown(self.value)}, not true or false")
+            self.mistyped(f"is {shown(self.value)}, not true or false")
             return None
         return self.value
 

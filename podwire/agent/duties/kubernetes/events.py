@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final
 
+from podwire.agent import closed_policies
 from podwire.agent.duties.worker import FOREVER_S, Worker
 from podwire.agent.health import Health
 from podwire.agent.metrics import Gauge, Metrics
@@ -38,8 +39,9 @@ REASONS: Final = {
 }
 """Reasons of Events by the names of checks and warnings; all others share one Event."""
 SILENT: Final = frozenset({WARNING})
-SILENT_PREFIX: Final = "cluster-"
-"""Of what is wrong between other nodes: these say it themselves, and each of 5,000 agents sees it."""
+SILENT_PREFIXES: Final = ("cluster-", f"{closed_policies.WARNING}-")
+"""Of what each of 5,000 agents sees: other nodes tell what is wrong between them themselves, and a closed policy has
+Events of its own."""
 SETTLE_S: Final = 2.0
 """What is over sooner is told to nobody: starts and changes pass through states that nobody can do anything about."""
 AGAIN_S: Final = (5.0, 15.0)
@@ -180,7 +182,7 @@ class NodeEvents:
 
     def hear(self, name: str, message: str) -> None:
         """Take what is wrong under a name, "" = nothing any more."""
-        if name in SILENT or name.startswith(SILENT_PREFIX):
+        if name in SILENT or name.startswith(SILENT_PREFIXES):
             return
         reason = REASONS.get(name)
         if reason is None:

@@ -179,7 +179,7 @@ def _read_requirements(node: Node, *, mentioned: bool = False) -> list[Requireme
     paths: list[str] = []
     labels = node.child("matchLabels")
     if labels.present and not isinstance(labels.value, Mapping):
-        labels.wrong(f"is {shown(labels.value)}, not an object")
+        labels.mistyped(f"is {shown(labels.value)}, not an object")
     elif labels.present:
         for text in labels.value:
             if (name := _read_key(labels, text)) is not None:

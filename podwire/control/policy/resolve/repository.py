@@ -72,16 +72,29 @@ class RuleInUse:
 class Part:
     """One rule set with one subject, and the local identities that it selects."""
 
-    __slots__ = ("default_deny", "number", "policy", "rules", "selection", "subject")
+    __slots__ = (
+        "default_deny",
+        "default_path",
+        "number",
+        "policy",
+        "rules",
+        "selection",
+        "subject",
+    )
 
-    def __init__(self, policy: PolicyId, subject: LabelSelector, number: int) -> None:
+    def __init__(self, policy: PolicyId, written: PolicyRules, number: int) -> None:
         self.policy = policy
-        self.subject = subject
+        self.subject = written.subject
+        self.default_path = written.default_path
         self.number = number
         """Of its default denial."""
         self.default_deny: frozenset[Direction] = frozenset()
         self.rules: tuple[RuleInUse, ...] = ()
         self.selection: Selection
+
+    def is_same(self, written: PolicyRules) -> bool:
+        """Tell whether this may go on as what a policy of the same name says now."""
+        return (self.subject, self.default_path) == (written.subject, written.default_path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +136,11 @@ class Repository:
         changes: list[PartChange] = []
         parts: list[Part] = []
         for rules in written:
-            part = next((part for part in old if part.subject == rules.subject), None)
+            part = next((part for part in old if part.is_same(rules)), None)
             # A part that has the same subject goes on: its rules are compared one by one, and the entries of those
             # that are the same stay.
             if part is None:
-                part = Part(policy, rules.subject, self.numbers.number(policy))
+                part = Part(policy, rules, self.numbers.number(policy, rules.default_path))
                 part.selection = self.subjects.use(part.subject, part)
             else:
                 old.remove(part)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Final
 
-from podwire.control.policy.oracle import DEFAULT_DENY_PATH, RuleName
-from podwire.control.policy.rule import PolicyId
+from podwire.control.policy.oracle import RuleName
+from podwire.control.policy.rule import DEFAULT_DENY_PATH, PolicyId
 
 SPAN: Final = 1024
 FORMER_NAMES: Final = 4096

@@ -110,6 +110,10 @@ class OwnPods:
             changed, self._changed = frozenset(self._changed), set()
             return changed
 
+    def find(self, namespace: str, name: str) -> PodFacts | None:
+        """Give what is known of a pod."""
+        return self._find(namespace, name, "")
+
     def has(self, record: EndpointRecord) -> bool:
         """Tell whether an endpoint belongs to a Pod object: its labels come from there."""
         return self._find(record.namespace, record.pod, record.pod_uid) is not None

@@ -16,6 +16,7 @@ from podwire.agent.api.routes import Api, BuildFacts, MapReaders
 from podwire.agent.cni.dispatch import Dispatcher
 from podwire.agent.duties.core_node import NetworkCondition
 from podwire.agent.duties.installer import Installer
+from podwire.agent.duties.kubernetes.host_ports import HostPorts
 from podwire.agent.duties.kubernetes.ranges import RangeKeeper, ServedRanges
 from podwire.agent.duties.loops import Duties, EventPump
 from podwire.agent.health import AliveFile
@@ -30,13 +31,14 @@ from podwire.datapath import abi, changes, rows, runtime
 from podwire.datapath.events import EventReader, hook_name, path_name, reason_name
 from podwire.datapath.maps import find_identity, list_usage, read_metrics
 from podwire.datapath.node import KernelDatapath
+from podwire.datapath.node_maps import list_encrypted
 from podwire.datapath.policy_maps import read_hits
 from podwire.model.endpoint import EndpointRecord, IPNetwork
 from podwire.model.identity import RESERVED_LABELS
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import Clock
 from podwire.model.request import AttachRequest
-from podwire.store.open import find_condition_writer
+from podwire.store.open import describe_clock, find_condition_writer
 
 
 def start_events(node: Node, stack: AsyncExitStack) -> EventPump:
@@ -85,7 +87,8 @@ def make_duties(node: Node, dispatcher: Dispatcher, threads: ThreadPoolExecutor)
     def list_warnings() -> Sequence[str]:
         with node.turn:
             host_warnings = node.datapath.find_host_warnings()
-        return [f"{warning.message}; {warning.hint}" for warning in host_warnings]
+        told = [f"{warning.message}; {warning.hint}" for warning in host_warnings]
+        return [*told, clocks] if (clocks := describe_clock(node.store)) else told
 
     return Duties(
         attachments=node.attachments,
@@ -175,6 +178,14 @@ def make_installer(node: Node, installed: Callable[[], None]) -> Installer | Non
     )
 
 
+def make_host_ports(node: Node, installer: Installer) -> HostPorts | None:
+    """Give what tells at a pod that its host port is not served; None with another store than Kubernetes."""
+    if not node.config.store.is_kubernetes:
+        return None
+    shared = node.cluster.shared
+    return HostPorts(node.store, node.events, lambda: installer.serves_host_ports, shared)
+
+
 def make_api(node: Node, pump: EventPump) -> Api:
     """Give what the routes look at and act on."""
     datapath = node.datapath
@@ -218,14 +229,20 @@ def make_api(node: Node, pump: EventPump) -> Api:
         store=node.store,
         policy=_policy_readers(node),
         facts=BuildFacts(template=datapath.template_id, abi_version=abi.ABI_VERSION),
-        nodes=NodeReaders(
-            list_nodes=node.cluster.list_nodes,
-            totals=node.cluster.totals,
-            addresses=datapath.node_addresses,
-            pod_mtu=lambda: datapath.mtu,
-        ),
+        nodes=_node_readers(node),
         detach=lambda record: node.attachments.delete(_deletion(record, node.clock)),
         started_boottime_ns=node.started_boottime_ns,
+    )
+
+
+def _node_readers(node: Node) -> NodeReaders:
+    datapath = node.datapath
+    return NodeReaders(
+        list_nodes=node.cluster.list_nodes,
+        totals=node.cluster.totals,
+        addresses=datapath.node_addresses,
+        pod_mtu=lambda: datapath.mtu,
+        list_encrypted=lambda: list_encrypted(datapath.maps),
     )
 
 

@@ -24,6 +24,7 @@ from podwire.agent.assemble import (
     make_api,
     make_condition,
     make_duties,
+    make_host_ports,
     make_installer,
     make_range_keeper,
     start_events,
@@ -35,7 +36,7 @@ from podwire.agent.cni.spool import Spool
 from podwire.agent.config_reload import read_settings
 from podwire.agent.duties import loops
 from podwire.agent.duties.loops import EventPump
-from podwire.agent.node import Node, open_node
+from podwire.agent.node import Node, open_node, settle_memory
 from podwire.agent.unix_socket import open_unix_socket
 from podwire.cni.netconf import decode_request
 from podwire.model import log
@@ -179,6 +180,7 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
         await _open_doors(node, dispatcher, pump, stack)
         node.health.report("agent", ok=True)
         _settle_interpreter()
+        asyncio.get_running_loop().run_in_executor(None, settle_memory)
         ms = (node.clock.boottime_ns() - node.clock.process_start_ns()) / 1e6
         _log.info(
             "ready",
@@ -220,8 +222,10 @@ def _tell_runtime(node: Node, stack: AsyncExitStack) -> None:
     if installer is None:
         installed()  # by whom, and when, is not ours to know
         return
-    installer.start()
-    stack.callback(installer.stop)
+    for duty in (installer, make_host_ports(node, installer)):
+        if duty is not None:
+            duty.start()
+            stack.callback(duty.stop)
 
 
 async def _open_doors(

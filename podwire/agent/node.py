@@ -63,6 +63,7 @@ from podwire.journal.records import HOST_SETTINGS_FACT, UNDERLAY_HOOKS_FACT, Sql
 from podwire.kernel import spawn
 from podwire.kernel.clock import KernelClock
 from podwire.kernel.inotify import FileWaker
+from podwire.kernel.memory import collapse_heap
 from podwire.model import log
 from podwire.model.cluster import TunnelMode
 from podwire.model.config import AgentConfig
@@ -122,6 +123,11 @@ class Node:
         return self.live.current
 
 
+def settle_memory() -> None:
+    """Put what the start has made into huge pages: a request that comes after a pause then finds more of it mapped."""
+    collapse_heap()
+
+
 def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
     """Open state and kernel and bring them together; what is opened is closed by `stack`.
 
@@ -130,9 +136,11 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
     config = settled.config
     clock, health, metrics = KernelClock(), Health(KernelClock()), Metrics()
     started_ns = clock.process_start_ns()
-    stack.enter_context(locked_state_directory(config.files.state_dir))
-    stack.enter_context(locked_state_directory(config.files.run_dir))
-    stack.enter_context(locked_node_name(config.node.node_name))
+    # Two agents of one node meet in Kubernetes when a pod is deleted by force; elsewhere somebody has made a mistake.
+    patient = config.store.is_kubernetes
+    for directory in (config.files.state_dir, config.files.run_dir):
+        stack.enter_context(locked_state_directory(directory, patient=patient))
+    stack.enter_context(locked_node_name(config.node.node_name, patient=patient))
     journal = measured.MeasuredJournal(
         config.files.state_dir / "journal.db", metrics=metrics, health=health
     )

@@ -51,6 +51,7 @@ def list_nodes(opts: Common) -> None:
         Column("POD CIDRS", key("podCidrs")),
         Column("MTU", key("mtu")),
         Column("OUTER", key("outer"), wide=True),
+        Column("ENCRYPTED", lambda row: "yes" if row.get("encrypted") else "no", wide=True),
         Column("EPOCH", key("epoch"), wide=True),
         Column("KERNEL", key("kernel"), wide=True),
         Column("BOOT", key("bootId"), wide=True),

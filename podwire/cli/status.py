@@ -98,7 +98,8 @@ def _long(document: dict[str, Any], verbose: bool) -> Iterator[str]:
     cluster = document.get("cluster", {})
     yield (
         f"Cluster:    {cluster.get('reached', 0)} of {cluster.get('nodes', 0)} other nodes reached,"
-        f" routing {cluster.get('routing')}, {cluster.get('pods', 0)} addresses of pods"
+        f" {cluster.get('encrypted', 0)} encrypted, routing {cluster.get('routing')},"
+        f" {cluster.get('pods', 0)} addresses of pods"
     )
     for check in document.get("checks", ()):
         if verbose or not check["ok"]:

@@ -279,6 +279,8 @@ def _read_pod(
         namespace=namespace,
         pod=pod,
         pod_uid=read_arg("K8S_POD_UID"),
+        # podman says K8S_POD_NAME alone, for its own name server; runtimes of Kubernetes say all of them.
+        is_plain=not (args.get("K8S_POD_NAMESPACE") or args.get("K8S_POD_UID")),
         labels=complete_labels(
             configuration.labels, network=request.network, namespace=namespace, pod=pod
         ),

@@ -5,11 +5,12 @@ never waits. Invariant: every record is returned once, in the ring's order. What
 `lost` of a later record. Not thread-safe.
 """
 
-from typing import Final, Self
+from typing import Final
 
 from podwire.datapath import abi
 from podwire.datapath.maps import NodeMaps, from_mapped
 from podwire.kernel.bpf_ring import RingReader
+from podwire.model.closing import Closing
 from podwire.model.flow import FlowEvent, Verdict
 from podwire.model.ids import EndpointId, IdentityId, IfIndex
 
@@ -83,7 +84,7 @@ def _verdict(event: abi.Event) -> Verdict:
     return Verdict.AUDIT if audited else Verdict.FORWARDED
 
 
-class EventReader:
+class EventReader(Closing):
     """The node's one reader of the ring. Owner of its mapping."""
 
     def __init__(self, maps: NodeMaps) -> None:
@@ -100,9 +101,3 @@ class EventReader:
     def close(self) -> None:
         """Give the mapping back."""
         self._ring.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()

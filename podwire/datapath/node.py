@@ -40,7 +40,6 @@ from podwire.datapath.native import NetdevProgram, OwnHooks
 from podwire.datapath.plan import NodePlan, choose_sources, list_own_addresses
 from podwire.datapath.policy_maps import PolicyTable
 from podwire.datapath.programs import (
-    LoadedProgram,
     LoadedPrograms,
     Pins,
     ensure_bpffs,
@@ -411,10 +410,6 @@ class KernelDatapath:
     def template_id(self) -> str:
         """Name of the template that is in force."""
         return self._node.loaded.template_id
-
-    def list_programs(self) -> list[LoadedProgram]:
-        """List the loaded programs."""
-        return self._node.loaded.describe()
 
     @property
     def maps(self) -> NodeMaps:

@@ -77,6 +77,13 @@ class NodeRow:
     """Towards its pods, natively."""
 
 
+def list_encrypted(maps: NodeMaps) -> frozenset[str]:
+    """Give the outer addresses of the nodes whose rows say that what goes there has to be encrypted."""
+    return frozenset(
+        str(row.outer) for row in list_nodes(maps) if row.flags & abi.NodeFlags.ENCRYPTED
+    )
+
+
 def list_nodes(maps: NodeMaps) -> Iterator[NodeRow]:
     """Walk the other nodes."""
     for key, row in maps.pw_nodes.items():

@@ -92,15 +92,6 @@ class Capacities:
 
 
 @dataclass(frozen=True)
-class LoadedProgram:
-    """A program: the C function's name, the kernel's number, the hash of its instructions."""
-
-    name: str
-    id: int
-    tag: str
-
-
-@dataclass(frozen=True)
 class LoadedPrograms:
     """The programs of one template and the maps they use. Owner of the descriptors."""
 
@@ -120,13 +111,6 @@ class LoadedPrograms:
         if name not in self.programs:
             raise Bug(f"use program {name!r}: the template has {sorted(self.programs)!r}")
         return self.programs[name]
-
-    def describe(self) -> list[LoadedProgram]:
-        """Tell what is loaded, for `status` and `doctor`."""
-        return [
-            LoadedProgram(name, program.info.id, program.info.tag.hex())
-            for name, program in self.programs.items()
-        ]
 
     def repair_pins(self, pins: Pins) -> list[str]:
         """Pin again what somebody has unpinned; names it.

@@ -13,9 +13,10 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final
 
 from podwire.kernel._libbpf import ffi, lib
+from podwire.model.closing import Closing
 from podwire.model.errors import KernelFailure
 
 BATCH_ROWS: Final = 4096
@@ -88,7 +89,7 @@ def possible_cpus() -> int:
     return count
 
 
-class Descriptor:
+class Descriptor(Closing):
     """One owned descriptor of a BPF object: a map or a program."""
 
     def __init__(self, fd: int, name: str) -> None:
@@ -112,12 +113,6 @@ class Descriptor:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:

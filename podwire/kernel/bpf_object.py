@@ -12,11 +12,12 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final
 
 from podwire.kernel import bpf
 from podwire.kernel._libbpf import ffi, lib
 from podwire.kernel.bpf_program import Program
+from podwire.model.closing import Closing
 from podwire.model.errors import KernelFailure
 
 VERIFIER_LOG_BYTES: Final = 16 << 20
@@ -50,7 +51,7 @@ class MapShape:
     inner: "MapShape | None" = None
 
 
-class BpfObject:
+class BpfObject(Closing):
     """An opened object file. Context manager; use from one thread at a time."""
 
     def __init__(self, data: bytes, name: str) -> None:
@@ -96,12 +97,6 @@ class BpfObject:
         if self._btf_fd >= 0:
             os.close(self._btf_fd)
             self._btf_fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if getattr(self, "_object", ffi.NULL) != ffi.NULL:

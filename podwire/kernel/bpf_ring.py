@@ -6,13 +6,13 @@ buffer.
 """
 
 import warnings
-from typing import Self
 
 from podwire.kernel._libbpf import ffi, lib
 from podwire.kernel.bpf import Map, fail
+from podwire.model.closing import Closing
 
 
-class RingReader:
+class RingReader(Closing):
     """Takes fixed-size records out of a ring buffer map, many at once.
 
     `fd` becomes readable when there are records; `take` gives them joined, and whether more are
@@ -45,12 +45,6 @@ class RingReader:
         if self._drain != ffi.NULL:
             lib.pw_drain_close(self._drain)
             self._drain = ffi.NULL
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if getattr(self, "_drain", ffi.NULL) != ffi.NULL:

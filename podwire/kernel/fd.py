@@ -7,11 +7,11 @@ that is dropped open warns, and tests turn warnings into errors.
 
 import os
 import warnings
-from types import TracebackType
-from typing import Self
+
+from podwire.model.closing import Closing
 
 
-class Fd:
+class Fd(Closing):
     """Owner of a descriptor; `what` names it in messages."""
 
     __slots__ = ("_number", "_what")
@@ -50,17 +50,6 @@ class Fd:
             # have it at once.
             number, self._number = self._number, -1
             os.close(number)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if getattr(self, "_number", -1) >= 0:

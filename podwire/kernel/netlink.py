@@ -14,10 +14,10 @@ import struct
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final, Self
 
 from podwire.kernel import netns
+from podwire.model.closing import Closing
 from podwire.model.errors import KernelFailure
 
 # include/uapi/linux/netlink.h
@@ -141,7 +141,7 @@ def malformed(detail: str) -> KernelFailure:
 _LITTLE: Final = struct.pack("=H", 1) == b"\x01\x00"
 
 
-class NetlinkSocket:
+class NetlinkSocket(Closing):
     """A route socket: `execute` changes, `dump` and `get` look.
 
     One exchange at a time (it locks itself).
@@ -177,17 +177,6 @@ class NetlinkSocket:
     def close(self) -> None:
         """Close the socket."""
         self._socket.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def execute(self, requests: Sequence[Request]) -> None:
         """Send the requests at once; raise the first failure, after all of them were tried."""

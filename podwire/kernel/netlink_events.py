@@ -16,11 +16,11 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from podwire.kernel.fd import Fd
 from podwire.kernel.netlink import split_messages
+from podwire.model.closing import Closing
 from podwire.model.errors import KernelFailure
 
 # include/uapi/linux/rtnetlink.h
@@ -54,7 +54,7 @@ _SO_RCVBUFFORCE: Final = 33
 _DATAGRAMS_AT_ONCE: Final = 1000
 
 
-class NetlinkEvents:
+class NetlinkEvents(Closing):
     """What the kernel tells of changes. `matters` gets type and body of each message, and says which ones count.
 
     With `ignored_from`, a power of two, nothing about devices with this or a higher index arrives at all; with
@@ -138,17 +138,6 @@ class NetlinkEvents:
         with self._lock:
             self._woken.close()
             self._socket.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _read(self) -> bool:
         """Take what is there, all of it, so that a burst is one change; tell whether any of it matters."""

@@ -11,10 +11,10 @@ import ctypes
 import errno
 import json
 import threading
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from podwire.kernel.spawn import run
+from podwire.model.closing import Closing
 from podwire.model.errors import KernelFailure, Unsupported
 
 _LIBRARY: Final = "libnftables.so.1"
@@ -23,7 +23,7 @@ _COMMAND: Final = "nft"
 _TIMEOUT_S: Final = 30.0
 
 
-class Nftables:
+class Nftables(Closing):
     """A long-lived context; one command at a time (it locks itself)."""
 
     def __init__(self, *, in_process: bool = True) -> None:
@@ -49,17 +49,6 @@ class Nftables:
         if self._library is not None and self._context:
             context, self._context = self._context, None
             self._library.nft_ctx_free(context)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def run(self, commands: str) -> None:
         """Apply commands as one transaction; KernelFailure carries what nftables says."""

@@ -1,1 +1,3 @@
 """Frozen values, ids, errors, configuration: the vocabulary that every layer shares."""
+
+# size: one module per word that every layer uses

@@ -109,6 +109,8 @@ class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     bandwidth: Bandwidth = Bandwidth()
     cni_version: str = ""
     fixed_addresses: bool = False
+    is_plain: bool = False
+    """Whether it is a container beside Kubernetes; a Pod object of that name is not it."""
 
     @property
     def addresses(self) -> tuple[IPAddress, ...]:

@@ -80,6 +80,8 @@ class AttachRequest(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str = "default"
     pod: str = ""
     pod_uid: str = ""
+    is_plain: bool = False
+    """Whether it is a container beside Kubernetes: its runtime names neither a namespace nor a UID."""
     labels: tuple[str, ...] = ()
     """`source:key=value`, sorted by bytes."""
     ports: tuple[NamedPort, ...] = ()

@@ -103,7 +103,7 @@ class ReplyStatus(enum.IntEnum):
     """As FAILED, but a DEL is written into the spool and succeeds."""
 
 
-_KNOWN_ITEMS = frozenset(Item)
+_KNOWN_ITEMS = {item.value: item for item in Item}
 _KNOWN_STATUSES = frozenset(ReplyStatus)
 
 
@@ -225,8 +225,8 @@ def decode_frame(data: bytes) -> Frame:
         started_boottime_ns=started_boottime_ns,
         boot_id=_ascii(single, Item.BOOT_ID),
         program=_ascii(single, Item.PROGRAM),
-        has_netns=bool(flags & Flag.NETNS),
-        has_mntns=bool(flags & Flag.MNTNS),
+        has_netns=bool(flags & Flag.NETNS.value),
+        has_mntns=bool(flags & Flag.MNTNS.value),
         netns_errno=_errno(single.get(Item.NETNS_ERRNO)),
         launcher_version=_ascii(single, Item.LAUNCHER_VERSION, required=False),
     )
@@ -333,8 +333,9 @@ def _list_items(data: bytes) -> Iterator[tuple[Item, bytes]]:
         offset += _ITEM.size
         if len(data) - offset < length:
             raise UndecodableRequest(f"read the request: item {number} leaves the frame")
-        if number in _KNOWN_ITEMS:
-            yield Item(number), bytes(data[offset : offset + length])
+        item = _KNOWN_ITEMS.get(number)
+        if item is not None:
+            yield item, bytes(data[offset : offset + length])
         offset += length
 
 

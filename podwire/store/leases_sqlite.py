@@ -13,12 +13,13 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 from podwire.model.errors import Conflict, PodwireError, Unavailable
 from podwire.model.store import OpenWaker, Waker
 from podwire.model.store.leases import LeaseChange, compare_holders
-from podwire.store.sqlite_file import StoreFile
+from podwire.store.sqlite_file import StoreFile, transaction
+from podwire.store.sqlite_watch import FileWatch
 
 LOOK_EVERY_S: Final = 1.0
 """How often a watch looks by itself, and how soon a renewal that failed is tried again at most."""
@@ -212,18 +213,11 @@ class SqliteLeases:
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        with self._using() as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield connection
-                connection.execute("COMMIT")
-            except BaseException:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
+        with self._using() as connection, transaction(connection):
+            yield connection
 
 
-class SqliteLeaseWatch:
+class SqliteLeaseWatch(FileWatch[LeaseChange]):
     """Implements `model.store.leases.LeaseWatch`."""
 
     def __init__(
@@ -233,48 +227,19 @@ class SqliteLeaseWatch:
         prefix: str,
         forget: "Callable[[SqliteLeaseWatch], None]",
     ) -> None:
+        super().__init__(waker, lambda: forget(self))
         self.is_listed = False
         self._leases = leases
-        self._waker = waker
         self._prefix = prefix
-        self._forget = forget
         self._holders: dict[str, str] = {}
-        self._closed = False
-        self._reading = threading.Lock()
 
     @property
     def holders(self) -> Mapping[str, str]:
         """What was given so far, put together."""
         return dict(self._holders)
 
-    def next(self, timeout_s: float) -> Sequence[LeaseChange]:
-        """Give what has changed; see `model.store.leases.LeaseWatch`."""
-        deadline_s = time.monotonic() + timeout_s
-        with self._reading:
-            while not self._closed:
-                holders, vanish_s = self._leases.read(self._prefix)
-                changes = compare_holders(self._holders, holders)
-                self._holders, self.is_listed = holders, True
-                left_s = deadline_s - time.monotonic()
-                if changes or left_s <= 0:
-                    return changes
-                self._waker.wait(min(left_s, LOOK_EVERY_S, max(vanish_s, 0.01)))
-        return ()
-
-    def wake(self) -> None:
-        """Look now: this process has written."""
-        self._waker.wake()
-
-    def close(self) -> None:
-        """Stop watching; a waiting `next` on another thread returns ()."""
-        self._closed = True
-        self._waker.wake()
-        with self._reading:
-            self._waker.close()
-        self._forget(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
+    def _look(self) -> tuple[Sequence[LeaseChange], float]:
+        holders, vanish_s = self._leases.read(self._prefix)
+        changes = compare_holders(self._holders, holders)
+        self._holders, self.is_listed = holders, True
+        return changes, max(vanish_s, 0.01)

@@ -23,8 +23,16 @@ if TYPE_CHECKING:
 
 SQLITE: Final = "sqlite://"
 KUBERNETES: Final = "kubernetes"
+CLOCKS_APART_S: Final = 30.0
+"""From so many seconds on it is said that clocks differ."""
 PATIENT_S: Final = 3.0
 """How long one try to open may take when another one follows: an agent's pods wait for it."""
+_SIZES: Final = (
+    (86_400.0, "a day"),
+    (3_600.0, "an hour"),
+    (300.0, "5 minutes"),
+    (CLOCKS_APART_S, f"{CLOCKS_APART_S:g} seconds"),
+)
 __all__ = [
     "ETCD",
     "KUBERNETES",
@@ -120,6 +128,20 @@ def find_event_writer(store: Store) -> Callable[[EventWrite], None] | None:
     write: Callable[[EventWrite], None] | None
     write = getattr(store, "write_event", None)
     return write
+
+
+def describe_clock(store: Store) -> str:
+    """Say that this host's clock and that of the store's server differ; "" when they do not, or nobody can tell."""
+    ahead_s: float = getattr(store, "clock_ahead_s", 0.0)
+    if abs(ahead_s) < CLOCKS_APART_S:
+        return ""
+    way = "ahead of" if ahead_s > 0 else "behind"
+    # Roughly, so that the same fault is told in the same words.
+    size = next(name for least_s, name in _SIZES if abs(ahead_s) >= least_s)
+    return (
+        f"the clock of this host is more than {size} {way} the API server's: tokens and certificates may be refused,"
+        " and times of Events are wrong; have both follow a time server (chrony, systemd-timesyncd)"
+    )
 
 
 def list_hosts(url: str, cluster: ClusterAccess | None = None) -> tuple[str, ...]:

@@ -13,12 +13,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import msgspec
 
+from podwire.model.closing import Closing
 from podwire.model.errors import StorageFailure
 from podwire.model.store import ObjectKey, StoredObject, StoreEvent
+from podwire.store.sqlite_file import transaction
 
 FILE_NAME: Final = "remembered.db"
 """Below the state directory."""
@@ -47,7 +49,7 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-class RememberedObjects:
+class RememberedObjects(Closing):
     """The copy in the file at `path` of what the store at `url` said. Safe to call from several threads."""
 
     def __init__(self, path: Path, url: str) -> None:
@@ -89,7 +91,8 @@ class RememberedObjects:
         changes: Iterable[StoreEvent],
     ) -> None:
         """Keep whole lists of kinds, then changes; all or nothing."""
-        with self._lock, self._reported("write"), self._transaction() as connection:
+        connection = self._connection
+        with self._lock, self._reported("write"), transaction(connection):
             # Lists before changes: changes that were kept were heard after the list of their kind.
             for kind, (objects, revision) in lists.items():
                 connection.execute("DELETE FROM object WHERE kind = ?", (kind,))
@@ -110,23 +113,6 @@ class RememberedObjects:
         """Close the file."""
         with self._lock:
             self._connection.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        self._connection.execute("BEGIN IMMEDIATE")
-        try:
-            yield self._connection
-            self._connection.execute("COMMIT")
-        except BaseException:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
-            raise
 
     @contextmanager
     def _reported(self, verb: str) -> Iterator[None]:

@@ -29,7 +29,7 @@ from podwire.store.documents import (
     none_there,
 )
 from podwire.store.leases_sqlite import SqliteLeases
-from podwire.store.sqlite_file import open_file
+from podwire.store.sqlite_file import open_file, transaction
 from podwire.store.sqlite_watch import SqliteWatch, ThreadWaker
 
 CHANGES_KEPT: Final = 20_000
@@ -229,16 +229,8 @@ class SqliteStore:
                 yield connection
                 return
             self._file.check_same()
-            # A deferred transaction takes the write lock at its first write, and fails there with SQLITE_BUSY at
-            # once, without waiting, when another process has written since its first read.
-            connection.execute("BEGIN IMMEDIATE")
-            try:
+            with transaction(connection):
                 yield connection
-                connection.execute("COMMIT")
-            except BaseException:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
         # After the commit: a watch that wakes earlier would read the log without the change and sleep again.
         self._file.touch()
         for watch in self._open_watches():

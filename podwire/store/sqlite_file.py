@@ -160,6 +160,21 @@ _HINTS: Final = {
 }
 
 
+@contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """Commit what is written inside, or nothing of it."""
+    # A deferred transaction takes the write lock at its first write, and fails there with SQLITE_BUSY at once, without
+    # waiting, when another process has written since its first read.
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
 def open_file(path: Path, *, busy_timeout_s: float, create: bool) -> StoreFile:
     """Make the file ready: there, for root only, whole, of today's layout.
 
@@ -256,17 +271,11 @@ def _prepare(connection: sqlite3.Connection, path: str) -> None:
 
 def _bring_up(connection: sqlite3.Connection, layout: int) -> None:
     # All steps in one transaction, the number of the layout included: a kill in between leaves the old layout whole.
-    connection.execute("BEGIN IMMEDIATE")
-    try:
+    with transaction(connection):
         for step in STEPS[layout:]:
             _execute_all(connection, step)
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {len(STEPS)}")
-        connection.execute("COMMIT")
-    except sqlite3.Error:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
 
 
 def _execute_all(connection: sqlite3.Connection, script: str) -> None:

@@ -5,12 +5,15 @@ delays a change and loses nothing. Invariant: each change that is returned follo
 Compacted is raised.
 """
 
+import math
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Generic, TypeVar
 
+from podwire.model.closing import Closing
 from podwire.model.store import Compacted, Revisions, StoredObject, StoreEvent, Waker
 from podwire.store.sqlite_file import StoreFile
 
@@ -18,6 +21,7 @@ LOOK_EVERY_S: Final = 1.0
 EVENTS_MAX: Final = 1000
 """Changes that one call gives at most; the next call goes on."""
 
+_Change = TypeVar("_Change")
 ReadObject = Callable[[Sequence[object]], StoredObject]
 """Makes an object of kind, namespace, name, uid, created, revision, document."""
 
@@ -41,7 +45,49 @@ class ThreadWaker:
         """Nothing is held."""
 
 
-class SqliteWatch:
+class FileWatch(Closing, Generic[_Change]):
+    """A watch that looks into the file, sleeps until somebody writes or it is time, and looks again."""
+
+    def __init__(self, waker: Waker, forget: Callable[[], None]) -> None:
+        self._waker = waker
+        self._forget = forget
+        self._closed = False
+        self._reading = threading.Lock()
+
+    def next(self, timeout_s: float) -> Sequence[_Change]:
+        """Give what has happened; see `model.store.Watch`."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._reading:
+            while not self._closed:
+                changes, again_s = self._look()
+                left_s = deadline_s - time.monotonic()
+                if changes or left_s <= 0:
+                    return changes
+                self._waker.wait(min(left_s, LOOK_EVERY_S, again_s))
+        return ()
+
+    def wake(self) -> None:
+        """Look now: this process has written."""
+        self._waker.wake()
+
+    def close(self) -> None:
+        """Stop watching; a waiting `next` on another thread returns ()."""
+        self._closed = True
+        self._waker.wake()
+        with self._reading:
+            self._waker.close()
+            self._release()
+        self._forget()
+
+    @abstractmethod
+    def _look(self) -> tuple[Sequence[_Change], float]:
+        """Give what has changed, and in how many seconds something may change without a write."""
+
+    def _release(self) -> None:
+        """Give back what `_look` needs; it is not called any more."""
+
+
+class SqliteWatch(FileWatch[StoreEvent]):
     """Implements `model.store.Watch`."""
 
     def __init__(
@@ -53,15 +99,12 @@ class SqliteWatch:
         read_object: ReadObject,
         forget: "Callable[[SqliteWatch], None]",
     ) -> None:
+        super().__init__(waker, lambda: forget(self))
         self._file = file
-        self._waker = waker
         self._after = dict(after)
         self._revision = min(after.values())
         """Of the file: up to which the log was read. What a kind was listed with may be ahead of it."""
         self._read_object = read_object
-        self._forget = forget
-        self._closed = False
-        self._reading = threading.Lock()
         # A connection of its own: a watch reads on the thread of its reader, and must not wait for the store's other
         # readers.
         self._connection = file.connect()
@@ -76,38 +119,7 @@ class SqliteWatch:
         """Nothing: a file can be read or not, with all that is in it."""
         return {}
 
-    def next(self, timeout_s: float) -> Sequence[StoreEvent]:
-        """Give what has happened; see `model.store.Watch`."""
-        deadline_s = time.monotonic() + timeout_s
-        with self._reading:
-            while not self._closed:
-                events = self._look()
-                left_s = deadline_s - time.monotonic()
-                if events or left_s <= 0:
-                    return events
-                self._waker.wait(min(left_s, LOOK_EVERY_S))
-        return ()
-
-    def wake(self) -> None:
-        """Look now: this process has written."""
-        self._waker.wake()
-
-    def close(self) -> None:
-        """Stop watching; a waiting `next` on another thread returns ()."""
-        self._closed = True
-        self._waker.wake()
-        with self._reading:
-            self._waker.close()
-            self._connection.close()
-        self._forget(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
-
-    def _look(self) -> Sequence[StoreEvent]:
+    def _look(self) -> tuple[Sequence[StoreEvent], float]:
         with self._file.reported("watch"):
             self._file.check_same()
             self._connection.execute("BEGIN")
@@ -122,7 +134,10 @@ class SqliteWatch:
         self._revision = rows[-1][5] if len(rows) == EVENTS_MAX else newest
         # row: kind, ..., the change's revision at 5
         fresh = [row for row in rows if row[5] > self._after[row[0]]]
-        return tuple(_make_event(row, self._read_object) for row in fresh)
+        return tuple(_make_event(row, self._read_object) for row in fresh), math.inf
+
+    def _release(self) -> None:
+        self._connection.close()
 
     def _check(self, newest: int, oldest: int) -> None:
         if self._revision > newest:

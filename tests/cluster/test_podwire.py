@@ -18,6 +18,8 @@ from podwire.lab.kubernetes.cluster import Cluster, is_ready
 from podwire.lab.kubernetes.networks.installed import Podwire
 from tests.cluster import probing
 from tests.cluster.audit import wait_until_all_agree
+from tests.cluster.town import is_playable, open_town
+from tests.policy_cases import network_policy
 from tests.waiting import wait_for
 
 AGENT: Final = "system:serviceaccount:podwire-system:podwire-agent"
@@ -295,6 +297,66 @@ def deny_all(app: str) -> dict[str, Any]:
             "policyTypes": ["Ingress", "Egress"],
         },
     }
+
+
+@pytest.mark.usefixtures("clean")
+def test_pods_meet_what_the_policies_of_the_table_say(cluster: Cluster) -> None:
+    cases = [case for case in network_policy.CASES if any(map(is_playable, case.flows))]
+    with open_town(cluster) as town:
+        faults = {case.id: found for case in cases if (found := town.play(case))}
+    assert not faults, faults
+    assert len(cases) > 100
+
+
+UNSUPPORTED: Final = {"podSelector": {"matchLabels": {"podwire.io/name": "closed"}}}
+"""What the API server takes and podwire does not: names of pods are no labels of identities."""
+CLOSED: Final = "closed"
+
+
+@pytest.fixture
+def two_pods(cluster: Cluster) -> Iterator[tuple[str, str]]:
+    """Give the addresses of a pod in a namespace of its own, and of one beside."""
+    for namespace in (CLOSED, "beside"):
+        cluster.kubectl("create", "namespace", namespace)
+        cluster.apply(pods.describe("web", namespace=namespace, labels={"app": "web"}))
+    try:
+        found = [cluster.wait_for_pods(1, namespace)[0] for namespace in (CLOSED, "beside")]
+        closed, beside = addresses_of(found)
+        yield closed, beside
+    finally:
+        cluster.kubectl("delete", "namespace", CLOSED, "beside")
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_policy_that_cannot_be_enforced_whole_closes_what_it_could_select(
+    cluster: Cluster, network: Podwire, two_pods: tuple[str, str]
+) -> None:
+    client = start_client(cluster)
+    closed, beside = two_pods
+    assert answers(client, closed)
+    cluster.apply(
+        {
+            "apiVersion": "networking.k8s.io/v1",
+            "kind": "NetworkPolicy",
+            "metadata": {"name": "odd", "namespace": CLOSED},
+            "spec": UNSUPPORTED,
+        }
+    )
+    wait_for(lambda: not answers(client, closed), "the cut")
+    assert answers(client, beside)
+    (pod,) = cluster.list_pods(CLOSED)
+    node = pod["spec"]["nodeName"]
+    listed = json.loads(network.run(cluster, node, "policy", "list", "-o", "json"))
+    assert [(one["name"], one["state"]) for one in listed] == [("odd", "closed")]
+    assert "odd cannot be enforced whole" in network.run(cluster, node, "status")
+    wait_for(lambda: "PolicyNotEnforceable" in cluster.kubectl("get", "events", "-n", CLOSED), "")
+    inside = cluster.node(node).machine.run("curl", "-s", "-m", "20", f"http://{closed}/")
+    assert inside is not None, "its node reaches it"
+    kill_agents(cluster, node)
+    cluster.wait_for_pods(2, network.namespace, network.selector)
+    assert not answers(client, closed)
+    cluster.kubectl("delete", "networkpolicy", "-n", CLOSED, "odd")
+    wait_for(lambda: answers(client, closed), "the way of all")
 
 
 @pytest.mark.usefixtures("clean")

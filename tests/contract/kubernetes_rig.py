@@ -29,7 +29,9 @@ _servers: dict[str, ApiServer] = {}
 
 def install_crds(server: ApiServer) -> None:
     """Make the CRDs, and wait until their resources are served."""
-    documents = [yaml.safe_load(path.read_text()) for path in sorted(CRDS.glob("*.yaml"))]
+    documents = [
+        yaml.load(path.read_text(), yaml.CSafeLoader) for path in sorted(CRDS.glob("*.yaml"))
+    ]
     for document in documents:
         server.client.create(_DEFINITIONS, document)
     for document in documents:

@@ -11,19 +11,12 @@ from typing import Protocol
 import msgspec
 import pytest
 
-from podwire.model.endpoint import AttachmentKey, EndpointRecord, Phase
+from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import ForeignObject, InvalidConfiguration, KernelFailure
-from podwire.model.ids import (
-    ContainerId,
-    EndpointId,
-    InterfaceName,
-    NetworkName,
-    host_device_name,
-)
 from podwire.model.interfaces import Datapath, EndpointConfig, PodNamespace
+from tests import plain_pods
 from tests.fakes.datapath import FakeDatapath
-
-OPEN = EndpointConfig(policy_revision=1)
+from tests.plain_pods import OPEN
 
 
 class World(Protocol):
@@ -70,41 +63,18 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
 
 
 def make_record(world: World, number: int, namespace: PodNamespace) -> EndpointRecord:
-    key = AttachmentKey(NetworkName("net"), ContainerId(f"c{number}"), InterfaceName("eth0"))
-    return EndpointRecord(
-        id=EndpointId(number),
-        key=key,
-        phase=Phase.ADDING,
-        boot_id="boot",
-        taken_boottime_ns=1,
-        netns_path=namespace.path,
-        netns_cookie=namespace.cookie,
-        device=world.datapath.plan_device(
-            EndpointId(number),
-            host_device_name(key.container_id, key.if_name),
-            key.if_name,
-            mtu=0,
-            pod_mac="",
-        ),
-        ipv4=f"10.77.0.{number}",
-        ipv6=f"fd77::{number}",
-    )
+    return plain_pods.make_record(world.datapath, number, namespace)
 
 
 def attach(world: World, number: int) -> tuple[EndpointRecord, PodNamespace]:
     namespace = world.new_namespace()
     record = make_record(world, number, namespace)
-    world.datapath.create_guard(record)
-    world.datapath.create_device(record, namespace)
-    world.datapath.configure_pod(record, namespace)
-    world.datapath.open_endpoint(record, OPEN)
+    plain_pods.attach(world.datapath, record, namespace)
     return record, namespace
 
 
 def detach(world: World, record: EndpointRecord) -> None:
-    world.datapath.close_endpoint(record)
-    world.datapath.remove_routes(record)
-    world.datapath.condemn_device(record)
+    plain_pods.detach(world.datapath, record)
 
 
 def assert_nothing_left(world: World) -> None:

@@ -188,7 +188,7 @@ def test_a_condition_that_is_not_there_is_not_made(
     condition = NetworkCondition(store, "n1", store.put_condition)
     condition.start()
     condition.network_is_there()
-    wait_for(lambda: condition.has_looked, "the first look", DEADLINE_S)
+    wait_for(lambda: condition._follower.is_whole, "the first look", DEADLINE_S)
     condition.stop()
     assert count_writes(server) == before
     assert read_conditions(server) == {"MemoryPressure": "False"}

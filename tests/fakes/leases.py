@@ -3,8 +3,8 @@
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Self
 
+from podwire.model.closing import Closing
 from podwire.model.errors import Conflict, Unavailable
 from podwire.model.store import Store
 from podwire.model.store.leases import LeaseChange, Leases, compare_holders
@@ -78,7 +78,7 @@ class MemoryLeases:
             raise Unavailable("use leases: the store is away")
 
 
-class MemoryLeaseWatch:
+class MemoryLeaseWatch(Closing):
     """Implements `model.store.leases.LeaseWatch`."""
 
     def __init__(self, leases: MemoryLeases, prefix: str) -> None:
@@ -105,9 +105,3 @@ class MemoryLeaseWatch:
         with self._leases.changed:
             self._closed = True
             self._leases.changed.notify_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()

@@ -102,6 +102,8 @@ class FakeNode:
         self._directory = directory
         self._cidrs = cidrs
         self.clock = FakeClock()
+        self.encrypted: frozenset[str] = frozenset()
+        """Addresses of nodes whose rows say so."""
         self.datapath = FakeDatapath()
         self.policy_datapath = PolicyHalf(other=self.datapath)
         self.store = store or MemoryStore()

@@ -56,6 +56,8 @@ class FakePolicyDatapath:
     """Method and slot (0 = none), in order."""
     _index: dict[tuple[int, ...], PolicyEntry] = field(default_factory=dict)
     """The entries again, under what is quickly compared."""
+    _found: dict[int, dict[tuple[int, ...], PolicyEntry | None]] = field(default_factory=dict)
+    """By slot: what was found since it changed last."""
 
     def write_slot(self, slot: int, rows: PolicyRows) -> None:
         self._begin("write_slot", slot)
@@ -155,7 +157,13 @@ class FakePolicyDatapath:
         return self.cidrs[max(around, key=lambda one: one.prefixlen)] if around else None
 
     def _longest(self, slot: int, identity: int, packet: Packet) -> PolicyEntry | None:
-        family = slot, identity, packet.direction.value
+        found = self._found.setdefault(slot, {})
+        question = identity, packet.direction.value, packet.protocol, packet.port
+        if question not in found:
+            found[question] = self._search((slot, *question[:2]), packet)
+        return found[question]
+
+    def _search(self, family: tuple[int, int, int], packet: Packet) -> PolicyEntry | None:
         for bits in range(16, -1, -1):
             port = packet.port >> (16 - bits) << (16 - bits)
             entry = self._index.get((*family, packet.protocol, port, bits))
@@ -165,11 +173,13 @@ class FakePolicyDatapath:
 
     def _put(self, slot: int, key: PolicyKey, entry: PolicyEntry) -> None:
         self._step()
+        self._found.pop(slot, None)
         self.slots[slot][key] = entry
         self._index[slot, *_numbers(key)] = entry
 
     def _remove(self, slot: int, key: PolicyKey) -> None:
         self._step()
+        self._found.pop(slot, None)
         self.slots[slot].pop(key, None)
         self._index.pop((slot, *_numbers(key)), None)
 

@@ -358,7 +358,7 @@ class World:
 
     def known(self) -> list[int]:
         """Give the identities that the engine has taken in: only their packets have a verdict before and after."""
-        return [number for number in self.facts if self.engine.knows(number)]
+        return [number for number in self.facts if number in self.engine._peers]
 
     def find_differences(self, packets: Iterable[Packet]) -> list[str]:
         """Name each packet of each endpoint that the datapath decides otherwise than the oracle."""

@@ -4,11 +4,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Self
+from typing import Any
 from uuid import uuid4
 
 import msgspec
 
+from podwire.model.closing import Closing
 from podwire.model.errors import Conflict, NotFound, Unavailable
 from podwire.model.store import Compacted, ObjectKey, Revisions, StoredObject, StoreEvent
 from podwire.model.store.kinds import KINDS
@@ -169,7 +170,7 @@ class MemoryStore:
         self.changed.notify_all()
 
 
-class MemoryWatch:
+class MemoryWatch(Closing):
     """Changes of a MemoryStore."""
 
     def __init__(self, store: MemoryStore, after: Revisions) -> None:
@@ -213,9 +214,3 @@ class MemoryWatch:
         with self._store.changed:
             self._closed = True
             self._store.changed.notify_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()

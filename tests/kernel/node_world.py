@@ -17,20 +17,13 @@ from podwire.kernel import bpf, netns
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.rtnl.link import LinkEnd, create_veth, set_link
 from podwire.kernel.rtnl.route import InterfaceAddress, add_address
-from podwire.model.endpoint import AttachmentKey, EndpointRecord, Phase
-from podwire.model.ids import (
-    ContainerId,
-    EndpointId,
-    InterfaceName,
-    NetworkName,
-    host_device_name,
-)
-from podwire.model.interfaces import EndpointConfig, PodNamespace
+from podwire.model.endpoint import EndpointRecord
+from podwire.model.interfaces import PodNamespace
+from tests import plain_pods
 from tests.kernel.conftest import NODE, NODE_IPV4, NODE_IPV6, Namespace, new_namespace
 
 PODS_IPV4 = ipaddress.ip_network("10.77.0.0/24")
 PODS_IPV6 = ipaddress.ip_network("fd77::/120")
-OPEN = EndpointConfig(policy_revision=1)
 
 
 def make_plan(bpf_dir: Path) -> NodePlan:
@@ -94,41 +87,24 @@ class KernelWorld:
         return KernelDatapath(self.plan, self.read_hooks())
 
     def make_record(self, number: int, namespace: PodNamespace) -> EndpointRecord:
-        key = AttachmentKey(NetworkName("net"), ContainerId(f"c{number}"), InterfaceName("eth0"))
-        return EndpointRecord(
-            id=EndpointId(number),
-            key=key,
-            phase=Phase.ADDING,
-            boot_id="boot",
-            taken_boottime_ns=1,
-            netns_path=namespace.path,
-            netns_cookie=namespace.cookie,
-            device=self.datapath.plan_device(
-                EndpointId(number),
-                host_device_name(key.container_id, key.if_name),
-                key.if_name,
-                mtu=0,
-                pod_mac="",
-            ),
-            ipv4=f"10.77.0.{number}",
-            ipv6=f"fd77::{number:x}",
-        )
+        return plain_pods.make_record(self.datapath, number, namespace)
 
     def attach(self, number: int) -> tuple[EndpointRecord, Namespace]:
         """Connect a pod as ADD does."""
         namespace = self.new_namespace()
         record = self.make_record(number, namespace)
-        self.datapath.create_guard(record)
-        self.datapath.create_device(record, namespace)
-        self.datapath.configure_pod(record, namespace)
-        self.datapath.open_endpoint(record, OPEN)
+        plain_pods.attach(self.datapath, record, namespace)
         return record, self.pods[namespace.cookie]
 
     def detach(self, record: EndpointRecord) -> None:
         """Disconnect a pod as DEL does."""
-        self.datapath.close_endpoint(record)
-        self.datapath.remove_routes(record)
-        self.datapath.condemn_device(record)
+        plain_pods.detach(self.datapath, record)
+
+    def program_ids(self) -> dict[str, int]:
+        """Give the kernel's numbers of the loaded programs."""
+        return {
+            name: program.info.id for name, program in self.datapath._node.loaded.programs.items()
+        }
 
 
 @contextlib.contextmanager

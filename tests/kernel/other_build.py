@@ -170,7 +170,9 @@ def _run(bpf_dir: Path, *, die: bool) -> None:
             json.dumps(
                 {
                     "version": abi.ABI_VERSION,
-                    "programs": [one.id for one in datapath.list_programs()],
+                    "programs": [
+                        program.info.id for program in datapath._node.loaded.programs.values()
+                    ],
                     "seed": maps.read_settings(datapath.maps).hash_seed,
                     "usage": {
                         str(key): _count_flows(row) for key, row in maps.list_usage(datapath.maps)

@@ -33,19 +33,15 @@ from podwire.model.cluster import (
     TunnelPlan,
     Way,
 )
-from podwire.model.endpoint import AttachmentKey, EndpointRecord, IPAddress, IPNetwork, Phase
+from podwire.model.endpoint import EndpointRecord, IPAddress, IPNetwork
 from podwire.model.ids import (
-    ContainerId,
-    EndpointId,
     IdentityId,
-    InterfaceName,
-    NetworkName,
-    host_device_name,
 )
 from podwire.model.interfaces import EndpointConfig
 from tests.kernel.conftest import Namespace, new_namespace
 from tests.kernel.node_world import bpf_directory
 from tests.kernel.traffic import Stream, continuous_traffic
+from tests.plain_pods import attach, make_record
 
 CLUSTER = (ipaddress.ip_network("10.77.0.0/16"), ipaddress.ip_network("fd77::/64"))
 UNMANAGED = IdentityId(abi.Identity.UNMANAGED)
@@ -151,31 +147,16 @@ class Node:
         """Connect a pod; `block`: the node from whose range it borrows its address."""
         block = block or self.number
         pod = self.stack.enter_context(new_namespace())
-        key = AttachmentKey(NetworkName("net"), ContainerId(f"c{number}"), InterfaceName("eth0"))
         with self.inside():
-            record = EndpointRecord(
-                id=EndpointId(number),
-                key=key,
-                phase=Phase.ADDING,
-                boot_id="boot",
-                taken_boottime_ns=1,
-                netns_path=pod.pod.path,
-                netns_cookie=pod.pod.cookie,
-                device=self.datapath.plan_device(
-                    EndpointId(number),
-                    host_device_name(key.container_id, key.if_name),
-                    key.if_name,
-                    mtu=0,
-                    pod_mac="",
-                ),
-                ipv4=f"10.77.{block}.{number}",
-                ipv6=f"fd77::{block}:{number:x}",
+            record = make_record(
+                self.datapath,
+                number,
+                pod.pod,
+                ipv4=f"10.77.{block}.{{}}",
+                ipv6=f"fd77::{block}:{{:x}}",
             )
-            self.datapath.create_guard(record)
-            self.datapath.create_device(record, pod.pod)
-            self.datapath.configure_pod(record, pod.pod)
             config = EndpointConfig(identity=70_000 + self.number, policy_revision=1)
-            self.datapath.open_endpoint(record, config)
+            attach(self.datapath, record, pod.pod, config)
         self.pods[number] = pod
         self.records[number] = record
         return pod

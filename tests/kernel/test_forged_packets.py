@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from podwire.datapath.conntrack_maps import list_conntrack
 from podwire.kernel import netns
 from podwire.model.cluster import TunnelMode, Way
 from podwire.model.endpoint import EndpointRecord
@@ -163,25 +164,51 @@ def translate(
 
 
 SEND = """
-import socket, sys
-family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
-sender = socket.socket(family, socket.SOCK_DGRAM)
-if sys.argv[3]:
+import socket, struct, sys
+six = ":" in sys.argv[1]
+family = socket.AF_INET6 if six else socket.AF_INET
+target, source, how = (sys.argv[1], int(sys.argv[2])), sys.argv[3], sys.argv[4]
+kind = socket.SOCK_STREAM if how == "tcp" else socket.SOCK_DGRAM
+sender = socket.socket(family, kind)
+told = []
+if source:
     sender.setsockopt(socket.SOL_IP, 15, 1)  # IP_FREEBIND
-    sender.bind((sys.argv[3], 4000))
-sender.sendto(sys.stdin.buffer.read(), (sys.argv[1], int(sys.argv[2])))
+    if six:
+        sender.setsockopt(socket.IPPROTO_IPV6, 78, 1)  # IPV6_FREEBIND
+if source and how == "message":
+    packed = socket.inet_pton(family, source)
+    if six:
+        told = [(socket.IPPROTO_IPV6, 50, packed + bytes(4))]  # IPV6_PKTINFO
+    else:
+        told = [(socket.SOL_IP, 8, bytes(4) + packed + bytes(4))]  # IP_PKTINFO
+elif source:
+    sender.bind((source, 4000))
+data = sys.stdin.buffer.read()
+if how == "tcp":
+    sender.settimeout(0.2)
+    sender.connect(target)
+else:
+    sender.sendmsg([data], told, 0, target)
 """
 
 
-def send_from(namespace: Namespace, address: str, port: int, data: bytes, source: str = "") -> None:
+def send_from(
+    namespace: Namespace,
+    address: str,
+    port: int,
+    data: bytes,
+    source: str = "",
+    how: str = "bound",
+) -> None:
     """Send as an ordinary process without any rights."""
     user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
     inside = ["ip", "netns", "exec", namespace.name]
     program = [os.path.realpath(sys.executable), "-I", "-c", SEND]
     no_rights = ["--inh-caps=-all", "--bounding-set=-all"]
     subprocess.run(
-        [*inside, *user, *no_rights, *program, address, str(port), source],
+        [*inside, *user, *no_rights, *program, address, str(port), source, how],
         input=data,
+        stderr=subprocess.DEVNULL,
         check=False,  # a datagram that is refused at once is an error of the call
     )
 
@@ -228,18 +255,38 @@ def test_no_process_without_rights_sends_as_a_tunnel(pair: Pair, stopped: bool, 
 
 
 @pytest.mark.parametrize("version", [4, 6])
+@pytest.mark.parametrize("how", ["bound", "message", "tcp"])
 @pytest.mark.parametrize("place", [1, 2])
 @pytest.mark.parametrize("pair", WAYS, ids=str, indirect=True)
 def test_no_process_without_rights_sends_from_the_address_of_a_pod(
-    pair: Pair, place: int, version: int
+    pair: Pair, place: int, how: str, version: int
 ) -> None:
-    """Of a pod of its own node, and of another one's."""
+    """Of a pod of its own node, and of another one's; by a bound socket, by what goes with a message, by a SYN."""
+    ends = pod_address(1, version), pod_address(2, version)
 
     def send(text: bytes) -> None:
-        host = pair.nodes[place - 1].namespace
-        send_from(host, pod_address(2, version), PORT, text, pod_address(1, version))
+        send_from(pair.nodes[place - 1].namespace, ends[1], PORT, text, ends[0], how)
 
     assert not pair.arrives(send, version)
+    assert [
+        flow
+        for flow in list_conntrack(pair.nodes[1].datapath.maps)
+        if flow.source_port == 4000 and flow.protocol == socket.IPPROTO_TCP
+    ] == []
+
+
+@pytest.mark.parametrize("version", [4, 6])
+@pytest.mark.parametrize("how", ["bound", "message"])
+@pytest.mark.parametrize("pair", WAYS[:1], ids=str, indirect=True)
+def test_a_process_sends_from_the_addresses_of_its_node(pair: Pair, how: str, version: int) -> None:
+    """The same calls, with an address that it may use."""
+    host = pair.nodes[0].namespace
+    own = outer_address(1, version)
+
+    def send(text: bytes) -> None:
+        send_from(host, pod_address(2, version), PORT, text, own, how)
+
+    assert pair.arrives(send, version)
 
 
 # A local pod's address that comes from elsewhere

@@ -35,8 +35,9 @@ from podwire.model.ids import EndpointId
 from podwire.model.interfaces import EndpointConfig
 from tests.first_packets import Sender
 from tests.kernel.conftest import NODE_IPV4, NODE_IPV6, Namespace, new_namespace
-from tests.kernel.node_world import OPEN, KernelWorld, kernel_world
+from tests.kernel.node_world import KernelWorld, kernel_world
 from tests.packet import frames
+from tests.plain_pods import OPEN
 from tests.waiting import wait_for
 
 DEADLINE_S = 30.0
@@ -57,7 +58,7 @@ def pings(namespace: Namespace, address: str, *, wait_s: int = 10) -> bool:
 
 
 def program_ids(world: KernelWorld) -> dict[str, int]:
-    return {one.name: one.id for one in world.datapath.list_programs()}
+    return world.program_ids()
 
 
 def map_ids(world: KernelWorld) -> dict[str, int]:

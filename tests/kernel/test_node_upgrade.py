@@ -42,7 +42,7 @@ from podwire.model.policy import (
     Verdict,
 )
 from tests.kernel.conftest import NODE_IPV4
-from tests.kernel.node_world import OPEN, KernelWorld, kernel_world
+from tests.kernel.node_world import KernelWorld, kernel_world
 from tests.kernel.other_build import (
     Build,
     make_build,
@@ -51,6 +51,7 @@ from tests.kernel.other_build import (
 )
 from tests.kernel.test_cluster_traffic import Way2, connect, natively, two_nodes
 from tests.kernel.traffic import Datagrams, Stream, continuous_traffic
+from tests.plain_pods import OPEN
 
 THIS = abi.ABI_VERSION
 NEXT = THIS + 1
@@ -181,7 +182,7 @@ def test_a_longer_layout_takes_over_and_gives_back_under_traffic(
         world.restart()
         let_flow(flows)
         assert list_versions(world.plan.bpf_dir) == [THIS]
-        assert not set(upgraded["programs"]) & {one.id for one in world.datapath.list_programs()}
+        assert not set(upgraded["programs"]) & set(world.program_ids().values())
         assert {
             (flow.instance, flow.source_port)
             for flow in conntrack_maps.list_conntrack(world.datapath.maps)
@@ -248,7 +249,7 @@ def test_another_layout_takes_other_nodes_and_the_tunnel_over(
     assert set(tunnel_programs(world)) <= set(upgraded["programs"])
     assert len(tunnel_programs(world)) == len(before) == 2
     world.restart()
-    assert set(tunnel_programs(world)) <= {one.id for one in world.datapath.list_programs()}
+    assert set(tunnel_programs(world)) <= set(world.program_ids().values())
     assert [(one.number, one.outer) for one in list_nodes(world.datapath.maps)] == [(7, outer)]
     settings = tables.read_settings(world.datapath.maps)
     assert (settings.tunnel_port, bool(settings.tunnel_ifindex)) == (8472, True)
@@ -286,7 +287,7 @@ def test_another_layout_takes_the_program_at_the_nodes_device_over(
     assert set(netdev_programs(world)) <= set(upgraded["programs"])
     assert len(netdev_programs(world)) == 1
     world.restart()
-    assert set(netdev_programs(world)) <= {one.id for one in world.datapath.list_programs()}
+    assert set(netdev_programs(world)) <= set(world.program_ids().values())
     assert tables.read_settings(world.datapath.maps).native_ifindex == device != 0
     assert world.datapath.apply_cluster(plan) == []
 

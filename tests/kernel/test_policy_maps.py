@@ -26,7 +26,8 @@ from podwire.model.policy import (
     PolicyRows,
     Verdict,
 )
-from tests.kernel.node_world import OPEN, KernelWorld, kernel_world
+from tests.kernel.node_world import KernelWorld, kernel_world
+from tests.plain_pods import OPEN
 
 pytestmark = pytest.mark.kernel
 

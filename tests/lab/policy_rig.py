@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from podwire.kernel import netns
 from podwire.kernel.fd import Fd
+from podwire.model.closing import Closing
 from tests.lab.rig import Rig, run, wait_for
 from tests.policy_cases import NAMESPACES, OUTSIDE, PODS, Pod
 
@@ -167,7 +168,7 @@ def cni_arguments(pod: Pod) -> dict[str, Any]:
     return {"args": {"cni": {"labels": labels, "ports": ports, "ips": [pod.ipv4, pod.ipv6]}}}
 
 
-class Scene:
+class Scene(Closing):
     """The node with everything of the tables on it."""
 
     def __init__(self, **settings: object) -> None:
@@ -284,12 +285,6 @@ class Scene:
     def close(self) -> None:
         """End and remove everything."""
         self._undo.close()
-
-    def __enter__(self) -> "Scene":
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
 
 def wait_for_now(condition: Any, deadline_s: float, what: str) -> None:

@@ -10,6 +10,7 @@ An answer that is dropped on its way back counts as what it is: the first packet
 
 import contextlib
 import enum
+import functools
 import json
 import selectors
 import socket
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from podwire.model.closing import Closing
 from tests.lab.policy_rig import Place
 from tests.policy_cases import PROTOCOLS, Flow
 
@@ -129,10 +131,10 @@ def key_of(event: Mapping[str, Any]) -> Tuple5:
     return Tuple5(protocol, source["ip"], ports[0], target["ip"], ports[1])
 
 
-class Prober:
-    """Servers at every place that flows lead to, and the sender of flows."""
+class Prober(Closing):
+    """Servers at every place that flows lead to, and the sender of flows. The agents of some sockets tell of drops."""
 
-    def __init__(self, places: Mapping[str, Place], api_socket: str) -> None:
+    def __init__(self, places: Mapping[str, Place], *api_sockets: str) -> None:
         self._places = places
         self._selector = selectors.DefaultSelector()
         self._sockets: set[socket.socket] = set()
@@ -140,8 +142,11 @@ class Prober:
         self._raw: dict[tuple[str, str, int], socket.socket] = {}
         self._waiting: dict[Tuple5, tuple[Attempt, float]] = {}
         self._numbers = 0x4000
-        self._feed = DropFeed(api_socket)
-        self._selector.register(self._feed.socket, selectors.EVENT_READ, self._hear_drops)
+        self._feeds = [DropFeed(path) for path in api_sockets]
+        for feed in self._feeds:
+            self._selector.register(
+                feed.socket, selectors.EVENT_READ, functools.partial(self._hear_drops, feed)
+            )
 
     # What is asked
 
@@ -189,8 +194,8 @@ class Prober:
         attempt.fate, attempt.event = fate, event or {}
         attempt.took_ms = (time.monotonic() - begin_s) * 1e3
 
-    def _hear_drops(self) -> None:
-        for event in self._feed.take():
+    def _hear_drops(self, feed: DropFeed) -> None:
+        for event in feed.take():
             key = key_of(event)
             if key.reversed in self._waiting:
                 self._finish(key.reversed, Fate.ANSWER_DROPPED, event)
@@ -415,13 +420,8 @@ class Prober:
         for one in list(self._sockets):
             self._drop_socket(one)
         self._selector.close()
-        self._feed.close()
-
-    def __enter__(self) -> "Prober":
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
+        for feed in self._feeds:
+            feed.close()
 
 
 def _is_icmp(flow: Flow) -> bool:

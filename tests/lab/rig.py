@@ -19,7 +19,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
+
+from podwire.model.closing import Closing
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 LAUNCHER: Final = ROOT / "build" / "bin" / "podwire-cni"
@@ -82,7 +84,7 @@ class Present:
     """Journal: id -> record."""
 
 
-class Rig:
+class Rig(Closing):
     """A node: its namespace, its directories, its agent."""
 
     def __init__(
@@ -431,9 +433,3 @@ class Rig:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
         shutil.rmtree(self.bpf, ignore_errors=True)
         shutil.rmtree(self.directory, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from podwire.model.closing import Closing
 from tests.lab.policy_rig import Place
 
 TICK_S: Final = 0.005
@@ -28,7 +29,7 @@ _MESSAGE: Final = struct.Struct("!IQ")
 _KINDS: Final = {"tcp": socket.SOCK_STREAM, "udp": socket.SOCK_DGRAM}
 
 
-class Talk:
+class Talk(Closing):
     """One open flow from `client` to `server`; each side sends a message in each tick, if it `may_send`."""
 
     def __init__(
@@ -102,12 +103,6 @@ class Talk:
         """Close both sides."""
         for one in self._sides.values():
             one.close()
-
-    def __enter__(self) -> "Talk":
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
 
 _OTHERS: Final = {"client": "server", "server": "client"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from podwire.datapath.abi import Action, DropReason
+from podwire.datapath.abi import Action, DropReason, IpcacheFlags
 from tests.packet import overlay
 from tests.packet.frames import (
     FRAGMENT,
@@ -19,8 +19,21 @@ from tests.packet.frames import (
     raw,
     udp,
 )
-from tests.packet.overlay import FAR, FAR_6
-from tests.packet.rig import OUTSIDE, SMALL, TUNNEL, WORLD_4, WORLD_6, A, B, Endpoint, Outcome, Rig
+from tests.packet.overlay import FAR, FAR_6, OLD
+from tests.packet.rig import (
+    NODE_4,
+    NODE_6,
+    OUTSIDE,
+    SMALL,
+    TUNNEL,
+    WORLD_4,
+    WORLD_6,
+    A,
+    B,
+    Endpoint,
+    Outcome,
+    Rig,
+)
 
 pytestmark = [pytest.mark.packet, pytest.mark.parametrize("version", [4, 6])]
 
@@ -97,6 +110,18 @@ def by_tunnel(remote: overlay.Remote) -> Way:
 BY_STACK = Way("to_pod", A.ifindex, A.frame_in, OUTSIDE)
 
 
+BY_HOST = Way("to_pod", A.ifindex, A.frame_in)
+NATIVELY = Way("to_pod", A.ifindex, A.frame_in, OUTSIDE)
+
+
+def host(version: int) -> str:
+    return NODE_4 if version == 4 else NODE_6
+
+
+def other_address_of_host(version: int) -> str:
+    return "192.0.2.201" if version == 4 else "2001:db8:1::201"
+
+
 def world(version: int) -> str:
     return WORLD_4 if version == 4 else WORLD_6
 
@@ -108,7 +133,10 @@ def other_world(version: int) -> str:
 POD = Sender("pod", A.address, B.address, out_of(A))
 POD_BY_TUNNEL = Sender("tunnelled-pod", FAR.pod, A.address, by_tunnel(FAR))
 FROM_WORLD = Sender("world", world, A.address, BY_STACK)
-VICTIMS = [POD, POD_BY_TUNNEL, FROM_WORLD]
+FROM_HOST = Sender("host", host, A.address, BY_HOST)
+NATIVE_POD = Sender("native-pod", OLD.pod, A.address, NATIVELY)
+"""from_netdev leaves fragments to the stack."""
+VICTIMS = [POD, POD_BY_TUNNEL, FROM_WORLD, FROM_HOST, NATIVE_POD]
 FLOODS = [
     Sender("another-pod", B.address, A.address, out_of(B)),
     Sender("another-pod-to-the-same", SMALL.address, B.address, out_of(SMALL)),
@@ -117,12 +145,15 @@ FLOODS = [
     Sender("tunnelled-pod-of-another-node", FAR_6.pod, A.address, by_tunnel(FAR_6)),
     Sender("tunnelled-pod-that-forges", FAR_6.pod, A.address, by_tunnel(FAR_6), forges=True),
     Sender("somebody-outside", other_world, A.address, BY_STACK),
+    Sender("process-of-the-node", other_address_of_host, A.address, BY_HOST),
+    Sender("native-pod-of-the-same-node", OLD.stranger, A.address, NATIVELY),
 ]
 
 
 @pytest.fixture(autouse=True)
 def connected(rig: Rig) -> None:
     overlay.connect(rig)
+    overlay.write_ways(rig, OLD, IpcacheFlags.NATIVE)
 
 
 def flood(rig: Rig, sender: Sender, version: int) -> None:

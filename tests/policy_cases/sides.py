@@ -20,7 +20,7 @@ def decode_case(case: Case) -> tuple[list[PolicyRules], list[CidrGroup]]:
     policies: list[PolicyRules] = []
     groups: list[CidrGroup] = []
     for text in case.documents:
-        document: Mapping[str, Any] = yaml.safe_load(text)
+        document: Mapping[str, Any] = yaml.load(text, yaml.CSafeLoader)
         if document["kind"] == KIND:
             policies.append(decode_network_policy(document))
         elif document["kind"] == KIND_GROUP:

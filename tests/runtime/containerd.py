@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from podwire.lab.kubernetes.nodes.containerd import ContainerdSettings
 from podwire.lab.kubernetes.nodes.images import BUSYBOX_IMAGE, PAUSE_IMAGE, write_layout
+from podwire.model.closing import Closing
 from tests.lab.rig import wait_for
 from tests.runtime.machine import Machine
 
@@ -52,7 +52,7 @@ class Sandbox:
     """As the runtime reports them: that of its preferred family first."""
 
 
-class Containerd:
+class Containerd(Closing):
     """One containerd, in the place where its machine's runtimes live."""
 
     def __init__(self, machine: Machine, *, networks: int = 1) -> None:
@@ -207,14 +207,3 @@ class Containerd:
             finally:
                 self._process.kill()
                 self._process.wait(20)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -12,10 +12,10 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from podwire.kernel import netns
+from podwire.model.closing import Closing
 from tests.lab.labrig import Said, podwire
 from tests.lab.rig import LAUNCHER, Rig, run, wait_for
 
@@ -50,7 +50,7 @@ exec "{plugin}" <"$call.stdin"
 """
 
 
-class Machine:
+class Machine(Closing):
     """One machine: `node` is its agent's side, `run` and `popen` act where its runtimes live."""
 
     def __init__(self, *, cidrs: Sequence[str] = ("10.99.0.0/24", "fd99::/64")) -> None:
@@ -267,17 +267,6 @@ class Machine:
     @property
     def _keeper_pid(self) -> int:
         return self._keeper.pid if self._keeper is not None else 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 Place = int | str

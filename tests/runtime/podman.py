@@ -6,10 +6,10 @@ CAP_SYS_RESOURCE. Source of the behaviours: podman 4.3.1.
 
 import json
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from podwire.lab.kubernetes.nodes.images import BUSYBOX_IMAGE, write_layout
+from podwire.model.closing import Closing
 from tests.runtime.machine import Machine
 
 COMMAND_DEADLINE_S: Final = 180.0
@@ -30,7 +30,7 @@ network_config_dir = "{conf}"
 _LIMITS: Final = ("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024")
 
 
-class Podman:
+class Podman(Closing):
     """Podman in the place where its machine's runtimes live."""
 
     def __init__(self, machine: Machine) -> None:
@@ -75,14 +75,3 @@ class Podman:
     def close(self) -> None:
         """Remove every container."""
         self.run("rm", "--all", "--force", "--time", "0")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -49,7 +49,7 @@ def pods(**identities: Any) -> Any:
         pytest.param([("written", pods(), 10)], pods(a=1), 20, 0, id="first change at once"),
         pytest.param([("written", pods(), 10)], pods(a=1), 10.25, 0.75, id="second within 1 s"),
         pytest.param(
-            [("written", pods(a=1), 10)], pods(a=2), 10.5, 0.5, id="another identity is a change"
+            [("written", pods(a=1), 10)], pods(a=2), 10.125, 0.125, id="another identity waits a quarter of a second"
         ),
         pytest.param([("written", pods(a=1), 10)], pods(), 20, 300, id="a release can wait"),
         pytest.param(
@@ -78,6 +78,13 @@ def pods(**identities: Any) -> Any:
             50,
             300,
             id="a pod that came back begins anew",
+        ),
+        pytest.param(
+            [("written", pods(a=1), 10)],
+            pods(a=1, b=1),
+            10.125,
+            0.875,
+            id="another pod waits a second",
         ),
         pytest.param([("failed", 10)], pods(), 10, 1, id="first retry after 1 s"),
         pytest.param([("failed", 10), ("failed", 11)], pods(), 11, 2, id="second after 2 s"),

@@ -25,7 +25,8 @@ from podwire.store.manifest import load_manifests
 
 DIRECTORY: Final = Path(__file__).parents[2] / "deploy" / "crds"
 CRDS: Final = {
-    path.stem: yaml.safe_load(path.read_text()) for path in sorted(DIRECTORY.glob("*.yaml"))
+    path.stem: yaml.load(path.read_text(), yaml.CSafeLoader)
+    for path in sorted(DIRECTORY.glob("*.yaml"))
 }
 OWN: Final = [kind for kind in KINDS if kind.group == OWN_GROUP]
 NETWORK = ipaddress.ip_network("10.0.0.0/26")

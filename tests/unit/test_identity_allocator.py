@@ -394,7 +394,7 @@ def test_old_news_changes_nothing() -> None:
     number = one.number(WEB)
     one.let_go()
     store.delete(object_key(number))
-    assert one.allocator.fix(number, WEB)
+    assert one.allocator._claim(number, WEB)
     for event in store.events[:2]:
         one.known.apply(event)
     known = one.known.get(number)
@@ -422,8 +422,8 @@ def test_another_store_under_the_same_name_is_believed() -> None:
 def test_a_fixed_number_serves_its_key() -> None:
     store = MemoryStore()
     one = agent(store)
-    assert one.allocator.fix(300, WEB)
-    assert not one.allocator.fix(300, DB)
+    assert one.allocator._claim(300, WEB)
+    assert not one.allocator._claim(300, DB)
     assert one.number(WEB) == 300
     assert agent(store).number(WEB) == 300
 
@@ -574,7 +574,7 @@ def test_after_the_last_news_an_agent_knows_what_the_store_has(
         elif what == "let go":
             one.let_go()
         elif what == "claim":
-            one.allocator.fix(number, key)
+            one.allocator._claim(number, key)
         else:
             _change(store, what, number, key)
         assert told == {facts.number: _key_of(facts) for facts in one.known.facts()}

@@ -162,7 +162,7 @@ def test_a_mark_of_a_wrong_clock_is_taken_away(text: str) -> None:
 
 def test_fixed_numbers_are_never_collected() -> None:
     cluster = Cluster()
-    assert cluster.allocator.fix(300, WEB)
+    assert cluster.allocator._claim(300, WEB)
     cluster.collect()
     cluster.run(UNUSED_S + MARKED_S + MINUTE_S)
     assert cluster.state(300) == "clean"

@@ -382,7 +382,7 @@ def test_a_number_that_the_store_gave_to_others_is_replaced() -> None:
     agent.sync()
     agent.feed.take_doubt()
     store.delete(object_key(record.identity))
-    assert synced(store).allocator.fix(record.identity, IdentityKey(("cni:other=1",)))
+    assert synced(store).allocator._claim(record.identity, IdentityKey(("cni:other=1",)))
     agent.sync()
     assert agent.feed.take_doubt().everybody
     assert agent.resolver.affected([record]) == [record]
@@ -486,7 +486,7 @@ def test_identities_are_described_with_who_has_them() -> None:
     agent = synced(store)
     record = make_record(7, agent.resolver.resolve(bring("web"), [HTTP], "default"))
     idle = agent.resolve(app="idle")
-    agent.allocator.fix(300, IdentityKey(("cni:app=fixed",)))
+    agent.allocator._claim(300, IdentityKey(("cni:app=fixed",)))
     rows = {one.id: one for one in describe_identities(agent.allocator.known, [record])}
     assert rows[1].labels == ("reserved:host",)
     assert rows[1].source == "reserved"

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from podwire.control.ipam.interface import NO_WISH, Wish
+from podwire.control.ipam.interface import Wish
 from podwire.control.ipam.node import NodeIpam
 from podwire.model.endpoint import IPAddress
 from podwire.model.errors import AddressUnavailable, Bug, Exhausted
@@ -125,7 +125,7 @@ class AddressMachine(RuleBasedStateMachine):
         with pytest.raises(Bug):
             self.ipam.adopt(self.next_id, [address])
         with pytest.raises(Bug):
-            self.ipam.take(owner, NO_WISH)
+            self.ipam.take(owner, Wish())
 
     @rule()
     def restart(self) -> None:

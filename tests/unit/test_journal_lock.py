@@ -5,12 +5,15 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from podwire.journal.lock import LOCK_FILE, locked_node_name, locked_state_directory
 from podwire.model.errors import Conflict, StorageFailure
+from tests.waiting import wait_for
 
 HOLDER = """
 import sys, time
@@ -90,3 +93,28 @@ def test_a_name_is_one_agents_in_a_network_namespace() -> None:
             pass
     with locked_node_name("pwt-one"):
         pass
+
+
+@pytest.mark.parametrize("take", [locked_state_directory, None], ids=["directory", "name"])
+def test_a_patient_agent_waits_for_the_end_of_the_first_and_says_so(
+    tmp_path: Path, take: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lock(*, patient: bool) -> AbstractContextManager[None]:
+        if take is None:
+            return locked_node_name(f"n-{os.getpid()}", patient=patient)
+        return locked_state_directory(tmp_path, patient=patient)
+
+    taken = threading.Event()
+
+    def second() -> None:
+        with lock(patient=True):
+            taken.set()
+
+    waiter = threading.Thread(target=second)
+    with lock(patient=False):
+        waiter.start()
+        wait_for(lambda: "this one waits" in caplog.text, "what the second says")
+        assert not taken.is_set()
+    wait_for(taken.is_set, "the second agent")
+    waiter.join()
+    assert caplog.text.count("this one waits") == 1

@@ -120,3 +120,17 @@ def test_every_message_in_the_source_is_constant_and_every_fact_is_listed() -> N
                 if isinstance(key, ast.Constant) and key.value not in log.FIELDS:
                     wrong.append(f"{place}: {key.value!r} is not in model/log.py FIELDS")
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_line_costs_no_look_at_the_caller(stream: io.StringIO) -> None:
+    log.configure("info", "json", stream)
+    records: list[logging.LogRecord] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        records.append(record)
+        return True
+
+    logging.getLogger("podwire").handlers[0].addFilter(keep)
+    logging.getLogger("podwire.x").info("attached")
+    (record,) = records
+    assert (record.lineno, record.threadName, record.process) == (0, None, None)

@@ -48,18 +48,16 @@ class Losses:
 
     def lose(self, *indexes: int) -> None:
         self._lost += indexes
-        os.eventfd_write(self._fd, 1)
 
     def fileno(self) -> int:
         return self._fd
 
     def wait(self, timeout_s: float) -> bool:
         assert timeout_s == 0
-        os.eventfd_read(self._fd)
         lost, self._lost = self._lost, []
         for one in lost:
             self._told(one)
-        return True
+        return bool(lost)
 
     def take_lost(self) -> bool:
         found, self.has_lost = self.has_lost, False

@@ -84,6 +84,7 @@ RUNTIMES: list[tuple[str, Object, str, Object]] = [
             "namespace": "shop",
             "pod": "web-0",
             "pod_uid": "1c5e-77",
+            "is_plain": False,
             "bandwidth": Bandwidth(to_pod_bits_per_s=8000, from_pod_bits_per_s=16000),
         },
     ),
@@ -91,7 +92,7 @@ RUNTIMES: list[tuple[str, Object, str, Object]] = [
         "cri-o",
         {"runtimeConfig": {"cgroupPath": "/pod1", "io.kubernetes.cri-o.pod-annotations": {}}},
         CRIO_ARGS,
-        {"namespace": "shop", "pod": "web-0", "pod_uid": "1c5e-77"},
+        {"namespace": "shop", "pod": "web-0", "pod_uid": "1c5e-77", "is_plain": False},
     ),
     (
         "podman",
@@ -99,6 +100,7 @@ RUNTIMES: list[tuple[str, Object, str, Object]] = [
         f"{PODMAN_ARGS};IP=10.88.0.9;MAC=0A-58-0a-58-00-09",
         {
             "pod": "db_1",
+            "is_plain": True,
             "namespace": "default",
             "wanted_ips": (IPv4Address("10.88.0.9"),),
             "wanted_mac": "0a:58:0a:58:00:09",

@@ -9,12 +9,13 @@ import pytest
 from podwire.cni.labels import complete_labels
 from podwire.control.kubernetes.own_pods import OwnPods
 from podwire.control.kubernetes.pod import decode_pod
-from podwire.model.endpoint import AttachmentKey
+from podwire.model.endpoint import AttachmentKey, EndpointRecord, Phase
 from podwire.model.errors import Cancelled, Unavailable
-from podwire.model.ids import ContainerId, InterfaceName, NetworkName
+from podwire.model.ids import ContainerId, EndpointId, InterfaceName, NetworkName
 from podwire.model.request import AttachRequest, NamedPort
 from podwire.model.store import ObjectKey, StoredObject, StoreEvent
 from tests.fakes.store import MemoryStore
+from tests.unit.test_identity_resolver import DEVICE
 from tests.waiting import wait_for
 
 KEY = AttachmentKey(NetworkName("podwire"), ContainerId("c" * 12), InterfaceName("eth0"))
@@ -179,9 +180,29 @@ def test_a_tenants_pod_that_is_named_like_a_static_one_does_not_start_without_it
         pods.complete(add("web-n1", uid="5a3c0d5e-6d0f-4b6e-9a53-1c1f0e2d3b4a"))
 
 
-def test_a_plain_container_is_no_pod(pods: OwnPods) -> None:
-    request = msgspec.structs.replace(add(KEY.container_id, ""), namespace="default")
+@pytest.mark.parametrize("name", [KEY.container_id, "web"])
+def test_a_plain_container_is_no_pod_whatever_its_name_is(pods: OwnPods, name: str) -> None:
+    pods.replace([pod("web", labels={"app": "web"})])
+    request = msgspec.structs.replace(add(name, ""), is_plain=True)
     assert pods.complete_at_once(request) is request
+    assert pods.complete(request) is request
+    record = EndpointRecord(
+        id=EndpointId(1),
+        key=KEY,
+        phase=Phase.LIVE,
+        boot_id="b",
+        taken_boottime_ns=1,
+        netns_path="/x",
+        netns_cookie=1,
+        device=DEVICE,
+        namespace="shop",
+        pod=name,
+        own_labels=("k8s:a=b",),
+        is_plain=True,
+    )
+    assert not pods.has(record)
+    assert pods.own_labels(record) == ("k8s:a=b",)
+    assert pods.has(msgspec.structs.replace(record, is_plain=False)) is (name == "web")
 
 
 def test_changes_are_told_once_and_forgotten_pods_keep_labels(pods: OwnPods) -> None:

@@ -26,7 +26,7 @@ from podwire.agent.metrics import Metrics
 from podwire.agent.unix_socket import open_unix_socket
 from podwire.control.cluster.state import ClusterTotals, KnownNode
 from podwire.control.flows.ring import FlowRing
-from podwire.control.ipam.interface import NO_WISH
+from podwire.control.ipam.interface import Wish
 from podwire.model.cluster import NodeFacts
 from podwire.model.config.sources import settle
 from podwire.model.endpoint import EndpointRecord
@@ -91,6 +91,7 @@ def make_api(node: FakeNode) -> rest.Api:
             totals=lambda: ClusterTotals(routing="auto", nodes=1, reached=1, pods=3, heard=True),
             addresses=("192.0.2.1",),
             pod_mtu=lambda: 1450,
+            list_encrypted=lambda: node.encrypted,
         ),
         detach=detach,
         started_boottime_ns=0,
@@ -364,7 +365,7 @@ async def test_ipam_check_finds_an_address_that_nobody_has_and_release_lets_it_g
 ) -> None:
     served.node.service.add(request(), NETNS)
     assert (await served.get("/ipam/check")).json["ok"] is True
-    leaked, _ = served.node.ipam.take(EndpointId(99), NO_WISH)
+    leaked, _ = served.node.ipam.take(EndpointId(99), Wish())
     check = (await served.get("/ipam/check")).json
     assert check["ok"] is False
     assert {fault["ip"] for fault in check["faults"] if fault["releasable"]} >= {str(leaked)}
@@ -397,6 +398,11 @@ async def test_identities_node_and_metrics(served: Served) -> None:
     assert own["podCidrs"] == ["10.77.0.0/24", "fd77::/64"]
     assert (own["mtu"], own["ways"], own["addresses"]) == (1450, ["local"], ["192.0.2.1"])
     assert (peer["name"], peer["outer"], peer["alive"]) == ("n2", "192.0.2.2", False)
+    assert peer["encrypted"] is False
+    assert (await served.get("/status")).json["cluster"]["encrypted"] == 0
+    served.node.encrypted = frozenset({"192.0.2.2"})
+    assert (await served.get("/node")).json[1]["encrypted"] is True
+    assert (await served.get("/status")).json["cluster"]["encrypted"] == 1
     leases_of(served.node.store).acquire("node/n2", "x", 10)
     assert (await served.get("/node")).json[1]["alive"] is True
     leases = served.node.store.leases()

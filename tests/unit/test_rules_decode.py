@@ -44,7 +44,7 @@ def has(key: str, *values: str, source: str = "any") -> Requirement:
 
 def read(text: str) -> Any:
     """Read YAML."""
-    return yaml.safe_load(text)
+    return yaml.load(text, yaml.CSafeLoader)
 
 
 def k8s_peer(text: str) -> PeerSelector:

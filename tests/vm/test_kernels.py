@@ -30,7 +30,9 @@ pytestmark = [pytest.mark.vm, pytest.mark.timeout(4500)]
 DEADLINE_S = 4200
 """A busy machine takes several times what one takes that is left alone."""
 TOO_SLOW = frozenset({"test_floods.py"})
-"""Hundreds of thousands of packets, one by one: half an hour under emulation, and the same in every kernel."""
+"""Hundreds of thousands of packets, one by one: half an hour under emulation, and the same in every kernel. Guests run
+test_small_floods.py instead.
+"""
 FILES = (
     *sorted(
         f"tests/packet/{path.name}"

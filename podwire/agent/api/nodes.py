@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec import structs
+
 from podwire.agent.api.openapi import Call
 from podwire.agent.api.shared import NodeView
 from podwire.agent.config_reload import LiveConfig
@@ -28,6 +30,8 @@ class NodeReaders:
     """That this host uses towards its pods."""
     pod_mtu: Callable[[], int]
     """Of new pods, in bytes: it follows the other nodes."""
+    list_encrypted: Callable[[], frozenset[str]] = frozenset
+    """Addresses of the nodes whose rows in the kernel say that what goes there has to be encrypted."""
 
 
 class NodesApi(Protocol):
@@ -51,7 +55,14 @@ def list_nodes(api: NodesApi, _call: Call) -> list[NodeView]:
     alive = _ask_who_lives(api.store)
     known = {known.facts.name: known for known in api.nodes.list_nodes()}
     own = known.pop(api.config.current.node.node_name, None)
-    return [_view_own(api, own), *(_view(node, alive) for node in known.values())]
+    encrypted = api.nodes.list_encrypted()
+    others = (_view(node, alive, encrypted) for node in known.values())
+    return [_view_own(api, own), *others]
+
+
+def count_nodes(api: NodesApi) -> ClusterTotals:
+    """Count other nodes, and those that the kernel's rows have as encrypted."""
+    return structs.replace(api.nodes.totals(), encrypted=len(api.nodes.list_encrypted()))
 
 
 def _ask_who_lives(store: Store) -> frozenset[str] | None:
@@ -81,15 +92,17 @@ def _view_own(api: NodesApi, known: KnownNode | None) -> NodeView:
     )
 
 
-def _view(known: KnownNode, alive: frozenset[str] | None) -> NodeView:
+def _view(known: KnownNode, alive: frozenset[str] | None, encrypted: frozenset[str]) -> NodeView:
     facts = known.facts
+    addresses = tuple(map(str, facts.addresses))
     return NodeView(
         name=facts.name,
-        addresses=tuple(map(str, facts.addresses)),
+        addresses=addresses,
         pod_cidrs=tuple(map(str, (*facts.pod_cidrs, *facts.blocks))),
         mtu=known.mtu_bytes,
         ways=known.ways,
         outer=known.outer,
+        encrypted=not encrypted.isdisjoint(addresses),
         alive=None if alive is None else facts.name in alive,
         instance=facts.instance,
         epoch=facts.epoch,

@@ -16,7 +16,7 @@ from podwire import __version__
 from podwire.agent.api import shared as views
 from podwire.agent.api.ipam import ROUTES_IPAM, range_views
 from podwire.agent.api.ipam_views import IpamTotals
-from podwire.agent.api.nodes import NodeReaders, list_nodes
+from podwire.agent.api.nodes import NodeReaders, count_nodes, list_nodes
 from podwire.agent.api.objects import ROUTES_OBJECTS
 from podwire.agent.api.openapi import Call, Parameter, Route, describe
 from podwire.agent.api.policies import ROUTES_POLICY, policy_totals
@@ -204,7 +204,7 @@ def get_status(api: Api, _call: Call) -> views.StatusView:
         endpoints=views.endpoint_totals(api.table),
         ipam=IpamTotals(mode=config.node.ipam, ranges=range_views(api)),
         policy=policy_totals(api.policy, config),
-        cluster=api.nodes.totals(),
+        cluster=count_nodes(api),
         checks=tuple(
             views.CheckView(
                 name=check.name,

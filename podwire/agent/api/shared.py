@@ -236,6 +236,8 @@ class NodeView(Document, frozen=True, kw_only=True):
     """`local`; of another, how its pods are reached: `tunnel`, `native`; none when they are not."""
     outer: str = ""
     """Where tunnel packets to it are sent."""
+    encrypted: bool = False
+    """Whether its row in the kernel says that what goes there has to be encrypted on the way. Nothing sets that yet."""
     alive: bool | None = None
     """Whether its agent keeps its name alive; null when the store does not say."""
     kernel: str = ""

@@ -86,8 +86,11 @@ class CniRequests:
             if not is_answered:
                 reply = Reply(ReplyStatus.DONE, _encode_result(request, result))
             self.metrics.observe_request(frame.command, "ok", monotonic() - begin_s)
-            # Behind the answer, which goes out before the loop turns.
-            asyncio.get_running_loop().call_soon(self._log_done, request, _elapsed_ms(begin_s))
+            if is_answered:
+                self._log_done(request, _elapsed_ms(begin_s))
+            else:
+                # Behind the answer, which goes out before the loop turns.
+                asyncio.get_running_loop().call_soon(self._log_done, request, _elapsed_ms(begin_s))
         except PodwireError as error:
             reply = _refuse(frame, error)
             self._log_failed(frame, error, begin_s)

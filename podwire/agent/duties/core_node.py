@@ -179,11 +179,6 @@ class NetworkCondition:
         """Whether it still waits for something to do."""
         return self._worker.is_running
 
-    @property
-    def has_looked(self) -> bool:
-        """Whether the Node has been looked at."""
-        return self._follower.is_whole
-
     def network_is_there(self) -> None:
         """Hear that a runtime can attach pods here; from any thread."""
         self._is_there = True

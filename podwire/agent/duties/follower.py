@@ -92,11 +92,6 @@ class StoreFollower:
         """Whether all kinds were handed over, as the store has them or as it said last in an earlier life."""
         return self._is_whole
 
-    @property
-    def is_there(self) -> bool:
-        """Whether the store answered the last time it was asked."""
-        return bool(self._is_there)
-
     def load(self) -> bool:
         """List everything once, before `start`; what the store said last when it is away. Raises all but Unavailable.
 

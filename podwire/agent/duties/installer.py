@@ -46,6 +46,8 @@ class Installer:
         self._watch = watch
         self._health = health
         self._installed: Callable[[], None] | None = installed
+        self.serves_host_ports: bool | None = None
+        """Whether the network has a plugin for host ports; None before the first look."""
         self._refused = ""
         self._warned: frozenset[str] = frozenset()
         self._waker: Waker | None = None
@@ -73,6 +75,7 @@ class Installer:
                 _log.info("installed for the container runtime", extra={"keys": written})
             files = self._installation.directories.read()
         complete = self._installation.is_complete(files)
+        self.serves_host_ports = files.portmap_speaks is not None
         self._health.report(CHECK, complete, f"not installed yet: {self._refused}", critical=False)
         self._warn(files)
         if complete and self._installed is not None:

@@ -38,7 +38,7 @@ SPOOL_LOOK_S = 1.0
 RECONCILE_S = 300.0
 WARNINGS_S = 60.0
 LOSSES_PAUSE_S = 0.5
-"""Between what the kernel tells of losses and a look: a burst is one."""
+"""Between two looks at what the kernel has told of losses: a burst is one."""
 TABLES_PAUSE_S = 0.1
 """Between what the kernel tells of nftables and a look; twice as long after each repair in a row."""
 TABLES_PAUSE_CAP_S = 1.0
@@ -213,13 +213,12 @@ async def reconcile(duties: Duties) -> None:
 
 async def watch_devices(duties: Duties) -> None:
     """Look at endpoints whose devices lost a filter, a queue or a route: without its programs a pod has no policy."""
-    loop = asyncio.get_running_loop()
     touched: set[int] = set()
     news = duties.watch_devices(touched.add)
     try:
         while True:
-            await _readable(loop, news.fileno())
-            # What one command removes is told piece by piece: one look afterwards serves all of it.
+            # Not woken by the kernel's news: each DEL causes some, and the loop would take the interpreter from it.
+            # What one command removes is told piece by piece, too: one look serves all of it.
             await asyncio.sleep(LOSSES_PAUSE_S)
             if not news.wait(0):
                 continue

@@ -34,8 +34,9 @@ class OwnCoreNode:
     """What is known of the core Node under which this node publishes itself; written by one thread, read by any."""
 
     uid: str = ""
-    why_silent: str = ""
-    """Why nothing is published: the core Node that would own it is not there."""
+    why_silent: str | None = None
+    """Why nothing is published: the core Node that would own it is not there, or "" = was not heard of yet. None:
+    nothing is in the way."""
 
 
 @dataclass(frozen=True)

@@ -314,6 +314,7 @@ class AttachService:
             bandwidth=request.bandwidth,
             cni_version=request.cni_version,
             fixed_addresses=bool(request.wanted_ips),
+            is_plain=request.is_plain,
         )
 
     def _take(self, endpoint_id: EndpointId, addresses: Reservation) -> Given:

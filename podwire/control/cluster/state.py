@@ -59,6 +59,8 @@ class ClusterTotals(msgspec.Struct, frozen=True, kw_only=True):
     """Addresses of their pods."""
     heard: bool
     """Whether the store was heard, now or in an earlier life."""
+    encrypted: int = 0
+    """Those whose rows in the kernel say that what goes there has to be encrypted."""
 
 
 class ClusterState:

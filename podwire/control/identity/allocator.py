@@ -133,10 +133,6 @@ class IdentityAllocator:
                 claimed = self._claim(number, known.key)
                 self.counts.remade += claimed and not known.is_stored
 
-    def fix(self, number: int, key: IdentityKey) -> bool:
-        """Let a number of one's choice mean `key`; False when it means something else already."""
-        return self._claim(number, key)
-
     def _make(self, key: IdentityKey) -> int:
         for number in self.known.numbers(key):
             if self._take_over(number, key):

@@ -34,9 +34,6 @@ class Wish:
     namespace: str = ""
 
 
-NO_WISH: Final = Wish()
-
-
 @dataclass(frozen=True)
 class CidrUsage:
     """How full one CIDR is: `capacity` = `held` + `free`; `quarantined` held ones wait for their device to go."""

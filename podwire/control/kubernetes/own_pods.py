@@ -116,7 +116,7 @@ class OwnPods:
 
     def has(self, record: EndpointRecord) -> bool:
         """Tell whether an endpoint belongs to a Pod object: its labels come from there."""
-        return self._find(record.namespace, record.pod, record.pod_uid) is not None
+        return self._find_of(record) is not None
 
     def own_labels(self, record: EndpointRecord) -> tuple[str, ...]:
         """Give an endpoint's own labels: those that its attachment brought, and those that its Pod has now.
@@ -125,7 +125,7 @@ class OwnPods:
         it has.
         """
         kept = _brought(record)
-        pod = self._find(record.namespace, record.pod, record.pod_uid)
+        pod = self._find_of(record)
         return kept if pod is None else _with_pod(kept, pod)
 
     def complete_at_once(self, request: AttachRequest) -> AttachRequest | None:
@@ -167,6 +167,11 @@ class OwnPods:
         self._changed |= changed
         self.version += bool(changed)
         self._news.notify_all()
+
+    def _find_of(self, record: EndpointRecord) -> PodFacts | None:
+        if record.is_plain:
+            return None
+        return self._find(record.namespace, record.pod, record.pod_uid)
 
     def _find(self, namespace: str, name: str, uid: str) -> PodFacts | None:
         pod = self._pods.get((namespace, name))
@@ -227,10 +232,8 @@ def _brought(record: EndpointRecord) -> tuple[str, ...]:
 
 
 def _names_pod(request: AttachRequest) -> bool:
-    """Whether the runtime says that this is a pod of Kubernetes; a plain container has its id as name."""
-    return bool(request.pod_uid) or (
-        request.key is not None and request.pod not in ("", request.key.container_id)
-    )
+    """Whether the runtime says that this is a pod of Kubernetes."""
+    return not request.is_plain
 
 
 def _complete(request: AttachRequest, pod: PodFacts) -> AttachRequest:

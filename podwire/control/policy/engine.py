@@ -203,7 +203,7 @@ class PolicyEngine:
         if not self.is_pending:
             return Outcome(self._revision)
         self._prepare_numbers()
-        before, self._revision = self._revision, self._counters.revision.take()
+        self._revision = self._counters.revision.take()
         behind = set(self._subjects.behind)
         self._may_have_waste = True
         churned = self._change_identities()
@@ -214,8 +214,8 @@ class PolicyEngine:
         fresh = self._admit_cidrs(churned)
         self._change_groups()
         changed_policies = self._change_policies()
-        changed = self._realize(before, churned, fresh)
-        self._report_held(before)
+        changed = self._realize(churned, fresh)
+        self._report_held()
         return Outcome(
             self._revision,
             changed,
@@ -241,8 +241,8 @@ class PolicyEngine:
         if prefixes:
             self._prepare_numbers()
             gone = self._mapped.remove(prefixes)
-            before, self._revision = self._revision, self._counters.revision.take()
-            changed = self._realize(before, gone, frozenset())
+            self._revision = self._counters.revision.take()
+            changed = self._realize(gone, frozenset())
         if self._rules.have_gone and not self._subjects.behind:
             self._datapath.forget_hits(self._rules.numbers())
             self._rules.have_gone = False
@@ -251,21 +251,10 @@ class PolicyEngine:
 
     # Views
 
-    def knows(self, identity: int) -> bool:
-        """Tell whether an identity has been taken in by an `apply`."""
-        return identity in self._peers
-
     @property
     def revision(self) -> int:
         """Revision of the policies in force."""
         return self._revision
-
-    def realized_revision(self, endpoint_id: EndpointId) -> int:
-        """Give the revision that an endpoint is at: the node's, or an earlier one while it is behind; 0 = none yet."""
-        subject = self._subjects.of_endpoint(endpoint_id)
-        if subject is None:
-            return 0
-        return self._revision if subject.failure is None else subject.behind_at
 
     def config_for(self, identity: int) -> PolicyValues:
         """Give what rows of an attached identity hold, or must hold when they are written now. NotFound."""
@@ -396,7 +385,7 @@ class PolicyEngine:
         return tuple(taken)
 
     def _realize(
-        self, before: int, churned: Collection[int], fresh: Collection[int]
+        self, churned: Collection[int], fresh: Collection[int]
     ) -> dict[EndpointId, PolicyValues]:
         """Bring all touched subjects, and those that are behind, to what they want; one's failure stops no other."""
         changed: dict[EndpointId, PolicyValues] = {}
@@ -407,7 +396,7 @@ class PolicyEngine:
                 if self._realize_one(subject, churned, fresh):
                     changed.update(dict.fromkeys(sorted(subject.live), subject.values))
             except PodwireError as error:
-                self._subjects.fall_behind(subject, error, before)
+                self._subjects.fall_behind(subject, error)
             else:
                 self._subjects.catch_up(subject)
         return changed
@@ -440,22 +429,22 @@ class PolicyEngine:
 
     def _renew(self, subject: Subject) -> Outcome:
         """Give the rows of a subject's endpoints a revision under which no flow was judged yet."""
-        before, self._revision = self._revision, self._counters.revision.take()
+        self._revision = self._counters.revision.take()
         try:
             self._slots.flip(subject, self._revision)
         except PodwireError as error:
-            self._subjects.fall_behind(subject, error, before)
+            self._subjects.fall_behind(subject, error)
             raise
         changed = dict.fromkeys(sorted(subject.live), subject.values)
         return Outcome(self._revision, changed, self._subjects.failures())
 
-    def _report_held(self, before: int) -> None:
+    def _report_held(self) -> None:
         """Let the subjects of policies that had to wait be behind."""
         if self._held is None:
             return
         for subject in self._subjects:
             if self._pending.concerns(subject.facts):
-                self._subjects.fall_behind(subject, self._held, before)
+                self._subjects.fall_behind(subject, self._held)
 
     def _retire_strangers(self) -> None:
         """With the first change: slots of an earlier process that no adopted row names."""

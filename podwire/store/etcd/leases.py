@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Final, Self
+from typing import Final
 
+from podwire.model.closing import Closing
 from podwire.model.errors import Conflict, PodwireError, Unavailable
 from podwire.model.store import Compacted
 from podwire.model.store.leases import LeaseChange, compare_holders
@@ -203,7 +204,7 @@ class EtcdLeases:
             self._open.discard(one)
 
 
-class EtcdLeaseWatch:
+class EtcdLeaseWatch(Closing):
     """Implements `model.store.leases.LeaseWatch`."""
 
     def __init__(
@@ -249,12 +250,6 @@ class EtcdLeaseWatch:
         self._closed = True
         self._drop()
         self._forget(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
     def _look(self, deadline_s: float) -> dict[str, str]:
         """Give all holders as they are after the next change, or now when nothing is known yet."""

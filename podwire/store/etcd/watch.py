@@ -12,10 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Final, Self
+from typing import Final
 
 import msgspec
 
+from podwire.model.closing import Closing
 from podwire.model.errors import PodwireError, Unavailable
 from podwire.model.store import Compacted, ObjectKey, Revisions, StoredObject, StoreEvent
 from podwire.store.etcd import wire
@@ -226,7 +227,7 @@ class _Idle(Exception):
     """Nothing came for long."""
 
 
-class EtcdWatch:
+class EtcdWatch(Closing):
     """Implements `model.store.Watch`."""
 
     def __init__(
@@ -272,12 +273,6 @@ class EtcdWatch:
         """Stop watching; a waiting `next` on another thread returns ()."""
         self._keys.close()
         self._forget(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
     def _take(self, timeout_s: float) -> Batch | None:
         try:

@@ -90,6 +90,11 @@ class KubernetesStore:
         """Give what this back end promises: the API server commits each object by itself."""
         return PROMISES
 
+    @property
+    def clock_ahead_s(self) -> float:
+        """By how much this host's clock is ahead of the API server's."""
+        return self._client.clock_ahead_s
+
     def get(self, key: ObjectKey) -> StoredObject | None:
         """Give one object; None when there is none."""
         found = self._read("get", key)

@@ -8,8 +8,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Self
+from typing import Final
 
+from podwire.model.closing import Closing
 from podwire.model.errors import PodwireError, Unavailable
 from podwire.model.store import Compacted, Revisions, StoreEvent
 
@@ -20,7 +21,7 @@ Batch = tuple[str, Sequence[StoreEvent], int]
 """A kind, changes of it, and the revision up to which everything was given with them."""
 
 
-class KubernetesWatch:
+class KubernetesWatch(Closing):
     """Implements `model.store.Watch`, and `store.kubernetes.streams.Reader`."""
 
     def __init__(self, after: Revisions, forget: "Callable[[KubernetesWatch], None]") -> None:
@@ -83,12 +84,6 @@ class KubernetesWatch:
             self._batches.clear()
             self._changed.notify_all()
         self._forget(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
     def heard(self, kind: str) -> int:
         """See `store.kubernetes.streams.Reader`, as for all that follows."""

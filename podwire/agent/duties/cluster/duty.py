@@ -59,8 +59,8 @@ class OwnRanges:
     """At most one per family."""
     core_uid: str = ""
     """With Kubernetes: of the core Node that owns what this node publishes."""
-    why_silent: str = ""
-    """Why this node publishes nothing now, "" where it does: it has no core Node."""
+    why_silent: str | None = None
+    """Why this node publishes nothing now: it has no core Node, or "" = was not heard of one yet. None: it does."""
 
 
 @dataclass(frozen=True)
@@ -228,11 +228,12 @@ class ClusterDuty:
 
     # What others ask
 
-    def why_silent(self) -> str:
-        """Say why nothing of this node is to be published now; "" when nothing is in the way."""
+    def why_silent(self) -> str | None:
+        """Say why nothing of this node is to be published now: "" = its core Node, or this one, was not looked at yet.
+        None: nothing is in the way."""
         ranges, own = self.own_ranges(), self.own
-        if not ranges.why_silent and own is not None and own.facts.core_uid != ranges.core_uid:
-            return "this node is about to be looked at: it has another core Node"
+        if ranges.why_silent is None and own is not None:
+            return "" if own.facts.core_uid != ranges.core_uid else None
         return ranges.why_silent
 
     def named_identities(self) -> frozenset[int]:

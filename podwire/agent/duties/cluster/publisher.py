@@ -17,7 +17,7 @@ from typing import Final, Protocol
 from podwire.agent.duties.worker import Worker
 from podwire.control.cluster.backoff import Backoff
 from podwire.control.cluster.publish import (
-    WRITE_EVERY_S,
+    CHANGE_EVERY_S,
     EndpointsPublisher,
     NodeInUse,
     NodePublisher,
@@ -69,8 +69,8 @@ class ThisNode(Protocol):
         """Hear that something claimed has its number now."""
         ...
 
-    def why_silent(self) -> str:
-        """Say why nothing is to be published now; "" when nothing is in the way."""
+    def why_silent(self) -> str | None:
+        """Say why nothing is to be published now: "" = it is not known yet what. None: nothing is in the way."""
         ...
 
     def take_overwritten(self) -> bool:
@@ -162,8 +162,9 @@ class Publisher:
         pods = duty.list_pods()
         # Before it is published: no other node has an address that a pod of this one has.
         duty.set_own_pods(pods)
-        if silent := duty.why_silent():
-            duty.report("publication", silent)
+        if (silent := duty.why_silent()) is not None:
+            if silent:
+                duty.report("publication", silent)
             return PUBLISH_AGAIN_S
         # What was written counts no more: somebody else has changed or deleted it, and it is written anew.
         if duty.take_overwritten():
@@ -201,9 +202,9 @@ class Publisher:
             self._schedule.failed(time.monotonic())
             raise
         self._schedule.written(pods, time.monotonic())
-        self._quiet_until_s = time.monotonic() + WRITE_EVERY_S
+        self._quiet_until_s = time.monotonic() + CHANGE_EVERY_S
         self._duty.observe("publish", begin_s)
-        return WRITE_EVERY_S
+        return CHANGE_EVERY_S
 
     def _fail(self, error: PodwireError) -> float:
         now_s = time.monotonic()

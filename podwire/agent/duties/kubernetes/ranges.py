@@ -74,9 +74,10 @@ class RangeKeeper:
         core.uid = facts.read_fact(UID_FACT)
         if not core.uid:
             # Nothing that Kubernetes would not delete with the node is published.
-            core.why_silent = f"core Node {node_name} was not heard of yet"
+            core.why_silent = ""
         self._node: CoreNode | None = None
         self._is_heard = False
+        self._strays = served.strays()
         self._follower = StoreFollower(
             "core-ranges", store, (CORE_NODE.plural,), self, shared=shared
         )
@@ -139,6 +140,10 @@ class RangeKeeper:
                 self._serve(node.pod_cidrs)
             served.withhold(why)
         strays = served.strays()
+        if strays != self._strays:
+            # What leaves the node from such an address is masqueraded as from any pod's, and not after the pod's end.
+            served.serve(served.ranges())
+            self._strays = strays
         self._warn(WARNING, "; ".join(filter(None, (why, self._describe(strays)))))
         return STRAYS_S if strays else FOREVER_S
 
@@ -153,7 +158,7 @@ class RangeKeeper:
         else:
             if node.uid != core.uid:
                 self._facts.write_fact(UID_FACT, node.uid)
-            core.uid, core.why_silent = node.uid, ""
+            core.uid, core.why_silent = node.uid, None
         if before != (core.uid, core.why_silent):
             _log.info(
                 "the core Node",

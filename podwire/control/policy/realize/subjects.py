@@ -145,11 +145,8 @@ class Subjects:
         self.touched.clear()
         return todo
 
-    def fall_behind(self, subject: Subject, error: PodwireError, revision: int) -> None:
-        """Note a failure; `revision`: the one that is still in force."""
-        # The first failure keeps the revision. A second one must not hide how far back the endpoints are.
-        if subject.failure is None:
-            subject.behind_at = revision
+    def fall_behind(self, subject: Subject, error: PodwireError) -> None:
+        """Note a failure: what was in force stays."""
         subject.failure = error
         self.behind.add(subject)
 

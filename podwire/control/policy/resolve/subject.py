@@ -102,8 +102,6 @@ class Subject:
         """A change in place failed half-way: only a new slot is known to be right."""
         self.failure: PodwireError | None = None
         """Why what is wanted is not in force."""
-        self.behind_at = 0
-        """While there is a failure: the last revision that is in force."""
         self._cidr_families = [0, 0]
         self._closing: tuple[dict[Part, None], dict[Part, None]] = ({}, {})
         self._blocks = blocks

@@ -11,8 +11,10 @@ import errno
 import os
 import random
 import ssl
+import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Final
 
 import aiohttp
@@ -81,6 +83,8 @@ class Client:
         self._hung: Unavailable | None = None
         self._try_at_s = 0.0
         self._answered_at_s = 0.0
+        self.clock_ahead_s = 0.0
+        """By how much this host's clock was ahead of the server's at the last answer; its answers say full seconds."""
 
     def check(self) -> None:
         """Raise InvalidConfiguration for what cannot work, before anything is asked."""
@@ -195,11 +199,17 @@ class Client:
             # somebody else.
             allow_redirects=False,
         )
+        self._note_clock(response.headers)
         if response.status < 300:
             return response
         async with response:
             status = read_status(await response.read(), response.status)
             raise Refused(request.intent, status, _retry_after_s(response.headers))
+
+    def _note_clock(self, headers: Mapping[str, str]) -> None:
+        with contextlib.suppress(TypeError, ValueError):
+            told = parsedate_to_datetime(headers.get("Date", ""))
+            self.clock_ahead_s = time.time() - told.timestamp()
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:

@@ -150,6 +150,12 @@ def _explain_never(refused: Refused, message: str) -> PodwireError:
             f"{refused.intent}: {what}",
             hint=f"its CRD is older than this podwire: kubectl apply -f {CRD_FILES}/",
         )
+    if _is_of_new_crd(refused):
+        return Unavailable(
+            message,
+            hint="its CRD asks for what this podwire does not write: it is newer; upgrade podwire, or apply the CRDs of"
+            f" this version ({CRD_FILES}/)",
+        )
     if _is_admission(message):
         return Unavailable(
             message,
@@ -179,6 +185,15 @@ def _is_admission(message: str) -> bool:
 def _is_of_old_crd(refused: Refused) -> bool:
     """Tell whether the server's schema lacks a field of ours: writes are strict (fieldValidation)."""
     return refused.intent.resource.is_own and _STRICT in refused.status.message
+
+
+def _is_of_new_crd(refused: Refused) -> bool:
+    """Tell whether the server's schema has a field that must be there, and that this version does not know."""
+    return (
+        refused.code == INVALID
+        and refused.intent.resource.is_own
+        and "Required value" in refused.status.message
+    )
 
 
 def _is_too_large(refused: Refused) -> bool:

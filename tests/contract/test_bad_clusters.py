@@ -1,0 +1,343 @@
+"""What can be wrong with a cluster: each is named in status, log and, where that can be written, in an Event with what
+to do; and when it is put right everything is published, without a restart.
+"""
+
+import copy
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from podwire.agent.duties.core_node import Start
+from podwire.agent.duties.kubernetes.events import open_events
+from podwire.agent.health import Health
+from podwire.agent.metrics import Metrics
+from podwire.control.cluster.facts import node_key
+from podwire.control.cluster.published import endpoints_key
+from podwire.lab.kubernetes.api_server import ApiServer, User
+from podwire.lab.kubernetes.client import ApiClient, Refused
+from podwire.model.errors import Unavailable
+from podwire.store.kubernetes.api.kubeconfig import load_kubeconfig
+from podwire.store.kubernetes.store import KubernetesStore
+from podwire.store.open import describe_clock, find_event_writer
+from tests.contract import api_rig, kubernetes_rig
+from tests.contract.node_lives import Agent, Cluster
+from tests.contract.test_node_in_kubernetes import AGENT, PATHS, RIGHTS
+from tests.fakes.node import FakeClock
+from tests.unit.test_cluster_duty import Facts
+from tests.waiting import wait_for
+
+DEFINITION: Final = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/nodes.podwire.io"
+ROLE: Final = f"{PATHS['ClusterRole']}/podwire-agent"
+ADMISSION: Final = "/apis/admissionregistration.k8s.io/v1"
+PUBLISHED: Final = {
+    "apiGroups": ["podwire.io"],
+    "apiVersions": ["*"],
+    "operations": ["CREATE", "UPDATE"],
+    "resources": ["nodes"],
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """An API server with the CRDs and the manifest's rights."""
+    with api_rig.started(tmp_path_factory.mktemp("bad"), [User(AGENT)]) as made:
+        kubernetes_rig.install_crds(made)
+        for document in yaml.safe_load_all(RIGHTS.read_text(encoding="utf-8")):
+            if document["kind"] in PATHS:
+                made.client.create(PATHS[document["kind"]], document)
+        yield made
+
+
+@pytest.fixture
+def cluster(server: ApiServer, tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(server, tmp_path, AGENT)
+    made.add_node("n1", "10.244.5.0/24")
+    yield made
+    made.close()
+    made.clean()
+
+
+def definition() -> dict[str, Any]:
+    path = kubernetes_rig.CRDS / "nodes.yaml"
+    loaded: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return loaded
+
+
+def spec_of(crd: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
+    schema: dict[str, Any] = found["spec"]
+    return schema
+
+
+def put_definition(admin: ApiClient, crd: dict[str, Any]) -> None:
+    with suppress(Refused):
+        admin.delete(DEFINITION)
+    wait_for(lambda: not admin.answers(DEFINITION), "the end of the CRD")
+    admin.create(DEFINITION.rpartition("/")[0], crd)
+    wait_for(lambda: admin.answers("/apis/podwire.io/v1/nodes"), "the CRD")
+
+
+# What is broken, each with its repair
+
+
+def lack_a_verb(server: ApiServer) -> Callable[[], object]:
+    role = server.client.get(ROLE)
+    less = copy.deepcopy(role)
+    for rule in less["rules"]:
+        if rule["apiGroups"] == ["podwire.io"] and "nodes" in rule["resources"]:
+            rule["verbs"].remove("create")
+    server.client.patch(ROLE, {"rules": less["rules"]})
+    return lambda: server.client.patch(ROLE, {"rules": role["rules"]})
+
+
+def lack_the_definition(server: ApiServer) -> Callable[[], object]:
+    server.client.delete(DEFINITION)
+    wait_for(lambda: not server.client.answers("/apis/podwire.io/v1/nodes"), "the end of the kind")
+    return lambda: put_definition(server.client, definition())
+
+
+def have_an_older_definition(server: ApiServer) -> Callable[[], object]:
+    old = definition()
+    del spec_of(old)["properties"]["claims"]
+    put_definition(server.client, old)
+    return lambda: put_definition(server.client, definition())
+
+
+def have_a_newer_definition(server: ApiServer) -> Callable[[], object]:
+    new = definition()
+    spec_of(new)["properties"]["pledge"] = {"type": "string"}
+    spec_of(new)["required"] = ["pledge"]
+    put_definition(server.client, new)
+    return lambda: put_definition(server.client, definition())
+
+
+def have_a_dead_webhook(server: ApiServer) -> Callable[[], object]:
+    path = f"{ADMISSION}/validatingwebhookconfigurations"
+    hook = {
+        "name": "dead.example.com",
+        "clientConfig": {"url": "https://127.0.0.1:1/"},
+        "rules": [PUBLISHED],
+        "failurePolicy": "Fail",
+        "sideEffects": "None",
+        "admissionReviewVersions": ["v1"],
+        "timeoutSeconds": 1,
+    }
+    server.client.create(path, {"metadata": {"name": "dead"}, "webhooks": [hook]})
+    return lambda: server.client.delete(f"{path}/dead")
+
+
+def have_a_policy_that_rejects(server: ApiServer) -> Callable[[], object]:
+    policies = f"{ADMISSION}/validatingadmissionpolicies"
+    bindings = f"{ADMISSION}/validatingadmissionpolicybindings"
+    rejects = {
+        "metadata": {"name": "rejects"},
+        "spec": {
+            "failurePolicy": "Fail",
+            "matchConstraints": {"resourceRules": [PUBLISHED]},
+            "validations": [{"expression": "false", "message": "not in this cluster"}],
+        },
+    }
+    server.client.create(policies, rejects)
+    binding = {"policyName": "rejects", "validationActions": ["Deny"]}
+    server.client.create(bindings, {"metadata": {"name": "rejects"}, "spec": binding})
+
+    def repair() -> None:
+        server.client.delete(f"{bindings}/rejects")
+        server.client.delete(f"{policies}/rejects")
+
+    def is_in_force() -> bool:
+        trial = {
+            "apiVersion": "podwire.io/v1",
+            "kind": "Node",
+            "metadata": {"name": "trial"},
+            "spec": {},
+        }
+        try:
+            server.client.create("/apis/podwire.io/v1/nodes?dryRun=All", trial)
+        except Refused:
+            return True
+        return False
+
+    wait_for(is_in_force, "the policy")
+    return repair
+
+
+@dataclass(frozen=True)
+class Fault:
+    begin: Callable[[ApiServer], Callable[[], object]]
+    said: tuple[str, ...]
+
+
+FAULTS: Final = {
+    "a missing RBAC verb": Fault(
+        lack_a_verb, ("forbidden", 'RBAC: allow verb "create" on "nodes"')
+    ),
+    "CRDs missing": Fault(lack_the_definition, ("has no nodes.podwire.io", "kubectl apply -f")),
+    "CRDs older": Fault(
+        have_an_older_definition, ("spec.claims", "its CRD is older than this podwire")
+    ),
+    "CRDs newer": Fault(have_a_newer_definition, ("pledge", "it is newer; upgrade podwire")),
+    "a webhook that does not answer": Fault(
+        have_a_dead_webhook, ("dead.example.com", "repair or remove it")
+    ),
+    "a policy that rejects our writes": Fault(
+        have_a_policy_that_rejects, ("not in this cluster", "admission policy")
+    ),
+}
+
+
+def is_published(agent: Agent) -> bool:
+    return all(
+        agent.store.get(key) is not None
+        for key in (node_key(agent.name), endpoints_key(agent.name))
+    )
+
+
+def said(agent: Agent) -> str:
+    return " ".join(one.message for one in agent.health.checks() if not one.ok)
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> str:
+    return " ".join(str(record.__dict__) for record in caplog.records)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_it_is_named_with_what_to_do_and_nothing_is_lost(
+    cluster: Cluster, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fault = FAULTS[name]
+    repair = fault.begin(cluster.server)
+    try:
+        agent = cluster.start("n1")
+        for text in fault.said:
+            wait_for(lambda text=text: text in said(agent), f"{text!r} in status")  # type: ignore[misc]
+            assert text in logged(caplog)
+        told = wait_for(lambda: cluster.events("n1", "NotPublished"), "the Event")
+        assert all(text in told[0] for text in fault.said), told
+        # Addresses do not depend on what can be published.
+        assert agent.gives()
+    finally:
+        repair()
+    wait_for(lambda: is_published(agent), "what the node publishes")
+    wait_for(lambda: not said(agent), "status to be good again")
+
+
+@pytest.mark.parametrize("how", ["hangs", "is away"])
+def test_an_api_server_that_does_not_answer_is_named_and_nothing_is_lost(
+    cluster: Cluster, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = cluster.server
+    agent = cluster.start("n1")
+    wait_for(lambda: is_published(agent), "what the node publishes")
+    server.client.delete("/apis/podwire.io/v1/nodes/n1")
+    wait_for(lambda: is_published(agent), "it to be published again")
+    try:
+        if how == "hangs":
+            server.freeze()
+        else:
+            server.kill()
+        agent.cluster.datapath.underlay = move_underlay(agent)  # type: ignore[attr-defined]
+        agent.cluster.ranges_changed()
+        wait_for(lambda: "is the API server running" in said(agent), "status")
+        assert "is the API server running" in logged(caplog)
+        assert agent.gives()
+    finally:
+        if how == "hangs":
+            server.thaw()
+        else:
+            server.start()
+
+    def has_moved() -> bool:
+        try:
+            stored = agent.store.get(node_key("n1"))
+        except Unavailable:  # one request at a time finds out whether it answers again
+            return False
+        return stored is not None and stored.document["spec"]["underlayMTU"] == 1400
+
+    wait_for(has_moved, "what changed meanwhile")
+    wait_for(lambda: not said(agent), "status to be good again")
+
+
+def move_underlay(agent: Agent) -> Any:
+
+    return replace(agent.cluster.datapath.underlay, mtu_bytes=1400)  # type: ignore[attr-defined]
+
+
+def test_a_token_that_is_refused_is_named_and_a_new_one_is_taken(
+    server: ApiServer, cluster: Cluster, tmp_path: Path
+) -> None:
+    kubeconfig = server.write_kubeconfig(tmp_path / "kubeconfig", AGENT)
+    document = yaml.safe_load(kubeconfig.read_text(encoding="utf-8"))
+    token = tmp_path / "token"
+    token.write_text("expired", encoding="utf-8")
+    document["users"][0]["user"] = {"tokenFile": str(token)}
+    kubeconfig.write_text(json.dumps(document), encoding="utf-8")
+    waited: list[tuple[str, str]] = []
+
+    def renew(_s: float) -> None:
+        if waited:
+            token.write_text(server.users[AGENT].token, encoding="utf-8")
+
+    with closing(KubernetesStore(load_kubeconfig(kubeconfig), name="n1")) as store:
+        start = Start(store, Facts(), lambda *told: waited.append(told), pause=renew)
+        assert start.wait_for_ranges("n1")
+    assert "does not accept the credentials" in waited[0][0]
+    assert "they have expired" in waited[0][1]
+
+
+def test_a_node_without_ranges_waits_and_says_so_in_an_event(
+    server: ApiServer, cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.add_node("bare", "")
+    access = load_kubeconfig(server.write_kubeconfig(tmp_path / "kubeconfig", AGENT))
+    with closing(KubernetesStore(access, name="bare")) as store:
+        waited: list[str] = []
+
+        with ExitStack() as stack:
+            _, wait_for_it = open_events(
+                find_event_writer(store),
+                "bare",
+                Health(FakeClock()),
+                Metrics(),
+                stack,
+                lambda reason, _hint: waited.append(reason),
+            )
+
+            def give_after_the_event(_s: float) -> None:
+                told = wait_for(lambda: cluster.events("bare", "WaitsToStart"), "the Event")
+                assert "its core Node has no podCIDR" in told[0]
+                assert "--allocate-node-cidrs" in told[0]
+                spec = {"podCIDR": "10.244.9.0/24", "podCIDRs": ["10.244.9.0/24"]}
+                server.client.patch("/api/v1/nodes/bare", {"spec": spec})
+
+            start = Start(store, Facts(), wait_for_it, pause=give_after_the_event)
+            assert list(map(str, start.wait_for_ranges("bare"))) == ["10.244.9.0/24"]
+    assert "has no podCIDR" in waited[0]
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "told"),
+    [(0, ""), (20, ""), (400, "more than 5 minutes ahead"), (-4000, "more than an hour behind")],
+)
+def test_clocks_that_differ_are_named(
+    server: ApiServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ahead_s: float,
+    told: str,
+) -> None:
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
+    access = load_kubeconfig(server.write_kubeconfig(tmp_path / "kubeconfig", AGENT))
+    with closing(KubernetesStore(access, name="n1")) as store:
+        said = describe_clock(store)
+    assert told in said
+    assert bool(said) is bool(told)
+    assert not told or "time server" in said

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 from podwire.agent.duties.cluster.duty import PUBLISHED
 from podwire.agent.duties.shared_watch import SharedWatch
+from podwire.agent.duties.unreadable import Reading
 from podwire.agent.health import Health
 from podwire.control.documents.damage import read_object, stand_in
 from podwire.model.config import AgentConfig
@@ -25,12 +26,8 @@ def open_watch(config: AgentConfig, store: Store, health: Health, stack: ExitSta
     def is_own(stored: StoredObject) -> bool:
         return stored.key.kind in PUBLISHED and stored.key.name == config.node.node_name
 
-    shared = SharedWatch(store, _open_memory(config, stack))
-    shared.unreadable.read = read_object
-    shared.unreadable.stand_in = stand_in
-    shared.unreadable.warn = health.warn
-    shared.unreadable.is_own = is_own
-    return shared
+    reading = Reading(read_object, stand_in, health.warn, is_own)
+    return SharedWatch(store, _open_memory(config, stack), reading=reading)
 
 
 def _open_memory(config: AgentConfig, stack: ExitStack) -> RememberedObjects | None:

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from podwire.agent.duties.follower import KindList, Memory, StoreFollower
+from podwire.agent.duties.follower import KindList, StoreFollower
+from podwire.agent.duties.keeper import Memory
+from podwire.agent.duties.shared_watch import SharedWatch
+from podwire.agent.duties.unreadable import Reading
 from podwire.control.cluster.facts import encode_node
 from podwire.control.cluster.published import Publication, encode_endpoints
 from podwire.control.documents.apply import apply_documents, delete_object
@@ -212,12 +215,15 @@ class Followed:
     ) -> None:
         self.mirror = Mirror()
         self.warnings: dict[str, str] = {}
+        reading = Reading(read_object, stand_in, self._warn)
         self.follower = StoreFollower(
-            "test", store, [kind], self.mirror, memory, tell_unreadable=tell
+            "test",
+            store,
+            [kind],
+            self.mirror,
+            shared=SharedWatch(store, memory, reading=reading),
+            tell_unreadable=tell,
         )
-        self.follower.unreadable.read = read_object
-        self.follower.unreadable.stand_in = stand_in
-        self.follower.unreadable.warn = self._warn
 
     @property
     def warning(self) -> str:

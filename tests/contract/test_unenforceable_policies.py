@@ -11,6 +11,8 @@ from typing import Any, Final
 import pytest
 
 from podwire.agent.duties.follower import KindList, StoreFollower
+from podwire.agent.duties.shared_watch import SharedWatch
+from podwire.agent.duties.unreadable import Reading
 from podwire.control.documents.damage import read_object, stand_in
 from podwire.control.endpoint.policies import POLICY_KINDS, PolicyObjects
 from podwire.control.policy.engine import Numbers, PolicyEngine
@@ -56,12 +58,15 @@ class Agent:
         self.warnings: dict[str, str] = {}
         self._stack = ExitStack()
         kept = self._stack.enter_context(RememberedObjects(memory, URL))
+        reading = Reading(read_object, stand_in, self.warnings.__setitem__)
         self.follower = StoreFollower(
-            "policies", store, POLICY_KINDS, self, kept, tell_unreadable=True
+            "policies",
+            store,
+            POLICY_KINDS,
+            self,
+            shared=SharedWatch(store, kept, reading=reading),
+            tell_unreadable=True,
         )
-        self.follower.unreadable.read = read_object
-        self.follower.unreadable.stand_in = stand_in
-        self.follower.unreadable.warn = self.warnings.__setitem__
         self.follower.load()
 
     def follow(self) -> "Agent":

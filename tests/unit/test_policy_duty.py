@@ -13,6 +13,7 @@ import pytest
 from podwire.agent.duties import policy as policy_duty
 from podwire.agent.duties import shared_watch
 from podwire.agent.duties.policy import PolicyDuty
+from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.control.endpoint.policies import POLICY_KINDS
 from podwire.control.endpoint.queue import Level
 from podwire.control.endpoint.states import State
@@ -53,7 +54,7 @@ class Bench:
             turn=threading.RLock(),
             observe=lambda _op, _phase, _ms: None,
             report=self.reports.append,
-            memory=memory,
+            shared=SharedWatch(self.store, memory, name="policy-watch"),
         )
 
     def put(self, document: dict[str, Any], kind: str = NETPOL) -> int:

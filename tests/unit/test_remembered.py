@@ -10,6 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from podwire.agent.duties.follower import StoreFollower
+from podwire.agent.duties.shared_watch import SharedWatch
+from podwire.agent.duties.unreadable import AS_STORED, Reading
 from podwire.model.errors import NewerData, StorageFailure, Unavailable
 from podwire.model.store import ObjectKey, StoredObject, StoreEvent
 from podwire.store import late
@@ -84,7 +86,10 @@ def test_one_object_that_cannot_be_read_costs_no_other(path: Path, found: bytes)
             store = MemoryStore()
             store.away = True
             mirror = Mirror()
-            made = StoreFollower("test", store, KINDS[:1], mirror, memory, tell_unreadable=whole)
+            shared = SharedWatch(store, memory)
+            made = StoreFollower(
+                "test", store, KINDS[:1], mirror, shared=shared, tell_unreadable=whole
+            )
             assert made.load() is not whole, "of policies all or nothing: one less allows more"
             assert mirror.names.get("namespaces") == names
             made.stop()
@@ -134,9 +139,12 @@ def test_a_file_that_cannot_be_used_is_begun_anew(path: Path, damage: str) -> No
 # With a follower
 
 
-def follow(store: MemoryStore, memory: RememberedObjects) -> tuple[StoreFollower, Mirror]:
+def follow(
+    store: MemoryStore, memory: RememberedObjects, reading: Reading = AS_STORED
+) -> tuple[StoreFollower, Mirror]:
     mirror = Mirror()
-    return StoreFollower("test", store, KINDS, mirror, memory), mirror
+    shared = SharedWatch(store, memory, reading=reading)
+    return StoreFollower("test", store, KINDS, mirror, shared=shared), mirror
 
 
 def test_a_start_without_the_store_has_all_that_was_heard(memory: RememberedObjects) -> None:
@@ -189,8 +197,7 @@ def test_what_stands_for_an_unreadable_object_is_kept_before_anything_else_happe
         return stored, "bad" if stored.document else ""
 
     store = MemoryStore()
-    follower, mirror = follow(store, memory)
-    follower.unreadable.read = read_object
+    follower, mirror = follow(store, memory, Reading(read_object))
     follower.load()
     put(store, "a")
     follower.step(1)  # an agent that is killed from here on has written nothing but by itself
@@ -201,8 +208,7 @@ def test_what_stands_for_an_unreadable_object_is_kept_before_anything_else_happe
     kept = memory.load("namespaces")
     assert kept is not None
     assert [one.document for one in kept[0]] == [{}]
-    again, mirror = follow(store, memory)
-    again.unreadable.read = read_object
+    again, mirror = follow(store, memory, Reading(read_object))
     again.load()
     assert mirror.names["namespaces"] == {"a"}
     follower.stop()
@@ -214,14 +220,13 @@ def test_what_stands_in_is_found_without_reading_its_whole_kind(
 ) -> None:
     store = MemoryStore()
     put(store, "a")
-    follower, _ = follow(store, memory)
-    follower.unreadable.read = lambda stored: (stored, "bad" if stored.document else "")
+    reading = Reading(lambda stored: (stored, "bad" if stored.document else ""))
+    follower, _ = follow(store, memory, reading)
     follower.load()
     follower.start()
     follower.stop()  # it is on disk now
     monkeypatch.setattr(memory, "load", lambda _kind: pytest.fail("a whole kind was read"))
-    again, mirror = follow(store, memory)
-    again.unreadable.read = lambda stored: (stored, "bad" if stored.document else "")
+    again, mirror = follow(store, memory, reading)
     [stored], _ = store.list("namespaces")
     store.update(replace(stored, document={"bad": True}))
     again.load()

@@ -9,6 +9,7 @@ import pytest
 from podwire.agent.duties import shared_watch
 from podwire.agent.duties.follower import KindList, StoreFollower
 from podwire.agent.duties.shared_watch import SharedWatch
+from podwire.agent.duties.unreadable import Reading
 from podwire.control.documents import damage
 from podwire.control.documents.damage import read_object
 from podwire.control.documents.kinds import decode
@@ -274,8 +275,7 @@ def count_decoders(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def test_a_change_is_decoded_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded = count_decoders(monkeypatch)
     store, first, second = Counting(), Policies(), Policies()
-    shared = SharedWatch(store)
-    shared.unreadable.read = read_object
+    shared = SharedWatch(store, reading=Reading(read_object))
     store.create(decode(_policy("listed")))
     followers = [
         StoreFollower("first", store, POLICY_KINDS, first, shared=shared),

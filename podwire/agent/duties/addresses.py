@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from podwire.agent.duties.follower import KindList, StoreFollower
 from podwire.agent.duties.shared_watch import SharedWatch
+from podwire.agent.duties.unreadable import Reading
 from podwire.agent.duties.worker import Worker
 from podwire.control.documents.damage import read_object
 from podwire.control.documents.pools import decode_pools, find_problems, fixed_ranges, own_addresses
@@ -218,12 +219,10 @@ class IpamDuty:
             store,
             IpamNews.KINDS,
             self.news,
-            shared=shared,
+            shared=shared or SharedWatch(store, name="ipam-watch", reading=Reading(read_object)),
+            # The journal tells which blocks may be used without the store.
+            recalls=False,
         )
-        self.follower.recalls = (
-            False  # the journal tells which blocks may be used without the store
-        )
-        self.follower.unreadable.read = read_object
         self._written = ""
         # News does not end the pause after a failure: with a store that refuses, each change would be one more try.
         self._worker = Worker("ipam", self._work, self._fail)

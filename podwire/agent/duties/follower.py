@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from podwire.agent.duties.keeper import KindList, Memory
+from podwire.agent.duties.keeper import KindList
 from podwire.agent.duties.shared_watch import Change, SharedWatch, choose_delay_s
 from podwire.agent.duties.unreadable import Unreadable
 from podwire.model.errors import PodwireError, Unavailable
 from podwire.model.store import Revisions, Store, StoredObject, StoreEvent
 
-__all__ = ["KindList", "Listener", "Memory", "StoreFollower"]
+__all__ = ["KindList", "Listener", "StoreFollower"]
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +48,8 @@ class StoreFollower:
     """Follows `kinds` of one store for one listener.
 
     `shared`: the watch that this follower has together with others. `tell_unreadable`: of which unreadable objects the
-    listener is told, too, as changes after what was last read of them.
+    listener is told, too, as changes after what was last read of them. `recalls`: whether it hands over what the store
+    said in an earlier life when the store is away at the start.
     """
 
     def __init__(
@@ -57,18 +58,17 @@ class StoreFollower:
         store: Store,
         kinds: Sequence[str],
         listener: Listener,
-        memory: Memory | None = None,
         *,
         shared: SharedWatch | None = None,
         tell_unreadable: bool | Callable[[StoredObject], bool] = False,
+        recalls: bool = True,
     ) -> None:
         self.name = name
         self.kinds = tuple(kinds)
-        self.shared = shared or SharedWatch(store, memory, name=name)
+        self.shared = shared or SharedWatch(store, name=name)
         self._listener = listener
         self._tell_unreadable = tell_unreadable
-        self.recalls = True
-        """Whether it hands over what the store said in an earlier life when the store is away at the start."""
+        self._recalls = recalls
         self._is_there: bool | None = None
         self._is_whole = False
         self._is_lacking = True
@@ -201,7 +201,7 @@ class StoreFollower:
 
     def _load_remembered(self) -> bool:
         """Hand over what was kept of each kind. A kind of which nothing was is not handed over at all."""
-        if not self.recalls:
+        if not self._recalls:
             return False
         # Whole for policies: without one that cannot be read, more would be allowed than is meant.
         remembered = self.shared.load_remembered(self.kinds, whole=self._tell_unreadable is True)

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Final
 
-from podwire.agent.duties.follower import KindList, Memory, StoreFollower
+from podwire.agent.duties.follower import KindList, StoreFollower
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.duties.worker import FOREVER_S, Worker
 from podwire.cni.labels import complete_labels
@@ -80,8 +80,6 @@ class IdentityDuty:
     changes: EndpointChanges
     report: Callable[[str], None] = lambda _message: None
     """Told what is wrong with the store; "" when nothing is."""
-    memory: Memory | None = None
-    """Where what the store says is kept for a start without it."""
     shared: SharedWatch | None = None
     """The agent's watch of the store, where there is one for all duties."""
     named: Callable[[], frozenset[int]] = frozenset
@@ -113,7 +111,6 @@ class IdentityDuty:
             self._store,
             self.feed.kinds,
             IdentityNews(self.feed),
-            self.memory,
             shared=self.shared,
         )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from podwire.agent.closed_policies import ClosedPolicies
-from podwire.agent.duties.follower import KindList, Memory, StoreFollower
+from podwire.agent.duties.follower import KindList, StoreFollower
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.duties.worker import Worker
 from podwire.control.endpoint.enforce import Enforcer
@@ -58,8 +58,6 @@ class PolicyDuty:
     """Told how long what took: operation, phase, milliseconds."""
     report: Callable[[str], None]
     """Told what is wrong with the store; "" when nothing is."""
-    memory: Memory | None = None
-    """Where policies are kept for a start without the store."""
     shared: SharedWatch | None = None
     """The agent's watch of the store, where there is one for all duties."""
     warn: Callable[[str, str], None] = lambda _key, _message: None
@@ -84,7 +82,6 @@ class PolicyDuty:
             self.store,
             POLICY_KINDS,
             self,
-            self.memory,
             shared=self.shared,
             tell_unreadable=True,
         )

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Final, Protocol
 
 from podwire.agent.duties.keeper import SAVE_S, InProcess, Keeper, KindList, Memory
-from podwire.agent.duties.unreadable import Unreadable
+from podwire.agent.duties.unreadable import AS_STORED, Reading, Unreadable
 from podwire.agent.duties.worker import Worker
 from podwire.model.errors import PodwireError, Unavailable
 from podwire.model.store import (
@@ -66,12 +66,17 @@ class SharedWatch:
     """Lists and watches what its followers follow."""
 
     def __init__(
-        self, store: Store, memory: Memory | None = None, *, name: str = "store-watch"
+        self,
+        store: Store,
+        memory: Memory | None = None,
+        *,
+        name: str = "store-watch",
+        reading: Reading = AS_STORED,
     ) -> None:
         self._name = name
         self._store = store
         self._keeper = Keeper(memory or InProcess())
-        self.unreadable = Unreadable(name, self._keeper.find)
+        self.unreadable = Unreadable(name, self._keeper.find, reading)
         self._followers: tuple[Follower, ...] = ()
         self._telling = threading.RLock()
         """Held while followers are told, so that one that leaves hears nothing afterwards."""

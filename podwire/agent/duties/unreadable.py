@@ -7,6 +7,7 @@ what it could select, and every other object counts as absent. No other object i
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from podwire.agent.health import WarningList
@@ -42,15 +43,25 @@ def advise(key: ObjectKey) -> str:
     return f"Correct it, or delete it{then}: podwire delete {key.kind} {key.name}{where}"
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How a watch reads objects, and what becomes of one that cannot be read."""
+
+    read: Read = read_as_stored
+    stand_in: StandIn = lambda _stored, _fault: None
+    warn: Warn = lambda _key, _message: None
+    is_own: Callable[[StoredObject], bool] = lambda _stored: False
+    """Whether this node publishes an object itself: it is then repaired here, and not reported."""
+
+
+AS_STORED: Final = Reading()
+
+
 class Unreadable:
     """The unreadable objects of some kinds. `find_last` gives what was last read of one."""
 
-    def __init__(self, name: str, find_last: FindLast) -> None:
-        self.read: Read = read_as_stored
-        self.stand_in: StandIn = lambda _stored, _fault: None
-        self.warn: Warn = lambda _key, _message: None
-        self.is_own: Callable[[StoredObject], bool] = lambda _stored: False
-        """Whether this node publishes an object itself: it is then repaired here, and not reported."""
+    def __init__(self, name: str, find_last: FindLast, reading: Reading) -> None:
+        self._reading = reading
         self._name = name
         self._find_last = find_last
         self._faults: dict[ObjectKey, str] = {}
@@ -75,7 +86,7 @@ class Unreadable:
         good: list[StoredObject] = []
         bad: dict[ObjectKey, StoredObject] = {}
         for stored in objects:
-            readable, fault = self.read(stored)
+            readable, fault = self._reading.read(stored)
             if not fault:
                 good.append(readable)
                 continue
@@ -93,7 +104,7 @@ class Unreadable:
         """Read what was kept of an earlier life. What could not be read then cannot be read now, and counts as then."""
         kept: list[StoredObject] = []
         for stored in objects:
-            readable, fault = self.read(stored)
+            readable, fault = self._reading.read(stored)
             if fault:
                 self._bad[stored.key] = stored
             kept.append((self._note(stored, fault) or stored) if fault else readable)
@@ -102,7 +113,7 @@ class Unreadable:
     def sift_event(self, event: StoreEvent) -> StoreEvent | None:
         """Give a change that can be told; None when what it wrote cannot be read, and what was before it stands."""
         stored = event.object
-        readable, fault = self.read(stored)
+        readable, fault = self._reading.read(stored)
         if event.deleted:
             self._forget(stored.key)
             # Listeners know what was last read, and are told that this is gone.
@@ -120,24 +131,24 @@ class Unreadable:
 
     def show(self) -> None:
         """Let `podwire status` name what there is."""
-        self._shown.show(self.warn, [self._faults[key] for key in sorted(self._faults)])
+        self._shown.show(self._reading.warn, [self._faults[key] for key in sorted(self._faults)])
 
     def _find_standing(self, stored: StoredObject, fault: str) -> tuple[StoredObject | None, str]:
         """Give what counts in place of an unreadable object, and say so for people."""
         last = self._find_last(stored.key)
         if last is not None:
             # What was heard last may itself have been a stand-in.
-            readable, fault_of_last = self.read(last)
+            readable, fault_of_last = self._reading.read(last)
             if not fault_of_last:
                 return readable, "what was last read of it stays in force"
-        standing = self.stand_in(stored, fault)
+        standing = self._reading.stand_in(stored, fault)
         closing = None if standing is None else value_of(standing, Unenforceable)
         return standing, f"it closes {closing.closes}" if closing else "it counts as absent"
 
     def _note(self, stored: StoredObject, fault: str) -> StoredObject | None:
         """Let people know of an unreadable object; gives what counts in its place."""
         standing, state = self._find_standing(stored, fault)
-        if self.is_own(stored):
+        if self._reading.is_own(stored):
             return standing
         key = stored.key
         message = (

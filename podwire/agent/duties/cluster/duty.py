@@ -22,7 +22,7 @@ from podwire.agent.duties.cluster.liveness import Lives
 from podwire.agent.duties.cluster.publisher import Publisher
 from podwire.agent.duties.cluster.store_addresses import StoreAddresses
 from podwire.agent.duties.cluster.views import ClusterViews
-from podwire.agent.duties.follower import KindList, Memory, StoreFollower
+from podwire.agent.duties.follower import KindList, StoreFollower
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
@@ -97,8 +97,6 @@ class ClusterDuty:
     own_ranges: Callable[[], OwnRanges]
     open_news: Callable[[], KernelNews]
     name: NodePublisher
-    memory: Memory | None = None
-    """Where what the store says is kept for a start without it."""
     shared: SharedWatch | None = None
     """The agent's watch of the store, where there is one for all duties."""
     own: OwnNode | None = None
@@ -127,7 +125,6 @@ class ClusterDuty:
             self.store,
             KINDS,
             self,
-            self.memory,
             shared=self.shared,
             tell_unreadable=options.publishes,
         )

@@ -11,7 +11,8 @@
 
 #include <linux/bpf.h>
 
-#include <podwire/maps.h>
+#include <podwire/address.h>
+#include <podwire/shards.h>
 
 #define PW_NS_PER_MS	 1000000ULL
 #define PW_NS_PER_SECOND 1000000000ULL
@@ -50,6 +51,35 @@ static __always_inline bool is_over(const struct pw_conntrack_value *entry,
 	return (__s64)age_ns > (__s64)(entry->lifetime_s * PW_NS_PER_SECOND);
 }
 
+/* The other row of a translated flow. 0 = it is there, for this one, and lives. */
+static __always_inline bool has_lost_its_flow(const struct pw_conntrack_key *key,
+					      const struct pw_conntrack_value *entry,
+					      const struct pw_usage_value *usage, __u64 now_ns)
+{
+	struct pw_conntrack_key other __attribute__((aligned(8))) = *key;
+	const struct pw_conntrack_value *flow;
+	void *shard;
+
+	other.beside = 0;
+	copy_address(other.daddr, entry->nat_addr);
+	other.sport_be = entry->nat_sport_be;
+	other.dport_be = entry->nat_dport_be;
+	shard = find_shard(&other);
+	flow = shard ? bpf_map_lookup_elem(shard, &other) : NULL;
+	return !flow || flow->kind != PW_CONNTRACK_OF_BACK_END ||
+	       flow->nat_sport_be != key->sport_be || flow->nat_dport_be != key->dport_be ||
+	       !same_address(flow->nat_addr, key->daddr) || is_over(flow, usage, now_ns);
+}
+
+static __always_inline bool is_to_go(const struct pw_conntrack_key *key,
+				     const struct pw_conntrack_value *entry,
+				     const struct pw_usage_value *usage, __u64 now_ns)
+{
+	if (is_over(entry, usage, now_ns))
+		return true;
+	return entry->kind == PW_CONNTRACK_SERVICE && has_lost_its_flow(key, entry, usage, now_ns);
+}
+
 static long visit_entry(void *shard, struct pw_conntrack_key *key, struct pw_conntrack_value *entry,
 			struct pw_walk *walk)
 {
@@ -57,7 +87,7 @@ static long visit_entry(void *shard, struct pw_conntrack_key *key, struct pw_con
 	struct pw_usage_value *usage = bpf_map_lookup_elem(&pw_usage, &instance);
 
 	walk->examined += 1;
-	if (!is_over(entry, usage, walk->now_ns)) {
+	if (!is_to_go(key, entry, usage, walk->now_ns)) {
 		if (entry->flags & PW_CONNTRACK_EXPIRED)
 			entry->flags &= ~PW_CONNTRACK_EXPIRED;
 		return 0;

@@ -9,6 +9,7 @@
 
 #include <podwire/deliver.h>
 #include <podwire/frame.h>
+#include <podwire/service.h>
 
 /* The sender's side: the flow is looked up first, because an answer takes the way of its question. */
 static __always_inline int judge_sender(struct __sk_buff *skb, struct pw_flow *flow,
@@ -36,21 +37,39 @@ static __always_inline struct pw_conntrack_value *ask_target(struct __sk_buff *s
 	return there;
 }
 
+/* What is remembered of the flow as the network sees it: of one that a service translates, under its other tuple. */
+static __always_inline struct pw_conntrack_value *
+look_behind_service(struct __sk_buff *skb, struct pw_flow *flow, struct pw_conntrack_value *here,
+		    int *reason)
+{
+	bool anew = here && begins_anew(flow, here);
+
+	*reason = translate(skb, flow, here && !anew && here->kind == PW_CONNTRACK_OF_BACK_END);
+	if (flow->original.translated) {
+		here = find_connection(&flow->key, flow->now_ns);
+		describe_match(&flow->here, &flow->key, false);
+		return here;
+	}
+	return here && (anew || here->kind == PW_CONNTRACK_PLAIN) ? here : NULL;
+}
+
 static __always_inline int forward(struct __sk_buff *skb, struct pw_flow *flow)
 {
 	struct pw_conntrack_value *here, *there;
-	int reason;
+	int reason = 0;
 
 	flow->source_identity = flow->row.identity;
 	flow->now_ns = bpf_ktime_get_coarse_ns();
 	here = look_up_flow(skb, flow, &flow->here);
-	reason = judge_sender(skb, flow, here);
+	if (may_be_of_service(flow, here))
+		here = look_behind_service(skb, flow, here, &reason);
+	reason = reason ?: judge_sender(skb, flow, here);
 	if (reason)
 		return reason;
 	there = ask_target(skb, flow);
 	return choose_path(skb, flow, here, there) ?:
 	       check_size(skb, flow) ?:
-	       remember(flow, &flow->row, &flow->here, here) ?:
+	       remember_sender(flow, here) ?:
 	       deliver(skb, flow, there);
 }
 

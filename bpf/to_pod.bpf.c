@@ -58,7 +58,8 @@ static __always_inline int judge_receiver(struct __sk_buff *skb, struct pw_flow 
 		flow->source_identity = stack_identity(skb, flow, entry, &flow->target);
 	flow->here.peer_identity = flow->source_identity;
 	return judge(skb, flow, &flow->row, &flow->here, entry)
-		       ?: remember(flow, &flow->row, &flow->here, entry);
+		       ?: remember(flow, &flow->row, &flow->here, entry)
+		       ?: come_home(skb, flow, &flow->here, entry);
 }
 
 SEC("tc")

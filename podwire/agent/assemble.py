@@ -232,6 +232,7 @@ def make_api(node: Node, pump: EventPump) -> Api:
         nodes=_node_readers(node),
         detach=lambda record: node.attachments.delete(_deletion(record, node.clock)),
         started_boottime_ns=node.started_boottime_ns,
+        services=node.services.views if node.services else None,
     )
 
 

@@ -176,7 +176,6 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
         await dispatcher.replay()
         pump = start_events(node, stack)
         duties = make_duties(node, dispatcher, threads)
-        keeper = make_range_keeper(node)
         await _open_doors(node, dispatcher, pump, stack)
         node.health.report("agent", ok=True)
         _settle_interpreter()
@@ -191,10 +190,7 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
                 "ms": ms,
             },
         )
-        for duty in (node.policies, node.addresses.duty, node.cluster, keeper, node.identities):
-            if duty is not None:
-                duty.start()
-                stack.callback(duty.stop)
+        _start_duties(node, stack)
         _tell_runtime(node, stack)
         async with asyncio.TaskGroup() as tasks:
             running = [
@@ -205,6 +201,21 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
             for task in running:
                 task.cancel()
     _log.info("stopped; pods keep running", extra={"count": len(node.table)})
+
+
+def _start_duties(node: Node, stack: AsyncExitStack) -> None:
+    """Start what the agent does unasked; `stack` stops it."""
+    for duty in (
+        node.policies,
+        node.addresses.duty,
+        node.cluster,
+        make_range_keeper(node),
+        node.identities,
+        node.services,
+    ):
+        if duty is not None:
+            duty.start()
+            stack.callback(duty.stop)
 
 
 def _tell_runtime(node: Node, stack: AsyncExitStack) -> None:

@@ -18,6 +18,7 @@ from podwire.agent import measured
 from podwire.agent.config_reload import LiveConfig
 from podwire.agent.duties.cluster.duty import ClusterDuty, ClusterOptions
 from podwire.agent.duties.cluster.publisher import refuse_contested, take_name
+from podwire.agent.duties.cluster.services import ServiceDuty
 from podwire.agent.duties.core_node import Start
 from podwire.agent.duties.identity import IdentityDuty
 from podwire.agent.duties.kubernetes.events import open_events
@@ -51,6 +52,7 @@ from podwire.control.ipam.interface import Ipam
 from podwire.control.kubernetes.own_pods import NoPods, OwnPods
 from podwire.control.policy.engine import Numbers, PolicyEngine
 from podwire.control.policy.oracle import Enforcement
+from podwire.control.services.catalogue import Catalogue
 from podwire.datapath.changes import watch_links
 from podwire.datapath.host import list_device_addresses, merge_changes
 from podwire.datapath.native import OwnHooks
@@ -108,6 +110,8 @@ class Node:
     resolver: IdentityResolver
     known: KnownIdentities
     cluster: ClusterDuty
+    services: ServiceDuty | None
+    """None where services are left to the stack."""
     attachments: AttachService
     directories: BackgroundWriter
     turn: threading.RLock
@@ -304,6 +308,8 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
         enforcer=enforcer,
     )
     pods = OwnPods(store, config.node.node_name) if config.store.is_kubernetes else None
+    if pods is not None:
+        enforcer.reached = pods.freshness.reach
     resolver = _compose_identities(config, store, pods)
     cluster = _compose_cluster(opened, table, turn)
     context = Context(datapath, regenerator)
@@ -351,6 +357,7 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
         resolver=resolver,
         known=resolver.allocator.known,
         cluster=cluster,
+        services=_compose_services(opened, turn),
         attachments=attachments,
         directories=directories,
         turn=turn,
@@ -404,6 +411,27 @@ def _compose_policy_duty(opened: _Opened, enforcer: Enforcer, turn: threading.RL
         shared=opened.shared,
         warn=opened.health.warn,
         events=opened.events,
+    )
+
+
+def _compose_services(opened: _Opened, turn: threading.RLock) -> ServiceDuty | None:
+    config = opened.live.current
+    if not config.translates_services:
+        with turn:
+            opened.datapath.services.write({})  # what an agent with another setting left
+        return None
+
+    def report(message: str) -> None:
+        opened.health.report("services", ok=not message, message=message, critical=False)
+
+    return ServiceDuty(
+        store=opened.store,
+        catalogue=Catalogue(config.node.node_name),
+        datapath=opened.datapath.services,
+        turn=turn,
+        report=report,
+        observe=opened.metrics.observe_step,
+        shared=opened.shared,
     )
 
 

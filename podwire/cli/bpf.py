@@ -17,6 +17,7 @@ _ABOUT = {
     "hits": "How often each rule decided about a new flow, or denied a packet.",
     "metrics": "Packets and bytes by hook, reason of a drop, and path.",
     "nodes": "Other nodes, and the addresses their tunnel packets come from.",
+    "service": "Addresses of services, and the back ends that answer for them.",
     "settings": "What holds for the whole node.",
     "usage": "Remembered flows per endpoint, for its quota.",
 }
@@ -38,6 +39,7 @@ _LABELS = {
     "hits": ("rule",),
     "metrics": ("hook", "reason", "path"),
     "nodes": ("node",),
+    "service": ("address", "port", "protocol"),
     "settings": (),
     "usage": ("endpoint",),
 }

@@ -34,6 +34,7 @@ _COMMANDS = {
     "node": ("podwire.cli.node", "node", "Nodes."),
     "observe": ("podwire.cli.observe", "observe", "Flows of the last minutes, and live."),
     "policy": ("podwire.cli.policy", "policy", "Who may talk to whom, and why."),
+    "service": ("podwire.cli.service", "service", "Services, and who answers for them."),
     "status": ("podwire.cli.status", "status", "The agent as a whole."),
     "version": ("podwire.cli.status", "version", "The version of podwire."),
 }

@@ -97,9 +97,11 @@ class DropReason(enum.IntEnum):
     TUNNEL_INNER = 25
     NO_NODE = 26
     REDIRECT = 27
+    NO_BACK_END = 28
+    NO_SERVICE_PORT = 29
 
 
-DROP_REASONS: Final = 28
+DROP_REASONS: Final = 30
 
 
 class EventKind(enum.IntEnum):
@@ -199,6 +201,12 @@ class Action(enum.IntEnum):
     ANSWER = 4
     TUNNEL = 5
     NATIVE = 6
+
+
+class SettingsFlags(enum.IntFlag):
+    """enum pw_settings_flags"""
+
+    SERVICES = 1
 
 
 _SETTINGS: Final = struct.Struct("=IIIIIIII")
@@ -476,7 +484,7 @@ class NodeValue(NamedTuple):
 NODE_VALUE_BYTES: Final = _NODE_VALUE.size
 
 
-_CONNTRACK_KEY: Final = struct.Struct("=IBB2x16s16sHH")
+_CONNTRACK_KEY: Final = struct.Struct("=IBBH16s16sHH")
 
 
 class ConntrackKey(NamedTuple):
@@ -485,6 +493,7 @@ class ConntrackKey(NamedTuple):
     instance: int
     direction: int
     protocol: int
+    beside: int
     saddr: bytes
     daddr: bytes
     sport: int
@@ -496,6 +505,7 @@ class ConntrackKey(NamedTuple):
             self.instance,
             self.direction,
             self.protocol,
+            self.beside,
             self.saddr,
             self.daddr,
             htons(self.sport),
@@ -511,9 +521,9 @@ class ConntrackKey(NamedTuple):
     def _from_values(cls, values: tuple[Any, ...]) -> Self:
         return cls._make(
             (
-                *values[0:5],
-                ntohs(values[5]),
+                *values[0:6],
                 ntohs(values[6]),
+                ntohs(values[7]),
             )
         )
 
@@ -596,6 +606,165 @@ class ConntrackValue(NamedTuple):
 
 
 CONNTRACK_VALUE_BYTES: Final = _CONNTRACK_VALUE.size
+
+
+_SERVICE_KEY: Final = struct.Struct("=16sHB1x")
+
+
+class ServiceKey(NamedTuple):
+    """struct pw_service_key"""
+
+    addr: bytes
+    port: int
+    protocol: int
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _SERVICE_KEY.pack(self.addr, htons(self.port), self.protocol)
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls._from_values(_SERVICE_KEY.unpack(row))
+
+    @classmethod
+    def _from_values(cls, values: tuple[Any, ...]) -> Self:
+        return cls._make(
+            (
+                *values[0:1],
+                ntohs(values[1]),
+                *values[2:],
+            )
+        )
+
+
+SERVICE_KEY_BYTES: Final = _SERVICE_KEY.size
+
+
+_SERVICE_VALUE: Final = struct.Struct("=4xIIII16sHB1x")
+
+
+class ServiceValue(NamedTuple):
+    """struct pw_service_value"""
+
+    service: int
+    back_ends: int
+    flags: int
+    affinity_s: int
+    addr: bytes
+    port: int
+    protocol: int
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _SERVICE_VALUE.pack(
+            self.service,
+            self.back_ends,
+            self.flags,
+            self.affinity_s,
+            self.addr,
+            htons(self.port),
+            self.protocol,
+        )
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls._from_values(_SERVICE_VALUE.unpack(row))
+
+    @classmethod
+    def _from_values(cls, values: tuple[Any, ...]) -> Self:
+        return cls._make(
+            (
+                *values[0:5],
+                ntohs(values[5]),
+                *values[6:],
+            )
+        )
+
+
+SERVICE_VALUE_BYTES: Final = _SERVICE_VALUE.size
+
+
+_SERVICE_SLOT_KEY: Final = struct.Struct("=II")
+
+
+class ServiceSlotKey(NamedTuple):
+    """struct pw_service_slot_key"""
+
+    service: int
+    slot: int
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _SERVICE_SLOT_KEY.pack(self.service, self.slot)
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls(*_SERVICE_SLOT_KEY.unpack(row))
+
+
+SERVICE_SLOT_KEY_BYTES: Final = _SERVICE_SLOT_KEY.size
+
+
+_SERVICE_SLOT_VALUE: Final = struct.Struct("=II")
+
+
+class ServiceSlotValue(NamedTuple):
+    """struct pw_service_slot_value"""
+
+    service: int
+    back_end: int
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _SERVICE_SLOT_VALUE.pack(self.service, self.back_end)
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls(*_SERVICE_SLOT_VALUE.unpack(row))
+
+
+SERVICE_SLOT_VALUE_BYTES: Final = _SERVICE_SLOT_VALUE.size
+
+
+_BACK_END_VALUE: Final = struct.Struct("=II16sHB1x")
+
+
+class BackEndValue(NamedTuple):
+    """struct pw_back_end_value"""
+
+    back_end: int
+    flags: int
+    addr: bytes
+    port: int
+    protocol: int
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _BACK_END_VALUE.pack(
+            self.back_end, self.flags, self.addr, htons(self.port), self.protocol
+        )
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls._from_values(_BACK_END_VALUE.unpack(row))
+
+    @classmethod
+    def _from_values(cls, values: tuple[Any, ...]) -> Self:
+        return cls._make(
+            (
+                *values[0:3],
+                ntohs(values[3]),
+                *values[4:],
+            )
+        )
+
+
+BACK_END_VALUE_BYTES: Final = _BACK_END_VALUE.size
 
 
 class Share(enum.IntEnum):

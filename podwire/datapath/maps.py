@@ -117,6 +117,9 @@ class NodeMaps:
     pw_policy: bpf.Map
     pw_cidrs: bpf.Map
     pw_hits: bpf.Map
+    pw_services: bpf.Map
+    pw_service_list: bpf.Map
+    pw_back_ends: bpf.Map
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

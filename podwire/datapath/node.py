@@ -46,6 +46,7 @@ from podwire.datapath.programs import (
     load_programs,
     locked_pins,
 )
+from podwire.datapath.service_maps import ServiceMaps
 from podwire.datapath.templates import read_template
 from podwire.datapath.tunnel import TunnelPrograms
 from podwire.kernel.bpf_program import Packet
@@ -74,6 +75,7 @@ class _Opened:
     reaper: Reaper
     loaded: LoadedPrograms
     policy: PolicyTable
+    services: ServiceMaps
     side: HostSide
     masquerade: Masquerade
     nft: Nftables
@@ -138,7 +140,16 @@ class KernelDatapath:
             others.recall(self.plan)
             others.apply_own(self.plan)
             self._opened = _Opened(
-                netlink, reaper, loaded, policy, side, masquerade, nft, others, mtu
+                netlink,
+                reaper,
+                loaded,
+                policy,
+                ServiceMaps(loaded.maps),
+                side,
+                masquerade,
+                nft,
+                others,
+                mtu,
             )
             self._stack = stack.pop_all()
 
@@ -390,6 +401,11 @@ class KernelDatapath:
     def policy(self) -> PolicyTable:
         """Policy entries, CIDRs and counts: `model.interfaces.PolicyDatapath`."""
         return self._node.policy
+
+    @property
+    def services(self) -> ServiceMaps:
+        """What pods ask for by a service's address: `model.service.ServiceDatapath`."""
+        return self._node.services
 
     @property
     def masquerade(self) -> Masquerade:

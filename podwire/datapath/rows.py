@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from podwire.datapath import abi, conntrack_maps, node_maps, policy_maps
+from podwire.datapath import abi, conntrack_maps, node_maps, policy_maps, service_maps
 from podwire.datapath import maps as typed
 from podwire.datapath.events import hook_name, path_name, protocol_name, reason_name
 from podwire.datapath.maps import NodeMaps, flag_names
@@ -22,7 +22,11 @@ from podwire.model.ids import IfIndex
 Row = dict[str, Any]
 
 _MAC_FIELDS = frozenset({"pod_mac", "host_mac"})
-_NAMED: Mapping[str, type[enum.IntEnum]] = {"path": abi.Path, "tcp_state": abi.TcpState}
+_NAMED: Mapping[str, type[enum.IntEnum]] = {
+    "path": abi.Path,
+    "tcp_state": abi.TcpState,
+    "kind": abi.ConntrackKind,
+}
 _POLICY_FIELDS = (
     "identity",
     "slot",
@@ -127,6 +131,19 @@ def _hits(maps: NodeMaps) -> Iterator[Row]:
         yield {"rule": rule, "packets": packets, "bytes": size_bytes}
 
 
+def _services(maps: NodeMaps) -> Iterator[Row]:
+    for row in sorted(service_maps.read_services(maps), key=lambda row: row.service):
+        asked = row.frontend
+        yield {
+            "address": str(asked.address),
+            "port": asked.port,
+            "protocol": protocol_name(asked.protocol) if asked.protocol else "any",
+            "service": row.service,
+            "back_ends": [f"{one.address} {one.port}" for one in row.back_ends],
+            "numbers": list(row.slots),
+        }
+
+
 def _settings(maps: NodeMaps) -> Iterator[Row]:
     yield _plain(typed.read_settings(maps)._asdict())
 
@@ -146,6 +163,7 @@ _READERS: Mapping[str, tuple[str, Callable[[NodeMaps], Iterator[Row]]]] = {
     "metrics": ("pw_metrics", _metrics),
     "nodes": ("pw_nodes", _nodes),
     "policy": ("pw_policy", _policy),
+    "service": ("pw_services", _services),
     "settings": ("pw_settings", _settings),
     "usage": ("pw_usage", _usage),
 }

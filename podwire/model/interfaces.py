@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from podwire.model.cluster import ClusterPlan, Prefix, Underlay
-from podwire.model.endpoint import Bandwidth, Device, EndpointRecord, IPNetwork
+from podwire.model.endpoint import Bandwidth, Device, EndpointRecord, IPAddress, IPNetwork
 from podwire.model.ids import EndpointId, IfIndex, InterfaceName
 from podwire.model.policy import PolicyKey, PolicyRows
 
@@ -283,4 +283,39 @@ class ClusterDatapath(Protocol):
         self, put: Mapping[IPNetwork, Prefix], remove: Iterable[IPNetwork] = ()
     ) -> None:
         """Change single rows of the ipcache between two plans, `put` before `remove`. The next plan has them too."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Frontend:
+    """An address and port that pods ask. Port and protocol 0: the address itself, whose other ports are refused."""
+
+    address: IPAddress
+    port: int = 0
+    protocol: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BackEnd:
+    """Who answers: an address and port, of the frontend's family and protocol."""
+
+    address: IPAddress
+    port: int
+    protocol: int
+
+
+ServiceTable = Mapping[Frontend, Sequence[BackEnd]]
+"""Everything that is translated; no back ends: refused."""
+
+
+class ServiceDatapath(Protocol):
+    """The kernel's side of services. Called under the node's turn; raises KernelFailure, and Exhausted without a
+    change."""
+
+    def write(self, wanted: ServiceTable) -> int:
+        """Translate exactly these; gives how many rows were written or deleted."""
+        ...
+
+    def change(self, put: ServiceTable, gone: Iterable[Frontend]) -> int:
+        """Translate `put` so, and `gone` no more; gives how many rows were written or deleted."""
         ...

@@ -1,11 +1,14 @@
 """Packets that are sent all the time: when a verdict changes, and whether anything gets through that must not."""
 
+import itertools
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final
+from datetime import datetime
+from typing import Any, Final
+from urllib.parse import urlsplit
 
 from podwire.kernel import netns
 from podwire.lab import traffic
@@ -15,6 +18,8 @@ ECHO_S: Final = 0.1
 SURE: Final = 3
 """So many equal answers in a row are a verdict: on a busy machine one echo may be late."""
 DEADLINE_S: Final = 120.0
+FOLLOWED_S: Final = 10.0
+"""The API server notices the end of a watch sooner, also on a busy machine."""
 
 
 def reaches(network: str, address: str) -> bool:
@@ -41,6 +46,30 @@ def measure_changes(
             since[address] = since[address] if streak[address] else asked_s - begin_s
             streak[address] += 1
     return since
+
+
+def find_double_watches(events: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Name what one agent has watched twice at a time, from the audit log. One watch that follows another may begin
+    before the server has noticed the end of the first."""
+    begun: dict[tuple[str, str], list[tuple[float, str]]] = {}
+    ended: dict[str, float] = {}
+    for event in events:
+        if event["verb"] != "watch":
+            continue
+        at_s = datetime.fromisoformat(event["stageTimestamp"]).timestamp()
+        if event["stage"] == "ResponseStarted":
+            of = event["userAgent"], urlsplit(event["requestURI"]).path
+            begun.setdefault(of, []).append((at_s, event["auditID"]))
+        else:
+            ended[event["auditID"]] = at_s
+    newest_s = max((at_s for watches in begun.values() for at_s, _ in watches), default=0.0)
+    newest_s = max([newest_s, *ended.values()])
+    return [
+        f"{agent} watches {path}"
+        for (agent, path), watches in begun.items()
+        for (_, first), (next_s, _) in itertools.pairwise(sorted(watches))
+        if ended.get(first, newest_s) - next_s >= FOLLOWED_S
+    ]
 
 
 class Sink:

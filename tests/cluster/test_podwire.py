@@ -111,6 +111,7 @@ def test_agents_ask_the_api_for_little_and_for_nothing_forbidden(cluster: Cluste
         address = urlsplit(event["requestURI"])
         if event["verb"] in ("list", "watch") and address.path in ("/api/v1/pods", "/api/v1/nodes"):
             assert "fieldSelector" in parse_qs(address.query), event["requestURI"]
+    assert probing.find_double_watches(events) == []
 
 
 @pytest.mark.usefixtures("clean")

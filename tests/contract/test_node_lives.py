@@ -144,3 +144,32 @@ def test_what_a_node_publishes_goes_with_its_core_node_and_comes_with_the_next(
     cluster.add_node("n", RANGE)
     assert wait_for(lambda: find_owner(agent), "the publication") != first
     assert agent.gives()
+
+
+@pytest.mark.parametrize("kind", ["nodes", "nodeendpoints"])
+@pytest.mark.parametrize("how", ["deleted", "written over"])
+def test_what_somebody_else_does_to_a_publication_is_put_right(
+    cluster: Cluster, kind: str, how: str
+) -> None:
+    cluster.add_node("n", RANGE)
+    agent, client = cluster.start("n"), cluster.server.client
+    path = f"/apis/podwire.io/v1/{kind}/n"
+    wait_for(lambda: client.answers(path), "the publication")
+    wait_for(lambda: find_owner(agent), "its owner")
+    before = client.get(path)
+    if how == "deleted":
+        client.delete(path)
+    elif kind == "nodes":
+        client.patch(path, {"spec": {"instance": "somebody", "podCIDRs": ["10.244.99.0/24"]}})
+    else:
+        client.patch(path, {"spec": {"endpoints": "no such thing", "bases": []}})
+
+    def is_right() -> bool:
+        if not client.answers(path):
+            return False
+        now = client.get(path)
+        changed = now["metadata"]["resourceVersion"] != before["metadata"]["resourceVersion"]
+        names = ("instance", "podCIDRs") if kind == "nodes" else ("endpoints", "bases")
+        return changed and all(now["spec"].get(one) == before["spec"].get(one) for one in names)
+
+    wait_for(is_right, "the publication to be right again")

@@ -67,7 +67,7 @@ U16 = st.integers(0, 2**16 - 1)
 U8 = st.integers(0, 255)
 
 
-@given(st.builds(abi.ConntrackKey, U32, U8, U8, ADDRESS, ADDRESS, U16, U16))
+@given(st.builds(abi.ConntrackKey, U32, U8, U8, U16, ADDRESS, ADDRESS, U16, U16))
 def test_conntrack_key_survives_a_round_trip(key: abi.ConntrackKey) -> None:
     assert abi.ConntrackKey.unpack(key.pack()) == key
     assert len(key.pack()) == abi.CONNTRACK_KEY_BYTES
@@ -75,7 +75,7 @@ def test_conntrack_key_survives_a_round_trip(key: abi.ConntrackKey) -> None:
 
 @given(U16, U16)
 def test_ports_stand_in_network_order_in_the_row(sport: int, dport: int) -> None:
-    key = abi.ConntrackKey(1, abi.Direction.EGRESS, 6, bytes(16), bytes(16), sport, dport)
+    key = abi.ConntrackKey(1, abi.Direction.EGRESS, 6, 0, bytes(16), bytes(16), sport, dport)
     assert key.pack()[-4:] == sport.to_bytes(2, "big") + dport.to_bytes(2, "big")
 
 

@@ -2,10 +2,8 @@
 
 import contextlib
 import ipaddress
-import select
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,6 +40,7 @@ from tests.kernel.conftest import Namespace, new_namespace
 from tests.kernel.node_world import bpf_directory
 from tests.kernel.traffic import Stream, continuous_traffic
 from tests.plain_pods import attach, make_record
+from tests.waiting import wait_for
 
 CLUSTER = (ipaddress.ip_network("10.77.0.0/16"), ipaddress.ip_network("fd77::/64"))
 UNMANAGED = IdentityId(abi.Identity.UNMANAGED)
@@ -382,7 +381,7 @@ def test_flows_go_on_while_the_way_past_the_stack_is_lost_and_found(nodes: list[
         for _ in range(2):
             tables.write_settings(nodes[0].datapath.maps, native_ifindex=0)
             wanted = passes(nodes[0], abi.Hook.TO_POD, abi.Path.STACK) + 100
-            wait_until(partial(has_passed, nodes[0], wanted))
+            wait_for(partial(has_passed, nodes[0], wanted))
             connect(nodes, chosen)
         results = [flow.finish() for flow in flows]
     assert results == [[], ""] * 4
@@ -391,13 +390,6 @@ def test_flows_go_on_while_the_way_past_the_stack_is_lost_and_found(nodes: list[
 def has_passed(node: Node, wanted: int) -> bool:
     """Tell whether so many packets came to pods by the stack."""
     return passes(node, abi.Hook.TO_POD, abi.Path.STACK) > wanted
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        select.select([], [], [], 0.01)
 
 
 def test_a_device_that_was_deleted_and_made_again_carries_native_packets_again(

@@ -21,7 +21,7 @@ from podwire.model.closing import Closing
 from tests.lab.policy_rig import Place
 
 TICK_S: Final = 0.005
-OPEN_DEADLINE_S: Final = 15.0
+OPEN_DEADLINE_S: Final = 60.0
 ANSWER_DEADLINE_S: Final = 15.0
 RESUME_DEADLINE_S: Final = 30.0
 SHORTLY_S: Final = 0.05

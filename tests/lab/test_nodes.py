@@ -34,7 +34,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "pools-native-etcd": {"nodes": 2, "ipam": "pool", "routing": "native", "store": "etcd"},
 }
 PORT = 5432
-HELD_DEADLINE_S = 5.0
+HELD_DEADLINE_S = 60.0
 
 
 def serve_everywhere(lab: Lab, per_node: int = 2) -> None:

@@ -41,7 +41,7 @@ def start_collector(
 def insert_entries(shards: list[bpf.Map]) -> None:
     """Insert flows of an endpoint that does not exist."""
     for number in range(LEFT_ENTRIES):
-        key = abi.ConntrackKey(99, 0, 17, bytes(16), bytes(16), number, 53)
+        key = abi.ConntrackKey(99, 0, 17, 0, bytes(16), bytes(16), number, 53)
         shards[number % len(shards)].update(key.pack(), VALUE.pack())
 
 

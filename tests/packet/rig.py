@@ -188,6 +188,9 @@ class Rig:
             "pw_hits",
             "pw_nodes",
             "pw_node_numbers",
+            "pw_services",
+            "pw_service_list",
+            "pw_back_ends",
         ):
             self.maps[name].clear()
         zero_rows(self.maps["pw_metrics"])
@@ -212,6 +215,7 @@ class Rig:
         tunnel_ifindex: int = 0,
         native_ifindex: int = 0,
         new_flow_rate: int = NEW_FLOW_RATE,
+        flags: int = 0,
     ) -> None:
         """Write the node's knobs."""
         self.maps["pw_settings"].update(
@@ -219,7 +223,7 @@ class Rig:
             abi.Settings(
                 conntrack_quota=quota,
                 tunnel_port=tunnel_port,
-                flags=0,
+                flags=flags,
                 hash_seed=0x5EED,
                 tunnel_ifindex=tunnel_ifindex,
                 native_ifindex=native_ifindex,

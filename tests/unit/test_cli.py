@@ -67,6 +67,7 @@ LISTED_BY = {
     "podwire identity list": "nl",
     "podwire policy entries": "nl",
     "podwire policy list": "nl",
+    "podwire service list": "n",
 }
 """Lists of what has a namespace (n) and labels (l)."""
 

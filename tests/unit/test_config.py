@@ -75,6 +75,7 @@ OTHER_VALUES: dict[str, tuple[str, Any]] = {
     "tunnel_mode": ("classic", "classic"),
     "tunnel_port": ("4789", 4789),
     "mtu": ("1400", 1400),
+    "translate_services": ("on", "on"),
     "masquerade": ("false", False),
     "masquerade_except": ("192.0.2.0/24", (ipaddress.ip_network("192.0.2.0/24"),)),
     "host_access": ("false", False),
@@ -198,6 +199,7 @@ REFUSED = {
     "name with colon": (CIDRS + 'node_name = "a:b"', "must be letters"),
     "empty name": (CIDRS + 'node_name = ""', "must be letters"),
     "control character": (CIDRS + 'node_name = "a\\u0000b"', "control character"),
+    "no name in a cluster": ('store = "kubernetes"', "pass spec.nodeName as PODWIRE_NODE_NAME"),
     "unknown store": (CIDRS + 'store = "mysql://x"', "must be sqlite:///PATH"),
     "unknown word": (CIDRS + 'log_level = "loud"', "must be one of debug, info, warning, error"),
     "listen": (CIDRS + 'metrics_listen = "localhost:9100"', "must be ADDRESS:PORT"),
@@ -211,6 +213,15 @@ def test_refuses(text: str, message: str) -> None:
     assert message in error.message
     assert error.hint
     assert error.faults
+
+
+def test_in_a_cluster_the_name_comes_from_the_pods_environment_or_a_kubeconfig_says_who_asks() -> (
+    None
+):
+    named = read('store = "kubernetes"', PODWIRE_NODE_NAME="n1")
+    assert named.config.node.node_name == "n1"
+    outside = read('store = "kubernetes"\nkubeconfig = "/etc/kubernetes/admin.conf"')
+    assert outside.config.node.node_name == "host-1"
 
 
 def test_the_longest_socket_path_is_accepted() -> None:

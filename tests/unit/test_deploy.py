@@ -132,6 +132,8 @@ VERBS: Final[Mapping[tuple[str, str], set[str]]] = {
     ("", "nodes"): READ,
     ("", "nodes/status"): {"patch"},
     ("", "pods"): READ,
+    ("", "services"): READ,
+    ("discovery.k8s.io", "endpointslices"): READ,
     ("", "namespaces"): READ,
     ("", "events"): {"create", "patch"},
     ("networking.k8s.io", "networkpolicies"): READ,

@@ -50,12 +50,12 @@ def test_paths(kind: str, path: str) -> None:
 def test_every_kind_is_a_resource() -> None:
     assert {kind.plural for kind in KINDS} <= RESOURCES.keys()
     assert [one.full_name for one in RESOURCES.values() if one.is_read_only] == [
-        "pods",
-        "services",
-        "configmaps",
-        "endpointslices.discovery.k8s.io",
         "namespaces",
+        "services",
+        "endpointslices.discovery.k8s.io",
+        "configmaps",
         "nodes",
+        "pods",
     ]
     with pytest.raises(InvalidRequest, match="there is no such kind"):
         find_resource("nothing")

@@ -35,7 +35,12 @@ BEFORE = {
 
 
 def test_keys_already_stored_stay_as_they_are() -> None:
-    assert {one.plural for one in KINDS} - {"nodes.core", "pods"} == BEFORE
+    assert {one.plural for one in KINDS} - {
+        "nodes.core",
+        "pods",
+        "services",
+        "endpointslices",
+    } == BEFORE
 
 
 def test_every_kind_is_found_by_each_of_its_words() -> None:

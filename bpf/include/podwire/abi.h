@@ -101,6 +101,8 @@ enum pw_drop_reason {
 	PW_DROP_TUNNEL_INNER = 25, /* the inner source lives elsewhere, or nothing is known of it */
 	PW_DROP_NO_NODE = 26,	   /* at the tunnel device, and no node has the destination */
 	PW_DROP_REDIRECT = 27,	   /* an ICMP redirect: pods have one gateway */
+	PW_DROP_NO_BACK_END = 28,  /* a service without back ends: refused */
+	PW_DROP_NO_SERVICE_PORT = 29, /* an address of a service, and none of its ports: refused */
 	PW_DROP_REASONS,
 };
 
@@ -188,11 +190,15 @@ enum pw_action {
 	PW_ACTION_NATIVE = 6, /* to another node as it is, past the stack */
 };
 
+enum pw_settings_flags {
+	PW_SETTINGS_SERVICES = 1 << 0, /* pw_services has rows: new flows are looked up there */
+};
+
 /* node-wide knobs, one row */
 struct pw_settings {
 	__u32 conntrack_quota; /* connections that an endpoint opened, and as many that others opened to it */
 	__u32 tunnel_port; /* guarded UDP port, 0 = none */
-	__u32 flags;
+	__u32 flags;	   /* enum pw_settings_flags */
 	__u32 hash_seed; /* random, chosen once: entries are found under it as long as they live */
 	__u32 tunnel_ifindex; /* the flow-based tunnel device, 0 = none */
 	__u32 native_ifindex; /* where native packets pass by the stack, 0 = nowhere */
@@ -276,11 +282,14 @@ struct pw_node_value {
 	__u8 hop_ipv4[4];
 };
 
+/* `beside` is 1 in the key of one kind of row: the PW_CONNTRACK_SERVICE row of a flow that a pod opened to a back end
+ * itself, when a service's flow to that back end has the same ports already. Else it is 0.
+ */
 struct pw_conntrack_key {
 	__u32 instance;
 	__u8 direction;
 	__u8 protocol;
-	__u16 pad;
+	__u16 beside;
 	__u8 saddr[16];
 	__u8 daddr[16];
 	__be16 sport_be;
@@ -314,6 +323,50 @@ struct pw_conntrack_value {
 	__u8 kind; /* enum pw_conntrack_kind */
 	__u8 pad[3];
 	__u32 vouched; /* when its sender's node was looked up last, in quarters of a second (from_overlay) */
+};
+
+/* What pods ask for. Port and protocol 0: the address is a service's, so that its other ports are refused. */
+struct pw_service_key {
+	__u8 addr[16];
+	__be16 port_be;
+	__u8 protocol;
+	__u8 pad;
+};
+
+/* Rows of live services are written with BPF_F_LOCK. The key is in the row too: a program that holds a row which was
+ * deleted and given to another service sees it.
+ */
+struct pw_service_value {
+	struct bpf_spin_lock lock;
+	__u32 service;	 /* number of the list of back ends, never used twice */
+	__u32 back_ends; /* in that list: slots from 0 on; 0 = refused */
+	__u32 flags;
+	__u32 affinity_s; /* 0 = each flow by itself */
+	__u8 addr[16];
+	__be16 port_be;
+	__u8 protocol;
+	__u8 pad;
+};
+
+struct pw_service_slot_key {
+	__u32 service;
+	__u32 slot;
+};
+
+/* `service` is in the value too: read as one word with the back end, it shows that the row is still the one looked for. */
+struct pw_service_slot_value {
+	__u32 service;
+	__u32 back_end;
+} __attribute__((aligned(8)));
+
+/* key: u32 number of the back end, never used twice: while its row exists, flows of datagrams may go there. */
+struct pw_back_end_value {
+	__u32 back_end; /* its own number; first, so that it is written first where the row's memory is used again */
+	__u32 flags;
+	__u8 addr[16];
+	__be16 port_be;
+	__u8 protocol;
+	__u8 pad;
 };
 
 /* What an endpoint is remembered for each second, for each of these by itself (rate.h). */

@@ -40,17 +40,18 @@ static __always_inline __s64 sum_words(const void *words, __u32 bytes, __s64 sum
 	return bpf_csum_diff(NULL, 0, (__be32 *)words, bytes, sum);
 }
 
-/* Sums up what an ICMPv6 message of `bytes` has in front of it, then completes the header. The addresses are there. */
-static __always_inline __s64 sum_ipv6_start(union pw_ipv6_start *ip, __u32 bytes, __u8 hop_limit)
+/* Sums up what a message of `bytes` has in front of it, then completes the header. The addresses are there. */
+static __always_inline __s64 sum_ipv6_start(union pw_ipv6_start *ip, __u8 protocol, __u32 bytes,
+					    __u8 hop_limit)
 {
 	__s64 sum;
 
 	ip->summed.bytes_be = bpf_htonl(bytes);
-	ip->summed.protocol_be = bpf_htonl(IPPROTO_ICMPV6);
+	ip->summed.protocol_be = bpf_htonl(protocol);
 	sum = sum_words(ip, sizeof(*ip), 0);
 	ip->summed.bytes_be = bpf_htonl(6u << 28);
 	ip->header.payload_len = bpf_htons(bytes);
-	ip->header.nexthdr = IPPROTO_ICMPV6;
+	ip->header.nexthdr = protocol;
 	ip->header.hop_limit = hop_limit;
 	return sum;
 }

@@ -12,41 +12,8 @@
 
 #include <linux/errno.h>
 
+#include <podwire/shards.h>
 #include <podwire/tcp_state.h>
-
-static __always_inline __u64 stir(__u64 hash, __u64 word)
-{
-	hash = (hash ^ word) * 0x9e3779b97f4a7c15ULL;
-	return hash ^ hash >> 32;
-}
-
-static __always_inline __u64 hash_key(const struct pw_conntrack_key *key, __u32 seed)
-{
-	const __u64 *words = (const __u64 *)key;
-	__u64 hash = stir(seed, words[0]);
-
-	hash = stir(hash, words[1]);
-	hash = stir(hash, words[2]);
-	hash = stir(hash, words[3]);
-	hash = stir(hash, words[4]);
-	return stir(hash, *(const __u32 *)(words + 5));
-}
-
-static __always_inline __u64 seeded_hash(const struct pw_conntrack_key *key)
-{
-	__u32 zero = 0;
-	const struct pw_settings *settings = bpf_map_lookup_elem(&pw_settings, &zero);
-
-	return hash_key(key, settings ? settings->hash_seed : 0);
-}
-
-/* Seeded, so that nobody can aim at one shard and fill it. The key stands at a multiple of 8. */
-static __always_inline void *find_shard(const struct pw_conntrack_key *key)
-{
-	__u32 shard = seeded_hash(key) % PW_CONNTRACK_SHARDS;
-
-	return bpf_map_lookup_elem(&pw_conntrack, &shard);
-}
 
 /* What a row says of its own key. A row of pw_new_flows may have been given to another flow since it was found. */
 static __always_inline __u32 tag_of(const struct pw_conntrack_key *key)

@@ -6,6 +6,7 @@
 #include <podwire/events.h>
 #include <podwire/path.h>
 #include <podwire/remember.h>
+#include <podwire/rewrite.h>
 
 #include <linux/if_packet.h>
 #include <linux/pkt_cls.h>
@@ -74,6 +75,18 @@ static __always_inline void clean_up(struct __sk_buff *skb)
 		bpf_skb_change_type(skb, PACKET_HOST);
 }
 
+/* What comes home to the pod that asked a service comes from the service. */
+static __always_inline int come_home(struct __sk_buff *skb, const struct pw_flow *flow,
+				     const struct pw_match *match,
+				     const struct pw_conntrack_value *entry)
+{
+	if (!entry || entry->kind != PW_CONNTRACK_OF_BACK_END || !match->reply)
+		return 0;
+	if (match->related)
+		return write_error(skb, flow, entry);
+	return write_service(skb, flow, entry);
+}
+
 /* The receiver's verdict, its entry, its frame. `row` and `match` are the receiver's, which is flow->target. */
 static __always_inline int admit(struct __sk_buff *skb, struct pw_flow *flow,
 				 const struct pw_config_value *row, struct pw_match *match,
@@ -81,6 +94,7 @@ static __always_inline int admit(struct __sk_buff *skb, struct pw_flow *flow,
 {
 	int reason = judge(skb, flow, row, match, entry) ?:
 		     remember(flow, row, match, entry) ?:
+		     come_home(skb, flow, match, entry) ?:
 		     forward_frame(skb, flow, flow->target.pod_mac, flow->target.host_mac);
 
 	if (!reason)
@@ -151,15 +165,22 @@ PW_CHECKED_ALONE int leave_natively(struct __sk_buff *skb, struct pw_flow *flow)
 static __always_inline int deliver(struct __sk_buff *skb, struct pw_flow *flow,
 				   struct pw_conntrack_value *there)
 {
+	int reason;
+
+	if (flow->path != PW_PATH_STACK && flow->ttl <= 1) {
+		complain(skb, flow, PW_SAY_EXPIRED, PW_SAY_EXPIRED_V6, 0);
+		return PW_DROP_TTL;
+	}
+	if (flow->original.translated) {
+		reason = write_back_end(skb, flow);
+		if (reason)
+			return reason;
+	}
 	if (flow->path == PW_PATH_STACK) {
 		if (flow->flags & PW_PACKET_FRAGMENT && flow->ethertype == ETH_P_IPV6)
 			skb->mark = PW_MARK_POD_PIECE;
 		flow->action = PW_ACTION_STACK;
 		return 0;
-	}
-	if (flow->ttl <= 1) {
-		complain(skb, flow, PW_SAY_EXPIRED, PW_SAY_EXPIRED_V6, 0);
-		return PW_DROP_TTL;
 	}
 	if (flow->path == PW_PATH_LOCAL)
 		return deliver_to_pod(skb, flow, there);

@@ -83,6 +83,10 @@ static __always_inline void fill_event(struct __sk_buff *skb, const struct pw_fl
 	event->dport_be = flow->key.dport_be;
 	copy_address(event->saddr, flow->key.saddr);
 	copy_address(event->daddr, flow->key.daddr);
+	if (flow->original.translated) {
+		copy_address(event->original_daddr, flow->original.addr);
+		event->original_dport_be = flow->original.dport_be;
+	}
 	if (flow->action == PW_ACTION_ANSWER ||
 	    bpf_skb_load_bytes(skb, offsetof(struct ethhdr, h_source), event->source_mac, ETH_ALEN))
 		__builtin_memcpy(event->source_mac, flow->row.pod_mac, ETH_ALEN);

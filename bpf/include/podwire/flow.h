@@ -15,6 +15,7 @@
 
 #include <bpf/bpf_endian.h>
 
+#include <podwire/address.h>
 #include <podwire/maps.h>
 
 #define PW_DONE -1
@@ -69,6 +70,18 @@ enum pw_said {
 	PW_SAID_NEW_FLOW = 1 << 3, /* nothing was remembered of the flow */
 };
 
+/* What the pod wrote, where flow->key names a back end in its place. */
+struct pw_original {
+	__u8 addr[16]; /* of the service */
+	__be16 sport_be;
+	__be16 dport_be;
+	__u32 service;
+	__u32 back_end;
+	bool translated; /* the rest of this means something */
+	__u8 beside;	 /* as in the row's key */
+	__u8 pad[2];
+};
+
 struct pw_flow {
 	struct pw_config_value row;    /* the endpoint whose device this is */
 	struct pw_config_value target; /* the local endpoint it goes to, if `local` */
@@ -78,6 +91,7 @@ struct pw_flow {
 	__u64 now_ns;	       /* CLOCK_MONOTONIC at the last tick: what conntrack counts in */
 	struct pw_match here;  /* at `row` */
 	struct pw_match there; /* at `target` */
+	struct pw_original original;
 	__u32 packet_bytes;    /* from the network header on, as its length field tells */
 	__u32 transport_bytes; /* behind the network headers */
 	__u32 source_identity;
@@ -134,14 +148,6 @@ static __always_inline struct pw_flow *begin_flow(enum pw_hook hook)
 	return flow;
 }
 
-/* Addresses are compared and copied as words: every one in a struct here stands at a multiple of four. */
-static __always_inline bool same_address(const void *left, const void *right)
-{
-	const __u32 *a = left, *b = right;
-
-	return !((a[0] ^ b[0]) | (a[1] ^ b[1]) | (a[2] ^ b[2]) | (a[3] ^ b[3]));
-}
-
 /* MACs stand at multiples of two. */
 static __always_inline bool same_mac(const void *left, const void *right)
 {
@@ -155,17 +161,6 @@ static __always_inline bool is_unspecified(const void *address)
 	const __u32 *words = address;
 
 	return !(words[0] | words[1] | words[2] | words[3]);
-}
-
-static __always_inline void copy_address(void *to, const void *from)
-{
-	__u32 *a = to;
-	const __u32 *b = from;
-
-	a[0] = b[0];
-	a[1] = b[1];
-	a[2] = b[2];
-	a[3] = b[3];
 }
 
 static __always_inline void map_ipv4(void *to, __be32 address_be)

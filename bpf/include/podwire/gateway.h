@@ -95,7 +95,8 @@ PW_CHECKED_ALONE int advertise_gateway(struct __sk_buff *skb, struct pw_flow *fl
 	copy_address(frame.ip.summed.daddr, flow->key.saddr);
 	if (probe)
 		set_all_nodes(frame.ip.summed.daddr);
-	sum = sum_ipv6_start(&frame.ip, sizeof(frame.advertisement), PW_ND_HOP_LIMIT);
+	sum = sum_ipv6_start(&frame.ip, IPPROTO_ICMPV6, sizeof(frame.advertisement),
+			     PW_ND_HOP_LIMIT);
 	sum = sum_words(&frame.advertisement, sizeof(frame.advertisement), sum);
 	frame.advertisement.message.checksum = fold_sum(sum);
 	if (bpf_skb_change_tail(skb, pw_link_header_bytes + bytes, 0) ||

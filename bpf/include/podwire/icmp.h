@@ -18,6 +18,7 @@ enum pw_icmpv4_type {
 
 enum pw_icmpv4_code {
 	PW_ICMPV4_HOST_UNREACHABLE = 1,
+	PW_ICMPV4_PORT_UNREACHABLE = 3,
 	PW_ICMPV4_FRAGMENTATION_NEEDED = 4,
 };
 
@@ -36,6 +37,7 @@ enum pw_icmpv6_type {
 
 enum pw_icmpv6_code {
 	PW_ICMPV6_ADDRESS_UNREACHABLE = 3,
+	PW_ICMPV6_PORT_UNREACHABLE = 4,
 };
 
 enum pw_arp_number {

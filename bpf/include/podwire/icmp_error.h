@@ -42,6 +42,8 @@ enum pw_complaint {
 	PW_SAY_TOO_BIG_V6 = PW_ICMPV6_PACKET_TOO_BIG << 8,
 	PW_SAY_NOBODY = PW_ICMPV4_UNREACHABLE << 8 | PW_ICMPV4_HOST_UNREACHABLE,
 	PW_SAY_NOBODY_V6 = PW_ICMPV6_UNREACHABLE << 8 | PW_ICMPV6_ADDRESS_UNREACHABLE,
+	PW_SAY_NO_PORT = PW_ICMPV4_UNREACHABLE << 8 | PW_ICMPV4_PORT_UNREACHABLE,
+	PW_SAY_NO_PORT_V6 = PW_ICMPV6_UNREACHABLE << 8 | PW_ICMPV6_PORT_UNREACHABLE,
 	PW_SAY_EXPIRED = PW_ICMPV4_TIME_EXCEEDED << 8,
 	PW_SAY_EXPIRED_V6 = PW_ICMPV6_TIME_EXCEEDED << 8,
 };
@@ -124,7 +126,8 @@ PW_CHECKED_ALONE int send_icmpv6_error(struct __sk_buff *skb, struct pw_flow *fl
 	address_to_pod(flow, &error.ethernet);
 	set_gateway_ipv6(error.ip.summed.saddr);
 	copy_address(error.ip.summed.daddr, flow->key.saddr);
-	sum = sum_ipv6_start(&error.ip, sizeof(error.icmp) + quoted, PW_ICMP_ERROR_TTL);
+	sum = sum_ipv6_start(&error.ip, IPPROTO_ICMPV6, sizeof(error.icmp) + quoted,
+			     PW_ICMP_ERROR_TTL);
 	sum = sum_words(&error.icmp, sizeof(error.icmp), sum);
 	error.icmp.checksum = fold_sum(sum_frame(skb, pw_link_header_bytes + bytes, quoted, sum));
 	return write_headers(skb, &error.ethernet, &error.ip, bytes);

@@ -19,6 +19,8 @@
  * 6. A row whose policy_revision is raised makes every flow of the endpoint be judged again (rule 6).
  * 7. A slot of pw_policy is filled before a row names it, and emptied when no row has named it for an RCU grace period
  *    (rule 17). A prefix of pw_cidrs changes what rules say too: revisions are raised after it.
+ * 8. A back end has its row before a slot names it, a slot its row before a service counts it, and the rows go the other
+ *    way round. PW_SETTINGS_SERVICES is set when the first service has its rows.
  */
 #ifndef PODWIRE_MAPS_H
 #define PODWIRE_MAPS_H
@@ -117,6 +119,36 @@ struct {
 	__type(key, struct pw_endpoint_key);
 	__type(value, __u32);
 } pw_node_numbers SEC(".maps");
+
+/* address, port and protocol of a service -> its list of back ends. Written by the agent, read by from_pod for flows that
+ * nobody remembers. An address takes a row more than it has ports. Memory of rows is taken as they come, here and below;
+ * the empty tables take 5 MB.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 65536);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct pw_service_key);
+	__type(value, struct pw_service_value);
+} pw_services SEC(".maps");
+
+/* list and slot -> back end. Written by the agent; a slot beyond the list's length means nothing. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 131072);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct pw_service_slot_key);
+	__type(value, struct pw_service_slot_value);
+} pw_service_list SEC(".maps");
+
+/* number of a back end -> where it is. Written by the agent: a row is never changed, and its number never used twice. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 131072);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, __u32);
+	__type(value, struct pw_back_end_value);
+} pw_back_ends SEC(".maps");
 
 /* What a slot of pw_conntrack holds: tuple -> connection. Written by the programs, emptied by the collector. No LRU, or
  * one port scan would erase a node's rights to reply (rule 4); memory is taken as rows come.

@@ -136,6 +136,13 @@ find_related(struct __sk_buff *skb, struct pw_flow *flow, struct pw_match *match
 	return entry;
 }
 
+/* What a pod has to a service is another tuple than what the network sees: nothing but the pod's own packet has it. */
+static __always_inline bool is_hidden(const struct pw_match *match,
+				      const struct pw_conntrack_value *entry)
+{
+	return (match->reply || match->related) && entry && entry->kind == PW_CONNTRACK_SERVICE;
+}
+
 /* The entry of the packet's flow, and in `match` what else is known of it. */
 static __noinline struct pw_conntrack_value *
 look_up_flow(struct __sk_buff *skb, struct pw_flow *flow, struct pw_match *match)
@@ -143,7 +150,11 @@ look_up_flow(struct __sk_buff *skb, struct pw_flow *flow, struct pw_match *match
 	struct pw_conntrack_value *entry = find_flow(flow, match);
 
 	if (flow->flags & PW_PACKET_ICMP_ERROR && !(flow->flags & PW_PACKET_LATER_FRAGMENT))
-		return find_related(skb, flow, match);
+		entry = find_related(skb, flow, match);
+	if (is_hidden(match, entry)) {
+		describe_match(match, &flow->key, false);
+		return NULL;
+	}
 	return entry;
 }
 

@@ -21,6 +21,7 @@ enum pw_lifetime {
 	PW_LIFETIME_DATAGRAM = 30,
 	PW_LIFETIME_DATAGRAM_STREAM = 120,
 	PW_LIFETIME_OTHER_STREAM = 600,
+	PW_LIFETIME_SERVICE_ROW = 86400, /* in fact as long as its flow's other row */
 };
 
 #define PW_STREAM_MS 2000 /* answers that go on for so long are a stream */

@@ -1,18 +1,21 @@
-"""The API's operations on objects: list, get, put, delete, apply.
+"""The API's operations on objects: list, get, put, delete, apply; and what this node makes of services.
 
 `agent.api.routes` includes ROUTES_OBJECTS in its table. `control.documents.apply` makes all decisions. The handlers
 block on the store's disk, so all of them run on a thread.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
 
 from podwire.agent.api.openapi import Call, Parameter, Route
+from podwire.agent.api.shared import Document
 from podwire.control.documents.apply import Applied, apply_documents, delete_object, put_object
 from podwire.control.documents.kinds import make_key, show_document
+from podwire.control.services.catalogue import ServiceView as KnownService
 from podwire.model.errors import InvalidRequest, NotFound
+from podwire.model.interfaces import BackEnd, Frontend
 from podwire.model.store import ObjectKey, Store, StoredObject
 from podwire.model.store.kinds import Kind, kind_of_plural
 
@@ -23,6 +26,11 @@ class ObjectsApi(Protocol):
     @property
     def store(self) -> Store:
         """The cluster's objects."""
+        ...
+
+    @property
+    def services(self) -> Callable[[], Sequence[KnownService]] | None:
+        """Gives every service; None where they are left to the stack."""
         ...
 
 
@@ -88,6 +96,64 @@ def apply_all(api: ObjectsApi, call: Call) -> list[AppliedView]:
     return [_view(applied, dry=dry) for applied in done]
 
 
+class ServicePortView(Document, frozen=True, kw_only=True):
+    """One address and port of a service, and who answers there."""
+
+    address: str
+    port: int
+    protocol: str
+    back_ends: tuple[str, ...]
+    """`10.0.0.7:8080`; IPv6 in brackets."""
+
+
+class ServiceView(Document, frozen=True, kw_only=True):
+    """One service as this node knows it."""
+
+    namespace: str
+    name: str
+    translated: bool
+    """What pods of this node send there goes to a back end; false = it is left to the stack."""
+    ports: tuple[ServicePortView, ...]
+    problem: str
+    """Why it is left to the stack, or who else has an address of it; empty when nothing is wrong."""
+
+
+def list_services(api: ObjectsApi, _call: Call) -> list[ServiceView]:
+    """Show every service that this node knows."""
+    read = api.services
+    return [] if read is None else [_view_service(one) for one in read()]
+
+
+def _view_service(known: KnownService) -> ServiceView:
+    return ServiceView(
+        namespace=known.name.namespace,
+        name=known.name.name,
+        translated=known.is_translated,
+        ports=tuple(_view_ports(known)),
+        problem=known.problem,
+    )
+
+
+def _view_ports(known: KnownService) -> Iterator[ServicePortView]:
+    for frontend, back_ends in known.claims.items():
+        if frontend.port:
+            yield _view_port(frontend, back_ends)
+
+
+def _view_port(frontend: Frontend, back_ends: Sequence[BackEnd]) -> ServicePortView:
+    return ServicePortView(
+        address=str(frontend.address),
+        port=frontend.port,
+        protocol=_PROTOCOLS[frontend.protocol],
+        back_ends=tuple(map(_write_back_end, back_ends)),
+    )
+
+
+def _write_back_end(one: BackEnd) -> str:
+    host = f"[{one.address}]" if one.address.version == 6 else str(one.address)
+    return f"{host}:{one.port}"
+
+
 def _after(done: Applied) -> StoredObject:
     assert done.after is not None, "what was put is there"
     return done.after
@@ -131,6 +197,7 @@ def _key_of(kind: str, namespace: str, name: str) -> ObjectKey:
         raise NotFound(error.message, hint=error.hint) from None
 
 
+_PROTOCOLS: Final = {6: "tcp", 17: "udp"}
 _DRY_RUN: Final = Parameter("dryRun", "Only report what would be done.", "boolean")
 _NAMESPACE: Final = Parameter("namespace", "Only objects of this namespace.")
 _DEFAULT: Final = Parameter(
@@ -168,6 +235,7 @@ def _routes_of_one(path: str) -> tuple[Route, ...]:
 
 
 ROUTES_OBJECTS: Final[tuple[Route, ...]] = (
+    Route("GET", "/service", "Services", list_services, list[ServiceView], blocking=True),
     Route(
         "GET",
         "/object/{kind}",

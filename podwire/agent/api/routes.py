@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from podwire.control.flows.ring import FlowRing
 from podwire.control.identity.describe import describe_identities
 from podwire.control.ipam.interface import Ipam
 from podwire.control.ipam.pool import PoolIpam
+from podwire.control.services.catalogue import ServiceView
 from podwire.model import errors
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.interfaces import Clock, Datapath, Journal
@@ -116,6 +117,8 @@ class Api:
     started_boottime_ns: int
     pools: PoolIpam | None = None
     """With IPAM mode `pool`."""
+    services: Callable[[], Sequence[ServiceView]] | None = None
+    """None where services are left to the stack."""
 
     def wall_offset_ns(self) -> int:
         """Give what to add to CLOCK_BOOTTIME for Unix time, now."""

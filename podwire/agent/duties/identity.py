@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from podwire.agent.duties.follower import KindList, StoreFollower
+from podwire.agent.duties.kubernetes.freshness import open_freshness
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.duties.worker import Worker
 from podwire.control.endpoint.changes import EndpointChanges
@@ -24,6 +25,7 @@ from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Conflict, PodwireError
 from podwire.model.interfaces import FactStore
 from podwire.model.store import Revisions, StoreEvent
+from podwire.model.store.kinds import NAMESPACE
 from podwire.model.store.leases import IDENTITY_DUTY, Lease
 
 SOURCES_FACT: Final = "label-sources"
@@ -49,12 +51,20 @@ class IdentityNews:
         """Take whole lists."""
         for kind_list in lists:
             self.feed.replace(kind_list.kind, kind_list.objects, kind_list.revision)
+            self._reach({kind_list.kind: kind_list.revision})
 
-    def on_events(self, events: Sequence[StoreEvent], _revisions: Revisions) -> None:
+    def on_events(self, events: Sequence[StoreEvent], revisions: Revisions) -> None:
         """Take changes."""
         self.feed.heard()
         for event in events:
             self.feed.apply(event)
+        self._reach(revisions)
+
+    def _reach(self, revisions: Revisions) -> None:
+        """Note up to where namespaces were heard of: pods get their labels."""
+        at = revisions.get(NAMESPACE.plural)
+        if self.feed.pods is not None and at is not None:
+            self.feed.pods.freshness.reach({NAMESPACE.plural: at})
 
     def on_away(self, error: PodwireError) -> None:
         """Go on with what is known."""
@@ -95,6 +105,8 @@ class IdentityDuty:
         self._resolver = self.feed.resolver
         self._allocator = self._resolver.allocator
         self._store = self._allocator.store
+        pods = self.feed.pods
+        self._freshness = open_freshness(self._store, pods.freshness if pods else None)
         self._repair = IdentityRepair(self.feed, self.changes.change_over)
         self.follower = StoreFollower(
             "identity-watch",
@@ -155,6 +167,8 @@ class IdentityDuty:
 
     def start(self) -> None:
         """Start the threads."""
+        if self._freshness is not None:
+            self._freshness.start()
         self._worker.start()
         self.follower.start()
 
@@ -162,6 +176,8 @@ class IdentityDuty:
         """End the threads, and let another node do the cluster's duties."""
         self.follower.stop()
         self._worker.stop()
+        if self._freshness is not None:
+            self._freshness.stop()
         # Given up at once, or the cluster would be without a collector until the lease has run out.
         lease, self._lease = self._lease, None
         if lease is not None:

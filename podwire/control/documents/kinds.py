@@ -13,6 +13,7 @@ from podwire.control.documents.pools import decode_pool
 from podwire.control.identity.own_labels import OF_NAMESPACES
 from podwire.control.policy.rules_cilium import decode_cidr_group, decode_cilium_policy
 from podwire.control.policy.rules_k8s import decode_network_policy
+from podwire.control.services.documents import decode_service_document, decode_slice_document
 from podwire.model.documents.fields import read_label_map
 from podwire.model.documents.reader import Faults, Node, join_path, list_faults, root, shown
 from podwire.model.errors import Fault, InvalidRequest
@@ -28,10 +29,12 @@ from podwire.model.store.kinds import (
     CIDR_GROUP,
     CILIUM_CLUSTERWIDE_POLICY,
     CILIUM_POLICY,
+    ENDPOINT_SLICE,
     IP_POOL,
     KINDS,
     NAMESPACE,
     NETWORK_POLICY,
+    SERVICE,
     WORKLOAD,
     Kind,
     find_kind,
@@ -287,6 +290,7 @@ _FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     NAMESPACE.plural: (),
     CILIUM_POLICY.plural: ("spec", "specs"),
     CILIUM_CLUSTERWIDE_POLICY.plural: ("spec", "specs"),
+    ENDPOINT_SLICE.plural: ("addressType", "endpoints", "ports"),
 }
 """What besides apiVersion, kind and metadata is kept; `spec` where nothing is said."""
 
@@ -298,4 +302,6 @@ _DECODERS: Final[Mapping[str, Decoder]] = {
     NETWORK_POLICY.plural: decode_network_policy,
     CILIUM_POLICY.plural: decode_cilium_policy,
     CILIUM_CLUSTERWIDE_POLICY.plural: decode_cilium_policy,
+    SERVICE.plural: decode_service_document,
+    ENDPOINT_SLICE.plural: decode_slice_document,
 }

@@ -62,7 +62,7 @@ class NodeSettings:
         ),
         "",
         "Name of this node; part of the mark on every device.",
-        default_note="the machine's host name",
+        default_note="the machine's host name; must be set in a pod of Kubernetes (spec.nodeName)",
     )
     node_address: IPAddress | None = setting(
         ADDRESS,
@@ -178,6 +178,12 @@ class DatapathSettings:
         choice("overlay", "native", "auto"),
         "auto",
         "How pods of other nodes are reached; auto: routes where a peer is on a connected subnet.",
+    )
+    translate_services: str = setting(
+        choice("auto", "on", "off"),
+        "auto",
+        "Whether the programs translate what pods send to services; auto: not with the store kubernetes, where"
+        " kube-proxy does.",
     )
     tunnel_port: int = setting(
         integer(1, 65535), 8472, "UDP port of the overlay; pods may not talk to it."
@@ -300,6 +306,13 @@ class AgentConfig:
     policy: PolicySettings = field(default_factory=PolicySettings)
     cni: CniSettings = field(default_factory=CniSettings)
     report: ReportSettings = field(default_factory=ReportSettings)
+
+    @property
+    def translates_services(self) -> bool:
+        """Whether the programs translate what pods send to services."""
+        if self.datapath.translate_services == "auto":
+            return not self.store.is_kubernetes
+        return self.datapath.translate_services == "on"
 
     def get(self, key: str) -> object:
         """Give the value of a key."""

@@ -109,6 +109,10 @@ def settle(
     state_dir = values.get("state_dir", SETTINGS["state_dir"].default)
     values.setdefault("store", f"sqlite://{state_dir}/store.db")
     config = AgentConfig().replace(values)
+    # The host's name need not be the node's, and an agent of another name would serve a node that is not its own.
+    if config.store.is_kubernetes and not config.store.kubeconfig and "node_name" not in sources:
+        told = "is not set, and a pod cannot know it: pass spec.nodeName as PODWIRE_NODE_NAME (see deploy/podwire.yaml)"
+        faults.append(Fault("node_name", told))
     # Contradictions between settings are looked for only among valid values: of an invalid one the default would be
     # compared, which nobody wrote.
     if not faults:

@@ -82,6 +82,8 @@ NODE_ENDPOINTS: Final = Kind(
 IP_POOL: Final = Kind("IPPool", "ippools", ("podwire.io/v1",), False, ("pool",))
 IP_BLOCK: Final = Kind("IPBlock", "ipblocks", ("podwire.io/v1",), False, for_people=False)
 IP_ADDRESS: Final = Kind("IPAddress", "ipaddresses", ("podwire.io/v1",), False, for_people=False)
+SERVICE: Final = Kind("Service", "services", ("v1",), True, ("svc",))
+ENDPOINT_SLICE: Final = Kind("EndpointSlice", "endpointslices", ("discovery.k8s.io/v1",), True)
 
 KINDS: Final = (
     NAMESPACE,
@@ -91,6 +93,8 @@ KINDS: Final = (
     NETWORK_POLICY,
     CILIUM_POLICY,
     CILIUM_CLUSTERWIDE_POLICY,
+    SERVICE,
+    ENDPOINT_SLICE,
     IDENTITY,
     NODE,
     NODE_ENDPOINTS,

@@ -12,7 +12,15 @@ from urllib.parse import quote, urlencode
 
 from podwire.model.errors import InvalidRequest
 from podwire.model.store import ObjectKey
-from podwire.model.store.kinds import CORE, IDENTITY, KINDS, NAMESPACE, Kind
+from podwire.model.store.kinds import (
+    CORE,
+    ENDPOINT_SLICE,
+    IDENTITY,
+    KINDS,
+    NAMESPACE,
+    SERVICE,
+    Kind,
+)
 
 OWN_GROUP: Final = "podwire.io"
 CILIUM_GROUP: Final = "cilium.io"
@@ -105,10 +113,10 @@ PODS: Final = "pods"
 CORE_NODES: Final = f"nodes.{CORE}"
 CONFIG_MAPS: Final = "configmaps"
 _ONLY_OF_KUBERNETES: Final = (
-    Kind("Pod", PODS, ("v1",), True, for_people=False),
-    Kind("Service", "services", ("v1",), True, for_people=False),
+    NAMESPACE,
+    SERVICE,
+    ENDPOINT_SLICE,
     Kind("ConfigMap", CONFIG_MAPS, ("v1",), True, for_people=False),
-    Kind("EndpointSlice", "endpointslices", ("discovery.k8s.io/v1",), True, for_people=False),
 )
 _MARKS_OF_IDENTITIES: Final = {
     "podwire.io/unused-since": "unusedSince",
@@ -122,8 +130,8 @@ def selectors_of_node(name: str) -> dict[str, Selector]:
     return {
         PODS: Selector(fields=f"spec.nodeName={name}"),
         CORE_NODES: Selector(fields=f"metadata.name={name}"),
-        "services": NO_SERVICE_PROXY,
-        "endpointslices": NO_SERVICE_PROXY,
+        SERVICE.plural: NO_SERVICE_PROXY,
+        ENDPOINT_SLICE.plural: NO_SERVICE_PROXY,
     }
 
 
@@ -152,7 +160,7 @@ def _make(kind: Kind) -> Resource:
         version=version,
         plural=kind.plural.removesuffix(f".{kind.group}"),
         namespaced=kind.namespaced,
-        is_read_only=kind is NAMESPACE or kind in _ONLY_OF_KUBERNETES or kind.is_of_kubernetes,
+        is_read_only=kind in _ONLY_OF_KUBERNETES or kind.is_of_kubernetes,
         status_of_annotations=_MARKS_OF_IDENTITIES if kind is IDENTITY else {},
     )
 

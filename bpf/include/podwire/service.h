@@ -1,0 +1,353 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/* service.h: a pod asks a service, and flow->key becomes the tuple to the back end that answers (rules 14, 15).
+ *
+ * A flow that a service translates has two rows in pw_conntrack and none in pw_new_flows, which evicts. The one under the
+ * tuple as the pod has it (PW_CONNTRACK_SERVICE) only names the other tuple. The one under the tuple as the back end has it
+ * (PW_CONNTRACK_OF_BACK_END) is the flow: it is judged, counted and aged, and the first one lives as long as it does.
+ * Nothing here changes the packet: that is left until both sides have judged it.
+ */
+#ifndef PODWIRE_SERVICE_H
+#define PODWIRE_SERVICE_H
+
+#include <podwire/conntrack.h>
+#include <podwire/identity.h>
+#include <podwire/refuse.h>
+#include <podwire/remember.h>
+
+#define PW_PICKS	     8	   /* of a back end, and half of them with a source port of ours */
+#define PW_SOURCE_PORT_FIRST 32768 /* as Linux chooses them */
+#define PW_SOURCE_PORTS	     28232
+
+static __always_inline bool has_services(void)
+{
+	__u32 zero = 0;
+	const struct pw_settings *settings = bpf_map_lookup_elem(&pw_settings, &zero);
+
+	return settings && settings->flags & PW_SETTINGS_SERVICES;
+}
+
+/* What begins a flow. TCP in mid-stream that nobody remembers is the stack's (rule 3). */
+static __always_inline bool opens_flow(const struct pw_flow *flow)
+{
+	return flow->key.protocol == IPPROTO_UDP || opens_tcp(flow->tcp_flags);
+}
+
+/* From here on the packet is one to the back end. */
+static __always_inline void take_tuple(struct pw_flow *flow, const struct pw_conntrack_key *key,
+				       __u32 service, __u32 back_end, __u16 beside)
+{
+	struct pw_original *original = &flow->original;
+
+	copy_address(original->addr, flow->key.daddr);
+	original->sport_be = flow->key.sport_be;
+	original->dport_be = flow->key.dport_be;
+	original->service = service;
+	original->back_end = back_end;
+	original->beside = beside;
+	original->translated = true;
+	copy_address(flow->key.daddr, key->daddr);
+	flow->key.sport_be = key->sport_be;
+	flow->key.dport_be = key->dport_be;
+}
+
+/* A back end that is gone takes no datagram any more, and no connection that it has not accepted. */
+static __always_inline bool may_go_on(const struct pw_flow *flow,
+				      const struct pw_conntrack_value *translated)
+{
+	__u32 back_end = translated->backend;
+
+	if (flow->key.protocol == IPPROTO_TCP) {
+		if (!opens_tcp(flow->tcp_flags))
+			return true;
+		if (translated->tcp_state == PW_TCP_CLOSED)
+			return false;
+		if (translated->tcp_state > PW_TCP_OPENING)
+			return true;
+	}
+	return !back_end || bpf_map_lookup_elem(&pw_back_ends, &back_end);
+}
+
+static __always_inline bool is_translation_of(const struct pw_flow *flow,
+					      const struct pw_conntrack_value *translated)
+{
+	return translated && translated->kind == PW_CONNTRACK_OF_BACK_END &&
+	       same_address(translated->nat_addr, flow->key.daddr) &&
+	       translated->nat_sport_be == flow->key.sport_be &&
+	       translated->nat_dport_be == flow->key.dport_be;
+}
+
+/* By what was chosen for the flow's first packet. A row whose flow is over goes. */
+PW_CHECKED_ALONE int recall_back_end(struct pw_flow *flow, __u32 beside)
+{
+	struct pw_conntrack_key key __attribute__((aligned(8)));
+	struct pw_conntrack_value *row, *translated;
+
+	if (!flow)
+		return PW_DROP_INTERNAL;
+	key = flow->key;
+	key.beside = beside;
+	row = find_connection(&key, flow->now_ns);
+	if (!row || row->kind != PW_CONNTRACK_SERVICE)
+		return 0;
+	key.beside = 0;
+	copy_address(key.daddr, row->nat_addr);
+	key.sport_be = row->nat_sport_be;
+	key.dport_be = row->nat_dport_be;
+	translated = find_connection(&key, flow->now_ns);
+	if (!is_translation_of(flow, translated) || !may_go_on(flow, translated)) {
+		row->flags |= PW_CONNTRACK_LEFT;
+		return 0;
+	}
+	row->last_seen_ns = flow->now_ns;
+	take_tuple(flow, &key, row->service, row->backend, beside);
+	return 0;
+}
+
+/* The row is copied, and then found to be the one that was asked for: its memory may have been given to another. */
+static __always_inline bool read_service(const struct pw_service_key *key,
+					 struct pw_service_value *service)
+{
+	struct pw_service_value *live = bpf_map_lookup_elem(&pw_services, key);
+
+	if (!live)
+		return false;
+	bpf_spin_lock(&live->lock);
+	__builtin_memcpy(&service->service, &live->service,
+			 sizeof(*service) - offsetof(struct pw_service_value, service));
+	bpf_spin_unlock(&live->lock);
+	return same_address(service->addr, key->addr) && service->port_be == key->port_be &&
+	       service->protocol == key->protocol;
+}
+
+/* Fills in the back end that stands in a slot; 0 = there is none. As dear for one service as for thousands. */
+static __always_inline __u32 read_back_end(__u32 service, __u32 slot, struct pw_conntrack_key *key)
+{
+	struct pw_service_slot_key at = {.service = service, .slot = slot};
+	const struct pw_service_slot_value *found = bpf_map_lookup_elem(&pw_service_list, &at);
+	const struct pw_back_end_value *back_end;
+	struct pw_service_slot_value value;
+	__u32 number;
+
+	if (!found)
+		return 0;
+	value = *(const volatile struct pw_service_slot_value *)found;
+	if (value.service != service)
+		return 0;
+	number = value.back_end;
+	back_end = bpf_map_lookup_elem(&pw_back_ends, &number);
+	if (!back_end)
+		return 0;
+	copy_address(key->daddr, back_end->addr);
+	key->dport_be = back_end->port_be;
+	barrier();
+	return back_end->back_end == number ? number : 0;
+}
+
+static __noinline bool is_free(struct pw_conntrack_key *key, __u64 now_ns)
+{
+	bool reply;
+	const struct pw_conntrack_value *entry = find_either(key, now_ns, &reply);
+
+	return !entry || entry->tcp_state == PW_TCP_CLOSED;
+}
+
+static __always_inline __be16 any_source_port(void)
+{
+	return bpf_htons(PW_SOURCE_PORT_FIRST + bpf_get_prandom_u32() % PW_SOURCE_PORTS);
+}
+
+/* One try: a back end, and if that does not help, a source port of ours, so that no two flows have one tuple (rule 14). A
+ * pod that would reach itself is left to the stack. 0 = this is it, PW_DONE = no translation, else why not.
+ */
+PW_CHECKED_ALONE int try_back_end(struct pw_flow *flow, __u32 service, __u32 slot, __u32 own_port)
+{
+	struct pw_conntrack_key key __attribute__((aligned(8)));
+	__u32 back_end = 0;
+
+	if (!flow)
+		return PW_DROP_INTERNAL;
+	key = flow->key;
+	if (service) {
+		back_end = read_back_end(service, slot, &key);
+		if (!back_end)
+			return PW_DROP_NO_BACK_END;
+		if (has_address(&flow->row, key.daddr))
+			return PW_DONE;
+	}
+	if (own_port)
+		key.sport_be = any_source_port();
+	if (!is_free(&key, flow->now_ns))
+		return PW_DROP_CONNTRACK_FULL;
+	take_tuple(flow, &key, service, back_end, !service);
+	return 0;
+}
+
+/* `service` 0: the pod speaks to a back end itself, where a flow of a service has its ports. */
+static __always_inline int pick_back_end(struct pw_flow *flow, __u32 service, __u32 back_ends)
+{
+	__u32 slot = bpf_get_prandom_u32();
+	int reason = PW_DROP_NO_BACK_END;
+
+	for (__u32 i = 0; i < PW_PICKS; i++) {
+		reason = try_back_end(flow, service, back_ends ? (slot + i) % back_ends : 0,
+				      !service || i >= PW_PICKS / 2);
+		if (reason <= 0)
+			return 0;
+	}
+	return reason;
+}
+
+/* A host that has the address itself serves it itself: NodeLocal DNS, kube-proxy's mode ipvs. */
+static __always_inline bool is_served_by_host(const struct pw_flow *flow)
+{
+	const struct pw_ipcache_value *prefix = find_prefix(flow->key.daddr);
+
+	return prefix && prefix->identity == PW_IDENTITY_HOST;
+}
+
+/* A service that is not known is none; the other ports of one that is known are refused. */
+PW_CHECKED_ALONE int choose_back_end(struct pw_flow *flow, __u32 beside)
+{
+	struct pw_service_key key = {};
+	struct pw_service_value service;
+
+	if (!flow)
+		return PW_DROP_INTERNAL;
+	if (beside)
+		return pick_back_end(flow, 0, 0);
+	copy_address(key.addr, flow->key.daddr);
+	key.port_be = flow->key.dport_be;
+	key.protocol = flow->key.protocol;
+	if (!read_service(&key, &service)) {
+		key.port_be = 0;
+		key.protocol = 0;
+		return bpf_map_lookup_elem(&pw_services, &key) && !is_served_by_host(flow)
+			       ? PW_DROP_NO_SERVICE_PORT
+			       : 0;
+	}
+	if (is_served_by_host(flow))
+		return 0;
+	if (!service.back_ends)
+		return PW_DROP_NO_BACK_END;
+	return pick_back_end(flow, service.service, service.back_ends);
+}
+
+/* Most packets have an entry, which tells. */
+static __always_inline bool may_be_of_service(const struct pw_flow *flow,
+					      const struct pw_conntrack_value *here)
+{
+	if (here && !opens_tcp(flow->tcp_flags))
+		return here->kind != PW_CONNTRACK_PLAIN && !flow->here.reply;
+	if (here && !begins_anew(flow, here))
+		return here->kind != PW_CONNTRACK_PLAIN;
+	return opens_flow(flow) && has_services();
+}
+
+/* `beside`: the flow's tuple is one that a translated flow has. */
+static __always_inline int translate(struct __sk_buff *skb, struct pw_flow *flow, __u32 beside)
+{
+	int reason = recall_back_end(flow, beside);
+
+	if (reason || flow->original.translated || !opens_flow(flow))
+		return reason;
+	reason = choose_back_end(flow, beside);
+	if (reason == PW_DROP_NO_BACK_END || reason == PW_DROP_NO_SERVICE_PORT)
+		refuse(skb, flow);
+	return reason;
+}
+
+/* Inserts a row of a translated flow, over one whose flow is over; 0 = it is there. */
+static __always_inline int insert_translated(const struct pw_conntrack_key *key,
+					     const struct pw_conntrack_value *entry)
+{
+	struct pw_conntrack_value *old;
+	void *shard = find_shard(key);
+	int failure;
+
+	if (!shard)
+		return -E2BIG;
+	failure = bpf_map_update_elem(shard, key, entry, BPF_NOEXIST);
+	if (failure != -EEXIST)
+		return failure;
+	old = bpf_map_lookup_elem(shard, key);
+	if (!old || (old->kind != PW_CONNTRACK_SERVICE && is_live(old, entry->last_seen_ns) &&
+		     old->tcp_state != PW_TCP_CLOSED))
+		return -EBUSY;
+	discharge(old, key->instance, key->direction);
+	*old = *entry;
+	return 0;
+}
+
+/* The row under the tuple as the pod has it. Its flow's other row says how long it lives (conntrack_gc). */
+PW_CHECKED_ALONE int make_service_row(const struct pw_flow *flow)
+{
+	struct pw_conntrack_key key __attribute__((aligned(8)));
+	struct pw_conntrack_value entry = {};
+	const struct pw_original *original;
+
+	if (!flow)
+		return PW_DROP_INTERNAL;
+	original = &flow->original;
+	entry.kind = PW_CONNTRACK_SERVICE;
+	entry.last_seen_ns = flow->now_ns;
+	entry.lifetime_s = PW_LIFETIME_SERVICE_ROW;
+	entry.service = original->service;
+	entry.backend = original->back_end;
+	copy_address(entry.nat_addr, flow->key.daddr);
+	entry.nat_sport_be = flow->key.sport_be;
+	entry.nat_dport_be = flow->key.dport_be;
+	key = flow->key;
+	key.beside = original->beside;
+	copy_address(key.daddr, original->addr);
+	key.sport_be = original->sport_be;
+	key.dport_be = original->dport_be;
+	entry.tag = tag_of(&key);
+	return insert_translated(&key, &entry) ? PW_DROP_CONNTRACK_FULL : 0;
+}
+
+/* The flow itself. Answers could not be translated back without its rows: without room for them there is no flow. */
+PW_CHECKED_ALONE int make_translated(struct pw_flow *flow, const struct pw_match *match)
+{
+	struct pw_conntrack_key key __attribute__((aligned(8)));
+	struct pw_conntrack_value entry;
+	struct pw_settings *settings;
+	struct pw_usage_value *usage;
+	__u32 zero = 0;
+
+	if (!flow || !match)
+		return PW_DROP_INTERNAL;
+	key = flow->key;
+	usage = bpf_map_lookup_elem(&pw_usage, &key.instance);
+	settings = bpf_map_lookup_elem(&pw_settings, &zero);
+	if (!usage || !settings)
+		return PW_DROP_INTERNAL;
+	if ((__s32)usage->connections[PW_EGRESS] >= (__s32)settings->conntrack_quota)
+		return PW_DROP_CONNTRACK_QUOTA;
+	if (opens_tcp(flow->tcp_flags) && !retire_reversed(&key, flow->now_ns))
+		return PW_DROP_CONNTRACK_FULL;
+	fill_entry(flow, match, &entry);
+	*judgement_of(&entry) = judgement(flow->row.policy_revision, match->peer_identity);
+	entry.kind = PW_CONNTRACK_OF_BACK_END;
+	entry.charged = 1;
+	entry.service = flow->original.service;
+	entry.backend = flow->original.back_end;
+	copy_address(entry.nat_addr, flow->original.addr);
+	entry.nat_sport_be = flow->original.sport_be;
+	entry.nat_dport_be = flow->original.dport_be;
+	if (insert_translated(&key, &entry))
+		return PW_DROP_CONNTRACK_FULL;
+	__sync_fetch_and_add(&usage->connections[PW_EGRESS], 1);
+	return 0;
+}
+
+/* As remember() for the sender's side; a flow that a service translates has two rows. */
+static __always_inline int remember_sender(struct pw_flow *flow, struct pw_conntrack_value *here)
+{
+	if (!flow->original.translated || (here && !begins_anew(flow, here)))
+		return remember(flow, &flow->row, &flow->here, here);
+	if (here)
+		retire(here, flow->key.instance, PW_EGRESS);
+	return make_translated(flow, &flow->here) ?: make_service_row(flow);
+}
+
+#endif

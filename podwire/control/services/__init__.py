@@ -1,0 +1,1 @@
+"""Services: what pods ask for, and who answers."""

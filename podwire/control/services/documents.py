@@ -1,0 +1,140 @@
+"""Service and EndpointSlice documents that people apply without Kubernetes: read strictly.
+
+Called by `control.documents.kinds` before anything is written. Pure. Invariant: what is accepted is translated; what
+Kubernetes would have a controller or kube-proxy do is refused by name.
+"""
+
+import ipaddress
+from collections.abc import Mapping
+from typing import Any, Final
+
+from podwire.control.services.facts import PROTOCOLS, SERVICE_NAME_LABEL, is_back_end_address
+from podwire.model.documents.reader import Faults, Node, root, shown
+from podwire.model.endpoint import IPAddress
+
+HINT: Final = "nothing was changed; see docs/services.md"
+PORTS_MAX: Final = 1000
+ENDPOINTS_MAX: Final = 1000
+_SERVICE_FIELDS: Final = (
+    "type",
+    "clusterIP",
+    "clusterIPs",
+    "ipFamilies",
+    "ipFamilyPolicy",
+    "ports",
+    "sessionAffinity",
+    "internalTrafficPolicy",
+)
+_NEEDS_CONTROLLER: Final = "write EndpointSlices that name its back ends"
+_REFUSED: Final[Mapping[str, str]] = {
+    "selector": _NEEDS_CONTROLLER,
+    "externalIPs": "only addresses of the cluster are translated",
+    "loadBalancerIP": "only addresses of the cluster are translated",
+    "externalName": "podwire answers no names",
+}
+_FAMILIES: Final = {"IPv4": 4, "IPv6": 6}
+
+
+def decode_service_document(document: Mapping[str, Any]) -> None:
+    """Check a Service; InvalidRequest with every fault."""
+    faults = Faults()
+    spec = root(document, faults).child("spec")
+    if spec.expect_object(_SERVICE_FIELDS, _REFUSED):
+        _check_choice(spec.child("type"), ("ClusterIP",))
+        _check_choice(spec.child("sessionAffinity"), ("None",))
+        _check_choice(spec.child("internalTrafficPolicy"), ("Cluster", "Local"))
+        _check_addresses(spec)
+        ports = spec.child("ports").items()
+        if not 1 <= len(ports) <= PORTS_MAX:
+            spec.child("ports").wrong(f"has {len(ports)} ports, not 1 to {PORTS_MAX}")
+        seen: set[tuple[int | None, str]] = set()
+        for port in ports:
+            _check_service_port(port, len(ports), seen)
+    faults.raise_if_any("decode Service", hint=HINT)
+
+
+def _check_choice(node: Node, allowed: tuple[str, ...]) -> None:
+    if node.present:
+        node.choice(allowed)
+
+
+def _check_addresses(spec: Node) -> None:
+    one, several = spec.child("clusterIP"), spec.child("clusterIPs")
+    nodes = several.items() or ([one] if one.present else [])
+    if not nodes:
+        one.wrong("is missing: podwire chooses no addresses")
+    if one.present and several.present and one.value != nodes[0].value:
+        one.wrong(f"is {shown(one.value)}, not the first of clusterIPs")
+    versions = [address.version for node in nodes if (address := _read_address(node)) is not None]
+    if len(versions) != len(set(versions)):
+        several.wrong("names two addresses of one family")
+
+
+def _read_address(node: Node) -> IPAddress | None:
+    try:
+        address = ipaddress.ip_address(node.text())
+    except ValueError:
+        node.wrong(f"is {shown(node.value)}, not an address")
+        return None
+    if not is_back_end_address(address, address.version):
+        node.wrong(f"is {address}, which no packet can be sent to")
+        return None
+    return address
+
+
+def _check_service_port(port: Node, count: int, seen: set[tuple[int | None, str]]) -> None:
+    if not port.expect_object(("name", "port", "protocol", "targetPort", "appProtocol")):
+        return
+    protocol = _check_protocol(port)
+    number = port.child("port").integer(1, 65535)
+    if not port.child("port").present:
+        port.child("port").wrong("is missing")
+    if (number, protocol) in seen:
+        port.wrong("is there twice")
+    seen.add((number, protocol))
+    if not port.child("name").text() and count > 1:
+        port.child("name").wrong("is missing: with several ports each has one")
+
+
+def _check_protocol(port: Node) -> str:
+    protocol = port.child("protocol")
+    return protocol.choice(tuple(PROTOCOLS)) if protocol.present else "TCP"
+
+
+def decode_slice_document(document: Mapping[str, Any]) -> None:
+    """Check an EndpointSlice; InvalidRequest with every fault."""
+    faults = Faults()
+    top = root(document, faults)
+    labels = top.child("metadata").child("labels")
+    if not labels.child(SERVICE_NAME_LABEL).text():
+        labels.child(SERVICE_NAME_LABEL).wrong("is missing: it names the service")
+    family = _FAMILIES.get(top.child("addressType").choice(tuple(_FAMILIES)), 0)
+    for port in top.child("ports").items():
+        if port.expect_object(("name", "port", "protocol", "appProtocol")):
+            _check_protocol(port)
+            port.child("name").text()
+            if port.child("port").integer(1, 65535) is None and not port.child("port").present:
+                port.child("port").wrong("is missing")
+    endpoints = top.child("endpoints").items()
+    if len(endpoints) > ENDPOINTS_MAX:
+        top.child("endpoints").wrong(f"has {len(endpoints)}, more than {ENDPOINTS_MAX}")
+    for endpoint in endpoints[:ENDPOINTS_MAX]:
+        _check_endpoint(endpoint, family)
+    faults.raise_if_any("decode EndpointSlice", hint=HINT)
+
+
+def _check_endpoint(endpoint: Node, family: int) -> None:
+    known = ("addresses", "conditions", "hostname", "targetRef", "nodeName", "zone", "hints")
+    if not endpoint.expect_object(known):
+        return
+    addresses = endpoint.child("addresses").items()
+    if not addresses:
+        endpoint.child("addresses").wrong("is missing")
+    for node in addresses:
+        address = _read_address(node)
+        if address is not None and family and address.version != family:
+            node.wrong(f"is {address}, which is not of the slice's addressType")
+    conditions = endpoint.child("conditions")
+    if conditions.present and conditions.expect_object(("ready", "serving", "terminating")):
+        for name in ("ready", "serving", "terminating"):
+            conditions.child(name).boolean()

@@ -1,0 +1,262 @@
+"""The maps of services: frontends, their lists of back ends, and back ends.
+
+Called by `datapath.node` under the node's turn, and by the readers behind `podwire bpf service list`. Never decides
+what is translated. Invariants: a back end has its row before a slot names it, and a slot its row before a frontend
+counts it; rows go the other way round. A number is never used twice: flows remember the number of their back end, and a
+datagram goes on to it for as long as the number has a row.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from podwire.datapath import abi
+from podwire.datapath.maps import NodeMaps, from_mapped, read_settings, to_mapped
+from podwire.kernel import bpf
+from podwire.model.errors import Exhausted
+from podwire.model.interfaces import BackEnd, Frontend, ServiceTable
+
+NUMBERS_PER_SECOND: Final = 64
+"""How much faster than this numbers are never used up for long; they last for two years after a boot."""
+
+
+@dataclass(frozen=True)
+class ServiceRow:
+    """One frontend, for people."""
+
+    frontend: Frontend
+    service: int
+    slots: tuple[int, ...]
+    """Numbers of back ends; 0 where a slot has no row."""
+    back_ends: tuple[BackEnd, ...]
+
+
+@dataclass
+class _List:
+    """One frontend's list of back ends: its number, and whose number stands in each slot."""
+
+    number: int
+    slots: list[int] = field(default_factory=list)
+
+
+class ServiceMaps:
+    """What services have in the maps, and the way to change it. Not thread-safe."""
+
+    def __init__(self, maps: NodeMaps) -> None:
+        self._maps = maps
+        # What an earlier agent wrote is in force, and its flows remember its numbers.
+        self._back_ends = {_back_end(value): value.back_end for _, value in _read_back_ends(maps)}
+        self._lists = {
+            row.frontend: _List(row.service, list(row.slots)) for row in read_services(maps)
+        }
+        self._names = {number: one for one, number in self._back_ends.items()}
+        self._users: Counter[int] = Counter()
+        """In how many slots each back end stands."""
+        self._idle = set(self._names)
+        for one in self._lists.values():
+            self._count(one.slots, 1)
+        self._drop_lost_slots()
+        used = [*self._back_ends.values(), *(one.number for one in self._lists.values()), 0]
+        # Numbers that were used and are gone leave no row: time says how far they may have come.
+        self._next = max(
+            max(used) + 1, int(time.clock_gettime(time.CLOCK_BOOTTIME)) * NUMBERS_PER_SECOND
+        )
+
+    def _drop_lost_slots(self) -> None:
+        """Remove what an agent left that was killed while it changed a list."""
+        counted = {
+            _slot(one.number, slot)
+            for one in self._lists.values()
+            for slot in range(len(one.slots))
+        }
+        slots = self._maps.pw_service_list
+        slots.delete_batch([key for key, _ in slots.items() if key not in counted])
+
+    @property
+    def fill(self) -> tuple[int, int]:
+        """Give how many frontends are in use, and how many may be."""
+        return len(self._lists), self._maps.pw_services.info.max_entries
+
+    def write(self, wanted: ServiceTable) -> int:
+        """Make the maps hold exactly these; gives how many rows were written or deleted."""
+        return self.change(wanted, [one for one in self._lists if one not in wanted])
+
+    def change(self, put: ServiceTable, gone: Iterable[Frontend]) -> int:
+        """Translate `put` so, and `gone` no more; gives how many rows were written or deleted.
+
+        Exhausted: there is no room, and nothing was changed.
+        """
+        gone = [frontend for frontend in gone if frontend in self._lists]
+        self._check_room(put)
+        fresh = {one for back_ends in put.values() for one in back_ends} - self._back_ends.keys()
+        self._add_back_ends(fresh)
+        written = len(fresh)
+        for frontend, back_ends in put.items():
+            written += self._write_list(frontend, [self._back_ends[one] for one in back_ends])
+        self._switch(on=len(self._lists) > len(gone))
+        written += self._remove_lists(gone)
+        return written + self._remove_unused()
+
+    def _check_room(self, put: ServiceTable) -> None:
+        slots = sum(len(one.slots) for one in self._lists.values())
+        rooms = (
+            (len(self._lists.keys() | put.keys()), self._maps.pw_services),
+            (slots + sum(map(len, put.values())), self._maps.pw_service_list),
+        )
+        for rows, room in rooms:
+            if rows >= room.info.max_entries:
+                raise Exhausted(
+                    f"write {rows} rows of services: map {room.info.name!r} has room for"
+                    f" {room.info.max_entries}",
+                    hint="the services that were there stay as they were",
+                )
+
+    def _take_number(self) -> int:
+        number, self._next = self._next, self._next + 1
+        return number
+
+    def _add_back_ends(self, fresh: Iterable[BackEnd]) -> None:
+        numbered = {one: self._take_number() for one in fresh}
+        self._back_ends |= numbered
+        self._names |= {number: one for one, number in numbered.items()}
+        self._idle |= set(numbered.values())
+        self._maps.pw_back_ends.update_batch(
+            [
+                (
+                    _u32(number),
+                    abi.BackEndValue(
+                        number, 0, to_mapped(one.address), one.port, one.protocol
+                    ).pack(),
+                )
+                for one, number in numbered.items()
+            ]
+        )
+
+    def _count(self, numbers: Iterable[int], by: int) -> None:
+        for number in numbers:
+            self._users[number] += by
+            if not self._users[number]:
+                del self._users[number]
+                self._idle.add(number)
+
+    def _remove_unused(self) -> int:
+        """Remove back ends that stand in no slot any more: their flows of datagrams end with that."""
+        gone = [
+            (one, number)
+            for number in self._idle
+            if number not in self._users
+            if (one := self._names.pop(number, None)) is not None
+        ]
+        self._idle.clear()
+        for one, _ in gone:
+            del self._back_ends[one]
+        self._maps.pw_back_ends.delete_batch([_u32(number) for _, number in gone])
+        return len(gone)
+
+    def _write_list(self, frontend: Frontend, numbers: Sequence[int]) -> int:
+        """Bring one list into force: slots that stay keep their back ends, so that little is written."""
+        present = self._lists.get(frontend)
+        if present is not None and sorted(present.slots) == sorted(numbers):
+            return 0
+        old = present.slots if present is not None else []
+        slots = _arrange(old, numbers)
+        one = _List(present.number if present is not None else self._take_number(), slots)
+        # Noted before it is done: a failure in between leaves rows that have to be found again.
+        self._lists[frontend] = _List(one.number, [*slots, *old[len(slots) :]])
+        self._count(slots, 1)
+        changed = [slot for slot, number in enumerate(slots) if old[slot : slot + 1] != [number]]
+        self._maps.pw_service_list.update_batch(
+            [(_slot(one.number, slot), _slot_value(one.number, slots[slot])) for slot in changed]
+        )
+        self._write_frontend(frontend, one)
+        surplus = [_slot(one.number, slot) for slot in range(len(slots), len(old))]
+        self._maps.pw_service_list.delete_batch(surplus)
+        self._lists[frontend] = one
+        self._count(old, -1)
+        return len(changed) + 1 + len(surplus)
+
+    def _write_frontend(self, frontend: Frontend, one: _List) -> None:
+        value = abi.ServiceValue(
+            service=one.number,
+            back_ends=len(one.slots),
+            flags=0,
+            affinity_s=0,
+            addr=to_mapped(frontend.address),
+            port=frontend.port,
+            protocol=frontend.protocol,
+        )
+        # In place where there is a row: a program may hold it (datapath rule 20).
+        self._maps.pw_services.update(_key(frontend), value.pack(), bpf.Update.LOCK)
+
+    def _remove_lists(self, gone: Sequence[Frontend]) -> int:
+        self._maps.pw_services.delete_batch([_key(frontend) for frontend in gone])
+        lists = [self._lists.pop(frontend) for frontend in gone]
+        for one in lists:
+            self._count(one.slots, -1)
+        slots = [_slot(one.number, slot) for one in lists for slot in range(len(one.slots))]
+        self._maps.pw_service_list.delete_batch(slots)
+        return len(gone) + len(slots)
+
+    def _switch(self, *, on: bool) -> None:
+        settings = read_settings(self._maps)
+        flag = abi.SettingsFlags.SERVICES.value
+        flags = settings.flags | flag if on else settings.flags & ~flag
+        if flags != settings.flags:
+            self._maps.pw_settings.update(_u32(0), settings._replace(flags=flags).pack())
+
+
+def _arrange(old: Sequence[int], numbers: Sequence[int]) -> list[int]:
+    """Give each number a slot: the one that it has, where that is within the new length."""
+    missing = set(numbers)
+    slots: list[int] = []
+    for number in old[: len(numbers)]:
+        slots.append(number if number in missing else 0)
+        missing.discard(number)
+    rest = [number for number in numbers if number in missing]
+    slots += [0] * (len(numbers) - len(slots))
+    return [number or rest.pop() for number in slots]
+
+
+def read_services(maps: NodeMaps) -> Iterator[ServiceRow]:
+    """Walk the frontends with their back ends."""
+    by_number = dict(_read_back_ends(maps))
+    for _, raw in maps.pw_services.items(bpf.Update.LOCK):
+        value = abi.ServiceValue.unpack(raw)
+        found = (
+            maps.pw_service_list.lookup(_slot(value.service, slot))
+            for slot in range(value.back_ends)
+        )
+        slots = [abi.ServiceSlotValue.unpack(slot).back_end if slot else 0 for slot in found]
+        yield ServiceRow(
+            Frontend(from_mapped(value.addr), value.port, value.protocol),
+            value.service,
+            tuple(slots),
+            tuple(_back_end(by_number[number]) for number in slots if number in by_number),
+        )
+
+
+def _read_back_ends(maps: NodeMaps) -> Iterator[tuple[int, abi.BackEndValue]]:
+    for key, raw in maps.pw_back_ends.items():
+        yield int.from_bytes(key, "little"), abi.BackEndValue.unpack(raw)
+
+
+def _back_end(value: abi.BackEndValue) -> BackEnd:
+    return BackEnd(from_mapped(value.addr), value.port, value.protocol)
+
+
+def _key(frontend: Frontend) -> bytes:
+    return abi.ServiceKey(to_mapped(frontend.address), frontend.port, frontend.protocol).pack()
+
+
+def _slot(service: int, slot: int) -> bytes:
+    return abi.ServiceSlotKey(service, slot).pack()
+
+
+def _slot_value(service: int, back_end: int) -> bytes:
+    return abi.ServiceSlotValue(service, back_end).pack()
+
+
+def _u32(number: int) -> bytes:
+    return number.to_bytes(4, "little")

@@ -1,0 +1,178 @@
+"""Services in real maps: little is written, no number is used twice, and a new agent goes on where the last one was."""
+
+import ipaddress
+import random
+from collections.abc import Iterator, Mapping, Sequence
+
+import pytest
+
+from podwire.datapath import abi
+from podwire.datapath.maps import read_settings
+from podwire.datapath.rows import read_rows
+from podwire.datapath.service_maps import ServiceMaps, read_services
+from podwire.model.errors import Exhausted
+from podwire.model.interfaces import BackEnd, Frontend
+from tests.kernel.node_world import KernelWorld, kernel_world
+
+pytestmark = pytest.mark.kernel
+
+TCP = 6
+Table = Mapping[Frontend, Sequence[BackEnd]]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KernelWorld]:
+    with kernel_world(tmp_path_factory.mktemp("services")) as made:
+        yield made
+
+
+@pytest.fixture
+def services(world: KernelWorld) -> Iterator[ServiceMaps]:
+    yield world.datapath.services
+    world.datapath.services.write({})
+
+
+def frontend(number: int = 1, port: int = 80) -> Frontend:
+    return Frontend(ipaddress.ip_address(f"10.96.0.{number}"), port, TCP)
+
+
+def back_end(number: int) -> BackEnd:
+    return BackEnd(ipaddress.ip_address(f"10.7.0.{number}"), 8080, TCP)
+
+
+def in_force(world: KernelWorld) -> dict[Frontend, set[BackEnd]]:
+    """Read what a program would find: every slot up to the count, and the back end of each."""
+    maps = world.datapath.maps
+    found = {}
+    for row in read_services(maps):
+        assert len(row.back_ends) == len(row.slots) == len(set(row.slots))
+        found[row.frontend] = set(row.back_ends)
+    return found
+
+
+def numbers(world: KernelWorld) -> dict[BackEnd, int]:
+    return {
+        one: number
+        for row in read_services(world.datapath.maps)
+        for one, number in zip(row.back_ends, row.slots, strict=True)
+    }
+
+
+def sizes(world: KernelWorld) -> tuple[int, int, int]:
+    """Count services, slots and back ends."""
+    maps = world.datapath.maps
+    tables = maps.pw_services, maps.pw_service_list, maps.pw_back_ends
+    counted = [len(list(table.keys())) for table in tables]
+    return counted[0], counted[1], counted[2]
+
+
+def is_on(world: KernelWorld) -> bool:
+    return bool(read_settings(world.datapath.maps).flags & abi.SettingsFlags.SERVICES)
+
+
+def test_what_is_written_is_in_force_and_goes_again(
+    world: KernelWorld, services: ServiceMaps
+) -> None:
+    table = {frontend(1): [back_end(1), back_end(2)], frontend(2): []}
+    assert not is_on(world)
+    services.write(table)
+    assert in_force(world) == {one: set(ends) for one, ends in table.items()}
+    assert is_on(world)
+    services.write({})
+    assert sizes(world) == (0, 0, 0)
+    assert not is_on(world)
+
+
+def test_the_same_again_writes_nothing(services: ServiceMaps) -> None:
+    table = {frontend(1): [back_end(1), back_end(2)]}
+    assert services.write(table)
+    assert services.write(table) == 0
+
+
+def test_of_many_back_ends_one_change_writes_little(services: ServiceMaps) -> None:
+    services.write({frontend(1): [back_end(one) for one in range(1, 101)]})
+    assert services.write({frontend(1): [back_end(one) for one in range(2, 101)]}) <= 4
+    assert services.write({frontend(1): [back_end(one) for one in range(1, 101)]}) <= 4
+
+
+def test_a_back_end_keeps_its_number_while_it_serves_and_never_gets_it_back(
+    world: KernelWorld, services: ServiceMaps
+) -> None:
+    services.write({frontend(1): [back_end(1)], frontend(2): [back_end(1)]})
+    first = numbers(world)[back_end(1)]
+    services.change({frontend(1): [back_end(2)]}, [])
+    assert numbers(world)[back_end(1)] == first
+    services.change({}, [frontend(2)])
+    assert back_end(1) not in numbers(world)
+    services.change({frontend(2): [back_end(1)]}, [])
+    assert numbers(world)[back_end(1)] > first
+
+
+def test_a_new_agent_goes_on_where_the_last_one_was(
+    world: KernelWorld, services: ServiceMaps
+) -> None:
+    table = {frontend(1): [back_end(1), back_end(2)], frontend(2): [back_end(2)]}
+    services.write(table)
+    before, counted = numbers(world), sizes(world)
+    world.restart()
+    fresh = world.datapath.services
+    assert fresh.write(table) == 0
+    assert (numbers(world), sizes(world)) == (before, counted)
+    fresh.write({frontend(1): [back_end(3)]})
+    assert numbers(world)[back_end(3)] > max(before.values())
+    fresh.write({})
+    assert sizes(world) == (0, 0, 0)
+
+
+def test_what_a_killed_agent_left_half_done_is_put_right(
+    world: KernelWorld, services: ServiceMaps
+) -> None:
+    services.write({frontend(1): [back_end(1), back_end(2)]})
+    maps = world.datapath.maps
+    [row] = read_services(maps)
+    # Slots beyond the length, a back end that nobody names, a slot that is lost.
+    maps.pw_service_list.update(
+        abi.ServiceSlotKey(row.service, 7).pack(), abi.ServiceSlotValue(row.service, 9).pack()
+    )
+    maps.pw_back_ends.update(
+        (5).to_bytes(4, "little"), abi.BackEndValue(5, 0, bytes(16), 1, TCP).pack()
+    )
+    maps.pw_service_list.delete(abi.ServiceSlotKey(row.service, 0).pack())
+    world.restart()
+    world.datapath.services.write({frontend(1): [back_end(1), back_end(2)]})
+    assert in_force(world) == {frontend(1): {back_end(1), back_end(2)}}
+    assert sizes(world) == (1, 2, 2)
+
+
+def test_what_has_no_room_changes_nothing(world: KernelWorld, services: ServiceMaps) -> None:
+    services.write({frontend(1): [back_end(1)]})
+    room = world.datapath.maps.pw_services.info.max_entries
+    base = int(ipaddress.ip_address("11.0.0.0"))
+    lots: Table = {Frontend(ipaddress.ip_address(base + one), 80, TCP): () for one in range(room)}
+    with pytest.raises(Exhausted, match="has room for"):
+        services.write(lots)
+    assert in_force(world) == {frontend(1): {back_end(1)}}
+
+
+def test_any_change_comes_to_what_is_wanted(world: KernelWorld, services: ServiceMaps) -> None:
+    chance = random.Random(3)
+    wanted: dict[Frontend, list[BackEnd]] = {}
+    for _ in range(150):
+        one = frontend(chance.randint(1, 4), chance.choice((80, 81)))
+        if chance.random() < 0.3:
+            wanted.pop(one, None)
+            services.change({}, [one])
+        else:
+            wanted[one] = [back_end(n) for n in chance.sample(range(1, 12), chance.randint(0, 8))]
+            services.change({one: wanted[one]}, [])
+        assert in_force(world) == {key: set(ends) for key, ends in wanted.items()}
+    used = {end for ends in wanted.values() for end in ends}
+    assert sizes(world) == (len(wanted), sum(map(len, wanted.values())), len(used))
+
+
+def test_people_can_read_it(world: KernelWorld, services: ServiceMaps) -> None:
+    services.write({frontend(1): [back_end(1)]})
+    [row], more = read_rows(world.datapath.maps, "service", 10)
+    assert (row["address"], row["port"], row["protocol"], row["back_ends"], more) == (
+        "10.96.0.1", 80, "tcp", ["10.7.0.1 8080"], False
+    )  # fmt: skip

@@ -1,0 +1,272 @@
+"""Services on a lab of two nodes: pods reach back ends by the service's address, and policies judge who answers."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import pytest
+
+from podwire.lab import labs, traffic
+from tests.lab.conftest import MakeLab
+from tests.lab.labrig import Lab, wait_for
+from tests.lab.test_policy_cli import shell
+
+pytestmark = pytest.mark.lab
+
+VIPS: Final = ("10.96.0.10", "fd96::10")
+PORT, POD_PORT = 80, 8080
+REFUSED_S, ANSWER_S = 3.0, 10.0
+EMPTY: Final = 81
+BACK_ENDS: Final = ("near", "far")
+
+
+def service(ports: Sequence[tuple[str, int]]) -> Mapping[str, Any]:
+    """Give the Service `web`, with one port of each protocol and number."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "web"},
+        "spec": {
+            "clusterIPs": list(VIPS),
+            "ports": [
+                {"name": f"{protocol}-{port}", "protocol": protocol.upper(), "port": port}
+                for protocol, port in ports
+            ],
+        },
+    }
+
+
+def slices(lab: Lab, names: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Give the EndpointSlices of these pods, one for each family."""
+    addresses = {pod.name: pod.addresses for pod in lab.state.pods}
+    return [
+        {
+            "apiVersion": "discovery.k8s.io/v1",
+            "kind": "EndpointSlice",
+            "metadata": {
+                "name": f"web-{family.lower()}",
+                "labels": {"kubernetes.io/service-name": "web"},
+            },
+            "addressType": family,
+            "ports": [
+                {"name": f"{protocol}-{PORT}", "protocol": protocol.upper(), "port": POD_PORT}
+                for protocol in ("tcp", "udp")
+            ],
+            "endpoints": [{"addresses": [addresses[name][index]]} for name in names],
+        }
+        for index, family in enumerate(("IPv4", "IPv6"))
+    ]
+
+
+def apply(lab: Lab, *documents: Mapping[str, Any]) -> None:
+    """Apply documents as a person does."""
+    text = "\n---\n".join(map(json.dumps, documents))
+    done = shell(lab, "apply", "-f", "-", stdin=text)
+    assert done.code == 0, done.err
+
+
+def known(lab: Lab, node: str) -> list[tuple[str, int, str, list[str]]]:
+    """Give what a node says of the service: address, port, protocol, back ends."""
+    return [
+        (port["address"], port["port"], port["protocol"], sorted(port["backEnds"]))
+        for one in lab.get("/service", node)
+        if one["translated"]
+        for port in one["ports"]
+    ]
+
+
+def rows(lab: Lab, node: str) -> dict[tuple[str, int, str], int]:
+    """Give how many back ends the programs of a node have for each address and port."""
+    return {
+        (row["address"], row["port"], row["protocol"]): len(row["back_ends"])
+        for row in lab.get("/map/service", node)["rows"]
+    }
+
+
+def are_rows(lab: Lab, node: str, wanted: Mapping[tuple[str, int, str], int]) -> bool:
+    """Tell whether the programs of a node have exactly these."""
+    return rows(lab, node) == wanted
+
+
+def offer(lab: Lab, names: Sequence[str]) -> None:
+    """Let these pods answer, and wait until both nodes know."""
+    apply(lab, service([("tcp", PORT), ("udp", PORT), ("tcp", EMPTY)]), *slices(lab, names))
+    wanted = {
+        (vip, port, protocol): count
+        for vip in VIPS
+        for port, protocol, count in (
+            (PORT, "tcp", len(names)), (PORT, "udp", len(names)), (EMPTY, "tcp", 0), (0, "any", 0)
+        )
+    }  # fmt: skip
+    for node in ("node1", "node2"):
+        wait_for(partial(are_rows, lab, node, wanted), f"{wanted} on {node}")
+
+
+def start_pods(lab: Lab) -> None:
+    """Start a client and a back end on the first node, and another back end on the second."""
+    for name, node in (("client", "node1"), ("near", "node1"), ("far", "node2")):
+        serve = [] if name == "client" else [f"{POD_PORT}/tcp", f"{POD_PORT}/udp"]
+        labs.run(lab.name, name, node, labels={"app": name}, serve=serve)
+
+
+@pytest.fixture(scope="module")
+def lab(pair_lab: Lab) -> Iterator[Lab]:
+    """Two nodes that reach each other natively."""
+    start_pods(pair_lab)
+    yield pair_lab
+    for pod in pair_lab.state.pods:
+        labs.remove(pair_lab.name, pod.full_name)
+
+
+@pytest.fixture(autouse=True)
+def nothing_else(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Take away what a test on the shared lab has applied."""
+    yield
+    if "lab" not in request.fixturenames:
+        return
+    lab: Lab = request.getfixturevalue("lab")
+    for kind in ("services", "endpointslices", "networkpolicies"):
+        for name in lab.cli("get", kind, "-o", "name").lines:
+            assert lab.cli("delete", kind, name.partition("/")[2]).code == 0
+    for node in ("node1", "node2"):
+        wait_for(partial(are_rows, lab, node, {}), f"no services on {node}")
+    wait_for(lambda: lab.cli("policy", "list", "-q").lines == [], "policies to be out of force")
+
+
+def ask(
+    lab: Lab,
+    vip: str,
+    port: int = PORT,
+    *,
+    udp: bool = False,
+    timeout_s: float = ANSWER_S,
+    size_bytes: int = 0,
+) -> traffic.Attempt:
+    """Let the client ask the service."""
+    [client] = [pod for pod in lab.state.pods if pod.name == "client"]
+    return traffic.connect(
+        client.netns,
+        vip,
+        port,
+        "udp" if udp else "tcp",
+        timeout_s=timeout_s,
+        size_bytes=size_bytes,
+    )
+
+
+@pytest.mark.parametrize("udp", [False, True], ids=["tcp", "udp"])
+@pytest.mark.parametrize("vip", VIPS, ids=["v4", "v6"])
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_a_back_end_of_either_node_answers(lab: Lab, name: str, vip: str, udp: bool) -> None:
+    offer(lab, [name])
+    assert_answers(lab, name, vip, udp=udp)
+
+
+def test_a_back_end_behind_the_tunnel_answers(make_lab: MakeLab) -> None:
+    lab = make_lab(2, routing="overlay")
+    start_pods(lab)
+    offer(lab, ["far"])
+    for vip in VIPS:
+        for udp in (False, True):
+            assert_answers(lab, "far", vip, udp=udp)
+
+
+def assert_answers(lab: Lab, name: str, vip: str, *, udp: bool) -> None:
+    """Ask a few times, with more than one packet has room for, and fail unless this back end answers each time."""
+    for size in (0, 20_000 if udp else 300_000, 0):
+        said = ask(lab, vip, udp=udp, size_bytes=size)
+        assert said.ok, (size, said)
+        assert f"default/{name} " in said.answer
+
+
+@pytest.mark.parametrize("vip", VIPS, ids=["v4", "v6"])
+def test_both_back_ends_get_their_part(lab: Lab, vip: str) -> None:
+    offer(lab, BACK_ENDS)
+    heard: set[str] = set()
+
+    def both() -> bool:
+        said = ask(lab, vip)
+        assert said.ok, said
+        heard.add(said.answer.split()[0])
+        return heard == {f"default/{name}" for name in BACK_ENDS}
+
+    wait_for(both, "answers of both")
+
+
+@pytest.mark.parametrize("vip", VIPS, ids=["v4", "v6"])
+def test_what_nobody_serves_is_refused_at_once(lab: Lab, vip: str) -> None:
+    offer(lab, BACK_ENDS)
+    for port in (EMPTY, 4444):  # without back ends, and no port of the service
+        for udp in (False, True):
+            said = ask(lab, vip, port, udp=udp, timeout_s=ANSWER_S)
+            assert not said.ok
+            assert "refused" in said.answer, (port, udp, said)
+
+
+@pytest.mark.parametrize("named", [*BACK_ENDS, "client"])
+@pytest.mark.parametrize("vip", VIPS, ids=["v4", "v6"])
+def test_an_egress_policy_names_the_pods_behind_the_service(lab: Lab, vip: str, named: str) -> None:
+    offer(lab, ["far"])
+    policy = {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": "client"},
+        "spec": {
+            "podSelector": {"matchLabels": {"app": "client"}},
+            "policyTypes": ["Egress"],
+            "egress": [
+                {
+                    "to": [{"podSelector": {"matchLabels": {"app": named}}}],
+                    "ports": [{"port": POD_PORT}],
+                }
+            ],
+        },
+    }
+    done = shell(lab, "apply", "-f", "-", "-o", "json", stdin=json.dumps(policy))
+    revision = str(done.document[-1]["revision"])
+    assert lab.cli("policy", "wait", revision, "--timeout", "60").code == 0
+    if named == "far":
+        assert ask(lab, vip).ok
+    else:
+        assert not ask(lab, vip, timeout_s=REFUSED_S).ok
+
+
+def test_a_flow_names_service_and_back_end(lab: Lab) -> None:
+    offer(lab, ["far"])
+    assert ask(lab, VIPS[0]).ok
+
+    def told() -> bool:
+        flows = lab.cli(
+            "observe", "--last", "200", "--pod", "default/client", "-o", "json"
+        ).document
+        return any(
+            flow.get("originalTo", {}).get("ip") == VIPS[0] and flow["to"].get("port") == POD_PORT
+            for flow in flows
+        )
+
+    wait_for(told, "a flow that names both")
+
+
+def test_the_command_line_shows_services(lab: Lab) -> None:
+    offer(lab, BACK_ENDS)
+    assert len(known(lab, "node1")) == 6
+    listed = lab.cli("service", "list", "--node", "node1").lines
+    assert listed[1].split()[:4] == ["default", "web", ",".join(VIPS), "80/tcp,80/udp,81/tcp"]
+    shown = lab.cli("service", "get", "web", "--node", "node1").lines
+    assert shown[0] == "service default/web, translated by the programs"
+    assert f"{VIPS[1]} 80/udp" in shown
+    assert lab.cli("service", "get", "none", "--node", "node1").code == 4
+    assert f"{VIPS[0]}" in lab.cli("bpf", "service", "list", "--node", "node1").out
+
+
+def test_services_are_in_force_while_the_agent_is_away_and_after_it_comes_back(lab: Lab) -> None:
+    offer(lab, ["far"])
+    assert lab.cli("lab", "node", "stop", "node1").code == 0
+    try:
+        assert ask(lab, VIPS[0]).ok
+    finally:
+        assert lab.cli("lab", "node", "start", "node1").code == 0
+    assert ask(lab, VIPS[0]).ok
+    offer(lab, ["near"])
+    assert "default/near " in ask(lab, VIPS[0]).answer

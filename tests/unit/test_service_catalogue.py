@@ -1,0 +1,280 @@
+"""Services and slices become what is translated: case by case, and the same whatever came first."""
+
+import ipaddress
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from podwire.control.services.catalogue import Catalogue
+from podwire.model.interfaces import BackEnd, Frontend
+from podwire.model.store import StoredObject, StoreEvent
+from tests.unit.service_objects import endpoint, service, slice_of, stored
+
+TCP, UDP = 6, 17
+VIP = "10.96.0.10"
+VIP_6 = "fd96::10"
+
+Shown = dict[str, list[str]]
+
+
+def show(table: Mapping[Frontend, Sequence[BackEnd]]) -> Shown:
+    """Write a table as `address port/protocol` -> back ends; the rows that only refuse are left out."""
+    names = {TCP: "tcp", UDP: "udp"}
+    return {
+        f"{one.address} {one.port}/{names[one.protocol]}": [
+            f"{back.address}:{back.port}" for back in back_ends
+        ]
+        for one, back_ends in table.items()
+        if one.port
+    }
+
+
+def catalogue_of(*documents: Mapping[str, Any], node: str = "n1") -> Catalogue:
+    catalogue = Catalogue(node)
+    for document in documents:
+        catalogue.apply(StoreEvent(stored(document), 1))
+    return catalogue
+
+
+def translated(*documents: Mapping[str, Any], node: str = "n1") -> Shown:
+    catalogue = catalogue_of(*documents, node=node)
+    catalogue.take_change()
+    return show(catalogue.table())
+
+
+A, B, C = "10.7.0.1", "10.7.0.2", "10.7.0.3"
+NAMED = (
+    {"name": "http", "port": 80, "targetPort": "web"},
+    {"name": "dns", "port": 53, "protocol": "UDP"},
+)
+
+CASES: dict[str, tuple[list[Mapping[str, Any]], Shown]] = {
+    "one-back-end": ([service(), slice_of(endpoints=[endpoint(A)])], {f"{VIP} 80/tcp": [f"{A}:8080"]}),
+    "several-slices-and-one-address-twice": (
+        [
+            service(),
+            slice_of(endpoints=[endpoint(A), endpoint(B)]),
+            slice_of(endpoints=[endpoint(B), endpoint(C)], number=2),
+        ],
+        {f"{VIP} 80/tcp": [f"{A}:8080", f"{B}:8080", f"{C}:8080"]},
+    ),
+    "ports-by-name-that-differ-between-slices": (
+        [
+            service(ports=NAMED),
+            slice_of(
+                endpoints=[endpoint(A)],
+                ports=[{"name": "http", "port": 8080}, {"name": "dns", "port": 5353, "protocol": "UDP"}],
+            ),
+            slice_of(endpoints=[endpoint(B)], ports=[{"name": "http", "port": 9090}], number=2),
+        ],
+        {f"{VIP} 80/tcp": [f"{A}:8080", f"{B}:9090"], f"{VIP} 53/udp": [f"{A}:5353"]},
+    ),
+    "a-name-of-the-other-protocol-is-another-port": (
+        [service(ports=NAMED), slice_of(endpoints=[endpoint(A)], ports=[{"name": "dns", "port": 53}])],
+        {f"{VIP} 80/tcp": [], f"{VIP} 53/udp": []},
+    ),
+    "both-families": (
+        [
+            service(addresses=[VIP, VIP_6]),
+            slice_of(endpoints=[endpoint(A)]),
+            slice_of(endpoints=[endpoint("fd07::1")], number=2, family="IPv6"),
+        ],
+        {f"{VIP} 80/tcp": [f"{A}:8080"], f"{VIP_6} 80/tcp": ["fd07::1:8080"]},
+    ),
+    "not-ready-ones-are-left-out": (
+        [service(), slice_of(endpoints=[endpoint(A, ready=False), endpoint(B, ready=True)])],
+        {f"{VIP} 80/tcp": [f"{B}:8080"]},
+    ),
+    "without-ready-ones-those-that-drain": (
+        [
+            service(),
+            slice_of(
+                endpoints=[
+                    endpoint(A, ready=False, serving=True, terminating=True),
+                    endpoint(B, ready=False, serving=False, terminating=True),
+                    endpoint(C, ready=False),
+                ]
+            ),
+        ],
+        {f"{VIP} 80/tcp": [f"{A}:8080"]},
+    ),
+    "no-slices": ([service()], {f"{VIP} 80/tcp": []}),
+    "a-slice-without-its-service": ([slice_of(endpoints=[endpoint(A)])], {}),
+    "local-only": (
+        [
+            service(internalTrafficPolicy="Local"),
+            slice_of(endpoints=[endpoint(A, node="n1"), endpoint(B, node="n2"), endpoint(C)]),
+        ],
+        {f"{VIP} 80/tcp": [f"{A}:8080"]},
+    ),
+    "local-only-and-none-here": (
+        [service(internalTrafficPolicy="Local"), slice_of(endpoints=[endpoint(B, node="n2")])],
+        {f"{VIP} 80/tcp": []},
+    ),
+    "headless": ([service(addresses=["None"]), slice_of(endpoints=[endpoint(A)])], {}),
+    "a-slice-of-a-headless-service": (
+        [service(), slice_of(endpoints=[endpoint(A)], labels={"service.kubernetes.io/headless": ""})],
+        {f"{VIP} 80/tcp": []},
+    ),
+    "another-proxy's": (
+        [service(labels={"service.kubernetes.io/service-proxy-name": "x"}), slice_of(endpoints=[endpoint(A)])],
+        {},
+    ),
+    "external-name": ([service(addresses=[], type="ExternalName", externalName="x.example")], {}),
+    "affinity-is-left-to-the-stack": (
+        [service(sessionAffinity="ClientIP"), slice_of(endpoints=[endpoint(A)])],
+        {},
+    ),
+    "sctp-is-left-to-the-stack": (
+        [
+            service(ports=[{"name": "s", "port": 80, "protocol": "SCTP"}, {"name": "t", "port": 80}]),
+            slice_of(endpoints=[endpoint(A)], ports=[{"name": "t", "port": 1}]),
+        ],
+        {f"{VIP} 80/tcp": [f"{A}:1"]},
+    ),
+    "no-ports": ([service(ports=[])], {}),
+    "addresses-that-mean-another-host-on-each": (
+        [
+            service(),
+            slice_of(
+                endpoints=[
+                    endpoint(one)
+                    for one in ("127.0.0.1", "0.0.0.0", "169.254.1.1", "224.0.0.1", "fd07::1", "x", A)
+                ]
+            ),
+        ],
+        {f"{VIP} 80/tcp": [f"{A}:8080"]},
+    ),
+    "nodes-and-the-world-may-answer": (
+        [service(), slice_of(endpoints=[endpoint("192.0.2.1"), endpoint("198.51.100.7")])],
+        {f"{VIP} 80/tcp": ["192.0.2.1:8080", "198.51.100.7:8080"]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("backwards", [False, True])
+def test_what_is_translated(name: str, backwards: bool) -> None:
+    documents, wanted = CASES[name]
+    assert translated(*(reversed(documents) if backwards else documents)) == wanted
+
+
+def test_a_thousand_ports() -> None:
+    ports = [{"name": f"p{one}", "port": one} for one in range(1, 1001)]
+    targets = [{"name": f"p{one}", "port": one + 1} for one in range(1, 1001)]
+    shown = translated(service(ports=ports), slice_of(endpoints=[endpoint(A)], ports=targets))
+    assert shown == {f"{VIP} {one}/tcp": [f"{A}:{one + 1}"] for one in range(1, 1001)}
+
+
+def test_every_address_refuses_its_other_ports() -> None:
+    catalogue = catalogue_of(service(addresses=[VIP, VIP_6]))
+    put = catalogue.take_change().put
+    refusing = {one.address for one in put if (one.port, one.protocol) == (0, 0)}
+    assert refusing == {ipaddress.ip_address(VIP), ipaddress.ip_address(VIP_6)}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_two_services_with_one_address_the_older_has_it(order: int) -> None:
+    old = stored(service("zoo"), "2026-01-01T00:00:00Z")
+    new = stored(service("ape"), "2026-02-01T00:00:00Z")
+    catalogue = Catalogue("n1")
+    for one in (
+        *(old, new)[::order],
+        stored(slice_of("zoo", [endpoint(A)])),
+        stored(slice_of("ape", [endpoint(B)])),
+    ):
+        catalogue.apply(StoreEvent(one, 1))
+    catalogue.take_change()
+    assert show(catalogue.table()) == {f"{VIP} 80/tcp": [f"{A}:8080"]}
+    problems = {str(view.name): view.problem for view in catalogue.views()}
+    assert problems == {
+        "default/ape": "an address or port is that of default/zoo",
+        "default/zoo": "",
+    }
+    catalogue.apply(StoreEvent(old, 2, deleted=True))
+    change = catalogue.take_change()
+    assert show(change.put) == {f"{VIP} 80/tcp": [f"{B}:8080"]}
+    assert not change.gone
+
+
+def test_a_service_made_anew_with_another_address_leaves_nothing() -> None:
+    catalogue = catalogue_of(service(), slice_of(endpoints=[endpoint(A)]))
+    catalogue.take_change()
+    catalogue.apply(StoreEvent(stored(service()), 2, deleted=True))
+    catalogue.apply(StoreEvent(stored(service(addresses=["10.96.0.11"])), 3))
+    change = catalogue.take_change()
+    assert {str(one.address) for one in change.gone} == {VIP}
+    assert show(change.put) == {"10.96.0.11 80/tcp": [f"{A}:8080"]}
+
+
+def test_one_slice_touches_its_own_service_alone() -> None:
+    catalogue = catalogue_of(
+        *(service(f"s{one}", [f"10.96.1.{one}"]) for one in range(100)),
+        *(slice_of(f"s{one}", [endpoint(A)]) for one in range(100)),
+    )
+    catalogue.take_change()
+    catalogue.apply(StoreEvent(stored(slice_of("s7", [endpoint(B)])), 9))
+    change = catalogue.take_change()
+    assert show(change.put) == {"10.96.1.7 80/tcp": [f"{B}:8080"]}
+    assert len(change.put) == 1
+
+
+def test_what_is_said_again_changes_nothing() -> None:
+    documents = [service(), slice_of(endpoints=[endpoint(A)])]
+    catalogue = catalogue_of(*documents)
+    catalogue.take_change()
+    for document in documents:
+        catalogue.apply(StoreEvent(stored(document), 2))
+    catalogue.replace("services", [stored(documents[0])])
+    catalogue.replace("endpointslices", [stored(documents[1])])
+    change = catalogue.take_change()
+    assert (change.put, change.gone) == ({}, [])
+
+
+def test_any_order_of_changes_comes_to_the_same() -> None:
+    """What changes add up to is what a fresh look at the last versions gives."""
+    chance = random.Random(7)
+    for _ in range(60):
+        catalogue, last = Catalogue("n1"), dict[Any, StoredObject]()
+        table: dict[Frontend, Sequence[BackEnd]] = {}
+        for step in range(30):
+            one = stored(_any_document(chance), f"2026-01-0{chance.randint(1, 3)}")
+            deleted = chance.random() < 0.25
+            catalogue.apply(StoreEvent(one, step, deleted=deleted))
+            last.pop(one.key, None)
+            if not deleted:
+                last[one.key] = one
+            if chance.random() < 0.4:
+                _carry_out(catalogue, table)
+        _carry_out(catalogue, table)
+        fresh = Catalogue("n1")
+        for kind in ("services", "endpointslices"):
+            fresh.replace(kind, [one for one in last.values() if one.key.kind == kind])
+        fresh.take_change()
+        assert table == dict(fresh.table()) == dict(catalogue.table())
+
+
+def _carry_out(catalogue: Catalogue, table: dict[Frontend, Sequence[BackEnd]]) -> None:
+    change = catalogue.take_change()
+    table.update(change.put)
+    for frontend in change.gone:
+        table.pop(frontend, None)
+
+
+def _any_document(chance: random.Random) -> Mapping[str, Any]:
+    name = chance.choice("abc")
+    if chance.random() < 0.5:
+        addresses: Iterable[str] = chance.sample(
+            ["10.96.0.1", "10.96.0.2", "fd96::1"], chance.randint(0, 2)
+        )
+        ports = [
+            {"name": f"p{one}", "port": one}
+            for one in chance.sample([80, 81, 82], chance.randint(0, 3))
+        ]
+        return service(name, list(addresses), ports)
+    chosen = chance.sample(range(1, 6), chance.randint(0, 3))
+    ends = [endpoint(f"10.7.0.{one}", ready=chance.random() < 0.7) for one in chosen]
+    ports = [{"name": f"p{one}", "port": one + 8000} for one in (80, 81)]
+    return slice_of(name, ends, ports, number=chance.randint(1, 2))

@@ -308,6 +308,8 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
         enforcer=enforcer,
     )
     pods = OwnPods(store, config.node.node_name) if config.store.is_kubernetes else None
+    if pods is not None:
+        enforcer.reached = pods.freshness.reach
     resolver = _compose_identities(config, store, pods)
     cluster = _compose_cluster(opened, table, turn)
     context = Context(datapath, regenerator)

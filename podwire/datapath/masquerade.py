@@ -384,11 +384,11 @@ def _collapse(networks: Iterable[IPNetwork], version: int) -> list[str]:
 
 def _list_inside(networks: Sequence[str], addresses: Iterable[IPAddress]) -> list[str]:
     """List the addresses that are in one of the networks, which are in order and do not overlap."""
-    ranges = [ipaddress.ip_network(one) for one in networks]
+    ranges = [ipaddress.ip_network(network) for network in networks]
     if not ranges:
         return []
-    starts = [int(one.network_address) for one in ranges]
-    alike = sorted({int(one) for one in addresses if one.version == ranges[0].version})
+    starts = [int(network.network_address) for network in ranges]
+    alike = sorted({int(address) for address in addresses if address.version == ranges[0].version})
     found = []
     for number in alike:
         at = bisect_right(starts, number) - 1

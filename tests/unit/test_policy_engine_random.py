@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from podwire.control.policy.engine import Enforcement
+from podwire.control.policy.resolve import subject
 from podwire.control.policy.rule import (
     PolicyId,
 )
@@ -108,7 +109,11 @@ def test_entries_say_what_the_rules_say(seed: int, enforcement: Enforcement) -> 
 
 @SETTINGS
 @given(seed=SEEDS)
-def test_whatever_happens_entries_stay_those_of_a_new_engine(seed: int) -> None:
+@pytest.mark.parametrize("at_once", [True, False], ids=["all rules at once", "one by one"])
+def test_whatever_happens_entries_stay_those_of_a_new_engine(
+    seed: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "ONE_BY_ONE_MAX", 0 if at_once else subject.ONE_BY_ONE_MAX)
     random = Random(seed)
     world = make_world(random)
     for _ in range(12):

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Final
 
 from podwire.agent.duties.follower import KindList, StoreFollower
+from podwire.agent.duties.kubernetes.freshness import open_freshness
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.duties.worker import FOREVER_S, Worker
 from podwire.cni.labels import complete_labels
@@ -29,6 +30,7 @@ from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Conflict, PodwireError
 from podwire.model.interfaces import FactStore
 from podwire.model.store import Revisions, StoreEvent
+from podwire.model.store.kinds import NAMESPACE
 from podwire.model.store.leases import IDENTITY_DUTY, Lease
 
 SOURCES_FACT: Final = "label-sources"
@@ -54,12 +56,20 @@ class IdentityNews:
         """Take whole lists."""
         for kind_list in lists:
             self.feed.replace(kind_list.kind, kind_list.objects, kind_list.revision)
+            self._reach({kind_list.kind: kind_list.revision})
 
-    def on_events(self, events: Sequence[StoreEvent], _revisions: Revisions) -> None:
+    def on_events(self, events: Sequence[StoreEvent], revisions: Revisions) -> None:
         """Take changes."""
         self.feed.heard()
         for event in events:
             self.feed.apply(event)
+        self._reach(revisions)
+
+    def _reach(self, revisions: Revisions) -> None:
+        """Note up to where namespaces were heard of: pods get their labels."""
+        at = revisions.get(NAMESPACE.plural)
+        if self.feed.pods is not None and at is not None:
+            self.feed.pods.freshness.reach({NAMESPACE.plural: at})
 
     def on_away(self, error: PodwireError) -> None:
         """Go on with what is known."""
@@ -105,6 +115,8 @@ class IdentityDuty:
         self._resolver = self.feed.resolver
         self._allocator = self._resolver.allocator
         self._store = self._allocator.store
+        pods = self.feed.pods
+        self._freshness = open_freshness(self._store, pods.freshness if pods else None)
         self._repair = IdentityRepair(self.feed, self.changes.change_over)
         self.follower = StoreFollower(
             "identity-watch",
@@ -165,6 +177,8 @@ class IdentityDuty:
 
     def start(self) -> None:
         """Start the threads."""
+        if self._freshness is not None:
+            self._freshness.start()
         self._worker.start()
         if self._ahead is not None:
             self._ahead.start()
@@ -176,6 +190,8 @@ class IdentityDuty:
         if self._ahead is not None:
             self._ahead.stop()
         self._worker.stop()
+        if self._freshness is not None:
+            self._freshness.stop()
         # Given up at once, or the cluster would be without a collector until the lease has run out.
         lease, self._lease = self._lease, None
         if lease is not None:

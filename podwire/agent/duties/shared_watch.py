@@ -102,7 +102,7 @@ class SharedWatch:
         """Tell somebody nothing any more. With the last one the thread ends, at once but for a call of the store that
         runs, and what was heard is kept."""
         with self._telling:
-            self._followers = tuple(one for one in self._followers if one is not follower)
+            self._followers = tuple(other for other in self._followers if other is not follower)
         if self._followers:
             return
         self._worker.stop()
@@ -125,8 +125,12 @@ class SharedWatch:
         """Give what was kept of some kinds. Of `whole` kinds all or nothing."""
         kept = self._keeper.load(kinds, whole=whole)
         read = [
-            KindList(one.kind, self.unreadable.sift_remembered(one.objects), one.revision)
-            for one in kept
+            KindList(
+                kind_list.kind,
+                self.unreadable.sift_remembered(kind_list.objects),
+                kind_list.revision,
+            )
+            for kind_list in kept
         ]
         self.unreadable.show()
         return read
@@ -141,7 +145,7 @@ class SharedWatch:
             return self._step(timeout_s)
 
     def _step(self, timeout_s: float) -> bool:
-        due = [one for one in self._followers if one.is_due(time.monotonic())]
+        due = [follower for follower in self._followers if follower.is_due(time.monotonic())]
         if due:
             self._list(due)
             return True
@@ -183,7 +187,9 @@ class SharedWatch:
 
     def _choose_timeout_s(self) -> float:
         now_s = time.monotonic()
-        due_s = [one.again_s - now_s for one in self._followers if one.again_s is not None]
+        due_s = [
+            follower.again_s - now_s for follower in self._followers if follower.again_s is not None
+        ]
         # A quiet watch would otherwise keep news from the disk for as long as one call lasts.
         longest_s = SAVE_S if self._keeper.has_news else WATCH_S
         return max(0.0, min([longest_s, *due_s]))
@@ -192,7 +198,7 @@ class SharedWatch:
 
     def _list(self, due: Sequence[Follower]) -> None:
         """List the kinds that some followers lack, and hand the lists to every follower of those kinds."""
-        wanted = dict.fromkeys(kind for one in due for kind in one.kinds)
+        wanted = dict.fromkeys(kind for follower in due for kind in follower.kinds)
         fresh: dict[str, KindList] = {}
         refused: dict[str, KindUnavailable] = {}
         for kind in wanted:
@@ -204,33 +210,35 @@ class SharedWatch:
                 refused[kind] = error
         self.unreadable.show()
         if fresh:
-            self._continue_from({kind: one.revision for kind, one in fresh.items()})
+            self._continue_from({kind: kind_list.revision for kind, kind_list in fresh.items()})
             self._lists.update(fresh)
             self._keeper.note_lists(list(fresh.values()))
             if self.unreadable.objects:
                 self._keep_what_stands_in()
         lists = {kind: self._lists[kind] for kind in wanted if kind in self._lists}
         failures = _Failures()
-        for one in self._followers:
-            reasons = [refused[kind] for kind in one.kinds if kind in refused]
-            if reasons and one in due:
-                one.lack(reasons[0])
+        for follower in self._followers:
+            reasons = [refused[kind] for kind in follower.kinds if kind in refused]
+            if reasons and follower in due:
+                follower.lack(reasons[0])
             else:
-                told = lists if one in due else fresh
-                failures.guard(one, partial(self._tell_lists, one, told))
+                told = lists if follower in due else fresh
+                failures.guard(follower, partial(self._tell_lists, follower, told))
         if self._worker.is_started:
             self._lists.clear()
         failures.raise_first()
 
     def _can_reuse(self, kind: str, due: Sequence[Follower]) -> bool:
         """Tell whether what was listed for others still is the newest that was heard, without doubts about it."""
-        has_others = any(kind in one.kinds for one in self._followers if one not in due)
+        has_others = any(
+            kind in follower.kinds for follower in self._followers if follower not in due
+        )
         return has_others and kind in self._lists
 
-    def _tell_lists(self, one: Follower, lists: Mapping[str, KindList]) -> None:
+    def _tell_lists(self, follower: Follower, lists: Mapping[str, KindList]) -> None:
         with self._telling:
-            if one in self._followers:
-                one.take_lists(lists, self.unreadable.objects)
+            if follower in self._followers:
+                follower.take_lists(lists, self.unreadable.objects)
 
     def _list_kind(self, kind: str) -> KindList:
         objects, revision = self._store.list(kind)
@@ -246,16 +254,16 @@ class SharedWatch:
     def _hand_over(self, events: Sequence[StoreEvent], watch: Watch) -> None:
         self._revisions = {**self._revisions, **watch.revisions}
         # A list that was kept for followers to come is not the newest any more.
-        for kind in {one.object.key.kind for one in events}:
+        for kind in {event.object.key.kind for event in events}:
             self._lists.pop(kind, None)
         # Read once for all followers, whatever number of them has the kind.
-        changes = [(one, self._read(one)) for one in events]
+        changes = [(event, self._read(event)) for event in events]
         if events:
             self.unreadable.show()
         failures, failing = _Failures(), watch.failing
-        for one in self._followers:
-            failures.guard(one, partial(self._tell_changes, one, changes, failing))
-        if any(one.object.key in self.unreadable for one in events):
+        for follower in self._followers:
+            failures.guard(follower, partial(self._tell_changes, follower, changes, failing))
+        if any(event.object.key in self.unreadable for event in events):
             self._keep_what_stands_in()
         failures.raise_first()
 
@@ -268,11 +276,11 @@ class SharedWatch:
         return readable
 
     def _tell_changes(
-        self, one: Follower, changes: Sequence[Change], failing: Mapping[str, str]
+        self, follower: Follower, changes: Sequence[Change], failing: Mapping[str, str]
     ) -> None:
         with self._telling:
-            if one in self._followers:
-                one.take_changes(changes, failing)
+            if follower in self._followers:
+                follower.take_changes(changes, failing)
 
     def _keep_what_stands_in(self) -> None:
         """What was last read of an object is nowhere else now: an agent that is killed has to find it again."""
@@ -287,21 +295,21 @@ class SharedWatch:
         gone = set(kinds)
         for kind in gone:
             self._lists.pop(kind, None)
-        for one in self._followers:
-            if gone.intersection(one.kinds):
-                one.lack()
+        for follower in self._followers:
+            if gone.intersection(follower.kinds):
+                follower.lack()
 
     def _give_up(self) -> None:
         """What was handed over is in doubt: list everything again."""
         self._drop_watch()
         self._lists.clear()
-        for one in self._followers:
-            one.lack()
+        for follower in self._followers:
+            follower.lack()
 
     def _note_away(self, error: PodwireError) -> None:
         with self._telling:
-            for one in self._followers:
-                one.note_away(error)
+            for follower in self._followers:
+                follower.note_away(error)
 
     def _drop_watch(self) -> None:
         watch, self._watch = self._watch, None
@@ -333,20 +341,20 @@ class _Failures:
     def __init__(self) -> None:
         self._first: Exception | None = None
 
-    def guard(self, one: Follower, tell: Callable[[], None]) -> None:
+    def guard(self, follower: Follower, tell: Callable[[], None]) -> None:
         """Tell one follower; if it fails, lists come again."""
         try:
             tell()
         except PodwireError as error:
-            _log.error("follow store", extra={"task": one.name, "error": error.message})
+            _log.error("follow store", extra={"task": follower.name, "error": error.message})
             self._first = self._first or error
-            one.lack(error)
+            follower.lack(error)
         except (
             Exception
         ) as error:  # a listener's door: a bug about one object must not end the watch
-            _log.exception("follow store", extra={"task": one.name})
+            _log.exception("follow store", extra={"task": follower.name})
             self._first = self._first or error
-            one.lack(PodwireError(f"follow store for {one.name}: {error!r}"))
+            follower.lack(PodwireError(f"follow store for {follower.name}: {error!r}"))
 
     def raise_first(self) -> None:
         """Let the caller know, after everybody was told."""

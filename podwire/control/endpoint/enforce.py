@@ -79,6 +79,8 @@ class Enforcer:
     is_complete: Callable[[], bool] = lambda: True
     """Whether all that policy is made of was heard, in this life or an earlier one. Before, nothing is built, applied
     or collected: rows stay as they are."""
+    reached: Callable[[Revisions], None] = lambda _revisions: None
+    """Told up to which revisions policies were taken in."""
     _heard: deque[IdentityChange] = field(default_factory=deque)
     _damaged: set[int] = field(default_factory=set)
     """Identities whose slots were changed by somebody else."""
@@ -126,6 +128,7 @@ class Enforcer:
         """Note that policies were taken in up to these revisions, and are about to be applied."""
         later = {kind: max(self.revisions.get(kind, 0), at) for kind, at in revisions.items()}
         self.revisions = {**self.revisions, **later}
+        self.reached(self.revisions)
 
     def collect_waste(self) -> None:
         """Delete what no row and no rule names any more, counters of rules included. For quiet moments: deleting waits

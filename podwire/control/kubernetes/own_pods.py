@@ -6,6 +6,7 @@ Kubernetes, and CNI_ARGS as containerd and CRI-O fill them. Invariant: an endpoi
 its runtime named, never those of an earlier or later pod of the same name.
 """
 
+import logging
 import re
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Final, Protocol
 
 import msgspec
 
+from podwire.control.kubernetes.freshness import Freshness
 from podwire.control.kubernetes.pod import PodFacts, decode_pod
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Cancelled, Unavailable
@@ -24,10 +26,11 @@ from podwire.model.store import ObjectKey, Store, StoredObject, StoreEvent
 from podwire.model.store.kinds import POD
 
 WAIT_S: Final = 2.0
-"""How long an ADD waits for the watch to bring its pod, before it asks for that one pod."""
+"""How long an ADD waits for the watch to bring its pod, before it asks for that one pod, and policies older than it."""
 LOOK_S: Final = 0.1
 """How often a waiting ADD looks whether its caller is gone."""
 
+_log = logging.getLogger(__name__)
 _HASH: Final = re.compile(r"[0-9a-f]{32}")
 
 PodName = tuple[str, str]
@@ -84,6 +87,9 @@ class OwnPods:
     _changed: set[PodName] = field(default_factory=set)
     _news: threading.Condition = field(default_factory=threading.Condition)
 
+    def __post_init__(self) -> None:
+        self.freshness = Freshness(self._news)
+
     def replace(self, objects: Sequence[StoredObject]) -> None:
         """Take in a whole list of this node's pods."""
         pods = {_name_of(stored): decode_pod(stored) for stored in objects if not stored.fault}
@@ -133,12 +139,15 @@ class OwnPods:
         if not _names_pod(request):
             return request
         pod = self._find(request.namespace, request.pod, request.pod_uid)
-        return None if pod is None else _complete(request, pod)
+        if pod is None or not self.freshness.is_fresh(pod.uid):
+            return None
+        return _complete(request, pod)
 
     def complete(
         self, request: AttachRequest, cancelled: Callable[[], bool] = lambda: False
     ) -> AttachRequest:
-        """Give a request with the labels and ports of its Pod, waiting for the pod if it must.
+        """Give a request with the labels and ports of its Pod, waiting if it must: for the pod, and for policies that
+        were written before it was seen.
 
         A pod that the watch does not bring in time is asked for once. Raises Unavailable (CNI code 11: the runtime
         tries again) when there is no such pod, or another one of this name; Cancelled when the caller is gone.
@@ -163,7 +172,11 @@ class OwnPods:
             self._pods = {(pod.namespace, pod.name): pod for pod in pods}
 
     def _set(self, pods: dict[PodName, PodFacts], changed: set[PodName]) -> None:
+        known = {pod.uid for pod in self._pods.values()}
         self._pods = pods
+        uids = {pod.uid for pod in pods.values() if not pod.host_network}
+        self.freshness.keep(uids)
+        self.freshness.see(uids - known)
         self._changed |= changed
         self.version += bool(changed)
         self._news.notify_all()
@@ -183,7 +196,13 @@ class OwnPods:
             while True:
                 pod = self._find(request.namespace, request.pod, request.pod_uid)
                 left_s = until_s - self.clock()
-                if pod is not None or left_s <= 0:
+                is_fresh = pod is not None and self.freshness.is_fresh(pod.uid)
+                if is_fresh or left_s <= 0:
+                    if pod is not None and not is_fresh:
+                        _log.warning(
+                            "a pod starts before its policies were heard of",
+                            extra={"pod": f"{pod.namespace}/{pod.name}"},
+                        )
                     return pod
                 if cancelled():
                     raise Cancelled("find pod: the caller went away or a DEL overtook it")

@@ -45,9 +45,9 @@ def of(families: str) -> tuple[Ranges, ...]:
 
 def join_pods(families: str) -> str:
     """Write the ranges of pods as Kubernetes' programs take them."""
-    return ",".join(one.pods for one in of(families))
+    return ",".join(family.pods for family in of(families))
 
 
 def join_services(families: str) -> str:
     """Write the ranges of services as Kubernetes' programs take them."""
-    return ",".join(one.services for one in of(families))
+    return ",".join(family.services for family in of(families))

@@ -36,7 +36,7 @@ from podwire.store.kubernetes.api.resources import (
     with_query,
 )
 from podwire.store.kubernetes.events import EVENTS, encode_event, encode_event_again
-from podwire.store.kubernetes.listing import list_pages
+from podwire.store.kubernetes.listing import list_pages, read_newest
 from podwire.store.kubernetes.objects import (
     decode_object,
     encode_object,
@@ -117,9 +117,23 @@ class KubernetesStore:
                 return [], 0
             raise self._client.explain(refused) from None
         self._hub.note(kind, revision)
-        objects = (decode_object(resource, one) for one in found)
-        chosen = (one for one in objects if namespace is None or one.key.namespace == namespace)
-        return sorted(chosen, key=lambda one: one.key), revision
+        objects = (decode_object(resource, item) for item in found)
+        chosen = (
+            stored for stored in objects if namespace is None or stored.key.namespace == namespace
+        )
+        return sorted(chosen, key=lambda stored: stored.key), revision
+
+    def read_newest(self, kinds: Sequence[str]) -> dict[str, int]:
+        """Give, for each kind, the highest revision that any of its objects has now; 0 when there are none."""
+        found = {}
+        for kind in kinds:
+            resource = find_resource(kind)
+            try:
+                found[kind] = self._thread.run(read_newest(self._client, resource))
+            except Refused as refused:
+                if not (refused.is_without_resource and resource.is_optional):
+                    raise self._client.explain(refused) from None
+        return found
 
     def create(self, new: StoredObject) -> StoredObject:
         """Write an object that must not exist (else Conflict); gives it with uid, revision and time."""

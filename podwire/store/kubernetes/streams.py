@@ -137,7 +137,7 @@ class Stream:
 
     def leave(self, reader: Reader) -> None:
         """Let a reader go."""
-        self.readers = [one for one in self.readers if one is not reader]
+        self.readers = [other for other in self.readers if other is not reader]
 
     def stop(self) -> None:
         """End the watch."""
@@ -249,14 +249,14 @@ class Stream:
             if life != self._life:
                 return True
             self._is_doubtful = self._is_doubtful and not checked
-            hit = [one for one in self.readers if is_hit(one.heard(kind))]
+            hit = [reader for reader in self.readers if is_hit(reader.heard(kind))]
             for reader in hit:
                 reader.compact(kind, f"after revision {reader.heard(kind)}: {reason}")
                 self.leave(reader)
             if checked and not hit:
                 return False
             if self.readers:
-                self._begin_at(min(one.heard(kind) for one in self.readers))
+                self._begin_at(min(reader.heard(kind) for reader in self.readers))
             else:
                 self.stop()
             return True

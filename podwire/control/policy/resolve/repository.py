@@ -165,19 +165,22 @@ class Repository:
 
     def _change_part(self, part: Part, rules: PolicyRules) -> PartChange:
         part.default_deny = rules.default_deny
-        old = list(part.rules)
+        # By rule, because whoever may write policies may write one of tens of thousands of rules, and change all.
+        old: dict[Rule, list[RuleInUse]] = {}
+        for used in part.rules:
+            old.setdefault(used.rule, []).append(used)
         now: list[RuleInUse] = []
         came: list[RuleInUse] = []
         for rule in rules.rules:
-            same = next((used for used in old if used.rule == rule), None)
-            if same is None:
-                same = self._use(rule, part)
-                came.append(same)
+            alike = old.get(rule)
+            if not alike:
+                now.append(self._use(rule, part))
+                came.append(now[-1])
             else:
-                old.remove(same)
-            now.append(same)
+                now.append(alike.pop(0))
         part.rules = tuple(now)
-        return PartChange(part, False, went=tuple(old), came=tuple(came))
+        went = tuple(used for alike in old.values() for used in alike)
+        return PartChange(part, False, went=went, came=tuple(came))
 
     def _use(self, rule: Rule, part: Part) -> RuleInUse:
         self._order += 1

@@ -8,7 +8,7 @@ except for `stale`.
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Self
+from typing import Final, Self
 
 from podwire.control.policy.oracle import Enforcement
 from podwire.control.policy.resolve.compile import Block, Blocks, Term, pack_key, unpack
@@ -23,6 +23,10 @@ from podwire.model.policy import (
     PolicyEntry,
     PolicyRows,
 )
+
+ONE_BY_ONE_MAX: Final = 256
+"""So many rules of one rule set are taken out or put in one after the other. Each costs as much as a family has terms,
+so tens of thousands of them would take minutes; beyond it all families are made anew at once."""
 
 NamedPortsOf = Callable[[int], tuple[NamedPort, ...]]
 Families = dict[int, Block]
@@ -220,6 +224,9 @@ class Subject:
             self.parts.pop(part, None)
         else:
             self.parts[part] = None
+        if len(change.went) + len(change.came) > ONE_BY_ONE_MAX:
+            self.build(tuple(self.parts))
+            return
         for direction in Direction:
             if not change.is_gone and direction in part.default_deny:
                 self._closing[direction].setdefault(part)

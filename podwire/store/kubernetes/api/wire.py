@@ -82,6 +82,13 @@ class Header(msgspec.Struct, frozen=True):
     metadata: ObjectMeta = ObjectMeta()
 
 
+class Headers(msgspec.Struct, frozen=True):
+    """metav1.PartialObjectMetadataList."""
+
+    items: list[Header] | None = None
+
+
+decode_headers: Final = msgspec.json.Decoder(Headers).decode
 decode_status: Final = msgspec.json.Decoder(Status).decode
 decode_list: Final = msgspec.json.Decoder(ObjectList).decode
 decode_event: Final = msgspec.json.Decoder(WatchEvent).decode

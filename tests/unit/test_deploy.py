@@ -72,12 +72,7 @@ def test_it_names_the_image_that_is_built() -> None:
 
 def test_its_settings_are_settings() -> None:
     settings = tomllib.loads(SETTINGS_MAP["data"]["agent.toml"])
-    assert settings == {
-        "store": "kubernetes",
-        "cni_install": True,
-        "status_grace_s": 120,
-        "status_on_exhaustion": False,
-    }
+    assert settings == {"store": "kubernetes", "cni_install": True}
     variables = {one["name"].removeprefix(ENVIRONMENT_PREFIX).lower() for one in CONTAINER["env"]}
     assert variables == {"node_name", "cluster_cidrs"}
     assert {*settings, *variables} <= set(SETTINGS)

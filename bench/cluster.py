@@ -21,6 +21,7 @@ from podwire.lab.kubernetes.networks import Network
 from podwire.lab.kubernetes.networks.agents import ROOT, PlainAgents
 from podwire.lab.kubernetes.networks.installed import Podwire
 from podwire.lab.kubernetes.networks.reference import Ptp
+from podwire.lab.kubernetes.nodes.cgroups import read_cpu_s
 
 NAME: Final = "bench"
 RESULT: Final = "cluster"
@@ -85,7 +86,10 @@ def measure(cluster: Cluster, name: str, crowds: int, samples: Samples) -> None:
     _go(cluster, "web")
     cluster.kubectl("cordon", "node2")
     for _ in range(crowds):
+        used_s = read_cpu_s(cluster.nodes[0].machine.plan.cgroup)
         samples.setdefault(f"{name} up s", []).append(_come(cluster, "crowd", CROWD))
+        used_s = read_cpu_s(cluster.nodes[0].machine.plan.cgroup) - used_s
+        samples.setdefault(f"{name} up, node's CPU s", []).append(round(used_s, 2))
         samples.setdefault(f"{name} down s", []).append(_go(cluster, "crowd"))
 
 
@@ -170,6 +174,7 @@ def summarise(samples: Mapping[str, Sequence[float]]) -> dict[str, object]:
         ("network p50", 0.5, "network ms"),
         ("network p90", 0.9, "network ms"),
         ("up", 0.5, "up s"),
+        ("up, CPU", 0.5, "up, node's CPU s"),
         ("down", 0.5, "down s"),
     ):
         ours, theirs = samples.get(f"podwire {part}", ()), samples.get(f"ptp {part}", ())

@@ -1,17 +1,20 @@
 """Clusters that tests share: real ones of two nodes, or none, and then the tier is skipped as a whole.
 
-Two are raised, one after the other: the rig itself is tried with the reference plugins, everything else with podwire as
-its manifest installs it.
+Two are raised, one after the other, with podwire as its manifest installs it: one as most clusters are, and one that
+differs in all that may differ. `--full` raises more.
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Final
 
 import pytest
 
 from podwire.lab.kubernetes import cluster as clusters
 from podwire.lab.kubernetes import programs, residue
 from podwire.lab.kubernetes.cluster import Cluster, ClusterShape
+from podwire.lab.kubernetes.networks import Network
 from podwire.lab.kubernetes.networks.agents import ROOT, read_definitions
 from podwire.lab.kubernetes.networks.installed import Podwire, find_image
 from podwire.lab.kubernetes.networks.reference import REFERENCE_PLUGINS, Ptp
@@ -41,16 +44,54 @@ def _can_run() -> None:
         pytest.skip(f"no cluster on this machine: {obstacle}")
 
 
+OTHER: Final = ClusterShape(families="46", proxy="iptables", hidden=(str(ROOT),))
+"""With the newer programs where they are built."""
+SHAPES: Final[Mapping[str, ClusterShape]] = {
+    "three nodes": ClusterShape(nodes=3, hidden=(str(ROOT),)),
+    "iptables": ClusterShape(proxy="iptables", hidden=(str(ROOT),)),
+    "both families": ClusterShape(families="46", hidden=(str(ROOT),)),
+    "three nodes, both families, iptables": replace(OTHER, nodes=3),
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Raise one other shape, and with --full every one."""
+    if "shaped" in metafunc.fixturenames:
+        full = metafunc.config.getoption("--full")
+        names = ["other", *(("ptp", *SHAPES) if full else ())]
+        metafunc.parametrize("shaped", names, indirect=True, scope="module")
+
+
 @pytest.fixture(scope="module")
-def reference() -> Iterator[Cluster]:
-    """Give a cluster whose pods are attached by the reference plugins."""
-    with clusters.raised("reference", ClusterShape(), Ptp()) as made:
+def shaped(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Give a cluster of another shape than `cluster`."""
+    network: Network
+    if request.param == "ptp":
+        shape, network = ClusterShape(), Ptp()
+    elif request.param == "other":
+        shape, network = replace(OTHER, newer=_list_newer()), _find_podwire()
+    else:
+        shape, network = SHAPES[request.param], _find_podwire()
+    with clusters.raised("shaped", shape, network) as made:
         yield made
-    assert not residue.list_left("reference")
+    assert not residue.list_left("shaped")
+
+
+def _list_newer() -> frozenset[str]:
+    try:
+        programs.find_newer()
+    except NotFound:
+        return frozenset()
+    return frozenset({"containerd", "etcd"})
 
 
 @pytest.fixture(scope="module")
 def network() -> Podwire:
+    """Give podwire as it is installed."""
+    return _find_podwire()
+
+
+def _find_podwire() -> Podwire:
     """Give podwire as it is installed; the image must have been built where there is a way to Debian's packages."""
     if not read_definitions():
         pytest.skip(

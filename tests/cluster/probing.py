@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -102,5 +102,81 @@ def listening(network: str, port: int) -> Iterator[Sink]:
         yield sink
     finally:
         listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+
+
+PATIENCE_S: Final = 20.0
+"""How late an echo may be on a busy machine; one that was dropped never comes."""
+
+
+class Stream:
+    """Sends all the time from one pod to another, and keeps what went wrong."""
+
+    def __init__(self, network: str, address: str) -> None:
+        self.network, self.address = network, address
+        self.sent = 0
+        self.lost: list[str] = []
+
+    def ping(self, stop: threading.Event) -> None:
+        """Send one echo request after the other."""
+        while not stop.wait(0.02):
+            self.sent += 1
+            said = traffic.ping(self.network, self.address, timeout_s=PATIENCE_S, tries=1)
+            if not said.ok:
+                self.lost.append(f"echo {self.sent}: {said.answer}")
+
+    def talk(self, stop: threading.Event, port: int) -> None:
+        """Keep one TCP connection, and read every line back."""
+        with traffic.socket_in(self.network, self.address, "tcp") as connection:
+            connection.settimeout(PATIENCE_S)
+            try:
+                connection.connect((self.address, port))
+                lines = connection.makefile("rb")
+                while not stop.wait(0.02):
+                    self.sent += 1
+                    connection.sendall(b"%d\n" % self.sent)
+                    if (line := lines.readline()) != b"%d\n" % self.sent:
+                        self.lost.append(f"line {self.sent}: {line!r}")
+                        return
+            except OSError as error:
+                self.lost.append(f"line {self.sent}: {error}")
+
+
+@contextmanager
+def running(*works: Callable[[threading.Event], object]) -> Iterator[None]:
+    """Let something happen in threads until the block ends."""
+    stop = threading.Event()
+    threads = [threading.Thread(target=work, args=(stop,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+@contextmanager
+def echoing(network: str, port: int) -> Iterator[None]:
+    """Send back, inside a pod's network, what its one caller sends."""
+    with netns.open_namespace(network) as fd, netns.namespace(fd.fileno()):
+        listener = socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
+
+    def serve() -> None:
+        with suppress(OSError):
+            connection, _ = listener.accept()
+            with connection:
+                while data := connection.recv(4096):
+                    connection.sendall(data)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
         listener.close()
         thread.join()

@@ -17,6 +17,7 @@ from podwire.lab.kubernetes import pods
 from podwire.lab.kubernetes.cluster import Cluster, is_ready
 from podwire.lab.kubernetes.networks.installed import Podwire
 from tests.cluster import probing
+from tests.cluster.audit import wait_until_all_agree
 from tests.cluster.town import is_playable, open_town
 from tests.policy_cases import network_policy
 from tests.waiting import wait_for
@@ -374,18 +375,8 @@ def test_nothing_is_lost_when_all_are_killed_in_a_rollout(
         node.services.start_kubelet()
     cluster.kubectl("rollout", "status", "deployment/web", "--timeout=180s")
     cluster.wait_for_pods(2, network.namespace, network.selector)
-    web = cluster.wait_for_pods(10, selector="app=web")
-    for node in cluster.nodes:
-        here = [pod for pod in web if pod["spec"]["nodeName"] == node.name]
-        expected = sorted(addresses_of(here))
-        cluster.wait_for(
-            lambda name=node.name, expected=expected: (  # type: ignore[misc]
-                sorted(one["ipv4"] for one in network.list_endpoints(cluster, name)) == expected
-            ),
-            f"the endpoints of {node.name} to be its pods",
-        )
-        devices = node.machine.run("ip", "-o", "link", "show", "type", "veth")
-        assert devices.count("alias podwire:") == len(expected), devices
+    cluster.wait_for_pods(10, selector="app=web")
+    wait_until_all_agree(cluster, network)
 
 
 def test_the_last_step_of_the_documentation_leaves_nothing_in_force(

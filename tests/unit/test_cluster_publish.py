@@ -41,6 +41,22 @@ def pods(**identities: Any) -> Any:
     }
 
 
+def test_labels_that_change_all_the_time_are_written_once_a_second_in_the_end() -> None:
+    schedule, now_s, gaps = PublishSchedule(), 10.0, []
+    schedule.written(pods(a=0), now_s)
+    for number in range(1, 100):
+        due = schedule.due_in(pods(a=number), now_s, OWN_RANGES)
+        assert due is not None
+        gaps.append(due)
+        now_s += due
+        schedule.written(pods(a=number), now_s)
+    assert set(gaps[:50]) == {0.25}
+    assert set(gaps[60:]) == {1.0}
+    assert schedule.due_in(pods(a=1000), now_s + 30, OWN_RANGES) == 0
+    schedule.written(pods(a=1000), now_s + 30)
+    assert schedule.due_in(pods(a=1001), now_s + 30, OWN_RANGES) == 0.25
+
+
 @pytest.mark.parametrize(
     ("steps", "wanted", "now_s", "due"),
     [

@@ -48,6 +48,23 @@ def test_defaults_are_those_of_the_contract() -> None:
     assert reloadable == RELOADABLE
 
 
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ('store = "kubernetes"', (120, False)),
+        ('store = "kubernetes"\nstatus_grace_s = 0\nstatus_on_exhaustion = true', (0, True)),
+        ('store = "sqlite:///tmp/store.db"', (0, True)),
+        ("", (0, True)),
+    ],
+)
+def test_in_kubernetes_a_node_stays_ready_while_its_agent_is_replaced(
+    text: str, status: tuple[int, bool]
+) -> None:
+    environment = {"PODWIRE_NODE_NAME": "n1"}
+    cni = settle(host_name="h", text=text, file_name="f", environment=environment).config.cni
+    assert (cni.status_grace_s, cni.status_on_exhaustion) == status
+
+
 def test_the_default_store_is_in_the_state_directory() -> None:
     assert read(CIDRS + 'state_dir = "/x/y"').config.store.store == "sqlite:///x/y/store.db"
 

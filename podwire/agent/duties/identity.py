@@ -10,17 +10,22 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Final
 
 from podwire.agent.duties.follower import KindList, StoreFollower
 from podwire.agent.duties.kubernetes.freshness import open_freshness
 from podwire.agent.duties.shared_watch import SharedWatch
-from podwire.agent.duties.worker import Worker
+from podwire.agent.duties.worker import FOREVER_S, Worker
+from podwire.cni.labels import complete_labels
 from podwire.control.endpoint.changes import EndpointChanges
 from podwire.control.endpoint.table import EndpointTable
+from podwire.control.identity.bound_pods import BoundPods
 from podwire.control.identity.collect import Collector, collect, publish_holds
 from podwire.control.identity.feed import IdentityFeed
 from podwire.control.identity.repair import IdentityRepair
+from podwire.control.installation.conflist import NETWORK
+from podwire.control.kubernetes.pod import PodFacts
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Conflict, PodwireError
 from podwire.model.interfaces import FactStore
@@ -101,6 +106,11 @@ class IdentityDuty:
 
     def __post_init__(self) -> None:
         self._worker = Worker("identity", self._work, self._fail, interrupt=self.feed.wake)
+        self._ahead: Worker | None = None
+        if self.feed.pods is not None:
+            bound = BoundPods(self.feed.resolver, self.feed.pods, self._guess_labels)
+            self._ahead = Worker("identity-ahead", partial(_number, bound))
+            bound.noted, self.feed.bound = self._ahead.wake, bound
         self._due_s = self.monotonic()
         self._resolver = self.feed.resolver
         self._allocator = self._resolver.allocator
@@ -170,11 +180,15 @@ class IdentityDuty:
         if self._freshness is not None:
             self._freshness.start()
         self._worker.start()
+        if self._ahead is not None:
+            self._ahead.start()
         self.follower.start()
 
     def stop(self) -> None:
         """End the threads, and let another node do the cluster's duties."""
         self.follower.stop()
+        if self._ahead is not None:
+            self._ahead.stop()
         self._worker.stop()
         if self._freshness is not None:
             self._freshness.stop()
@@ -222,8 +236,18 @@ class IdentityDuty:
             self.facts.write_fact(PODS_FACT, pods.dump())
             self._remembered_pods = version
 
+    def _guess_labels(self, pod: PodFacts) -> tuple[str, ...]:
+        """Give the labels that the ADD of a pod will bring, if its network is that of the pods before it."""
+        network = next((str(one.record.key.network) for one in self.table), NETWORK)
+        return complete_labels(pod.labels, network=network, namespace=pod.namespace, pod=pod.name)
+
     def _publish(self, in_use: frozenset[int]) -> None:
         age_s = self.monotonic() - self._published_s
         if in_use != self._published or age_s >= PUBLISH_AGAIN_S:
             publish_holds(self._store, self.node_name, in_use)
             self._published, self._published_s = in_use, self.monotonic()
+
+
+def _number(bound: BoundPods) -> float:
+    bound.number()
+    return FOREVER_S

@@ -3,7 +3,7 @@
 `agent.duties.cluster.publisher` calls it on a thread that may wait for the store. `PublishSchedule` is pure.
 Invariants: an object is written only when its contents would change, and never over what another living instance of
 this name published. The first change of pods is written at once, and no two writes are closer than a second, or a
-quarter of one where a running pod's identity has changed.
+quarter of one where a running pod's identity has changed: on the average of a minute not more than one a second.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -42,6 +42,9 @@ CHANGE_EVERY_S: Final = 0.25
 """Sooner, where an address that others know has another identity: somebody has changed labels, and expects that both
 ends judge by them within a second. Pods that come and go are many, changes of labels are few.
 """
+EARLY_MAX: Final = 40.0
+"""So many seconds may be saved in a row, and then there is one write each second: every node of the cluster reads each
+of them."""
 RELEASE_AFTER_S: Final = 300.0
 """A pod that is gone is withdrawn with the next write, or after this time; within the second if another node may get
 its address.
@@ -84,6 +87,8 @@ class PublishSchedule:
     published: Identities | None = None
     """What was written last; None before the first write of this life."""
     _written_s: float = field(default=0.0, repr=False)
+    _early: float = field(default=EARLY_MAX, repr=False)
+    """How many seconds may still be saved by early writes; filled by the seconds without a write."""
     _released_since_s: float | None = field(default=None, repr=False)
     _backoff: Backoff = field(default_factory=Backoff, repr=False)
 
@@ -97,6 +102,8 @@ class PublishSchedule:
 
     def written(self, wanted: Identities, now_s: float) -> None:
         """Note that `wanted` was written."""
+        passed = (now_s - self._written_s) / WRITE_EVERY_S
+        self._early = min(EARLY_MAX, max(0.0, self._early + passed - 1))
         self.published = dict(wanted)
         self._written_s = now_s
         self._released_since_s = None
@@ -119,7 +126,7 @@ class PublishSchedule:
         changed = [
             address for address, identity in wanted.items() if published.get(address) != identity
         ]
-        if any(address in published for address in changed):
+        if self._early >= 1 and any(address in published for address in changed):
             return self._written_s + CHANGE_EVERY_S
         if changed:
             return self._written_s + WRITE_EVERY_S

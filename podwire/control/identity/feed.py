@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from podwire.control.identity.bound_pods import BoundPods
 from podwire.control.identity.known import IDENTITIES, IdentityChange
 from podwire.control.identity.resolver import IdentityResolver
 from podwire.control.identity.sources import NAMESPACES, WORKLOADS, SourceChange
@@ -43,6 +44,8 @@ class IdentityFeed:
     resolver: IdentityResolver
     pods: OwnPods | None = None
     """With the store `kubernetes`."""
+    bound: BoundPods | None = None
+    """Told of pods that were bound to this node or changed."""
     _doubt: Doubt = field(default_factory=Doubt)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _doubted: threading.Event = field(default_factory=threading.Event)
@@ -77,7 +80,10 @@ class IdentityFeed:
         """Take in one change of one of `kinds`, which no list holds already."""
         if self.pods is not None and event.object.key.kind == POD.plural:
             self.pods.apply(event)
-            self._suspect(Doubt(SourceChange(pods=self.pods.take_changed())))
+            changed = self.pods.take_changed()
+            self._suspect(Doubt(SourceChange(pods=changed)))
+            if self.bound is not None and not event.deleted:
+                self.bound.note(changed)
         elif event.object.key.kind == IDENTITIES:
             self.resolver.allocator.known.apply(event)
         else:

@@ -116,6 +116,10 @@ class OwnPods:
             changed, self._changed = frozenset(self._changed), set()
             return changed
 
+    def find(self, namespace: str, name: str) -> PodFacts | None:
+        """Give what is known of a pod."""
+        return self._find(namespace, name, "")
+
     def has(self, record: EndpointRecord) -> bool:
         """Tell whether an endpoint belongs to a Pod object: its labels come from there."""
         return self._find_of(record) is not None

@@ -10,9 +10,10 @@ would ask for the capability. Values only; nothing here reads the world.
 
 import dataclasses
 import ipaddress
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from podwire.model.config.settings import (
     ADDRESS,
@@ -262,9 +263,13 @@ class CniSettings:
         integer(0, 3600),
         0,
         "How long after its last sign of life STATUS succeeds without the agent, in seconds.",
+        default_note="`120` with the store `kubernetes`, else `0`",
     )
     status_on_exhaustion: bool = setting(
-        BOOL, True, "Whether STATUS fails when no address is left."
+        BOOL,
+        True,
+        "Whether STATUS fails when no address is left.",
+        default_note="`false` with the store `kubernetes`, else `true`",
     )
     cni_install: bool = setting(
         BOOL,
@@ -328,6 +333,15 @@ class AgentConfig:
             for name, values in groups.items()
         }
         return dataclasses.replace(self, **changed)
+
+
+IN_KUBERNETES: Final[Mapping[str, object]] = {
+    "status_grace_s": 120,
+    "status_on_exhaustion": False,
+}
+"""Other defaults with the store `kubernetes`. Of a node whose STATUS fails Kubernetes evicts the pods: neither an agent
+that is being replaced (containerd 2.x asks every few seconds) nor a full range is worth that.
+"""
 
 
 def _rows() -> Iterator[tuple[str, type, Setting]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from podwire.model.config import SETTINGS, AgentConfig, find_contradictions
+from podwire.model.config import IN_KUBERNETES, SETTINGS, AgentConfig, find_contradictions
 from podwire.model.config.settings import ENVIRONMENT_PREFIX, Kind, Setting, show
 from podwire.model.errors import Fault, InvalidConfiguration
 
@@ -109,6 +109,8 @@ def settle(
     state_dir = values.get("state_dir", SETTINGS["state_dir"].default)
     values.setdefault("store", f"sqlite://{state_dir}/store.db")
     config = AgentConfig().replace(values)
+    if config.store.is_kubernetes:
+        config = AgentConfig().replace({**IN_KUBERNETES, **values})
     # The host's name need not be the node's, and an agent of another name would serve a node that is not its own.
     if config.store.is_kubernetes and not config.store.kubeconfig and "node_name" not in sources:
         told = "is not set, and a pod cannot know it: pass spec.nodeName as PODWIRE_NODE_NAME (see deploy/podwire.yaml)"

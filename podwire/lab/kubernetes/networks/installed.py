@@ -52,6 +52,11 @@ class Podwire:
         )
 
     @property
+    def image(self) -> str:
+        """The name of the agents' image."""
+        return str(self.daemon_set["spec"]["template"]["spec"]["containers"][0]["image"])
+
+    @property
     def namespace(self) -> str:
         """Where the agents' pods are."""
         return str(self.daemon_set["metadata"]["namespace"])

@@ -44,6 +44,14 @@ def move_in(name: str, pid: int) -> None:
         (hierarchy / name / _SYSTEM / _PROCESSES).write_text(str(pid))
 
 
+def read_cpu_s(name: str) -> float:
+    """Read how long the processors have worked for a node, its own programs and its pods."""
+    for path in CGROUPS.glob(f"*/{name}/cpuacct.usage"):
+        return int(path.read_text()) / 1e9
+    usage = (CGROUPS / name / "cpu.stat").read_text().split()
+    return int(usage[usage.index("usage_usec") + 1]) / 1e6
+
+
 def list_cgroups(names: Sequence[str]) -> list[Path]:
     """List the cgroups of these names and those below them, the innermost first."""
     cgroups = []

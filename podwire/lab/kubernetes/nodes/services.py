@@ -191,6 +191,10 @@ class NodeServices:
             timeout_s=_IMAGE_DEADLINE_S,
         )
 
+    def tag_image(self, image: str, name: str) -> None:
+        """Give an image of the node another name."""
+        self.machine.run(*("ctr", "-a", SOCKET, "-n", "k8s.io", "images", "tag", image, name))
+
     def stop(self) -> None:
         """End all; containers run on."""
         for daemon in reversed(self.daemons):

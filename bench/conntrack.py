@@ -1,9 +1,11 @@
-"""Many short flows between the pods of one node, with default settings: does the memory of flows lose or refuse any?
+"""Many short flows between the pods of one node, with default settings: does what tracks them lose or refuse any?
 
 Single UDP questions, as to a name server, and TCP connections of one question and one answer, each from a fresh port
 (`exchanges.c`). They come no faster than answers do, so where the machine cannot keep the wanted rates the achieved
-ones are lower, and the results say so. Beside them: what the programs dropped, rows and memory of the maps, the
-agent's memory and CPU, what the whole machine computed, and the entries of the node's nf_conntrack.
+ones are lower, and the results say so. Beside them: what was dropped, the memory of what tracks flows, and what the
+whole machine computed; of podwire also the rows of the maps and the agent.
+
+First podwire, then a plain node whose flows the kernel's nf_conntrack tracks, with the same pods and questions.
 """
 
 import argparse
@@ -11,15 +13,17 @@ import json
 import os
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from bench import results_file
+from bench import nf_conntrack, results_file
 from bench.agent import agent_pid, resident_mb
 from bench.contestants import LAB, compile_c, one_node, scratch
-from bench.exchanges import Town, read_in, read_outcome
+from bench.exchanges import Town, read_outcome
+from bench.plain_nodes import plain_node
 from bench.stats import Interval
 from podwire.datapath import abi
 from podwire.datapath.conntrack_maps import (
@@ -35,31 +39,73 @@ from podwire.lab.state import Pod
 from podwire.lab.topology import NodePlan
 
 CLIENTS, SERVERS = 8, 2
+RATES: Final = ("udp", "tcp")
+PLAIN: Final = "nf_conntrack"
+"""The contestant: a node without podwire that tracks its flows."""
 LOOKS: Final = 36
 """How often a run is looked at, so that looking costs little."""
 QUIET: Final = "quiet"
 """The reason of what pods' own kernels send and nobody misses, such as reports of IPv6 multicast listeners."""
 MB: Final = 1e6
+ANSWERED: Final = "answered per s"
+CPU_EACH: Final = "machine's CPU for one answer, us"
+
+Figures = dict[str, Any]
+Series = dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What is asked of each contestant."""
+
+    tool: str
+    seconds: float
+    per_s: Mapping[str, float]
 
 
 def main() -> None:
     """Measure, print the figures, write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=180)
+    parser.add_argument("--seconds", type=float, default=180, help="for each contestant")
     parser.add_argument("--udp", type=float, default=20_000, help="questions a second")
     parser.add_argument("--tcp", type=float, default=5_000, help="connections a second")
     parser.add_argument("--dry", action="store_true", help="write no results")
     arguments = parser.parse_args()
-    with scratch() as directory, one_node(conntrack_entries=0) as state:
-        tool = compile_c("exchanges", directory)
+    with scratch() as directory:
+        questions = Questions(
+            compile_c("exchanges", directory),
+            arguments.seconds,
+            {name: getattr(arguments, name) for name in RATES},
+        )
+        (summary, raw), (theirs, their_raw) = ask_podwire(questions), ask_plain(questions)
+    summary |= {f"{what} / {PLAIN}": _ratio(summary, theirs, what) for what in (ANSWERED, CPU_EACH)}
+    summary[PLAIN] = theirs
+    print(json.dumps(summary, indent=1))
+    if not arguments.dry:
+        raw |= {f"{PLAIN}: {what}": series for what, series in their_raw.items()}
+        results_file.write("conntrack", summary, raw)
+
+
+def _ratio(ours: Figures, theirs: Figures, what: str) -> dict[str, float]:
+    """Compare the contestants; there is one run of each, so the ends of the interval are the figure itself."""
+    return _exactly(ours[what] / theirs[what])
+
+
+def ask_podwire(questions: Questions) -> tuple[Figures, Series]:
+    """Measure podwire on a node of its own, with default settings."""
+    with one_node(conntrack_entries=0) as state:
         node = state.plan.nodes[0]
         servers = [(one.netns, one.addresses[0]) for one in _pods("server", SERVERS, node)]
         town = Town([one.netns for one in _pods("client", CLIENTS, node)], servers)
         with _node_maps(node) as maps:
-            summary, raw = _measure(tool, town, node, maps, arguments)
-    print(json.dumps(summary, indent=1))
-    if not arguments.dry:
-        results_file.write("conntrack", summary, raw)
+            return _measure_podwire(questions, town, node, maps)
+
+
+def ask_plain(questions: Questions) -> tuple[Figures, Series]:
+    """Measure the kernel alone on a node that tracks every flow, with the kernel's limits and times."""
+    with plain_node(LAB, CLIENTS + SERVERS) as (node, pods):
+        town = Town([namespace for namespace, _ in pods[SERVERS:]], pods[:SERVERS])
+        return _measure_plain(questions, town, node)
 
 
 def _pods(name: str, count: int, node: NodePlan) -> list[Pod]:
@@ -82,77 +128,112 @@ def _node_maps(node: NodePlan) -> Iterator[NodeMaps]:
         maps.close()
 
 
-def _measure(
-    tool: str, town: Town, node: NodePlan, maps: NodeMaps, arguments: argparse.Namespace
-) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    wanted_s = arguments.seconds
-    rates = {"udp": arguments.udp, "tcp": arguments.tcp}
-    load_before = os.getloadavg()[0]
-    memory_before, drops_before = _map_memory_mb(maps), _drops(maps)
-    available_before, cpu_before = _available_mb(), _cpu_ticks()
-    packets_before, agent_before = town.count_packets(), _agent_cpu_s()
-    with town.start(
-        tool,
-        seconds=wanted_s,
-        at_most_s=wanted_s,
-        udp_per_s=arguments.udp,
-        tcp_per_s=arguments.tcp,
-    ) as running:
-        raw = _watch(running, node, maps, wanted_s / LOOKS)
-        found = read_outcome(running)
-    cpu, agent_s = _cpu_ticks() - cpu_before, _agent_cpu_s() - agent_before
-    memory, rows, available = _map_memory_mb(maps), _count_rows(maps), _available_mb()
-    sent, received = town.count_packets_since(packets_before)
+def _measure_podwire(
+    questions: Questions, town: Town, node: NodePlan, maps: NodeMaps
+) -> tuple[Figures, Series]:
+    memory_before, drops_before, agent_before = _map_memory_mb(maps), _drops(maps), _agent_cpu_s()
+    figures, raw = _ask(
+        questions,
+        town,
+        lambda: {
+            "connections": count_conntrack(maps),
+            "nf_conntrack entries": nf_conntrack.count_entries(node.namespace),
+            "agent, MB": resident_mb(agent_pid()),
+        },
+    )
+    agent_s = _agent_cpu_s() - agent_before
     drops = _drops(maps) - drops_before
-    summary = {
-        "seconds": found["seconds"],
-        "load average before": load_before,
-        **{name: _rates(found, name, rate) for name, rate in rates.items()},
-        "packets sent by pods": sent,
-        "packets that pods received": received,
+    return figures | {
         "packets dropped, by hook and reason": drops,
-        "flows refused or lost": _exactly(
-            sum(found[name]["refused"] + found[name]["lost"] for name in rates)
-        ),
-        "packets lost or dropped": _exactly(max(sent - received, drops.total())),
-        "flows": {**_sum_usage(maps), **rows},
-        "map memory, MB, by fdinfo": {"before": memory_before, "after": memory},
-        "memory available less, MB": round(available_before - available, 1),
+        "packets lost or dropped": _exactly(max(_missing(figures), drops.total())),
+        "flows": {**_sum_usage(maps), **_count_rows(maps)},
+        "map memory, MB, by fdinfo": {"before": memory_before, "after": _map_memory_mb(maps)},
         "nf_conntrack entries, most": max(raw["nf_conntrack entries"]),
         "agent, MB, most": max(raw["agent, MB"]),
-        "agent, % of a CPU": round(100 * agent_s / found["seconds"], 2),
-        "machine, % of all CPUs": _shares(cpu),
-    }
-    return summary, raw
+        "agent, % of a CPU": round(100 * agent_s / figures["seconds"], 2),
+    }, raw
 
 
-def _exactly(count: int) -> dict[str, float]:
-    """Give a count as the table of bars reads figures."""
-    return results_file.interval(Interval(count, count, count))
+def _measure_plain(questions: Questions, town: Town, node: NodePlan) -> tuple[Figures, Series]:
+    cache_before = nf_conntrack.read_cache()
+    figures, raw = _ask(
+        questions,
+        town,
+        lambda: {
+            "nf_conntrack entries": nf_conntrack.count_entries(node.namespace),
+            "objects of the machine's cache": nf_conntrack.read_cache().objects,
+        },
+    )
+    losses = nf_conntrack.read_losses(node.namespace)
+    most = max(raw["nf_conntrack entries"])
+    objects = max(raw["objects of the machine's cache"]) - cache_before.objects
+    entry_bytes = cache_before.entry_bytes
+    return figures | {
+        "packets lost or dropped": _exactly(max(_missing(figures), losses["drop"])),
+        "nf_conntrack entries, most": most,
+        "nf_conntrack room": nf_conntrack.read_most(node.namespace),
+        "nf_conntrack losses": losses,
+        "nf_conntrack memory, MB": {
+            "entries, most": round(most * entry_bytes / MB, 1),
+            "cache, more than before": round(objects * entry_bytes / MB, 1),
+            "hash table": round(nf_conntrack.table_bytes(node.namespace) / MB, 1),
+        },
+    }, raw
 
 
-def _rates(found: Mapping[str, Any], name: str, rate: float) -> dict[str, float]:
-    counts: dict[str, float] = dict(found[name])
-    if name == "udp":
-        del counts["sent_again"]
+def _ask(
+    questions: Questions, town: Town, look: Callable[[], Mapping[str, float]]
+) -> tuple[Figures, Series]:
+    """Ask everything and look again and again; gives the figures that every contestant has, and what was seen."""
+    load_before = os.getloadavg()[0]
+    packets_before, cpu_before = town.count_packets(), _cpu_ticks()
+    with town.start(
+        questions.tool,
+        seconds=questions.seconds,
+        at_most_s=questions.seconds,
+        udp_per_s=questions.per_s["udp"],
+        tcp_per_s=questions.per_s["tcp"],
+    ) as running:
+        raw = _watch(running, look, questions.seconds / LOOKS)
+        found = read_outcome(running)
+    del found["udp"]["sent_again"]
+    cpu = _cpu_ticks() - cpu_before
+    sent, received = town.count_packets_since(packets_before)
+    asked_s = min(found["seconds"], questions.seconds)
+    answered = sum(found[name]["answered"] for name in RATES)
     return {
-        "wanted per s": rate,
-        "answered per s": round(counts["answered"] / found["seconds"], 1),
-        **counts,
-    }
+        "seconds": found["seconds"],
+        "load average before": load_before,
+        **{name: _rates(found[name], questions.per_s[name], asked_s) for name in RATES},
+        ANSWERED: round(answered / asked_s, 1),
+        "flows refused or lost": _exactly(
+            sum(found[name]["refused"] + found[name]["lost"] for name in RATES)
+        ),
+        "packets sent by pods": sent,
+        "packets that pods received": received,
+        "machine, % of all CPUs": _shares(cpu),
+        CPU_EACH: round(_busy_s(cpu) * 1e6 / answered, 2),
+    }, raw
+
+
+def _missing(figures: Figures) -> int:
+    missing: int = figures["packets sent by pods"] - figures["packets that pods received"]
+    return missing
+
+
+def _rates(counts: Mapping[str, float], wanted_per_s: float, asked_s: float) -> dict[str, float]:
+    """Give the counts of one protocol; what is missing at the end is waited for, and not part of the rate."""
+    answered_per_s = round(counts["answered"] / asked_s, 1)
+    return {"wanted per s": wanted_per_s, "answered per s": answered_per_s, **counts}
 
 
 def _watch(
-    running: "subprocess.Popen[str]", node: NodePlan, maps: NodeMaps, pause_s: float
-) -> dict[str, list[float]]:
+    running: "subprocess.Popen[str]", look: Callable[[], Mapping[str, float]], pause_s: float
+) -> Series:
     """Look again and again until the exchanges end."""
-    raw: dict[str, list[float]] = {}
+    raw: Series = {}
     while True:
-        for name, value in (
-            ("connections", count_conntrack(maps)),
-            ("nf_conntrack entries", _nf_conntrack_entries(node.namespace)),
-            ("agent, MB", resident_mb(agent_pid())),
-        ):
+        for name, value in look().items():
             raw.setdefault(name, []).append(value)
         try:
             running.wait(pause_s)
@@ -161,9 +242,9 @@ def _watch(
         return raw
 
 
-def _nf_conntrack_entries(namespace: str) -> int:
-    path = "/proc/sys/net/netfilter/nf_conntrack_count"
-    return int(read_in(namespace, path))
+def _exactly(count: float) -> dict[str, float]:
+    """Give a count as the table of bars reads figures."""
+    return results_file.interval(Interval(count, count, count))
 
 
 def _drops(maps: NodeMaps) -> Counter[str]:
@@ -218,14 +299,6 @@ def _memlock_bytes(one: bpf.Map) -> int:
     raise RuntimeError("the kernel does not say how much memory a map takes")
 
 
-def _available_mb() -> float:
-    """Give the memory that the machine could still hand out; what else runs on it changes that too."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024 / MB
-    raise RuntimeError("/proc/meminfo has no MemAvailable")
-
-
 def _cpu_ticks() -> Counter[str]:
     """Give what all CPUs have done since the machine started, in ticks."""
     names = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
@@ -235,6 +308,11 @@ def _cpu_ticks() -> Counter[str]:
 
 def _shares(ticks: Counter[str]) -> dict[str, float]:
     return {name: round(100 * count / ticks.total(), 1) for name, count in ticks.items()}
+
+
+def _busy_s(ticks: Counter[str]) -> float:
+    others = sum(ticks[name] for name in ("idle", "iowait", "steal"))
+    return (ticks.total() - others) / os.sysconf("SC_CLK_TCK")
 
 
 def _agent_cpu_s() -> float:

@@ -1,7 +1,7 @@
-"""Two nodes without podwire, joined as a lab's nodes are: one veth pair per pod, routes, and a VXLAN device or none.
+"""Nodes without podwire: one veth pair per pod and routes; two of them joined as a lab's are, by VXLAN or routes alone.
 
 What the kernel does by itself, at its best: no bridge, no rules, no connection tracking. IPv4. On demand with what
-podwire's nodes have and a bare kernel lacks: a flow-based device, and the rules that masquerade needs.
+podwire's nodes have and a bare kernel lacks: a flow-based device, the rules that masquerade needs, and tracking.
 """
 
 import ipaddress
@@ -42,6 +42,32 @@ table inet plain {{
 }}
 """
 """The least that lets pods reach the world by the node's address, without an entry per tunnel flow."""
+_TRACKING: Final = """
+table inet plain {
+    chain forward {
+        type filter hook forward priority filter; policy accept;
+        ct state established,related accept
+    }
+}
+"""
+"""The least for which the kernel tracks what a node forwards."""
+
+
+@contextmanager
+def plain_node(name: str, pods: int) -> Iterator[tuple[NodePlan, list[tuple[str, str]]]]:
+    """Give a node that tracks every flow, named like a lab's, and its pods by namespace and address; on leaving all of
+    it goes.
+    """
+    plan = plan_lab(name, LabShape(nodes=1, families="4", routing="native"))
+    own = plan.nodes[0]
+    try:
+        node.create_network(plan)
+        _let_forward(own.namespace)
+        run_in(own.namespace, ["nft", _TRACKING])
+        yield own, [_add_pod(plan, own, plan.shape.mtu, number) for number in range(pods)]
+    finally:
+        with suppress(NotFound):
+            labs.down(name, progress=lambda _line: None)
 
 
 @contextmanager
@@ -137,17 +163,18 @@ def _tunnel_mac(number: int) -> str:
     return f"02:00:00:00:00:{number + 1:02x}"
 
 
-def _add_pod(plan: LabPlan, own: NodePlan, mtu: int) -> tuple[str, str]:
-    namespace = f"pw.{plan.name}.pod.{own.name}"
-    address = str(ipaddress.ip_network(own.pod_cidrs[0])[2])
+def _add_pod(plan: LabPlan, own: NodePlan, mtu: int, number: int = 0) -> tuple[str, str]:
+    namespace = f"pw.{plan.name}.pod{number}.{own.name}"
+    address = str(ipaddress.ip_network(own.pod_cidrs[0])[2 + number])
+    device = f"pod{number}"
     netns.create_named(namespace).close()
     node.run_ip(
         own.namespace,
         [
-            f"link add pod0 mtu {mtu} address {HOST_MAC} type veth"
+            f"link add {device} mtu {mtu} address {HOST_MAC} type veth"
             f" peer name eth0 mtu {mtu} netns {namespace}",
-            "link set pod0 up",
-            f"route add {address}/32 dev pod0",
+            f"link set {device} up",
+            f"route add {address}/32 dev {device}",
         ],
     )
     node.run_ip(

@@ -114,6 +114,12 @@ BARS = (
     Bar("short flows, refused or lost", "conntrack", ("flows refused or lost",), at_most=0),
     Bar("short flows, packets lost", "conntrack", ("packets lost or dropped",), at_most=0),
     Bar(
+        "short flows, CPU for an answer / nf_conntrack",
+        "conntrack",
+        ("machine's CPU for one answer, us / nf_conntrack",),
+        at_most=1.0,
+    ),
+    Bar(
         "pod on a quiet node, known identity, p99 ms",
         "convergence",
         ("pod, known identity, ms p99",),

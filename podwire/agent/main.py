@@ -91,7 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log.configure(settled.config.report.log_level, settled.config.report.log_format)
         for warning in settled.warnings:
             _log.warning("an environment variable is not a setting", extra={"cause": warning})
-        threading.Thread(target=importlib.import_module, args=(API_MODULE,), daemon=True).start()
+        importing = partial(importlib.import_module, API_MODULE)
+        threading.Thread(target=importing, name="import", daemon=True).start()
         # As the first process of a container the agent has no default action of signals.
         signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(0))
         with ExitStack() as stack:

@@ -5,6 +5,7 @@ nothing is judged by silence. Pods have the addresses that the cluster gives the
 """
 
 import ipaddress
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
@@ -17,6 +18,7 @@ from podwire.control.policy.rules_k8s import decode_network_policy
 from podwire.kernel import netns
 from podwire.lab.kubernetes import pods
 from podwire.lab.kubernetes.cluster import Cluster
+from podwire.lab.kubernetes.ranges import RANGES
 from podwire.model.policy import Direction
 from tests.lab.policy_rig import Place
 from tests.lab.prober import Attempt, Fate, Prober
@@ -28,6 +30,7 @@ POLICIES: Final = "/apis/networking.k8s.io/v1"
 KIND: Final = "networkpolicies"
 SOURCE: Final = "k8s"
 ENFORCED_S: Final = 120.0
+_PODS_OF_TABLE: Final = "10.244.1.0/24"
 _PROTOCOLS: Final = {6: "TCP", 17: "UDP", 132: "SCTP"}
 
 
@@ -93,10 +96,12 @@ class Town:
         return [row for row in rows if row["ipv4"] in mine]
 
     def _with_addresses(self, text: str) -> str:
-        """Have a document speak of the addresses that pods have here, where it names one pod's."""
-        for title, pod in PODS.items():
-            text = text.replace(f"{pod.ipv4}/32", f"{self.addresses[title]}/32")
-        return text
+        """Have a document speak of the addresses that pods have here, where it names one pod's or those of all."""
+        here = {f"{pod.ipv4}/32": f"{self.addresses[title]}/32" for title, pod in PODS.items()}
+        # Which node has which part of the cluster's range differs from run to run.
+        here[_PODS_OF_TABLE] = RANGES["4"].pods
+        # In one pass, because an address here may be another pod's in the table.
+        return re.sub("|".join(map(re.escape, here)), lambda match: here[match[0]], text)
 
     def _ask(self, flow: Flow) -> Question:
         source, target = (self._make_party(title) for title in (flow.source, flow.target))

@@ -1,10 +1,10 @@
 """Look after other nodes: publish this one, follow the others, keep the kernel in line with the plan.
 
-Made by `agent.node`, started and stopped by `agent.main`. Combines four threads, each with a module of its own: one
-follows the store, one follows which nodes are alive, one plans and applies, and one publishes (it may wait for the
-store). Nothing waits for the store under the node's turn. Invariants: nothing is removed from the kernel before the
-store was read, now or in an earlier life of the agent. While the store is away, the last plan stays in force and is
-repaired.
+Made by `agent.node`, started and stopped by `agent.main`. Follows the store by the agent's watch, and combines
+threads that each have a module of their own: one plans and applies, one publishes, one follows which nodes are alive,
+one looks up where the store is, and with Kubernetes one reads what decides contests. Nothing waits for the store under
+the node's turn. Invariants: nothing is removed from the kernel before the store was read, now or in an earlier life of
+the agent. While the store is away, the last plan stays in force and is repaired.
 """
 
 import threading

@@ -76,15 +76,19 @@ def known(lab: Lab, node: str) -> list[tuple[str, int, str, list[str]]]:
     ]
 
 
-def rows(lab: Lab, node: str) -> dict[tuple[str, int, str], int]:
-    """Give how many back ends the programs of a node have for each address and port."""
+Rows = Mapping[tuple[str, int, str], Sequence[str]]
+"""The back ends of each address, port and protocol."""
+
+
+def rows(lab: Lab, node: str) -> Rows:
+    """Give what the programs of a node have."""
     return {
-        (row["address"], row["port"], row["protocol"]): len(row["back_ends"])
+        (row["address"], row["port"], row["protocol"]): sorted(row["back_ends"])
         for row in lab.get("/map/service", node)["rows"]
     }
 
 
-def are_rows(lab: Lab, node: str, wanted: Mapping[tuple[str, int, str], int]) -> bool:
+def are_rows(lab: Lab, node: str, wanted: Rows) -> bool:
     """Tell whether the programs of a node have exactly these."""
     return rows(lab, node) == wanted
 
@@ -92,13 +96,12 @@ def are_rows(lab: Lab, node: str, wanted: Mapping[tuple[str, int, str], int]) ->
 def offer(lab: Lab, names: Sequence[str]) -> None:
     """Let these pods answer, and wait until both nodes know."""
     apply(lab, service([("tcp", PORT), ("udp", PORT), ("tcp", EMPTY)]), *slices(lab, names))
-    wanted = {
-        (vip, port, protocol): count
-        for vip in VIPS
-        for port, protocol, count in (
-            (PORT, "tcp", len(names)), (PORT, "udp", len(names)), (EMPTY, "tcp", 0), (0, "any", 0)
-        )
-    }  # fmt: skip
+    addresses = {pod.name: pod.addresses for pod in lab.state.pods}
+    wanted: dict[tuple[str, int, str], Sequence[str]] = {}
+    for index, vip in enumerate(VIPS):
+        offered = sorted(f"{addresses[name][index]} {POD_PORT}" for name in names)
+        wanted[vip, PORT, "tcp"] = wanted[vip, PORT, "udp"] = offered
+        wanted[vip, EMPTY, "tcp"] = wanted[vip, 0, "any"] = []
     for node in ("node1", "node2"):
         wait_for(partial(are_rows, lab, node, wanted), f"{wanted} on {node}")
 

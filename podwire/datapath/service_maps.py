@@ -89,8 +89,8 @@ class ServiceMaps:
         Exhausted: there is no room, and nothing was changed.
         """
         gone = [frontend for frontend in gone if frontend in self._lists]
-        self._check_room(put)
         fresh = {one for back_ends in put.values() for one in back_ends} - self._back_ends.keys()
+        self._check_room(put, len(fresh))
         self._add_back_ends(fresh)
         written = len(fresh)
         for frontend, back_ends in put.items():
@@ -99,14 +99,19 @@ class ServiceMaps:
         written += self._remove_lists(gone)
         return written + self._remove_unused()
 
-    def _check_room(self, put: ServiceTable) -> None:
-        slots = sum(len(one.slots) for one in self._lists.values())
+    def _check_room(self, put: ServiceTable, fresh: int) -> None:
+        """Exhausted where the rows do not fit that are there at the same time: what goes, goes last."""
+        slots = sum(
+            max(len(one.slots), len(put.get(frontend, ()))) for frontend, one in self._lists.items()
+        )
+        slots += sum(len(ends) for frontend, ends in put.items() if frontend not in self._lists)
         rooms = (
             (len(self._lists.keys() | put.keys()), self._maps.pw_services),
-            (slots + sum(map(len, put.values())), self._maps.pw_service_list),
+            (slots, self._maps.pw_service_list),
+            (len(self._back_ends) + fresh, self._maps.pw_back_ends),
         )
         for rows, room in rooms:
-            if rows >= room.info.max_entries:
+            if rows > room.info.max_entries:
                 raise Exhausted(
                     f"write {rows} rows of services: map {room.info.name!r} has room for"
                     f" {room.info.max_entries}",

@@ -148,10 +148,27 @@ def test_what_has_no_room_changes_nothing(world: KernelWorld, services: ServiceM
     services.write({frontend(1): [back_end(1)]})
     room = world.datapath.maps.pw_services.info.max_entries
     base = int(ipaddress.ip_address("11.0.0.0"))
-    lots: Table = {Frontend(ipaddress.ip_address(base + one), 80, TCP): () for one in range(room)}
+    lots: Table = {
+        Frontend(ipaddress.ip_address(base + one), 80, TCP): () for one in range(room + 1)
+    }
     with pytest.raises(Exhausted, match="has room for"):
         services.write(lots)
     assert in_force(world) == {frontend(1): {back_end(1)}}
+
+
+def test_a_table_that_fills_most_of_the_room_is_taken_over_by_a_new_agent(
+    world: KernelWorld, services: ServiceMaps
+) -> None:
+    ends = [back_end(number) for number in range(1, 251)]
+    room = world.datapath.maps.pw_service_list.info.max_entries
+    full = {frontend(1, port): ends for port in range(1, room // len(ends) + 1)}
+    services.write(full)
+    world.restart()
+    assert world.datapath.services.write(full) == 0
+    with pytest.raises(Exhausted, match="has room for"):
+        world.datapath.services.change({frontend(2): ends}, [])
+    world.datapath.services.write({})
+    assert sizes(world) == (0, 0, 0)
 
 
 def test_any_change_comes_to_what_is_wanted(world: KernelWorld, services: ServiceMaps) -> None:

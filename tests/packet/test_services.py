@@ -206,10 +206,71 @@ def test_tcp_in_mid_stream_that_nobody_remembers_is_the_stacks(rig: Rig) -> None
 
 def test_a_flow_that_the_stack_translates_stays_with_it(rig: Rig) -> None:
     assert ask(rig, A, 4, "udp").action == Action.STACK
+    back = packet(vip(4), A.ipv4, speak("udp", PORT, SOURCE))
+    assert rig.received(A, back, ingress_ifindex=OUTSIDE).action == Action.STACK
     offer_b(rig, 4, "udp")
     went = ask(rig, A, 4, "udp")
     assert (went.action, tuple_of(went.data).destination) == (Action.STACK, vip(4))
     assert tuple_of(ask(rig, A, 4, "udp", sport=9).data).destination == B.ipv4
+
+
+@both_families
+@both_protocols
+def test_who_asked_before_the_service_was_known_is_translated_as_soon_as_it_is(
+    rig: Rig, version: int, name: str
+) -> None:
+    assert ask(rig, A, version, name).action == Action.STACK
+    offer_b(rig, version, name)
+    assert tuple_of(ask(rig, A, version, name).data).destination == B.address(version)
+    came = answer(rig, version, name, ANSWER[name])
+    assert tuple_of(came.data) == (vip(version), PORT, A.address(version), SOURCE)
+
+
+# An address belongs to who has it, whatever a Service says.
+
+
+@both_families
+@pytest.mark.parametrize("owner", ["local-pod", "itself", "pod-elsewhere", "node"])
+def test_a_service_takes_no_address_from_who_has_it(rig: Rig, version: int, owner: str) -> None:
+    overlay.connect(rig)
+    node = "192.168.8.8" if version == 4 else "fd00:8::8"
+    overlay.write_prefix(
+        rig, f"{node}/{32 if version == 4 else 128}", 6, 0, abi.IpcacheFlags.NODE_ADDRESS, 0
+    )
+    address = {
+        "local-pod": SMALL.address(version),
+        "itself": A.address(version),
+        "pod-elsewhere": FAR.pod(version),
+        "node": node,
+    }[owner]
+    offer(rig, address, [(B.address(version), POD_PORT)])
+    for port in (PORT, 81):
+        sent = packet(A.address(version), address, speak("tcp", SOURCE, port))
+        went = rig.sent(A, sent)
+        assert went.action != Action.ANSWER
+        assert tuple_of(went.data) == (A.address(version), SOURCE, address, port)
+
+
+def test_a_service_in_the_clusters_own_range_is_one(rig: Rig) -> None:
+    overlay.write_prefix(rig, "10.96.0.0/24", abi.Identity.UNMANAGED, 0, 0, 0)
+    offer_b(rig, 4)
+    assert tuple_of(ask(rig, A, 4, "tcp").data).destination == B.ipv4
+
+
+@both_families
+def test_another_service_is_no_back_end(rig: Rig, version: int) -> None:
+    """The stack would translate it a second time, to whom no policy was asked about."""
+    second = "10.96.0.20" if version == 4 else "fd96::20"
+    offer(rig, second, [(B.address(version), POD_PORT)], service=8, first=300)
+    offer(rig, vip(version), [(second, PORT)])
+    refused = ask(rig, A, version, "tcp")
+    assert (refused.action, refused.reason) == (Action.ANSWER, DropReason.NO_BACK_END)
+    offer(rig, vip(version), [(second, PORT), (SMALL.address(version), POD_PORT)], first=400)
+    chosen = {
+        tuple_of(ask(rig, A, version, "tcp", sport=port).data).destination
+        for port in range(2000, 2010)
+    }
+    assert chosen == {SMALL.address(version)}
 
 
 def test_a_service_at_an_address_of_this_host_is_the_hosts(rig: Rig) -> None:

@@ -141,7 +141,7 @@ CASES: dict[str, tuple[list[Mapping[str, Any]], Shown]] = {
             slice_of(
                 endpoints=[
                     endpoint(one)
-                    for one in ("127.0.0.1", "0.0.0.0", "169.254.1.1", "224.0.0.1", "fd07::1", "x", A)
+                    for one in ("127.0.0.1", "0.0.0.0", "0.1.2.3", "169.254.1.1", "224.0.0.1", "fd07::1", "x", A)
                 ]
             ),
         ],

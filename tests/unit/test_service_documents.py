@@ -37,6 +37,8 @@ SERVICES: dict[str, tuple[Change, str]] = {
     "no-address": (lambda spec: spec.pop("clusterIPs"), "podwire chooses no addresses"),
     "no-such-address": (lambda spec: spec.update(clusterIPs=["10.96.0.300"]), "not an address"),
     "loopback": (lambda spec: spec.update(clusterIPs=["127.0.0.1"]), "no packet can be sent to"),
+    "this-network": (lambda spec: spec.update(clusterIPs=["0.1.2.3"]), "no packet can be sent to"),
+    "zone": (lambda spec: spec.update(clusterIPs=["fd96::1%eth0"]), "no packet can be sent to"),
     "two-of-one-family": (
         lambda spec: spec.update(clusterIPs=["10.96.0.1", "10.96.0.2"]),
         "two addresses of one family",

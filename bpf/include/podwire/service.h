@@ -119,6 +119,15 @@ static __always_inline bool read_service(const struct pw_service_key *key,
 	       service->protocol == key->protocol;
 }
 
+/* What goes to another service's address would be translated a second time by the stack, behind the verdict. */
+static __always_inline bool is_of_service(const void *address)
+{
+	struct pw_service_key key = {};
+
+	copy_address(key.addr, address);
+	return bpf_map_lookup_elem(&pw_services, &key);
+}
+
 /* Fills in the back end that stands in a slot; 0 = there is none. As dear for one service as for thousands. */
 static __always_inline __u32 read_back_end(__u32 service, __u32 slot, struct pw_conntrack_key *key)
 {
@@ -169,7 +178,7 @@ PW_CHECKED_ALONE int try_back_end(struct pw_flow *flow, __u32 service, __u32 slo
 	key = flow->key;
 	if (service) {
 		back_end = read_back_end(service, slot, &key);
-		if (!back_end)
+		if (!back_end || is_of_service(key.daddr))
 			return PW_DROP_NO_BACK_END;
 		if (has_address(&flow->row, key.daddr))
 			return PW_DONE;
@@ -197,12 +206,18 @@ static __always_inline int pick_back_end(struct pw_flow *flow, __u32 service, __
 	return reason;
 }
 
-/* A host that has the address itself serves it itself: NodeLocal DNS, kube-proxy's mode ipvs. */
-static __always_inline bool is_served_by_host(const struct pw_flow *flow)
+/* No service takes an address from who has it: this host, which serves it itself (NodeLocal DNS, kube-proxy's mode ipvs),
+ * another node, a pod.
+ */
+static __always_inline bool is_taken(const struct pw_flow *flow)
 {
-	const struct pw_ipcache_value *prefix = find_prefix(flow->key.daddr);
+	const struct pw_ipcache_value *prefix;
 
-	return prefix && prefix->identity == PW_IDENTITY_HOST;
+	if (find_endpoint(flow->key.daddr))
+		return true;
+	prefix = find_prefix(flow->key.daddr);
+	return prefix && prefix->identity != PW_IDENTITY_UNMANAGED &&
+	       prefix->identity != PW_IDENTITY_WORLD;
 }
 
 /* A service that is not known is none; the other ports of one that is known are refused. */
@@ -218,28 +233,33 @@ PW_CHECKED_ALONE int choose_back_end(struct pw_flow *flow, __u32 beside)
 	copy_address(key.addr, flow->key.daddr);
 	key.port_be = flow->key.dport_be;
 	key.protocol = flow->key.protocol;
-	if (!read_service(&key, &service)) {
-		key.port_be = 0;
-		key.protocol = 0;
-		return bpf_map_lookup_elem(&pw_services, &key) && !is_served_by_host(flow)
-			       ? PW_DROP_NO_SERVICE_PORT
-			       : 0;
-	}
-	if (is_served_by_host(flow))
+	if (!read_service(&key, &service))
+		return is_of_service(key.addr) && !is_taken(flow) ? PW_DROP_NO_SERVICE_PORT : 0;
+	if (is_taken(flow))
 		return 0;
 	if (!service.back_ends)
 		return PW_DROP_NO_BACK_END;
 	return pick_back_end(flow, service.service, service.back_ends);
 }
 
+/* What went to the stack and was never answered may have been sent before the service was known. */
+static __always_inline bool is_unanswered(const struct pw_flow *flow,
+					  const struct pw_conntrack_value *here)
+{
+	if (flow->here.reply || here->path != PW_PATH_STACK)
+		return false;
+	return flow->key.protocol == IPPROTO_UDP ? !(here->flags & PW_CONNTRACK_REPLIED)
+						 : here->tcp_state == PW_TCP_OPENING;
+}
+
 /* Most packets have an entry, which tells. */
 static __always_inline bool may_be_of_service(const struct pw_flow *flow,
 					      const struct pw_conntrack_value *here)
 {
-	if (here && !opens_tcp(flow->tcp_flags))
-		return here->kind != PW_CONNTRACK_PLAIN && !flow->here.reply;
-	if (here && !begins_anew(flow, here))
-		return here->kind != PW_CONNTRACK_PLAIN;
+	if (here && here->kind != PW_CONNTRACK_PLAIN)
+		return opens_tcp(flow->tcp_flags) || !flow->here.reply;
+	if (here && !begins_anew(flow, here) && !is_unanswered(flow, here))
+		return false;
 	return opens_flow(flow) && has_services();
 }
 

@@ -21,6 +21,7 @@ PROTOCOLS: Final[Mapping[str, int]] = {"TCP": 6, "UDP": 17}
 """Those that are translated; SCTP is left to the stack."""
 _FAMILIES: Final = {"IPv4": 4, "IPv6": 6}
 _PORT_MAX: Final = 65535
+_BROADCAST: Final = ipaddress.IPv4Address("255.255.255.255")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -87,7 +88,8 @@ def decode_service(stored: StoredObject) -> ServiceFacts | None:
     texts = [text for text in listed if isinstance(text, str)] if isinstance(listed, list) else []
     if "None" in texts:
         return None
-    addresses = tuple(address for text in texts if (address := _address(text)) is not None)
+    read = (_address(text) for text in texts)
+    addresses = tuple(one for one in read if one and is_back_end_address(one, one.version))
     return ServiceFacts(
         name=ServiceName(stored.key.namespace, stored.key.name),
         created=stored.created,
@@ -154,14 +156,16 @@ def _read_endpoint(endpoint: Mapping[str, Any], family: int) -> Endpoint:
 
 def is_back_end_address(address: IPAddress, family: int) -> bool:
     """Tell whether packets can be sent there: never to what means another host on each host."""
-    mapped = isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None
+    if isinstance(address, ipaddress.IPv6Address):
+        means_more = address.ipv4_mapped is not None or address.scope_id is not None
+    else:
+        means_more = address.packed[0] == 0 or address == _BROADCAST  # RFC 1122 3.2.1.3
     return address.version == family and not (
         address.is_loopback
         or address.is_unspecified
         or address.is_link_local
         or address.is_multicast
-        or (family == 4 and address == ipaddress.IPv4Address("255.255.255.255"))
-        or mapped
+        or means_more
     )
 
 

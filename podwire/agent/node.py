@@ -12,11 +12,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
-
 from podwire.agent import measured
 from podwire.agent.config_reload import LiveConfig
-from podwire.agent.duties.cluster.duty import ClusterDuty, ClusterOptions
+from podwire.agent.duties.cluster.duty import ClusterDuty
 from podwire.agent.duties.cluster.publisher import refuse_contested, take_name
 from podwire.agent.duties.cluster.services import ServiceDuty
 from podwire.agent.duties.core_node import Start
@@ -24,40 +22,38 @@ from podwire.agent.duties.identity import IdentityDuty
 from podwire.agent.duties.kubernetes.events import open_events
 from podwire.agent.duties.node_ranges import Addresses, open_addresses
 from podwire.agent.duties.policy import PolicyDuty
-from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
 from podwire.agent.node_plan import plan_node
+from podwire.agent.parts import (
+    Opened,
+    base_config,
+    make_cluster,
+    make_enforcer,
+    make_policy_duty,
+    make_resolver,
+    make_services,
+    report_to,
+)
 from podwire.agent.store_watch import open_watch
 from podwire.control.attach.ending import Endings
 from podwire.control.attach.restore import Restorer, RestoreReport
 from podwire.control.attach.service import AttachService
 from podwire.control.attach.steps import Context
-from podwire.control.cluster.publish import NodePublisher
-from podwire.control.cluster.reach import ClusterSettings
 from podwire.control.endpoint.changes import EndpointChanges
-from podwire.control.endpoint.enforce import Enforcer, rows_of
-from podwire.control.endpoint.policies import PolicyObjects
-from podwire.control.endpoint.queue import BuildQueue
 from podwire.control.endpoint.regenerate import Regenerator
-from podwire.control.endpoint.table import Endpoint, EndpointTable
+from podwire.control.endpoint.table import EndpointTable
 from podwire.control.flows.ring import FlowRing
-from podwire.control.identity.allocator import IdentityAllocator
 from podwire.control.identity.feed import IdentityFeed
-from podwire.control.identity.filter import LabelFilter
 from podwire.control.identity.known import KnownIdentities
 from podwire.control.identity.resolver import IdentityResolver
-from podwire.control.identity.sources import LabelSources
 from podwire.control.ipam.interface import Ipam
-from podwire.control.kubernetes.own_pods import NoPods, OwnPods
-from podwire.control.policy.engine import Numbers, PolicyEngine
+from podwire.control.kubernetes.own_pods import OwnPods
 from podwire.control.policy.oracle import Enforcement
-from podwire.control.services.catalogue import Catalogue
-from podwire.datapath.changes import watch_links
 from podwire.datapath.host import list_device_addresses, merge_changes
 from podwire.datapath.native import OwnHooks
 from podwire.datapath.node import KernelDatapath
-from podwire.datapath.policy_maps import read_cidrs
+from podwire.datapath.plan import NodePlan
 from podwire.journal.background_writer import BackgroundWriter
 from podwire.journal.directories import RunDirectories
 from podwire.journal.lock import locked_node_name, locked_state_directory
@@ -67,11 +63,9 @@ from podwire.kernel.clock import KernelClock
 from podwire.kernel.inotify import FileWaker
 from podwire.kernel.memory import collapse_heap
 from podwire.model import log
-from podwire.model.cluster import TunnelMode
 from podwire.model.config import AgentConfig
 from podwire.model.config.sources import Settled
 from podwire.model.endpoint import IPNetwork
-from podwire.model.interfaces import EndpointConfig
 from podwire.model.store import Store
 from podwire.model.store.events import Events
 from podwire.store.open import (
@@ -81,9 +75,6 @@ from podwire.store.open import (
     list_hosts,
     open_store,
 )
-
-NUMBERS_FACT = "policy-numbers"
-"""From which numbers of slots, rules and revisions on nothing was ever used on this node."""
 
 WaitFor = Callable[[str, str], None]
 """Hears what the start waits for, and what to do."""
@@ -137,14 +128,22 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
 
     `wait_for` hears what the start waits for.
     """
-    config = settled.config
-    clock, health, metrics = KernelClock(), Health(KernelClock()), Metrics()
-    started_ns = clock.process_start_ns()
-    # Two agents of one node meet in Kubernetes when a pod is deleted by force; elsewhere somebody has made a mistake.
-    patient = config.store.is_kubernetes
-    for directory in (config.files.state_dir, config.files.run_dir):
-        stack.enter_context(locked_state_directory(directory, patient=patient))
-    stack.enter_context(locked_node_name(config.node.node_name, patient=patient))
+    clock = KernelClock()
+    node = _compose(_open_parts(settled, clock, stack, wait_for), clock)
+    _prepare_reload(node)
+    stack.callback(node.directories.close)
+    _follow_blocks(node)
+    _load_objects(node)
+    _report_restore(_restore(node), node)
+    node.cluster.apply()
+    return node
+
+
+def _open_parts(
+    settled: Settled, clock: KernelClock, stack: ExitStack, wait_for: WaitFor
+) -> Opened:
+    config, health, metrics = settled.config, Health(clock), Metrics()
+    _lock(config, stack)
     journal = measured.MeasuredJournal(
         config.files.state_dir / "journal.db", metrics=metrics, health=health
     )
@@ -158,7 +157,7 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
     name = take_name(store, journal, config.node.node_name, config.node.node_address)
     stack.callback(name.close)
     shared = open_watch(config, store, health, stack)
-    report = partial(_report, health, "pools")
+    report = report_to(health, "pools")
     addresses = open_addresses(config, store, journal, report, wait_for, shared)
     if not config.store.is_kubernetes:
         # With Kubernetes a range is given to another node in normal life, so no agent exits over one.
@@ -168,22 +167,30 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
             config.node.node_address,
             config.node.cluster_cidrs,
         )
-    datapath = KernelDatapath(plan_node(config, addresses), _recall_hooks(journal, clock))
-    try:
-        stack.enter_context(datapath)
-    finally:
-        _note_host_changes(journal, datapath, clock)
-    opened = _Opened(
-        live, journal, store, name, shared, addresses, datapath, clock, health, metrics, events
+    datapath = _open_datapath(plan_node(config, addresses), journal, clock, stack)
+    return Opened(
+        live=live,
+        journal=journal,
+        store=store,
+        store_hosts=list_hosts(config.store.store, _reach_cluster(config)),
+        name=name,
+        shared=shared,
+        addresses=addresses,
+        datapath=datapath,
+        clock=clock,
+        health=health,
+        metrics=metrics,
+        events=events,
     )
-    node = _compose(opened, started_ns)
-    _prepare_reload(node)
-    stack.callback(node.directories.close)
-    _follow_blocks(node)
-    _load_objects(node)
-    _report_restore(_restore(node), node)
-    node.cluster.apply()
-    return node
+
+
+def _lock(config: AgentConfig, stack: ExitStack) -> None:
+    """Keep other agents from this node's directories and its name."""
+    # Two agents of one node meet in Kubernetes when a pod is deleted by force; elsewhere somebody has made a mistake.
+    patient = config.store.is_kubernetes
+    for directory in (config.files.state_dir, config.files.run_dir):
+        stack.enter_context(locked_state_directory(directory, patient=patient))
+    stack.enter_context(locked_node_name(config.node.node_name, patient=patient))
 
 
 def _open_store(config: AgentConfig, stack: ExitStack) -> Store:
@@ -210,6 +217,17 @@ def _ask_around(config: AgentConfig, start: Start) -> dict[str, object]:
     if config.store.is_kubernetes and not node.cluster_cidrs:
         found["cluster_cidrs"] = start.wait_for_cluster_cidrs(config)
     return found
+
+
+def _open_datapath(
+    plan: NodePlan, journal: SqliteJournal, clock: KernelClock, stack: ExitStack
+) -> KernelDatapath:
+    datapath = KernelDatapath(plan, _recall_hooks(journal, clock))
+    try:
+        stack.enter_context(datapath)
+    finally:
+        _note_host_changes(journal, datapath, clock)
+    return datapath
 
 
 def _recall_hooks(journal: SqliteJournal, clock: KernelClock) -> OwnHooks:
@@ -246,10 +264,6 @@ def _follow_blocks(node: Node) -> None:
     node.addresses.on_blocks(plan, changed)
 
 
-def _report(health: Health, name: str, message: str) -> None:
-    health.report(name, ok=not message, message=message, critical=False)
-
-
 def _load_objects(node: Node) -> None:
     """Read what the store has, or what it said last, before the first endpoint is built by it."""
     records = node.journal.list_records()
@@ -260,26 +274,9 @@ def _load_objects(node: Node) -> None:
         node.policies.load()
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """What is opened before the parts are put together."""
-
-    live: LiveConfig
-    journal: measured.MeasuredJournal
-    store: Store
-    name: NodePublisher
-    shared: SharedWatch
-    addresses: Addresses
-    datapath: KernelDatapath
-    clock: KernelClock
-    health: Health
-    metrics: Metrics
-    events: Events
-
-
-def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object graph in one look
+def _compose(opened: Opened, clock: KernelClock) -> Node:  # size: the object graph in one look
     live, journal, store, datapath = opened.live, opened.journal, opened.store, opened.datapath
-    clock, health, metrics = opened.clock, opened.health, opened.metrics
+    health, metrics = opened.health, opened.metrics
     config = live.current
 
     # These hooks look at parts that are made below. Nothing calls them before all parts are there.
@@ -297,21 +294,21 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
     ipam = opened.addresses.ipam
     directories = BackgroundWriter(RunDirectories(config.files.run_dir / "endpoints"))
     turn = threading.RLock()
-    enforcer = _compose_policy(opened, table, directories, is_complete)
+    enforcer = make_enforcer(opened, table, directories, is_complete)
     flows = FlowRing(config.report.flow_ring)
     regenerator = Regenerator(
         table=table,
         datapath=datapath,
         directories=directories,
         clock=clock,
-        base=partial(_base_config, live, flows),
+        base=partial(base_config, live, flows),
         enforcer=enforcer,
     )
     pods = OwnPods(store, config.node.node_name) if config.store.is_kubernetes else None
     if pods is not None:
         enforcer.reached = pods.freshness.reach
-    resolver = _compose_identities(config, store, pods)
-    cluster = _compose_cluster(opened, table, turn)
+    resolver = make_resolver(config, store, pods)
+    cluster = make_cluster(opened, table, turn)
     context = Context(datapath, regenerator)
     endings = Endings(
         table=table, journal=journal, ipam=ipam, context=context, directories=directories
@@ -330,14 +327,14 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
         status_on_exhaustion=config.cni.status_on_exhaustion,
         observe=metrics.observe_step,
     )
-    policies = _compose_policy_duty(opened, enforcer, turn)
+    policies = make_policy_duty(opened, enforcer, turn)
     identities = IdentityDuty(
         node_name=config.node.node_name,
         feed=IdentityFeed(resolver, pods),
         table=table,
         facts=journal,
         changes=EndpointChanges(table, journal, regenerator, resolver, turn),
-        report=partial(_report, health, "identities"),
+        report=report_to(health, "identities"),
         shared=opened.shared,
         named=cluster.named_identities,
     )
@@ -357,7 +354,7 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
         resolver=resolver,
         known=resolver.allocator.known,
         cluster=cluster,
-        services=_compose_services(opened, turn),
+        services=make_services(opened, turn),
         attachments=attachments,
         directories=directories,
         turn=turn,
@@ -365,124 +362,13 @@ def _compose(opened: _Opened, started_ns: int) -> Node:  # size: the object grap
         metrics=metrics,
         flows=flows,
         events=opened.events,
-        started_boottime_ns=started_ns,
+        started_boottime_ns=clock.process_start_ns(),
     )
 
 
 def _reach_cluster(config: AgentConfig) -> ClusterAccess:
     name = config.node.node_name
     return ClusterAccess(config.store.kubeconfig, os.environ, name, spawn.run_helper)
-
-
-def _compose_cluster(opened: _Opened, table: EndpointTable, turn: threading.RLock) -> ClusterDuty:
-    config = opened.live.current
-    return ClusterDuty(
-        options=ClusterOptions(
-            node_name=config.node.node_name,
-            settings=ClusterSettings(config.datapath.routing, config.node.cluster_cidrs),
-            tunnel_mode=TunnelMode(config.datapath.tunnel_mode),
-            tunnel_port=config.datapath.tunnel_port,
-            node_address=config.node.node_address,
-            store_hosts=list_hosts(config.store.store, _reach_cluster(config)),
-            has_core_nodes=config.store.is_kubernetes,
-        ),
-        store=opened.store,
-        datapath=opened.datapath,
-        table=table,
-        turn=turn,
-        journal=opened.journal,
-        health=opened.health,
-        metrics=opened.metrics,
-        own_ranges=opened.addresses.own_ranges,
-        open_news=watch_links,
-        name=opened.name,
-        shared=opened.shared,
-    )
-
-
-def _compose_policy_duty(opened: _Opened, enforcer: Enforcer, turn: threading.RLock) -> PolicyDuty:
-    return PolicyDuty(
-        store=opened.store,
-        objects=PolicyObjects(enforcer.engine),
-        enforcer=enforcer,
-        turn=turn,
-        observe=opened.metrics.observe_step,
-        report=partial(_report, opened.health, "store"),
-        shared=opened.shared,
-        warn=opened.health.warn,
-        events=opened.events,
-    )
-
-
-def _compose_services(opened: _Opened, turn: threading.RLock) -> ServiceDuty | None:
-    config = opened.live.current
-    if not config.translates_services:
-        with turn:
-            opened.datapath.services.write({})  # what an agent with another setting left
-        return None
-
-    def report(message: str) -> None:
-        opened.health.report("services", ok=not message, message=message, critical=False)
-
-    return ServiceDuty(
-        store=opened.store,
-        catalogue=Catalogue(config.node.node_name),
-        datapath=opened.datapath.services,
-        turn=turn,
-        report=report,
-        observe=opened.metrics.observe_step,
-        shared=opened.shared,
-    )
-
-
-def _base_config(live: LiveConfig, flows: FlowRing, endpoint: Endpoint) -> EndpointConfig:
-    """Say what the programs are told of an endpoint but for its policy."""
-    own_audit = endpoint.record.policy_audit
-    return EndpointConfig(
-        host_allowed=live.current.datapath.host_access,
-        audit=live.current.policy.policy_audit if own_audit is None else own_audit,
-        trace=flows.watch.includes(endpoint.record.id),
-    )
-
-
-def _compose_policy(
-    opened: _Opened,
-    table: EndpointTable,
-    directories: BackgroundWriter,
-    is_complete: Callable[[], bool],
-) -> Enforcer:
-    live, journal, datapath = opened.live, opened.journal, opened.datapath
-    engine = PolicyEngine(
-        datapath=datapath.policy,
-        rows=partial(rows_of, table),
-        numbers=msgspec.json.decode(journal.read_fact(NUMBERS_FACT) or "{}", type=Numbers),
-        remember=lambda numbers: journal.write_fact(
-            NUMBERS_FACT, msgspec.json.encode(numbers).decode()
-        ),
-        cidrs=dict(read_cidrs(datapath.maps)),
-        enforcement=Enforcement(live.current.policy.policy_enforcement),
-    )
-    return Enforcer(
-        engine,
-        table,
-        datapath.policy,
-        directories,
-        BuildQueue(),
-        opened.clock,
-        is_complete=is_complete,
-    )
-
-
-def _compose_identities(
-    config: AgentConfig, store: Store, pods: OwnPods | None
-) -> IdentityResolver:
-    return IdentityResolver(
-        allocator=IdentityAllocator(store, KnownIdentities()),
-        sources=LabelSources(),
-        chosen_by=LabelFilter.parse(config.policy.identity_label_filter),
-        wait_s=config.policy.identity_wait_s,
-        pods=pods or NoPods(),
-    )
 
 
 def _restore(node: Node) -> RestoreReport:

@@ -199,6 +199,20 @@ def test_of_two_services_with_one_address_the_older_has_it(order: int) -> None:
     assert not change.gone
 
 
+def test_a_service_that_is_made_anew_is_younger_and_may_be_shown_meanwhile() -> None:
+    catalogue = catalogue_of(slice_of("zoo", [endpoint(A)]), slice_of("ape", [endpoint(B)]))
+    old = stored(service("zoo"), "2026-01-01T00:00:00Z")
+    for one in (old, stored(service("ape"), "2026-02-01T00:00:00Z")):
+        catalogue.apply(StoreEvent(one, 1))
+    catalogue.take_change()
+    catalogue.apply(StoreEvent(old, 2, deleted=True))
+    assert [str(view.name) for view in catalogue.views()] == ["default/ape"]
+    catalogue.apply(StoreEvent(stored(service("zoo"), "2026-03-01T00:00:00Z"), 3))
+    change = catalogue.take_change()
+    assert show(change.put) == {f"{VIP} 80/tcp": [f"{B}:8080"]}
+    assert show(catalogue.table()) == show(change.put)
+
+
 def test_a_service_made_anew_with_another_address_leaves_nothing() -> None:
     catalogue = catalogue_of(service(), slice_of(endpoints=[endpoint(A)]))
     catalogue.take_change()

@@ -3,7 +3,7 @@
 `agent.duties.cluster.publisher` calls it on a thread that may wait for the store. `PublishSchedule` is pure.
 Invariants: an object is written only when its contents would change, and never over what another living instance of
 this name published. The first change of pods is written at once, and no two writes are closer than a second, or a
-quarter of one where a running pod's identity has changed: on the average of a minute not more than one a second.
+quarter of one where a running pod's identity has changed, as long as EARLY_MAX allows it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -7,7 +7,7 @@ asks nobody, waits for nothing. Invariant: an answer counts for the pods alone t
 """
 
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from podwire.model.store import Revisions
@@ -15,11 +15,13 @@ from podwire.model.store import Revisions
 
 @dataclass
 class Freshness:
-    """Which pods wait for what. `news` is notified of every change, and guards all."""
+    """Which pods wait for what. `news` guards all, and is notified when pods wait for less."""
 
     news: threading.Condition
     is_asking: bool = False
     """Whether anybody asks for revisions; nothing waits otherwise."""
+    seen: Callable[[], None] = lambda: None
+    """Called when there is something to ask; must be quick."""
     _round: int = 1
     """Of the next question: pods that are seen now wait for its answer, or a later one's."""
     _unanswered: dict[str, int] = field(default_factory=dict)
@@ -28,13 +30,13 @@ class Freshness:
     """By UID: up to which revision of each kind the pod's ADD has to wait."""
     _reached: dict[str, int] = field(default_factory=dict)
 
-    def see(self, uids: Iterable[str]) -> None:
+    def see(self, uids: Collection[str]) -> None:
         """Have the ADDs of pods wait for the next answer."""
-        if not self.is_asking:
+        if not self.is_asking or not uids:
             return
         with self.news:
             self._unanswered.update(dict.fromkeys(uids, self._round))
-            self.news.notify_all()
+        self.seen()
 
     def keep(self, uids: Collection[str]) -> None:
         """Forget all other pods."""

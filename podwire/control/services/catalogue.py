@@ -1,6 +1,6 @@
 """All services, and what the programs translate because of them.
 
-Called by `agent.duties.services`, on one thread at a time. Pure. Objects are taken in one by one; `take_change`
+Called by `agent.duties.cluster.services`, one thread at a time. Pure. Objects are taken in one by one; `take_change`
 computes anew only what they touch, so that one slice of ten thousand services costs what it has. Invariant: a frontend
 belongs to one service: of two that claim one address and port the older has it, whoever was heard first.
 """
@@ -54,6 +54,8 @@ class Catalogue:
     _slices: dict[ServiceName, dict[ObjectKey, SliceFacts]] = field(default_factory=dict)
     _slice_owner: dict[ObjectKey, ServiceName] = field(default_factory=dict)
     _claims: dict[ServiceName, Claims] = field(default_factory=dict)
+    _created: dict[ServiceName, str] = field(default_factory=dict)
+    """When the services with claims were made; as old as the claims, because objects may have gone since."""
     _claimants: dict[Frontend, set[ServiceName]] = field(default_factory=dict)
     _dirty: set[ServiceName] = field(default_factory=set)
 
@@ -108,15 +110,23 @@ class Catalogue:
         touched: set[Frontend] = set()
         for name in dirty:
             old, new = self._claims.get(name, {}), self._claim(name)
-            touched |= {one for one in (*old, *new) if old.get(one) != new.get(one)}
+            created = self._services[name].created if new else ""
+            # Made anew it is younger, and what it claims may be another's now.
+            is_renewed = self._created.get(name, "") != created
+            touched |= {
+                frontend
+                for frontend in (*old, *new)
+                if is_renewed or old.get(frontend) != new.get(frontend)
+            }
             for frontend in old.keys() - new.keys():
                 self._claimants[frontend].discard(name)
             for frontend in new.keys() - old.keys():
                 self._claimants.setdefault(frontend, set()).add(name)
             if new:
-                self._claims[name] = new
+                self._claims[name], self._created[name] = new, created
             else:
                 self._claims.pop(name, None)
+                self._created.pop(name, None)
         return self._settle(touched)
 
     def _settle(self, touched: Iterable[Frontend]) -> ServiceChange:
@@ -135,7 +145,7 @@ class Catalogue:
         return min(claimants, key=self._age) if claimants else None
 
     def _age(self, name: ServiceName) -> tuple[str, ServiceName]:
-        return self._services[name].created, name
+        return self._created[name], name
 
     def table(self) -> ServiceTable:
         """Give everything that is translated; after `take_change`."""

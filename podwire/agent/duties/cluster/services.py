@@ -80,7 +80,7 @@ class ServiceDuty:
 
     def on_away(self, error: PodwireError) -> None:
         """Let `podwire status` tell."""
-        self.report(error.message)
+        self.report(error.told)
 
     def on_back(self) -> None:
         """Let `podwire status` tell."""
@@ -107,5 +107,5 @@ class ServiceDuty:
         return FOREVER_S
 
     def _failed(self, error: PodwireError) -> float:
-        self.report(error.message)
+        self.report(error.told)
         return RETRY_S

@@ -29,8 +29,8 @@ class FreshnessDuty:
     def __init__(self, freshness: Freshness, read_newest: ReadNewest) -> None:
         self._freshness = freshness
         self._read_newest = read_newest
-        self._worker = Worker("freshness", self._work, interrupt=self._notify)
-        freshness.is_asking = True
+        self._worker = Worker("freshness", self._work)
+        freshness.is_asking, freshness.seen = True, self._worker.wake
 
     def start(self) -> None:
         """Start the thread."""
@@ -42,12 +42,10 @@ class FreshnessDuty:
         self._worker.stop()
 
     def _work(self) -> float:
-        with self._freshness.news:
-            asked = self._freshness.begin()
-            if asked is None and not self._worker.is_stopping:
-                self._freshness.news.wait(FOREVER_S)
-        if asked is not None:
-            self._ask(*asked)
+        asked = self._freshness.begin()
+        if asked is None:
+            return FOREVER_S
+        self._ask(*asked)
         return 0.0
 
     def _ask(self, number: int, kinds: Sequence[str]) -> None:
@@ -61,10 +59,6 @@ class FreshnessDuty:
         finally:
             self._freshness.answer(number, newest)
         self._worker.pause(max(0.0, MOMENT_S - (time.monotonic() - begin_s)))
-
-    def _notify(self) -> None:
-        with self._freshness.news:
-            self._freshness.news.notify_all()
 
 
 def open_freshness(store: Store, freshness: Freshness | None) -> FreshnessDuty | None:

@@ -4,6 +4,7 @@ The sender writes the number of echoed blocks to the file PROGRESS and goes on u
 closes the connection and exits with 0. Anything that is not the echo of what was sent ends it with 1.
 """
 
+import os
 import select
 import socket
 import sys
@@ -49,6 +50,8 @@ def receive(connection: socket.socket) -> bytes:
 
 
 if __name__ == "__main__":
+    # It never rests, so it takes what nobody else wants: beside it an agent would take long to start on a busy machine.
+    os.nice(10)
     if sys.argv[1] == "serve":
         serve(int(sys.argv[2]))
     else:

@@ -63,6 +63,16 @@ class Podman(Closing):
             *("--cgroup-parent", f"/{self.machine.node.name}", BUSYBOX_IMAGE, "/bin/sleep", "9999"),
         )
 
+    def stop_container(self, name: str) -> None:
+        """Kill a container and wait until podman has taken its network away."""
+        try:
+            self.run("stop", "--time", "0", name)
+        except AssertionError as error:
+            # Podman waits 5 s for what it has killed; a busy machine may take longer. Asked again, it cleans up.
+            if "did not die within timeout" not in str(error):
+                raise
+            self.run("stop", "--time", "0", name)
+
     def inspect(self, name: str) -> Any:
         """Give everything that podman knows of a container."""
         [found] = json.loads(self.run("inspect", name))

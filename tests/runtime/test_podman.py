@@ -58,7 +58,7 @@ def test_stop_and_start_keep_the_container_id_and_give_a_new_life(
     container = podman.start_container("web")
     [before] = machine.node.get("/endpoint")[1]
     for _ in range(3):
-        podman.run("stop", "--time", "0", "web")
+        podman.stop_container("web")
         assert_nothing_left(machine)
         podman.run("start", "web")
     [after] = machine.node.get("/endpoint")[1]

@@ -66,6 +66,7 @@ from podwire.model import log
 from podwire.model.config import AgentConfig
 from podwire.model.config.sources import Settled
 from podwire.model.endpoint import IPNetwork
+from podwire.model.ids import IdentityId
 from podwire.model.store import Store
 from podwire.model.store.events import Events
 from podwire.store.open import (
@@ -269,6 +270,8 @@ def _load_objects(node: Node) -> None:
     records = node.journal.list_records()
     node.identities.prepare(records)
     node.known.listen(node.policies.hear)
+    if node.services is not None:
+        node.known.listen(node.services.hear)
     node.cluster.prepare()
     with node.turn:
         node.policies.load()
@@ -283,9 +286,18 @@ def _compose(opened: Opened, clock: KernelClock) -> Node:  # size: the object gr
     cluster: ClusterDuty
     policies: PolicyDuty
     identities: IdentityDuty
+    services: ServiceDuty | None
 
     def pods_changed() -> None:
         cluster.pods_changed()
+        pods_moved()
+
+    def pods_moved() -> None:
+        if services is not None:
+            services.pods_changed()
+
+    def is_awaited(identity: IdentityId) -> bool:
+        return services is not None and services.is_awaited(identity)
 
     def is_complete() -> bool:
         return policies.is_loaded and identities.follower.is_whole
@@ -308,7 +320,8 @@ def _compose(opened: Opened, clock: KernelClock) -> Node:  # size: the object gr
     if pods is not None:
         enforcer.reached = pods.freshness.reach
     resolver = make_resolver(config, store, pods)
-    cluster = make_cluster(opened, table, turn)
+    cluster = make_cluster(opened, table, turn, pods_moved, is_awaited)
+    services = make_services(opened, turn, cluster, resolver.allocator.known)
     context = Context(datapath, regenerator)
     endings = Endings(
         table=table, journal=journal, ipam=ipam, context=context, directories=directories
@@ -354,7 +367,7 @@ def _compose(opened: Opened, clock: KernelClock) -> Node:  # size: the object gr
         resolver=resolver,
         known=resolver.allocator.known,
         cluster=cluster,
-        services=make_services(opened, turn),
+        services=services,
         attachments=attachments,
         directories=directories,
         turn=turn,

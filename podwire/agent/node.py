@@ -14,13 +14,13 @@ from functools import partial
 
 from podwire.agent import measured
 from podwire.agent.config_reload import LiveConfig
+from podwire.agent.duties.address_source import Addresses, open_addresses
 from podwire.agent.duties.cluster.duty import ClusterDuty
 from podwire.agent.duties.cluster.publisher import refuse_contested, take_name
 from podwire.agent.duties.cluster.services import ServiceDuty
-from podwire.agent.duties.core_node import Start
 from podwire.agent.duties.identity import IdentityDuty
-from podwire.agent.duties.kubernetes.events import open_events
-from podwire.agent.duties.node_ranges import Addresses, open_addresses
+from podwire.agent.duties.kubernetes.event_writer import open_events
+from podwire.agent.duties.kubernetes.start import Start
 from podwire.agent.duties.policy import PolicyDuty
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics

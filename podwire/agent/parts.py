@@ -14,9 +14,9 @@ import msgspec
 
 from podwire.agent import measured
 from podwire.agent.config_reload import LiveConfig
+from podwire.agent.duties.address_source import Addresses
 from podwire.agent.duties.cluster.duty import ClusterDuty, ClusterOptions
 from podwire.agent.duties.cluster.services import ServiceDuty
-from podwire.agent.duties.node_ranges import Addresses
 from podwire.agent.duties.policy import PolicyDuty
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.health import Health

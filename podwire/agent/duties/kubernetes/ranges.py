@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from podwire.agent.duties.core_node import RANGES_FACT
+from podwire.agent.duties.address_source import OwnCoreNode
 from podwire.agent.duties.follower import KindList, StoreFollower
-from podwire.agent.duties.node_ranges import OwnCoreNode
+from podwire.agent.duties.kubernetes.start import RANGES_FACT
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.duties.worker import FOREVER_S, Worker
 from podwire.control.kubernetes.core_node import CoreNode, decode_core_node

@@ -1,8 +1,8 @@
 """Which Events are written when: series instead of repetitions, so many a minute, and no more than fit.
 
-Used by `agent.duties.kubernetes.events` under its lock. Pure: time is a parameter. A series is what has happened at one
-object for one reason. It is one Event, whose count rises. Invariants: a series is written at most once a minute. All
-series together are written no faster than the bucket allows. What does not fit is counted, and delays nobody.
+Used by `agent.duties.kubernetes.event_writer` under its lock. Pure: time is a parameter. A series is what has happened
+at one object for one reason. It is one Event, whose count rises. Invariants: a series is written at most once a minute.
+All series together are written no faster than the bucket allows. What does not fit is counted, and delays nobody.
 """
 
 import hashlib

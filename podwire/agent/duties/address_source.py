@@ -11,7 +11,7 @@ from typing import Protocol
 
 from podwire.agent.duties.addresses import HOST_NAME_LABEL, IpamDuty
 from podwire.agent.duties.cluster.duty import OwnRanges
-from podwire.agent.duties.core_node import RANGES_FACT, Start
+from podwire.agent.duties.kubernetes.start import RANGES_FACT, Start
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.control.documents.damage import find_fault
 from podwire.control.documents.pools import decode_pools, find_problems, fixed_ranges

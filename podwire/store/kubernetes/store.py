@@ -273,8 +273,8 @@ class KubernetesStore:
 
     def close(self) -> None:
         """Close the connections and all watches."""
-        for one in tuple(self._watches):
-            one.close()
+        for watch in tuple(self._watches):
+            watch.close()
         with suppress(PodwireError):
             self._thread.run(self._client.close())
         self._thread.close()

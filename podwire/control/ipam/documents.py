@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from podwire.control.ipam.pools import AddressRange, is_within
+from podwire.control.ipam.pools import AddressRange
 from podwire.model.endpoint import AttachmentKey, IPAddress, IPNetwork
 from podwire.model.ids import ContainerId, InterfaceName, NetworkName
 from podwire.model.store import ObjectKey, StoredObject, value_of
@@ -192,11 +192,6 @@ def decode_claimed(stored: StoredObject) -> ClaimedAddress | None:
 def released(block: Block) -> Block:
     """Give a block as nobody's."""
     return replace(block, node="", kept=())
-
-
-def overlaps(one: IPNetwork, other: IPNetwork) -> bool:
-    """Tell whether two networks share an address: CIDRs are nested or apart."""
-    return is_within(one, other) or is_within(other, one)
 
 
 def _document(kind: str, api_version: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:

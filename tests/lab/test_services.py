@@ -159,10 +159,10 @@ def test_pods_that_a_selector_chooses_answer_on_all_nodes(
 
     def await_back_ends(*wanted: str) -> None:
         for node in ("node1", "node2"):
-            wait_for(
-                lambda node=node: rows(lab, node).get((VIPS[0], PORT, "tcp")) == sorted(wanted),
-                f"{wanted} on {node}",
-            )
+            wait_for(partial(answers, node, sorted(wanted)), f"{wanted} on {node}")
+
+    def answers(node: str, wanted: Sequence[str]) -> bool:
+        return rows(lab, node).get((VIPS[0], PORT, "tcp")) == wanted
 
     first = parts("first", "node1")
     apply(lab, chosen(ports=[{"port": PORT, "targetPort": "http"}]))

@@ -3,6 +3,7 @@
 import ipaddress
 import random
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -71,12 +72,17 @@ class World:
         self.known[one.number] = one
         self.catalogue.change_pods(lambda chosen: chosen.learn([one.number]))
 
+    def feed(self, source: "World") -> None:
+        """Take all pods of another world."""
+        self.catalogue.change_pods(lambda chosen: chosen.replace_own(source.own))
+        self.catalogue.change_pods(lambda chosen: chosen.replace_others(source.others))
+
     def shown(self) -> Shown:
         self.catalogue.take_change()
         return show(self.catalogue.table())
 
 
-def web(target: int | str | None = None, **spec: object) -> Mapping[str, object]:
+def web(target: int | str | None = None, **spec: Any) -> Mapping[str, object]:
     """Give the Service that chooses `app=web`."""
     port = {"port": 80} if target is None else {"port": 80, "targetPort": target}
     return service(ports=[port], selector=SELECTOR, **spec)
@@ -182,8 +188,7 @@ def test_nothing_is_known_of_pods_that_nobody_asks_for() -> None:
     world.selected.forget_pods()
     world.apply(web())
     assert world.shown() == {f"{VIP} 80/tcp": []}
-    world.catalogue.change_pods(lambda chosen: chosen.replace_own(world.own))
-    world.catalogue.change_pods(lambda chosen: chosen.replace_others(world.others))
+    world.feed(world)
     assert world.shown() == {f"{VIP} 80/tcp": [f"{NEAR}:80", f"{FAR}:80"]}
 
 
@@ -200,8 +205,7 @@ def test_any_order_comes_to_the_same() -> None:
             fresh.catalogue._services[document.name] = document
             fresh.selected.put_service(document)
         fresh.catalogue._dirty |= fresh.catalogue._services.keys()
-        fresh.catalogue.change_pods(lambda chosen, world=world: chosen.replace_own(world.own))
-        fresh.catalogue.change_pods(lambda chosen, world=world: chosen.replace_others(world.others))
+        fresh.feed(world)
         assert world.shown() == fresh.shown()
 
 
@@ -210,7 +214,7 @@ def _do_anything(world: World, chance: random.Random) -> None:
     name, vip = chance.choice([("a", "10.96.0.1"), ("b", "10.96.0.2")])
     if what == 0:
         chosen = {"app": chance.choice(["web", "db"])}
-        spec = {"selector": chosen} if chance.random() < 0.8 else {}
+        spec: dict[str, Any] = {"selector": chosen} if chance.random() < 0.8 else {}
         world.apply(service(name, [vip], **spec), deleted=chance.random() < 0.2)
     elif what == 1:
         number = chance.choice([WEB, OTHER])

@@ -16,8 +16,8 @@ from podwire.control.services.reading import (
     text_of,
     texts_of,
 )
-from podwire.model.documents.fields import is_inside
 from podwire.model.endpoint import IPAddress, IPNetwork
+from podwire.model.networks import is_within
 
 PROXY_MODE: Final = "Proxy"
 _UNREADABLE: Final = "is no address that packets can be sent to"
@@ -73,7 +73,7 @@ def _find_limit(address: IPAddress, spec: Mapping[str, Any], pods: Sequence[IPNe
     if not allowed or any(one.prefixlen == 0 for one in allowed):
         return ""
     mine = [one for one in pods if one.version == address.version]
-    if mine and all(any(is_inside(one, by) for by in allowed) for one in mine):
+    if mine and all(any(is_within(one, by) for by in allowed) for one in mine):
         return ""
     return "loadBalancerSourceRanges does not name all pods"
 

@@ -5,6 +5,7 @@ One node with a real agent; pods come by real ADDs that ask for ports as a runti
 
 import contextlib
 import socket
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,6 +13,7 @@ from typing import Any, Final
 import pytest
 
 from podwire.kernel import netns
+from tests.lab.prober import sctp_packet
 from tests.lab.rig import Outcome, Rig, run
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
@@ -174,3 +176,88 @@ def test_everybody_reaches_the_pod_and_is_seen_as_who_it_is(
             assert peer == (seen or peer), (place, address)
             assert not peer.startswith("127.")
             assert peer != web.addresses[family]
+
+
+def ports_of(text: str) -> list[str]:
+    """Give the elements in a listing of the table."""
+    return [line.strip() for line in text.splitlines() if f". {HOST_PORT} :" in line]
+
+
+def is_served(town: Town, web: Pod) -> bool:
+    """Tell whether the neighbour reaches the pod by the node's port."""
+    with (
+        serving(web, "tcp", 4) as server,
+        open_socket(town.neighbour, 4, socket.SOCK_STREAM) as client,
+    ):
+        client.settimeout(DEADLINE_S)
+        try:
+            talk(server, client, NODE[4], HOST_PORT)
+        except ConnectionRefusedError:
+            return False
+        return True
+
+
+def test_del_takes_the_port_away_and_the_next_pod_gets_it(town: Town) -> None:
+    before = town.table()
+    first = town.add("first", mapping())
+    assert is_served(town, first)
+    outcome, _ = town.ask("second", mapping())
+    assert outcome.document["code"] == 7
+    assert "TCP port 8080 leads to pod default/first" in outcome.document["msg"]
+    town.delete(first)
+    assert town.table() == before
+    with (
+        open_socket(town.neighbour, 4, socket.SOCK_STREAM) as client,
+        pytest.raises(ConnectionRefusedError),
+    ):
+        client.connect((NODE[4], HOST_PORT))
+    assert is_served(town, town.add("second", mapping()))
+
+
+def test_ports_of_the_node_itself_are_refused(town: Town) -> None:
+    outcome, _ = town.ask("web", mapping("udp", HostPort=8472))
+    assert outcome.document["code"] == 7
+    assert "tunnel_port" in outcome.document["msg"]
+
+
+def test_the_newer_sandbox_of_a_pod_has_the_port(town: Town) -> None:
+    old = town.add("old", mapping(), uid="u1")
+    new = town.add("new", mapping(), uid="u1")
+    assert is_served(town, new)
+    town.delete(old)
+    assert is_served(town, new)
+
+
+@pytest.mark.parametrize("family", [4, 6])
+def test_a_port_of_one_address_is_served_there_only(town: Town, family: int) -> None:
+    web = town.add("web", mapping(HostIP=NODE[family]))
+    with (
+        serving(web, "tcp", family) as server,
+        open_socket(town.neighbour, family, socket.SOCK_STREAM) as client,
+    ):
+        talk(server, client, NODE[family], HOST_PORT)
+    with (
+        open_socket(town.rig.name, family, socket.SOCK_STREAM) as client,
+        pytest.raises(ConnectionRefusedError),
+    ):
+        client.connect(("127.0.0.1" if family == 4 else "::1", HOST_PORT))
+
+
+@pytest.mark.parametrize("family", [4, 6])
+def test_sctp_is_led_to_the_pod_and_back(town: Town, family: int) -> None:
+    web = town.add("web", mapping("sctp"))
+    with (
+        open_socket(web.namespace, family, socket.SOCK_RAW, socket.IPPROTO_SCTP) as server,
+        open_socket(town.neighbour, family, socket.SOCK_RAW, socket.IPPROTO_SCTP) as client,
+    ):
+        client.sendto(sctp_packet(40000, HOST_PORT, 1, 0), (NODE[family], 0))
+        assert take_ports(server) == (40000, POD_PORT)
+        server.sendto(sctp_packet(POD_PORT, 40000, 2, 0x70770001), (NEIGHBOUR[family], 0))
+        assert take_ports(client) == (HOST_PORT, 40000)
+
+
+def take_ports(raw: socket.socket) -> tuple[int, ...]:
+    """Receive a packet with its transport header; raw sockets of IPv4 give the IP header, too."""
+    packet = raw.recv(2048)
+    offset = 4 * (packet[0] & 15) if raw.family == socket.AF_INET else 0
+    return struct.unpack_from("!HH", packet, offset)

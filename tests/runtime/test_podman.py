@@ -1,7 +1,7 @@
 """Containers that a real podman makes through its CNI back end, with podwire as their network."""
 
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -113,7 +113,7 @@ def test_a_container_of_two_networks_has_an_interface_in_each(
 
 
 PORT_MAPPINGS: Final = {"portMappings": True}
-SERVED_BY: Final[dict[str, tuple[list[dict[str, object]], dict[str, object]]]] = {
+SERVED_BY: Final[dict[str, tuple[list[dict[str, object]], dict[str, Any]]]] = {
     "us": ([], {"capabilities": PORT_MAPPINGS}),
     "a chained portmap": ([{"type": "portmap", "capabilities": PORT_MAPPINGS}], {}),
     "both": ([{"type": "portmap", "capabilities": PORT_MAPPINGS}], {"capabilities": PORT_MAPPINGS}),

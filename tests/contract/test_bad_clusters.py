@@ -16,9 +16,9 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from podwire.agent.duties.core_node import Start
-from podwire.agent.duties.kubernetes import events
-from podwire.agent.duties.kubernetes.events import open_events
+from podwire.agent.duties.kubernetes import event_writer
+from podwire.agent.duties.kubernetes.event_writer import open_events
+from podwire.agent.duties.kubernetes.start import Start
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
 from podwire.control.cluster.facts import node_key
@@ -317,7 +317,7 @@ def test_an_api_server_that_does_not_serve_is_named_and_nothing_is_lost(
     cluster: Cluster, how: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing can be written the Event comes afterwards, and says that it is over."""
-    monkeypatch.setattr(events, "AGAIN_S", (0.5, 1.0))
+    monkeypatch.setattr(event_writer, "AGAIN_S", (0.5, 1.0))
     server, (begin, expected) = cluster.server, OUTAGES[how]
     agent = cluster.start("n1")
     wait_for(lambda: is_published(agent), "what the node publishes")
@@ -393,7 +393,7 @@ def test_a_token_of_a_running_agent_that_is_refused_is_named_and_a_new_one_is_ta
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(events, "AGAIN_S", (0.5, 1.0))
+    monkeypatch.setattr(event_writer, "AGAIN_S", (0.5, 1.0))
     token = tmp_path / "token"
     token.write_text(sign(cluster.server, account, -1, 1), encoding="utf-8")
     agent = cluster.start("n1", token)

@@ -12,8 +12,7 @@ import json
 import os
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,8 @@ from podwire.lab.topology import LabShape, NodePlan
 from podwire.model.cluster import TUNNEL_DEVICE
 from podwire.model.errors import NotFound
 from tests import leavings
+from tests.lab.rig import run
+from tests.waiting import wait_for
 
 DEADLINE_S: Final = 120.0
 _numbers = itertools.count(1)
@@ -39,23 +40,6 @@ def quiet(_line: str) -> None:
 def lab_name() -> str:
     """Give a name that no other lab has."""
     return f"{leavings.LAB}-{next(_numbers)}"
-
-
-def wait_for(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
-    """Look until `condition` gives something true; fail after the deadline."""
-    until_s = time.monotonic() + deadline_s
-    while not (found := condition()):
-        if time.monotonic() > until_s:
-            raise AssertionError(f"waited {deadline_s:g} s in vain for {what}")
-        time.sleep(0.01)
-    return found
-
-
-def run(*command: str, check: bool = True) -> str:
-    """Run a tool; its failure is the test's."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.stderr}"
-    return done.stdout
 
 
 @dataclass(frozen=True)

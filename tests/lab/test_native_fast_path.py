@@ -13,8 +13,10 @@ import pytest
 
 from podwire.lab import labs, traffic
 from tests.lab import test_nodes
-from tests.lab.labrig import Lab, run, wait_for
+from tests.lab.labrig import Lab
+from tests.lab.rig import run
 from tests.lab.test_nodes import PORT
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.lab
 

@@ -12,7 +12,9 @@ import pytest
 
 from podwire.lab import etcd, labs, traffic
 from podwire.lab.show import matrix
-from tests.lab.labrig import Lab, lab_name, podwire, run, wait_for
+from tests.lab.labrig import Lab, lab_name, podwire
+from tests.lab.rig import run
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 

@@ -12,7 +12,8 @@ import json
 import os
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,29 @@ def quiet(_line: str) -> None:
 def lab_name() -> str:
     """Give a name that no other lab has."""
     return f"{leavings.LAB}-{next(_numbers)}"
+
+
+@contextlib.contextmanager
+def asking(
+    lab: "Lab", source: str, target: str, ask: Callable[[str, str], Iterable[bool]]
+) -> Iterator[list[bool]]:
+    """Ask all the time, from a namespace towards an address; each entry is one answer or its lack."""
+    namespace, _ = labs.locate(lab.state, source)
+    address = labs.find_addresses(lab.state, target)[0]
+    seen: list[bool] = []
+    ended = threading.Event()
+
+    def ask_on() -> None:
+        while not ended.wait(0.01):
+            seen.extend(ask(namespace, address))
+
+    thread = threading.Thread(target=ask_on)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        ended.set()
+        thread.join()
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,20 @@ stack closes what is opened; pods keep running. Nothing here decides about endpo
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 from podwire.agent import measured
 from podwire.agent.config_reload import LiveConfig
+from podwire.agent.duties.address_source import Addresses, open_addresses
 from podwire.agent.duties.cluster.duty import ClusterDuty
 from podwire.agent.duties.cluster.publisher import refuse_contested, take_name
 from podwire.agent.duties.cluster.services import ServiceDuty
-from podwire.agent.duties.core_node import Start
 from podwire.agent.duties.identity import IdentityDuty
-from podwire.agent.duties.kubernetes.events import open_events
-from podwire.agent.duties.node_ranges import Addresses, open_addresses
+from podwire.agent.duties.kubernetes.event_writer import open_events
+from podwire.agent.duties.kubernetes.start import Start
 from podwire.agent.duties.policy import PolicyDuty
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
@@ -129,18 +129,50 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
     `wait_for` hears what the start waits for.
     """
     clock = KernelClock()
-    node = _compose(_open_parts(settled, clock, stack, wait_for), clock)
+    blocks = _BlockListener()
+    node = _compose(_open_parts(settled, clock, blocks, stack, wait_for), clock)
     _prepare_reload(node)
     stack.callback(node.directories.close)
-    _follow_blocks(node)
+    blocks.serve(node)
     _load_objects(node)
     _report_restore(_restore(node), node)
     node.cluster.apply()
     return node
 
 
+class _BlockListener:
+    """Has the datapath and the other nodes know which blocks this node has.
+
+    The first blocks are heard of before the datapath is opened, because its first plan holds them: until there is a
+    node to serve, nobody has to be told.
+    """
+
+    def __init__(self) -> None:
+        self._node: Node | None = None
+
+    def serve(self, node: Node) -> None:
+        """Tell the parts of `node` from now on."""
+        self._node = node
+
+    def before_open(self, blocks: Collection[IPNetwork]) -> None:
+        node = self._node
+        if node is not None:
+            with node.turn:
+                node.datapath.change_plan(plan_node(node.config, node.addresses, tuple(blocks)))
+                _note_host_changes(node.journal, node.datapath, node.clock)
+
+    def changed(self) -> None:
+        if self._node is not None:
+            self.before_open(self._node.addresses.ranges)
+            self._node.cluster.ranges_changed()
+
+
 def _open_parts(
-    settled: Settled, clock: KernelClock, stack: ExitStack, wait_for: WaitFor
+    settled: Settled,
+    clock: KernelClock,
+    blocks: _BlockListener,
+    stack: ExitStack,
+    wait_for: WaitFor,
 ) -> Opened:
     config, health, metrics = settled.config, Health(clock), Metrics()
     _lock(config, stack)
@@ -158,7 +190,7 @@ def _open_parts(
     stack.callback(name.close)
     shared = open_watch(config, store, health, stack)
     report = report_to(health, "pools")
-    addresses = open_addresses(config, store, journal, report, wait_for, shared)
+    addresses = open_addresses(config, store, journal, report, wait_for, blocks, shared)
     if not config.store.is_kubernetes:
         # With Kubernetes a range is given to another node in normal life, so no agent exits over one.
         refuse_contested(
@@ -249,21 +281,6 @@ def _note_host_changes(
         journal.write_fact(HOST_SETTINGS_FACT, noted)
 
 
-def _follow_blocks(node: Node) -> None:
-    """Have the datapath and the other nodes know which blocks this one has."""
-
-    def plan(ranges: Iterable[IPNetwork]) -> None:
-        with node.turn:
-            node.datapath.change_plan(plan_node(node.config, node.addresses, tuple(ranges)))
-            _note_host_changes(node.journal, node.datapath, node.clock)
-
-    def changed() -> None:
-        plan(node.addresses.ranges)
-        node.cluster.ranges_changed()
-
-    node.addresses.on_blocks(plan, changed)
-
-
 def _load_objects(node: Node) -> None:
     """Read what the store has, or what it said last, before the first endpoint is built by it."""
     records = node.journal.list_records()
@@ -294,7 +311,8 @@ def _compose(opened: Opened, clock: KernelClock) -> Node:  # size: the object gr
     ipam = opened.addresses.ipam
     directories = BackgroundWriter(RunDirectories(config.files.run_dir / "endpoints"))
     turn = threading.RLock()
-    enforcer = make_enforcer(opened, table, directories, is_complete)
+    pods = OwnPods(store, config.node.node_name) if config.store.is_kubernetes else None
+    enforcer = make_enforcer(opened, table, directories, is_complete, pods)
     flows = FlowRing(config.report.flow_ring)
     regenerator = Regenerator(
         table=table,
@@ -304,9 +322,6 @@ def _compose(opened: Opened, clock: KernelClock) -> Node:  # size: the object gr
         base=partial(base_config, live, flows),
         enforcer=enforcer,
     )
-    pods = OwnPods(store, config.node.node_name) if config.store.is_kubernetes else None
-    if pods is not None:
-        enforcer.reached = pods.freshness.reach
     resolver = make_resolver(config, store, pods)
     cluster = make_cluster(opened, table, turn)
     context = Context(datapath, regenerator)

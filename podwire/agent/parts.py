@@ -14,9 +14,9 @@ import msgspec
 
 from podwire.agent import measured
 from podwire.agent.config_reload import LiveConfig
+from podwire.agent.duties.address_source import Addresses
 from podwire.agent.duties.cluster.duty import ClusterDuty, ClusterOptions
 from podwire.agent.duties.cluster.services import ServiceDuty
-from podwire.agent.duties.node_ranges import Addresses
 from podwire.agent.duties.policy import PolicyDuty
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.health import Health
@@ -94,8 +94,12 @@ def make_enforcer(
     table: EndpointTable,
     directories: BackgroundWriter,
     is_complete: Callable[[], bool],
+    pods: OwnPods | None,
 ) -> Enforcer:
-    """Make what puts policy into the rows of endpoints. `is_complete`: whether all that policy needs was listed."""
+    """Make what puts policy into the rows of endpoints. `is_complete`: whether all that policy needs was listed.
+
+    `pods`, where there are Pod objects, hears how new the policies are that were taken in.
+    """
     live, journal, datapath = opened.live, opened.journal, opened.datapath
     engine = PolicyEngine(
         datapath=datapath.policy,
@@ -115,6 +119,7 @@ def make_enforcer(
         BuildQueue(),
         opened.clock,
         is_complete=is_complete,
+        reached=pods.freshness.reach if pods else lambda _revisions: None,
     )
 
 

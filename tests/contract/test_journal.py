@@ -31,6 +31,7 @@ from podwire.model.ids import (
     InterfaceName,
     NetworkName,
 )
+from tests import leavings
 
 
 def record(endpoint_id: int, phase: Phase = Phase.ADDING, **changes: object) -> EndpointRecord:
@@ -478,7 +479,7 @@ class JournalMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.directory = Path(os.environ.get("TMPDIR", "/tmp")) / f"pwt-journal-{os.getpid()}"
+        self.directory = Path(os.environ.get("TMPDIR", "/tmp")) / leavings.NAME
         self.directory.mkdir(exist_ok=True)
         self.path = self.directory / f"{time.monotonic_ns()}.db"
         self.journal = SqliteJournal(self.path)

@@ -30,6 +30,7 @@ from podwire.model.errors import (
     UnsupportedField,
 )
 from podwire.model.ids import EndpointId, IdentityId
+from podwire.model.networks import overlap
 
 NEEDED: Final = 2
 """Addresses of a family: the node's own, and one pod's."""
@@ -266,7 +267,7 @@ def _version(address: IPAddress) -> int:
 def _refuse_unusable(networks: Sequence[IPNetwork]) -> None:
     for index, network in enumerate(networks):
         for other in networks[:index]:
-            if network.version == other.version and network.overlaps(other):
+            if overlap(network, other):
                 raise InvalidConfiguration(
                     f"use {other} and {network} for pods: they overlap",
                     hint="give the node ranges of its own (node_cidrs)",

@@ -77,7 +77,13 @@ class PoolReservation:
 class PoolIpam:
     """The addresses of one node out of its blocks."""
 
-    def __init__(self, claims: Claims, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        claims: Claims,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+        before_open: Callable[[Mapping[IPNetwork, int]], None] = lambda _blocks: None,
+    ) -> None:
         self.claims = claims
         self.known: PoolCache = claims.known
         self.monotonic = monotonic
@@ -90,7 +96,7 @@ class PoolIpam:
         self._owners: dict[IPAddress, EndpointId] = {}
         self._choice = AddressChoice(self.known, self.mine, self._owners)
         self._reservations: list[PoolReservation] = []
-        self.before_open: Callable[[Mapping[IPNetwork, int]], None] = lambda _blocks: None
+        self._before_open = before_open
         """Told of all blocks there are going to be, before the first address of a new one is given."""
         self._claiming = threading.Lock()
         """One claim of a block at a time: those who wait meanwhile find it full of free addresses."""
@@ -264,7 +270,7 @@ class PoolIpam:
             fresh = [block for block in self.known.own.values() if block.cidr not in self.own]
         if fresh:
             # Outside the lock: the listener takes the node's turn, and an ADD that has the turn takes this lock.
-            self.before_open({**before, **{block.cidr: block.epoch for block in fresh}})
+            self._before_open({**before, **{block.cidr: block.epoch for block in fresh}})
         with self.lock, self.known.lock:
             # In the order of the claims: of two blocks that overlap, the earlier claim is opened.
             for block in sorted(self.known.own.values(), key=lambda block: block.revision):

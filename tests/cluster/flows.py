@@ -28,16 +28,9 @@ class Echoes(Closing):
         self._selector = selectors.DefaultSelector()
         self._sockets: set[socket.socket] = set()
         self._stop = threading.Event()
-        for network in networks:
-            with netns.open_namespace(network) as fd, netns.namespace(fd.fileno()):
-                listener = socket.create_server(
-                    ("::", port),
-                    family=socket.AF_INET6,
-                    dualstack_ipv6=True,
-                    backlog=_BACKLOG,
-                )
+        self._listeners = [_listen(network, port) for network in networks]
+        for listener in self._listeners:
             self._add(listener)
-            self._listeners = {*getattr(self, "_listeners", ()), listener}
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -77,6 +70,13 @@ class Echoes(Closing):
         for one in self._sockets:
             one.close()
         self._selector.close()
+
+
+def _listen(network: str, port: int) -> socket.socket:
+    with netns.open_namespace(network) as fd, netns.namespace(fd.fileno()):
+        return socket.create_server(
+            ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG
+        )
 
 
 class OpenFlows(Closing):
@@ -119,12 +119,26 @@ class OpenFlows(Closing):
             flow.close()
 
 
+def can_connect(network: str, address: str, port: int) -> bool:
+    """Tell whether a connection can be opened from a network."""
+    with netns.open_namespace(network) as fd:
+        try:
+            _connect(fd.fileno(), address, port).close()
+        except OSError:
+            return False
+    return True
+
+
 def _connect(network_fd: int, address: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with netns.namespace(network_fd):
         made = socket.socket(family, socket.SOCK_STREAM)
     made.settimeout(ANSWER_S)
-    made.connect((address, port))
+    try:
+        made.connect((address, port))
+    except BaseException:
+        made.close()
+        raise
     return made
 
 

@@ -28,6 +28,7 @@ from podwire.agent.node_plan import plan_node
 from podwire.agent.parts import (
     Opened,
     base_config,
+    list_reserved_ports,
     make_cluster,
     make_enforcer,
     make_policy_duty,
@@ -41,6 +42,7 @@ from podwire.control.attach.restore import Restorer, RestoreReport
 from podwire.control.attach.service import AttachService
 from podwire.control.attach.steps import Context
 from podwire.control.endpoint.changes import EndpointChanges
+from podwire.control.endpoint.host_ports import HostPorts, in_force
 from podwire.control.endpoint.regenerate import Regenerator
 from podwire.control.endpoint.table import EndpointTable
 from podwire.control.flows.ring import FlowRing
@@ -65,7 +67,8 @@ from podwire.kernel.memory import collapse_heap
 from podwire.model import log
 from podwire.model.config import AgentConfig
 from podwire.model.config.sources import Settled
-from podwire.model.endpoint import IPNetwork
+from podwire.model.endpoint import IPNetwork, Phase
+from podwire.model.interfaces import HostPortTable
 from podwire.model.store import Store
 from podwire.model.store.events import Events
 from podwire.store.open import (
@@ -254,7 +257,9 @@ def _ask_around(config: AgentConfig, start: Start) -> dict[str, object]:
 def _open_datapath(
     plan: NodePlan, journal: SqliteJournal, clock: KernelClock, stack: ExitStack
 ) -> KernelDatapath:
-    datapath = KernelDatapath(plan, _recall_hooks(journal, clock))
+    datapath = KernelDatapath(
+        plan, _recall_hooks(journal, clock), _recall_host_ports(journal, clock)
+    )
     try:
         stack.enter_context(datapath)
     finally:
@@ -267,6 +272,16 @@ def _recall_hooks(journal: SqliteJournal, clock: KernelClock) -> OwnHooks:
         journal.read_fact(UNDERLAY_HOOKS_FACT),
         boot_id=clock.boot_id(),
         write=partial(journal.write_fact, UNDERLAY_HOOKS_FACT),
+    )
+
+
+def _recall_host_ports(journal: SqliteJournal, clock: KernelClock) -> HostPortTable:
+    """Give what pods that run have: it is served without a gap, also while the restore has not come to them."""
+    boot_id = clock.boot_id()
+    return in_force(
+        record
+        for record in journal.list_records()
+        if record.phase is Phase.LIVE and record.boot_id == boot_id
     )
 
 
@@ -324,7 +339,8 @@ def _compose(opened: Opened, clock: KernelClock) -> Node:  # size: the object gr
     )
     resolver = make_resolver(config, store, pods)
     cluster = make_cluster(opened, table, turn)
-    context = Context(datapath, regenerator)
+    host_ports = HostPorts(table, datapath, list_reserved_ports(config))
+    context = Context(datapath, regenerator, host_ports)
     endings = Endings(
         table=table, journal=journal, ipam=ipam, context=context, directories=directories
     )

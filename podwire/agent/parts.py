@@ -4,6 +4,7 @@ Called by `agent.node`, which puts them together. Every function makes what it r
 starts nothing; only services that are left to the stack are taken out of the maps.
 """
 
+import ipaddress
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from podwire.agent.metrics import Metrics
 from podwire.control.cluster.publish import NodePublisher
 from podwire.control.cluster.reach import ClusterSettings
 from podwire.control.endpoint.enforce import Enforcer, rows_of
+from podwire.control.endpoint.host_ports import EACH_ADDRESS, PROTOCOLS, ReservedPort
 from podwire.control.endpoint.policies import PolicyObjects
 from podwire.control.endpoint.queue import BuildQueue
 from podwire.control.endpoint.table import Endpoint, EndpointTable
@@ -43,7 +45,7 @@ from podwire.datapath.policy_maps import read_cidrs
 from podwire.journal.background_writer import BackgroundWriter
 from podwire.model.cluster import TunnelMode
 from podwire.model.config import AgentConfig
-from podwire.model.interfaces import Clock, EndpointConfig
+from podwire.model.interfaces import Clock, EndpointConfig, HostSocket
 from podwire.model.store import Store
 from podwire.model.store.events import Events
 
@@ -193,3 +195,27 @@ def make_cluster(opened: Opened, table: EndpointTable, turn: threading.RLock) ->
         name=opened.name,
         shared=opened.shared,
     )
+
+
+def list_reserved_ports(config: AgentConfig) -> list[ReservedPort]:
+    """List the ports of this host that podwire needs itself."""
+    reserved = [
+        ReservedPort(
+            HostSocket(address, PROTOCOLS["UDP"], config.datapath.tunnel_port),
+            "where tunnels between nodes end (tunnel_port)",
+        )
+        for address in EACH_ADDRESS.values()
+    ]
+    if config.report.metrics_listen:
+        host, _, port = config.report.metrics_listen.rpartition(":")
+        address = ipaddress.ip_address(host.strip("[]"))
+        # A socket at :: takes IPv4, too.
+        addresses = EACH_ADDRESS.values() if address == EACH_ADDRESS[6] else (address,)
+        reserved += [
+            ReservedPort(
+                HostSocket(one, PROTOCOLS["TCP"], int(port)),
+                "where this agent serves its metrics (metrics_listen)",
+            )
+            for one in addresses
+        ]
+    return reserved

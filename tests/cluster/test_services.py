@@ -10,10 +10,13 @@ from typing import Any, Final
 import pytest
 
 from podwire.lab import traffic
+from podwire.lab.kubernetes import pods
 from podwire.lab.kubernetes.cluster import Cluster
 from podwire.lab.kubernetes.networks.installed import Podwire
 from podwire.lab.kubernetes.ranges import RANGES, of
+from tests.cluster import probing
 from tests.cluster.agents import ask
+from tests.cluster.flows import Requests, can_connect
 from tests.cluster.market import FIRST, NAMESPACE, PORT, SECOND, Market, open_market
 from tests.waiting import wait_for
 
@@ -161,3 +164,50 @@ def test_hosts_are_served_by_kube_proxy_alone(market: Market, ground: tuple[str,
             )
         else:
             assert not traffic.connect(host, address, PORT, timeout_s=1).ok
+
+
+ROLLING: Final = "rolling"
+REPLICAS: Final = 4
+DRAIN_S: Final = 3
+"""So long a pod answers after it is told to end: what is on its way to it arrives."""
+
+
+@pytest.fixture
+def rolling(market: Market) -> Iterator[str]:
+    """Give the address of a service whose pods end in order."""
+    deployment = pods.describe_deployment(ROLLING, REPLICAS, namespace=NAMESPACE)
+    template = deployment["spec"]["template"]["spec"]
+    template["terminationGracePeriodSeconds"] = 10 * DRAIN_S
+    (container,) = template["containers"]
+    container["lifecycle"] = {"preStop": {"sleep": {"seconds": DRAIN_S}}}
+    container["readinessProbe"] = {"httpGet": {"port": 80}, "periodSeconds": 1}
+    cluster = market.cluster
+    cluster.apply(deployment)
+    spec = {"selector": {"app": ROLLING}, "ports": [{"port": PORT}]}
+    made = cluster.client.create(
+        f"/api/v1/namespaces/{NAMESPACE}/services", {"metadata": {"name": ROLLING}, "spec": spec}
+    )
+    cluster.wait_for_pods(REPLICAS, NAMESPACE, f"app={ROLLING}")
+    yield made["spec"]["clusterIP"]
+    cluster.kubectl("delete", "-n", NAMESPACE, f"deployment/{ROLLING}", f"service/{ROLLING}")
+
+
+def test_a_rollout_loses_no_request_that_kube_proxy_does_not_lose(
+    market: Market, rolling: str, full: bool
+) -> None:
+    """The pod's requests are translated by the programs, those of its node by kube-proxy."""
+    arrange(market.cluster, "native", market.cluster.shape.proxy)
+    market.enforce(())
+    networks = (market.networks["client"], market.networks["node-here"])
+    ours, theirs = (Requests(one, rolling, PORT, per_s=500 if full else 50) for one in networks)
+    for network in networks:
+        wait_for(lambda network=network: can_connect(network, rolling, PORT), "an answer")  # type: ignore[misc]
+    with probing.running(ours.run, theirs.run):
+        for _ in range(3 if full else 1):
+            market.cluster.kubectl("rollout", "restart", "-n", NAMESPACE, f"deployment/{ROLLING}")
+            words = ("rollout", "status", "-n", NAMESPACE, f"deployment/{ROLLING}")
+            market.cluster.kubectl(*words, "--timeout=120s")
+    print(f"podwire {ours.sent}, lost {ours.lost}; kube-proxy {theirs.sent}, lost {theirs.lost}")
+    assert ours.sent > 100
+    assert theirs.sent > 100
+    assert len(ours.lost) <= len(theirs.lost), ours.lost

@@ -263,7 +263,8 @@ static void run_one(const char *namespace, const struct sockaddr_in *address, st
 
 int main(int argc, char **argv)
 {
-	struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons(PORT)}, any = address;
+	struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons(PORT)},
+			   any = address;
 	struct end server;
 	pthread_t thread;
 	char *port = argc > 4 ? strchr(argv[4], ':') : NULL;

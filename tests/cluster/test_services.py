@@ -177,7 +177,7 @@ def rolling(market: Market) -> Iterator[str]:
     """Give the address of a service whose pods end in order."""
     deployment = pods.describe_deployment(ROLLING, REPLICAS, namespace=NAMESPACE)
     template = deployment["spec"]["template"]["spec"]
-    template["terminationGracePeriodSeconds"] = 10 * DRAIN_S
+    template["terminationGracePeriodSeconds"] = DRAIN_S + 1
     (container,) = template["containers"]
     container["lifecycle"] = {"preStop": {"sleep": {"seconds": DRAIN_S}}}
     container["readinessProbe"] = {"httpGet": {"port": 80}, "periodSeconds": 1}

@@ -207,6 +207,7 @@ def test_a_rollout_loses_no_request_that_kube_proxy_does_not_lose(
             market.cluster.kubectl("rollout", "restart", "-n", NAMESPACE, f"deployment/{ROLLING}")
             words = ("rollout", "status", "-n", NAMESPACE, f"deployment/{ROLLING}")
             market.cluster.kubectl(*words, "--timeout=120s")
+            market.cluster.wait_for_pods(REPLICAS, NAMESPACE, f"app={ROLLING}")
     print(f"podwire {ours.sent}, lost {ours.lost}; kube-proxy {theirs.sent}, lost {theirs.lost}")
     assert ours.sent > 100
     assert theirs.sent > 100

@@ -9,8 +9,9 @@ import pytest
 
 from podwire.lab import labs, traffic
 from tests.lab.conftest import MakeLab
-from tests.lab.labrig import Lab, wait_for
+from tests.lab.labrig import Lab
 from tests.lab.test_policy_cli import shell
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.lab
 

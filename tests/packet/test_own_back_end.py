@@ -1,4 +1,4 @@
-"""A pod is the back end of the service that it asks: its packet comes to it from the service, and so does its answer."""
+"""A pod is the back end of the service that it asks: its packet comes back from the service, and so does its answer."""
 
 import pytest
 

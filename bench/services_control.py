@@ -82,7 +82,8 @@ def service(index: int) -> StoredObject:
             "ports": [{"name": "http", "port": PORT, "targetPort": POD_PORT}],
         },
     }
-    return StoredObject(ObjectKey(SERVICE.plural, "default", name_of(index)), document)
+    key = ObjectKey(SERVICE.plural, "default", name_of(index))
+    return StoredObject(key=key, document=document)
 
 
 def slice_of(index: int, count: int, most: int | None = None) -> StoredObject:
@@ -107,9 +108,8 @@ def slice_of(index: int, count: int, most: int | None = None) -> StoredObject:
             for one in range(count)
         ],
     }
-    return StoredObject(
-        ObjectKey(ENDPOINT_SLICE.plural, "default", f"{name_of(index)}-1"), document
-    )
+    key = ObjectKey(ENDPOINT_SLICE.plural, "default", f"{name_of(index)}-1")
+    return StoredObject(key=key, document=document)
 
 
 def name_of(index: int) -> str:
@@ -151,7 +151,7 @@ def measure(store: Store, rows: Rows, arguments: argparse.Namespace) -> Iterator
     for _ in range(arguments.rounds):
         index = chance.randrange(arguments.services)
         for count in (most - 1, most):
-            apply_documents(store, [slice_of(index, count, most).document])
+            apply_documents(store, [dict(slice_of(index, count, most).document)])
             begin_ns = time.perf_counter_ns()
             rows.wait(index, count)
             yield (time.perf_counter_ns() - begin_ns) / 1e6

@@ -31,7 +31,7 @@ from podwire.datapath.conntrack_maps import (
     open_conntrack_shards,
     open_new_flows,
 )
-from podwire.datapath.events import hook_name, reason_name
+from podwire.datapath.flow_events import hook_name, reason_name
 from podwire.datapath.maps import NodeMaps, list_usage, read_metrics
 from podwire.kernel import bpf
 from podwire.lab import labs

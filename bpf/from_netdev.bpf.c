@@ -75,6 +75,14 @@ static __always_inline bool answers_another(const struct pw_flow *flow,
 	return entry->tcp_state >= PW_TCP_ESTABLISHED && flow->tcp_sequence != entry->answer;
 }
 
+/* The answer to a datagram that the stack has translated looks like one to what the pod has sent past it by the same port. */
+static __always_inline bool may_answer_stack(const struct pw_flow *flow,
+					     const struct pw_conntrack_value *entry)
+{
+	return entry->path == PW_PATH_NATIVE && flow->here.reply &&
+	       is_stack_port(flow, flow->key.dport_be);
+}
+
 /* May the packet bypass the stack? Without an entry only when it cannot be the answer to a translated packet: it is the
  * first of a connection, and not from a pod here. An ICMP error takes the way of the flow that it is about.
  */
@@ -124,8 +132,8 @@ static __always_inline int receive(struct __sk_buff *skb, struct pw_flow *flow)
 		return PW_NOT_OURS;
 	flow->now_ns = bpf_ktime_get_coarse_ns();
 	entry = look_up_flow(skb, flow, &flow->here);
-	/* from here on both connections are the stack's, which alone can tell them apart */
-	if (entry && answers_another(flow, &flow->here, entry))
+	/* from here on both flows are the stack's, which alone can tell them apart */
+	if (entry && (answers_another(flow, &flow->here, entry) || may_answer_stack(flow, entry)))
 		entry->path = PW_PATH_STACK;
 	if (!passes_stack_by(flow, entry))
 		return PW_NOT_OURS;

@@ -23,6 +23,14 @@ static __always_inline int judge_sender(struct __sk_buff *skb, struct pw_flow *f
 	return judge(skb, flow, &flow->row, &flow->here, here);
 }
 
+/* The stack may translate what goes neither to a pod nor back to who asked. */
+static __always_inline int note_port(const struct pw_flow *flow)
+{
+	if (flow->path != PW_PATH_STACK || flow->node || flow->local || flow->here.reply)
+		return 0;
+	return mark_stack_port(flow);
+}
+
 /* What the target remembers, if it is a pod of this node. */
 static __always_inline struct pw_conntrack_value *ask_target(struct __sk_buff *skb,
 							     struct pw_flow *flow)
@@ -69,6 +77,7 @@ static __always_inline int forward(struct __sk_buff *skb, struct pw_flow *flow)
 	there = ask_target(skb, flow);
 	return choose_path(skb, flow, here, there) ?:
 	       check_size(skb, flow) ?:
+	       note_port(flow) ?:
 	       remember_sender(flow, here) ?:
 	       deliver(skb, flow, there);
 }

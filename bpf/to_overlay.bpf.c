@@ -90,6 +90,7 @@ PW_CHECKED_ALONE int is_under_way(struct __sk_buff *skb)
 PW_CHECKED_ALONE int address_to_node(struct __sk_buff *skb, struct pw_flow *flow)
 {
 	struct pw_node_value *node;
+	int reason;
 
 	if (!flow)
 		return PW_DROP_INTERNAL;
@@ -97,10 +98,12 @@ PW_CHECKED_ALONE int address_to_node(struct __sk_buff *skb, struct pw_flow *flow
 	if (!node)
 		return PW_DROP_NO_NODE;
 	flow->path = PW_PATH_TUNNEL;
-	flow->action = PW_ACTION_STACK;
-	return bpf_skb_store_bytes(skb, 0, node->mac, ETH_ALEN, 0)
-		       ? PW_DROP_INTERNAL
-		       : set_tunnel_key(skb, node, flow->source_identity);
+	reason = bpf_skb_store_bytes(skb, 0, node->mac, ETH_ALEN, 0)
+			 ? PW_DROP_INTERNAL
+			 : set_tunnel_key(skb, node, flow->source_identity);
+	if (!reason)
+		flow->action = PW_ACTION_STACK;
+	return reason;
 }
 
 static __always_inline int enter_from_stack(struct __sk_buff *skb, struct pw_flow *flow)

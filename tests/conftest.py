@@ -10,12 +10,13 @@ import gc
 import os
 import random
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import leavings
 from tests.progress import Progress
 from tests.spread import put_longest_first
 
@@ -67,6 +68,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     _choose_cases(config)
+    if _may_leave_something() and not _is_worker(config):
+        for left in leavings.remove_leavings():
+            print(f"removed what a run left that was killed: {left}")
+    leavings.mark_children()
     if _is_worker(config):
         # What the hander-out proposes is a directory in its /tmp; ours may be another (scripts/own-room).
         config.option.basetemp = tempfile.mkdtemp(prefix="pytest-")
@@ -131,6 +136,21 @@ def _tier(item: pytest.Item) -> str:
     folder = item.nodeid.split("/")[1] if "/" in item.nodeid else "unit"
     folder = _FOLDER_TIERS.get(folder, folder)
     return folder if folder in TIERS else "unit"
+
+
+def _may_leave_something() -> bool:
+    """Tell whether tests can make namespaces and pins here at all."""
+    return os.geteuid() == 0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _is_noted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let the next run know what is to be removed if this one is killed."""
+    if not _may_leave_something():
+        yield
+        return
+    with leavings.noted(tmp_path_factory.getbasetemp()):
+        yield
 
 
 @pytest.fixture

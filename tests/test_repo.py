@@ -13,6 +13,8 @@ from typing import Final
 
 import pytest
 
+from podwire.cli.main import COMMANDS
+
 ROOT: Final = Path(__file__).resolve().parents[1]
 FUNCTION_LINES: Final = 50
 MODULE_LINES: Final = 500
@@ -22,6 +24,10 @@ WAIVER: Final = re.compile(r"(#|/\*|\*|//) ?size: \w+")
 """A waiver stands in the file that is too long, or on the line of the function's head, and says why."""
 DEBT: Final = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" + "XX")) + r")\b")
 DOORS: Final = ("agent", "cli", "lab")
+SLOW: Final = re.compile(
+    r"podwire\.(agent|cni|control|datapath|journal|kernel|lab|store)\b|(aiohttp|asyncio|http|ryaml)\b"
+)
+"""What no command of `podwire` imports before it needs it: a list would take longer to begin than to print."""
 GENERATED: Final = {"podwire/datapath/abi.py"}
 ELSEWHERE: Final = re.compile(r"(?<![\w.}/])/(work|home|Users|mnt)/\w")
 """Paths of somebody's own machine: a checkout elsewhere must not meet them."""
@@ -142,6 +148,47 @@ def test_async_code_is_only_where_a_network_is_waited_for() -> None:
         and any(isinstance(node, ast.AsyncFunctionDef) for node in statements(tree_of(path)))
     ]
     assert not found
+
+
+def module_file(module: str) -> Path | None:
+    """Find the file of a module of podwire."""
+    path = ROOT / module.replace(".", "/")
+    return next(filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py")), None)
+
+
+def imported_at_once(module: str) -> set[str]:
+    """Give what is imported, through any number of modules, when a module of podwire is imported."""
+    reached, waiting = set[str](), [module]
+    while waiting:
+        name = waiting.pop()
+        path = module_file(name)
+        if name in reached:
+            continue
+        reached.add(name)
+        for node in tree_of(path).body if path else ():
+            if isinstance(node, ast.ImportFrom) and node.module:
+                inner = [f"{node.module}.{alias.name}" for alias in node.names]
+                waiting += [node.module, *filter(module_file, inner)]
+            elif isinstance(node, ast.Import):
+                waiting += [alias.name for alias in node.names]
+    return reached
+
+
+def test_commands_import_what_is_slow_only_where_they_need_it() -> None:
+    commands = {module for module, _, _ in COMMANDS.values()}
+    found = {
+        command: sorted(filter(SLOW.match, imported_at_once(command)))
+        for command in ["podwire.cli.main", *sorted(commands)]
+    }
+    assert not {command: slow for command, slow in found.items() if slow}
+
+
+@pytest.mark.parametrize(
+    ("module", "slow"),
+    [("podwire.cli.documents", "podwire.store.manifest"), ("podwire.lab.labs", "podwire.lab.node")],
+)
+def test_what_is_imported_at_once_is_seen(module: str, slow: str) -> None:
+    assert slow in imported_at_once(module)
 
 
 def test_only_doors_read_arguments_and_the_environment() -> None:

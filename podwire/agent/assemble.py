@@ -14,9 +14,9 @@ from podwire.agent.api.nodes import NodeReaders
 from podwire.agent.api.policy_readers import PolicyReaders
 from podwire.agent.api.routes import Api, BuildFacts, MapReaders
 from podwire.agent.cni.dispatch import Dispatcher
-from podwire.agent.duties.core_node import NetworkCondition
 from podwire.agent.duties.installer import Installer
 from podwire.agent.duties.kubernetes.host_ports import HostPorts
+from podwire.agent.duties.kubernetes.network_condition import NetworkCondition
 from podwire.agent.duties.kubernetes.ranges import RangeKeeper, ServedRanges
 from podwire.agent.duties.loops import Duties, EventPump
 from podwire.agent.health import AliveFile
@@ -28,7 +28,7 @@ from podwire.control.flows.flow import FlowPolicy
 from podwire.control.installation.steps import Installation
 from podwire.control.ipam.node import NodeIpam
 from podwire.datapath import abi, changes, rows, runtime
-from podwire.datapath.events import EventReader, hook_name, path_name, reason_name
+from podwire.datapath.flow_events import EventReader, hook_name, path_name, reason_name
 from podwire.datapath.maps import find_identity, list_usage, read_metrics
 from podwire.datapath.node import KernelDatapath
 from podwire.datapath.node_maps import list_encrypted

@@ -50,14 +50,16 @@ class ClosedPolicies:
     def tell(self) -> None:
         """Tell an Event at each that closes pods of this node, once for each thing that is wrong with it."""
         closed = self.objects.closed
-        self._told = {key: one for key, one in self._told.items() if closed.get(key) == one}
+        self._told = {
+            key: policy for key, policy in self._told.items() if closed.get(key) == policy
+        }
         if len(self._told) == len(closed):
             return
         selecting = self._list_selecting()
-        for key, one in closed.items():
+        for key, policy in closed.items():
             if key not in self._told and name_policy(key) in selecting:
-                self._told[key] = one
-                self.events.tell(Subject(key, one.uid), REASON, describe(key, one))
+                self._told[key] = policy
+                self.events.tell(Subject(key, policy.uid), REASON, describe(key, policy))
 
     def _list_selecting(self) -> set[PolicyId]:
         """Name the policies that select any endpoint of this node."""

@@ -7,20 +7,20 @@ stack closes what is opened; pods keep running. Nothing here decides about endpo
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 from podwire.agent import measured
 from podwire.agent.config_reload import LiveConfig
+from podwire.agent.duties.address_source import Addresses, open_addresses
 from podwire.agent.duties.cluster.duty import ClusterDuty
 from podwire.agent.duties.cluster.publisher import refuse_contested, take_name
 from podwire.agent.duties.cluster.services import ServiceDuty
-from podwire.agent.duties.core_node import Start
 from podwire.agent.duties.identity import IdentityDuty
-from podwire.agent.duties.kubernetes.events import open_events
-from podwire.agent.duties.node_ranges import Addresses, open_addresses
+from podwire.agent.duties.kubernetes.event_writer import open_events
+from podwire.agent.duties.kubernetes.start import Start
 from podwire.agent.duties.policy import PolicyDuty
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
@@ -28,6 +28,7 @@ from podwire.agent.node_plan import plan_node
 from podwire.agent.parts import (
     Opened,
     base_config,
+    list_reserved_ports,
     make_cluster,
     make_enforcer,
     make_policy_duty,
@@ -41,6 +42,7 @@ from podwire.control.attach.restore import Restorer, RestoreReport
 from podwire.control.attach.service import AttachService
 from podwire.control.attach.steps import Context
 from podwire.control.endpoint.changes import EndpointChanges
+from podwire.control.endpoint.host_ports import HostPorts, in_force
 from podwire.control.endpoint.regenerate import Regenerator
 from podwire.control.endpoint.table import EndpointTable
 from podwire.control.flows.ring import FlowRing
@@ -65,7 +67,8 @@ from podwire.kernel.memory import collapse_heap
 from podwire.model import log
 from podwire.model.config import AgentConfig
 from podwire.model.config.sources import Settled
-from podwire.model.endpoint import IPNetwork
+from podwire.model.endpoint import IPNetwork, Phase
+from podwire.model.interfaces import HostPortTable
 from podwire.model.store import Store
 from podwire.model.store.events import Events
 from podwire.store.open import (
@@ -129,18 +132,50 @@ def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
     `wait_for` hears what the start waits for.
     """
     clock = KernelClock()
-    node = _compose(_open_parts(settled, clock, stack, wait_for), clock)
+    blocks = _BlockListener()
+    node = _compose(_open_parts(settled, clock, blocks, stack, wait_for), clock)
     _prepare_reload(node)
     stack.callback(node.directories.close)
-    _follow_blocks(node)
+    blocks.serve(node)
     _load_objects(node)
     _report_restore(_restore(node), node)
     node.cluster.apply()
     return node
 
 
+class _BlockListener:
+    """Has the datapath and the other nodes know which blocks this node has.
+
+    The first blocks are heard of before the datapath is opened, because its first plan holds them: until there is a
+    node to serve, nobody has to be told.
+    """
+
+    def __init__(self) -> None:
+        self._node: Node | None = None
+
+    def serve(self, node: Node) -> None:
+        """Tell the parts of `node` from now on."""
+        self._node = node
+
+    def before_open(self, blocks: Collection[IPNetwork]) -> None:
+        node = self._node
+        if node is not None:
+            with node.turn:
+                node.datapath.change_plan(plan_node(node.config, node.addresses, tuple(blocks)))
+                _note_host_changes(node.journal, node.datapath, node.clock)
+
+    def changed(self) -> None:
+        if self._node is not None:
+            self.before_open(self._node.addresses.ranges)
+            self._node.cluster.ranges_changed()
+
+
 def _open_parts(
-    settled: Settled, clock: KernelClock, stack: ExitStack, wait_for: WaitFor
+    settled: Settled,
+    clock: KernelClock,
+    blocks: _BlockListener,
+    stack: ExitStack,
+    wait_for: WaitFor,
 ) -> Opened:
     config, health, metrics = settled.config, Health(clock), Metrics()
     _lock(config, stack)
@@ -158,7 +193,7 @@ def _open_parts(
     stack.callback(name.close)
     shared = open_watch(config, store, health, stack)
     report = report_to(health, "pools")
-    addresses = open_addresses(config, store, journal, report, wait_for, shared)
+    addresses = open_addresses(config, store, journal, report, wait_for, blocks, shared)
     if not config.store.is_kubernetes:
         # With Kubernetes a range is given to another node in normal life, so no agent exits over one.
         refuse_contested(
@@ -222,7 +257,9 @@ def _ask_around(config: AgentConfig, start: Start) -> dict[str, object]:
 def _open_datapath(
     plan: NodePlan, journal: SqliteJournal, clock: KernelClock, stack: ExitStack
 ) -> KernelDatapath:
-    datapath = KernelDatapath(plan, _recall_hooks(journal, clock))
+    datapath = KernelDatapath(
+        plan, _recall_hooks(journal, clock), _recall_host_ports(journal, clock)
+    )
     try:
         stack.enter_context(datapath)
     finally:
@@ -238,6 +275,16 @@ def _recall_hooks(journal: SqliteJournal, clock: KernelClock) -> OwnHooks:
     )
 
 
+def _recall_host_ports(journal: SqliteJournal, clock: KernelClock) -> HostPortTable:
+    """Give what pods that run have: it is served without a gap, also while the restore has not come to them."""
+    boot_id = clock.boot_id()
+    return in_force(
+        record
+        for record in journal.list_records()
+        if record.phase is Phase.LIVE and record.boot_id == boot_id
+    )
+
+
 def _note_host_changes(
     journal: SqliteJournal, datapath: KernelDatapath, clock: KernelClock
 ) -> None:
@@ -247,21 +294,6 @@ def _note_host_changes(
         noted = journal.read_fact(HOST_SETTINGS_FACT)
         noted = merge_changes(noted, changes, clock.boot_id())
         journal.write_fact(HOST_SETTINGS_FACT, noted)
-
-
-def _follow_blocks(node: Node) -> None:
-    """Have the datapath and the other nodes know which blocks this one has."""
-
-    def plan(ranges: Iterable[IPNetwork]) -> None:
-        with node.turn:
-            node.datapath.change_plan(plan_node(node.config, node.addresses, tuple(ranges)))
-            _note_host_changes(node.journal, node.datapath, node.clock)
-
-    def changed() -> None:
-        plan(node.addresses.ranges)
-        node.cluster.ranges_changed()
-
-    node.addresses.on_blocks(plan, changed)
 
 
 def _load_objects(node: Node) -> None:
@@ -294,7 +326,8 @@ def _compose(opened: Opened, clock: KernelClock) -> Node:  # size: the object gr
     ipam = opened.addresses.ipam
     directories = BackgroundWriter(RunDirectories(config.files.run_dir / "endpoints"))
     turn = threading.RLock()
-    enforcer = make_enforcer(opened, table, directories, is_complete)
+    pods = OwnPods(store, config.node.node_name) if config.store.is_kubernetes else None
+    enforcer = make_enforcer(opened, table, directories, is_complete, pods)
     flows = FlowRing(config.report.flow_ring)
     regenerator = Regenerator(
         table=table,
@@ -304,12 +337,10 @@ def _compose(opened: Opened, clock: KernelClock) -> Node:  # size: the object gr
         base=partial(base_config, live, flows),
         enforcer=enforcer,
     )
-    pods = OwnPods(store, config.node.node_name) if config.store.is_kubernetes else None
-    if pods is not None:
-        enforcer.reached = pods.freshness.reach
     resolver = make_resolver(config, store, pods)
     cluster = make_cluster(opened, table, turn)
-    context = Context(datapath, regenerator)
+    host_ports = HostPorts(table, datapath, list_reserved_ports(config))
+    context = Context(datapath, regenerator, host_ports)
     endings = Endings(
         table=table, journal=journal, ipam=ipam, context=context, directories=directories
     )

@@ -3,7 +3,7 @@
 Called by `agent.node` at the start, and when ranges or settings change. Pure.
 """
 
-from podwire.agent.duties.node_ranges import Addresses
+from podwire.agent.duties.address_source import Addresses
 from podwire.datapath.plan import NodePlan
 from podwire.model.config import AgentConfig
 from podwire.model.endpoint import IPNetwork

@@ -4,6 +4,7 @@ Called by `agent.node`, which puts them together. Every function makes what it r
 starts nothing; only services that are left to the stack are taken out of the maps.
 """
 
+import ipaddress
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ import msgspec
 
 from podwire.agent import measured
 from podwire.agent.config_reload import LiveConfig
+from podwire.agent.duties.address_source import Addresses
 from podwire.agent.duties.cluster.duty import ClusterDuty, ClusterOptions
 from podwire.agent.duties.cluster.services import ServiceDuty
-from podwire.agent.duties.node_ranges import Addresses
 from podwire.agent.duties.policy import PolicyDuty
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.health import Health
@@ -24,6 +25,7 @@ from podwire.agent.metrics import Metrics
 from podwire.control.cluster.publish import NodePublisher
 from podwire.control.cluster.reach import ClusterSettings
 from podwire.control.endpoint.enforce import Enforcer, rows_of
+from podwire.control.endpoint.host_ports import EACH_ADDRESS, PROTOCOLS, ReservedPort
 from podwire.control.endpoint.policies import PolicyObjects
 from podwire.control.endpoint.queue import BuildQueue
 from podwire.control.endpoint.table import Endpoint, EndpointTable
@@ -43,7 +45,7 @@ from podwire.datapath.policy_maps import read_cidrs
 from podwire.journal.background_writer import BackgroundWriter
 from podwire.model.cluster import TunnelMode
 from podwire.model.config import AgentConfig
-from podwire.model.interfaces import Clock, EndpointConfig
+from podwire.model.interfaces import Clock, EndpointConfig, HostSocket
 from podwire.model.store import Store
 from podwire.model.store.events import Events
 
@@ -94,8 +96,12 @@ def make_enforcer(
     table: EndpointTable,
     directories: BackgroundWriter,
     is_complete: Callable[[], bool],
+    pods: OwnPods | None,
 ) -> Enforcer:
-    """Make what puts policy into the rows of endpoints. `is_complete`: whether all that policy needs was listed."""
+    """Make what puts policy into the rows of endpoints. `is_complete`: whether all that policy needs was listed.
+
+    `pods`, where there are Pod objects, hears how new the policies are that were taken in.
+    """
     live, journal, datapath = opened.live, opened.journal, opened.datapath
     engine = PolicyEngine(
         datapath=datapath.policy,
@@ -115,6 +121,7 @@ def make_enforcer(
         BuildQueue(),
         opened.clock,
         is_complete=is_complete,
+        reached=pods.freshness.reach if pods else lambda _revisions: None,
     )
 
 
@@ -188,3 +195,27 @@ def make_cluster(opened: Opened, table: EndpointTable, turn: threading.RLock) ->
         name=opened.name,
         shared=opened.shared,
     )
+
+
+def list_reserved_ports(config: AgentConfig) -> list[ReservedPort]:
+    """List the ports of this host that podwire needs itself."""
+    reserved = [
+        ReservedPort(
+            HostSocket(address, PROTOCOLS["UDP"], config.datapath.tunnel_port),
+            "where tunnels between nodes end (tunnel_port)",
+        )
+        for address in EACH_ADDRESS.values()
+    ]
+    if config.report.metrics_listen:
+        host, _, port = config.report.metrics_listen.rpartition(":")
+        address = ipaddress.ip_address(host.strip("[]"))
+        # A socket at :: takes IPv4, too.
+        addresses = EACH_ADDRESS.values() if address == EACH_ADDRESS[6] else (address,)
+        reserved += [
+            ReservedPort(
+                HostSocket(one, PROTOCOLS["TCP"], int(port)),
+                "where this agent serves its metrics (metrics_listen)",
+            )
+            for one in addresses
+        ]
+    return reserved

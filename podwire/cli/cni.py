@@ -177,7 +177,7 @@ def status(opts: Common, place: Place) -> None:
 
 def _ask_status(place: Place) -> str:
     """Do CNI STATUS as a runtime would; gives why an ADD would fail, "" when it would succeed."""
-    from podwire.cni.client import call  # noqa: PLC0415 (start-up time)
+    from podwire.cni.launcher import call  # noqa: PLC0415 (start-up time)
 
     network = {
         "cniVersion": "1.1.0",

@@ -13,7 +13,6 @@ from podwire.cli.client import (
     EXIT_REFUSED,
     EXIT_UNREACHABLE,
 )
-from podwire.lab.pod import AttachFailed
 from podwire.model import errors
 
 _OF_ERROR: Mapping[type[errors.PodwireError], int] = {
@@ -46,6 +45,6 @@ _OF_CNI_CODE = {
 
 def error_exit_code(error: errors.PodwireError) -> int:
     """Give the exit code of an error."""
-    if isinstance(error, AttachFailed):
+    if isinstance(error, errors.AttachFailed):
         return _OF_CNI_CODE.get(error.code, EXIT_INTERNAL)
     return next(_OF_ERROR[kind] for kind in type(error).__mro__ if kind in _OF_ERROR)

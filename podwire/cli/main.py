@@ -14,7 +14,7 @@ from podwire import __version__
 from podwire.cli.client import EXIT_INTERNAL, EXIT_USAGE, CliError
 
 COMPLETION = "_PODWIRE_COMPLETE"
-_COMMANDS = {
+COMMANDS = {
     "apply": ("podwire.cli.apply", "apply", "Create or replace objects from files."),
     "bpf": ("podwire.cli.bpf", "bpf", "Rows of the BPF maps."),
     "cleanup": ("podwire.cli.cleanup", "cleanup", "Remove what podwire left on this machine."),
@@ -44,18 +44,18 @@ class LazyGroup(click.Group):
     """Imports a command's module only when that command runs or is completed."""
 
     def list_commands(self, _ctx: click.Context) -> list[str]:
-        return sorted(_COMMANDS)
+        return sorted(COMMANDS)
 
     def get_command(self, _ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
+        if cmd_name not in COMMANDS:
             return None
-        module, name, _ = _COMMANDS[cmd_name]
+        module, name, _ = COMMANDS[cmd_name]
         command: click.Command = getattr(importlib.import_module(module), name)
         return command
 
     def format_commands(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, entry[2]) for name, entry in sorted(_COMMANDS.items())])
+            formatter.write_dl([(name, entry[2]) for name, entry in sorted(COMMANDS.items())])
 
 
 @click.group(

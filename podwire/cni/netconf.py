@@ -18,6 +18,7 @@ import msgspec
 from podwire.cni.addresses import read_mac, read_wanted_ips
 from podwire.cni.cni_args import NAME_MAX_BYTES, WITH_ATTACHMENT, Environment, read_environment
 from podwire.cni.faults import Faults
+from podwire.cni.host_ports import read_host_ports
 from podwire.cni.labels import complete_labels, read_labels, read_name, read_namespace
 from podwire.cni.result import decode_result
 from podwire.cni.wishes import (
@@ -247,6 +248,7 @@ def _read_pods(request: AttachRequest, config: dict[str, Any], faults: Faults) -
         ports=read_ports(extra.get("ports"), faults),
         pools=read_pools(extra.get("pools"), faults),
         bandwidth=read_bandwidth(runtime.get("bandwidth"), faults),
+        host_ports=read_host_ports(runtime.get("portmappings"), faults),
     )
     return _Configuration(
         request,

@@ -28,7 +28,6 @@ LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 _PROTOCOLS: Final = ("TCP", "UDP", "SCTP")
 _PORT_NAME = re.compile(r"(?=.*[a-z])[a-z0-9](?:[a-z0-9-]{0,13}[a-z0-9])?")
 _UNBUILT_CAPABILITIES: Final = {
-    "portMappings": "chain the portmap plugin after podwire-cni and declare the capability there",
     "ipRanges": "pods get addresses from the node's CIDRs; do not declare the capability",
     "deviceID": "podwire makes its own devices; do not declare the capability",
     "infinibandGUID": "podwire makes its own devices; do not declare the capability",

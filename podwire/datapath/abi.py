@@ -99,9 +99,10 @@ class DropReason(enum.IntEnum):
     REDIRECT = 27
     NO_BACK_END = 28
     NO_SERVICE_PORT = 29
+    NOT_ENCRYPTED = 30
 
 
-DROP_REASONS: Final = 30
+DROP_REASONS: Final = 31
 
 
 class EventKind(enum.IntEnum):

@@ -212,9 +212,9 @@ def list_device_addresses() -> list[tuple[str, IPAddress]]:
         names = {link.index: link.name for link in _list_links(netlink)}
         present = [read_address(body) for body in netlink.dump(list_addresses())]
     return [
-        (names[one.index], one.address)
-        for one in sorted(present, key=lambda one: one.index)
-        if one.index in names and not (one.address.is_loopback or one.address.is_link_local)
+        (names[found.index], found.address)
+        for found in sorted(present, key=lambda found: found.index)
+        if found.index in names and not (found.address.is_loopback or found.address.is_link_local)
     ]
 
 

@@ -16,12 +16,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from podwire.datapath import host_ports
 from podwire.datapath.maps import MARKS_OF_OTHERS
 from podwire.kernel.nft import Nftables
 from podwire.model.cluster import TUNNEL_DEVICE
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import KernelFailure, PodwireError
 from podwire.model.ids import DEVICE_PREFIX, NFT_TABLE
+from podwire.model.interfaces import HostPortTable
 
 _TABLE: Final = f"inet {NFT_TABLE}"
 KERNEL_MODULES: Final = ("nf_tables", "nft_ct", "nft_masq", "nft_fib_inet", "nft_socket")
@@ -81,6 +83,7 @@ _HOOKS: Final = {
     "taken_in": "type filter hook input priority filter",
     "forwarded": "type filter hook forward priority filter",
     "leaving": "type filter hook postrouting priority filter",
+    **host_ports.HOOKS,
 }
 """One chain for each hook: a tunnel's packet meets two on either node, and a chain costs as much as its rules."""
 
@@ -120,9 +123,11 @@ class _Table:
         return "\n".join([*head, *self.parts, "}", ""])
 
 
-def render_table(plan: MasqueradePlan) -> str:
-    """Compute the table as a transaction that replaces whatever was there."""
+def render_table(plan: MasqueradePlan, *, serves_host_ports: bool = False) -> str:
+    """Compute the table as a transaction that replaces whatever was there; no host port is in it yet."""
     table = _Table()
+    if serves_host_ports:
+        _serve_host_ports(table)
     if plan.enabled:
         _translate_leaving(plan, table)
     _refuse_sources(plan, table)
@@ -130,6 +135,13 @@ def render_table(plan: MasqueradePlan) -> str:
     if plan.tunnel_port:
         _guard_tunnel(plan, table)
     return table.render()
+
+
+def _serve_host_ports(table: _Table) -> None:
+    table.parts += host_ports.render_sets()
+    table.add_chain("to_pod", host_ports.TO_POD)
+    for name, rules in host_ports.RULES.items():
+        table.rules[name] += rules
 
 
 def _translate_leaving(plan: MasqueradePlan, table: _Table) -> None:
@@ -265,8 +277,10 @@ class Masquerade:
     strangers' changes.
     """
 
-    def __init__(self, tables: Nftables) -> None:
+    def __init__(self, tables: Nftables, ports: HostPortTable | None = None) -> None:
+        """`ports`: what an earlier agent served, which is to be in force with the first plan already."""
         self._tables = tables
+        self._ports: HostPortTable = dict(ports or {})
         self._lock = threading.RLock()
         """A comparison on another thread must not see a table between its writing and its reading back."""
         self._applied: str | None = None
@@ -279,7 +293,7 @@ class Masquerade:
         """Apply the plan unless the table does what it says already; name what differed."""
         with self._lock:
             if plan != self._plan:
-                if render_table(plan) != self._text:
+                if self._render(plan) != self._text:
                     self.apply(plan)
                     return [f"nftables table {NFT_TABLE!r} was of another plan"]
                 self._plan = plan
@@ -301,15 +315,46 @@ class Masquerade:
 
         Raises KernelFailure; the old table then stays in force.
         """
-        text = render_table(plan)
         with self._lock:
-            _run_for_kernel(self._tables, text)
-            shown = _fingerprint(self._list())
+            text = self._render(plan)
+            # The ports are in the same transaction, so that a connection to one never finds it unserved.
+            _run_for_kernel(self._tables, text + host_ports.render_change({}, self._ports))
+            shown = _fingerprint(host_ports.take_elements(self._list())[0])
             # The same text gives the same listing: another one means that a stranger has written between apply and
             # listing, and what is shown now must not become the standard.
             if text != self._text or shown == self._shown:
                 self._applied = shown
             self._plan, self._text, self._shown = plan, text, shown
+
+    def _render(self, plan: MasqueradePlan) -> str:
+        return render_table(plan, serves_host_ports=bool(self._ports))
+
+    def write_host_ports(self, ports: HostPortTable) -> None:
+        """Lead exactly these ports of the host to pods: one element of a map for each that comes or goes.
+
+        Raises KernelFailure; what was served before is then served still.
+        """
+        with self._lock:
+            before, self._ports = self._ports, dict(ports)
+            try:
+                self._change_host_ports(before)
+            except BaseException:
+                self._ports = before
+                raise
+
+    def _change_host_ports(self, before: HostPortTable) -> None:
+        change = host_ports.render_change(before, self._ports)
+        if self._plan is None or not change:
+            return
+        # The rules come with the first port and go with the last one: whoever serves none pays for none.
+        if bool(before) != bool(self._ports):
+            self.apply(self._plan)
+            return
+        try:
+            self._tables.run(change)
+        except KernelFailure:
+            # Somebody has changed the table, which is about to be repaired.
+            self.apply(self._plan)
 
     def spare_unmarked_tunnels(self) -> None:
         """Let a build whose programs do not mark tunnel packets take the node over without a loss (docs/restore.md).
@@ -331,11 +376,13 @@ class Masquerade:
         """Name what differs from the last `apply`; nothing was applied = nothing is wanted."""
         with self._lock:
             present, applied = self._list(), self._applied
+            ports = host_ports.compute_elements(self._ports)
         if applied is None:
             return [f"nftables table {NFT_TABLE!r} exists, wanted none"] if present else []
         if not present:
             return [f"nftables table {NFT_TABLE!r} is missing"]
-        if _fingerprint(present) != applied:
+        rest, elements = host_ports.take_elements(present)
+        if _fingerprint(rest) != applied or any(elements[name] != ports[name] for name in elements):
             return [f"nftables table {NFT_TABLE!r} is not as podwire made it"]
         return []
 

@@ -53,11 +53,12 @@ from podwire.datapath.tunnel import TunnelPrograms
 from podwire.kernel.bpf_program import Packet
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.nft import Nftables
+from podwire.kernel.sysctl import ensure_sysctl
 from podwire.model.cluster import ClusterPlan, Prefix, Underlay
 from podwire.model.endpoint import Bandwidth, Device, EndpointRecord, IPNetwork
 from podwire.model.errors import Bug, InvalidConfiguration, KernelFailure, Unavailable
 from podwire.model.ids import EndpointId, InterfaceName
-from podwire.model.interfaces import EndpointConfig, Inventory, PodNamespace
+from podwire.model.interfaces import EndpointConfig, HostPortTable, Inventory, PodNamespace
 
 _log = logging.getLogger(__name__)
 
@@ -87,9 +88,16 @@ class _Opened:
 class KernelDatapath:
     """The running kernel as the datapath of one node."""
 
-    def __init__(self, plan: NodePlan, hooks: OwnHooks | None = None) -> None:
-        """`hooks`: the devices that podwire gave hooks to; None = none are known, and new ones are not noted."""
+    def __init__(
+        self,
+        plan: NodePlan,
+        hooks: OwnHooks | None = None,
+        host_ports: HostPortTable | None = None,
+    ) -> None:
+        """`hooks`: the devices that podwire gave hooks to; None = none are known, and new ones are not noted.
+        `host_ports`: those of pods that run; None = nobody has one."""
         self.plan = plan
+        self._host_ports = host_ports
         self._hooks = hooks or OwnHooks()
         self.host_changes: list[SettingChange] = []
         """Settings of the host that `prepare` changed, so that they can be put back."""
@@ -128,7 +136,7 @@ class KernelDatapath:
             )
             policy = PolicyTable(loaded.maps, self.plan.policy_entries)
             mtu, side = self._describe_host(netlink, loaded)
-            masquerade = Masquerade(nft)
+            masquerade = Masquerade(nft, self._host_ports)
             others = OtherNodes(
                 netlink,
                 loaded.maps,
@@ -304,6 +312,14 @@ class KernelDatapath:
         """Give what the endpoint's row holds; None when there is none, or only the guard."""
         return tables.read_endpoint_config(self._node.loaded.maps, record)
 
+    def let_loopback_out(self, record: EndpointRecord) -> None:
+        """Let what this host sends from 127.0.0.1 leave by the pod's device; ends with the device."""
+        ensure_sysctl("1", "ipv4", "conf", record.device.host_name, "route_localnet")
+
+    def write_host_ports(self, wanted: HostPortTable) -> None:
+        """Lead exactly these ports of the host to pods."""
+        self._node.masquerade.write_host_ports(wanted)
+
     def close_endpoint(self, record: EndpointRecord) -> None:
         """Take every row of the endpoint out of the maps."""
         tables.remove_endpoint(self._node.loaded.maps, record)
@@ -341,6 +357,8 @@ class KernelDatapath:
         ]
         if namespace is not None:
             differences += pod_net.compare_pod(record, namespace)
+        if record.host_ports:
+            differences += node.masquerade.compare()
         return differences
 
     def read_inventory(self) -> Inventory:

@@ -321,31 +321,35 @@ def _load_and_pin(
         filling.rename(pins.programs / template.id)
 
 
-def _set_constants(one: BpfObject, constants: Mapping[str, int]) -> None:
-    one.set_constants({name: value for name, value in constants.items() if one.has_constant(name)})
+def _set_constants(bpf_object: BpfObject, constants: Mapping[str, int]) -> None:
+    bpf_object.set_constants(
+        {name: value for name, value in constants.items() if bpf_object.has_constant(name)}
+    )
 
 
-def _load_object(one: BpfObject, pins: Pins, capacities: Capacities) -> None:
+def _load_object(bpf_object: BpfObject, pins: Pins, capacities: Capacities) -> None:
     fresh = []
     with ExitStack() as opened:
-        for name in one.map_names:
-            existing = _find_map(pins, one.shape(name))
+        for name in bpf_object.map_names:
+            existing = _find_map(pins, bpf_object.shape(name))
             if existing is not None:
-                one.use_map(name, opened.enter_context(existing))
+                bpf_object.use_map(name, opened.enter_context(existing))
                 continue
             fresh.append(name)
-            if one.shape(name).inner is not None:
-                one.model_inner(name, opened.enter_context(_create_inner(one, name, 0, capacities)))
-        one.load()
+            if bpf_object.shape(name).inner is not None:
+                bpf_object.model_inner(
+                    name, opened.enter_context(_create_inner(bpf_object, name, 0, capacities))
+                )
+        bpf_object.load()
     for name in fresh:
-        with one.take_map(name) as made:
-            if one.shape(name).inner is not None:
-                _fill_slots(one, made, capacities)
+        with bpf_object.take_map(name) as made:
+            if bpf_object.shape(name).inner is not None:
+                _fill_slots(bpf_object, made, capacities)
             made.pin(str(pins.maps / name))
 
 
-def _create_inner(one: BpfObject, outer: str, index: int, capacities: Capacities) -> bpf.Map:
-    return one.create_inner(
+def _create_inner(bpf_object: BpfObject, outer: str, index: int, capacities: Capacities) -> bpf.Map:
+    return bpf_object.create_inner(
         outer,
         f"{outer}_{index}",
         max_entries=capacities.inner_entries(outer),
@@ -353,12 +357,12 @@ def _create_inner(one: BpfObject, outer: str, index: int, capacities: Capacities
     )
 
 
-def _fill_slots(one: BpfObject, outer: bpf.Map, capacities: Capacities) -> None:
+def _fill_slots(bpf_object: BpfObject, outer: bpf.Map, capacities: Capacities) -> None:
     """Give every slot its hash, in one batch: each single update of a slot waits for RCU."""
     with ExitStack() as opened:
         slots = []
         for index in range(outer.info.max_entries):
-            inner = opened.enter_context(_create_inner(one, outer.name, index, capacities))
+            inner = opened.enter_context(_create_inner(bpf_object, outer.name, index, capacities))
             slots.append((index.to_bytes(4, "little"), inner.fd.to_bytes(4, "little")))
         outer.update_batch(slots)
 

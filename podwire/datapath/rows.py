@@ -13,7 +13,7 @@ from typing import Any
 
 from podwire.datapath import abi, conntrack_maps, node_maps, policy_maps, service_maps
 from podwire.datapath import maps as typed
-from podwire.datapath.events import hook_name, path_name, protocol_name, reason_name
+from podwire.datapath.flow_events import hook_name, path_name, protocol_name, reason_name
 from podwire.datapath.maps import NodeMaps, flag_names
 from podwire.kernel import bpf
 from podwire.model.errors import NotFound

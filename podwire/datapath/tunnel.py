@@ -299,10 +299,10 @@ def _repair_programs(netlink: NetlinkSocket, index: int, side: TunnelSide) -> li
     hooks = side.programs.hooks(is_flow_based=side.plan.mode is TunnelMode.FLOW)
     for hook, name, fd, number in hooks:
         present = [
-            one.program_id
+            attached.program_id
             for body in netlink.dump(list_filters(index, hook))
-            if (one := read_bpf_filter(body)) is not None
-            and (one.priority, one.handle) == (FILTER_PRIORITY, FILTER_HANDLE)
+            if (attached := read_bpf_filter(body)) is not None
+            and (attached.priority, attached.handle) == (FILTER_PRIORITY, FILTER_HANDLE)
         ]
         if present != [number]:
             state = f"number {present[0]}, wanted {number}" if present else "not attached"
@@ -397,9 +397,9 @@ def _repair_neighbours(
     wanted = {address: Neighbour(index, address, mac) for address, mac in neighbours}
     # Entries that the kernel has learnt come and go by themselves.
     permanent = [
-        one
+        neighbour
         for body in netlink.dump(list_neighbours(index))
-        if (one := read_neighbour(body)).permanent
+        if (neighbour := read_neighbour(body)).permanent
     ]
     present = {neighbour.address: neighbour for neighbour in permanent}
     return _apply(

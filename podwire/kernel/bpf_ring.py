@@ -1,6 +1,6 @@
 """Take records out of a BPF ring buffer, many at once.
 
-Called by `datapath.events`. Never decodes a record. Invariant: a record is either in the bytes that
+Called by `datapath.flow_events`. Never decodes a record. Invariant: a record is either in the bytes that
 `take` gave, still in the ring, or counted in `odd_records`. Not thread-safe: one reader has one
 buffer.
 """

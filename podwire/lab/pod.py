@@ -18,31 +18,12 @@ import msgspec
 from podwire.kernel import netns, spawn
 from podwire.lab.state import LabState, Pod, end_process
 from podwire.lab.topology import WORLD, NodePlan, check_pod_name, pod_namespace
-from podwire.model.errors import Conflict, InvalidRequest, PodwireError, Unavailable
+from podwire.model.errors import AttachFailed, Conflict, InvalidRequest, Unavailable
 from podwire.model.installation.shipped import LAUNCHER
 
 NETWORK: Final = "podwire"
 INTERFACE: Final = "eth0"
 CALL_TIMEOUT_S: Final = 60
-
-
-class AttachFailed(PodwireError):
-    """The launcher reported an error; `reply` is its JSON."""
-
-    kind = "attach"
-
-    def __init__(self, command: str, pod: str, reply: Mapping[str, Any]) -> None:
-        super().__init__(
-            f"{command} pod {pod!r}: code {reply.get('code')}: {reply.get('msg')}",
-            hint=str(reply.get("details", "")),
-        )
-        self.reply = reply
-
-    @property
-    def code(self) -> int:
-        """The error's CNI number; 0 when the launcher gave none."""
-        code = self.reply.get("code")
-        return code if isinstance(code, int) else 0
 
 
 def launcher_program() -> str:

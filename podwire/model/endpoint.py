@@ -74,6 +74,17 @@ class Bandwidth(msgspec.Struct, frozen=True):
     from_pod_burst_bits: int = 0
 
 
+class HostPort(msgspec.Struct, frozen=True, order=True):
+    """A port of this host that leads to a port of the pod."""
+
+    protocol: str
+    """TCP, UDP or SCTP."""
+    host_port: int
+    pod_port: int
+    host_ip: str = ""
+    """The host's address; "" = each, 0.0.0.0 or :: = each of that family."""
+
+
 class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the node must know to finish, check, restore or undo one attachment."""
 
@@ -111,6 +122,8 @@ class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     fixed_addresses: bool = False
     is_plain: bool = False
     """Whether it is a container beside Kubernetes; a Pod object of that name is not it."""
+    host_ports: tuple[HostPort, ...] = ()
+    """Which ports of this host lead to it, sorted. An older one with the same UID gives them up to it."""
 
     @property
     def addresses(self) -> tuple[IPAddress, ...]:

@@ -1,6 +1,6 @@
 """Flow events: what a program reported about one packet, as frozen values.
 
-Made by `datapath.events`, enriched and kept by `control`, shown by `monitor` and `observe`. Values only; names of
+Made by `datapath.flow_events`, enriched and kept by `control`, shown by `monitor` and `observe`. Values only; names of
 reasons, hooks and paths are those of bpf/include/podwire/abi.h in lower case with dashes.
 """
 

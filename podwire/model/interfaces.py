@@ -148,6 +148,27 @@ class EndpointDirectories(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class HostSocket:
+    """A port of this host: at one of its addresses, or at each of a family (0.0.0.0, ::)."""
+
+    address: IPAddress
+    protocol: int
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class PodSocket:
+    """What a port of this host leads to."""
+
+    address: IPAddress
+    port: int
+
+
+HostPortTable = Mapping[HostSocket, PodSocket]
+"""Everything that leads from this host to its pods."""
+
+
 class Datapath(Protocol):
     """The kernel's side of endpoints. Raises KernelFailure, Unsupported, ForeignObject, InvalidRequest."""
 
@@ -190,6 +211,14 @@ class Datapath(Protocol):
 
     def read_config(self, record: EndpointRecord) -> EndpointConfig | None:
         """Give what the endpoint's row holds; None when there is none, or only the guard."""
+        ...
+
+    def let_loopback_out(self, record: EndpointRecord) -> None:
+        """Let what this host sends from 127.0.0.1 leave by the pod's device, where it gets another source."""
+        ...
+
+    def write_host_ports(self, wanted: HostPortTable) -> None:
+        """Lead exactly these ports of the host to pods. What is there already costs nothing."""
         ...
 
     def close_endpoint(self, record: EndpointRecord) -> None:

@@ -8,7 +8,7 @@ import ipaddress
 
 import msgspec
 
-from podwire.model.endpoint import AttachmentKey, Bandwidth, IPAddress, IPNetwork
+from podwire.model.endpoint import AttachmentKey, Bandwidth, HostPort, IPAddress, IPNetwork
 from podwire.model.ids import ContainerId, InterfaceName, NetworkName
 
 IPInterface = ipaddress.IPv4Interface | ipaddress.IPv6Interface
@@ -92,6 +92,8 @@ class AttachRequest(msgspec.Struct, frozen=True, kw_only=True):
     mtu: int = 0
     """0 = the node's."""
     bandwidth: Bandwidth = Bandwidth()
+    host_ports: tuple[HostPort, ...] = ()
+    """Sorted, each once."""
     prev_result: AttachResult | None = None
     valid_attachments: tuple[tuple[ContainerId, InterfaceName], ...] | None = None
     """GC's list; None = the runtime gave none, () = it says that nothing lives."""

@@ -1,6 +1,6 @@
 """The launcher's protocol: frames, replies, spool records and the file `alive`, encoded and decoded.
 
-Called by `cni.client`, `agent.cni.socket` and `agent.cni.spool`; `launcher/` is the same in C (a test compares the
+Called by `cni.launcher`, `agent.cni.socket` and `agent.cni.spool`; `launcher/` is the same in C (a test compares the
 numbers). Never touches a socket, file or clock. Invariant: the decoders of the version before and of the version after
 read what an encoder writes. Anything else is refused with a message, never half understood. Described in
 docs/protocol.md.

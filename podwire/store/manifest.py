@@ -360,11 +360,11 @@ def _flatten(manifest: Manifest, document: Any, faults: list[Fault]) -> Iterator
         faults.append(Fault(manifest.place, f"has items that are {_kind_of(items)}, not a list"))
         return
     for index, item in enumerate(items):
-        one = replace(manifest, item=index)
+        inner = replace(manifest, item=index)
         if isinstance(item, dict):
-            yield replace(one, document=item)
+            yield replace(inner, document=item)
         else:
-            faults.append(Fault(one.place, f"is {_kind_of(item)}, not an object"))
+            faults.append(Fault(inner.place, f"is {_kind_of(item)}, not an object"))
 
 
 def _kind_of(value: object) -> str:

@@ -6,8 +6,8 @@ import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from podwire.cni import client
-from podwire.cni.client import Outcome
+from podwire.cni import launcher
+from podwire.cni.launcher import Outcome
 from podwire.model import wire
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +40,7 @@ def run_c(environment: Mapping[str, str], stdin: bytes, *, program: str = "podwi
     return Outcome(process.returncode, process.stdout, process.stderr)
 
 
-CLIENTS: Mapping[str, Run] = {"c": run_c, "python": client.call}
+CLIENTS: Mapping[str, Run] = {"c": run_c, "python": launcher.call}
 
 
 def config(socket_path: Path, **more: object) -> bytes:

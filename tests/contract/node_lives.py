@@ -5,11 +5,11 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+from podwire.agent.duties.address_source import Addresses
 from podwire.agent.duties.cluster.duty import ClusterDuty, ClusterOptions
 from podwire.agent.duties.cluster.publisher import take_name
-from podwire.agent.duties.kubernetes.events import EventTeller, NodeEvents
+from podwire.agent.duties.kubernetes.event_writer import EventTeller, NodeEvents
 from podwire.agent.duties.kubernetes.ranges import RangeKeeper, ServedRanges
-from podwire.agent.duties.node_ranges import Addresses
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
 from podwire.control.cluster.reach import ClusterSettings

@@ -14,8 +14,8 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from podwire.agent.duties.core_node import Start
-from podwire.agent.duties.kubernetes.events import open_events
+from podwire.agent.duties.kubernetes.event_writer import open_events
+from podwire.agent.duties.kubernetes.start import Start
 from podwire.agent.health import Health
 from podwire.agent.metrics import Metrics
 from podwire.control.cluster.facts import node_key

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from podwire import __version__
-from podwire.cni.client import Outcome
+from podwire.cni.launcher import Outcome
 from podwire.model import wire
 from podwire.model.wire import Alive, ReplyStatus
 from tests.contract.launcher_agent import (

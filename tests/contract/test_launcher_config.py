@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from podwire import __version__
-from podwire.cni.client import Outcome
+from podwire.cni.launcher import Outcome
 from podwire.model import wire
 from podwire.model.wire import ReplyStatus
 from tests.contract.launcher_agent import answer, scripted_agent

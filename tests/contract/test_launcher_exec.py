@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import leavings
 from tests.contract.launcher_clients import LAUNCHER
 
 pytestmark = pytest.mark.kernel
@@ -19,7 +20,7 @@ def _built(launcher: Path) -> None:
 
 @pytest.fixture
 def netns() -> Iterator[Path]:
-    name = f"pwt-exec-{os.getpid()}"
+    name = leavings.new_name()
     subprocess.run(["ip", "netns", "add", name], check=True)
     try:
         yield Path("/run/netns") / name

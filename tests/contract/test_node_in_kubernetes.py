@@ -10,7 +10,8 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from podwire.agent.duties.core_node import NetworkCondition, Start
+from podwire.agent.duties.kubernetes.network_condition import NetworkCondition
+from podwire.agent.duties.kubernetes.start import Start
 from podwire.control.kubernetes.core_node import core_node_key, network_is_available
 from podwire.lab.kubernetes.api_server import ApiServer, User
 from podwire.model.config import AgentConfig

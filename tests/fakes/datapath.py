@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 from podwire.model.endpoint import Bandwidth, Device, EndpointRecord
 from podwire.model.errors import ForeignObject, InvalidConfiguration, KernelFailure, PodwireError
 from podwire.model.ids import EndpointId, IfIndex, InterfaceName, device_mac
-from podwire.model.interfaces import EndpointConfig, Inventory, PodNamespace, PresentDevice
+from podwire.model.interfaces import (
+    EndpointConfig,
+    HostPortTable,
+    Inventory,
+    PodNamespace,
+    PresentDevice,
+)
 
 
 @dataclass
@@ -26,6 +32,8 @@ class FakeDatapath:
     foreign_pod: set[tuple[int, str]] = field(default_factory=set)
     fail: dict[str, PodwireError] = field(default_factory=dict)
     reap_blocked: bool = False
+    host_ports: HostPortTable = field(default_factory=dict)
+    loopback_out: set[EndpointId] = field(default_factory=set)
     _next_ifindex: int = 1000
 
     def _may_fail(self, method: str) -> None:
@@ -93,6 +101,14 @@ class FakeDatapath:
 
     def read_config(self, record: EndpointRecord) -> EndpointConfig | None:
         return self.rows.get(record.device.host_ifindex)
+
+    def let_loopback_out(self, record: EndpointRecord) -> None:
+        self._may_fail("let_loopback_out")
+        self.loopback_out.add(record.id)
+
+    def write_host_ports(self, wanted: HostPortTable) -> None:
+        self._may_fail("write_host_ports")
+        self.host_ports = dict(wanted)
 
     def close_endpoint(self, record: EndpointRecord) -> None:
         self._may_fail("close_endpoint")
@@ -165,4 +181,11 @@ class FakeDatapath:
 
     def is_empty(self) -> bool:
         """Tell whether nothing at all is left."""
-        return not (self.rows or self.addresses or self.devices or self.routes or self.condemned)
+        return not (
+            self.rows
+            or self.addresses
+            or self.devices
+            or self.routes
+            or self.condemned
+            or self.host_ports
+        )

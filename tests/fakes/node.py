@@ -15,6 +15,7 @@ from podwire.control.attach.restore import Restorer, RestoreReport
 from podwire.control.attach.service import AttachService
 from podwire.control.attach.steps import Context
 from podwire.control.endpoint.enforce import Enforcer, rows_of
+from podwire.control.endpoint.host_ports import HostPorts, ReservedPort
 from podwire.control.endpoint.policies import PolicyObjects
 from podwire.control.endpoint.queue import BuildQueue
 from podwire.control.endpoint.regenerate import Regenerator
@@ -105,6 +106,7 @@ class FakeNode:
         self.encrypted: frozenset[str] = frozenset()
         """Addresses of nodes whose rows say so."""
         self.datapath = FakeDatapath()
+        self.reserved_ports: list[ReservedPort] = []
         self.policy_datapath = PolicyHalf(other=self.datapath)
         self.store = store or MemoryStore()
         self._build()
@@ -126,7 +128,9 @@ class FakeNode:
             ),
             enforcer=self.enforcer,
         )
-        context = Context(self.datapath, regenerator)
+        context = Context(
+            self.datapath, regenerator, HostPorts(self.table, self.datapath, self.reserved_ports)
+        )
         self.endings = Endings(
             table=self.table,
             journal=self.journal,

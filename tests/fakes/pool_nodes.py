@@ -49,7 +49,7 @@ class PoolNode:
         self.store = store
         self.known = PoolCache(name)
         self.claims = Claims(store, self.known)
-        self.ipam = PoolIpam(self.claims, **({"monotonic": monotonic} if monotonic else {}))
+        self.ipam = PoolIpam(self.claims, monotonic=monotonic or time.monotonic)
         self.news = IpamNews(self.ipam)
         self.follower = StoreFollower(f"ipam-{name}", store, IpamNews.KINDS, self.news)
         self.follower.load()

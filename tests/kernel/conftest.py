@@ -2,9 +2,7 @@
 
 import contextlib
 import ipaddress
-import itertools
 import json
-import os
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,11 +28,11 @@ from podwire.model.ids import (
     host_device_name,
 )
 from podwire.model.interfaces import PodNamespace
+from tests import leavings
 
 NODE: Final = "node-1"
 NODE_IPV4: Final = ipaddress.IPv4Address("10.9.0.1")
 NODE_IPV6: Final = ipaddress.IPv6Address("fd99::1")
-_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -78,8 +76,8 @@ def _parse(text: str) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def new_namespace() -> Iterator[Namespace]:
-    """Make a namespace `pwt-...` and remove it at the end, whatever happens."""
-    name = f"pwt-{os.getpid()}-{next(_numbers)}"
+    """Make a namespace and remove it at the end, whatever happens."""
+    name = leavings.new_name()
     fd = netns.create_named(name)
     try:
         yield Namespace(name, fd)

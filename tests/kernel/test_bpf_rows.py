@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podwire.datapath import abi
-from podwire.datapath.events import decode_event
+from podwire.datapath.flow_events import decode_event
 from podwire.datapath.maps import from_mapped, from_prefix_key, mac_bytes, to_mapped, to_prefix_key
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.flow import Verdict

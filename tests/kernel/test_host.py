@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from podwire.agent.duties.core_node import choose_address
+from podwire.agent.duties.kubernetes.start import choose_address
 from podwire.datapath.cluster import read_underlay
 from podwire.datapath.host import (
     SettingChange,

@@ -17,7 +17,7 @@ import pytest
 
 from podwire.datapath import abi, conntrack_maps
 from podwire.datapath import maps as tables
-from podwire.datapath.events import EventReader
+from podwire.datapath.flow_events import EventReader
 from podwire.datapath.inventory import remove_everything
 from podwire.datapath.maps import read_metrics
 from podwire.datapath.node import KernelDatapath

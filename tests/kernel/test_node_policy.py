@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from podwire.datapath.abi import DropReason
-from podwire.datapath.events import EventReader
+from podwire.datapath.flow_events import EventReader
 from podwire.datapath.maps import read_metrics
 from podwire.datapath.policy_maps import read_hits
 from podwire.model.endpoint import EndpointRecord

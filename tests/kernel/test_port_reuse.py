@@ -113,12 +113,10 @@ def _ask_by_datagram(asking: socket.socket, target: tuple[str, int]) -> tuple[st
     return peer[0], peer[1]
 
 
-@pytest.mark.parametrize("scene", WAYS[1:], ids=str, indirect=True)
 @pytest.mark.parametrize("version", [4, 6])
 def test_datagrams_of_one_port_are_answered_by_whom_the_last_one_asked(
     scene: Scene, version: int
 ) -> None:
-    """Through the tunnel. Natively nobody tells the answers apart (docs/limits.md)."""
     server = scene.nodes[1].pods[9]
     direct, service = (BACK_ENDS[version], PORT), (SERVICES[version], SERVICE_PORT)
     with (

@@ -15,6 +15,7 @@ from podwire.model.errors import KernelFailure
 from podwire.model.installation.files import LOOPBACK_FILE
 from podwire.model.installation.shipped import LAUNCHER
 from podwire.model.store import Waker
+from tests import leavings
 from tests.contract.launcher_clients import build_launcher
 
 LONG_S = 60.0
@@ -146,7 +147,7 @@ def is_up(namespace: str) -> bool:
 
 @pytest.fixture
 def namespace() -> Iterator[str]:
-    name = f"pwt-lo-{threading.get_native_id()}"
+    name = leavings.new_name()
     subprocess.run(["ip", "netns", "add", name], check=True)
     yield name
     subprocess.run(["ip", "netns", "del", name], check=True)

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.lab.labrig import PREFIX, Lab, leaks, own_namespace
+from tests import leavings
+from tests.lab.labrig import Lab, leaks, own_namespace
 
 MakeLab = Callable[..., Lab]
 
@@ -14,7 +15,7 @@ def no_leaks() -> Iterator[None]:
     """Fail at the end of the session when a lab left something, whatever its tests said."""
     before = own_namespace()
     yield
-    found = leaks([PREFIX], before)
+    found = leaks([leavings.LAB], before)
     assert not found, f"labs left {found}"
 
 

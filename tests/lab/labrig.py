@@ -1,6 +1,7 @@
 """A lab for tests: made by the code that people use, asked by other tools (`ip`, `tc`, the API's socket by hand).
 
-Names begin with the session's prefix, so that the leak check can tell what is ours from what others do on this machine.
+Names begin with the mark of this run (tests/leavings.py), so that the leak check can tell what is ours from what
+others do on this machine.
 """
 
 import contextlib
@@ -9,7 +10,6 @@ import io
 import itertools
 import json
 import os
-import secrets
 import socket
 import subprocess
 import time
@@ -26,8 +26,8 @@ from podwire.lab.state import LabState, read_state
 from podwire.lab.topology import LabShape, NodePlan
 from podwire.model.cluster import TUNNEL_DEVICE
 from podwire.model.errors import NotFound
+from tests import leavings
 
-PREFIX: Final = f"t{secrets.token_hex(2)}"
 DEADLINE_S: Final = 120.0
 _numbers = itertools.count(1)
 
@@ -38,7 +38,7 @@ def quiet(_line: str) -> None:
 
 def lab_name() -> str:
     """Give a name that no other lab has."""
-    return f"{PREFIX}-{next(_numbers)}"
+    return f"{leavings.LAB}-{next(_numbers)}"
 
 
 def wait_for(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:

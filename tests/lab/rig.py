@@ -1,14 +1,13 @@
 """One node for tests: a namespace with a real agent in it, pods by the real launcher, and an eye that asks others.
 
 What is there is read by `ip`, `bpftool` and sqlite, never through the code under test. Everything has a name that
-begins with `pwt` and is removed by `close`, whatever happened.
+begins with the mark of this run (tests/leavings.py) and is removed by `close`, whatever happened.
 """
 
 import contextlib
 import itertools
 import json
 import os
-import secrets
 import shutil
 import signal
 import socket
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from podwire.model.closing import Closing
+from tests import leavings
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 LAUNCHER: Final = ROOT / "build" / "bin" / "podwire-cni"
@@ -90,7 +90,7 @@ class Rig(Closing):
     def __init__(
         self, *, cidrs: Sequence[str] = ("10.99.0.0/24", "fd99::/64"), **settings: object
     ) -> None:
-        self.name = f"pwt{secrets.token_hex(3)}"
+        self.name = leavings.new_name()
         self.directory = Path("/run") / self.name
         self.bpf = Path("/sys/fs/bpf") / self.name
         self._processes: list[subprocess.Popen[bytes]] = []

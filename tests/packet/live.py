@@ -5,7 +5,6 @@ the rig's. The host's namespace is the rig's `host`; nothing outside of the name
 """
 
 import ipaddress
-import os
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,7 @@ from podwire.kernel.rtnl.route import (
     set_neighbour,
 )
 from podwire.kernel.rtnl.tc import FROM_POD_HOOK, TO_POD_HOOK, add_clsact, set_bpf_filter
-from tests import waiting
+from tests import leavings, waiting
 from tests.packet.rig import GATEWAY_4, GATEWAY_6, Endpoint, Rig
 
 POD_DEVICE: Final = "eth0"
@@ -161,13 +160,13 @@ def _silence(host: NetlinkSocket, endpoints: Sequence[Endpoint]) -> None:
 def live_pods(rig: Rig, *endpoints: Endpoint, host_name: str = "host") -> Iterator[LiveHost]:
     """Make a host namespace and one for each endpoint, connected and configured."""
     with ExitStack() as stack:
-        host_name = f"pwt-{os.getpid()}-{host_name}"
+        host_name = f"{leavings.NAME}-{host_name}"
         host = LiveHost(host_name, stack.enter_context(_named(host_name)), {})
         netns.run_in(host.fd.fileno(), _forward)
         netlink = stack.enter_context(NetlinkSocket.open_in(host.fd.fileno()))
         netlink.execute([set_link(1, up=True)])
         for endpoint in endpoints:
-            name = f"pwt-{os.getpid()}-{endpoint.name}"
+            name = f"{leavings.NAME}-{endpoint.name}"
             fd = stack.enter_context(_named(name))
             _attach(rig, netlink, endpoint, fd.fileno())
             _route_to(netlink, endpoint)

@@ -31,6 +31,7 @@ def connect(rig: Rig, *, flags: IpcacheFlags = DIRECT, native_ifindex: int = UND
         own = FAR.number, IpcacheFlags.NATIVE | IpcacheFlags.NODE_ADDRESS, MTU
         write_prefix(rig, FAR.address(version), Identity.REMOTE_NODE, *own)
     rig.write_settings(native_ifindex=native_ifindex)
+    rig.forget_stack_ports()
 
 
 def frame_of(inner: bytes, *, destination: str = UNDERLAY_MAC) -> bytes:

@@ -80,11 +80,13 @@ def write_node(
     *,
     outers: tuple[str, ...] = (),
     hops: tuple[bytes, bytes] = HOPS,
+    encrypted: bool = False,
 ) -> None:
     """Write a node's rows; `outers`: every address that it sends from, if not its own alone."""
     number = remote.number.to_bytes(4, "little")
     outer = to_mapped(ipaddress.ip_address(remote.outer))
     flags = NodeFlags.CLASSIC if remote.classic else NodeFlags(0)
+    flags |= NodeFlags.ENCRYPTED if encrypted else NodeFlags(0)
     value = abi.NodeValue(outer, remote.mtu, flags, mac_bytes(remote.mac), *hops)
     rig.maps["pw_nodes"].update(number, value.pack())
     for text in outers or (remote.outer,):

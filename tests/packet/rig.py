@@ -203,6 +203,10 @@ class Rig:
         while self.events.take()[0]:
             pass
 
+    def forget_stack_ports(self) -> None:
+        """Forget by which ports pods have asked through the stack; costs more than the rest of `reset`."""
+        zero_rows(self.maps["pw_stack_ports"])
+
     def forget_fragments(self) -> None:
         """Empty every set that has something in it."""
         zero_rows(self.maps["pw_fragments"])

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from podwire.datapath.abi import ConfigFlags, Direction, DropReason, Event, EventKind, Hook, Path
-from podwire.datapath.events import decode_event
+from podwire.datapath.flow_events import decode_event
 from podwire.datapath.maps import to_mapped
 from tests.packet import frames
 from tests.packet.frames import ipv4, ipv6, tcp, udp

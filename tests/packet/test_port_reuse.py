@@ -11,7 +11,7 @@ from tests.packet import netdev, overlay
 from tests.packet.frames import ACK, FIN, RST, SYN, Segment, tcp, udp
 from tests.packet.netdev import TC_ACT_UNSPEC
 from tests.packet.overlay import FAR, enter, packet
-from tests.packet.rig import TUNNEL, A, Rig
+from tests.packet.rig import OUTSIDE, TUNNEL, WORLD_4, A, B, Rig
 
 pytestmark = pytest.mark.packet
 
@@ -147,6 +147,52 @@ def test_natively_the_entry_of_an_earlier_build_knows_its_answer(rig: Rig) -> No
     rig.sent(A, out(DIRECT_SYN, 4))
     rig.change_entry(rig.entry(A)[0], answer=0)
     assert netdev.arrive(rig, back(DIRECT_ANSWER, 4)).action == Action.PEER
+
+
+@pytest.mark.parametrize("version", [4, 6])
+@pytest.mark.parametrize("protocol", [17, 136, 132], ids=["udp", "udp-lite", "sctp"])
+def test_natively_a_datagram_port_that_asked_through_the_stack_is_left_to_it(
+    rig: Rig, protocol: int, version: int
+) -> None:
+    """Nothing in an answer tells whom it is for; the stack keeps both flows apart where it sees both."""
+    netdev.connect(rig)
+    ask, answer = (Segment(protocol, udp(*ports).data) for ports in ((4000, 53), (53, 4000)))
+    assert rig.sent(A, out(ask, version)).action == Action.NATIVE
+    assert netdev.arrive(rig, back(answer, version)).action == Action.PEER
+    assert rig.sent(A, out(ask, version, to=VIP[version])).action == Action.STACK
+    assert netdev.arrive(rig, back(answer, version)).retval == TC_ACT_UNSPEC
+    assert rig.sent(A, out(ask, version)).action == Action.STACK
+    assert netdev.arrive(rig, back(answer, version)).retval == TC_ACT_UNSPEC
+
+
+@pytest.mark.parametrize("version", [4, 6])
+@pytest.mark.parametrize("first", ["the service", "the peer"])
+def test_natively_other_datagram_ports_and_pods_go_past_the_stack(
+    rig: Rig, first: str, version: int
+) -> None:
+    netdev.connect(rig)
+    ask = udp(4000, 53)
+    rig.sent(A, out(ask, version, to=VIP[version] if first == "the service" else ""))
+    for port in (3999, 4001):
+        assert rig.sent(A, out(udp(port, 53), version)).action == Action.NATIVE
+    of_b = packet(B.address(version), FAR.pod(version), ask)
+    assert rig.sent(B, of_b).action == Action.NATIVE
+    assert (rig.sent(A, out(ask, version)).action == Action.NATIVE) == (first == "the peer")
+
+
+def test_natively_what_a_pod_answers_through_the_stack_marks_no_port(rig: Rig) -> None:
+    """A server whose clients come through the stack asks nobody there."""
+    netdev.connect(rig)
+    question = packet(WORLD_4, A.ipv4, udp(53, 4000))
+    assert rig.received(A, question, ingress_ifindex=OUTSIDE).action == Action.STACK
+    assert rig.sent(A, packet(A.ipv4, WORLD_4, udp(4000, 53))).action == Action.STACK
+    assert rig.sent(A, out(udp(4000, 53), 4)).action == Action.NATIVE
+
+
+def test_natively_a_connection_takes_the_short_way_from_a_port_of_datagrams(rig: Rig) -> None:
+    netdev.connect(rig)
+    rig.sent(A, out(udp(4000, 53), 4, to=VIP[4]))
+    exchange(rig, PIECES["half closed"], 4, native=True)
 
 
 @pytest.mark.parametrize("version", [4, 6])

@@ -114,15 +114,21 @@ def test_portmap_and_tuning_work_behind_us(machine: Machine) -> None:
         assert not host_port()
 
 
-def test_host_ports_asked_of_us_are_refused_with_what_to_do(machine: Machine) -> None:
+def test_host_ports_are_served_by_us_until_the_pod_ends(machine: Machine) -> None:
     machine.write_conflist(capabilities={"portMappings": True})
     grpc, _, _ = load_messages()
     with Containerd(machine) as containerd:
         containerd.wait_network_ready()
+        sandbox = containerd.run_pod("web", ports=[(18080, 80)])
+        containerd.run_container(sandbox, "main", *HTTPD)
+        host_port = partial(serves, machine, NODE_ADDRESSES[0], 18080, machine.world)
+        wait_for(host_port, 30, "the host port to be served")
         with pytest.raises(grpc.RpcError) as caught:
-            containerd.run_pod("web", ports=[(18080, 80)])
-        assert "portMappings" in caught.value.details()
-        assert "chain the portmap plugin" in caught.value.details()
+            containerd.run_pod("second", ports=[(18080, 80)])
+        assert "TCP port 18080 leads to pod" in caught.value.details()
+        containerd.stop_pod(sandbox)
+        containerd.remove_pod(sandbox)
+        assert not host_port()
         assert_nothing_left(machine)
 
 

@@ -1,6 +1,7 @@
 """Containers that a real podman makes through its CNI back end, with podwire as their network."""
 
 from functools import partial
+from typing import Any, Final
 
 import pytest
 
@@ -111,8 +112,18 @@ def test_a_container_of_two_networks_has_an_interface_in_each(
     assert_nothing_left(machine)
 
 
-def test_published_ports_work_by_the_chained_portmap(machine: Machine, podman: Podman) -> None:
-    machine.write_conflist({"type": "portmap", "capabilities": {"portMappings": True}})
+PORT_MAPPINGS: Final = {"portMappings": True}
+SERVED_BY: Final[dict[str, tuple[list[dict[str, object]], dict[str, Any]]]] = {
+    "us": ([], {"capabilities": PORT_MAPPINGS}),
+    "a chained portmap": ([{"type": "portmap", "capabilities": PORT_MAPPINGS}], {}),
+    "both": ([{"type": "portmap", "capabilities": PORT_MAPPINGS}], {"capabilities": PORT_MAPPINGS}),
+}
+
+
+@pytest.mark.parametrize("by", SERVED_BY)
+def test_published_ports_lead_to_the_container(machine: Machine, podman: Podman, by: str) -> None:
+    chained, settings = SERVED_BY[by]
+    machine.write_conflist(*chained, **settings)
     podman.start_container("web", "--publish", "18080:80/tcp")
     podman.run("exec", "--detach", "web", "/bin/httpd", "-f", "-p", "80", "-h", "/www")
     published = partial(serves, machine, NODE_ADDRESSES[0], 18080, machine.world)

@@ -17,7 +17,7 @@ from podwire.agent.cni.socket import CniServer
 from podwire.agent.cni.spool import Spool
 from podwire.agent.metrics import Metrics
 from podwire.agent.unix_socket import open_unix_socket
-from podwire.cni import client
+from podwire.cni import launcher
 from podwire.cni.netconf import decode_request
 from podwire.kernel.clock import KernelClock
 from podwire.model import errors, wire
@@ -325,7 +325,7 @@ async def test_a_del_that_fails_for_now_is_spooled_and_done_later(
     bench: Bench, served: Path
 ) -> None:
     bench.attachments.failures.append(errors.StorageFailure("disk full"))
-    outcome = await asyncio.to_thread(client.call, _environment("DEL", ""), _stdin(served))
-    assert outcome == client.Outcome(0)
+    outcome = await asyncio.to_thread(launcher.call, _environment("DEL", ""), _stdin(served))
+    assert outcome == launcher.Outcome(0)
     assert await bench.dispatcher.replay() == (1, 0)
     assert os.listdir(served.parent / wire.SPOOL_DIRECTORY) == []

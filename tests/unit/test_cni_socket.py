@@ -19,7 +19,7 @@ import pytest
 from podwire.agent.cni.at_once import PromptRequests
 from podwire.agent.cni.received import Received
 from podwire.agent.cni.socket import CniServer, SocketLimits
-from podwire.cni import client
+from podwire.cni import launcher
 from podwire.model import wire
 from podwire.model.wire import Frame, Reply, ReplyStatus
 
@@ -357,8 +357,8 @@ async def test_too_many_connections_are_answered_at_once(tmp_path: Path) -> None
             assert (reply.status, code_of(reply)) == (ReplyStatus.NOT_NOW, 11)
             assert door.refused == ["connections"]
             stdin = json.dumps({"socket": str(door.path), "cniVersion": "1.0.0"}).encode()
-            outcome = await asyncio.to_thread(client.call, {"CNI_COMMAND": "DEL"}, stdin)
-            assert outcome == client.Outcome(0)
+            outcome = await asyncio.to_thread(launcher.call, {"CNI_COMMAND": "DEL"}, stdin)
+            assert outcome == launcher.Outcome(0)
             assert len(os.listdir(tmp_path / wire.SPOOL_DIRECTORY)) == 1
             door.hold.set()
             assert [await read_reply(one), await read_reply(two)] == [DONE, DONE]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from podwire.agent.duties.address_source import take_ranges
 from podwire.agent.duties.addresses import FACT, RETRY_S, TICK_S
-from podwire.agent.duties.node_ranges import take_ranges
 from podwire.control.documents.kinds import decode
 from podwire.control.ipam.claiming.orphans import GRACE_S
 from podwire.control.ipam.documents import (

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from podwire.agent.duties.kubernetes import events
-from podwire.agent.duties.kubernetes.events import EventTeller, NodeEvents, node_subject
+from podwire.agent.duties.kubernetes import event_writer
+from podwire.agent.duties.kubernetes.event_writer import EventTeller, NodeEvents, node_subject
 from podwire.agent.health import Health
 from podwire.control.kubernetes.core_node import core_node_key
-from podwire.control.kubernetes.events import (
+from podwire.control.kubernetes.event_queue import (
     BURST,
     KNOWN_MAX,
     MESSAGE_MAX_BYTES,
@@ -190,7 +190,7 @@ def test_whoever_tells_does_not_wait_for_the_server() -> None:
 def test_an_event_that_cannot_be_written_is_given_up_or_tried_again(
     failure: Exception, dropped: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "AGAIN_S", (0.0, 0.0))
+    monkeypatch.setattr(event_writer, "AGAIN_S", (0.0, 0.0))
     failures, written, said = [failure], [], list[str]()
 
     def write(told: EventWrite) -> None:
@@ -248,5 +248,5 @@ def test_warnings_without_a_reason_of_their_own_share_one_and_others_nodes_say_t
     health.warn("two", "two")
     health.warn("one", "")
     health.warn("cluster-0", "nodes n2 and n3 have the same address")
-    health.warn(events.WARNING, "no Events can be written")
+    health.warn(event_writer.WARNING, "no Events can be written")
     assert [message for _, message in heard.told] == ["one", "one; two", "two"]

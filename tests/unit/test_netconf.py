@@ -13,7 +13,7 @@ from podwire.cni import netconf
 from podwire.cni.errors import code_of
 from podwire.cni.faults import KEPT_OF_EACH_KIND
 from podwire.cni.netconf import decode_request
-from podwire.model.endpoint import AttachmentKey, Bandwidth
+from podwire.model.endpoint import AttachmentKey, Bandwidth, HostPort
 from podwire.model.errors import InvalidRequest, UnsupportedField
 from podwire.model.ids import ContainerId, InterfaceName, NetworkName
 from podwire.model.request import AttachRequest, NamedPort
@@ -218,13 +218,57 @@ def test_status_and_gc_do_not_look_at_the_attachment(command: str, env: dict[str
     assert (request.key, request.netns_path) == (None, "")
 
 
+# (id, mapping as a runtime sends it, what is asked for)
+HOST_PORTS: list[tuple[str, Object, tuple[HostPort, ...]]] = [
+    (
+        "containerd",
+        {"HostPort": 8080, "ContainerPort": 80, "Protocol": "tcp", "HostIP": ""},
+        (HostPort("TCP", 8080, 80),),
+    ),
+    ("no protocol", {"hostPort": 1, "containerPort": 65_535}, (HostPort("TCP", 1, 65_535),)),
+    (
+        "UDP",
+        {"hostPort": 53, "containerPort": 5353, "protocol": "Udp"},
+        (HostPort("UDP", 53, 5353),),
+    ),
+    ("SCTP", {"hostPort": 9, "containerPort": 9, "protocol": "SCTP"}, (HostPort("SCTP", 9, 9),)),
+    (
+        "an address of the host",
+        {"hostPort": 80, "containerPort": 80, "hostIP": "2001:DB8:0::1"},
+        (HostPort("TCP", 80, 80, "2001:db8::1"),),
+    ),
+    (
+        "IPv4 in the form of IPv6",
+        {"hostPort": 80, "containerPort": 80, "hostIP": "::ffff:192.0.2.1"},
+        (HostPort("TCP", 80, 80, "192.0.2.1"),),
+    ),
+    (
+        "loopback",
+        {"hostPort": 80, "containerPort": 80, "hostIP": "127.0.0.1"},
+        (HostPort("TCP", 80, 80, "127.0.0.1"),),
+    ),
+    ("a port that is only named", {"hostPort": 0, "containerPort": 80, "protocol": "x"}, ()),
+    ("nothing", {}, ()),
+]
+
+
+@pytest.mark.parametrize(
+    ("mapping", "wanted"), [row[1:] for row in HOST_PORTS], ids=[row[0] for row in HOST_PORTS]
+)
+def test_host_ports_are_read_as_runtimes_send_them(
+    mapping: Object, wanted: tuple[HostPort, ...]
+) -> None:
+    config = {"runtimeConfig": {"PortMappings": [mapping, mapping]}}
+    assert decode(config).host_ports == wanted
+
+
 # A DEL must get through with whatever ADD was refused for, with no namespace, and with what spools keep.
 DELS: list[tuple[str, Object, dict[str, str]]] = [
     ("empty namespace", {}, {"NETNS": ""}),
     ("vanished namespace", {}, {"NETNS": "/run/netns/gone"}),
     ("prevResult of another plugin", {"prevResult": {"ips": "no list"}}, {}),
     ("unsupported fields", {"chaining-mode": "x", "ipam": {"type": "host-local"}}, {}),
-    ("port mappings", {"runtimeConfig": {"portMappings": [{"hostPort": 80}]}}, {}),
+    ("port mappings at fault", {"runtimeConfig": {"portMappings": [{"hostPort": 80}]}}, {}),
     ("wrong types", {"mtu": "big", "args": 5, "runtimeConfig": [], "type": None}, {}),
     ("unknown arguments", {}, {"ARGS": "FOO=bar;garbage"}),
     ("another container in the arguments", {}, {"ARGS": "K8S_POD_INFRA_CONTAINER_ID=other"}),
@@ -248,6 +292,11 @@ def capability(**values: Any) -> Object:
     return {"runtimeConfig": values}
 
 
+def ports(**mapping: Any) -> Object:
+    """Configuration that asks for one port of the host."""
+    return capability(portMappings=[mapping])
+
+
 LABEL_FLOOD = [{"key": f"k{number}", "value": "v"} for number in range(10_000)]
 DEEP = b'{"cniVersion":"1.1.0","name":"n","type":"t","x":' + b"[" * 50_000 + b"]" * 50_000 + b"}"
 
@@ -258,8 +307,30 @@ REFUSED: list[tuple[str, int, str, Object | bytes, dict[str, str]]] = [
     ("CHECK too early", 1, "0.4.0", {"cniVersion": "0.3.1"}, {"COMMAND": "CHECK"}),
     ("GC too early", 1, "1.1.0", {"cniVersion": "1.0.0"}, {"COMMAND": "GC"}),
     ("STATUS too early", 1, "1.1.0", {"cniVersion": "1.0.0"}, {"COMMAND": "STATUS"}),
-    ("port mappings", 2, "portmap plugin", capability(portMappings=[{"hostPort": 80}]), {}),
-    ("port mappings, Go's case", 2, "portMappings", capability(PortMappings=[{"HostPort": 1}]), {}),
+    ("a host port beyond all", 7, "hostPort is 65536", ports(hostPort=65_536, containerPort=1), {}),
+    ("a negative host port", 7, "hostPort is -1", ports(hostPort=-1, containerPort=1), {}),
+    ("a host port in words", 6, "hostPort is '80'", ports(hostPort="80", containerPort=80), {}),
+    ("no pod port", 7, "containerPort is missing", ports(hostPort=80), {}),
+    ("pod port 0", 7, "containerPort is 0", ports(hostPort=80, containerPort=0), {}),
+    ("Go's case", 7, "protocol is 'ICMP'", ports(HostPort=1, ContainerPort=1, Protocol="icmp"), {}),
+    ("a host name", 7, "hostIP is 'here'", ports(hostPort=1, containerPort=1, hostIP="here"), {}),
+    ("::1", 7, "use 127.0.0.1", ports(hostPort=1, containerPort=1, hostIP="0:0::1"), {}),
+    ("link-local", 7, "not forwarded", ports(hostPort=1, containerPort=1, hostIP="fe80::2"), {}),
+    ("a group", 7, "single host", ports(hostPort=1, containerPort=1, hostIP="224.0.0.1"), {}),
+    ("mappings are an object", 6, "portMappings", capability(portMappings={}), {}),
+    ("too many", 7, "at most 1024", capability(PortMappings=[{}] * 1025), {}),
+    (
+        "one port of the host, two of the pod",
+        7,
+        "portMappings[1] leads TCP port 80 to a second",
+        capability(
+            portMappings=[
+                {"hostPort": 80, "containerPort": 80},
+                {"hostPort": 80, "containerPort": 81, "protocol": "tcp"},
+            ]
+        ),
+        {},
+    ),
     ("address ranges", 2, "ipRanges", capability(ipRanges=[[{"subnet": "10.0.0.0/8"}]]), {}),
     ("delegated IPAM", 2, "host-local", {"ipam": {"type": "host-local"}}, {}),
     ("delegated IPAM, STATUS", 2, "dhcp", {"ipam": {"type": "dhcp"}}, {"COMMAND": "STATUS"}),

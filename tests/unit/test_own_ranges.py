@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from podwire.agent.duties.core_node import RANGES_FACT
+from podwire.agent.duties.address_source import OwnCoreNode
 from podwire.agent.duties.kubernetes.ranges import UID_FACT, WARNING, RangeKeeper, ServedRanges
-from podwire.agent.duties.node_ranges import OwnCoreNode
+from podwire.agent.duties.kubernetes.start import RANGES_FACT
 from podwire.control.ipam.interface import Wish
 from podwire.control.ipam.node import NodeIpam
 from podwire.control.kubernetes.core_node import core_node_key

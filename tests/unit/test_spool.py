@@ -13,7 +13,7 @@ from podwire.agent.cni.spool import (
     Spool,
     SpooledDelete,
 )
-from podwire.cni import client
+from podwire.cni import launcher
 from podwire.cni.netconf import decode_request
 from podwire.model import wire
 from podwire.model.endpoint import AttachmentKey
@@ -121,8 +121,8 @@ def test_the_records_of_one_attachment_can_be_asked_for(spool: Spool, directory:
 def test_what_the_launcher_writes_is_read(tmp_path: Path, clock: HandClock) -> None:
     stdin = {"cniVersion": "1.0.0", "name": "n", "type": "podwire-cni"}
     stdin["socket"] = str(tmp_path / "cni.sock")
-    outcome = client.call(dict(frame("real").environment), json.dumps(stdin).encode())
-    assert outcome == client.Outcome(0)
+    outcome = launcher.call(dict(frame("real").environment), json.dumps(stdin).encode())
+    assert outcome == launcher.Outcome(0)
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     clock.boot_id = lambda: boot_id  # type: ignore[method-assign]
     spool = Spool(tmp_path / wire.SPOOL_DIRECTORY, clock, decode, ran_at=unseen)

@@ -10,7 +10,7 @@ import pytest
 
 from podwire.agent.api.waiting import WaitingApi
 from podwire.agent.config_reload import read_settings
-from podwire.agent.duties.core_node import RANGES_FACT, Start, choose_address
+from podwire.agent.duties.kubernetes.start import RANGES_FACT, Start, choose_address
 from podwire.cli.client import CliError, request
 from podwire.control.kubernetes.cluster_ranges import KUBEADM_KEY
 from podwire.control.kubernetes.core_node import core_node_key

@@ -103,6 +103,7 @@ enum pw_drop_reason {
 	PW_DROP_REDIRECT = 27,	   /* an ICMP redirect: pods have one gateway */
 	PW_DROP_NO_BACK_END = 28,  /* a service without back ends: refused */
 	PW_DROP_NO_SERVICE_PORT = 29, /* an address of a service, and none of its ports: refused */
+	PW_DROP_NOT_ENCRYPTED = 30,   /* its node's row asks for what nothing here does */
 	PW_DROP_REASONS,
 };
 

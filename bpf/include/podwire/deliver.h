@@ -143,6 +143,8 @@ PW_CHECKED_ALONE int leave_natively(struct __sk_buff *skb, struct pw_flow *flow)
 	if (!flow)
 		return PW_DROP_INTERNAL;
 	node = find_node(flow->node);
+	if (node && must_be_encrypted(node))
+		return PW_DROP_NOT_ENCRYPTED;
 	flow->action = PW_ACTION_STACK;
 	if (!node)
 		return 0;
@@ -162,6 +164,19 @@ PW_CHECKED_ALONE int leave_natively(struct __sk_buff *skb, struct pw_flow *flow)
 	return reason;
 }
 
+/* The stack's routes lead to the node that the packet is for, too. */
+static __always_inline int leave_by_stack(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	const struct pw_node_value *node = flow->node ? find_node(flow->node) : NULL;
+
+	if (node && must_be_encrypted(node))
+		return PW_DROP_NOT_ENCRYPTED;
+	if (flow->flags & PW_PACKET_FRAGMENT && flow->ethertype == ETH_P_IPV6)
+		skb->mark = PW_MARK_POD_PIECE;
+	flow->action = PW_ACTION_STACK;
+	return 0;
+}
+
 static __always_inline int deliver(struct __sk_buff *skb, struct pw_flow *flow,
 				   struct pw_conntrack_value *there)
 {
@@ -176,12 +191,8 @@ static __always_inline int deliver(struct __sk_buff *skb, struct pw_flow *flow,
 		if (reason)
 			return reason;
 	}
-	if (flow->path == PW_PATH_STACK) {
-		if (flow->flags & PW_PACKET_FRAGMENT && flow->ethertype == ETH_P_IPV6)
-			skb->mark = PW_MARK_POD_PIECE;
-		flow->action = PW_ACTION_STACK;
-		return 0;
-	}
+	if (flow->path == PW_PATH_STACK)
+		return leave_by_stack(skb, flow);
 	if (flow->path == PW_PATH_LOCAL)
 		return deliver_to_pod(skb, flow, there);
 	return flow->path == PW_PATH_NATIVE ? leave_natively(skb, flow) : enter_tunnel(skb, flow);

@@ -146,6 +146,15 @@ static __always_inline __u32 tunnel_device(void)
 	return settings ? settings->tunnel_ifindex : 0;
 }
 
+/* Index of the device that from_netdev looks at, 0 = none: the stack has what goes natively, both ways. */
+static __always_inline __u32 native_device(void)
+{
+	__u32 zero = 0;
+	const struct pw_settings *settings = bpf_map_lookup_elem(&pw_settings, &zero);
+
+	return settings ? settings->native_ifindex : 0;
+}
+
 /* The identity of a sender beyond this host. These count as the world: a node's address, which may hide any sender that
  * was masqueraded; an address of our own blocks that comes from outside, which is forged; and an address of a pod behind
  * the tunnel that comes without it. Flows that such a pod began go on, because its node may be changing the way.

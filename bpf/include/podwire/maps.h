@@ -224,6 +224,17 @@ struct {
 	__type(value, struct pw_fragment_set);
 } pw_fragments SEC(".maps");
 
+/* Cell, chosen by pod, protocol and port -> tag of these, and when a datagram by that port took the stack last
+ * (stack_ports.h). Written and read by the programs alone.
+ */
+#define PW_STACK_PORTS 32768
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, PW_STACK_PORTS);
+	__type(key, __u32);
+	__type(value, __u64);
+} pw_stack_ports SEC(".maps");
+
 /* instance -> how much of the shared things it uses. The row is made and removed by the agent, counted by the programs
  * and the collector.
  */

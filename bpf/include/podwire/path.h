@@ -7,6 +7,7 @@
 #include <podwire/identity.h>
 #include <podwire/judge.h>
 #include <podwire/related.h>
+#include <podwire/stack_ports.h>
 #include <podwire/tunnel.h>
 
 #define PW_GSO_BY_FRAGMENTS 0xffff /* gso_size where every piece has a size of its own (SCTP) */
@@ -108,15 +109,6 @@ static __always_inline bool began_through_stack(const struct pw_flow *flow,
 	       is_midstream(flow);
 }
 
-/* Index of the device that from_netdev looks at, 0 = none: the stack has what goes natively, both ways. */
-static __always_inline __u32 native_device(void)
-{
-	__u32 zero = 0;
-	const struct pw_settings *settings = bpf_map_lookup_elem(&pw_settings, &zero);
-
-	return settings ? settings->native_ifindex : 0;
-}
-
 /* Whole, and with nothing between its network header and its transport header that a router would have to look at. */
 static __always_inline bool is_plain(const struct pw_flow *flow)
 {
@@ -143,7 +135,8 @@ static __always_inline bool may_pass_stack_by(const struct pw_flow *flow,
 {
 	if (entry ? belongs_to_stack(flow, entry) : flow->flags & PW_PACKET_ICMP_ERROR)
 		return false;
-	return is_plain(flow) && flow->ttl > 1 && flow->path_mtu && native_device();
+	return is_plain(flow) && flow->ttl > 1 && flow->path_mtu && native_device() &&
+	       !is_stack_port(flow, flow->key.sport_be);
 }
 
 /* Nobody but this host speaks to tunnels. */

@@ -23,12 +23,17 @@ static __always_inline __u64 hash_key(const struct pw_conntrack_key *key, __u32 
 	return stir(hash, *(const __u32 *)(words + 5));
 }
 
-static __always_inline __u64 seeded_hash(const struct pw_conntrack_key *key)
+static __always_inline __u32 hash_seed(void)
 {
 	__u32 zero = 0;
 	const struct pw_settings *settings = bpf_map_lookup_elem(&pw_settings, &zero);
 
-	return hash_key(key, settings ? settings->hash_seed : 0);
+	return settings ? settings->hash_seed : 0;
+}
+
+static __always_inline __u64 seeded_hash(const struct pw_conntrack_key *key)
+{
+	return hash_key(key, hash_seed());
 }
 
 /* Seeded, so that nobody can aim at one shard and fill it. The key stands at a multiple of 8. */

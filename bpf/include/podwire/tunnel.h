@@ -23,6 +23,12 @@ static __always_inline bool is_classic(const struct pw_node_value *node)
 	return node->flags & PW_NODE_CLASSIC;
 }
 
+/* No program and no device of this build encrypts: what has to be would leave for all to read. */
+static __always_inline bool must_be_encrypted(const struct pw_node_value *node)
+{
+	return node->flags & PW_NODE_ENCRYPTED;
+}
+
 /* What a peer is told of a sender. Numbers that only this node knows would name somebody else there. */
 static __always_inline __u32 tunnel_id(const struct pw_node_value *node, __u32 identity)
 {
@@ -41,6 +47,8 @@ static __always_inline int set_tunnel_key(struct __sk_buff *skb, const struct pw
 	};
 	__u64 flags = 0;
 
+	if (must_be_encrypted(node))
+		return PW_DROP_NOT_ENCRYPTED;
 	if (is_mapped_ipv4(node->addr)) {
 		key.remote_ipv4 = bpf_ntohl(mapped_ipv4(node->addr));
 	} else {

@@ -189,7 +189,7 @@ class IpamNews:
 
 
 class IpamDuty:
-    """Pools and blocks of one node over time."""
+    """Pools and blocks of one node over time; `blocks_changed` is told after blocks were opened or lost."""
 
     def __init__(
         self,
@@ -200,6 +200,7 @@ class IpamDuty:
         report: Callable[[str], None],
         monotonic: Callable[[], float] = time.monotonic,
         shared: SharedWatch | None = None,
+        blocks_changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.ipam = ipam
         self.known = ipam.known
@@ -211,8 +212,7 @@ class IpamDuty:
         troubles = _Troubles(report)
         self._report = troubles.of("duty")
         self._report_recalled = troubles.of("memory")
-        self.blocks_changed: Callable[[], None] = lambda: None
-        """Told after blocks were opened or lost."""
+        self._blocks_changed = blocks_changed
         self.news = IpamNews(ipam, self._hear, troubles.of("watch"))
         self.follower = StoreFollower(
             "ipam-watch",
@@ -279,7 +279,7 @@ class IpamDuty:
 
     def _hear(self, blocks_changed: bool) -> None:
         if blocks_changed:
-            self.blocks_changed()
+            self._blocks_changed()
         self._worker.wake()
 
     def _work(self) -> float:

@@ -238,7 +238,7 @@ class IdentityDuty:
 
     def _guess_labels(self, pod: PodFacts) -> tuple[str, ...]:
         """Give the labels that the ADD of a pod will bring, if its network is that of the pods before it."""
-        network = next((str(one.record.key.network) for one in self.table), NETWORK)
+        network = next((str(endpoint.record.key.network) for endpoint in self.table), NETWORK)
         return complete_labels(pod.labels, network=network, namespace=pod.namespace, pod=pod.name)
 
     def _publish(self, in_use: frozenset[int]) -> None:

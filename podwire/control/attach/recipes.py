@@ -11,7 +11,8 @@ from podwire.control.attach.steps import Step
 
 RECIPES: Mapping[str, tuple[Step, ...]] = {
     # The guard row comes before the device, so that no packet ever meets a device without a row that drops it; the
-    # build comes last, so that the first packet that passes meets the whole policy.
+    # build comes after all of that, so that the first packet that passes meets the whole policy; the host's ports come
+    # last, so that whoever asks one meets a pod that answers.
     "veth": (
         steps.GUARD,
         steps.DEVICE,
@@ -19,5 +20,6 @@ RECIPES: Mapping[str, tuple[Step, ...]] = {
         steps.SHAPING,
         steps.IDENTITY,
         steps.BUILD,
+        steps.HOST_PORTS,
     ),
 }

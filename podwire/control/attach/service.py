@@ -273,6 +273,7 @@ class AttachService:
         try:
             record = self._plan(endpoint_id, request, namespace, str(ipv4 or ""), str(ipv6 or ""))
             record = identity.write_into(record)
+            self.context.host_ports.refuse_taken(record)
             self._timed("ADD", "intent", lambda: self.journal.write(record))
         # Whatever went wrong: an address without a record would stay held until a restart.
         except BaseException:
@@ -315,6 +316,7 @@ class AttachService:
             cni_version=request.cni_version,
             fixed_addresses=bool(request.wanted_ips),
             is_plain=request.is_plain,
+            host_ports=request.host_ports,
         )
 
     def _take(self, endpoint_id: EndpointId, addresses: Reservation) -> Given:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from podwire.control.endpoint.host_ports import HostPorts
 from podwire.control.endpoint.regenerate import Regenerator
 from podwire.control.endpoint.states import IdentityResolved
 from podwire.control.endpoint.table import Endpoint
@@ -26,6 +27,7 @@ class Context:
 
     datapath: Datapath
     regenerator: Regenerator
+    host_ports: HostPorts
     namespace: PodNamespace | None = None
 
     def required_namespace(self) -> PodNamespace:
@@ -84,6 +86,14 @@ def _build(context: Context, endpoint: Endpoint) -> None:
     context.regenerator.build_new(endpoint)
 
 
+def _serve_host_ports(context: Context, endpoint: Endpoint) -> None:
+    context.host_ports.serve(endpoint.record)
+
+
+def _withdraw_host_ports(context: Context, record: EndpointRecord) -> None:
+    context.host_ports.withdraw(record)
+
+
 GUARD = Step("guard", _create_guard, _close)
 DEVICE = Step("device", _create_device, _condemn_device)
 POD_NETWORK = Step("pod-network", _configure_pod)
@@ -92,6 +102,7 @@ SHAPING = Step("shaping", _shape)
 """Has no undo: queues die with the device."""
 IDENTITY = Step("identity", _resolve_identity)
 BUILD = Step("build", _build, _close)
+HOST_PORTS = Step("host-ports", _serve_host_ports, _withdraw_host_ports)
 
 
 def undo_steps(steps: Sequence[Step], context: Context, record: EndpointRecord) -> bool:

@@ -17,6 +17,7 @@ from podwire.control.cluster.facts import NEVER_PODS
 from podwire.control.cluster.ownership import Problem, claimed_ranges
 from podwire.model.cluster import NodeFacts, Surroundings
 from podwire.model.endpoint import IPAddress, IPNetwork
+from podwire.model.networks import is_within, overlap
 
 IMPLIED_BITS: Final[Mapping[int, int]] = {4: 16, 6: 48}
 """Without `cluster_cidrs`: pods may be in so large a network around this node's own range. Kubernetes' usual size of a
@@ -79,7 +80,7 @@ class Belief:
 
     def find_fault(self, node: str, network: IPNetwork) -> str:
         """Say why a node's pods cannot have a range, or a single address; "" when they can."""
-        never = next((cidr for cidr in _NEVER[network.version] if _overlap(cidr, network)), None)
+        never = next((cidr for cidr in _NEVER[network.version] if overlap(cidr, network)), None)
         if never is not None:
             return f"{never} is never a pod's"
         taken = self._find_taken(network)
@@ -90,7 +91,7 @@ class Belief:
         if any(is_within(network, cidr) for cidr in self.grants.to(node)):
             return ""
         links = self._links[network.version]
-        link = next((cidr for cidr in links if _overlap(cidr, network)), None)
+        link = next((cidr for cidr in links if overlap(cidr, network)), None)
         if link is not None:
             return (
                 f"node {self.node} itself is connected to {link}, and no IPPool has it;"
@@ -228,21 +229,6 @@ def _widen(network: IPNetwork) -> IPNetwork | None:
         return None
     bits = min(IMPLIED_BITS[network.version], network.prefixlen)
     return network.supernet(new_prefix=bits)
-
-
-def is_within(inner: IPNetwork, outer: IPNetwork) -> bool:
-    """Tell whether a range is a part of another one, or all of it."""
-    return (
-        inner.version == outer.version
-        and outer.prefixlen <= inner.prefixlen
-        and inner.network_address in outer
-    )
-
-
-def _overlap(one: IPNetwork, other: IPNetwork) -> bool:
-    # CIDRs are nested or apart, so it is enough to look whether the smaller one is inside the larger one.
-    inner, outer = (one, other) if one.prefixlen >= other.prefixlen else (other, one)
-    return is_within(inner, outer)
 
 
 def _by_version(networks: Iterable[IPNetwork]) -> Mapping[int, Sequence[IPNetwork]]:

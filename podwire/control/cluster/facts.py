@@ -19,6 +19,7 @@ from podwire.model.documents.reader import Faults
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.identity import CLUSTER_LAST
 from podwire.model.ids import IdentityId
+from podwire.model.networks import overlap
 from podwire.model.store import ObjectKey, StoredObject, value_of
 from podwire.model.store.kinds import NODE
 
@@ -209,7 +210,7 @@ def find_range_fault(network: IPNetwork) -> str:
     if network.prefixlen < _SMALLEST_PREFIX:
         return f"which is larger than a /{_SMALLEST_PREFIX}"
     for other in NEVER_PODS:
-        if network.version == other.version and network.overlaps(other):
+        if overlap(network, other):
             return f"which overlaps {other} (never a pod's)"
     return ""
 

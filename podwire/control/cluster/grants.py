@@ -12,8 +12,9 @@ from typing import Any, Self
 
 import msgspec
 
-from podwire.control.cluster.belief import Grants, is_within
+from podwire.control.cluster.belief import Grants
 from podwire.model.endpoint import IPNetwork
+from podwire.model.networks import is_within
 from podwire.model.store import StoredObject
 
 Published = Iterable[tuple[str, IPNetwork]]

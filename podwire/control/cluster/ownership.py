@@ -232,31 +232,31 @@ class _Taken:
         self._starts: list[tuple[int, int, int]] = []
         self._ranges: list[_Range] = []
 
-    def find_other(self, one: _Range) -> _Range | None:
+    def find_other(self, claimed: _Range) -> _Range | None:
         """Give a range of another node that overlaps this: around it, else inside it."""
-        version, node = one.network.version, one.claim.node
+        version, node = claimed.network.version, claimed.claim.node
         # A range around this one is found by one look-up for each length in use; those inside it are neighbours in
         # the sorted list. With 5,000 nodes every plan does this for every range.
         for length in sorted(self._lengths[version]):
-            if length > one.network.prefixlen:
+            if length > claimed.network.prefixlen:
                 break
-            other = self._of.get(network_key(version, length, one.first))
+            other = self._of.get(network_key(version, length, claimed.first))
             if other is not None and other.claim.node != node:
                 return other
-        place = bisect_left(self._starts, (version, one.first, 0))
-        while place < len(self._starts) and self._starts[place][:2] <= (version, one.last):
+        place = bisect_left(self._starts, (version, claimed.first, 0))
+        while place < len(self._starts) and self._starts[place][:2] <= (version, claimed.last):
             inside = self._ranges[self._starts[place][2]]
             if inside.claim.node != node:
                 return inside
             place += 1
         return None
 
-    def add(self, one: _Range) -> None:
-        version, length = one.network.version, one.network.prefixlen
-        self._of[network_key(version, length, one.first)] = one
+    def add(self, claimed: _Range) -> None:
+        version, length = claimed.network.version, claimed.network.prefixlen
+        self._of[network_key(version, length, claimed.first)] = claimed
         self._lengths[version].add(length)
-        insort(self._starts, (version, one.first, len(self._ranges)))
-        self._ranges.append(one)
+        insort(self._starts, (version, claimed.first, len(self._ranges)))
+        self._ranges.append(claimed)
 
 
 def _settle_ranges(own: NodeFacts, peers: Sequence[NodeFacts], outcome: Outcome) -> None:
@@ -317,10 +317,10 @@ def _ask(facts: NodeFacts, network: IPNetwork) -> int:
     if facts.granted is None or network in facts.blocks:
         return _NOT_ASKED
     is_granted = any(
-        one.version == network.version
-        and one.prefixlen <= network.prefixlen
-        and network.network_address in one
-        for one in facts.granted.ranges
+        granted.version == network.version
+        and granted.prefixlen <= network.prefixlen
+        and network.network_address in granted
+        for granted in facts.granted.ranges
     )
     return _CONFIRMED if is_granted else _DENIED
 

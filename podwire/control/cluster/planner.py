@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from podwire.control.cluster.belief import Belief, Grants, believe_nodes, is_within
+from podwire.control.cluster.belief import Belief, Grants, believe_nodes
 from podwire.control.cluster.ownership import (
     Problem,
     claimed_ranges,
@@ -43,6 +43,7 @@ from podwire.model.cluster import (
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.identity import Reserved
 from podwire.model.ids import IdentityId
+from podwire.model.networks import is_within
 
 FORGOTTEN_KEPT: Final = 1024
 """Numbers of so many nodes that are gone are kept (and as many as there are nodes): they may come back."""

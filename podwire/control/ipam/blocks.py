@@ -7,13 +7,14 @@ what the pool reserves is given only on request. A block that another node has g
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from podwire.control.ipam.documents import Block, addresses_of, choose_kept, overlaps
+from podwire.control.ipam.documents import Block, addresses_of, choose_kept
 from podwire.control.ipam.fifo import AddressFifo
 from podwire.control.ipam.interface import CidrUsage
 from podwire.control.ipam.pool_cache import PoolCache
 from podwire.control.ipam.pools import AddressRange, Pool
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.ids import IdentityId
+from podwire.model.networks import overlap
 
 
 @dataclass
@@ -258,7 +259,7 @@ def leave_out_overlapped(blocks: Iterable[Block]) -> tuple[list[Block], list[str
     opened: list[Block] = []
     left_out: list[str] = []
     for block in sorted(blocks, key=lambda block: (block.cidr.prefixlen, -block.epoch)):
-        over = next((other for other in opened if overlaps(other.cidr, block.cidr)), None)
+        over = next((other for other in opened if overlap(other.cidr, block.cidr)), None)
         if over is None:
             opened.append(block)
         else:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from podwire.control.ipam.pools import AddressRange, is_within
+from podwire.control.ipam.pools import AddressRange
 from podwire.model.endpoint import AttachmentKey, IPAddress, IPNetwork
 from podwire.model.ids import ContainerId, InterfaceName, NetworkName
 from podwire.model.store import ObjectKey, StoredObject, value_of
@@ -59,10 +59,10 @@ class ClaimedAddress:
     stored: StoredObject | None = None
 
 
-def addresses_of(one: AddressRange) -> list[IPAddress]:
+def addresses_of(part: AddressRange) -> list[IPAddress]:
     """List the addresses of a range inside one block."""
-    kind = type(one.first)
-    return [kind(number) for number in range(int(one.first), int(one.last) + 1)]
+    kind = type(part.first)
+    return [kind(number) for number in range(int(part.first), int(part.last) + 1)]
 
 
 def choose_kept(
@@ -93,15 +93,15 @@ def choose_kept(
     return tuple(part for range_ in kept for part in _leave_out(range_, busy))
 
 
-def _leave_out(one: AddressRange, busy: Collection[IPAddress]) -> Iterator[AddressRange]:
+def _leave_out(part: AddressRange, busy: Collection[IPAddress]) -> Iterator[AddressRange]:
     """Give the parts of a range between addresses."""
-    kind, first = type(one.first), int(one.first)
-    for gap in sorted(int(address) for address in busy if one.contains(address)):
+    kind, first = type(part.first), int(part.first)
+    for gap in sorted(int(address) for address in busy if part.contains(address)):
         if first < gap:
             yield AddressRange(kind(first), kind(gap - 1))
         first = gap + 1
-    if first <= int(one.last):
-        yield AddressRange(kind(first), one.last)
+    if first <= int(part.last):
+        yield AddressRange(kind(first), part.last)
 
 
 def block_key(cidr: IPNetwork) -> ObjectKey:
@@ -194,11 +194,6 @@ def released(block: Block) -> Block:
     return replace(block, node="", kept=())
 
 
-def overlaps(one: IPNetwork, other: IPNetwork) -> bool:
-    """Tell whether two networks share an address: CIDRs are nested or apart."""
-    return is_within(one, other) or is_within(other, one)
-
-
 def _document(kind: str, api_version: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": api_version, "kind": kind, "metadata": {"name": name}, "spec": spec}
 
@@ -213,9 +208,9 @@ def _text(values: Mapping[str, Any], name: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _is_inside(one: AddressRange, cidr: IPNetwork) -> bool:
+def _is_inside(part: AddressRange, cidr: IPNetwork) -> bool:
     """Tell whether a range is one, and part of a block: what a block keeps is listed address by address."""
-    return one.first in cidr and one.last in cidr and int(one.first) <= int(one.last)
+    return part.first in cidr and part.last in cidr and int(part.first) <= int(part.last)
 
 
 def _read_range(text: str) -> AddressRange:

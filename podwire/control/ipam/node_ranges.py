@@ -1,6 +1,6 @@
 """Which ranges a node has for its pods when pools with `use: nodes` give them: those it had, else a block of a family.
 
-Called by `agent.duties.node_ranges` when an agent starts, before the datapath is opened. Invariant: a node that took
+Called by `agent.duties.address_source` when an agent starts, before the datapath is opened. Invariant: a node that took
 its range from a pool keeps the range for as long as it has its name, with or without the store.
 """
 

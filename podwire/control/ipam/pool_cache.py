@@ -14,10 +14,10 @@ from podwire.control.ipam.documents import (
     ClaimedAddress,
     decode_block,
     decode_claimed,
-    overlaps,
 )
 from podwire.control.ipam.pools import Labels, NamespaceFacts, Pool, find_pool
 from podwire.model.endpoint import IPAddress, IPNetwork
+from podwire.model.networks import overlap
 from podwire.model.store import StoredObject, StoreEvent
 from podwire.model.store.kinds import IP_ADDRESS, IP_BLOCK
 
@@ -136,7 +136,7 @@ class PoolCache:
                     (
                         other
                         for cidr, other in self.blocks.items()
-                        if other.node and cidr.prefixlen > block.prefixlen and overlaps(cidr, block)
+                        if other.node and cidr.prefixlen > block.prefixlen and overlap(cidr, block)
                     ),
                     None,
                 )

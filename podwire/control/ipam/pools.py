@@ -12,6 +12,7 @@ from typing import Final
 
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import InvalidConfiguration
+from podwire.model.networks import is_within
 
 DEFAULT_BLOCK_SIZE: Final[Mapping[int, int]] = {4: 26, 6: 122}
 BLOCK_SIZES: Final[Mapping[int, tuple[int, int]]] = {4: (20, 32), 6: (116, 128)}
@@ -138,13 +139,6 @@ class NamespaceFacts:
     labels: Labels = field(default_factory=dict)
     pools: tuple[str, ...] = ()
     """Those that its annotation names."""
-
-
-def is_within(inner: IPNetwork, outer: IPNetwork) -> bool:
-    """Tell whether all of one network is in another; never across families."""
-    if isinstance(inner, ipaddress.IPv4Network):
-        return isinstance(outer, ipaddress.IPv4Network) and inner.subnet_of(outer)
-    return isinstance(outer, ipaddress.IPv6Network) and inner.subnet_of(outer)
 
 
 def read_pool_names(annotation: str) -> tuple[str, ...]:

@@ -29,7 +29,6 @@ from podwire.model.documents.fields import (
     PORT_MAX,
     check_label_key,
     describe_object,
-    is_inside,
     is_port_name,
     read_cidr,
     read_expression,
@@ -47,6 +46,7 @@ from podwire.model.labels import (
     SOURCE_K8S,
     Operator,
 )
+from podwire.model.networks import is_within
 from podwire.model.policy import Direction, Verdict
 
 KIND: Final = "NetworkPolicy"
@@ -216,7 +216,7 @@ def _read_block(node: Node) -> CidrSelector | None:
         network = read_cidr(item)
         if network is None or cidr is None:
             continue
-        if network == cidr or not is_inside(network, cidr):
+        if network == cidr or not is_within(network, cidr):
             item.wrong(f"is {network}, which is not a smaller part of {cidr}")
         exceptions.append(network)
     if cidr is None:

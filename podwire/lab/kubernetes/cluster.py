@@ -283,7 +283,9 @@ def _plan_machines(cluster: Cluster) -> Sequence[MachinePlan]:
         MachinePlan(
             name=f"node{number}",
             namespace=residue.namespace_of(cluster.name, f"node{number}"),
-            addresses=tuple(one.node_address(number) for one in ranges.of(cluster.shape.families)),
+            addresses=tuple(
+                family.node_address(number) for family in ranges.of(cluster.shape.families)
+            ),
             directory=cluster.directory / f"node{number}",
             shared=cluster.directory,
             hidden=cluster.shape.hidden,
@@ -303,8 +305,8 @@ def _make_network(cluster: Cluster, plans: Sequence[MachinePlan]) -> str:
             f"link add {_BRIDGE} type bridge mcast_snooping 0",
             f"link set {_BRIDGE} mtu {mtu} addrgenmode none up",
             *(
-                f"addr add {one.with_length(one.router)} dev {_BRIDGE} nodad"
-                for one in ranges.of(cluster.shape.families)
+                f"addr add {family.with_length(family.router)} dev {_BRIDGE} nodad"
+                for family in ranges.of(cluster.shape.families)
             ),
         ],
     )
@@ -323,13 +325,13 @@ def _make_network(cluster: Cluster, plans: Sequence[MachinePlan]) -> str:
             [
                 "link set lo up",
                 *(
-                    f"addr add {one.with_length(address)} dev {_UPLINK} nodad"
-                    for one, address in _pairs(cluster, plan)
+                    f"addr add {family.with_length(address)} dev {_UPLINK} nodad"
+                    for family, address in _pairs(cluster, plan)
                 ),
                 f"link set {_UPLINK} up",
                 *(
-                    f"route add default via {one.router} dev {_UPLINK}"
-                    for one, _ in _pairs(cluster, plan)
+                    f"route add default via {family.router} dev {_UPLINK}"
+                    for family, _ in _pairs(cluster, plan)
                 ),
             ],
         )

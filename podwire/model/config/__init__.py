@@ -33,6 +33,7 @@ from podwire.model.config.settings import (
 )
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import Fault
+from podwire.model.networks import is_within, overlap
 
 SOCKET_PATH_MAX_BYTES = 106
 """sun_path has 108 bytes; the launcher needs the final NUL and one byte of reserve."""
@@ -381,13 +382,13 @@ def _range_faults(node: NodeSettings) -> Iterator[Fault]:
         ranges: tuple[IPNetwork, ...] = getattr(node, key)
         for index, cidr in enumerate(ranges):
             for other in ranges[index + 1 :]:
-                if cidr.version == other.version and cidr.overlaps(other):
+                if overlap(cidr, other):
                     yield Fault(key, f"has {cidr} and {other}, which overlap")
             for text in _RESERVED_RANGES:
-                if _overlap(cidr, text):
+                if overlap(cidr, ipaddress.ip_network(text)):
                     yield Fault(key, f"has {cidr}, which overlaps {text} (never a pod's)")
     for cidr in node.node_cidrs:
-        if node.cluster_cidrs and not any(_within(cidr, outer) for outer in node.cluster_cidrs):
+        if node.cluster_cidrs and not any(is_within(cidr, outer) for outer in node.cluster_cidrs):
             listed = ", ".join(str(outer) for outer in node.cluster_cidrs)
             yield Fault("node_cidrs", f"has {cidr}, which is in none of cluster_cidrs ({listed})")
 
@@ -434,12 +435,3 @@ def _size_faults(config: AgentConfig) -> Iterator[Fault]:
             f"is {datapath.conntrack_quota}, more than conntrack_entries"
             f" ({datapath.conntrack_entries})",
         )
-
-
-def _within(inner: IPNetwork, outer: IPNetwork) -> bool:
-    return inner.version == outer.version and inner.subnet_of(outer)  # type: ignore[arg-type]
-
-
-def _overlap(one: IPNetwork, text: str) -> bool:
-    other = ipaddress.ip_network(text)
-    return one.version == other.version and one.overlaps(other)

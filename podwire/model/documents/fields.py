@@ -162,13 +162,6 @@ def read_cidr(node: Node, *, bare_address: bool = False) -> IPNetwork | None:
     return network
 
 
-def is_inside(inner: IPNetwork, outer: IPNetwork) -> bool:
-    """Tell whether every address of `inner` is in `outer`; never across families."""
-    if isinstance(inner, ipaddress.IPv4Network):
-        return isinstance(outer, ipaddress.IPv4Network) and inner.subnet_of(outer)
-    return isinstance(outer, ipaddress.IPv6Network) and inner.subnet_of(outer)
-
-
 def is_port_name(text: str) -> bool:
     """Tell whether `text` may name a port (RFC 6335, section 5.1, in lower case, as in Kubernetes)."""
     return len(text) <= PORT_NAME_MAX_CHARACTERS and _PORT_NAME.fullmatch(text) is not None

@@ -1,6 +1,6 @@
 """Events at objects of Kubernetes, as values: what people find by `kubectl describe`.
 
-`agent.duties.kubernetes.events` tells them, `store.kubernetes` writes them. Any part of the agent may call
+`agent.duties.kubernetes.event_writer` tells them, `store.kubernetes` writes them. Any part of the agent may call
 `Events.tell`: it returns at once, whatever becomes of the Event. With another store than Kubernetes nobody listens.
 """
 

@@ -199,9 +199,9 @@ class EtcdLeases:
             else:
                 lease.close()
 
-    def _forget(self, one: "EtcdLease | EtcdLeaseWatch") -> None:
+    def _forget(self, opened: "EtcdLease | EtcdLeaseWatch") -> None:
         with self._lock:
-            self._open.discard(one)
+            self._open.discard(opened)
 
 
 class EtcdLeaseWatch(Closing):

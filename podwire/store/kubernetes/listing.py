@@ -66,7 +66,9 @@ async def read_newest(client: Client, resource: Resource) -> int:
     intent = Intent("list", resource)
     request = Request(intent, "GET", resource.path(), accept=METADATA)
     listed = decode_headers(await client.call(request))
-    return max((int(one.metadata.resource_version or 0) for one in listed.items or ()), default=0)
+    return max(
+        (int(header.metadata.resource_version or 0) for header in listed.items or ()), default=0
+    )
 
 
 async def _read(

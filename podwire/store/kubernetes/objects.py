@@ -250,7 +250,7 @@ def _show_marks(resource: Resource, status: object) -> dict[str, Any]:
     if not isinstance(status, Mapping):
         return {}
     fields = resource.status_of_annotations
-    return {name: status[one] for name, one in fields.items() if status.get(one)}
+    return {name: status[field] for name, field in fields.items() if status.get(field)}
 
 
 def _members(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:

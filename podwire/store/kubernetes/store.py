@@ -35,7 +35,7 @@ from podwire.store.kubernetes.api.resources import (
     find_resource,
     with_query,
 )
-from podwire.store.kubernetes.events import EVENTS, encode_event, encode_event_again
+from podwire.store.kubernetes.event_documents import EVENTS, encode_event, encode_event_again
 from podwire.store.kubernetes.listing import list_pages, read_newest
 from podwire.store.kubernetes.objects import (
     decode_object,
@@ -273,8 +273,8 @@ class KubernetesStore:
 
     def close(self) -> None:
         """Close the connections and all watches."""
-        for one in tuple(self._watches):
-            one.close()
+        for watch in tuple(self._watches):
+            watch.close()
         with suppress(PodwireError):
             self._thread.run(self._client.close())
         self._thread.close()

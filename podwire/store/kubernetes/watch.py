@@ -94,7 +94,7 @@ class KubernetesWatch(Closing):
             # A stream that begins again for another reader hands over what this one knows already.
             if self._closed or kind in self._compacted or revision <= self._heard[kind]:
                 return
-            fresh = tuple(one for one in events if one.revision > self._heard[kind])
+            fresh = tuple(event for event in events if event.revision > self._heard[kind])
             self._heard[kind] = revision
             self._waiting += len(fresh)
             if self._waiting > WAITING_MAX:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from podwire.agent.duties.core_node import RANGES_FACT
+from podwire.agent.duties.address_source import OwnCoreNode
 from podwire.agent.duties.follower import KindList, StoreFollower
-from podwire.agent.duties.node_ranges import OwnCoreNode
+from podwire.agent.duties.kubernetes.start import RANGES_FACT
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.duties.worker import FOREVER_S, Worker
 from podwire.control.kubernetes.core_node import CoreNode, decode_core_node
@@ -98,7 +98,7 @@ class RangeKeeper:
     def on_lists(self, lists: Sequence[KindList]) -> None:
         """Take the Node, or that there is none."""
         found = [stored for kind_list in lists for stored in kind_list.objects]
-        self._hear(next((one for one in found if one.key.name == self._node_name), None))
+        self._hear(next((stored for stored in found if stored.key.name == self._node_name), None))
 
     def on_events(self, events: Sequence[StoreEvent], _revisions: Revisions) -> None:
         """Take changes of it."""
@@ -193,7 +193,7 @@ class RangeKeeper:
     def _describe(self, strays: Sequence[IPNetwork]) -> str:
         if not strays:
             return ""
-        shown = ", ".join(str(one.network_address) for one in strays[:SHOWN_MAX])
+        shown = ", ".join(str(stray.network_address) for stray in strays[:SHOWN_MAX])
         more = f" and {len(strays) - SHOWN_MAX} more" if len(strays) > SHOWN_MAX else ""
         return (
             f"pods of this node have addresses of ranges that it had before ({shown}{more}); they keep them until they"

@@ -11,9 +11,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from podwire.control.ipam.audit.node import AddressFault
-from podwire.control.ipam.documents import Block, ClaimedAddress, overlaps
+from podwire.control.ipam.documents import Block, ClaimedAddress
 from podwire.control.ipam.pools import Pool
 from podwire.model.endpoint import IPAddress, IPNetwork
+from podwire.model.networks import overlap
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def _find_block_faults(view: ClusterView, blocks: Iterable[Block]) -> Iterator[A
             )
         # In the order of first addresses, a block that does not reach this one overlaps none of the later ones
         # either.
-        around = [other for other in around if overlaps(other.cidr, block.cidr)]
+        around = [other for other in around if overlap(other.cidr, block.cidr)]
         for other in around:
             problem = f"nodes {other.node} ({other.cidr}) and {block.node} have it as their block"
             yield AddressFault(str(block.cidr), problem)

@@ -22,7 +22,6 @@ from podwire.control.policy.rule import (
 from podwire.control.policy.rules_k8s import NAME_IS_NO_LABEL
 from podwire.model.documents.fields import (
     check_label_key,
-    is_inside,
     read_cidr,
     read_expression,
     read_label_value,
@@ -40,6 +39,7 @@ from podwire.model.labels import (
     Operator,
     split_label,
 )
+from podwire.model.networks import is_within
 from podwire.model.policy import Direction
 
 _SOURCES: Final = (ANY_SOURCE, SOURCE_K8S, SOURCE_CNI, SOURCE_RESERVED)
@@ -261,10 +261,10 @@ def _read_cidr_rule(node: Node) -> tuple[PeerSelector, ...]:
         return (CidrGroupSelector(labels=labels, exceptions=kept),)
     cidr = read_cidr(node.child("cidr"))
     for item, network in exceptions:
-        if cidr is not None and network is not None and not is_inside(network, cidr):
+        if cidr is not None and network is not None and not is_within(network, cidr):
             item.wrong(f"is {network}, which is not inside {cidr}")
     return () if cidr is None else (CidrSelector(cidr, _drop_outside(kept, cidr)),)
 
 
 def _drop_outside(exceptions: tuple[IPNetwork, ...], cidr: IPNetwork) -> tuple[IPNetwork, ...]:
-    return tuple(network for network in exceptions if is_inside(network, cidr))
+    return tuple(network for network in exceptions if is_within(network, cidr))

@@ -126,8 +126,8 @@ class Client:
     async def close(self) -> None:
         """End everything on this loop, and close all connections; also those that are being made."""
         others = asyncio.all_tasks() - {asyncio.current_task()}
-        for one in others:
-            one.cancel()
+        for task in others:
+            task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         self._credentials.close()
         if self._session is not None:

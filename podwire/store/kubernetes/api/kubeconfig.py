@@ -134,13 +134,13 @@ class _Reader:
             raise _wrong(self._path, f"{place}.command", "is missing", "name a program")
         return Plugin(
             command=self._resolve(command) if "/" in command else command,
-            arguments=tuple(str(one) for one in _list(spec.get("args"))),
+            arguments=tuple(str(argument) for argument in _list(spec.get("args"))),
             environment={
                 **self._environment,
                 **{
-                    str(one.get("name")): str(one.get("value", ""))
-                    for one in _list(spec.get("env"))
-                    if isinstance(one, Mapping)
+                    str(variable.get("name")): str(variable.get("value", ""))
+                    for variable in _list(spec.get("env"))
+                    if isinstance(variable, Mapping)
                 },
             },
             api_version=version,
@@ -150,9 +150,9 @@ class _Reader:
 
     def _find(self, plural: str, singular: str, name: str) -> Mapping[str, Any]:
         """Give what a list of named things has under a name."""
-        for one in _list(self._document.get(plural)):
-            if isinstance(one, Mapping) and one.get("name") == name:
-                found = one.get(singular)
+        for named in _list(self._document.get(plural)):
+            if isinstance(named, Mapping) and named.get("name") == name:
+                found = named.get(singular)
                 return found if isinstance(found, Mapping) else {}
         raise _wrong(self._path, plural, f"has no {name!r}", "kubectl config view shows the file")
 

@@ -83,7 +83,7 @@ class Resource:
         """Tell whether the API server could have an object of this name at all."""
         if bool(key.namespace) != self.namespaced:
             return False
-        return all(_SEGMENT.fullmatch(one) for one in (key.name, key.namespace or "-"))
+        return all(_SEGMENT.fullmatch(segment) for segment in (key.name, key.namespace or "-"))
 
 
 @dataclass(frozen=True)

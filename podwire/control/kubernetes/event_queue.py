@@ -1,8 +1,8 @@
 """Which Events are written when: series instead of repetitions, so many a minute, and no more than fit.
 
-Used by `agent.duties.kubernetes.events` under its lock. Pure: time is a parameter. A series is what has happened at one
-object for one reason. It is one Event, whose count rises. Invariants: a series is written at most once a minute. All
-series together are written no faster than the bucket allows. What does not fit is counted, and delays nobody.
+Used by `agent.duties.kubernetes.event_writer` under its lock. Pure: time is a parameter. A series is what has happened
+at one object for one reason. It is one Event, whose count rises. Invariants: a series is written at most once a minute.
+All series together are written no faster than the bucket allows. What does not fit is counted, and delays nobody.
 """
 
 import hashlib
@@ -81,7 +81,7 @@ class EventQueue:
 
     def due_in(self, now_s: float) -> float | None:
         """Give in how many seconds there is something to write (0 = now); None: nothing waits."""
-        waiting = [one for one in self._series.values() if one.is_waiting]
+        waiting = [series for series in self._series.values() if series.is_waiting]
         if not waiting:
             return None
         earliest_s = min(map(_due_s, waiting))
@@ -91,11 +91,11 @@ class EventQueue:
         """Give one write that is due; None when none is. `written` or `failed` must follow."""
         if self._fill(now_s) < 1:
             return None
-        for one in self._series.values():
-            if one.is_waiting and _due_s(one) <= now_s:
+        for series in self._series.values():
+            if series.is_waiting and _due_s(series) <= now_s:
                 self._tokens -= 1
-                one.is_waiting, one.is_taken = False, True
-                return one.write
+                series.is_waiting, series.is_taken = False, True
+                return series.write
         return None
 
     def written(self, write: EventWrite, now_s: float) -> None:
@@ -125,12 +125,16 @@ class EventQueue:
         return self._tokens
 
     def _count_waiting(self) -> int:
-        return sum(one.is_waiting for one in self._series.values())
+        return sum(series.is_waiting for series in self._series.values())
 
     def _forget_oldest(self) -> None:
         if len(self._series) > KNOWN_MAX:
             oldest = next(
-                (key for key, one in self._series.items() if not (one.is_waiting or one.is_taken)),
+                (
+                    key
+                    for key, series in self._series.items()
+                    if not (series.is_waiting or series.is_taken)
+                ),
                 None,
             )
             if oldest is not None:

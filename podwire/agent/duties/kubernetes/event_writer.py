@@ -1,6 +1,6 @@
 """Write Events at objects of Kubernetes, on a thread of its own that may wait for the API server.
 
-Made by `agent.node`, before anything that may have something to tell. `control.kubernetes.events` decides what is
+Made by `agent.node`, before anything that may have something to tell. `control.kubernetes.event_queue` decides what is
 written when. Invariants: whoever tells waits for nothing. No Event delays another duty; those that the API server will
 not have are counted and given up.
 """
@@ -19,7 +19,7 @@ from podwire.agent.duties.worker import FOREVER_S, Worker
 from podwire.agent.health import Health
 from podwire.agent.metrics import Gauge, Metrics
 from podwire.control.kubernetes.core_node import core_node_key
-from podwire.control.kubernetes.events import EventQueue
+from podwire.control.kubernetes.event_queue import EventQueue
 from podwire.model.errors import Conflict, InvalidRequest, NotFound, PodwireError, Unavailable
 from podwire.model.store import KindUnavailable
 from podwire.model.store.events import Events, EventWrite, NoEvents, Subject

@@ -1,10 +1,9 @@
-"""What Kubernetes gives this node: ranges, an address, and the ranges of all pods; and what the node says in return.
+"""What Kubernetes gives this node at its start: ranges, an address, and the ranges of all pods.
 
-`Start` is called by `agent.node` before the datapath is opened, because the datapath must know them. Nothing that is
-missing ends the agent: it says what it waits for, and goes on in the moment that it comes. `NetworkCondition` runs
-beside a started agent. Invariant: an agent that starts while the API server is away serves with what it had, and none
-serves without knowing where the cluster's pods are: an address of a pod that it has not heard of would count as the
-world.
+Called by `agent.node` before the datapath is opened, because the datapath must know them. Nothing that is missing ends
+the agent: it says what it waits for, and goes on in the moment that it comes. Invariant: an agent that starts while the
+API server is away serves with what it had, and none serves without knowing where the cluster's pods are: an address of
+a pod that it has not heard of would count as the world.
 """
 
 import fnmatch
@@ -12,13 +11,10 @@ import ipaddress
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from podwire.agent.duties.follower import KindList, StoreFollower
-from podwire.agent.duties.shared_watch import SharedWatch
-from podwire.agent.duties.worker import FOREVER_S, Worker
 from podwire.control.kubernetes.cluster_ranges import (
     KUBEADM_KEY,
     SET_IT,
@@ -29,14 +25,12 @@ from podwire.control.kubernetes.core_node import (
     CoreNode,
     core_node_key,
     decode_core_node,
-    network_is_available,
 )
 from podwire.model.config import AgentConfig, find_contradictions
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import PodwireError, Unavailable
 from podwire.model.interfaces import FactStore
-from podwire.model.store import Revisions, Store, StoredObject, StoreEvent
-from podwire.model.store.kinds import CORE_NODE
+from podwire.model.store import Store
 from podwire.store.manifest import load_manifests
 
 RANGES_FACT: Final = "node-ranges"
@@ -44,8 +38,6 @@ CLUSTER_FACT: Final = "cluster-ranges"
 ADDRESS_FACT: Final = "node-addresses"
 LOOK_S: Final = 0.5
 """How often a start looks whether what it waits for has come; pods wait with it, so it must notice within a second."""
-CONDITION_AGAIN_S: Final = 1.0
-CONDITION_AGAIN_MAX_S: Final = 30.0
 
 DeviceAddress = tuple[str, IPAddress]
 """A device's name, and an address of it."""
@@ -139,96 +131,9 @@ class Start:
             self.pause(LOOK_S)
 
 
-class NetworkCondition:
-    """Sets the condition NetworkUnavailable of the own core Node to False, once, when pods have a network here.
-
-    Cloud providers set it to True when they make a Node, and pods wait for that. `write` replaces a condition of a Node
-    that has not changed since it was read. Follows the Node, since the condition may come later than the network.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        node_name: str,
-        write: Callable[[StoredObject, Mapping[str, str]], None],
-        shared: SharedWatch | None = None,
-    ) -> None:
-        self._store = store
-        self._node_name = node_name
-        self._write = write
-        self._follower = StoreFollower("core-node", store, (CORE_NODE.plural,), self, shared=shared)
-        self._is_there = False
-        """Whether a runtime can attach pods here."""
-        self._is_asked = False
-        """Whether the Node says that it has no network."""
-        self._pause_s = CONDITION_AGAIN_S
-        self._worker = Worker("core-node", self._work, self._fail)
-
-    def start(self) -> None:
-        """Begin to look."""
-        self._follower.start()
-        self._worker.start()
-
-    def stop(self) -> None:
-        """End; the condition stays as it is."""
-        self._worker.stop()
-        self._follower.stop()
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it still waits for something to do."""
-        return self._worker.is_running
-
-    def network_is_there(self) -> None:
-        """Hear that a runtime can attach pods here; from any thread."""
-        self._is_there = True
-        self._worker.wake()
-
-    def on_lists(self, lists: Sequence[KindList]) -> None:
-        """Take the Node."""
-        self._look(stored for kind_list in lists for stored in kind_list.objects)
-
-    def on_events(self, events: Sequence[StoreEvent], _revisions: Revisions) -> None:
-        """Take changes of it."""
-        self._look(event.object for event in events if not event.deleted)
-
-    def on_away(self, _error: PodwireError) -> None:
-        """Wait."""
-
-    def on_back(self) -> None:
-        """Go on."""
-
-    def _look(self, nodes: Iterable[StoredObject]) -> None:
-        for node in map(decode_core_node, nodes):
-            if node.is_called_unavailable:
-                self._is_asked = True
-                self._worker.wake()
-
-    def _work(self) -> float | None:
-        if not (self._is_there and self._is_asked):
-            return FOREVER_S
-        self._is_asked = False  # before the look: what changes from here on is looked at once more
-        return None if self._set() else FOREVER_S
-
-    def _fail(self, _error: PodwireError) -> float:
-        self._is_asked = True
-        pause_s, self._pause_s = self._pause_s, min(self._pause_s * 2, CONDITION_AGAIN_MAX_S)
-        return pause_s
-
-    def _set(self) -> bool:
-        """Write it where somebody said otherwise; tells whether that is done."""
-        stored = self._store.get(core_node_key(self._node_name))
-        if stored is None or not decode_core_node(stored).is_called_unavailable:
-            return False
-        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self._write(stored, network_is_available(now))
-        _log.info("set the condition NetworkUnavailable", extra={"node": self._node_name})
-        return True
-
-
 def choose_address(name_pattern: str, present: Sequence[DeviceAddress]) -> IPAddress | None:
     """Choose the address of the first device that the pattern names, IPv4 before IPv6: the device carries both."""
-    named = [(name, one) for name, one in present if fnmatch.fnmatchcase(name, name_pattern)]
+    named = [device for device in present if fnmatch.fnmatchcase(device[0], name_pattern)]
     own = [address for name, address in named if name == named[0][0]]
     return min(own, key=lambda address: address.version, default=None)
 

@@ -4,13 +4,14 @@ Called by `agent.node` before the datapath is opened, because the datapath must 
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_network
+from typing import Protocol
 
 from podwire.agent.duties.addresses import HOST_NAME_LABEL, IpamDuty
 from podwire.agent.duties.cluster.duty import OwnRanges
-from podwire.agent.duties.core_node import RANGES_FACT, Start
+from podwire.agent.duties.kubernetes.start import RANGES_FACT, Start
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.control.documents.damage import find_fault
 from podwire.control.documents.pools import decode_pools, find_problems, fixed_ranges
@@ -37,6 +38,16 @@ class OwnCoreNode:
     why_silent: str | None = None
     """Why nothing is published: the core Node that would own it is not there, or "" = was not heard of yet. None:
     nothing is in the way."""
+
+
+class BlockListener(Protocol):
+    """Hears of the blocks of this node. The first list comes before anything else of the node is opened."""
+
+    def before_open(self, blocks: Collection[IPNetwork]) -> None:
+        """Hear which blocks there are going to be, before the first address of a new one is given."""
+
+    def changed(self) -> None:
+        """Hear that blocks were opened or lost."""
 
 
 @dataclass(frozen=True)
@@ -86,16 +97,6 @@ class Addresses:
             return ()
         return tuple(ip_network(address) for address in self.ipam.list_strays())
 
-    def on_blocks(
-        self,
-        before_open: Callable[[Mapping[IPNetwork, int]], None],
-        changed: Callable[[], None],
-    ) -> None:
-        """Have it told before blocks are used, and after they have changed."""
-        if self.duty is not None:
-            self.duty.ipam.before_open = before_open
-            self.duty.blocks_changed = changed
-
 
 def open_addresses(
     config: AgentConfig,
@@ -103,6 +104,7 @@ def open_addresses(
     facts: FactStore,
     report: Callable[[str], None],
     wait_for: Callable[[str, str], None],
+    blocks: BlockListener,
     shared: SharedWatch | None = None,
 ) -> Addresses:
     """Make what the settings ask for, and let it hear what the store says.
@@ -111,11 +113,14 @@ def open_addresses(
     """
     if config.node.ipam == "pool":
         duty = IpamDuty(
-            ipam=PoolIpam(Claims(store, PoolCache(config.node.node_name))),
+            ipam=PoolIpam(
+                Claims(store, PoolCache(config.node.node_name)), before_open=blocks.before_open
+            ),
             store=store,
             facts=facts,
             report=report,
             shared=shared,
+            blocks_changed=blocks.changed,
         )
         duty.prepare()
         return Addresses(duty.ipam, duty)

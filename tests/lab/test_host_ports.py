@@ -1,0 +1,263 @@
+"""Ports of the host that lead to pods: who reaches them, what policies say, what survives, what is left afterwards.
+
+One node with a real agent; pods come by real ADDs that ask for ports as a runtime does.
+"""
+
+import contextlib
+import socket
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pytest
+
+from podwire.kernel import netns
+from tests.lab.prober import sctp_packet
+from tests.lab.rig import Outcome, Rig, run
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
+
+NODE: Final = {4: "192.0.2.1", 6: "2001:db8::1"}
+NEIGHBOUR: Final = {4: "192.0.2.2", 6: "2001:db8::2"}
+HOST_PORT, POD_PORT = 8080, 80
+DEADLINE_S: Final = 60.0
+KINDS: Final = {"tcp": socket.SOCK_STREAM, "udp": socket.SOCK_DGRAM}
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A pod and its namespace."""
+
+    name: str
+    namespace: str
+    addresses: Mapping[int, str]
+
+
+class Town:
+    """A node, a neighbour on its wire, and pods."""
+
+    def __init__(self) -> None:
+        self.rig = Rig(cluster_cidrs=["10.99.0.0/16", "fd99::/48"])
+        self.neighbour = self.rig.make_namespace(f"{self.rig.name}n")
+        here, there = ("ip", "-n", self.rig.name), ("ip", "-n", self.neighbour)
+        peer = ("peer", "name", "eth0", "netns", self.neighbour)
+        run(*here, "link", "add", "wire", "type", "veth", *peer)
+        run(*here, "link", "set", "wire", "master", "uplink", "up")
+        run(*there, "addr", "add", f"{NEIGHBOUR[4]}/24", "dev", "eth0")
+        run(*there, "addr", "add", f"{NEIGHBOUR[6]}/64", "dev", "eth0", "nodad")
+        run(*there, "link", "set", "eth0", "up")
+        self.rig.start()
+
+    def ask(
+        self, name: str, *mappings: Mapping[str, Any], uid: str = "", **labels: str
+    ) -> tuple[Outcome, str]:
+        """ADD a pod that asks for ports; gives the answer and the namespace."""
+        namespace = self.rig.make_pod_namespace()
+        pairs = [{"key": key, "value": value} for key, value in labels.items()]
+        config = {
+            "runtimeConfig": {"portMappings": mappings},
+            "args": {"cni": {"labels": pairs}},
+        }
+        words = ["IgnoreUnknown=1", "K8S_POD_NAMESPACE=default", f"K8S_POD_NAME={name}"]
+        words += [f"K8S_POD_UID={uid}"] if uid else []
+        environment = {"CNI_ARGS": ";".join(words)}
+        outcome = self.rig.cni("ADD", name, namespace, config=config, environment=environment)
+        return outcome, namespace
+
+    def add(self, name: str, *mappings: Mapping[str, Any], uid: str = "", **labels: str) -> Pod:
+        """ADD a pod that must succeed."""
+        outcome, namespace = self.ask(name, *mappings, uid=uid, **labels)
+        assert outcome.ok, outcome.document
+        return Pod(name, namespace, dict(zip((4, 6), outcome.addresses, strict=True)))
+
+    def delete(self, pod: Pod) -> None:
+        """DEL it."""
+        outcome = self.rig.cni("DEL", pod.name, pod.namespace)
+        assert outcome.ok, outcome.document
+
+    def close(self) -> None:
+        """Remove everything."""
+        self.rig.close()
+
+    def table(self) -> str:
+        """Read our table as a person would."""
+        return run(
+            "ip", "netns", "exec", self.rig.name, "nft", "-s", "list", "table", "inet", "podwire"
+        )
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Town]:
+    town = Town()
+    with contextlib.closing(town):
+        yield town
+
+
+@pytest.fixture
+def town(shared: Town) -> Iterator[Town]:
+    """The shared town, without pods afterwards."""
+    yield shared
+    for one in shared.rig.get("/endpoint")[1]:
+        assert shared.rig.cni("DEL", one["containerId"]).ok
+    shared.rig.settle()
+    assert "host_ports" not in shared.table()
+
+
+def mapping(protocol: str = "tcp", **more: Any) -> dict[str, Any]:
+    """Give a mapping as containerd writes it."""
+    wanted = {"HostPort": HOST_PORT, "ContainerPort": POD_PORT, "Protocol": protocol}
+    return {**wanted, **more}
+
+
+def open_socket(namespace: str, family: int, kind: int, protocol: int = 0) -> socket.socket:
+    """Open a socket inside a namespace; it is used from outside."""
+    domain = socket.AF_INET if family == 4 else socket.AF_INET6
+    with netns.open_namespace(netns.named_path(namespace)) as fd, netns.namespace(fd.fileno()):
+        made = socket.socket(domain, kind, protocol)
+    made.settimeout(DEADLINE_S)
+    return made
+
+
+@contextlib.contextmanager
+def serving(pod: Pod, protocol: str, family: int, port: int = POD_PORT) -> Iterator[socket.socket]:
+    """Listen in a pod."""
+    with open_socket(pod.namespace, family, KINDS[protocol]) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind((pod.addresses[family], port))
+        if protocol == "tcp":
+            server.listen(16)
+        yield server
+
+
+def talk(server: socket.socket, client: socket.socket, address: str, port: int) -> str:
+    """Ask and be answered; gives whom the server saw."""
+    client.connect((address, port))
+    if client.type == socket.SOCK_DGRAM:
+        client.send(b"ask")
+        words, peer = server.recvfrom(16)
+        server.sendto(b"answer", peer)
+    else:
+        accepted, peer = server.accept()
+        with accepted:
+            accepted.settimeout(DEADLINE_S)
+            client.sendall(b"ask")
+            words = accepted.recv(16)
+            accepted.sendall(b"answer")
+            assert client.recv(16) == b"answer"
+            return str(peer[0])
+    assert words == b"ask"
+    assert client.recv(16) == b"answer"
+    return str(peer[0])
+
+
+@pytest.mark.parametrize("family", [4, 6])
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_everybody_reaches_the_pod_and_is_seen_as_who_it_is(
+    town: Town, protocol: str, family: int
+) -> None:
+    web = town.add("web", mapping(protocol))
+    other = town.add("other")
+    node = NODE[family]
+    # From where, to which address, and whom the pod sees; None: some address of the node's.
+    asking: list[tuple[str, str, str | None]] = [
+        (town.neighbour, node, NEIGHBOUR[family]),
+        (town.rig.name, node, node),
+        (other.namespace, node, other.addresses[family]),
+        # A pod takes no packet that has its own address for sender.
+        (web.namespace, node, None),
+    ]
+    if family == 4:
+        asking += [(town.rig.name, "127.0.0.1", None), (town.rig.name, "127.9.9.9", None)]
+    with serving(web, protocol, family) as server:
+        for place, address, seen in asking:
+            with open_socket(place, family, KINDS[protocol]) as client:
+                peer = talk(server, client, address, HOST_PORT)
+            assert peer == (seen or peer), (place, address)
+            assert not peer.startswith("127.")
+            assert peer != web.addresses[family]
+
+
+def ports_of(text: str) -> list[str]:
+    """Give the elements in a listing of the table."""
+    return [line.strip() for line in text.splitlines() if f". {HOST_PORT} :" in line]
+
+
+def is_served(town: Town, web: Pod) -> bool:
+    """Tell whether the neighbour reaches the pod by the node's port."""
+    with (
+        serving(web, "tcp", 4) as server,
+        open_socket(town.neighbour, 4, socket.SOCK_STREAM) as client,
+    ):
+        client.settimeout(DEADLINE_S)
+        try:
+            talk(server, client, NODE[4], HOST_PORT)
+        except ConnectionRefusedError:
+            return False
+        return True
+
+
+def test_del_takes_the_port_away_and_the_next_pod_gets_it(town: Town) -> None:
+    before = town.table()
+    first = town.add("first", mapping())
+    assert is_served(town, first)
+    outcome, _ = town.ask("second", mapping())
+    assert outcome.document["code"] == 7
+    assert "TCP port 8080 leads to pod default/first" in outcome.document["msg"]
+    town.delete(first)
+    assert town.table() == before
+    with (
+        open_socket(town.neighbour, 4, socket.SOCK_STREAM) as client,
+        pytest.raises(ConnectionRefusedError),
+    ):
+        client.connect((NODE[4], HOST_PORT))
+    assert is_served(town, town.add("second", mapping()))
+
+
+def test_ports_of_the_node_itself_are_refused(town: Town) -> None:
+    outcome, _ = town.ask("web", mapping("udp", HostPort=8472))
+    assert outcome.document["code"] == 7
+    assert "tunnel_port" in outcome.document["msg"]
+
+
+def test_the_newer_sandbox_of_a_pod_has_the_port(town: Town) -> None:
+    old = town.add("old", mapping(), uid="u1")
+    new = town.add("new", mapping(), uid="u1")
+    assert is_served(town, new)
+    town.delete(old)
+    assert is_served(town, new)
+
+
+@pytest.mark.parametrize("family", [4, 6])
+def test_a_port_of_one_address_is_served_there_only(town: Town, family: int) -> None:
+    web = town.add("web", mapping(HostIP=NODE[family]))
+    with (
+        serving(web, "tcp", family) as server,
+        open_socket(town.neighbour, family, socket.SOCK_STREAM) as client,
+    ):
+        talk(server, client, NODE[family], HOST_PORT)
+    with (
+        open_socket(town.rig.name, family, socket.SOCK_STREAM) as client,
+        pytest.raises(ConnectionRefusedError),
+    ):
+        client.connect(("127.0.0.1" if family == 4 else "::1", HOST_PORT))
+
+
+@pytest.mark.parametrize("family", [4, 6])
+def test_sctp_is_led_to_the_pod_and_back(town: Town, family: int) -> None:
+    web = town.add("web", mapping("sctp"))
+    with (
+        open_socket(web.namespace, family, socket.SOCK_RAW, socket.IPPROTO_SCTP) as server,
+        open_socket(town.neighbour, family, socket.SOCK_RAW, socket.IPPROTO_SCTP) as client,
+    ):
+        client.sendto(sctp_packet(40000, HOST_PORT, 1, 0), (NODE[family], 0))
+        assert take_ports(server) == (40000, POD_PORT)
+        server.sendto(sctp_packet(POD_PORT, 40000, 2, 0x70770001), (NEIGHBOUR[family], 0))
+        assert take_ports(client) == (HOST_PORT, 40000)
+
+
+def take_ports(raw: socket.socket) -> tuple[int, ...]:
+    """Receive a packet with its transport header; raw sockets of IPv4 give the IP header, too."""
+    packet = raw.recv(2048)
+    offset = 4 * (packet[0] & 15) if raw.family == socket.AF_INET else 0
+    return struct.unpack_from("!HH", packet, offset)

@@ -1,0 +1,153 @@
+"""What test runs that were killed left on this machine: the next run removes it before it begins.
+
+Called by tests/conftest.py. Each process of pytest has a mark, with which all names begin that it gives to namespaces,
+labs, directories and pins, and notes in /run which process has it. Its children carry the process in their environment.
+Invariant: nothing of a process that lives is touched. A pid is used again, so pid and start time together say which
+process it is. A worker in a room of its own (scripts/own-room) has a /run of its own; its names go with the room, and
+the room goes with the last process in it.
+"""
+
+import contextlib
+import itertools
+import os
+import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from podwire.kernel import netns
+from podwire.lab import labs
+from podwire.lab.state import (
+    Process,
+    describe_process,
+    end_all,
+    is_running,
+    list_processes_in,
+)
+from podwire.lab.topology import PIN_ROOT, RUN_ROOT
+from podwire.model.errors import PodwireError
+
+RUNS: Final = Path("/run/podwire-tests")
+"""A file for each process of pytest, called by its mark."""
+VARIABLE: Final = "PODWIRE_TEST_PROCESS"
+MARK: Final = secrets.token_hex(3)
+NAME: Final = f"pwt{MARK}"
+"""Namespaces of tests, and directories below /run and the BPF file system, have names that begin so."""
+LAB: Final = f"t{MARK}"
+"""Names of labs begin so."""
+_numbers = itertools.count(1)
+
+
+class Note(msgspec.Struct, frozen=True):
+    """What is written down of a process of pytest."""
+
+    process: Process
+    temporary: str
+    """Where its tests have their directories, on some of which a file system is mounted."""
+
+
+def new_name() -> str:
+    """Give a name that nothing else has; 10 or 11 characters, as names of devices are made of it."""
+    return f"{NAME}{next(_numbers):x}"
+
+
+@contextlib.contextmanager
+def noted(temporary: Path) -> Iterator[None]:
+    """Keep it written down that this process lives, and what it may leave."""
+    note = RUNS / MARK
+    RUNS.mkdir(mode=0o700, exist_ok=True)
+    fresh = note.with_suffix(".new")
+    fresh.write_bytes(
+        msgspec.json.encode(Note(describe_process(os.getpid()), str(temporary.resolve())))
+    )
+    fresh.rename(note)
+    try:
+        yield
+    finally:
+        note.unlink(missing_ok=True)
+
+
+def mark_children() -> None:
+    """Have processes that are started from here on tell whose they are."""
+    own = describe_process(os.getpid())
+    os.environ[VARIABLE] = f"{own.pid}.{own.start_ticks}.{_pid_namespace('self')}"
+
+
+def remove_leavings() -> list[str]:
+    """Remove what processes of pytest left that are gone; gives what that was."""
+    orphans = _list_orphans()
+    end_all(orphans)
+    found = [f"process {process.pid}" for process in orphans]
+    for note in sorted(RUNS.glob("??????")):
+        with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):  # it ends meanwhile
+            known = msgspec.json.decode(note.read_bytes(), type=Note)
+            if not is_running(known.process):
+                found += _remove_all(note.name, known.temporary)
+                note.unlink(missing_ok=True)
+    return found
+
+
+def _list_orphans() -> list[Process]:
+    """Find processes whose environment names a process of pytest that is gone."""
+    found = []
+    own, here = str(os.getpid()), _pid_namespace("self")
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or entry.name == own:
+            continue
+        try:
+            variables = (entry / "environ").read_bytes().split(b"\0")
+            namespace = _pid_namespace(entry.name)
+        except OSError:
+            continue  # it ended meanwhile
+        for variable in variables:
+            name, _, value = variable.decode(errors="replace").partition("=")
+            if name == VARIABLE and value.count(".") == 2:
+                pid, ticks, seen_from = map(int, value.split("."))
+                # A pid means nothing in another pid namespace, and there may be a living process behind it there.
+                is_here = seen_from == namespace == here
+                if is_here and not is_running(Process(pid, ticks)):
+                    found.append(describe_process(int(entry.name)))
+    return found
+
+
+def _pid_namespace(pid: str) -> int:
+    return os.stat(f"/proc/{pid}/ns/pid").st_ino
+
+
+def _remove_all(mark: str, temporary: str) -> list[str]:
+    """Remove what carries a mark; what cannot be removed is left to the next run, and named."""
+    removed = []
+    for lab in _list_labs(f"t{mark}-"):
+        with contextlib.suppress(PodwireError):
+            labs.down(lab, progress=lambda _line: None)
+        removed.append(f"lab {lab}")
+    names = [name for name in netns.list_named() if name.startswith(f"pwt{mark}")]
+    end_all(list_processes_in({os.stat(netns.named_path(name)).st_ino for name in names}))
+    for name in names:
+        netns.delete_named(name)
+        removed.append(f"namespace {name}")
+    for mounted in _list_mounts_below(temporary):
+        subprocess.run(["umount", "-l", mounted], check=False, capture_output=True)
+        removed.append(f"what is mounted at {mounted}")
+    for root in (Path("/sys/fs/bpf"), Path("/run"), Path("/tmp")):
+        for path in root.glob(f"pwt{mark}*"):
+            shutil.rmtree(path, ignore_errors=True)
+            removed.append(str(path))
+    return removed
+
+
+def _list_labs(prefix: str) -> list[str]:
+    """Name labs of which anything is there: state, pins or a namespace."""
+    inside = (name.split(".")[1] for name in netns.list_named() if name.startswith("pw."))
+    paths = (path.name for root in (RUN_ROOT, PIN_ROOT) for path in root.glob(f"{prefix}*"))
+    return sorted({name for name in (*inside, *paths) if name.startswith(prefix)})
+
+
+def _list_mounts_below(directory: str) -> list[str]:
+    points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    # The innermost first: one that is under another is hidden by it.
+    return sorted((path for path in points if path.startswith(f"{directory}/")), reverse=True)

@@ -150,6 +150,19 @@ BARS = (
     Bar("0 to 60 pods / ptp", "cluster", ("up",), at_most=1.05),
     Bar("60 to 0 pods / ptp", "cluster", ("down",), at_most=1.0),
     Bar("requests to the API for each pod", "cluster", ("requests per pod",), at_most=2),
+    Bar(
+        "ADD p99 during a full re-list / quiet, 110 pods",
+        "cluster_scale",
+        ("ADD p99, re-list / quiet",),
+        at_most=2.0,
+    ),
+    Bar(
+        "ADD p50 with 200 policies / without, Kubernetes",
+        "cluster_scale",
+        ("ADD p50, policies / none",),
+        at_most=1.0,
+        reached_by="low",
+    ),
     Bar("requests without the right to", "cluster", ("podwire requests refused",), at_most=0),
 )
 

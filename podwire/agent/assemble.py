@@ -33,6 +33,7 @@ from podwire.datapath.maps import find_identity, list_usage, read_metrics
 from podwire.datapath.node import KernelDatapath
 from podwire.datapath.node_maps import list_encrypted
 from podwire.datapath.policy_maps import read_hits
+from podwire.journal.lock import find_waiting_agent
 from podwire.model.endpoint import EndpointRecord, IPNetwork
 from podwire.model.identity import RESERVED_LABELS
 from podwire.model.ids import EndpointId
@@ -103,6 +104,7 @@ def make_duties(node: Node, dispatcher: Dispatcher, threads: ThreadPoolExecutor)
         backlog=lambda: len(node.endings),
         requests_taken=lambda: node.metrics.requests_observed,
         list_warnings=list_warnings,
+        find_second_agent=partial(find_waiting_agent, node.config.files.state_dir),
         watch_devices=changes.watch_devices,
         watch_tables=changes.watch_tables,
         repair_tables=node.datapath.masquerade.repair,

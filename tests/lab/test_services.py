@@ -1,7 +1,7 @@
 """Services on a lab of two nodes: pods reach back ends by the service's address, and policies judge who answers."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -9,8 +9,9 @@ import pytest
 
 from podwire.lab import labs, traffic
 from tests.lab.conftest import MakeLab
-from tests.lab.labrig import Lab, wait_for
+from tests.lab.labrig import Lab
 from tests.lab.test_policy_cli import shell
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.lab
 
@@ -104,6 +105,80 @@ def offer(lab: Lab, names: Sequence[str]) -> None:
         wanted[vip, EMPTY, "tcp"] = wanted[vip, 0, "any"] = []
     for node in ("node1", "node2"):
         wait_for(partial(are_rows, lab, node, wanted), f"{wanted} on {node}")
+
+
+EXTERNAL: Final = ("203.0.113.5", "2001:db8::5")
+
+
+def test_an_external_address_is_translated_and_its_other_ports_are_not_refused(lab: Lab) -> None:
+    document = service([("tcp", PORT)])
+    outside = {**document, "spec": {**document["spec"], "externalIPs": list(EXTERNAL)}}
+    apply(lab, outside, *slices(lab, ["far"]))
+    wait_for(lambda: len(rows(lab, "node1")) == 6, "rows of the external addresses")
+    for address in EXTERNAL:
+        said = ask(lab, address)
+        assert said.ok, said
+        assert "default/far " in said.answer
+        assert "refused" not in ask(lab, address, 4444, timeout_s=REFUSED_S).answer
+
+
+def chosen(*, name: str = "web", vip: str = VIPS[0], **spec: object) -> Mapping[str, Any]:
+    """Give a Service that chooses its pods by labels."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name},
+        "spec": {"clusterIPs": [vip], "selector": {"part": name}, **spec},
+    }
+
+
+@pytest.fixture
+def parts(lab: Lab) -> Iterator[Callable[[str, str], str]]:
+    """Start pods with the label `part=web` that serve a named port; gives what starts one."""
+    started: list[str] = []
+
+    def start(name: str, node: str) -> str:
+        number = 9000 + len(started)
+        started.append(name)
+        arguments = {
+            "labels": [{"key": "part", "value": "web"}],
+            "ports": [{"name": "http", "port": number, "protocol": "TCP"}],
+        }
+        extra = {"args": {"cni": arguments}}
+        pod = labs.run(lab.name, name, node, serve=[f"{number}/tcp"], extra=extra)
+        return f"{pod.addresses[0]} {number}"
+
+    yield start
+    for pod in [pod for pod in lab.state.pods if pod.name in started]:
+        labs.remove(lab.name, pod.full_name)
+
+
+def test_pods_that_a_selector_chooses_answer_on_all_nodes(
+    lab: Lab, parts: Callable[[str, str], str]
+) -> None:
+    """Without Kubernetes; by the name that each pod gives its port."""
+
+    def await_back_ends(*wanted: str) -> None:
+        for node in ("node1", "node2"):
+            wait_for(partial(answers, node, sorted(wanted)), f"{wanted} on {node}")
+
+    def answers(node: str, wanted: Sequence[str]) -> bool:
+        return rows(lab, node).get((VIPS[0], PORT, "tcp")) == wanted
+
+    first = parts("first", "node1")
+    apply(lab, chosen(ports=[{"port": PORT, "targetPort": "http"}]))
+    await_back_ends(first)
+    second = parts("second", "node2")
+    await_back_ends(first, second)
+    assert ask(lab, VIPS[0]).ok
+    labs.remove(lab.name, "default/first")
+    # On the other node, too: long before the five minutes that a withdrawal may wait.
+    await_back_ends(second)
+    assert "default/second " in ask(lab, VIPS[0]).answer
+    changed = lab.cli("endpoint", "label", "default/second", "part=other", "--node", "node2")
+    assert changed.code == 0, changed.err
+    await_back_ends()
+    assert "refused" in ask(lab, VIPS[0]).answer
 
 
 def start_pods(lab: Lab) -> None:

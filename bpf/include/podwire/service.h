@@ -293,7 +293,8 @@ static __always_inline int insert_translated(const struct pw_conntrack_key *key,
 	if (!old || (old->kind != PW_CONNTRACK_SERVICE && is_live(old, entry->last_seen_ns) &&
 		     old->tcp_state != PW_TCP_CLOSED))
 		return -EBUSY;
-	discharge(old, key->instance, key->direction);
+	recharge(old, bpf_map_lookup_elem(&pw_usage, &key->instance), key->direction,
+		 PW_CHARGE_NONE);
 	*old = *entry;
 	return 0;
 }
@@ -325,6 +326,15 @@ PW_CHECKED_ALONE int make_service_row(const struct pw_flow *flow)
 	return insert_translated(&key, &entry) ? PW_DROP_CONNTRACK_FULL : 0;
 }
 
+/* Translated flows that are no connections have a budget of their own, so that who is never answered, or opens and closes
+ * all the time, fills that. Where it gets short the collector is in a hurry.
+ */
+static __always_inline bool has_room(const struct pw_usage_value *usage, __u32 quota)
+{
+	return (__s32)usage->connections[PW_EGRESS] < (__s32)quota &&
+	       (__s32)usage->brief_flows < (__s32)(quota / PW_BRIEF_PART + 1);
+}
+
 /* The flow itself. Answers could not be translated back without its rows: without room for them there is no flow. */
 PW_CHECKED_ALONE int make_translated(struct pw_flow *flow, const struct pw_match *match)
 {
@@ -341,14 +351,14 @@ PW_CHECKED_ALONE int make_translated(struct pw_flow *flow, const struct pw_match
 	settings = bpf_map_lookup_elem(&pw_settings, &zero);
 	if (!usage || !settings)
 		return PW_DROP_INTERNAL;
-	if ((__s32)usage->connections[PW_EGRESS] >= (__s32)settings->conntrack_quota)
+	if (!has_room(usage, settings->conntrack_quota))
 		return PW_DROP_CONNTRACK_QUOTA;
 	if (opens_tcp(flow->tcp_flags) && !retire_reversed(&key, flow->now_ns))
 		return PW_DROP_CONNTRACK_FULL;
 	fill_entry(flow, match, &entry);
 	*judgement_of(&entry) = judgement(flow->row.policy_revision, match->peer_identity);
 	entry.kind = PW_CONNTRACK_OF_BACK_END;
-	entry.charged = 1;
+	entry.charged = PW_CHARGE_BRIEF;
 	entry.service = flow->original.service;
 	entry.backend = flow->original.back_end;
 	copy_address(entry.nat_addr, flow->original.addr);
@@ -356,18 +366,38 @@ PW_CHECKED_ALONE int make_translated(struct pw_flow *flow, const struct pw_match
 	entry.nat_dport_be = flow->original.dport_be;
 	if (insert_translated(&key, &entry))
 		return PW_DROP_CONNTRACK_FULL;
-	__sync_fetch_and_add(&usage->connections[PW_EGRESS], 1);
+	count_charge(usage, PW_EGRESS, PW_CHARGE_BRIEF, 1);
 	return 0;
+}
+
+/* A flow that has found no room for its other row leaves nothing that is charged. */
+static __always_inline void forget_translated(const struct pw_flow *flow)
+{
+	struct pw_conntrack_value *row = find_connection(&flow->key, flow->now_ns);
+	__u32 instance = flow->key.instance;
+
+	if (!row)
+		return;
+	row->flags |= PW_CONNTRACK_LEFT;
+	recharge(row, bpf_map_lookup_elem(&pw_usage, &instance), PW_EGRESS, PW_CHARGE_NONE);
 }
 
 /* As remember() for the sender's side; a flow that a service translates has two rows. */
 static __always_inline int remember_sender(struct pw_flow *flow, struct pw_conntrack_value *here)
 {
+	int reason;
+
 	if (!flow->original.translated || (here && !begins_anew(flow, here)))
 		return remember(flow, &flow->row, &flow->here, here);
 	if (here)
 		retire(here, flow->key.instance, PW_EGRESS);
-	return make_translated(flow, &flow->here) ?: make_service_row(flow);
+	reason = make_translated(flow, &flow->here);
+	if (reason)
+		return reason;
+	reason = make_service_row(flow);
+	if (reason)
+		forget_translated(flow);
+	return reason;
 }
 
 #endif

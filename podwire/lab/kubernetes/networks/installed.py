@@ -23,14 +23,19 @@ IMAGES: Final = ROOT / "build" / "image"
 UNINSTALL: Final = "podwire-uninstall.yaml"
 _LOOK: Final = r"""
 shopt -s nullglob
-for path in /etc/cni/net.d/*podwire* /opt/cni/bin/podwire*; do
+files=(/etc/cni/net.d/* /opt/cni/bin/{podwire,.podwire,loopback}*)
+for path in "${files[@]}" /run/podwire* /var/lib/podwire* /sys/fs/bpf/podwire*; do
     echo "$path"
 done
 ip -o link | grep -o 'alias podwire:.*'
 ip route show proto 199; ip -6 route show proto 199
+tc qdisc show | grep clsact
 nft list tables | grep -w podwire
 true
 """
+_SETTINGS: Final = "grep -rsH . /proc/sys/net/ipv4 /proc/sys/net/ipv6 /proc/sys/net/core; true"
+_OF_OTHERS: Final = ("/neigh/", "/route/", "/nf_conntrack", "/tcp_", "/conf/pw")
+"""Settings that programs of the node change, or that go with a device."""
 _BUILD_DEADLINE_S: Final = 900.0
 
 
@@ -47,6 +52,8 @@ class Podwire:
         documents = [
             document for document in yaml.safe_load_all(manifest.read_text("utf-8")) if document
         ]
+        self._settings: dict[str, Mapping[str, str]] = {}
+        """Of each node's network, as they were before anything of podwire was there."""
         self.daemon_set: Mapping[str, Any] = next(
             document for document in documents if document["kind"] == "DaemonSet"
         )
@@ -69,6 +76,7 @@ class Podwire:
 
     def prepare(self, cluster: "Cluster") -> None:
         """Import the image on every node, and apply the manifest."""
+        self._settings = {node.name: _read_settings(node) for node in cluster.nodes}
         copy = cluster.directory / "podwire.tar"
         copy.write_bytes(find_image().read_bytes())
         for node in cluster.nodes:
@@ -92,11 +100,19 @@ class Podwire:
         cluster.kubectl("delete", "-f", uninstall)
 
     def list_left(self, cluster: "Cluster") -> list[str]:
-        """List the files of the runtime, devices, routes and tables of podwire on the nodes; none after `remove`."""
+        """List what is on the nodes because of podwire: files, pins, devices, routes, tables, programs, and settings of
+        their networks that are not as before; none after `remove`.
+        """
         found = []
         for node in cluster.nodes:
             said = node.machine.run("bash", "-c", _LOOK)
             found += [f"{node.name}: {line}" for line in said.splitlines()]
+            before, now = self._settings[node.name], _read_settings(node)
+            found += [
+                f"{node.name}: {setting} was {before[setting]}, is {now[setting]}"
+                for setting in before.keys() & now.keys()
+                if before[setting] != now[setting]
+            ]
         return found
 
     def pod_of(self, cluster: "Cluster", node: str) -> str:
@@ -122,6 +138,12 @@ class Podwire:
         """Run the command `podwire` beside a node's agent and give what it printed."""
         pod = self.pod_of(cluster, node)
         return cluster.kubectl("exec", "-n", self.namespace, pod, "--", "podwire", *words)
+
+
+def _read_settings(node: "Node") -> Mapping[str, str]:
+    lines = node.machine.run("sh", "-c", _SETTINGS).splitlines()
+    pairs = (line.split(":", 1) for line in lines if ":" in line)
+    return {path: value for path, value in pairs if not any(other in path for other in _OF_OTHERS)}
 
 
 def find_image() -> Path:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from podwire.agent.cni import at_once
+from podwire.agent.cni.chained_portmap import ChainedPortmap
 from podwire.agent.cni.dispatch import Dispatcher, Limits
 from podwire.agent.cni.requests import CniRequests
 from podwire.agent.cni.socket import CniServer
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.kernel
 DEADLINE_S = 60.0
 NETCONF = json.dumps({"cniVersion": "1.1.0", "name": "n", "type": "podwire-cni"}).encode()
 THREAD = "cni"
+NO_PORTMAP = ChainedPortmap(lambda _key: False, lambda *_: "")
 
 
 class Town:
@@ -41,7 +43,7 @@ class Town:
         spool = Spool(directory / wire.SPOOL_DIRECTORY, self.clock, _decode, ran_at=lambda *_: None)
         self.attachments = GatedAttachments()
         self.dispatcher = Dispatcher(self.attachments, spool, self.clock, limits)
-        self.requests = CniRequests(self.dispatcher, Metrics())
+        self.requests = CniRequests(self.dispatcher, Metrics(), NO_PORTMAP)
         self.netns = ""
 
     @contextlib.asynccontextmanager

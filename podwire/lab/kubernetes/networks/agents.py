@@ -60,7 +60,7 @@ class PlainAgents:
         )
         self.agents[node.name] = agent
         agent.start(lambda: asks_well(node))
-        copy_plugins(node, ("loopback", "portmap"))
+        copy_plugins(node, ("loopback",))
         machine.install(f"{PLUGIN_DIRECTORY}/podwire-cni", LAUNCHER)
         document = {
             "cniVersion": "1.0.0",
@@ -69,7 +69,12 @@ class PlainAgents:
             "plugins": [
                 {
                     "type": "podwire-cni",
-                    "capabilities": {"bandwidth": True, "ips": True, "mac": True},
+                    "capabilities": {
+                        "bandwidth": True,
+                        "ips": True,
+                        "mac": True,
+                        "portMappings": True,
+                    },
                 }
             ],
         }

@@ -22,8 +22,8 @@ DEVICE_PREFIX: Final = "pw"
 DEVICE_HASH_DIGITS: Final = 12
 ALIAS_PREFIX: Final = "podwire"
 ROUTE_PROTOCOL: Final = 199
-"""Tells our routes from others'. The kernel interprets no number from RTPROT_STATIC on, it passes them back (rtnetlink.h);
-iproute2's rt_protos gives 199 to no routing daemon."""
+"""Tells our routes from others'. The kernel interprets no number from RTPROT_STATIC on (rtnetlink.h); iproute2's
+rt_protos gives 199 to no routing daemon."""
 NFT_TABLE: Final = "podwire"
 ABI_DIRECTORY_PREFIX: Final = "v"
 INTERFACE_NAME_MAX_BYTES: Final = 15

@@ -220,9 +220,10 @@ def ask(
     udp: bool = False,
     timeout_s: float = ANSWER_S,
     size_bytes: int = 0,
+    asker: str = "client",
 ) -> traffic.Attempt:
-    """Let the client ask the service."""
-    [client] = [pod for pod in lab.state.pods if pod.name == "client"]
+    """Let a pod ask the service."""
+    [client] = [pod for pod in lab.state.pods if pod.name == asker]
     return traffic.connect(
         client.netns,
         vip,
@@ -250,12 +251,19 @@ def test_a_back_end_behind_the_tunnel_answers(make_lab: MakeLab) -> None:
             assert_answers(lab, "far", vip, udp=udp)
 
 
-def assert_answers(lab: Lab, name: str, vip: str, *, udp: bool) -> None:
+def assert_answers(lab: Lab, name: str, vip: str, *, udp: bool, asker: str = "client") -> None:
     """Ask a few times, with more than one packet has room for, and fail unless this back end answers each time."""
     for size in (0, 20_000 if udp else 300_000, 0):
-        said = ask(lab, vip, udp=udp, size_bytes=size)
+        said = ask(lab, vip, udp=udp, size_bytes=size, asker=asker)
         assert said.ok, (size, said)
         assert f"default/{name} " in said.answer
+
+
+@pytest.mark.parametrize("udp", [False, True], ids=["tcp", "udp"])
+@pytest.mark.parametrize("vip", VIPS, ids=["v4", "v6"])
+def test_a_pod_reaches_itself_through_its_service(lab: Lab, vip: str, udp: bool) -> None:
+    offer(lab, ["near"])
+    assert_answers(lab, "near", vip, udp=udp, asker="near")
 
 
 @pytest.mark.parametrize("vip", VIPS, ids=["v4", "v6"])

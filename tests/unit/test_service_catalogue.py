@@ -10,6 +10,8 @@ import pytest
 
 from podwire.control.services.catalogue import Catalogue
 from podwire.control.services.choose import Place
+from podwire.control.services.facts import ServiceName
+from podwire.control.services.room import Room
 from podwire.model.interfaces import BackEnd, Frontend
 from podwire.model.store import StoredObject, StoreEvent
 from tests.unit.service_objects import endpoint, service, slice_of, stored
@@ -441,3 +443,72 @@ def _any_document(chance: random.Random) -> Mapping[str, Any]:
     ends = [endpoint(f"10.7.0.{one}", ready=chance.random() < 0.7) for one in chosen]
     ports = [{"name": f"p{one}", "port": one + 8000} for one in (80, 81)]
     return slice_of(name, ends, ports, number=chance.randint(1, 2))
+
+
+# Rooms are small here: so many frontends, so many back ends in lists.
+
+
+def crowd(frontends: int, slots: int, *sizes: tuple[str, int, int]) -> Catalogue:
+    """Give services (name, ports, back ends), each a day younger than the one before."""
+    catalogue = Catalogue(Place("n1"), room=Room(frontends, slots))
+    for number, (name, ports, ends) in enumerate(sizes, 1):
+        put(catalogue, name, number, ports, ends)
+    return catalogue
+
+
+def put(catalogue: Catalogue, name: str, number: int, ports: int, ends: int) -> None:
+    """Make or change one of them: a row for each port and one for the address."""
+    named = [{"name": f"p{one}", "port": one} for one in range(1, ports + 1)]
+    addresses = [endpoint(f"10.7.{number}.{one}") for one in range(1, ends + 1)]
+    made = service(name, [f"10.96.1.{number}"], named)
+    for document in (made, slice_of(name, addresses, named)):
+        catalogue.apply(StoreEvent(stored(document, f"2026-01-{number:02}T00:00:00Z"), 1))
+
+
+def names(catalogue: Catalogue) -> list[str]:
+    catalogue.take_change()
+    return [str(one.name) for one in catalogue.views() if one.is_translated]
+
+
+def test_who_does_not_fit_keeps_no_older_one_out_and_no_smaller_one() -> None:
+    catalogue = crowd(20, 100, ("old", 4, 2), ("greedy", 18, 1), ("small", 3, 1))
+    assert names(catalogue) == ["default/old", "default/small"]
+    problems = {str(one.name): one.problem for one in catalogue.views()}
+    assert problems["default/greedy"] == "there is no room for it beside the older services"
+    assert catalogue.room.refused == {ServiceName("default", "greedy")}
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_the_older_have_room_whoever_was_heard_first(backwards: bool) -> None:
+    sizes = [("a", 5, 1), ("b", 5, 1), ("c", 5, 1)]
+    catalogue = Catalogue(Place("n1"), room=Room(12, 100))
+    numbered = list(enumerate(sizes, 1))
+    for number, (name, ports, ends) in reversed(numbered) if backwards else numbered:
+        put(catalogue, name, number, ports, ends)
+        catalogue.take_change()
+    assert names(catalogue) == ["default/a", "default/b"]
+
+
+def test_back_ends_count_as_often_as_they_stand_in_lists() -> None:
+    catalogue = crowd(100, 20, ("a", 2, 6), ("b", 2, 5), ("c", 2, 4))
+    assert names(catalogue) == ["default/a", "default/c"]
+
+
+def test_room_that_is_given_back_goes_to_who_waits() -> None:
+    catalogue = crowd(20, 100, ("old", 9, 2), ("young", 10, 1))
+    assert names(catalogue) == ["default/old"]
+    catalogue.apply(StoreEvent(stored(service("old"), "2026-01-01T00:00:00Z"), 2, deleted=True))
+    change = catalogue.take_change()
+    assert {str(one.address) for one in change.put} == {"10.96.1.2"}
+    assert {str(one.address) for one in change.gone} == {"10.96.1.1"}
+    assert names(catalogue) == ["default/young"]
+
+
+def test_who_grows_beyond_the_room_goes_and_nobody_else() -> None:
+    catalogue = crowd(20, 100, ("old", 5, 2), ("young", 5, 2))
+    assert names(catalogue) == ["default/old", "default/young"]
+    put(catalogue, "young", 2, 16, 1)
+    change = catalogue.take_change()
+    assert not change.put
+    assert {str(one.address) for one in change.gone} == {"10.96.1.2"}
+    assert names(catalogue) == ["default/old"]

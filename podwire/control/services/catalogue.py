@@ -18,6 +18,7 @@ from podwire.control.services.facts import (
     decode_service,
     decode_slice,
 )
+from podwire.control.services.room import Need, Room
 from podwire.control.services.selected import SelectedPods
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.interfaces import BackEnd, Frontend, ServiceTable
@@ -69,6 +70,7 @@ class Catalogue:
     """The ranges of all pods, as far as they are known."""
     selected: SelectedPods | None = None
     """Pods that services choose by labels; None where a controller writes EndpointSlices of them."""
+    room: Room = field(default_factory=Room)
     _services: dict[ServiceName, ServiceFacts] = field(default_factory=dict)
     _slices: dict[ServiceName, dict[ObjectKey, SliceFacts]] = field(default_factory=dict)
     _slice_owner: dict[ObjectKey, ServiceName] = field(default_factory=dict)
@@ -145,8 +147,8 @@ class Catalogue:
         """Give what follows from all that was taken in since the last call."""
         dirty, self._dirty = self._dirty, set()
         touched: set[Frontend] = set()
-        for name in dirty:
-            old, new = self._claimed.get(name, _NOTHING), self._claim(name)
+        for name, new in self._claim_all(dirty).items():
+            old = self._claimed.get(name, _NOTHING)
             # Made anew it is younger, and what it claims may be another's now.
             is_renewed = (old.created, old.external) != (new.created, new.external)
             changed = {
@@ -162,6 +164,16 @@ class Catalogue:
                 self._stand_in_line(frontend, name, wanted=frontend in new.claims)
             touched |= changed
         return self._settle(touched)
+
+    def _claim_all(self, dirty: Iterable[ServiceName]) -> Mapping[ServiceName, _Claimed]:
+        """Compute what these claim, and what others do who get or lose room by it."""
+        wanted = {name: self._claim(name) for name in dirty}
+        for name, new in wanted.items():
+            slots = sum(map(len, new.claims.values()))
+            need = Need(new.created, len(new.claims), slots) if new.claims else None
+            self.room.weigh(name, need)
+        wanted |= {name: self._claim(name) for name in self.room.settle() if name not in wanted}
+        return wanted | dict.fromkeys(self.room.refused & wanted.keys(), _NOTHING)
 
     def _stand_in_line(self, frontend: Frontend, name: ServiceName, *, wanted: bool) -> None:
         line = [one for one in self._claimants.get(frontend, ()) if one != name]
@@ -210,6 +222,8 @@ class Catalogue:
             problems = list(_describe_left(service))
             if others:
                 problems.append(f"an address or port is that of {', '.join(sorted(others))}")
+            if name in self.room.refused:
+                problems.append("there is no room for it beside the older services")
             shown = claims or self._resolve(service)
             yield ServiceView(name, shown, bool(claims), "; ".join(problems))
 

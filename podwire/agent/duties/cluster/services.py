@@ -20,6 +20,7 @@ from podwire.control.identity.known import IdentityChange
 from podwire.control.kubernetes.core_node import read_zone
 from podwire.control.services.catalogue import KINDS, Catalogue, ServiceView
 from podwire.control.services.choose import Place
+from podwire.control.services.facts import ServiceName
 from podwire.model.endpoint import IPAddress
 from podwire.model.errors import PodwireError
 from podwire.model.ids import IdentityId
@@ -28,6 +29,8 @@ from podwire.model.store import Revisions, Store, StoredObject, StoreEvent
 from podwire.model.store.kinds import CORE_NODE
 
 RETRY_S: Final = 5.0
+REFUSED_NAMED: Final = 5
+"""Of services without room, in a message."""
 
 
 class PodSource(Protocol):
@@ -73,6 +76,8 @@ class ServiceDuty:
     _listed: set[str] = field(default_factory=set)
     _is_owed: bool = True
     """The whole table has to be written: nothing was so far, or the last change failed."""
+    _complaints: dict[str, str] = field(default_factory=dict)
+    """What is wrong with the store, the last change and the room; each ends by itself."""
     _learnt: deque[int] = field(default_factory=deque)
     """Identities that mean something else now."""
 
@@ -142,11 +147,18 @@ class ServiceDuty:
 
     def on_away(self, error: PodwireError) -> None:
         """Let `podwire status` tell."""
-        self.report(error.told)
+        self._complain("store", error.told)
 
     def on_back(self) -> None:
         """Let `podwire status` tell."""
-        self.report("")
+        self._complain("store", "")
+
+    def _complain(self, about: str, what: str) -> None:
+        """Report what is wrong with one thing, beside what is wrong with others; from both threads."""
+        with self._reading:
+            if self._complaints.get(about, "") != what:
+                self._complaints[about] = what
+                self.report("; ".join(filter(None, self._complaints.values())))
 
     def _round(self) -> float:
         if not self._listed.issuperset(self._kinds):
@@ -158,15 +170,16 @@ class ServiceDuty:
             with self._reading:
                 change = self.catalogue.take_change()
                 table = self.catalogue.table() if self._is_owed else None
+                refused = sorted(self.catalogue.room.refused)
             # Until it is done, what is in force is no known state.
-            was_owed, self._is_owed = self._is_owed, True
+            self._is_owed = True
             if table is not None:
                 self.datapath.write(table)
             elif change.put or change.gone:
                 self.datapath.change(change.put, change.gone)
             self._is_owed = False
-        if was_owed:
-            self.report("")
+        self._complain("change", "")
+        self._complain("room", _describe_refused(refused))
         self.observe("services", "apply", (time.monotonic() - begin_s) * 1e3)
         return FOREVER_S
 
@@ -196,5 +209,16 @@ class ServiceDuty:
         return True
 
     def _failed(self, error: PodwireError) -> float:
-        self.report(error.told)
+        self._complain("change", error.told)
         return RETRY_S
+
+
+def _describe_refused(refused: Sequence[ServiceName]) -> str:
+    if not refused:
+        return ""
+    named = ", ".join(map(str, refused[:REFUSED_NAMED]))
+    more = f" and {len(refused) - REFUSED_NAMED} more" if len(refused) > REFUSED_NAMED else ""
+    return (
+        f"there is no room for services {named}{more} beside the older ones, so they are left to the stack:"
+        " delete services or ports that nobody needs"
+    )

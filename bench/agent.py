@@ -46,7 +46,7 @@ def main() -> None:
                 raise RuntimeError(f"{_endpoints(node)} endpoints after a restart")
             samples.setdefault("MB after a restart", []).append(resident_mb(agent_pid()))
         time.sleep(SETTLE_S)
-        samples["idle CPU, %"] = [_cpu_percent(agent_pid(), arguments.idle_s)]
+        samples["idle CPU, %"] = [cpu_percent(agent_pid(), arguments.idle_s)]
         samples["MB after idling"] = [resident_mb(agent_pid())]
     summary = {}
     print(f"\nwith {arguments.pods} pods, median (95 % interval)")
@@ -97,14 +97,16 @@ def resident_mb(pid: int) -> float:
     raise RuntimeError(f"process {pid} has no resident memory")
 
 
-def _cpu_percent(pid: int, seconds: float) -> float:
-    begin, begin_ticks = time.monotonic(), _cpu_ticks(pid)
+def cpu_percent(pid: int, seconds: float) -> float:
+    """Watch a process for so long; gives how much of a CPU it used."""
+    begin, begin_ticks = time.monotonic(), cpu_ticks(pid)
     time.sleep(seconds)
-    used_s = (_cpu_ticks(pid) - begin_ticks) / os.sysconf("SC_CLK_TCK")
+    used_s = (cpu_ticks(pid) - begin_ticks) / os.sysconf("SC_CLK_TCK")
     return round(100 * used_s / (time.monotonic() - begin), 3)
 
 
-def _cpu_ticks(pid: int) -> int:
+def cpu_ticks(pid: int) -> int:
+    """Give the CPU time that a process has used, in ticks of the kernel."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])
 

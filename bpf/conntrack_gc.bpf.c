@@ -12,11 +12,17 @@
 #include <linux/bpf.h>
 
 #include <podwire/address.h>
+#include <podwire/charge.h>
 #include <podwire/shards.h>
 
 #define PW_NS_PER_MS	 1000000ULL
 #define PW_NS_PER_SECOND 1000000000ULL
 #define PW_CLOCK	 1 /* CLOCK_MONOTONIC */
+
+#define PW_HURRY      10 /* times as fast */
+#define PW_HURRY_FROM 32 /* entries of one shard that are to go, */
+#define PW_HURRY_PART 4	 /* and one of so many that are there */
+#define PW_PRESSED_NS PW_NS_PER_SECOND
 
 /* Between two shards; a round of all 64 takes 6.4 s. */
 const volatile __u32 pw_tick_ms = 100;
@@ -36,6 +42,8 @@ struct {
 
 struct pw_walk {
 	__u64 now_ns;
+	__u32 brief_room; /* of each endpoint */
+	__u32 over;	  /* entries that are to go */
 	__u32 examined;
 	__u32 removed;
 };
@@ -66,18 +74,35 @@ static __always_inline bool has_lost_its_flow(const struct pw_conntrack_key *key
 	other.dport_be = entry->nat_dport_be;
 	shard = find_shard(&other);
 	flow = shard ? bpf_map_lookup_elem(shard, &other) : NULL;
-	return !flow || flow->kind != PW_CONNTRACK_OF_BACK_END ||
+	return !flow || flow->kind < PW_CONNTRACK_OF_BACK_END ||
 	       flow->nat_sport_be != key->sport_be || flow->nat_dport_be != key->dport_be ||
 	       !same_address(flow->nat_addr, key->daddr) || is_over(flow, usage, now_ns);
 }
 
+/* A brief flow has its whole time as long as its endpoint has room for more of them: what was answered or is closed while
+ * three quarters are free, what waits for an answer while one is. Who floods presses out his own flows, and nobody else's.
+ */
+static __always_inline bool is_pressed_out(const struct pw_conntrack_value *entry,
+					   const struct pw_usage_value *usage,
+					   const struct pw_walk *walk)
+{
+	bool done = entry->tcp_state == PW_TCP_CLOSED || entry->flags & PW_CONNTRACK_REPLIED;
+	__u32 quarter = walk->brief_room / 4;
+
+	if (!usage || entry->charged != PW_CHARGE_BRIEF ||
+	    (__s64)(walk->now_ns - entry->last_seen_ns) < (__s64)PW_PRESSED_NS)
+		return false;
+	return (__s32)usage->brief_flows > (__s32)(done ? quarter : walk->brief_room - quarter);
+}
+
 static __always_inline bool is_to_go(const struct pw_conntrack_key *key,
 				     const struct pw_conntrack_value *entry,
-				     const struct pw_usage_value *usage, __u64 now_ns)
+				     const struct pw_usage_value *usage, const struct pw_walk *walk)
 {
-	if (is_over(entry, usage, now_ns))
+	if (is_over(entry, usage, walk->now_ns) || is_pressed_out(entry, usage, walk))
 		return true;
-	return entry->kind == PW_CONNTRACK_SERVICE && has_lost_its_flow(key, entry, usage, now_ns);
+	return entry->kind == PW_CONNTRACK_SERVICE &&
+	       has_lost_its_flow(key, entry, usage, walk->now_ns);
 }
 
 static long visit_entry(void *shard, struct pw_conntrack_key *key, struct pw_conntrack_value *entry,
@@ -87,26 +112,44 @@ static long visit_entry(void *shard, struct pw_conntrack_key *key, struct pw_con
 	struct pw_usage_value *usage = bpf_map_lookup_elem(&pw_usage, &instance);
 
 	walk->examined += 1;
-	if (!is_to_go(key, entry, usage, walk->now_ns)) {
+	if (!is_to_go(key, entry, usage, walk)) {
 		if (entry->flags & PW_CONNTRACK_EXPIRED)
 			entry->flags &= ~PW_CONNTRACK_EXPIRED;
 		return 0;
 	}
+	walk->over += 1;
 	if (!(entry->flags & PW_CONNTRACK_EXPIRED)) {
 		entry->flags |= PW_CONNTRACK_EXPIRED;
 		return 0;
 	}
-	if (usage && entry->charged && __sync_lock_test_and_set(&entry->charged, 0))
-		__sync_fetch_and_add(&usage->connections[key->direction & 1], -1);
+	recharge(entry, usage, key->direction, PW_CHARGE_NONE);
 	if (bpf_map_delete_elem(shard, key))
 		return 0;
 	walk->removed += 1;
 	return 0;
 }
 
+static __always_inline __u32 brief_room(void)
+{
+	__u32 zero = 0;
+	const struct pw_settings *settings = bpf_map_lookup_elem(&pw_settings, &zero);
+
+	return settings ? settings->conntrack_quota / PW_BRIEF_PART : ~0U / 2;
+}
+
+/* Where much is to go much more comes: then a round takes 0.64 s, and costs as much as it collects. */
+static __always_inline __u64 next_tick_ns(const struct pw_walk *walk)
+{
+	__u32 tick_ms = pw_tick_ms;
+
+	if (walk->over >= PW_HURRY_FROM && walk->over >= walk->examined / PW_HURRY_PART)
+		tick_ms = tick_ms / PW_HURRY ?: 1;
+	return tick_ms * PW_NS_PER_MS;
+}
+
 static int collect_shard(void *timers, __u32 *index, struct pw_ct_timer_value *value)
 {
-	struct pw_walk walk = {.now_ns = bpf_ktime_get_coarse_ns()};
+	struct pw_walk walk = {.now_ns = bpf_ktime_get_coarse_ns(), .brief_room = brief_room()};
 	__u32 number = value->state.ticks % PW_CONNTRACK_SHARDS;
 	void *shard = bpf_map_lookup_elem(&pw_conntrack, &number);
 
@@ -118,7 +161,7 @@ static int collect_shard(void *timers, __u32 *index, struct pw_ct_timer_value *v
 	value->state.last_tick_ns = walk.now_ns;
 	value->state.examined += walk.examined;
 	value->state.removed += walk.removed;
-	bpf_timer_start(&value->timer, pw_tick_ms * PW_NS_PER_MS, 0);
+	bpf_timer_start(&value->timer, next_tick_ns(&walk), 0);
 	return 0;
 }
 

@@ -20,6 +20,7 @@ MARK_FOREIGN_BITS: Final = 49152
 CIDR_WORLD_BIT: Final = 33554432
 IDENTITY_FIXED_FIRST: Final = 256
 OPENER_BUCKETS: Final = 32
+BRIEF_PART: Final = 4
 METRICS_HOOKS: Final = 6
 METRICS_REASONS: Final = 48
 METRICS_PATHS: Final = 5
@@ -176,6 +177,15 @@ class ConntrackKind(enum.IntEnum):
     PLAIN = 0
     SERVICE = 1
     OF_BACK_END = 2
+    OF_ITSELF = 3
+
+
+class Charge(enum.IntEnum):
+    """enum pw_charge"""
+
+    NONE = 0
+    CONNECTION = 1
+    BRIEF = 2
 
 
 class PolicyVerdict(enum.IntEnum):
@@ -776,7 +786,7 @@ class Share(enum.IntEnum):
     OTHER_OPENERS = 2
 
 
-_USAGE_VALUE: Final = struct.Struct("=2I3Q32Q2Q2QIHHI4x")
+_USAGE_VALUE: Final = struct.Struct("=2I3Q32Q2Q2QIHHII")
 
 
 class UsageValue(NamedTuple):
@@ -824,6 +834,7 @@ class UsageValue(NamedTuple):
     drops: int
     passes: int
     events_lost: int
+    brief_flows: int
 
     def pack(self) -> bytes:
         """Give the row's bytes."""
@@ -837,6 +848,7 @@ class UsageValue(NamedTuple):
             self.drops,
             self.passes,
             self.events_lost,
+            self.brief_flows,
         )
 
     @classmethod

@@ -136,4 +136,13 @@ def find_pressure(maps: NodeMaps) -> list[HostWarning]:
                         "raise conntrack_quota, or look who opens them with 'podwire bpf ct list'",
                     )
                 )
+        brief = quota // abi.BRIEF_PART
+        if usage.brief_flows >= NEAR * brief:
+            warnings.append(
+                HostWarning(
+                    f"endpoint {instance} has {usage.brief_flows} of {brief} flows to services that are new, unanswered"
+                    " or just closed; beyond that new ones are dropped",
+                    "raise conntrack_quota, or look what it asks with 'podwire bpf ct list'",
+                )
+            )
     return warnings

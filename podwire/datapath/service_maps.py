@@ -2,13 +2,13 @@
 
 Called by `datapath.node` under the node's turn, and by the readers behind `podwire bpf service list`. Never decides
 what is translated. Invariants: a back end has its row before a slot names it, and a slot its row before a frontend
-counts it; rows go the other way round. A number is never used twice: flows remember the number of their back end, and a
-datagram goes on to it for as long as the number has a row.
+counts it; rows go the other way round. Flows remember the number of their back end, and a datagram goes on to it for as
+long as the number has a row: so a number is used again only when no flow can remember it.
 """
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -18,8 +18,9 @@ from podwire.kernel import bpf
 from podwire.model.errors import Exhausted
 from podwire.model.interfaces import BackEnd, Frontend, ServiceTable
 
-NUMBERS_PER_SECOND: Final = 64
-"""How much faster than this numbers are never used up for long; they last for two years after a boot."""
+NUMBERS: Final = 1 << 31
+NUMBERS_PER_SECOND: Final = 1 << 17
+"""Nobody uses them up as fast as that: each is a row written, and some microseconds in Python."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,16 @@ class ServiceMaps:
         self._names = {number: one for one, number in self._back_ends.items()}
         self._users: Counter[int] = Counter()
         """In how many slots each back end stands."""
+        self._slots = 0
         self._idle = set(self._names)
         for one in self._lists.values():
             self._count(one.slots, 1)
         self._drop_lost_slots()
-        used = [*self._back_ends.values(), *(one.number for one in self._lists.values()), 0]
-        # Numbers that were used and are gone leave no row: time says how far they may have come.
-        self._next = max(
-            max(used) + 1, int(time.clock_gettime(time.CLOCK_BOOTTIME)) * NUMBERS_PER_SECOND
-        )
+        self._list_numbers = {one.number for one in self._lists.values()}
+        # Numbers that were used and are gone leave no row: time says how far they may have come. They come round
+        # after four hours; what flows remember of a removed back end ends with their next datagram, or after 120 s.
+        now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+        self._next = int(now_s * NUMBERS_PER_SECOND) % NUMBERS
 
     def _drop_lost_slots(self) -> None:
         """Remove what an agent left that was killed while it changed a list."""
@@ -89,8 +91,24 @@ class ServiceMaps:
         Exhausted: there is no room, and nothing was changed.
         """
         gone = [frontend for frontend in gone if frontend in self._lists]
+        self._check_room(put, set(gone))
+        if self._fits_beside(put):
+            return self._change(put, gone)
+        # What is there and what comes do not fit together: what goes makes room first, list by list.
+        written = self._change({}, gone)
+        for frontend in sorted(put, key=self._growth_to(put)):
+            written += self._change({frontend: put[frontend]}, [])
+        return written
+
+    def _growth_to(self, put: ServiceTable) -> Callable[[Frontend], int]:
+        def growth(frontend: Frontend) -> int:
+            present = self._lists.get(frontend)
+            return len(put[frontend]) - (len(present.slots) if present is not None else 0)
+
+        return growth
+
+    def _change(self, put: ServiceTable, gone: Sequence[Frontend]) -> int:
         fresh = {one for back_ends in put.values() for one in back_ends} - self._back_ends.keys()
-        self._check_room(put, len(fresh))
         self._add_back_ends(fresh)
         written = len(fresh)
         for frontend, back_ends in put.items():
@@ -99,16 +117,13 @@ class ServiceMaps:
         written += self._remove_lists(gone)
         return written + self._remove_unused()
 
-    def _check_room(self, put: ServiceTable, fresh: int) -> None:
-        """Exhausted where the rows do not fit that are there at the same time: what goes, goes last."""
-        slots = sum(
-            max(len(one.slots), len(put.get(frontend, ()))) for frontend, one in self._lists.items()
-        )
-        slots += sum(len(ends) for frontend, ends in put.items() if frontend not in self._lists)
+    def _check_room(self, put: ServiceTable, gone: Set[Frontend]) -> None:
+        """Exhausted where it does not fit in the end. There are no more back ends than slots, and as much room."""
+        replaced = [self._lists[one] for one in gone | put.keys() if one in self._lists]
+        slots = self._slots - sum(len(one.slots) for one in replaced) + sum(map(len, put.values()))
         rooms = (
-            (len(self._lists.keys() | put.keys()), self._maps.pw_services),
+            (len(self._lists) - len(replaced) + len(put), self._maps.pw_services),
             (slots, self._maps.pw_service_list),
-            (len(self._back_ends) + fresh, self._maps.pw_back_ends),
         )
         for rows, room in rooms:
             if rows > room.info.max_entries:
@@ -118,14 +133,28 @@ class ServiceMaps:
                     hint="the services that were there stay as they were",
                 )
 
+    def _fits_beside(self, put: ServiceTable) -> bool:
+        """Tell whether all of it fits beside what is there: rows that go, go last."""
+        slots = self._slots + sum(map(len, put.values()))
+        fresh = {one for back_ends in put.values() for one in back_ends} - self._back_ends.keys()
+        return (
+            len(self._lists.keys() | put.keys()) <= self._maps.pw_services.info.max_entries
+            and slots <= self._maps.pw_service_list.info.max_entries
+            and len(self._back_ends) + len(fresh) <= self._maps.pw_back_ends.info.max_entries
+        )
+
     def _take_number(self) -> int:
-        number, self._next = self._next, self._next + 1
-        return number
+        while True:
+            number, self._next = self._next, (self._next + 1) % NUMBERS
+            if number and number not in self._names and number not in self._list_numbers:
+                return number
 
     def _add_back_ends(self, fresh: Iterable[BackEnd]) -> None:
-        numbered = {one: self._take_number() for one in fresh}
+        numbered = {}
+        for one in fresh:
+            number = numbered[one] = self._take_number()
+            self._names[number] = one
         self._back_ends |= numbered
-        self._names |= {number: one for one, number in numbered.items()}
         self._idle |= set(numbered.values())
         self._maps.pw_back_ends.update_batch(
             [
@@ -141,6 +170,7 @@ class ServiceMaps:
 
     def _count(self, numbers: Iterable[int], by: int) -> None:
         for number in numbers:
+            self._slots += by
             self._users[number] += by
             if not self._users[number]:
                 del self._users[number]
@@ -168,6 +198,7 @@ class ServiceMaps:
         old = present.slots if present is not None else []
         slots = _arrange(old, numbers)
         one = _List(present.number if present is not None else self._take_number(), slots)
+        self._list_numbers.add(one.number)
         # Noted before it is done: a failure in between leaves rows that have to be found again.
         self._lists[frontend] = _List(one.number, [*slots, *old[len(slots) :]])
         self._count(slots, 1)
@@ -200,6 +231,7 @@ class ServiceMaps:
         lists = [self._lists.pop(frontend) for frontend in gone]
         for one in lists:
             self._count(one.slots, -1)
+            self._list_numbers.discard(one.number)
         slots = [_slot(one.number, slot) for one in lists for slot in range(len(one.slots))]
         self._maps.pw_service_list.delete_batch(slots)
         return len(gone) + len(slots)

@@ -40,7 +40,7 @@ from podwire.kernel.rtnl.tc import (
     set_bpf_filter,
 )
 from podwire.model.errors import KernelFailure, NewerData, Unsupported
-from podwire.model.ids import FILTER_HANDLE, IfIndex
+from podwire.model.ids import FILTER_HANDLE, EndpointId, IfIndex
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +53,9 @@ CARRIED_MAPS: Final = (
     "pw_usage",
     "pw_policy",
     "pw_cidrs",
+    "pw_back_ends",
+    "pw_service_list",
+    "pw_services",
     "pw_endpoints",
     "pw_config",
 )
@@ -304,13 +307,21 @@ def recount_usage(maps: NodeMaps) -> None:
     After rows were copied while programs and collector went on; a flow that opens or ends in this
     very moment is miscounted by one.
     """
-    counts = Counter(
-        (flow.instance, flow.direction) for flow in list_conntrack(maps) if flow.value.charged
-    )
+    connections, brief = Counter[tuple[EndpointId, int]](), Counter[EndpointId]()
+    for flow in list_conntrack(maps):
+        if flow.value.charged == abi.Charge.CONNECTION:
+            connections[flow.instance, flow.direction] += 1
+        elif flow.value.charged == abi.Charge.BRIEF:
+            brief[flow.instance] += 1
     for instance, row in list_usage(maps):
-        counted = counts[instance, abi.Direction.EGRESS], counts[instance, abi.Direction.INGRESS]
-        if row.connections != counted:
-            fresh = row._replace(connections=counted)
+        fresh = row._replace(
+            connections=(
+                connections[instance, abi.Direction.EGRESS],
+                connections[instance, abi.Direction.INGRESS],
+            ),
+            brief_flows=brief[instance],
+        )
+        if row != fresh:
             maps.pw_usage.update(instance.to_bytes(4, "little"), fresh.pack())
 
 

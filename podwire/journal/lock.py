@@ -10,13 +10,16 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from podwire.model.errors import Conflict, StorageFailure
 
 LOCK_FILE = "agent.lock"
+WAITING_FILE: Final = "agent.waiting"
+"""Locked by an agent that waits for the other lock, so that the one that has it can tell of it."""
 LOOK_S: Final = 0.2
 """How often a patient agent looks whether the lock is free."""
 
@@ -65,25 +68,61 @@ def locked_state_directory(state_dir: Path, *, patient: bool = False) -> Iterato
             # The kernel frees it however the holder dies, which a file with a process id would not tell.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            holder = _read_number(fd)
             raise Conflict(
                 f"lock state directory {str(state_dir)!r}: the agent with pid {holder} holds it",
                 hint="stop that agent, or give this one another state_dir",
             ) from None
 
     try:
-        _take(lock, patient=patient)
+        with ExitStack() as waiting:
+            _take(lock, patient=patient, wait=partial(_show_waiting, state_dir, waiting))
         # Who holds it is only good to know: a full disk must not keep the agent from starting.
         with contextlib.suppress(OSError):
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+            _write_own_number(fd)
         yield
     finally:
         os.close(fd)
 
 
-def _take(lock: Callable[[], None], *, patient: bool) -> None:
-    """Take a lock, or wait for it and say so. Nothing else tells: the holder has the sockets."""
+def find_waiting_agent(state_dir: Path) -> str:
+    """Give the process of an agent that waits until the holder of this directory ends; "" = none."""
+    try:
+        fd = os.open(state_dir / WAITING_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _read_number(fd)
+    finally:
+        os.close(fd)
+    return ""
+
+
+def _show_waiting(state_dir: Path, stack: ExitStack) -> None:
+    """Lock the file that tells of who waits, until `stack` is closed, unless another one waits already."""
+    with contextlib.suppress(OSError), ExitStack() as opening:
+        fd = os.open(state_dir / WAITING_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        opening.callback(os.close, fd)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _write_own_number(fd)
+        stack.push(opening.pop_all())
+
+
+def _read_number(fd: int) -> str:
+    return os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+
+
+def _write_own_number(fd: int) -> None:
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+
+
+def _take(
+    lock: Callable[[], None], *, patient: bool, wait: Callable[[], None] = lambda: None
+) -> None:
+    """Take a lock, or wait for it and say so. `wait` is called each time when somebody else has it."""
     said = ""
     while True:
         try:
@@ -97,6 +136,7 @@ def _take(lock: Callable[[], None], *, patient: bool) -> None:
                     "another agent runs on this node; this one waits until it ends",
                     extra={"cause": error.message, "hint": error.hint},
                 )
+            wait()
             time.sleep(LOOK_S)
         else:
             return

@@ -19,6 +19,7 @@ from typing import Final
 
 import msgspec
 
+from podwire.database import transaction
 from podwire.journal import schema
 from podwire.model.endpoint import EndpointRecord, Phase
 from podwire.model.errors import Bug, NewerData, StorageFailure
@@ -58,7 +59,8 @@ class SqliteJournal:
             self._connection = _connect(path)
         try:
             with self._reported("open"):
-                schema.prepare(self._connection, str(path))
+                schema.LAYOUT.check(self._connection, str(path))
+                schema.LAYOUT.bring_up(self._connection)
                 # Only now: the journal mode is kept in the file, and a foreign file must stay as it is.
                 self._connection.execute("PRAGMA journal_mode = WAL")
                 self._connection.execute("PRAGMA synchronous = NORMAL")
@@ -112,18 +114,11 @@ class SqliteJournal:
 
     def remove(self, endpoint_ids: Iterable[EndpointId]) -> None:
         """Forget records, all in one transaction."""
-        with self._lock, self._reported("write"):
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                self._connection.executemany(
-                    "DELETE FROM endpoint WHERE id = ?",
-                    [(endpoint_id,) for endpoint_id in endpoint_ids],
-                )
-                self._connection.execute("COMMIT")
-            except sqlite3.Error:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                raise
+        with self._lock, self._reported("write"), transaction(self._connection):
+            self._connection.executemany(
+                "DELETE FROM endpoint WHERE id = ?",
+                [(endpoint_id,) for endpoint_id in endpoint_ids],
+            )
 
     def list_records(self) -> Sequence[EndpointRecord]:
         """Give every record, oldest id first. Raises StorageFailure naming a record that cannot be read."""
@@ -194,7 +189,7 @@ def _hint(error: Exception) -> str:
     if "full" in text or "No space" in text:
         return "free space below the state directory and try again"
     if "malformed" in text or "not a database" in text:
-        return "the file is damaged: drain the node, move the file away and start the agent again"
+        return schema.LAYOUT.if_damaged
     if "locked" in text:
         return "another program has the file open: close it"
     return "look at the state directory: does it exist, may root write there, is its disk healthy?"

@@ -10,12 +10,12 @@ import math
 import os
 import select
 import struct
-import threading
 from pathlib import Path
 from typing import Final
 
 from podwire.kernel.fd import Fd
 from podwire.kernel.netns import call_libc
+from podwire.kernel.wake_up import WakeUp
 from podwire.model.errors import KernelFailure
 
 _IN_ATTRIB: Final = 0x004
@@ -38,15 +38,13 @@ class _Waker:
         self._mask = mask
         self._lost = False
         """Something that was watched is gone, and nothing is in its place yet."""
-        self._lock = threading.Lock()
         name = ", ".join(map(str, paths))
         # Non-blocking, because `wait` reads both descriptors, whichever of them ended it.
         number = call_libc("inotify_init1", name, os.O_NONBLOCK | os.O_CLOEXEC)
         self._events = Fd(number, f"inotify of {name}")
         try:
             self._add()
-            flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
-            self._woken = Fd(os.eventfd(0, flags), f"wake-up of {name}")
+            self._woken = WakeUp(name)
         except (KernelFailure, OSError):
             self._events.close()
             raise
@@ -60,8 +58,7 @@ class _Waker:
         if self._lost:
             self._add_again()
         self._poll.poll(max(0, math.ceil(timeout_s * 1000)))
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._woken.fileno())
+        self._woken.take()
         with contextlib.suppress(BlockingIOError):
             while _is_gone(os.read(self._events.fileno(), _READ_BYTES)):
                 # Somebody put another one in its place: watch that one.
@@ -69,17 +66,12 @@ class _Waker:
 
     def wake(self) -> None:
         """End `wait` on another thread; after `close` do nothing."""
-        with self._lock:
-            if not self._woken.closed:
-                # Under the lock, because after `close` the number may belong to another file, which eight bytes would
-                # be written to.
-                os.eventfd_write(self._woken.fileno(), 1)
+        self._woken.wake()
 
     def close(self) -> None:
         """Give the descriptors back."""
-        with self._lock:
-            self._woken.close()
-            self._events.close()
+        self._woken.close()
+        self._events.close()
 
     def _add_again(self) -> None:
         try:

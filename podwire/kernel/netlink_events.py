@@ -9,17 +9,15 @@ of devices that are to be ignored, because every wake-up of a thread takes the i
 import ctypes
 import errno
 import math
-import os
 import select
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable
 from typing import Final
 
-from podwire.kernel.fd import Fd
 from podwire.kernel.netlink import split_messages
+from podwire.kernel.wake_up import WakeUp
 from podwire.model.closing import Closing
 from podwire.model.errors import KernelFailure
 
@@ -75,7 +73,6 @@ class NetlinkEvents(Closing):
     ) -> None:
         self._matters = matters
         self._has_lost = False
-        self._lock = threading.Lock()
         self._socket = socket.socket(
             socket.AF_NETLINK,
             socket.SOCK_RAW | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK,
@@ -92,8 +89,7 @@ class NetlinkEvents(Closing):
             # Bound after the filters are attached: an event that came in between would be one of those that are to be
             # ignored.
             self._socket.bind((0, groups))
-            flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
-            self._woken = Fd(os.eventfd(0, flags), "wake-up of netlink events")
+            self._woken = WakeUp("netlink events")
         except OSError as error:
             self._socket.close()
             raise KernelFailure(
@@ -116,7 +112,7 @@ class NetlinkEvents(Closing):
             if self._socket.fileno() in ready and self._read():
                 return True
             if self._woken.fileno() in ready:
-                os.eventfd_read(self._woken.fileno())
+                self._woken.take()
                 return False
             if left <= 0:
                 return False
@@ -128,16 +124,12 @@ class NetlinkEvents(Closing):
 
     def wake(self) -> None:
         """End `wait` on another thread; after `close` do nothing."""
-        with self._lock:
-            if not self._woken.closed:
-                # Under the lock: after `close` the number may belong to another file.
-                os.eventfd_write(self._woken.fileno(), 1)
+        self._woken.wake()
 
     def close(self) -> None:
         """Give the descriptors back; nobody may be waiting any more."""
-        with self._lock:
-            self._woken.close()
-            self._socket.close()
+        self._woken.close()
+        self._socket.close()
 
     def _read(self) -> bool:
         """Take what is there, all of it, so that a burst is one change; tell whether any of it matters."""

@@ -15,10 +15,11 @@ from typing import Any, Final, NoReturn
 
 import msgspec
 
+from podwire.cni.launcher import AttachFailed
 from podwire.kernel import netns, spawn
 from podwire.lab.state import LabState, Pod, end_process
 from podwire.lab.topology import WORLD, NodePlan, check_pod_name, pod_namespace
-from podwire.model.errors import AttachFailed, Conflict, InvalidRequest, Unavailable
+from podwire.model.errors import Conflict, InvalidRequest, Unavailable
 from podwire.model.installation.shipped import LAUNCHER
 
 NETWORK: Final = "podwire"

@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from podwire.database import transaction
 from podwire.model.errors import Conflict, PodwireError, Unavailable
 from podwire.model.store import OpenWaker, Waker
 from podwire.model.store.leases import LeaseChange, compare_holders
-from podwire.store.sqlite_file import StoreFile, transaction
+from podwire.store.sqlite_file import StoreFile
 from podwire.store.sqlite_watch import FileWatch
 
 LOOK_EVERY_S: Final = 1.0

@@ -17,10 +17,11 @@ from typing import Any, Final
 
 import msgspec
 
+from podwire.database import transaction
 from podwire.model.closing import Closing
 from podwire.model.errors import StorageFailure
 from podwire.model.store import ObjectKey, StoredObject, StoreEvent
-from podwire.store.sqlite_file import transaction
+from podwire.store.sqlite_file import OBJECT_TABLE
 
 FILE_NAME: Final = "remembered.db"
 """Below the state directory."""
@@ -29,19 +30,10 @@ LAYOUT: Final = 1
 BUSY_TIMEOUT_S: Final = 2.0
 """Only a person's sqlite shell can hold the file."""
 
-_SCHEMA: Final = """
+_SCHEMA: Final = f"""
 CREATE TABLE source (url TEXT NOT NULL);
 CREATE TABLE listed (kind TEXT PRIMARY KEY, revision INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE object (
-    kind TEXT NOT NULL,
-    namespace TEXT NOT NULL,
-    name TEXT NOT NULL,
-    uid TEXT NOT NULL,
-    created TEXT NOT NULL,
-    revision INTEGER NOT NULL,
-    document BLOB NOT NULL,
-    PRIMARY KEY (kind, namespace, name)
-) WITHOUT ROWID;
+{OBJECT_TABLE}
 """
 
 _log = logging.getLogger(__name__)
@@ -175,12 +167,11 @@ class RememberedObjects(Closing):
             raise _Unusable(f"it is of store {url!r}, not of {self._url!r}")
 
     def _make_tables(self, connection: sqlite3.Connection) -> None:
-        connection.execute("BEGIN IMMEDIATE")
-        for statement in _SCHEMA.split(";"):
-            connection.execute(statement)
-        connection.execute("INSERT INTO source VALUES (?)", (self._url,))
-        connection.execute(f"PRAGMA user_version = {LAYOUT}")
-        connection.execute("COMMIT")
+        with transaction(connection):
+            for statement in _SCHEMA.split(";"):
+                connection.execute(statement)
+            connection.execute("INSERT INTO source VALUES (?)", (self._url,))
+            connection.execute(f"PRAGMA user_version = {LAYOUT}")
 
 
 class _Unusable(Exception):

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
+from podwire.database import transaction
 from podwire.model.errors import Unavailable
 from podwire.model.store import ObjectKey, OpenWaker, Revisions, StoredObject, UnreadableObject
 from podwire.model.store.promises import FULL, Promises
@@ -29,7 +30,7 @@ from podwire.store.documents import (
     none_there,
 )
 from podwire.store.leases_sqlite import SqliteLeases
-from podwire.store.sqlite_file import open_file, transaction
+from podwire.store.sqlite_file import open_file
 from podwire.store.sqlite_watch import SqliteWatch, ThreadWaker
 
 CHANGES_KEPT: Final = 20_000

@@ -1,9 +1,7 @@
 """The store's file: opened for root only, checked, and brought to today's layout; and what its errors mean.
 
-Used by `store.sqlite` and its watches alone. `user_version` of the file is the layout's number: how many of STEPS it
-has been through. Invariant: a file is never left between two layouts, never changed before it is known to be a store
-of podwire, and never repaired or removed, because a person must decide that. Several processes may open one file at
-once.
+Used by `store.sqlite` and its watches alone. Invariant: a file is never changed before it is known to be a store of
+podwire, and never repaired or removed, because a person must decide that. Several processes may open one file at once.
 """
 
 import contextlib
@@ -19,20 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from podwire.model.errors import NewerData, StorageFailure, Unavailable
+from podwire.database import Layout
+from podwire.model.errors import StorageFailure, Unavailable
 
-APPLICATION_ID: Final = 0x70777331
-"""Marks the file as ours ("pws1"), for file(1) and against opening another program's database."""
 FILE_MODE: Final = 0o600
 REVISION_SUFFIX: Final = ".rev"
 """The file beside the store that is touched after each commit. It is empty: the store alone knows its revision."""
 JOURNAL_LIMIT_BYTES: Final = 8 << 20
 _LOCK_PAUSE_S: Final = 0.01
 
-STEPS: Final = (
-    """
-    CREATE TABLE state (only_row INTEGER PRIMARY KEY CHECK (only_row = 1), revision INTEGER NOT NULL);
-    INSERT INTO state VALUES (1, 0);
+OBJECT_TABLE: Final = """
     CREATE TABLE object (
         kind TEXT NOT NULL,
         namespace TEXT NOT NULL,
@@ -43,6 +37,12 @@ STEPS: Final = (
         document BLOB NOT NULL,
         PRIMARY KEY (kind, namespace, name)
     ) WITHOUT ROWID;
+"""
+STEPS: Final = (
+    f"""
+    CREATE TABLE state (only_row INTEGER PRIMARY KEY CHECK (only_row = 1), revision INTEGER NOT NULL);
+    INSERT INTO state VALUES (1, 0);
+    {OBJECT_TABLE}
     -- One row for each revision without a gap, the oldest ones forgotten.
     CREATE TABLE change (
         revision INTEGER PRIMARY KEY,
@@ -150,6 +150,14 @@ _DAMAGED: Final = (
     "the file is damaged: stop what uses it, move it away with its -wal and -shm, start again,"
     " and apply your objects again"
 )
+_LAYOUT: Final = Layout(
+    name="store",
+    application_id=0x70777331,  # "pws1"
+    steps=STEPS,
+    if_newer="run the newer podwire that wrote it; nothing was touched",
+    if_foreign="name another file; nothing was touched",
+    if_damaged=_DAMAGED,
+)
 _HINT: Final = "does the directory exist, may root write there, is its disk healthy?"
 _HINTS: Final = {
     sqlite3.SQLITE_FULL: "free space on the disk of the file and try again; nothing was written",
@@ -158,21 +166,6 @@ _HINTS: Final = {
     " or move this one away",
     sqlite3.SQLITE_READONLY: "the file or its directory cannot be written: see its mode and mount",
 }
-
-
-@contextmanager
-def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """Commit what is written inside, or nothing of it."""
-    # A deferred transaction takes the write lock at its first write, and fails there with SQLITE_BUSY at once, without
-    # waiting, when another process has written since its first read.
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
 
 
 def open_file(path: Path, *, busy_timeout_s: float, create: bool) -> StoreFile:
@@ -193,7 +186,10 @@ def open_file(path: Path, *, busy_timeout_s: float, create: bool) -> StoreFile:
     with file.reported("open"), _one_at_a_time(file):
         connection = file.connect()
         try:
-            _prepare(connection, str(path))
+            _LAYOUT.check(connection, str(path))
+            # Only now: the journal mode is kept in the file, and a foreign file must stay as it is.
+            connection.execute("PRAGMA journal_mode = WAL")
+            _LAYOUT.bring_up(connection)
         finally:
             connection.close()
     return file
@@ -242,47 +238,3 @@ def _try_lock(number: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _prepare(connection: sqlite3.Connection, path: str) -> None:
-    """Check that the file is a whole store of a known layout, and make today's layout of it in one transaction."""
-    newest = len(STEPS)
-    [layout] = connection.execute("PRAGMA user_version").fetchone()
-    if layout > newest:
-        raise NewerData(
-            f"open store {path!r}: its layout is {layout}, this podwire knows up to {newest}",
-            hint="run the newer podwire that wrote it; nothing was touched",
-        )
-    [owner] = connection.execute("PRAGMA application_id").fetchone()
-    if owner != APPLICATION_ID and connection.execute("SELECT 1 FROM sqlite_master").fetchone():
-        raise StorageFailure(
-            f"open store {path!r}: it is another program's database (application id {owner:#x})",
-            hint="name another file; nothing was touched",
-        )
-    # Unlike integrity_check, quick_check does not compare indexes with tables: its time grows with the file alone.
-    [verdict] = connection.execute("PRAGMA quick_check(1)").fetchone()
-    if verdict != "ok":
-        raise StorageFailure(f"open store {path!r}: it is malformed: {verdict}", hint=_DAMAGED)
-    # Only now: the journal mode is kept in the file, and a foreign file must stay as it is.
-    connection.execute("PRAGMA journal_mode = WAL")
-    if layout < newest:
-        _bring_up(connection, layout)
-
-
-def _bring_up(connection: sqlite3.Connection, layout: int) -> None:
-    # All steps in one transaction, the number of the layout included: a kill in between leaves the old layout whole.
-    with transaction(connection):
-        for step in STEPS[layout:]:
-            _execute_all(connection, step)
-        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        connection.execute(f"PRAGMA user_version = {len(STEPS)}")
-
-
-def _execute_all(connection: sqlite3.Connection, script: str) -> None:
-    """Execute the statements one by one: executescript() would commit the open transaction first."""
-    statement = ""
-    for line in script.splitlines(keepends=True):
-        statement += line
-        if sqlite3.complete_statement(statement):
-            connection.execute(statement)
-            statement = ""

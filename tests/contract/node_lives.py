@@ -17,7 +17,7 @@ from podwire.control.endpoint.table import EndpointTable
 from podwire.control.ipam.interface import Wish
 from podwire.control.ipam.node import NodeIpam
 from podwire.control.kubernetes.core_node import core_node_key, decode_core_node
-from podwire.lab.kubernetes.api_server import ADMIN, ApiServer
+from podwire.lab.kubernetes.api_server import ADMIN, ApiServer, write_kubeconfig
 from podwire.model.cluster import Underlay
 from podwire.model.endpoint import IPNetwork
 from podwire.model.errors import Unavailable
@@ -34,11 +34,21 @@ class Agent:
     """An agent of one node without a datapath: what it publishes, plans, gives out and tells."""
 
     def __init__(
-        self, server: ApiServer, directory: Path, name: str, number: int, user: str = ADMIN
+        self,
+        server: ApiServer,
+        directory: Path,
+        name: str,
+        number: int,
+        user: str = ADMIN,
+        token_file: Path | None = None,
     ) -> None:
         self.name = name
         self._stack = ExitStack()
-        access = load_kubeconfig(server.write_kubeconfig(directory / f"kubeconfig-{name}", user))
+        kubeconfig = server.write_kubeconfig(directory / f"kubeconfig-{name}", user)
+        if token_file is not None:
+            credentials = {"tokenFile": str(token_file)}
+            write_kubeconfig(kubeconfig, server.url, server.ca, user, credentials)
+        access = load_kubeconfig(kubeconfig)
         self.store = self._stack.enter_context(
             closing(KubernetesStore(access, name=name, selectors=selectors_of_node(name)))
         )
@@ -140,8 +150,9 @@ class Cluster:
     def delete_node(self, name: str) -> None:
         self.server.client.delete(f"/api/v1/nodes/{name}")
 
-    def start(self, name: str) -> Agent:
-        agent = Agent(self.server, self._directory, name, 10 + len(self._agents), self._user)
+    def start(self, name: str, token_file: Path | None = None) -> Agent:
+        number = 10 + len(self._agents)
+        agent = Agent(self.server, self._directory, name, number, self._user, token_file)
         self._agents.append(agent)
         return agent.start()
 

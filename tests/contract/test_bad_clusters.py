@@ -2,18 +2,21 @@
 to do; and when it is put right everything is published, without a restart.
 """
 
+import base64
 import copy
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import yaml
 
+from podwire.agent.duties.kubernetes import event_writer
 from podwire.agent.duties.kubernetes.event_writer import open_events
 from podwire.agent.duties.kubernetes.start import Start
 from podwire.agent.health import Health
@@ -26,7 +29,7 @@ from podwire.model.errors import Unavailable
 from podwire.store.kubernetes.api.kubeconfig import load_kubeconfig
 from podwire.store.kubernetes.store import KubernetesStore
 from podwire.store.open import describe_clock, find_event_writer
-from tests.contract import api_rig, kubernetes_rig
+from tests.contract import api_rig, https_rig, kubernetes_rig
 from tests.contract.node_lives import Agent, Cluster
 from tests.contract.test_node_in_kubernetes import AGENT, PATHS, RIGHTS
 from tests.fakes.node import FakeClock
@@ -133,6 +136,37 @@ def have_a_dead_webhook(server: ApiServer) -> Callable[[], object]:
     return lambda: server.client.delete(f"{path}/dead")
 
 
+def can_write(server: ApiServer) -> bool:
+    """Tell whether a Node of podwire's could be written."""
+    trial = {"metadata": {"name": "trial"}, "spec": {}}
+    kind = {"apiVersion": "podwire.io/v1", "kind": "Node"}
+    try:
+        server.client.create("/apis/podwire.io/v1/nodes?dryRun=All", {**kind, **trial})
+    except Refused:
+        return False
+    return True
+
+
+def have_a_webhook_that_rejects(server: ApiServer) -> Callable[[], object]:
+    path = f"{ADMISSION}/validatingwebhookconfigurations"
+    pair = server.authority.issue_server("webhook", ["127.0.0.1"])
+    stack = ExitStack()
+    port = stack.enter_context(https_rig.serving(pair, https_rig.deny("not in my cluster")))
+    authority = base64.b64encode(server.ca.read_bytes()).decode()
+    hook = {
+        "name": "no.example.com",
+        "clientConfig": {"url": f"https://127.0.0.1:{port}/", "caBundle": authority},
+        "rules": [PUBLISHED],
+        "failurePolicy": "Fail",
+        "sideEffects": "None",
+        "admissionReviewVersions": ["v1"],
+    }
+    server.client.create(path, {"metadata": {"name": "rejects"}, "webhooks": [hook]})
+    stack.callback(server.client.delete, f"{path}/rejects")
+    wait_for(lambda: not can_write(server), "the webhook")
+    return stack.close
+
+
 def have_a_policy_that_rejects(server: ApiServer) -> Callable[[], object]:
     policies = f"{ADMISSION}/validatingadmissionpolicies"
     bindings = f"{ADMISSION}/validatingadmissionpolicybindings"
@@ -152,20 +186,7 @@ def have_a_policy_that_rejects(server: ApiServer) -> Callable[[], object]:
         server.client.delete(f"{bindings}/rejects")
         server.client.delete(f"{policies}/rejects")
 
-    def is_in_force() -> bool:
-        trial = {
-            "apiVersion": "podwire.io/v1",
-            "kind": "Node",
-            "metadata": {"name": "trial"},
-            "spec": {},
-        }
-        try:
-            server.client.create("/apis/podwire.io/v1/nodes?dryRun=All", trial)
-        except Refused:
-            return True
-        return False
-
-    wait_for(is_in_force, "the policy")
+    wait_for(lambda: not can_write(server), "the policy")
     return repair
 
 
@@ -186,6 +207,10 @@ FAULTS: Final = {
     "CRDs newer": Fault(have_a_newer_definition, ("pledge", "it is newer; upgrade podwire")),
     "a webhook that does not answer": Fault(
         have_a_dead_webhook, ("dead.example.com", "repair or remove it")
+    ),
+    "a webhook that rejects our writes": Fault(
+        have_a_webhook_that_rejects,
+        ("no.example.com", "not in my cluster", "let it pass nodes.podwire.io"),
     ),
     "a policy that rejects our writes": Fault(
         have_a_policy_that_rejects, ("not in this cluster", "admission policy")
@@ -229,30 +254,81 @@ def test_it_is_named_with_what_to_do_and_nothing_is_lost(
     wait_for(lambda: not said(agent), "status to be good again")
 
 
-@pytest.mark.parametrize("how", ["hangs", "is away"])
-def test_an_api_server_that_does_not_answer_is_named_and_nothing_is_lost(
-    cluster: Cluster, how: str, caplog: pytest.LogCaptureFixture
+@contextmanager
+def frozen(server: ApiServer) -> Iterator[None]:
+    server.freeze()
+    try:
+        yield
+    finally:
+        server.thaw()
+
+
+@contextmanager
+def away(server: ApiServer) -> Iterator[None]:
+    server.kill()
+    try:
+        yield
+    finally:
+        server.start()
+
+
+@contextmanager
+def ill(server: ApiServer, answer: https_rig.Answer) -> Iterator[None]:
+    """Let another server answer in the API server's place, which has its certificate."""
+    pair = server.authority.issue_server("kube-apiserver", [])
+    with away(server), https_rig.serving(pair, answer, server.port):
+        yield
+
+
+@contextmanager
+def out_of_time(server: ApiServer, begins_in: timedelta) -> Iterator[None]:
+    """Let the API server show a certificate of another time than now."""
+    directory = server.directory / f"shifted{begins_in.total_seconds():.0f}"
+    pair = https_rig.issue_shifted(server.authority, directory, begins_in)
+    with away(server), https_rig.serving(pair, https_rig.refuse_all(500, "x"), server.port):
+        yield
+
+
+Outage = Callable[[ApiServer], AbstractContextManager[None]]
+OUTAGES: Final[dict[str, tuple[Outage, tuple[str, ...]]]] = {
+    "hangs": (frozen, ("no answer", "is the API server running")),
+    "is away": (away, ("is the API server running",)),
+    "answers 429": (
+        lambda server: ill(server, https_rig.refuse_all(429, "TooManyRequests")),
+        ("ill: TooManyRequests", "has too much to do; this is tried again"),
+    ),
+    "answers 500": (
+        lambda server: ill(server, https_rig.refuse_all(500, "InternalError")),
+        ("ill: InternalError", "see the log of the API server"),
+    ),
+    "has a certificate that is not valid yet": (
+        lambda server: out_of_time(server, timedelta(days=1)),
+        ("not yet valid", "set the clock of this host right"),
+    ),
+    "has a certificate that has expired": (
+        lambda server: out_of_time(server, timedelta(days=-2)),
+        ("has expired", "renew the server's certificate"),
+    ),
+}
+
+
+@pytest.mark.parametrize("how", OUTAGES)
+def test_an_api_server_that_does_not_serve_is_named_and_nothing_is_lost(
+    cluster: Cluster, how: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = cluster.server
+    """Where nothing can be written the Event comes afterwards, and says that it is over."""
+    monkeypatch.setattr(event_writer, "AGAIN_S", (0.5, 1.0))
+    server, (begin, expected) = cluster.server, OUTAGES[how]
     agent = cluster.start("n1")
     wait_for(lambda: is_published(agent), "what the node publishes")
-    server.client.delete("/apis/podwire.io/v1/nodes/n1")
-    wait_for(lambda: is_published(agent), "it to be published again")
-    try:
-        if how == "hangs":
-            server.freeze()
-        else:
-            server.kill()
+    with begin(server):
         agent.cluster.datapath.underlay = move_underlay(agent)  # type: ignore[attr-defined]
         agent.cluster.ranges_changed()
-        wait_for(lambda: "is the API server running" in said(agent), "status")
-        assert "is the API server running" in logged(caplog)
+        for text in expected:
+            wait_for(lambda text=text: text in said(agent), f"{text!r} in status")  # type: ignore[misc]
+            assert text in logged(caplog)
         assert agent.gives()
-    finally:
-        if how == "hangs":
-            server.thaw()
-        else:
-            server.start()
+        wait_for(lambda: cannot_tell(agent), "an Event that cannot be written")
 
     def has_moved() -> bool:
         try:
@@ -263,6 +339,15 @@ def test_an_api_server_that_does_not_answer_is_named_and_nothing_is_lost(
 
     wait_for(has_moved, "what changed meanwhile")
     wait_for(lambda: not said(agent), "status to be good again")
+    told = wait_for(lambda: cluster.events("n1", "NotPublished"), "the Event")
+    # What was wrong last: one that is started anew does not answer at first, and then knows no roles yet.
+    causes = (*expected, "is the API server running", "forbidden")
+    assert any(text in told[0] for text in causes), told
+    wait_for(lambda: not cannot_tell(agent), "the end of the warning")
+
+
+def cannot_tell(agent: Agent) -> bool:
+    return any("no Events can be written" in one for one in agent.health.warnings())
 
 
 def move_underlay(agent: Agent) -> Any:
@@ -270,7 +355,76 @@ def move_underlay(agent: Agent) -> Any:
     return replace(agent.cluster.datapath.underlay, mtu_bytes=1400)  # type: ignore[attr-defined]
 
 
-def test_a_token_that_is_refused_is_named_and_a_new_one_is_taken(
+TOKEN_TIMES: Final = {"that has expired": (-2, -1), "that is not valid yet": (1, 2)}
+"""From when to when tokens are valid, in days from now on."""
+
+
+@pytest.fixture(scope="module")
+def account(server: ApiServer) -> dict[str, Any]:
+    """Give the agents' service account."""
+    namespace = {"metadata": {"name": "podwire-system"}}
+    server.client.create("/api/v1/namespaces", namespace)
+    path = "/api/v1/namespaces/podwire-system/serviceaccounts"
+    made: dict[str, Any] = server.client.create(path, {"metadata": {"name": "podwire-agent"}})
+    return made
+
+
+def sign(server: ApiServer, account: dict[str, Any], begin_days: float, end_days: float) -> str:
+    about = {"name": account["metadata"]["name"], "uid": account["metadata"]["uid"]}
+    now = time.time()
+    claims = {
+        "iss": server.url,
+        "aud": [server.url],
+        "sub": AGENT,
+        "iat": int(now + begin_days * 86400),
+        "nbf": int(now + begin_days * 86400),
+        "exp": int(now + end_days * 86400),
+        "kubernetes.io": {"namespace": "podwire-system", "serviceaccount": about},
+    }
+    return https_rig.sign_token(server.authority.make_signing_key("service-accounts"), claims)
+
+
+@pytest.mark.parametrize("which", TOKEN_TIMES)
+def test_a_token_of_a_running_agent_that_is_refused_is_named_and_a_new_one_is_taken(
+    cluster: Cluster,
+    account: dict[str, Any],
+    which: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_writer, "AGAIN_S", (0.5, 1.0))
+    token = tmp_path / "token"
+    token.write_text(sign(cluster.server, account, -1, 1), encoding="utf-8")
+    agent = cluster.start("n1", token)
+    agent.store._client._credentials._read_again_s = (
+        0.0  # of which kubelet replaces what has run out
+    )
+    wait_for(lambda: is_published(agent), "what the node publishes")
+    token.write_text(sign(cluster.server, account, *TOKEN_TIMES[which]), encoding="utf-8")
+    wait_for(lambda: cannot_read(agent), "the newer token to be shown")
+    agent.cluster.datapath.underlay = move_underlay(agent)  # type: ignore[attr-defined]
+    agent.cluster.ranges_changed()
+    expected = ("does not accept the credentials", "they have expired, are not valid yet", "clocks")
+    for text in expected:
+        wait_for(lambda text=text: text in said(agent), f"{text!r} in status")  # type: ignore[misc]
+        assert text in logged(caplog)
+    wait_for(lambda: cannot_tell(agent), "an Event that cannot be written")
+    token.write_text(sign(cluster.server, account, -1, 1.5), encoding="utf-8")
+    wait_for(lambda: not said(agent), "status to be good again")
+    told = wait_for(lambda: cluster.events("n1", "NotPublished"), "the Event")
+    assert all(text in told[0] for text in expected), told
+
+
+def cannot_read(agent: Agent) -> bool:
+    try:
+        agent.store.get(node_key(agent.name))
+    except Unavailable:
+        return True
+    return False
+
+
+def test_a_token_that_is_refused_at_the_start_is_named_and_a_new_one_is_taken(
     server: ApiServer, cluster: Cluster, tmp_path: Path
 ) -> None:
     kubeconfig = server.write_kubeconfig(tmp_path / "kubeconfig", AGENT)

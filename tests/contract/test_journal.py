@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -298,28 +299,34 @@ def test_a_journal_that_somebody_holds_fails_in_time_and_works_again(
 ADDITION = "ALTER TABLE endpoint ADD COLUMN note TEXT NOT NULL DEFAULT 'old';"
 
 
+def add_steps(monkeypatch: pytest.MonkeyPatch, *steps: str) -> None:
+    """Let this podwire know a layout that is newer."""
+    newer = replace(schema.LAYOUT, steps=(*schema.LAYOUT.steps, *steps))
+    monkeypatch.setattr(schema, "LAYOUT", newer)
+
+
 def test_an_older_layout_is_brought_up_and_keeps_its_records(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(path) as journal:
         journal.write(record(1))
-    monkeypatch.setattr(schema, "STEPS", (*schema.STEPS, ADDITION))
+    add_steps(monkeypatch, ADDITION)
     with opened(path) as journal:
         assert list(journal.list_records()) == [record(1)]
         journal.write(record(2))
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("SELECT note FROM endpoint").fetchall() == [("old",), ("old",)]
-        assert connection.execute("PRAGMA user_version").fetchone() == (len(schema.STEPS),)
+        assert connection.execute("PRAGMA user_version").fetchone() == (len(schema.LAYOUT.steps),)
 
 
 def test_a_failed_migration_changes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(path) as journal:
         journal.write(record(1))
-    released = schema.STEPS
-    monkeypatch.setattr(schema, "STEPS", (*released, ADDITION, "CREATE TABLE endpoint (x);"))
+    released = schema.LAYOUT
+    add_steps(monkeypatch, ADDITION, "CREATE TABLE endpoint (x);")
     with pytest.raises(StorageFailure, match="already exists"):
         SqliteJournal(path)
-    monkeypatch.setattr(schema, "STEPS", released)
+    monkeypatch.setattr(schema, "LAYOUT", released)
     with opened(path) as journal:
         assert list(journal.list_records()) == [record(1)]
 

@@ -15,6 +15,7 @@ from podwire.datapath.node import KernelDatapath
 from podwire.datapath.node_maps import list_nodes
 from podwire.datapath.policy_maps import read_cidrs
 from podwire.datapath.programs import Pins, list_versions, remove_directory
+from podwire.datapath.service_maps import read_services
 from podwire.datapath.upgrade import Conversion, Piece, plan_conversion
 from podwire.kernel import netns
 from podwire.kernel.bpf import Member
@@ -31,7 +32,7 @@ from podwire.model.cluster import (
 from podwire.model.endpoint import IPNetwork
 from podwire.model.errors import NewerData
 from podwire.model.ids import IdentityId
-from podwire.model.interfaces import EndpointConfig
+from podwire.model.interfaces import BackEnd, EndpointConfig, Frontend
 from podwire.model.policy import (
     ANY_IDENTITY,
     CIDR_IDENTITY_FIRST,
@@ -50,7 +51,7 @@ from tests.kernel.other_build import (
     make_last_layout,
 )
 from tests.kernel.test_cluster_traffic import Way2, connect, natively, two_nodes
-from tests.kernel.traffic import Datagrams, Stream, continuous_traffic
+from tests.kernel.traffic import PORT, Datagrams, Stream, continuous_traffic
 from tests.plain_pods import OPEN
 
 THIS = abi.ABI_VERSION
@@ -220,6 +221,39 @@ def test_questions_that_wait_for_their_answers_are_carried_over_and_back(
     assert is_known((row[0], row[3]) for row in upgraded["flows"])
     world.restart()
     assert is_known(list_here())
+
+
+@pytest.mark.parametrize("version", [4, 6])
+def test_open_flows_to_services_and_new_ones_survive_another_layout_and_the_way_back(
+    world: KernelWorld, next_build: Build, version: int
+) -> None:
+    _, client = world.attach(2)
+    record, server = world.attach(3)
+    address = record.ipv4 if version == 4 else record.ipv6
+    vip = "10.96.0.10" if version == 4 else "fd96::10"
+    world.datapath.services.write(
+        {
+            Frontend(ipaddress.ip_address(vip), port, protocol): [
+                BackEnd(ipaddress.ip_address(address), port, protocol)
+            ]
+            for protocol in (socket.IPPROTO_TCP, socket.IPPROTO_UDP)
+            for port in (PORT, PORT + 1)
+        }
+    )
+    way = (client, server, address)
+    with continuous_traffic([way], {address: vip}) as old:
+        let_flow(old)
+        world.datapath.close()
+        next_build.prepare_node(world.plan.bpf_dir)
+        assert list_versions(world.plan.bpf_dir) == [NEXT]
+        let_flow(old)
+        with continuous_traffic([way], {address: vip}, port=PORT + 1) as new:
+            let_flow([*old, *new])
+            world.restart()
+            let_flow([*old, *new])
+            results = [flow.finish() for flow in (*old, *new)]
+    assert results == [[], "", [], ""]
+    assert len(list(read_services(world.datapath.maps))) == 4
 
 
 def tunnel_programs(world: KernelWorld) -> list[int]:

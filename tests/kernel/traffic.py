@@ -6,7 +6,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from podwire.kernel import netns
 from tests.kernel.conftest import Namespace
@@ -30,11 +31,13 @@ def open_socket(namespace: Namespace, address: str, kind: socket.SocketKind) -> 
 class Datagrams:
     """A client that sends a number each millisecond, and a server that sends each one back."""
 
-    def __init__(self, client: Namespace, server: Namespace, address: str, port: int) -> None:
+    def __init__(
+        self, client: Namespace, server: Namespace, address: str, port: int, asked: str = ""
+    ) -> None:
         self._server = open_socket(server, address, socket.SOCK_DGRAM)
         self._server.bind((address, port))
         self._client = open_socket(client, address, socket.SOCK_DGRAM)
-        self._client.connect((address, port))
+        self._client.connect((asked or address, port))
         for one in (self._server, self._client):
             # A thread that waits for its turn loses nothing.
             one.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, RECEIVE_BUFFER_BYTES)
@@ -102,13 +105,15 @@ class Datagrams:
 class Stream:
     """A TCP connection over which numbers flow one way without a pause."""
 
-    def __init__(self, client: Namespace, server: Namespace, address: str, port: int) -> None:
+    def __init__(
+        self, client: Namespace, server: Namespace, address: str, port: int, asked: str = ""
+    ) -> None:
         listener = open_socket(server, address, socket.SOCK_STREAM)
         with listener:
             listener.bind((address, port))
             listener.listen(1)
             self._client = open_socket(client, address, socket.SOCK_STREAM)
-            self._client.connect((address, port))
+            self._client.connect((asked or address, port))
             self._server, _ = listener.accept()
         self._stop = threading.Event()
         self.sent = 0
@@ -163,13 +168,20 @@ class Stream:
 @contextlib.contextmanager
 def continuous_traffic(
     ways: list[tuple[Namespace, Namespace, str]],
+    services: Mapping[str, str] = MappingProxyType({}),
+    *,
+    port: int = PORT,
 ) -> Iterator[list[Datagrams | Stream]]:
-    """Run datagrams and a stream on each way (client, server, server's address); the caller asks how it went."""
+    """Run datagrams and a stream on each way (client, server, server's address); the caller asks how it went.
+
+    `services`: what a client asks instead of a server's address.
+    """
     flows: list[Datagrams | Stream] = []
     try:
         for number, (client, server, address) in enumerate(ways):
-            flows.append(Datagrams(client, server, address, PORT + number))
-            flows.append(Stream(client, server, address, PORT + number))
+            asked = services.get(address, address)
+            flows.append(Datagrams(client, server, address, port + number, asked))
+            flows.append(Stream(client, server, address, port + number, asked))
         yield flows
     finally:
         for flow in flows:

@@ -11,7 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from podwire.journal.lock import LOCK_FILE, locked_node_name, locked_state_directory
+from podwire.journal.lock import (
+    LOCK_FILE,
+    find_waiting_agent,
+    locked_node_name,
+    locked_state_directory,
+)
 from podwire.model.errors import Conflict, StorageFailure
 from tests.waiting import wait_for
 
@@ -115,6 +120,9 @@ def test_a_patient_agent_waits_for_the_end_of_the_first_and_says_so(
         waiter.start()
         wait_for(lambda: "this one waits" in caplog.text, "what the second says")
         assert not taken.is_set()
+        if take is not None:
+            wait_for(lambda: find_waiting_agent(tmp_path) == str(os.getpid()), "who waits")
     wait_for(taken.is_set, "the second agent")
     waiter.join()
+    assert find_waiting_agent(tmp_path) == ""
     assert caplog.text.count("this one waits") == 1

@@ -14,7 +14,9 @@ from podwire.control.kubernetes.event_queue import (
     BURST,
     KNOWN_MAX,
     MESSAGE_MAX_BYTES,
+    OVER,
     REFILL_S,
+    REFUSED_MAX,
     REPEAT_S,
     WAITING_MAX,
     EventQueue,
@@ -26,6 +28,7 @@ from tests.fakes.node import FakeClock
 from tests.waiting import wait_for
 
 NODE = node_subject("n1")
+FORBIDDEN = KindUnavailable("create events: forbidden", hint='RBAC: allow verb "create"')
 NOW = "2026-01-01T00:00:00Z"
 LATER = "2026-01-01T00:01:00Z"
 
@@ -147,6 +150,24 @@ def test_what_failed_is_written_later_and_what_is_gone_is_made_anew() -> None:
     assert [write.is_new for write in write_all(queue, 2 * REPEAT_S)] == [True]
 
 
+@pytest.mark.parametrize("is_on_its_way", [False, True])
+def test_what_ended_while_nothing_could_be_written_is_told_as_over(*, is_on_its_way: bool) -> None:
+    queue = make_queue((NODE, "A", "m"))
+    write = queue.take(0.0)
+    assert write is not None
+    if is_on_its_way:
+        queue.withdraw(NODE, "A")
+        queue.failed(write)
+    else:
+        queue.failed(write)
+        queue.withdraw(NODE, "A")
+        queue.withdraw(NODE, "A")
+    (told,) = write_all(queue, 0.0)
+    assert (told.message, told.count, told.is_new) == (f"{OVER}m", 1, True)
+    queue.tell(NODE, "A", "m", LATER)
+    assert [again.message for again in write_all(queue, REPEAT_S)] == ["m"]
+
+
 @contextmanager
 def telling(
     write: Callable[[EventWrite], None], said: list[str] | None = None
@@ -177,21 +198,22 @@ def test_whoever_tells_does_not_wait_for_the_server() -> None:
 
 
 @pytest.mark.parametrize(
-    ("failure", "dropped"),
+    ("failure", "times", "dropped"),
     [
-        (KindUnavailable("create events: forbidden", hint='RBAC: allow verb "create"'), 1),
-        (InvalidRequest("create events: too long"), 1),
-        (Conflict("create events: exists"), 1),
-        (NotFound("create events: no namespace"), 1),
-        (Unavailable("create events: no answer"), 0),
-        (ValueError("a bug"), 1),
+        (FORBIDDEN, REFUSED_MAX - 1, 0),
+        (FORBIDDEN, REFUSED_MAX, 1),
+        (InvalidRequest("create events: too long"), 1, 1),
+        (Conflict("create events: exists"), 1, 1),
+        (NotFound("create events: no namespace"), 1, 1),
+        (Unavailable("create events: no answer"), 10, 0),
+        (ValueError("a bug"), 1, 1),
     ],
 )
 def test_an_event_that_cannot_be_written_is_given_up_or_tried_again(
-    failure: Exception, dropped: int, monkeypatch: pytest.MonkeyPatch
+    failure: Exception, times: int, dropped: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_writer, "AGAIN_S", (0.0, 0.0))
-    failures, written, said = [failure], [], list[str]()
+    failures, written, said = [failure] * times, [], list[str]()
 
     def write(told: EventWrite) -> None:
         if failures:
@@ -200,7 +222,7 @@ def test_an_event_that_cannot_be_written_is_given_up_or_tried_again(
 
     with telling(write, said) as teller:
         teller.tell(NODE, "A", "m")
-        wait_for(lambda: not failures, "the first try")
+        wait_for(lambda: not failures, "the tries in vain")
         teller.tell(NODE, "B", "m")
         expected = ["B"] if dropped else ["A", "B"]
         wait_for(lambda: sorted(written) == expected, "the other Events")

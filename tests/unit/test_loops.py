@@ -122,12 +122,6 @@ class Scene:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[FakeNode]:
-    with FakeNode(tmp_path) as made:
-        yield made
-
-
-@pytest.fixture
 def scene(node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     for name in vars(loops):
         if name.endswith("_S") and name != "RESTART_CAP_S":
@@ -156,6 +150,7 @@ def scene(node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
             backlog=lambda: len(node.endings),
             requests_taken=lambda: 0,
             list_warnings=list_warnings,
+            find_second_agent=str,
             watch_devices=losses.open,
             watch_tables=tables.open,
             repair_tables=tables.repair,
@@ -363,6 +358,15 @@ async def test_the_file_alive_follows_what_status_would_say(scene: Scene, tmp_pa
         await until(lambda: any("no address left" in one for one in health.warnings()))
         answering.exhausted = False
         await until(alive.exists)
+
+
+async def test_an_agent_that_waits_for_this_ones_end_is_named(scene: Scene) -> None:
+    waiting = ["4711"]
+    duties = replace(scene.duties, find_second_agent=lambda: "".join(waiting))
+    async with running(loops.stay_alive, duties):
+        await until(lambda: any("process 4711, waits" in one for one in duties.health.warnings()))
+        waiting.clear()
+        await until(lambda: not duties.health.warnings())
 
 
 async def test_a_warning_of_the_host_comes_and_goes(scene: Scene) -> None:

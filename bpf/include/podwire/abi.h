@@ -167,6 +167,14 @@ enum pw_conntrack_kind {
 	PW_CONNTRACK_PLAIN = 0,
 	PW_CONNTRACK_SERVICE = 1,     /* the tuple as the pod has it: to the service */
 	PW_CONNTRACK_OF_BACK_END = 2, /* the tuple as the back end has it */
+	PW_CONNTRACK_OF_ITSELF = 3,   /* the tuple of the pod's answers, where it is the back end */
+};
+
+/* What a row of pw_conntrack counts among. */
+enum pw_charge {
+	PW_CHARGE_NONE = 0,
+	PW_CHARGE_CONNECTION = 1,
+	PW_CHARGE_BRIEF = 2, /* translated, and no connection yet or no longer */
 };
 
 /* What a row of pw_policy says. Anything else denies. */
@@ -317,7 +325,7 @@ struct pw_conntrack_value {
 	__be16 nat_dport_be;
 	__u8 nat_addr[16];
 	__u32 tag; /* of the row's own key: who holds a row that was given to another flow sees it */
-	__u32 charged; /* 1 = it counts among its endpoint's connections */
+	__u32 charged; /* enum pw_charge: what it counts among at its endpoint */
 	__u32 answer; /* TCP: sequence number of the SYN-ACK, or, while it has not come, of the SYN;
 		       * else when the first answer came, in ms */
 	__u32 backend;
@@ -377,6 +385,10 @@ enum pw_share {
 	PW_SHARE_OTHER_OPENERS = 2, /* that others did, whose addresses may be forged */
 };
 #define PW_OPENER_BUCKETS 32
+/* One part in so many of the quota is for flows that services translate and that are no connections. Each has two rows in
+ * pw_conntrack.
+ */
+#define PW_BRIEF_PART 4
 
 /* key: u32 instance. While this row exists the instance may have conntrack entries; without it they are collected.
  * Pairs are of the flows that it opened (PW_EGRESS) and of those that others opened to it (PW_INGRESS).
@@ -391,7 +403,7 @@ struct pw_usage_value {
 	__u16 drops;	      /* told in that second */
 	__u16 passes;	      /* told in that second: traces and verdicts */
 	__u32 events_lost;    /* since the last event that was sent */
-	__u32 pad;
+	__u32 brief_flows;    /* PW_CHARGE_BRIEF, within PW_BRIEF_PART of the quota */
 };
 
 /* What the collector tells of itself; stands in the map pw_ct_timer behind the 16 bytes of its timer. */

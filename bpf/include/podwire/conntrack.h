@@ -12,6 +12,7 @@
 
 #include <linux/errno.h>
 
+#include <podwire/charge.h>
 #include <podwire/shards.h>
 #include <podwire/tcp_state.h>
 
@@ -152,17 +153,16 @@ static __always_inline struct pw_conntrack_value *find_flow(struct pw_flow *flow
 	return entry;
 }
 
-/* Gives an endpoint the room of a connection back, once. */
+/* Counts a connection that is one no longer. A translated flow's rows take room until they are deleted, and count as
+ * brief until then: who opens and closes many fills his own part of the table and no more.
+ */
 static __always_inline void discharge(struct pw_conntrack_value *entry, __u32 instance,
 				      __u32 direction)
 {
-	struct pw_usage_value *usage;
+	__u32 charge = entry->kind == PW_CONNTRACK_PLAIN ? PW_CHARGE_NONE : PW_CHARGE_BRIEF;
 
-	if (!entry->charged || !__sync_lock_test_and_set(&entry->charged, 0))
-		return;
-	usage = bpf_map_lookup_elem(&pw_usage, &instance);
-	if (usage)
-		__sync_fetch_and_add(&usage->connections[direction & 1], -1);
+	if (entry->charged && entry->charged != charge)
+		recharge(entry, bpf_map_lookup_elem(&pw_usage, &instance), direction, charge);
 }
 
 /* An entry is never deleted here: its memory would be given to another flow while a program on another CPU holds it. */
@@ -187,7 +187,7 @@ static __always_inline int insert_connection(const struct pw_conntrack_key *key,
 	    (__s32)usage->connections[direction] >= (__s32)settings->conntrack_quota)
 		return -E2BIG;
 	entry->flags &= ~(PW_CONNTRACK_NEW | PW_CONNTRACK_UNPROTECTED);
-	entry->charged = 1;
+	entry->charged = PW_CHARGE_CONNECTION;
 	failure = bpf_map_update_elem(shard, key, entry, BPF_NOEXIST);
 	if (!failure)
 		__sync_fetch_and_add(&usage->connections[direction], 1);
@@ -208,7 +208,7 @@ static __always_inline void insert_new(const struct pw_conntrack_key *key,
 	if (!rows)
 		return;
 	entry->flags |= PW_CONNTRACK_NEW;
-	entry->charged = 0;
+	entry->charged = PW_CHARGE_NONE;
 	failure = bpf_map_update_elem(rows, key, entry, BPF_NOEXIST);
 	if (failure != -EEXIST)
 		return;

@@ -138,6 +138,13 @@ PW_CHECKED_ALONE int protect(const struct pw_flow *flow, const struct pw_match *
 	return 0;
 }
 
+/* A translated flow has become a connection. It has its room: only new flows are refused. */
+static __always_inline void settle(struct pw_conntrack_value *entry, __u32 instance,
+				   __u32 direction)
+{
+	recharge(entry, bpf_map_lookup_elem(&pw_usage, &instance), direction, PW_CHARGE_CONNECTION);
+}
+
 /* The flow's next state, and what follows from it. */
 PW_CHECKED_ALONE int advance(const struct pw_flow *flow, const struct pw_match *match,
 			     struct pw_conntrack_value *entry)
@@ -152,6 +159,8 @@ PW_CHECKED_ALONE int advance(const struct pw_flow *flow, const struct pw_match *
 		advance_datagrams(entry, flow, match->reply);
 	if (entry->tcp_state == PW_TCP_CLOSED)
 		discharge(entry, flow->key.instance, match->direction);
+	else if (entry->charged == PW_CHARGE_BRIEF && entry->flags & PW_CONNTRACK_CONNECTION)
+		settle(entry, flow->key.instance, match->direction);
 	else if ((entry->flags & unprotected) == unprotected)
 		protect(flow, match, entry);
 	return 0;

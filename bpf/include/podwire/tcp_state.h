@@ -104,7 +104,9 @@ static __always_inline __u32 stream_lifetime_s(__u8 protocol)
 								      : PW_LIFETIME_OTHER_STREAM;
 }
 
-/* A stream of datagrams: the opener speaks again after it was answered, or the other side does not stop answering. */
+/* A stream of datagrams: the opener speaks again after it was answered, or the other side does not stop answering. To a
+ * service it has to last, as in nf_conntrack: two questions to a resolver from one port are none.
+ */
 static __always_inline void advance_datagrams(struct pw_conntrack_value *entry,
 					      const struct pw_flow *flow, bool reply)
 {
@@ -116,7 +118,7 @@ static __always_inline void advance_datagrams(struct pw_conntrack_value *entry,
 		return;
 	}
 	if (!(entry->flags & PW_CONNTRACK_REPLIED) ||
-	    (reply && now_ms - entry->answer < PW_STREAM_MS))
+	    ((reply || entry->kind != PW_CONNTRACK_PLAIN) && now_ms - entry->answer < PW_STREAM_MS))
 		return;
 	entry->flags |= PW_CONNTRACK_CONNECTION;
 	entry->lifetime_s = stream_lifetime_s(flow->key.protocol);

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Final, Protocol
 
+from podwire.agent.cni.chained_portmap import ChainedPortmap
 from podwire.agent.cni.dispatch import Dispatcher
 from podwire.agent.cni.socket import Received
 from podwire.cni.errors import code_of, encode_error
@@ -54,6 +55,7 @@ class CniRequests:
 
     dispatcher: Dispatcher
     metrics: Metrics
+    chained: ChainedPortmap
 
     def __post_init__(self) -> None:
         self._own_netns = os.stat("/proc/self/ns/net").st_ino
@@ -77,6 +79,8 @@ class CniRequests:
             request = await self._decode(frame)
             self._note_unknown_keys(request)
             namespace = self._read_namespace(received, request)
+            if self.chained.has(request):
+                await asyncio.to_thread(self.chained.end, request, frame, received.mntns_fd)
             # From here on the dispatcher closes the descriptors: a thread may use them for longer than the answer
             # takes.
             handed_over = True

@@ -69,6 +69,11 @@ class Received:
         """The pod's network namespace; None when CNI_NETNS was empty or could not be opened."""
         return self.descriptors[0] if self.frame.has_netns else None
 
+    @property
+    def mntns_fd(self) -> int | None:
+        """The launcher's mount namespace; None when it could not be opened."""
+        return self.descriptors[-1] if self.frame.has_mntns else None
+
     def close(self) -> None:
         """Close the descriptors; called by the code that answers, once nothing uses them."""
         while self.descriptors:

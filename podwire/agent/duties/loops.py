@@ -51,6 +51,7 @@ RESTART_BASE_S = 1.0
 RESTART_CAP_S = 60.0
 
 _TABLES = "tables"
+_SECOND_AGENT = "second-agent"
 _log = logging.getLogger(__name__)
 
 
@@ -110,6 +111,8 @@ class Duties:
     requests_taken: Callable[[], int]
     """How many CNI requests were ever taken."""
     list_warnings: Callable[[], Sequence[str]]
+    find_second_agent: Callable[[], str]
+    """Give the process of an agent that waits until this one ends; "" = none."""
     watch_devices: Callable[[Callable[[int], None]], KernelChanges]
     """Listen for what pods' devices lose: the index of each is told while `wait` takes it."""
     watch_tables: Callable[[Callable[[str], None]], KernelChanges]
@@ -337,7 +340,9 @@ def compare(duties: Duties, endpoint: Endpoint) -> None:
 
 
 async def stay_alive(duties: Duties) -> None:
-    """Keep the file `alive` current while an ADD would succeed, and record whether it would."""
+    """Keep the file `alive` current while an ADD would succeed, and record whether it would; tell of who waits to be
+    alive in this one's place."""
+    second = ""
     while True:
         # Launchers answer STATUS from this file while no agent runs, so an upgrade does not make the node NotReady.
         cause = await duties.on_thread(partial(duties.alive.refresh, duties.attachments.status))
@@ -345,7 +350,21 @@ async def stay_alive(duties: Duties) -> None:
         duties.health.report(
             "status", not cause, f"CNI STATUS fails or soon would: {cause}", critical=False
         )
+        second = _tell_of_second_agent(duties, second)
         await asyncio.sleep(ALIVE_REFRESH_S)
+
+
+def _tell_of_second_agent(duties: Duties, known: str) -> str:
+    """Warn of an agent that waits until this one ends; gives its process, "" = there is none."""
+    second = duties.find_second_agent()
+    message = (
+        f"another agent of this node, process {second}, waits until this one ends: two DaemonSets or services start one"
+        " each, or a pod was deleted by force while it ran; remove one of them"
+    )
+    if second not in ("", known):
+        _log.warning(message)
+    duties.health.warn(_SECOND_AGENT, message if second else "")
+    return second
 
 
 async def watch_host(duties: Duties) -> None:

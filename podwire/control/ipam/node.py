@@ -8,10 +8,10 @@ which only changes what is shown. An address never has two holders: asking for a
 import contextlib
 import ipaddress
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Final
 
 from podwire.control.ipam.fifo import AddressFifo
+from podwire.control.ipam.holdings import Holdings
 from podwire.control.ipam.interface import (
     NO_IDENTITY,
     CidrUsage,
@@ -23,7 +23,6 @@ from podwire.control.ipam.interface import (
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import (
     AddressUnavailable,
-    Bug,
     Exhausted,
     InvalidConfiguration,
     Unavailable,
@@ -67,8 +66,7 @@ class NodeIpam:
 
     def __init__(self, cidrs: Iterable[str | IPNetwork]) -> None:
         self._pools = _make_pools(cidrs)
-        self._holdings: dict[EndpointId, Holding] = {}
-        self._owners: dict[IPAddress, EndpointId] = {}
+        self._held = Holdings()
         self._withheld: dict[str, str] = {}
 
     @property
@@ -83,7 +81,7 @@ class NodeIpam:
         before = {pool.cidr: pool for pool in self._pools}
         made = _make_pools(cidrs)
         for pool in made:
-            for address in self._owners:
+            for address in self._held.owners:
                 if pool.is_assignable(address):
                     pool.take(address)
         # A CIDR that stays keeps the order in which its addresses rest, unless another one is its family's first now.
@@ -104,7 +102,7 @@ class NodeIpam:
         """Give the addresses that endpoints have outside of the CIDRs: these were others when they were given."""
         return [
             address
-            for address in list(self._owners)
+            for address in list(self._held.owners)
             if not any(address in pool.cidr for pool in self._pools)
         ]
 
@@ -118,8 +116,7 @@ class NodeIpam:
 
         Raises Exhausted when a CIDR's family has none left, AddressUnavailable when a wanted one is held or outside.
         """
-        if owner in self._holdings:
-            raise Bug(f"allocate addresses for endpoint {owner}: it has some already")
+        self._held.check_fresh(owner, "allocate")
         for why in self._withheld.values():
             raise Unavailable(
                 f"take an address for endpoint {owner}: {why}",
@@ -130,7 +127,9 @@ class NodeIpam:
             if all(address.version != family for address in wish.wanted):
                 chosen.append(self._choose_next(family, wish.identity))
         # Nothing was taken so far, so a refusal above leaves the lines as they were.
-        self._hold(Holding(owner, tuple(sorted(chosen, key=_version)), wish.identity))
+        holding = Holding(owner, tuple(sorted(chosen, key=_version)), wish.identity)
+        self._held.add(holding)
+        self._take(holding.addresses)
         return split_families(chosen)
 
     def adopt(
@@ -146,15 +145,8 @@ class NodeIpam:
         Addresses that the node may no longer give out are held by name only. Raises Bug, changing nothing, when
         somebody holds one of them: the journal gave one address twice.
         """
-        if owner in self._holdings:
-            raise Bug(f"adopt addresses for endpoint {owner}: it has some already")
-        for address in addresses:
-            if address in self._owners:
-                raise Bug(
-                    f"adopt {address} for endpoint {owner}: endpoint {self._owners[address]} holds it",
-                    hint="see `podwire endpoint list`; delete one of the two pods",
-                )
-        self._hold(Holding(owner, tuple(addresses), identity, quarantined))
+        self._held.adopt(Holding(owner, tuple(addresses), identity, quarantined))
+        self._take(addresses)
         for address in addresses:
             pool = self._find_pool(address)
             if pool is not None:
@@ -162,37 +154,28 @@ class NodeIpam:
 
     def quarantine(self, owner: EndpointId) -> None:
         """Show the addresses of an ending endpoint as such; they stay held."""
-        holding = self._holdings.get(owner)
-        if holding is not None:
-            self._holdings[owner] = replace(holding, quarantined=True)
+        self._held.quarantine(owner)
 
     def release(self, owner: EndpointId) -> None:
         """Let the addresses of an endpoint rest; an unknown owner is no error."""
-        holding = self._holdings.pop(owner, None)
-        if holding is None:
+        if (holding := self._held.remove(owner)) is None:
             return
         for address in holding.addresses:
-            del self._owners[address]
             pool = self._find_pool(address)
             if pool is not None:
                 pool.release(address, holding.identity)
 
     def find_owner(self, address: IPAddress) -> EndpointId | None:
         """Tell which endpoint holds an address."""
-        return self._owners.get(address)
+        return self._held.owners.get(address)
 
     def holders(self) -> Mapping[EndpointId, Holding]:
         """Give a copy of what every endpoint holds."""
-        return dict(self._holdings)
+        return dict(self._held.of)
 
     def usage(self) -> Sequence[CidrUsage]:
         """Tell how full each CIDR is."""
-        waiting = [
-            address
-            for holding in list(self._holdings.values())
-            if holding.quarantined
-            for address in holding.addresses
-        ]
+        waiting = self._held.list_quarantined()
         return [
             CidrUsage(
                 cidr=pool.cidr,
@@ -209,10 +192,8 @@ class NodeIpam:
         """Name the CIDRs that have no address left."""
         return [str(usage.cidr) for usage in self.usage() if usage.free == 0]
 
-    def _hold(self, holding: Holding) -> None:
-        self._holdings[holding.owner] = holding
-        for address in holding.addresses:
-            self._owners[address] = holding.owner
+    def _take(self, addresses: Iterable[IPAddress]) -> None:
+        for address in addresses:
             pool = self._find_pool(address)
             if pool is not None:
                 pool.take(address)
@@ -224,9 +205,9 @@ class NodeIpam:
                 f"take address {address}: it is outside what the node may give out ({cidrs})",
                 hint="ask for an address of the node's CIDRs that is not the node's own (`podwire ipam show`)",
             )
-        if address in self._owners:
+        if address in self._held.owners:
             raise AddressUnavailable(
-                f"take address {address}: endpoint {self._owners[address]} holds it",
+                f"take address {address}: endpoint {self._held.owners[address]} holds it",
                 hint=f"see `podwire ipam show --ip {address}`",
             )
         return address

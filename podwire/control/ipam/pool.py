@@ -11,13 +11,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Final
 
 from podwire.control.ipam.blocks import OwnBlocks, leave_out_overlapped
 from podwire.control.ipam.choice import AddressChoice, Lack
 from podwire.control.ipam.claiming.claims import Claims
 from podwire.control.ipam.documents import Block, ClaimedAddress
+from podwire.control.ipam.holdings import Holdings
 from podwire.control.ipam.interface import (
     NO_IDENTITY,
     CidrUsage,
@@ -92,9 +92,8 @@ class PoolIpam:
         self.mine = OwnBlocks(self.known)
         """To be looked at under the lock."""
         self.own = self.mine.by_cidr
-        self._holdings: dict[EndpointId, Holding] = {}
-        self._owners: dict[IPAddress, EndpointId] = {}
-        self._choice = AddressChoice(self.known, self.mine, self._owners)
+        self._held = Holdings()
+        self._choice = AddressChoice(self.known, self.mine, self._held.owners)
         self._reservations: list[PoolReservation] = []
         self._before_open = before_open
         """Told of all blocks there are going to be, before the first address of a new one is given."""
@@ -148,8 +147,7 @@ class PoolIpam:
     def take(self, reservation: PoolReservation, owner: EndpointId) -> Given:
         """Give `owner` what was set aside, else what own blocks have; asks no store."""
         with self.lock:
-            if owner in self._holdings:
-                raise Bug(f"allocate addresses for endpoint {owner}: it has some already")
+            self._held.check_fresh(owner, "allocate")
             chosen, reservation.chosen = reservation.chosen, ()
             if not chosen:
                 choice = self._choose(reservation)
@@ -158,7 +156,7 @@ class PoolIpam:
                 chosen = choice
                 for address in chosen:
                     self.mine.take(address)
-            self._hold(Holding(owner, chosen, reservation.wish.identity))
+            self._held.add(Holding(owner, chosen, reservation.wish.identity))
             return split_families(chosen)
 
     def adopt(
@@ -171,47 +169,33 @@ class PoolIpam:
     ) -> None:
         """Hold again what a record says, whether its block is known (yet) or not."""
         with self.lock:
-            if owner in self._holdings:
-                raise Bug(f"adopt addresses for endpoint {owner}: it has some already")
-            for address in addresses:
-                if address in self._owners:
-                    raise Bug(
-                        f"adopt {address} for endpoint {owner}: endpoint"
-                        f" {self._owners[address]} holds it",
-                        hint="see `podwire endpoint list`; delete one of the two pods",
-                    )
+            self._held.adopt(Holding(owner, tuple(addresses), identity, quarantined))
             for address in addresses:
                 self.mine.take(address)
                 own = self.mine.find(address)
                 if own is not None and own.fifo.is_assignable(address):
                     own.fifo.continue_after(address)
-            self._hold(Holding(owner, tuple(addresses), identity, quarantined))
 
     def quarantine(self, owner: EndpointId) -> None:
         """Show the addresses of an ending endpoint as such; they stay held."""
         with self.lock:
-            holding = self._holdings.get(owner)
-            if holding is not None:
-                self._holdings[owner] = replace(holding, quarantined=True)
+            self._held.quarantine(owner)
 
     def release(self, owner: EndpointId) -> None:
         """Let the addresses of an endpoint rest; those that an object claims the duty gives back later."""
         with self.lock:
-            holding = self._holdings.pop(owner, None)
-            if holding is None:
-                return
-            for address in holding.addresses:
-                del self._owners[address]
-                self.mine.give_back(address, holding.identity)
+            if (holding := self._held.remove(owner)) is not None:
+                for address in holding.addresses:
+                    self.mine.give_back(address, holding.identity)
 
     def find_owner(self, address: IPAddress) -> EndpointId | None:
         """Tell which endpoint holds an address."""
-        return self._owners.get(address)
+        return self._held.owners.get(address)
 
     def holders(self) -> Mapping[EndpointId, Holding]:
         """Give a copy of what every endpoint holds."""
         with self.lock:
-            return dict(self._holdings)
+            return dict(self._held.of)
 
     def list_lacks(self) -> Sequence[str]:
         """Name the families in which neither an own block nor any pool has an address for an ordinary pod."""
@@ -229,13 +213,7 @@ class PoolIpam:
     def usage(self) -> Sequence[CidrUsage]:
         """Tell how full each own block is, in the order in which they were claimed."""
         with self.lock:
-            waiting = [
-                address
-                for holding in self._holdings.values()
-                if holding.quarantined
-                for address in holding.addresses
-            ]
-            return self.mine.usage(waiting)
+            return self.mine.usage(self._held.list_quarantined())
 
     # What the duty does
 
@@ -319,7 +297,7 @@ class PoolIpam:
                 claimed
                 for claimed in self.known.claimed.values()
                 if claimed.node == self.known.node
-                and claimed.address not in self._owners
+                and claimed.address not in self._held.owners
                 and claimed.key not in busy
                 and not any(
                     claimed.address in reservation.chosen for reservation in self._reservations
@@ -430,7 +408,7 @@ class PoolIpam:
     def _grant(self, reservation: PoolReservation, claimed: ClaimedAddress) -> None:
         with self.lock:
             # Between the choice and the answer of the store another pod may have got the address from a block.
-            if claimed.address in self._owners or any(
+            if claimed.address in self._held.owners or any(
                 claimed.address in other.claimed for other in self._reservations
             ):
                 raise AddressUnavailable(
@@ -438,14 +416,9 @@ class PoolIpam:
                 )
             reservation.claimed[claimed.address] = claimed
 
-    def _hold(self, holding: Holding) -> None:
-        self._holdings[holding.owner] = holding
-        for address in holding.addresses:
-            self._owners[address] = holding.owner
-
     def _list_held(self) -> list[IPAddress]:
         aside = [address for reservation in self._reservations for address in reservation.chosen]
-        return [*self._owners, *aside]
+        return [*self._held.owners, *aside]
 
 
 def _names(pools: Iterable[Pool]) -> list[str]:

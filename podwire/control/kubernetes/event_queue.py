@@ -23,9 +23,14 @@ WAITING_MAX: Final = 256
 """So many series may wait to be written; others are dropped and counted."""
 KNOWN_MAX: Final = 1024
 """So many are remembered after they were written; an older one becomes a new Event when it happens again."""
+REFUSED_MAX: Final = 3
+"""So often an Event is refused for want of rights before it is given up: an API server that starts does not know the
+cluster's roles yet."""
 MESSAGE_MAX_BYTES: Final = 1024
 """The API server refuses longer ones (validation of core/v1 Event)."""
 _CUT: Final = " ..."
+OVER: Final = "this is over, and could not be told before: "
+"""Before the message of what ended while no Event could be written."""
 
 
 @dataclass
@@ -38,6 +43,17 @@ class _Series:
     ready_s: float = -math.inf
     is_taken: bool = False
     """Whether a write of it is on its way."""
+    has_failed: bool = False
+    """Whether its first write was tried in vain."""
+    refused: int = 0
+    """How often in a row it was refused."""
+    is_over: bool = False
+    """Whether it ended during that try."""
+
+    def end(self) -> None:
+        """Have it told as over."""
+        if not self.write.message.startswith(OVER):
+            self.write = replace(self.write, message=_cut(OVER + self.write.message))
 
 
 class EventQueue:
@@ -70,13 +86,20 @@ class EventQueue:
             return
         before = known.write
         known.write = replace(before, message=_cut(message), last=now, count=before.count + 1)
-        known.is_waiting = True
+        known.is_waiting, known.is_over = True, False
         self._series.move_to_end(key)
 
     def withdraw(self, about: Subject, reason: str) -> None:
-        """Forget what was never written: it is over, and nobody could have done anything about it."""
+        """Forget what nobody tried to write: it is over, and nobody could have done anything about it. What could not
+        be written, as the API server was away, is written as over."""
         known = self._series.get((about, reason))
-        if known is not None and known.is_waiting and known.write.is_new and not known.is_taken:
+        if known is None or not known.write.is_new:
+            return
+        if known.has_failed:
+            known.end()
+        elif known.is_taken:
+            known.is_over = True
+        else:
             del self._series[about, reason]
 
     def due_in(self, now_s: float) -> float | None:
@@ -102,16 +125,26 @@ class EventQueue:
         """Note that a write was done."""
         known = self._series.get((write.about, write.reason))
         if known is not None:
-            known.written_s, known.is_taken = now_s, False
+            known.written_s, known.is_taken, known.has_failed = now_s, False, False
+            known.refused = 0
             known.write = replace(known.write, is_new=False)
 
     def failed(self, write: EventWrite, *, is_gone: bool = False) -> None:
         """Note that a write is to be tried again; `is_gone`: its Event is not there any more, a new one is made."""
         known = self._series.get((write.about, write.reason))
         if known is not None:
-            known.is_waiting, known.is_taken = True, False
+            known.is_waiting, known.is_taken, known.has_failed = True, False, True
+            if known.is_over:
+                known.end()
             if is_gone:
                 known.write = replace(known.write, is_new=True)
+
+    def refused(self, write: EventWrite) -> None:
+        """Note that the API server will not have an Event, which may be for the moment only."""
+        known = self._series.get((write.about, write.reason))
+        if known is not None:
+            known.refused += 1
+            self.drop(write) if known.refused == REFUSED_MAX else self.failed(write)
 
     def drop(self, write: EventWrite) -> None:
         """Give an Event up that the API server will not have."""

@@ -34,6 +34,7 @@ REASONS: Final = {
     "node-claims": "PodCIDRContested",
     "node-name": "NotPublished",
     "publication": "NotPublished",
+    "second-agent": "SecondAgent",
     "start": "WaitsToStart",
     "store": "APIServerUnavailable",
 }
@@ -44,8 +45,8 @@ SILENT_PREFIXES: Final = ("cluster-", f"{closed_policies.WARNING}-")
 Events of its own."""
 SETTLE_S: Final = 2.0
 """What is over sooner is told to nobody: starts and changes pass through states that nobody can do anything about."""
-AGAIN_S: Final = (5.0, 15.0)
-"""After a failure so long, at random: an outage ends for all agents at once."""
+AGAIN_S: Final = (5.0, 30.0)
+"""After a failure so long, at random: an outage ends for all agents at once, and each has it to tell."""
 
 _log = logging.getLogger(__name__)
 
@@ -146,13 +147,15 @@ class EventTeller:
                     else self._queue.failed(write, is_gone=True)
                 )
             )
-        except (KindUnavailable, InvalidRequest, Conflict) as error:
+        except (InvalidRequest, Conflict) as error:
             self._settle(lambda: self._queue.drop(write))
             self._say(error)
+        except KindUnavailable as error:
+            self._settle(lambda: self._queue.refused(write))
+            self._fail(error)
         except Unavailable as error:
             self._settle(lambda: self._queue.failed(write))
-            self._say(error)
-            self._worker.pause(random.uniform(*AGAIN_S))
+            self._fail(error)
         else:
             self.written += 1
             self._settle(lambda: self._queue.written(write, self._now_s()))
@@ -162,6 +165,10 @@ class EventTeller:
         with self._lock:
             change()
 
+    def _fail(self, error: PodwireError) -> None:
+        self._say(error)
+        self._worker.pause(random.uniform(*AGAIN_S))
+
     def _say(self, error: PodwireError) -> None:
         _log.warning("write an Event", extra={"error": error.message, "hint": error.hint})
         self._warn(WARNING, f"no Events can be written: {error.told}")
@@ -170,8 +177,8 @@ class EventTeller:
 class NodeEvents:
     """Tells at the own core Node what `podwire status` says is wrong; listens to `agent.health.Health`.
 
-    What is over before it was written is not written at all: an API server that was away for a moment is nobody's
-    business any more.
+    What is over before its time to be written has come is not written at all: an API server that was away for a moment
+    is nobody's business any more. What could not be written meanwhile is told afterwards, as over.
     """
 
     def __init__(self, teller: EventTeller, node_name: str) -> None:

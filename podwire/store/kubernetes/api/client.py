@@ -39,6 +39,8 @@ JSON: Final = "application/json"
 MERGE_PATCH: Final = "application/merge-patch+json"
 STRATEGIC_PATCH: Final = "application/strategic-merge-patch+json"
 """Of built-in kinds: an item of a list replaces the one of its key, and leaves the others."""
+_OF_TIME: Final = frozenset({9, 10})
+"""X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED (openssl/x509_vfy.h)."""
 _UNHEARD_MS: Final = 15_000
 _PROBE_S: Final = 10
 
@@ -251,10 +253,13 @@ class Client:
         hint = (
             "is the API server running, and can this node reach it? running pods are not affected"
         )
-        if _is_of_trust(error):
+        fault = _find_trust_fault(error)
+        if fault is not None:
             hint = (
-                "see certificate-authority and server of the kubeconfig: who signed the server's certificate, and does"
-                " it name that address?"
+                "renew the server's certificate (kubeadm certs renew apiserver), or set the clock of this host right"
+                if fault.verify_code in _OF_TIME
+                else "see certificate-authority and server of the kubeconfig: who signed the server's certificate, and"
+                " does it name that address?"
             )
         return Unavailable(message, hint=hint)
 
@@ -283,15 +288,15 @@ def _tell(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _is_of_trust(error: BaseException | None) -> bool:
-    """Tell whether the server's certificate is at fault."""
+def _find_trust_fault(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
+    """Find what is wrong with the server's certificate, if it is at fault."""
     while error is not None:
-        if isinstance(
-            error, aiohttp.ClientConnectorCertificateError | ssl.SSLCertVerificationError
-        ):
-            return True
+        if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            error = error.certificate_error
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return error
         error = error.__cause__ or error.__context__
-    return False
+    return None
 
 
 async def _read_lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

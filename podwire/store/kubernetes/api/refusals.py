@@ -97,7 +97,8 @@ def explain(refused: Refused, who: str) -> PodwireError:
     if code == UNAUTHORIZED:
         return Unavailable(
             f"{intent}: the API server does not accept the credentials {who}",
-            hint="they have expired, or are of another cluster; a token's file is read again by itself",
+            hint="they have expired, are not valid yet, or are of another cluster; do the clocks of this host and of"
+            " the API server agree? a token's file is read again by itself",
         )
     if refused.is_without_resource:
         return _explain_absent(intent)
@@ -130,16 +131,20 @@ def _explain_absent(intent: Intent) -> PodwireError:
 
 def _explain_forbidden(intent: Intent, message: str, who: str) -> PodwireError:
     if _is_admission(message):
-        return Unavailable(
-            message,
-            hint="a webhook or an admission policy of the cluster refuses what podwire writes: let it pass"
-            f" {intent.rbac_name}",
-        )
+        return _explain_admission(intent, message)
     group = intent.resource.group
     return KindUnavailable(
         f"{message} ({who})",
         hint=f'RBAC: allow verb "{intent.verb}" on "{intent.rbac_name.removesuffix(f".{group}")}"'
         f' of API group "{group}" (deploy/podwire.yaml has the whole table)',
+    )
+
+
+def _explain_admission(intent: Intent, message: str) -> PodwireError:
+    return Unavailable(
+        message,
+        hint="a webhook or an admission policy of the cluster refuses what podwire writes: let it pass"
+        f" {intent.rbac_name}, or tell it of the node's addresses and ranges",
     )
 
 
@@ -157,11 +162,7 @@ def _explain_never(refused: Refused, message: str) -> PodwireError:
             f" this version ({CRD_FILES}/)",
         )
     if _is_admission(message):
-        return Unavailable(
-            message,
-            hint="an admission policy or a webhook of the cluster refuses this: does it know the node's addresses and"
-            " ranges?",
-        )
+        return _explain_admission(refused.intent, message)
     hint = "nothing was written"
     if _is_too_large(refused):
         hint = "it is larger than etcd takes; split it into several objects"

@@ -73,6 +73,7 @@ def call_launcher(
         "CNI_ARGS": args,
         "PATH": os.environ.get("PATH", "/usr/bin:/bin"),
     }
+    # libcni sets all variables for every command, empty where a command has nothing to say.
     if command in ("STATUS", "GC"):
         for name in ("CNI_CONTAINERID", "CNI_NETNS", "CNI_IFNAME"):
             environment[name] = ""

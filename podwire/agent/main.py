@@ -243,9 +243,11 @@ async def _open_doors(
 ) -> None:
     """Open both sockets in one moment, that of the API first: a client that has reached one finds the other, too."""
     files, metrics = node.config.files, node.metrics
+    requests = CniRequests(dispatcher, metrics, make_chained_portmap(node))
     cni = CniServer(
-        CniRequests(dispatcher, metrics, make_chained_portmap(node)).answer,
+        requests.answer,
         lambda limit: metrics.count("refused_requests", ("cni", limit)),
+        at_once=requests,
     )
     await asyncio.to_thread(importlib.import_module, API_MODULE)
     from podwire.agent.api.server import ApiServer, serving_metrics  # noqa: PLC0415

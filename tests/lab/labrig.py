@@ -180,11 +180,17 @@ class Lab:
         return {one["containerId"]: one for one in self.list_endpoints(node)}
 
     def settled(self, node: str = "node1") -> Any:
-        """Wait until nothing is on its way out."""
-        return wait_for(
-            lambda: {one["state"] for one in self.get("/endpoint", node)} <= {"ready"},
-            "the node to settle",
-        )
+        """Wait until nothing is on its way out, and the directories, which are written behind an answer, are there."""
+        directories = self.node(node).directory / "endpoints"
+
+        def is_settled() -> bool:
+            there = self.get("/endpoint", node)
+            written = set(os.listdir(directories)) if directories.is_dir() else set()
+            return all(one["state"] == "ready" for one in there) and written == {
+                str(one["id"]) for one in there
+            }
+
+        return wait_for(is_settled, "the node to settle")
 
     # The CNI door
 

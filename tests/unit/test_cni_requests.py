@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from podwire.agent.cni.chained_portmap import ChainedPortmap
-from podwire.agent.cni.dispatch import Caller, Dispatcher
+from podwire.agent.cni.dispatch import Dispatcher
+from podwire.agent.cni.received import Caller, Received
 from podwire.agent.cni.requests import INLINE_MAX_BYTES, CniRequests
-from podwire.agent.cni.socket import CniServer, Received
+from podwire.agent.cni.socket import CniServer
 from podwire.agent.cni.spool import Spool
 from podwire.agent.metrics import Metrics
 from podwire.agent.unix_socket import open_unix_socket
@@ -268,11 +269,14 @@ async def test_requests_are_counted_by_their_outcome(bench: Bench) -> None:
 # --- with the real launcher on a real socket ----------------------------------------------------
 
 
-@pytest.fixture
-async def served(bench: Bench, tmp_path: Path) -> AsyncIterator[Path]:
+@pytest.fixture(params=["loop", "thread"])
+async def served(
+    bench: Bench, tmp_path: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[Path]:
     build_launcher()
     path = tmp_path / "cni.sock"
-    server = CniServer(bench.requests.answer)
+    at_once = bench.requests if request.param == "thread" else None
+    server = CniServer(bench.requests.answer, at_once=at_once)
     async with server.serving(open_unix_socket(path), path):
         assert path.stat().st_mode & 0o777 == 0o600
         yield path
@@ -327,7 +331,7 @@ async def test_a_killed_launcher_takes_its_add_with_it(
         process.kill()
         await process.wait()
         operation.gate.release()
-        while bench.dispatcher._job_count:
+        while bench.dispatcher._lines.count:
             operation.gate.release()
             await asyncio.sleep(0.001)
     assert bench.attachments.attached == {}

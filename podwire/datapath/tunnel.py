@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from podwire.datapath.device import LIVE_GROUP
+from podwire.datapath.differences import list_differences
 from podwire.kernel.netlink import NetlinkSocket, Request
 from podwire.kernel.probe import Feature, explain_failure
 from podwire.kernel.rtnl.link import (
@@ -367,11 +368,7 @@ def _repair_link(netlink: NetlinkSocket, side: TunnelSide, tunnel: FoundTunnel) 
         "mac": (link.mac, plan.mac),
         "state": ("up" if link.up else "down", "up"),
     }
-    differences = [
-        f"tunnel device {TUNNEL_DEVICE!r}: {name} is {present!r}, wanted {want!r}"
-        for name, (present, want) in wanted.items()
-        if present != want
-    ]
+    differences = list_differences(f"tunnel device {TUNNEL_DEVICE!r}", wanted)
     requests: list[Request] = []
     if tunnel.settings.local != side.settings.local and side.settings.local is not None:
         differences.append(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Final
 
+from podwire.datapath.differences import list_differences
 from podwire.datapath.encoded import EncodedPlan
 from podwire.datapath.routes import (
     SourceAddresses,
@@ -105,6 +106,11 @@ class HostSide:
     sources: SourceAddresses
 
     @cached_property
+    def own_cookie(self) -> int:
+        """The namespace that the node is in, as the thread that asks first."""
+        return netns.current_cookie()
+
+    @cached_property
     def pairs(self) -> EncodedPlan:
         """The message that makes a pair."""
         return EncodedPlan(_plan_pair, self.node_name)
@@ -186,7 +192,7 @@ def create_device(
     """
     # Pods in the host's network need no CNI. With the host taken for a pod, address and default route would be set on
     # the host.
-    if namespace.cookie == netns.current_cookie():
+    if namespace.cookie == side.own_cookie:
         raise InvalidEnvironment(
             f"create device pair {record.device.host_name!r}: the pod's namespace"
             f" {namespace.path!r} is the host's own",
@@ -240,11 +246,7 @@ def compare_device(netlink: NetlinkSocket, record: EndpointRecord, side: HostSid
         "peer index": (link.peer_index, device.pod_ifindex),
         "state": ("up" if link.up else "down", "up"),
     }
-    differences = [
-        f"host device {device.host_name!r}: {name} is {found!r}, wanted {want!r}"
-        for name, (found, want) in wanted.items()
-        if found != want
-    ]
+    differences = list_differences(f"host device {device.host_name!r}", wanted)
     differences += _compare_programs(netlink, device, side.programs)
     return differences + compare_host_routes(netlink, record, side.sources)
 

@@ -141,6 +141,7 @@ def _services(maps: NodeMaps) -> Iterator[Row]:
             "service": row.service,
             "back_ends": [f"{back_end.address} {back_end.port}" for back_end in row.back_ends],
             "numbers": list(row.slots),
+            "affinity_s": row.affinity_s,
         }
 
 

@@ -56,6 +56,7 @@ CARRIED_MAPS: Final = (
     "pw_back_ends",
     "pw_service_list",
     "pw_services",
+    "pw_affinity",
     "pw_endpoints",
     "pw_config",
 )

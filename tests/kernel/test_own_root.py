@@ -38,10 +38,11 @@ def test_who_joins_the_namespace_stays_in_the_chroot(
     tmp_path: Path, is_mount: bool, command: tuple[str, ...]
 ) -> None:
     python = os.path.realpath(sys.executable)
+    in_private = ("unshare", "--mount", "--propagation", "private", "sh", "-c", ROOT, "sh")
+    where = (str(tmp_path), "mount" if is_mount else "", " ".join(SHARED), str(OWN_ROOT))
+    moved = (python, *command) if command else ()
     done = subprocess.run(
-        ["unshare", "--mount", "--propagation", "private", "sh", "-c", ROOT, "sh", str(tmp_path)]
-        + ["mount" if is_mount else "", " ".join(SHARED), str(OWN_ROOT)]
-        + [*((python, *command) if command else ()), python, "-c", JOIN],
+        [*in_private, *where, *moved, python, "-c", JOIN],
         capture_output=True,
         text=True,
         check=False,

@@ -23,7 +23,7 @@ EMPTY: Final = 81
 BACK_ENDS: Final = ("near", "far")
 
 
-def service(ports: Sequence[tuple[str, int]]) -> Mapping[str, Any]:
+def service(ports: Sequence[tuple[str, int]]) -> dict[str, Any]:
     """Give the Service `web`, with one port of each protocol and number."""
     return {
         "apiVersion": "v1",
@@ -265,6 +265,27 @@ def assert_answers(lab: Lab, name: str, vip: str, *, udp: bool, asker: str = "cl
 def test_a_pod_reaches_itself_through_its_service(lab: Lab, vip: str, udp: bool) -> None:
     offer(lab, ["near"])
     assert_answers(lab, "near", vip, udp=udp, asker="near")
+
+
+def test_a_pod_keeps_its_back_end_while_there_is_affinity(lab: Lab) -> None:
+    offer(lab, BACK_ENDS)
+    with_affinity = service([("tcp", PORT), ("udp", PORT), ("tcp", EMPTY)])
+    with_affinity["spec"]["sessionAffinity"] = "ClientIP"
+    apply(lab, with_affinity)
+
+    def has_affinity(wanted: bool) -> bool:
+        kept = [row["affinity_s"] for row in lab.get("/map/service", "node1")["rows"]]
+        return any(kept) == wanted
+
+    wait_for(lambda: has_affinity(True), "affinity")
+    for vip in VIPS:
+        for udp in (False, True):
+            said = [ask(lab, vip, udp=udp) for _ in range(12)]
+            assert all(one.ok for one in said)
+            assert len({one.answer.split()[0] for one in said}) == 1
+    apply(lab, service([("tcp", PORT), ("udp", PORT), ("tcp", EMPTY)]))
+    wait_for(lambda: has_affinity(False), "no affinity")
+    wait_for(lambda: len({ask(lab, VIPS[0]).answer.split()[0] for _ in range(8)}) == 2, "both")
 
 
 @pytest.mark.parametrize("vip", VIPS, ids=["v4", "v6"])

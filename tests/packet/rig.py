@@ -191,6 +191,7 @@ class Rig:
             "pw_services",
             "pw_service_list",
             "pw_back_ends",
+            "pw_affinity",
         ):
             self.maps[name].clear()
         zero_rows(self.maps["pw_metrics"])

@@ -22,7 +22,7 @@ from podwire.control.services.facts import (
 from podwire.control.services.room import Need, Room
 from podwire.control.services.selected import SelectedPods
 from podwire.model.endpoint import IPAddress, IPNetwork
-from podwire.model.interfaces import BackEnd, Frontend, ServiceTable
+from podwire.model.interfaces import Affinity, BackEnd, Frontend, ServiceTable
 from podwire.model.store import ObjectKey, StoredObject, StoreEvent
 from podwire.model.store.kinds import ENDPOINT_SLICE, SERVICE
 
@@ -37,6 +37,8 @@ class ServiceChange:
 
     put: ServiceTable
     gone: Sequence[Frontend]
+    affinity: Affinity
+    """Of `put`."""
     touched: Collection[ServiceName] = ()
     """The services that were computed anew."""
 
@@ -71,9 +73,10 @@ class _Claimed:
     claims: Claims
     created: str
     external: tuple[IPAddress, ...]
+    affinity_s: int
 
 
-_NOTHING: Final = _Claimed({}, "", ())
+_NOTHING: Final = _Claimed({}, "", (), 0)
 
 
 @dataclass
@@ -166,7 +169,11 @@ class Catalogue:
         for name, new in self._claim_all(dirty).items():
             old = self._claimed.get(name, _NOTHING)
             # Made anew it is younger, and what it claims may be another's now.
-            is_renewed = (old.created, old.external) != (new.created, new.external)
+            is_renewed = (old.created, old.external, old.affinity_s) != (
+                new.created,
+                new.external,
+                new.affinity_s,
+            )
             changed = {
                 frontend
                 for frontend in (*old.claims, *new.claims)
@@ -180,13 +187,14 @@ class Catalogue:
                 self._stand_in_line(frontend, name, wanted=frontend in new.claims)
             touched |= changed
         put, gone = self._settle(touched)
-        return ServiceChange(put, gone, dirty)
+        return ServiceChange(put, gone, self.affinity(put), dirty)
 
     def _claim_all(self, dirty: Iterable[ServiceName]) -> Mapping[ServiceName, _Claimed]:
         """Compute what these claim, and what others do who get or lose room by it."""
         wanted = {name: self._claim(name) for name in dirty}
         for name, new in wanted.items():
-            slots = sum(map(len, new.claims.values()))
+            # With affinity each back end has two rows (datapath.service_maps).
+            slots = sum(map(len, new.claims.values())) * (2 if new.affinity_s else 1)
             need = Need(new.created, len(new.claims), slots) if new.claims else None
             self.room.weigh(name, need)
         wanted |= {name: self._claim(name) for name in self.room.settle() if name not in wanted}
@@ -227,6 +235,11 @@ class Catalogue:
             frontend: self._claimed[line[0]].claims[frontend]
             for frontend, line in self._claimants.items()
         }
+
+    def affinity(self, table: ServiceTable) -> Affinity:
+        """Give for how long pods keep their back ends, of a part of `table`; after `take_change`."""
+        kept = {one: self._claimed[self._claimants[one][0]].affinity_s for one in table if one.port}
+        return {one: affinity_s for one, affinity_s in kept.items() if affinity_s}
 
     def views(self) -> Iterator[ServiceView]:
         """Show every service, by name; after `take_change`."""
@@ -284,7 +297,9 @@ class Catalogue:
         if service is None or service.is_left:
             return _NOTHING
         claims = self._resolve(service)
-        return _Claimed(claims, service.created, service.external) if claims else _NOTHING
+        if not claims:
+            return _NOTHING
+        return _Claimed(claims, service.created, service.external, service.affinity_s)
 
     def _resolve(self, service: ServiceFacts) -> Claims:
         slices = list(self._slices.get(service.name, {}).values())

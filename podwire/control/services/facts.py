@@ -34,6 +34,10 @@ SCTP: Final = "SCTP"
 SAME_NODE: Final = "PreferSameNode"
 """Of trafficDistribution."""
 _FAMILIES: Final = {"IPv4": 4, "IPv6": 6}
+CLIENT_IP: Final = "ClientIP"
+AFFINITY_S: Final = 10_800
+AFFINITY_MAX_S: Final = 86_400
+"""Kubernetes' own default and limit of timeoutSeconds."""
 KINDS_OF_ENDPOINTS: Final = 20_000
 """Of which one object each is kept: a few for each node."""
 
@@ -72,6 +76,8 @@ class ServiceFacts:
     """internalTrafficPolicy Local: only back ends of this node answer."""
     external: tuple[IPAddress, ...] = ()
     """Where it is asked, too: externalIPs and those of load balancers. Their other ports are not refused."""
+    affinity_s: int = 0
+    """For how long after its last flow a pod keeps its back end; 0: not at all."""
     is_left: bool = False
     """Whether it is left to the stack as a whole."""
     left: tuple[Left, ...] = ()
@@ -127,6 +133,7 @@ def decode_service(stored: StoredObject, pods: Sequence[IPNetwork] = ()) -> Serv
         ports=tuple(_read_ports(spec)),
         is_local_only=spec.get("internalTrafficPolicy") == "Local",
         external=tuple(one for one in external if one not in addresses),
+        affinity_s=_read_affinity(spec),
         is_left=bool(whole),
         left=(*whole, *_read_sctp_ports(spec), *left),
         uid=stored.uid,
@@ -141,8 +148,18 @@ def _read_selector(spec: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
 
 def _find_reasons(spec: Mapping[str, Any]) -> Iterator[Left]:
     """Say why a service is left to the stack as a whole."""
-    if spec.get("sessionAffinity") not in (None, "", "None"):
-        yield Left("session-affinity", "it has session affinity")
+    if spec.get("sessionAffinity") not in (None, "", "None", CLIENT_IP):
+        yield Left("session-affinity", "its sessionAffinity is neither None nor ClientIP")
+
+
+def _read_affinity(spec: Mapping[str, Any]) -> int:
+    if spec.get("sessionAffinity") != CLIENT_IP:
+        return 0
+    config = members_of(members_of(spec, "sessionAffinityConfig"), "clientIP")
+    timeout_s = config.get("timeoutSeconds")
+    if not isinstance(timeout_s, int) or isinstance(timeout_s, bool):
+        return AFFINITY_S
+    return timeout_s if 0 < timeout_s <= AFFINITY_MAX_S else AFFINITY_S
 
 
 def _read_ports(spec: Mapping[str, Any]) -> Iterator[ServicePort]:

@@ -227,13 +227,14 @@ class ServiceDuty:
             with self._reading:
                 change = self.catalogue.take_change()
                 table = self.catalogue.table() if self._is_owed else None
+                affinity = self.catalogue.affinity(table) if table is not None else change.affinity
                 refused = sorted(self.catalogue.room.refused)
             # Until it is done, what is in force is no known state.
             self._is_owed = True
             if table is not None:
-                self.datapath.write(table)
+                self.datapath.write(table, affinity)
             elif change.put or change.gone:
-                self.datapath.change(change.put, change.gone)
+                self.datapath.change(change.put, change.gone, affinity)
             self._is_owed = False
         self._tell(change.touched)
         self._complain("change", "")

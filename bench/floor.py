@@ -12,7 +12,7 @@ import socket
 import sqlite3
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -26,12 +26,11 @@ from podwire.datapath.device import HostSide, Programs, create_device, plan_devi
 from podwire.datapath.routes import SourceAddresses
 from podwire.journal.records import SqliteJournal
 from podwire.kernel import netns
-from podwire.kernel.netlink import NLM_F_ACK, NLM_F_REQUEST, NetlinkSocket, Request
+from podwire.kernel.netlink import NetlinkSocket, encode_batch
 from podwire.kernel.probe import load_program
 from podwire.kernel.rtnl.link import delete_link, set_link
 from podwire.kernel.rtnl.route import InterfaceAddress, add_address
 from podwire.model.endpoint import AttachmentKey, EndpointRecord, Phase
-from podwire.model.errors import KernelFailure
 from podwire.model.ids import (
     ContainerId,
     EndpointId,
@@ -43,7 +42,6 @@ from podwire.model.interfaces import PodNamespace
 
 NODE_ADDRESS: Final = ipaddress.IPv4Address("10.9.0.1")
 MTU_BYTES: Final = 1500
-_HEADER: Final = struct.Struct("=IHHII")
 _RECEIVE_BYTES: Final = 1 << 16
 _libc = ctypes.CDLL(None)
 
@@ -58,25 +56,9 @@ class _Recorder(NetlinkSocket):
         super().__init__()
         self._batches = batches
 
-    def attempt(self, requests: Sequence[Request]) -> list[KernelFailure | None]:
-        """Send, and remember."""
-        self._batches.append(_encode(requests))
-        return super().attempt(requests)
-
-    def get(self, request: Request) -> bytes:
-        """Ask, and remember."""
-        self._batches.append(_encode([request], last_flags=0))
-        return super().get(request)
-
-
-def _encode(requests: Sequence[Request], last_flags: int = NLM_F_ACK) -> bytes:
-    """Encode a batch of which only the last message is answered: by an acknowledgement, or by what it asks for."""
-    frames = []
-    for number, request in enumerate(requests, 1):
-        flags = request.flags | NLM_F_REQUEST | (last_flags if number == len(requests) else 0)
-        head = _HEADER.pack(_HEADER.size + len(request.body), request.type, flags, number, 0)
-        frames.append(head + request.body + bytes(-len(request.body) & 3))
-    return b"".join(frames)
+    def _transmit(self, data: bytes | bytearray, call: str, *, changes: bool) -> None:
+        self._batches.append(bytes(data))
+        super()._transmit(data, call, changes=changes)
 
 
 def _exchange(connection: socket.socket, batch: bytes) -> None:
@@ -100,7 +82,7 @@ def measure_floor(rounds: int, directory: Path) -> dict[str, list[float]]:
     with _world() as (pod, record, on_host, in_pod), _raw_socket() as host:
         home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         create, furnish, look = on_host
-        delete = _encode([delete_link(record.device.host_ifindex)])
+        delete, _ = encode_batch([delete_link(record.device.host_ifindex)])
         for _ in range(rounds):
             timed("device: create the pair", lambda: _exchange(host, create))
             timed("device: programs, up, route, neighbour", lambda: _exchange(host, furnish))

@@ -32,7 +32,7 @@ from podwire.model.ids import EndpointId
 from podwire.model.interfaces import EndpointConfig
 from podwire.model.labels import NAMESPACE_KEY, namespace_labels
 from podwire.model.policy import Direction, PolicyKey, PolicyRows, Verdict
-from tests.fakes.policy_world import make_record
+from tests.fakes.records import make_record
 
 NAMESPACE_SIZE: Final = 100
 """Identities in a namespace: what "all of this namespace" selects."""

@@ -1,5 +1,6 @@
 """What the results say against the bars that podwire sets itself; the table at the end of scripts/bench."""
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,20 @@ class Bar:
     """`value`, or the end of the interval that decides."""
     over: str = ""
     """The series that the one named by `path` is divided by; the samples are pairs."""
+
+
+def _bars_of_services() -> Iterator[Bar]:
+    for count, mode in itertools.product((10, 10_000), ("nftables", "iptables")):
+        where, ratio = f"{count} services / {mode}", f"ratio to {mode}"
+
+        def path(figure: str, count: int = count, ratio: str = ratio) -> tuple[str, ...]:
+            return f"{figure}, {count} services", ratio
+
+        yield Bar(f"throughput, {where}", "services", path("Gbit/s"), at_least=1.0)
+        yield Bar(f"round trip p50, {where}", "services", path("round trip p50 us"), at_most=1.0)
+        yield Bar(f"new connections, {where}", "services", path("connections per s"), at_least=1.2)
+    memory = ("agent's memory for many services, MB",)
+    yield Bar("agent's memory for 10,000 services, MB", "services", memory, at_most=40)
 
 
 BARS = (
@@ -145,6 +160,7 @@ BARS = (
         ("echoes of unaffected pods, lost",),
         at_most=0,
     ),
+    *_bars_of_services(),
     Bar("network of a pod's start p50 / ptp", "cluster", ("network p50",), at_most=0.5),
     Bar("network of a pod's start p90 / ptp", "cluster", ("network p90",), at_most=0.5),
     Bar("0 to 60 pods / ptp", "cluster", ("up",), at_most=1.05),

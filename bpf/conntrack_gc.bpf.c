@@ -74,7 +74,7 @@ static __always_inline bool has_lost_its_flow(const struct pw_conntrack_key *key
 	other.dport_be = entry->nat_dport_be;
 	shard = find_shard(&other);
 	flow = shard ? bpf_map_lookup_elem(shard, &other) : NULL;
-	return !flow || flow->kind != PW_CONNTRACK_OF_BACK_END ||
+	return !flow || flow->kind < PW_CONNTRACK_OF_BACK_END ||
 	       flow->nat_sport_be != key->sport_be || flow->nat_dport_be != key->dport_be ||
 	       !same_address(flow->nat_addr, key->daddr) || is_over(flow, usage, now_ns);
 }

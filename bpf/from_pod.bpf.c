@@ -9,6 +9,7 @@
 
 #include <podwire/deliver.h>
 #include <podwire/frame.h>
+#include <podwire/itself.h>
 #include <podwire/service.h>
 
 /* The sender's side: the flow is looked up first, because an answer takes the way of its question. */
@@ -71,6 +72,8 @@ static __always_inline int forward(struct __sk_buff *skb, struct pw_flow *flow)
 	here = look_up_flow(skb, flow, &flow->here);
 	if (may_be_of_service(flow, here))
 		here = look_behind_service(skb, flow, here, &reason);
+	if (!reason && is_to_itself(flow, here))
+		return loop_back(skb, flow, here);
 	reason = reason ?: judge_sender(skb, flow, here);
 	if (reason)
 		return reason;

@@ -12,7 +12,7 @@ LOOK_S: Final = 0.005
 
 
 def wait_for(
-    look: Callable[[], Found], what: str = "what is expected", deadline_s: float = DEADLINE_S
+    look: Callable[[], Found | None], what: str = "what is expected", deadline_s: float = DEADLINE_S
 ) -> Found:
     """Look until `look` gives something true, and give that; AssertionError naming `what` after the deadline."""
     until_s = time.monotonic() + deadline_s

@@ -13,9 +13,9 @@ from podwire.agent import measured
 from podwire.agent.api.nodes import NodeReaders
 from podwire.agent.api.policy_readers import PolicyReaders
 from podwire.agent.api.routes import Api, BuildFacts, MapReaders
+from podwire.agent.cni.chained_portmap import ChainedPortmap
 from podwire.agent.cni.dispatch import Dispatcher
 from podwire.agent.duties.installer import Installer
-from podwire.agent.duties.kubernetes.host_ports import HostPorts
 from podwire.agent.duties.kubernetes.network_condition import NetworkCondition
 from podwire.agent.duties.kubernetes.ranges import RangeKeeper, ServedRanges
 from podwire.agent.duties.loops import Duties, EventPump
@@ -169,7 +169,7 @@ def make_installer(node: Node, installed: Callable[[], None]) -> Installer | Non
     cni = node.config.cni
     if not cni.cni_install:
         return None
-    directories = RuntimeDirectories(cni.cni_conf_dir, cni.cni_bin_dir, runtime.ask_versions)
+    directories = RuntimeDirectories(cni.cni_conf_dir, cni.cni_bin_dir)
     return Installer(
         Installation(directories, read_launcher(), node.config.files.cni_socket),
         (cni.cni_conf_dir, cni.cni_bin_dir),
@@ -180,12 +180,9 @@ def make_installer(node: Node, installed: Callable[[], None]) -> Installer | Non
     )
 
 
-def make_host_ports(node: Node, installer: Installer) -> HostPorts | None:
-    """Give what tells at a pod that its host port is not served; None with another store than Kubernetes."""
-    if not node.config.store.is_kubernetes:
-        return None
-    shared = node.cluster.shared
-    return HostPorts(node.store, node.events, lambda: installer.serves_host_ports, shared)
+def make_chained_portmap(node: Node) -> ChainedPortmap:
+    """Give what ends ports of pods that an earlier network's portmap serves."""
+    return ChainedPortmap(node.attachments.leaves_host_ports, runtime.run_chained)
 
 
 def make_api(node: Node, pump: EventPump) -> Api:

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 from podwire import __version__
 from podwire.agent.assemble import (
     make_api,
+    make_chained_portmap,
     make_condition,
     make_duties,
-    make_host_ports,
     make_installer,
     make_range_keeper,
     start_events,
@@ -234,10 +234,8 @@ def _tell_runtime(node: Node, stack: AsyncExitStack) -> None:
     if installer is None:
         installed()  # by whom, and when, is not ours to know
         return
-    for duty in (installer, make_host_ports(node, installer)):
-        if duty is not None:
-            duty.start()
-            stack.callback(duty.stop)
+    installer.start()
+    stack.callback(installer.stop)
 
 
 async def _open_doors(
@@ -245,9 +243,11 @@ async def _open_doors(
 ) -> None:
     """Open both sockets in one moment, that of the API first: a client that has reached one finds the other, too."""
     files, metrics = node.config.files, node.metrics
+    requests = CniRequests(dispatcher, metrics, make_chained_portmap(node))
     cni = CniServer(
-        CniRequests(dispatcher, metrics).answer,
+        requests.answer,
         lambda limit: metrics.count("refused_requests", ("cni", limit)),
+        at_once=requests,
     )
     await asyncio.to_thread(importlib.import_module, API_MODULE)
     from podwire.agent.api.server import ApiServer, serving_metrics  # noqa: PLC0415

@@ -79,11 +79,12 @@ class Metrics:
         self._counters: dict[tuple[str, tuple[str, ...]], float] = {}
         self._gauges: list[Gauge] = []
         self.requests_observed = 0
-        """CNI requests ever answered; changed on the loop only."""
+        """CNI requests ever answered."""
 
     def observe_request(self, command: str, outcome: str, seconds: float) -> None:
         """Count one CNI request: `outcome` is `ok` or the kind of the error."""
-        self.requests_observed += 1
+        with self._lock:
+            self.requests_observed += 1
         self._observe("cni_request_seconds", (command, outcome), seconds)
 
     def observe_step(self, op: str, step: str, ms: float) -> None:

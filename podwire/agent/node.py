@@ -68,6 +68,7 @@ from podwire.model import log
 from podwire.model.config import AgentConfig
 from podwire.model.config.sources import Settled
 from podwire.model.endpoint import IPNetwork, Phase
+from podwire.model.ids import IdentityId
 from podwire.model.interfaces import HostPortTable
 from podwire.model.store import Store
 from podwire.model.store.events import Events
@@ -301,6 +302,8 @@ def _load_objects(node: Node) -> None:
     records = node.journal.list_records()
     node.identities.prepare(records)
     node.known.listen(node.policies.hear)
+    if node.services is not None:
+        node.known.listen(node.services.hear)
     node.cluster.prepare()
     with node.turn:
         node.policies.load()
@@ -315,9 +318,18 @@ def _compose(opened: Opened, clock: KernelClock) -> Node:  # size: the object gr
     cluster: ClusterDuty
     policies: PolicyDuty
     identities: IdentityDuty
+    services: ServiceDuty | None
 
     def pods_changed() -> None:
         cluster.pods_changed()
+        pods_moved()
+
+    def pods_moved() -> None:
+        if services is not None:
+            services.pods_changed()
+
+    def is_awaited(identity: IdentityId) -> bool:
+        return services is not None and services.is_awaited(identity)
 
     def is_complete() -> bool:
         return policies.is_loaded and identities.follower.is_whole
@@ -338,7 +350,8 @@ def _compose(opened: Opened, clock: KernelClock) -> Node:  # size: the object gr
         enforcer=enforcer,
     )
     resolver = make_resolver(config, store, pods)
-    cluster = make_cluster(opened, table, turn)
+    cluster = make_cluster(opened, table, turn, pods_moved, is_awaited)
+    services = make_services(opened, turn, cluster, resolver.allocator.known)
     host_ports = HostPorts(table, datapath, list_reserved_ports(config))
     context = Context(datapath, regenerator, host_ports)
     endings = Endings(
@@ -385,7 +398,7 @@ def _compose(opened: Opened, clock: KernelClock) -> Node:  # size: the object gr
         resolver=resolver,
         known=resolver.allocator.known,
         cluster=cluster,
-        services=make_services(opened, turn),
+        services=services,
         attachments=attachments,
         directories=directories,
         turn=turn,

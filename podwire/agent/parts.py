@@ -39,12 +39,16 @@ from podwire.control.kubernetes.own_pods import NoPods, OwnPods
 from podwire.control.policy.engine import Numbers, PolicyEngine
 from podwire.control.policy.oracle import Enforcement
 from podwire.control.services.catalogue import Catalogue
+from podwire.control.services.choose import Place
+from podwire.control.services.selected import SelectedPods
 from podwire.datapath.changes import watch_links
 from podwire.datapath.node import KernelDatapath
 from podwire.datapath.policy_maps import read_cidrs
 from podwire.journal.background_writer import BackgroundWriter
 from podwire.model.cluster import TunnelMode
 from podwire.model.config import AgentConfig
+from podwire.model.identity import IdentityFacts
+from podwire.model.ids import IdentityId
 from podwire.model.interfaces import Clock, EndpointConfig, HostSocket
 from podwire.model.store import Store
 from podwire.model.store.events import Events
@@ -140,7 +144,9 @@ def make_policy_duty(opened: Opened, enforcer: Enforcer, turn: threading.RLock) 
     )
 
 
-def make_services(opened: Opened, turn: threading.RLock) -> ServiceDuty | None:
+def make_services(
+    opened: Opened, turn: threading.RLock, cluster: ClusterDuty, known: KnownIdentities
+) -> ServiceDuty | None:
     """Make what has services translated; None where they are left to the stack."""
     config = opened.live.current
     if not config.translates_services:
@@ -148,14 +154,25 @@ def make_services(opened: Opened, turn: threading.RLock) -> ServiceDuty | None:
             opened.datapath.services.write({})  # what an agent with another setting left
         return None
 
+    def find_facts(number: int) -> IdentityFacts | None:
+        identity = known.get(number)
+        return identity.key.facts(number) if identity is not None else None
+
+    node, is_kubernetes = config.node.node_name, config.store.is_kubernetes
     return ServiceDuty(
         store=opened.store,
-        catalogue=Catalogue(config.node.node_name),
+        catalogue=Catalogue(
+            Place(node),
+            config.node.cluster_cidrs,
+            None if is_kubernetes else SelectedPods(node, find_facts),
+        ),
         datapath=opened.datapath.services,
         turn=turn,
         report=report_to(opened.health, "services"),
         observe=opened.metrics.observe_step,
         shared=opened.shared,
+        has_core_nodes=is_kubernetes,
+        pods=None if is_kubernetes else cluster,
     )
 
 
@@ -170,8 +187,14 @@ def make_resolver(config: AgentConfig, store: Store, pods: OwnPods | None) -> Id
     )
 
 
-def make_cluster(opened: Opened, table: EndpointTable, turn: threading.RLock) -> ClusterDuty:
-    """Make what looks after other nodes."""
+def make_cluster(
+    opened: Opened,
+    table: EndpointTable,
+    turn: threading.RLock,
+    pods_moved: Callable[[], None],
+    is_awaited: Callable[[IdentityId], bool],
+) -> ClusterDuty:
+    """Make what looks after other nodes; for the hooks see there."""
     config = opened.live.current
     return ClusterDuty(
         options=ClusterOptions(
@@ -194,6 +217,8 @@ def make_cluster(opened: Opened, table: EndpointTable, turn: threading.RLock) ->
         open_news=watch_links,
         name=opened.name,
         shared=opened.shared,
+        pods_moved=pods_moved,
+        is_awaited=is_awaited,
     )
 
 

@@ -110,6 +110,8 @@ def _stopped_agent(config: AgentConfig) -> Iterator[None]:
     """Keep an agent from running; Conflict when one does, under these directories or this node's name."""
     from podwire.journal.lock import locked_node_name, locked_state_directory  # noqa: PLC0415
 
+    # The locks are held until all is removed, because an agent that starts in between would put back what was removed,
+    # and its programs would then lose their pins.
     with ExitStack() as locks:
         for directory in (config.files.state_dir, config.files.run_dir):
             if directory.exists():

@@ -23,7 +23,7 @@ from podwire.cli.client import (
     CliError,
 )
 from podwire.cli.options import Common, common
-from podwire.cli.output import GREEN, RED, YELLOW, colour, show_one
+from podwire.cli.output import GREEN, RED, colour, show_one
 from podwire.model.installation.files import CONFLIST_FILE, LAUNCHER_FILE
 
 if TYPE_CHECKING:
@@ -79,9 +79,8 @@ def _find_place(conf_dir: str | None, bin_dir: str | None, config: str | None) -
 
 def _open_directories(place: Place) -> "RuntimeDirectories":
     from podwire.cni.directories import RuntimeDirectories  # noqa: PLC0415 (start-up time)
-    from podwire.datapath.runtime import ask_versions  # noqa: PLC0415
 
-    return RuntimeDirectories(place.conf_dir, place.bin_dir, ask_versions)
+    return RuntimeDirectories(place.conf_dir, place.bin_dir)
 
 
 def _make_installation(place: Place) -> "Installation":
@@ -103,7 +102,7 @@ def install(opts: Common, place: Place) -> None:
     """Install launcher and network, or renew what differs.
 
     The network comes last, and only when the agent would serve an ADD; otherwise nothing is installed. A plugin
-    `loopback` is provided where the runtime has none, and `portmap` is chained where there is one.
+    `loopback` is provided where the runtime has none.
     """
     refusal = _ask_status(place)
     if refusal:
@@ -147,7 +146,7 @@ def status(opts: Common, place: Place) -> None:
     installation = _make_installation(place)
     files = installation.directories.read()
     states = installation.states(files)
-    obstacles, remarks = list(steps.find_obstacles(files)), list(steps.find_remarks(files))
+    obstacles = list(steps.find_obstacles(files))
     complete = installation.is_complete(files)
     document = {
         "installed": complete,
@@ -156,7 +155,6 @@ def status(opts: Common, place: Place) -> None:
             for name, state in states.items()
         ],
         "obstacles": obstacles,
-        "remarks": remarks,
     }
 
     def lines() -> list[str]:
@@ -167,7 +165,6 @@ def status(opts: Common, place: Place) -> None:
                 for name, state in states.items()
             ),
             *(f"Obstacle: {colour(obstacle, RED)}" for obstacle in obstacles),
-            *(f"Remark: {colour(remark, YELLOW)}" for remark in remarks),
         ]
 
     show_one(document, opts.style, lines)

@@ -246,10 +246,14 @@ def _describe(document: dict[str, Any]) -> Iterator[str]:
     for name, value in document.items():
         if name == "differences":
             continue
-        text = (
-            ", ".join(f"{word} {two}" for word, two in value.items())
-            if isinstance(value, dict)
-            else cell(value)
-        )
-        yield f"{name + ':':20} {text}"
+        yield f"{name + ':':20} {_say(value)}"
     yield f"{'kernel:':20} " + ("; ".join(document["differences"]) or "agrees with the journal")
+
+
+def _say(value: Any) -> str:
+    """Write a value of a document in one line."""
+    if isinstance(value, dict):
+        return ", ".join(f"{word} {_say(one)}" for word, one in value.items() if one != "")
+    if isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        return "; ".join(map(_say, value))
+    return cell(value)

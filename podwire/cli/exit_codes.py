@@ -13,6 +13,7 @@ from podwire.cli.client import (
     EXIT_REFUSED,
     EXIT_UNREACHABLE,
 )
+from podwire.cni.launcher import AttachFailed
 from podwire.model import errors
 
 _OF_ERROR: Mapping[type[errors.PodwireError], int] = {
@@ -45,6 +46,6 @@ _OF_CNI_CODE = {
 
 def error_exit_code(error: errors.PodwireError) -> int:
     """Give the exit code of an error."""
-    if isinstance(error, errors.AttachFailed):
+    if isinstance(error, AttachFailed):
         return _OF_CNI_CODE.get(error.code, EXIT_INTERNAL)
     return next(_OF_ERROR[kind] for kind in type(error).__mro__ if kind in _OF_ERROR)

@@ -122,6 +122,7 @@ def _merge(agents: Sequence[Agent], query: Mapping[str, Any]) -> Iterator[dict[s
         finally:
             lines.put(None)
 
+    # Daemons, because each waits in its socket for as long as its agent lives: the process would never end.
     for agent in agents:
         threading.Thread(target=read, args=(agent,), daemon=True).start()
     running = len(agents)

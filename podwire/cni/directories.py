@@ -10,7 +10,7 @@ other's files.
 import contextlib
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +19,6 @@ from podwire.model.installation.files import (
     CONFLIST_FILE,
     LAUNCHER_FILE,
     LOOPBACK_FILE,
-    PORTMAP_FILE,
     CniFiles,
     Loopback,
 )
@@ -45,15 +44,11 @@ def read_launcher() -> bytes:
 
 
 class RuntimeDirectories:
-    """The two directories of one runtime. `ask_versions` asks a plugin which CNI versions it speaks."""
+    """The two directories of one runtime."""
 
-    def __init__(
-        self, conf_dir: Path, bin_dir: Path, ask_versions: Callable[[Path], tuple[str, ...]]
-    ) -> None:
+    def __init__(self, conf_dir: Path, bin_dir: Path) -> None:
         self.conf_dir = conf_dir
         self.bin_dir = bin_dir
-        self._ask_versions = ask_versions
-        self._answered: tuple[tuple[int, int, int], tuple[str, ...]] | None = None
 
     def read(self) -> CniFiles:
         """Look at both directories."""
@@ -62,7 +57,6 @@ class RuntimeDirectories:
                 launcher=_read(self.bin_dir / LAUNCHER_FILE),
                 conflist=_read(self.conf_dir / CONFLIST_FILE),
                 loopback=self._read_loopback(),
-                portmap_speaks=self._read_portmap(),
                 earlier=self._list_earlier(),
             )
 
@@ -98,18 +92,6 @@ class RuntimeDirectories:
         if path.is_symlink() and os.readlink(path) == LAUNCHER_FILE:
             return Loopback.OURS
         return Loopback.FOREIGN if path.exists() else Loopback.MISSING
-
-    def _read_portmap(self) -> tuple[str, ...] | None:
-        """Ask it again only when it is another file: asking means executing."""
-        path = self.bin_dir / PORTMAP_FILE
-        try:
-            status = path.stat()
-        except FileNotFoundError:
-            return None
-        stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
-        if self._answered is None or self._answered[0] != stamp:
-            self._answered = (stamp, self._ask_versions(path))
-        return self._answered[1]
 
     def _list_earlier(self) -> tuple[str, ...]:
         if not self.conf_dir.is_dir():

@@ -6,6 +6,7 @@ and kubelet send.
 """
 
 import ipaddress
+import json
 from typing import Any, Final
 
 from podwire.cni.faults import Faults
@@ -31,6 +32,22 @@ def read_host_ports(value: Any, faults: Faults) -> tuple[HostPort, ...]:
             message = f"leads {port.protocol} port {port.host_port} to a second port of the pod"
             faults.wrong(place, message)
     return tuple(sorted(wanted.values()))
+
+
+def may_ask_host_ports(config: dict[str, Any]) -> bool:
+    """Tell whether a network declares the capability at podwire-cni (libcni leaves `capabilities` in what it sends)."""
+    capabilities = config.get("capabilities")
+    declared = isinstance(capabilities, dict) and capabilities.get("portMappings") is True
+    return declared or bool(find_port_mappings(config))
+
+
+def find_port_mappings(config: dict[str, Any]) -> str:
+    """Give the capability as it is written, JSON, for a plugin that a DEL is passed on to; "" = nothing is asked."""
+    runtime = config.get("runtimeConfig")
+    for key, value in runtime.items() if isinstance(runtime, dict) else ():
+        if key.lower() == "portmappings" and isinstance(value, list) and value:
+            return json.dumps(value)
+    return ""
 
 
 def _read_one(entry: dict[str, Any], place: str, faults: Faults) -> HostPort | None:

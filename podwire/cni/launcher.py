@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import msgspec
 
@@ -29,6 +29,25 @@ _KNOCK_LONGEST_S: Final = 0.1
 _MEANS_ABSENT: Final = (errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR)
 _MEANS_UNREAD: Final = (errno.ECONNRESET, errno.EPIPE)
 _NEWEST_VERSION: Final = wire.SUPPORTED_CNI_VERSIONS[-1]
+
+
+class AttachFailed(PodwireError):
+    """A launcher that was executed as a runtime does it reported an error; `reply` is its JSON."""
+
+    kind = "attach"
+
+    def __init__(self, command: str, pod: str, reply: Mapping[str, Any]) -> None:
+        super().__init__(
+            f"{command} pod {pod!r}: code {reply.get('code')}: {reply.get('msg')}",
+            hint=str(reply.get("details", "")),
+        )
+        self.reply = reply
+
+    @property
+    def code(self) -> int:
+        """The error's CNI number; 0 when the launcher gave none."""
+        code = self.reply.get("code")
+        return code if isinstance(code, int) else 0
 
 
 @dataclass(frozen=True)

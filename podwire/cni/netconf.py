@@ -18,7 +18,7 @@ import msgspec
 from podwire.cni.addresses import read_mac, read_wanted_ips
 from podwire.cni.cni_args import NAME_MAX_BYTES, WITH_ATTACHMENT, Environment, read_environment
 from podwire.cni.faults import Faults
-from podwire.cni.host_ports import read_host_ports
+from podwire.cni.host_ports import find_port_mappings, may_ask_host_ports, read_host_ports
 from podwire.cni.labels import complete_labels, read_labels, read_name, read_namespace
 from podwire.cni.result import decode_result
 from podwire.cni.wishes import (
@@ -136,6 +136,8 @@ def _read_anew(command: str, stdin: bytes, faults: Faults) -> _Configuration:
         request = _read_settings(request, config, faults)
     if command == "ADD":
         return _read_pods(request, config, faults)
+    if command == "DEL":
+        request = msgspec.structs.replace(request, port_mappings=find_port_mappings(config))
     if command == "CHECK":
         prev_result = _read_prev_result(config, version, faults)
         request = msgspec.structs.replace(request, prev_result=prev_result)
@@ -249,6 +251,7 @@ def _read_pods(request: AttachRequest, config: dict[str, Any], faults: Faults) -
         pools=read_pools(extra.get("pools"), faults),
         bandwidth=read_bandwidth(runtime.get("bandwidth"), faults),
         host_ports=read_host_ports(runtime.get("portmappings"), faults),
+        may_ask_host_ports=may_ask_host_ports(config),
     )
     return _Configuration(
         request,

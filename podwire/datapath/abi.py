@@ -177,6 +177,7 @@ class ConntrackKind(enum.IntEnum):
     PLAIN = 0
     SERVICE = 1
     OF_BACK_END = 2
+    OF_ITSELF = 3
 
 
 class Charge(enum.IntEnum):

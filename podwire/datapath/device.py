@@ -9,8 +9,10 @@ Indexes derive from the endpoint's number, never from the kernel's choice.
 import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Final
 
+from podwire.datapath.encoded import EncodedPlan
 from podwire.datapath.routes import (
     SourceAddresses,
     compare_host_routes,
@@ -24,7 +26,6 @@ from podwire.kernel.rtnl.link import (
     Link,
     LinkEnd,
     create_veth,
-    delete_group,
     delete_link,
     get_link,
     list_links,
@@ -102,6 +103,16 @@ class HostSide:
     node_name: str
     programs: Programs
     sources: SourceAddresses
+
+    @cached_property
+    def pairs(self) -> EncodedPlan:
+        """The message that makes a pair."""
+        return EncodedPlan(_plan_pair, self.node_name)
+
+    @cached_property
+    def furnishings(self) -> EncodedPlan:
+        """The messages that give a new pair its host side."""
+        return EncodedPlan(partial(_plan_furnishing, self), self.node_name)
 
 
 @dataclass(frozen=True)
@@ -188,25 +199,13 @@ def create_device(
             f" of {_IPV6_MIN_MTU}",
             hint="raise `mtu`, or give the pod IPv4 only",
         )
-    pair = create_veth(
-        LinkEnd(
-            device.host_name,
-            device.host_ifindex,
-            device.host_mac,
-            device.mtu,
-            group=LIVE_GROUP,
-            queues=_QUEUES,
-        ),
-        LinkEnd(device.pod_name, device.pod_ifindex, device.pod_mac, device.mtu, queues=_QUEUES),
-        namespace.fd,
-    )
+    pair = side.pairs.encode(record, namespace.fd)
     # By itself: the kernel goes on after a failed request, and what follows would change whatever device has that
     # index.
-    failure = netlink.attempt([pair])[0]
-    if failure is not None:
+    for failure in filter(None, netlink.attempt_batch(pair)):
         cause = _explain(netlink, record, namespace, failure)
         # What had the name may be gone by now: a pair dies with its namespace, whenever the kernel likes.
-        if not isinstance(cause, Unavailable) or netlink.attempt([pair])[0] is not None:
+        if not isinstance(cause, Unavailable) or any(netlink.attempt_batch(pair)):
             raise cause from failure
     try:
         _furnish(netlink, record, side)
@@ -298,73 +297,49 @@ def list_devices(netlink: NetlinkSocket) -> tuple[list[OwnedDevice], list[Interf
     return owned, foreign
 
 
-class Reaper:
-    """Condemned devices: `condemn` only marks one, `reap` deletes all that are marked with one
-    grace period.
-
-    What is condemned is in the kernel (the group), so a new agent finds it by `list_devices` and
-    reaps it too.
-    """
-
-    def __init__(self, netlink: NetlinkSocket, deleting: NetlinkSocket) -> None:
-        self._netlink = netlink
-        # A delete keeps its socket busy for tens of milliseconds; marking must not wait for it.
-        self._deleting = deleting
-        self._condemned: dict[EndpointId, IfIndex] = {}
-
-    def __len__(self) -> int:
-        return len(self._condemned)
-
-    def condemn(self, endpoint_id: EndpointId, index: IfIndex) -> None:
-        """Mark the endpoint's device for deletion; absent and foreign ones are only reported
-        gone by `reap`.
-        """
-        body = self._netlink.find(get_link(index))
-        owner = None if body is None else read_owner(read_link(body))
-        if owner is not None and owner.endpoint_id == endpoint_id:
-            marking = set_link(index, name=owner.name, group=CONDEMNED_GROUP)
-            failure = self._netlink.attempt([marking])[0]
-            # The pod's namespace, and the pair with it, may vanish at any moment.
-            if failure is not None and failure.errno != errno.ENODEV:
-                raise failure
-        self._condemned[endpoint_id] = index
-
-    def reap(self) -> Sequence[EndpointId]:
-        """Delete what is condemned; gives the endpoints whose devices are really gone.
-
-        Raises KernelFailure.
-        """
-        waiting = dict(self._condemned)
-        if not waiting:
-            return ()
-        # One group delete costs one RCU grace period (28 ms for 20 devices); each by itself costs 23-31 ms
-        # (decisions/0003).
-        failure = self._deleting.attempt([delete_group(CONDEMNED_GROUP)])[0]
-        if failure is not None and failure.errno != errno.ENODEV:
-            raise failure
-        gone = [
-            endpoint_id
-            for endpoint_id, index in waiting.items()
-            if self._is_gone(endpoint_id, index)
-        ]
-        for endpoint_id in gone:
-            self._condemned.pop(endpoint_id, None)
-        return gone
-
-    def _is_gone(self, endpoint_id: EndpointId, index: IfIndex) -> bool:
-        body = self._netlink.find(get_link(index))
-        owner = None if body is None else read_owner(read_link(body))
-        return owner is None or owner.endpoint_id != endpoint_id
-
-
 def _furnish(
     netlink: NetlinkSocket, record: EndpointRecord, side: HostSide, *, replace: bool = False
 ) -> None:
     """Give an existing pair its host side; with `replace`, every request may find its work done."""
+    if replace:
+        require_free_destinations(netlink, record)
+        requests = _plan_furnishing(side, record, replace=True)
+        failures: Sequence[KernelFailure | None] = netlink.attempt(requests)
+    else:
+        failures = netlink.attempt_batch(side.furnishings.encode(record))
+        if not failures:
+            return
+        requests = _plan_furnishing(side, record)
+    again = [
+        (request, failure)
+        for request, failure in zip(requests, failures, strict=True)
+        if failure is not None and not _is_harmless(record, request, failure, replace=replace)
+    ]
+    if again:
+        _furnish_again(netlink, record, side, again)
+
+
+def _plan_pair(record: EndpointRecord, namespace_fd: int) -> list[Request]:
+    device = record.device
+    host = LinkEnd(
+        device.host_name,
+        device.host_ifindex,
+        device.host_mac,
+        device.mtu,
+        group=LIVE_GROUP,
+        queues=_QUEUES,
+    )
+    pod = LinkEnd(device.pod_name, device.pod_ifindex, device.pod_mac, device.mtu, queues=_QUEUES)
+    return [create_veth(host, pod, namespace_fd)]
+
+
+def _plan_furnishing(
+    side: HostSide, record: EndpointRecord, _namespace_fd: int = 0, *, replace: bool = False
+) -> list[Request]:
     device = record.device
     index, name = device.host_ifindex, device.host_name
     programs = side.programs
-    requests = [
+    return [
         add_clsact(index),
         set_bpf_filter(index, FROM_POD_HOOK, programs.from_pod_fd, "from_pod"),
         set_bpf_filter(index, TO_POD_HOOK, programs.to_pod_fd, "to_pod"),
@@ -379,15 +354,6 @@ def _furnish(
         ),
         *plan_requests(record, side.sources, replace=replace),
     ]
-    if replace:
-        require_free_destinations(netlink, record)
-    again = [
-        (request, failure)
-        for request, failure in zip(requests, netlink.attempt(requests), strict=True)
-        if failure is not None and not _is_harmless(record, request, failure, replace=replace)
-    ]
-    if again:
-        _furnish_again(netlink, record, side, again)
 
 
 def _is_harmless(

@@ -25,7 +25,7 @@ from podwire.datapath import rows as documents
 from podwire.datapath.carrier import await_carrier
 from podwire.datapath.cluster import OtherNodes, read_underlay
 from podwire.datapath.conntrack_maps import find_pressure
-from podwire.datapath.device import HostSide, LeftoverDevice, Programs, Reaper
+from podwire.datapath.device import HostSide, LeftoverDevice, Programs
 from podwire.datapath.host import (
     HostWarning,
     SettingChange,
@@ -46,6 +46,7 @@ from podwire.datapath.programs import (
     load_programs,
     locked_pins,
 )
+from podwire.datapath.reaper import Reaper
 from podwire.datapath.service_maps import ServiceMaps
 from podwire.datapath.templates import read_template
 from podwire.datapath.tunnel import TunnelPrograms

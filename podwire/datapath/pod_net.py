@@ -13,12 +13,14 @@ replies would leave through the first interface and be dropped there as spoofed.
 
 import errno
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from podwire.datapath.encoded import EncodedPlan
 from podwire.datapath.routes import dump_routes
 from podwire.kernel import netns
-from podwire.kernel.netlink import NetlinkSocket
+from podwire.kernel.netlink import NetlinkSocket, Request
 from podwire.kernel.rtnl.link import get_link, read_link, set_link
 from podwire.kernel.rtnl.route import (
     IPV6_DEFAULT_METRIC,
@@ -43,6 +45,7 @@ from podwire.kernel.rtnl.route import (
 )
 from podwire.kernel.sysctl import ensure_sysctl
 from podwire.model.endpoint import Device, EndpointRecord, IPAddress
+from podwire.model.errors import KernelFailure
 from podwire.model.ids import GATEWAY_IPV4, GATEWAY_IPV6, ROUTE_PROTOCOL
 from podwire.model.interfaces import PodNamespace
 
@@ -168,7 +171,6 @@ def configure_pod(record: EndpointRecord, namespace: PodNamespace, *, route_mtu:
 
     Raises KernelFailure.
     """
-    device = record.device
     with netns.namespace(namespace.fd):
         # The socket stays bound to the pod's namespace; the thread leaves it before the requests are sent.
         netlink = NetlinkSocket()
@@ -179,10 +181,7 @@ def configure_pod(record: EndpointRecord, namespace: PodNamespace, *, route_mtu:
             netlink.close()
             raise
     with netlink:
-        families = [
-            plan_family(device, address, route_mtu=route_mtu) for address in record.addresses
-        ]
-        _set_up(netlink, record, families)
+        _set_up(netlink, record, route_mtu)
 
 
 def compare_pod(
@@ -237,42 +236,59 @@ def _switch_ipv6_on(record: EndpointRecord) -> None:
         ensure_sysctl("0", "ipv6", "conf", device, "disable_ipv6")
 
 
-def _set_up(netlink: NetlinkSocket, record: EndpointRecord, families: list[FamilyPlan]) -> None:
-    """Set addresses before the device is up, so that it never runs without them; set routes last.
+def _set_up(netlink: NetlinkSocket, record: EndpointRecord, route_mtu: int) -> None:
+    """Make the pod's end. Where another attachment has the default route, this one's becomes a further one."""
+    if route_mtu:
+        failures: Sequence[KernelFailure | None] = netlink.attempt(
+            _plan_set_up(record, route_mtu=route_mtu)
+        )
+    else:
+        failures = netlink.attempt_batch(_SET_UP.encode(record))
+    families = [plan_family(record.device, one, route_mtu=route_mtu) for one in record.addresses]
+    routes_at = len(failures) - _ROUTES * len(families)
+    further: list[FamilyPlan] = []
+    for position, failure in enumerate(failures):
+        if failure is None:
+            continue
+        # Another attachment of this pod has the gateway or the default route already: this one's goes into a table of
+        # its own.
+        if position >= routes_at and failure.errno == errno.EEXIST:
+            family = families[(position - routes_at) // _ROUTES]
+            further += [] if family in further else [family]
+        # A host without IPv6 cannot switch its link-local address off, and has none.
+        elif position != _QUIET_AT or failure.errno != errno.EAFNOSUPPORT or record.ipv6:
+            raise failure
+    _add_further(netlink, further)
 
-    Where another attachment has the default route, this one's becomes a further one.
+
+def _plan_set_up(
+    record: EndpointRecord, _namespace_fd: int = 0, *, route_mtu: int = 0
+) -> list[Request]:
+    """Set addresses before the device is up, so that it never runs without them; set routes last, _ROUTES of each
+    family.
     """
     device = record.device
-    # By itself: in one message the kernel would set the device up first, and make the address.
-    quiet = set_link(device.pod_ifindex, name=device.pod_name, no_link_local=True)
+    families = [plan_family(device, address, route_mtu=route_mtu) for address in record.addresses]
     local_routes = [route for family in families if (route := family.local_route) is not None]
     requests = [
         # A new namespace has its loopback down.
         set_link(_LOOPBACK_INDEX, name="lo", up=True),
-        quiet,
+        # By itself: in one message the kernel would set the device up first, and make the address.
+        set_link(device.pod_ifindex, name=device.pod_name, no_link_local=True),
         *(add_address(family.address) for family in families),
         set_link(device.pod_ifindex, name=device.pod_name, up=True),
         *(add_route(route) for route in local_routes),
         *(set_neighbour(family.neighbour) for family in families),
     ]
-    routes = {
-        len(requests) + number: family
-        for number, family in enumerate(family for family in families for _ in range(2))
-    }
     for family in families:
         requests += [add_route(family.gateway_route), add_route(family.default_route)]
-    further: list[FamilyPlan] = []
-    for position, failure in enumerate(netlink.attempt(requests)):
-        if failure is None:
-            continue
-        # Another attachment of this pod has the gateway or the default route already: this one's goes into a table of
-        # its own.
-        if position in routes and failure.errno == errno.EEXIST:
-            further += [] if routes[position] in further else [routes[position]]
-        # A host without IPv6 cannot switch its link-local address off, and has none.
-        elif requests[position] is not quiet or failure.errno != errno.EAFNOSUPPORT or record.ipv6:
-            raise failure
-    _add_further(netlink, further)
+    return requests
+
+
+_QUIET_AT: Final = 1
+"""Where the request that wants no link-local address is."""
+_ROUTES: Final = 2
+_SET_UP: Final = EncodedPlan(_plan_set_up, "")
 
 
 def _add_further(netlink: NetlinkSocket, families: list[FamilyPlan]) -> None:

@@ -1,20 +1,22 @@
-"""What installing for a container runtime asks of this machine: news of its directories, and its plugins' versions.
+"""What podwire asks of this machine because of a container runtime: news of its directories, a plugin of its own.
 
-Used by the agent's installer and by `podwire cni`, which must not reach the kernel themselves.
+Used by the agent's installer and by the launchers' door, which must not reach the kernel themselves.
 """
 
-import json
-import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from podwire.kernel import spawn
 from podwire.kernel.inotify import DirectoryWaker
 from podwire.model.errors import PodwireError
 from podwire.model.store import Waker
 
-_ASK_TIMEOUT_S: Final = 10.0
-_log = logging.getLogger(__name__)
+_PLUGIN_TIMEOUT_S: Final = 8.0
+"""Below the time that a launcher waits for its DEL."""
+_ENV: Final = "/usr/bin/env"
+_USUAL_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_SHOWN_CHARACTERS: Final = 400
 
 
 def watch_directories(*paths: Path) -> Waker:
@@ -22,23 +24,25 @@ def watch_directories(*paths: Path) -> Waker:
     return DirectoryWaker(*paths)
 
 
-def ask_versions(plugin: Path) -> tuple[str, ...]:
-    """Ask a plugin for the CNI versions that it speaks; empty when it does not say (it hangs, or cannot run here)."""
-    variables = {"CNI_COMMAND": "VERSION", "CNI_PATH": str(plugin.parent)}
-    # Plugins before 1.0 insist on these, and do not read them.
-    variables |= dict.fromkeys(("CNI_CONTAINERID", "CNI_IFNAME", "CNI_NETNS"), "dummy")
+def run_chained(
+    plugin: str, variables: Mapping[str, str], stdin: bytes, mount_fd: int | None
+) -> str:
+    """Run a plugin of the runtime's as the runtime would, among its files; gives what went wrong, "" = nothing.
+
+    `mount_fd`: the runtime's mount namespace, None = ours.
+    """
+    # The agent's own file system may be that of an image, which has neither the plugin nor what that executes: `env`
+    # looks for the plugin where the runtime does.
+    path = ":".join(filter(None, (variables.get("CNI_PATH"), variables.get("PATH"), _USUAL_PATH)))
     try:
         done = spawn.run(
-            [str(plugin)],
-            input_bytes=b'{"cniVersion": "1.0.0"}',
-            environment=variables,
-            timeout_s=_ASK_TIMEOUT_S,
+            [_ENV, plugin],
+            input_bytes=stdin,
+            environment={**variables, "PATH": path},
+            place=spawn.Place(mount_fd=mount_fd),
+            timeout_s=_PLUGIN_TIMEOUT_S,
         )
-        said: Any = json.loads(done.stdout)
-        return tuple(str(version) for version in said["supportedVersions"])
-    except (PodwireError, ValueError, KeyError, TypeError) as error:
-        _log.warning(
-            "a plugin does not say which versions it speaks",
-            extra={"path": str(plugin), "error": str(error)},
-        )
-        return ()
+    except PodwireError as error:
+        return error.message
+    said = (done.stdout or done.stderr).decode(errors="replace").strip()
+    return f"exit status {done.status}: {said[:_SHOWN_CHARACTERS]}" if done.status else ""

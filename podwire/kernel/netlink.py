@@ -12,7 +12,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -48,6 +48,10 @@ _IFREQ_INDEX: Final = struct.Struct("=16xi20x")
 _HEADER: Final = struct.Struct("=IHHII")
 _ATTRIBUTE: Final = struct.Struct("=HH")
 _ERRNO: Final = struct.Struct("=i")
+_SEQUENCE: Final = struct.Struct("=I")
+_SEQUENCE_AT: Final = 8
+_ACKNOWLEDGEMENT: Final = struct.Struct("=4xH2xI4xi")
+"""Type and sequence number of an answer, and the error that it tells."""
 _ECHOED_BYTES: Final = _ERRNO.size + _HEADER.size
 _RECEIVE_BYTES: Final = 1 << 17
 _RECEIVE_BUFFER_BYTES: Final = 1 << 21
@@ -71,6 +75,29 @@ class Request:
     body: bytes
     call: str
     target: object
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedBatch:
+    """Requests in the bytes that are sent; `requests` makes them as they are, for the one case that some fail."""
+
+    data: bytearray
+    starts: Sequence[int]
+    """Where each message begins: its sequence number is written when it is sent."""
+    requests: Callable[[], Sequence[Request]]
+
+
+def encode_batch(requests: Sequence[Request]) -> tuple[bytes, Sequence[int]]:
+    """Encode requests of which only the last is acknowledged; gives where each of them begins, too."""
+    frames, starts, at = [], [], 0
+    for number, request in enumerate(requests, 1):
+        length = _HEADER.size + len(request.body)
+        flags = request.flags | NLM_F_REQUEST | (NLM_F_ACK if number == len(requests) else 0)
+        padding = b"\0" * (-length & 3)
+        frames += [_HEADER.pack(length, request.type, flags, 0, 0), request.body, padding]
+        starts.append(at)
+        at += length + len(padding)
+    return b"".join(frames), starts
 
 
 def attribute(kind: int, payload: bytes) -> bytes:
@@ -192,6 +219,22 @@ class NetlinkSocket(Closing):
                 results += self._exchange(requests[start : start + _BATCH_REQUESTS])
         return results
 
+    def attempt_batch(self, batch: EncodedBatch) -> Sequence[KernelFailure | None]:
+        """Send what is encoded already; gives what `attempt` does, and () when all of it is done."""
+        with self._lock:
+            first = self._sequence + 1
+            for number, start in enumerate(batch.starts, first):
+                _SEQUENCE.pack_into(batch.data, start + _SEQUENCE_AT, number & 0xFFFFFFFF)
+            count = len(batch.starts)
+            self._sequence = (first + count - 1) & 0xFFFFFFFF
+            self._transmit(batch.data, "send an encoded batch", changes=True)
+            data = self._take("send an encoded batch")
+            if len(data) >= _ACKNOWLEDGEMENT.size and _ACKNOWLEDGEMENT.unpack_from(data) == (
+                *(_NLMSG_ERROR, self._sequence, 0),
+            ):
+                return ()
+            return self._read_results(batch.requests(), first & 0xFFFFFFFF, data)
+
     def dump(self, request: Request) -> list[bytes]:
         """Give the bodies of every message of a dump; one that the kernel calls inconsistent is
         taken again.
@@ -247,8 +290,15 @@ class NetlinkSocket(Closing):
         # net/netlink/af_netlink.c:netlink_rcv_skb handles a datagram's messages one after the other and acknowledges
         # each that asks for it or fails.
         first = self._send([*asking, (requests[last], NLM_F_REQUEST | NLM_F_ACK)])
+        return self._read_results(requests, first)
+
+    def _read_results(
+        self, requests: Sequence[Request], first: int, data: bytes = b""
+    ) -> list[KernelFailure | None]:
+        """Read the failures of a batch, and the acknowledgement of its last request; `data` was read already."""
+        last = len(requests) - 1
         results: list[KernelFailure | None] = [None] * len(requests)
-        for kind, flags, number, body in self._receive(requests[0]):
+        for kind, flags, number, body in self._receive(requests[0], data):
             position = (number - first) & 0xFFFFFFFF
             # Positions count modulo 2^32, so an answer to an abandoned exchange lies beyond the last one.
             if kind != _NLMSG_ERROR or position > last:
@@ -288,28 +338,38 @@ class NetlinkSocket(Closing):
             frames.append(request.body)
             frames.append(b"\0" * (-length & 3))
         self._sequence = (first + len(requests) - 1) & 0xFFFFFFFF
-        request = requests[0][0]
+        changes = any(flags & NLM_F_ACK for _, flags in requests)
+        self._transmit(b"".join(frames), requests[0][0].call, changes=changes)
+        return first & 0xFFFFFFFF
+
+    def _transmit(self, data: bytes | bytearray, call: str, *, changes: bool) -> None:
+        """Send messages: the one place where anything leaves. `changes`: they are more than a look."""
         try:
             # Requests are handled within send(2), by the calling thread: when it returns, the acknowledgements are in
             # the receive buffer.
-            self._socket.send(b"".join(frames))
+            self._socket.send(data)
         except OSError as error:
             raise KernelFailure(
-                error.errno or errno.EIO, request.call, str(request.target), detail=str(error)
+                error.errno or errno.EIO, call, "netlink socket", detail=str(error)
             ) from error
-        return first & 0xFFFFFFFF
 
-    def _receive(self, request: Request) -> Iterator[tuple[int, int, int, bytes]]:
-        """Give messages as (type, flags, sequence number, body) until the caller has enough."""
+    def _take(self, call: str) -> bytes:
+        """Read one datagram of answers."""
+        try:
+            return self._socket.recv(_RECEIVE_BYTES)
+        except OSError as error:
+            number = errno.ETIMEDOUT if error.errno == errno.EAGAIN else error.errno
+            raise KernelFailure(
+                number or errno.EIO, call, "netlink socket", detail="no answer"
+            ) from error
+
+    def _receive(
+        self, request: Request, data: bytes = b""
+    ) -> Iterator[tuple[int, int, int, bytes]]:
+        """Give messages as (type, flags, sequence number, body) until the caller has enough; first those of `data`."""
+        yield from split_messages(data)
         while True:
-            try:
-                data = self._socket.recv(_RECEIVE_BYTES)
-            except OSError as error:
-                number = errno.ETIMEDOUT if error.errno == errno.EAGAIN else error.errno
-                raise KernelFailure(
-                    number or errno.EIO, request.call, str(request.target), detail="no answer"
-                ) from error
-            yield from split_messages(data)
+            yield from split_messages(self._take(request.call))
 
 
 def split_messages(data: bytes) -> Iterator[tuple[int, int, int, bytes]]:

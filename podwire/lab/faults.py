@@ -49,6 +49,9 @@ def apply_partitions(plan: LabPlan, pairs: Sequence[tuple[str, str]]) -> None:
         netns.run_in(fd.fileno(), lambda: _run_nft("\n".join(commands)))
 
 
+# Frames between two ports of a bridge pass only the hooks of family `bridge`, unless br_netfilter is loaded, which
+# belongs to the whole machine and is not the lab's to load or to rely on. What the underlay routes or takes passes
+# `inet`.
 _HOOKS: Final = {"bridge": ("forward",), "inet": ("input", "forward", "output")}
 
 

@@ -15,10 +15,11 @@ from typing import Any, Final, NoReturn
 
 import msgspec
 
+from podwire.cni.launcher import AttachFailed
 from podwire.kernel import netns, spawn
 from podwire.lab.state import LabState, Pod, end_process
 from podwire.lab.topology import WORLD, NodePlan, check_pod_name, pod_namespace
-from podwire.model.errors import AttachFailed, Conflict, InvalidRequest, Unavailable
+from podwire.model.errors import Conflict, InvalidRequest, Unavailable
 from podwire.model.installation.shipped import LAUNCHER
 
 NETWORK: Final = "podwire"
@@ -72,6 +73,7 @@ def call_launcher(
         "CNI_ARGS": args,
         "PATH": os.environ.get("PATH", "/usr/bin:/bin"),
     }
+    # libcni sets all variables for every command, empty where a command has nothing to say.
     if command in ("STATUS", "GC"):
         for name in ("CNI_CONTAINERID", "CNI_NETNS", "CNI_IFNAME"):
             environment[name] = ""

@@ -67,6 +67,8 @@ def _open(family: socket.AddressFamily, port: int, protocol: str) -> socket.sock
         else:
             listener.setsockopt(socket.IPPROTO_IP, _IP_PKTINFO, 1)
     else:
+        # The server closes first, so its connections stay in TIME_WAIT for a minute and keep the port from the next
+        # server of the pod (socket(7)).
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("", port))
     if protocol != "udp":

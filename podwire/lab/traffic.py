@@ -65,6 +65,7 @@ def start_servers(pod: Pod, ports: Sequence[tuple[int, str]]) -> tuple[Server, .
         with netns.open_namespace(netns.named_path(pod.netns)) as fd:
             child = spawn.start(
                 [
+                    # -P: from a directory that happens to have a socket.py, `-m` would import that one.
                     *(sys.executable, "-P", "-m", "podwire.lab.serve", pod.full_name, pod.node),
                     *(f"{port}/{protocol}" for port, protocol in ports),
                 ],
@@ -85,6 +86,7 @@ def start_servers(pod: Pod, ports: Sequence[tuple[int, str]]) -> tuple[Server, .
         if writer >= 0:
             os.close(writer)
     process = describe_process(child.pid)
+    # The server outlives this process: nobody here will wait for it.
     child.release()
     return tuple(Server(port, protocol, process) for port, protocol in ports)
 

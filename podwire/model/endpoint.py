@@ -124,6 +124,9 @@ class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it is a container beside Kubernetes; a Pod object of that name is not it."""
     host_ports: tuple[HostPort, ...] = ()
     """Which ports of this host lead to it, sorted. An older one with the same UID gives them up to it."""
+    may_ask_host_ports: bool = False
+    """Whether its network hands host ports to podwire. False, also in records of builds that served none: `portmap`,
+    chained, may serve some."""
 
     @property
     def addresses(self) -> tuple[IPAddress, ...]:

@@ -5,9 +5,7 @@ A message is the failed intent in lower case with its values; the hint is the ne
 """
 
 import errno as errno_names
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -190,22 +188,3 @@ class KernelFailure(PodwireError):
         self.errno = errno
         self.call = call
         self.object_name = object_name
-
-
-class AttachFailed(PodwireError):
-    """A launcher that was executed as a runtime does it reported an error; `reply` is its JSON."""
-
-    kind = "attach"
-
-    def __init__(self, command: str, pod: str, reply: Mapping[str, Any]) -> None:
-        super().__init__(
-            f"{command} pod {pod!r}: code {reply.get('code')}: {reply.get('msg')}",
-            hint=str(reply.get("details", "")),
-        )
-        self.reply = reply
-
-    @property
-    def code(self) -> int:
-        """The error's CNI number; 0 when the launcher gave none."""
-        code = self.reply.get("code")
-        return code if isinstance(code, int) else 0

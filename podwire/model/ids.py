@@ -22,6 +22,8 @@ DEVICE_PREFIX: Final = "pw"
 DEVICE_HASH_DIGITS: Final = 12
 ALIAS_PREFIX: Final = "podwire"
 ROUTE_PROTOCOL: Final = 199
+"""Tells our routes from others'. The kernel interprets no number from RTPROT_STATIC on (rtnetlink.h); iproute2's
+rt_protos gives 199 to no routing daemon."""
 NFT_TABLE: Final = "podwire"
 ABI_DIRECTORY_PREFIX: Final = "v"
 INTERFACE_NAME_MAX_BYTES: Final = 15
@@ -36,6 +38,8 @@ DEFAULT_NAMESPACE: Final = "default"
 """The namespace of pods and objects that name none."""
 NAMESPACE_MAX_CHARACTERS: Final = 63
 
+# Link-local addresses: they are never routed (RFC 3927 2.7, RFC 4291 2.5.6), so all pods can have the same gateway, and
+# no range of pods can contain it (`model.config` refuses such ranges).
 GATEWAY_IPV4: Final = "169.254.1.1"
 GATEWAY_IPV6: Final = "fe80::1"
 

@@ -94,6 +94,10 @@ class AttachRequest(msgspec.Struct, frozen=True, kw_only=True):
     bandwidth: Bandwidth = Bandwidth()
     host_ports: tuple[HostPort, ...] = ()
     """Sorted, each once."""
+    may_ask_host_ports: bool = False
+    """Whether the network hands what a pod asks of host ports to podwire; else a chained plugin may serve them."""
+    port_mappings: str = ""
+    """Of a DEL: the capability as the runtime wrote it, JSON; "" = it says nothing of ports."""
     prev_result: AttachResult | None = None
     valid_attachments: tuple[tuple[ContainerId, InterfaceName], ...] | None = None
     """GC's list; None = the runtime gave none, () = it says that nothing lives."""

@@ -1,13 +1,13 @@
 """Clusters that tests share: real ones of two nodes, or none, and then the tier is skipped as a whole.
 
 Two are raised, one after the other, with podwire as its manifest installs it: one as most clusters are, and one that
-differs in all that may differ. `--full` raises more.
+differs in all that may differ, services by the programs included. `--full` raises more.
 """
 
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -45,7 +45,7 @@ def _can_run() -> None:
 
 
 OTHER: Final = ClusterShape(families="46", proxy="iptables", hidden=(str(ROOT),))
-"""With the newer programs where they are built."""
+"""With the newer programs where they are built, and with services by the programs."""
 SHAPES: Final[Mapping[str, ClusterShape]] = {
     "three nodes": ClusterShape(nodes=3, hidden=(str(ROOT),)),
     "iptables": ClusterShape(proxy="iptables", hidden=(str(ROOT),)),
@@ -55,21 +55,23 @@ SHAPES: Final[Mapping[str, ClusterShape]] = {
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Raise one other shape, and with --full every one."""
+    """Raise one other shape, and with --full every one; a module says in ON_SHAPES if it is for some alone."""
     if "shaped" in metafunc.fixturenames:
         full = metafunc.config.getoption("--full")
         names = ["other", *(("ptp", *SHAPES) if full else ())]
-        metafunc.parametrize("shaped", names, indirect=True, scope="module")
+        names = getattr(metafunc.module, "ON_SHAPES", names)
+        metafunc.parametrize("shaped", names, indirect=True, scope="package")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def shaped(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """Give a cluster of another shape than `cluster`."""
     network: Network
     if request.param == "ptp":
         shape, network = ClusterShape(), Ptp()
     elif request.param == "other":
-        shape, network = replace(OTHER, newer=_list_newer()), _find_podwire()
+        shape = replace(OTHER, newer=_list_newer())
+        network = _find_podwire(past_services=True, settings={"translate_services": "on"})
     else:
         shape, network = SHAPES[request.param], _find_podwire()
     with clusters.raised("shaped", shape, network) as made:
@@ -91,7 +93,7 @@ def network() -> Podwire:
     return _find_podwire()
 
 
-def _find_podwire() -> Podwire:
+def _find_podwire(**more: Any) -> Podwire:
     """Give podwire as it is installed; the image must have been built where there is a way to Debian's packages."""
     if not read_definitions():
         pytest.skip(
@@ -101,7 +103,7 @@ def _find_podwire() -> Podwire:
         find_image()
     except PodwireError as error:
         pytest.skip(f"no image of podwire: {error.message}")
-    return Podwire()
+    return Podwire(**more)
 
 
 @pytest.fixture(scope="module")

@@ -1,121 +1,214 @@
-"""Services in a real cluster whose agents translate them, beside an unmodified kube-proxy."""
+"""Services in a real cluster whose agents translate them, beside kube-proxy in each of its modes and without it.
 
-import json
+Every question that a pod asks a service is put to the oracle, too, with and without policies that name the pods behind
+it. `--full` adds nodes that reach each other through the tunnel.
+"""
+
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import pytest
 
-from podwire.cli.client import request
 from podwire.lab import traffic
-from podwire.lab.kubernetes import cluster as clusters
-from podwire.lab.kubernetes import pods, residue
-from podwire.lab.kubernetes.cluster import Cluster, ClusterShape
-from podwire.lab.kubernetes.networks.agents import API_SOCKET, PlainAgents
+from podwire.lab.kubernetes import pods
+from podwire.lab.kubernetes.cluster import Cluster
+from podwire.lab.kubernetes.networks.installed import Podwire
+from podwire.lab.kubernetes.ranges import RANGES, of
+from tests.cluster import probing
+from tests.cluster.agents import ask
+from tests.cluster.flows import Requests, can_connect
+from tests.cluster.market import FIRST, NAMESPACE, PORT, SECOND, Market, open_market
 from tests.waiting import wait_for
 
-PORT: Final = 8080
-REFUSED: Final = 9999
-WEB: Final = {
-    "apiVersion": "v1",
-    "kind": "Service",
-    "metadata": {"name": "web", "namespace": "default"},
-    "spec": {"selector": {"app": "web"}, "ports": [{"port": PORT, "targetPort": 80}]},
-}
+ON_SHAPES: Final = ("other",)
+"""Where the programs translate."""
+Policy = Mapping[str, Any]
 
 
-def only_to(app: str) -> Mapping[str, Any]:
-    """Give the policy that lets the client speak to pods of an app, and to nobody else."""
+def policy(app: str, **spec: object) -> Policy:
+    """Write a policy for the pods of an app."""
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": {"name": "client", "namespace": "default"},
+        "metadata": {"name": f"of-{app}", "namespace": NAMESPACE},
         "spec": {
-            "podSelector": {"matchLabels": {"app": "client"}},
-            "policyTypes": ["Egress"],
-            "egress": [
-                {"to": [{"podSelector": {"matchLabels": {"app": app}}}], "ports": [{"port": 80}]}
-            ],
+            "podSelector": {"matchLabels": {"app": app}},
+            "policyTypes": [key.capitalize() for key in spec],
+            **spec,
         },
     }
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with clusters.raised("services", ClusterShape(), PlainAgents(translate_services="on")) as made:
-        yield made
-    assert not residue.list_left("services")
+def to_app(app: str) -> list[Mapping[str, Any]]:
+    return [{"podSelector": {"matchLabels": {"app": app}}}]
 
 
-@pytest.fixture(scope="module")
-def address(cluster: Cluster) -> str:
-    """Start a web server on each node behind a service, and give the service's address."""
-    cluster.apply(pods.describe_deployment("web", 2), WEB)
-    web = cluster.wait_for_pods(2, selector="app=web")
-    assert {pod["spec"]["nodeName"] for pod in web} == {"node1", "node2"}
-    service = json.loads(cluster.kubectl("get", "service", "web", "-o", "json"))
-    wait_for(lambda: back_ends(cluster, "node1") == served(cluster), "both back ends")
-    return str(service["spec"]["clusterIP"])
+def ports(*numbers: int | str) -> list[Mapping[str, Any]]:
+    return [
+        {"port": number, "protocol": protocol} for number in numbers for protocol in ("TCP", "UDP")
+    ]
 
 
-@pytest.fixture(scope="module")
-def client(cluster: Cluster, address: str) -> str:
-    """Start a pod, and give a path to its network."""
-    assert address
-    labels = {"app": "client"}
-    cluster.apply(pods.describe("client", node="node1", labels=labels, command=pods.IDLE))
-    (found,) = cluster.wait_for_pods(1, selector="app=client")
-    return pods.network_of(cluster, found)
+def blocks(*cidrs: str) -> list[Mapping[str, Any]]:
+    return [{"ipBlock": {"cidr": cidr}} for cidr in cidrs]
 
 
-def back_ends(cluster: Cluster, node: str) -> set[str]:
-    """Give who answers for the service, as a node's programs have it."""
-    socket = str(cluster.node(node).machine.path(API_SOCKET))
-    rows = request(socket, "GET", "/map/service")["rows"]
-    return {one for row in rows if row["port"] == PORT for one in row["back_ends"]}
+NODES: Final = [str(one.underlay) for one in of("46")]
+SERVICES: Final = [RANGES[family].services for family in "46"]
+CASES: Final[Mapping[str, tuple[Policy, ...]]] = {
+    "no policy": (),
+    "to the pods behind": (policy("client", egress=[{"to": to_app("web")}]),),
+    "to the pods behind, at the service's port": (
+        policy("client", egress=[{"to": to_app("web"), "ports": ports(PORT)}]),
+    ),
+    "to the pods behind, at one of their ports": (
+        policy("client", egress=[{"to": to_app("web"), "ports": ports(SECOND)}]),
+    ),
+    "to the pods behind, at a port's name": (
+        policy(
+            "client",
+            egress=[{"to": to_app("web"), "ports": [{"port": "web-tcp", "protocol": "TCP"}]}],
+        ),
+    ),
+    "to other pods": (policy("client", egress=[{"to": to_app("somebody-else")}]),),
+    "to the addresses of services": (policy("client", egress=[{"to": blocks(*SERVICES)}]),),
+    "to nodes and the API server by address": (
+        policy("client", egress=[{"to": blocks(*NODES), "ports": ports(FIRST, 6443)}]),
+    ),
+    "from the client": (policy("web", ingress=[{"from": to_app("client")}]),),
+    "from the client, at one of their ports": (
+        policy("web", ingress=[{"from": to_app("client"), "ports": ports(FIRST)}]),
+    ),
+    "from others": (policy("web", ingress=[{"from": to_app("somebody-else")}]),),
+    "closed but for each other": (
+        policy("client", egress=[{"to": to_app("web")}], ingress=[]),
+        policy("web", ingress=[{"from": to_app("client")}], egress=[]),
+    ),
+}
+WAYS: Final = {"native": "native", "overlay": "tunnel"}
+"""What an agent calls a way."""
+SHORT: Final = ("no policy", "to the pods behind", "to other pods", "from others")
+"""What is asked where the whole table is asked elsewhere."""
 
 
-def served(cluster: Cluster) -> set[str]:
-    """Give who should answer."""
-    return {f"{pod['status']['podIP']} 80" for pod in cluster.list_pods(selector="app=web")}
-
-
-def answers(network: str, address: str, port: int = PORT) -> bool:
-    return traffic.connect(network, address, port, timeout_s=1).ok
-
-
-def test_a_policy_names_the_pods_behind_the_service(
-    cluster: Cluster, address: str, client: str
-) -> None:
-    assert all(traffic.connect(client, address, PORT, timeout_s=60).ok for _ in range(10))
-    cluster.apply(only_to("somebody-else"))
-    wait_for(lambda: not answers(client, address), "the cut")
-    cluster.apply(only_to("web"))
-    wait_for(lambda: answers(client, address), "the way to the pods behind it")
-    assert all(traffic.connect(client, address, PORT, timeout_s=60).ok for _ in range(10))
-
-
-def test_another_port_is_refused_at_once(address: str, client: str) -> None:
-    said = traffic.connect(client, address, REFUSED, timeout_s=60)
-    assert not said.ok
-    assert "refused" in said.answer
-
-
-def test_back_ends_follow_a_rollout(cluster: Cluster, address: str, client: str) -> None:
-    before = served(cluster)
-    cluster.kubectl("rollout", "restart", "deployment/web")
-    cluster.kubectl("rollout", "status", "deployment/web", "--timeout=120s")
-    wait_for(lambda: len(served(cluster)) == 2, "the old pods to be gone")
-    assert served(cluster).isdisjoint(before)
-    for node in cluster.nodes:
-        wait_for(
-            lambda node=node: back_ends(cluster, node.name) == served(cluster),  # type: ignore[misc]
-            f"the new pods on {node.name}",
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Choose how kube-proxy runs and how nodes reach each other."""
+    if "ground" in metafunc.fixturenames:
+        ways = ("native", "overlay") if metafunc.config.getoption("--full") else ("native",)
+        grounds = [(way, proxy) for way in ways for proxy in ("iptables", "nftables", "")]
+        metafunc.parametrize(
+            "ground",
+            grounds,
+            indirect=True,
+            scope="module",
+            ids=[f"{way} {proxy or 'no kube-proxy'}" for way, proxy in grounds],
         )
-    assert all(traffic.connect(client, address, PORT, timeout_s=60).ok for _ in range(10))
 
 
-def test_the_hosts_are_served_by_kube_proxy(cluster: Cluster, address: str) -> None:
-    ask = f"exec 3<>/dev/tcp/{address}/{PORT}"
-    place = cluster.nodes[0].machine.place
-    cluster.wait_for(lambda: not place.run(["bash", "-c", ask]).status, "kube-proxy")
+@pytest.fixture(scope="module")
+def market(shaped: Cluster) -> Iterator[Market]:
+    """Give the services, and afterwards the cluster as it was."""
+    with open_market(shaped) as made:
+        yield made
+    arrange(shaped, "native", shaped.shape.proxy)
+
+
+@pytest.fixture(scope="module")
+def ground(request: pytest.FixtureRequest, shaped: Cluster, market: Market) -> tuple[str, str]:
+    """Have kube-proxy in a mode, and nodes reach each other in a way."""
+    way, proxy = request.param
+    arrange(shaped, way, proxy)
+    market.wait_for_back_ends()
+    return way, proxy
+
+
+def arrange(shaped: Cluster, way: str, proxy: str) -> None:
+    network = shaped.network
+    assert isinstance(network, Podwire)
+    routing = "overlay" if way == "overlay" else "auto"
+    if network.settings.get("routing", "auto") != routing:
+        network.change_settings(shaped, routing=routing)
+    if shaped.nodes[0].services.proxy_mode != proxy:
+        shaped.use_proxy(proxy)
+    wait_for(lambda: ways_of(shaped) == {WAYS[way]}, f"{WAYS[way]} between the nodes")
+
+
+def ways_of(shaped: Cluster) -> set[str]:
+    """Give how each node reaches the others."""
+    return {
+        way
+        for node in shaped.nodes
+        for one in ask(str(node.machine.path("/run/podwire/api.sock")), "/node")
+        for way in one["ways"]
+        if way != "local"
+    }
+
+
+def test_every_answer_is_what_the_oracle_says(
+    market: Market, ground: tuple[str, str], full: bool
+) -> None:
+    whole = full or ground[1] == market.cluster.shape.proxy
+    names = CASES if whole else SHORT
+    faults = {name: found for name in names if (found := market.play(CASES[name]))}
+    assert not faults, faults
+
+
+def test_hosts_are_served_by_kube_proxy_alone(market: Market, ground: tuple[str, str]) -> None:
+    market.enforce(())
+    host = market.cluster.nodes[0].machine.plan.namespace
+    for address in market.cluster_ips("remote").values():
+        if ground[1]:
+            wait_for(
+                lambda address=address: traffic.connect(host, address, PORT, timeout_s=2).ok,  # type: ignore[misc]
+                f"kube-proxy to serve {address}",
+            )
+        else:
+            assert not traffic.connect(host, address, PORT, timeout_s=1).ok
+
+
+ROLLING: Final = "rolling"
+REPLICAS: Final = 4
+DRAIN_S: Final = 3
+"""So long a pod answers after it is told to end: what is on its way to it arrives."""
+
+
+@pytest.fixture
+def rolling(market: Market) -> Iterator[str]:
+    """Give the address of a service whose pods end in order."""
+    deployment = pods.describe_deployment(ROLLING, REPLICAS, namespace=NAMESPACE)
+    template = deployment["spec"]["template"]["spec"]
+    template["terminationGracePeriodSeconds"] = DRAIN_S + 1
+    (container,) = template["containers"]
+    container["lifecycle"] = {"preStop": {"sleep": {"seconds": DRAIN_S}}}
+    container["readinessProbe"] = {"httpGet": {"port": 80}, "periodSeconds": 1}
+    cluster = market.cluster
+    cluster.apply(deployment)
+    spec = {"selector": {"app": ROLLING}, "ports": [{"port": PORT}]}
+    made = cluster.client.create(
+        f"/api/v1/namespaces/{NAMESPACE}/services", {"metadata": {"name": ROLLING}, "spec": spec}
+    )
+    cluster.wait_for_pods(REPLICAS, NAMESPACE, f"app={ROLLING}")
+    yield made["spec"]["clusterIP"]
+    cluster.kubectl("delete", "-n", NAMESPACE, f"deployment/{ROLLING}", f"service/{ROLLING}")
+
+
+def test_a_rollout_loses_no_request_that_kube_proxy_does_not_lose(
+    market: Market, rolling: str, full: bool
+) -> None:
+    """The pod's requests are translated by the programs, those of its node by kube-proxy."""
+    arrange(market.cluster, "native", market.cluster.shape.proxy)
+    market.enforce(())
+    networks = (market.networks["client"], market.networks["node-here"])
+    ours, theirs = (Requests(one, rolling, PORT, per_s=500 if full else 50) for one in networks)
+    for network in networks:
+        wait_for(lambda network=network: can_connect(network, rolling, PORT), "an answer")  # type: ignore[misc]
+    with probing.running(ours.run, theirs.run):
+        for _ in range(3 if full else 1):
+            market.cluster.kubectl("rollout", "restart", "-n", NAMESPACE, f"deployment/{ROLLING}")
+            words = ("rollout", "status", "-n", NAMESPACE, f"deployment/{ROLLING}")
+            market.cluster.kubectl(*words, "--timeout=120s")
+            market.cluster.wait_for_pods(REPLICAS, NAMESPACE, f"app={ROLLING}")
+    print(f"podwire {ours.sent}, lost {ours.lost}; kube-proxy {theirs.sent}, lost {theirs.lost}")
+    assert ours.sent > 100
+    assert theirs.sent > 100
+    assert len(ours.lost) <= len(theirs.lost), ours.lost

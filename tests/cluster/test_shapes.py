@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -22,12 +23,17 @@ from podwire.lab.kubernetes.api_server import SERVICE_ADDRESS
 from podwire.lab.kubernetes.cluster import Cluster, is_ready
 from podwire.lab.kubernetes.networks.installed import Podwire
 from podwire.lab.kubernetes.nodes import images
-from tests.cluster import probing
+from tests.cluster import flows, probing
 from tests.cluster.audit import wait_until_all_agree
 from tests.waiting import wait_for
 
 ECHO_PORT: Final = 7007
+FLOW_PORT: Final = 7008
+FLOWS, FLOWS_FULL = 200, 10_000
+"""So many connections to a service stay open while agents and the mode of kube-proxy change."""
+OTHER_PROXY: Final = {"iptables": "nftables", "nftables": "iptables"}
 NEXT: Final = "localhost/podwire:next"
+Pods = list[Mapping[str, Any]]
 CLOSED: Final = {
     "apiVersion": "networking.k8s.io/v1",
     "kind": "NetworkPolicy",
@@ -67,7 +73,7 @@ def installed(shaped: Cluster) -> Podwire:
     return shaped.network
 
 
-def test_pods_of_all_nodes_reach_each_other(shaped: Cluster, web: list[Any]) -> None:
+def test_pods_of_all_nodes_reach_each_other(shaped: Cluster, web: Pods) -> None:
     families = {"6" if ":" in one else "4" for pod in web for one in addresses_of(pod)}
     assert families == set(shaped.shape.families)
     assert all(reach(shaped, web, timeout_s=60))
@@ -78,7 +84,7 @@ def test_pods_of_all_nodes_reach_each_other(shaped: Cluster, web: list[Any]) -> 
             assert pods.execute(shaped, name, "wget", "-qO-", url) == images.SERVED
 
 
-def test_a_policy_closes_both_families(shaped: Cluster, web: list[Any]) -> None:
+def test_a_policy_closes_both_families(shaped: Cluster, web: Pods) -> None:
     installed(shaped)
     assert all(reach(shaped, web, timeout_s=60))
     shaped.apply(CLOSED)
@@ -87,18 +93,25 @@ def test_a_policy_closes_both_families(shaped: Cluster, web: list[Any]) -> None:
     wait_for(lambda: all(reach(shaped, web, timeout_s=1)), "the way of all")
 
 
-def test_pods_and_nodes_reach_services(shaped: Cluster, web: list[Any]) -> None:
-    shaped.kubectl("label", "pod", "--all", "app=web")
+@pytest.fixture
+def service(shaped: Cluster, web: Pods) -> list[str]:
+    """Give the addresses of a service of all web servers."""
+    assert web
+    shaped.kubectl("label", "pod", "--all", "app=web", "--overwrite")
     spec = {
         "selector": {"app": "web"},
-        "ports": [{"port": 80}],
+        "ports": [{"name": f"port-{port}", "port": port} for port in (80, FLOW_PORT)],
         "ipFamilyPolicy": "PreferDualStack",
     }
-    service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "web"}, "spec": spec}
-    made = shaped.client.create("/api/v1/namespaces/default/services", service)
+    document = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "web"}, "spec": spec}
+    made = shaped.client.create("/api/v1/namespaces/default/services", document)
     assert len(made["spec"]["clusterIPs"]) == len(shaped.shape.families)
+    return list(made["spec"]["clusterIPs"])
+
+
+def test_pods_and_nodes_reach_services(shaped: Cluster, web: Pods, service: list[str]) -> None:
     network = pods.network_of(shaped, web[0])
-    for address in made["spec"]["clusterIPs"]:
+    for address in service:
         wait_for(
             lambda address=address: traffic.connect(network, address, 80, timeout_s=1).ok,  # type: ignore[misc]
             f"an answer of {address}",
@@ -112,7 +125,9 @@ def test_pods_and_nodes_reach_services(shaped: Cluster, web: list[Any]) -> None:
         )
 
 
-def test_an_upgrade_and_the_way_back_lose_no_packet(shaped: Cluster, web: list[Any]) -> None:
+def test_an_upgrade_and_the_way_back_lose_no_packet(
+    shaped: Cluster, web: Pods, service: list[str], full: bool
+) -> None:
     network = installed(shaped)
     for node in shaped.nodes:
         node.services.tag_image(network.image, NEXT)
@@ -123,20 +138,47 @@ def test_an_upgrade_and_the_way_back_lose_no_packet(shaped: Cluster, web: list[A
     unready: list[str] = []
     watch = partial(note_unready, shaped, unready)
     with (
+        held_open(web, shaped, service, FLOWS_FULL if full else FLOWS) as held,
         probing.echoing(other, ECHO_PORT),
         probing.running(watch, partial(talk.talk, port=ECHO_PORT), *works),
     ):
-        before = agents_images(shaped, network)
-        roll(shaped, network, "set", "image", "daemonset/podwire-agent", f"*={NEXT}")
-        assert agents_images(shaped, network) == {NEXT}
-        roll(shaped, network, "rollout", "undo", "daemonset/podwire-agent")
-        assert agents_images(shaped, network) == before
+        for change in upgrade_and_back(shaped, network):
+            change()
+            assert held.check() == []
     assert not unready, unready[0]
     for stream in (*streams, talk):
         assert stream.sent
         assert not stream.lost
     assert all(reach(shaped, web, timeout_s=60))
     wait_until_all_agree(shaped, network)
+
+
+def upgrade_and_back(shaped: Cluster, network: Podwire) -> Iterator[Callable[[], object]]:
+    """Give other agents, and another mode of kube-proxy, and the way back of both."""
+    before = agents_images(shaped, network)
+    yield partial(roll, shaped, network, "set", "image", "daemonset/podwire-agent", f"*={NEXT}")
+    assert agents_images(shaped, network) == {NEXT}
+    yield partial(shaped.use_proxy, OTHER_PROXY[shaped.shape.proxy])
+    yield partial(roll, shaped, network, "rollout", "undo", "daemonset/podwire-agent")
+    assert agents_images(shaped, network) == before
+    yield partial(shaped.use_proxy, shaped.shape.proxy)
+
+
+@contextmanager
+def held_open(
+    web: Pods, shaped: Cluster, service: Sequence[str], count: int
+) -> Iterator[flows.OpenFlows]:
+    """Hold so many connections open from the first pod to a service of all."""
+    networks = [pods.network_of(shaped, pod) for pod in web]
+    with flows.room_for(count), flows.Echoes(networks, FLOW_PORT):
+        for address in service:
+            wait_for(
+                lambda address=address: flows.can_connect(networks[0], address, FLOW_PORT),  # type: ignore[misc]
+                f"an answer of {address}",
+            )
+        with flows.OpenFlows(networks[0], service, FLOW_PORT, count) as held:
+            assert held.check() == []
+            yield held
 
 
 def roll(shaped: Cluster, network: Podwire, *words: str) -> None:

@@ -6,13 +6,12 @@ nothing is judged by silence. Pods have the addresses that the cluster gives the
 
 import ipaddress
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import yaml
 
-from podwire.cli.client import CliError, request
 from podwire.control.policy.oracle import Decision, Party, Question, evaluate_flow
 from podwire.control.policy.rules_k8s import decode_network_policy
 from podwire.kernel import netns
@@ -20,16 +19,13 @@ from podwire.lab.kubernetes import pods
 from podwire.lab.kubernetes.cluster import Cluster
 from podwire.lab.kubernetes.ranges import RANGES
 from podwire.model.policy import Direction
+from tests.cluster.agents import Agents
 from tests.lab.policy_rig import Place
 from tests.lab.prober import Attempt, Fate, Prober
 from tests.policy_cases import NAMESPACES, PODS, Case, Flow, Pod
 from tests.policy_cases.sides import make_party
-from tests.waiting import wait_for
 
-POLICIES: Final = "/apis/networking.k8s.io/v1"
-KIND: Final = "networkpolicies"
 SOURCE: Final = "k8s"
-ENFORCED_S: Final = 120.0
 _PODS_OF_TABLE: Final = "10.244.1.0/24"
 _PROTOCOLS: Final = {6: "TCP", 17: "UDP", 132: "SCTP"}
 
@@ -45,19 +41,21 @@ class Town:
     def __init__(self, cluster: Cluster, stack: ExitStack) -> None:
         self.cluster = cluster
         self.addresses: dict[str, str] = {}
-        self._sockets = [str(node.machine.path("/run/podwire/api.sock")) for node in cluster.nodes]
+        self._agents = Agents(cluster)
         places = {}
         for title, found in _start(cluster).items():
             address = self.addresses[title] = str(found["status"]["podIP"])
             network = pods.network_of(cluster, found)
             fd = stack.enter_context(netns.open_namespace(network))
             places[title] = Place(title, fd, address, "")
-        self._prober = stack.enter_context(Prober(places, *self._sockets))
+        self._prober = stack.enter_context(Prober(places, *self._agents.sockets))
 
     def play(self, case: Case) -> list[str]:
         """Have a case's policies in force alone, send its flows, and name what is not as the oracle says."""
         documents = [yaml.safe_load(self._with_addresses(text)) for text in case.documents]
-        self._enforce(documents)
+        self._agents.enforce(
+            documents, namespaces=NAMESPACES, addresses=set(self.addresses.values())
+        )
         rules = [decode_network_policy(document) for document in documents]
         flows = [flow for flow in case.flows if is_playable(flow)]
         faults = []
@@ -68,32 +66,6 @@ class Town:
             )
             faults += _find_faults(attempt, denial)
         return faults
-
-    def _enforce(self, documents: Sequence[Mapping[str, Any]]) -> None:
-        for namespace in NAMESPACES:
-            self.cluster.client.delete(f"{POLICIES}/namespaces/{namespace}/{KIND}")
-        if documents:
-            self.cluster.apply(*documents)
-        listed = self.cluster.client.get(f"{POLICIES}/{KIND}")
-        # That of the list is beyond what was deleted, too, but agents hear of a revision by a change alone.
-        newest = [int(one["metadata"]["resourceVersion"]) for one in listed["items"]]
-        if newest:
-            wait_for(lambda: self._is_enforced(max(newest)), deadline_s=ENFORCED_S)
-        else:
-            wait_for(self._is_open, deadline_s=ENFORCED_S)
-
-    def _is_enforced(self, revision: int) -> bool:
-        return all(
-            int(row["policyRevisions"].get(KIND, 0)) >= revision for row in self._list_endpoints()
-        )
-
-    def _is_open(self) -> bool:
-        return not any(_ask_agent(path, "/policy") for path in self._sockets)
-
-    def _list_endpoints(self) -> list[Mapping[str, Any]]:
-        mine = set(self.addresses.values())
-        rows = [row for path in self._sockets for row in _ask_agent(path, "/endpoint")]
-        return [row for row in rows if row["ipv4"] in mine]
 
     def _with_addresses(self, text: str) -> str:
         """Have a document speak of the addresses that pods have here, where it names one pod's or those of all."""
@@ -122,14 +94,6 @@ def _find_faults(attempt: Attempt, denial: Decision | None) -> list[str]:
     named = {(one["namespace"], one["name"]) for one in attempt.event["policies"]}
     meant = {(one.policy.namespace, one.policy.name) for one in denial.rules}
     return [] if named <= meant else [f"wanted the drop of one of {meant}: {attempt.told}"]
-
-
-def _ask_agent(path: str, resource: str) -> list[Mapping[str, Any]]:
-    try:
-        found: list[Mapping[str, Any]] = request(path, "GET", resource)
-    except CliError as error:
-        raise AssertionError(f"{path} {resource}: {error}") from error
-    return found
 
 
 def _describe(pod: Pod, node: str) -> dict[str, Any]:
@@ -173,8 +137,8 @@ def open_town(cluster: Cluster) -> Iterator[Town]:
         with ExitStack() as stack:
             yield Town(cluster, stack)
     finally:
+        Agents(cluster).delete_policies(NAMESPACES)
         for namespace in NAMESPACES:
-            cluster.client.delete(f"{POLICIES}/namespaces/{namespace}/{KIND}")
             cluster.kubectl("delete", "pod", "-n", namespace, "--all", "--now")
         for namespace in NAMESPACES.keys() - {"default"}:
             cluster.kubectl("delete", "namespace", namespace)

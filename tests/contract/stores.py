@@ -1,4 +1,7 @@
-"""The back ends that the store's contract is held against, and what its tests have in common."""
+"""The back ends that the store's contract is held against, and what its tests have in common.
+
+Processes that a test starts by the dozen import this file, so a back end is imported when it is opened.
+"""
 
 import os
 import secrets
@@ -7,18 +10,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from podwire.kernel.inotify import FileWaker
 from podwire.model.errors import Conflict
 from podwire.model.store import ObjectKey, Store, StoredObject, StoreEvent, Watch
 from podwire.model.store.kinds import IP_POOL, NAMESPACE, NETWORK_POLICY, WORKLOAD
-from podwire.store.etcd.store import EtcdStore
 from podwire.store.sqlite import SqliteStore
-from tests.contract import kubernetes_rig
-from tests.contract.etcd_rig import ENDPOINT_VARIABLE
-from tests.fakes.server_store import OthersAtWork, ServerStore
 from tests.waiting import wait_for
+
+if TYPE_CHECKING:
+    from tests.fakes.server_store import ServerStore
 
 Open = Callable[[Path], Store]
 MakeNamespace = Callable[[Store, str], None]
@@ -47,11 +49,13 @@ class BackEnd:
     """Makes a namespace as whoever may do so."""
 
 
-_servers: dict[Path, ServerStore] = {}
+_servers: dict[Path, "ServerStore"] = {}
 
 
-def open_server(directory: Path) -> ServerStore:
+def open_server(directory: Path) -> "ServerStore":
     """Open what behaves as an API server does, while others write to it."""
+    from tests.fakes.server_store import ServerStore  # noqa: PLC0415
+
     if directory not in _servers:
         _servers[directory] = ServerStore()
     return ServerStore(_servers[directory])
@@ -61,12 +65,16 @@ def open_server(directory: Path) -> ServerStore:
 def others_at_work(name: str, directory: Path) -> Iterator[None]:
     """Let others write to a server while a test runs."""
     if name == KUBERNETES:
+        from tests.contract import kubernetes_rig  # noqa: PLC0415
+
         with kubernetes_rig.others_at_work():
             yield
         return
     if name != SERVER:
         yield
         return
+    from tests.fakes.server_store import OthersAtWork  # noqa: PLC0415
+
     others = OthersAtWork(open_server(directory)).start()
     try:
         yield
@@ -75,9 +83,30 @@ def others_at_work(name: str, directory: Path) -> Iterator[None]:
         del _servers[directory]
 
 
-def _as_server(store: Store) -> ServerStore:
+def _make_namespace_of_server(store: Store, name: str) -> None:
+    from tests.fakes.server_store import ServerStore  # noqa: PLC0415
+
     assert isinstance(store, ServerStore)
-    return store
+    store.make_namespace(name)
+
+
+def _open_etcd(_directory: Path) -> Store:
+    from podwire.store.etcd.store import EtcdStore  # noqa: PLC0415
+    from tests.contract.etcd_rig import ENDPOINT_VARIABLE  # noqa: PLC0415
+
+    return EtcdStore([os.environ[ENDPOINT_VARIABLE]], deadline_s=DEADLINE_S)
+
+
+def _open_kubernetes(directory: Path) -> Store:
+    from tests.contract import kubernetes_rig  # noqa: PLC0415
+
+    return kubernetes_rig.open_store(directory)
+
+
+def _make_namespace_of_kubernetes(store: Store, name: str) -> None:
+    from tests.contract import kubernetes_rig  # noqa: PLC0415
+
+    kubernetes_rig.make_namespace(store, name)
 
 
 SERVER: Final = "server"
@@ -90,11 +119,9 @@ BACK_ENDS: dict[str, BackEnd] = {
     "sqlite-inotify": BackEnd(
         lambda directory: SqliteStore(directory / "store.db", open_waker=FileWaker)
     ),
-    "etcd": BackEnd(
-        lambda _directory: EtcdStore([os.environ[ENDPOINT_VARIABLE]], deadline_s=DEADLINE_S)
-    ),
-    KUBERNETES: BackEnd(kubernetes_rig.open_store, kubernetes_rig.make_namespace),
-    SERVER: BackEnd(open_server, lambda store, name: _as_server(store).make_namespace(name)),
+    "etcd": BackEnd(_open_etcd),
+    KUBERNETES: BackEnd(_open_kubernetes, _make_namespace_of_kubernetes),
+    SERVER: BackEnd(open_server, _make_namespace_of_server),
 }
 
 

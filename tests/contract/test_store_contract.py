@@ -415,14 +415,19 @@ def test_a_watch_of_kinds_keeps_the_order_of_changes_where_that_is_promised(
     assert kinds == [WORKLOADS, POOLS] * 5
 
 
-def test_a_long_log_comes_in_parts(store: Store, place: Place) -> None:
+LONG_LOG = {KUBERNETES: 200}
+"""An API server sends each change alone; sqlite and etcd give up to 1,000 at once."""
+
+
+def test_a_long_log_comes_in_parts(store: Store, place: Place, back_end: str) -> None:
+    count = LONG_LOG.get(back_end, 2099)
     with store.together():
-        store.create(place.policy("a1"))
+        store.create(place.policy("before"))
     before = now_at(store)
     with store.together():
-        made = [store.create(place.policy(f"a{number}")) for number in range(2, 2101)]
+        made = [store.create(place.policy(f"a{number}")) for number in range(count)]
     with place.watch(before) as watch:
-        events = place.take(watch, 2099)
+        events = place.take(watch, count)
     assert [event.object for event in events] == made
     revisions = [event.revision for event in events]
     assert revisions == sorted(revisions)
@@ -516,7 +521,7 @@ def test_twenty_threads_lose_no_count(store: Store, place: Place) -> None:
     store.create(place.policy("counter"))
 
     def count() -> None:
-        for _ in range(10):
+        for _ in range(5):
             while True:
                 found = store.get(place.key("counter"))
                 assert found is not None
@@ -530,7 +535,7 @@ def test_twenty_threads_lose_no_count(store: Store, place: Place) -> None:
     with ThreadPoolExecutor(20) as threads:
         for one in [threads.submit(count) for _ in range(20)]:
             one.result()
-    assert value_of(store.get(place.key("counter"))) == "200"
+    assert value_of(store.get(place.key("counter"))) == "100"
 
 
 def test_a_watch_misses_nothing_of_twenty_threads(store: Store, place: Place) -> None:

@@ -47,6 +47,10 @@ class GatedAttachments:
         """Raised by the next operations, one each."""
         self.unknown: set[AttachmentKey | None] = set()
         """Whose labels are not known yet."""
+        self.unknown_all = False
+        """Nobody's labels are known yet."""
+        self.threads: list[str] = []
+        """On which thread each operation ran."""
         self.open_all = False
         self._lock = threading.Lock()
 
@@ -86,7 +90,9 @@ class GatedAttachments:
         cancelled: Callable[[], bool],
         /,
     ) -> AttachResult | None:
-        return None if request.key in self.unknown else self.add(request, namespace, cancelled)
+        if self.unknown_all or request.key in self.unknown:
+            return None
+        return self.add(request, namespace, cancelled)
 
     def delete(self, request: AttachRequest, _namespace: PodNamespace | None, /) -> None:
         # The undo of an ADD calls this inside the ADD's own turn.
@@ -126,6 +132,7 @@ class _Turn:
                 all_.violations.append(f"{request.command} {request.key} overlaps")
             all_.running.append(self._operation)
             all_.history.append((request.command, request.key))
+            all_.threads.append(threading.current_thread().name)
             if all_.open_all:
                 self._operation.gate.release(100)
             failure = all_.failures.pop(0) if all_.failures else None

@@ -31,18 +31,15 @@ from podwire.control.policy.rule import (
     Requirement,
     Rule,
 )
-from podwire.model.endpoint import AttachmentKey, Device, EndpointRecord, IPNetwork, Phase
+from podwire.model.endpoint import EndpointRecord, IPNetwork
 from podwire.model.ids import (
-    ContainerId,
     EndpointId,
-    IfIndex,
-    InterfaceName,
-    NetworkName,
 )
 from podwire.model.interfaces import EndpointConfig
 from podwire.model.labels import Operator
 from podwire.model.policy import CIDR_IDENTITY_FIRST, CIDR_WORLD_BIT, Direction, PolicyRows, Verdict
 from tests.fakes.policy import FakePolicyDatapath, Packet
+from tests.fakes.records import make_record
 
 NETWORKS: Final[tuple[IPNetwork, ...]] = tuple(
     ipaddress.ip_network(text)
@@ -210,23 +207,6 @@ def make_packets(random: Random, identities: Iterable[int], count: int) -> list[
             Packet(direction, random.choice(peers), protocol, port, random.choice(ADDRESSES))
         )
     return packets
-
-
-def make_record(number: int) -> EndpointRecord:
-    """Give an endpoint's record; only its id matters here."""
-    key = AttachmentKey(NetworkName("n"), ContainerId(f"c{number}"), InterfaceName("eth0"))
-    name = InterfaceName(f"pw{number}")
-    device = Device("veth", name, IfIndex(number), "", InterfaceName("eth0"), IfIndex(2), "", 1500)
-    return EndpointRecord(
-        id=EndpointId(number),
-        key=key,
-        phase=Phase.LIVE,
-        boot_id="",
-        taken_boottime_ns=0,
-        netns_path="",
-        netns_cookie=0,
-        device=device,
-    )
 
 
 @dataclass

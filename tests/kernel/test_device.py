@@ -5,7 +5,7 @@ batches.
 import errno
 import ipaddress
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -14,7 +14,6 @@ from podwire.datapath.device import (
     CONDEMNED_GROUP,
     HostSide,
     LeftoverDevice,
-    Reaper,
     compare_device,
     create_device,
     list_devices,
@@ -23,9 +22,10 @@ from podwire.datapath.device import (
     require_owned,
 )
 from podwire.datapath.pod_net import compare_pod, configure_pod
+from podwire.datapath.reaper import Reaper
 from podwire.datapath.routes import SourceAddresses, list_pod_routes, remove_host_routes
 from podwire.kernel import probe
-from podwire.kernel.netlink import NetlinkSocket, Request
+from podwire.kernel.netlink import EncodedBatch, NetlinkSocket
 from podwire.kernel.probe import Feature
 from podwire.kernel.rtnl.link import (
     LinkEnd,
@@ -108,13 +108,13 @@ def test_programs_sit_on_the_device_before_it_is_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[str] = []
-    original = NetlinkSocket.attempt
+    original = NetlinkSocket.attempt_batch
 
-    def attempt(self: NetlinkSocket, requests: list[Request]) -> list[KernelFailure | None]:
-        sent.extend(request.call.split(" to device")[0] for request in requests)
-        return original(self, requests)
+    def attempt(self: NetlinkSocket, batch: EncodedBatch) -> Sequence[KernelFailure | None]:
+        sent.extend(request.call.split(" to device")[0] for request in batch.requests())
+        return original(self, batch)
 
-    monkeypatch.setattr(NetlinkSocket, "attempt", attempt)
+    monkeypatch.setattr(NetlinkSocket, "attempt_batch", attempt)
     create_device(netlink, make_record(1), pod.pod, side)
     up = max(position for position, call in enumerate(sent) if call == "change device")
     assert up > sent.index("attach program to_pod")

@@ -6,12 +6,12 @@ from contextlib import ExitStack
 from podwire.datapath.device import (
     HostSide,
     LeftoverDevice,
-    Reaper,
     compare_device,
     create_device,
     list_devices,
 )
 from podwire.datapath.pod_net import compare_pod, configure_pod
+from podwire.datapath.reaper import Reaper
 from podwire.datapath.routes import list_pod_routes, remove_host_routes
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.model.endpoint import EndpointRecord

@@ -1,4 +1,4 @@
-"""What installing asks of the kernel: news of directories, a plugin's versions, and our own loopback plugin."""
+"""What installing asks of the kernel: news of directories, a plugin of the runtime's, and our own loopback."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ from typing import Final
 
 import pytest
 
-from podwire.datapath.runtime import ask_versions, watch_directories
+from podwire.datapath.runtime import run_chained, watch_directories
 from podwire.model.errors import KernelFailure
 from podwire.model.installation.files import LOOPBACK_FILE
 from podwire.model.installation.shipped import LAUNCHER
@@ -78,32 +78,31 @@ def test_a_directory_that_is_not_there_cannot_be_watched(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "wrong"),
     [
-        ('echo \'{"cniVersion": "1.0.0", "supportedVersions": ["1.0.0", "1.1.0"]}\'', True),
-        ("exit 1", False),
-        ("echo nonsense", False),
-        ("echo '[]'", False),
-        ("echo '{}'", False),
+        (
+            '[ "$(cat)" = words ] && [ "$CNI_COMMAND" = DEL ] && case $PATH in *:/usr/sbin:*) ;; *) exit 9 ;; esac',
+            "",
+        ),
+        ('echo \'{"msg": "no way"}\'; exit 1', "no way"),
+        ("echo nothing said >&2; exit 3", "exit status 3: nothing said"),
     ],
 )
-def test_a_plugin_is_asked_for_its_versions(tmp_path: Path, script: str, said: bool) -> None:
+def test_a_plugin_of_the_runtime_is_run_as_the_runtime_does(
+    tmp_path: Path, script: str, wrong: str
+) -> None:
     plugin = tmp_path / "portmap"
-    plugin.write_text(f'#!/bin/sh\n[ "$CNI_COMMAND" = VERSION ] || exit 1\n{script}\n')
+    plugin.write_text(f"#!/bin/sh\n{script}\n")
     plugin.chmod(0o755)
-    assert ask_versions(plugin) == (("1.0.0", "1.1.0") if said else ())
+    variables = {"CNI_COMMAND": "DEL", "CNI_PATH": str(tmp_path)}
+    with Path("/proc/self/ns/mnt").open("rb") as mount:
+        for mount_fd in (None, mount.fileno()):
+            said = run_chained("portmap", variables, b"words", mount_fd)
+            assert said == wrong or (wrong and wrong in said)
 
 
-def test_a_plugin_for_another_machine_says_nothing(tmp_path: Path) -> None:
-    plugin = tmp_path / "portmap"
-    plugin.write_bytes(b"\x7fELF\x02\x01\x01" + b"\0" * 60)
-    plugin.chmod(0o755)
-    assert ask_versions(plugin) == ()
-
-
-@pytest.mark.skipif(not Path("/usr/lib/cni/portmap").exists(), reason="no reference plugins")
-def test_the_reference_plugin_is_asked() -> None:
-    assert "1.0.0" in ask_versions(Path("/usr/lib/cni/portmap"))
+def test_a_plugin_that_is_not_there_is_named(tmp_path: Path) -> None:
+    assert "nobody" in run_chained("nobody", {"CNI_PATH": str(tmp_path)}, b"", None)
 
 
 # --- our loopback -------------------------------------------------------------------------------
@@ -191,4 +190,3 @@ def test_loopback_tells_its_versions(loopback: Path) -> None:
     assert status == 0
     assert isinstance(versions, list)
     assert {"1.0.0", "1.1.0"} <= set(versions)
-    assert ask_versions(loopback) == tuple(versions)

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 
+from podwire.control.services.room import FRONTENDS, SLOTS
 from podwire.datapath import abi
 from podwire.datapath.maps import read_settings
 from podwire.datapath.rows import read_rows
-from podwire.datapath.service_maps import ServiceMaps, read_services
+from podwire.datapath.service_maps import NUMBERS, ServiceMaps, read_services
 from podwire.model.errors import Exhausted
 from podwire.model.interfaces import BackEnd, Frontend
 from tests.kernel.node_world import KernelWorld, kernel_world
@@ -169,6 +170,50 @@ def test_a_table_that_fills_most_of_the_room_is_taken_over_by_a_new_agent(
         world.datapath.services.change({frontend(2): ends}, [])
     world.datapath.services.write({})
     assert sizes(world) == (0, 0, 0)
+
+
+def test_a_full_table_is_exchanged_whole_and_without_leaving_what_is_full(
+    world: KernelWorld, services: ServiceMaps
+) -> None:
+    """Both tables together have no room: what goes makes room for what comes."""
+    room = world.datapath.maps.pw_service_list.info.max_entries
+    frontends = [frontend(1, port) for port in range(1, room * 3 // 4 // 250 + 1)]
+    for first in (1, 0x10001):
+        ends = [
+            BackEnd(ipaddress.ip_address(int(ipaddress.ip_address("11.0.0.0")) + one), 80, TCP)
+            for one in range(first, first + 250)
+        ]
+        services.write({one: ends for one in frontends})
+        assert len(numbers(world)) == 250
+    others = {frontend(2, one.port): ends for one in frontends}
+    services.write(others)
+    assert in_force(world) == {one: set(ends) for one in others}
+
+
+def test_what_the_catalogue_admits_has_room_here(world: KernelWorld) -> None:
+    maps = world.datapath.maps
+    for admitted, present in (
+        (FRONTENDS, maps.pw_services),
+        (SLOTS, maps.pw_service_list),
+        (SLOTS, maps.pw_back_ends),
+    ):
+        assert admitted <= present.info.max_entries * 15 // 16
+
+
+def test_numbers_come_round_and_pass_over_those_in_use(
+    world: KernelWorld, services: ServiceMaps
+) -> None:
+    services.write({frontend(1): [back_end(1)]})
+    services._next = NUMBERS - 2
+    table = {frontend(one): [back_end(one)] for one in range(1, 8)}
+    services.write(table)
+    services._next = NUMBERS - 2
+    table |= {frontend(one): [back_end(one)] for one in range(8, 12)}
+    services.write(table)
+    assert in_force(world) == {one: set(ends) for one, ends in table.items()}
+    used = list(numbers(world).values())
+    assert len(set(used)) == len(used) == 11
+    assert all(0 < number < NUMBERS for number in used)
 
 
 def test_any_change_comes_to_what_is_wanted(world: KernelWorld, services: ServiceMaps) -> None:

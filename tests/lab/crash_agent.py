@@ -23,6 +23,18 @@ from podwire.journal.records import SqliteJournal
 from podwire.kernel import bpf, netlink, nft
 
 _MODIFYING = os.O_WRONLY | os.O_RDWR
+_MESSAGES = {
+    16: "new link",
+    17: "delete link",
+    19: "set link",
+    20: "new address",
+    24: "new route",
+    25: "delete route",
+    28: "new neighbour",
+    36: "new queue",
+    44: "new filter",
+}
+"""include/uapi/linux/rtnetlink.h"""
 _FILE_EVENTS = frozenset(
     {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.truncate"}
 )
@@ -91,26 +103,23 @@ class Fuse:
             self.point(f"open {arguments[0]}")
 
 
-def _is_change(requests: Any) -> bool:
-    """Only requests that ask for an acknowledgement change something; the others look."""
-    return any(flags & netlink.NLM_F_ACK for _, flags in requests)
-
-
 def install(fuse: Fuse) -> None:
     """Put the fuse into every waist."""
-    send = netlink.NetlinkSocket._send
+    send = netlink.NetlinkSocket._transmit
 
-    def counted_send(self: netlink.NetlinkSocket, requests: Any) -> int:
-        change = _is_change(requests)
-        name = "netlink " + ",".join(request.call for request, _ in requests)
-        if change:
+    def counted_send(
+        self: netlink.NetlinkSocket, data: bytes | bytearray, call: str, *, changes: bool
+    ) -> None:
+        name = "netlink " + ",".join(
+            _MESSAGES.get(kind, "other") for kind, *_ in netlink.split_messages(bytes(data))
+        )
+        if changes:
             fuse.point(f"before {name}")
-        result = send(self, requests)
-        if change:
+        send(self, data, call, changes=changes)
+        if changes:
             fuse.point(f"after {name}")
-        return result
 
-    netlink.NetlinkSocket._send = counted_send  # type: ignore[method-assign]
+    netlink.NetlinkSocket._transmit = counted_send  # type: ignore[method-assign]
     for name in ("update", "update_fd", "delete", "update_batch", "delete_batch"):
         setattr(bpf.Map, name, fuse.around(f"map {name}", getattr(bpf.Map, name)))
     bpf.Descriptor.pin = fuse.around("pin", bpf.Descriptor.pin)  # type: ignore[method-assign]

@@ -12,8 +12,8 @@ import json
 import os
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,8 @@ from podwire.lab.topology import LabShape, NodePlan
 from podwire.model.cluster import TUNNEL_DEVICE
 from podwire.model.errors import NotFound
 from tests import leavings
+from tests.lab.rig import run
+from tests.waiting import wait_for
 
 DEADLINE_S: Final = 120.0
 _numbers = itertools.count(1)
@@ -41,21 +43,27 @@ def lab_name() -> str:
     return f"{leavings.LAB}-{next(_numbers)}"
 
 
-def wait_for(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
-    """Look until `condition` gives something true; fail after the deadline."""
-    until_s = time.monotonic() + deadline_s
-    while not (found := condition()):
-        if time.monotonic() > until_s:
-            raise AssertionError(f"waited {deadline_s:g} s in vain for {what}")
-        time.sleep(0.01)
-    return found
+@contextlib.contextmanager
+def asking(
+    lab: "Lab", source: str, target: str, ask: Callable[[str, str], Iterable[bool]]
+) -> Iterator[list[bool]]:
+    """Ask all the time, from a namespace towards an address; each entry is one answer or its lack."""
+    namespace, _ = labs.locate(lab.state, source)
+    address = labs.find_addresses(lab.state, target)[0]
+    seen: list[bool] = []
+    ended = threading.Event()
 
+    def ask_on() -> None:
+        while not ended.wait(0.01):
+            seen.extend(ask(namespace, address))
 
-def run(*command: str, check: bool = True) -> str:
-    """Run a tool; its failure is the test's."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.stderr}"
-    return done.stdout
+    thread = threading.Thread(target=ask_on)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        ended.set()
+        thread.join()
 
 
 @dataclass(frozen=True)
@@ -172,11 +180,17 @@ class Lab:
         return {one["containerId"]: one for one in self.list_endpoints(node)}
 
     def settled(self, node: str = "node1") -> Any:
-        """Wait until nothing is on its way out."""
-        return wait_for(
-            lambda: {one["state"] for one in self.get("/endpoint", node)} <= {"ready"},
-            "the node to settle",
-        )
+        """Wait until nothing is on its way out, and the directories, which are written behind an answer, are there."""
+        directories = self.node(node).directory / "endpoints"
+
+        def is_settled() -> bool:
+            there = self.get("/endpoint", node)
+            written = set(os.listdir(directories)) if directories.is_dir() else set()
+            return all(one["state"] == "ready" for one in there) and written == {
+                str(one["id"]) for one in there
+            }
+
+        return wait_for(is_settled, "the node to settle")
 
     # The CNI door
 

@@ -14,14 +14,13 @@ import socket
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from podwire.model.closing import Closing
-from tests import leavings
+from tests import leavings, waiting
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 LAUNCHER: Final = ROOT / "build" / "bin" / "podwire-cni"
@@ -35,18 +34,13 @@ CRASH_AGENT: Final = ("-m", "tests.lab.crash_agent")
 
 def wait_for(condition: Callable[[], Any], deadline_s: float, what: str) -> Any:
     """Look until `condition` gives something true; fail after the deadline."""
-    until_s = time.monotonic() + deadline_s
-    while not (found := condition()):
-        if time.monotonic() > until_s:
-            raise AssertionError(f"waited {deadline_s:g} s in vain for {what}")
-        time.sleep(0.01)
-    return found
+    return waiting.wait_for(condition, what, deadline_s)
 
 
-def run(*command: str) -> str:
+def run(*command: str, check: bool = True) -> str:
     """Run a tool; its failure is the test's."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+    assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.stderr}"
     return done.stdout
 
 

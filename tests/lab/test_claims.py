@@ -11,7 +11,9 @@ from podwire.lab.node import start_agent
 from podwire.lab.state import changed_state
 from podwire.lab.topology import NodePlan
 from podwire.model.errors import Unavailable
-from tests.lab.labrig import Lab, run, wait_for
+from tests.lab.labrig import Lab
+from tests.lab.rig import run
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 

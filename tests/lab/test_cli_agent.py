@@ -19,7 +19,9 @@ import yaml
 
 from podwire.lab import labs
 from podwire.lab.show.drops import send_forged, wait_for_drop
-from tests.lab.labrig import Lab, Said, lab_name, podwire, run, wait_for
+from tests.lab.labrig import Lab, Said, lab_name, podwire
+from tests.lab.rig import run
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.lab
 

@@ -16,7 +16,9 @@ from typing import Any, Final
 import pytest
 
 from podwire.lab import labs
-from tests.lab.labrig import Lab, run, wait_for
+from tests.lab.labrig import Lab
+from tests.lab.rig import run
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
 

@@ -10,8 +10,10 @@ import pytest
 from podwire.kernel import netns
 from podwire.lab import labs
 from podwire.lab.show.drops import wait_for_drop
-from tests.lab.labrig import Lab, run, wait_for
+from tests.lab.labrig import Lab
+from tests.lab.rig import run
 from tests.packet import frames
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.lab
 

@@ -6,6 +6,8 @@ One node with a real agent; pods come by real ADDs that ask for ports as a runti
 import contextlib
 import socket
 import struct
+import subprocess
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,8 +15,9 @@ from typing import Any, Final
 import pytest
 
 from podwire.kernel import netns
+from tests.lab.labrig import podwire
 from tests.lab.prober import sctp_packet
-from tests.lab.rig import Outcome, Rig, run
+from tests.lab.rig import Outcome, Rig, run, wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
 
@@ -81,10 +84,10 @@ class Town:
         self.rig.close()
 
     def table(self) -> str:
-        """Read our table as a person would."""
-        return run(
-            "ip", "netns", "exec", self.rig.name, "nft", "-s", "list", "table", "inet", "podwire"
-        )
+        """Read our table as a person would; "" when it is not there."""
+        words = ("nft", "-s", "list", "table", "inet", "podwire")
+        command = ["ip", "netns", "exec", self.rig.name, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +217,15 @@ def test_del_takes_the_port_away_and_the_next_pod_gets_it(town: Town) -> None:
     assert is_served(town, town.add("second", mapping()))
 
 
+def test_an_endpoint_tells_its_ports(town: Town) -> None:
+    town.add("web", mapping(), mapping("udp", HostPort=53, HostIP="127.0.0.1"))
+    wanted = ["hostPort 8080, protocol TCP, containerPort 80"]
+    wanted.append("hostIp 127.0.0.1, hostPort 53, protocol UDP, containerPort 80")
+    said = podwire("endpoint", "get", "default/web", "--agent", f"{town.rig.directory}/api.sock")
+    assert "; ".join(wanted) in said.out
+    assert "agrees with the journal" in said.out
+
+
 def test_ports_of_the_node_itself_are_refused(town: Town) -> None:
     outcome, _ = town.ask("web", mapping("udp", HostPort=8472))
     assert outcome.document["code"] == 7
@@ -261,3 +273,153 @@ def take_ports(raw: socket.socket) -> tuple[int, ...]:
     packet = raw.recv(2048)
     offset = 4 * (packet[0] & 15) if raw.family == socket.AF_INET else 0
     return struct.unpack_from("!HH", packet, offset)
+
+
+def elements(town: Town) -> set[str]:
+    """Read the ports that nftables has, without their order."""
+    return {line.strip("\t ,}") for line in town.table().splitlines() if f". {HOST_PORT} :" in line}
+
+
+def nft(town: Town, *words: str) -> str:
+    """Run `nft` on the node."""
+    return run("ip", "netns", "exec", town.rig.name, "nft", *words)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "flush ruleset",
+        "flush map inet podwire host_ports4",
+        "flush chain inet podwire to_pod",
+        "delete element inet podwire host_ports4 { 6 . 8080 }",
+        "add element inet podwire host_ports4 { 6 . 9999 : 10.99.0.200 . 80 }",
+        "flush set inet podwire behind_host_ports4",
+    ],
+)
+def test_what_somebody_changes_comes_back(town: Town, change: str) -> None:
+    web = town.add("web", mapping())
+    before = sorted(town.table())
+    nft(town, change)
+    wait_for(lambda: sorted(town.table()) == before, DEADLINE_S, "the table to be back")
+    assert is_served(town, web)
+
+
+@pytest.mark.parametrize("change", ["flush ruleset", "flush map inet podwire host_ports4"])
+def test_an_add_or_a_del_into_a_changed_table_repairs_it(town: Town, change: str) -> None:
+    """Whoever comes before the duty that repairs meets what is left."""
+    first = town.add("first", mapping())
+    nft(town, change)
+    second = town.add("second", mapping(HostPort=8081))
+    wait_for(lambda: is_served(town, first), DEADLINE_S, "the first pod to be served")
+    nft(town, change)
+    town.delete(first)
+    assert "8081" in town.table()
+    town.delete(second)
+
+
+class Asking:
+    """A neighbour that opens one connection after the other, and notes what fails."""
+
+    def __init__(self, town: Town, web: Pod) -> None:
+        self._town, self._web = town, web
+        self._is_ending = threading.Event()
+        self.answered = 0
+        self.failures: list[str] = []
+
+    def _ask(self) -> None:
+        with serving(self._web, "tcp", 4) as server:
+            while not self._is_ending.is_set():
+                with open_socket(self._town.neighbour, 4, socket.SOCK_STREAM) as client:
+                    client.settimeout(DEADLINE_S)
+                    try:
+                        talk(server, client, NODE[4], HOST_PORT)
+                        self.answered += 1
+                    except OSError as error:
+                        self.failures.append(repr(error))
+
+    @contextlib.contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Ask as long as the block lasts."""
+        thread = threading.Thread(target=self._ask)
+        thread.start()
+        try:
+            wait_for(lambda: self.answered, DEADLINE_S, "a first answer")
+            yield
+            answered = self.answered
+            wait_for(lambda: self.answered > answered, DEADLINE_S, "an answer afterwards")
+        finally:
+            self._is_ending.set()
+            thread.join()
+
+
+def test_a_restart_and_a_kill_leave_no_gap(town: Town) -> None:
+    web = town.add("web", mapping())
+    asking = Asking(town, web)
+    with asking.going_on():
+        town.rig.stop()
+        town.rig.start()
+        town.rig.kill()
+        town.rig.start()
+        other = town.add("other", mapping(HostPort=8081))
+        town.delete(other)
+    assert asking.failures == []
+    assert asking.answered > 1
+
+
+def test_a_del_without_an_agent_ends_the_port_at_the_next_start(town: Town) -> None:
+    web = town.add("web", mapping())
+    town.rig.kill()
+    town.delete(web)
+    town.rig.start()
+    town.rig.settle()
+    assert elements(town) == set()
+
+
+LOCAL: Final = "127.0.0.1"
+
+
+def test_a_neighbour_never_reaches_what_is_for_the_host_alone(town: Town) -> None:
+    """It sends to 127.0.0.1 by its wire: kernels refuse that to themselves, not to a machine that means to do it."""
+    web = town.add("web", mapping(HostIP=LOCAL))
+    pod = town.add("pod")
+    gateway = {town.neighbour: NODE[4], pod.namespace: "169.254.1.1"}
+    nft(town, "add table ip seen")
+    nft(town, "add chain ip seen first { type filter hook prerouting priority -400; }")
+    nft(town, "add chain ip seen last { type filter hook postrouting priority 400; }")
+    nft(town, "add rule ip seen first iifname uplink ip daddr 127.0.0.1 counter")
+    nft(town, f"add rule ip seen last ip daddr {web.addresses[4]} tcp dport {POD_PORT} counter")
+    for place, via in gateway.items():
+        ip = ("ip", "-n", place)
+        run("ip", "netns", "exec", place, "sysctl", "-qw", "net.ipv4.conf.eth0.route_localnet=1")
+        run(*ip, "route", "del", "local", "127.0.0.0/8", "dev", "lo", "table", "local")
+        run(*ip, "route", "del", "local", "127.0.0.1", "dev", "lo", "table", "local")
+        run(*ip, "route", "add", "127.0.0.1", "via", via, "dev", "eth0", "onlink")
+        with open_socket(place, 4, socket.SOCK_STREAM) as client:
+            client.bind((NEIGHBOUR[4] if place == town.neighbour else pod.addresses[4], 0))
+            client.setblocking(False)
+            client.connect_ex((LOCAL, HOST_PORT))
+            if place == town.neighbour:
+                wait_for(lambda: counted(town, "first"), DEADLINE_S, "the packet to come")
+            else:
+                wait_for(lambda: is_dropped(town, pod), DEADLINE_S, "the pod's drop")
+    assert counted(town, "last") == 0
+    # The control: the host itself does reach it.
+    with (
+        serving(web, "tcp", 4) as server,
+        open_socket(town.rig.name, 4, socket.SOCK_STREAM) as client,
+    ):
+        talk(server, client, LOCAL, HOST_PORT)
+    assert counted(town, "last") > 0
+    nft(town, "delete table ip seen")
+
+
+def counted(town: Town, chain: str) -> int:
+    """Read how many packets a chain of `seen` counted."""
+    return int(nft(town, "list", "chain", "ip", "seen", chain).partition("packets ")[2].split()[0])
+
+
+def is_dropped(town: Town, pod: Pod) -> bool:
+    """Tell whether a packet of the pod's to the loopback address was dropped."""
+    flows = town.rig.get("/flows?last=200&verdict=dropped")[1]
+    lines = flows.decode().splitlines() if isinstance(flows, bytes) else flows
+    return any(LOCAL in str(line) and pod.name in str(line) for line in lines)

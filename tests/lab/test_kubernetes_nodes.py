@@ -24,8 +24,9 @@ from podwire.model.cluster import NodeFacts
 from podwire.model.endpoint import IPAddress
 from podwire.model.errors import NotFound
 from podwire.model.ids import IdentityId
-from tests.lab.labrig import Lab, lab_name, wait_for
+from tests.lab.labrig import Lab, lab_name
 from tests.lab.test_claims import undisturbed
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 

@@ -19,17 +19,9 @@ from podwire.lab.state import Pod, end_all, is_running, locked, read_state
 from podwire.lab.topology import PIN_ROOT, RUN_ROOT, LabPlan, LabShape, NodePlan
 from podwire.model.errors import NotFound, Unavailable
 from tests.lab.conftest import MakeLab
-from tests.lab.labrig import (
-    Lab,
-    Said,
-    lab_name,
-    leaks,
-    own_namespace,
-    podwire,
-    quiet,
-    run,
-    wait_for,
-)
+from tests.lab.labrig import Lab, Said, lab_name, leaks, own_namespace, podwire, quiet
+from tests.lab.rig import run
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.lab
 

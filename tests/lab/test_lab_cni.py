@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.lab.labrig import Answer, Lab, finish, run, wait_for
+from tests.lab.labrig import Answer, Lab, finish
+from tests.lab.rig import run
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.lab
 

@@ -3,8 +3,8 @@
 import contextlib
 import ipaddress
 import json
-import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,10 @@ import pytest
 
 from podwire.lab import labs, traffic
 from tests.lab import test_nodes
-from tests.lab.labrig import Lab, run, wait_for
+from tests.lab.labrig import Lab, asking
+from tests.lab.rig import run
 from tests.lab.test_nodes import PORT
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.lab
 
@@ -61,27 +63,16 @@ def paths(lab: Lab, node: str, address: str) -> set[str]:
     return {row["path"] for row in rows if address in (row["source"], row["destination"])}
 
 
-@contextlib.contextmanager
-def steady_flow(lab: Lab, source: str, target: str) -> Iterator[list[bool]]:
-    """Ask all the time, by echo and by UDP, which nothing sends again; each entry is one answer or its lack."""
-    namespace, _ = labs.locate(lab.state, source)
-    address = labs.find_addresses(lab.state, target)[0]
-    seen: list[bool] = []
-    ended = threading.Event()
+def steady_flow(lab: Lab, source: str, target: str) -> AbstractContextManager[list[bool]]:
+    """Ask all the time, by echo, UDP and TCP; each entry is one answer or its lack."""
 
-    def ask() -> None:
-        while not ended.wait(0.01):
-            seen.append(ping(namespace, address).ok)
-            for protocol in ("udp", "tcp"):
-                seen.append(connect(namespace, address, PORT, protocol).ok)
+    def ask(namespace: str, address: str) -> Iterator[bool]:
+        yield ping(namespace, address).ok
+        # Nothing sends a lost datagram again.
+        for protocol in ("udp", "tcp"):
+            yield connect(namespace, address, PORT, protocol).ok
 
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        ended.set()
-        thread.join()
+    return asking(lab, source, target, ask)
 
 
 def test_pods_reach_each_other_past_both_stacks(lab: Lab) -> None:

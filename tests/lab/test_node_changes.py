@@ -7,7 +7,9 @@ import pytest
 
 from podwire.lab import etcd
 from podwire.lab.topology import UPLINK, NodePlan
-from tests.lab.labrig import Lab, run, wait_for
+from tests.lab.labrig import Lab
+from tests.lab.rig import run
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 

@@ -1,10 +1,9 @@
 """Several nodes as people use them: everybody reaches everybody, policy holds across nodes, and nodes come and go."""
 
-import contextlib
 import json
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,9 @@ import pytest
 
 from podwire.lab import etcd, labs, traffic
 from podwire.lab.show import matrix
-from tests.lab.labrig import Lab, lab_name, podwire, run, wait_for
+from tests.lab.labrig import Lab, asking, lab_name, podwire
+from tests.lab.rig import run
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 
@@ -235,25 +236,9 @@ def test_a_pod_that_comes_later_is_judged_as_its_labels_say(lab: Lab, tmp_path: 
 # Nodes come and go
 
 
-@contextlib.contextmanager
-def steady_flow(lab: Lab, source: str, target: str) -> Iterator[list[bool]]:
+def steady_flow(lab: Lab, source: str, target: str) -> AbstractContextManager[list[bool]]:
     """Ask echoes all the time; each entry is one answer or its lack."""
-    namespace, _ = labs.locate(lab.state, source)
-    address = labs.find_addresses(lab.state, target)[0]
-    seen: list[bool] = []
-    ended = threading.Event()
-
-    def ask() -> None:
-        while not ended.wait(0.01):
-            seen.append(traffic.ping(namespace, address, timeout_s=10).ok)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        ended.set()
-        thread.join()
+    return asking(lab, source, target, lambda *way: [traffic.ping(*way, timeout_s=10).ok])
 
 
 def test_agents_that_are_killed_and_started_lose_no_packet(lab: Lab) -> None:

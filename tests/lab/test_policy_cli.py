@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from podwire.lab import labs, traffic
-from tests.lab.labrig import Lab, Said, podwire, wait_for
+from tests.lab.labrig import Lab, Said, podwire
 from tests.unit.policies import cilium_policy, namespace_object, network_policy, workload
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.lab
 

@@ -9,8 +9,9 @@ import pytest
 from podwire.lab import labs, topology
 from podwire.lab.show import matrix
 from podwire.model.errors import PodwireError
-from tests.lab.labrig import Lab, wait_for
+from tests.lab.labrig import Lab
 from tests.lab.test_nodes import settled
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 

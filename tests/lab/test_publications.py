@@ -20,7 +20,9 @@ from podwire.lab import etcd, labs, traffic
 from podwire.lab.topology import UNDERLAYS
 from podwire.model.store import ObjectKey, Store, StoredObject
 from podwire.store.open import open_store
-from tests.lab.labrig import Lab, run, wait_for
+from tests.lab.labrig import Lab
+from tests.lab.rig import run
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
 

@@ -1,7 +1,7 @@
 """Services on a lab of two nodes: pods reach back ends by the service's address, and policies judge who answers."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -9,8 +9,9 @@ import pytest
 
 from podwire.lab import labs, traffic
 from tests.lab.conftest import MakeLab
-from tests.lab.labrig import Lab, wait_for
+from tests.lab.labrig import Lab
 from tests.lab.test_policy_cli import shell
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.lab
 
@@ -106,6 +107,80 @@ def offer(lab: Lab, names: Sequence[str]) -> None:
         wait_for(partial(are_rows, lab, node, wanted), f"{wanted} on {node}")
 
 
+EXTERNAL: Final = ("203.0.113.5", "2001:db8::5")
+
+
+def test_an_external_address_is_translated_and_its_other_ports_are_not_refused(lab: Lab) -> None:
+    document = service([("tcp", PORT)])
+    outside = {**document, "spec": {**document["spec"], "externalIPs": list(EXTERNAL)}}
+    apply(lab, outside, *slices(lab, ["far"]))
+    wait_for(lambda: len(rows(lab, "node1")) == 6, "rows of the external addresses")
+    for address in EXTERNAL:
+        said = ask(lab, address)
+        assert said.ok, said
+        assert "default/far " in said.answer
+        assert "refused" not in ask(lab, address, 4444, timeout_s=REFUSED_S).answer
+
+
+def chosen(*, name: str = "web", vip: str = VIPS[0], **spec: object) -> Mapping[str, Any]:
+    """Give a Service that chooses its pods by labels."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name},
+        "spec": {"clusterIPs": [vip], "selector": {"part": name}, **spec},
+    }
+
+
+@pytest.fixture
+def parts(lab: Lab) -> Iterator[Callable[[str, str], str]]:
+    """Start pods with the label `part=web` that serve a named port; gives what starts one."""
+    started: list[str] = []
+
+    def start(name: str, node: str) -> str:
+        number = 9000 + len(started)
+        started.append(name)
+        arguments = {
+            "labels": [{"key": "part", "value": "web"}],
+            "ports": [{"name": "http", "port": number, "protocol": "TCP"}],
+        }
+        extra = {"args": {"cni": arguments}}
+        pod = labs.run(lab.name, name, node, serve=[f"{number}/tcp"], extra=extra)
+        return f"{pod.addresses[0]} {number}"
+
+    yield start
+    for pod in [pod for pod in lab.state.pods if pod.name in started]:
+        labs.remove(lab.name, pod.full_name)
+
+
+def test_pods_that_a_selector_chooses_answer_on_all_nodes(
+    lab: Lab, parts: Callable[[str, str], str]
+) -> None:
+    """Without Kubernetes; by the name that each pod gives its port."""
+
+    def await_back_ends(*wanted: str) -> None:
+        for node in ("node1", "node2"):
+            wait_for(partial(answers, node, sorted(wanted)), f"{wanted} on {node}")
+
+    def answers(node: str, wanted: Sequence[str]) -> bool:
+        return rows(lab, node).get((VIPS[0], PORT, "tcp")) == wanted
+
+    first = parts("first", "node1")
+    apply(lab, chosen(ports=[{"port": PORT, "targetPort": "http"}]))
+    await_back_ends(first)
+    second = parts("second", "node2")
+    await_back_ends(first, second)
+    assert ask(lab, VIPS[0]).ok
+    labs.remove(lab.name, "default/first")
+    # On the other node, too: long before the five minutes that a withdrawal may wait.
+    await_back_ends(second)
+    assert "default/second " in ask(lab, VIPS[0]).answer
+    changed = lab.cli("endpoint", "label", "default/second", "part=other", "--node", "node2")
+    assert changed.code == 0, changed.err
+    await_back_ends()
+    assert "refused" in ask(lab, VIPS[0]).answer
+
+
 def start_pods(lab: Lab) -> None:
     """Start a client and a back end on the first node, and another back end on the second."""
     for name, node in (("client", "node1"), ("near", "node1"), ("far", "node2")):
@@ -145,9 +220,10 @@ def ask(
     udp: bool = False,
     timeout_s: float = ANSWER_S,
     size_bytes: int = 0,
+    asker: str = "client",
 ) -> traffic.Attempt:
-    """Let the client ask the service."""
-    [client] = [pod for pod in lab.state.pods if pod.name == "client"]
+    """Let a pod ask the service."""
+    [client] = [pod for pod in lab.state.pods if pod.name == asker]
     return traffic.connect(
         client.netns,
         vip,
@@ -175,12 +251,19 @@ def test_a_back_end_behind_the_tunnel_answers(make_lab: MakeLab) -> None:
             assert_answers(lab, "far", vip, udp=udp)
 
 
-def assert_answers(lab: Lab, name: str, vip: str, *, udp: bool) -> None:
+def assert_answers(lab: Lab, name: str, vip: str, *, udp: bool, asker: str = "client") -> None:
     """Ask a few times, with more than one packet has room for, and fail unless this back end answers each time."""
     for size in (0, 20_000 if udp else 300_000, 0):
-        said = ask(lab, vip, udp=udp, size_bytes=size)
+        said = ask(lab, vip, udp=udp, size_bytes=size, asker=asker)
         assert said.ok, (size, said)
         assert f"default/{name} " in said.answer
+
+
+@pytest.mark.parametrize("udp", [False, True], ids=["tcp", "udp"])
+@pytest.mark.parametrize("vip", VIPS, ids=["v4", "v6"])
+def test_a_pod_reaches_itself_through_its_service(lab: Lab, vip: str, udp: bool) -> None:
+    offer(lab, ["near"])
+    assert_answers(lab, "near", vip, udp=udp, asker="near")
 
 
 @pytest.mark.parametrize("vip", VIPS, ids=["v4", "v6"])

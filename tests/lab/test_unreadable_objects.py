@@ -11,8 +11,10 @@ import pytest
 
 from podwire.lab import etcd, labs
 from podwire.lab.topology import STORE_PORT
-from tests.lab.labrig import Lab, run, wait_for
+from tests.lab.labrig import Lab
+from tests.lab.rig import run
 from tests.lab.test_nodes import PORT, apply, holds, ingress_from, settled
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
 

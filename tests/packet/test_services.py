@@ -410,12 +410,6 @@ def test_ports_that_are_used_again_ask_anew(rig: Rig, last: int) -> None:
     assert (usage.connections, usage.brief_flows) == ((0, 0), 2)
 
 
-def test_a_pod_that_would_reach_itself_is_left_to_the_stack(rig: Rig) -> None:
-    offer(rig, vip(4), [(A.ipv4, POD_PORT)])
-    went = ask(rig, A, 4, "tcp")
-    assert (went.action, tuple_of(went.data).destination) == (Action.STACK, vip(4))
-
-
 # Pieces, errors, sizes.
 
 

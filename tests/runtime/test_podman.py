@@ -133,6 +133,28 @@ def test_published_ports_lead_to_the_container(machine: Machine, podman: Podman,
     assert_nothing_left(machine)
 
 
+def test_ports_of_an_earlier_networks_portmap_end_with_their_container(
+    machine: Machine, podman: Podman
+) -> None:
+    """A network that chained portmap is renewed while a container runs: its DEL hears of portmap no more."""
+    chained = {"type": "portmap", "capabilities": PORT_MAPPINGS}
+    machine.write_conflist(chained)
+    before = machine.run("nft", "list", "ruleset")
+    podman.start_container("old", "--publish", "18080:80/tcp")
+    assert "CNI-DN-" in machine.run("nft", "list", "ruleset")
+    machine.write_conflist(capabilities=PORT_MAPPINGS)
+    podman.run("rm", "--force", "--time", "0", "old")
+    after = machine.run("nft", "list", "ruleset")
+    assert "CNI-DN-" not in after
+    assert "CNI-DN-" not in before
+    podman.start_container("new", "--publish", "18080:80/tcp")
+    podman.run("exec", "--detach", "new", "/bin/httpd", "-f", "-p", "80", "-h", "/www")
+    published = partial(serves, machine, NODE_ADDRESSES[0], 18080, machine.world)
+    wait_for(published, 60, "the published port to be served")
+    podman.run("rm", "--force", "--time", "0", "new")
+    assert_nothing_left(machine)
+
+
 def test_containers_outlive_the_agent_and_can_be_removed_without_it(
     machine: Machine, podman: Podman
 ) -> None:

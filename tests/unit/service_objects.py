@@ -13,20 +13,35 @@ def service(
     ports: Iterable[Mapping[str, Any]] = ({"port": 80},),
     *,
     labels: Mapping[str, str] | None = None,
+    ingress: Iterable[Mapping[str, str]] = (),
     **spec: object,
 ) -> dict[str, Any]:
-    """Give a Service."""
+    """Give a Service; `ingress`: what a load balancer has given it."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": {"name": name, "namespace": "default", "labels": dict(labels or {})},
         "spec": {"clusterIPs": list(addresses), "ports": [dict(port) for port in ports], **spec},
+        "status": {"loadBalancer": {"ingress": [dict(one) for one in ingress]}},
     }
 
 
-def endpoint(address: str, *, node: str = "", **conditions: object) -> dict[str, Any]:
-    """Give a back end of a slice."""
-    return {"addresses": [address], "conditions": conditions, "nodeName": node}
+def endpoint(
+    address: str,
+    *,
+    node: str = "",
+    zones: Sequence[str] = (),
+    nodes: Sequence[str] = (),
+    **conditions: object,
+) -> dict[str, Any]:
+    """Give a back end of a slice; `zones` and `nodes`: whom hints give it to."""
+    hints = {
+        name: [{"name": one} for one in given]
+        for name, given in (("forZones", zones), ("forNodes", nodes))
+        if given
+    }
+    one = {"addresses": [address], "conditions": conditions, "nodeName": node}
+    return {**one, "hints": hints} if hints else one
 
 
 def slice_of(

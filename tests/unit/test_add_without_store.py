@@ -3,7 +3,7 @@
 import asyncio
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,7 @@ def _lock(other: sqlite3.Connection) -> None:
 
 
 @pytest.fixture(params=["away", "locked"])
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
     if request.param == "away":
         store = MemoryStore()
         with FakeNode(tmp_path, store=store) as node:

@@ -1,6 +1,5 @@
 """ADD, DEL, CHECK, GC on the real journal and a datapath in memory: what is refused, what stays after failures."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -49,12 +48,6 @@ def request(
         started_boottime_ns=at_ns,
     )
     return msgspec.structs.replace(base, **more)
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[FakeNode]:
-    with FakeNode(tmp_path) as made:
-        yield made
 
 
 def test_add_answers_when_everything_is_in_force_and_committed(node: FakeNode) -> None:

@@ -14,6 +14,7 @@ from podwire.cli.client import CliError
 from podwire.cli.endpoint import matches, read_selector
 from podwire.cli.exit_codes import error_exit_code
 from podwire.cli.main import podwire
+from podwire.cni.launcher import AttachFailed
 from podwire.model import errors
 
 
@@ -316,12 +317,12 @@ def test_what_the_agent_refuses_has_its_exit_code(status: int, code: int) -> Non
         (errors.Exhausted("x"), 1),
         (errors.KernelFailure(1, "x", "y"), 70),
         (errors.Bug("x"), 70),
-        (errors.AttachFailed("ADD", "p", {"code": 7}), 6),
-        (errors.AttachFailed("ADD", "p", {"code": 11}), 3),
-        (errors.AttachFailed("ADD", "p", {"code": 100}), 1),
-        (errors.AttachFailed("ADD", "p", {"code": 101}), 5),
-        (errors.AttachFailed("ADD", "p", {"code": 110}), 70),
-        (errors.AttachFailed("ADD", "p", {}), 70),
+        (AttachFailed("ADD", "p", {"code": 7}), 6),
+        (AttachFailed("ADD", "p", {"code": 11}), 3),
+        (AttachFailed("ADD", "p", {"code": 100}), 1),
+        (AttachFailed("ADD", "p", {"code": 101}), 5),
+        (AttachFailed("ADD", "p", {"code": 110}), 70),
+        (AttachFailed("ADD", "p", {}), 70),
     ],
 )
 def test_our_own_errors_have_their_exit_codes(error: errors.PodwireError, code: int) -> None:

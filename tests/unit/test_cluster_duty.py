@@ -27,14 +27,13 @@ from podwire.control.cluster.reach import ClusterSettings
 from podwire.control.endpoint.states import State
 from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.model.cluster import ClusterPlan, Way
-from podwire.model.endpoint import AttachmentKey, EndpointRecord, Phase
 from podwire.model.errors import KernelFailure, StorageFailure, Unavailable
-from podwire.model.ids import ContainerId, EndpointId, IdentityId, InterfaceName, NetworkName
+from podwire.model.ids import IdentityId
 from podwire.model.store import StoredObject
+from tests.fakes.records import make_record
 from tests.fakes.store import MemoryStore
 from tests.unit.test_cluster_planner import OVERLAY, OWN, UNDERLAY, make
 from tests.unit.test_identity_duty import FakeClock
-from tests.unit.test_identity_resolver import DEVICE
 
 DEADLINE_S = 120.0
 
@@ -162,19 +161,7 @@ class Rig:
             self.duty.stop()
 
     def add_pod(self, number: Any, address: Any, identity: Any) -> None:
-        key = AttachmentKey(NetworkName("net"), ContainerId(f"c{number}"), InterfaceName("eth0"))
-        record = EndpointRecord(
-            id=EndpointId(number),
-            key=key,
-            phase=Phase.LIVE,
-            boot_id="b",
-            taken_boottime_ns=1,
-            netns_path="/x",
-            netns_cookie=1,
-            device=DEVICE,
-            ipv4=address,
-            identity=IdentityId(identity),
-        )
+        record = make_record(number, ipv4=address, identity=IdentityId(identity))
         self.table.insert(Endpoint(record, State.READY, FakeClock(), cause="test"))
 
     def publish_peer(self, facts: Any) -> None:

@@ -121,6 +121,14 @@ def test_when_pods_are_published(steps: Any, wanted: Any, now_s: Any, due: Any) 
     assert schedule.due_in(wanted, now_s, OWN_RANGES) == due
 
 
+def test_the_end_of_a_back_end_is_written_at_once() -> None:
+    schedule = PublishSchedule(is_awaited=lambda identity: identity == 1)
+    schedule.written(pods(a=1, b=2), 10)
+    assert schedule.due_in(pods(a=1), 20, OWN_RANGES) == 300
+    assert schedule.due_in(pods(b=2), 20, OWN_RANGES) == 0
+    assert schedule.due_in(pods(b=2), 10.25, OWN_RANGES) == 0.75
+
+
 def published(store: Any, name: Any = "n1") -> Any:
     return decode_node(store.get(node_key(name)))
 

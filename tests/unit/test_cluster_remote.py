@@ -70,6 +70,24 @@ def test_news_change_only_what_they_are_about() -> None:
     assert not pods.update(pods.put(news, "u"))
 
 
+def test_news_are_taken_once_and_all_of_them_after_a_pause() -> None:
+    def take() -> Any:
+        is_whole, news = pods.take_news()
+        return is_whole, {str(address): identity for address, identity in news.items()}
+
+    view = view_of(make(2))
+    pods = filled(view, says("n2", a10_244_2_5=300, a10_244_2_6=301))
+    assert take() == (True, {"10.244.2.5": 300, "10.244.2.6": 301})
+    assert take() == (False, {})
+    pods.update(pods.put(says("n2", sequence=2, a10_244_2_5=302, a10_244_2_7=303), "u"))
+    assert take() == (False, {"10.244.2.5": 302, "10.244.2.6": None, "10.244.2.7": 303})
+    pods.view(view_of())  # the node is gone
+    assert take() == (False, {"10.244.2.5": None, "10.244.2.7": None})
+    pods.view(view)
+    pods.drop_news()
+    assert take() == (True, {"10.244.2.5": 302, "10.244.2.7": 303})
+
+
 @pytest.mark.parametrize(
     ("epoch", "sequence", "uid", "identity"),
     [

@@ -15,7 +15,6 @@ from podwire.control.installation.conflist import make_conflist
 from podwire.control.installation.steps import (
     Installation,
     find_obstacles,
-    find_remarks,
     uninstall,
 )
 from podwire.kernel.clock import KernelClock
@@ -34,29 +33,19 @@ def never() -> bool:
     return False
 
 
-@pytest.mark.parametrize(
-    ("portmap", "versions", "plugins"),
-    [
-        (None, ["1.0.0", "1.1.0"], ["podwire-cni"]),
-        (("0.4.0", "1.0.0"), ["1.0.0"], ["podwire-cni", "portmap"]),
-        (("1.0.0", "1.1.0"), ["1.0.0", "1.1.0"], ["podwire-cni", "portmap"]),
-        ((), ["1.0.0"], ["podwire-cni", "portmap"]),
-    ],
-    ids=["alone", "old portmap", "new portmap", "portmap does not say"],
-)
-def test_the_network_offers_what_all_its_plugins_speak(
-    portmap: tuple[str, ...] | None, versions: list[str], plugins: list[str]
-) -> None:
-    network = json.loads(make_conflist(DEFAULT, portmap))
+def test_the_network_hands_all_that_a_pod_asks_for_to_podwire_alone() -> None:
+    network = json.loads(make_conflist(DEFAULT))
     assert (network["cniVersion"], network["name"]) == ("1.0.0", "podwire")
-    assert network["cniVersions"] == versions
-    assert [one["type"] for one in network["plugins"]] == plugins
-    assert "socket" not in network["plugins"][0]
+    assert network["cniVersions"] == ["1.0.0", "1.1.0"]
+    (plugin,) = network["plugins"]
+    assert plugin["type"] == "podwire-cni"
+    assert set(plugin["capabilities"]) == {"bandwidth", "ips", "mac", "portMappings"}
+    assert "socket" not in plugin
 
 
 def test_the_network_names_a_socket_that_the_launcher_would_not_find() -> None:
     elsewhere = Path("/run/other/cni.sock")
-    (plugin,) = json.loads(make_conflist(elsewhere, None))["plugins"]
+    (plugin,) = json.loads(make_conflist(elsewhere))["plugins"]
     assert plugin["socket"] == str(elsewhere)
 
 
@@ -80,7 +69,7 @@ class Watched:
 
 @pytest.fixture
 def real(tmp_path: Path) -> RuntimeDirectories:
-    return RuntimeDirectories(tmp_path / "net.d", tmp_path / "bin", lambda _plugin: ("1.0.0",))
+    return RuntimeDirectories(tmp_path / "net.d", tmp_path / "bin")
 
 
 @pytest.fixture
@@ -173,23 +162,16 @@ def test_a_loopback_that_replaces_ours_stays(
     assert (real.bin_dir / "loopback").read_text() == "theirs"
 
 
-def test_portmap_is_chained_when_it_comes_and_asked_once(tmp_path: Path) -> None:
-    asked: list[Path] = []
-
-    def ask(plugin: Path) -> tuple[str, ...]:
-        asked.append(plugin)
-        return ("1.0.0", "1.1.0")
-
-    real = RuntimeDirectories(tmp_path / "net.d", tmp_path / "bin", ask)
-    installation = Installation(real, LAUNCHER, DEFAULT)
+def test_a_network_that_chained_portmap_is_renewed_under_its_name(
+    installation: Installation, real: RuntimeDirectories
+) -> None:
     installation.install(serves=always)
-    assert list(find_remarks(real.read()))
-    (tmp_path / "bin" / "portmap").write_text("plugin")
+    wanted = (real.conf_dir / "05-podwire.conflist").read_bytes()
+    earlier = json.loads(wanted)
+    earlier["plugins"].append({"type": "portmap", "capabilities": {"portMappings": True}})
+    (real.conf_dir / "05-podwire.conflist").write_text(json.dumps(earlier))
     assert installation.install(serves=always) == ["05-podwire.conflist"]
-    assert not list(find_remarks(real.read()))
-    assert asked == [tmp_path / "bin" / "portmap"]
-    (tmp_path / "bin" / "portmap").unlink()
-    assert installation.install(serves=always) == ["05-podwire.conflist"]
+    assert (real.conf_dir / "05-podwire.conflist").read_bytes() == wanted
 
 
 @pytest.mark.parametrize(
@@ -224,7 +206,7 @@ def test_what_a_killed_installer_left_is_written_over(
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "bin").write_text("a file")
     installation = Installation(
-        RuntimeDirectories(tmp_path / "net.d", tmp_path / "bin", lambda _plugin: ()),
+        RuntimeDirectories(tmp_path / "net.d", tmp_path / "bin"),
         LAUNCHER,
         DEFAULT,
     )

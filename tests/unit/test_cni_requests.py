@@ -5,14 +5,16 @@ import json
 import os
 import subprocess
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from podwire.agent.cni.dispatch import Caller, Dispatcher
+from podwire.agent.cni.chained_portmap import ChainedPortmap
+from podwire.agent.cni.dispatch import Dispatcher
+from podwire.agent.cni.received import Caller, Received
 from podwire.agent.cni.requests import INLINE_MAX_BYTES, CniRequests
-from podwire.agent.cni.socket import CniServer, Received
+from podwire.agent.cni.socket import CniServer
 from podwire.agent.cni.spool import Spool
 from podwire.agent.metrics import Metrics
 from podwire.agent.unix_socket import open_unix_socket
@@ -40,7 +42,23 @@ class Bench:
         self.attachments.open_gates()
         self.dispatcher = Dispatcher(self.attachments, spool, clock)
         self.metrics = Metrics()
-        self.requests = CniRequests(self.dispatcher, self.metrics)
+        self.old: set[str] = set()
+        """Containers that came while the network chained portmap."""
+        self.passed_on: list[tuple[str, str, object]] = []
+        """Plugin, container and what it was told of ports."""
+        self.wrong = ""
+        chained = ChainedPortmap(lambda key: key.container_id in self.old, self._run)
+        self.requests = CniRequests(self.dispatcher, self.metrics, chained)
+
+    def _run(
+        self, plugin: str, variables: Mapping[str, str], stdin: bytes, mount_fd: int | None
+    ) -> str:
+        assert mount_fd is None
+        network = json.loads(stdin)
+        assert (network["type"], network["name"]) == (plugin, "n")
+        told = (variables["CNI_COMMAND"], variables["CNI_CONTAINERID"])
+        self.passed_on.append((*told, network["runtimeConfig"]["portMappings"]))
+        return self.wrong
 
     async def ask(
         self, command: str, netns: str = "", *, stdin: bytes | None = None, **more: str
@@ -251,11 +269,14 @@ async def test_requests_are_counted_by_their_outcome(bench: Bench) -> None:
 # --- with the real launcher on a real socket ----------------------------------------------------
 
 
-@pytest.fixture
-async def served(bench: Bench, tmp_path: Path) -> AsyncIterator[Path]:
+@pytest.fixture(params=["loop", "thread"])
+async def served(
+    bench: Bench, tmp_path: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[Path]:
     build_launcher()
     path = tmp_path / "cni.sock"
-    server = CniServer(bench.requests.answer)
+    at_once = bench.requests if request.param == "thread" else None
+    server = CniServer(bench.requests.answer, at_once=at_once)
     async with server.serving(open_unix_socket(path), path):
         assert path.stat().st_mode & 0o777 == 0o600
         yield path
@@ -310,7 +331,7 @@ async def test_a_killed_launcher_takes_its_add_with_it(
         process.kill()
         await process.wait()
         operation.gate.release()
-        while bench.dispatcher._job_count:
+        while bench.dispatcher._lines.count:
             operation.gate.release()
             await asyncio.sleep(0.001)
     assert bench.attachments.attached == {}
@@ -325,3 +346,32 @@ async def test_a_del_that_fails_for_now_is_spooled_and_done_later(
     assert outcome == launcher.Outcome(0)
     assert await bench.dispatcher.replay() == (1, 0)
     assert os.listdir(served.parent / wire.SPOOL_DIRECTORY) == []
+
+
+MAPPINGS = [{"HostPort": 80, "ContainerPort": 80}]
+
+
+@pytest.mark.parametrize("wrong", ["", "exit status 1"])
+@pytest.mark.parametrize(
+    ("command", "mappings", "is_old", "is_passed_on"),
+    [
+        ("DEL", MAPPINGS, True, True),
+        ("DEL", [], True, False),
+        ("DEL", MAPPINGS, False, False),
+        ("ADD", MAPPINGS, True, False),
+    ],
+)
+async def test_ports_of_a_chained_portmap_end_with_their_pod(
+    bench: Bench,
+    netns: str,
+    command: str,
+    mappings: list[object],
+    is_old: bool,
+    is_passed_on: bool,
+    wrong: str,
+) -> None:
+    bench.wrong, bench.old = wrong, {"c1"} if is_old else set()
+    config = {**NETCONF, "runtimeConfig": {"PortMappings": mappings}}
+    reply = await bench.ask(command, netns, stdin=json.dumps(config).encode())
+    assert reply.status is ReplyStatus.DONE, "a DEL succeeds whatever another plugin leaves"
+    assert bench.passed_on == ([("DEL", "c1", MAPPINGS)] if is_passed_on else [])

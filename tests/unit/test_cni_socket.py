@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from podwire.agent.cni.socket import CniServer, Received, SocketLimits
+from podwire.agent.cni.at_once import PromptRequests
+from podwire.agent.cni.received import Received
+from podwire.agent.cni.socket import CniServer, SocketLimits
 from podwire.cni import launcher
 from podwire.model import wire
 from podwire.model.wire import Frame, Reply, ReplyStatus
@@ -61,9 +63,12 @@ class Door:
 
     @contextlib.asynccontextmanager
     async def serving(
-        self, limits: SocketLimits | None = None, deadline_s: float = DEADLINE_S
+        self,
+        limits: SocketLimits | None = None,
+        deadline_s: float = DEADLINE_S,
+        at_once: PromptRequests | None = None,
     ) -> AsyncIterator["Door"]:
-        self.server = CniServer(self.answer, self.refused.append, limits)
+        self.server = CniServer(self.answer, self.refused.append, limits, at_once)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(str(self.path))
         listener.listen(16)
@@ -79,6 +84,16 @@ class Door:
             connection.close()
             raise
         return connection
+
+
+class HandsOver:
+    """Has everything that a thread accepts go to the loop."""
+
+    def do_at_once(self, _received: Received, /) -> bool:
+        return False
+
+    def end_late(self) -> None:
+        pass
 
 
 def _inode(fd: int | None) -> int | None:
@@ -133,10 +148,12 @@ def open_descriptors() -> set[str]:
     return {text for text in found if "/proc/" not in text}
 
 
-@pytest.fixture
-async def door(tmp_path: Path) -> AsyncIterator[Door]:
+@pytest.fixture(params=["loop", "thread"])
+async def door(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Door]:
+    """By whom launchers are accepted makes no difference to what the loop is to answer."""
     before = open_descriptors()
-    async with Door(tmp_path / "cni.sock").serving() as made:
+    at_once = HandsOver() if request.param == "thread" else None
+    async with Door(tmp_path / "cni.sock").serving(at_once=at_once) as made:
         yield made
     assert open_descriptors() <= before
     assert made.server._connections == set()

@@ -14,6 +14,7 @@ from podwire import __version__
 from podwire.model.config import SETTINGS, AgentConfig
 from podwire.model.config.settings import ENVIRONMENT_PREFIX
 from podwire.model.store.kinds import CORE, KINDS
+from podwire.store.kubernetes.api.access import HOST_VARIABLE, PORT_VARIABLE
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 AGENT: Final = "podwire-agent"
@@ -73,11 +74,24 @@ def test_it_names_the_image_that_is_built() -> None:
 def test_its_settings_are_settings() -> None:
     settings = tomllib.loads(SETTINGS_MAP["data"]["agent.toml"])
     assert settings == {"store": "kubernetes", "cni_install": True}
-    variables = {one["name"].removeprefix(ENVIRONMENT_PREFIX).lower() for one in CONTAINER["env"]}
+    variables = {
+        one["name"].removeprefix(ENVIRONMENT_PREFIX).lower()
+        for one in CONTAINER["env"]
+        if one["name"].startswith(ENVIRONMENT_PREFIX)
+    }
     assert variables == {"node_name", "cluster_cidrs"}
     assert {*settings, *variables} <= set(SETTINGS)
     (name,) = (one for one in CONTAINER["env"] if one["name"] == "PODWIRE_NODE_NAME")
     assert name["valueFrom"]["fieldRef"]["fieldPath"] == "spec.nodeName"
+
+
+def test_the_api_server_may_be_reached_past_its_service() -> None:
+    for name, key in ((HOST_VARIABLE, "k8s-service-host"), (PORT_VARIABLE, "k8s-service-port")):
+        (variable,) = (one for one in CONTAINER["env"] if one["name"] == name)
+        source = {"name": "podwire", "key": key, "optional": True}
+        assert variable["valueFrom"] == {"configMapKeyRef": source}
+        # An empty one would be taken as it is, and hide what kubelet says.
+        assert key not in SETTINGS_MAP["data"]
 
 
 def test_what_the_agent_keeps_outlives_its_pod() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from podwire.agent.cni.dispatch import Caller, Dispatcher, Limits
+from podwire.agent.cni.dispatch import Dispatcher, Limits
+from podwire.agent.cni.received import Caller
 from podwire.agent.cni.spool import Spool
 from podwire.agent.cni.stale_adds import KEPT_NS, TakenDeletes, TakenLists
 from podwire.cni.netconf import decode_request
@@ -129,7 +130,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     yield made
     made.attachments.open_gates()
     await made.dispatcher.close(DEADLINE_S)
-    assert made.dispatcher._job_count == 0
+    assert made.dispatcher._lines.count == 0
     assert made.attachments.violations == []
 
 
@@ -139,7 +140,7 @@ async def hasty(tmp_path: Path) -> AsyncIterator[Bench]:
     made = Bench(tmp_path, SHORT)
     yield made
     made.attachments.open_gates()
-    await until(lambda: made.dispatcher._job_count == 0)
+    await until(lambda: made.dispatcher._lines.count == 0)
     await made.dispatcher.close(DEADLINE_S)
     assert made.attachments.violations == []
 
@@ -187,7 +188,7 @@ async def test_other_attachments_do_not_wait(bench: Bench) -> None:
     operation.gate.release()
     await fast
     assert not slow.done()
-    assert sum(line[0].started for line in bench.dispatcher._lines.values()) == 1
+    assert sum(line[0].started for line in bench.dispatcher._lines._lines.values()) == 1
 
 
 async def test_status_does_not_wait_for_anything(tmp_path: Path) -> None:
@@ -666,7 +667,7 @@ async def test_random_interleavings_keep_every_promise(
             while await bench.dispatcher.replay() != (0, 0):
                 pass
         assert bench.attachments.violations == []
-        assert bench.dispatcher._job_count == 0
+        assert bench.dispatcher._lines.count == 0
         assert bench.released == chaos.submitted, "every namespace is released exactly once"
         for one, started_ns in bench.attachments.attached.items():
             assert started_ns in chaos.added[one], "an ADD that failed left something"

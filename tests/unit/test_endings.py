@@ -1,10 +1,7 @@
 """Endings under two threads: the reaper works without the node's turn, and nobody misses what it found."""
 
 import threading
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-
-import pytest
+from collections.abc import Sequence
 
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import PodNamespace
@@ -12,12 +9,6 @@ from tests.fakes.node import FakeNode
 from tests.unit.test_attach_service import request
 
 NETNS = PodNamespace(fd=-1, path="/run/netns/a", cookie=7)
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[FakeNode]:
-    with FakeNode(tmp_path) as made:
-        yield made
 
 
 class SlowKernel:

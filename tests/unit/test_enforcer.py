@@ -1,6 +1,5 @@
 """What endpoints are told of policy: audit that ends, failures, damage, and what is left over."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,12 +36,6 @@ from tests.unit.test_attach_service import NETNS, request
 POLICY = PolicyId("NetworkPolicy", "default", "web")
 WEB = "k8s:app=web"
 DB = "k8s:app=db"
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[FakeNode]:
-    with FakeNode(tmp_path) as made:
-        yield made
 
 
 def allow(node: FakeNode, *ports: int, app: str = "web") -> None:

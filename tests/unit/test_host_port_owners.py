@@ -1,7 +1,7 @@
 """Who has a port of the host: refused to a second pod, passed on between sandboxes of one pod, free after every end."""
 
 import ipaddress
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,12 +16,6 @@ from tests.unit.test_attach_service import request
 
 NETNS = PodNamespace(fd=-1, path="/run/netns/a", cookie=7)
 WEB = HostPort("TCP", 8080, 80)
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[FakeNode]:
-    with FakeNode(tmp_path) as made:
-        yield made
 
 
 def add(node: FakeNode, container: str, *ports: HostPort, uid: str = "") -> EndpointRecord:

@@ -16,26 +16,17 @@ from podwire.control.identity.known import KnownIdentities, object_key
 from podwire.control.identity.own_labels import change_own_labels
 from podwire.control.identity.resolver import IdentityResolver, Resolution
 from podwire.control.identity.sources import NAMESPACES, WORKLOADS, LabelSources, SourceChange
-from podwire.model.endpoint import AttachmentKey, Device, EndpointRecord, Phase
+from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Cancelled, InvalidRequest, Unavailable
 from podwire.model.identity import NamedPort
-from podwire.model.ids import (
-    ContainerId,
-    EndpointId,
-    IfIndex,
-    InterfaceName,
-    NetworkName,
-)
 from podwire.model.request import NamedPort as RequestedPort
 from podwire.model.store import ObjectKey, StoredObject
+from tests.fakes import records
 from tests.fakes.followers import follow_identities
 from tests.fakes.store import MemoryStore
 from tests.waiting import wait_for
 
 HTTP = NamedPort("http", 6, 80)
-DEVICE = Device(
-    "veth", InterfaceName("pw"), IfIndex(5), "", InterfaceName("eth0"), IfIndex(6), "", 1500
-)
 
 
 class Agent:
@@ -92,19 +83,7 @@ def put_workload(
 
 
 def make_record(number: int, resolution: Resolution, namespace: str = "default") -> EndpointRecord:
-    key = AttachmentKey(NetworkName("net"), ContainerId(f"c{number}"), InterfaceName("eth0"))
-    record = EndpointRecord(
-        id=EndpointId(number),
-        key=key,
-        phase=Phase.LIVE,
-        boot_id="b",
-        taken_boottime_ns=1,
-        netns_path="/x",
-        netns_cookie=1,
-        device=DEVICE,
-        namespace=namespace,
-    )
-    return resolution.write_into(record)
+    return resolution.write_into(records.make_record(number, namespace=namespace))
 
 
 def test_replicas_have_one_identity_and_names_of_their_own() -> None:

@@ -1,8 +1,6 @@
 """Blocks of pools: claims, limits, borrowing, fixed addresses, restarts, losses."""
 
-from collections.abc import Iterator
 from ipaddress import ip_address, ip_network
-from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -20,8 +18,7 @@ from podwire.control.ipam.documents import (
 from podwire.control.ipam.interface import Wish
 from podwire.model.errors import AddressUnavailable, Exhausted, Unavailable
 from podwire.model.ids import EndpointId
-from podwire.model.store import Store, StoredObject
-from podwire.store.sqlite import SqliteStore
+from podwire.model.store import StoredObject
 from tests.fakes.pool_nodes import (
     Nodes,
     PoolNode,
@@ -33,20 +30,6 @@ from tests.fakes.pool_nodes import (
     wait_until,
 )
 from tests.fakes.store import MemoryStore
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    found = SqliteStore(tmp_path / "store.db")
-    yield found
-    found.close()
-
-
-@pytest.fixture
-def nodes(store: Store) -> Iterator[Nodes]:
-    made = Nodes(store)
-    yield made
-    made.close()
 
 
 def test_a_pod_gets_an_address_of_each_family_that_has_a_pool(nodes: Nodes) -> None:

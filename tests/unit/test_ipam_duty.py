@@ -1,9 +1,7 @@
 """What a node does about its blocks over time: ahead, back, remembered, orphans, its range from a pool."""
 
 import json
-from collections.abc import Iterator
 from ipaddress import ip_address, ip_network
-from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -21,10 +19,8 @@ from podwire.control.ipam.documents import (
 from podwire.model.errors import Exhausted, StorageFailure, Unavailable
 from podwire.model.ids import EndpointId
 from podwire.model.store import ObjectKey, Revisions, Store, StoredObject
-from podwire.store.sqlite import SqliteStore
 from tests.fakes.pool_nodes import (
     Facts,
-    Nodes,
     PoolNode,
     Ticking,
     add,
@@ -35,20 +31,6 @@ from tests.fakes.pool_nodes import (
 )
 from tests.fakes.server_store import ServerStore
 from tests.fakes.store import MemoryStore, MemoryWatch
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    found = SqliteStore(tmp_path / "store.db")
-    yield found
-    found.close()
-
-
-@pytest.fixture
-def nodes(store: Store) -> Iterator[Nodes]:
-    made = Nodes(store)
-    yield made
-    made.close()
 
 
 def test_blocks_are_claimed_ahead_and_given_back_when_empty_for_long() -> None:

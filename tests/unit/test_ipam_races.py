@@ -5,7 +5,6 @@ import random
 import threading
 from collections.abc import Iterator
 from ipaddress import IPv4Network, ip_address
-from pathlib import Path
 from typing import Final, cast
 
 import pytest
@@ -21,7 +20,6 @@ from podwire.model.errors import AddressUnavailable, Conflict, Exhausted, Unavai
 from podwire.model.ids import EndpointId, IdentityId
 from podwire.model.store import Store, StoredObject
 from podwire.model.store.kinds import IP_ADDRESS
-from podwire.store.sqlite import SqliteStore
 from tests.fakes.pool_nodes import (
     Nodes,
     PoolNode,
@@ -38,20 +36,6 @@ STEPS = int(os.environ.get("PODWIRE_IPAM_STEPS", "10000"))
 """Of each seed; 350,000 make the million of a long run."""
 HELD_S: Final = 0.3
 """Who does not wait for the lock is through in that time."""
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    found = SqliteStore(tmp_path / "store.db")
-    yield found
-    found.close()
-
-
-@pytest.fixture
-def nodes(store: Store) -> Iterator[Nodes]:
-    made = Nodes(store)
-    yield made
-    made.close()
 
 
 def make_pair() -> tuple[MemoryStore, PoolNode, PoolNode]:

@@ -122,12 +122,6 @@ class Scene:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[FakeNode]:
-    with FakeNode(tmp_path) as made:
-        yield made
-
-
-@pytest.fixture
 def scene(node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     for name in vars(loops):
         if name.endswith("_S") and name != "RESTART_CAP_S":

@@ -9,13 +9,13 @@ import pytest
 from podwire.cni.labels import complete_labels
 from podwire.control.kubernetes.own_pods import OwnPods
 from podwire.control.kubernetes.pod import decode_pod
-from podwire.model.endpoint import AttachmentKey, EndpointRecord, Phase
+from podwire.model.endpoint import AttachmentKey
 from podwire.model.errors import Cancelled, Unavailable
-from podwire.model.ids import ContainerId, EndpointId, InterfaceName, NetworkName
+from podwire.model.ids import ContainerId, InterfaceName, NetworkName
 from podwire.model.request import AttachRequest, NamedPort
 from podwire.model.store import ObjectKey, StoredObject, StoreEvent
+from tests.fakes.records import make_record
 from tests.fakes.store import MemoryStore
-from tests.unit.test_identity_resolver import DEVICE
 from tests.waiting import wait_for
 
 KEY = AttachmentKey(NetworkName("podwire"), ContainerId("c" * 12), InterfaceName("eth0"))
@@ -186,19 +186,8 @@ def test_a_plain_container_is_no_pod_whatever_its_name_is(pods: OwnPods, name: s
     request = msgspec.structs.replace(add(name, ""), is_plain=True)
     assert pods.complete_at_once(request) is request
     assert pods.complete(request) is request
-    record = EndpointRecord(
-        id=EndpointId(1),
-        key=KEY,
-        phase=Phase.LIVE,
-        boot_id="b",
-        taken_boottime_ns=1,
-        netns_path="/x",
-        netns_cookie=1,
-        device=DEVICE,
-        namespace="shop",
-        pod=name,
-        own_labels=("k8s:a=b",),
-        is_plain=True,
+    record = make_record(
+        1, key=KEY, namespace="shop", pod=name, own_labels=("k8s:a=b",), is_plain=True
     )
     assert not pods.has(record)
     assert pods.own_labels(record) == ("k8s:a=b",)

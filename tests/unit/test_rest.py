@@ -7,8 +7,8 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -150,19 +150,20 @@ async def read_answer(reader: asyncio.StreamReader) -> Answer:
     return Answer(int(status.split()[1]), headers, body)
 
 
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[FakeNode]:
-    with FakeNode(tmp_path) as made:
-        yield made
+@contextlib.asynccontextmanager
+async def serving(directory: Path, node: FakeNode, **parts: Any) -> AsyncIterator[Served]:
+    """Serve the API of a node, some of whose parts are others."""
+    path = directory / "api.sock"
+    api = replace(make_api(node), **parts)
+    async with ApiServer(api).serving(open_unix_socket(path), path):
+        yield Served(path, api, node)
+    assert not path.exists()
 
 
 @pytest.fixture
 async def served(tmp_path: Path, node: FakeNode) -> AsyncIterator[Served]:
-    path = tmp_path / "api.sock"
-    api = make_api(node)
-    async with ApiServer(api).serving(open_unix_socket(path), path):
-        yield Served(path, api, node)
-    assert not path.exists()
+    async with serving(tmp_path, node) as api:
+        yield api
 
 
 async def test_the_socket_is_for_root_alone(served: Served) -> None:

@@ -2,12 +2,16 @@
 
 import ipaddress
 import random
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from podwire.control.services.catalogue import Catalogue
+from podwire.control.services.choose import Place
+from podwire.control.services.facts import ServiceName
+from podwire.control.services.room import Room
 from podwire.model.interfaces import BackEnd, Frontend
 from podwire.model.store import StoredObject, StoreEvent
 from tests.unit.service_objects import endpoint, service, slice_of, stored
@@ -31,15 +35,19 @@ def show(table: Mapping[Frontend, Sequence[BackEnd]]) -> Shown:
     }
 
 
-def catalogue_of(*documents: Mapping[str, Any], node: str = "n1") -> Catalogue:
-    catalogue = Catalogue(node)
+HERE = Place("n1", "z1")
+PODS = (ipaddress.ip_network("10.7.0.0/16"), ipaddress.ip_network("fd07::/56"))
+
+
+def catalogue_of(*documents: Mapping[str, Any], place: Place = HERE) -> Catalogue:
+    catalogue = Catalogue(place, PODS)
     for document in documents:
         catalogue.apply(StoreEvent(stored(document), 1))
     return catalogue
 
 
-def translated(*documents: Mapping[str, Any], node: str = "n1") -> Shown:
-    catalogue = catalogue_of(*documents, node=node)
+def translated(*documents: Mapping[str, Any], place: Place = HERE) -> Shown:
+    catalogue = catalogue_of(*documents, place=place)
     catalogue.take_change()
     return show(catalogue.table())
 
@@ -147,6 +155,92 @@ CASES: dict[str, tuple[list[Mapping[str, Any]], Shown]] = {
         ],
         {f"{VIP} 80/tcp": [f"{A}:8080"]},
     ),
+    "external-addresses-have-the-same-back-ends": (
+        [service(externalIPs=["203.0.113.5", "2001:db8::5"]), slice_of(endpoints=[endpoint(A)])],
+        {f"{VIP} 80/tcp": [f"{A}:8080"], "203.0.113.5 80/tcp": [f"{A}:8080"], "2001:db8::5 80/tcp": []},
+    ),
+    "load-balancers-that-translate-nothing-themselves": (
+        [
+            service(ingress=[
+                {"ip": "203.0.113.6"}, {"ip": "203.0.113.7", "ipMode": "VIP"},
+                {"ip": "203.0.113.8", "ipMode": "Proxy"}, {"hostname": "lb.example"}, {"ip": "127.0.0.1"},
+            ]),
+            slice_of(endpoints=[endpoint(A)]),
+        ],
+        {f"{one} 80/tcp": [f"{A}:8080"] for one in (VIP, "203.0.113.6", "203.0.113.7")},
+    ),
+    "local-policies-end-at-external-addresses": (
+        [
+            service(
+                externalIPs=["203.0.113.5"], internalTrafficPolicy="Local", externalTrafficPolicy="Local"
+            ),
+            slice_of(endpoints=[endpoint(A, node="n1"), endpoint(B, node="n2")]),
+        ],
+        {f"{VIP} 80/tcp": [f"{A}:8080"], "203.0.113.5 80/tcp": [f"{A}:8080", f"{B}:8080"]},
+    ),
+    "source-ranges-that-name-all-pods": (
+        [
+            service(ingress=[{"ip": "203.0.113.6"}], loadBalancerSourceRanges=["192.0.2.0/24", " 10.0.0.0/8"]),
+            slice_of(endpoints=[endpoint(A)]),
+        ],
+        {f"{VIP} 80/tcp": [f"{A}:8080"], "203.0.113.6 80/tcp": [f"{A}:8080"]},
+    ),
+    "source-ranges-of-the-other-family": (
+        [
+            service(ingress=[{"ip": "203.0.113.6"}], loadBalancerSourceRanges=["2001:db8::/32"]),
+            slice_of(endpoints=[endpoint(A)]),
+        ],
+        {f"{VIP} 80/tcp": [f"{A}:8080"], "203.0.113.6 80/tcp": [f"{A}:8080"]},
+    ),
+    "source-ranges-that-do-not-leave-the-address-to-the-stack": (
+        [
+            service(
+                ingress=[{"ip": "203.0.113.6"}], externalIPs=["203.0.113.5"],
+                loadBalancerSourceRanges=["10.7.1.0/24"],
+            ),
+            slice_of(endpoints=[endpoint(A)]),
+        ],
+        {f"{VIP} 80/tcp": [f"{A}:8080"], "203.0.113.5 80/tcp": [f"{A}:8080"]},
+    ),
+    "hints-for-this-zone": (
+        [service(), slice_of(endpoints=[endpoint(A, zones=["z1"]), endpoint(B, zones=["z2", "z1"]),
+                                        endpoint(C, zones=["z2"])])],
+        {f"{VIP} 80/tcp": [f"{A}:8080", f"{B}:8080"]},
+    ),
+    "hints-that-one-back-end-lacks": (
+        [service(), slice_of(endpoints=[endpoint(A, zones=["z1"]), endpoint(B)])],
+        {f"{VIP} 80/tcp": [f"{A}:8080", f"{B}:8080"]},
+    ),
+    "hints-that-one-lacks-that-is-not-ready": (
+        [service(), slice_of(endpoints=[endpoint(A, zones=["z1"]), endpoint(B, zones=["z2"]),
+                                        endpoint(C, ready=False)])],
+        {f"{VIP} 80/tcp": [f"{A}:8080"]},
+    ),
+    "hints-for-other-zones-only": (
+        [service(), slice_of(endpoints=[endpoint(A, zones=["z2"]), endpoint(B, zones=["z3"])])],
+        {f"{VIP} 80/tcp": [f"{A}:8080", f"{B}:8080"]},
+    ),
+    "hints-for-this-node-come-before-those-for-its-zone": (
+        [service(), slice_of(endpoints=[endpoint(A, nodes=["n1"], zones=["z1"]),
+                                        endpoint(B, nodes=["n2"], zones=["z1"])])],
+        {f"{VIP} 80/tcp": [f"{A}:8080"]},
+    ),
+    "without-one-for-this-node-its-zone-counts": (
+        [service(), slice_of(endpoints=[endpoint(A, nodes=["n2"], zones=["z1"]),
+                                        endpoint(B, nodes=["n3"], zones=["z2"])])],
+        {f"{VIP} 80/tcp": [f"{A}:8080"]},
+    ),
+    "hints-say-nothing-of-those-that-drain": (
+        [service(), slice_of(endpoints=[endpoint(A, zones=["z2"], ready=False, terminating=True)])],
+        {f"{VIP} 80/tcp": [f"{A}:8080"]},
+    ),
+    "local-only-goes-before-hints": (
+        [
+            service(internalTrafficPolicy="Local"),
+            slice_of(endpoints=[endpoint(A, node="n1", zones=["z2"]), endpoint(B, node="n2", zones=["z1"])]),
+        ],
+        {f"{VIP} 80/tcp": [f"{A}:8080"]},
+    ),
     "nodes-and-the-world-may-answer": (
         [service(), slice_of(endpoints=[endpoint("192.0.2.1"), endpoint("198.51.100.7")])],
         {f"{VIP} 80/tcp": ["192.0.2.1:8080", "198.51.100.7:8080"]},
@@ -175,11 +269,68 @@ def test_every_address_refuses_its_other_ports() -> None:
     assert refusing == {ipaddress.ip_address(VIP), ipaddress.ip_address(VIP_6)}
 
 
+def test_the_other_ports_of_an_external_address_are_not_refused() -> None:
+    catalogue = catalogue_of(service(externalIPs=["203.0.113.5"], ingress=[{"ip": "203.0.113.6"}]))
+    refusing = [one.address for one in catalogue.take_change().put if not one.port]
+    assert refusing == [ipaddress.ip_address(VIP)]
+
+
+def test_hints_count_as_soon_as_the_zone_is_known() -> None:
+    ends = [endpoint(A, zones=["z1"]), endpoint(B, zones=["z2"])]
+    catalogue = catalogue_of(service(), slice_of(endpoints=ends), place=Place("n1"))
+    assert show(catalogue.take_change().put) == {f"{VIP} 80/tcp": [f"{A}:8080", f"{B}:8080"]}
+    catalogue.move(Place("n1", "z2"))
+    assert show(catalogue.take_change().put) == {f"{VIP} 80/tcp": [f"{B}:8080"]}
+    catalogue.move(Place("n1", "z2"))
+    assert not catalogue.take_change().put
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_external_address_takes_no_cluster_address_from_its_service(order: int) -> None:
+    thief = stored(service("thief", ["10.96.0.11"], externalIPs=[VIP]), "2026-01-01T00:00:00Z")
+    owner = stored(service("owner"), "2026-02-01T00:00:00Z")
+    catalogue = catalogue_of(slice_of("thief", [endpoint(A)]), slice_of("owner", [endpoint(B)]))
+    for one in (thief, owner)[::order]:
+        catalogue.apply(StoreEvent(one, 1))
+        catalogue.take_change()
+    assert show(catalogue.table())[f"{VIP} 80/tcp"] == [f"{B}:8080"]
+    catalogue.apply(StoreEvent(owner, 2, deleted=True))
+    assert show(catalogue.take_change().put) == {f"{VIP} 80/tcp": [f"{A}:8080"]}
+
+
+LEFT: dict[str, tuple[Mapping[str, Any], str]] = {
+    "sctp": (
+        service(ports=[{"name": "a", "port": 80}, {"name": "b", "port": 81, "protocol": "SCTP"}]),
+        "port 81/sctp is left to the stack",
+    ),
+    "proxy": (service(ingress=[{"ip": "203.0.113.8", "ipMode": "Proxy"}]), r"203.0.113.8 .*ipMode Proxy"),
+    "sources": (
+        service(ingress=[{"ip": "203.0.113.8"}], loadBalancerSourceRanges=["192.0.2.0/24"]),
+        "203.0.113.8 .* loadBalancerSourceRanges does not name all pods",
+    ),
+    "no-range": (
+        service(ingress=[{"ip": "203.0.113.8"}], loadBalancerSourceRanges=["all"]),
+        "has what is no range",
+    ),
+    "no-address": (service(externalIPs=["127.0.0.1"]), "127.0.0.1 is no address that packets"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_to_the_stack_is_named(name: str) -> None:
+    document, words = LEFT[name]
+    catalogue = catalogue_of(document)
+    catalogue.take_change()
+    [view] = catalogue.views()
+    assert view.is_translated
+    assert re.search(words, view.problem)
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_of_two_services_with_one_address_the_older_has_it(order: int) -> None:
     old = stored(service("zoo"), "2026-01-01T00:00:00Z")
     new = stored(service("ape"), "2026-02-01T00:00:00Z")
-    catalogue = Catalogue("n1")
+    catalogue = Catalogue(Place("n1"))
     for one in (
         *(old, new)[::order],
         stored(slice_of("zoo", [endpoint(A)])),
@@ -251,7 +402,7 @@ def test_any_order_of_changes_comes_to_the_same() -> None:
     """What changes add up to is what a fresh look at the last versions gives."""
     chance = random.Random(7)
     for _ in range(60):
-        catalogue, last = Catalogue("n1"), dict[Any, StoredObject]()
+        catalogue, last = Catalogue(Place("n1")), dict[Any, StoredObject]()
         table: dict[Frontend, Sequence[BackEnd]] = {}
         for step in range(30):
             one = stored(_any_document(chance), f"2026-01-0{chance.randint(1, 3)}")
@@ -263,7 +414,7 @@ def test_any_order_of_changes_comes_to_the_same() -> None:
             if chance.random() < 0.4:
                 _carry_out(catalogue, table)
         _carry_out(catalogue, table)
-        fresh = Catalogue("n1")
+        fresh = Catalogue(Place("n1"))
         for kind in ("services", "endpointslices"):
             fresh.replace(kind, [one for one in last.values() if one.key.kind == kind])
         fresh.take_change()
@@ -292,3 +443,72 @@ def _any_document(chance: random.Random) -> Mapping[str, Any]:
     ends = [endpoint(f"10.7.0.{one}", ready=chance.random() < 0.7) for one in chosen]
     ports = [{"name": f"p{one}", "port": one + 8000} for one in (80, 81)]
     return slice_of(name, ends, ports, number=chance.randint(1, 2))
+
+
+# Rooms are small here: so many frontends, so many back ends in lists.
+
+
+def crowd(frontends: int, slots: int, *sizes: tuple[str, int, int]) -> Catalogue:
+    """Give services (name, ports, back ends), each a day younger than the one before."""
+    catalogue = Catalogue(Place("n1"), room=Room(frontends, slots))
+    for number, (name, ports, ends) in enumerate(sizes, 1):
+        put(catalogue, name, number, ports, ends)
+    return catalogue
+
+
+def put(catalogue: Catalogue, name: str, number: int, ports: int, ends: int) -> None:
+    """Make or change one of them: a row for each port and one for the address."""
+    named = [{"name": f"p{one}", "port": one} for one in range(1, ports + 1)]
+    addresses = [endpoint(f"10.7.{number}.{one}") for one in range(1, ends + 1)]
+    made = service(name, [f"10.96.1.{number}"], named)
+    for document in (made, slice_of(name, addresses, named)):
+        catalogue.apply(StoreEvent(stored(document, f"2026-01-{number:02}T00:00:00Z"), 1))
+
+
+def names(catalogue: Catalogue) -> list[str]:
+    catalogue.take_change()
+    return [str(one.name) for one in catalogue.views() if one.is_translated]
+
+
+def test_who_does_not_fit_keeps_no_older_one_out_and_no_smaller_one() -> None:
+    catalogue = crowd(20, 100, ("old", 4, 2), ("greedy", 18, 1), ("small", 3, 1))
+    assert names(catalogue) == ["default/old", "default/small"]
+    problems = {str(one.name): one.problem for one in catalogue.views()}
+    assert problems["default/greedy"] == "there is no room for it beside the older services"
+    assert catalogue.room.refused == {ServiceName("default", "greedy")}
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_the_older_have_room_whoever_was_heard_first(backwards: bool) -> None:
+    sizes = [("a", 5, 1), ("b", 5, 1), ("c", 5, 1)]
+    catalogue = Catalogue(Place("n1"), room=Room(12, 100))
+    numbered = list(enumerate(sizes, 1))
+    for number, (name, ports, ends) in reversed(numbered) if backwards else numbered:
+        put(catalogue, name, number, ports, ends)
+        catalogue.take_change()
+    assert names(catalogue) == ["default/a", "default/b"]
+
+
+def test_back_ends_count_as_often_as_they_stand_in_lists() -> None:
+    catalogue = crowd(100, 20, ("a", 2, 6), ("b", 2, 5), ("c", 2, 4))
+    assert names(catalogue) == ["default/a", "default/c"]
+
+
+def test_room_that_is_given_back_goes_to_who_waits() -> None:
+    catalogue = crowd(20, 100, ("old", 9, 2), ("young", 10, 1))
+    assert names(catalogue) == ["default/old"]
+    catalogue.apply(StoreEvent(stored(service("old"), "2026-01-01T00:00:00Z"), 2, deleted=True))
+    change = catalogue.take_change()
+    assert {str(one.address) for one in change.put} == {"10.96.1.2"}
+    assert {str(one.address) for one in change.gone} == {"10.96.1.1"}
+    assert names(catalogue) == ["default/young"]
+
+
+def test_who_grows_beyond_the_room_goes_and_nobody_else() -> None:
+    catalogue = crowd(20, 100, ("old", 5, 2), ("young", 5, 2))
+    assert names(catalogue) == ["default/old", "default/young"]
+    put(catalogue, "young", 2, 16, 1)
+    change = catalogue.take_change()
+    assert not change.put
+    assert {str(one.address) for one in change.gone} == {"10.96.1.2"}
+    assert names(catalogue) == ["default/old"]

@@ -22,6 +22,11 @@ def test_what_is_carried_out_is_accepted() -> None:
             clusterIP="10.96.0.10",
             sessionAffinity="None",
             internalTrafficPolicy="Local",
+            externalIPs=["203.0.113.5", "2001:db8::5"],
+            externalTrafficPolicy="Local",
+            selector={"app": "web", "example.com/tier": ""},
+            trafficDistribution="PreferSameNode",
+            publishNotReadyAddresses=True,
         )
     )  # fmt: skip
     ends = [endpoint("10.7.0.1", node="n1", ready=True, serving=True, terminating=False)]
@@ -29,8 +34,32 @@ def test_what_is_carried_out_is_accepted() -> None:
 
 
 SERVICES: dict[str, tuple[Change, str]] = {
-    "selector": (lambda spec: spec.update(selector={"app": "a"}), "spec.selector is not supported"),
-    "external": (lambda spec: spec.update(externalIPs=["192.0.2.9"]), "spec.externalIPs is not"),
+    "selector": (lambda spec: spec.update(selector={"app": 1}), "spec.selector.app is 1, not text"),
+    "selector-key": (lambda spec: spec.update(selector={"cni:app": "a"}), "not a label key"),
+    "selector-name": (
+        lambda spec: spec.update(selector={"podwire.io/name": "a"}),
+        "is no label of pods' identities",
+    ),
+    "target": (
+        lambda spec: spec.update(ports=[{"port": 80, "targetPort": "8080"}]),
+        "not a port's",
+    ),
+    "target-0": (
+        lambda spec: spec.update(ports=[{"port": 80, "targetPort": 0}]),
+        "not from 1 to 65535",
+    ),
+    "zones": (
+        lambda spec: spec.update(selector={"app": "a"}, trafficDistribution="PreferClose"),
+        "asks for zones",
+    ),
+    "distribution-of-slices": (
+        lambda spec: spec.update(trafficDistribution="PreferSameNode"),
+        "write hints into the EndpointSlices",
+    ),
+    "headless": (lambda spec: spec.update(clusterIPs=["None"]), "not an address"),
+    "external": (lambda spec: spec.update(externalIPs=["192.0.2.999"]), "not an address"),
+    "external-loopback": (lambda spec: spec.update(externalIPs=["127.0.0.1"]), "no packet can be"),
+    "balancer": (lambda spec: spec.update(loadBalancerIP="192.0.2.9"), "write externalIPs"),
     "affinity": (lambda spec: spec.update(sessionAffinity="ClientIP"), "not one of None"),
     "type": (lambda spec: spec.update(type="NodePort"), "not one of ClusterIP"),
     "unknown": (lambda spec: spec.update(colour="red"), "spec.colour is an unknown field"),

@@ -1,22 +1,17 @@
 """Kinds of two API groups that share a name: each by its own, in the store, over the API and on the command line."""
 
-import contextlib
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from podwire.agent.api.server import ApiServer
-from podwire.agent.unix_socket import open_unix_socket
 from podwire.control.documents.kinds import decode, make_key
 from podwire.model.errors import InvalidRequest
-from podwire.model.store import ObjectKey, StoredObject
+from podwire.model.store import ObjectKey, Store, StoredObject
 from podwire.model.store.kinds import CORE_NODE, KINDS, NODE, Kind, find_kind, kind_of_document
-from podwire.store.sqlite import SqliteStore
 from tests.fakes.node import FakeNode
-from tests.unit.test_rest import Served, make_api
+from tests.unit.test_rest import Served, serving
 
 OURS = StoredObject(
     key=ObjectKey("nodes", "", "a"),
@@ -73,20 +68,11 @@ def test_a_document_says_which_it_is(stored: StoredObject, kind: Any) -> None:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[FakeNode]:
-    with FakeNode(tmp_path) as made:
-        yield made
-
-
-@pytest.fixture
-async def served(tmp_path: Path, node: FakeNode) -> AsyncIterator[Served]:
-    path = tmp_path / "api.sock"
-    with contextlib.closing(SqliteStore(tmp_path / "objects.db")) as store:
-        for one in (OURS, CORE):
-            store.create(one)
-        api = replace(make_api(node), store=store)
-        async with ApiServer(api).serving(open_unix_socket(path), path):
-            yield Served(path, api, node)
+async def served(tmp_path: Path, node: FakeNode, store: Store) -> AsyncIterator[Served]:
+    for stored in (OURS, CORE):
+        store.create(stored)
+    async with serving(tmp_path, node, store=store) as api:
+        yield api
 
 
 async def test_both_live_side_by_side_over_the_api(served: Served) -> None:

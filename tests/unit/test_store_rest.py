@@ -1,37 +1,24 @@
 """Objects over the agent's real API socket: statuses, error bodies, preconditions, dry runs."""
 
-import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from podwire.agent.api.server import ApiServer
-from podwire.agent.unix_socket import open_unix_socket
-from podwire.store.sqlite import SqliteStore
+from podwire.model.store import Store
 from tests.fakes.node import FakeNode
 from tests.unit.policies import cidr_group, namespace_object, network_policy
-from tests.unit.test_rest import Answer, Served, make_api
+from tests.unit.test_rest import Answer, Served, serving
 
 WEB = "/object/networkpolicies/default/web"
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[FakeNode]:
-    with FakeNode(tmp_path) as made:
-        yield made
-
-
-@pytest.fixture
-async def served(tmp_path: Path, node: FakeNode) -> AsyncIterator[Served]:
-    path = tmp_path / "api.sock"
-    with contextlib.closing(SqliteStore(tmp_path / "objects.db")) as store:
-        api = replace(make_api(node), store=store)
-        async with ApiServer(api).serving(open_unix_socket(path), path):
-            yield Served(path, api, node)
+async def served(tmp_path: Path, node: FakeNode, store: Store) -> AsyncIterator[Served]:
+    async with serving(tmp_path, node, store=store) as api:
+        yield api
 
 
 async def ask(served: Served, method: str, path: str, body: Any = None) -> Answer:
@@ -169,7 +156,7 @@ async def test_a_namespace_in_use_is_a_conflict(served: Served) -> None:
 
 async def test_a_store_that_cannot_be_used_is_said_to_be_so(served: Served, tmp_path: Path) -> None:
     await ask(served, "PUT", "/object/ccg/office", cidr_group())
-    (tmp_path / "objects.db").rename(tmp_path / "away.db")
+    (tmp_path / "store.db").rename(tmp_path / "away.db")
     answer = await served.get("/object/ccg")
     assert (answer.status, answer.json["error"]["code"]) == (507, "io")
     assert "removed while it was open" in answer.json["error"]["message"]

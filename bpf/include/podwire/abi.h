@@ -167,6 +167,7 @@ enum pw_conntrack_kind {
 	PW_CONNTRACK_PLAIN = 0,
 	PW_CONNTRACK_SERVICE = 1,     /* the tuple as the pod has it: to the service */
 	PW_CONNTRACK_OF_BACK_END = 2, /* the tuple as the back end has it */
+	PW_CONNTRACK_OF_ITSELF = 3,   /* the tuple of the pod's answers, where it is the back end */
 };
 
 /* What a row of pw_conntrack counts among. */

@@ -79,7 +79,8 @@ struct pw_original {
 	__u32 back_end;
 	bool translated; /* the rest of this means something */
 	__u8 beside;	 /* as in the row's key */
-	__u8 pad[2];
+	bool itself;	 /* the pod is the back end: flow->key is the tuple of its answers */
+	__u8 pad;
 };
 
 struct pw_flow {

@@ -136,11 +136,17 @@ find_related(struct __sk_buff *skb, struct pw_flow *flow, struct pw_match *match
 	return entry;
 }
 
-/* What a pod has to a service is another tuple than what the network sees: nothing but the pod's own packet has it. */
+/* What a pod has to a service is another tuple than what the network sees: nothing but the pod's own packet has it. What
+ * it has with itself nobody else sees at all.
+ */
 static __always_inline bool is_hidden(const struct pw_match *match,
 				      const struct pw_conntrack_value *entry)
 {
-	return (match->reply || match->related) && entry && entry->kind == PW_CONNTRACK_SERVICE;
+	if (!entry)
+		return false;
+	if (entry->kind == PW_CONNTRACK_SERVICE)
+		return match->reply || match->related;
+	return entry->kind == PW_CONNTRACK_OF_ITSELF && match->reply;
 }
 
 /* The entry of the packet's flow, and in `match` what else is known of it. */

@@ -140,6 +140,47 @@ PW_CHECKED_ALONE int write_service(struct __sk_buff *skb, const struct pw_flow *
 					  &checksum);
 }
 
+/* Exchanges the two addresses of the header that begins at `header`. No sum changes by it. */
+static __always_inline int exchange_addresses(struct __sk_buff *skb, const struct pw_flow *flow,
+					      __u32 header)
+{
+	bool six = flow->ethertype == ETH_P_IPV6;
+	__u32 addresses[8];
+
+	if (!six) {
+		header += offsetof(struct iphdr, saddr);
+		if (bpf_skb_load_bytes(skb, header, addresses, 8) ||
+		    bpf_skb_store_bytes(skb, header, addresses + 1, 4, 0) ||
+		    bpf_skb_store_bytes(skb, header + 4, addresses, 4, 0))
+			return PW_DROP_INTERNAL;
+		return 0;
+	}
+	header += offsetof(struct ipv6hdr, saddr);
+	if (bpf_skb_load_bytes(skb, header, addresses, 32) ||
+	    bpf_skb_store_bytes(skb, header, addresses + 4, 16, 0) ||
+	    bpf_skb_store_bytes(skb, header + 16, addresses, 16, 0))
+		return PW_DROP_INTERNAL;
+	return 0;
+}
+
+/* A pod's packet to the service whose back end it is itself, and its answers: the other end is the service, seen from
+ * both. `entry` is the flow that an answer belongs to, NULL for what is asked.
+ */
+PW_CHECKED_ALONE int write_itself(struct __sk_buff *skb, const struct pw_flow *flow,
+				  const struct pw_conntrack_value *entry)
+{
+	struct pw_checksum checksum;
+
+	if (!flow)
+		return PW_DROP_INTERNAL;
+	checksum = transport_checksum(flow);
+	return replace_port(skb, flow->transport_offset,
+			    entry ? entry->nat_dport_be : flow->key.dport_be, &checksum)
+		       ?: replace_port(skb, flow->transport_offset + 2,
+				       entry ? entry->nat_sport_be : flow->key.sport_be, &checksum)
+		       ?: exchange_addresses(skb, flow, pw_link_header_bytes);
+}
+
 /* Where the transport header is of the packet that an ICMP error quotes; 0 = behind headers that no service has. */
 static __always_inline __u32 quoted_transport(struct __sk_buff *skb, const struct pw_flow *flow,
 					      __u32 quoted)
@@ -177,6 +218,27 @@ static __always_inline int mend_quote(struct __sk_buff *skb, const struct pw_flo
 	return replace_port(skb, ports, entry->nat_sport_be, &error)
 		       ?: replace_port(skb, ports + 2, entry->nat_dport_be, &error)
 		       ?: replace_address(skb, flow, quoted, false, entry->nat_addr, &of_address);
+}
+
+/* What the pod says of a packet of its own that has come back to it, as it sent it. */
+PW_CHECKED_ALONE int write_own_error(struct __sk_buff *skb, const struct pw_flow *flow,
+				     const struct pw_conntrack_value *entry)
+{
+	struct pw_checksum error;
+	__u32 quoted, ports;
+
+	if (!flow || !entry)
+		return PW_DROP_INTERNAL;
+	quoted = flow->transport_offset + sizeof(struct pw_icmp_header);
+	error.offset = flow->transport_offset + offsetof(struct pw_icmp_header, checksum);
+	error.flags = 0;
+	ports = quoted_transport(skb, flow, quoted);
+	if (!ports)
+		return PW_DROP_HEADER;
+	return replace_port(skb, ports, entry->nat_sport_be, &error)
+		       ?: replace_port(skb, ports + 2, entry->nat_dport_be, &error)
+		       ?: exchange_addresses(skb, flow, quoted)
+		       ?: exchange_addresses(skb, flow, pw_link_header_bytes);
 }
 
 /* Did the end of the flow that the quoted packet went to send the error, or a router on the way? */

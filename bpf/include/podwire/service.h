@@ -4,6 +4,8 @@
  * A flow that a service translates has two rows in pw_conntrack and none in pw_new_flows, which evicts. The one under the
  * tuple as the pod has it (PW_CONNTRACK_SERVICE) only names the other tuple. The one under the tuple as the back end has it
  * (PW_CONNTRACK_OF_BACK_END) is the flow: it is judged, counted and aged, and the first one lives as long as it does.
+ * Where the pod is its own back end that row is under the tuple of its answers (PW_CONNTRACK_OF_ITSELF): it sees the service's
+ * address as its peer on both sides (rule 15).
  * Nothing here changes the packet: that is left until both sides have judged it.
  */
 #ifndef PODWIRE_SERVICE_H
@@ -34,7 +36,7 @@ static __always_inline bool opens_flow(const struct pw_flow *flow)
 
 /* From here on the packet is one to the back end. */
 static __always_inline void take_tuple(struct pw_flow *flow, const struct pw_conntrack_key *key,
-				       __u32 service, __u32 back_end, __u16 beside)
+				       __u32 service, __u32 back_end, __u16 beside, bool itself)
 {
 	struct pw_original *original = &flow->original;
 
@@ -44,6 +46,7 @@ static __always_inline void take_tuple(struct pw_flow *flow, const struct pw_con
 	original->service = service;
 	original->back_end = back_end;
 	original->beside = beside;
+	original->itself = itself;
 	original->translated = true;
 	copy_address(flow->key.daddr, key->daddr);
 	flow->key.sport_be = key->sport_be;
@@ -70,7 +73,7 @@ static __always_inline bool may_go_on(const struct pw_flow *flow,
 static __always_inline bool is_translation_of(const struct pw_flow *flow,
 					      const struct pw_conntrack_value *translated)
 {
-	return translated && translated->kind == PW_CONNTRACK_OF_BACK_END &&
+	return translated && translated->kind >= PW_CONNTRACK_OF_BACK_END &&
 	       same_address(translated->nat_addr, flow->key.daddr) &&
 	       translated->nat_sport_be == flow->key.sport_be &&
 	       translated->nat_dport_be == flow->key.dport_be;
@@ -99,7 +102,8 @@ PW_CHECKED_ALONE int recall_back_end(struct pw_flow *flow, __u32 beside)
 		return 0;
 	}
 	row->last_seen_ns = flow->now_ns;
-	take_tuple(flow, &key, row->service, row->backend, beside);
+	take_tuple(flow, &key, row->service, row->backend, beside,
+		   translated->kind == PW_CONNTRACK_OF_ITSELF);
 	return 0;
 }
 
@@ -152,6 +156,21 @@ static __always_inline __u32 read_back_end(__u32 service, __u32 slot, struct pw_
 	return back_end->back_end == number ? number : 0;
 }
 
+/* Turns the tuple to a back end into that of its answers, where the pod is the back end: from its port to the service. */
+static __always_inline void turn_to_itself(const struct pw_flow *flow, struct pw_conntrack_key *key)
+{
+	key->sport_be = key->dport_be;
+	key->dport_be = flow->key.sport_be;
+	copy_address(key->daddr, flow->key.daddr);
+}
+
+/* The two rows of a flow have two keys. */
+static __always_inline bool has_same_ports(const struct pw_conntrack_key *key,
+					   const struct pw_conntrack_key *other)
+{
+	return key->sport_be == other->sport_be && key->dport_be == other->dport_be;
+}
+
 static __noinline bool is_free(struct pw_conntrack_key *key, __u64 now_ns)
 {
 	bool reply;
@@ -165,13 +184,14 @@ static __always_inline __be16 any_source_port(void)
 	return bpf_htons(PW_SOURCE_PORT_FIRST + bpf_get_prandom_u32() % PW_SOURCE_PORTS);
 }
 
-/* One try: a back end, and if that does not help, a source port of ours, so that no two flows have one tuple (rule 14). A
- * pod that would reach itself is left to the stack. 0 = this is it, PW_DONE = no translation, else why not.
+/* One try: a back end, and if that does not help, a source port of ours, so that no two flows have one tuple (rule 14).
+ * 0 = this is it, else why not.
  */
 PW_CHECKED_ALONE int try_back_end(struct pw_flow *flow, __u32 service, __u32 slot, __u32 own_port)
 {
 	struct pw_conntrack_key key __attribute__((aligned(8)));
 	__u32 back_end = 0;
+	bool itself = false;
 
 	if (!flow)
 		return PW_DROP_INTERNAL;
@@ -180,14 +200,15 @@ PW_CHECKED_ALONE int try_back_end(struct pw_flow *flow, __u32 service, __u32 slo
 		back_end = read_back_end(service, slot, &key);
 		if (!back_end || is_of_service(key.daddr))
 			return PW_DROP_NO_BACK_END;
-		if (has_address(&flow->row, key.daddr))
-			return PW_DONE;
+		itself = has_address(&flow->row, key.daddr);
 	}
+	if (itself)
+		turn_to_itself(flow, &key);
 	if (own_port)
-		key.sport_be = any_source_port();
-	if (!is_free(&key, flow->now_ns))
+		*(itself ? &key.dport_be : &key.sport_be) = any_source_port();
+	if ((itself && has_same_ports(&key, &flow->key)) || !is_free(&key, flow->now_ns))
 		return PW_DROP_CONNTRACK_FULL;
-	take_tuple(flow, &key, service, back_end, !service);
+	take_tuple(flow, &key, service, back_end, !service, itself);
 	return 0;
 }
 
@@ -200,7 +221,7 @@ static __always_inline int pick_back_end(struct pw_flow *flow, __u32 service, __
 	for (__u32 i = 0; i < PW_PICKS; i++) {
 		reason = try_back_end(flow, service, back_ends ? (slot + i) % back_ends : 0,
 				      !service || i >= PW_PICKS / 2);
-		if (reason <= 0)
+		if (!reason)
 			return 0;
 	}
 	return reason;
@@ -256,6 +277,8 @@ static __always_inline bool is_unanswered(const struct pw_flow *flow,
 static __always_inline bool may_be_of_service(const struct pw_flow *flow,
 					      const struct pw_conntrack_value *here)
 {
+	if (here && here->kind == PW_CONNTRACK_OF_ITSELF)
+		return opens_tcp(flow->tcp_flags);
 	if (here && here->kind != PW_CONNTRACK_PLAIN)
 		return opens_tcp(flow->tcp_flags) || !flow->here.reply;
 	if (here && !begins_anew(flow, here) && !is_unanswered(flow, here))
@@ -357,7 +380,7 @@ PW_CHECKED_ALONE int make_translated(struct pw_flow *flow, const struct pw_match
 		return PW_DROP_CONNTRACK_FULL;
 	fill_entry(flow, match, &entry);
 	*judgement_of(&entry) = judgement(flow->row.policy_revision, match->peer_identity);
-	entry.kind = PW_CONNTRACK_OF_BACK_END;
+	entry.kind = flow->original.itself ? PW_CONNTRACK_OF_ITSELF : PW_CONNTRACK_OF_BACK_END;
 	entry.charged = PW_CHARGE_BRIEF;
 	entry.service = flow->original.service;
 	entry.backend = flow->original.back_end;

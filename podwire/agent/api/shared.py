@@ -18,6 +18,7 @@ from podwire.control.endpoint.table import Endpoint
 from podwire.control.flows.enrich import format_time_ns
 from podwire.control.identity.describe import IdentityDescription
 from podwire.model.config import GROUP_OF, SETTINGS, AgentConfig
+from podwire.model.endpoint import HostPort
 from podwire.model.interfaces import EndpointConfig
 
 NOT_ENFORCED = "disabled"
@@ -64,6 +65,16 @@ class BandwidthView(Document, frozen=True, kw_only=True):
     from_pod_bits_per_s: int
 
 
+class HostPortView(Document, frozen=True, kw_only=True):
+    """A port of this host that leads to the pod."""
+
+    host_ip: str
+    """Empty: each address of this host."""
+    host_port: int
+    protocol: str
+    container_port: int
+
+
 class EndpointView(Document, frozen=True, kw_only=True):
     """One endpoint."""
 
@@ -92,6 +103,7 @@ class EndpointView(Document, frozen=True, kw_only=True):
     """The same by kind: revisions of different kinds may be different counts."""
     policy_enforcement: Enforcement
     bandwidth: BandwidthView
+    host_ports: tuple[HostPortView, ...]
     cni_version: str
 
 
@@ -305,7 +317,17 @@ def endpoint_view(endpoint: Endpoint) -> EndpointView:
             to_pod_bits_per_s=record.bandwidth.to_pod_bits_per_s,
             from_pod_bits_per_s=record.bandwidth.from_pod_bits_per_s,
         ),
+        host_ports=tuple(map(_host_port_view, record.host_ports)),
         cni_version=record.cni_version,
+    )
+
+
+def _host_port_view(port: HostPort) -> HostPortView:
+    return HostPortView(
+        host_ip=port.host_ip,
+        host_port=port.host_port,
+        protocol=port.protocol,
+        container_port=port.pod_port,
     )
 
 

@@ -1,34 +1,30 @@
 """When each request runs: one operation per attachment at a time, in order, on a thread, under a deadline.
 
 The only bridge between the loop and the synchronous decisions: `agent.cni.requests` submits, and a worker thread runs
-what `control.attach` does. Everything here except the work itself happens on the loop, so there is no lock. A thread
-cannot be cancelled; it is notified, and checks between its steps. Invariants: two operations of one attachment never
-overlap. An ADD that started before a DEL of its attachment was taken is never carried out after that DEL. Every
-request is answered or cancelled.
+what `control.attach` does. Everything here except the work itself happens on the loop, but for `do_at_once`; what both
+share is in `agent.cni.lines`. A thread cannot be cancelled; it is notified, and checks between its steps. Invariants:
+two operations of one attachment never overlap. An ADD that started before a DEL of its attachment was taken is never
+carried out after that DEL. Every request is answered or cancelled.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from time import monotonic
 from typing import Protocol
 
 import msgspec
 
+from podwire.agent.cni.lines import Job, Lines, answer_later, keep_nothing
+from podwire.agent.cni.received import Caller
 from podwire.agent.cni.spool import Spool, SpooledDelete
-from podwire.agent.cni.stale_adds import TakenDeletes, TakenLists
 from podwire.agent.cni.worker_threads import WorkerThreads, guarded
 from podwire.model.endpoint import AttachmentKey
-from podwire.model.errors import (
-    Cancelled,
-    CannotServe,
-    PodwireError,
-    Unavailable,
-)
+from podwire.model.errors import CannotServe, PodwireError, Unavailable
 from podwire.model.ids import ContainerId, InterfaceName
 from podwire.model.interfaces import Clock, PodNamespace
 from podwire.model.request import AttachRequest, AttachResult
@@ -98,69 +94,6 @@ class Limits:
     """How long a DEL, a GC or an answer waits for the undo of a cancelled ADD."""
 
 
-@dataclass(eq=False)
-class Caller:
-    """The other end of a request. Only the loop changes it; any thread may look at `gone`."""
-
-    gone: bool = False
-    on_leave: list[Callable[[], None]] = field(default_factory=list)
-
-    def leave(self) -> None:
-        """Note that nobody waits for the answer any more."""
-        if not self.gone:
-            self.gone = True
-            for call in self.on_leave:
-                call()
-
-
-def _answer_later(_result: AttachResult | None) -> None:
-    """Leave the answer to the task that waits for the result."""
-
-
-@dataclass(eq=False)
-class _Job:
-    """One request in its line."""
-
-    request: AttachRequest
-    namespace: PodNamespace | None
-    caller: Caller
-    released: Callable[[], None]
-    answer: Callable[[AttachResult | None], None] = _answer_later
-    started: bool = False
-    """A thread has it: `released` is called when the thread is done, not when the caller is."""
-    cancel_cause: str = ""
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when its turn has come, or when it is cancelled before."""
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def key(self) -> AttachmentKey:
-        assert self.request.key is not None
-        return self.request.key
-
-    def __str__(self) -> str:
-        return f"{self.request.command} {self.request.key or self.request.network}"
-
-    def cancel(self, cause: str) -> None:
-        self.cancel_cause = self.cancel_cause or cause
-        self.wake.set()
-
-    def cancel_with_caller(self) -> None:
-        self.caller.on_leave.append(partial(self.cancel, "the caller went away"))
-        if self.caller.gone:
-            self.cancel("the caller went away")
-
-    def is_cancelled(self) -> bool:
-        return bool(self.cancel_cause)
-
-    def refuse_if_cancelled(self) -> None:
-        if self.cancel_cause:
-            raise Cancelled(
-                f"{self}: {self.cancel_cause}",
-                hint="nothing was left behind; call ADD again if the pod is still wanted",
-            )
-
-
 class Dispatcher:
     """Takes requests and has them carried out. Belongs to one event loop."""
 
@@ -171,15 +104,12 @@ class Dispatcher:
         self._spool = spool
         self._clock = clock
         self._limits = limits or Limits()
-        self._lines: dict[AttachmentKey, deque[_Job]] = {}
-        """The first of each line runs, or is about to."""
-        self._job_count = 0
+        self._loop = asyncio.get_running_loop()
+        self._lines = Lines(self._limits.requests_max, self._limits.queue_max)
+        self._prompt: tuple[Job, float] | None = None
+        """What is carried out at once, and since when."""
         self._status_count = 0
-        self._closing = False
         self._idle = asyncio.Event()
-        self._idle.set()
-        self._deletes = TakenDeletes()
-        self._lists = TakenLists()
         self._threads = WorkerThreads[AttachResult](
             self._limits.threads, self._limits.patient_threads
         )
@@ -190,8 +120,8 @@ class Dispatcher:
         request: AttachRequest,
         namespace: PodNamespace | None = None,
         caller: Caller | None = None,
-        released: Callable[[], None] = lambda: None,
-        answer: Callable[[AttachResult | None], None] = _answer_later,
+        released: Callable[[], None] = keep_nothing,
+        answer: Callable[[AttachResult | None], None] = answer_later,
     ) -> AttachResult | None:
         """Have `request` carried out; raises what became of it, as PodwireError.
 
@@ -199,7 +129,7 @@ class Dispatcher:
         on the loop, when nothing uses `namespace` any more: work that outlives its deadline keeps it longer than the
         answer takes.
         """
-        job = _Job(request, namespace, caller or Caller(), released, answer)
+        job = Job(request, namespace, caller or Caller(), released, answer)
         carry_out = {
             "ADD": self._add,
             "DEL": self._delete,
@@ -208,12 +138,53 @@ class Dispatcher:
             "STATUS": self._status,
         }[request.command]
         try:
-            if self._closing:
+            if self._lines.is_closed:
                 raise _stopping(job)
             return await carry_out(job)
         finally:
             if not job.started:
                 released()
+
+    def do_at_once(
+        self,
+        request: AttachRequest,
+        namespace: PodNamespace | None,
+        caller: Caller,
+        answer: Callable[[AttachResult | None], None],
+    ) -> bool:
+        """Carry an ADD or a DEL out on this thread; raises what became of it, as PodwireError.
+
+        False, and nothing was done: another request of its attachment is under way, or the store must be asked.
+        Only one thread may call it.
+        """
+        job = Job(request, namespace, caller, answer=answer)
+        if not self._lines.enter_at_once(job):
+            return False
+        self._prompt = job, monotonic()
+        try:
+            if request.command == "ADD":
+                return guarded(partial(self._attach, job)) is not None
+            self._note_delete(job)
+            guarded(partial(self._detach, job))
+            return True
+        finally:
+            self._prompt = None
+            if not self._lines.leave_at_once(job):
+                with contextlib.suppress(RuntimeError):  # the loop has ended before this thread
+                    self._loop.call_soon_threadsafe(self._leave, job)
+
+    def end_late(self) -> PodwireError | None:
+        """Tell what is carried out at once to end when its time is over; gives its refusal when it does not end."""
+        prompt = self._prompt
+        if prompt is None:
+            return None
+        job, begin_s = prompt
+        is_add = job.request.command == "ADD"
+        late_s = monotonic() - begin_s
+        late_s -= self._limits.deadline_s if is_add else self._limits.del_deadline_s
+        if late_s >= 0:
+            job.cancel("its deadline has passed")
+        return _not_done(job) if late_s >= self._limits.undo_s else None
 
     async def replay(self) -> tuple[int, int]:
         """Carry out what is spooled and due; how many DELs were done, and how many failed."""
@@ -222,7 +193,7 @@ class Dispatcher:
         done = 0
         for record in records:
             # Its launcher has answered long ago: the DEL is as old as that launcher.
-            job = _Job(record.request, None, Caller(gone=True), lambda: None)
+            job = Job(record.request, None, Caller(gone=True))
             try:
                 await self._delete(job, partial(self._replay_record, record))
                 done += 1
@@ -232,25 +203,19 @@ class Dispatcher:
 
     async def close(self, deadline_s: float) -> None:
         """Take nothing more; let work end; cancel the ADDs that have not after `deadline_s`."""
-        self._closing = True
+        self._lines.close()
+        self._note_idle()
         if not await _happens(self._idle, deadline_s):
-            for job in self._list_adds():
-                job.cancel("the agent is stopping")
+            self._lines.cancel_adds("the agent is stopping")
             if not await _happens(self._idle, self._limits.undo_s):
-                _log.error("work does not end", extra={"count": self._job_count})
+                _log.error("work does not end", extra={"count": self._lines.count})
         self._threads.shut_down()
         self._side_threads.shutdown(wait=False, cancel_futures=True)
 
     # --- what each command does before and around its turn ------------------------------------
 
-    async def _add(self, job: _Job) -> AttachResult | None:
-        started_ns = job.request.started_boottime_ns
-        # A launcher waits up to half a minute for an agent. Its runtime may have given the pod up, and deleted it,
-        # since.
-        if self._deletes.overtook(job.key, started_ns):
-            raise _overtaken(job.request, "a DEL of it")
-        if self._lists.overtook(job.key, started_ns):
-            raise _overtaken(job.request, "a GC that does not name it")
+    async def _add(self, job: Job) -> AttachResult | None:
+        self._lines.refuse_overtaken(job.request)
         # The connection is the request's life: nobody would use, or delete, what an ADD makes after its caller has
         # gone.
         job.cancel_with_caller()
@@ -262,18 +227,11 @@ class Dispatcher:
         )
 
     async def _delete(
-        self, job: _Job, work: Callable[[], AttachResult | None] | None = None
+        self, job: Job, work: Callable[[], AttachResult | None] | None = None
     ) -> AttachResult | None:
         """Overtake the ADDs that are older than this DEL, then take its turn."""
-        request, now_ns = job.request, self._clock.boottime_ns()
-        until_ns = request.started_boottime_ns
-        # While its caller waits, nobody has been told that the DEL is done, so it is as young as this moment. A DEL
-        # whose caller has gone is as old as that caller: a new life of the attachment may have begun since.
-        if not job.caller.gone:
-            until_ns = max(until_ns, now_ns)
-        self._deletes.note(job.key, until_ns, now_ns)
-        undoing = self._overtake(job.key, until_ns)
-        job.request = msgspec.structs.replace(request, started_boottime_ns=until_ns)
+        until_ns = self._note_delete(job)
+        undoing = self._lines.overtake(job.key, until_ns)
         # A cancelled ADD undoes what it did within `undo_s`. If it does not, the caller hears so, and spools the DEL,
         # in time.
         turn_s = self._limits.undo_s if undoing else self._limits.del_deadline_s
@@ -281,21 +239,29 @@ class Dispatcher:
             job, work or partial(self._detach, job), self._limits.del_deadline_s, turn_s=turn_s
         )
 
-    async def _check(self, job: _Job) -> AttachResult | None:
+    def _note_delete(self, job: Job) -> int:
+        """Remember a DEL, and make it as young as it may be; gives up to when it ends what was begun."""
+        now_ns = self._clock.boottime_ns()
+        until_ns = job.request.started_boottime_ns
+        # While its caller waits, nobody has been told that the DEL is done, so it is as young as this moment. A DEL
+        # whose caller has gone is as old as that caller: a new life of the attachment may have begun since.
+        if not job.caller.gone:
+            until_ns = max(until_ns, now_ns)
+        self._lines.note_delete(job.key, until_ns, now_ns)
+        job.request = msgspec.structs.replace(job.request, started_boottime_ns=until_ns)
+        return until_ns
+
+    async def _check(self, job: Job) -> AttachResult | None:
         job.cancel_with_caller()
         work = partial(self._attachments.check, job.request, job.namespace)
         return await self._in_line(job, work, self._limits.deadline_s)
 
-    async def _collect(self, job: _Job) -> AttachResult | None:
+    async def _collect(self, job: Job) -> AttachResult | None:
         """Overtake the ADDs that are older than this GC and not in its list, whether they are here or still to come."""
         request = job.request
-        overtaken = []
+        overtaken: list[Job] = []
         if request.valid_attachments is not None:
-            self._lists.note(request, self._clock.boottime_ns())
-            for add in self._list_adds():
-                if self._lists.overtook(add.key, add.request.started_boottime_ns):
-                    add.cancel("a GC that does not name it overtook it")
-                    overtaken.append(add)
+            overtaken = self._lines.overtake_unlisted(request, self._clock.boottime_ns())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._limits.undo_s):
                 for add in overtaken:
@@ -306,7 +272,7 @@ class Dispatcher:
         work = partial(self._attachments.collect, request)
         return await self._in_line(job, work, self._limits.deadline_s)
 
-    async def _status(self, job: _Job) -> None:
+    async def _status(self, job: Job) -> None:
         """Never in a line: a runtime that hears nothing in time takes the node out of service."""
         if self._status_count >= self._limits.status_max:
             raise CannotServe(f"{job}: too many at once", hint="ask less often")
@@ -322,7 +288,7 @@ class Dispatcher:
 
     async def _in_line(
         self,
-        job: _Job,
+        job: Job,
         work: Callable[[], AttachResult | None],
         deadline_s: float,
         *,
@@ -335,7 +301,8 @@ class Dispatcher:
         """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + deadline_s
-        self._enter(job)
+        self._lines.enter(job)
+        self._note_idle()
         try:
             if not await _happens(job.wake, deadline_s if turn_s is None else turn_s):
                 raise Unavailable(
@@ -352,18 +319,14 @@ class Dispatcher:
         return await self._outcome(job, future, until_s)
 
     async def _outcome(
-        self, job: _Job, future: "asyncio.Future[AttachResult | None]", until_s: float
+        self, job: Job, future: "asyncio.Future[AttachResult | None]", until_s: float
     ) -> AttachResult | None:
         """Wait for a job's thread. A thread that is late is told to stop, and waited for once more."""
         loop = asyncio.get_running_loop()
 
         def give_up() -> None:
             if not future.done():
-                future.set_exception(
-                    Unavailable(
-                        f"{job}: not done in time; it is being undone", hint="see the agent's log"
-                    )
-                )
+                future.set_exception(_not_done(job))
 
         timers = [
             loop.call_at(until_s, job.cancel, "its deadline has passed"),
@@ -380,76 +343,50 @@ class Dispatcher:
             for timer in timers:
                 timer.cancel()
 
-    def _enter(self, job: _Job) -> None:
-        line = self._lines.get(job.key, deque())
-        if self._job_count >= self._limits.requests_max or len(line) >= self._limits.queue_max:
-            raise Unavailable(f"{job}: too many requests at once", hint="call again in a moment")
-        self._lines[job.key] = line
-        line.append(job)
-        line[0].wake.set()
-        self._job_count += 1
-        self._idle.clear()
+    def _leave(self, job: Job) -> None:
+        self._lines.leave(job)
+        self._note_idle()
 
-    def _leave(self, job: _Job) -> None:
-        line = self._lines[job.key]
-        line.remove(job)
-        if line:
-            line[0].wake.set()
+    def _note_idle(self) -> None:
+        if self._lines.count:
+            self._idle.clear()
         else:
-            del self._lines[job.key]
-        job.ended.set()
-        self._job_count -= 1
-        if not self._job_count:
             self._idle.set()
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, job: Job) -> None:
         self._leave(job)
         job.released()
 
-    def _list_adds(self) -> Iterator[_Job]:
-        for line in self._lines.values():
-            yield from (job for job in line if job.request.command == "ADD")
-
-    def _overtake(self, key: AttachmentKey, until_ns: int) -> bool:
-        """Cancel the ADDs of `key` that started before `until_ns`; whether one is to be undone."""
-        undoing = False
-        for job in self._lines.get(key, ()):
-            if job.request.command == "ADD" and job.request.started_boottime_ns < until_ns:
-                job.cancel("a DEL overtook it")
-                undoing = undoing or job.started
-        return undoing
-
     # --- on a worker thread ---------------------------------------------------------------------
 
-    def _attach(self, job: _Job) -> AttachResult | None:
+    def _attach(self, job: Job) -> AttachResult | None:
         """Attach; None when that may have to wait for the store."""
         self._prepare(job)
         return self._answer_unless_cancelled(
-            job, self._attachments.add_at_once(job.request, job.namespace, job.is_cancelled)
+            job, self._attachments.add_at_once(job.request, job.namespace, job.is_unwanted)
         )
 
-    def _attach_patiently(self, job: _Job) -> AttachResult | None:
+    def _attach_patiently(self, job: Job) -> AttachResult | None:
         self._prepare(job)
         return self._answer_unless_cancelled(
-            job, self._attachments.add(job.request, job.namespace, job.is_cancelled)
+            job, self._attachments.add(job.request, job.namespace, job.is_unwanted)
         )
 
-    def _prepare(self, job: _Job) -> None:
+    def _prepare(self, job: Job) -> None:
         """Carry out the DELs of an attachment that are spooled, and refuse an ADD that is older than one."""
         job.refuse_if_cancelled()
         # What an earlier DEL was to remove has the name, and perhaps the address, that this ADD needs.
         for record in self._spool.pending(job.key):
-            self._deletes.note(
+            self._lines.note_delete(
                 job.key, record.request.started_boottime_ns, self._clock.boottime_ns()
             )
             self._replay_record(record)
-        if self._deletes.overtook(job.key, job.request.started_boottime_ns):
-            raise _overtaken(job.request, "a DEL of it")
+        self._lines.refuse_overtaken(job.request)
 
     def _answer_unless_cancelled(
-        self, job: _Job, result: AttachResult | None
+        self, job: Job, result: AttachResult | None
     ) -> AttachResult | None:
-        if result is not None and job.is_cancelled():
+        if result is not None and job.is_unwanted():
             # Cancelled behind its last step: nobody is going to hear of what was made.
             self._attachments.delete(job.request, job.namespace)
             job.refuse_if_cancelled()
@@ -457,7 +394,7 @@ class Dispatcher:
             job.answer(result)
         return result
 
-    def _detach(self, job: _Job) -> None:
+    def _detach(self, job: Job) -> None:
         self._attachments.delete(job.request, job.namespace)
         job.answer(None)
 
@@ -467,15 +404,12 @@ class Dispatcher:
         self._spool.remove(record)
 
 
-def _stopping(job: _Job) -> Unavailable:
+def _stopping(job: Job) -> Unavailable:
     return Unavailable(f"{job}: the agent is stopping", hint="call again in a moment")
 
 
-def _overtaken(request: AttachRequest, what: str) -> Unavailable:
-    return Unavailable(
-        f"ADD {request.key}: {what} came after this ADD was started",
-        hint="call ADD again if the pod is still wanted",
-    )
+def _not_done(job: Job) -> Unavailable:
+    return Unavailable(f"{job}: not done in time; it is being undone", hint="see the agent's log")
 
 
 async def _happens(event: asyncio.Event, wait_s: float) -> bool:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Final, Protocol
 
+from podwire.agent.cni.chained_portmap import ChainedPortmap
 from podwire.agent.cni.dispatch import Dispatcher
-from podwire.agent.cni.socket import Received
+from podwire.agent.cni.received import Received
 from podwire.cni.errors import code_of, encode_error
 from podwire.cni.netconf import decode_request
 from podwire.cni.result import encode_result
@@ -54,10 +55,52 @@ class CniRequests:
 
     dispatcher: Dispatcher
     metrics: Metrics
+    chained: ChainedPortmap
 
     def __post_init__(self) -> None:
         self._own_netns = os.stat("/proc/self/ns/net").st_ino
         self._networks_seen: set[str] = set()
+        self._prompt: Received | None = None
+        """What is carried out at once."""
+
+    def do_at_once(self, received: Received) -> bool:
+        """Carry an ADD or a DEL out on this thread, answer it and close its descriptors.
+
+        False, and nothing was done: it may have to wait, and is for `answer`.
+        """
+        begin_s = monotonic()
+        frame = received.frame
+        if len(frame.stdin) > INLINE_MAX_BYTES:
+            return False
+        self._prompt = received
+        try:
+            request = decode_request(frame.environment, frame.stdin, frame.started_boottime_ns)
+            if self.chained.has(request):
+                return False
+            self._note_unknown_keys(request)
+            namespace = self._read_namespace(received, request)
+
+            def answer(result: AttachResult | None) -> None:
+                received.answer_at_once(Reply(ReplyStatus.DONE, _encode_result(request, result)))
+
+            if not self.dispatcher.do_at_once(request, namespace, received.caller, answer):
+                return False
+            self.metrics.observe_request(frame.command, "ok", monotonic() - begin_s)
+            self._log_done(request, _elapsed_ms(begin_s))
+        except PodwireError as error:
+            received.answer_at_once(self._refuse(frame, error, begin_s))
+        except Exception as error:  # the door: whatever it is, the runtime gets an answer
+            received.answer_at_once(self._refuse_for_bug(frame, error, begin_s))
+        finally:
+            self._prompt = None
+        received.close()
+        return True
+
+    def end_late(self) -> None:
+        """Tell what is carried out at once, and who waits for it, that its time is over, when it is."""
+        prompt, refusal = self._prompt, self.dispatcher.end_late()
+        if prompt is not None and refusal is not None:
+            prompt.answer_at_once(_refuse(prompt.frame, refusal))
 
     async def answer(self, received: Received) -> Reply | None:
         """Carry a request out and give its reply, None when it was sent already; closes the descriptors."""
@@ -77,6 +120,8 @@ class CniRequests:
             request = await self._decode(frame)
             self._note_unknown_keys(request)
             namespace = self._read_namespace(received, request)
+            if self.chained.has(request):
+                await asyncio.to_thread(self.chained.end, request, frame, received.mntns_fd)
             # From here on the dispatcher closes the descriptors: a thread may use them for longer than the answer
             # takes.
             handed_over = True
@@ -92,17 +137,23 @@ class CniRequests:
                 # Behind the answer, which goes out before the loop turns.
                 asyncio.get_running_loop().call_soon(self._log_done, request, _elapsed_ms(begin_s))
         except PodwireError as error:
-            reply = _refuse(frame, error)
-            self._log_failed(frame, error, begin_s)
-            self.metrics.observe_request(frame.command, error.kind, monotonic() - begin_s)
+            reply = self._refuse(frame, error, begin_s)
         except Exception as error:  # the door: whatever it is, the runtime gets an answer
-            _log.exception("a request met a bug", extra={"op": frame.command})
-            reply = _refuse(frame, Bug(f"answer the request: {type(error).__name__}: {error}"))
-            self.metrics.observe_request(frame.command, Bug.kind, monotonic() - begin_s)
+            reply = self._refuse_for_bug(frame, error, begin_s)
         finally:
             if not handed_over:
                 received.close()
         return reply
+
+    def _refuse(self, frame: Frame, error: PodwireError, begin_s: float) -> Reply:
+        self._log_failed(frame, error, begin_s)
+        self.metrics.observe_request(frame.command, error.kind, monotonic() - begin_s)
+        return _refuse(frame, error)
+
+    def _refuse_for_bug(self, frame: Frame, error: Exception, begin_s: float) -> Reply:
+        _log.exception("a request met a bug", extra={"op": frame.command})
+        self.metrics.observe_request(frame.command, Bug.kind, monotonic() - begin_s)
+        return _refuse(frame, Bug(f"answer the request: {type(error).__name__}: {error}"))
 
     async def _decode(self, frame: Frame) -> AttachRequest:
         call = (frame.environment, frame.stdin, frame.started_boottime_ns)

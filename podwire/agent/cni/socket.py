@@ -1,42 +1,33 @@
 """The launchers' door: frames and descriptors in, replies out, with limits, so that no request hangs.
 
-Opened by `agent.main`; `agent.cni.requests` answers the requests. Never blocks the loop, never interprets a request.
-Invariants: every descriptor that arrives is closed exactly once. A connection gets one reply, from the loop or from the
-thread that did the work. When it ends before its reply, the request is told. A peer that is not root is refused.
-Protocol: docs/protocol.md.
+Opened by `agent.main`; `agent.cni.requests` answers the requests. Where a thread may answer at once
+(`agent.cni.at_once`), it has the listener, and only what it hands over comes here. Never blocks the loop, never
+interprets a request. Invariants: every descriptor that arrives is closed exactly once. A connection gets one reply,
+from the loop or from the thread that did the work. When it ends before its reply, the request is told. A peer that is
+not root is refused. Protocol: docs/protocol.md.
 """
 
-import array
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import socket
-import struct
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
-from podwire.agent.cni.dispatch import Caller
+from podwire.agent.cni.at_once import LATE_S, OUT_OF_DESCRIPTORS, AtOnce, PromptRequests
+from podwire.agent.cni.incoming import FrameReader
+from podwire.agent.cni.received import Caller, Received
 from podwire.cni.errors import encode_error
 from podwire.model import wire
 from podwire.model.errors import (
     InvalidEnvironment,
     PodwireError,
     Unavailable,
-    UndecodableRequest,
 )
-from podwire.model.wire import Frame, Reply, ReplyStatus
-
-READ_BYTES: Final = 65_536
-DESCRIPTORS_MAX: Final = 2
-_CONTROL_BYTES: Final = socket.CMSG_SPACE((DESCRIPTORS_MAX + 2) * array.array("i").itemsize)
-"""Room for more than are allowed, so that too many are seen (and closed), not cut off."""
-_CREDENTIALS: Final = struct.Struct("iII")
-_OUT_OF_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+from podwire.model.wire import Reply, ReplyStatus
 
 _log = logging.getLogger(__name__)
 
@@ -54,27 +45,6 @@ class SocketLimits:
     """When the process has no descriptor left."""
 
 
-@dataclass(eq=False)
-class Received:
-    """One request: the frame, its descriptors, and the caller that waits for the answer."""
-
-    frame: Frame
-    caller: Caller
-    descriptors: list[int] = field(default_factory=list)
-    answer_at_once: Callable[[Reply], bool] = lambda _reply: False
-    """Sends the reply from any thread; False when there was one already, or nobody to send it to."""
-
-    @property
-    def netns_fd(self) -> int | None:
-        """The pod's network namespace; None when CNI_NETNS was empty or could not be opened."""
-        return self.descriptors[0] if self.frame.has_netns else None
-
-    def close(self) -> None:
-        """Close the descriptors; called by the code that answers, once nothing uses them."""
-        while self.descriptors:
-            os.close(self.descriptors.pop())
-
-
 Answer = Callable[[Received], Awaitable[Reply | None]]
 """Answers a request; raises nothing, and sees to it that `Received.close` is called. None: it was answered at once."""
 
@@ -87,9 +57,13 @@ class CniServer:
         answer: Answer,
         count_refusal: Callable[[str], None] = lambda _limit: None,
         limits: SocketLimits | None = None,
+        at_once: PromptRequests | None = None,
     ) -> None:
-        """`count_refusal` is told which limit a connection met."""
+        """`count_refusal` is told which limit a connection met. `at_once` answers what need not wait, on a thread
+        that has the listener; None: all requests take their way over the loop.
+        """
         self._answer = answer
+        self._at_once = at_once
         self._count_refusal = count_refusal
         self._limits = limits or SocketLimits()
         self._connections: set[_Connection] = set()
@@ -107,18 +81,57 @@ class CniServer:
         listener.setblocking(False)
         # A successor may have bound the path by the time this server ends: only its own socket is unlinked.
         inode = os.stat(path).st_ino
-        loop.add_reader(listener.fileno(), self._accept, listener)
         try:
-            yield
+            async with self._listening(listener, deadline_s):
+                try:
+                    yield
+                finally:
+                    # First the name: a launcher that comes now finds no socket and tries again. Then those that came
+                    # before.
+                    with contextlib.suppress(FileNotFoundError):
+                        if os.stat(path).st_ino == inode:
+                            os.unlink(path)
         finally:
-            # First the name: a launcher that comes now finds no socket and tries again. Then those that came before.
-            with contextlib.suppress(FileNotFoundError):
-                if os.stat(path).st_ino == inode:
-                    os.unlink(path)
             loop.remove_reader(listener.fileno())
             self._accept(listener)
             listener.close()
             await self._finish(deadline_s)
+
+    @contextlib.asynccontextmanager
+    async def _listening(self, listener: socket.socket, deadline_s: float) -> AsyncIterator[None]:
+        """Have launchers accepted, by the loop or by a thread."""
+        if self._at_once is None:
+            asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener)
+            yield
+            return
+        thread = AtOnce(listener, self._at_once, self._take)
+        thread.start()
+        relief = asyncio.create_task(self._relieve(thread, self._at_once, listener), name="relief")
+        try:
+            yield
+        finally:
+            await thread.stop(deadline_s)
+            relief.cancel()
+            await asyncio.gather(relief, return_exceptions=True)
+
+    async def _relieve(
+        self, thread: AtOnce, requests: PromptRequests, listener: socket.socket
+    ) -> None:
+        """Take launchers from a thread that is at one request for long, as long as it is."""
+        loop = asyncio.get_running_loop()
+        is_relieved = False
+        while True:
+            await asyncio.sleep(LATE_S)
+            is_late = thread.is_late()
+            if is_late:
+                requests.end_late()
+                for reader in thread.take_line():
+                    self._take(reader)
+                if not is_relieved:
+                    loop.add_reader(listener.fileno(), self._accept, listener)
+            elif is_relieved:
+                loop.remove_reader(listener.fileno())
+            is_relieved = is_late
 
     async def _finish(self, deadline_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -145,31 +158,29 @@ class CniServer:
             except ConnectionAbortedError:
                 continue
             except OSError as error:
-                if error.errno not in _OUT_OF_DESCRIPTORS:
+                if error.errno not in OUT_OF_DESCRIPTORS:
                     raise
                 # The backlog stays readable: looking again at once would only burn the processor.
                 _log.error("accept a launcher", extra={"error": error.strerror})
                 loop.remove_reader(listener.fileno())
                 loop.call_later(self._limits.accept_pause_s, self._accept_again, listener)
                 return
-            self._take(accepted)
+            self._take(FrameReader(accepted))
 
     def _accept_again(self, listener: socket.socket) -> None:
         if listener.fileno() >= 0:
             asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener)
 
-    def _take(self, accepted: socket.socket) -> None:
-        accepted.setblocking(False)
-        connection = _Connection(accepted, self._limits, self._serve, self._connections.discard)
+    def _take(self, reader: FrameReader) -> None:
+        reader.connection.setblocking(False)
+        connection = _Connection(reader, self._limits, self._serve, self._connections.discard)
         self._connections.add(connection)
         if len(self._connections) > self._limits.connections_max:
             self._count_refusal("connections")
             message = f"serve the request: {self._limits.connections_max} are being served"
             self._refuse(connection, Unavailable(message, hint="call again in a moment"))
             return
-        # The kernel notes these at connect(2) (unix(7)): nothing that the caller sends counts.
-        credentials = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, uid, _gid = _CREDENTIALS.unpack(credentials)
+        pid, uid = reader.read_caller()
         if uid != 0:
             self._count_refusal("credentials")
             _log.warning("refused a caller that is not root", extra={"pid": pid})
@@ -210,19 +221,17 @@ class _Connection:
 
     def __init__(
         self,
-        connection: socket.socket,
+        reader: FrameReader,
         limits: SocketLimits,
         deliver: Callable[["_Connection", Received | PodwireError], None],
         on_close: Callable[["_Connection"], None],
     ) -> None:
-        self._socket = connection
+        self._reader = reader
+        self._socket = reader.connection
         self._limits = limits
         self._deliver = deliver
         self._on_close = on_close
         self._loop = asyncio.get_running_loop()
-        self._buffer = bytearray()
-        self._descriptors: list[int] = []
-        self._total_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._delivered = False
         self._sending = threading.Lock()
@@ -233,9 +242,12 @@ class _Connection:
         self.closed = asyncio.Event()
 
     def start(self) -> None:
-        """Read the frame, in time."""
+        """Read the frame, in time, or go on where another reader stopped."""
         self._timer = self._loop.call_later(self._limits.frame_time_s, self._give_up)
         self._loop.add_reader(self._socket.fileno(), self._read)
+        if self._reader.fault is not None:
+            self._fail(self._reader.fault)
+            return
         self._read()
 
     async def send(self, data: bytes) -> None:
@@ -273,9 +285,7 @@ class _Connection:
         self._stop_reading()
         with self._sending:
             self.closed.set()
-            self._socket.close()
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+            self._reader.close()
         self.caller.leave()
         self._on_close(self)
 
@@ -297,70 +307,33 @@ class _Connection:
 
     def _read(self) -> None:
         """Read until there is nothing more, so that an end behind the frame is seen with it."""
-        whole: Received | None = None
+        is_whole = self._reader.frame is not None
         while True:
             try:
-                data = self._receive()
+                data = self._reader.receive()
                 if data is None:
                     break
                 if not data:
                     self._end()
                     break
-                if whole or self._delivered:
+                if is_whole or self._delivered:
                     self._leave_rudely()
                     break
-                self._buffer += data
-                whole = self._complete()
+                is_whole = self._reader.add(data)
             except PodwireError as error:
                 self._fail(error)
                 return
-        if whole is not None and not self._delivered:
+        if is_whole and not self._delivered:
             self._delivered = True
             assert self._timer is not None
+            assert self._reader.frame is not None
             self._timer.cancel()
-            self._deliver(self, whole)
-
-    def _receive(self) -> bytes | None:
-        """Give the next bytes, b"" at the end, None when there are none yet; keep descriptors."""
-        try:
-            data, ancillary, flags, _ = self._socket.recvmsg(
-                # A plugin that another thread starts at this moment must not inherit the pod's namespace.
-                READ_BYTES,
-                _CONTROL_BYTES,
-                socket.MSG_CMSG_CLOEXEC,
+            # The descriptors go to the request, because a worker may use them for longer than the connection lasts.
+            descriptors = self._reader.take_descriptors()
+            self._deliver(
+                self,
+                Received(self._reader.frame, self.caller, descriptors, self._answer_at_once),
             )
-        except (BlockingIOError, InterruptedError):
-            return None
-        except OSError:
-            return b""
-        for level, kind, payload in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                numbers = array.array("i")
-                # A control message that was cut may end within a number.
-                numbers.frombytes(payload[: len(payload) - len(payload) % numbers.itemsize])
-                self._descriptors.extend(numbers)
-        # The kernel has closed those that did not fit (unix(7)); the others are closed with the connection.
-        if flags & socket.MSG_CTRUNC or len(self._descriptors) > DESCRIPTORS_MAX:
-            raise UndecodableRequest("read the request: too many descriptors came with it")
-        return data
-
-    def _complete(self) -> Received | None:
-        """Give the request when its frame is whole."""
-        if not self._total_bytes and len(self._buffer) >= wire.COMMON_HEADER_BYTES:
-            self._total_bytes = wire.request_bytes(self._buffer)
-        if not self._total_bytes or len(self._buffer) < self._total_bytes:
-            return None
-        frame = wire.decode_frame(bytes(self._buffer))
-        if frame.descriptor_count != len(self._descriptors):
-            raise UndecodableRequest(
-                f"read the request: it says that {frame.descriptor_count} descriptors come with it,"
-                f" {len(self._descriptors)} came"
-            )
-        # The descriptors go to the request, because a worker may use them for longer than the connection lasts.
-        received = Received(frame, self.caller, self._descriptors, self._answer_at_once)
-        self._descriptors = []
-        self._buffer = bytearray()
-        return received
 
     def _answer_at_once(self, reply: Reply) -> bool:
         return self.send_at_once(wire.encode_reply(reply))
@@ -368,7 +341,7 @@ class _Connection:
     def _end(self) -> None:
         """The launcher has closed. Without a whole frame nothing was asked."""
         self._loop.remove_reader(self._socket.fileno())
-        if self._buffer or not (self._delivered or self._total_bytes):
+        if self._reader.frame is None:
             self._delivered = True
             self.close()
         else:

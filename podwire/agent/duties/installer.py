@@ -12,7 +12,7 @@ from typing import Final
 
 from podwire.agent.duties.worker import Worker
 from podwire.agent.health import Health
-from podwire.control.installation.steps import Installation, find_obstacles, find_remarks
+from podwire.control.installation.steps import Installation, find_obstacles
 from podwire.model.errors import PodwireError
 from podwire.model.installation.files import CniFiles
 from podwire.model.store import Waker
@@ -46,8 +46,6 @@ class Installer:
         self._watch = watch
         self._health = health
         self._installed: Callable[[], None] | None = installed
-        self.serves_host_ports: bool | None = None
-        """Whether the network has a plugin for host ports; None before the first look."""
         self._refused = ""
         self._warned: frozenset[str] = frozenset()
         self._waker: Waker | None = None
@@ -75,7 +73,6 @@ class Installer:
                 _log.info("installed for the container runtime", extra={"keys": written})
             files = self._installation.directories.read()
         complete = self._installation.is_complete(files)
-        self.serves_host_ports = files.portmap_speaks is not None
         self._health.report(CHECK, complete, f"not installed yet: {self._refused}", critical=False)
         self._warn(files)
         if complete and self._installed is not None:
@@ -93,7 +90,7 @@ class Installer:
         return True
 
     def _warn(self, files: CniFiles) -> None:
-        warnings = frozenset((*find_obstacles(files), *find_remarks(files)))
+        warnings = frozenset(find_obstacles(files))
         for message in warnings - self._warned:
             _log.warning("the container runtime", extra={"cause": message})
         for message in self._warned - warnings:

@@ -202,6 +202,13 @@ class AttachService:
             return None
         return endpoint.record.taken_boottime_ns
 
+    def leaves_host_ports(self, key: AttachmentKey) -> bool:
+        """Tell whether a chained plugin, and not podwire, may serve host ports of a living attachment."""
+        endpoint = self.table.get_by_key(key)
+        return endpoint is not None and not (
+            endpoint.is_ending or endpoint.record.may_ask_host_ports
+        )
+
     def _refuse_second_attachment(self, key: AttachmentKey) -> None:
         """An ending attachment of the same name is waited for; a living one is an error (specification, ADD)."""
         holders = self.table.list_by_container(key.container_id, key.if_name)
@@ -317,6 +324,7 @@ class AttachService:
             fixed_addresses=bool(request.wanted_ips),
             is_plain=request.is_plain,
             host_ports=request.host_ports,
+            may_ask_host_ports=request.may_ask_host_ports,
         )
 
     def _take(self, endpoint_id: EndpointId, addresses: Reservation) -> Given:

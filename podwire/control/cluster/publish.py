@@ -91,6 +91,8 @@ class PublishSchedule:
     """How many seconds may still be saved by early writes; filled by the seconds without a write."""
     _released_since_s: float | None = field(default=None, repr=False)
     _backoff: Backoff = field(default_factory=Backoff, repr=False)
+    is_awaited: Callable[[IdentityId], bool] = field(default=lambda _identity: False, repr=False)
+    """Whether somebody waits to hear that a pod of this identity is gone: it is a service's back end."""
 
     def due_in(self, wanted: Identities, now_s: float, own: Collection[IPNetwork]) -> float | None:
         """Give in how many seconds `wanted` is to be written (0 = now); None when nothing is to be.
@@ -133,7 +135,10 @@ class PublishSchedule:
         if len(wanted) == len(published):
             self._released_since_s = None
             return None
-        if not all(_is_in(address, own) for address in published.keys() - wanted.keys()):
+        gone = published.keys() - wanted.keys()
+        if not all(_is_in(address, own) for address in gone) or any(
+            self.is_awaited(published[address]) for address in gone
+        ):
             return self._written_s + WRITE_EVERY_S
         if self._released_since_s is None:
             self._released_since_s = now_s

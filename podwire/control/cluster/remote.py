@@ -70,6 +70,8 @@ class RemotePods:
         self._cidr_lengths: dict[int, list[int]] = {}
         self._strangers: set[IPAddress] = set()
         """Published addresses in none of their node's ranges: borrowed ones, and wrong ones."""
+        self._news: set[IPNetwork] | None = None
+        """Rows that have changed since `take_news`; None while nobody takes any."""
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -80,6 +82,20 @@ class RemotePods:
     def count(self) -> int:
         """How many addresses are published."""
         return len(self._claimants)
+
+    def take_news(self) -> tuple[bool, dict[IPAddress, IdentityId | None]]:
+        """Give whose addresses are others' since the last call, None = nobody's; at first, and after `drop_news`,
+        (True, all that there are)."""
+        news, self._news = self._news, set()
+        changed = self.rows.keys() if news is None else news
+        found = {network.network_address: self.rows.get(network) for network in changed}
+        return news is None, {
+            address: row.identity if row is not None else None for address, row in found.items()
+        }
+
+    def drop_news(self) -> None:
+        """Collect no news: nobody takes them."""
+        self._news = None
 
     def list_strangers(self, facts: Mapping[str, NodeFacts]) -> Iterator[tuple[str, IPNetwork]]:
         """Give (node, single address) of all that is published outside of what its node says are its ranges."""
@@ -197,6 +213,8 @@ class RemotePods:
         for address in addresses:
             network = single(address)
             row, route = self._judge(address, view)
+            if self._news is not None and self.rows.get(network) != row:
+                self._news.add(network)
             if row is None:
                 if self.rows.pop(network, None) is None:
                     pass

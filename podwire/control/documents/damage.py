@@ -38,6 +38,8 @@ def read_object(stored: StoredObject) -> tuple[StoredObject, str]:
         value = _DECODERS.get(stored.key.kind, _accept)(stored)
     except InvalidRequest as error:
         return stored, error.message
+    # Whoever may write to the store may write what no decoder thought of. It must not end the one thread by which all
+    # duties hear of the store.
     except UNEXPECTED as error:
         return stored, f"{type(error).__name__}: {error}"
     return (stored if value is None else _with_value(stored, value)), ""

@@ -15,7 +15,6 @@ from podwire.model.installation.files import (
     CONFLIST_FILE,
     LAUNCHER_FILE,
     LOOPBACK_FILE,
-    PORTMAP_FILE,
     CniDirectories,
     CniFiles,
     Loopback,
@@ -49,7 +48,7 @@ class Installation:
         if files.loopback is Loopback.MISSING:
             self.directories.link_loopback()
             written.append(LOOPBACK_FILE)
-        wanted = self._conflist(files)
+        wanted = make_conflist(self.socket)
         if files.conflist != wanted and serves():
             self.directories.write_conflist(wanted)
             written.append(CONFLIST_FILE)
@@ -64,15 +63,12 @@ class Installation:
                 Loopback.OURS: INSTALLED,
                 Loopback.FOREIGN: FOREIGN,
             }[files.loopback],
-            CONFLIST_FILE: _compare(files.conflist, self._conflist(files)),
+            CONFLIST_FILE: _compare(files.conflist, make_conflist(self.socket)),
         }
 
     def is_complete(self, files: CniFiles) -> bool:
         """Tell whether a runtime finds all it needs."""
         return not {MISSING, DIFFERS}.intersection(self.states(files).values())
-
-    def _conflist(self, files: CniFiles) -> bytes:
-        return make_conflist(self.socket, files.portmap_speaks)
 
 
 def uninstall(directories: CniDirectories) -> list[str]:
@@ -97,15 +93,6 @@ def find_obstacles(files: CniFiles) -> Iterator[str]:
         yield (
             f"{names} sorts before {CONFLIST_FILE}: runtimes read that network first, and pods get it instead of"
             " podwire's; remove it, or rename it so that it comes later"
-        )
-
-
-def find_remarks(files: CniFiles) -> Iterator[str]:
-    """Name what works less than people may expect."""
-    if files.portmap_speaks is None:
-        yield (
-            f"there is no plugin {PORTMAP_FILE}: a pod that asks for a host port gets none; install the reference"
-            " plugins, and the network will chain it"
         )
 
 

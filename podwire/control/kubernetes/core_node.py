@@ -16,6 +16,7 @@ from podwire.model.store.kinds import CORE_NODE
 
 INTERNAL_IP: Final = "InternalIP"
 NETWORK_UNAVAILABLE: Final = "NetworkUnavailable"
+ZONE_LABEL: Final = "topology.kubernetes.io/zone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class CoreNode:
     """The InternalIPs, in the node's order."""
     is_called_unavailable: bool = False
     """Whether the condition NetworkUnavailable is there and not False."""
+    zone: str = ""
+    """Where the node is; "" where nobody says."""
 
 
 def core_node_key(name: str) -> ObjectKey:
@@ -63,7 +66,14 @@ def decode_core_node(stored: StoredObject) -> CoreNode:
             and item.get("status") != "False"
             for item in _items(status, "conditions")
         ),
+        zone=read_zone(stored),
     )
+
+
+def read_zone(stored: StoredObject) -> str:
+    """Give the zone of a core Node, whatever is wrong with the rest of it."""
+    zone = _members(_members(stored.document, "metadata"), "labels").get(ZONE_LABEL)
+    return zone if isinstance(zone, str) else ""
 
 
 def network_is_available(now: str) -> dict[str, str]:

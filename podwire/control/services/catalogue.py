@@ -2,21 +2,25 @@
 
 Called by `agent.duties.cluster.services`, one thread at a time. Pure. Objects are taken in one by one; `take_change`
 computes anew only what they touch, so that one slice of ten thousand services costs what it has. Invariant: a frontend
-belongs to one service: of two that claim one address and port the older has it, whoever was heard first.
+belongs to one service: of two that claim one address and port the one whose cluster address it is has it, then the
+older, whoever was heard first.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from podwire.control.services.choose import Candidate, Place, choose_local, choose_near
 from podwire.control.services.facts import (
-    Endpoint,
     ServiceFacts,
     ServiceName,
     SliceFacts,
     decode_service,
     decode_slice,
 )
+from podwire.control.services.room import Need, Room
+from podwire.control.services.selected import SelectedPods
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.interfaces import BackEnd, Frontend, ServiceTable
 from podwire.model.store import ObjectKey, StoredObject, StoreEvent
 from podwire.model.store.kinds import ENDPOINT_SLICE, SERVICE
@@ -44,31 +48,55 @@ class ServiceView:
     problem: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Claimed:
+    """What one service claims, as old as the claims, because objects may have gone since."""
+
+    claims: Claims
+    created: str
+    external: tuple[IPAddress, ...]
+
+
+_NOTHING: Final = _Claimed({}, "", ())
+
+
 @dataclass
 class Catalogue:
     """What is known of services."""
 
-    node: str
-    """This node's name: what is local."""
+    place: Place
+    """Where the pods are that ask."""
+    pods: Sequence[IPNetwork] = ()
+    """The ranges of all pods, as far as they are known."""
+    selected: SelectedPods | None = None
+    """Pods that services choose by labels; None where a controller writes EndpointSlices of them."""
+    room: Room = field(default_factory=Room)
     _services: dict[ServiceName, ServiceFacts] = field(default_factory=dict)
     _slices: dict[ServiceName, dict[ObjectKey, SliceFacts]] = field(default_factory=dict)
     _slice_owner: dict[ObjectKey, ServiceName] = field(default_factory=dict)
-    _claims: dict[ServiceName, Claims] = field(default_factory=dict)
-    _created: dict[ServiceName, str] = field(default_factory=dict)
-    """When the services with claims were made; as old as the claims, because objects may have gone since."""
-    _claimants: dict[Frontend, set[ServiceName]] = field(default_factory=dict)
+    _claimed: dict[ServiceName, _Claimed] = field(default_factory=dict)
+    _claimants: dict[Frontend, tuple[ServiceName, ...]] = field(default_factory=dict)
+    """The first one has it."""
     _dirty: set[ServiceName] = field(default_factory=set)
 
     def replace(self, kind: str, objects: Sequence[StoredObject]) -> None:
         """Take in a whole list of one of KINDS."""
         if kind == SERVICE.plural:
-            self._dirty |= self._services.keys()
-            self._services = {}
+            given = {stored.key for stored in objects}
+            for name in list(self._services):
+                if (key := ObjectKey(kind, name.namespace, name.name)) not in given:
+                    self._forget(key)
         else:
             self._dirty |= self._slices.keys()
             self._slices, self._slice_owner = {}, {}
         for stored in objects:
             self._take_in(stored)
+
+    def move(self, place: Place) -> None:
+        """Take in that this node is elsewhere: other hints are for it."""
+        if place != self.place:
+            self.place = place
+            self._dirty |= self._services.keys()
 
     def apply(self, event: StoreEvent) -> None:
         """Take in one change."""
@@ -77,14 +105,23 @@ class Catalogue:
         else:
             self._take_in(event.object)
 
+    def change_pods(self, change: Callable[[SelectedPods], set[ServiceName]]) -> None:
+        """Have pods taken in by whom services choose them."""
+        if self.selected is not None:
+            self._dirty |= change(self.selected)
+
     def _take_in(self, stored: StoredObject) -> None:
-        self._forget(stored.key)
         if stored.key.kind == SERVICE.plural:
-            service = decode_service(stored)
-            if service is not None:
-                self._services[service.name] = service
-                self._dirty.add(service.name)
+            service = decode_service(stored, self.pods)
+            if service is None:
+                self._forget(stored.key)
+                return
+            self._services[service.name] = service
+            self._dirty.add(service.name)
+            if self.selected is not None:
+                self.selected.put_service(service)
             return
+        self._forget(stored.key)
         slice_ = decode_slice(stored)
         if slice_ is not None:
             self._slices.setdefault(slice_.service, {})[stored.key] = slice_
@@ -96,6 +133,8 @@ class Catalogue:
             name = ServiceName(key.namespace, key.name)
             if self._services.pop(name, None) is not None:
                 self._dirty.add(name)
+                if self.selected is not None:
+                    self.selected.remove_service(name)
             return
         owner = self._slice_owner.pop(key, None)
         if owner is not None:
@@ -108,106 +147,136 @@ class Catalogue:
         """Give what follows from all that was taken in since the last call."""
         dirty, self._dirty = self._dirty, set()
         touched: set[Frontend] = set()
-        for name in dirty:
-            old, new = self._claims.get(name, {}), self._claim(name)
-            created = self._services[name].created if new else ""
+        for name, new in self._claim_all(dirty).items():
+            old = self._claimed.get(name, _NOTHING)
             # Made anew it is younger, and what it claims may be another's now.
-            is_renewed = self._created.get(name, "") != created
-            touched |= {
+            is_renewed = (old.created, old.external) != (new.created, new.external)
+            changed = {
                 frontend
-                for frontend in (*old, *new)
-                if is_renewed or old.get(frontend) != new.get(frontend)
+                for frontend in (*old.claims, *new.claims)
+                if is_renewed or old.claims.get(frontend) != new.claims.get(frontend)
             }
-            for frontend in old.keys() - new.keys():
-                self._claimants[frontend].discard(name)
-            for frontend in new.keys() - old.keys():
-                self._claimants.setdefault(frontend, set()).add(name)
-            if new:
-                self._claims[name], self._created[name] = new, created
+            if new.claims:
+                self._claimed[name] = new
             else:
-                self._claims.pop(name, None)
-                self._created.pop(name, None)
+                self._claimed.pop(name, None)
+            for frontend in changed:
+                self._stand_in_line(frontend, name, wanted=frontend in new.claims)
+            touched |= changed
         return self._settle(touched)
+
+    def _claim_all(self, dirty: Iterable[ServiceName]) -> Mapping[ServiceName, _Claimed]:
+        """Compute what these claim, and what others do who get or lose room by it."""
+        wanted = {name: self._claim(name) for name in dirty}
+        for name, new in wanted.items():
+            slots = sum(map(len, new.claims.values()))
+            need = Need(new.created, len(new.claims), slots) if new.claims else None
+            self.room.weigh(name, need)
+        wanted |= {name: self._claim(name) for name in self.room.settle() if name not in wanted}
+        return wanted | dict.fromkeys(self.room.refused & wanted.keys(), _NOTHING)
+
+    def _stand_in_line(self, frontend: Frontend, name: ServiceName, *, wanted: bool) -> None:
+        line = [one for one in self._claimants.get(frontend, ()) if one != name]
+        if wanted:
+            line = sorted((*line, name), key=lambda one: self._rank(one, frontend))
+        if line:
+            self._claimants[frontend] = tuple(line)
+        else:
+            self._claimants.pop(frontend, None)
+
+    def _rank(self, name: ServiceName, frontend: Frontend) -> tuple[bool, str, ServiceName]:
+        claimed = self._claimed[name]
+        return frontend.address in claimed.external, claimed.created, name
 
     def _settle(self, touched: Iterable[Frontend]) -> ServiceChange:
         put, gone = {}, []
         for frontend in touched:
-            holder = self._holder(frontend)
+            holder = self.holder(frontend)
             if holder is None:
-                self._claimants.pop(frontend, None)
                 gone.append(frontend)
             else:
-                put[frontend] = self._claims[holder][frontend]
+                put[frontend] = self._claimed[holder].claims[frontend]
         return ServiceChange(put, gone)
 
-    def _holder(self, frontend: Frontend) -> ServiceName | None:
-        claimants = self._claimants.get(frontend)
-        return min(claimants, key=self._age) if claimants else None
-
-    def _age(self, name: ServiceName) -> tuple[str, ServiceName]:
-        return self._created[name], name
+    def holder(self, frontend: Frontend) -> ServiceName | None:
+        """Say whose an address and port are; from any thread."""
+        line = self._claimants.get(frontend)
+        return line[0] if line else None
 
     def table(self) -> ServiceTable:
         """Give everything that is translated; after `take_change`."""
         return {
-            frontend: self._claims[holder][frontend]
-            for frontend in self._claimants
-            if (holder := self._holder(frontend)) is not None
+            frontend: self._claimed[line[0]].claims[frontend]
+            for frontend, line in self._claimants.items()
         }
 
     def views(self) -> Iterator[ServiceView]:
         """Show every service, by name; after `take_change`."""
         for name, service in sorted(self._services.items()):
-            claims = self._claims.get(name, {})
+            claims = self._claimed.get(name, _NOTHING).claims
             others = {
                 str(holder)
                 for frontend in claims
-                if (holder := self._holder(frontend)) not in (None, name)
+                if (holder := self.holder(frontend)) not in (None, name)
             }
-            problem = service.left_because
+            problems = list(_describe_left(service))
             if others:
-                problem = f"an address or port is that of {', '.join(sorted(others))}"
+                problems.append(f"an address or port is that of {', '.join(sorted(others))}")
+            if name in self.room.refused:
+                problems.append("there is no room for it beside the older services")
             shown = claims or self._resolve(service)
-            yield ServiceView(name, shown, bool(claims), problem)
+            yield ServiceView(name, shown, bool(claims), "; ".join(problems))
 
-    def _claim(self, name: ServiceName) -> Claims:
+    def _claim(self, name: ServiceName) -> _Claimed:
         service = self._services.get(name)
-        if service is None or service.left_because or not service.addresses:
-            return {}
-        return self._resolve(service)
+        if service is None or service.left_because:
+            return _NOTHING
+        claims = self._resolve(service)
+        return _Claimed(claims, service.created, service.external) if claims else _NOTHING
 
     def _resolve(self, service: ServiceFacts) -> Claims:
-        slices = self._slices.get(service.name, {}).values()
+        slices = list(self._slices.get(service.name, {}).values())
+        if self.selected is not None:
+            slices += self.selected.slices(service)
         claims: dict[Frontend, tuple[BackEnd, ...]] = {}
-        for address in service.addresses:
-            for port in service.ports:
-                back_ends = _choose(
-                    _list_back_ends(slices, (port.name, port.protocol), address.version),
-                    self.node if service.is_local_only else None,
-                )
-                claims[Frontend(address, port.port, port.protocol)] = tuple(
-                    sorted(back_ends, key=lambda one: (one.address.packed, one.port))
-                )
-            if service.ports:
-                claims[Frontend(address)] = ()
+        # What a pod sends to an external address may leave this node, whatever externalTrafficPolicy says.
+        choosing = dict.fromkeys(service.external, choose_near) | dict.fromkeys(
+            service.addresses, choose_local if service.is_local_only else choose_near
+        )
+        for port in service.ports:
+            chosen: dict[
+                object, tuple[BackEnd, ...]
+            ] = {}  # one list for all addresses that share it
+            for address, choose in choosing.items():
+                key = address.version, choose
+                if key not in chosen:
+                    listed = _list_back_ends(slices, (port.name, port.protocol), address.version)
+                    chosen[key] = _in_order(choose(listed, self.place))
+                claims[Frontend(address, port.port, port.protocol)] = chosen[key]
+        if service.ports:
+            claims |= {Frontend(address): () for address in service.addresses}
         return claims
+
+
+def _describe_left(service: ServiceFacts) -> Iterator[str]:
+    if service.left_because:
+        yield service.left_because
+    for port in service.sctp_ports:
+        yield f"port {port}/sctp is left to the stack: TCP and UDP are translated"
+    yield from service.left
+
+
+def _in_order(back_ends: Iterable[BackEnd]) -> tuple[BackEnd, ...]:
+    return tuple(sorted(back_ends, key=lambda one: (one.address.packed, one.port)))
 
 
 def _list_back_ends(
     slices: Iterable[SliceFacts], port: tuple[str, int], version: int
-) -> Iterator[tuple[BackEnd, Endpoint]]:
+) -> Iterator[Candidate]:
     for one in slices:
         number = one.ports.get(port)
         if number is None:
             continue
-        for endpoint in one.endpoints:
-            for address in endpoint.addresses:
-                if address.version == version:
-                    yield BackEnd(address, number, port[1]), endpoint
-
-
-def _choose(candidates: Iterable[tuple[BackEnd, Endpoint]], node: str | None) -> set[BackEnd]:
-    """Take those that are ready; without any, those that drain (as kube-proxy). `node`: only of this one."""
-    here = [(one, endpoint) for one, endpoint in candidates if node in (None, endpoint.node)]
-    ready = {one for one, endpoint in here if endpoint.is_ready}
-    return ready or {one for one, endpoint in here if endpoint.is_draining}
+        for address, endpoint in zip(one.addresses, one.endpoints, strict=True):
+            if address.version == version:
+                yield BackEnd(address, number, port[1]), endpoint

@@ -8,9 +8,12 @@ import ipaddress
 from collections.abc import Mapping
 from typing import Any, Final
 
-from podwire.control.services.facts import PROTOCOLS, SERVICE_NAME_LABEL, is_back_end_address
+from podwire.control.services.facts import PROTOCOLS, SAME_NODE, SERVICE_NAME_LABEL
+from podwire.control.services.reading import is_back_end_address
+from podwire.model.documents.fields import is_port_name, read_label_map
 from podwire.model.documents.reader import Faults, Node, root, shown
 from podwire.model.endpoint import IPAddress
+from podwire.model.labels import NAME_KEY, NAMESPACE_KEY
 
 HINT: Final = "nothing was changed; see docs/services.md"
 PORTS_MAX: Final = 1000
@@ -24,12 +27,14 @@ _SERVICE_FIELDS: Final = (
     "ports",
     "sessionAffinity",
     "internalTrafficPolicy",
+    "externalIPs",
+    "externalTrafficPolicy",
+    "publishNotReadyAddresses",
+    "selector",
+    "trafficDistribution",
 )
-_NEEDS_CONTROLLER: Final = "write EndpointSlices that name its back ends"
 _REFUSED: Final[Mapping[str, str]] = {
-    "selector": _NEEDS_CONTROLLER,
-    "externalIPs": "only addresses of the cluster are translated",
-    "loadBalancerIP": "only addresses of the cluster are translated",
+    "loadBalancerIP": "there are no load balancers here: write externalIPs",
     "externalName": "podwire answers no names",
 }
 _FAMILIES: Final = {"IPv4": 4, "IPv6": 6}
@@ -42,8 +47,11 @@ def decode_service_document(document: Mapping[str, Any]) -> None:
     if spec.expect_object(_SERVICE_FIELDS, _REFUSED):
         _check_choice(spec.child("type"), ("ClusterIP",))
         _check_choice(spec.child("sessionAffinity"), ("None",))
-        _check_choice(spec.child("internalTrafficPolicy"), ("Cluster", "Local"))
+        for policy in ("internalTrafficPolicy", "externalTrafficPolicy"):
+            _check_choice(spec.child(policy), ("Cluster", "Local"))
+        spec.child("publishNotReadyAddresses").boolean()
         _check_addresses(spec)
+        _check_selector(spec)
         ports = spec.child("ports").items()
         if not 1 <= len(ports) <= PORTS_MAX:
             spec.child("ports").wrong(f"has {len(ports)} ports, not 1 to {PORTS_MAX}")
@@ -62,12 +70,34 @@ def _check_addresses(spec: Node) -> None:
     one, several = spec.child("clusterIP"), spec.child("clusterIPs")
     nodes = several.items() or ([one] if one.present else [])
     if not nodes:
-        one.wrong("is missing: podwire chooses no addresses")
+        one.wrong(
+            "is missing: podwire chooses no addresses; take one that is in no range of pods or nodes"
+        )
     if one.present and several.present and one.value != nodes[0].value:
         one.wrong(f"is {shown(one.value)}, not the first of clusterIPs")
     versions = [address.version for node in nodes if (address := _read_address(node)) is not None]
     if len(versions) != len(set(versions)):
         several.wrong("names two addresses of one family")
+    for node in spec.child("externalIPs").items():
+        _read_address(node)
+
+
+def _check_selector(spec: Node) -> None:
+    labels = read_label_map(spec.child("selector"))
+    for key in labels:
+        if key in (NAME_KEY, NAMESPACE_KEY):
+            spec.child("selector").wrong(f"names {key}, which is no label of pods' identities")
+    distribution = spec.child("trafficDistribution")
+    if not distribution.present:
+        return
+    if not labels:
+        distribution.wrong(
+            "is for pods that a selector chooses: write hints into the EndpointSlices"
+        )
+    elif distribution.value in ("PreferClose", "PreferSameZone"):
+        distribution.wrong("asks for zones, which nodes have with Kubernetes only")
+    else:
+        distribution.choice((SAME_NODE,))
 
 
 def _read_address(node: Node) -> IPAddress | None:
@@ -89,11 +119,20 @@ def _check_service_port(port: Node, count: int, seen: set[tuple[int | None, str]
     number = port.child("port").integer(1, 65535)
     if not port.child("port").present:
         port.child("port").wrong("is missing")
+    _check_target(port.child("targetPort"))
     if (number, protocol) in seen:
         port.wrong("is there twice")
     seen.add((number, protocol))
     if not port.child("name").text() and count > 1:
         port.child("name").wrong("is missing: with several ports each has one")
+
+
+def _check_target(target: Node) -> None:
+    if isinstance(target.value, str):
+        if not is_port_name(target.value):
+            target.wrong(f"is {shown(target.value)}, not a port's name")
+    elif target.present:
+        target.integer(1, 65535)
 
 
 def _check_protocol(port: Node) -> str:

@@ -5,12 +5,22 @@ ExternalName, headless ones, those that another proxy serves, and slices of head
 translated that is not understood whole: such a service says why it is left to the stack.
 """
 
-import ipaddress
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
-from podwire.model.endpoint import IPAddress
+from podwire.control.services.external import read_external
+from podwire.control.services.reading import (
+    is_back_end_address,
+    items_of,
+    members_of,
+    read_address,
+    read_port,
+    text_of,
+    texts_of,
+)
+from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.store import StoredObject
 
 SERVICE_NAME_LABEL: Final = "kubernetes.io/service-name"
@@ -18,10 +28,13 @@ SERVICE_NAME_LABEL: Final = "kubernetes.io/service-name"
 OTHER_PROXY_LABEL: Final = "service.kubernetes.io/service-proxy-name"
 HEADLESS_LABEL: Final = "service.kubernetes.io/headless"
 PROTOCOLS: Final[Mapping[str, int]] = {"TCP": 6, "UDP": 17}
-"""Those that are translated; SCTP is left to the stack."""
+"""Those that are translated."""
+SCTP: Final = "SCTP"
+SAME_NODE: Final = "PreferSameNode"
+"""Of trafficDistribution."""
 _FAMILIES: Final = {"IPv4": 4, "IPv6": 6}
-_PORT_MAX: Final = 65535
-_BROADCAST: Final = ipaddress.IPv4Address("255.255.255.255")
+KINDS_OF_ENDPOINTS: Final = 20_000
+"""Of which one object each is kept: a few for each node."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -42,6 +55,8 @@ class ServicePort:
     name: str
     port: int
     protocol: int
+    target: int | str = 0
+    """At the pods, where they are chosen by labels: a number, a port's name, or 0 = the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +69,31 @@ class ServiceFacts:
     ports: tuple[ServicePort, ...]
     is_local_only: bool = False
     """internalTrafficPolicy Local: only back ends of this node answer."""
+    external: tuple[IPAddress, ...] = ()
+    """Where it is asked, too: externalIPs and those of load balancers. Their other ports are not refused."""
     left_because: str = ""
     """Why it is left to the stack; empty = it is translated."""
+    left: tuple[str, ...] = ()
+    """What of it is left to the stack, and why."""
+    sctp_ports: tuple[int, ...] = ()
+    """Ports that are left to the stack, since the programs translate TCP and UDP only."""
+    selector: tuple[tuple[str, str], ...] = ()
+    """The labels of its pods; (): EndpointSlices alone say who answers."""
+    prefers_node: bool = False
+    """trafficDistribution PreferSameNode, for pods that are chosen by labels; in EndpointSlices hints say it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One back end of a slice."""
+    """What is said of a back end beside its address; one object for all of which the same is said."""
 
-    addresses: tuple[IPAddress, ...]
     is_ready: bool
     is_draining: bool
     """Terminating, and still serving."""
     node: str
+    for_nodes: frozenset[str]
+    """The nodes whose pods it should answer; empty: no hint says."""
+    for_zones: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,28 +103,39 @@ class SliceFacts:
     service: ServiceName
     ports: Mapping[tuple[str, int], int]
     """(name, protocol) -> number."""
+    addresses: tuple[IPAddress, ...]
     endpoints: tuple[Endpoint, ...]
+    """What is said of the back end at each address."""
 
 
-def decode_service(stored: StoredObject) -> ServiceFacts | None:
-    """Read a Service; None for one that is ignored."""
-    metadata, spec = _members(stored.document, "metadata"), _members(stored.document, "spec")
-    if OTHER_PROXY_LABEL in _members(metadata, "labels") or spec.get("type") == "ExternalName":
+def decode_service(stored: StoredObject, pods: Sequence[IPNetwork] = ()) -> ServiceFacts | None:
+    """Read a Service; None for one that is ignored. `pods`: the ranges of all pods, as far as they are known."""
+    metadata, spec = members_of(stored.document, "metadata"), members_of(stored.document, "spec")
+    if OTHER_PROXY_LABEL in members_of(metadata, "labels") or spec.get("type") == "ExternalName":
         return None
-    listed = spec.get("clusterIPs") or [spec.get("clusterIP")]
-    texts = [text for text in listed if isinstance(text, str)] if isinstance(listed, list) else []
+    texts = texts_of(spec, "clusterIPs") or [text_of(spec, "clusterIP")]
     if "None" in texts:
         return None
-    read = (_address(text) for text in texts)
+    read = (read_address(text) for text in texts)
     addresses = tuple(one for one in read if one and is_back_end_address(one, one.version))
+    external, left = read_external(stored.document, pods)
     return ServiceFacts(
         name=ServiceName(stored.key.namespace, stored.key.name),
         created=stored.created,
         addresses=addresses,
         ports=tuple(_read_ports(spec)),
         is_local_only=spec.get("internalTrafficPolicy") == "Local",
+        external=tuple(one for one in external if one not in addresses),
         left_because=_find_reason(spec),
+        left=left,
+        sctp_ports=tuple(_read_sctp_ports(spec)),
+        selector=_read_selector(spec),
+        prefers_node=spec.get("trafficDistribution") == SAME_NODE,
     )
+
+
+def _read_selector(spec: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((key, str(value)) for key, value in members_of(spec, "selector").items()))
 
 
 def _find_reason(spec: Mapping[str, Any]) -> str:
@@ -107,93 +145,79 @@ def _find_reason(spec: Mapping[str, Any]) -> str:
 
 
 def _read_ports(spec: Mapping[str, Any]) -> Iterator[ServicePort]:
-    for port in _items(spec, "ports"):
+    for port in items_of(spec, "ports"):
         protocol = PROTOCOLS.get(str(port.get("protocol") or "TCP"))
-        number = _read_port(port)
+        number = read_port(port)
         if protocol is not None and number:
-            yield ServicePort(_text(port, "name"), number, protocol)
+            yield ServicePort(text_of(port, "name"), number, protocol, _read_target(port))
+
+
+def _read_target(port: Mapping[str, Any]) -> int | str:
+    target = port.get("targetPort")
+    return target if isinstance(target, int | str) and not isinstance(target, bool) else 0
+
+
+def _read_sctp_ports(spec: Mapping[str, Any]) -> Iterator[int]:
+    for port in items_of(spec, "ports"):
+        if port.get("protocol") == SCTP and (number := read_port(port)):
+            yield number
 
 
 def decode_slice(stored: StoredObject) -> SliceFacts | None:
     """Read an EndpointSlice; None for one that is ignored."""
     document = stored.document
-    labels = _members(_members(document, "metadata"), "labels")
+    labels = members_of(members_of(document, "metadata"), "labels")
     name = labels.get(SERVICE_NAME_LABEL)
     family = _FAMILIES.get(str(document.get("addressType")))
     if not isinstance(name, str) or not name or family is None:
         return None
     if HEADLESS_LABEL in labels or OTHER_PROXY_LABEL in labels:
         return None
+    found = [
+        (address, _read_endpoint(one))
+        for one in items_of(document, "endpoints")
+        # Consumers take the first one: all of an endpoint's addresses are the same to it (EndpointSlice, v1).
+        for address in map(read_address, texts_of(one, "addresses")[:1])
+        if address is not None and is_back_end_address(address, family)
+    ]
     return SliceFacts(
         ServiceName(stored.key.namespace, name),
         dict(_read_slice_ports(document)),
-        tuple(_read_endpoint(one, family) for one in _items(document, "endpoints")),
+        tuple(address for address, _ in found),
+        tuple(endpoint for _, endpoint in found),
     )
 
 
 def _read_slice_ports(document: Mapping[str, Any]) -> Iterator[tuple[tuple[str, int], int]]:
-    for port in _items(document, "ports"):
+    for port in items_of(document, "ports"):
         protocol = PROTOCOLS.get(str(port.get("protocol") or "TCP"))
-        number = _read_port(port)
+        number = read_port(port)
         if protocol is not None and number:
-            yield (_text(port, "name"), protocol), number
+            yield (text_of(port, "name"), protocol), number
 
 
-def _read_endpoint(endpoint: Mapping[str, Any], family: int) -> Endpoint:
-    conditions = _members(endpoint, "conditions")
-    listed = endpoint.get("addresses")
-    texts = [text for text in listed if isinstance(text, str)] if isinstance(listed, list) else []
-    addresses = (_address(text) for text in texts[:1])
-    return Endpoint(
-        # Consumers take the first one: all of an endpoint's addresses are the same to it (EndpointSlice, v1).
-        tuple(one for one in addresses if one is not None and is_back_end_address(one, family)),
-        is_ready=conditions.get("ready") is not False,
-        is_draining=conditions.get("serving") is not False
-        and conditions.get("terminating") is True,
-        node=_text(endpoint, "nodeName"),
+def _read_endpoint(endpoint: Mapping[str, Any]) -> Endpoint:
+    conditions, hints = members_of(endpoint, "conditions"), members_of(endpoint, "hints")
+    return make_endpoint(
+        conditions.get("ready") is not False,
+        conditions.get("serving") is not False and conditions.get("terminating") is True,
+        text_of(endpoint, "nodeName"),
+        _read_hints(hints, "forNodes"),
+        _read_hints(hints, "forZones"),
     )
 
 
-def is_back_end_address(address: IPAddress, family: int) -> bool:
-    """Tell whether packets can be sent there: never to what means another host on each host."""
-    if isinstance(address, ipaddress.IPv6Address):
-        means_more = address.ipv4_mapped is not None or address.scope_id is not None
-    else:
-        means_more = address.packed[0] == 0 or address == _BROADCAST  # RFC 1122 3.2.1.3
-    return address.version == family and not (
-        address.is_loopback
-        or address.is_unspecified
-        or address.is_link_local
-        or address.is_multicast
-        or means_more
-    )
+def _read_hints(hints: Mapping[str, Any], name: str) -> frozenset[str]:
+    return frozenset(text_of(one, "name") for one in items_of(hints, name)) - {""}
 
 
-def _address(text: str) -> IPAddress | None:
-    try:
-        return ipaddress.ip_address(text)
-    except ValueError:
-        return None
-
-
-def _read_port(port: Mapping[str, Any]) -> int:
-    """Give its number; 0 = it has none."""
-    number = port.get("port")
-    if not isinstance(number, int) or isinstance(number, bool):
-        return 0
-    return number if 0 < number <= _PORT_MAX else 0
-
-
-def _members(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = holder.get(name)
-    return value if isinstance(value, Mapping) else {}
-
-
-def _items(holder: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    value = holder.get(name)
-    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
-
-
-def _text(holder: Mapping[str, Any], name: str) -> str:
-    value = holder.get(name)
-    return value if isinstance(value, str) else ""
+@lru_cache(KINDS_OF_ENDPOINTS)
+def make_endpoint(
+    is_ready: bool,
+    is_draining: bool,
+    node: str,
+    for_nodes: frozenset[str] = frozenset(),
+    for_zones: frozenset[str] = frozenset(),
+) -> Endpoint:
+    """Give the one object of which the same is said: there are a hundred thousand back ends, and few nodes."""
+    return Endpoint(is_ready, is_draining, node, for_nodes, for_zones)

@@ -57,11 +57,14 @@ def _read_shape(words: Sequence[str]) -> tuple[str, ClusterShape]:
     parser.add_argument("network", nargs="?", choices=NETWORKS, default="ptp")
     parser.add_argument("--nodes", type=int, default=usual.nodes)
     parser.add_argument("--families", choices=["4", "46"], default=usual.families)
-    parser.add_argument("--proxy", choices=["nftables", "iptables"], default=usual.proxy)
+    parser.add_argument("--proxy", choices=["nftables", "iptables", "none"], default=usual.proxy)
     parser.add_argument("--newer", nargs="*", choices=["containerd", "etcd"], default=[])
     said = parser.parse_args(words)
     return said.network, ClusterShape(
-        nodes=said.nodes, families=said.families, proxy=said.proxy, newer=frozenset(said.newer)
+        nodes=said.nodes,
+        families=said.families,
+        proxy="" if said.proxy == "none" else said.proxy,
+        newer=frozenset(said.newer),
     )
 
 

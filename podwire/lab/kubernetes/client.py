@@ -7,7 +7,7 @@ import http.client
 import json
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,6 +56,12 @@ class ApiClient:
         """Merge a document into an object."""
         return self.request("PATCH", path, document, content_type=MERGE_PATCH)
 
+    def create_many(self, path: str, documents: Iterable[Mapping[str, Any]]) -> list[Any]:
+        """Post documents to a collection, one after the other over one connection."""
+        connection = http.client.HTTPConnection(self.address, self.port)
+        with self._connect() as connection.sock:
+            return [self._exchange(connection, "POST", path, one, JSON) for one in documents]
+
     def delete(self, path: str, options: Mapping[str, Any] | None = None) -> Any:
         """Delete an object, or a collection."""
         return self.request("DELETE", path, options)
@@ -74,18 +80,28 @@ class ApiClient:
         content_type: str = JSON,
     ) -> Any:
         """Send a request; gives the answer's document, or its text. Refused, or OSError when nobody answers."""
+        connection = http.client.HTTPConnection(self.address, self.port)
+        with self._connect() as connection.sock:
+            return self._exchange(connection, method, path, document, content_type)
+
+    def _exchange(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        document: Mapping[str, Any] | None,
+        content_type: str,
+    ) -> Any:
         body = None if document is None else json.dumps(document).encode()
         headers = {"Authorization": f"Bearer {self.token}", "Accept": JSON}
         if body is not None:
             headers["Content-Type"] = content_type
-        connection = http.client.HTTPConnection(self.address, self.port)
-        with self._connect() as connection.sock:
-            try:
-                connection.request(method, path, body, headers)
-                answer = connection.getresponse()
-                raw = answer.read()
-            except http.client.HTTPException as error:
-                raise ConnectionError(f"{method} {path}: {error!r}") from error
+        try:
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            raw = answer.read()
+        except http.client.HTTPException as error:
+            raise ConnectionError(f"{method} {path}: {error!r}") from error
         text = raw.decode(errors="replace")
         if answer.status >= 400:
             raise Refused(f"{method} {path}", answer.status, text.strip())

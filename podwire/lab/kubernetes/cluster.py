@@ -30,8 +30,17 @@ from podwire.model.errors import Unavailable
 DEADLINE_S: Final = 240.0
 """Long enough for a loaded machine; nobody waits for it unless something is wrong."""
 CONTROL: Final = "control"
+WORLD: Final = "world"
+"""The place outside of the cluster; its way to everybody is the control plane's, like that of the nodes to it."""
+WORLD_ADDRESSES: Final = {"4": "198.51.100.10", "6": "2001:db8:51::10"}
 _BRIDGE: Final = "underlay"
 _UPLINK: Final = "eth0"
+_WORLD_LINKS: Final = {"4": ("198.51.100.1", 24), "6": ("2001:db8:51::1", 64)}
+"""The router's address on the way to the world, and the length of that prefix."""
+_FORWARD: Final = """
+echo 1 > /proc/sys/net/ipv4/ip_forward
+[ ! -e /proc/sys/net/ipv6 ] || echo 1 > /proc/sys/net/ipv6/conf/all/forwarding
+"""
 
 Progress = Callable[[str], None]
 _Found = TypeVar("_Found")
@@ -45,7 +54,7 @@ class ClusterShape:
     families: str = "4"
     """`4`, or `46` for both, of which the first is preferred."""
     proxy: str = "nftables"
-    """The mode of kube-proxy; or `iptables`."""
+    """The mode of kube-proxy; or `iptables`; empty: there is none."""
     newer: frozenset[str] = frozenset()
     """Which of `containerd` and `etcd` are newer ones than the distribution's."""
     mtu: int = 1500
@@ -106,6 +115,16 @@ class Cluster:
         command = [kubectl, f"--kubeconfig={self.kubeconfig}", *arguments]
         place = Place(network=netns.named_path(residue.namespace_of(self.name, CONTROL)))
         return place.run(command, input_bytes=input_text.encode(), timeout_s=timeout_s)
+
+    @property
+    def world(self) -> str:
+        """The network namespace of a host outside."""
+        return residue.namespace_of(self.name, WORLD)
+
+    def use_proxy(self, mode: str) -> None:
+        """Run kube-proxy in another mode on every node, or stop it ("")."""
+        with ThreadPoolExecutor(len(self.nodes)) as threads:
+            list(threads.map(lambda node: node.services.use_proxy(mode), self.nodes))
 
     @property
     def kubeconfig(self) -> Path:
@@ -229,6 +248,7 @@ def _raise(cluster: Cluster, progress: Progress) -> None:
     residue.save_settings(cluster.directory)
     plans = _plan_machines(cluster)
     control = _make_network(cluster, plans)
+    _make_world(cluster)
     cluster.control = ControlPlane(
         cluster.directory,
         network=netns.named_path(control),
@@ -336,6 +356,36 @@ def _make_network(cluster: Cluster, plans: Sequence[MachinePlan]) -> str:
             ],
         )
     return control
+
+
+def _make_world(cluster: Cluster) -> None:
+    """Make the place outside, and let the control plane's forward to it and from it."""
+    control, world = (residue.namespace_of(cluster.name, one) for one in (CONTROL, WORLD))
+    netns.create_named(world).close()
+    links = [(one, *_WORLD_LINKS[one]) for one in cluster.shape.families]
+    run_ip(
+        control,
+        [
+            f"link add {WORLD} type veth peer name {_UPLINK} netns {world}",
+            *(f"addr add {router}/{length} dev {WORLD} nodad" for _, router, length in links),
+            f"link set {WORLD} up",
+        ],
+    )
+    run_ip(
+        world,
+        [
+            "link set lo up",
+            *(
+                f"addr add {WORLD_ADDRESSES[family]}/{length} dev {_UPLINK} nodad"
+                for family, _, length in links
+            ),
+            f"link set {_UPLINK} up",
+            *(f"route add default via {router} dev {_UPLINK}" for _, router, _ in links),
+        ],
+    )
+    done = Place(network=netns.named_path(control)).run(["sh", "-c", _FORWARD])
+    if done.status:
+        raise Unavailable(f"forward to the world: {done.stderr.decode(errors='replace').strip()}")
 
 
 def _pairs(cluster: Cluster, plan: MachinePlan) -> Iterator[tuple[ranges.Ranges, str]]:

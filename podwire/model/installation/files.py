@@ -13,7 +13,6 @@ LAUNCHER_FILE: Final = CNI_PROGRAM
 CONFLIST_FILE: Final = "05-podwire.conflist"
 LOOPBACK_FILE: Final = "loopback"
 """The plugin that every runtime asks to set a pod's own loopback device up, by this name."""
-PORTMAP_FILE: Final = "portmap"
 
 
 class Loopback(Enum):
@@ -32,8 +31,6 @@ class CniFiles:
     launcher: bytes | None = None
     conflist: bytes | None = None
     loopback: Loopback = Loopback.MISSING
-    portmap_speaks: tuple[str, ...] | None = None
-    """CNI versions of the plugin `portmap`; empty = it is there and does not say."""
     earlier: tuple[str, ...] = ()
     """Files of other networks that a runtime reads before ours."""
 

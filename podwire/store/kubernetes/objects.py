@@ -12,7 +12,7 @@ import msgspec
 
 from podwire.model.errors import InvalidRequest
 from podwire.model.store import ObjectKey, StoredObject
-from podwire.model.store.kinds import NAMESPACE
+from podwire.model.store.kinds import ENDPOINT_SLICE, NAMESPACE, SERVICE
 from podwire.store.documents import encode_document
 from podwire.store.kubernetes.api.resources import CONFIG_MAPS, CORE_NODES, PODS, Resource
 from podwire.store.kubernetes.api.wire import decode_header
@@ -143,6 +143,106 @@ class ConfigMap(msgspec.Struct, frozen=True, omit_defaults=True):
     data: dict[str, str] | None = None
 
 
+class Name(msgspec.Struct, frozen=True):
+    """Something of which the name is all that is used."""
+
+    name: str = ""
+
+
+class Hints(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    """Whom a back end should answer."""
+
+    for_zones: list[Name] | None = None
+    for_nodes: list[Name] | None = None
+
+
+class EndpointConditions(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is the matter with a back end; None: it is not said."""
+
+    ready: bool | None = None
+    serving: bool | None = None
+    terminating: bool | None = None
+
+
+class SliceEndpoint(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    """A back end of a service."""
+
+    addresses: list[str] | None = None
+    conditions: EndpointConditions | None = None
+    node_name: str | None = None
+    hints: Hints | None = None
+
+
+class SlicePort(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A port of back ends; they may leave out all of it."""
+
+    name: str | None = None
+    port: int | None = None
+    protocol: str | None = None
+
+
+class EndpointSlice(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    """An EndpointSlice."""
+
+    metadata: Meta = Meta()
+    address_type: str = ""
+    endpoints: list[SliceEndpoint] | None = None
+    ports: list[SlicePort] | None = None
+
+
+class ServicePort(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    """A port that is asked for."""
+
+    name: str = ""
+    port: int = 0
+    protocol: str = ""
+    target_port: int | str | None = None
+
+
+class ServiceSpec(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    """What is used of a Service's spec."""
+
+    type: str = ""
+    cluster_ip: str = msgspec.field(default="", name="clusterIP")
+    cluster_ips: list[str] | None = msgspec.field(default=None, name="clusterIPs")
+    external_ips: list[str] | None = msgspec.field(default=None, name="externalIPs")
+    load_balancer_source_ranges: list[str] | None = None
+    ports: list[ServicePort] | None = None
+    selector: dict[str, str] | None = None
+    session_affinity: str = ""
+    session_affinity_config: dict[str, Any] | None = None
+    internal_traffic_policy: str | None = None
+    external_traffic_policy: str | None = None
+    traffic_distribution: str | None = None
+
+
+class Ingress(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    """Where a load balancer listens."""
+
+    ip: str = ""
+    ip_mode: str | None = None
+
+
+class LoadBalancer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is used of a Service's load balancer."""
+
+    ingress: list[Ingress] | None = None
+
+
+class ServiceStatus(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    """What is used of a Service's status."""
+
+    load_balancer: LoadBalancer | None = None
+
+
+class Service(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A Service."""
+
+    metadata: Meta = Meta()
+    spec: ServiceSpec = ServiceSpec()
+    status: ServiceStatus = ServiceStatus()
+
+
 _SLIM: Final = {
     kind: msgspec.json.Decoder(shape).decode
     for kind, shape in (
@@ -150,6 +250,8 @@ _SLIM: Final = {
         (CORE_NODES, CoreNode),
         (CONFIG_MAPS, ConfigMap),
         (NAMESPACE.plural, Named),
+        (SERVICE.plural, Service),
+        (ENDPOINT_SLICE.plural, EndpointSlice),
     )
 }
 _decode_whole: Final = msgspec.json.Decoder(dict[str, Any]).decode

@@ -86,6 +86,11 @@ class PlannedNode(Protocol):
         """Show what is wrong between nodes."""
         ...
 
+    @property
+    def pods_moved(self) -> Callable[[], None]:
+        """Hears that pods of other nodes are others, and the kernel has them."""
+        ...
+
 
 class Applier:
     """The thread that plans and applies."""
@@ -175,6 +180,7 @@ class Applier:
             duty.report("cluster", "")
         duty.show_problems()
         if plan is not None or changes:
+            duty.pods_moved()
             duty.observe("rows" if plan is None else "apply", begin_s)
 
     def _look(self) -> OwnNode:

@@ -102,6 +102,10 @@ class ClusterDuty:
     own: OwnNode | None = None
     range_lost: Callable[[str], None] = lambda _why: None
     """Hears why this node must not give out addresses of its ranges, "" when it may: another node has them."""
+    pods_moved: Callable[[], None] = lambda: None
+    """Hears that pods of other nodes have come, changed or gone, after the kernel has; quick."""
+    is_awaited: Callable[[IdentityId], bool] = lambda _identity: False
+    """Says whether others wait to hear that a pod of this identity is gone."""
 
     def __post_init__(self) -> None:
         options = self.options
@@ -129,7 +133,9 @@ class ClusterDuty:
             tell_unreadable=options.publishes,
         )
         self._applier = Applier(self, self.datapath, self.turn, self.metrics)
-        self._publisher = Publisher(self, self.store, self.name, options.node_address)
+        self._publisher = Publisher(
+            self, self.store, self.name, options.node_address, self.is_awaited
+        )
         self._contests = Contests(self.store, self) if options.has_core_nodes else None
         self._lives = Lives(self.store, self.show_problems)
         self._views = ClusterViews(self.state, self.lock, self._lives, options.settings.routing)
@@ -245,6 +251,21 @@ class ClusterDuty:
             if not endpoint.is_ending and endpoint.record.identity
             for address in endpoint.record.addresses
         }
+
+    def take_other_pods(self) -> tuple[bool, Mapping[IPAddress, IdentityId | None]]:
+        """Give the identities of other nodes' pods that have changed; see `RemotePods.take_news`."""
+        with self.lock:
+            return self.state.pods.take_news()
+
+    @property
+    def knows_pods(self) -> bool:
+        """Whether other nodes' pods were heard of, now or in an earlier life."""
+        return self.state.is_listed
+
+    def drop_other_pods(self) -> None:
+        """Collect no news of other nodes' pods: nobody takes them."""
+        with self.lock:
+            self.state.pods.drop_news()
 
     def list_nodes(self) -> list[KnownNode]:
         """Give every node that has published itself, this one first."""

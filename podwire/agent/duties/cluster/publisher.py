@@ -11,7 +11,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
 from podwire.agent.duties.worker import Worker
@@ -95,12 +95,13 @@ class Publisher:
         store: Store,
         node: NodePublisher,
         address: IPAddress | None,
+        is_awaited: Callable[[IdentityId], bool] = lambda _identity: False,
     ) -> None:
         self._duty = duty
         self._address = address
         self._node = node
         self._endpoints = EndpointsPublisher(store, node.name)
-        self._schedule = PublishSchedule()
+        self._schedule = PublishSchedule(is_awaited=is_awaited)
         self._worker = Worker("cluster-publish", self._work, self._fail, wake_ends_pause=True)
         self._said: NodeFacts | None = None
         self._said_s = 0.0

@@ -2,6 +2,7 @@
 
 import json
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,13 +26,16 @@ _FILE: Final = f"{CONF_DIRECTORY}/05-podwire.conflist"
 
 
 class PlainAgents:
-    """An agent for each node, started by the rig; `settings` go to its configuration file."""
+    """An agent for each node, started by the rig; `settings` go to its file, those `of_nodes` to that of one."""
 
     name = "podwire, as plain processes"
     makes_ready = True
 
-    def __init__(self, **settings: object) -> None:
+    def __init__(
+        self, of_nodes: Mapping[str, Mapping[str, object]] | None = None, **settings: object
+    ) -> None:
         self._settings = settings
+        self._of_nodes = of_nodes or {}
         self.agents: dict[str, Daemon] = {}
 
     def prepare(self, cluster: "Cluster") -> None:
@@ -49,6 +53,7 @@ class PlainAgents:
             "store": "kubernetes",
             "kubeconfig": str(cluster.kubeconfig),
             **self._settings,
+            **self._of_nodes.get(node.name, {}),
         }
         lines = [f"{key} = {json.dumps(value)}\n" for key, value in settings.items()]
         machine.write(_CONFIG, "".join(lines))
@@ -60,7 +65,7 @@ class PlainAgents:
         )
         self.agents[node.name] = agent
         agent.start(lambda: asks_well(node))
-        copy_plugins(node, ("loopback", "portmap"))
+        copy_plugins(node, ("loopback",))
         machine.install(f"{PLUGIN_DIRECTORY}/podwire-cni", LAUNCHER)
         document = {
             "cniVersion": "1.0.0",
@@ -69,7 +74,12 @@ class PlainAgents:
             "plugins": [
                 {
                     "type": "podwire-cni",
-                    "capabilities": {"bandwidth": True, "ips": True, "mac": True},
+                    "capabilities": {
+                        "bandwidth": True,
+                        "ips": True,
+                        "mac": True,
+                        "portMappings": True,
+                    },
                 }
             ],
         }

@@ -4,7 +4,7 @@ The nodes see neither the checkout nor its environment. Names are read from the 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,18 +45,28 @@ class Podwire:
     name = "podwire"
     makes_ready = True
 
-    def __init__(self, manifest: Path = MANIFEST) -> None:
+    def __init__(
+        self,
+        manifest: Path = MANIFEST,
+        *,
+        past_services: bool = False,
+        settings: Mapping[str, object] | None = None,
+    ) -> None:
         if not manifest.exists():
             raise NotFound(f"find the manifest {str(manifest)!r}", hint="git checkout deploy")
         self.manifest = manifest
+        self.settings = dict(settings or {})
+        """What agent.toml says beside what the manifest lets it say."""
+        self._past_services = past_services
+        """Agents reach the API server by its own address, as they must without kube-proxy."""
         documents = [
             document for document in yaml.safe_load_all(manifest.read_text("utf-8")) if document
         ]
-        self._settings: dict[str, Mapping[str, str]] = {}
+        self.daemon_set: Mapping[str, Any] = _the("DaemonSet", documents)
+        self._config_map: Mapping[str, Any] = _the("ConfigMap", documents)
+        self._documents = documents
+        self._host_settings: dict[str, Mapping[str, str]] = {}
         """Of each node's network, as they were before anything of podwire was there."""
-        self.daemon_set: Mapping[str, Any] = next(
-            document for document in documents if document["kind"] == "DaemonSet"
-        )
 
     @property
     def image(self) -> str:
@@ -76,12 +86,33 @@ class Podwire:
 
     def prepare(self, cluster: "Cluster") -> None:
         """Import the image on every node, and apply the manifest."""
-        self._settings = {node.name: _read_settings(node) for node in cluster.nodes}
+        self._host_settings = {node.name: _read_settings(node) for node in cluster.nodes}
         copy = cluster.directory / "podwire.tar"
         copy.write_bytes(find_image().read_bytes())
         for node in cluster.nodes:
             node.services.import_image(copy)
-        cluster.kubectl("apply", "-f", "-", input_text=self.manifest.read_text("utf-8"))
+        changed = self._configure(cluster)
+        cluster.apply(*(changed if one is self._config_map else one for one in self._documents))
+
+    def change_settings(self, cluster: "Cluster", **settings: object) -> None:
+        """Write other settings, and start the agents anew with them."""
+        self.settings = {**self.settings, **settings}
+        cluster.apply(self._configure(cluster))
+        words = ("-n", self.namespace, "rollout")
+        cluster.kubectl(*words, "restart", "daemonset/podwire-agent")
+        cluster.kubectl(*words, "status", "daemonset/podwire-agent", "--timeout=240s")
+        cluster.wait_for_pods(len(cluster.nodes), self.namespace, self.selector)
+
+    def _configure(self, cluster: "Cluster") -> Mapping[str, Any]:
+        """Give the ConfigMap with what this network says in it."""
+        data = dict(self._config_map["data"])
+        data["agent.toml"] += "".join(
+            f"{key} = {json.dumps(value)}\n" for key, value in self.settings.items()
+        )
+        if self._past_services:
+            api = cluster.control.api.shape
+            data |= {"k8s-service-host": api.address, "k8s-service-port": str(api.port)}
+        return {**self._config_map, "data": data}
 
     def install(self, cluster: "Cluster", node: "Node") -> None:
         """Wait for nothing: the agent's pod installs it."""
@@ -107,7 +138,7 @@ class Podwire:
         for node in cluster.nodes:
             said = node.machine.run("bash", "-c", _LOOK)
             found += [f"{node.name}: {line}" for line in said.splitlines()]
-            before, now = self._settings[node.name], _read_settings(node)
+            before, now = self._host_settings[node.name], _read_settings(node)
             found += [
                 f"{node.name}: {setting} was {before[setting]}, is {now[setting]}"
                 for setting in before.keys() & now.keys()
@@ -138,6 +169,10 @@ class Podwire:
         """Run the command `podwire` beside a node's agent and give what it printed."""
         pod = self.pod_of(cluster, node)
         return cluster.kubectl("exec", "-n", self.namespace, pod, "--", "podwire", *words)
+
+
+def _the(kind: str, documents: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    return next(document for document in documents if document["kind"] == kind)
 
 
 def _read_settings(node: "Node") -> Mapping[str, str]:

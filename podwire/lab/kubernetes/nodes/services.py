@@ -26,6 +26,7 @@ _CONTAINERD_CONFIG: Final = "/etc/containerd/config.toml"
 _KUBELET_CONFIG: Final = "/etc/kubernetes/kubelet.json"
 _PROXY_CONFIG: Final = "/etc/kubernetes/kube-proxy.json"
 KUBELET_HEALTH_PORT: Final = 10248
+PROXY_HEALTH_PORT: Final = 10256
 _IMAGE_DEADLINE_S: Final = 300.0
 
 
@@ -64,16 +65,15 @@ def _kubelet_settings(cgroup: str, ca: Path) -> Mapping[str, Any]:
     }
 
 
-def _proxy_settings(machine: Machine, kubeconfig: Path, options: "Options") -> Mapping[str, Any]:
+def _proxy_settings(machine: Machine, kubeconfig: Path, options: "Options") -> dict[str, Any]:
     return {
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
         "kind": "KubeProxyConfiguration",
-        "mode": options.proxy_mode,
         "clientConnection": {"kubeconfig": str(kubeconfig)},
         "clusterCIDR": options.cluster_cidrs,
         "hostnameOverride": machine.name,
         "bindAddress": machine.plan.address,
-        "healthzBindAddress": "127.0.0.1:10256",
+        "healthzBindAddress": f"127.0.0.1:{PROXY_HEALTH_PORT}",
         "metricsBindAddress": "127.0.0.1:10249",
         # Limits of the whole machine's connection tracking stay what they are.
         "conntrack": {
@@ -97,6 +97,7 @@ class Options:
     """What is the same on all nodes of a cluster."""
 
     proxy_mode: str
+    """Empty: there is no kube-proxy."""
     cluster_cidrs: str
     containerd: str
     """Its path."""
@@ -109,10 +110,10 @@ class NodeServices:
     def __init__(self, machine: Machine, access: Access, options: Options) -> None:
         self.machine = machine
         self._options = options
-        self._settings = {
-            _KUBELET_CONFIG: _kubelet_settings(machine.plan.cgroup, access.ca),
-            _PROXY_CONFIG: _proxy_settings(machine, access.proxy, options),
-        }
+        self.proxy_mode = options.proxy_mode
+        """That in which kube-proxy runs; empty: it does not."""
+        self._kubelet_settings = _kubelet_settings(machine.plan.cgroup, access.ca)
+        self._proxy_settings = _proxy_settings(machine, access.proxy, options)
         paths = programs.find(programs.CLUSTER)
         self.containerd = Daemon(
             f"containerd of {machine.name}",
@@ -157,7 +158,26 @@ class NodeServices:
             images.write_layout(layout, [images.BUSYBOX_IMAGE, images.PAUSE_IMAGE])
         self.import_image(layout)
         self.start_kubelet()
-        self.proxy.start()
+        self._write_proxy_settings()
+        if self.proxy_mode:
+            self.proxy.start()
+
+    def use_proxy(self, mode: str) -> None:
+        """Run kube-proxy in another mode, which removes the rules of the one before; "": stop it and remove them."""
+        self.proxy.stop()
+        self.proxy_mode = mode
+        self._write_proxy_settings()
+        if mode:
+            self.proxy.start(self._is_proxy_well)
+        else:
+            self.machine.run(*self.proxy.command, "--cleanup")
+
+    def _is_proxy_well(self) -> bool:
+        """Ask for /healthz, which says so once the rules of all services are written."""
+        said = traffic.connect(
+            self.machine.plan.namespace, "127.0.0.1", PROXY_HEALTH_PORT, timeout_s=5
+        )
+        return said.ok
 
     def start_kubelet(self) -> None:
         """Start kubelet and wait until it is well; like a service manager, again while its runtime is not there yet."""
@@ -222,5 +242,8 @@ class NodeServices:
                 log_level=self._options.runtime_log,
             ).write(),
         )
-        for path, settings in self._settings.items():
-            machine.write(path, json.dumps(settings, indent=1))
+        machine.write(_KUBELET_CONFIG, json.dumps(self._kubelet_settings, indent=1))
+
+    def _write_proxy_settings(self) -> None:
+        settings = {**self._proxy_settings, "mode": self.proxy_mode}
+        self.machine.write(_PROXY_CONFIG, json.dumps(settings, indent=1))

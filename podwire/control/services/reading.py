@@ -1,0 +1,68 @@
+"""How fields of documents that Kubernetes owns are read: what is not as expected counts as absent.
+
+Used by the other modules of `control.services`. Pure.
+"""
+
+import ipaddress
+from collections.abc import Mapping
+from typing import Any, Final
+
+from podwire.model.endpoint import IPAddress
+
+_BROADCAST: Final = ipaddress.IPv4Address("255.255.255.255")
+_PORT_MAX: Final = 65535
+
+
+def is_back_end_address(address: IPAddress, family: int) -> bool:
+    """Tell whether packets can be sent there: never to what means another host on each host."""
+    if isinstance(address, ipaddress.IPv6Address):
+        means_more = address.ipv4_mapped is not None or address.scope_id is not None
+    else:
+        means_more = address.packed[0] == 0 or address == _BROADCAST  # RFC 1122 3.2.1.3
+    return address.version == family and not (
+        address.is_loopback
+        or address.is_unspecified
+        or address.is_link_local
+        or address.is_multicast
+        or means_more
+    )
+
+
+def read_address(text: str) -> IPAddress | None:
+    """Read an address; None for what is none."""
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
+
+
+def read_port(port: Mapping[str, Any]) -> int:
+    """Give its number; 0 = it has none."""
+    number = port.get("port")
+    if not isinstance(number, int) or isinstance(number, bool):
+        return 0
+    return number if 0 < number <= _PORT_MAX else 0
+
+
+def members_of(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Give an object inside another."""
+    value = holder.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def items_of(holder: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    """Give a list of objects."""
+    value = holder.get(name)
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
+
+
+def texts_of(holder: Mapping[str, Any], name: str) -> list[str]:
+    """Give a list of texts."""
+    value = holder.get(name)
+    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
+
+
+def text_of(holder: Mapping[str, Any], name: str) -> str:
+    """Give a text; "" where there is none."""
+    value = holder.get(name)
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,68 @@
+"""Which services fit into the rows that the programs have: the older ones, whatever the younger ones ask for.
+
+Called by `control.services.catalogue`. Pure. Invariant: what one service needs keeps no older one out, and as soon as
+everything fits, nobody is left out. While everything fits, a change costs what it touches.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from podwire.control.services.facts import ServiceName
+
+FRONTENDS: Final = 61_440
+SLOTS: Final = 122_880
+"""As many as the maps have rows (maps.h), but for a sixteenth: while a list changes both forms of it are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one service takes."""
+
+    created: str
+    frontends: int
+    slots: int
+    """Back ends of all its frontends."""
+
+
+@dataclass
+class Room:
+    """What services need, and who goes without."""
+
+    frontends: int = FRONTENDS
+    slots: int = SLOTS
+    _needs: dict[ServiceName, Need] = field(default_factory=dict)
+    _used: tuple[int, int] = 0, 0
+    _refused: frozenset[ServiceName] = frozenset()
+
+    @property
+    def refused(self) -> frozenset[ServiceName]:
+        """Those without room."""
+        return self._refused
+
+    def weigh(self, name: ServiceName, need: Need | None) -> None:
+        """Take in what a service needs now; None: nothing."""
+        frontends, slots = self._used
+        old = self._needs.pop(name, None)
+        if old is not None:
+            frontends, slots = frontends - old.frontends, slots - old.slots
+        if need is not None:
+            self._needs[name] = need
+            frontends, slots = frontends + need.frontends, slots + need.slots
+        self._used = frontends, slots
+
+    def settle(self) -> frozenset[ServiceName]:
+        """Give room to the older ones; gives those for whom something has changed by that."""
+        before = self._refused
+        frontends, slots = self._used
+        fits = frontends <= self.frontends and slots <= self.slots
+        self._refused = frozenset() if fits else frozenset(self._find_refused())
+        return before ^ self._refused
+
+    def _find_refused(self) -> Iterator[ServiceName]:
+        frontends, slots = self.frontends, self.slots
+        for name, need in sorted(self._needs.items(), key=lambda one: (one[1].created, one[0])):
+            if need.frontends > frontends or need.slots > slots:
+                yield name
+            else:
+                frontends, slots = frontends - need.frontends, slots - need.slots

@@ -79,6 +79,15 @@ BARS = (
     Bar("policy change, a port more, p99 ms", "policy_live", ("a port more p99",), at_most=50),
     Bar("agent with 2,000 policies, MB", "policy_live", ("agent, MB",), at_most=150),
     Bar(
+        "slice to row at 10,000 services, p99 ms",
+        "services_control",
+        ("slice to row, ms p99",),
+        at_most=20,
+    ),
+    Bar(
+        "agent for 10,000 services, MB", "services_control", ("agent for services, MB",), at_most=40
+    ),
+    Bar(
         "established packet, 1,000 policies / none",
         "programs",
         ("established, 1000 policies",),

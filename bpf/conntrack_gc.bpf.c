@@ -19,10 +19,11 @@
 #define PW_NS_PER_SECOND 1000000000ULL
 #define PW_CLOCK	 1 /* CLOCK_MONOTONIC */
 
-#define PW_HURRY      10 /* times as fast */
-#define PW_HURRY_FROM 32 /* entries of one shard that are to go, */
-#define PW_HURRY_PART 4	 /* and one of so many that are there */
-#define PW_PRESSED_NS PW_NS_PER_SECOND
+#define PW_HURRY	  10 /* times as fast */
+#define PW_HURRY_FROM	  32 /* entries of one shard that are to go, */
+#define PW_HURRY_PART	  4  /* and one of so many that are there */
+#define PW_PRESSED_NS	  PW_NS_PER_SECOND
+#define PW_AFFINITY_MAX_S 86400ULL /* of a Service's timeoutSeconds */
 
 /* Between two shards; a round of all 64 takes 6.4 s. */
 const volatile __u32 pw_tick_ms = 100;
@@ -42,6 +43,7 @@ struct {
 
 struct pw_walk {
 	__u64 now_ns;
+	__u64 boot_ns;
 	__u32 brief_room; /* of each endpoint */
 	__u32 over;	  /* entries that are to go */
 	__u32 examined;
@@ -147,9 +149,23 @@ static __always_inline __u64 next_tick_ns(const struct pw_walk *walk)
 	return tick_ms * PW_NS_PER_MS;
 }
 
+/* No pod has it any more, or no service keeps a back end for so long. */
+static long visit_affinity(void *rows, struct pw_affinity_key *key, struct pw_affinity_value *value,
+			   struct pw_walk *walk)
+{
+	__u32 instance = key->instance;
+
+	if (!bpf_map_lookup_elem(&pw_usage, &instance) ||
+	    (__s64)(walk->boot_ns - value->last_ns) > (__s64)(PW_AFFINITY_MAX_S * PW_NS_PER_SECOND))
+		bpf_map_delete_elem(rows, key);
+	return 0;
+}
+
 static int collect_shard(void *timers, __u32 *index, struct pw_ct_timer_value *value)
 {
-	struct pw_walk walk = {.now_ns = bpf_ktime_get_coarse_ns(), .brief_room = brief_room()};
+	struct pw_walk walk = {.now_ns = bpf_ktime_get_coarse_ns(),
+			       .boot_ns = bpf_ktime_get_boot_ns(),
+			       .brief_room = brief_room()};
 	__u32 number = value->state.ticks % PW_CONNTRACK_SHARDS;
 	void *shard = bpf_map_lookup_elem(&pw_conntrack, &number);
 
@@ -157,6 +173,8 @@ static int collect_shard(void *timers, __u32 *index, struct pw_ct_timer_value *v
 	(void)index;
 	if (shard)
 		bpf_for_each_map_elem(shard, visit_entry, &walk, 0);
+	if (!number)
+		bpf_for_each_map_elem(&pw_affinity, visit_affinity, &walk, 0);
 	value->state.ticks += 1;
 	value->state.last_tick_ns = walk.now_ns;
 	value->state.examined += walk.examined;

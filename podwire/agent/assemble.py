@@ -24,7 +24,7 @@ from podwire.agent.node import Node
 from podwire.agent.node_plan import plan_node
 from podwire.cni.directories import RuntimeDirectories, read_launcher
 from podwire.control.flows.enrich import FlowMaker
-from podwire.control.flows.flow import FlowPolicy
+from podwire.control.flows.flow import FlowPolicy, FlowService
 from podwire.control.installation.steps import Installation
 from podwire.control.ipam.node import NodeIpam
 from podwire.datapath import abi, changes, rows, runtime
@@ -60,6 +60,7 @@ def start_events(node: Node, stack: AsyncExitStack) -> EventPump:
         name_rule=partial(_name_rule, node),
         labels_of=partial(_labels_of, node),
         wall_offset_ns=lambda: time.time_ns() - node.clock.boottime_ns(),
+        name_service=partial(_name_service, node),
     )
     source = stack.enter_context(EventReader(node.datapath.maps))
     pump = EventPump(source, maker, node.flows)
@@ -73,6 +74,13 @@ def _name_rule(node: Node, number: int) -> FlowPolicy | None:
     if name is None:
         return None
     return FlowPolicy(name.policy.kind, name.policy.namespace, name.policy.name, name.path)
+
+
+def _name_service(node: Node, address: str, port: int, protocol: str) -> FlowService | None:
+    if node.services is None:
+        return None
+    name = node.services.find_holder(address, port, protocol)
+    return FlowService(name.namespace, name.name, port) if name is not None else None
 
 
 def _labels_of(node: Node, identity: int) -> tuple[str, ...]:
@@ -256,6 +264,7 @@ def _policy_readers(node: Node) -> PolicyReaders:
         hits=partial(read_hits, node.datapath.maps),
         change_labels=node.identities.changes.change_labels,
         set_audit=node.identities.changes.set_audit,
+        find_service=node.services.find if node.services else None,
     )
 
 

@@ -99,7 +99,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with closing(_StartNotice(settled.config)) as notice:
                 node = open_node(settled, stack, notice)
             asyncio.run(serve(node, partial(read_settings, parsed)))
-            _hand_over(node)
     except PodwireError as error:
         return _fail(error)
     except OSError as error:
@@ -110,14 +109,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         )
     return 0
-
-
-def _hand_over(node: Node) -> None:
-    """Leave the node to the next agent, which may be of an older build."""
-    try:
-        node.datapath.prepare_handover()
-    except PodwireError as failure:
-        _log.warning("the node is not prepared for an older build", extra={"cause": str(failure)})
 
 
 def _fail(error: PodwireError) -> int:

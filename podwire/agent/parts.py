@@ -159,7 +159,7 @@ def make_services(
         return identity.key.facts(number) if identity is not None else None
 
     node, is_kubernetes = config.node.node_name, config.store.is_kubernetes
-    return ServiceDuty(
+    duty = ServiceDuty(
         store=opened.store,
         catalogue=Catalogue(
             Place(node),
@@ -173,7 +173,10 @@ def make_services(
         shared=opened.shared,
         has_core_nodes=is_kubernetes,
         pods=None if is_kubernetes else cluster,
+        events=opened.events,
     )
+    opened.metrics.look_up(duty.gauges())
+    return duty
 
 
 def make_resolver(config: AgentConfig, store: Store, pods: OwnPods | None) -> IdentityResolver:

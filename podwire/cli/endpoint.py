@@ -253,7 +253,7 @@ def _describe(document: dict[str, Any]) -> Iterator[str]:
 def _say(value: Any) -> str:
     """Write a value of a document in one line."""
     if isinstance(value, dict):
-        return ", ".join(f"{word} {_say(one)}" for word, one in value.items() if one != "")
-    if isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        return ", ".join(f"{word} {_say(inner)}" for word, inner in value.items() if inner != "")
+    if isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
         return "; ".join(map(_say, value))
     return cell(value)

@@ -147,12 +147,21 @@ def _line(flow: dict[str, Any], style: Style) -> str:
     what = (
         f"{flow.get('protocol') or '-'} {flow.get('direction') or ''} {flow.get('bytes', 0)} bytes"
     )
-    meant = f" (to {_end(flow['originalTo'])})" if flow.get("originalTo") else ""
+    meant = _meant(flow)
     return (
         f"{flow.get('time')}  {flow.get('node') or '-':8} {colour(verdict + reason, code)}"
         f"  {ends}{meant}"
         f"  {what}{_decided(flow)}{lost}"
     )
+
+
+def _meant(flow: Mapping[str, Any]) -> str:
+    """Say which service was asked, at which address."""
+    service = (flow.get("to") or {}).get("service")
+    named = f"service {service['namespace']}/{service['name']}:{service['port']}" if service else ""
+    address = f"to {_end(flow['originalTo'])}" if flow.get("originalTo") else ""
+    said = ", ".join(filter(None, (named, address)))
+    return f" ({said})" if said else ""
 
 
 def _decided(flow: Mapping[str, Any]) -> str:

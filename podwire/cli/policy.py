@@ -144,7 +144,9 @@ def entries(
     metavar="X",
     help="pod:NS/NAME, labels:K=V,..., ip:ADDRESS or an entity.",
 )
-@click.option("--to", "target", required=True, metavar="Y", help="Written as --from.")
+@click.option(
+    "--to", "target", required=True, metavar="Y", help="Written as --from, or service:NS/NAME."
+)
 @click.option(
     "--port",
     required=True,
@@ -153,7 +155,10 @@ def entries(
 )
 @common
 def trace(opts: Common, source: str, target: str, port: str) -> None:
-    """Say whether a flow would be allowed, which rule decides, and why nothing allows it; exit code 1 when denied."""
+    """Say whether a flow would be allowed, which rule decides, and why nothing allows it; exit code 1 when denied.
+
+    To a service: what becomes of the flow at each back end that may answer; exit code 1 when any of them is denied.
+    """
     document, failure = trace_flow(opts, source, target, port)
     show_one(document, opts.style, lambda: _trace_lines(document), document["verdict"])
     if failure is not None:
@@ -164,12 +169,23 @@ def trace(opts: Common, source: str, target: str, port: str) -> None:
 
 def _trace_lines(document: Row) -> list[str]:
     lines = [f"{document['verdict']}  (policy revision {document['revision']})"]
+    if not document.get("backEnds"):
+        return lines + _end_lines(document, "  ")
+    for one in document["backEnds"]:
+        pod = f" ({one['pod']})" if one["pod"] else ""
+        place = f"[{one['address']}]" if ":" in one["address"] else one["address"]
+        lines.append(f"  back end {place}:{one['port']}{pod}: {one['verdict']}")
+        lines += _end_lines(one, "    ")
+    return lines
+
+
+def _end_lines(document: Row, indent: str) -> list[str]:
+    lines = []
     for direction in ("egress", "ingress"):
         half = document[direction]
         decided = f"{half['policy']} {half['rule']}".strip() or "no policy restricts this direction"
-        lines.append(f"  {direction:8}{half['verdict']:9}{decided}")
-    lines += [f"  because: {reason}" for reason in document["why"]]
-    return lines
+        lines.append(f"{indent}{direction:8}{half['verdict']:9}{decided}")
+    return lines + [f"{indent}because: {reason}" for reason in document["why"]]
 
 
 @policy.command(epilog="Example: podwire policy wait 42 --timeout 10")

@@ -75,11 +75,14 @@ def _ports(row: Row) -> str:
 
 
 def _count(row: Row) -> int:
-    return len({one for port in row["ports"] for one in port["backEnds"]})
+    return len({back_end for port in row["ports"] for back_end in port["backEnds"]})
 
 
 def _back_ends(row: Row) -> str:
-    return ",".join(dict.fromkeys(one for port in row["ports"] for one in port["backEnds"])) or "-"
+    return (
+        ",".join(dict.fromkeys(back_end for port in row["ports"] for back_end in port["backEnds"]))
+        or "-"
+    )
 
 
 def _describe(row: dict[str, Any]) -> Iterator[str]:
@@ -89,8 +92,8 @@ def _describe(row: dict[str, Any]) -> Iterator[str]:
         yield f"problem: {row['problem']}"
     for port in row["ports"]:
         yield f"{port['address']} {port['port']}/{port['protocol']}"
-        for one in port["backEnds"]:
-            yield f"  {one}"
+        for back_end in port["backEnds"]:
+            yield f"  {back_end}"
 
 
 _COLUMNS = [

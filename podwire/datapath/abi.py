@@ -19,6 +19,8 @@ MARK_POD_PIECE: Final = 1886846978
 MARK_FOREIGN_BITS: Final = 49152
 CIDR_WORLD_BIT: Final = 33554432
 IDENTITY_FIXED_FIRST: Final = 256
+SLOT_OF_MEMBER: Final = 2147483648
+AFFINITY_PLACES: Final = 1024
 OPENER_BUCKETS: Final = 32
 BRIEF_PART: Final = 4
 METRICS_HOOKS: Final = 6
@@ -660,7 +662,7 @@ class ServiceValue(NamedTuple):
 
     service: int
     back_ends: int
-    flags: int
+    affinity_place: int
     affinity_s: int
     addr: bytes
     port: int
@@ -671,7 +673,7 @@ class ServiceValue(NamedTuple):
         return _SERVICE_VALUE.pack(
             self.service,
             self.back_ends,
-            self.flags,
+            self.affinity_place,
             self.affinity_s,
             self.addr,
             htons(self.port),
@@ -717,6 +719,51 @@ class ServiceSlotKey(NamedTuple):
 
 
 SERVICE_SLOT_KEY_BYTES: Final = _SERVICE_SLOT_KEY.size
+
+
+_AFFINITY_KEY: Final = struct.Struct("=II")
+
+
+class AffinityKey(NamedTuple):
+    """struct pw_affinity_key"""
+
+    instance: int
+    place: int
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _AFFINITY_KEY.pack(self.instance, self.place)
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls(*_AFFINITY_KEY.unpack(row))
+
+
+AFFINITY_KEY_BYTES: Final = _AFFINITY_KEY.size
+
+
+_AFFINITY_VALUE: Final = struct.Struct("=QII")
+
+
+class AffinityValue(NamedTuple):
+    """struct pw_affinity_value"""
+
+    last_ns: int
+    service: int
+    back_end: int
+
+    def pack(self) -> bytes:
+        """Give the row's bytes."""
+        return _AFFINITY_VALUE.pack(self.last_ns, self.service, self.back_end)
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Self:
+        """Read the row's bytes."""
+        return cls(*_AFFINITY_VALUE.unpack(row))
+
+
+AFFINITY_VALUE_BYTES: Final = _AFFINITY_VALUE.size
 
 
 _SERVICE_SLOT_VALUE: Final = struct.Struct("=II")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Final
 
+from podwire.datapath.differences import list_differences
 from podwire.datapath.encoded import EncodedPlan
 from podwire.datapath.routes import (
     SourceAddresses,
@@ -240,11 +241,7 @@ def compare_device(netlink: NetlinkSocket, record: EndpointRecord, side: HostSid
         "peer index": (link.peer_index, device.pod_ifindex),
         "state": ("up" if link.up else "down", "up"),
     }
-    differences = [
-        f"host device {device.host_name!r}: {name} is {found!r}, wanted {want!r}"
-        for name, (found, want) in wanted.items()
-        if found != want
-    ]
+    differences = list_differences(f"host device {device.host_name!r}", wanted)
     differences += _compare_programs(netlink, device, side.programs)
     return differences + compare_host_routes(netlink, record, side.sources)
 

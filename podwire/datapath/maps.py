@@ -120,6 +120,7 @@ class NodeMaps:
     pw_services: bpf.Map
     pw_service_list: bpf.Map
     pw_back_ends: bpf.Map
+    pw_affinity: bpf.Map
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import json
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from podwire.datapath import host_ports
@@ -66,8 +66,6 @@ class MasqueradePlan:
     """Who may send to that port; None = a program on the tunnel device judges senders, nothing is refused here."""
     tunnel_mark: int = 0
     """Of what our programs send through the tunnel, as the host's stack sees it: nothing else leaves for that port."""
-    spares_unmarked_tunnels: bool = False
-    """Programs of layout 2 and less do not mark: of what lacks the mark only what processes send is refused."""
     pod_networks: Sequence[IPNetwork] = ()
     """Where pods of any node are, beside `pod_cidrs`: no tunnel ends there, so that port is one like others."""
     tunnel_ends: Sequence[IPAddress] = ()
@@ -225,10 +223,7 @@ def _guard_tunnel(plan: MasqueradePlan, table: _Table) -> None:
         mask = ~MARKS_OF_OTHERS & 0xFFFFFFFF
         unmarked = f"meta mark & {mask:#x} != {plan.tunnel_mark & mask:#x}"
     to_port, tracked = f"udp dport {plan.tunnel_port}", "ct state != untracked"
-    # The socket of a tunnel device belongs to the kernel and has no owner (nft_meta_get_eval_skugid compares nothing
-    # then); that of a process has one, also a raw one.
-    by_process = " meta skuid >= 0" if plan.spares_unmarked_tunnels else ""
-    sent = [f"{unmarked}{by_process} drop"] if unmarked else []
+    sent = [f"{unmarked} drop"] if unmarked else []
     table.add_chain("tunnel_arriving", [*elsewhere, *strangers, "notrack"])
     table.add_chain("tunnel_sent", [*elsewhere, *sent, "notrack"])
     table.add_chain("translated", [*elsewhere, "drop"])
@@ -355,15 +350,6 @@ class Masquerade:
         except KernelFailure:
             # Somebody has changed the table, which is about to be repaired.
             self.apply(self._plan)
-
-    def spare_unmarked_tunnels(self) -> None:
-        """Let a build whose programs do not mark tunnel packets take the node over without a loss (docs/restore.md).
-
-        Raises KernelFailure; the old table then stays in force.
-        """
-        with self._lock:
-            if self._plan is not None and self._plan.tunnel_mark:
-                self.apply(replace(self._plan, spares_unmarked_tunnels=True))
 
     def remove(self) -> None:
         """Remove the table; an absent one is success."""

@@ -63,7 +63,7 @@ from podwire.model.interfaces import EndpointConfig, HostPortTable, Inventory, P
 _log = logging.getLogger(__name__)
 
 _HOOKS: Final = ("from_pod", "to_pod", "from_overlay", "to_overlay", "from_netdev")
-OBJECTS: Final = (*_HOOKS, "conntrack_gc")
+OBJECTS: Final = (*_HOOKS, "mark_tunnel", "conntrack_gc")
 _COLLECTOR: Final = "conntrack_gc_start"
 _ANY_FRAME: Final = bytes(64)
 _FALLBACK_MTU: Final = 1500
@@ -224,13 +224,6 @@ class KernelDatapath:
             )
         self._node.policy.capacity = plan.policy_entries
         self._node.others.apply_own(plan)
-
-    def prepare_handover(self) -> None:
-        """Leave the node so that an agent of any build may take it over without losing a packet; the last call before
-        `close`. An agent that was killed has not made it: docs/restore.md says what going back costs then.
-        """
-        if self._opened is not None:
-            self._opened.masquerade.spare_unmarked_tunnels()
 
     def close(self) -> None:
         """Give descriptors back. Pods keep running: devices, programs, maps and tables stay."""
@@ -475,12 +468,8 @@ def _programs_of(loaded: LoadedPrograms) -> Programs:
 
 
 def _tunnel_programs_of(loaded: LoadedPrograms) -> TunnelPrograms:
-    return TunnelPrograms(
-        from_overlay_fd=loaded.fd("from_overlay"),
-        to_overlay_fd=loaded.fd("to_overlay"),
-        from_overlay_id=loaded.id("from_overlay"),
-        to_overlay_id=loaded.id("to_overlay"),
-    )
+    names = ("from_overlay", "to_overlay", "mark_tunnel")
+    return TunnelPrograms(*((loaded.fd(name), loaded.id(name)) for name in names))
 
 
 def _netdev_program_of(loaded: LoadedPrograms) -> NetdevProgram:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from podwire.datapath.differences import list_differences
 from podwire.datapath.encoded import EncodedPlan
 from podwire.datapath.routes import dump_routes
 from podwire.kernel import netns
@@ -204,11 +205,7 @@ def compare_pod(
             "peer index": (link.peer_index, device.host_ifindex),
             "state": ("up" if link.up else "down", "up"),
         }
-        differences = [
-            f"pod device {device.pod_name!r}: {name} is {found!r}, wanted {want!r}"
-            for name, (found, want) in wanted.items()
-            if found != want
-        ]
+        differences = list_differences(f"pod device {device.pod_name!r}", wanted)
         loopback = netlink.find(get_link(_LOOPBACK_INDEX))
         if loopback is None or not read_link(loopback).up:
             differences.append("pod device 'lo' is 'down', wanted 'up'")

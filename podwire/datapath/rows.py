@@ -141,6 +141,7 @@ def _services(maps: NodeMaps) -> Iterator[Row]:
             "service": row.service,
             "back_ends": [f"{one.address} {one.port}" for one in row.back_ends],
             "numbers": list(row.slots),
+            "affinity_s": row.affinity_s,
         }
 
 

@@ -9,14 +9,14 @@ long as the number has a row: so a number is used again only when no flow can re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from podwire.datapath import abi
 from podwire.datapath.maps import NodeMaps, from_mapped, read_settings, to_mapped
 from podwire.kernel import bpf
 from podwire.model.errors import Exhausted
-from podwire.model.interfaces import BackEnd, Frontend, ServiceTable
+from podwire.model.interfaces import NO_AFFINITY, Affinity, BackEnd, Frontend, ServiceTable
 
 NUMBERS: Final = 1 << 31
 NUMBERS_PER_SECOND: Final = 1 << 17
@@ -32,6 +32,9 @@ class ServiceRow:
     slots: tuple[int, ...]
     """Numbers of back ends; 0 where a slot has no row."""
     back_ends: tuple[BackEnd, ...]
+    affinity_s: int
+    place: int
+    """Where pods remember who answered them, where there is affinity."""
 
 
 @dataclass
@@ -40,6 +43,28 @@ class _List:
 
     number: int
     slots: list[int] = field(default_factory=list)
+    affinity_s: int = 0
+    place: int = 0
+
+    @property
+    def size(self) -> int:
+        """How many rows it has."""
+        return _size(len(self.slots), self.affinity_s)
+
+    def rows(self) -> dict[int, int]:
+        """Give what stands in its slots; with affinity, also in those that say who is in the list."""
+        rows = dict(enumerate(self.slots))
+        if self.affinity_s:
+            rows |= {abi.SLOT_OF_MEMBER | number: number for number in self.slots}
+        return rows
+
+
+def _size(back_ends: int, affinity_s: int) -> int:
+    return back_ends * (2 if affinity_s else 1)
+
+
+def _sum_sizes(put: ServiceTable, affinity: Affinity) -> int:
+    return sum(_size(len(ends), affinity.get(frontend, 0)) for frontend, ends in put.items())
 
 
 class ServiceMaps:
@@ -50,12 +75,14 @@ class ServiceMaps:
         # What an earlier agent wrote is in force, and its flows remember its numbers.
         self._back_ends = {_back_end(value): value.back_end for _, value in _read_back_ends(maps)}
         self._lists = {
-            row.frontend: _List(row.service, list(row.slots)) for row in read_services(maps)
+            row.frontend: _List(row.service, list(row.slots), row.affinity_s, row.place)
+            for row in read_services(maps)
         }
+        self._places = Counter(one.place for one in self._lists.values() if one.affinity_s)
         self._names = {number: one for one, number in self._back_ends.items()}
         self._users: Counter[int] = Counter()
         """In how many slots each back end stands."""
-        self._slots = 0
+        self._rows = sum(one.size for one in self._lists.values())
         self._idle = set(self._names)
         for one in self._lists.values():
             self._count(one.slots, 1)
@@ -68,11 +95,7 @@ class ServiceMaps:
 
     def _drop_lost_slots(self) -> None:
         """Remove what an agent left that was killed while it changed a list."""
-        counted = {
-            _slot(one.number, slot)
-            for one in self._lists.values()
-            for slot in range(len(one.slots))
-        }
+        counted = {_slot(one.number, slot) for one in self._lists.values() for slot in one.rows()}
         slots = self._maps.pw_service_list
         slots.delete_batch([key for key, _ in slots.items() if key not in counted])
 
@@ -81,23 +104,25 @@ class ServiceMaps:
         """Give how many frontends are in use, and how many may be."""
         return len(self._lists), self._maps.pw_services.info.max_entries
 
-    def write(self, wanted: ServiceTable) -> int:
+    def write(self, wanted: ServiceTable, affinity: Affinity = NO_AFFINITY) -> int:
         """Make the maps hold exactly these; gives how many rows were written or deleted."""
-        return self.change(wanted, [one for one in self._lists if one not in wanted])
+        return self.change(wanted, [one for one in self._lists if one not in wanted], affinity)
 
-    def change(self, put: ServiceTable, gone: Iterable[Frontend]) -> int:
+    def change(
+        self, put: ServiceTable, gone: Iterable[Frontend], affinity: Affinity = NO_AFFINITY
+    ) -> int:
         """Translate `put` so, and `gone` no more; gives how many rows were written or deleted.
 
         Exhausted: there is no room, and nothing was changed.
         """
         gone = [frontend for frontend in gone if frontend in self._lists]
-        self._check_room(put, set(gone))
-        if self._fits_beside(put):
-            return self._change(put, gone)
+        self._check_room(put, set(gone), affinity)
+        if self._fits_beside(put, affinity):
+            return self._change(put, gone, affinity)
         # What is there and what comes do not fit together: what goes makes room first, list by list.
-        written = self._change({}, gone)
+        written = self._change({}, gone, affinity)
         for frontend in sorted(put, key=self._growth_to(put)):
-            written += self._change({frontend: put[frontend]}, [])
+            written += self._change({frontend: put[frontend]}, [], affinity)
         return written
 
     def _growth_to(self, put: ServiceTable) -> Callable[[Frontend], int]:
@@ -107,20 +132,21 @@ class ServiceMaps:
 
         return growth
 
-    def _change(self, put: ServiceTable, gone: Sequence[Frontend]) -> int:
+    def _change(self, put: ServiceTable, gone: Sequence[Frontend], affinity: Affinity) -> int:
         fresh = {one for back_ends in put.values() for one in back_ends} - self._back_ends.keys()
         self._add_back_ends(fresh)
         written = len(fresh)
         for frontend, back_ends in put.items():
-            written += self._write_list(frontend, [self._back_ends[one] for one in back_ends])
+            numbers = [self._back_ends[one] for one in back_ends]
+            written += self._write_list(frontend, numbers, affinity.get(frontend, 0))
         self._switch(on=len(self._lists) > len(gone))
         written += self._remove_lists(gone)
         return written + self._remove_unused()
 
-    def _check_room(self, put: ServiceTable, gone: Set[Frontend]) -> None:
+    def _check_room(self, put: ServiceTable, gone: Set[Frontend], affinity: Affinity) -> None:
         """Exhausted where it does not fit in the end. There are no more back ends than slots, and as much room."""
         replaced = [self._lists[one] for one in gone | put.keys() if one in self._lists]
-        slots = self._slots - sum(len(one.slots) for one in replaced) + sum(map(len, put.values()))
+        slots = self._rows - sum(one.size for one in replaced) + _sum_sizes(put, affinity)
         rooms = (
             (len(self._lists) - len(replaced) + len(put), self._maps.pw_services),
             (slots, self._maps.pw_service_list),
@@ -133,9 +159,9 @@ class ServiceMaps:
                     hint="the services that were there stay as they were",
                 )
 
-    def _fits_beside(self, put: ServiceTable) -> bool:
+    def _fits_beside(self, put: ServiceTable, affinity: Affinity) -> bool:
         """Tell whether all of it fits beside what is there: rows that go, go last."""
-        slots = self._slots + sum(map(len, put.values()))
+        slots = self._rows + _sum_sizes(put, affinity)
         fresh = {one for back_ends in put.values() for one in back_ends} - self._back_ends.keys()
         return (
             len(self._lists.keys() | put.keys()) <= self._maps.pw_services.info.max_entries
@@ -170,7 +196,6 @@ class ServiceMaps:
 
     def _count(self, numbers: Iterable[int], by: int) -> None:
         for number in numbers:
-            self._slots += by
             self._users[number] += by
             if not self._users[number]:
                 del self._users[number]
@@ -190,35 +215,69 @@ class ServiceMaps:
         self._maps.pw_back_ends.delete_batch([_u32(number) for _, number in gone])
         return len(gone)
 
-    def _write_list(self, frontend: Frontend, numbers: Sequence[int]) -> int:
+    def _write_list(self, frontend: Frontend, numbers: Sequence[int], affinity_s: int) -> int:
         """Bring one list into force: slots that stay keep their back ends, so that little is written."""
         present = self._lists.get(frontend)
-        if present is not None and sorted(present.slots) == sorted(numbers):
+        if present is not None and (sorted(present.slots), present.affinity_s) == (
+            sorted(numbers),
+            affinity_s,
+        ):
             return 0
-        old = present.slots if present is not None else []
-        slots = _arrange(old, numbers)
-        one = _List(present.number if present is not None else self._take_number(), slots)
-        self._list_numbers.add(one.number)
+        wanted = self._arrange_list(present, numbers, affinity_s)
+        is_same = present is not None and present.number == wanted.number
+        rows, old = wanted.rows(), present.rows() if present is not None else {}
         # Noted before it is done: a failure in between leaves rows that have to be found again.
-        self._lists[frontend] = _List(one.number, [*slots, *old[len(slots) :]])
-        self._count(slots, 1)
-        changed = [slot for slot, number in enumerate(slots) if old[slot : slot + 1] != [number]]
+        tail = present.slots[len(wanted.slots) :] if present is not None and is_same else []
+        self._lists[frontend] = replace(wanted, slots=[*wanted.slots, *tail])
+        self._count(wanted.slots, 1)
+        changed = [slot for slot, number in rows.items() if not is_same or old.get(slot) != number]
         self._maps.pw_service_list.update_batch(
-            [(_slot(one.number, slot), _slot_value(one.number, slots[slot])) for slot in changed]
+            [
+                (_slot(wanted.number, slot), _slot_value(wanted.number, rows[slot]))
+                for slot in changed
+            ]
         )
-        self._write_frontend(frontend, one)
-        surplus = [_slot(one.number, slot) for slot in range(len(slots), len(old))]
-        self._maps.pw_service_list.delete_batch(surplus)
-        self._lists[frontend] = one
-        self._count(old, -1)
+        self._write_frontend(frontend, wanted)
+        surplus = [slot for slot in old if not is_same or slot not in rows]
+        if present is not None:
+            self._maps.pw_service_list.delete_batch([_slot(present.number, one) for one in surplus])
+            self._release(present, is_over=not is_same)
+        self._lists[frontend] = wanted
+        self._rows += len(rows) - len(old)
         return len(changed) + 1 + len(surplus)
+
+    def _arrange_list(
+        self, present: _List | None, numbers: Sequence[int], affinity_s: int
+    ) -> _List:
+        """Give the list a number and slots. Where affinity begins or ends it is another one: what pods remember of
+        the list before means nothing for it."""
+        if present is not None and bool(present.affinity_s) == bool(affinity_s):
+            slots = _arrange(present.slots, numbers)
+            return _List(present.number, slots, affinity_s, present.place)
+        number = self._take_number()
+        self._list_numbers.add(number)
+        return _List(number, list(numbers), affinity_s, self._take_place() if affinity_s else 0)
+
+    def _take_place(self) -> int:
+        """Give the place that the fewest services have, and of these the first."""
+        place = min(range(abi.AFFINITY_PLACES), key=self._places.__getitem__)
+        self._places[place] += 1
+        return place
+
+    def _release(self, one: _List, *, is_over: bool) -> None:
+        """Give back what a list has; `is_over`: also what its next form would go on with."""
+        self._count(one.slots, -1)
+        if is_over:
+            self._list_numbers.discard(one.number)
+            if one.affinity_s:
+                self._places[one.place] -= 1
 
     def _write_frontend(self, frontend: Frontend, one: _List) -> None:
         value = abi.ServiceValue(
             service=one.number,
             back_ends=len(one.slots),
-            flags=0,
-            affinity_s=0,
+            affinity_place=one.place,
+            affinity_s=one.affinity_s,
             addr=to_mapped(frontend.address),
             port=frontend.port,
             protocol=frontend.protocol,
@@ -230,10 +289,10 @@ class ServiceMaps:
         self._maps.pw_services.delete_batch([_key(frontend) for frontend in gone])
         lists = [self._lists.pop(frontend) for frontend in gone]
         for one in lists:
-            self._count(one.slots, -1)
-            self._list_numbers.discard(one.number)
-        slots = [_slot(one.number, slot) for one in lists for slot in range(len(one.slots))]
+            self._release(one, is_over=True)
+        slots = [_slot(one.number, slot) for one in lists for slot in one.rows()]
         self._maps.pw_service_list.delete_batch(slots)
+        self._rows -= len(slots)
         return len(gone) + len(slots)
 
     def _switch(self, *, on: bool) -> None:
@@ -271,6 +330,8 @@ def read_services(maps: NodeMaps) -> Iterator[ServiceRow]:
             value.service,
             tuple(slots),
             tuple(_back_end(by_number[number]) for number in slots if number in by_number),
+            value.affinity_s,
+            value.affinity_place,
         )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from podwire.datapath.device import LIVE_GROUP
+from podwire.datapath.differences import list_differences
 from podwire.kernel.netlink import NetlinkSocket, Request
 from podwire.kernel.probe import Feature, explain_failure
 from podwire.kernel.rtnl.link import (
@@ -67,6 +68,7 @@ from podwire.model.ids import (
     FILTER_PRIORITY,
     GATEWAY_IPV4,
     GATEWAY_IPV6,
+    MARK_FILTER_HANDLE,
 )
 
 GATEWAYS: Final[Mapping[int, IPAddress]] = {
@@ -84,20 +86,35 @@ _GONE: Final = (errno.ENODEV, errno.ENOENT, errno.ESRCH, errno.EADDRNOTAVAIL)
 
 
 @dataclass(frozen=True)
+class TunnelHook:
+    """Where one program of a tunnel device goes."""
+
+    hook: int
+    name: str
+    fd: int
+    program_id: int
+    handle: int = FILTER_HANDLE
+
+    def attach_to(self, index: int) -> Request:
+        """Put the program there, in the place of what has its handle."""
+        return set_bpf_filter(index, self.hook, self.fd, self.name, handle=self.handle)
+
+
+@dataclass(frozen=True)
 class TunnelPrograms:
-    """The two programs of a tunnel device: descriptors to attach, and numbers to recognise them by."""
+    """The programs of a tunnel device: descriptor to attach each by, and number to recognise it by."""
 
-    from_overlay_fd: int
-    to_overlay_fd: int
-    from_overlay_id: int
-    to_overlay_id: int
+    from_overlay: tuple[int, int]
+    to_overlay: tuple[int, int]
+    mark_tunnel: tuple[int, int]
 
-    def hooks(self, *, is_flow_based: bool) -> Sequence[tuple[int, str, int, int]]:
-        """Give (hook, name, descriptor, number) of what a device gets: a classic one is only to mark what it sends."""
-        out = TO_POD_HOOK, "to_overlay", self.to_overlay_fd, self.to_overlay_id
-        if not is_flow_based:
-            return (out,)
-        return (FROM_POD_HOOK, "from_overlay", self.from_overlay_fd, self.from_overlay_id), out
+    def hooks(self, *, is_flow_based: bool) -> Sequence[TunnelHook]:
+        """Give what a device gets, in the order of attaching: a classic one is only to mark what it sends."""
+        incoming = TunnelHook(FROM_POD_HOOK, "from_overlay", *self.from_overlay)
+        out = TunnelHook(TO_POD_HOOK, "to_overlay", *self.to_overlay)
+        # The last one of a place is the first one that runs (cls_bpf_change).
+        mark = TunnelHook(TO_POD_HOOK, "mark_tunnel", *self.mark_tunnel, MARK_FILTER_HANDLE)
+        return (incoming, out, mark) if is_flow_based else (out, mark)
 
 
 @dataclass(frozen=True)
@@ -297,17 +314,18 @@ def _repair(netlink: NetlinkSocket, side: TunnelSide, tunnel: FoundTunnel) -> li
 def _repair_programs(netlink: NetlinkSocket, index: int, side: TunnelSide) -> list[str]:
     differences, requests = [], []
     hooks = side.programs.hooks(is_flow_based=side.plan.mode is TunnelMode.FLOW)
-    for hook, name, fd, number in hooks:
+    for wanted in hooks:
+        number = wanted.program_id
         present = [
             attached.program_id
-            for body in netlink.dump(list_filters(index, hook))
+            for body in netlink.dump(list_filters(index, wanted.hook))
             if (attached := read_bpf_filter(body)) is not None
-            and (attached.priority, attached.handle) == (FILTER_PRIORITY, FILTER_HANDLE)
+            and (attached.priority, attached.handle) == (FILTER_PRIORITY, wanted.handle)
         ]
         if present != [number]:
             state = f"number {present[0]}, wanted {number}" if present else "not attached"
-            differences.append(f"program {name} of {TUNNEL_DEVICE!r} is {state}")
-            requests.append(set_bpf_filter(index, hook, fd, name))
+            differences.append(f"program {wanted.name} of {TUNNEL_DEVICE!r} is {state}")
+            requests.append(wanted.attach_to(index))
     if requests:
         failure = netlink.attempt([add_clsact(index)])[0]
         if failure is not None and failure.errno != errno.EEXIST:
@@ -350,11 +368,7 @@ def _repair_link(netlink: NetlinkSocket, side: TunnelSide, tunnel: FoundTunnel) 
         "mac": (link.mac, plan.mac),
         "state": ("up" if link.up else "down", "up"),
     }
-    differences = [
-        f"tunnel device {TUNNEL_DEVICE!r}: {name} is {present!r}, wanted {want!r}"
-        for name, (present, want) in wanted.items()
-        if present != want
-    ]
+    differences = list_differences(f"tunnel device {TUNNEL_DEVICE!r}", wanted)
     requests: list[Request] = []
     if tunnel.settings.local != side.settings.local and side.settings.local is not None:
         differences.append(

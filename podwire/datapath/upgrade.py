@@ -56,6 +56,7 @@ CARRIED_MAPS: Final = (
     "pw_back_ends",
     "pw_service_list",
     "pw_services",
+    "pw_affinity",
     "pw_endpoints",
     "pw_config",
 )
@@ -400,8 +401,8 @@ def replace_programs(
         index = IfIndex(own_tunnel.link.index)
         owned.append(index)
         wanted += [
-            (index, set_bpf_filter(index, hook, fd, name))
-            for hook, name, fd, _ in tunnel.hooks(is_flow_based=own_tunnel.settings.flow_based)
+            (index, hook.attach_to(index))
+            for hook in tunnel.hooks(is_flow_based=own_tunnel.settings.flow_based)
         ]
     for host_index in list_attached(netlink):
         replace_attached(netlink, host_index, netdev)

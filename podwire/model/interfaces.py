@@ -6,7 +6,8 @@ synchronous. `create_*` and `open_*` change the world; `remove_*` are idempotent
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from types import MappingProxyType
+from typing import Final, Protocol
 
 from podwire.model.cluster import ClusterPlan, Prefix, Underlay
 from podwire.model.endpoint import Bandwidth, Device, EndpointRecord, IPAddress, IPNetwork
@@ -335,16 +336,21 @@ class BackEnd:
 
 ServiceTable = Mapping[Frontend, Sequence[BackEnd]]
 """Everything that is translated; no back ends: refused."""
+Affinity = Mapping[Frontend, int]
+"""For how many seconds after its last flow a pod keeps its back end; those that are missing keep none."""
+NO_AFFINITY: Final[Affinity] = MappingProxyType({})
 
 
 class ServiceDatapath(Protocol):
     """The kernel's side of services. Called under the node's turn; raises KernelFailure, and Exhausted without a
     change."""
 
-    def write(self, wanted: ServiceTable) -> int:
+    def write(self, wanted: ServiceTable, affinity: Affinity = NO_AFFINITY) -> int:
         """Translate exactly these; gives how many rows were written or deleted."""
         ...
 
-    def change(self, put: ServiceTable, gone: Iterable[Frontend]) -> int:
+    def change(
+        self, put: ServiceTable, gone: Iterable[Frontend], affinity: Affinity = NO_AFFINITY
+    ) -> int:
         """Translate `put` so, and `gone` no more; gives how many rows were written or deleted."""
         ...

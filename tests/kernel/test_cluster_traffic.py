@@ -301,17 +301,19 @@ def test_a_deleted_tunnel_device_carries_traffic_again_after_one_pass(nodes: lis
     assert pings(pods[0], "10.77.2.9")
 
 
-@pytest.mark.parametrize("name", ["from_overlay", "to_overlay"])
-def test_a_lost_program_is_attached_again(nodes: list[Node], name: str) -> None:
+@pytest.mark.parametrize(
+    ("hook", "names"),
+    [("ingress", ["from_overlay"]), ("egress", ["to_overlay", "mark_tunnel"])],
+)
+def test_lost_programs_are_attached_again(nodes: list[Node], hook: str, names: list[str]) -> None:
     chosen = Way2(Way.TUNNEL)
     connect(nodes, chosen)
-    hook = "ingress" if name == "from_overlay" else "egress"
     nodes[0].namespace.run("tc", "filter", "del", "dev", TUNNEL_DEVICE, hook)
     named = nodes[0].apply(plan_for(1, 2, chosen))
-    assert named == [f"program {name} of '{TUNNEL_DEVICE}' is not attached"]
+    assert named == [f"program {name} of '{TUNNEL_DEVICE}' is not attached" for name in names]
     assert nodes[0].apply(plan_for(1, 2, chosen)) == []
     nodes[0].namespace.run("tc", "qdisc", "del", "dev", TUNNEL_DEVICE, "clsact")
-    assert len(nodes[0].apply(plan_for(1, 2, chosen))) == 2
+    assert len(nodes[0].apply(plan_for(1, 2, chosen))) == 3
 
 
 # Natively, past the stack

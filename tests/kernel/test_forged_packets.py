@@ -238,14 +238,9 @@ def test_nothing_is_translated_to_the_tunnel_of_another_node(
 
 
 @pytest.mark.parametrize("inner", [4, 6])
-@pytest.mark.parametrize("stopped", [False, True], ids=["", "stopped"])
 @pytest.mark.parametrize("pair", TUNNELS, ids=str, indirect=True)
-def test_no_process_without_rights_sends_as_a_tunnel(pair: Pair, stopped: bool, inner: int) -> None:
-    """Also while the agent is stopped and programs of another build, which do not mark, may be attached any moment."""
+def test_no_process_without_rights_sends_as_a_tunnel(pair: Pair, inner: int) -> None:
     outer = pair.chosen.outer
-    if stopped:
-        with pair.nodes[0].inside():
-            pair.nodes[0].datapath.prepare_handover()
 
     def send(text: bytes) -> None:
         data = tunnel_packet(pair.chosen, inner, text)

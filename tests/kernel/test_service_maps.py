@@ -216,6 +216,55 @@ def test_numbers_come_round_and_pass_over_those_in_use(
     assert all(0 < number < NUMBERS for number in used)
 
 
+def affinities(world: KernelWorld) -> dict[Frontend, tuple[int, int, int]]:
+    """Give for each frontend its list's number, how long its back ends are kept, and where."""
+    return {
+        row.frontend: (row.service, row.affinity_s, row.place)
+        for row in read_services(world.datapath.maps)
+    }
+
+
+def test_lists_with_affinity_say_who_is_in_them(world: KernelWorld, services: ServiceMaps) -> None:
+    ends = [back_end(one) for one in range(1, 6)]
+    kept = {frontend(1): 60, frontend(2): 60}
+    table = {frontend(1): ends, frontend(2): ends[:2], frontend(3): ends}
+    services.write(table, kept)
+    assert sizes(world) == (3, 10 + 4 + 5, 5)
+    first = affinities(world)
+    assert [first[frontend(one)][1] for one in (1, 2, 3)] == [60, 60, 0]
+    assert first[frontend(1)][2] != first[frontend(2)][2]
+    services.change({frontend(1): ends[2:]}, [], kept)
+    assert sizes(world) == (3, 6 + 4 + 5, 5)
+    members = {
+        abi.ServiceSlotValue.unpack(value).back_end
+        for key, value in world.datapath.maps.pw_service_list.items()
+        if abi.ServiceSlotKey.unpack(key).service == first[frontend(1)][0]
+        and abi.ServiceSlotKey.unpack(key).slot & abi.SLOT_OF_MEMBER
+    }
+    assert members == {numbers(world)[one] for one in ends[2:]}
+    world.restart()
+    again = world.datapath.services
+    table[frontend(1)] = ends[2:]
+    assert again.write(table, kept) == 0
+    again.write({})
+    assert sizes(world) == (0, 0, 0)
+
+
+def test_a_list_is_another_one_where_affinity_begins_or_ends(
+    world: KernelWorld, services: ServiceMaps
+) -> None:
+    table, one = {frontend(1): [back_end(1), back_end(2)]}, frontend(1)
+    seen = []
+    for affinity_s in (0, 60, 90, 0, 60):
+        services.change(table, [], {one: affinity_s})
+        seen.append(affinities(world)[one][0])
+        assert in_force(world) == {one: set(table[one])}
+        assert affinities(world)[one][1] == affinity_s
+        assert sizes(world) == (1, 4 if affinity_s else 2, 2)
+    assert seen[1] == seen[2]
+    assert len(set(seen)) == 4
+
+
 def test_any_change_comes_to_what_is_wanted(world: KernelWorld, services: ServiceMaps) -> None:
     chance = random.Random(3)
     wanted: dict[Frontend, list[BackEnd]] = {}

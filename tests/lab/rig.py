@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -30,6 +31,8 @@ STOP_DEADLINE_S: Final = 120.0
 DIRECTORIES_DEADLINE_S: Final = 120.0
 AGENT: Final = ("-c", "import sys; from podwire.agent.main import main; sys.exit(main())")
 CRASH_AGENT: Final = ("-m", "tests.lab.crash_agent")
+_LED_TO_A_POD: Final = re.compile(r"\. (\d+) : ([0-9a-f.:]+) \. \d+")
+"""An element of the table's maps of host ports, as `nft` lists it."""
 
 
 def wait_for(condition: Callable[[], Any], deadline_s: float, what: str) -> Any:
@@ -350,6 +353,12 @@ class Rig(Closing):
         present.records = self.read_journal()
         return present
 
+    def _list_host_ports(self) -> set[tuple[int, str]]:
+        """Give which ports of the host lead to which addresses."""
+        command = ["ip", "netns", "exec", self.name, "nft", "list", "table", "inet", "podwire"]
+        listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        return {(int(port), address) for port, address in _LED_TO_A_POD.findall(listed)}
+
     def _list_directories(self) -> set[str]:
         directories = self.directory / "endpoints"
         return set(os.listdir(directories)) if directories.is_dir() else set()
@@ -399,6 +408,12 @@ class Rig(Closing):
         assert present.addresses == addresses
         assert present.usage == set(records)
         assert present.routes == set(addresses)
+        assert self._list_host_ports() == {
+            (port["host_port"], address)
+            for record in records.values()
+            for port in record.get("host_ports", ())
+            for address in filter(None, (record.get("ipv4", ""), record.get("ipv6", "")))
+        }
         # Directories are for people and are written behind: they follow.
         wanted = {str(number) for number in records}
         wait_for(

@@ -18,8 +18,16 @@ TRIES_MAX = 8
 POINTS_MAX = 500
 QUIET_LOOKS = 100
 KEPT, VICTIM = "kept", "victim"
-ADD_WAISTS = ("journal write", "netlink", "map update", "os.rename")
-DEL_WAISTS = ("journal write", "netlink", "map delete", "journal remove", "os.rmdir")
+ADD_WAISTS = ("journal write", "netlink", "map update", "os.rename", "nft", "route_localnet")
+DEL_WAISTS = ("journal write", "netlink", "map delete", "journal remove", "os.rmdir", "nft")
+
+
+def asking_for(host_port: int) -> dict[str, object]:
+    """Give the configuration of a pod that asks for a port of the host."""
+    return {"runtimeConfig": {"portMappings": [{"hostPort": host_port, "containerPort": 80}]}}
+
+
+CONFIG = {KEPT: asking_for(8081), VICTIM: asking_for(8080)}
 
 
 @pytest.fixture
@@ -32,7 +40,7 @@ def keep_a_pod(rig: Rig) -> str:
     """Make the pod that no crash of another one's operation may touch; gives its namespace."""
     rig.start()
     namespace = rig.make_pod_namespace()
-    outcome = rig.cni("ADD", KEPT, namespace)
+    outcome = rig.cni("ADD", KEPT, namespace, config=CONFIG[KEPT])
     assert outcome.ok, outcome.document
     rig.stop()
     return namespace
@@ -55,7 +63,7 @@ def assert_reachable(namespace: str) -> None:
 def provoke(rig: Rig, command: str, namespace: str) -> Outcome:
     """Call the launcher; wait until its request is answered and done, or has killed the agent."""
     rig.arm()
-    outcome = rig.cni(command, VICTIM, namespace)
+    outcome = rig.cni(command, VICTIM, namespace, config=CONFIG[VICTIM])
     wait_until_over(rig)
     rig.arm(False)
     return outcome
@@ -135,7 +143,7 @@ def test_del_dies_at_every_point(rig: Rig) -> None:
         assert containers(rig) == {KEPT}
         assert not has_interface(namespace)
         assert_reachable(kept)
-        added = rig.cni("ADD", VICTIM, namespace)
+        added = rig.cni("ADD", VICTIM, namespace, config=CONFIG[VICTIM])
         assert added.ok, added.document
         assert containers(rig) == {KEPT, VICTIM}
         deleted = provoke(rig, "DEL", namespace)
@@ -216,7 +224,7 @@ def test_a_first_start_dies_at_every_point(rig: Rig, full: bool) -> None:
         visited.append(rig.crash_points()[-1])
         rig.start()
         assert containers(rig) == set()
-        assert rig.cni("ADD", VICTIM, namespace).ok
+        assert rig.cni("ADD", VICTIM, namespace, config=CONFIG[VICTIM]).ok
         assert rig.cni("DEL", VICTIM, namespace).ok
         rig.settle()
         assert containers(rig) == set()

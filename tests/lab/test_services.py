@@ -1,6 +1,7 @@
 """Services on a lab of two nodes: pods reach back ends by the service's address, and policies judge who answers."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -22,7 +23,7 @@ EMPTY: Final = 81
 BACK_ENDS: Final = ("near", "far")
 
 
-def service(ports: Sequence[tuple[str, int]]) -> Mapping[str, Any]:
+def service(ports: Sequence[tuple[str, int]]) -> dict[str, Any]:
     """Give the Service `web`, with one port of each protocol and number."""
     return {
         "apiVersion": "v1",
@@ -266,6 +267,27 @@ def test_a_pod_reaches_itself_through_its_service(lab: Lab, vip: str, udp: bool)
     assert_answers(lab, "near", vip, udp=udp, asker="near")
 
 
+def test_a_pod_keeps_its_back_end_while_there_is_affinity(lab: Lab) -> None:
+    offer(lab, BACK_ENDS)
+    with_affinity = service([("tcp", PORT), ("udp", PORT), ("tcp", EMPTY)])
+    with_affinity["spec"]["sessionAffinity"] = "ClientIP"
+    apply(lab, with_affinity)
+
+    def has_affinity(wanted: bool) -> bool:
+        kept = [row["affinity_s"] for row in lab.get("/map/service", "node1")["rows"]]
+        return any(kept) == wanted
+
+    wait_for(lambda: has_affinity(True), "affinity")
+    for vip in VIPS:
+        for udp in (False, True):
+            said = [ask(lab, vip, udp=udp) for _ in range(12)]
+            assert all(one.ok for one in said)
+            assert len({one.answer.split()[0] for one in said}) == 1
+    apply(lab, service([("tcp", PORT), ("udp", PORT), ("tcp", EMPTY)]))
+    wait_for(lambda: has_affinity(False), "no affinity")
+    wait_for(lambda: len({ask(lab, VIPS[0]).answer.split()[0] for _ in range(8)}) == 2, "both")
+
+
 @pytest.mark.parametrize("vip", VIPS, ids=["v4", "v6"])
 def test_both_back_ends_get_their_part(lab: Lab, vip: str) -> None:
     offer(lab, BACK_ENDS)
@@ -290,10 +312,8 @@ def test_what_nobody_serves_is_refused_at_once(lab: Lab, vip: str) -> None:
             assert "refused" in said.answer, (port, udp, said)
 
 
-@pytest.mark.parametrize("named", [*BACK_ENDS, "client"])
-@pytest.mark.parametrize("vip", VIPS, ids=["v4", "v6"])
-def test_an_egress_policy_names_the_pods_behind_the_service(lab: Lab, vip: str, named: str) -> None:
-    offer(lab, ["far"])
+def restrict(lab: Lab, named: str) -> None:
+    """Let the client reach one pod, at the port of the pods, and wait until that is in force."""
     policy = {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -312,6 +332,13 @@ def test_an_egress_policy_names_the_pods_behind_the_service(lab: Lab, vip: str, 
     done = shell(lab, "apply", "-f", "-", "-o", "json", stdin=json.dumps(policy))
     revision = str(done.document[-1]["revision"])
     assert lab.cli("policy", "wait", revision, "--timeout", "60").code == 0
+
+
+@pytest.mark.parametrize("named", [*BACK_ENDS, "client"])
+@pytest.mark.parametrize("vip", VIPS, ids=["v4", "v6"])
+def test_an_egress_policy_names_the_pods_behind_the_service(lab: Lab, vip: str, named: str) -> None:
+    offer(lab, ["far"])
+    restrict(lab, named)
     if named == "far":
         assert ask(lab, vip).ok
     else:
@@ -326,12 +353,41 @@ def test_a_flow_names_service_and_back_end(lab: Lab) -> None:
         flows = lab.cli(
             "observe", "--last", "200", "--pod", "default/client", "-o", "json"
         ).document
+        named = {"namespace": "default", "name": "web", "port": PORT}
         return any(
-            flow.get("originalTo", {}).get("ip") == VIPS[0] and flow["to"].get("port") == POD_PORT
+            flow.get("originalTo", {}).get("ip") == VIPS[0]
+            and flow["to"].get("port") == POD_PORT
+            and flow["to"].get("service") == named
             for flow in flows
         )
 
     wait_for(told, "a flow that names both")
+    lines = lab.cli("observe", "--last", "200", "--pod", "default/client").lines
+    assert any(f"(service default/web:{PORT}, to {VIPS[0]}:{PORT})" in line for line in lines)
+
+
+def test_a_trace_to_a_service_judges_each_back_end(lab: Lab) -> None:
+    offer(lab, BACK_ENDS)
+
+    def trace(port: str = f"{PORT}/tcp") -> Any:
+        ends = ("--from", "pod:default/client", "--to", "service:default/web")
+        return lab.cli("policy", "trace", *ends, "--port", port, "-o", "json")
+
+    assert (trace().code, trace().document["verdict"]) == (0, "allowed")
+    assert len(trace().document["backEnds"]) == len(BACK_ENDS)
+    restrict(lab, "near")
+    said = trace()
+    assert (said.code, said.document["verdict"]) == (1, "partly")
+    verdicts = {one["pod"]: one["verdict"] for one in said.document["backEnds"]}
+    assert verdicts == {"default/near": "allowed", "": "denied"}  # the far one is not of this node
+    restrict(lab, "client")
+    assert (trace().code, trace().document["verdict"]) == (1, "denied")
+    for port, words in ((f"{EMPTY}/tcp", "no back end"), ("4444/tcp", "no port 4444/tcp")):
+        said = trace(port)
+        assert (said.code, said.document["verdict"]) == (1, "denied")
+        assert words in said.document["why"][0]
+    nobody = ("--from", "pod:default/client", "--to", "service:default/nobody", "--port", "80/tcp")
+    assert lab.cli("policy", "trace", *nobody).code == 4
 
 
 def test_the_command_line_shows_services(lab: Lab) -> None:
@@ -344,6 +400,10 @@ def test_the_command_line_shows_services(lab: Lab) -> None:
     assert f"{VIPS[1]} 80/udp" in shown
     assert lab.cli("service", "get", "none", "--node", "node1").code == 4
     assert f"{VIPS[0]}" in lab.cli("bpf", "service", "list", "--node", "node1").out
+    figures = dict(re.findall(r"^(podwire_service\S+) ([0-9.]+)$", lab.metrics("node1"), re.M))
+    assert figures['podwire_services{by="podwire"}'] == "1.0"
+    assert figures["podwire_service_frontends"] == "8.0"  # with a row that refuses for each address
+    assert figures["podwire_service_back_ends"] == "8.0"
 
 
 def test_services_are_in_force_while_the_agent_is_away_and_after_it_comes_back(lab: Lab) -> None:

@@ -30,7 +30,7 @@ from tests.packet import frames
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 OBJECTS: Final = ROOT / "build" / "bpf"
-PROGRAMS: Final = ("from_pod", "to_pod", "from_overlay", "to_overlay", "from_netdev")
+PROGRAMS: Final = ("from_pod", "to_pod", "from_overlay", "to_overlay", "from_netdev", "mark_tunnel")
 SHARD_ROWS: Final = 64
 NEW_FLOW_ROWS: Final = 16_384
 QUOTA: Final = 100
@@ -191,6 +191,7 @@ class Rig:
             "pw_services",
             "pw_service_list",
             "pw_back_ends",
+            "pw_affinity",
         ):
             self.maps[name].clear()
         zero_rows(self.maps["pw_metrics"])

@@ -67,19 +67,24 @@ def offer(
     protocol: int = frames.TCP,
     service: int = 7,
     first: int = 100,
+    **affinity: int,
 ) -> None:
-    """Write the rows of a service and its back ends, numbered from `first` on."""
+    """Write the rows of a service and its back ends, numbered from `first` on.
+
+    `affinity`: `affinity_s` and `affinity_place` of the service's row.
+    """
     for slot, (where, where_port) in enumerate(back_ends):
         number = first + slot
         mapped = to_mapped(ipaddress.ip_address(where))
         value = abi.BackEndValue(number, 0, mapped, where_port, protocol)
         rig.maps["pw_back_ends"].update(number.to_bytes(4, "little"), value.pack())
-        rig.maps["pw_service_list"].update(
-            abi.ServiceSlotKey(service, slot).pack(), abi.ServiceSlotValue(service, number).pack()
-        )
+        row = abi.ServiceSlotValue(service, number).pack()
+        for at in (slot, abi.SLOT_OF_MEMBER | number) if affinity else (slot,):
+            rig.maps["pw_service_list"].update(abi.ServiceSlotKey(service, at).pack(), row)
     own = to_mapped(ipaddress.ip_address(address))
     for key_port, key_protocol in ((port, protocol), (0, 0)):
         value_row = abi.ServiceValue(service, len(back_ends), 0, 0, own, key_port, key_protocol)
+        value_row = value_row._replace(**affinity)  # type: ignore[arg-type]
         key = abi.ServiceKey(own, key_port, key_protocol)
         rig.maps["pw_services"].update(key.pack(), value_row.pack())
     turn_on(rig)

@@ -1,7 +1,9 @@
 """Flows: naming ends, the ring, followers that do not keep up, filters."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from podwire.cli.observe import _line
 from podwire.cli.output import Style
 from podwire.control.flows.enrich import FlowMaker, format_time_ns
-from podwire.control.flows.flow import Flow, FlowEnd, FlowPolicy
+from podwire.control.flows.flow import Flow, FlowEnd, FlowPolicy, FlowService
 from podwire.control.flows.flow_filter import FlowFilter, parse_filter
 from podwire.control.flows.ring import FOLLOWER_QUEUE_FLOWS, FlowRing
 from podwire.model.errors import UndecodableRequest
@@ -54,6 +56,9 @@ def make_event(**changes: object) -> FlowEvent:
     return msgspec.structs.replace(event, **changes)
 
 
+ASKED = {("10.96.0.10", 80, "tcp"): FlowService("shop", "web", 80)}
+
+
 def make_flow(**changes: object) -> Flow:
     maker = FlowMaker(
         "n1",
@@ -62,6 +67,7 @@ def make_flow(**changes: object) -> Flow:
         name_rule={5: FlowPolicy("NetworkPolicy", "shop", "only-web", "ingress[0]")}.get,
         labels_of=lambda identity: ("reserved:world=",) if identity == 2 else (),
         wall_offset_ns=lambda: 1_767_225_600_000_000_000,
+        name_service=lambda address, port, protocol: ASKED.get((address, port, protocol)),
     )
     return maker.make(make_event(**changes))
 
@@ -72,6 +78,28 @@ def test_the_end_at_the_hook_is_known_by_number_even_with_a_forged_address() -> 
     assert flow.destination == FlowEnd(8, "shop", "db", 2, ("cni:app=db",), "10.0.0.8", 80)
     assert (flow.verdict, flow.reason, flow.tcp_flags) == ("dropped", "source-address", "SYN,ACK")
     assert flow.time == "2026-01-01T00:00:00.000001Z"
+
+
+VIP = {"original_destination": "10.96.0.10", "original_port": 80}
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_named"),
+    [
+        pytest.param(VIP, True, id="translated"),
+        pytest.param({"destination": "10.96.0.10"}, True, id="refused, or left to the stack"),
+        pytest.param({**VIP, "original_port": 81}, False, id="nobody's port"),
+        pytest.param({**VIP, "protocol": "udp"}, False, id="another protocol"),
+        pytest.param({**VIP, "protocol": "icmp"}, False, id="no ports"),
+        pytest.param({**VIP, "direction": "ingress"}, False, id="the receiver's side"),
+        pytest.param({}, False, id="a pod"),
+    ],
+)
+def test_the_service_that_was_asked_is_named(changes: Mapping[str, Any], is_named: bool) -> None:
+    shown = msgspec.to_builtins(make_flow(**changes))
+    wanted = {"namespace": "shop", "name": "web", "port": 80} if is_named else None
+    assert shown["to"].get("service") == wanted
+    assert "service" not in shown["from"]
 
 
 def test_the_rule_that_decided_is_named() -> None:

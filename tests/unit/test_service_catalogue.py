@@ -132,7 +132,7 @@ CASES: dict[str, tuple[list[Mapping[str, Any]], Shown]] = {
     ),
     "external-name": ([service(addresses=[], type="ExternalName", externalName="x.example")], {}),
     "affinity-is-left-to-the-stack": (
-        [service(sessionAffinity="ClientIP"), slice_of(endpoints=[endpoint(A)])],
+        [service(sessionAffinity="Cookie"), slice_of(endpoints=[endpoint(A)])],
         {},
     ),
     "sctp-is-left-to-the-stack": (
@@ -445,6 +445,37 @@ def _any_document(chance: random.Random) -> Mapping[str, Any]:
     return slice_of(name, ends, ports, number=chance.randint(1, 2))
 
 
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({}, 10_800),
+        ({"sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 7}}}, 7),
+        ({"sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 86_401}}}, 10_800),
+        ({"sessionAffinityConfig": {"clientIP": {"timeoutSeconds": True}}}, 10_800),
+    ],
+)
+def test_affinity_is_told_with_the_ports_that_have_it(
+    config: Mapping[str, Any], wanted: int
+) -> None:
+    catalogue = catalogue_of(slice_of(endpoints=[endpoint(A)]))
+    for spec, affinity_s in (({}, 0), ({"sessionAffinity": "ClientIP", **config}, wanted), ({}, 0)):
+        catalogue.apply(StoreEvent(stored(service(**spec)), 2))
+        change = catalogue.take_change()
+        asked = Frontend(ipaddress.ip_address(VIP), 80, TCP)
+        assert asked in change.put
+        assert dict(change.affinity) == ({asked: affinity_s} if affinity_s else {})
+        assert catalogue.affinity(catalogue.table()) == change.affinity
+
+
+def test_affinity_takes_twice_the_room() -> None:
+    catalogue = crowd(100, 20, ("a", 1, 6))
+    assert names(catalogue) == ["default/a"]
+    put(catalogue, "b", 2, 1, 8, sessionAffinity="ClientIP")
+    assert names(catalogue) == ["default/a"]
+    put(catalogue, "b", 2, 1, 7, sessionAffinity="ClientIP")
+    assert names(catalogue) == ["default/a", "default/b"]
+
+
 # Rooms are small here: so many frontends, so many back ends in lists.
 
 
@@ -456,11 +487,11 @@ def crowd(frontends: int, slots: int, *sizes: tuple[str, int, int]) -> Catalogue
     return catalogue
 
 
-def put(catalogue: Catalogue, name: str, number: int, ports: int, ends: int) -> None:
+def put(catalogue: Catalogue, name: str, number: int, ports: int, ends: int, **spec: Any) -> None:
     """Make or change one of them: a row for each port and one for the address."""
     named = [{"name": f"p{one}", "port": one} for one in range(1, ports + 1)]
     addresses = [endpoint(f"10.7.{number}.{one}") for one in range(1, ends + 1)]
-    made = service(name, [f"10.96.1.{number}"], named)
+    made = service(name, [f"10.96.1.{number}"], named, **spec)
     for document in (made, slice_of(name, addresses, named)):
         catalogue.apply(StoreEvent(stored(document, f"2026-01-{number:02}T00:00:00Z"), 1))
 

@@ -60,7 +60,18 @@ SERVICES: dict[str, tuple[Change, str]] = {
     "external": (lambda spec: spec.update(externalIPs=["192.0.2.999"]), "not an address"),
     "external-loopback": (lambda spec: spec.update(externalIPs=["127.0.0.1"]), "no packet can be"),
     "balancer": (lambda spec: spec.update(loadBalancerIP="192.0.2.9"), "write externalIPs"),
-    "affinity": (lambda spec: spec.update(sessionAffinity="ClientIP"), "not one of None"),
+    "affinity": (lambda spec: spec.update(sessionAffinity="Cookie"), "not one of"),
+    "affinity-too-long": (
+        lambda spec: spec.update(
+            sessionAffinity="ClientIP",
+            sessionAffinityConfig={"clientIP": {"timeoutSeconds": 86401}},
+        ),
+        "not from 1 to 86400",
+    ),
+    "affinity-without": (
+        lambda spec: spec.update(sessionAffinityConfig={"clientIP": {"timeoutSeconds": 5}}),
+        "sessionAffinity is not ClientIP",
+    ),
     "type": (lambda spec: spec.update(type="NodePort"), "not one of ClusterIP"),
     "unknown": (lambda spec: spec.update(colour="red"), "spec.colour is an unknown field"),
     "no-address": (lambda spec: spec.pop("clusterIPs"), "podwire chooses no addresses"),

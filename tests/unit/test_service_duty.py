@@ -12,7 +12,7 @@ from podwire.control.services.catalogue import KINDS, Catalogue
 from podwire.control.services.choose import Place
 from podwire.control.services.room import Room
 from podwire.model.errors import Exhausted, Unavailable
-from podwire.model.interfaces import Frontend, ServiceTable
+from podwire.model.interfaces import NO_AFFINITY, Affinity, Frontend, ServiceTable
 from podwire.model.store import Store
 from tests.unit.service_objects import service, stored
 
@@ -24,19 +24,21 @@ class Table:
         self.is_broken = True
         self.written: ServiceTable = {}
 
-    def write(self, wanted: ServiceTable) -> int:
+    def write(self, wanted: ServiceTable, affinity: Affinity = NO_AFFINITY) -> int:
         """Write all of it, or fail."""
         if self.is_broken:
             raise Exhausted("write services: no memory")
         self.written = wanted
         return len(wanted)
 
-    def change(self, put: ServiceTable, gone: Iterable[Frontend]) -> int:
+    def change(
+        self, put: ServiceTable, gone: Iterable[Frontend], affinity: Affinity = NO_AFFINITY
+    ) -> int:
         """Write what differs."""
         table = {**self.written, **put}
         for frontend in gone:
             table.pop(frontend, None)
-        return self.write(table)
+        return self.write(table, affinity)
 
 
 def test_a_store_that_comes_back_does_not_hide_a_change_that_failed() -> None:

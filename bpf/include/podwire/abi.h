@@ -349,7 +349,7 @@ struct pw_service_value {
 	struct bpf_spin_lock lock;
 	__u32 service;	 /* number of the list of back ends, never used twice */
 	__u32 back_ends; /* in that list: slots from 0 on; 0 = refused */
-	__u32 flags;
+	__u32 affinity_place; /* where each pod remembers who answered it last, where there is affinity */
 	__u32 affinity_s; /* 0 = each flow by itself */
 	__u8 addr[16];
 	__be16 port_be;
@@ -357,9 +357,28 @@ struct pw_service_value {
 	__u8 pad;
 };
 
+/* Set in a slot's number: no place in the list, but what says that the back end of the rest of the number is in it. Lists of
+ * services with affinity have such rows; numbers of back ends leave the bit clear.
+ */
+#define PW_SLOT_OF_MEMBER 0x80000000
+
 struct pw_service_slot_key {
 	__u32 service;
 	__u32 slot;
+};
+
+/* How many services with affinity a pod remembers its back ends of. More of them share places: the last one asked has it. */
+#define PW_AFFINITY_PLACES 1024
+
+struct pw_affinity_key {
+	__u32 instance; /* of the pod that asks */
+	__u32 place;	/* of the service, below PW_AFFINITY_PLACES */
+};
+
+struct pw_affinity_value {
+	__u64 last_ns; /* CLOCK_BOOTTIME, when a flow was opened last */
+	__u32 service; /* number of its list, which is another one when affinity was off meanwhile */
+	__u32 back_end;
 };
 
 /* `service` is in the value too: read as one word with the back end, it shows that the row is still the one looked for. */

@@ -4,6 +4,7 @@
 #define PODWIRE_IDENTITY_H
 
 #include <podwire/endpoint.h>
+#include <podwire/tunnel.h>
 
 static __always_inline struct pw_ipcache_value *find_prefix(const void *address)
 {
@@ -135,15 +136,6 @@ static __always_inline __u32 present_identity(const void *address,
 	if (!may_change(entry->peer_identity))
 		return entry->peer_identity;
 	return pod_identity(address, node) ?: entry->peer_identity;
-}
-
-/* Its index, 0 = none. */
-static __always_inline __u32 tunnel_device(void)
-{
-	__u32 zero = 0;
-	const struct pw_settings *settings = bpf_map_lookup_elem(&pw_settings, &zero);
-
-	return settings ? settings->tunnel_ifindex : 0;
 }
 
 /* Index of the device that from_netdev looks at, 0 = none: the stack has what goes natively, both ways. */

@@ -150,6 +150,17 @@ struct {
 	__type(value, struct pw_back_end_value);
 } pw_back_ends SEC(".maps");
 
+/* pod and place of a service with affinity -> the back end that the pod has. Written by the programs, emptied by the
+ * collector. A pod has as many rows as there are places; rows for 128 pods that use all of them.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 128 * PW_AFFINITY_PLACES);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct pw_affinity_key);
+	__type(value, struct pw_affinity_value);
+} pw_affinity SEC(".maps");
+
 /* What a slot of pw_conntrack holds: tuple -> connection. Written by the programs, emptied by the collector. No LRU, or
  * one port scan would erase a node's rights to reply (rule 4); memory is taken as rows come.
  */

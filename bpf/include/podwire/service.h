@@ -11,6 +11,7 @@
 #ifndef PODWIRE_SERVICE_H
 #define PODWIRE_SERVICE_H
 
+#include <podwire/affinity.h>
 #include <podwire/conntrack.h>
 #include <podwire/identity.h>
 #include <podwire/refuse.h>
@@ -212,17 +213,23 @@ PW_CHECKED_ALONE int try_back_end(struct pw_flow *flow, __u32 service, __u32 slo
 	return 0;
 }
 
-/* `service` 0: the pod speaks to a back end itself, where a flow of a service has its ports. */
-static __always_inline int pick_back_end(struct pw_flow *flow, __u32 service, __u32 back_ends)
+/* `service` 0: the pod speaks to a back end itself, where a flow of a service has its ports. `kept`: the slot that leads to
+ * the back end of last time, 0 = any will do.
+ */
+static __always_inline int pick_back_end(struct pw_flow *flow, __u32 service, __u32 back_ends,
+					 __u32 kept)
 {
 	__u32 slot = bpf_get_prandom_u32();
 	int reason = PW_DROP_NO_BACK_END;
 
 	for (__u32 i = 0; i < PW_PICKS; i++) {
-		reason = try_back_end(flow, service, back_ends ? (slot + i) % back_ends : 0,
-				      !service || i >= PW_PICKS / 2);
+		__u32 any = back_ends ? (slot + i) % back_ends : 0;
+
+		reason = try_back_end(flow, service, kept ?: any, !service || i >= PW_PICKS / 2);
 		if (!reason)
 			return 0;
+		if (reason == PW_DROP_NO_BACK_END)
+			kept = 0;
 	}
 	return reason;
 }
@@ -241,26 +248,44 @@ static __always_inline bool is_taken(const struct pw_flow *flow)
 	       prefix->identity != PW_IDENTITY_WORLD;
 }
 
-/* A service that is not known is none; the other ports of one that is known are refused. */
-PW_CHECKED_ALONE int choose_back_end(struct pw_flow *flow, __u32 beside)
+/* Copies the row of the service that the packet asks. A service that is not known is none (PW_DONE); the other ports of one
+ * that is known are refused.
+ */
+PW_CHECKED_ALONE int find_service(const struct pw_flow *flow, struct pw_service_value *service)
 {
 	struct pw_service_key key = {};
-	struct pw_service_value service;
+
+	if (!flow || !service)
+		return PW_DROP_INTERNAL;
+	copy_address(key.addr, flow->key.daddr);
+	key.port_be = flow->key.dport_be;
+	key.protocol = flow->key.protocol;
+	if (!read_service(&key, service))
+		return is_of_service(key.addr) && !is_taken(flow) ? PW_DROP_NO_SERVICE_PORT
+								  : PW_DONE;
+	if (is_taken(flow))
+		return PW_DONE;
+	return service->back_ends ? 0 : PW_DROP_NO_BACK_END;
+}
+
+PW_CHECKED_ALONE int choose_back_end(struct pw_flow *flow, __u32 beside)
+{
+	struct pw_service_value service = {};
+	__u32 kept;
+	int reason;
 
 	if (!flow)
 		return PW_DROP_INTERNAL;
 	if (beside)
-		return pick_back_end(flow, 0, 0);
-	copy_address(key.addr, flow->key.daddr);
-	key.port_be = flow->key.dport_be;
-	key.protocol = flow->key.protocol;
-	if (!read_service(&key, &service))
-		return is_of_service(key.addr) && !is_taken(flow) ? PW_DROP_NO_SERVICE_PORT : 0;
-	if (is_taken(flow))
-		return 0;
-	if (!service.back_ends)
-		return PW_DROP_NO_BACK_END;
-	return pick_back_end(flow, service.service, service.back_ends);
+		return pick_back_end(flow, 0, 0, 0);
+	reason = find_service(flow, &service);
+	if (reason)
+		return reason == PW_DONE ? 0 : reason;
+	kept = service.affinity_s ? recall_affinity(flow, &service) : 0;
+	reason = pick_back_end(flow, service.service, service.back_ends, kept);
+	if (!reason && service.affinity_s)
+		keep_affinity(flow, &service);
+	return reason;
 }
 
 /* What went to the stack and was never answered may have been sent before the service was known. */

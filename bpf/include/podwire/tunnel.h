@@ -12,6 +12,15 @@
 #define PW_TUNNEL_ID_CLASSIC 1
 #define PW_TUNNEL_TTL	     64
 
+/* Index of the flow-based device, 0 = there is none. */
+static __always_inline __u32 tunnel_device(void)
+{
+	__u32 zero = 0;
+	const struct pw_settings *settings = bpf_map_lookup_elem(&pw_settings, &zero);
+
+	return settings ? settings->tunnel_ifindex : 0;
+}
+
 /* Takes the number by value: Linux 6.1 reads keys from the program's own stack only. */
 static __always_inline struct pw_node_value *find_node(__u32 number)
 {

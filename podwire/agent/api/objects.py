@@ -121,7 +121,7 @@ class ServiceView(Document, frozen=True, kw_only=True):
 def list_services(api: ObjectsApi, _call: Call) -> list[ServiceView]:
     """Show every service that this node knows."""
     read = api.services
-    return [] if read is None else [_view_service(one) for one in read()]
+    return [] if read is None else [_view_service(known) for known in read()]
 
 
 def _view_service(known: KnownService) -> ServiceView:
@@ -149,9 +149,9 @@ def _view_port(frontend: Frontend, back_ends: Sequence[BackEnd]) -> ServicePortV
     )
 
 
-def _write_back_end(one: BackEnd) -> str:
-    host = f"[{one.address}]" if one.address.version == 6 else str(one.address)
-    return f"{host}:{one.port}"
+def _write_back_end(back_end: BackEnd) -> str:
+    host = f"[{back_end.address}]" if back_end.address.version == 6 else str(back_end.address)
+    return f"{host}:{back_end.port}"
 
 
 def _after(done: Applied) -> StoredObject:

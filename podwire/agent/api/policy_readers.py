@@ -13,6 +13,8 @@ from podwire.control.endpoint.policies import PolicyObjects
 from podwire.control.endpoint.table import EndpointTable
 from podwire.control.identity.resolver import IdentityResolver
 from podwire.control.policy.engine import PolicyEngine
+from podwire.control.services.catalogue import ServiceView
+from podwire.control.services.facts import ServiceName
 from podwire.model.config import AgentConfig
 from podwire.model.endpoint import EndpointRecord, IPAddress
 from podwire.model.ids import EndpointId
@@ -34,6 +36,8 @@ class PolicyReaders:
     """Change labels and have the endpoint built; waits for the store."""
     set_audit: Callable[[EndpointId, bool | None], EndpointRecord]
     """Let policies of one endpoint only report (True), or be enforced (False), or as the node says (None)."""
+    find_service: Callable[[ServiceName], ServiceView | None] | None = None
+    """None where services are left to the stack."""
 
     @property
     def engine(self) -> PolicyEngine:

@@ -4,7 +4,7 @@ A row of `agent.api.policies`'s table. The parties are resolved here, because on
 """
 
 import ipaddress
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -17,11 +17,18 @@ from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.control.policy.oracle import Enforcement, Party, Question, Settings
 from podwire.control.policy.rule import ICMP, ICMPV6, SCTP, TCP, UDP
 from podwire.control.policy.trace import trace
-from podwire.model.errors import Fault, InvalidRequest
+from podwire.control.services.catalogue import ServiceView
+from podwire.control.services.facts import ServiceName
+from podwire.model.errors import Fault, InvalidRequest, NotFound
 from podwire.model.identity import RESERVED_LABELS, IdentityFacts, Reserved
+from podwire.model.interfaces import BackEnd, Frontend
 from podwire.model.labels import SOURCE_CNI, SOURCES
 from podwire.model.policy import Direction
 
+SERVICE: Final = "service:"
+ALLOWED: Final = "allowed"
+DENIED: Final = "denied"
+PARTLY: Final = "partly"
 PROTOCOLS: Final = {"tcp": TCP, "udp": UDP, "sctp": SCTP, "icmp": ICMP, "icmpv6": ICMPV6}
 _FAMILY_OF_ICMP: Final = {"icmp": 4, "icmpv6": 6}
 _ECHO_REQUEST: Final = {"icmp": 8, "icmpv6": 128}
@@ -44,21 +51,149 @@ class TraceHalf(Document, frozen=True, kw_only=True):
     rule: str
 
 
+class TraceBackEnd(Document, frozen=True, kw_only=True):
+    """What would happen to a flow that one back end of a service answers."""
+
+    address: str
+    port: int
+    pod: str
+    """NS/NAME of a pod of this node, else empty."""
+    verdict: str
+    ingress: TraceHalf
+    egress: TraceHalf
+    why: tuple[str, ...]
+
+
 class TraceView(Document, frozen=True, kw_only=True):
     """The verdict of both ends, and why."""
 
     verdict: str
+    """allowed, denied, or of a service also partly: some of its back ends are denied, and flows to them fail."""
     ingress: TraceHalf
     egress: TraceHalf
     why: tuple[str, ...]
     revision: int
     known_ends: int
     """How many of the two ends are pods of this node: others it knows by labels or address only."""
+    service: str = ""
+    """NS/NAME of the service that was asked about; `ingress` and `egress` are those of the back end that decides."""
+    back_ends: tuple[TraceBackEnd, ...] = ()
+    """Of the service: each with its own verdict."""
 
 
 def trace_flow(api: Api, call: Call) -> TraceView:
     """Say what would happen to a flow, by the oracle."""
     asked: TraceRequest = call.body
+    if asked.target.startswith(SERVICE):
+        return _trace_service(api, asked)
+    return _trace(api, asked)
+
+
+def _trace_service(api: Api, asked: TraceRequest) -> TraceView:
+    """Say what would happen to a flow by each back end that may answer it."""
+    name = _read_service_name(asked.target)
+    find = api.policy.find_service
+    known = find(name) if find is not None else None
+    if known is None:
+        raise NotFound(
+            f"find service {name}: this node knows none",
+            hint="podwire service list; podwire config (translate_services)",
+        )
+    faults: list[Fault] = []
+    protocol, port = _read_port(asked.port, faults)
+    frontends = [one for one in known.claims if (one.port, one.protocol) == (port, protocol)]
+    family = _choose_service_family(asked, api.policy.table, frontends, faults)
+    if faults:
+        raise _invalid(faults)
+    frontend = next((one for one in frontends if one.address.version == family), None)
+    if frontend is not None and known.is_translated:
+        return _trace_back_ends(api, asked, known, known.claims[frontend])
+    if known.is_translated:
+        return _refuse(api, known, f"it has no port {asked.port}: refused at once")
+    address = next(iter(frontends or known.claims)).address
+    answer = _trace(api, msgspec.structs.replace(asked, target=f"ip:{address}"))
+    left = (
+        f"{name} is left to the stack, which translates behind the egress verdict: {known.problem}"
+    )
+    return msgspec.structs.replace(answer, service=str(name), why=(left, *answer.why))
+
+
+def _trace_back_ends(
+    api: Api, asked: TraceRequest, known: ServiceView, back_ends: Sequence[BackEnd]
+) -> TraceView:
+    if not back_ends:
+        return _refuse(api, known, "it has no back end that answers: refused at once")
+    suffix = asked.port.partition("/")[2] or "tcp"
+    answers = [
+        _trace(
+            api,
+            TraceRequest(
+                source=asked.source, target=f"ip:{one.address}", port=f"{one.port}/{suffix}"
+            ),
+        )
+        for one in back_ends
+    ]
+    denied = [one for one in answers if one.verdict != ALLOWED]
+    decides = (denied or answers)[0]
+    verdict = decides.verdict if len(denied) in (0, len(answers)) else PARTLY
+    return msgspec.structs.replace(
+        decides,
+        verdict=verdict,
+        known_ends=max(one.known_ends for one in answers),
+        service=str(known.name),
+        back_ends=tuple(
+            _view_back_end(api.policy.table, one, answer)
+            for one, answer in zip(back_ends, answers, strict=True)
+        ),
+    )
+
+
+def _view_back_end(table: EndpointTable, one: BackEnd, answer: TraceView) -> TraceBackEnd:
+    endpoint = table.get_by_address(str(one.address))
+    return TraceBackEnd(
+        address=str(one.address),
+        port=one.port,
+        pod=f"{endpoint.record.namespace}/{endpoint.record.pod}" if endpoint is not None else "",
+        verdict=answer.verdict,
+        ingress=answer.ingress,
+        egress=answer.egress,
+        why=answer.why,
+    )
+
+
+def _refuse(api: Api, known: ServiceView, why: str) -> TraceView:
+    nobody = TraceHalf(verdict=DENIED, policy="", rule="")
+    return TraceView(
+        verdict=DENIED,
+        ingress=nobody,
+        egress=nobody,
+        why=(f"service {known.name}: {why}",),
+        revision=api.policy.enforcer.revision,
+        known_ends=0,
+        service=str(known.name),
+    )
+
+
+def _read_service_name(text: str) -> ServiceName:
+    namespace, slash, name = text.removeprefix(SERVICE).rpartition("/")
+    if not name or (slash and not namespace):
+        raise _invalid([Fault("to", f"is {text!r}: write service:NS/NAME")])
+    return ServiceName(namespace or "default", name)
+
+
+def _choose_service_family(
+    asked: TraceRequest, table: EndpointTable, frontends: Sequence[Frontend], faults: list[Fault]
+) -> int:
+    """Say which of its addresses is asked: IPv4 where both ends have it."""
+    versions = {one.address.version for one in frontends}
+    if asked.source.startswith(("pod:", "ip:")):
+        alone = msgspec.structs.replace(asked, target="world")
+        family = _choose_family(alone, table, faults)
+        return family if family in versions or not versions else min(versions)
+    return min(versions, default=4)
+
+
+def _trace(api: Api, asked: TraceRequest) -> TraceView:
     readers, config = api.policy, api.config.current
     faults: list[Fault] = []
     family = _choose_family(asked, readers.table, faults)
@@ -66,11 +201,7 @@ def trace_flow(api: Api, call: Call) -> TraceView:
     target = _read_end(readers, asked.target, family, "to", faults)
     protocol, port = _read_port(asked.port, faults)
     if faults or source is None or target is None:
-        raise InvalidRequest(
-            "trace: " + "; ".join(f"{fault.path} {fault.message}" for fault in faults),
-            hint="podwire policy trace -h",
-            faults=tuple(faults),
-        )
+        raise _invalid(faults)
     settings = Settings(
         enforcement=Enforcement(config.policy.policy_enforcement),
         host_allowed=config.datapath.host_access,
@@ -93,6 +224,14 @@ def trace_flow(api: Api, call: Call) -> TraceView:
         why=(*_name_not_in_force(readers.table, asked), *answer["why"]),
         revision=answer["revision"],
         known_ends=sum(party.endpoint and party.address is not None for party in (source, target)),
+    )
+
+
+def _invalid(faults: Sequence[Fault]) -> InvalidRequest:
+    return InvalidRequest(
+        "trace: " + "; ".join(f"{fault.path} {fault.message}" for fault in faults),
+        hint="podwire policy trace -h",
+        faults=tuple(faults),
     )
 
 

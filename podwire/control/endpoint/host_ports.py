@@ -87,16 +87,16 @@ class HostPorts:
                 if _overlap(socket, taken):
                     owner = f"{other.namespace}/{other.pod} (container {other.key.container_id})"
                     yield Fault(_PATH, f"{_name(socket)} leads to pod {owner} already")
-            for one in self.reserved:
-                if _overlap(socket, one.socket):
-                    yield Fault(_PATH, f"{_name(socket)} is {one.why}")
+            for kept in self.reserved:
+                if _overlap(socket, kept.socket):
+                    yield Fault(_PATH, f"{_name(socket)} is {kept.why}")
 
 
 def in_force(records: Iterable[EndpointRecord]) -> HostPortTable:
     """Compute what is served of living endpoints: of two that ask for one port, the newer one has it."""
     return {
         socket: pod
-        for record in sorted(records, key=lambda one: one.id)
+        for record in sorted(records, key=lambda record: record.id)
         for socket, pod in translate(record)
     }
 

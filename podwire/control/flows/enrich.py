@@ -10,7 +10,7 @@ from typing import Protocol
 
 from msgspec import UNSET, UnsetType
 
-from podwire.control.flows.flow import Flow, FlowEnd, FlowPolicy
+from podwire.control.flows.flow import Flow, FlowEnd, FlowPolicy, FlowService
 from podwire.model.flow import FlowEvent
 
 ETHERTYPE_ARP = 0x0806
@@ -46,6 +46,8 @@ class NamedEndpoint(Protocol):
 FindByAddress = Callable[[str], NamedEndpoint | None]
 FindById = Callable[[int], NamedEndpoint | None]
 NameRule = Callable[[int], FlowPolicy | None]
+NameService = Callable[[str, int, str], FlowService | None]
+"""Whose an address, port and protocol (`tcp`, `udp`) are."""
 FindLabels = Callable[[int], tuple[str, ...]]
 """Labels of an identity, () for one that nobody knows."""
 
@@ -62,6 +64,7 @@ class FlowMaker:
         name_rule: NameRule,
         labels_of: FindLabels,
         wall_offset_ns: Callable[[], int],
+        name_service: NameService = lambda _address, _port, _protocol: None,
     ) -> None:
         self._node = node
         self._by_address = by_address
@@ -69,6 +72,7 @@ class FlowMaker:
         self._name_rule = name_rule
         self._labels_of = labels_of
         self._wall_offset_ns = wall_offset_ns
+        self._name_service = name_service
 
     def make(self, event: FlowEvent) -> Flow:
         """Describe an event. The end at whose hook it happened is known by number, the other by
@@ -95,6 +99,7 @@ class FlowMaker:
                 event.destination_identity,
                 event.destination,
                 has_ports * event.destination_port,
+                self._find_service(event),
             ),
             original_to=self._original(event),
             protocol="arp" if event.ethertype == ETHERTYPE_ARP else event.protocol,
@@ -104,12 +109,36 @@ class FlowMaker:
             lost=event.lost,
         )
 
-    def _end(self, endpoint: NamedEndpoint | None, identity: int, ip: str, port: int) -> FlowEnd:
+    def _end(
+        self,
+        endpoint: NamedEndpoint | None,
+        identity: int,
+        ip: str,
+        port: int,
+        service: FlowService | UnsetType = UNSET,
+    ) -> FlowEnd:
         if endpoint is None:
-            return FlowEnd(identity=identity, labels=self._labels_of(identity), ip=ip, port=port)
+            labels = self._labels_of(identity)
+            return FlowEnd(identity=identity, labels=labels, ip=ip, port=port, service=service)
         return FlowEnd(
-            endpoint.id, endpoint.namespace, endpoint.pod, identity, endpoint.labels, ip, port
+            endpoint.id,
+            endpoint.namespace,
+            endpoint.pod,
+            identity,
+            endpoint.labels,
+            ip,
+            port,
+            service,
         )
+
+    def _find_service(self, event: FlowEvent) -> FlowService | UnsetType:
+        """Name whom the sender asked: before a translation, or where the asked one refused or the stack translates."""
+        if event.protocol not in _WITH_PORTS or event.direction != _EGRESS:
+            return UNSET
+        asked = (event.destination, event.destination_port)
+        if event.original_destination:
+            asked = (event.original_destination, event.original_port)
+        return self._name_service(*asked, event.protocol) or UNSET
 
     def _original(self, event: FlowEvent) -> FlowEnd | UnsetType:
         if not event.original_destination:

@@ -8,6 +8,15 @@ import msgspec
 PROTOCOLS = frozenset({"tcp", "udp", "icmp", "icmpv6", "sctp", "arp"})
 
 
+class FlowService(msgspec.Struct, frozen=True):
+    """A service that was asked."""
+
+    namespace: str
+    name: str
+    port: int
+    """The service's own, not that of who answers."""
+
+
 class FlowEnd(msgspec.Struct, frozen=True, rename="camel"):
     """One side of a flow. `endpoint` is 0 and names are empty when it is no pod of this node."""
 
@@ -18,6 +27,8 @@ class FlowEnd(msgspec.Struct, frozen=True, rename="camel"):
     labels: tuple[str, ...] = ()
     ip: str = ""
     port: int = 0
+    service: FlowService | msgspec.UnsetType = msgspec.UNSET
+    """Of a destination: the service whose address the sender used."""
 
 
 class FlowPolicy(msgspec.Struct, frozen=True, rename="camel"):

@@ -6,7 +6,8 @@ belongs to one service: of two that claim one address and port the one whose clu
 older, whoever was heard first.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -21,7 +22,7 @@ from podwire.control.services.facts import (
 from podwire.control.services.room import Need, Room
 from podwire.control.services.selected import SelectedPods
 from podwire.model.endpoint import IPAddress, IPNetwork
-from podwire.model.interfaces import BackEnd, Frontend, ServiceTable
+from podwire.model.interfaces import Affinity, BackEnd, Frontend, ServiceTable
 from podwire.model.store import ObjectKey, StoredObject, StoreEvent
 from podwire.model.store.kinds import ENDPOINT_SLICE, SERVICE
 
@@ -36,6 +37,23 @@ class ServiceChange:
 
     put: ServiceTable
     gone: Sequence[Frontend]
+    affinity: Affinity
+    """Of `put`."""
+    touched: Collection[ServiceName] = ()
+    """The services that were computed anew."""
+
+
+@dataclass(frozen=True)
+class ServiceCounts:
+    """How many there are, for metrics."""
+
+    translated: int
+    left: Mapping[str, int]
+    """Services of which something is left to the stack, by reason."""
+    known: int
+    frontends: int
+    back_ends: int
+    """In all lists together."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +73,10 @@ class _Claimed:
     claims: Claims
     created: str
     external: tuple[IPAddress, ...]
+    affinity_s: int
 
 
-_NOTHING: Final = _Claimed({}, "", ())
+_NOTHING: Final = _Claimed({}, "", (), 0)
 
 
 @dataclass
@@ -150,7 +169,11 @@ class Catalogue:
         for name, new in self._claim_all(dirty).items():
             old = self._claimed.get(name, _NOTHING)
             # Made anew it is younger, and what it claims may be another's now.
-            is_renewed = (old.created, old.external) != (new.created, new.external)
+            is_renewed = (old.created, old.external, old.affinity_s) != (
+                new.created,
+                new.external,
+                new.affinity_s,
+            )
             changed = {
                 frontend
                 for frontend in (*old.claims, *new.claims)
@@ -163,13 +186,15 @@ class Catalogue:
             for frontend in changed:
                 self._stand_in_line(frontend, name, wanted=frontend in new.claims)
             touched |= changed
-        return self._settle(touched)
+        put, gone = self._settle(touched)
+        return ServiceChange(put, gone, self.affinity(put), dirty)
 
     def _claim_all(self, dirty: Iterable[ServiceName]) -> Mapping[ServiceName, _Claimed]:
         """Compute what these claim, and what others do who get or lose room by it."""
         wanted = {name: self._claim(name) for name in dirty}
         for name, new in wanted.items():
-            slots = sum(map(len, new.claims.values()))
+            # With affinity each back end has two rows (datapath.service_maps).
+            slots = sum(map(len, new.claims.values())) * (2 if new.affinity_s else 1)
             need = Need(new.created, len(new.claims), slots) if new.claims else None
             self.room.weigh(name, need)
         wanted |= {name: self._claim(name) for name in self.room.settle() if name not in wanted}
@@ -188,15 +213,16 @@ class Catalogue:
         claimed = self._claimed[name]
         return frontend.address in claimed.external, claimed.created, name
 
-    def _settle(self, touched: Iterable[Frontend]) -> ServiceChange:
-        put, gone = {}, []
+    def _settle(self, touched: Iterable[Frontend]) -> tuple[ServiceTable, list[Frontend]]:
+        put: dict[Frontend, Sequence[BackEnd]] = {}
+        gone: list[Frontend] = []
         for frontend in touched:
             holder = self.holder(frontend)
             if holder is None:
                 gone.append(frontend)
             else:
                 put[frontend] = self._claimed[holder].claims[frontend]
-        return ServiceChange(put, gone)
+        return put, gone
 
     def holder(self, frontend: Frontend) -> ServiceName | None:
         """Say whose an address and port are; from any thread."""
@@ -210,29 +236,70 @@ class Catalogue:
             for frontend, line in self._claimants.items()
         }
 
+    def affinity(self, table: ServiceTable) -> Affinity:
+        """Give for how long pods keep their back ends, of a part of `table`; after `take_change`."""
+        kept = {one: self._claimed[self._claimants[one][0]].affinity_s for one in table if one.port}
+        return {one: affinity_s for one, affinity_s in kept.items() if affinity_s}
+
     def views(self) -> Iterator[ServiceView]:
         """Show every service, by name; after `take_change`."""
-        for name, service in sorted(self._services.items()):
-            claims = self._claimed.get(name, _NOTHING).claims
-            others = {
-                str(holder)
-                for frontend in claims
-                if (holder := self.holder(frontend)) not in (None, name)
-            }
-            problems = list(_describe_left(service))
-            if others:
-                problems.append(f"an address or port is that of {', '.join(sorted(others))}")
-            if name in self.room.refused:
-                problems.append("there is no room for it beside the older services")
-            shown = claims or self._resolve(service)
-            yield ServiceView(name, shown, bool(claims), "; ".join(problems))
+        for _, service in sorted(self._services.items()):
+            yield self._view(service)
+
+    def view(self, name: ServiceName) -> ServiceView | None:
+        """Show one service; None: there is none."""
+        service = self._services.get(name)
+        return self._view(service) if service is not None else None
+
+    def _view(self, service: ServiceFacts) -> ServiceView:
+        name = service.name
+        claims = self._claimed.get(name, _NOTHING).claims
+        others = {
+            str(holder)
+            for frontend in claims
+            if (holder := self.holder(frontend)) not in (None, name)
+        }
+        problems = [left.message for left in service.left]
+        if others:
+            problems.append(f"an address or port is that of {', '.join(sorted(others))}")
+        if name in self.room.refused:
+            problems.append("there is no room for it beside the older services")
+        shown = claims or self._resolve(service)
+        return ServiceView(name, shown, bool(claims), "; ".join(problems))
+
+    def count(self) -> ServiceCounts:
+        """Count what there is; from any thread."""
+        known, claimed = list(self._services.values()), list(self._claimed.values())
+        left = Counter(reason for one in known for reason in {left.reason for left in one.left})
+        if self.room.refused:
+            left["no-room"] = len(self.room.refused)
+        return ServiceCounts(
+            translated=len(claimed),
+            left=left,
+            known=len(known),
+            frontends=len(self._claimants),
+            back_ends=sum(len(ends) for one in claimed for ends in one.claims.values()),
+        )
+
+    def list_lacking(self, names: Iterable[ServiceName]) -> Iterator[ServiceFacts]:
+        """Give those of which something is left to the stack, and of which this node has a back end."""
+        for name in names:
+            service = self._services.get(name)
+            if service is not None and service.left and self._has_local_back_end(name):
+                yield service
+
+    def _has_local_back_end(self, name: ServiceName) -> bool:
+        slices = self._slices.get(name, {}).values()
+        return any(one.node == self.place.node for slice_ in slices for one in slice_.endpoints)
 
     def _claim(self, name: ServiceName) -> _Claimed:
         service = self._services.get(name)
-        if service is None or service.left_because:
+        if service is None or service.is_left:
             return _NOTHING
         claims = self._resolve(service)
-        return _Claimed(claims, service.created, service.external) if claims else _NOTHING
+        if not claims:
+            return _NOTHING
+        return _Claimed(claims, service.created, service.external, service.affinity_s)
 
     def _resolve(self, service: ServiceFacts) -> Claims:
         slices = list(self._slices.get(service.name, {}).values())
@@ -256,14 +323,6 @@ class Catalogue:
         if service.ports:
             claims |= {Frontend(address): () for address in service.addresses}
         return claims
-
-
-def _describe_left(service: ServiceFacts) -> Iterator[str]:
-    if service.left_because:
-        yield service.left_because
-    for port in service.sctp_ports:
-        yield f"port {port}/sctp is left to the stack: TCP and UDP are translated"
-    yield from service.left
 
 
 def _in_order(back_ends: Iterable[BackEnd]) -> tuple[BackEnd, ...]:

@@ -25,18 +25,18 @@ class Place:
 def choose_near(candidates: Iterable[Candidate], place: Place) -> set[BackEnd]:
     """Take those that are ready and that hints give to this place; without any that is ready, those that drain."""
     every = list(candidates)
-    ready = [one for one in every if one[1].is_ready]
-    return {one for one, _ in _hinted(ready, place)} or _draining(every)
+    ready = [candidate for candidate in every if candidate[1].is_ready]
+    return {back_end for back_end, _ in _hinted(ready, place)} or _draining(every)
 
 
 def choose_local(candidates: Iterable[Candidate], place: Place) -> set[BackEnd]:
     """Take those of this node alone (internalTrafficPolicy Local); without any that is ready, those that drain."""
-    here = [one for one in candidates if one[1].node == place.node]
-    return {one for one, endpoint in here if endpoint.is_ready} or _draining(here)
+    here = [candidate for candidate in candidates if candidate[1].node == place.node]
+    return {back_end for back_end, endpoint in here if endpoint.is_ready} or _draining(here)
 
 
 def _draining(candidates: Iterable[Candidate]) -> set[BackEnd]:
-    return {one for one, endpoint in candidates if endpoint.is_draining}
+    return {back_end for back_end, endpoint in candidates if endpoint.is_draining}
 
 
 def _hinted(ready: Collection[Candidate], place: Place) -> Collection[Candidate]:
@@ -48,7 +48,7 @@ def _hinted(ready: Collection[Candidate], place: Place) -> Collection[Candidate]
     )
     for name, read in kinds:
         if all(read(endpoint) for _, endpoint in ready):
-            near = [one for one in ready if name in read(one[1])]
+            near = [candidate for candidate in ready if name in read(candidate[1])]
             if near:
                 return near
     return ready

@@ -8,7 +8,13 @@ import ipaddress
 from collections.abc import Mapping
 from typing import Any, Final
 
-from podwire.control.services.facts import PROTOCOLS, SAME_NODE, SERVICE_NAME_LABEL
+from podwire.control.services.facts import (
+    AFFINITY_MAX_S,
+    CLIENT_IP,
+    PROTOCOLS,
+    SAME_NODE,
+    SERVICE_NAME_LABEL,
+)
 from podwire.control.services.reading import is_back_end_address
 from podwire.model.documents.fields import is_port_name, read_label_map
 from podwire.model.documents.reader import Faults, Node, root, shown
@@ -26,6 +32,7 @@ _SERVICE_FIELDS: Final = (
     "ipFamilyPolicy",
     "ports",
     "sessionAffinity",
+    "sessionAffinityConfig",
     "internalTrafficPolicy",
     "externalIPs",
     "externalTrafficPolicy",
@@ -46,7 +53,7 @@ def decode_service_document(document: Mapping[str, Any]) -> None:
     spec = root(document, faults).child("spec")
     if spec.expect_object(_SERVICE_FIELDS, _REFUSED):
         _check_choice(spec.child("type"), ("ClusterIP",))
-        _check_choice(spec.child("sessionAffinity"), ("None",))
+        _check_affinity(spec)
         for policy in ("internalTrafficPolicy", "externalTrafficPolicy"):
             _check_choice(spec.child(policy), ("Cluster", "Local"))
         spec.child("publishNotReadyAddresses").boolean()
@@ -59,6 +66,18 @@ def decode_service_document(document: Mapping[str, Any]) -> None:
         for port in ports:
             _check_service_port(port, len(ports), seen)
     faults.raise_if_any("decode Service", hint=HINT)
+
+
+def _check_affinity(spec: Node) -> None:
+    _check_choice(spec.child("sessionAffinity"), ("None", CLIENT_IP))
+    config = spec.child("sessionAffinityConfig")
+    if not config.present or not config.expect_object(("clientIP",)):
+        return
+    if spec.child("sessionAffinity").value != CLIENT_IP:
+        config.wrong(f"is there, and sessionAffinity is not {CLIENT_IP}")
+    client = config.child("clientIP")
+    if client.expect_object(("timeoutSeconds",)):
+        client.child("timeoutSeconds").integer(1, AFFINITY_MAX_S)
 
 
 def _check_choice(node: Node, allowed: tuple[str, ...]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from podwire.control.services.reading import (
+    Left,
     is_back_end_address,
     items_of,
     members_of,
@@ -19,48 +20,52 @@ from podwire.control.services.reading import (
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.networks import is_within
 
-PROXY_MODE: Final = "Proxy"
+PROXY_MODE: Final = "proxy-mode"
+"""Reason: somebody has wanted that."""
 _UNREADABLE: Final = "is no address that packets can be sent to"
 
 
 def read_external(
     document: Mapping[str, Any], pods: Sequence[IPNetwork]
-) -> tuple[tuple[IPAddress, ...], tuple[str, ...]]:
+) -> tuple[tuple[IPAddress, ...], tuple[Left, ...]]:
     """Give the addresses that are translated, and what is said of the others. `pods`: the ranges of all pods."""
     spec = members_of(document, "spec")
     found: dict[IPAddress, None] = {}
-    left: list[str] = []
+    left: list[Left] = []
     for text in texts_of(spec, "externalIPs"):
         address = read_address(text)
         if address is None or not is_back_end_address(address, address.version):
-            left.append(f"externalIP {text[:60]} {_UNREADABLE}")
+            left.append(Left("address", f"externalIP {text[:60]} {_UNREADABLE}"))
         else:
             found[address] = None
     for address, fault in _list_balanced(document):
         if why := fault or _find_limit(address, spec, pods):
-            left.append(f"load balancer's address {address} is left to the stack: {why}")
+            about = f"load balancer's address {address} is left to the stack"
+            left.append(Left(why.reason, f"{about}: {why.message}"))
         else:
             found[address] = None
     return tuple(found), tuple(left)
 
 
-def _list_balanced(document: Mapping[str, Any]) -> Iterator[tuple[IPAddress, str]]:
+def _list_balanced(document: Mapping[str, Any]) -> Iterator[tuple[IPAddress, Left | None]]:
     """Give the load balancer's addresses, each with what is wrong about it; those that are no address are names."""
     balancer = members_of(members_of(document, "status"), "loadBalancer")
     for ingress in items_of(balancer, "ingress"):
         address = read_address(text_of(ingress, "ip"))
         if address is None:
             continue
-        why = ""
-        if ingress.get("ipMode") == PROXY_MODE:
-            why = "the load balancer itself answers there (ipMode Proxy)"
+        why = None
+        if ingress.get("ipMode") == "Proxy":
+            why = Left(PROXY_MODE, "the load balancer itself answers there (ipMode Proxy)")
         elif not is_back_end_address(address, address.version):
-            why = f"it {_UNREADABLE}"
+            why = Left("address", f"it {_UNREADABLE}")
         yield address, why
 
 
-def _find_limit(address: IPAddress, spec: Mapping[str, Any], pods: Sequence[IPNetwork]) -> str:
-    """Say why the programs cannot keep loadBalancerSourceRanges, "" when every pod is in them or there are none.
+def _find_limit(
+    address: IPAddress, spec: Mapping[str, Any], pods: Sequence[IPNetwork]
+) -> Left | None:
+    """Say why the programs cannot keep loadBalancerSourceRanges, None when every pod is in them or there are none.
 
     The rows of a service know no sources. Which pods there are is known by the ranges of all pods alone.
     """
@@ -68,14 +73,14 @@ def _find_limit(address: IPAddress, spec: Mapping[str, Any], pods: Sequence[IPNe
     read = [_read_range(text.strip()) for text in texts]
     allowed = [one for one in read if one is not None and one.version == address.version]
     if None in read:
-        return "loadBalancerSourceRanges has what is no range"
+        return Left("source-ranges", "loadBalancerSourceRanges has what is no range")
     # As kube-proxy does it: none of the family is no limit.
     if not allowed or any(one.prefixlen == 0 for one in allowed):
-        return ""
+        return None
     mine = [one for one in pods if one.version == address.version]
     if mine and all(any(is_within(one, by) for by in allowed) for one in mine):
-        return ""
-    return "loadBalancerSourceRanges does not name all pods"
+        return None
+    return Left("source-ranges", "loadBalancerSourceRanges does not name all pods")
 
 
 def _read_range(text: str) -> IPNetwork | None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from podwire.control.services.external import read_external
 from podwire.control.services.reading import (
+    Left,
     is_back_end_address,
     items_of,
     members_of,
@@ -33,6 +34,10 @@ SCTP: Final = "SCTP"
 SAME_NODE: Final = "PreferSameNode"
 """Of trafficDistribution."""
 _FAMILIES: Final = {"IPv4": 4, "IPv6": 6}
+CLIENT_IP: Final = "ClientIP"
+AFFINITY_S: Final = 10_800
+AFFINITY_MAX_S: Final = 86_400
+"""Kubernetes' own default and limit of timeoutSeconds."""
 KINDS_OF_ENDPOINTS: Final = 20_000
 """Of which one object each is kept: a few for each node."""
 
@@ -71,12 +76,13 @@ class ServiceFacts:
     """internalTrafficPolicy Local: only back ends of this node answer."""
     external: tuple[IPAddress, ...] = ()
     """Where it is asked, too: externalIPs and those of load balancers. Their other ports are not refused."""
-    left_because: str = ""
-    """Why it is left to the stack; empty = it is translated."""
-    left: tuple[str, ...] = ()
+    affinity_s: int = 0
+    """For how long after its last flow a pod keeps its back end; 0: not at all."""
+    is_left: bool = False
+    """Whether it is left to the stack as a whole."""
+    left: tuple[Left, ...] = ()
     """What of it is left to the stack, and why."""
-    sctp_ports: tuple[int, ...] = ()
-    """Ports that are left to the stack, since the programs translate TCP and UDP only."""
+    uid: str = ""
     selector: tuple[tuple[str, str], ...] = ()
     """The labels of its pods; (): EndpointSlices alone say who answers."""
     prefers_node: bool = False
@@ -119,6 +125,7 @@ def decode_service(stored: StoredObject, pods: Sequence[IPNetwork] = ()) -> Serv
     read = (read_address(text) for text in texts)
     addresses = tuple(one for one in read if one and is_back_end_address(one, one.version))
     external, left = read_external(stored.document, pods)
+    whole = tuple(_find_reasons(spec))
     return ServiceFacts(
         name=ServiceName(stored.key.namespace, stored.key.name),
         created=stored.created,
@@ -126,9 +133,10 @@ def decode_service(stored: StoredObject, pods: Sequence[IPNetwork] = ()) -> Serv
         ports=tuple(_read_ports(spec)),
         is_local_only=spec.get("internalTrafficPolicy") == "Local",
         external=tuple(one for one in external if one not in addresses),
-        left_because=_find_reason(spec),
-        left=left,
-        sctp_ports=tuple(_read_sctp_ports(spec)),
+        affinity_s=_read_affinity(spec),
+        is_left=bool(whole),
+        left=(*whole, *_read_sctp_ports(spec), *left),
+        uid=stored.uid,
         selector=_read_selector(spec),
         prefers_node=spec.get("trafficDistribution") == SAME_NODE,
     )
@@ -138,10 +146,20 @@ def _read_selector(spec: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((key, str(value)) for key, value in members_of(spec, "selector").items()))
 
 
-def _find_reason(spec: Mapping[str, Any]) -> str:
-    if spec.get("sessionAffinity") not in (None, "", "None"):
-        return "it has session affinity"
-    return ""
+def _find_reasons(spec: Mapping[str, Any]) -> Iterator[Left]:
+    """Say why a service is left to the stack as a whole."""
+    if spec.get("sessionAffinity") not in (None, "", "None", CLIENT_IP):
+        yield Left("session-affinity", "its sessionAffinity is neither None nor ClientIP")
+
+
+def _read_affinity(spec: Mapping[str, Any]) -> int:
+    if spec.get("sessionAffinity") != CLIENT_IP:
+        return 0
+    config = members_of(members_of(spec, "sessionAffinityConfig"), "clientIP")
+    timeout_s = config.get("timeoutSeconds")
+    if not isinstance(timeout_s, int) or isinstance(timeout_s, bool):
+        return AFFINITY_S
+    return timeout_s if 0 < timeout_s <= AFFINITY_MAX_S else AFFINITY_S
 
 
 def _read_ports(spec: Mapping[str, Any]) -> Iterator[ServicePort]:
@@ -157,10 +175,13 @@ def _read_target(port: Mapping[str, Any]) -> int | str:
     return target if isinstance(target, int | str) and not isinstance(target, bool) else 0
 
 
-def _read_sctp_ports(spec: Mapping[str, Any]) -> Iterator[int]:
+def _read_sctp_ports(spec: Mapping[str, Any]) -> Iterator[Left]:
     for port in items_of(spec, "ports"):
         if port.get("protocol") == SCTP and (number := read_port(port)):
-            yield number
+            yield Left(
+                "sctp",
+                f"port {number}/sctp is left to the stack: the programs translate TCP and UDP",
+            )
 
 
 def decode_slice(stored: StoredObject) -> SliceFacts | None:

@@ -5,9 +5,20 @@ Used by the other modules of `control.services`. Pure.
 
 import ipaddress
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from podwire.model.endpoint import IPAddress
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Something that is left to the stack."""
+
+    reason: str
+    """One word for metrics."""
+    message: str
+
 
 _BROADCAST: Final = ipaddress.IPv4Address("255.255.255.255")
 _PORT_MAX: Final = 65535

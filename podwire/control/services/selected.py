@@ -124,7 +124,7 @@ class SelectedPods:
         self, pods: Mapping[IPAddress, int], before: Iterable[IPAddress], *, own: bool
     ) -> set[ServiceName]:
         touched: set[ServiceName] = set()
-        for address in [one for one in before if one not in pods]:
+        for address in [known for known in before if known not in pods]:
             touched |= self._put(address, None, own=own)
         for address, identity in pods.items():
             if own or address not in self._own:
@@ -187,7 +187,9 @@ def _list_ports(
     ports: Iterable[ServicePort], facts: IdentityFacts
 ) -> Iterator[tuple[tuple[str, int], int]]:
     """Give the numbers that ports of a service have at pods of an identity; one of a name that they lack has none."""
-    named = {(one.name, one.protocol): one.port for one in facts.named_ports}
+    named = {
+        (named_port.name, named_port.protocol): named_port.port for named_port in facts.named_ports
+    }
     for port in ports:
         if isinstance(port.target, int):
             yield (port.name, port.protocol), port.target or port.port

@@ -76,8 +76,8 @@ _RTA_TABLE: Final = 15
 _RTA_VIA: Final = 18
 _RTA_EXPIRES: Final = 23
 _RTAX_MTU: Final = 2
-_NDA_DST: Final = 1
-_NDA_LLADDR: Final = 2
+NDA_DST: Final = 1
+NDA_LLADDR: Final = 2
 _FRA_SRC: Final = 2
 _FRA_PRIORITY: Final = 6
 _FRA_TABLE: Final = 15
@@ -93,7 +93,7 @@ _RTMSG_PROTOCOL: Final = 5
 _RTMSG_SCOPE: Final = 6
 """The offset of the scope in it."""
 _NETWORKS_REMEMBERED: Final = 1024
-_NDMSG: Final = struct.Struct("=BxxxiHBB")
+NDMSG: Final = struct.Struct("=BxxxiHBB")
 """ndmsg: family, index, state, flags, type."""
 
 
@@ -275,7 +275,7 @@ def read_next_hops(body: bytes) -> frozenset[IPAddress]:
 
 def set_neighbour(wanted: Neighbour) -> Request:
     """Add or replace a neighbour entry that never expires."""
-    body = _neighbour_body(wanted) + attribute(_NDA_LLADDR, parse_mac(wanted.mac))
+    body = _neighbour_body(wanted) + attribute(NDA_LLADDR, parse_mac(wanted.mac))
     return Request(
         RTM_NEWNEIGH, NLM_F_CREATE | NLM_F_REPLACE, body, "set neighbour", wanted.address
     )
@@ -288,7 +288,7 @@ def delete_neighbour(unwanted: Neighbour) -> Request:
 
 def list_neighbours(index: int = 0) -> Request:
     """Ask for the neighbour entries of one device, or of all."""
-    body = _NDMSG.pack(0, 0, 0, 0, 0)
+    body = NDMSG.pack(0, 0, 0, 0, 0)
     if index:
         # A strict dump refuses an index in the header (net/core/neighbour.c:neigh_valid_dump_req).
         body += attribute_u32(_NDA_IFINDEX, index)
@@ -297,11 +297,11 @@ def list_neighbours(index: int = 0) -> Request:
 
 def read_neighbour(body: bytes) -> Neighbour:
     """Read one answer to `list_neighbours`."""
-    (_, index, state, _, _), attributes = unpack_body(_NDMSG, body)
+    (_, index, state, _, _), attributes = unpack_body(NDMSG, body)
     return Neighbour(
         index=index,
-        address=_read_ip(attributes.get(_NDA_DST, b"")),
-        mac=attributes.get(_NDA_LLADDR, b"").hex(":"),
+        address=_read_ip(attributes.get(NDA_DST, b"")),
+        mac=attributes.get(NDA_LLADDR, b"").hex(":"),
         permanent=bool(state & NEIGHBOUR_PERMANENT),
     )
 
@@ -394,9 +394,9 @@ def _route_body(route: Route) -> bytes:
 
 def _neighbour_body(neighbour: Neighbour) -> bytes:
     state = NEIGHBOUR_PERMANENT if neighbour.permanent else 0
-    return _NDMSG.pack(
-        _family(neighbour.address.version), neighbour.index, state, 0, 0
-    ) + attribute(_NDA_DST, neighbour.address.packed)
+    return NDMSG.pack(_family(neighbour.address.version), neighbour.index, state, 0, 0) + attribute(
+        NDA_DST, neighbour.address.packed
+    )
 
 
 def _rule_body(rule: SourceRule) -> bytes:

@@ -27,7 +27,15 @@ from podwire.kernel.rtnl.link import (
     parse_mac,
     read_settings,
 )
-from podwire.kernel.rtnl.route import NEIGHBOUR_PERMANENT, RTM_DELNEIGH, RTM_GETNEIGH, RTM_NEWNEIGH
+from podwire.kernel.rtnl.route import (
+    NDA_DST,
+    NDA_LLADDR,
+    NDMSG,
+    NEIGHBOUR_PERMANENT,
+    RTM_DELNEIGH,
+    RTM_GETNEIGH,
+    RTM_NEWNEIGH,
+)
 from podwire.model.endpoint import IPAddress
 
 KIND: Final = "vxlan"
@@ -37,14 +45,10 @@ _IFLA_LEARNING: Final = 7
 _IFLA_PORT: Final = 15
 _IFLA_LOCAL6: Final = 17
 _IFLA_COLLECT_METADATA: Final = 25
-_NDA_DST: Final = 1
-_NDA_LLADDR: Final = 2
 _NDA_IFINDEX: Final = 8
 _AF_BRIDGE: Final = 7
 _NUD_NOARP: Final = 0x40
 _NTF_SELF: Final = 0x02
-_NDMSG: Final = struct.Struct("=BxxxiHBB")
-"""ndmsg: family, index, state, flags, type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,18 +130,18 @@ def delete_forwarding(unwanted: ForwardingEntry) -> Request:
 
 def list_forwarding(index: int) -> Request:
     """Ask for the entries of one device."""
-    body = _NDMSG.pack(_AF_BRIDGE, 0, 0, 0, 0) + attribute_u32(_NDA_IFINDEX, index)
+    body = NDMSG.pack(_AF_BRIDGE, 0, 0, 0, 0) + attribute_u32(_NDA_IFINDEX, index)
     return Request(RTM_GETNEIGH, 0, body, "list forwarding entries of device", f"index {index}")
 
 
 def read_forwarding(body: bytes) -> ForwardingEntry | None:
     """Read one answer to `list_forwarding`; None for an entry that leads to no address."""
-    (_, index, _, _, _), attributes = unpack_body(_NDMSG, body)
-    raw = attributes.get(_NDA_DST)
+    (_, index, _, _, _), attributes = unpack_body(NDMSG, body)
+    raw = attributes.get(NDA_DST)
     if raw is None:
         return None
     return ForwardingEntry(
-        index, attributes.get(_NDA_LLADDR, b"").hex(":"), ipaddress.ip_address(raw)
+        index, attributes.get(NDA_LLADDR, b"").hex(":"), ipaddress.ip_address(raw)
     )
 
 
@@ -145,9 +149,9 @@ def _forwarding_body(entry: ForwardingEntry) -> bytes:
     state = NEIGHBOUR_PERMANENT | _NUD_NOARP
     return (
         # SELF: the device's own table, and not that of a bridge which it may be a port of.
-        _NDMSG.pack(_AF_BRIDGE, entry.index, state, _NTF_SELF, 0)
-        + attribute(_NDA_LLADDR, parse_mac(entry.mac))
-        + attribute(_NDA_DST, entry.destination.packed)
+        NDMSG.pack(_AF_BRIDGE, entry.index, state, _NTF_SELF, 0)
+        + attribute(NDA_LLADDR, parse_mac(entry.mac))
+        + attribute(NDA_DST, entry.destination.packed)
     )
 
 

@@ -6,29 +6,36 @@ becomes one change. Until both kinds were listed, what an earlier agent wrote st
 missed; a change that could not be written is written with the next try.
 """
 
+import ipaddress
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from podwire.agent.duties.follower import KindList, StoreFollower
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.duties.worker import FOREVER_S, Worker
+from podwire.agent.metrics import Gauge
 from podwire.control.identity.known import IdentityChange
 from podwire.control.kubernetes.core_node import read_zone
 from podwire.control.services.catalogue import KINDS, Catalogue, ServiceView
 from podwire.control.services.choose import Place
-from podwire.control.services.facts import ServiceName
+from podwire.control.services.external import PROXY_MODE
+from podwire.control.services.facts import PROTOCOLS, ServiceName
+from podwire.control.services.reading import Left
 from podwire.model.endpoint import IPAddress
 from podwire.model.errors import PodwireError
 from podwire.model.ids import IdentityId
-from podwire.model.interfaces import ServiceDatapath
-from podwire.model.store import Revisions, Store, StoredObject, StoreEvent
-from podwire.model.store.kinds import CORE_NODE
+from podwire.model.interfaces import Frontend, ServiceDatapath
+from podwire.model.store import ObjectKey, Revisions, Store, StoredObject, StoreEvent
+from podwire.model.store.events import Events, NoEvents, Subject
+from podwire.model.store.kinds import CORE_NODE, SERVICE
 
 RETRY_S: Final = 5.0
+NOT_TRANSLATED: Final = "ServiceNotTranslated"
+"""Reason of Events."""
 REFUSED_NAMED: Final = 5
 """Of services without room, in a message."""
 
@@ -69,6 +76,7 @@ class ServiceDuty:
     shared: SharedWatch | None = None
     has_core_nodes: bool = False
     """Whether the store is Kubernetes, where this node's core Node says in which zone it is."""
+    events: Events = field(default_factory=NoEvents)
     pods: PodSource | None = None
     """For services that choose pods by labels; None where a controller writes EndpointSlices of them."""
     _reading: threading.Lock = field(default_factory=threading.Lock)
@@ -76,6 +84,8 @@ class ServiceDuty:
     _listed: set[str] = field(default_factory=set)
     _is_owed: bool = True
     """The whole table has to be written: nothing was so far, or the last change failed."""
+    _told: dict[ServiceName, tuple[Left, ...]] = field(default_factory=dict)
+    """What Events have said of services."""
     _complaints: dict[str, str] = field(default_factory=dict)
     """What is wrong with the store, the last change and the room; each ends by itself."""
     _learnt: deque[int] = field(default_factory=deque)
@@ -100,6 +110,53 @@ class ServiceDuty:
         """Show what is known, from any thread."""
         with self._reading:
             return list(self.catalogue.views())
+
+    def find(self, name: ServiceName) -> ServiceView | None:
+        """Show one service, from any thread; None: there is none."""
+        with self._reading:
+            return self.catalogue.view(name)
+
+    def find_holder(self, address: str, port: int, protocol: str) -> ServiceName | None:
+        """Say whose an address and port are, or only the address; from any thread, at once."""
+        number, at = PROTOCOLS.get(protocol.upper()), ipaddress.ip_address(address)
+        if number is None:
+            return None
+        return self.catalogue.holder(Frontend(at, port, number)) or self.catalogue.holder(
+            Frontend(at)
+        )
+
+    def gauges(self) -> list[Gauge]:
+        """Give the figures that are looked up at each scrape."""
+        count = self.catalogue.count
+        return [
+            Gauge(
+                "services",
+                "Services, by who translates what pods send to them",
+                ("by",),
+                lambda: {
+                    ("podwire",): (now := count()).translated,
+                    ("stack",): now.known - now.translated,
+                },
+            ),
+            Gauge(
+                "services_left",
+                "Services of which something is left to the stack, by reason",
+                ("reason",),
+                lambda: {(reason,): float(number) for reason, number in count().left.items()},
+            ),
+            Gauge(
+                "service_frontends",
+                "Addresses and ports of services that the programs know",
+                (),
+                lambda: {(): float(count().frontends)},
+            ),
+            Gauge(
+                "service_back_ends",
+                "Back ends in all lists of services",
+                (),
+                lambda: {(): float(count().back_ends)},
+            ),
+        ]
 
     def pods_changed(self) -> None:
         """Hear that pods have come, changed or gone, here or on other nodes; from any thread, cheap."""
@@ -170,18 +227,37 @@ class ServiceDuty:
             with self._reading:
                 change = self.catalogue.take_change()
                 table = self.catalogue.table() if self._is_owed else None
+                affinity = self.catalogue.affinity(table) if table is not None else change.affinity
                 refused = sorted(self.catalogue.room.refused)
             # Until it is done, what is in force is no known state.
             self._is_owed = True
             if table is not None:
-                self.datapath.write(table)
+                self.datapath.write(table, affinity)
             elif change.put or change.gone:
-                self.datapath.change(change.put, change.gone)
+                self.datapath.change(change.put, change.gone, affinity)
             self._is_owed = False
+        self._tell(change.touched)
         self._complain("change", "")
         self._complain("room", _describe_refused(refused))
         self.observe("services", "apply", (time.monotonic() - begin_s) * 1e3)
         return FOREVER_S
+
+    def _tell(self, touched: Collection[ServiceName]) -> None:
+        """Tell at services what of them is left to the stack: the nodes of their back ends do, once for each thing."""
+        with self._reading:
+            lacking = {one.name: one for one in self.catalogue.list_lacking(touched)}
+        for name in touched:
+            service = lacking.get(name)
+            if service is None:
+                self._told.pop(name, None)
+            elif self._told.get(name) != service.left:
+                self._told[name] = service.left
+                if all(left.reason == PROXY_MODE for left in service.left):
+                    continue  # as somebody has wanted it
+                key = ObjectKey(SERVICE.plural, name.namespace, name.name)
+                said = "; ".join(left.message for left in service.left)
+                hint = "kube-proxy serves it, behind the egress policies of pods"
+                self.events.tell(Subject(key, service.uid), NOT_TRANSLATED, f"{said}; {hint}")
 
     def _gather_pods(self) -> bool:
         """Have services know the pods that they choose; False: nobody knows yet which there are. Nobody collects any

@@ -167,7 +167,7 @@ def _furnish(cluster: BareCluster) -> None:
     for node in cluster.plan.nodes:
         spec = {"podCIDR": node.pod_cidrs[0], "podCIDRs": list(node.pod_cidrs)}
         cluster.client.create("/api/v1/nodes", {"metadata": {"name": node.name}, "spec": spec})
-        addresses = [{"type": "InternalIP", "address": one} for one in node.addresses]
+        addresses = [{"type": "InternalIP", "address": address} for address in node.addresses]
         status = {"status": {"addresses": addresses}}
         cluster.client.patch(f"/api/v1/nodes/{node.name}/status", status)
     cluster.add_namespace("default")

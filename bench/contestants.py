@@ -188,6 +188,25 @@ def compile_c(name: str, directory: Path) -> str:
     return str(target)
 
 
+def compile_bpf(name: str, directory: Path) -> bytes:
+    """Compile one of the BPF programs below this directory; gives its object."""
+    target = directory / f"{name}.bpf.o"
+    if not target.exists():
+        machine = subprocess.run(
+            ["clang", "-print-multiarch"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+        include = f"/usr/include/{machine or 'x86_64-linux-gnu'}"
+        flags = ["-O2", "-g", "-target", "bpf", "-mcpu=v3", "-isystem", include]
+        source = str(HERE / "bpf" / f"{name}.bpf.c")
+        subprocess.run(["clang", *flags, "-c", source, "-o", str(target)], check=True)
+    return target.read_bytes()
+
+
+def mac_number(mac: str) -> int:
+    """Give a MAC as programs here take it: its first byte is the lowest."""
+    return int.from_bytes(bytes.fromhex(mac.replace(":", "")), "little")
+
+
 @contextmanager
 def pod_namespace() -> Iterator[str]:
     """Give a fresh namespace for one pod."""

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from bench import results_file
 from bench.contestants import (
-    HERE,
     Contestant,
+    compile_bpf,
     compile_c,
+    mac_number,
     one_node,
     pod_namespace,
     podwire_on,
@@ -176,30 +177,17 @@ def _swapped_programs(
 
 @contextmanager
 def _empty_redirect(target: AttachedPod, directory: Path) -> Iterator[Program]:
-    compiled = directory / "redirect.bpf.o"
-    if not compiled.exists():
-        source = HERE / "bpf" / "redirect.bpf.c"
-        machine = subprocess.run(
-            ["clang", "-print-multiarch"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-        include = f"/usr/include/{machine or 'x86_64-linux-gnu'}"
-        flags = ["-O2", "-g", "-target", "bpf", "-mcpu=v3", "-isystem", include]
-        subprocess.run(["clang", *flags, "-c", str(source), "-o", str(compiled)], check=True)
-    with BpfObject(compiled.read_bytes(), "redirect") as loaded:
+    with BpfObject(compile_bpf("redirect", directory), "redirect") as loaded:
         loaded.set_constants(
             {
                 "target_index": target.host_index,
-                "destination_mac": _mac_number(target.mac),
-                "source_mac": _mac_number(target.host_mac),
+                "destination_mac": mac_number(target.mac),
+                "source_mac": mac_number(target.host_mac),
             }
         )
         loaded.load()
         with loaded.take_program("redirect") as program:
             yield program
-
-
-def _mac_number(mac: str) -> int:
-    return int.from_bytes(bytes.fromhex(mac.replace(":", "")), "little")
 
 
 def _median(samples: Sequence[float]) -> float:

@@ -5,7 +5,6 @@ Called by the agent's socket for replies and by `cni.netconf` for prevResult. Sh
 """
 
 import ipaddress
-import json
 from typing import Any, Final
 
 import msgspec
@@ -30,7 +29,7 @@ _HINT: Final = "the runtime must hand back what ADD answered; DEL and ADD the at
 def encode_result(version: str, result: AttachResult) -> bytes:
     """Write `result` as JSON in `version`, which must be one of SUPPORTED_CNI_VERSIONS."""
     shape = _encode_old if version in _OLD_SHAPE else _encode_new
-    return json.dumps(shape(version, result), separators=(",", ":")).encode()
+    return msgspec.json.encode(shape(version, result))
 
 
 def decode_result(version: str, raw: object) -> AttachResult:

@@ -106,6 +106,11 @@ class HostSide:
     sources: SourceAddresses
 
     @cached_property
+    def own_cookie(self) -> int:
+        """The namespace that the node is in, as the thread that asks first."""
+        return netns.current_cookie()
+
+    @cached_property
     def pairs(self) -> EncodedPlan:
         """The message that makes a pair."""
         return EncodedPlan(_plan_pair, self.node_name)
@@ -187,7 +192,7 @@ def create_device(
     """
     # Pods in the host's network need no CNI. With the host taken for a pod, address and default route would be set on
     # the host.
-    if namespace.cookie == netns.current_cookie():
+    if namespace.cookie == side.own_cookie:
         raise InvalidEnvironment(
             f"create device pair {record.device.host_name!r}: the pod's namespace"
             f" {namespace.path!r} is the host's own",

@@ -138,6 +138,19 @@ def parse_attributes(data: bytes) -> Attributes:
     return attributes
 
 
+def find_attribute(data: bytes, wanted: int) -> bytes | None:
+    """Give the first attribute with a number, without decoding those behind it; None when there is none."""
+    offset, end = 0, len(data)
+    while offset + 4 <= end:
+        length, kind = _ATTRIBUTE.unpack_from(data, offset)
+        if length < 4 or offset + length > end:
+            raise malformed(f"attribute of {length} bytes where {end - offset} are left")
+        if kind & _NLA_TYPE_MASK == wanted:
+            return data[offset + 4 : offset + length]
+        offset += (length + 3) & ~3
+    return None
+
+
 def unpack_body(layout: struct.Struct, body: bytes) -> tuple[tuple[int, ...], Attributes]:
     """Split a message's body into its fixed header and its attributes."""
     if len(body) < layout.size:

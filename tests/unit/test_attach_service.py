@@ -304,3 +304,19 @@ def test_numbers_that_the_kernel_knows_are_not_given_again_when_the_journal_is_l
     node.service.add(request(container="c2"), NETNS)
     [successor] = node.table
     assert successor.record.id > endpoint.record.id
+
+
+def test_an_add_is_told_of_once_when_it_is_complete(node: FakeNode) -> None:
+    seen: list[set[Phase]] = []
+    node.table.changed = lambda: seen.append({one.record.phase for one in node.table})
+    node.service.add(request(), NETNS)
+    assert seen == [{Phase.LIVE}]
+
+
+def test_an_add_that_fails_is_told_of_when_it_ends(node: FakeNode) -> None:
+    told: list[int] = []
+    node.table.changed = lambda: told.append(len(node.table))
+    node.datapath.fail["create_device"] = KernelFailure(16, "create", "pw0")
+    with pytest.raises(PodwireError):
+        node.service.add(request(), NETNS)
+    assert told

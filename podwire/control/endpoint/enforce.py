@@ -162,7 +162,10 @@ class Enforcer:
             # What this changes for others is to be reported also when this endpoint cannot follow.
             self.apply("policy changed")
         renew = row is not None and _bases_of_verdicts(row) != _bases_of_verdicts(base)
-        self._report(self.engine.attach(record.id, record.identity, renew=renew), "policy changed")
+        outcome = self.engine.attach(record.id, record.identity, renew=renew)
+        # Mostly nothing is to be told: a report looks at every endpoint of the node.
+        if outcome.changed or outcome.recovered or outcome.failed or self.failures:
+            self._report(outcome, "policy changed")
         self._mend()
         return self.engine.config_for(record.identity).fill(base)
 

@@ -78,7 +78,10 @@ class EndpointTable:
         return len(self._by_id)
 
     def insert(self, endpoint: Endpoint) -> None:
-        """Add an endpoint; its id must be new. A key or address still held by an ending endpoint moves to this one."""
+        """Add an endpoint; its id must be new. A key or address still held by an ending endpoint moves to this one.
+
+        `changed` hears of it with its next record: an ADD that has just begun must not wake a thread.
+        """
         record = endpoint.record
         if record.id in self._by_id:
             raise Bug(f"insert endpoint {record.id}: the id is taken")
@@ -87,7 +90,6 @@ class EndpointTable:
         self._by_container.setdefault(record.key.container_id, set()).add(record.id)
         for address in record.addresses:
             self._by_address[address] = record.id
-        self.changed()
 
     def replace_record(self, record: EndpointRecord) -> None:
         """Give an endpoint another record with the same id, key and addresses."""

@@ -17,6 +17,7 @@ from podwire.kernel.netlink import (
     attribute,
     attribute_text,
     attribute_u32,
+    find_attribute,
     nested,
     parse_attributes,
     read_text,
@@ -250,10 +251,9 @@ def is_operating(body: bytes) -> bool:
 
     Only then it has its queue; before, it drops what it is to send.
     """
-    _, attributes = unpack_body(_IFINFO, body)
     # net/core/link_watch.c:linkwatch_do_dev sets the state and activates the queue under one hold of the RTNL lock:
     # the state tells of the queue.
-    return attributes.get(_IFLA_OPERSTATE) == _IF_OPER_UP
+    return find_attribute(body[_IFINFO.size :], _IFLA_OPERSTATE) == _IF_OPER_UP
 
 
 def read_settings(body: bytes, kind: str) -> Attributes | None:

@@ -88,6 +88,7 @@ OFFERS: Final = (
     _offer("elsewhere", {"name": "far"}, internalTrafficPolicy="Local"),
     _offer("itself", {"app": "client"}, "client"),
     _offer("outside", {"name": "far"}, "far", externalIPs=EXTERNAL),
+    _offer("sticky", {"app": "web"}, "near", "far", is_named=True, sessionAffinity="ClientIP"),
     _offer("nobody", {"app": "nobody"}),
     _offer("node-here", {"app": "node-here"}, "node-here"),
     _offer("node-there", {"app": "node-there"}, "node-there"),
@@ -161,6 +162,16 @@ class Market:
             if fault := self._find_fault(rules, target, expected[target], outcome):
                 faults.append(f"{self._name_of(target)}: {fault}: {outcome}")
         return faults
+
+    def ask_again(self, name: str, times: int) -> Mapping[str, set[str]]:
+        """Ask a service so often by each of its addresses, one question after the other; gives who answers there."""
+        answers: dict[str, set[str]] = {}
+        for address in self.cluster_ips(name).values():
+            for _ in range(times):
+                with Asker(self._fd.fileno(), self.agents.sockets) as asker:
+                    (outcome,) = asker.ask([Target("tcp", address, PORT)]).values()
+                answers.setdefault(address, set()).add(self._who(outcome))
+        return answers
 
     def _list_questions(self) -> Iterator[tuple[Target, frozenset[str]]]:
         for offer in OFFERS:

@@ -34,6 +34,7 @@ ONLY_PROXY: Final = {
         "ingress": [{"from": [{"podSelector": {"matchLabels": {"app": "proxy"}}}]}],
     },
 }
+HOST_PORT: Final = 18080
 Pods = list[Mapping[str, Any]]
 
 
@@ -77,6 +78,23 @@ def test_every_replica_reaches_every_other(cluster: Cluster) -> None:
         for address in addresses_of(web)
     }
     assert all(attempt.ok for attempt in attempts.values()), attempts
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_host_port_is_served_on_its_node_alone_until_the_pod_ends(cluster: Cluster) -> None:
+    web = pods.describe("web", node="node1", labels={"app": "web"})
+    web["spec"]["containers"][0]["ports"] = [{"containerPort": 80, "hostPort": HOST_PORT}]
+    cluster.apply(web)
+    cluster.wait_for_pods(1, selector="app=web")
+    nodes = {name: cluster.node(name).machine.plan for name in ("node1", "node2")}
+    here, there = (one.address for one in nodes.values())
+    client = start_client(cluster, "node2")
+    for network in (nodes["node2"].namespace, client):
+        assert traffic.connect(network, here, HOST_PORT, timeout_s=60).ok
+        assert not traffic.connect(network, there, HOST_PORT).ok
+    assert traffic.connect(nodes["node1"].namespace, "127.0.0.1", HOST_PORT, timeout_s=60).ok
+    cluster.kubectl("delete", "pod", "web", "--now")
+    wait_for(lambda: not traffic.connect(client, here, HOST_PORT).ok, "the port to be closed")
 
 
 @pytest.mark.usefixtures("clean")

@@ -397,9 +397,20 @@ def test_nothing_is_lost_when_all_are_killed_in_a_rollout(
     wait_until_all_agree(cluster, network)
 
 
+SIGNS: Final = (
+    *("/etc/cni/net.d/05-podwire.conflist", "/opt/cni/bin/podwire-cni", "/opt/cni/bin/loopback"),
+    *("/run/podwire", "/var/lib/podwire", "/sys/fs/bpf/podwire"),
+    *("alias podwire:", "10.244.", "qdisc clsact", "table inet podwire"),
+)
+"""What a node shows of podwire while it is installed and has no pod."""
+
+
 def test_the_last_step_of_the_documentation_leaves_nothing_in_force(
     cluster: Cluster, network: Podwire
 ) -> None:
-    assert network.list_left(cluster)
+    there = network.list_left(cluster)
+    for node in cluster.nodes:
+        for sign in SIGNS:
+            assert any(one.startswith(f"{node.name}: {sign}") for one in there), (sign, there)
     network.remove(cluster)
     assert not network.list_left(cluster)

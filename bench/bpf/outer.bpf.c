@@ -11,12 +11,12 @@
 #include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
 
-#define TTL 64
+#define TTL	      64
 #define DONT_FRAGMENT 0x4000
-#define LOWEST_PORT 32768
-#define PASS_ON 0 /* TC_ACT_OK */
-#define DROP 2 /* TC_ACT_SHOT */
-#define GROWTH ((int)sizeof(struct outer))
+#define LOWEST_PORT   32768
+#define PASS_ON	      0 /* TC_ACT_OK */
+#define DROP	      2 /* TC_ACT_SHOT */
+#define GROWTH	      ((int)sizeof(struct outer))
 
 const volatile __u32 uplink_index;
 const volatile __u32 own_be;

@@ -241,9 +241,9 @@ def list_reserved_ports(config: AgentConfig) -> list[ReservedPort]:
         addresses = EACH_ADDRESS.values() if address == EACH_ADDRESS[6] else (address,)
         reserved += [
             ReservedPort(
-                HostSocket(one, PROTOCOLS["TCP"], int(port)),
+                HostSocket(served, PROTOCOLS["TCP"], int(port)),
                 "where this agent serves its metrics (metrics_listen)",
             )
-            for one in addresses
+            for served in addresses
         ]
     return reserved

@@ -171,11 +171,11 @@ def _trace_lines(document: Row) -> list[str]:
     lines = [f"{document['verdict']}  (policy revision {document['revision']})"]
     if not document.get("backEnds"):
         return lines + _end_lines(document, "  ")
-    for one in document["backEnds"]:
-        pod = f" ({one['pod']})" if one["pod"] else ""
-        place = f"[{one['address']}]" if ":" in one["address"] else one["address"]
-        lines.append(f"  back end {place}:{one['port']}{pod}: {one['verdict']}")
-        lines += _end_lines(one, "    ")
+    for back_end in document["backEnds"]:
+        pod = f" ({back_end['pod']})" if back_end["pod"] else ""
+        place = f"[{back_end['address']}]" if ":" in back_end["address"] else back_end["address"]
+        lines.append(f"  back end {place}:{back_end['port']}{pod}: {back_end['verdict']}")
+        lines += _end_lines(back_end, "    ")
     return lines
 
 

@@ -324,6 +324,11 @@ class Masquerade:
     def _render(self, plan: MasqueradePlan) -> str:
         return render_table(plan, serves_host_ports=bool(self._ports))
 
+    @property
+    def host_ports(self) -> HostPortTable:
+        """The ports of the host that lead to pods."""
+        return self._ports
+
     def write_host_ports(self, ports: HostPortTable) -> None:
         """Lead exactly these ports of the host to pods: one element of a map for each that comes or goes.
 

@@ -48,6 +48,7 @@ from podwire.datapath.programs import (
 )
 from podwire.datapath.reaper import Reaper
 from podwire.datapath.service_maps import ServiceMaps
+from podwire.datapath.stack_flows import forget_outdated
 from podwire.datapath.templates import read_template
 from podwire.datapath.tunnel import TunnelPrograms
 from podwire.kernel.bpf_program import Packet
@@ -311,7 +312,10 @@ class KernelDatapath:
 
     def write_host_ports(self, wanted: HostPortTable) -> None:
         """Lead exactly these ports of the host to pods."""
-        self._node.masquerade.write_host_ports(wanted)
+        masquerade = self._node.masquerade
+        before = masquerade.host_ports
+        masquerade.write_host_ports(wanted)
+        forget_outdated(before, wanted)
 
     def close_endpoint(self, record: EndpointRecord) -> None:
         """Take every row of the endpoint out of the maps."""

@@ -139,7 +139,7 @@ def _services(maps: NodeMaps) -> Iterator[Row]:
             "port": asked.port,
             "protocol": protocol_name(asked.protocol) if asked.protocol else "any",
             "service": row.service,
-            "back_ends": [f"{one.address} {one.port}" for one in row.back_ends],
+            "back_ends": [f"{back_end.address} {back_end.port}" for back_end in row.back_ends],
             "numbers": list(row.slots),
             "affinity_s": row.affinity_s,
         }

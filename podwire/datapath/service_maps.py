@@ -133,7 +133,7 @@ class ServiceMaps:
         return growth
 
     def _change(self, put: ServiceTable, gone: Sequence[Frontend], affinity: Affinity) -> int:
-        fresh = {one for back_ends in put.values() for one in back_ends} - self._back_ends.keys()
+        fresh = self._find_fresh(put)
         self._add_back_ends(fresh)
         written = len(fresh)
         for frontend, back_ends in put.items():
@@ -162,12 +162,18 @@ class ServiceMaps:
     def _fits_beside(self, put: ServiceTable, affinity: Affinity) -> bool:
         """Tell whether all of it fits beside what is there: rows that go, go last."""
         slots = self._rows + _sum_sizes(put, affinity)
-        fresh = {one for back_ends in put.values() for one in back_ends} - self._back_ends.keys()
+        frontends = len(self._lists) + sum(one not in self._lists for one in put)
+        back_ends = len(self._back_ends) + len(self._find_fresh(put))
         return (
-            len(self._lists.keys() | put.keys()) <= self._maps.pw_services.info.max_entries
+            frontends <= self._maps.pw_services.info.max_entries
             and slots <= self._maps.pw_service_list.info.max_entries
-            and len(self._back_ends) + len(fresh) <= self._maps.pw_back_ends.info.max_entries
+            and back_ends <= self._maps.pw_back_ends.info.max_entries
         )
+
+    def _find_fresh(self, put: ServiceTable) -> set[BackEnd]:
+        """Give the back ends that have no row yet."""
+        # Not by the difference of sets: that walks all that there are, 0.2 s for a hundred thousand.
+        return {one for ends in put.values() for one in ends if one not in self._back_ends}
 
     def _take_number(self) -> int:
         while True:

@@ -182,16 +182,16 @@ _LITTLE: Final = struct.pack("=H", 1) == b"\x01\x00"
 
 
 class NetlinkSocket(Closing):
-    """A route socket: `execute` changes, `dump` and `get` look.
+    """A socket of rtnetlink, or of another protocol: `execute` changes, `dump` and `get` look.
 
     One exchange at a time (it locks itself).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, protocol: int = socket.NETLINK_ROUTE) -> None:
         self._lock = threading.Lock()
         self._sequence = 0
         self._socket = socket.socket(
-            socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE
+            socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, protocol
         )
         # CAP_ACK: an error does not quote the request, which may be longer than the receive buffer has room for.
         # EXT_ACK: it says why in words. STRICT_CHK: the kernel filters dumps by what the request names; without it a

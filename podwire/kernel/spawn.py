@@ -8,6 +8,7 @@ outlives its deadline, and none is left unreaped.
 
 import contextlib
 import errno
+import math
 import os
 import select
 import signal
@@ -66,7 +67,7 @@ class Child:
             limit = None if timeout_s is None else max(0.0, timeout_s)
             # A pidfd becomes readable at the end of this very process; SIGCHLD would be of all children, and goes to
             # the main thread.
-            if select.select([self._pidfd.fileno()], [], [], limit)[0]:
+            if _wait_for([self._pidfd.fileno()], [], limit)[0]:
                 self._reap()
         return self._status
 
@@ -226,7 +227,7 @@ def _converse(
         ended = child.wait(0) is not None
         limit = 0.0 if ended else max(0.0, deadline - time.monotonic())
         watched = [*reading, *([] if ended else [child.fileno()])]
-        readable, writable, _ = select.select(watched, writing, [], limit)
+        readable, writable = _wait_for(watched, writing, limit)
         if ended and not readable:
             break
         if not readable and not writable:
@@ -238,6 +239,20 @@ def _converse(
                 reading.discard(fd)
     first, second = output.values()
     return bytes(first), bytes(second)
+
+
+def _wait_for(
+    reading: Sequence[int], writing: Sequence[int], timeout_s: float | None
+) -> tuple[set[int], set[int]]:
+    """Give which descriptors can be read, or have ended, and which can be written, as soon as there are any."""
+    # select(2) takes no descriptor from 1,024 on, and an agent with many pods has more.
+    poll = select.poll()
+    for fd in reading:
+        poll.register(fd, select.POLLIN)
+    for fd in writing:
+        poll.register(fd, select.POLLOUT)
+    ready = {fd for fd, _ in poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1e3))}
+    return ready.intersection(reading), ready.intersection(writing)
 
 
 def _take(name: str, fd: int, output: bytearray) -> bool:

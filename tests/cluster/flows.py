@@ -142,14 +142,22 @@ def _connect(network_fd: int, address: str, port: int) -> socket.socket:
     return made
 
 
+OTHER_FILES: Final = 1024
+"""Descriptors that this process has for other things."""
+
+
 @contextmanager
-def room_for(count: int) -> Iterator[None]:
-    """Let this process have the descriptors of so many flows, both ends."""
+def room_for(count: int) -> Iterator[int]:
+    """Let this process have the descriptors of so many flows, both ends; gives how many there may be."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * count + 1024
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), max(hard, wanted)))
+    room = max(hard, 2 * count + OTHER_FILES)
     try:
-        yield
+        resource.setrlimit(resource.RLIMIT_NOFILE, (room, room))
+    except ValueError:  # a container's root without CAP_SYS_RESOURCE
+        room = hard
+        resource.setrlimit(resource.RLIMIT_NOFILE, (room, room))
+    try:
+        yield min(count, (room - OTHER_FILES) // 2)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

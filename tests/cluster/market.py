@@ -70,7 +70,7 @@ class Offer:
     back_ends: frozenset[str]
     is_named: bool = False
     """The target port is a name, and means other numbers at other pods."""
-    more: Mapping[str, object] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _offer(
@@ -79,12 +79,16 @@ def _offer(
     return Offer(name, selector, frozenset(back_ends), is_named, more)
 
 
+EXTERNAL: Final = ("203.0.113.80", "2001:db8:113::80")
 OFFERS: Final = (
     _offer("local", {"name": "near"}, "near"),
     _offer("remote", {"name": "far"}, "far"),
     _offer("named", {"app": "web"}, "near", "far", is_named=True),
     _offer("inside", {"app": "web"}, "near", internalTrafficPolicy="Local"),
     _offer("elsewhere", {"name": "far"}, internalTrafficPolicy="Local"),
+    _offer("itself", {"app": "client"}, "client"),
+    _offer("outside", {"name": "far"}, "far", externalIPs=EXTERNAL),
+    _offer("sticky", {"app": "web"}, "near", "far", is_named=True, sessionAffinity="ClientIP"),
     _offer("nobody", {"app": "nobody"}),
     _offer("node-here", {"app": "node-here"}, "node-here"),
     _offer("node-there", {"app": "node-there"}, "node-there"),
@@ -109,6 +113,10 @@ class Market:
         self._fd = stack.enter_context(netns.open_namespace(self.networks["client"]))
         self.wait_for_back_ends()
 
+    def _addresses_of(self, offer: Offer) -> list[str]:
+        """Give all addresses by which a service is asked."""
+        return [*self.cluster_ips(offer.name).values(), *offer.more.get("externalIPs", ())]
+
     def cluster_ips(self, name: str) -> Mapping[str, str]:
         """Give the addresses of a service, by family."""
         return {_family(one): one for one in self.services[name]["spec"]["clusterIPs"]}
@@ -122,7 +130,8 @@ class Market:
                 for name in offer.back_ends
             }
             for offer in OFFERS
-            for family, address in self.cluster_ips(offer.name).items()
+            for address in self._addresses_of(offer)
+            for family in [_family(address)]
             for protocol in PROTOCOLS
         }
 
@@ -154,9 +163,19 @@ class Market:
                 faults.append(f"{self._name_of(target)}: {fault}: {outcome}")
         return faults
 
+    def ask_again(self, name: str, times: int) -> Mapping[str, set[str]]:
+        """Ask a service so often by each of its addresses, one question after the other; gives who answers there."""
+        answers: dict[str, set[str]] = {}
+        for address in self.cluster_ips(name).values():
+            for _ in range(times):
+                with Asker(self._fd.fileno(), self.agents.sockets) as asker:
+                    (outcome,) = asker.ask([Target("tcp", address, PORT)]).values()
+                answers.setdefault(address, set()).add(self._who(outcome))
+        return answers
+
     def _list_questions(self) -> Iterator[tuple[Target, frozenset[str]]]:
         for offer in OFFERS:
-            for address in self.cluster_ips(offer.name).values():
+            for address in self._addresses_of(offer):
                 for protocol in PROTOCOLS:
                     yield Target(protocol, address, PORT), offer.back_ends
         for address in self.cluster_ips("local").values():
@@ -227,7 +246,7 @@ class Market:
         return _target_port(self._offer_of(target), name)
 
     def _offer_of(self, target: Target) -> Offer:
-        return next(one for one in OFFERS if target.address in self.cluster_ips(one.name).values())
+        return next(one for one in OFFERS if target.address in self._addresses_of(one))
 
     def _name_of(self, target: Target) -> str:
         name = "kubernetes" if target.address == SERVICE_ADDRESS else self._offer_of(target).name

@@ -34,6 +34,7 @@ ONLY_PROXY: Final = {
         "ingress": [{"from": [{"podSelector": {"matchLabels": {"app": "proxy"}}}]}],
     },
 }
+HOST_PORT: Final = 18080
 Pods = list[Mapping[str, Any]]
 
 
@@ -77,6 +78,23 @@ def test_every_replica_reaches_every_other(cluster: Cluster) -> None:
         for address in addresses_of(web)
     }
     assert all(attempt.ok for attempt in attempts.values()), attempts
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_host_port_is_served_on_its_node_alone_until_the_pod_ends(cluster: Cluster) -> None:
+    web = pods.describe("web", node="node1", labels={"app": "web"})
+    web["spec"]["containers"][0]["ports"] = [{"containerPort": 80, "hostPort": HOST_PORT}]
+    cluster.apply(web)
+    cluster.wait_for_pods(1, selector="app=web")
+    nodes = {name: cluster.node(name).machine.plan for name in ("node1", "node2")}
+    here, there = (one.address for one in nodes.values())
+    client = start_client(cluster, "node2")
+    for network in (nodes["node2"].namespace, client):
+        assert traffic.connect(network, here, HOST_PORT, timeout_s=60).ok
+        assert not traffic.connect(network, there, HOST_PORT).ok
+    assert traffic.connect(nodes["node1"].namespace, "127.0.0.1", HOST_PORT, timeout_s=60).ok
+    cluster.kubectl("delete", "pod", "web", "--now")
+    wait_for(lambda: not traffic.connect(client, here, HOST_PORT).ok, "the port to be closed")
 
 
 @pytest.mark.usefixtures("clean")
@@ -379,9 +397,20 @@ def test_nothing_is_lost_when_all_are_killed_in_a_rollout(
     wait_until_all_agree(cluster, network)
 
 
+SIGNS: Final = (
+    *("/etc/cni/net.d/05-podwire.conflist", "/opt/cni/bin/podwire-cni", "/opt/cni/bin/loopback"),
+    *("/run/podwire", "/var/lib/podwire", "/sys/fs/bpf/podwire"),
+    *("alias podwire:", "10.244.", "qdisc clsact", "table inet podwire"),
+)
+"""What a node shows of podwire while it is installed and has no pod."""
+
+
 def test_the_last_step_of_the_documentation_leaves_nothing_in_force(
     cluster: Cluster, network: Podwire
 ) -> None:
-    assert network.list_left(cluster)
+    there = network.list_left(cluster)
+    for node in cluster.nodes:
+        for sign in SIGNS:
+            assert any(one.startswith(f"{node.name}: {sign}") for one in there), (sign, there)
     network.remove(cluster)
     assert not network.list_left(cluster)

@@ -153,6 +153,16 @@ def test_every_answer_is_what_the_oracle_says(
     assert not faults, faults
 
 
+def test_a_pod_keeps_its_back_end_where_affinity_is_asked_for(
+    market: Market, ground: tuple[str, str]
+) -> None:
+    assert ground
+    market.enforce(())
+    for answers in market.ask_again("sticky", 20).values():
+        assert len(answers) == 1
+        assert answers < {"near", "far"}
+
+
 def test_hosts_are_served_by_kube_proxy_alone(market: Market, ground: tuple[str, str]) -> None:
     market.enforce(())
     host = market.cluster.nodes[0].machine.plan.namespace

@@ -170,13 +170,13 @@ def held_open(
 ) -> Iterator[flows.OpenFlows]:
     """Hold so many connections open from the first pod to a service of all."""
     networks = [pods.network_of(shaped, pod) for pod in web]
-    with flows.room_for(count), flows.Echoes(networks, FLOW_PORT):
+    with flows.room_for(count) as room, flows.Echoes(networks, FLOW_PORT):
         for address in service:
             wait_for(
                 lambda address=address: flows.can_connect(networks[0], address, FLOW_PORT),  # type: ignore[misc]
                 f"an answer of {address}",
             )
-        with flows.OpenFlows(networks[0], service, FLOW_PORT, count) as held:
+        with flows.OpenFlows(networks[0], service, FLOW_PORT, room) as held:
             assert held.check() == []
             yield held
 

@@ -20,9 +20,10 @@ from podwire.control.endpoint.policies import PolicyObjects
 from podwire.control.kubernetes.own_pods import OwnPods
 from podwire.control.policy.engine import Numbers, PolicyEngine
 from podwire.control.policy.labels_match import matches, parse_label_set
-from podwire.lab.kubernetes.api_server import ApiServer
+from podwire.lab.kubernetes import programs
+from podwire.lab.kubernetes.api_server import ApiServer, Shape
 from podwire.model.endpoint import AttachmentKey
-from podwire.model.errors import PodwireError
+from podwire.model.errors import NotFound, PodwireError
 from podwire.model.ids import ContainerId, InterfaceName, NetworkName
 from podwire.model.labels import namespace_labels, sort_labels
 from podwire.model.request import AttachRequest
@@ -30,6 +31,7 @@ from podwire.model.store import Revisions, StoreEvent
 from podwire.store.kubernetes.api.kubeconfig import load_kubeconfig
 from podwire.store.kubernetes.api.resources import selectors_of_node
 from podwire.store.kubernetes.store import KubernetesStore
+from tests.contract import api_rig, kubernetes_rig
 from tests.contract.stores import until
 from tests.fakes.policy import FakePolicyDatapath
 
@@ -108,16 +110,36 @@ class Policies:
 
 @pytest.fixture(scope="module")
 def server(own_kinds: ApiServer) -> ApiServer:
-    client = own_kinds.client
-    client.create("/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
+    return furnish(own_kinds)
+
+
+@pytest.fixture(scope="module")
+def newer_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """An API server whose etcd tells of its progress, which the distribution's does not."""
+    try:
+        shape = Shape(etcd=programs.find_etcd(newer=True))
+    except NotFound as missing:
+        pytest.skip(f"{missing.message} ({missing.hint})")
+    with api_rig.started(tmp_path_factory.mktemp("newer"), shape=shape) as made:
+        kubernetes_rig.install_crds(made)
+        yield furnish(made)
+
+
+def furnish(server: ApiServer) -> ApiServer:
+    """Make a namespace in which pods can be created."""
+    server.client.create("/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
     account = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts"
-    client.create(account, {"metadata": {"name": "default"}})
-    return own_kinds
+    server.client.create(account, {"metadata": {"name": "default"}})
+    return server
 
 
 @pytest.fixture(autouse=True)
 def _clean(server: ApiServer) -> Iterator[None]:
     yield
+    clean(server)
+
+
+def clean(server: ApiServer) -> None:
     server.client.delete(POLICIES)
     server.client.delete(PODS, {"gracePeriodSeconds": 0})
 
@@ -204,6 +226,16 @@ def test_no_pod_is_attached_without_the_policy_that_was_written_just_before(
     with node(tmp_path, server, late_s=LATE_S, asks=True) as made:
         results = run(server, made, COUNT)
     assert [closed for closed, _ in results] == [True] * COUNT
+
+
+def test_so_it_is_with_the_newer_etcd(
+    newer_server: ApiServer, tmp_path: Path, *, full: bool
+) -> None:
+    count = COUNT if full else COUNT // 10
+    with node(tmp_path, newer_server, late_s=LATE_S, asks=True) as made:
+        results = run(newer_server, made, count)
+    clean(newer_server)
+    assert [closed for closed, _ in results] == [True] * count
 
 
 def test_without_the_question_pods_are_attached_without_it(

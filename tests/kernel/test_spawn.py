@@ -5,6 +5,7 @@ deadline.
 import contextlib
 import errno
 import os
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,6 +163,19 @@ def test_a_daemon_that_keeps_the_streams_open_does_not_hold_up_the_answer() -> N
 def test_a_closed_output_does_not_end_the_wait_for_the_child() -> None:
     done = run(["sh", "-c", "exec >&- 2>&-; sleep 0.2; exit 7"], timeout_s=60)
     assert done.status == 7
+
+
+def test_a_process_with_many_descriptors_can_start_programs() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    try:
+        done = run(["cat"], input_bytes=b"through", timeout_s=60)
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert done.stdout == b"through"
 
 
 def test_a_helper_gives_what_it_wrote_and_knows_what_it_was_told() -> None:

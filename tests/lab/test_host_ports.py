@@ -226,6 +226,28 @@ def test_an_endpoint_tells_its_ports(town: Town) -> None:
     assert "agrees with the journal" in said.out
 
 
+@pytest.mark.parametrize("family", [4, 6])
+def test_a_client_that_keeps_its_port_reaches_each_pod_that_has_the_hosts(
+    town: Town, family: int
+) -> None:
+    """The stack remembers flows of datagrams, also those that nobody served and those to a pod that is gone."""
+    with open_socket(town.neighbour, family, socket.SOCK_DGRAM) as client:
+        client.bind((NEIGHBOUR[family], 40123))
+        client.connect((NODE[family], HOST_PORT))
+        client.send(b"nobody")
+        with pytest.raises(ConnectionRefusedError):
+            client.recv(16)
+        for name in ("first", "second"):
+            pod = town.add(name, mapping("udp"))
+            with serving(pod, "udp", family) as server:
+                client.send(b"ask")
+                words, peer = server.recvfrom(16)
+                assert (words, peer[0]) == (b"ask", NEIGHBOUR[family])
+                server.sendto(b"answer", peer)
+                assert client.recv(16) == b"answer"
+            town.delete(pod)
+
+
 def test_ports_of_the_node_itself_are_refused(town: Town) -> None:
     outcome, _ = town.ask("web", mapping("udp", HostPort=8472))
     assert outcome.document["code"] == 7

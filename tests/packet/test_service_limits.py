@@ -13,7 +13,7 @@ from podwire.datapath.abi import Charge, ConntrackFlags, ConntrackKind, DropReas
 from tests.packet.frames import ACK, FIN, RST, SYN
 from tests.packet.overlay import packet
 from tests.packet.rig import SMALL, A, B, Endpoint, Outcome, Rig
-from tests.packet.services import POD_PORT, PROTOCOLS, ask, offer, speak, turn_on, vip
+from tests.packet.services import POD_PORT, PORT, PROTOCOLS, ask, offer, speak, turn_on, vip
 from tests.packet.test_collection import Collector, age_all, collecting, eventually
 
 pytestmark = pytest.mark.packet
@@ -272,3 +272,35 @@ def exchange_for_a_while(rig: Rig) -> set[DropReason]:
         while time.monotonic() < next_s:
             time.sleep(0.001)
     return reasons
+
+
+# Who floods a service.
+
+FLOOD = 1200
+OTHER_VIP = "10.96.0.20"
+
+
+@pytest.mark.parametrize("is_bounded", [True, False], ids=["bounded", "control"])
+def test_a_flood_hurts_neither_other_clients_of_the_service_nor_other_services(
+    rig: Rig, is_bounded: bool
+) -> None:
+    """The table has room for 512 flows; without a bound one pod takes all of it."""
+    rig.write_settings(quota=QUOTA if is_bounded else 1 << 20)
+    offer_b(rig, 4, "udp")
+    offer(rig, OTHER_VIP, [(B.ipv4, 9)], protocol=PROTOCOLS["udp"], service=20, first=300)
+    with rig.smaller_shards(16) as small:
+        exchange(small, 7)
+        flooded = Counter(ask(small, A, 4, "udp", sport=1000 + one).reason for one in range(FLOOD))
+        others = Counter(
+            small.sent(SMALL, packet(SMALL.ipv4, address, speak("udp", 2000 + one, PORT))).reason
+            for one in range(20)
+            for address in (vip(4), OTHER_VIP)
+        )
+        # Its own open flow goes on, too.
+        assert ask(small, A, 4, "udp", sport=7).reason == DropReason.NONE
+        assert answer(small, 4, "udp", 7, 0).reason == DropReason.NONE
+    if is_bounded:
+        assert flooded[DropReason.CONNTRACK_QUOTA] == FLOOD - ROOM
+        assert set(others) == {DropReason.NONE}
+    else:
+        assert others[DropReason.CONNTRACK_FULL]

@@ -13,9 +13,11 @@ from tests.packet.overlay import FAR, packet
 from tests.packet.rig import (
     ALLOW,
     NODE_4,
+    NODE_6,
     ONLY_4,
     OUTSIDE,
     SMALL,
+    TUNNEL_PORT,
     WORLD_4,
     WORLD_6,
     A,
@@ -249,6 +251,16 @@ def test_a_service_takes_no_address_from_who_has_it(rig: Rig, version: int, owne
         went = rig.sent(A, sent)
         assert went.action != Action.ANSWER
         assert tuple_of(went.data) == (A.address(version), SOURCE, address, port)
+
+
+@both_families
+def test_no_service_leads_into_a_tunnel(rig: Rig, version: int) -> None:
+    """Whose back end is the tunnel's end of a node: a pod could send there what claims to come from a node."""
+    offer(
+        rig, vip(version), [(NODE_4 if version == 4 else NODE_6, TUNNEL_PORT)], protocol=frames.UDP
+    )
+    refused = ask(rig, A, version, "udp")
+    assert (refused.action, refused.reason) == (Action.DROP, DropReason.TUNNEL_PORT)
 
 
 def test_a_service_in_the_clusters_own_range_is_one(rig: Rig) -> None:

@@ -101,11 +101,17 @@ def _trace_service(api: Api, asked: TraceRequest) -> TraceView:
         )
     faults: list[Fault] = []
     protocol, port = _read_port(asked.port, faults)
-    frontends = [one for one in known.claims if (one.port, one.protocol) == (port, protocol)]
+    frontends = [
+        frontend
+        for frontend in known.claims
+        if (frontend.port, frontend.protocol) == (port, protocol)
+    ]
     family = _choose_service_family(asked, api.policy.table, frontends, faults)
     if faults:
         raise _invalid(faults)
-    frontend = next((one for one in frontends if one.address.version == family), None)
+    frontend = next(
+        (frontend for frontend in frontends if frontend.address.version == family), None
+    )
     if frontend is not None and known.is_translated:
         return _trace_back_ends(api, asked, known, known.claims[frontend])
     if known.is_translated:
@@ -128,31 +134,33 @@ def _trace_back_ends(
         _trace(
             api,
             TraceRequest(
-                source=asked.source, target=f"ip:{one.address}", port=f"{one.port}/{suffix}"
+                source=asked.source,
+                target=f"ip:{back_end.address}",
+                port=f"{back_end.port}/{suffix}",
             ),
         )
-        for one in back_ends
+        for back_end in back_ends
     ]
-    denied = [one for one in answers if one.verdict != ALLOWED]
+    denied = [answer for answer in answers if answer.verdict != ALLOWED]
     decides = (denied or answers)[0]
     verdict = decides.verdict if len(denied) in (0, len(answers)) else PARTLY
     return msgspec.structs.replace(
         decides,
         verdict=verdict,
-        known_ends=max(one.known_ends for one in answers),
+        known_ends=max(answer.known_ends for answer in answers),
         service=str(known.name),
         back_ends=tuple(
-            _view_back_end(api.policy.table, one, answer)
-            for one, answer in zip(back_ends, answers, strict=True)
+            _view_back_end(api.policy.table, back_end, answer)
+            for back_end, answer in zip(back_ends, answers, strict=True)
         ),
     )
 
 
-def _view_back_end(table: EndpointTable, one: BackEnd, answer: TraceView) -> TraceBackEnd:
-    endpoint = table.get_by_address(str(one.address))
+def _view_back_end(table: EndpointTable, back_end: BackEnd, answer: TraceView) -> TraceBackEnd:
+    endpoint = table.get_by_address(str(back_end.address))
     return TraceBackEnd(
-        address=str(one.address),
-        port=one.port,
+        address=str(back_end.address),
+        port=back_end.port,
         pod=f"{endpoint.record.namespace}/{endpoint.record.pod}" if endpoint is not None else "",
         verdict=answer.verdict,
         ingress=answer.ingress,
@@ -185,7 +193,7 @@ def _choose_service_family(
     asked: TraceRequest, table: EndpointTable, frontends: Sequence[Frontend], faults: list[Fault]
 ) -> int:
     """Say which of its addresses is asked: IPv4 where both ends have it."""
-    versions = {one.address.version for one in frontends}
+    versions = {frontend.address.version for frontend in frontends}
     if asked.source.startswith(("pod:", "ip:")):
         alone = msgspec.structs.replace(asked, target="world")
         family = _choose_family(alone, table, faults)

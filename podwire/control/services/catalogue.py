@@ -201,9 +201,9 @@ class Catalogue:
         return wanted | dict.fromkeys(self.room.refused & wanted.keys(), _NOTHING)
 
     def _stand_in_line(self, frontend: Frontend, name: ServiceName, *, wanted: bool) -> None:
-        line = [one for one in self._claimants.get(frontend, ()) if one != name]
+        line = [claimant for claimant in self._claimants.get(frontend, ()) if claimant != name]
         if wanted:
-            line = sorted((*line, name), key=lambda one: self._rank(one, frontend))
+            line = sorted((*line, name), key=lambda claimant: self._rank(claimant, frontend))
         if line:
             self._claimants[frontend] = tuple(line)
         else:
@@ -290,7 +290,9 @@ class Catalogue:
 
     def _has_local_back_end(self, name: ServiceName) -> bool:
         slices = self._slices.get(name, {}).values()
-        return any(one.node == self.place.node for slice_ in slices for one in slice_.endpoints)
+        return any(
+            endpoint.node == self.place.node for slice_ in slices for endpoint in slice_.endpoints
+        )
 
     def _claim(self, name: ServiceName) -> _Claimed:
         service = self._services.get(name)
@@ -326,16 +328,16 @@ class Catalogue:
 
 
 def _in_order(back_ends: Iterable[BackEnd]) -> tuple[BackEnd, ...]:
-    return tuple(sorted(back_ends, key=lambda one: (one.address.packed, one.port)))
+    return tuple(sorted(back_ends, key=lambda back_end: (back_end.address.packed, back_end.port)))
 
 
 def _list_back_ends(
     slices: Iterable[SliceFacts], port: tuple[str, int], version: int
 ) -> Iterator[Candidate]:
-    for one in slices:
-        number = one.ports.get(port)
+    for slice_ in slices:
+        number = slice_.ports.get(port)
         if number is None:
             continue
-        for address, endpoint in zip(one.addresses, one.endpoints, strict=True):
+        for address, endpoint in zip(slice_.addresses, slice_.endpoints, strict=True):
             if address.version == version:
                 yield BackEnd(address, number, port[1]), endpoint

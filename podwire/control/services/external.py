@@ -71,14 +71,18 @@ def _find_limit(
     """
     texts = texts_of(spec, "loadBalancerSourceRanges")
     read = [_read_range(text.strip()) for text in texts]
-    allowed = [one for one in read if one is not None and one.version == address.version]
+    allowed = [
+        allowed_range
+        for allowed_range in read
+        if allowed_range is not None and allowed_range.version == address.version
+    ]
     if None in read:
         return Left("source-ranges", "loadBalancerSourceRanges has what is no range")
     # As kube-proxy does it: none of the family is no limit.
-    if not allowed or any(one.prefixlen == 0 for one in allowed):
+    if not allowed or any(allowed_range.prefixlen == 0 for allowed_range in allowed):
         return None
-    mine = [one for one in pods if one.version == address.version]
-    if mine and all(any(is_within(one, by) for by in allowed) for one in mine):
+    mine = [pod_range for pod_range in pods if pod_range.version == address.version]
+    if mine and all(any(is_within(pod_range, by) for by in allowed) for pod_range in mine):
         return None
     return Left("source-ranges", "loadBalancerSourceRanges does not name all pods")
 

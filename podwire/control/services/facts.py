@@ -123,7 +123,9 @@ def decode_service(stored: StoredObject, pods: Sequence[IPNetwork] = ()) -> Serv
     if "None" in texts:
         return None
     read = (read_address(text) for text in texts)
-    addresses = tuple(one for one in read if one and is_back_end_address(one, one.version))
+    addresses = tuple(
+        address for address in read if address and is_back_end_address(address, address.version)
+    )
     external, left = read_external(stored.document, pods)
     whole = tuple(_find_reasons(spec))
     return ServiceFacts(
@@ -132,7 +134,7 @@ def decode_service(stored: StoredObject, pods: Sequence[IPNetwork] = ()) -> Serv
         addresses=addresses,
         ports=tuple(_read_ports(spec)),
         is_local_only=spec.get("internalTrafficPolicy") == "Local",
-        external=tuple(one for one in external if one not in addresses),
+        external=tuple(address for address in external if address not in addresses),
         affinity_s=_read_affinity(spec),
         is_left=bool(whole),
         left=(*whole, *_read_sctp_ports(spec), *left),
@@ -195,10 +197,10 @@ def decode_slice(stored: StoredObject) -> SliceFacts | None:
     if HEADLESS_LABEL in labels or OTHER_PROXY_LABEL in labels:
         return None
     found = [
-        (address, _read_endpoint(one))
-        for one in items_of(document, "endpoints")
+        (address, _read_endpoint(endpoint))
+        for endpoint in items_of(document, "endpoints")
         # Consumers take the first one: all of an endpoint's addresses are the same to it (EndpointSlice, v1).
-        for address in map(read_address, texts_of(one, "addresses")[:1])
+        for address in map(read_address, texts_of(endpoint, "addresses")[:1])
         if address is not None and is_back_end_address(address, family)
     ]
     return SliceFacts(
@@ -229,7 +231,7 @@ def _read_endpoint(endpoint: Mapping[str, Any]) -> Endpoint:
 
 
 def _read_hints(hints: Mapping[str, Any], name: str) -> frozenset[str]:
-    return frozenset(text_of(one, "name") for one in items_of(hints, name)) - {""}
+    return frozenset(text_of(hint, "name") for hint in items_of(hints, name)) - {""}
 
 
 @lru_cache(KINDS_OF_ENDPOINTS)

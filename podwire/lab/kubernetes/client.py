@@ -60,7 +60,9 @@ class ApiClient:
         """Post documents to a collection, one after the other over one connection."""
         connection = http.client.HTTPConnection(self.address, self.port)
         with self._connect() as connection.sock:
-            return [self._exchange(connection, "POST", path, one, JSON) for one in documents]
+            return [
+                self._exchange(connection, "POST", path, document, JSON) for document in documents
+            ]
 
     def delete(self, path: str, options: Mapping[str, Any] | None = None) -> Any:
         """Delete an object, or a collection."""

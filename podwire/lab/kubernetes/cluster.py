@@ -360,9 +360,9 @@ def _make_network(cluster: Cluster, plans: Sequence[MachinePlan]) -> str:
 
 def _make_world(cluster: Cluster) -> None:
     """Make the place outside, and let the control plane's forward to it and from it."""
-    control, world = (residue.namespace_of(cluster.name, one) for one in (CONTROL, WORLD))
+    control, world = (residue.namespace_of(cluster.name, place) for place in (CONTROL, WORLD))
     netns.create_named(world).close()
-    links = [(one, *_WORLD_LINKS[one]) for one in cluster.shape.families]
+    links = [(family, *_WORLD_LINKS[family]) for family in cluster.shape.families]
     run_ip(
         control,
         [

@@ -178,12 +178,12 @@ class ServiceDuty:
     def on_lists(self, lists: Sequence[KindList]) -> None:
         """Take whole lists, on the follower's thread."""
         with self._reading:
-            for one in lists:
-                if one.kind == CORE_NODE.plural:
-                    self._move(one.objects)
+            for kind_list in lists:
+                if kind_list.kind == CORE_NODE.plural:
+                    self._move(kind_list.objects)
                 else:
-                    self.catalogue.replace(one.kind, one.objects)
-                self._listed.add(one.kind)
+                    self.catalogue.replace(kind_list.kind, kind_list.objects)
+                self._listed.add(kind_list.kind)
         self._worker.wake()
 
     def on_events(self, events: Sequence[StoreEvent], _revisions: Revisions) -> None:
@@ -245,7 +245,7 @@ class ServiceDuty:
     def _tell(self, touched: Collection[ServiceName]) -> None:
         """Tell at services what of them is left to the stack: the nodes of their back ends do, once for each thing."""
         with self._reading:
-            lacking = {one.name: one for one in self.catalogue.list_lacking(touched)}
+            lacking = {service.name: service for service in self.catalogue.list_lacking(touched)}
         for name in touched:
             service = lacking.get(name)
             if service is None:

@@ -92,7 +92,9 @@ class Podwire:
         for node in cluster.nodes:
             node.services.import_image(copy)
         changed = self._configure(cluster)
-        cluster.apply(*(changed if one is self._config_map else one for one in self._documents))
+        cluster.apply(
+            *(changed if document is self._config_map else document for document in self._documents)
+        )
 
     def change_settings(self, cluster: "Cluster", **settings: object) -> None:
         """Write other settings, and start the agents anew with them."""

@@ -528,8 +528,12 @@ def test_a_bad_configuration_is_refused_with_its_code(
             id="10,000 labels",
         ),
         pytest.param(
-            {"runtimeConfig": {"portMappings": [{"hostPort": 80, "containerPort": 80}]}},
-            2,
+            {
+                "runtimeConfig": {
+                    "portMappings": [{"hostPort": 80, "containerPort": 80, "hostIP": "::1"}]
+                }
+            },
+            7,
             id="port mappings",
         ),
     ],

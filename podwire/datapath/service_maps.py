@@ -133,6 +133,9 @@ class ServiceMaps:
         return growth
 
     def _change(self, put: ServiceTable, gone: Sequence[Frontend], affinity: Affinity) -> int:
+        # Where the row of an address is known, its ports without a row are refused: it comes last and goes first.
+        put = dict(sorted(put.items(), key=lambda item: _is_whole_address(item[0])))
+        gone = sorted(gone, key=_is_whole_address, reverse=True)
         fresh = self._find_fresh(put)
         self._add_back_ends(fresh)
         written = len(fresh)
@@ -307,6 +310,10 @@ class ServiceMaps:
         flags = settings.flags | flag if on else settings.flags & ~flag
         if flags != settings.flags:
             self._maps.pw_settings.update(_u32(0), settings._replace(flags=flags).pack())
+
+
+def _is_whole_address(frontend: Frontend) -> bool:
+    return not frontend.port
 
 
 def _arrange(old: Sequence[int], numbers: Sequence[int]) -> list[int]:

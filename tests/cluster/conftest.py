@@ -71,7 +71,7 @@ def shaped(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         shape, network = ClusterShape(), Ptp()
     elif request.param == "other":
         shape = replace(OTHER, newer=_list_newer())
-        network = _find_podwire(past_services=True, settings={"translate_services": "on"})
+        network = _find_podwire(past_services=True)
     else:
         shape, network = SHAPES[request.param], _find_podwire()
     with clusters.raised("shaped", shape, network) as made:

@@ -2,7 +2,9 @@
 
 import ipaddress
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -287,3 +289,34 @@ def test_people_can_read_it(world: KernelWorld, services: ServiceMaps) -> None:
     assert (row["address"], row["port"], row["protocol"], row["back_ends"], more) == (
         "10.96.0.1", 80, "tcp", ["10.7.0.1 8080"], False
     )  # fmt: skip
+
+
+def test_other_ports_of_an_address_are_refused_while_all_its_ports_are_known_alone(
+    services: ServiceMaps, world: KernelWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = world.datapath.maps.pw_services
+    ports: list[int] = []
+    write, remove = rows.update, rows.delete_batch
+
+    def port_of(key: bytes) -> int:
+        return abi.ServiceKey.unpack(key).port
+
+    def note_written(key: bytes, *rest: Any) -> None:
+        ports.append(port_of(key))
+        write(key, *rest)
+
+    def note_removed(keys: Iterable[bytes]) -> int:
+        listed = list(keys)
+        ports.extend(port_of(key) for key in listed)
+        return remove(listed)
+
+    monkeypatch.setattr(rows, "update", note_written)
+    monkeypatch.setattr(rows, "delete_batch", note_removed)
+    whole = replace(frontend(), port=0, protocol=0)
+    wanted = {whole: (), frontend(): (back_end(1),), frontend(port=443): (back_end(2),)}
+    services.write(wanted)
+    assert ports == [80, 443, 0]
+    ports.clear()
+    services.write({})
+    assert ports[0] == 0
+    assert len(ports) == len(wanted)

@@ -92,7 +92,7 @@ OTHER_VALUES: dict[str, tuple[str, Any]] = {
     "tunnel_mode": ("classic", "classic"),
     "tunnel_port": ("4789", 4789),
     "mtu": ("1400", 1400),
-    "translate_services": ("on", "on"),
+    "translate_services": ("off", "off"),
     "masquerade": ("false", False),
     "masquerade_except": ("192.0.2.0/24", (ipaddress.ip_network("192.0.2.0/24"),)),
     "host_access": ("false", False),

@@ -182,10 +182,10 @@ class DatapathSettings:
         "How pods of other nodes are reached; auto: routes where a peer is on a connected subnet.",
     )
     translate_services: str = setting(
-        choice("auto", "on", "off"),
-        "auto",
-        "Whether the programs translate what pods send to services; auto: not with the store kubernetes, where"
-        " kube-proxy does.",
+        choice("on", "off"),
+        "on",
+        "Whether the programs translate what pods send to services; off: in Kubernetes kube-proxy does, after the"
+        " pod's egress policy.",
     )
     tunnel_port: int = setting(
         integer(1, 65535), 8472, "UDP port of the overlay; pods may not talk to it."
@@ -316,8 +316,6 @@ class AgentConfig:
     @property
     def translates_services(self) -> bool:
         """Whether the programs translate what pods send to services."""
-        if self.datapath.translate_services == "auto":
-            return not self.store.is_kubernetes
         return self.datapath.translate_services == "on"
 
     def get(self, key: str) -> object:

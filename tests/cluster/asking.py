@@ -108,10 +108,12 @@ class Asker(Closing):
         with netns.namespace(self._network_fd):
             made = opened.enter_context(socket.socket(family, kind))
         made.setblocking(False)
+        made.bind(
+            ("", 0)
+        )  # connect(2) gives two connections one port where they go to different places
         made.connect_ex((target.address, target.port))
         address, port = made.getsockname()[:2]
         key = (target.protocol, address, port)
-        assert key not in self._waiting
         self._waiting[key] = outcome
         self._read[key] = b""
         opened.callback(self._forget, made)

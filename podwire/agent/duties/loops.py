@@ -357,12 +357,15 @@ async def stay_alive(duties: Duties) -> None:
 def _tell_of_second_agent(duties: Duties, known: str) -> str:
     """Warn of an agent that waits until this one ends; gives its process, "" = there is none."""
     second = duties.find_second_agent()
+    if second not in ("", known):
+        _log.warning(
+            "another agent of this node waits until this one ends; remove one of them",
+            extra={"pid": second},
+        )
     message = (
         f"another agent of this node, process {second}, waits until this one ends: two DaemonSets or services start one"
         " each, or a pod was deleted by force while it ran; remove one of them"
     )
-    if second not in ("", known):
-        _log.warning(message)
     duties.health.warn(_SECOND_AGENT, message if second else "")
     return second
 

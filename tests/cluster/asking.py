@@ -16,6 +16,8 @@ from podwire.model.closing import Closing
 from tests.lab.prober import DropFeed
 
 DEADLINE_S: Final = 30.0
+AGAIN_S: Final = 1.5
+"""Agents tell of 200 drops of an endpoint in a second. TCP repeats what is silent by itself, datagrams do not."""
 _REFUSALS: Final = frozenset({"no-back-end", "no-service-port"})
 """Reasons of drops that the asker is told of by its own kernel, too: that is waited for."""
 _QUESTION: Final = {"tcp": b"GET / HTTP/1.0\r\n\r\n", "udp": b"?"}
@@ -84,6 +86,7 @@ class Asker(Closing):
         self._selector = selectors.DefaultSelector()
         self._waiting: dict[_Key, Outcome] = {}
         self._read: dict[_Key, bytes] = {}
+        self._datagrams: dict[_Key, socket.socket] = {}
         self._feeds = [DropFeed(path) for path in api_sockets]
         for feed in self._feeds:
             hear = functools.partial(self._hear, feed)
@@ -95,11 +98,15 @@ class Asker(Closing):
         with contextlib.ExitStack() as opened:
             for target, outcome in outcomes.items():
                 self._begin(target, outcome, opened)
-            until_s = time.monotonic() + DEADLINE_S
-            while self._waiting and time.monotonic() < until_s:
+            begin_s = again_s = time.monotonic()
+            while self._waiting and time.monotonic() - begin_s < DEADLINE_S:
                 for key, _ in self._selector.select(0.5):
                     key.data()
+                if time.monotonic() - again_s > AGAIN_S:
+                    again_s = time.monotonic()
+                    self._repeat_datagrams()
             self._waiting.clear()
+            self._datagrams.clear()
         return outcomes
 
     def _begin(self, target: Target, outcome: Outcome, opened: contextlib.ExitStack) -> None:
@@ -121,6 +128,11 @@ class Asker(Closing):
             made, selectors.EVENT_WRITE, functools.partial(self._send, made, key)
         )
 
+    def _repeat_datagrams(self) -> None:
+        for key in self._waiting.keys() & self._datagrams.keys():
+            with contextlib.suppress(OSError):  # what failed is read by the selector
+                self._datagrams[key].send(_QUESTION[key[0]])
+
     def _send(self, made: socket.socket, key: _Key) -> None:
         failure = made.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         try:
@@ -130,6 +142,8 @@ class Asker(Closing):
         except OSError as error:
             self._fail(made, key, error)
             return
+        if key[0] == "udp":
+            self._datagrams[key] = made
         receive = functools.partial(self._receive, made, key)
         self._selector.modify(made, selectors.EVENT_READ, receive)
 

@@ -76,13 +76,13 @@ def measure(cluster: Cluster, name: str, crowds: int, samples: Samples) -> None:
     _come(cluster, "web", REPLICAS)
     times = read_network_times(cluster)
     samples.setdefault(f"{name} network ms", []).extend(
-        round(times[one], 3) for one in times if one not in known
+        round(times[program], 3) for program in times if program not in known
     )
     requests = list_agents_requests(cluster)[asked:]
     samples.setdefault(f"{name} requests", []).append(len(requests))
     samples.setdefault(f"{name} requests refused", []).append(count_refused(cluster))
     for what in sorted({_describe(request) for request in requests}):
-        print(f"  {sum(_describe(one) == what for one in requests):4} {what}")
+        print(f"  {sum(_describe(asked) == what for asked in requests):4} {what}")
     _go(cluster, "web")
     cluster.kubectl("cordon", "node2")
     for _ in range(crowds):
@@ -183,7 +183,7 @@ def summarise(samples: Mapping[str, Sequence[float]]) -> dict[str, object]:
             print(f"{what}: podwire / ptp {ratio}")
             summary[what] = {"ratio": ratio.value, "interval": [ratio.low, ratio.high]}
     if asked := samples.get("podwire requests"):
-        each = [one / REPLICAS for one in asked]
+        each = [count / REPLICAS for count in asked]
         summary["requests per pod"] = results_file.interval(
             Interval(max(each), min(each), max(each))
         )

@@ -39,7 +39,7 @@ def main() -> None:
                 time.sleep(SETTLE_S)
             if pair % 50 == 49:
                 print(f"{pair + 1} pairs", flush=True)
-        rates: dict[str, list[float]] = {one.name: [] for one in contestants}
+        rates: dict[str, list[float]] = {entrant.name: [] for entrant in contestants}
         for number in range(arguments.bursts):
             order = contestants if number % 2 == 0 else contestants[::-1]
             for contestant in order:

@@ -95,8 +95,8 @@ def ask_podwire(questions: Questions) -> tuple[Figures, Series]:
     """Measure podwire on a node of its own, with default settings."""
     with one_node(conntrack_entries=0) as state:
         node = state.plan.nodes[0]
-        servers = [(one.netns, one.addresses[0]) for one in _pods("server", SERVERS, node)]
-        town = Town([one.netns for one in _pods("client", CLIENTS, node)], servers)
+        servers = [(pod.netns, pod.addresses[0]) for pod in _pods("server", SERVERS, node)]
+        town = Town([pod.netns for pod in _pods("client", CLIENTS, node)], servers)
         with _node_maps(node) as maps:
             return _measure_podwire(questions, town, node, maps)
 
@@ -261,7 +261,8 @@ def _count_rows(maps: NodeMaps) -> dict[str, int]:
         new = sum(1 for _ in rows.items())
         room = rows.info.max_entries
     shards = [
-        (sum(1 for _ in one.items()), one.info.max_entries) for one in open_conntrack_shards(maps)
+        (sum(1 for _ in shard.items()), shard.info.max_entries)
+        for shard in open_conntrack_shards(maps)
     ]
     return {
         "rows of pw_new_flows": new,
@@ -288,7 +289,7 @@ def _map_memory_mb(maps: NodeMaps) -> dict[str, float]:
     """
     with open_new_flows(maps) as rows:
         new = _memlock_bytes(rows)
-    shards = sum(_memlock_bytes(one) for one in open_conntrack_shards(maps))
+    shards = sum(_memlock_bytes(shard) for shard in open_conntrack_shards(maps))
     return {"pw_new_flows": round(new / MB, 1), "pw_conntrack": round(shards / MB, 1)}
 
 

@@ -20,7 +20,8 @@ from podwire.kernel import netns
 from podwire.lab import labs
 from podwire.lab.pod import launcher_program, network_config
 from podwire.lab.state import LabState
-from podwire.lab.topology import LabShape
+from podwire.lab.topology import LabShape, NodePlan
+from podwire.model.store import Store
 from podwire.store.open import open_store
 
 REFERENCE_PLUGINS: Final = Path("/usr/lib/cni")
@@ -97,6 +98,13 @@ def one_node(**shape: Any) -> Iterator[LabState]:
         yield state
     finally:
         labs.down(LAB, progress=lambda _line: None)
+
+
+@contextmanager
+def one_node_with_store() -> Iterator[tuple[NodePlan, Store]]:
+    """Give the node of such a lab, and its store as another writer opens it."""
+    with one_node() as state, closing(open_store(state.plan.store_url)) as store:
+        yield state.plan.nodes[0], store
 
 
 @contextmanager

@@ -108,8 +108,8 @@ def open_cluster(stack: ExitStack, routing: str, kind: str) -> Cluster:
     stack.enter_context(closing(store))
     askers: list[str] = []
     addresses: list[str] = []
-    for one in state.plan.nodes:
-        namespace, address = add_pod(one, {"role": "asker"})
+    for planned in state.plan.nodes:
+        namespace, address = add_pod(planned, {"role": "asker"})
         askers.append(namespace)
         addresses.append(address)
     apply_documents(store, [_policy()])
@@ -203,10 +203,12 @@ def add_bursts(cluster: Cluster, bursts: int) -> list[float]:
             namespaces = [make_namespace() for _ in range(BURST_PODS)]
             time.sleep(QUIET_S)
             race = Race([asker], DEADLINE_S)
-            adding = [threads.submit(add_pod, on, MEETS, one, race) for one in namespaces]
+            adding = [
+                threads.submit(add_pod, on, MEETS, namespace, race) for namespace in namespaces
+            ]
             found += race.run(BURST_PODS)
-            for one in adding:
-                one.result()
+            for batch in adding:
+                batch.result()
     return found
 
 
@@ -216,7 +218,7 @@ def move_node(cluster: Cluster, moves: int) -> list[float]:
     before, after = last.underlay[0], last.underlay[0].replace(last.addresses[0], "192.0.2.99")
     found: list[float] = []
     with ExitStack() as stack:
-        askers = [stack.enter_context(closing(Prober(one))) for one in cluster.askers[:-1]]
+        askers = [stack.enter_context(closing(Prober(asker))) for asker in cluster.askers[:-1]]
         promote = f"/proc/sys/net/ipv4/conf/{UPLINK}/promote_secondaries"
         _write_in(last.namespace, promote, "1")
         for _ in range(moves):
@@ -242,11 +244,11 @@ def change_mtu(cluster: Cluster, changes: int) -> list[float]:
         waiting = list(others)
         while waiting:
             if time.perf_counter() - begin > DEADLINE_S:
-                raise RuntimeError(f"nodes {[one.name for one in waiting]} kept the old MTU")
-            for one in tuple(waiting):
-                if _route_mtu(one, last) == mtu - TUNNEL_OVERHEAD_IPV4_BYTES:
+                raise RuntimeError(f"nodes {[late.name for late in waiting]} kept the old MTU")
+            for late in tuple(waiting):
+                if _route_mtu(late, last) == mtu - TUNNEL_OVERHEAD_IPV4_BYTES:
                     found.append((time.perf_counter() - begin) * 1e3)
-                    waiting.remove(one)
+                    waiting.remove(late)
     return found
 
 
@@ -263,7 +265,7 @@ def cut_link(cluster: Cluster, cuts: int) -> list[float]:
     last = cluster.node(NODES - 1)
     found: list[float] = []
     with ExitStack() as stack:
-        askers = [stack.enter_context(closing(Prober(one))) for one in cluster.askers[:-1]]
+        askers = [stack.enter_context(closing(Prober(asker))) for asker in cluster.askers[:-1]]
         for _ in range(cuts):
             time.sleep(QUIET_S)
             node.run_ip(last.namespace, [f"link set {UPLINK} down"])
@@ -290,16 +292,16 @@ def remove_node(cluster: Cluster, moves: int) -> list[float]:
     Its agent does not run then, as it would publish itself again; it is started after each try.
     """
     last = cluster.node(NODES - 1)
-    tables = [_open_ipcache(one) for one in cluster.state.plan.nodes[:-1]]
+    tables = [_open_ipcache(planned) for planned in cluster.state.plan.nodes[:-1]]
     found: list[float] = []
     for _ in range(moves):
         key = maps.to_prefix_key(_range_of(last))
         labs.change_agent(LAB, last.name, "kill")
         known = [table.lookup(key) for table in tables]
         begin = time.perf_counter()
-        for one in (node_key(last.name), endpoints_key(last.name)):
+        for lost in (node_key(last.name), endpoints_key(last.name)):
             with suppress(NotFound):  # it had no time to publish its pods
-                cluster.store.delete(one)
+                cluster.store.delete(lost)
         found += _wait_for_change(tables, key, known, begin)
         away = [table.lookup(key) for table in tables]
         labs.change_agent(LAB, last.name, "start")
@@ -340,13 +342,13 @@ def _wait_for_warnings(nodes: Sequence[NodePlan], text: str, begin: float) -> li
     found: list[float] = []
     waiting = list(nodes)
     while waiting:
-        for one in tuple(waiting):
-            status = request(str(one.directory / "api.sock"), "GET", "/status")
+        for late in tuple(waiting):
+            status = request(str(late.directory / "api.sock"), "GET", "/status")
             if any(text in warning for warning in status["warnings"]):
                 found.append((time.perf_counter() - begin) * 1e3)
-                waiting.remove(one)
+                waiting.remove(late)
         if time.perf_counter() - begin > DEADLINE_S:
-            raise RuntimeError(f"nodes {[one.name for one in waiting]} do not say {text!r}")
+            raise RuntimeError(f"nodes {[late.name for late in waiting]} do not say {text!r}")
         time.sleep(0.005)
     return found
 
@@ -375,7 +377,7 @@ def _wait_for_change(
                 found.append((time.perf_counter() - begin) * 1e3)
                 del waiting[index]
         if time.perf_counter() - begin > DEADLINE_S:
-            raise RuntimeError(f"nodes {[one + 1 for one in waiting]} did not hear")
+            raise RuntimeError(f"nodes {[late + 1 for late in waiting]} did not hear")
         time.sleep(0.001)
     return found
 

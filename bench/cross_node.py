@@ -102,7 +102,7 @@ def _require_same_mtu(pairs: Mapping[str, PodPair]) -> None:
 def _measure(tool: str, name: str, pair: PodPair, samples: dict[str, list[float]]) -> None:
     moved_bytes, elapsed_ns = run_flow(tool, "stream", pair, STREAM_MS, TWO_CPUS)
     round_trips_ns = run_flow(tool, "ask", pair, ROUND_TRIPS, ONE_CPU)
-    figures = (moved_bytes * 8 / elapsed_ns, *(one / 1e3 for one in round_trips_ns))
+    figures = (moved_bytes * 8 / elapsed_ns, *(trip_ns / 1e3 for trip_ns in round_trips_ns))
     for what, figure in zip(FIGURES, figures, strict=True):
         samples.setdefault(f"{name} {what}", []).append(round(figure, 3))
 

@@ -28,16 +28,18 @@ class Town:
         self, tool: str, *, seconds: float, udp_per_s: float, tcp_per_s: float, at_most_s: float
     ) -> "subprocess.Popen[str]":
         """Start the exchanges of so many seconds, which end after `at_most_s` whatever is missing then."""
-        words = [str(one) for one in (seconds, at_most_s, udp_per_s, tcp_per_s, len(self.clients))]
-        words += [netns.named_path(one) for one in self.clients]
+        words = [
+            str(number) for number in (seconds, at_most_s, udp_per_s, tcp_per_s, len(self.clients))
+        ]
+        words += [netns.named_path(client) for client in self.clients]
         for namespace, address in self.servers:
             words += [netns.named_path(namespace), address]
         return subprocess.Popen([tool, *words], stdout=subprocess.PIPE, text=True)
 
     def count_packets(self) -> tuple[int, int]:
         """Give how many IPv4 packets all stacks here have sent, and how many they have received."""
-        rows = [_read_ip_counters(one) for one in self.namespaces]
-        return sum(one["OutRequests"] for one in rows), sum(one["InReceives"] for one in rows)
+        rows = [_read_ip_counters(namespace) for namespace in self.namespaces]
+        return sum(row["OutRequests"] for row in rows), sum(row["InReceives"] for row in rows)
 
     def count_packets_since(self, before: tuple[int, int]) -> tuple[int, int]:
         """Give (sent, received) since then, once what is on its way has come: what is missing then is lost."""

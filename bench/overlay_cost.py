@@ -3,40 +3,30 @@
 "rules" are nftables rules for masquerade, which bring connection tracking and address translation into the way of every
 tunnel packet, exempt or not; "flow-based" is a VXLAN device that is told each packet's receiver and tells each
 packet's sender, as podwire's. "podwire, no rules" has its agents killed and its table of nftables taken away: what is
-left is its device and its programs. "podwire, own headers" sends what leaves a pod by one program that writes the outer
-headers itself (bpf/outer.bpf.c): neither netfilter, nor the tunnel device, nor from_pod sees it; what arrives takes
-podwire's way. CUBIC, because BBR (the default of some kernels) goes by timers and sends from two
-CPUs: its throughput is that of its guesses.
+left is its device and its programs. "podwire, out past the stack" has its rules, but a program writes the outer
+headers, so that neither they nor the device see what leaves (past_stack.py). "podwire, in past the stack" has one that
+takes off the headers of what arrives. With both ("podwire, past the stack") podwire's programs are what is left.
+CUBIC, because BBR (the default of some kernels) goes by timers and sends from two CPUs: its throughput is that of its
+guesses.
 """
 
 import argparse
-import ipaddress
-import json
-import re
 import signal
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final
 
 from bench import results_file
-from bench.contestants import compile_bpf, compile_c, mac_number, scratch
+from bench.contestants import compile_c, scratch
 from bench.cross_node import ONE_CPU, ROUND_TRIPS, TWO_CPUS, lab_pair
 from bench.pair import PodPair, run_flow
+from bench.past_stack import lab_pair_past_stack
 from bench.plain_nodes import plain_pair, run_in
 from bench.stats import median_of, quantile, ratio_of
-from podwire.kernel import netns
-from podwire.kernel.bpf_object import BpfObject
-from podwire.kernel.bpf_program import Program
-from podwire.kernel.netlink import NetlinkSocket
-from podwire.kernel.rtnl import tc
 from podwire.lab.node import stop_agent
 from podwire.lab.state import read_state
-from podwire.lab.topology import UPLINK, NodePlan
-from podwire.model.cluster import DEFAULT_TUNNEL_PORT, TUNNEL_DEVICE
-from podwire.model.ids import DEVICE_HASH_DIGITS, DEVICE_PREFIX, NFT_TABLE
+from podwire.model.ids import NFT_TABLE
 
 
 @contextmanager
@@ -44,74 +34,10 @@ def lab_pair_without_rules(name: str) -> Iterator[PodPair]:
     """Give two pods of an overlay whose nodes have no rules, nor an agent that would write them anew."""
     with lab_pair(name, "overlay") as pair:
         state = read_state(name)
-        for one in state.plan.nodes:
-            stop_agent(state, one, signal.SIGKILL)
-            run_in(one.namespace, ["nft", f"delete table inet {NFT_TABLE}"])
+        for node in state.plan.nodes:
+            stop_agent(state, node, signal.SIGKILL)
+            run_in(node.namespace, ["nft", f"delete table inet {NFT_TABLE}"])
         yield pair
-
-
-HOST_END: Final = re.compile(rf"{DEVICE_PREFIX}[0-9a-f]{{{DEVICE_HASH_DIGITS}}}")
-
-
-@contextmanager
-def lab_pair_with_own_headers(name: str) -> Iterator[PodPair]:
-    """Give two pods of an overlay, of which each one's packets get their outer headers from a program of its own."""
-    with ExitStack() as stack:
-        directory = stack.enter_context(scratch())
-        pair = stack.enter_context(lab_pair(name, "overlay"))
-        nodes = read_state(name).plan.nodes
-        for own, peer in (nodes, nodes[::-1]):
-            fd = stack.enter_context(netns.open_namespace(netns.named_path(own.namespace)))
-            netlink = stack.enter_context(NetlinkSocket.open_in(fd.fileno()))
-            [pod] = [link for link in _list_links(own) if HOST_END.fullmatch(link["ifname"])]
-            program = stack.enter_context(_outer_program(own, peer, directory))
-            netlink.execute(
-                [tc.set_bpf_filter(pod["ifindex"], tc.FROM_POD_HOOK, program.fd, "from_pod")]
-            )
-        yield pair
-
-
-@contextmanager
-def _outer_program(own: NodePlan, peer: NodePlan, directory: Path) -> Iterator[Program]:
-    inside = ipaddress.IPv4Network(peer.pod_cidrs[0])
-    [identity] = {one["identity"] for one in read_json(own, "/v1/endpoint")}
-    constants = {
-        "uplink_index": _find_link(own, UPLINK)["ifindex"],
-        "own_be": _as_stored(own.addresses[0]),
-        "peer_be": _as_stored(peer.addresses[0]),
-        "inside_be": _as_stored(str(inside.network_address)),
-        "inside_mask_be": _as_stored(str(inside.netmask)),
-        "tunnel_number": identity,
-        "tunnel_port": DEFAULT_TUNNEL_PORT,
-        "destination_mac": mac_number(_find_link(peer, TUNNEL_DEVICE)["address"]),
-    }
-    with BpfObject(compile_bpf("outer", directory), "outer") as loaded:
-        loaded.set_constants(constants)
-        loaded.load()
-        with loaded.take_program("outer") as program:
-            yield program
-
-
-def _as_stored(address: str) -> int:
-    """Give the number that the bytes of an address are on this machine."""
-    return int.from_bytes(ipaddress.IPv4Address(address).packed, "little")
-
-
-def _list_links(node: NodePlan) -> list[dict[str, Any]]:
-    words = ["ip", "-n", node.namespace, "-json", "link", "show"]
-    shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    return cast("list[dict[str, Any]]", json.loads(shown))
-
-
-def _find_link(node: NodePlan, name: str) -> dict[str, Any]:
-    return next(link for link in _list_links(node) if link["ifname"] == name)
-
-
-def read_json(node: NodePlan, path: str) -> list[dict[str, Any]]:
-    """Ask a node's agent."""
-    words = ["curl", "-s", "--unix-socket", str(node.directory / "api.sock"), f"http://x{path}"]
-    shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    return cast("list[dict[str, Any]]", json.loads(shown))
 
 
 STREAM_MS: Final = 1000
@@ -124,7 +50,9 @@ CONTESTANTS: Final = {
     "both": partial(plain_pair, "bench-b", tunnel=True, flow_based=True, masquerade=True),
     "podwire": partial(lab_pair, "bench-o", "overlay"),
     "podwire, no rules": partial(lab_pair_without_rules, "bench-w"),
-    "podwire, own headers": partial(lab_pair_with_own_headers, "bench-h"),
+    "podwire, out past the stack": partial(lab_pair_past_stack, "bench-h", arriving=False),
+    "podwire, in past the stack": partial(lab_pair_past_stack, "bench-i", leaving=False),
+    "podwire, past the stack": partial(lab_pair_past_stack, "bench-s"),
 }
 FIGURES: Final = ("Gbit/s, one CPU", "Gbit/s, two CPUs", "round trip p50 us")
 

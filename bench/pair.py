@@ -31,7 +31,7 @@ def run_flow(
 
     It has a real-time priority: what else the machine has to do waits until it ends.
     """
-    places = [netns.named_path(one) for one in (pair.server, pair.client)]
+    places = [netns.named_path(namespace) for namespace in (pair.server, pair.client)]
     more = [congestion_control] if congestion_control else []
     done = subprocess.run(
         ["chrt", "--fifo", "10", tool, what, *places, pair.address, str(amount), *cpus, *more],

@@ -93,7 +93,7 @@ def plain_pair(
             else:
                 route = f"{other.pod_cidrs[0]} via {other.addresses[0]} dev {UPLINK}"
                 node.run_ip(one.namespace, [f"route replace {route}"])
-        client, server = (_add_pod(plan, one, mtu) for one in plan.nodes)
+        client, server = (_add_pod(plan, planned, mtu) for planned in plan.nodes)
         yield PodPair(client[0], server[0], server[1], mtu)
     finally:
         with suppress(NotFound):

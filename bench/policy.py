@@ -115,7 +115,7 @@ def make_node(identities: int, policies: int) -> PolicyEngine:
     def rows(
         endpoints: Sequence[EndpointId], values: PolicyValues
     ) -> list[tuple[EndpointRecord, EndpointConfig]]:
-        return [(records[one], values.fill(configs[one])) for one in endpoints]
+        return [(records[endpoint], values.fill(configs[endpoint])) for endpoint in endpoints]
 
     engine = PolicyEngine(
         datapath=Sink(), rows=rows, numbers=Numbers(), remember=lambda _numbers: None, cidrs={}
@@ -178,7 +178,7 @@ def measure_memory(identities: int, policies: int) -> float:
     gc.collect()
     held, _peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert engine.revision
+    assert engine.generation
     return held / 1e6
 
 

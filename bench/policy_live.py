@@ -14,7 +14,7 @@ from contextlib import ExitStack
 
 from bench import results_file
 from bench.agent import agent_pid, resident_mb, restart_ms
-from bench.contestants import one_node, pod_namespace
+from bench.contestants import one_node_with_store, pod_namespace
 from bench.stats import median_of, quantile
 from podwire.control.documents.apply import apply_documents
 from podwire.control.identity.key import IdentityKey
@@ -25,7 +25,6 @@ from podwire.lab.pod import call_launcher, network_config
 from podwire.lab.topology import NodePlan
 from podwire.model.labels import namespace_labels
 from podwire.model.store import Store
-from podwire.store.open import open_store
 
 PODS_OF_EACH = 10
 PEERS = 100
@@ -134,9 +133,9 @@ def attach_pods(node: NodePlan, count: int, stack: ExitStack) -> None:
 def subject_identity(store: Store) -> int:
     """Find the identity of the pods that the change selects."""
     found, _ = store.list("identities")
-    for one in found:
-        if "cni:app=g0" in one.document["spec"]["labels"]:
-            return int(one.key.name)
+    for stored in found:
+        if "cni:app=g0" in stored.document["spec"]["labels"]:
+            return int(stored.key.name)
     raise RuntimeError("no identity of app=g0")
 
 
@@ -178,10 +177,7 @@ def main() -> None:
     arguments = parser.parse_args()
     raw: dict[str, list[float]] = {}
     with ExitStack() as stack:
-        state = stack.enter_context(one_node())
-        node = state.plan.nodes[0]
-        store = open_store(f"sqlite://{node.directory.parent}/store.db")
-        stack.callback(store.close)
+        node, store = stack.enter_context(one_node_with_store())
         attach_pods(node, arguments.pods, stack)
         make_identities(store, arguments.identities)
         apply_documents(store, make_policies(arguments.policies))

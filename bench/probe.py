@@ -175,6 +175,6 @@ class Steady:
 
 def close_all(probers: Sequence[Prober]) -> None:
     """Give all sockets back."""
-    for one in probers:
-        with closing(one):
+    for prober in probers:
+        with closing(prober):
             pass

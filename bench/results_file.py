@@ -25,7 +25,7 @@ def write(name: str, summary: Mapping[str, Any], raw: Mapping[str, Any]) -> Path
             "cpus": os.cpu_count(),
             "cpu": _cpu_model(),
             "python": platform.python_version(),
-            "load_average": [round(one, 1) for one in os.getloadavg()],
+            "load_average": [round(load, 1) for load in os.getloadavg()],
         },
         "summary": summary,
         "raw": raw,

@@ -106,14 +106,16 @@ class Site:
 
     def create(self, objects: Iterable[StoredObject]) -> None:
         """Write objects that are not there."""
-        for one in write_all(self.store, self.store.create, objects).values():
-            self.objects[one.key] = one
+        for written in write_all(self.store, self.store.create, objects).values():
+            self.objects[written.key] = written
 
     def update(self, objects: Iterable[StoredObject]) -> None:
         """Write objects again."""
-        current = [replace_revision(one, self.objects[one.key].revision) for one in objects]
-        for one in write_all(self.store, self.store.update, current).values():
-            self.objects[one.key] = one
+        current = [
+            replace_revision(stored, self.objects[stored.key].revision) for stored in objects
+        ]
+        for written in write_all(self.store, self.store.update, current).values():
+            self.objects[written.key] = written
 
 
 def replace_revision(one: StoredObject, revision: int) -> StoredObject:
@@ -193,7 +195,7 @@ def main() -> None:
     parser.add_argument("--churn-s", type=float, default=60.0)
     parser.add_argument("--dry", action="store_true", help="write no results")
     arguments = parser.parse_args()
-    sizes = [tuple(map(int, one.split(":"))) for one in arguments.sizes or ()] or SIZES
+    sizes = [tuple(map(int, size.split(":"))) for size in arguments.sizes or ()] or SIZES
     found: dict[str, dict[str, float]] = {}
     for nodes, pods in sizes:
         begin = time.perf_counter()
@@ -216,14 +218,14 @@ def open_site(stack: ExitStack, nodes: int, pods: int) -> Site:
     labs.change_agent(LAB, state.plan.nodes[0].name, "stop")
     config = state.plan.nodes[0].directory / node.CONFIG_FILE
     lines = config.read_text(encoding="utf-8").splitlines()
-    kept = [one for one in lines if not one.startswith("cluster_cidrs")]
+    kept = [line for line in lines if not line.startswith("cluster_cidrs")]
     config.write_text("\n".join([f"cluster_cidrs = {CLUSTER}", *kept, ""]), encoding="utf-8")
     store: Store = _in_underlay(state, partial(open_store, state.plan.store_url))
     stack.enter_context(closing(store))
     site = Site(state, store, make_nodes(nodes, pods))
     site.create(identity_objects(pods))
-    site.create(one.node() for one in site.nodes)
-    site.create(one.endpoints() for one in site.nodes)
+    site.create(peer.node() for peer in site.nodes)
+    site.create(peer.endpoints() for peer in site.nodes)
     return site
 
 
@@ -234,7 +236,7 @@ def _quiet(_line: str) -> None:
 def measure(site: Site, churn_s: float) -> dict[str, float]:
     """Measure everything at one size."""
     rows = Rows(site.own)
-    pods = sum(len(one.pods) for one in site.nodes)
+    pods = sum(len(peer.pods) for peer in site.nodes)
     found: dict[str, float] = {"nodes": len(site.nodes), "pods": pods}
     found |= _start(site, rows, "first start")
     found["rows in the kernel"] = rows.count()
@@ -273,15 +275,15 @@ def _start(site: Site, rows: Rows, name: str) -> dict[str, float]:
 
 def _last_pods(nodes: Sequence[SimulatedNode]) -> dict[IPAddress, IdentityId]:
     """Give one pod of every node: a node's are written together."""
-    return dict(next(reversed(one.pods.items())) for one in nodes)
+    return dict(next(reversed(peer.pods.items())) for peer in nodes)
 
 
 def _replace_everywhere(site: Site, rows: Rows) -> dict[str, float]:
     """Replace a pod on every node as fast as the store takes it."""
     objects = []
-    for one in site.nodes:
-        one.replace_pod(IdentityId(FIRST_IDENTITY))
-        objects.append(one.endpoints())
+    for peer in site.nodes:
+        peer.replace_pod(IdentityId(FIRST_IDENTITY))
+        objects.append(peer.endpoints())
     before, begin = site.usage(), time.perf_counter()
     site.update(objects)
     written = time.perf_counter()
@@ -303,11 +305,11 @@ def _move_nodes(site: Site, rows: Rows) -> dict[str, float]:
     """Give single nodes another address: the whole plan is computed and compared again."""
     before = site.usage()
     lags: list[float] = []
-    for one in site.nodes[:MOVES]:
-        one.moved = True
+    for peer in site.nodes[:MOVES]:
+        peer.moved = True
         begin = time.perf_counter()
-        site.update([one.node()])
-        rows.wait_for_node(one.address)
+        site.update([peer.node()])
+        rows.wait_for_node(peer.address)
         lags.append(time.perf_counter() - begin)
         time.sleep(1.0)
     used = site.usage().since(before)
@@ -321,7 +323,7 @@ def _move_nodes(site: Site, rows: Rows) -> dict[str, float]:
 def _churn(site: Site, rows: Rows, seconds: float) -> dict[str, float]:
     """Replace 1 % of all pods per minute, each on a node of its own; an update is waited for before the next."""
     source = random.Random(2)
-    pods = sum(len(one.pods) for one in site.nodes)
+    pods = sum(len(peer.pods) for peer in site.nodes)
     every_s = 60.0 / (pods * CHURN_PER_MINUTE)
     identities = max(1, pods // PODS_OF_AN_IDENTITY)
     before = site.usage()

@@ -39,7 +39,7 @@ def make_table(found: Results) -> str:
     """Give the table in Markdown: a row for each figure, a column for each size."""
     sizes = list(found)
     lines = ["| | " + " | ".join(sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
-    for name in dict.fromkeys(name for one in found.values() for name in one):
+    for name in dict.fromkeys(name for figures in found.values() for name in figures):
         if name not in ("nodes", "pods"):
             cells = (_shown(found[size].get(name)) for size in sizes)
             lines.append(f"| {name} | " + " | ".join(cells) + " |")

@@ -17,7 +17,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,9 +41,14 @@ FIRST_PORT: Final = 5201
 PORT: Final = 80
 UNUSED: Final = ipaddress.ip_network("10.200.0.0/14")
 """Addresses of the back ends that nobody asks."""
-MAKERS: Final = 4
+MAKERS: Final = 16
+"""Each has a connection of its own, and waits most of its time for etcd."""
 STREAM_MS, OPEN_MS, ROUND_TRIPS = 2000, 500, 20_000
 TWO_CPUS, ONE_CPU = ("0", "1"), ("1", "1")
+CONGESTION_CONTROL: Final = "cubic"
+"""Linux' own default. BBR, which a machine may have instead, paces by what it estimates, and reaches less than half of
+what the way between two pods of a node carries: that would measure its estimates.
+"""
 FIGURES: Final = ("Gbit/s", "round trip p50 us", "connections per s")
 MADE_S: Final = 900.0
 """In so many seconds kube-proxy writes the rules of all."""
@@ -115,7 +120,9 @@ def fill(cluster: Cluster, count: int, samples: Samples) -> dict[str, Any]:
     before_mb = _agent_mb(cluster)
     there = len(cluster.client.get(_SERVICES)["items"])
     begin_s = time.monotonic()
-    _make_unused(cluster, range(there, count - len(NODES)))
+    with _without_proxies(cluster):
+        _make_unused(cluster, range(there, count - len(NODES)))
+    print(f"made after {time.monotonic() - begin_s:.0f} s", flush=True)
     plan: dict[str, Any] = {"services": count, "contestants": {}}
     for name, node in NODES.items():
         found = {
@@ -128,13 +135,24 @@ def fill(cluster: Cluster, count: int, samples: Samples) -> dict[str, Any]:
             **{role: pods.network_of(cluster, pod) for role, pod in found.items()},
             "address": _make_service(cluster, f"asked-{node}-{count}", slices),
         }
-    for one in plan["contestants"].values():
-        _wait_until_served(cluster, one)
+    for contestant in plan["contestants"].values():
+        _wait_until_served(cluster, contestant)
     print(f"{count} services after {time.monotonic() - begin_s:.0f} s", flush=True)
     samples[f"agent, MB, {count} services"] = [_agent_mb(cluster)]
     samples[f"agent, MB, before {count} services"] = [before_mb]
     _plan_path().write_text(json.dumps(plan), encoding="utf-8")
     return plan
+
+
+@contextmanager
+def _without_proxies(cluster: Cluster) -> Iterator[None]:
+    """Stop kube-proxy meanwhile: it would write rules anew all the time, on the CPUs that the API server needs."""
+    proxied = [cluster.node(node).services for name, node in NODES.items() if name != OURS]
+    for services in proxied:
+        services.proxy.stop()
+    yield
+    for services in proxied:
+        services.proxy.launch()  # whoever waits for a service waits for its rules, too
 
 
 def _agent_mb(cluster: Cluster) -> float:
@@ -156,7 +174,7 @@ def _make_unused(cluster: Cluster, numbers: Sequence[int]) -> None:
 
 
 def _unused_addresses(number: int) -> list[str]:
-    return [str(UNUSED[BACK_ENDS * number + one + 1]) for one in range(BACK_ENDS)]
+    return [str(UNUSED[BACK_ENDS * number + offset + 1]) for offset in range(BACK_ENDS)]
 
 
 def _make_service(cluster: Cluster, name: str, back_ends: Iterator[tuple[str, int]]) -> str:
@@ -224,7 +242,7 @@ def _run(
     done = subprocess.run(
         [
             *("chrt", "--fifo", "10", tool, what, one["server"], one["client"]),
-            *(f"{one['address']}:{PORT}", str(amount), *cpus),
+            *(f"{one['address']}:{PORT}", str(amount), *cpus, CONGESTION_CONTROL),
         ],
         capture_output=True,
         text=True,
@@ -249,7 +267,7 @@ def summarise(samples: Mapping[str, Sequence[float]]) -> dict[str, object]:
         ours = samples[f"{OURS} {title}"]
         row: dict[str, object] = {OURS: results_file.interval(median_of(ours))}
         shown = []
-        for name in (one for one in NODES if one != OURS):
+        for name in (node for node in NODES if node != OURS):
             theirs = samples[f"{name} {title}"]
             row[name] = results_file.interval(median_of(theirs))
             ratio = ratio_of(ours, theirs, _median)

@@ -11,12 +11,11 @@ import ipaddress
 import random
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 from bench import results_file
 from bench.agent import agent_pid, resident_mb, restart_ms
-from bench.contestants import one_node
+from bench.contestants import one_node_with_store
 from bench.stats import median_of, quantile
 from podwire.control.documents.apply import apply_documents
 from podwire.datapath import abi
@@ -25,11 +24,13 @@ from podwire.kernel import bpf
 from podwire.lab.topology import NodePlan
 from podwire.model.store import ObjectKey, Store, StoredObject
 from podwire.model.store.kinds import ENDPOINT_SLICE, SERVICE
-from podwire.store.open import open_store
 
 PORT, POD_PORT, TCP = 80, 8080, 6
-FIRST_VIP, FIRST_BACK_END = (int(ipaddress.IPv4Address(one)) for one in ("10.96.0.1", "10.128.0.1"))
+FIRST_VIP, FIRST_BACK_END = (
+    int(ipaddress.IPv4Address(address)) for address in ("10.96.0.1", "10.128.0.1")
+)
 DEADLINE_S, SETTLE_S = 10.0, 240.0
+LOOK_S, SAME_LOOKS, SAME_MB = 3.0, 6, 0.5
 SEED = 14
 BATCH = 500
 
@@ -42,11 +43,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=400)
     arguments = parser.parse_args()
     raw: dict[str, list[float]] = {}
-    with ExitStack() as stack:
-        state = stack.enter_context(one_node())
-        node = state.plan.nodes[0]
-        store = open_store(f"sqlite://{node.directory.parent}/store.db")
-        stack.callback(store.close)
+    with one_node_with_store() as (node, store):
         without_mb = resident_mb(agent_pid())
         begin_s = time.monotonic()
         make_services(store, arguments.services, arguments.back_ends)
@@ -55,11 +52,24 @@ def main() -> None:
         rows.wait(arguments.services - 1, arguments.back_ends, SETTLE_S)
         raw["all in force after, s"] = [time.monotonic() - begin_s]
         raw["slice to row, ms"] = list(measure(store, rows, arguments))
-        raw["agent for services, MB"] = [resident_mb(agent_pid()) - without_mb]
+        raw["agent for services, MB"] = [settled_mb() - without_mb]
         raw["start to answer, ms"] = [restart_ms(node) for _ in range(3)]
-        time.sleep(10)  # what a start leaves to be done behind its first answer
-        raw["agent for services after a restart, MB"] = [resident_mb(agent_pid()) - without_mb]
+        raw["agent for services after a restart, MB"] = [settled_mb() - without_mb]
     report(arguments, raw)
+
+
+def settled_mb() -> float:
+    """Wait until the agent's memory stays as it is, and give it: a start leaves much to be done behind its first
+    answer, and what that has freed is given back when it is over."""
+    deadline = time.monotonic() + SETTLE_S
+    seen = [resident_mb(agent_pid())]
+    while time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+        seen.append(resident_mb(agent_pid()))
+        latest = seen[-SAME_LOOKS:]
+        if len(latest) == SAME_LOOKS and max(latest) - min(latest) < SAME_MB:
+            return seen[-1]
+    raise RuntimeError(f"the agent's memory does not settle: {seen} MB")
 
 
 def make_services(store: Store, services: int, back_ends: int) -> None:
@@ -101,11 +111,11 @@ def slice_of(index: int, count: int, most: int | None = None) -> StoredObject:
         "ports": [{"name": "http", "port": POD_PORT, "protocol": "TCP"}],
         "endpoints": [
             {
-                "addresses": [str(ipaddress.IPv4Address(first + one))],
+                "addresses": [str(ipaddress.IPv4Address(first + number))],
                 "conditions": {"ready": True, "serving": True, "terminating": False},
-                "nodeName": f"node{(first + one) % 100}",
+                "nodeName": f"node{(first + number) % 100}",
             }
-            for one in range(count)
+            for number in range(count)
         ],
     }
     key = ObjectKey(ENDPOINT_SLICE.plural, "default", f"{name_of(index)}-1")

@@ -127,7 +127,11 @@ def write_all(
 
     def write_batch(batch: Sequence[StoredObject]) -> list[StoredObject]:
         with store.together():
-            return [write(one) for one in batch]
+            return [write(stored) for stored in batch]
 
     with ThreadPoolExecutor(WRITERS) as threads:
-        return {one.key.name: one for batch in threads.map(write_batch, batches) for one in batch}
+        return {
+            stored.key.name: stored
+            for batch in threads.map(write_batch, batches)
+            for stored in batch
+        }

@@ -88,6 +88,19 @@ BARS = (
         "agent for 10,000 services, MB", "services_control", ("agent for services, MB",), at_most=40
     ),
     Bar(
+        "agent for 10,000 services after a restart, MB",
+        "services_control",
+        ("agent for services after a restart, MB",),
+        at_most=40,
+    ),
+    Bar(
+        "first packet to one of 10,000 services / of 10",
+        "service_choice",
+        ("always one of many services / few",),
+        at_most=1.05,
+        reached_by="low",
+    ),
+    Bar(
         "established packet, 1,000 policies / none",
         "programs",
         ("established, 1000 policies",),

@@ -123,8 +123,12 @@ def _attached(contestant: Contestant) -> Iterator[AttachedPod]:
     container_id = uuid.uuid4().hex
     with pod_namespace() as namespace:
         *_, answer = contestant.execute("ADD", container_id, namespace)
-        inside = next(one for one in answer["interfaces"] if one.get("sandbox"))
-        host = next(one for one in answer["interfaces"] if one["name"].startswith(("pw", "veth")))
+        inside = next(interface for interface in answer["interfaces"] if interface.get("sandbox"))
+        host = next(
+            interface
+            for interface in answer["interfaces"]
+            if interface["name"].startswith(("pw", "veth"))
+        )
         yield AttachedPod(
             namespace=namespace,
             address=answer["ips"][0]["address"].partition("/")[0],
@@ -149,10 +153,10 @@ def _swapped_programs(
     """Give functions that put podwire's programs, or the empty ones, on the two pods' host devices."""
     with ExitStack() as stack:
         found = [open_pinned_program(str(path)) for path in sorted(pins.glob("**/from_pod"))]
-        full = next(one for one in found if one is not None)
-        for one in found:
-            if one is not None:
-                stack.enter_context(one)
+        full = next(program for program in found if program is not None)
+        for program in found:
+            if program is not None:
+                stack.enter_context(program)
         empty = {
             here: stack.enter_context(_empty_redirect(there, directory))
             for here, there in ((client, server), (server, client))

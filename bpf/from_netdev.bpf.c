@@ -12,6 +12,8 @@
 
 #define PW_NOT_OURS	       -2
 #define PW_FAST_OPEN_BYTES_MAX 65535 /* that a SYN can carry */
+#define PW_AWAITED_MAX	       4     /* as a client that asks several questions at once */
+#define PW_AWAITED_NS	       1000000000LL
 
 PW_CHECKED_ALONE int read_addresses(struct __sk_buff *skb, struct pw_flow *flow)
 {
@@ -57,9 +59,10 @@ static __always_inline void find_sender(struct pw_flow *flow)
 }
 
 /* The answer to a connection that the stack has translated can look like one of a direct connection of the same ports,
- * whose entry lives on: it was closed a moment ago, its end was lost, or nobody answered it. The numbers tell: an answer
- * acknowledges the SYN (with TCP Fast Open also some data, RFC 7413), and repeats its own sequence number. A SYN that was
- * answered may be answered anew with another number (SYN cookies), so nothing is told while it is not confirmed.
+ * whose entry lives on: it was closed a moment ago, its end was lost, or nobody answered it. The numbers tell: an
+ * answer acknowledges the SYN (with TCP Fast Open also some data, RFC 7413), and repeats its own sequence number. A SYN
+ * that was answered may be answered anew with another number (SYN cookies), so nothing is told while it is not
+ * confirmed.
  */
 static __always_inline bool answers_another(const struct pw_flow *flow,
 					    const struct pw_match *match,
@@ -75,12 +78,24 @@ static __always_inline bool answers_another(const struct pw_flow *flow,
 	return entry->tcp_state >= PW_TCP_ESTABLISHED && flow->tcp_sequence != entry->answer;
 }
 
-/* The answer to a datagram that the stack has translated looks like one to what the pod has sent past it by the same port. */
+/* A datagram that went past the stack a moment ago has not been answered. Whatever was asked through the stack meanwhile
+ * was asked later, and so is answered later.
+ */
+static __always_inline bool is_awaited(const struct pw_flow *flow,
+				       const struct pw_conntrack_value *entry)
+{
+	return entry->packets[0] - entry->packets[1] - 1 < PW_AWAITED_MAX &&
+	       (__s64)(flow->now_ns - entry->last_seen_ns) < PW_AWAITED_NS;
+}
+
+/* The answer to a datagram that the stack has translated looks like one to what the pod has sent past it by the same
+ * port. Where that one is awaited, this is it. What goes to the stack needlessly reaches the pod, too.
+ */
 static __always_inline bool may_answer_stack(const struct pw_flow *flow,
 					     const struct pw_conntrack_value *entry)
 {
-	return entry->path == PW_PATH_NATIVE && flow->here.reply &&
-	       is_stack_port(flow, flow->key.dport_be);
+	return entry->path == PW_PATH_NATIVE && flow->here.reply && !is_awaited(flow, entry) &&
+	       (is_stack_port(flow, flow->key.dport_be) || is_from_stack_peer(flow));
 }
 
 /* May the packet bypass the stack? Without an entry only when it cannot be the answer to a translated packet: it is the

@@ -3,7 +3,7 @@
  *
  * Comes to: drop; straight into the local pod; or the host's stack, for an address of this node, or for an answer to
  * what a pod sent through it. Nothing is ever sent on to another node. The tunnel is believed no more than rule 9
- * allows: who is no node, says another's identity, or sends in another's name is not heard.
+ * allows: a sender that is no node, says another's identity, or sends in another's name is not heard.
  */
 #include <linux/bpf.h>
 

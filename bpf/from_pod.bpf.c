@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /* from_pod: everything a pod sends, at tc ingress of its host device.
  *
- * Comes to: drop; straight into the target pod (redirect to the peer, or to the queue of its host device when a rate
- * is set); into the tunnel to another node, or to it past the stack; on to the host's stack; or back to the pod, as an answer of its gateway or
- * an ICMP error. On the direct way the target's verdict is made here too, for to_pod is not passed.
+ * Comes to: drop; straight into the target pod (redirect to the peer, or to the queue of its host device when a rate is
+ * set); into the tunnel to another node, or to it past the stack; on to the host's stack; or back to the pod, as an
+ * answer of its gateway or an ICMP error. On the direct way the target's verdict is made here too, for to_pod is not
+ * passed.
  */
 #include <linux/bpf.h>
 
 #include <podwire/deliver.h>
 #include <podwire/frame.h>
 #include <podwire/itself.h>
+#include <podwire/offload.h>
 #include <podwire/service.h>
 
 /* The sender's side: the flow is looked up first, because an answer takes the way of its question. */
@@ -24,10 +26,10 @@ static __always_inline int judge_sender(struct __sk_buff *skb, struct pw_flow *f
 	return judge(skb, flow, &flow->row, &flow->here, here);
 }
 
-/* The stack may translate what goes neither to a pod nor back to who asked. */
+/* The stack may translate what does not go back to the asker. */
 static __always_inline int note_port(const struct pw_flow *flow)
 {
-	if (flow->path != PW_PATH_STACK || flow->node || flow->local || flow->here.reply)
+	if (flow->path != PW_PATH_STACK || flow->local || flow->here.reply)
 		return 0;
 	return mark_stack_port(flow);
 }
@@ -98,6 +100,7 @@ int from_pod(struct __sk_buff *skb)
 		  check_frame_of_pod(skb, flow) ?:
 		  parse_packet(skb, flow) ?:
 		  check_packet_of_pod(skb, flow) ?:
+		  check_offload(skb, flow) ?:
 		  keep_fragment(flow) ?:
 		  forward(skb, flow);
 	return finish(skb, flow, outcome);

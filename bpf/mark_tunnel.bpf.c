@@ -4,7 +4,8 @@
  *
  * Comes to: out, for what has its key already; else on to to_overlay. A program of its own behind a handle of its own:
  * when an older build, whose programs do not mark, puts these in the place of ours, this one stays where it is, and
- * nothing that it tunnels is taken for a process's forgery until the older agent has written its table. It needs no agent.
+ * nothing that it tunnels is taken for a process's forgery until the older agent has written its table. It needs no
+ * agent.
  */
 #include <linux/bpf.h>
 

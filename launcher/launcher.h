@@ -80,8 +80,6 @@ void read_config(const unsigned char *data, size_t length, struct config *config
 
 /* frame.c: the request, collected once per process. */
 struct frame {
-	/* Behind FRAME_MAX_BYTES: room for too much, so that it can be refused by its name. */
-	unsigned char data[FRAME_MAX_BYTES + STDIN_MAX_BYTES + REQUEST_HEADER_BYTES];
 	size_t length;
 	const unsigned char *input;
 	size_t input_length;
@@ -92,11 +90,14 @@ struct frame {
 	uint64_t started_ns;
 	bool environment_fits;
 	int input_errno;
+	/* Last, so that the other members share a page with what is used of it. Behind FRAME_MAX_BYTES: room for
+	 * too much, so that it can be refused by its name. */
+	unsigned char data[FRAME_MAX_BYTES + STDIN_MAX_BYTES + REQUEST_HEADER_BYTES];
 };
 
 uint64_t boottime_ns(void);
 int64_t monotonic_ms(void);
-void collect_frame(struct frame *frame, const char *program, uint64_t started_ns);
+void collect_frame(struct frame *frame, const char *program, bool is_add, uint64_t started_ns);
 void close_frame(struct frame *frame);
 void write_header(struct frame *frame, bool with_descriptors);
 
@@ -110,9 +111,9 @@ enum outcome {
 };
 
 struct reply {
-	unsigned char data[REPLY_MAX_BYTES];
 	size_t length;
 	int saved_errno;
+	unsigned char data[REPLY_MAX_BYTES];
 };
 
 struct patience {

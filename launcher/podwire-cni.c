@@ -199,7 +199,7 @@ int main(int argc, char **argv)
 	if (!name || !*name)
 		return introduce();
 	signal(SIGPIPE, SIG_IGN);
-	collect_frame(&frame, argc ? argv[0] : "podwire-cni", started_ns);
+	collect_frame(&frame, argc ? argv[0] : "podwire-cni", !strcmp(name, "ADD"), started_ns);
 	if (frame.input_length <= STDIN_MAX_BYTES)
 		read_config(frame.input, frame.input_length, &config);
 	close_frame(&frame);

@@ -65,8 +65,8 @@ class Sender:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for one in (*self._echo.values(), *(sent.connection for sent in self._sent)):
-            one.close()
+        for connection in (*self._echo.values(), *(sent.connection for sent in self._sent)):
+            connection.close()
         self._namespace.close()
 
     def send(self, addresses: Iterable[str]) -> None:
@@ -85,12 +85,12 @@ class Sender:
         """Wait for the answers to everything sent since the last call; name what got none at the first try."""
         sent, self._sent = self._sent, []
         lost = []
-        for one in sent:
-            with one.connection:
-                if not self._is_echoed(one):
-                    lost.append(f"echo from {self._name} to {one.address}")
-                if not _is_reset_at_once(one.connection):
-                    lost.append(f"SYN from {self._name} to {one.address}")
+        for opening in sent:
+            with opening.connection:
+                if not self._is_echoed(opening):
+                    lost.append(f"echo from {self._name} to {opening.address}")
+                if not _is_reset_at_once(opening.connection):
+                    lost.append(f"SYN from {self._name} to {opening.address}")
         return lost
 
     def _is_echoed(self, sent: _Sent) -> bool:

@@ -4,12 +4,13 @@ Called by tests/conftest.py. Each process of pytest has a mark, with which all n
 labs, directories and pins, and notes in /run which process has it. Its children carry the process in their environment.
 Invariant: nothing of a process that lives is touched. A pid is used again, so pid and start time together say which
 process it is. A worker in a room of its own (scripts/own-room) has a /run of its own; its names go with the room, and
-the room goes with the last process in it.
+the room goes with the last process in it. Only cgroups are the machine's, so the name of a cluster says whose it is.
 """
 
 import contextlib
 import itertools
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -21,6 +22,8 @@ import msgspec
 
 from podwire.kernel import netns
 from podwire.lab import labs
+from podwire.lab.kubernetes import cluster as clusters
+from podwire.lab.kubernetes import residue
 from podwire.lab.state import (
     Process,
     describe_process,
@@ -39,6 +42,8 @@ NAME: Final = f"pwt{MARK}"
 """Namespaces of tests, and directories below /run and the BPF file system, have names that begin so."""
 LAB: Final = f"t{MARK}"
 """Names of labs begin so."""
+_CLUSTER: Final = "tests"
+_CLUSTER_NAME: Final = re.compile(rf"{_CLUSTER}-(\d+-\d+-\d+)-[a-z]+")
 _numbers = itertools.count(1)
 
 
@@ -53,6 +58,11 @@ class Note(msgspec.Struct, frozen=True):
 def new_name() -> str:
     """Give a name that nothing else has; 10 or 11 characters, as names of devices are made of it."""
     return f"{NAME}{next(_numbers):x}"
+
+
+def name_cluster(title: str) -> str:
+    """Give a name that no other run's cluster has."""
+    return f"{_CLUSTER}-{_describe_owner().replace('.', '-')}-{title}"
 
 
 @contextlib.contextmanager
@@ -73,8 +83,19 @@ def noted(temporary: Path) -> Iterator[None]:
 
 def mark_children() -> None:
     """Have processes that are started from here on tell whose they are."""
+    os.environ[VARIABLE] = _describe_owner()
+
+
+def _describe_owner() -> str:
     own = describe_process(os.getpid())
-    os.environ[VARIABLE] = f"{own.pid}.{own.start_ticks}.{_pid_namespace('self')}"
+    return f"{own.pid}.{own.start_ticks}.{_pid_namespace('self')}"
+
+
+def _has_lost_owner(text: str) -> bool:
+    """Tell whether this describes a process that is gone."""
+    pid, ticks, namespace = map(int, text.split("."))
+    # A pid means nothing in another pid namespace, and there may be a living process behind it there.
+    return namespace == _pid_namespace("self") and not is_running(Process(pid, ticks))
 
 
 def remove_leavings() -> list[str]:
@@ -82,6 +103,7 @@ def remove_leavings() -> list[str]:
     orphans = _list_orphans()
     end_all(orphans)
     found = [f"process {process.pid}" for process in orphans]
+    found += _remove_clusters()
     for note in sorted(RUNS.glob("??????")):
         with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):  # it ends meanwhile
             known = msgspec.json.decode(note.read_bytes(), type=Note)
@@ -105,17 +127,26 @@ def _list_orphans() -> list[Process]:
             continue  # it ended meanwhile
         for variable in variables:
             name, _, value = variable.decode(errors="replace").partition("=")
-            if name == VARIABLE and value.count(".") == 2:
-                pid, ticks, seen_from = map(int, value.split("."))
-                # A pid means nothing in another pid namespace, and there may be a living process behind it there.
-                is_here = seen_from == namespace == here
-                if is_here and not is_running(Process(pid, ticks)):
-                    found.append(describe_process(int(entry.name)))
+            is_mark = name == VARIABLE and value.count(".") == 2
+            if is_mark and namespace == here and _has_lost_owner(value):
+                found.append(describe_process(int(entry.name)))
     return found
 
 
 def _pid_namespace(pid: str) -> int:
     return os.stat(f"/proc/{pid}/ns/pid").st_ino
+
+
+def _remove_clusters() -> list[str]:
+    """Remove clusters whose run is gone; what cannot be removed is left to the next run, and named."""
+    removed = []
+    for name in residue.list_names():
+        made = _CLUSTER_NAME.fullmatch(name)
+        if made and _has_lost_owner(made[1].replace("-", ".")):
+            with contextlib.suppress(PodwireError):
+                clusters.down(name)
+            removed.append(f"cluster {name}")
+    return removed
 
 
 def _remove_all(mark: str, temporary: str) -> list[str]:

@@ -20,8 +20,10 @@ from tests.spread import Spreading, expect_seconds, group_of, write_seconds
 LINE_S: Final = 15.0
 NAMED_S: Final = 30.0
 """A test that has run for so long is named."""
-PACE_FROM_S: Final = 30.0
-"""Groups that should have taken so long together tell the machine's pace."""
+BELIEVED: Final = 0.2
+"""The pace begins as if this part of the run had gone as expected: the first groups begin together with the workers,
+and what they take says little about the rest.
+"""
 
 
 @dataclass
@@ -49,8 +51,10 @@ class Course:
     def pace(self) -> float:
         """How long what is done took for each second that was expected."""
         done = [group for group in self.groups.values() if not group.left]
-        expected_s = sum(group.expected_s for group in done)
-        return sum(group.spent_s for group in done) / expected_s if expected_s > PACE_FROM_S else 1
+        believed_s = BELIEVED * sum(group.expected_s for group in self.groups.values())
+        expected_s = sum(group.expected_s for group in done) + believed_s
+        spent_s = sum(group.spent_s for group in done) + believed_s
+        return spent_s / expected_s if expected_s else 1.0
 
     def left_s(self, running_s: Mapping[str, float]) -> float:
         """Forecast the rest: spread evenly, but no shorter than the longest group. `running_s`: by test, until now."""
@@ -138,7 +142,7 @@ class Progress:
         slow = [f"{test} ({clock(one_s)})" for test, one_s in running_s.items() if one_s > NAMED_S]
         return (
             f"{clock(now_s - self._began_s)} gone, about {clock(left_s)} left: {done} of {self._tests} tests"
-            + "".join(f"\n      still running: {one}" for one in slow)
+            + "".join(f"\n      still running: {test}" for test in slow)
         )
 
     def _say(self, text: str) -> None:

@@ -94,7 +94,7 @@ class Spreading(LoadScopeScheduling):  # type: ignore[misc]
     def remove_node(self, node: WorkerController) -> str | None:
         """Take a worker out; gives the test in which it died. That one is not tried again, what was behind it is."""
         groups = self.assigned_work.pop(node)
-        left = {name: [one for one in tests if not tests[one]] for name, tests in groups.items()}
+        left = {name: [test for test in tests if not tests[test]] for name, tests in groups.items()}
         names = [name for name, tests in left.items() if tests]
         if not names:
             return None

@@ -32,7 +32,7 @@ GENERATED: Final = {"podwire/datapath/abi.py"}
 ELSEWHERE: Final = re.compile(r"(?<![\w.}/])/(work|home|Users|mnt)/\w")
 """Paths of somebody's own machine: a checkout elsewhere must not meet them."""
 URL: Final = re.compile(r"https?://([\w-]+(?:\.[\w-]+)+)")
-HOSTS: Final = {"127.0.0.1", "deb.debian.org", "www.apache.org", "www.w3.org"}
+HOSTS: Final = {"127.0.0.1", "www.apache.org", "www.w3.org"}
 """The hosts that a text may name; whoever needs a mirror or a registry sets that on the machine."""
 
 
@@ -77,10 +77,10 @@ def statements(node: ast.AST) -> Iterator[ast.stmt]:
     """Give the statements inside a node, however deep; no function is inside an expression."""
     for name in ("body", "orelse", "handlers", "finalbody", "cases"):
         inner = getattr(node, name, ())
-        for one in inner if isinstance(inner, list) else ():
-            if isinstance(one, ast.stmt):
-                yield one
-            yield from statements(one)
+        for child in inner if isinstance(inner, list) else ():
+            if isinstance(child, ast.stmt):
+                yield child
+            yield from statements(child)
 
 
 def functions(path: Path) -> Iterator[tuple[str, int, str]]:
@@ -107,10 +107,10 @@ def c_functions(path: Path) -> Iterator[tuple[str, int, str]]:
 
 
 def test_functions_fit_on_a_screen() -> None:
-    found = [(path, FUNCTION_LINES, *one) for path in PYTHON for one in functions(path)]
+    found = [(path, FUNCTION_LINES, *function) for path in PYTHON for function in functions(path)]
     for path in C_FILES:
         limit = BPF_FUNCTION_LINES if path.is_relative_to(ROOT / "bpf") else FUNCTION_LINES
-        found += [(path, limit, *one) for one in c_functions(path)]
+        found += [(path, limit, *function) for function in c_functions(path)]
     assert not [
         f"{name_of(path)}: {name}: {length} lines"
         for path, limit, name, length, head in found

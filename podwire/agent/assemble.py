@@ -20,7 +20,7 @@ from podwire.agent.duties.kubernetes.network_condition import NetworkCondition
 from podwire.agent.duties.kubernetes.ranges import RangeKeeper, ServedRanges
 from podwire.agent.duties.loops import Duties, EventPump
 from podwire.agent.health import AliveFile
-from podwire.agent.node import Node
+from podwire.agent.node import Node, settle_memory
 from podwire.agent.node_plan import plan_node
 from podwire.cni.directories import RuntimeDirectories, read_launcher
 from podwire.control.flows.enrich import FlowMaker
@@ -101,6 +101,7 @@ def make_duties(node: Node, dispatcher: Dispatcher, threads: ThreadPoolExecutor)
 
     return Duties(
         attachments=node.attachments,
+        journal=node.journal,
         table=node.table,
         regenerator=node.regenerator,
         flows=node.flows,
@@ -117,6 +118,7 @@ def make_duties(node: Node, dispatcher: Dispatcher, threads: ThreadPoolExecutor)
         watch_tables=changes.watch_tables,
         repair_tables=node.datapath.masquerade.repair,
         repair_pins=node.datapath.repair_pins,
+        settle_memory=settle_memory,
         replay=dispatcher.replay,
         threads=threads,
     )

@@ -85,6 +85,7 @@ class LiveConfig:
                 "reload settings failed; all stay as they are", extra={"error": error.message}
             )
             return
+        # Sources are read again, the node and its cluster are not: what they said stays where no source says otherwise.
         fresh = fresh.replace(
             {key: value for key, value in self._found.items() if not fresh.get(key)}
         )
@@ -108,6 +109,7 @@ class LiveConfig:
             before = self.current
             changed = {key: value for key, value in values.items() if before.get(key) != value}
             config = before.replace(changed)
+            # The effects come first: when one fails, `current` is what it was, and the same change can be tried again.
             for key in changed:
                 if key in self._appliers:
                     self._appliers[key](config)

@@ -58,6 +58,8 @@ class Health:
         """Record a fact. The agent is ready while every critical one is ok."""
         with self._lock:
             before = self._checks.get(name)
+            if before is not None and before.ok and ok and before.critical == critical:
+                return
             since_ns = (
                 before.since_ns
                 if before is not None and before.ok == ok

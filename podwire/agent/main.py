@@ -36,7 +36,7 @@ from podwire.agent.cni.spool import Spool
 from podwire.agent.config_reload import read_settings
 from podwire.agent.duties import loops
 from podwire.agent.duties.loops import EventPump
-from podwire.agent.node import Node, open_node, settle_memory
+from podwire.agent.node import Node, open_node, prepare_memory
 from podwire.agent.unix_socket import open_unix_socket
 from podwire.cni.netconf import decode_request
 from podwire.model import log
@@ -91,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log.configure(settled.config.report.log_level, settled.config.report.log_format)
         for warning in settled.warnings:
             _log.warning("an environment variable is not a setting", extra={"cause": warning})
+        prepare_memory()
         importing = partial(importlib.import_module, API_MODULE)
         threading.Thread(target=importing, name="import", daemon=True).start()
         # As the first process of a container the agent has no default action of signals.
@@ -171,7 +172,6 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
         await _open_doors(node, dispatcher, pump, stack)
         node.health.report("agent", ok=True)
         _settle_interpreter()
-        asyncio.get_running_loop().run_in_executor(None, settle_memory)
         ms = (node.clock.boottime_ns() - node.clock.process_start_ns()) / 1e6
         _log.info(
             "ready",
@@ -239,6 +239,7 @@ async def _open_doors(
         requests.answer,
         lambda limit: metrics.count("refused_requests", ("cni", limit)),
         at_once=requests,
+        way=node.way,
     )
     await asyncio.to_thread(importlib.import_module, API_MODULE)
     from podwire.agent.api.server import ApiServer, serving_metrics  # noqa: PLC0415

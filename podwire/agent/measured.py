@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, ParamSpec
 
 from podwire import __version__
 from podwire.agent.health import Health
@@ -22,6 +22,8 @@ from podwire.journal.records import SqliteJournal
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import StorageFailure
 from podwire.model.ids import EndpointId
+
+_P = ParamSpec("_P")
 
 
 @dataclass(frozen=True)
@@ -56,20 +58,24 @@ class MeasuredJournal(SqliteJournal):
 
     def write(self, record: EndpointRecord) -> None:
         """Insert or replace the record with this id."""
-        self._watched(lambda: super(MeasuredJournal, self).write(record))
+        self._watched(super().write, record)
 
     def remove(self, endpoint_ids: Iterable[EndpointId]) -> None:
         """Forget records."""
-        self._watched(lambda: super(MeasuredJournal, self).remove(endpoint_ids))
+        self._watched(super().remove, endpoint_ids)
+
+    def fold(self) -> None:
+        """Bring what was written last into the database."""
+        self._watched(super().fold)
 
     def write_fact(self, name: str, value: str) -> None:
         """Remember a fact about the node."""
-        self._watched(lambda: super(MeasuredJournal, self).write_fact(name, value))
+        self._watched(super().write_fact, name, value)
 
-    def _watched(self, write: Callable[[], None]) -> None:
+    def _watched(self, write: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
         begin_s = monotonic()
         try:
-            write()
+            write(*args, **kwargs)
         except StorageFailure as failure:
             self._health.report("journal", ok=False, message=failure.message)
             raise

@@ -1,13 +1,15 @@
 """What Prometheus reads: counters that the agent keeps, and figures that are looked up at each scrape.
 
 `agent.node` hands the `Metrics` to every part that counts something; the API and the metrics listener call `render`.
-Counting is a dictionary update under a lock, so any thread on the ADD path may do it. The client library is imported
-at the first scrape, so that a node that nobody scrapes does not pay for it.
+Any thread on the ADD path may count: what it tells is only noted, and sorted into buckets behind the answer. The
+client library is imported at the first scrape, so that a node that nobody scrapes does not pay for it.
 """
 
 import bisect
+import contextlib
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -36,6 +38,10 @@ BUCKETS_S = (
     10.0,
     30.0,
 )
+NOTED_FOR_A_SORT = 64
+"""So much is sorted behind a request: sorting is quicker when it goes on for some time."""
+NOTED_MAX = 256
+"""So much is noted at most before it is sorted, whatever goes on."""
 _log = logging.getLogger(__name__)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -75,6 +81,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._noted: deque[tuple[str, tuple[str, ...], float]] = deque()
+        """What was observed and is in no bucket yet."""
         self._histograms: dict[tuple[str, tuple[str, ...]], _Buckets] = {}
         self._counters: dict[tuple[str, tuple[str, ...]], float] = {}
         self._gauges: list[Gauge] = []
@@ -86,6 +94,8 @@ class Metrics:
         with self._lock:
             self.requests_observed += 1
         self._observe("cni_request_seconds", (command, outcome), seconds)
+        if len(self._noted) >= NOTED_FOR_A_SORT:
+            self._sort()
 
     def observe_step(self, op: str, step: str, ms: float) -> None:
         """Count one step of an operation (the signature that `AttachService` calls)."""
@@ -118,6 +128,7 @@ class Metrics:
             HistogramMetricFamily,
         )
 
+        self._sort()
         with self._lock:
             histograms = {
                 key: (buckets.cumulative(), buckets.sum_s)
@@ -152,8 +163,19 @@ class Metrics:
         return generate_latest(registry)
 
     def _observe(self, name: str, labels: tuple[str, ...], seconds: float) -> None:
-        with self._lock:
-            self._histograms.setdefault((name, labels), _Buckets()).add(seconds)
+        self._noted.append((name, labels, seconds))
+        if len(self._noted) >= NOTED_MAX:
+            self._sort()
+
+    def _sort(self) -> None:
+        """Put what was noted into its buckets."""
+        with self._lock, contextlib.suppress(IndexError):
+            while True:
+                name, labels, seconds = self._noted.popleft()
+                buckets = self._histograms.get((name, labels))
+                if buckets is None:
+                    buckets = self._histograms[name, labels] = _Buckets()
+                buckets.add(seconds)
 
 
 def _read_or_skip(gauge: Gauge) -> Mapping[tuple[str, ...], float]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from podwire.agent import measured
 from podwire.agent.config_reload import LiveConfig
@@ -63,13 +64,14 @@ from podwire.journal.records import HOST_SETTINGS_FACT, UNDERLAY_HOOKS_FACT, Sql
 from podwire.kernel import spawn
 from podwire.kernel.clock import KernelClock
 from podwire.kernel.inotify import FileWaker
-from podwire.kernel.memory import collapse_heap
+from podwire.kernel.memory import collapse_heap, read_resident_bytes, share_heap, trim_heap
 from podwire.model import log
 from podwire.model.config import AgentConfig
 from podwire.model.config.sources import Settled
 from podwire.model.endpoint import IPNetwork, Phase
 from podwire.model.ids import IdentityId
 from podwire.model.interfaces import HostPortTable
+from podwire.model.right_of_way import RightOfWay
 from podwire.model.store import Store
 from podwire.model.store.events import Events
 from podwire.store.open import (
@@ -82,6 +84,9 @@ from podwire.store.open import (
 
 WaitFor = Callable[[str, str], None]
 """Hears what the start waits for, and what to do."""
+
+GROWTH_BYTES: Final = 4 << 20
+"""Memory that is not worth the milliseconds for which the heap is locked."""
 
 _log = logging.getLogger(__name__)
 
@@ -110,6 +115,8 @@ class Node:
     attachments: AttachService
     directories: BackgroundWriter
     turn: threading.RLock
+    way: RightOfWay
+    """Taken by requests; what nobody waits for gives it."""
     health: Health
     metrics: Metrics
     flows: FlowRing
@@ -122,9 +129,20 @@ class Node:
         return self.live.current
 
 
-def settle_memory() -> None:
-    """Put what the start has made into huge pages: a request that comes after a pause then finds more of it mapped."""
+def prepare_memory() -> None:
+    """Let all threads have one heap, so that what they free can be given back. Before there are threads."""
+    share_heap()
+
+
+def settle_memory(settled_bytes: int = 0) -> int:
+    """Give back what was freed, and put what is left into huge pages: a request after a pause then finds more of it
+    mapped. Gives how many bytes are left. `settled_bytes`: what it gave last; where little was added it does nothing.
+    """
+    if read_resident_bytes() <= settled_bytes + GROWTH_BYTES:
+        return settled_bytes
+    trim_heap()
     collapse_heap()
+    return read_resident_bytes()
 
 
 def open_node(settled: Settled, stack: ExitStack, wait_for: WaitFor) -> Node:
@@ -184,6 +202,7 @@ def _open_parts(
         config.files.state_dir / "journal.db", metrics=metrics, health=health
     )
     stack.callback(journal.close)
+    way = RightOfWay()
     store = _open_store(config, stack)
     events, wait_for = open_events(
         find_event_writer(store), config.node.node_name, health, metrics, stack, wait_for
@@ -192,7 +211,7 @@ def _open_parts(
     config = live.current
     name = take_name(store, journal, config.node.node_name, config.node.node_address)
     stack.callback(name.close)
-    shared = open_watch(config, store, health, stack)
+    shared = open_watch(config, store, health, stack, way)
     report = report_to(health, "pools")
     addresses = open_addresses(config, store, journal, report, wait_for, blocks, shared)
     if not config.store.is_kubernetes:
@@ -211,6 +230,7 @@ def _open_parts(
         store_hosts=list_hosts(config.store.store, _reach_cluster(config)),
         name=name,
         shared=shared,
+        way=way,
         addresses=addresses,
         datapath=datapath,
         clock=clock,
@@ -402,6 +422,7 @@ def _compose(opened: Opened, clock: KernelClock) -> Node:  # size: the object gr
         attachments=attachments,
         directories=directories,
         turn=turn,
+        way=opened.way,
         health=health,
         metrics=metrics,
         flows=flows,

@@ -27,7 +27,7 @@ from podwire.control.cluster.reach import ClusterSettings
 from podwire.control.endpoint.enforce import Enforcer, rows_of
 from podwire.control.endpoint.host_ports import EACH_ADDRESS, PROTOCOLS, ReservedPort
 from podwire.control.endpoint.policies import PolicyObjects
-from podwire.control.endpoint.queue import BuildQueue
+from podwire.control.endpoint.queue import RegenerationQueue
 from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.control.flows.ring import FlowRing
 from podwire.control.identity.allocator import IdentityAllocator
@@ -50,6 +50,7 @@ from podwire.model.config import AgentConfig
 from podwire.model.identity import IdentityFacts
 from podwire.model.ids import IdentityId
 from podwire.model.interfaces import Clock, EndpointConfig, HostSocket
+from podwire.model.right_of_way import RightOfWay
 from podwire.model.store import Store
 from podwire.model.store.events import Events
 
@@ -77,6 +78,8 @@ class Opened:
     """Where the store is, as the settings have it."""
     name: NodePublisher
     shared: SharedWatch
+    way: RightOfWay
+    """Taken by requests; what nobody waits for gives it."""
     addresses: Addresses
     datapath: KernelDatapath
     clock: Clock
@@ -122,7 +125,7 @@ def make_enforcer(
         table,
         datapath.policy,
         directories,
-        BuildQueue(),
+        RegenerationQueue(),
         opened.clock,
         is_complete=is_complete,
         reached=pods.freshness.reach if pods else lambda _revisions: None,

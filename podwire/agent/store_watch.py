@@ -14,20 +14,23 @@ from podwire.agent.health import Health
 from podwire.control.documents.damage import read_object, stand_in
 from podwire.model.config import AgentConfig
 from podwire.model.errors import StorageFailure
+from podwire.model.right_of_way import RightOfWay
 from podwire.model.store import Store, StoredObject
 from podwire.store.remembered import FILE_NAME, RememberedObjects
 
 _log = logging.getLogger(__name__)
 
 
-def open_watch(config: AgentConfig, store: Store, health: Health, stack: ExitStack) -> SharedWatch:
+def open_watch(
+    config: AgentConfig, store: Store, health: Health, stack: ExitStack, way: RightOfWay
+) -> SharedWatch:
     """Make the watch; nothing is listed before somebody joins it. `stack` closes the file."""
 
     def is_own(stored: StoredObject) -> bool:
         return stored.key.kind in PUBLISHED and stored.key.name == config.node.node_name
 
     reading = Reading(read_object, stand_in, health.warn, is_own)
-    return SharedWatch(store, _open_memory(config, stack), reading=reading)
+    return SharedWatch(store, _open_memory(config, stack), reading=reading, way=way)
 
 
 def _open_memory(config: AgentConfig, stack: ExitStack) -> RememberedObjects | None:

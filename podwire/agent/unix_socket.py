@@ -11,8 +11,9 @@ from pathlib import Path
 
 from podwire.model.errors import StorageFailure
 
+# Cut to net.core.somaxconn (listen(2)). A launcher beyond it gets EAGAIN and tries again after a pause.
 BACKLOG = 1024
-"""Connections that the kernel keeps for us; a burst of launchers must not be refused."""
+"""Connections that the kernel keeps for us: a burst of launchers must find room."""
 
 
 def open_unix_socket(path: Path) -> socket.socket:

@@ -87,7 +87,7 @@ def _add(noun: str) -> None:
 
 
 def _renamed(row: Row) -> Row:
-    """A row's `node` is a number of the datapath; in lists `node` is the name of who answered."""
+    """A row's `node` is a number of the datapath; in lists `node` is the name of the node that answered."""
     return {"node_number" if field == NODE else field: value for field, value in row.items()}
 
 

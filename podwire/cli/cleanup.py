@@ -151,4 +151,4 @@ def _read_noted(path: Path) -> tuple[str, str]:
     try:
         return journal.read_fact(HOST_SETTINGS_FACT), journal.read_fact(UNDERLAY_HOOKS_FACT)
     finally:
-        journal.close()
+        journal.close(folds=False)  # without --yes the agent may be running

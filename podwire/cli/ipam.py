@@ -15,7 +15,7 @@ from podwire.cli.output import Column, Row, count, key, show_one
 
 @click.group(epilog="Example: podwire ipam show")
 def ipam() -> None:
-    """Addresses: how many, and who holds which."""
+    """Addresses: how many, and their owners."""
 
 
 @ipam.command(epilog="Example: podwire ipam show --ip 10.244.1.7")
@@ -23,7 +23,7 @@ def ipam() -> None:
     "--show-blocks", is_flag=True, help="With pools: this node's blocks. Else: every held address."
 )
 @click.option("--show-borrowed", is_flag=True, help="Addresses that are claimed one by one.")
-@click.option("--ip", metavar="A", help="Who holds this address?")
+@click.option("--ip", metavar="A", help="Show the owner of this address.")
 @listing
 @common
 def show(opts: Common, show_blocks: bool, show_borrowed: bool, ip: str | None) -> None:
@@ -110,7 +110,7 @@ def _show_holder(opts: Common, address: str) -> None:
 
 
 def _find_claim(opts: Common, address: str) -> list[Row]:
-    """Give who claimed an address that no endpoint of these agents has: another node, or nobody that is left."""
+    """Give the node that claimed an address that no endpoint of these agents has, or that no such node is left."""
     answers, _ = ask_all(opts, _reader("borrowed"))
     claims = [row for _, part in answers for row in part if row["ip"] == address]
     return [

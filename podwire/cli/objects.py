@@ -112,7 +112,7 @@ def get(
 @with_store
 @common
 def describe(opts: Common, kind: str, name: str, namespace: str | None, store: str | None) -> None:
-    """Show one object for people: who it is, since when, and what it says."""
+    """Show one object for people: its name, its age, and what it says."""
     known_kind = read_kind(kind)
     with open_objects(opts, store) as objects:
         document = objects.get(known_kind, *read_name(known_kind, name, namespace))

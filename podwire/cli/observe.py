@@ -32,7 +32,7 @@ _AWAY = "is its agent running? see `podwire status`"
 def observe(
     opts: Common, follow: bool, last: int | None, noise: bool, **conditions: str | None
 ) -> None:
-    """Show flows: who talked to whom, and what became of it.
+    """Show flows: source, destination and verdict of packets.
 
     Drops are always there, and so is the first packet of each new flow (of an endpoint: up to 100 in a second). What
     passes after it is told only while somebody follows, with -f or by `podwire monitor`.

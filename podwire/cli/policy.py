@@ -26,7 +26,7 @@ _WAIT_LOOK_S = 0.05
     epilog="Example: podwire policy trace --from pod:default/web --to pod:default/db --port 5432/tcp"
 )
 def policy() -> None:
-    """Policies: which are in force, whom they select, and why a flow is allowed or denied."""
+    """Policies: which are in force, what they select, and why a flow is allowed or denied."""
 
 
 @policy.command("list", epilog="Example: podwire policy list -n default -o wide")

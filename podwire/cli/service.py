@@ -91,7 +91,8 @@ def _describe(row: dict[str, Any]) -> Iterator[str]:
     if row["problem"]:
         yield f"problem: {row['problem']}"
     for port in row["ports"]:
-        yield f"{port['address']} {port['port']}/{port['protocol']}"
+        left = ", left to the stack" if port["left"] else ""
+        yield f"{port['address']} {port['port']}/{port['protocol']}{left}"
         for back_end in port["backEnds"]:
             yield f"  {back_end}"
 

@@ -65,7 +65,7 @@ def _trace_between(opts: Common, source: str, target: str, port: str) -> Row | N
 def _find_pod(
     answers: Sequence[tuple[Agent, Sequence[Row]]], name: str
 ) -> tuple[Agent, Row] | None:
-    """Find the newest endpoint of a pod, and who has it."""
+    """Find the newest endpoint of a pod, and the agent that has it."""
     pods = [
         (agent, row)
         for agent, rows in answers

@@ -27,6 +27,8 @@ def read_wanted_ips(places: Mapping[str, Any], faults: Faults) -> tuple[IPAddres
     """
     by_family: dict[int, tuple[IPAddress, str]] = {}
     for path, value in places.items():
+        if value is None:
+            continue
         for index, item in enumerate(faults.read_list(value, path, limit=WANTED_MAX)):
             place = f"{path}[{index}]"
             address = _read_ip(item, place, faults)
@@ -46,6 +48,8 @@ def read_mac(places: Mapping[str, Any], faults: Faults) -> str:
     """Read the wanted MAC as `aa:bb:cc:dd:ee:ff`; "" = none is asked for. It must be a unicast address."""
     wanted: tuple[str, str] | None = None
     for path, value in places.items():
+        if value is None:
+            continue
         text = faults.read_text(value, path)
         if not text:
             continue

@@ -129,7 +129,7 @@ def _replacing(path: Path) -> Iterator[Path]:
         try:
             # The agent and `podwire cni install` may write at the same time, under the same temporary name.
             fcntl.flock(directory, fcntl.LOCK_EX)
-            temporary.unlink(missing_ok=True)  # of somebody who was killed in the middle
+            temporary.unlink(missing_ok=True)  # of a process that was killed in the middle
             try:
                 yield temporary
                 # In the same directory, so that the rename is atomic: a runtime reads, or executes, the old file or

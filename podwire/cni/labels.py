@@ -4,6 +4,7 @@ Called by `cni.netconf`. Pure. A value that is accepted here can be written into
 JSON without escaping. The grammar of keys and values is that of `model.labels`.
 """
 
+import functools
 import re
 from typing import Any, Final
 
@@ -25,6 +26,8 @@ from podwire.model.labels import (
 LABELS_MAX: Final = 256
 PORTS_MAX: Final = 256
 NAME_MAX_CHARACTERS: Final = 253
+NAMESPACES_REMEMBERED: Final = 256
+"""Whose labels were spelled lately: the pods of a namespace come together."""
 _OF_NAMESPACES: Final = ("io.kubernetes.", "io.cilium.")
 """A policy's key without a source matches labels of any: no pod may say by its own that it is in another namespace."""
 
@@ -60,7 +63,12 @@ def complete_labels(
     The name is shown on the endpoint and is never part of its identity.
     """
     own = (f"{SOURCE_CNI}:{NAME_KEY}={pod}", f"{SOURCE_CNI}:{NETWORK_KEY}={network}")
-    return sort_labels((*labels, *own, *namespace_labels(namespace, {})))
+    return sort_labels((*labels, *own, *_labels_of_namespace(namespace)))
+
+
+@functools.lru_cache(NAMESPACES_REMEMBERED)
+def _labels_of_namespace(namespace: str) -> tuple[str, ...]:
+    return namespace_labels(namespace, {})
 
 
 def read_name(text: str, path: str, faults: Faults) -> str:

@@ -133,7 +133,7 @@ def call(
                 environment=_select_variables(environment),
                 stdin=stdin,
                 started_boottime_ns=started_boottime_ns,
-                boot_id=_read_boot_id(),
+                boot_id="" if command == "ADD" else _read_boot_id(),
                 program=program,
                 launcher_version=__version__,
             )
@@ -324,8 +324,8 @@ def _open_namespaces(frame: Frame, opened: ExitStack) -> tuple[Frame, tuple[int,
     netns_path = frame.environment.get("CNI_NETNS", "")
     netns_errno = try_open(netns_path) if netns_path else 0
     has_netns = bool(descriptors)
-    # For delegated plugins: they run where the runtime would have run them, even if the agent is in a container.
-    has_mntns = try_open("/proc/self/ns/mnt") == 0
+    # For plugins that a DEL calls: they run where the runtime would have run them, even if the agent is in a container.
+    has_mntns = frame.command != "ADD" and try_open("/proc/self/ns/mnt") == 0
     frame = msgspec.structs.replace(
         frame, has_netns=has_netns, has_mntns=has_mntns, netns_errno=netns_errno
     )

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple, Self
 ABI_VERSION: Final = 3
 ABI_OLDEST_READER: Final = 1
 CONNTRACK_SHARDS: Final = 64
+SPARE_PART: Final = 4
 MARK_JUDGED: Final = 1886846977
 MARK_POD_PIECE: Final = 1886846978
 MARK_FOREIGN_BITS: Final = 49152
@@ -220,6 +221,8 @@ class SettingsFlags(enum.IntFlag):
     """enum pw_settings_flags"""
 
     SERVICES = 1
+    UNATTENDED = 2
+    MOVING = 4
 
 
 _SETTINGS: Final = struct.Struct("=IIIIIIII")

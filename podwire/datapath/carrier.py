@@ -22,12 +22,10 @@ LOOK_S: Final = 0.0002
 
 
 def await_carrier(netlink: NetlinkSocket, device: Device) -> None:
-    """Have the kernel act on the carrier of a pair's host end; Unavailable when it does not within WAIT_S.
-
-    Since Linux 6.8 ("net: core: synchronize link-watch when carrier is queried") looking a device up does what is due
-    for it, so that one look is enough. Older kernels are waited for: what they do then is urgent for a device whose
-    peer has another index, and not put off (see `plan_device`).
-    """
+    """Have the kernel act on the carrier of a pair's host end; Unavailable when it does not within WAIT_S."""
+    # Since Linux 6.8 ("net: core: synchronize link-watch when carrier is queried") looking a device up does what is due
+    # for it, so that one look is enough. Older kernels are waited for: what they do then is urgent for a device whose
+    # peer has another index, and not put off (see `plan_device`).
     request = get_link(device.host_ifindex)
     until_s = time.monotonic() + WAIT_S
     while not is_operating(netlink.get(request)):

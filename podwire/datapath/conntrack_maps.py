@@ -4,7 +4,7 @@ Called by `datapath.rows`, `datapath.upgrade` and `datapath.node`. Never writes 
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,6 +18,7 @@ from podwire.model.ids import EndpointId
 
 NEAR: Final = 0.8
 """Share of a limit from which on people are told."""
+LARGEST_NAMED: Final = 5
 NS_PER_S: Final = 1_000_000_000
 
 
@@ -109,6 +110,21 @@ def count_conntrack(maps: NodeMaps) -> int:
     return sum(sum(value.connections) for _, value in list_usage(maps))
 
 
+def tell_shard_room(maps: NodeMaps, shard_entries: int) -> None:
+    """Tell the programs how many rows a shard has room for: where one gets full they shrink quotas."""
+    behind = abi.CONNTRACK_SHARDS.to_bytes(4, "little")
+    maps.pw_shard_fill.update(behind, shard_entries.to_bytes(4, "little"))
+
+
+def read_fill(maps: NodeMaps) -> tuple[int, int]:
+    """Give how many rows all shards have, those included that wait to be collected, and for how many there is room.
+
+    By what the programs have counted: no shard is read.
+    """
+    *rows, room = (int.from_bytes(raw, "little") for _, raw in sorted(maps.pw_shard_fill.items()))
+    return sum(rows), room * abi.CONNTRACK_SHARDS
+
+
 def conntrack_capacity(maps: NodeMaps) -> int:
     """Give how many connections fit into all shards together."""
     return sum(shard.info.max_entries for shard in open_conntrack_shards(maps))
@@ -117,16 +133,18 @@ def conntrack_capacity(maps: NodeMaps) -> int:
 def find_pressure(maps: NodeMaps) -> list[HostWarning]:
     """Name what nears its limit, before anything is lost, and what is beyond it."""
     warnings = []
-    held, capacity = count_conntrack(maps), conntrack_capacity(maps)
-    if held >= NEAR * capacity:
+    held, capacity = read_fill(maps)
+    used = list(list_usage(maps))
+    if capacity and capacity - held <= capacity / abi.SPARE_PART:
         warnings.append(
             HostWarning(
-                f"{held} of {capacity} connections are open; beyond that they are not protected from a flood",
-                "raise conntrack_entries",
+                f"{held} of {capacity} rows for flows are in use; the fuller the table, the fewer flows each pod may"
+                f" have: {_name_largest(used)}",
+                "raise conntrack_entries, or look who opens them with 'podwire bpf ct list'",
             )
         )
     quota = read_settings(maps).conntrack_quota
-    for instance, usage in list_usage(maps):
+    for instance, usage in used:
         for direction, who in ((abi.Direction.EGRESS, "it"), (abi.Direction.INGRESS, "others")):
             if usage.connections[direction] >= NEAR * quota:
                 warnings.append(
@@ -146,3 +164,10 @@ def find_pressure(maps: NodeMaps) -> list[HostWarning]:
                 )
             )
     return warnings
+
+
+def _name_largest(used: Iterable[tuple[EndpointId, abi.UsageValue]]) -> str:
+    """Say which endpoints have most flows."""
+    flows = {instance: sum(usage.connections) + usage.brief_flows for instance, usage in used}
+    largest = sorted(flows, key=lambda instance: (-flows[instance], instance))[:LARGEST_NAMED]
+    return ", ".join(f"endpoint {instance} has {flows[instance]}" for instance in largest)

@@ -255,6 +255,7 @@ def require_owned(netlink: NetlinkSocket, record: EndpointRecord) -> OwnedDevice
     """Give the record's device, None when it is gone; ForeignObject when its index belongs to
     anything else.
     """
+    # An index alone is no proof: when a device is gone, anybody may make another one with that index.
     body = netlink.find(get_link(record.device.host_ifindex))
     if body is None:
         return None
@@ -289,6 +290,7 @@ def read_owner(link: Link) -> OwnedDevice | None:
 def list_devices(netlink: NetlinkSocket) -> tuple[list[OwnedDevice], list[InterfaceName]]:
     """List devices with our mark, and the names of devices that only look like ours."""
     owned, foreign = [], []
+    # All links are read: the kernel filters a dump of links by kind, not by alias.
     for body in netlink.dump(list_links()):
         link = read_link(body)
         owner = read_owner(link)
@@ -341,6 +343,9 @@ def _plan_furnishing(
     device = record.device
     index, name = device.host_ifindex, device.host_name
     programs = side.programs
+    # Programs before the device is up, because a device that is up passes packets. The kernel makes an IPv6 link-local
+    # address at the moment in which a device comes up (net/ipv6/addrconf.c:addrconf_notify), so that is switched off
+    # in a request of its own before.
     return [
         add_clsact(index),
         set_bpf_filter(index, FROM_POD_HOOK, programs.from_pod_fd, "from_pod"),

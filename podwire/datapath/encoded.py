@@ -89,6 +89,8 @@ class EncodedPlan:
         data, starts = encode_batch(self._plan(stand_in, _STAND_IN_DESCRIPTOR))
         stand_ins = self._fields(stand_in, _STAND_IN_DESCRIPTOR)
         made = _Template(data, starts, [_find_all(data, value) for value in stand_ins])
+        # An attribute's length and the padding behind it stand in the message, too: values of another length would need
+        # other bytes around them.
         same_lengths = all(len(a) == len(b) for a, b in zip(fields, stand_ins, strict=True))
         return made if same_lengths and made.fill(fields) == encode_batch(wanted)[0] else None
 

@@ -76,13 +76,25 @@ def compute_elements(ports: HostPortTable) -> Elements:
 
 def render_change(before: HostPortTable, after: HostPortTable) -> str:
     """Write the commands that turn the one into the other, all of one transaction; "" where nothing differs."""
-    had, wanted = compute_elements(before), compute_elements(after)
+    # Of what differs alone, or each pod that comes would cost as much as all that have ports.
+    had = compute_elements(dict(before.items() - after.items()))
+    wanted = compute_elements(dict(after.items() - before.items()))
+    had, wanted = _leave_out_pods(had, after), _leave_out_pods(wanted, before)
     lines = [
         # A port that passes to another pod is deleted and added: nftables refuses a second element of one key.
         *_render("delete", {name: had[name] - wanted[name] for name in had}),
         *_render("add", {name: wanted[name] - had[name] for name in had}),
     ]
     return "\n".join([*lines, ""]) if lines else ""
+
+
+def _leave_out_pods(elements: Elements, other: HostPortTable) -> Elements:
+    """Leave out the pods that have ports in the other table as well: one element stands for all ports of a pod."""
+    shared = {f"{address} . {address}" for address in {pod.address for pod in other.values()}}
+    selves = {_SELF.format(version) for version in _KINDS}
+    return {
+        name: some - shared if name in selves and some else some for name, some in elements.items()
+    }
 
 
 def _render(verb: str, elements: Elements) -> Iterator[str]:

@@ -151,6 +151,8 @@ def _remove_devices(netlink: NetlinkSocket, owned: Sequence[OwnedDevice], keep: 
     ]
     if not unwanted:
         return []
+    # By group: the kernel waits for one grace period of RCU at each request to delete, whatever the request names
+    # (decisions/0003). A device that died in between with its pod's namespace is no failure.
     for failure in netlink.attempt(
         [set_link(device.index, name=device.name, group=CONDEMNED_GROUP) for device in unwanted]
     ):

@@ -15,6 +15,7 @@ from podwire.kernel.fd import Fd
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.rtnl.tc import add_clsact
 
+# The one device that every new namespace has, and always under this index (LOOPBACK_IFINDEX of include/net/flow.h).
 _LOOPBACK_INDEX: Final = 1
 
 

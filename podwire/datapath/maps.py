@@ -110,6 +110,7 @@ class NodeMaps:
     pw_usage: bpf.Map
     pw_metrics: bpf.Map
     pw_conntrack: bpf.Map
+    pw_shard_fill: bpf.Map
     pw_new_flows: bpf.Map
     pw_fragments: bpf.Map
     pw_ct_timer: bpf.Map
@@ -227,9 +228,14 @@ def ensure_usage(maps: NodeMaps, instance: EndpointId) -> None:
     maps.pw_usage.add(_u32(instance), bytes(abi.USAGE_VALUE_BYTES))
 
 
-def write_endpoint(maps: NodeMaps, record: EndpointRecord, config: EndpointConfig) -> None:
-    """Publish the addresses, then turn the configuration row over, in place."""
-    ensure_usage(maps, record.id)
+def write_endpoint(
+    maps: NodeMaps, record: EndpointRecord, config: EndpointConfig, *, is_new: bool = False
+) -> None:
+    """Publish the addresses, then turn the configuration row over, in place. `is_new`: it has had its guard just now,
+    and its row of usage with that.
+    """
+    if not is_new:
+        ensure_usage(maps, record.id)
     row = endpoint_row(record).pack()
     for address in record.addresses:
         key = to_mapped(address)
@@ -370,6 +376,14 @@ def write_settings(
     if new != old:
         maps.pw_settings.update(_u32(0), new.pack())
     return new != old
+
+
+def write_settings_flag(maps: NodeMaps, flag: abi.SettingsFlags, *, wanted: bool) -> None:
+    """Set or clear one flag of the node's knobs."""
+    old = read_settings(maps)
+    flags = old.flags | flag if wanted else old.flags & ~flag
+    if flags != old.flags:
+        maps.pw_settings.update(_u32(0), old._replace(flags=flags).pack())
 
 
 def _choose_mark() -> int:

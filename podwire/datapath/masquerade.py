@@ -63,7 +63,7 @@ class MasqueradePlan:
     tunnel_port: int = 0
     """UDP port that connection tracking leaves alone; 0 = none."""
     tunnel_peers: Sequence[IPNetwork] | None = None
-    """Who may send to that port; None = a program on the tunnel device judges senders, nothing is refused here."""
+    """May send to that port; None = a program on the tunnel device judges senders, nothing is refused here."""
     tunnel_mark: int = 0
     """Of what our programs send through the tunnel, as the host's stack sees it: nothing else leaves for that port."""
     pod_networks: Sequence[IPNetwork] = ()
@@ -197,16 +197,17 @@ def _refuse_sources(plan: MasqueradePlan, table: _Table) -> None:
 
 
 def _refuse_senders(plan: MasqueradePlan, table: _Table) -> None:
-    """Drop what a process of this host sends from the address of a pod, here or on another node.
+    """Drop what a process of this host sends from the address of a pod, here or on another node; and to a pod from any
+    address that is not this host's: rules may name it, or a service has it.
 
     IPv6 asks for no right to do that (IP_FREEBIND), IPv4 refuses it. A transparent socket takes CAP_NET_ADMIN or
     CAP_NET_RAW, and may; what the stack answers in a pod's place comes from no socket.
     """
     pods = _collapse((*plan.pod_cidrs, *plan.pod_networks, *plan.own_ranges), 6)
     if pods:
-        forgeable = table.match("forgeable6", "ipv6_addr", pods)
+        of_pods = table.match("forgeable6", "ipv6_addr", pods)
         no_own = "fib saddr type != local socket transparent 0 drop"
-        table.rules["sent"].append(f"ip6 saddr {forgeable} {no_own}")
+        table.rules["sent"] += [f"ip6 {end} {of_pods} {no_own}" for end in ("saddr", "daddr")]
 
 
 def _guard_tunnel(plan: MasqueradePlan, table: _Table) -> None:

@@ -2,7 +2,7 @@
 
 Called by `datapath.cluster` and `datapath.upgrade` under the node's turn, and by the search for leftovers. The device
 belongs to the host. Only one filter of podwire's, recognised by its place and name, and the hooks (a clsact queue)
-that contain it are changed. Nothing on a queue tells who made it, so a note records it. Invariants: a device with
+that contain it are changed. Nothing on a queue tells its maker, so a note records it. Invariants: a device with
 something that conflicts with this filter is reported and left alone. Hooks that somebody else made, or has filters in,
 stay.
 """
@@ -239,7 +239,7 @@ def _attach(index: int, program: NetdevProgram) -> Request:
 def _attach_with_hooks(
     netlink: NetlinkSocket, index: int, program: NetdevProgram, hooks: OwnHooks
 ) -> None:
-    # Before the effect: nothing on a clsact queue says who made it, so after a crash only this note does.
+    # Before the effect: nothing on a clsact queue says its maker, so after a crash only this note does.
     hooks.note(index, made=False)
     # In one send, so that a process killed here has made both or neither.
     refused, failure = netlink.attempt([add_clsact(index), _attach(index, program)])

@@ -25,7 +25,7 @@ from podwire.datapath import rows as documents
 from podwire.datapath.carrier import await_carrier
 from podwire.datapath.cluster import OtherNodes, read_underlay
 from podwire.datapath.conntrack_maps import find_pressure
-from podwire.datapath.device import HostSide, LeftoverDevice, Programs
+from podwire.datapath.device import HostSide, LeftoverDevice
 from podwire.datapath.host import (
     HostWarning,
     SettingChange,
@@ -34,24 +34,28 @@ from podwire.datapath.host import (
     prepare_host,
 )
 from podwire.datapath.jump_labels import kept_in_code
+from podwire.datapath.loading import (
+    load_node,
+    netdev_program_of,
+    programs_of,
+    tunnel_programs_of,
+)
 from podwire.datapath.maps import NodeMaps
 from podwire.datapath.masquerade import Masquerade
-from podwire.datapath.native import NetdevProgram, OwnHooks
+from podwire.datapath.native import OwnHooks
 from podwire.datapath.plan import NodePlan, choose_sources, list_own_addresses
 from podwire.datapath.policy_maps import PolicyTable
 from podwire.datapath.programs import (
     LoadedPrograms,
     Pins,
     ensure_bpffs,
-    load_programs,
     locked_pins,
 )
 from podwire.datapath.reaper import Reaper
 from podwire.datapath.service_maps import ServiceMaps
-from podwire.datapath.stack_flows import forget_outdated
-from podwire.datapath.templates import read_template
-from podwire.datapath.tunnel import TunnelPrograms
-from podwire.kernel.bpf_program import Packet
+from podwire.datapath.stack_flows import StackFlows
+from podwire.kernel import netns
+from podwire.kernel.fd import Fd
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.nft import Nftables
 from podwire.kernel.sysctl import ensure_sysctl
@@ -59,14 +63,16 @@ from podwire.model.cluster import ClusterPlan, Prefix, Underlay
 from podwire.model.endpoint import Bandwidth, Device, EndpointRecord, IPNetwork
 from podwire.model.errors import Bug, InvalidConfiguration, KernelFailure, Unavailable
 from podwire.model.ids import EndpointId, InterfaceName
-from podwire.model.interfaces import EndpointConfig, HostPortTable, Inventory, PodNamespace
+from podwire.model.interfaces import (
+    NO_HOST_PORTS,
+    EndpointConfig,
+    HostPortTable,
+    Inventory,
+    PodNamespace,
+)
 
 _log = logging.getLogger(__name__)
 
-_HOOKS: Final = ("from_pod", "to_pod", "from_overlay", "to_overlay", "from_netdev")
-OBJECTS: Final = (*_HOOKS, "mark_tunnel", "conntrack_gc")
-_COLLECTOR: Final = "conntrack_gc_start"
-_ANY_FRAME: Final = bytes(64)
 _FALLBACK_MTU: Final = 1500
 
 
@@ -74,6 +80,8 @@ _FALLBACK_MTU: Final = 1500
 class _Opened:
     """What `prepare` opens and `close` gives back."""
 
+    home: Fd
+    """The namespace of this node; every thread of its agent is in it."""
     netlink: NetlinkSocket
     reaper: Reaper
     loaded: LoadedPrograms
@@ -83,6 +91,7 @@ class _Opened:
     masquerade: Masquerade
     nft: Nftables
     others: OtherNodes
+    stack_flows: StackFlows
     underlay_mtu: int
 
 
@@ -129,7 +138,7 @@ class KernelDatapath:
             reaper = Reaper(netlink, stack.enter_context(NetlinkSocket()))
             nft = stack.enter_context(Nftables())
             stack.enter_context(kept_in_code())
-            loaded = self._load(netlink)
+            loaded = load_node(self.plan, netlink)
             stack.callback(loaded.close)
             # Only now: an agent that is refused must leave the host as it is.
             self.host_changes = prepare_host(
@@ -141,15 +150,19 @@ class KernelDatapath:
             others = OtherNodes(
                 netlink,
                 loaded.maps,
-                _tunnel_programs_of(loaded),
-                _netdev_program_of(loaded),
+                tunnel_programs_of(loaded),
+                netdev_program_of(loaded),
                 masquerade,
                 self._hooks,
             )
             # The first plan may be hours away when the store is: what the predecessor left is in force until then.
             others.recall(self.plan)
             others.apply_own(self.plan)
+            flows = stack.enter_context(StackFlows.open())
+            # The predecessor may have died between serving a port and forgetting who asked it in vain.
+            flows.outdate(set(), masquerade.host_ports)
             self._opened = _Opened(
+                stack.enter_context(netns.open_current()),
                 netlink,
                 reaper,
                 loaded,
@@ -159,46 +172,10 @@ class KernelDatapath:
                 masquerade,
                 nft,
                 others,
+                flows,
                 mtu,
             )
             self._stack = stack.pop_all()
-
-    def _load(self, netlink: NetlinkSocket) -> LoadedPrograms:
-        """Open or load maps and programs, take another layout's rows over, start the collector."""
-        plan = self.plan
-        # Refuses pins of a newer build before anything is written below them.
-        upgrade.readable_versions(plan.bpf_dir)
-        template = read_template(plan.object_dir, OBJECTS, plan.constants)
-        pins = Pins(plan.bpf_dir, abi.ABI_VERSION)
-        with ExitStack() as opened:
-            # Maps whose pins somebody has removed live on in the programs of running devices, and are found through
-            # these.
-            attached = upgrade.open_attached(netlink, plan.node_name, opened)
-            loaded = load_programs(template, pins, plan.capacities, attached)
-        try:
-            upgrade.mark_readable(pins)
-
-            # Run between the two copies of conntrack: the new programs need their limits from the first packet on.
-            def swap_programs() -> int:
-                tables.write_settings(loaded.maps, **plan.flow_limits)
-                return upgrade.replace_programs(
-                    netlink,
-                    plan.node_name,
-                    _programs_of(loaded),
-                    _tunnel_programs_of(loaded),
-                    _netdev_program_of(loaded),
-                )
-
-            upgrade.take_over(plan.bpf_dir, loaded.maps, swap_programs)
-            upgrade.resize_conntrack(loaded.maps, plan.capacities)
-            tables.write_settings(loaded.maps, **plan.flow_limits)
-            # A bpf_timer can be armed by a program only. It goes on ticking from its pinned map when no process is
-            # left.
-            loaded.programs[_COLLECTOR].run(Packet(_ANY_FRAME))
-        except BaseException:
-            loaded.close()
-            raise
-        return loaded
 
     def _describe_host(
         self, netlink: NetlinkSocket, loaded: LoadedPrograms
@@ -210,7 +187,7 @@ class KernelDatapath:
         index = None if underlay is None else underlay.index
         sources = choose_sources(self.plan, index, list_own_addresses(netlink))
         mtu = _FALLBACK_MTU if underlay is None else underlay.mtu
-        return mtu, HostSide(self.plan.node_name, _programs_of(loaded), sources)
+        return mtu, HostSide(self.plan.node_name, programs_of(loaded), sources)
 
     def change_plan(self, plan: NodePlan) -> None:
         """Put another plan for the node's own things into force: masquerade, blocks, ipcache, quota, policy entries.
@@ -227,9 +204,11 @@ class KernelDatapath:
         self._node.others.apply_own(plan)
 
     def close(self) -> None:
-        """Give descriptors back. Pods keep running: devices, programs, maps and tables stay."""
-        self._opened = None
-        self._stack.close()
+        """Give descriptors back. All stays in the kernel, and what waits for an answer where any build finds it."""
+        opened, self._opened = self._opened, None
+        with self._stack:
+            if opened is not None:
+                upgrade.hand_flows_over(opened.loaded)
 
     def __enter__(self) -> Self:
         self.prepare()
@@ -238,7 +217,8 @@ class KernelDatapath:
     def __exit__(self, *_exception: object) -> None:
         self.close()
 
-    # Endpoints: model.interfaces.Datapath
+    # Endpoints: model.interfaces.Datapath. Many of these calls only add what the node has open, its maps or its socket.
+    # They stand here all the same: control decides on endpoints without knowing that either exists.
 
     @property
     def mtu(self) -> int:
@@ -272,11 +252,9 @@ class KernelDatapath:
         try:
             devices.create_device(node.netlink, record, namespace, node.side)
         except (LeftoverDevice, InvalidConfiguration) as taken:
-            # A container, or a namespace with another container, that was stopped and started again: the old
-            # device, or its end in the namespace, only waits for the reaper.
-            if isinstance(taken, LeftoverDevice) and not taken.condemned:
-                raise
-            if not self._reap():
+            # A container or its namespace that was used before: the old device only waits for the reaper.
+            lives = isinstance(taken, LeftoverDevice) and not taken.condemned
+            if lives or not self._reap():
                 raise
             devices.create_device(node.netlink, record, namespace, node.side)
 
@@ -290,7 +268,7 @@ class KernelDatapath:
 
     def configure_pod(self, record: EndpointRecord, namespace: PodNamespace) -> None:
         """Give the pod's side its addresses, gateway, routes, neighbours and sysctls; both ends can send then."""
-        pod_net.configure_pod(record, namespace)
+        pod_net.configure_pod(record, namespace, home=self._node.home)
         # After the pod's end is up, because only then the host's end has a carrier at all.
         await_carrier(self._node.netlink, record.device)
 
@@ -298,9 +276,11 @@ class KernelDatapath:
         """Set the limits of both directions, or remove them where they are 0."""
         shaping.shape_device(self._node.netlink, device, bandwidth, namespace)
 
-    def open_endpoint(self, record: EndpointRecord, config: EndpointConfig) -> None:
+    def open_endpoint(
+        self, record: EndpointRecord, config: EndpointConfig, *, is_new: bool = False
+    ) -> None:
         """Publish the endpoint's addresses and turn its row into `config`, in place."""
-        tables.write_endpoint(self._node.loaded.maps, record, config)
+        tables.write_endpoint(self._node.loaded.maps, record, config, is_new=is_new)
 
     def read_config(self, record: EndpointRecord) -> EndpointConfig | None:
         """Give what the endpoint's row holds; None when there is none, or only the guard."""
@@ -310,12 +290,12 @@ class KernelDatapath:
         """Let what this host sends from 127.0.0.1 leave by the pod's device; ends with the device."""
         ensure_sysctl("1", "ipv4", "conf", record.device.host_name, "route_localnet")
 
-    def write_host_ports(self, wanted: HostPortTable) -> None:
+    def write_host_ports(self, wanted: HostPortTable, ended: HostPortTable = NO_HOST_PORTS) -> None:
         """Lead exactly these ports of the host to pods."""
         masquerade = self._node.masquerade
-        before = masquerade.host_ports
+        before = masquerade.host_ports.items() | ended.items()
         masquerade.write_host_ports(wanted)
-        forget_outdated(before, wanted)
+        self._node.stack_flows.outdate(before, wanted)
 
     def close_endpoint(self, record: EndpointRecord) -> None:
         """Take every row of the endpoint out of the maps."""
@@ -334,6 +314,14 @@ class KernelDatapath:
         self._reap()
         with self._reaping:
             gone, self._gone = self._gone, []
+        # The caller forgets the endpoints of these devices and gives their addresses away.
+        if gone:
+            try:
+                self._node.stack_flows.forget()
+            except BaseException:
+                with self._reaping:
+                    self._gone = [*gone, *self._gone]
+                raise
         return gone
 
     def _reap(self) -> bool:
@@ -460,21 +448,3 @@ class KernelDatapath:
             )
             for text in node.masquerade.compare()
         ]
-
-
-def _programs_of(loaded: LoadedPrograms) -> Programs:
-    return Programs(
-        from_pod_fd=loaded.fd("from_pod"),
-        to_pod_fd=loaded.fd("to_pod"),
-        from_pod_id=loaded.id("from_pod"),
-        to_pod_id=loaded.id("to_pod"),
-    )
-
-
-def _tunnel_programs_of(loaded: LoadedPrograms) -> TunnelPrograms:
-    names = ("from_overlay", "to_overlay", "mark_tunnel")
-    return TunnelPrograms(*((loaded.fd(name), loaded.id(name)) for name in names))
-
-
-def _netdev_program_of(loaded: LoadedPrograms) -> NetdevProgram:
-    return NetdevProgram(fd=loaded.fd("from_netdev"), id=loaded.id("from_netdev"))

@@ -21,6 +21,7 @@ from podwire.datapath.differences import list_differences
 from podwire.datapath.encoded import EncodedPlan
 from podwire.datapath.routes import dump_routes
 from podwire.kernel import netns
+from podwire.kernel.fd import Fd
 from podwire.kernel.netlink import NetlinkSocket, Request
 from podwire.kernel.rtnl.link import get_link, read_link, set_link
 from podwire.kernel.rtnl.route import (
@@ -167,12 +168,18 @@ def plan_family(device: Device, address: IPAddress, *, route_mtu: int = 0) -> Fa
     return FamilyPlan(device, address, 0 if route_mtu == device.mtu else route_mtu)
 
 
-def configure_pod(record: EndpointRecord, namespace: PodNamespace, *, route_mtu: int = 0) -> None:
+def configure_pod(
+    record: EndpointRecord,
+    namespace: PodNamespace,
+    *,
+    route_mtu: int = 0,
+    home: Fd | None = None,
+) -> None:
     """Give the pod's end its addresses, gateway, routes and neighbours, and set it up.
 
-    Raises KernelFailure.
+    `home`: the namespace of the calling thread, where the caller has it open. Raises KernelFailure.
     """
-    with netns.namespace(namespace.fd):
+    with netns.namespace(namespace.fd, home):
         # The socket stays bound to the pod's namespace; the thread leaves it before the requests are sent.
         netlink = NetlinkSocket()
         try:

@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 BPFFS_ROOT: Final = Path("/sys/fs/bpf")
 NEW_FLOW_ENTRIES: Final = (16_384, 131_072)
 """Least and most rows for flows that are no connections yet; between them an eighth of what the connections have."""
+PULSE_START: Final = "pulse_start"
+_PULSE: Final = "own_pulse"
 _CONNTRACK_STRUCTS: Final = ("pw_conntrack_key", "pw_conntrack_value")
 _FILLING_PREFIX: Final = "filling-"
 """A bpf file system refuses names with a dot."""
@@ -98,6 +100,8 @@ class LoadedPrograms:
     template_id: str
     programs: Mapping[str, Program]
     maps: NodeMaps
+    pulse: bpf.Map
+    """Never pinned: the kernel cancels the timer in it when this descriptor is closed, also by a kill."""
 
     def fd(self, name: str) -> int:
         """Descriptor of a program, for attaching it."""
@@ -131,6 +135,7 @@ class LoadedPrograms:
 
     def close(self) -> None:
         """Give the descriptors back; pins and attached programs stay."""
+        self.pulse.close()
         for program in self.programs.values():
             program.close()
         self.maps.close()
@@ -223,9 +228,20 @@ def load_programs(
                 name: keep.enter_context(_open_map(pins, shape)) for name, shape in shapes.items()
             }
             maps = NodeMaps.from_opened(opened)
+            pulse = _open_pulse(programs[PULSE_START])
             keep.pop_all()
     _remove_other_templates(pins, template.id)
-    return LoadedPrograms(template.id, programs, maps)
+    return LoadedPrograms(template.id, programs, maps, pulse)
+
+
+def _open_pulse(program: Program) -> bpf.Map:
+    for map_id in program.list_map_ids():
+        map_ = bpf.open_map_by_id(map_id)
+        if map_ is not None and map_.info.name == _PULSE:
+            return map_
+        if map_ is not None:
+            map_.close()
+    raise Bug(f"open {_PULSE!r}: {PULSE_START!r} does not use it")
 
 
 def _shapes(objects: Mapping[str, BpfObject]) -> dict[str, MapShape]:

@@ -195,6 +195,8 @@ def is_of_block(route: Route) -> bool:
 
 def ensure_block_routes(netlink: NetlinkSocket, blocks: Sequence[IPNetwork]) -> list[str]:
     """Make the unreachable routes be exactly those of `blocks`; name those that were missing."""
+    # Without such a route a packet to an address that no pod has would leave by the default route, and a router that
+    # sends the block to this node would send it back, until its hop limit is used up.
     wanted = {route.destination: route for route in compute_block_routes(blocks)}
     present = [route for route in list_own_routes(netlink) if is_of_block(route)]
     remove_routes(netlink, [route for route in present if route.destination not in wanted])

@@ -139,7 +139,10 @@ def _services(maps: NodeMaps) -> Iterator[Row]:
             "port": asked.port,
             "protocol": protocol_name(asked.protocol) if asked.protocol else "any",
             "service": row.service,
-            "back_ends": [f"{back_end.address} {back_end.port}" for back_end in row.back_ends],
+            "back_ends": [
+                "stack" if back_end.is_stack else f"{back_end.address} {back_end.port}"
+                for back_end in row.back_ends
+            ],
             "numbers": list(row.slots),
             "affinity_s": row.affinity_s,
         }

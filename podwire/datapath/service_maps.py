@@ -7,13 +7,22 @@ long as the number has a row: so a number is used again only when no flow can re
 """
 
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Final
 
 from podwire.datapath import abi
-from podwire.datapath.maps import NodeMaps, from_mapped, read_settings, to_mapped
+from podwire.datapath.maps import NodeMaps, from_mapped, to_mapped, write_settings_flag
+from podwire.datapath.service_image import (
+    SLOT_BYTES,
+    BackEndNumbers,
+    SlotList,
+    SlotLists,
+    frontend_key,
+    size_of,
+)
 from podwire.kernel import bpf
 from podwire.model.errors import Exhausted
 from podwire.model.interfaces import NO_AFFINITY, Affinity, BackEnd, Frontend, ServiceTable
@@ -37,34 +46,8 @@ class ServiceRow:
     """Where pods remember who answered them, where there is affinity."""
 
 
-@dataclass
-class _List:
-    """One frontend's list of back ends: its number, and whose number stands in each slot."""
-
-    number: int
-    slots: list[int] = field(default_factory=list)
-    affinity_s: int = 0
-    place: int = 0
-
-    @property
-    def size(self) -> int:
-        """How many rows it has."""
-        return _size(len(self.slots), self.affinity_s)
-
-    def rows(self) -> dict[int, int]:
-        """Give what stands in its slots; with affinity, also in those that say who is in the list."""
-        rows = dict(enumerate(self.slots))
-        if self.affinity_s:
-            rows |= {abi.SLOT_OF_MEMBER | number: number for number in self.slots}
-        return rows
-
-
-def _size(back_ends: int, affinity_s: int) -> int:
-    return back_ends * (2 if affinity_s else 1)
-
-
 def _sum_sizes(put: ServiceTable, affinity: Affinity) -> int:
-    return sum(_size(len(ends), affinity.get(frontend, 0)) for frontend, ends in put.items())
+    return sum(size_of(len(ends), affinity.get(frontend, 0)) for frontend, ends in put.items())
 
 
 class ServiceMaps:
@@ -73,31 +56,62 @@ class ServiceMaps:
     def __init__(self, maps: NodeMaps) -> None:
         self._maps = maps
         # What an earlier agent wrote is in force, and its flows remember its numbers.
-        self._back_ends = {_back_end(value): value.back_end for _, value in _read_back_ends(maps)}
-        self._lists = {
-            row.frontend: _List(row.service, list(row.slots), row.affinity_s, row.place)
-            for row in read_services(maps)
-        }
-        self._places = Counter(one.place for one in self._lists.values() if one.affinity_s)
-        self._names = {number: one for one, number in self._back_ends.items()}
-        self._users: Counter[int] = Counter()
-        """In how many slots each back end stands."""
-        self._rows = sum(one.size for one in self._lists.values())
-        self._idle = set(self._names)
-        for one in self._lists.values():
-            self._count(one.slots, 1)
-        self._drop_lost_slots()
-        self._list_numbers = {one.number for one in self._lists.values()}
+        self._read()
         # Numbers that were used and are gone leave no row: time says how far they may have come. They come round
         # after four hours; what flows remember of a removed back end ends with their next datagram, or after 120 s.
         now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
         self._next = int(now_s * NUMBERS_PER_SECOND) % NUMBERS
 
-    def _drop_lost_slots(self) -> None:
-        """Remove what an agent left that was killed while it changed a list."""
-        counted = {_slot(one.number, slot) for one in self._lists.values() for slot in one.rows()}
-        slots = self._maps.pw_service_list
-        slots.delete_batch([key for key, _ in slots.items() if key not in counted])
+    def _read(self) -> None:
+        """Take what the maps hold for what is in force."""
+        self._back_ends = BackEndNumbers()
+        self._lists = SlotLists()
+        self._more_users: Counter[int] = Counter()
+        """In how many slots beside one each back end stands that stands in several."""
+        self._idle: set[int] = set()
+        """Back ends that stand in none."""
+        for _, value in _read_back_ends(self._maps):
+            self._back_ends.put(_back_end(value), value.back_end)
+            self._idle.add(value.back_end)
+        self._read_lists()
+        self._list_numbers = {service_list.number for service_list in self._lists.values()}
+        self._places = Counter(
+            service_list.place for service_list in self._lists.values() if service_list.affinity_s
+        )
+        self._rows = sum(service_list.size for service_list in self._lists.values())
+        for service_list in self._lists.values():
+            self._count(service_list.slots, 1)
+        self._is_known = True
+
+    def _read_lists(self) -> None:
+        """Read the lists, and remove slots of which none knows: an agent was killed while it changed a list."""
+        values = [
+            abi.ServiceValue.unpack(raw) for _, raw in self._maps.pw_services.items(bpf.Update.LOCK)
+        ]
+        slots = {value.service: array("I", bytes(SLOT_BYTES * value.back_ends)) for value in values}
+        members: list[abi.ServiceSlotKey] = []
+        lost: list[bytes] = []
+        for key, raw in self._maps.pw_service_list.items():
+            at = abi.ServiceSlotKey.unpack(key)
+            if at.slot & abi.SLOT_OF_MEMBER:
+                members.append(at)
+            elif (known := slots.get(at.service)) is not None and at.slot < len(known):
+                known[at.slot] = abi.ServiceSlotValue.unpack(raw).back_end
+            else:
+                lost.append(key)
+        kept = {value.service: set(slots[value.service]) for value in values if value.affinity_s}
+        lost += [
+            at.pack()
+            for at in members
+            if at.slot & ~abi.SLOT_OF_MEMBER not in kept.get(at.service, ())
+        ]
+        self._maps.pw_service_list.delete_batch(lost)
+        for value in values:
+            frontend = Frontend(from_mapped(value.addr), value.port, value.protocol)
+            one = SlotList(
+                value.service, slots[value.service], value.affinity_s, value.affinity_place
+            )
+            self._lists.put(frontend, one)
 
     @property
     def fill(self) -> tuple[int, int]:
@@ -106,7 +120,25 @@ class ServiceMaps:
 
     def write(self, wanted: ServiceTable, affinity: Affinity = NO_AFFINITY) -> int:
         """Make the maps hold exactly these; gives how many rows were written or deleted."""
-        return self.change(wanted, [one for one in self._lists if one not in wanted], affinity)
+        self._read_after_failure()
+        gone = [frontend for frontend in self._lists if frontend not in wanted]
+        # Looked at one by one: after a restart nearly all are in force, and as objects they are large.
+        differ = {
+            frontend: ends
+            for frontend, ends in wanted.items()
+            if not self._is_in_force(frontend, ends, affinity.get(frontend, 0))
+        }
+        return self.change(differ, gone, affinity)
+
+    def _is_in_force(
+        self, frontend: Frontend, back_ends: Sequence[BackEnd], affinity_s: int
+    ) -> bool:
+        present = self._lists.get(frontend)
+        return (
+            present is not None
+            and (len(present.slots), present.affinity_s) == (len(back_ends), affinity_s)
+            and sorted(present.slots) == sorted(map(self._back_ends.find, back_ends))
+        )
 
     def change(
         self, put: ServiceTable, gone: Iterable[Frontend], affinity: Affinity = NO_AFFINITY
@@ -115,15 +147,24 @@ class ServiceMaps:
 
         Exhausted: there is no room, and nothing was changed.
         """
-        gone = [frontend for frontend in gone if frontend in self._lists]
+        self._read_after_failure()
+        put, gone = dict(put), [frontend for frontend in gone if frontend in self._lists]
         self._check_room(put, set(gone), affinity)
+        self._is_known = False
         if self._fits_beside(put, affinity):
-            return self._change(put, gone, affinity)
-        # What is there and what comes do not fit together: what goes makes room first, list by list.
-        written = self._change({}, gone, affinity)
-        for frontend in sorted(put, key=self._growth_to(put)):
-            written += self._change({frontend: put[frontend]}, [], affinity)
+            written = self._change(put, gone, affinity)
+        else:
+            # What is there and what comes do not fit together: what goes makes room first, list by list.
+            written = self._change({}, gone, affinity)
+            for frontend in sorted(put, key=self._growth_to(put)):
+                written += self._change({frontend: put[frontend]}, [], affinity)
+        self._is_known = True
         return written
+
+    def _read_after_failure(self) -> None:
+        """Look at what a change that failed has left: any part of it may be in force."""
+        if not self._is_known:
+            self._read()
 
     def _growth_to(self, put: ServiceTable) -> Callable[[Frontend], int]:
         def growth(frontend: Frontend) -> int:
@@ -140,16 +181,19 @@ class ServiceMaps:
         self._add_back_ends(fresh)
         written = len(fresh)
         for frontend, back_ends in put.items():
-            numbers = [self._back_ends[one] for one in back_ends]
+            numbers = [self._back_ends.find(back_end) for back_end in back_ends]
             written += self._write_list(frontend, numbers, affinity.get(frontend, 0))
-        self._switch(on=len(self._lists) > len(gone))
+        write_settings_flag(
+            self._maps, abi.SettingsFlags.SERVICES, wanted=len(self._lists) > len(gone)
+        )
         written += self._remove_lists(gone)
         return written + self._remove_unused()
 
     def _check_room(self, put: ServiceTable, gone: Set[Frontend], affinity: Affinity) -> None:
         """Exhausted where it does not fit in the end. There are no more back ends than slots, and as much room."""
-        replaced = [self._lists[one] for one in gone | put.keys() if one in self._lists]
-        slots = self._rows - sum(one.size for one in replaced) + _sum_sizes(put, affinity)
+        found = (self._lists.get(frontend) for frontend in gone | put.keys())
+        replaced = [present for present in found if present is not None]
+        slots = self._rows - sum(present.size for present in replaced) + _sum_sizes(put, affinity)
         rooms = (
             (len(self._lists) - len(replaced) + len(put), self._maps.pw_services),
             (slots, self._maps.pw_service_list),
@@ -165,7 +209,7 @@ class ServiceMaps:
     def _fits_beside(self, put: ServiceTable, affinity: Affinity) -> bool:
         """Tell whether all of it fits beside what is there: rows that go, go last."""
         slots = self._rows + _sum_sizes(put, affinity)
-        frontends = len(self._lists) + sum(one not in self._lists for one in put)
+        frontends = len(self._lists) + sum(frontend not in self._lists for frontend in put)
         back_ends = len(self._back_ends) + len(self._find_fresh(put))
         return (
             frontends <= self._maps.pw_services.info.max_entries
@@ -176,52 +220,54 @@ class ServiceMaps:
     def _find_fresh(self, put: ServiceTable) -> set[BackEnd]:
         """Give the back ends that have no row yet."""
         # Not by the difference of sets: that walks all that there are, 0.2 s for a hundred thousand.
-        return {one for ends in put.values() for one in ends if one not in self._back_ends}
+        return {end for ends in put.values() for end in ends if end not in self._back_ends}
 
     def _take_number(self) -> int:
         while True:
             number, self._next = self._next, (self._next + 1) % NUMBERS
-            if number and number not in self._names and number not in self._list_numbers:
+            if number and number not in self._list_numbers and not self._is_back_end(number):
                 return number
 
+    def _is_back_end(self, number: int) -> bool:
+        return self._maps.pw_back_ends.lookup(_u32(number)) is not None
+
     def _add_back_ends(self, fresh: Iterable[BackEnd]) -> None:
-        numbered = {}
-        for one in fresh:
-            number = numbered[one] = self._take_number()
-            self._names[number] = one
-        self._back_ends |= numbered
-        self._idle |= set(numbered.values())
+        numbered = {back_end: self._take_number() for back_end in fresh}
+        for back_end, number in numbered.items():
+            self._back_ends.put(back_end, number)
+            self._idle.add(number)
         self._maps.pw_back_ends.update_batch(
             [
                 (
                     _u32(number),
                     abi.BackEndValue(
-                        number, 0, to_mapped(one.address), one.port, one.protocol
+                        number, 0, to_mapped(back_end.address), back_end.port, back_end.protocol
                     ).pack(),
                 )
-                for one, number in numbered.items()
+                for back_end, number in numbered.items()
             ]
         )
 
     def _count(self, numbers: Iterable[int], by: int) -> None:
+        """Note that back ends stand in one slot more, or less. Most stand in one, and that takes no memory."""
         for number in numbers:
-            self._users[number] += by
-            if not self._users[number]:
-                del self._users[number]
+            if by > 0 and number in self._idle:
+                self._idle.discard(number)
+            elif by < 0 and number not in self._more_users:
                 self._idle.add(number)
+            else:
+                self._more_users[number] += by
+                if not self._more_users[number]:
+                    del self._more_users[number]
 
     def _remove_unused(self) -> int:
         """Remove back ends that stand in no slot any more: their flows of datagrams end with that."""
-        gone = [
-            (one, number)
-            for number in self._idle
-            if number not in self._users
-            if (one := self._names.pop(number, None)) is not None
-        ]
-        self._idle.clear()
-        for one, _ in gone:
-            del self._back_ends[one]
-        self._maps.pw_back_ends.delete_batch([_u32(number) for _, number in gone])
+        gone, self._idle = self._idle, set()
+        rows = {number: self._maps.pw_back_ends.lookup(_u32(number)) for number in gone}
+        self._back_ends.remove(
+            _back_end(abi.BackEndValue.unpack(raw)) for raw in rows.values() if raw is not None
+        )
+        self._maps.pw_back_ends.delete_batch([_u32(number) for number in gone])
         return len(gone)
 
     def _write_list(self, frontend: Frontend, numbers: Sequence[int], affinity_s: int) -> int:
@@ -235,9 +281,6 @@ class ServiceMaps:
         wanted = self._arrange_list(present, numbers, affinity_s)
         is_same = present is not None and present.number == wanted.number
         rows, old = wanted.rows(), present.rows() if present is not None else {}
-        # Noted before it is done: a failure in between leaves rows that have to be found again.
-        tail = present.slots[len(wanted.slots) :] if present is not None and is_same else []
-        self._lists[frontend] = replace(wanted, slots=[*wanted.slots, *tail])
         self._count(wanted.slots, 1)
         changed = [slot for slot, number in rows.items() if not is_same or old.get(slot) != number]
         self._maps.pw_service_list.update_batch(
@@ -249,23 +292,25 @@ class ServiceMaps:
         self._write_frontend(frontend, wanted)
         surplus = [slot for slot in old if not is_same or slot not in rows]
         if present is not None:
-            self._maps.pw_service_list.delete_batch([_slot(present.number, one) for one in surplus])
+            self._maps.pw_service_list.delete_batch(
+                [_slot(present.number, slot) for slot in surplus]
+            )
             self._release(present, is_over=not is_same)
-        self._lists[frontend] = wanted
+        self._lists.put(frontend, wanted)
         self._rows += len(rows) - len(old)
         return len(changed) + 1 + len(surplus)
 
     def _arrange_list(
-        self, present: _List | None, numbers: Sequence[int], affinity_s: int
-    ) -> _List:
+        self, present: SlotList | None, numbers: Sequence[int], affinity_s: int
+    ) -> SlotList:
         """Give the list a number and slots. Where affinity begins or ends it is another one: what pods remember of
         the list before means nothing for it."""
         if present is not None and bool(present.affinity_s) == bool(affinity_s):
             slots = _arrange(present.slots, numbers)
-            return _List(present.number, slots, affinity_s, present.place)
+            return SlotList(present.number, slots, affinity_s, present.place)
         number = self._take_number()
         self._list_numbers.add(number)
-        return _List(number, list(numbers), affinity_s, self._take_place() if affinity_s else 0)
+        return SlotList(number, list(numbers), affinity_s, self._take_place() if affinity_s else 0)
 
     def _take_place(self) -> int:
         """Give the place that the fewest services have, and of these the first."""
@@ -273,7 +318,7 @@ class ServiceMaps:
         self._places[place] += 1
         return place
 
-    def _release(self, one: _List, *, is_over: bool) -> None:
+    def _release(self, one: SlotList, *, is_over: bool) -> None:
         """Give back what a list has; `is_over`: also what its next form would go on with."""
         self._count(one.slots, -1)
         if is_over:
@@ -281,7 +326,7 @@ class ServiceMaps:
             if one.affinity_s:
                 self._places[one.place] -= 1
 
-    def _write_frontend(self, frontend: Frontend, one: _List) -> None:
+    def _write_frontend(self, frontend: Frontend, one: SlotList) -> None:
         value = abi.ServiceValue(
             service=one.number,
             back_ends=len(one.slots),
@@ -292,24 +337,21 @@ class ServiceMaps:
             protocol=frontend.protocol,
         )
         # In place where there is a row: a program may hold it (datapath rule 20).
-        self._maps.pw_services.update(_key(frontend), value.pack(), bpf.Update.LOCK)
+        self._maps.pw_services.update(frontend_key(frontend), value.pack(), bpf.Update.LOCK)
 
     def _remove_lists(self, gone: Sequence[Frontend]) -> int:
-        self._maps.pw_services.delete_batch([_key(frontend) for frontend in gone])
+        self._maps.pw_services.delete_batch([frontend_key(frontend) for frontend in gone])
         lists = [self._lists.pop(frontend) for frontend in gone]
-        for one in lists:
-            self._release(one, is_over=True)
-        slots = [_slot(one.number, slot) for one in lists for slot in one.rows()]
+        for service_list in lists:
+            self._release(service_list, is_over=True)
+        slots = [
+            _slot(service_list.number, slot)
+            for service_list in lists
+            for slot in service_list.rows()
+        ]
         self._maps.pw_service_list.delete_batch(slots)
         self._rows -= len(slots)
         return len(gone) + len(slots)
-
-    def _switch(self, *, on: bool) -> None:
-        settings = read_settings(self._maps)
-        flag = abi.SettingsFlags.SERVICES.value
-        flags = settings.flags | flag if on else settings.flags & ~flag
-        if flags != settings.flags:
-            self._maps.pw_settings.update(_u32(0), settings._replace(flags=flags).pack())
 
 
 def _is_whole_address(frontend: Frontend) -> bool:
@@ -355,10 +397,6 @@ def _read_back_ends(maps: NodeMaps) -> Iterator[tuple[int, abi.BackEndValue]]:
 
 def _back_end(value: abi.BackEndValue) -> BackEnd:
     return BackEnd(from_mapped(value.addr), value.port, value.protocol)
-
-
-def _key(frontend: Frontend) -> bytes:
-    return abi.ServiceKey(to_mapped(frontend.address), frontend.port, frontend.protocol).pack()
 
 
 def _slot(service: int, slot: int) -> bytes:

@@ -38,6 +38,8 @@ _HEADER_BYTES: Final = 22
 _FLOOR_BYTES: Final = 64 * 1024
 _MAX_BURST_BYTES: Final = (1 << 32) - 1
 _GONE: Final = (errno.ENODEV, errno.ENOENT, errno.EINVAL)
+# What the kernel says of a queue to be deleted depends on what is missing: the device (ENODEV), or the queue with that
+# handle (ENOENT, or EINVAL where another one stands at its place; net/sched/sch_api.c:tc_get_qdisc).
 
 
 def compute_bucket(rate_bits_per_s: int, burst_bits: int, mtu: int) -> TokenBucket | None:
@@ -82,6 +84,7 @@ def shape_device(
     from_pod = compute_bucket(
         bandwidth.from_pod_bits_per_s, bandwidth.from_pod_burst_bits, device.mtu
     )
+    # A netlink socket belongs for ever to the namespace in which it was opened, so this thread need not stay there.
     with NetlinkSocket.open_in(namespace.fd) as inside:
         _apply(inside, device.pod_ifindex, from_pod)
 

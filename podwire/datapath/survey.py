@@ -11,9 +11,9 @@ from pathlib import Path
 from podwire.datapath import host
 from podwire.datapath.device import list_devices
 from podwire.datapath.inventory import name_native, remove_everything
+from podwire.datapath.loading import OBJECTS
 from podwire.datapath.masquerade import Masquerade
 from podwire.datapath.native import OwnHooks, list_attached, list_free_hooks
-from podwire.datapath.node import OBJECTS
 from podwire.datapath.programs import list_versions
 from podwire.datapath.routes import list_own_routes
 from podwire.datapath.templates import read_template

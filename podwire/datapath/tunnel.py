@@ -269,6 +269,7 @@ def _must_go(settings: Vxlan, wanted: Vxlan) -> bool:
     fixed = (settings.port, settings.flow_based, settings.vni, settings.learning)
     if fixed != (wanted.port, wanted.flow_based, wanted.vni, wanted.learning):
         return True
+    # The same function refuses a local address of another family.
     versions = {
         None if address is None else address.version for address in (settings.local, wanted.local)
     }

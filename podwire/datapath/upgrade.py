@@ -11,25 +11,36 @@ the oldest build that may take its rows over. A new layout names an older N only
 dropped.
 """
 
+import contextlib
 import errno
 import logging
+import os
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from podwire.datapath import abi
+from podwire.datapath import maps as tables
 from podwire.datapath.conntrack_maps import list_conntrack, open_new_flows, open_shards
 from podwire.datapath.device import Programs, list_devices
 from podwire.datapath.maps import NodeMaps, list_usage
 from podwire.datapath.native import NetdevProgram, list_attached, replace_attached
-from podwire.datapath.programs import Capacities, Pins, list_versions, remove_version
+from podwire.datapath.programs import (
+    PULSE_START,
+    Capacities,
+    LoadedPrograms,
+    Pins,
+    list_versions,
+    remove_version,
+)
 from podwire.datapath.tunnel import TunnelPrograms, find_tunnel
 from podwire.kernel import bpf
 from podwire.kernel.bpf import Member
-from podwire.kernel.bpf_program import Program, open_program_by_id
+from podwire.kernel.bpf_program import Packet, Program, open_program_by_id
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.rtnl.tc import (
     FROM_POD_HOOK,
@@ -62,6 +73,11 @@ CARRIED_MAPS: Final = (
 )
 """In the order of filling: a device's row comes last, when all that it needs is there. A layout may lack some."""
 
+_COLLECTOR: Final = "conntrack_gc_start"
+_HAND_OVER: Final = "hand_over"
+_ANY_FRAME: Final = bytes(64)
+_TIMER_ATTEMPTS: Final = 20
+_TIMER_PAUSE_S: Final = 0.05
 _MAPS_OF_FLOWS: Final = ("pw_conntrack", "pw_new_flows")
 """Maps of maps: the inner maps in their slots are carried. Layout 2 and older ones have connections only."""
 
@@ -264,14 +280,71 @@ def _carry_flows(old: bpf.Map, new: bpf.Map) -> int:
         return 0
 
 
+@contextlib.contextmanager
+def _answers_believed(maps: NodeMaps) -> Iterator[None]:
+    """Let datagrams in that would be allowed as answers, while rows of what was asked may still be missing.
+
+    A question of the last moment has its row in the old hashes only, and its answer may be faster than the copy.
+    """
+    tables.write_settings_flag(maps, abi.SettingsFlags.MOVING, wanted=True)
+    try:
+        yield
+    finally:
+        tables.write_settings_flag(maps, abi.SettingsFlags.MOVING, wanted=False)
+
+
+def attend(loaded: LoadedPrograms) -> None:
+    """Begin an agent's life: new flows have their own place again, and what is over is collected.
+
+    When the agent is killed the collector misses its pulse within a second, and does what `hand_flows_over` does.
+    """
+    try:
+        start_timer(loaded, PULSE_START)
+    except KernelFailure as failure:
+        _log.warning(
+            "the collector will not notice when this agent is killed",
+            extra={"error": failure.message},
+        )
+    for flag in (abi.SettingsFlags.UNATTENDED, abi.SettingsFlags.MOVING):
+        tables.write_settings_flag(loaded.maps, flag, wanted=False)
+    # A bpf_timer can be armed by a program only. It goes on ticking from its pinned map when no process is left.
+    start_timer(loaded, _COLLECTOR)
+
+
+def start_timer(loaded: LoadedPrograms, program: str) -> None:
+    """Run a program that arms a timer; again where the kernel has no memory at hand: it does not look for any."""
+    failure = 0
+    for _ in range(_TIMER_ATTEMPTS):
+        failure = loaded.programs[program].run(Packet(_ANY_FRAME)).retval
+        if not failure:
+            return
+        _log.info("a timer did not start", extra={"step": program, "error": os.strerror(-failure)})
+        time.sleep(_TIMER_PAUSE_S)
+    hint = "free memory, then start the agent again"
+    raise KernelFailure(-failure, "start a timer", program, hint=hint)
+
+
+def hand_flows_over(loaded: LoadedPrograms) -> None:
+    """End it: put flows that wait for answers, and those that begin from now on, where layout 2 looks for flows."""
+    # The pulse would take the flag away again.
+    loaded.pulse.close()
+    try:
+        # In this order: what is asked while the program runs is where it should be, too.
+        tables.write_settings_flag(loaded.maps, abi.SettingsFlags.UNATTENDED, wanted=True)
+        loaded.programs[_HAND_OVER].run(Packet(_ANY_FRAME))
+    except KernelFailure as failure:
+        _log.warning("could not hand new flows over", extra={"error": failure.message})
+
+
 def resize_conntrack(maps: NodeMaps, capacities: Capacities) -> bool:
     """Give conntrack the capacity that the settings ask for, with its flows; False if it has it.
 
     Copied before and after the slots are turned over: the update of a slot returns when no program
     uses the old hash any more, so the second copy misses nothing.
     """
-    flows = _replace_inner(maps.pw_conntrack, open_shards(maps), capacities.shard_entries)
-    flows += _replace_inner(maps.pw_new_flows, [open_new_flows(maps)], capacities.new_flow_entries)
+    shards, new_flows = maps.pw_conntrack, maps.pw_new_flows
+    flows = _replace_inner(maps, shards, open_shards(maps), capacities.shard_entries)
+    flows += _replace_inner(maps, new_flows, [open_new_flows(maps)], capacities.new_flow_entries)
     if not flows:
         return False
     recount_usage(maps)
@@ -279,7 +352,7 @@ def resize_conntrack(maps: NodeMaps, capacities: Capacities) -> bool:
     return True
 
 
-def _replace_inner(outer: bpf.Map, opened: Iterable[bpf.Map], wanted: int) -> int:
+def _replace_inner(maps: NodeMaps, outer: bpf.Map, opened: Iterable[bpf.Map], wanted: int) -> int:
     """Give the hashes in a map of maps another size; how many rows were copied, and one for each hash."""
     with ExitStack() as stack:
         old = [stack.enter_context(map_) for map_ in opened]
@@ -291,15 +364,16 @@ def _replace_inner(outer: bpf.Map, opened: Iterable[bpf.Map], wanted: int) -> in
         ]
         pairs = list(zip(old, new, strict=True))
         flows = sum(_carry_flows(*pair) for pair in pairs)
-        # In one batch: each single update of a slot waits for an RCU grace period.
-        outer.update_batch(
-            [
-                (index.to_bytes(4, "little"), map_.fd.to_bytes(4, "little"))
-                for index, map_ in enumerate(new)
-            ]
-        )
-        # The update returns when no program uses the old hashes any more, so this copy misses nothing.
-        return flows + sum(_carry_flows(*pair) for pair in pairs) + len(new)
+        with _answers_believed(maps):
+            # In one batch: each single update of a slot waits for an RCU grace period.
+            outer.update_batch(
+                [
+                    (index.to_bytes(4, "little"), map_.fd.to_bytes(4, "little"))
+                    for index, map_ in enumerate(new)
+                ]
+            )
+            # The update returns when no program uses the old hashes any more, so this copy misses nothing.
+            return flows + sum(_carry_flows(*pair) for pair in pairs) + len(new)
 
 
 def recount_usage(maps: NodeMaps) -> None:
@@ -339,8 +413,9 @@ def take_over(directory: Path, maps: NodeMaps, swap_programs: Callable[[], int])
         with OldLayout(Pins(directory, version)) as old:
             rows = old.carry_state(maps)
             flows = old.carry_conntrack(maps)
-            devices = swap_programs()
-            flows += old.carry_conntrack(maps)
+            with _answers_believed(maps):
+                devices = swap_programs()
+                flows += old.carry_conntrack(maps)
         # Only now: until the last device was swapped, an agent that is killed can do all of it again, or go back.
         remove_version(Pins(directory, version))
         recount_usage(maps)

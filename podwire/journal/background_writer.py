@@ -22,7 +22,7 @@ from podwire.model.interfaces import EndpointConfig
 _log = logging.getLogger(__name__)
 
 LINE_MAX: Final = 4096
-LOOK_S: Final = 0.1
+LOOK_S: Final = 0.5
 GATHER_MAX_S: Final = 1.0
 """So long a line that still grows is left alone."""
 

@@ -77,7 +77,7 @@ def locked_state_directory(state_dir: Path, *, patient: bool = False) -> Iterato
     try:
         with ExitStack() as waiting:
             _take(lock, patient=patient, wait=partial(_show_waiting, state_dir, waiting))
-        # Who holds it is only good to know: a full disk must not keep the agent from starting.
+        # The holder is written for people alone: a full disk must not keep the agent from starting.
         with contextlib.suppress(OSError):
             _write_own_number(fd)
         yield
@@ -101,7 +101,7 @@ def find_waiting_agent(state_dir: Path) -> str:
 
 
 def _show_waiting(state_dir: Path, stack: ExitStack) -> None:
-    """Lock the file that tells of who waits, until `stack` is closed, unless another one waits already."""
+    """Lock the file that tells which process waits, until `stack` is closed, unless another one waits already."""
     with contextlib.suppress(OSError), ExitStack() as opening:
         fd = os.open(state_dir / WAITING_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         opening.callback(os.close, fd)

@@ -33,7 +33,7 @@ LAYOUT: Final = Layout(
     name="journal",
     application_id=0x70777231,  # "pwr1"
     steps=_STEPS,
-    if_newer="run the newer podwire that wrote it, or drain the node and move the file away",
+    if_newer="run the newer podwire that wrote it, or drain the node and move the file and its -recent away",
     if_foreign="give podwire a state_dir of its own",
-    if_damaged="the file is damaged: drain the node, move the file away and start the agent again",
+    if_damaged="the file is damaged: drain the node, move it and its -recent away and start the agent again",
 )

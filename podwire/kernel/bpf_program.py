@@ -149,6 +149,7 @@ def open_program_by_id(program_id: int) -> Program | None:
     """Open a program by the kernel's id (what a filter shows); None if it is gone."""
     fd = lib.bpf_prog_get_fd_by_id(program_id)
     if fd < 0:
+        # Its filter may have been replaced since it was listed, and a program ends with its last user.
         if ffi.errno == errno.ENOENT:
             return None
         raise fail("open program by id", str(program_id))

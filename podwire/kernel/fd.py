@@ -1,7 +1,7 @@
 """Fd: one open descriptor and the duty to close it.
 
 Used wherever a descriptor outlives the function that opened it (namespaces, pidfds). Must never
-guess who owns a number: the holder of the `Fd` closes it, and `detach` hands that duty on. An `Fd`
+guess the owner of a number: the holder of the `Fd` closes it, and `detach` hands that duty on. An `Fd`
 that is dropped open warns, and tests turn warnings into errors.
 """
 

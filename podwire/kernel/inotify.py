@@ -54,9 +54,10 @@ class _Waker:
 
     def wait(self, timeout_s: float) -> None:
         """Return when something was touched, at `wake`, or after `timeout_s`."""
-        # The kernel does not tell when something new takes the path of what is gone, so each wait tries again.
-        if self._lost:
-            self._add_again()
+        # The kernel does not tell when something new takes the path of what is gone, so each wait tries again. What
+        # is there now was touched, perhaps several times, before the watch of it began.
+        if self._lost and self._add_again():
+            return
         self._poll.poll(max(0, math.ceil(timeout_s * 1000)))
         self._woken.take()
         with contextlib.suppress(BlockingIOError):
@@ -73,12 +74,14 @@ class _Waker:
         self._woken.close()
         self._events.close()
 
-    def _add_again(self) -> None:
+    def _add_again(self) -> bool:
+        """Watch what has taken the place of something gone; tells whether everything is there."""
         try:
             self._add()
             self._lost = False
         except KernelFailure:
             self._lost = True
+        return not self._lost
 
     def _add(self) -> None:
         """Watch every path; a path that is watched already stays watched."""

@@ -55,7 +55,8 @@ _ACKNOWLEDGEMENT: Final = struct.Struct("=4xH2xI4xi")
 _ECHOED_BYTES: Final = _ERRNO.size + _HEADER.size
 _RECEIVE_BYTES: Final = 1 << 17
 _RECEIVE_BUFFER_BYTES: Final = 1 << 21
-_RECEIVE_TIMEOUT_S: Final = 30
+_RECEIVE_TIMEOUT: Final = struct.pack("@ll", 30, 0)
+"""struct timeval: seconds and microseconds."""
 _BATCH_REQUESTS: Final = 128
 """Failures wait in the receive buffer, so a batch is cut before they could overflow it."""
 _DUMP_TRIES: Final = 10
@@ -204,7 +205,7 @@ class NetlinkSocket(Closing):
             # An answer that the kernel had to drop would be waited for without end.
             socket.SOL_SOCKET,
             socket.SO_RCVTIMEO,
-            struct.pack("@ll", _RECEIVE_TIMEOUT_S, 0),
+            _RECEIVE_TIMEOUT,
         )
 
     @classmethod

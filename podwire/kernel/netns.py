@@ -95,21 +95,24 @@ def current_cookie() -> int:
 
 
 @contextlib.contextmanager
-def namespace(fd: int) -> Iterator[None]:
+def namespace(fd: int, home: Fd | None = None) -> Iterator[None]:
     """Be in the namespace of `fd` with the calling thread only; what is opened inside stays bound
-    to it.
+    to it. `home`: the namespace that the thread is in, where the caller has it open.
     """
-    with open_current() as home:
-        set_namespace(fd, CLONE_NEWNET)
-        try:
+    if home is None:
+        with open_current() as opened, namespace(fd, opened):
             yield
-        finally:
-            try:
-                set_namespace(home.fileno(), CLONE_NEWNET)
-            except KernelFailure:
-                # A thread that is in a pod's namespace by mistake would give that pod the host's devices, routes and
-                # tables.
-                os.abort()
+        return
+    set_namespace(fd, CLONE_NEWNET)
+    try:
+        yield
+    finally:
+        try:
+            set_namespace(home.fileno(), CLONE_NEWNET)
+        except KernelFailure:
+            # A thread that is in a pod's namespace by mistake would give that pod the host's devices, routes and
+            # tables.
+            os.abort()
 
 
 def run_in(fd: int, action: Callable[[], _T]) -> _T:

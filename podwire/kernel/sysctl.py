@@ -1,8 +1,7 @@
 """Settings below /proc/sys/net, as the calling thread's network namespace has them.
 
 Called by the datapath on the host and, inside `netns.namespace`, in pods. Must never build a path from a part that
-could lead elsewhere: every part is checked to be one path component, because interface names come from a request. A
-mount of /proc/sys/net shows the namespace of the thread that opens the file, so no path names a namespace.
+could lead elsewhere.
 """
 
 import errno
@@ -11,6 +10,8 @@ from typing import Final
 
 from podwire.model.errors import InvalidConfiguration, KernelFailure
 
+# The files are those of the namespace of the thread that looks them up (net/sysctl_net.c:net_ctl_header_lookup), so no
+# path names a namespace.
 ROOT: Final = "/proc/sys/net"
 _MAX_BYTES: Final = 4096
 
@@ -66,6 +67,7 @@ def sysctl_exists(*parts: str) -> bool:
 
 
 def _path(parts: tuple[str, ...]) -> str:
+    # Interface names come from a request, and one such as `..` would lead to a file elsewhere.
     for part in parts:
         if not part or part in (".", "..") or "/" in part or "\0" in part:
             raise InvalidConfiguration(

@@ -12,7 +12,7 @@ from podwire.model.closing import Closing
 
 
 class WakeUp(Closing):
-    """An eventfd. `what` is who waits, for messages."""
+    """An eventfd. `what` names the thread that waits, for messages."""
 
     def __init__(self, what: str) -> None:
         self._lock = threading.Lock()

@@ -43,6 +43,8 @@ def _ask() -> bytes:
         asking.settimeout(_TIMEOUT_S)
         size = _HEADER.size + _FLAGS.size
         header = _HEADER.pack(size, _XFRM_MSG_GETSPDINFO, _NLM_F_REQUEST, 1, 0)
+        # The body is one number, in the request and in the answer before its attributes
+        # (net/xfrm/xfrm_user.c:xfrm_get_spdinfo).
         asking.send(header + _FLAGS.pack(0))
         answer = asking.recv(4096)
     if len(answer) < size or _HEADER.unpack_from(answer)[1] != _XFRM_MSG_NEWSPDINFO:

@@ -38,6 +38,7 @@ def start_store(plan: LabPlan, state: LabState) -> None:
         return
     directory = plan.directory / "etcd"
     directory.mkdir(mode=0o700, exist_ok=True)
+    # Appended to: a test that kills etcd wants to read afterwards what it said before.
     log = os.open(
         plan.directory / _LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
     )
@@ -81,6 +82,7 @@ def _wait_until_open(plan: LabPlan, state: LabState) -> None:
             )
             with connection:
                 connection.settimeout(1)
+                # The port is open before etcd has elected itself leader; until then it refuses writes.
                 if connection.connect_ex((address, STORE_PORT)) == 0 and _is_healthy(connection):
                     return
             time.sleep(0.02)

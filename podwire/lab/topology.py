@@ -21,6 +21,7 @@ PIN_ROOT: Final = Path("/sys/fs/bpf/podwire/lab")
 DEFAULT_LAB: Final = "lab"
 NODES_MAX: Final = 50
 SOCKET_PATH_MAX_BYTES: Final = 106
+"""struct sockaddr_un has room for 108 bytes, a NUL among them (unix(7))."""
 
 CLUSTER_IPV4: Final = ipaddress.ip_network("10.244.0.0/16")
 CLUSTER_IPV6: Final = ipaddress.ip_network("fd10:244::/48")
@@ -28,7 +29,8 @@ UNDERLAYS: Final = (
     (ipaddress.ip_network("192.0.2.0/24"), ipaddress.ip_network("fd99::/64")),
     (ipaddress.ip_network("198.51.100.0/24"), ipaddress.ip_network("fd9a::/64")),
 )
-"""The subnets that nodes stand in, one of each family; the second one is used by `--routing auto` alone."""
+"""The subnets that nodes stand in, one of each family; the second one is used by `--routing auto` alone. Those of IPv4
+are kept for documentation (RFC 5737), so no network that this machine really has is covered."""
 WORLD: Final = "world"
 """The place outside the cluster."""
 _ROUTER_HOST: Final = 1
@@ -205,6 +207,7 @@ def plan_lab(name: str, shape: LabShape) -> LabPlan:
     _check_shape(shape)
     plans = tuple(_plan_node(name, number, shape) for number in range(1, shape.nodes + 1))
     for plan in plans:
+        # Refused here: bind(2) would refuse it only when the lab is half made.
         if len(str(plan.directory / "cni.sock").encode()) > SOCKET_PATH_MAX_BYTES:
             raise InvalidRequest(
                 f"name lab {name!r}: its socket paths would be too long",

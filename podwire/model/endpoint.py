@@ -85,7 +85,7 @@ class HostPort(msgspec.Struct, frozen=True, order=True):
     """The host's address; "" = each, 0.0.0.0 or :: = each of that family."""
 
 
-class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True):
+class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Everything the node must know to finish, check, restore or undo one attachment."""
 
     id: EndpointId
@@ -128,7 +128,7 @@ class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Whether its network hands host ports to podwire. False, also in records of builds that served none: `portmap`,
     chained, may serve some."""
 
-    @property
+    @functools.cached_property
     def addresses(self) -> tuple[IPAddress, ...]:
         """Addresses of the endpoint, IPv4 first."""
         return tuple(_parse_address(text) for text in (self.ipv4, self.ipv6) if text)

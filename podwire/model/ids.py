@@ -33,7 +33,7 @@ FILTER_HANDLE: Final = 1
 MARK_FILTER_HANDLE: Final = 2
 """Beside the other one at a tunnel's egress, so that builds which do not know it leave it there."""
 NETDEV_FILTER_PRIORITY: Final = 7
-"""On a device of the host: before those who let the kernel choose, and in nobody's way."""
+"""On a device of the host: before those that the kernel chooses, so it is never taken."""
 NETDEV_FILTER_HANDLE: Final = 0x7077
 
 DEFAULT_NAMESPACE: Final = "default"

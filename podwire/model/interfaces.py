@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, Protocol
 
+import msgspec
+
 from podwire.model.cluster import ClusterPlan, Prefix, Underlay
 from podwire.model.endpoint import Bandwidth, Device, EndpointRecord, IPAddress, IPNetwork
 from podwire.model.ids import EndpointId, IfIndex, InterfaceName
@@ -81,8 +83,7 @@ class PodNamespace:
     cookie: int
 
 
-@dataclass(frozen=True)
-class EndpointConfig:
+class EndpointConfig(msgspec.Struct, frozen=True):
     """What the programs are told about one endpoint: one row of the map `pw_config`."""
 
     identity: int = 0
@@ -168,6 +169,7 @@ class PodSocket:
 
 HostPortTable = Mapping[HostSocket, PodSocket]
 """Everything that leads from this host to its pods."""
+NO_HOST_PORTS: Final[HostPortTable] = MappingProxyType({})
 
 
 class Datapath(Protocol):
@@ -206,8 +208,12 @@ class Datapath(Protocol):
         """Set the limits of both directions, or remove them where they are 0."""
         ...
 
-    def open_endpoint(self, record: EndpointRecord, config: EndpointConfig) -> None:
-        """Publish the endpoint's addresses and turn its guard row into `config`, in place."""
+    def open_endpoint(
+        self, record: EndpointRecord, config: EndpointConfig, *, is_new: bool = False
+    ) -> None:
+        """Publish the endpoint's addresses and turn its guard row into `config`, in place. `is_new`: `create_guard` was
+        called a moment ago.
+        """
         ...
 
     def read_config(self, record: EndpointRecord) -> EndpointConfig | None:
@@ -218,8 +224,10 @@ class Datapath(Protocol):
         """Let what this host sends from 127.0.0.1 leave by the pod's device, where it gets another source."""
         ...
 
-    def write_host_ports(self, wanted: HostPortTable) -> None:
-        """Lead exactly these ports of the host to pods. What is there already costs nothing."""
+    def write_host_ports(self, wanted: HostPortTable, ended: HostPortTable = NO_HOST_PORTS) -> None:
+        """Lead exactly these ports of the host to pods. What is there already costs nothing. `ended`: what some
+        endpoint had, perhaps in an earlier life of the agent; the kernel is to forget flows by it, and has done so
+        before `reap_devices` tells that the endpoint's device is gone."""
         ...
 
     def close_endpoint(self, record: EndpointRecord) -> None:
@@ -327,11 +335,17 @@ class Frontend:
 
 @dataclass(frozen=True, slots=True)
 class BackEnd:
-    """Who answers: an address and port, of the frontend's family and protocol."""
+    """Who answers: an address and port, of the frontend's family and protocol. Port 0: nobody of ours does, for what is
+    sent to the frontend is left to the stack; it is alone in its list."""
 
     address: IPAddress
     port: int
     protocol: int
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it stands for the stack."""
+        return not self.port
 
 
 ServiceTable = Mapping[Frontend, Sequence[BackEnd]]

@@ -123,8 +123,12 @@ def namespace_labels(namespace: str, labels: Mapping[str, str]) -> tuple[str, ..
     )
 
 
+_OF_NAMESPACE: Final = (
+    f"{SOURCE_K8S}:{NAMESPACE_LABELS_PREFIX}.",
+    f"{SOURCE_K8S}:{NAMESPACE_KEY}=",
+)
+
+
 def is_namespace_label(label: str) -> bool:
     """Tell whether a canonical label tells of the pod's namespace."""
-    return label.startswith(
-        (f"{SOURCE_K8S}:{NAMESPACE_LABELS_PREFIX}.", f"{SOURCE_K8S}:{NAMESPACE_KEY}=")
-    )
+    return label.startswith(_OF_NAMESPACE)

@@ -33,7 +33,7 @@ class Verdict(enum.IntEnum):
 
 # A tuple: a change of policy makes, hashes and packs hundreds of them, and a dataclass takes three times as long.
 class PolicyKey(NamedTuple):
-    """Whom and what an entry covers.
+    """What an entry covers.
 
     `protocol` 0 = all protocols (then `port` and `port_bits` are 0). `port_bits` is the length of the port's prefix,
     0 (all ports) to 16 (one port). ICMP: `port` is type << 8 | code, `port_bits` 8 covers all codes of a type.

@@ -103,7 +103,11 @@ class ReplyStatus(enum.IntEnum):
     """As FAILED, but a DEL is written into the spool and succeeds."""
 
 
-_KNOWN_ITEMS = {item.value: item for item in Item}
+# Numbers, because each request is decoded by them: looking a member of an enumeration up in a dictionary runs Python.
+_NETNS, _MNTNS = Flag.NETNS.value, Flag.MNTNS.value
+_ENVIRONMENT, _STDIN = Item.ENVIRONMENT.value, Item.STDIN.value
+_NETNS_ERRNO = Item.NETNS_ERRNO.value
+_KNOWN_ITEMS = frozenset(item.value for item in Item)
 _KNOWN_STATUSES = frozenset(ReplyStatus)
 
 
@@ -210,24 +214,24 @@ def decode_frame(data: bytes) -> Frame:
         raise UndecodableRequest(f"read the request: {len(data)} bytes are not one whole frame")
     flags = _COMMON.unpack_from(data)[3]
     _reserved, started_boottime_ns = _REQUEST_REST.unpack_from(data, COMMON_HEADER_BYTES)
-    single: dict[Item, bytes] = {}
+    single: dict[int, bytes] = {}
     environment: dict[str, str] = {}
-    for item, value in _list_items(data):
-        if item is Item.ENVIRONMENT:
+    for number, value in _list_items(data):
+        if number == _ENVIRONMENT:
             _add_variable(environment, value)
-        elif item in single:
-            raise UndecodableRequest(f"read the request: item {item.name} comes twice")
+        elif number in single:
+            raise UndecodableRequest(f"read the request: item {Item(number).name} comes twice")
         else:
-            single[item] = value
+            single[number] = value
     return Frame(
         environment=environment,
-        stdin=single.get(Item.STDIN, b""),
+        stdin=single.get(_STDIN, b""),
         started_boottime_ns=started_boottime_ns,
         boot_id=_ascii(single, Item.BOOT_ID),
         program=_ascii(single, Item.PROGRAM),
-        has_netns=bool(flags & Flag.NETNS.value),
-        has_mntns=bool(flags & Flag.MNTNS.value),
-        netns_errno=_errno(single.get(Item.NETNS_ERRNO)),
+        has_netns=bool(flags & _NETNS),
+        has_mntns=bool(flags & _MNTNS),
+        netns_errno=_errno(single.get(_NETNS_ERRNO)),
         launcher_version=_ascii(single, Item.LAUNCHER_VERSION, required=False),
     )
 
@@ -324,18 +328,18 @@ def _text(text: str) -> bytes:
     return text.encode(errors="surrogateescape")
 
 
-def _list_items(data: bytes) -> Iterator[tuple[Item, bytes]]:
-    offset = REQUEST_HEADER_BYTES
-    while offset < len(data):
-        if len(data) - offset < _ITEM.size:
+def _list_items(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Give number and value of every item of a known type."""
+    offset, end = REQUEST_HEADER_BYTES, len(data)
+    while offset < end:
+        if end - offset < _ITEM.size:
             raise UndecodableRequest(f"read the request: an item is cut off at byte {offset}")
         number, _reserved, length = _ITEM.unpack_from(data, offset)
         offset += _ITEM.size
-        if len(data) - offset < length:
+        if end - offset < length:
             raise UndecodableRequest(f"read the request: item {number} leaves the frame")
-        item = _KNOWN_ITEMS.get(number)
-        if item is not None:
-            yield item, bytes(data[offset : offset + length])
+        if number in _KNOWN_ITEMS:
+            yield number, data[offset : offset + length]
         offset += length
 
 
@@ -358,8 +362,8 @@ def _add_variable(environment: dict[str, str], value: bytes) -> None:
         )
 
 
-def _ascii(items: Mapping[Item, bytes], item: Item, *, required: bool = True) -> str:
-    value = items.get(item)
+def _ascii(items: Mapping[int, bytes], item: Item, *, required: bool = True) -> str:
+    value = items.get(item.value)
     if value is None:
         if required:
             raise UndecodableRequest(f"read the request: item {item.name} is missing")

@@ -25,6 +25,7 @@ def merge(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
         if change is None:
             merged.pop(name, None)
         elif isinstance(change, Mapping):
+            # RFC 7386, section 2: what was no object before counts as an empty one.
             before = merged.get(name)
             merged[name] = merge(before if isinstance(before, Mapping) else {}, change)
         else:
@@ -36,6 +37,7 @@ def encode_document(new: StoredObject) -> bytes:
     """Write an object's document as JSON; InvalidRequest when no store can keep it."""
     if not new.key.kind or not new.key.name:
         raise InvalidRequest(f"write {new.key}: an object has a kind and a name")
+    # A document comes from a caller: one that contains itself, or is nested too deeply, ends in RecursionError.
     try:
         encoded = _encode(new.document)
     except (TypeError, ValueError, RecursionError) as error:

@@ -6,12 +6,12 @@ that is damaged, of a newer layout or no store at all is refused as usual. Imple
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 from podwire.model.errors import Unavailable
-from podwire.model.store import ObjectKey, Revisions, Store, StoredObject, Watch
+from podwire.model.store import Fields, Known, ObjectKey, Revisions, Store, StoredObject, Watch
 from podwire.model.store.leases import Leases
 from podwire.model.store.promises import FULL, Promises
 
@@ -38,9 +38,14 @@ class LateStore:
         return self._open().get(key)
 
     def list(
-        self, kind: str, namespace: str | None = None, *, at_least: int | None = None
+        self,
+        kind: str,
+        namespace: str | None = None,
+        *,
+        at_least: int | None = None,
+        known: Known | None = None,
     ) -> tuple[Sequence[StoredObject], int]:
-        return self._open().list(kind, namespace, at_least=at_least)
+        return self._open().list(kind, namespace, at_least=at_least, known=known)
 
     def create(self, new: StoredObject) -> StoredObject:
         return self._open().create(new)
@@ -49,12 +54,7 @@ class LateStore:
         return self._open().update(new)
 
     def patch(
-        self,
-        key: ObjectKey,
-        changes: Mapping[str, Any],
-        *,
-        revision: int | None = None,
-        uid: str = "",
+        self, key: ObjectKey, changes: Fields, *, revision: int | None = None, uid: str = ""
     ) -> StoredObject:
         return self._open().patch(key, changes, revision=revision, uid=uid)
 

@@ -54,7 +54,7 @@ class SqliteLease:
         self._leases.give_up(self)
 
     def renew(self) -> None:
-        """Live for another `ttl_s`, or find out who took it."""
+        """Live for another `ttl_s`, or find out which process took it."""
         try:
             self._leases.write(self)
         except Conflict as error:
@@ -94,7 +94,7 @@ class SqliteLeases:
         return self.read(prefix)[0]
 
     def watch(self, prefix: str = "") -> "SqliteLeaseWatch":
-        """Watch who comes and who vanishes."""
+        """Watch holders come and vanish."""
         with self._file.reported("watch leases of"):
             waker = self._open_waker(self._file.revision_path)
         made = SqliteLeaseWatch(self, waker, prefix, self._forget)

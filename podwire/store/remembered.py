@@ -21,7 +21,8 @@ from podwire.database import transaction
 from podwire.model.closing import Closing
 from podwire.model.errors import StorageFailure
 from podwire.model.store import ObjectKey, StoredObject, StoreEvent
-from podwire.store.sqlite_file import OBJECT_TABLE
+from podwire.model.store.packed import encode_any
+from podwire.store.sqlite_file import CACHE_KIB, OBJECT_TABLE
 
 FILE_NAME: Final = "remembered.db"
 """Below the state directory."""
@@ -37,7 +38,6 @@ CREATE TABLE listed (kind TEXT PRIMARY KEY, revision INTEGER NOT NULL) WITHOUT R
 """
 
 _log = logging.getLogger(__name__)
-_encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
@@ -65,6 +65,17 @@ class RememberedObjects(Closing):
                 (kind,),
             ).fetchall()
             return [_make(kind, row) for row in rows], listed[0]
+
+    def index(self, kind: str) -> dict[ObjectKey, tuple[str, int]]:
+        """Give uid and revision of every object of a kind."""
+        with self._lock, self._reported("read"):
+            rows = self._connection.execute(
+                "SELECT namespace, name, uid, revision FROM object WHERE kind = ?", (kind,)
+            )
+            return {
+                ObjectKey(kind, namespace, name): (uid, revision)
+                for namespace, name, uid, revision in rows
+            }
 
     def find(self, key: ObjectKey) -> StoredObject | None:
         """Give one object as it was said last; None when there is none, or it cannot be read."""
@@ -149,6 +160,7 @@ class RememberedObjects(Closing):
             connection.execute("PRAGMA journal_mode = WAL")
             # A crash of the machine may cost the last changes, never the file.
             connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
             prepare(connection)
         except BaseException:
             connection.close()
@@ -186,7 +198,7 @@ Row = tuple[str, str, str, str, str, int, bytes]
 
 def _row(stored: StoredObject) -> Row:
     key = stored.key
-    document = _encode(stored.document)
+    document = encode_any(stored.document)
     return key.kind, key.namespace, key.name, stored.uid, stored.created, stored.revision, document
 
 

@@ -9,7 +9,7 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,16 @@ import msgspec
 
 from podwire.database import transaction
 from podwire.model.errors import Unavailable
-from podwire.model.store import ObjectKey, OpenWaker, Revisions, StoredObject, UnreadableObject
+from podwire.model.store import (
+    Fields,
+    Known,
+    ObjectKey,
+    OpenWaker,
+    Revisions,
+    StoredObject,
+    UnreadableObject,
+)
+from podwire.model.store.packed import LazyList
 from podwire.model.store.promises import FULL, Promises
 from podwire.store.documents import (
     changed,
@@ -103,10 +112,15 @@ class SqliteStore:
         return stored
 
     def list(
-        self, kind: str, namespace: str | None = None, *, at_least: int | None = None
+        self,
+        kind: str,
+        namespace: str | None = None,
+        *,
+        at_least: int | None = None,
+        known: Known | None = None,
     ) -> tuple[Sequence[StoredObject], int]:
         """Give all objects of a kind (of one namespace), by namespace and name, and the file's revision."""
-        del at_least  # nothing is cheaper than the file as it is
+        del at_least, known  # nothing is cheaper than the file as it is
         chosen, parameters = "WHERE kind = ?", [kind]
         if namespace is not None:
             chosen, parameters = f"{chosen} AND namespace = ?", [kind, namespace]
@@ -123,7 +137,7 @@ class SqliteStore:
             finally:
                 if self._reader.in_transaction:
                     self._reader.execute("ROLLBACK")
-        return [self._make(row) for row in rows], revision
+        return LazyList(rows, self._make), revision
 
     def create(self, new: StoredObject) -> StoredObject:
         """Write an object that must not exist (else Conflict); gives it with uid, revision and time."""
@@ -146,12 +160,7 @@ class SqliteStore:
             return self._replace(connection, row, document)
 
     def patch(
-        self,
-        key: ObjectKey,
-        changes: Mapping[str, Any],
-        *,
-        revision: int | None = None,
-        uid: str = "",
+        self, key: ObjectKey, changes: Fields, *, revision: int | None = None, uid: str = ""
     ) -> StoredObject:
         """Change single fields of an object and leave all others; None takes one away."""
         with self._changing("write") as connection:

@@ -26,6 +26,9 @@ REVISION_SUFFIX: Final = ".rev"
 JOURNAL_LIMIT_BYTES: Final = 8 << 20
 _LOCK_PAUSE_S: Final = 0.01
 
+CACHE_KIB: Final = 256
+"""Of each connection. The default of 2 MiB fills with one long list, and an agent has five connections; the kernel has
+the file's pages anyway."""
 OBJECT_TABLE: Final = """
     CREATE TABLE object (
         kind TEXT NOT NULL,
@@ -99,6 +102,7 @@ class StoreFile:
         connection.execute("PRAGMA synchronous = FULL")
         # Without a limit the log keeps the size that one long reader once made it grow to.
         connection.execute(f"PRAGMA journal_size_limit = {JOURNAL_LIMIT_BYTES}")
+        connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
         return connection
 
     def check_same(self) -> None:

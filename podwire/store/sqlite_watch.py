@@ -18,8 +18,8 @@ from podwire.model.store import Compacted, Revisions, StoredObject, StoreEvent, 
 from podwire.store.sqlite_file import StoreFile
 
 LOOK_EVERY_S: Final = 1.0
-EVENTS_MAX: Final = 1000
-"""Changes that one call gives at most; the next call goes on."""
+EVENTS_MAX: Final = 250
+"""Changes that one call gives at most; the next call goes on. More would only be in memory together."""
 
 _Change = TypeVar("_Change")
 ReadObject = Callable[[Sequence[object]], StoredObject]

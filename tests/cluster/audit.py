@@ -59,7 +59,7 @@ def _look(cluster: Cluster, network: Podwire, node: Node) -> dict[str, Any]:
     devices = node.machine.run("ip", "-o", "link", "show", "type", "veth")
     return {
         "pods": pods,
-        "sandboxes": _list_sandboxes(node),
+        "sandboxes": list_sandboxes(node),
         "endpoints": {
             one["containerId"]: sorted(filter(None, (one["ipv4"], one["ipv6"])))
             for one in network.list_endpoints(cluster, node.name)
@@ -71,7 +71,7 @@ def _look(cluster: Cluster, network: Podwire, node: Node) -> dict[str, Any]:
     }
 
 
-def _list_sandboxes(node: Node) -> dict[str, str]:
+def list_sandboxes(node: Node) -> dict[str, str]:
     """Give the UID of the pod of each sandbox that has a network of its own and runs, by the sandbox's id."""
     ctr = ("ctr", "-a", SOCKET, "-n", "k8s.io")
     wanted = 'labels."io.cri-containerd.kind"==sandbox'
@@ -81,9 +81,12 @@ def _list_sandboxes(node: Node) -> dict[str, str]:
         if words[-1] == "RUNNING"
     }
     found = {}
-    for one in node.machine.run(*ctr, "containers", "ls", "-q", wanted).split():
+    # One that does not run may be gone before it is asked about.
+    for one in running.intersection(
+        node.machine.run(*ctr, "containers", "ls", "-q", wanted).split()
+    ):
         document = json.loads(node.machine.run(*ctr, "containers", "info", one))
         namespaces = document["Spec"]["linux"]["namespaces"]
-        if one in running and any(space["type"] == "network" for space in namespaces):
+        if any(space["type"] == "network" for space in namespaces):
             found[one] = document["Labels"]["io.kubernetes.pod.uid"]
     return found

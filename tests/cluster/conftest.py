@@ -20,6 +20,7 @@ from podwire.lab.kubernetes.networks.installed import Podwire, find_image
 from podwire.lab.kubernetes.networks.reference import REFERENCE_PLUGINS, Ptp
 from podwire.lab.kubernetes.nodes import machine
 from podwire.model.errors import NotFound, PodwireError
+from tests import leavings
 
 _NEEDED = ("etcd", "containerd", "ctr", "runc", "busybox", "openssl", "nsenter", "unshare")
 
@@ -74,9 +75,14 @@ def shaped(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         network = _find_podwire(past_services=True)
     else:
         shape, network = SHAPES[request.param], _find_podwire()
-    with clusters.raised("shaped", shape, network) as made:
+    yield from _give(leavings.name_cluster("shaped"), shape, network)
+
+
+def _give(name: str, shape: ClusterShape, network: Network) -> Iterator[Cluster]:
+    """Give a cluster of which nothing is left afterwards."""
+    with clusters.raised(name, shape, network) as made:
         yield made
-    assert not residue.list_left("shaped")
+    assert not residue.list_left(name)
 
 
 def _list_newer() -> frozenset[str]:
@@ -109,6 +115,5 @@ def _find_podwire(**more: Any) -> Podwire:
 @pytest.fixture(scope="module")
 def cluster(network: Podwire) -> Iterator[Cluster]:
     """Give a cluster with podwire, whose nodes see nothing of the checkout."""
-    with clusters.raised("podwire", ClusterShape(hidden=(str(ROOT),)), network) as made:
-        yield made
-    assert not residue.list_left("podwire")
+    shape = ClusterShape(hidden=(str(ROOT),))
+    yield from _give(leavings.name_cluster("podwire"), shape, network)

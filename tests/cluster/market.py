@@ -25,6 +25,7 @@ from podwire.model.labels import namespace_labels, sort_labels
 from podwire.model.policy import Direction
 from tests.cluster.agents import Agents, ask
 from tests.cluster.asking import Asker, Fate, Outcome, Target
+from tests.cluster.flows import can_connect
 from tests.waiting import wait_for
 
 NAMESPACE: Final = "market"
@@ -93,6 +94,8 @@ OFFERS: Final = (
     _offer("node-here", {"app": "node-here"}, "node-here"),
     _offer("node-there", {"app": "node-there"}, "node-there"),
 )
+LATE: Final = _offer("late", {"name": "far"}, "far")
+"""Made when others have filled the room."""
 
 
 class Market:
@@ -101,6 +104,7 @@ class Market:
     def __init__(self, cluster: Cluster, stack: ExitStack) -> None:
         self.cluster = cluster
         self.agents = Agents(cluster)
+        self.offers = list(OFFERS)
         self.pods = _start(cluster)
         self.addresses = {
             name: {_family(one["ip"]): str(one["ip"]) for one in pod["status"]["podIPs"]}
@@ -109,9 +113,19 @@ class Market:
         self.networks = {name: pods.network_of(cluster, pod) for name, pod in self.pods.items()}
         for stall in STALLS:
             stack.callback(_serve(cluster, stall.name, stall.node, self.networks[stall.name]).stop)
-        self.services = {offer.name: _create(cluster, offer) for offer in OFFERS}
+        self.services = {offer.name: _create(cluster, offer) for offer in self.offers}
         self._fd = stack.enter_context(netns.open_namespace(self.networks["client"]))
         self.wait_for_back_ends()
+
+    def add(self, offer: Offer) -> None:
+        """Have one more service, and wait until it answers: of very many an agent shows only some."""
+        self.services[offer.name] = _create(self.cluster, offer)
+        self.offers.append(offer)
+        for address in self.cluster_ips(offer.name).values():
+            wait_for(
+                lambda address=address: can_connect(self.networks["client"], address, PORT),  # type: ignore[misc]
+                f"an answer of {address}",
+            )
 
     def _addresses_of(self, offer: Offer) -> list[str]:
         """Give all addresses by which a service is asked."""
@@ -129,17 +143,18 @@ class Market:
                 f"{self.addresses[name][family]} {_target_port(offer, name)}"
                 for name in offer.back_ends
             }
-            for offer in OFFERS
+            for offer in self.offers
             for address in self._addresses_of(offer)
             for family in [_family(address)]
             for protocol in PROTOCOLS
         }
 
         def has() -> bool:
-            rows = ask(path, "/map/service")["rows"]
+            shown = ask(path, "/map/service")
+            assert not shown["truncated"]
             found = {
                 (row["address"], row["port"], row["protocol"]): set(row["back_ends"])
-                for row in rows
+                for row in shown["rows"]
             }
             return all(found.get(key) == back_ends for key, back_ends in wanted.items())
 
@@ -174,7 +189,7 @@ class Market:
         return answers
 
     def _list_questions(self) -> Iterator[tuple[Target, frozenset[str]]]:
-        for offer in OFFERS:
+        for offer in self.offers:
             for address in self._addresses_of(offer):
                 for protocol in PROTOCOLS:
                     yield Target(protocol, address, PORT), offer.back_ends
@@ -246,7 +261,7 @@ class Market:
         return _target_port(self._offer_of(target), name)
 
     def _offer_of(self, target: Target) -> Offer:
-        return next(one for one in OFFERS if target.address in self._addresses_of(one))
+        return next(one for one in self.offers if target.address in self._addresses_of(one))
 
     def _name_of(self, target: Target) -> str:
         name = "kubernetes" if target.address == SERVICE_ADDRESS else self._offer_of(target).name

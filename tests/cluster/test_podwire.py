@@ -5,7 +5,7 @@ import os
 import signal
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
@@ -15,10 +15,11 @@ import pytest
 from podwire.cli.client import CliError, request
 from podwire.lab import traffic
 from podwire.lab.kubernetes import pods
-from podwire.lab.kubernetes.cluster import Cluster, is_ready
+from podwire.lab.kubernetes.cluster import Cluster, Node, is_ready
 from podwire.lab.kubernetes.networks.installed import Podwire
+from podwire.lab.kubernetes.nodes.machine import SOCKET
 from tests.cluster import probing
-from tests.cluster.audit import wait_until_all_agree
+from tests.cluster.audit import list_sandboxes, wait_until_all_agree
 from tests.cluster.town import is_playable, open_town
 from tests.policy_cases import network_policy
 from tests.waiting import wait_for
@@ -160,6 +161,43 @@ def test_pods_go_on_without_the_api(cluster: Cluster, network: Podwire) -> None:
     cluster.kubectl("delete", "networkpolicy", POLICY)
     for address in addresses_of(web):
         wait_for(lambda address=address: answers(client, address), "the way of all")  # type: ignore[misc]
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_bound_pod_is_attached_without_the_api(cluster: Cluster, network: Podwire) -> None:
+    """One that is known to kubelet already, and loses its sandbox while nobody can be asked about it."""
+    for name in ("web", "proxy", "other"):
+        document = pods.describe(name, node="node1", labels={"app": name, "is": "kept"})
+        # kubelet would ask the API server for a token before it starts the pod again.
+        document["spec"]["automountServiceAccountToken"] = False
+        cluster.apply(document)
+    found = {pod["metadata"]["name"]: pod for pod in cluster.wait_for_pods(3, selector="is=kept")}
+    proxy, other = (pods.network_of(cluster, found[name]) for name in ("proxy", "other"))
+    (address,) = addresses_of([found["web"]])
+    cluster.apply(ONLY_PROXY)
+    wait_for(lambda: not answers(other, address), "the cut")
+    node = cluster.node("node1")
+    (lost,) = find_sandboxes(node, found["web"])
+    cluster.control.api.kill()
+    try:
+        node.machine.run("ctr", "-a", SOCKET, "-n", "k8s.io", "tasks", "kill", "-s", "KILL", lost)
+        (made,) = wait_for(lambda: find_sandboxes(node, found["web"]) - {lost}, "another sandbox")
+        socket = str(node.machine.path("/run/podwire/api.sock"))
+        (address,) = (
+            one["ipv4"] for one in request(socket, "GET", "/endpoint") if one["containerId"] == made
+        )
+        wait_for(lambda: answers(proxy, address), "an answer of the pod")
+        assert not answers(other, address)
+    finally:
+        cluster.control.api.start()
+    wait_for(lambda: cluster.list_pods(selector="app=web")[0]["status"].get("podIP") == address)
+    cluster.wait_for_pods(2, network.namespace, network.selector)
+
+
+def find_sandboxes(node: Node, pod: Mapping[str, Any]) -> set[str]:
+    """Give the ids of a pod's sandboxes that run."""
+    uid = pod["metadata"]["uid"]
+    return {one for one, owner in list_sandboxes(node).items() if owner == uid}
 
 
 def detach_by_hand(cluster: Cluster, pod: Mapping[str, Any]) -> None:
@@ -380,23 +418,69 @@ def test_a_policy_that_cannot_be_enforced_whole_closes_what_it_could_select(
     wait_for(lambda: answers(client, closed), "the way of all")
 
 
+KILLED: Final = {
+    "all": ("agent", "kubelet", "containerd"),
+    "agent": ("agent",),
+    "kubelet": ("kubelet",),
+    "containerd": ("containerd",),
+}
+"""What is killed on every node."""
+
+
+@pytest.mark.parametrize("who", KILLED)
 @pytest.mark.usefixtures("clean")
-def test_nothing_is_lost_when_all_are_killed_in_a_rollout(
-    cluster: Cluster, network: Podwire
+def test_nothing_is_lost_when_some_are_killed_in_a_rollout(
+    cluster: Cluster, network: Podwire, who: str, full: bool
 ) -> None:
+    if who != "all" and not full:
+        pytest.skip("one after the other: with --full")
     start_web(cluster, 10)
     cluster.kubectl("rollout", "restart", "deployment/web")
     for node in cluster.nodes:
-        kill_agents(cluster, node.name)
-        node.services.kubelet.kill()
-        node.services.containerd.kill()
+        kill(cluster, node, KILLED[who])
     for node in cluster.nodes:
-        node.services.start_containerd()
-        node.services.start_kubelet()
+        if "containerd" in KILLED[who]:
+            node.services.start_containerd()
+        if "kubelet" in KILLED[who]:
+            node.services.start_kubelet()
     cluster.kubectl("rollout", "status", "deployment/web", "--timeout=180s")
     cluster.wait_for_pods(2, network.namespace, network.selector)
     cluster.wait_for_pods(10, selector="app=web")
     wait_until_all_agree(cluster, network)
+
+
+def kill(cluster: Cluster, node: Node, names: Sequence[str]) -> None:
+    if "agent" in names:
+        kill_agents(cluster, node.name)
+    if "kubelet" in names:
+        node.services.kubelet.kill()
+    if "containerd" in names:
+        node.services.containerd.kill()
+
+
+EARLIER: Final = "00-other.conflist"
+"""The network of somebody else, which runtimes read first."""
+
+
+def test_a_network_that_sorts_first_is_named_in_status_log_and_an_event(
+    cluster: Cluster, network: Podwire
+) -> None:
+    node = cluster.nodes[0]
+    said = f"{EARLIER} sorts before"
+    pod = network.pod_of(cluster, node.name)
+    other = {"cniVersion": "1.0.0", "name": "other", "plugins": [{"type": "loopback"}]}
+    path = node.machine.path(f"/etc/cni/net.d/{EARLIER}")
+    path.write_text(json.dumps(other))
+    try:
+        wait_for(lambda: said in network.run(cluster, node.name, "status"), "status")
+        wait_for(
+            lambda: said in cluster.kubectl("logs", "-n", network.namespace, pod, "--tail=-1"),
+            "the log",
+        )
+        wait_for(lambda: said in cluster.kubectl("describe", "node", node.name), "the Event")
+    finally:
+        path.unlink()
+    wait_for(lambda: said not in network.run(cluster, node.name, "status"), "its end")
 
 
 SIGNS: Final = (

@@ -17,7 +17,8 @@ from podwire.lab.kubernetes.ranges import RANGES, of
 from tests.cluster import probing
 from tests.cluster.agents import ask
 from tests.cluster.flows import Requests, can_connect
-from tests.cluster.market import FIRST, NAMESPACE, PORT, SECOND, Market, open_market
+from tests.cluster.market import FIRST, LATE, NAMESPACE, PORT, SECOND, Market, open_market
+from tests.cluster.tenant import Tenant, tenancy
 from tests.waiting import wait_for
 
 ON_SHAPES: Final = ("other",)
@@ -222,3 +223,29 @@ def test_a_rollout_loses_no_request_that_kube_proxy_does_not_lose(
     assert ours.sent > 100
     assert theirs.sent > 100
     assert len(ours.lost) <= len(theirs.lost), ours.lost
+
+
+@pytest.fixture
+def tenant(market: Market, full: bool) -> Iterator[Tenant]:
+    """Give a tenant who has more services than there is room for."""
+    if not full:
+        pytest.skip("66,000 ports take a minute: with --full")
+    arrange(market.cluster, "native", "")
+    market.enforce(())
+    with tenancy(market.cluster) as made:
+        yield made
+
+
+def test_a_tenant_with_too_many_ports_takes_nothing_from_others(
+    market: Market, tenant: Tenant
+) -> None:
+    """The youngest of his own services are left to the stack, and an Event at each says so."""
+    left = tenant.wait_until_told()
+    assert left == tenant.names[-len(left) :]
+    assert 0 < len(left) < len(tenant.names) / 2
+    assert market.play(()) == []
+    market.add(LATE)
+    assert market.play(()) == []
+    tenant.leave()
+    market.wait_for_back_ends()
+    assert market.play(()) == []

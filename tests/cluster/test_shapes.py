@@ -23,6 +23,7 @@ from podwire.lab.kubernetes.api_server import SERVICE_ADDRESS
 from podwire.lab.kubernetes.cluster import Cluster, is_ready
 from podwire.lab.kubernetes.networks.installed import Podwire
 from podwire.lab.kubernetes.nodes import images
+from tests import leavings
 from tests.cluster import flows, probing
 from tests.cluster.audit import wait_until_all_agree
 from tests.waiting import wait_for
@@ -225,7 +226,7 @@ def test_the_rig_says_what_is_there(shaped: Cluster) -> None:
 
 
 def test_what_a_killed_rig_left_is_removed(shaped: Cluster) -> None:
-    name = "killed"
+    name = leavings.name_cluster("killed")
     before = {one: (Path("/proc/sys") / one).read_text() for one in residue.KUBELET_CHANGES}
     up = [sys.executable, "-m", "podwire.lab.kubernetes", "up", "ptp"]
     rig = subprocess.Popen(up, env={**os.environ, "PWK_CLUSTER": name})
@@ -235,7 +236,6 @@ def test_what_a_killed_rig_left_is_removed(shaped: Cluster) -> None:
     finally:
         rig.kill()
         rig.wait()
-    assert shaped.name != name
     assert residue.list_left(name)
     clusters.down(name)
     assert not residue.list_left(name)

@@ -1,8 +1,11 @@
 """An API server that has podwire's CRDs, as the store's contract is held against it: with others that write to it."""
 
 import contextlib
+import http.client
 import itertools
+import json
 import os
+import ssl
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -12,17 +15,19 @@ from typing import Final
 import yaml
 
 from podwire.lab.kubernetes.api_server import ApiServer
-from podwire.lab.kubernetes.client import Refused
+from podwire.lab.kubernetes.client import APPLY_PATCH, JSON
 from podwire.model.store import Store
 from podwire.store.kubernetes.api.kubeconfig import load_kubeconfig
 from podwire.store.kubernetes.store import KubernetesStore
-from tests.waiting import wait_for
+from tests.waiting import ask_until
 
 KUBECONFIG_VARIABLE: Final = "PODWIRE_TEST_KUBECONFIG"
 """Where the back end finds the API server that runs."""
 CRDS: Final = Path(__file__).parents[2] / "deploy" / "crds"
 _DEFINITIONS: Final = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 DEADLINE_S: Final = 120.0
+PACE_S: Final = 0.05
+"""How long others rest between two writes; the first comes at once."""
 
 _servers: dict[str, ApiServer] = {}
 
@@ -36,7 +41,7 @@ def install_crds(server: ApiServer) -> None:
         server.client.create(_DEFINITIONS, document)
     for document in documents:
         path = f"/apis/podwire.io/v1/{document['spec']['names']['plural']}"
-        wait_for(partial(server.client.answers, path), deadline_s=DEADLINE_S)
+        ask_until(partial(server.client.answers, path), deadline_s=DEADLINE_S)
 
 
 @contextlib.contextmanager
@@ -68,7 +73,7 @@ def make_namespace(_store: Store, name: str) -> None:
 @contextlib.contextmanager
 def others_at_work() -> Iterator[None]:
     """Let another client write to the server while a test runs: objects of the same kind, and of others."""
-    client, stop = _server().client, threading.Event()
+    server, stop = _server(), threading.Event()
     path = "/apis/networking.k8s.io/v1/namespaces/default/networkpolicies"
     policy = {
         "apiVersion": "networking.k8s.io/v1",
@@ -79,18 +84,20 @@ def others_at_work() -> Iterator[None]:
     config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "noise"}}
 
     def write() -> None:
-        for number in itertools.count():
-            if stop.wait(0.02):
-                return
-            with contextlib.suppress(Refused):
+        with contextlib.closing(_Writer(server)) as writer:
+            for number in itertools.count():
                 if number % 2:
-                    client.delete(f"{path}/noise")
+                    writer.send("DELETE", f"{path}/noise")
                 else:
-                    client.create(path, policy)
-                client.apply(
-                    "/api/v1/namespaces/default/configmaps/noise",
+                    writer.send("POST", path, policy)
+                writer.send(
+                    "PATCH",
+                    "/api/v1/namespaces/default/configmaps/noise?fieldManager=rig&force=true",
                     {**config, "data": {"v": str(number)}},
+                    APPLY_PATCH,
                 )
+                if stop.wait(PACE_S):
+                    return
 
     writer = threading.Thread(target=write, name="others at work")
     writer.start()
@@ -99,6 +106,32 @@ def others_at_work() -> Iterator[None]:
     finally:
         stop.set()
         writer.join()
+
+
+class _Writer:
+    """Sends requests over one connection: a greeting for each would cost more than what is asked."""
+
+    def __init__(self, server: ApiServer) -> None:
+        context = ssl.create_default_context(cafile=str(server.ca))
+        self._connection = http.client.HTTPSConnection(
+            server.shape.address, server.port, timeout=DEADLINE_S, context=context
+        )
+        self._token = server.admin_token
+
+    def send(self, method: str, path: str, document: object = None, kind: str = JSON) -> None:
+        """Send a request; whatever the answer is."""
+        body = None if document is None else json.dumps(document)
+        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": kind}
+        try:
+            self._connection.request(method, path, body, headers)
+            self._connection.getresponse().read()
+        except (OSError, http.client.HTTPException):
+            # The server may end a connection that it kept; the next request makes another one.
+            self._connection.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
 
 
 def _server() -> ApiServer:

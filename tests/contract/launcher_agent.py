@@ -43,19 +43,23 @@ class ScriptedAgent:
                 continue
             behave = self.behaviours[min(self.connections, len(self.behaviours) - 1)]
             self.connections += 1
-            with connection:
+            # A launcher that waits for a part of a second is gone when the machine stood still for longer.
+            with connection, contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 connection.settimeout(DEADLINE_S)
                 behave(self, connection)
 
     def read(self, connection: socket.socket) -> Received:
         """Read one whole frame with its descriptors."""
         data, fds, _, _ = socket.recv_fds(connection, 65536, 8)
-        buffer = bytearray(data)
-        while len(buffer) < wire.request_bytes(buffer):
-            buffer += connection.recv(65536)
         inodes = tuple(os.fstat(fd).st_ino for fd in fds)
         for fd in fds:
             os.close(fd)
+        buffer = bytearray(data)
+        while not data or len(buffer) < wire.request_bytes(buffer):
+            if not data:
+                raise ConnectionResetError("the launcher is gone")
+            data = connection.recv(65536)
+            buffer += data
         received = Received(wire.decode_frame(bytes(buffer)), inodes)
         self.received.append(received)
         return received

@@ -159,9 +159,9 @@ class Cluster:
     def events(self, name: str, reason: str) -> list[str]:
         found = self.server.client.get("/api/v1/namespaces/default/events")["items"]
         return [
-            one["message"]
-            for one in found
-            if one["involvedObject"]["name"] == name and one["reason"] == reason
+            item["message"]
+            for item in found
+            if item["involvedObject"]["name"] == name and item["reason"] == reason
         ]
 
     def close(self) -> None:
@@ -177,5 +177,5 @@ class Cluster:
             "/apis/podwire.io/v1/nodeendpoints",
             "/api/v1/namespaces/default/events",
         ):
-            for one in client.get(path)["items"]:
-                client.delete(f"{path}/{one['metadata']['name']}")
+            for item in client.get(path)["items"]:
+                client.delete(f"{path}/{item['metadata']['name']}")

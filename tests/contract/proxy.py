@@ -50,8 +50,8 @@ class Proxy:
             if mode == STALLED:
                 self._dead.update(self._peers)
             if mode == CLOSED:
-                for one in list(self._clients):
-                    self._drop(one)
+                for client in list(self._clients):
+                    self._drop(client)
 
     def __enter__(self) -> Self:
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -64,11 +64,11 @@ class Proxy:
         self._waker.send(b"x")
         self._thread.join()
         with self._lock:
-            for one in list(self._clients):
-                self._drop(one)
+            for client in list(self._clients):
+                self._drop(client)
         self._selector.close()
-        for one in (self._listener, self._wake, self._waker):
-            one.close()
+        for opened in (self._listener, self._wake, self._waker):
+            opened.close()
 
     def _run(self) -> None:
         while not self._stopping:
@@ -96,10 +96,10 @@ class Proxy:
         client.settimeout(30)
         self._peers[client], self._peers[server] = server, client
         self._clients.add(client)
-        for one in (client, server):
-            self._selector.register(one, selectors.EVENT_READ)
+        for side in (client, server):
+            self._selector.register(side, selectors.EVENT_READ)
             if self.mode == STALLED:
-                self._dead.add(one)
+                self._dead.add(side)
 
     def _forward(self, one: socket.socket) -> None:
         is_answer = one not in self._clients
@@ -124,7 +124,7 @@ class Proxy:
         self._peers.pop(server)
         self._clients.discard(client)
         self._dead -= {client, server}
-        for one in (client, server):
+        for side in (client, server):
             with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(one)
-            one.close()
+                self._selector.unregister(side)
+            side.close()

@@ -244,7 +244,7 @@ class Place:
 
     def more(self, watch: Watch, timeout_s: float = 0.1) -> list[StoreEvent]:
         """Read what changed here, if anything did."""
-        return [one for one in watch.next(timeout_s) if self.is_here(one.object)]
+        return [event for event in watch.next(timeout_s) if self.is_here(event.object)]
 
     def _own(self, kind: str, plural: str, name: str, spec: Mapping[str, Any]) -> StoredObject:
         unique = self.name(name)

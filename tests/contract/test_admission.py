@@ -11,7 +11,7 @@ import yaml
 from podwire.lab.kubernetes.api_server import ApiServer
 from podwire.lab.kubernetes.client import ApiClient, Refused
 from tests.contract import api_rig
-from tests.waiting import wait_for
+from tests.waiting import ask_until
 
 MANIFEST: Final = Path(__file__).resolve().parents[2] / "deploy" / "podwire.yaml"
 NAMESPACE: Final = "podwire-system"
@@ -93,7 +93,7 @@ def install(server: ApiServer) -> None:
             return "only what is of its own node" in str(error)
         return False
 
-    wait_for(refuses, "the policies to be in force")
+    ask_until(refuses, "the policies to be in force")
 
 
 def token_of(server: ApiServer, pod: str | None) -> ApiClient:
@@ -222,13 +222,13 @@ def _ranges(server: ApiServer, request: pytest.FixtureRequest) -> Iterator[None]
     def judges(wanted: bool) -> bool:
         return is_allowed(agent, "nodes", "n1", podCIDRs=["192.0.2.0/24"]) is not wanted
 
-    wait_for(lambda: judges(True), "the ranges to be known")
+    ask_until(lambda: judges(True), "the ranges to be known")
     yield
     if before is None:
         admin.delete(f"{path}/{name}")
     else:
         admin.apply(f"{path}/{name}", document | {"data": before})
-    wait_for(lambda: judges(False), "the ranges to be forgotten")
+    ask_until(lambda: judges(False), "the ranges to be forgotten")
 
 
 @pytest.mark.usefixtures("_ranges")

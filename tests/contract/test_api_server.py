@@ -4,12 +4,13 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from podwire.lab.kubernetes import programs
-from podwire.lab.kubernetes.api_server import ADMIN, ApiServer, User
+from podwire.lab.kubernetes.api_server import ADMIN, ApiServer, Shape, User
 from podwire.lab.kubernetes.client import ApiClient, Refused
 from podwire.model.errors import NotFound, Unavailable
 from tests.contract import api_rig
@@ -28,51 +29,54 @@ def make_map(name: str, **data: str) -> dict[str, object]:
     }
 
 
-def test_what_was_written_is_there_after_a_kill(own_api_server: ApiServer) -> None:
-    client = own_api_server.client
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """An API server that tests may kill; each leaves it running."""
+    with api_rig.started(tmp_path_factory.mktemp("api"), [User("nobody")]) as made:
+        yield made
+
+
+def test_what_was_written_is_there_after_a_kill(server: ApiServer) -> None:
+    client = server.client
     client.create(_MAPS, make_map("kept", key="1"))
-    own_api_server.kill()
+    server.kill()
     assert not client.answers()
-    own_api_server.start()
+    server.start()
     assert client.get(f"{_MAPS}/kept")["data"] == {"key": "1"}
-    own_api_server.stop()
-    own_api_server.start()
+    server.stop()
+    server.start()
     assert client.patch(f"{_MAPS}/kept", {"data": {"key": "2"}})["data"] == {"key": "2"}
 
 
-def test_a_user_may_do_what_he_was_given(tmp_path: Path) -> None:
-    nobody = User("nobody")
-    with api_rig.started(tmp_path, [nobody]) as server:
-        with pytest.raises(Refused) as refused:
-            server.client_of("nobody").get(_MAPS)
-        assert refused.value.status == 403
-        with pytest.raises(Refused) as unknown:
-            ApiClient("127.0.0.1", server.port, ca=server.ca, token="other").get(_MAPS)
-        assert unknown.value.status == 401
-        audit = wait_for(lambda: server.read_audit("nobody"), "the request in the log")
-        assert [(event["verb"], event["responseStatus"]["code"]) for event in audit] == [
-            ("list", 403)
-        ]
+def test_a_user_may_do_what_he_was_given(server: ApiServer) -> None:
+    with pytest.raises(Refused) as refused:
+        server.client_of("nobody").get(_MAPS)
+    assert refused.value.status == 403
+    with pytest.raises(Refused) as unknown:
+        ApiClient("127.0.0.1", server.port, ca=server.ca, token="other").get(_MAPS)
+    assert unknown.value.status == 401
+    audit = wait_for(lambda: server.read_audit("nobody"), "the request in the log")
+    assert [(event["verb"], event["responseStatus"]["code"]) for event in audit] == [("list", 403)]
 
 
-def test_a_watch_from_a_forgotten_revision_is_told_so(own_api_server: ApiServer) -> None:
-    client = own_api_server.client
+def test_a_watch_from_a_forgotten_revision_is_told_so(server: ApiServer) -> None:
+    client = server.client
     first = client.create(_MAPS, make_map("old"))["metadata"]["resourceVersion"]
     client.delete(f"{_MAPS}/old")
-    own_api_server.compact()
-    own_api_server.kill()
-    own_api_server.start()
+    server.compact()
+    server.kill()
+    server.start()
     answer = client.get(f"{_MAPS}?watch=1&resourceVersion={first}&timeoutSeconds=5")
     assert (answer["type"], answer["object"]["code"]) == ("ERROR", 410)
 
 
-def test_kubectl_reads_what_the_kubeconfig_says(api_server: ApiServer, tmp_path: Path) -> None:
+def test_kubectl_reads_what_the_kubeconfig_says(server: ApiServer, tmp_path: Path) -> None:
     try:
         kubectl = programs.find(("kube-apiserver", "kubectl"))["kubectl"]
     except NotFound as missing:
         pytest.skip(missing.message)
     for with_certificate in (False, True):
-        path = api_server.write_kubeconfig(
+        path = server.write_kubeconfig(
             tmp_path / "kubeconfig", ADMIN, with_certificate=with_certificate
         )
         done = subprocess.run(
@@ -83,13 +87,15 @@ def test_kubectl_reads_what_the_kubeconfig_says(api_server: ApiServer, tmp_path:
         assert json.loads(done.stdout)["status"]["userInfo"]["username"] == ADMIN
 
 
+@pytest.mark.usefixtures("server")  # skipped where there are no programs
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
-    with api_rig.started(tmp_path) as server:
-        server.kill()
-        server.server.command.append("--no-such-flag")
+    other = ApiServer(tmp_path, shape=Shape(flags=("--no-such-flag",)))
+    try:
         with pytest.raises(Unavailable, match="no-such-flag"):
-            server.start()
-        assert not server.server.runs
+            other.start()
+        assert not other.server.runs
+    finally:
+        other.stop()
 
 
 def test_programs_are_of_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

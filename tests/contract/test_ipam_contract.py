@@ -76,7 +76,7 @@ def test_racing_nodes_use_up_a_pool_and_no_more(nodes: Nodes) -> None:
     apply(nodes.store, pool_document("p", "10.0.0.0/26", blockSize=28))
     made = [nodes(f"n{number}") for number in range(NODES)]
     given = race(made, 70)
-    own = [str(one) for node in made for one in node.ipam.mine.list_node_addresses()]
+    own = [str(address) for node in made for address in node.ipam.mine.list_node_addresses()]
     assert sorted([*given, *own]) == sorted(map(str, ip_network("10.0.0.0/26")))
 
 

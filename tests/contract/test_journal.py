@@ -2,6 +2,7 @@
 
 import os
 import select
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -13,6 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import pytest
@@ -20,7 +22,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from podwire.journal import schema
+from podwire.journal import records, schema
 from podwire.journal.records import ENDPOINT_ID_MAX, SqliteJournal
 from podwire.model.endpoint import AttachmentKey, Bandwidth, Device, EndpointRecord, Phase
 from podwire.model.errors import Bug, NewerData, StorageFailure
@@ -94,23 +96,176 @@ def journal(path: Path) -> Iterator[SqliteJournal]:
 def test_a_new_journal_is_empty_and_for_root_alone(journal: SqliteJournal, path: Path) -> None:
     assert list(journal.list_records()) == []
     journal.write(record(1))
-    modes = {one.name: one.stat().st_mode & 0o777 for one in path.parent.iterdir()}
+    modes = {file.name: file.stat().st_mode & 0o777 for file in path.parent.iterdir()}
     assert set(modes.values()) == {0o600}, modes
 
 
 def test_every_field_comes_back_after_reopening(path: Path) -> None:
     with opened(path) as journal:
         journal.write(record(1))
+        with opened_beside(path) as other:
+            assert list(other.list_records()) == [record(1)]
     with opened(path) as journal:
         assert list(journal.list_records()) == [record(1)]
 
 
-def test_a_written_record_is_visible_before_the_file_is_closed(
+def test_a_fold_changes_nothing_that_can_be_seen_and_leaves_all_to_the_database(
     journal: SqliteJournal, path: Path
 ) -> None:
     journal.write(record(1))
-    with opened(path) as other:
-        assert [one.id for one in other.list_records()] == [1]
+    journal.write(record(1, Phase.LIVE))
+    assert journal.behind_at == 2
+    assert list_rows(path) == {}
+    journal.fold()
+    assert journal.behind_at == 0
+    assert recent_of(path).read_bytes() == b""
+    assert {number: decode(blob) for number, blob in list_rows(path).items()} == {
+        1: record(1, Phase.LIVE)
+    }
+    assert list(journal.list_records()) == [record(1, Phase.LIVE)]
+
+
+def test_a_close_leaves_all_to_the_database(path: Path) -> None:
+    with opened(path) as journal:
+        journal.write(record(1))
+    assert set(list_rows(path)) == {1}
+    assert recent_of(path).read_bytes() == b""
+
+
+def test_a_database_that_stays_behind_for_long_is_folded_by_a_write(
+    journal: SqliteJournal, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "_RECENT_MAX_BYTES", 2000)
+    for endpoint_id in range(1, 11):
+        journal.write(record(endpoint_id))
+        assert recent_of(path).stat().st_size < 4000
+    assert len(list_rows(path)) > 5
+    assert len(journal.list_records()) == 10
+
+
+def list_rows(path: Path) -> dict[int, bytes]:
+    """Give what the database has, without the file in front of it."""
+    with closing(sqlite3.connect(path)) as connection:
+        return dict(connection.execute("SELECT id, record FROM endpoint").fetchall())
+
+
+def recent_of(path: Path) -> Path:
+    return path.with_name(path.name + records.RECENT_SUFFIX)
+
+
+def decode(blob: bytes) -> EndpointRecord:
+    return msgspec.json.decode(blob, type=EndpointRecord)
+
+
+# What may be found in the file in front of the database: (what, how it is made of good lines, which records count)
+LINES: list[tuple[str, Callable[[bytes], bytes], set[int]]] = [
+    ("whole lines", lambda data: data, {1, 2}),
+    ("the last line cut by a kill", lambda data: data[:-1], {1}),
+    ("nothing of the last line but its number", lambda data: data[: data.index(b"\n2 ") + 3], {1}),
+    ("zeros where a crash of the machine lost data", lambda data: data + bytes(600), {1, 2}),
+    ("zeros in a line", lambda data: data.replace(b"c1", bytes(2)), {2}),
+    ("nothing", lambda _data: b"", set()),
+]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "wanted"), [line[1:] for line in LINES], ids=[line[0] for line in LINES]
+)
+def test_only_whole_lines_count_and_the_next_write_is_read_behind_them(
+    path: Path, spoil: Callable[[bytes], bytes], wanted: set[int]
+) -> None:
+    with opened(path):
+        pass
+    recent_of(path).write_bytes(spoil(write_lines(record(1), record(2))))
+    with opened(path) as journal:
+        assert {written.id for written in journal.list_records()} == wanted
+        journal.write(record(3))
+        with opened_beside(path) as other:
+            assert {written.id for written in other.list_records()} == wanted | {3}
+
+
+def write_lines(*lines: EndpointRecord, first: int = 1) -> bytes:
+    return b"".join(
+        b"%d %s\n" % (number, msgspec.json.encode(line)) for number, line in enumerate(lines, first)
+    )
+
+
+@contextmanager
+def opened_beside(path: Path) -> Iterator[SqliteJournal]:
+    """Look at copies of the files, as a process finds them that comes after a kill."""
+    with TemporaryDirectory(prefix=leavings.NAME) as directory:
+        for file in path.parent.glob(f"{path.name}*"):
+            shutil.copy(file, directory)
+        with opened(Path(directory, path.name)) as journal:
+            yield journal
+
+
+def test_a_line_that_somebody_has_changed_is_refused(path: Path) -> None:
+    with opened(path):
+        pass
+    for line in (b"no number\n", b'1 {"id": 7}\n'):
+        recent_of(path).write_bytes(line)
+        with pytest.raises(StorageFailure, match="journal") as caught:
+            SqliteJournal(path)
+        assert "changed by something else" in caught.value.hint
+        assert recent_of(path).read_bytes() == line
+
+
+def test_lines_that_the_database_has_do_not_count_again(path: Path) -> None:
+    """As after a kill between the fold's commit and the clearing of the file."""
+    with opened(path) as journal:
+        journal.write(record(1, Phase.DELETING))
+        lines = recent_of(path).read_bytes()
+        journal.remove([EndpointId(1)])
+        recent_of(path).write_bytes(lines)
+        with opened_beside(path) as other:
+            assert list(other.list_records()) == []
+            assert other.next_endpoint_id() == 2
+
+
+def test_what_an_older_build_has_written_since_counts_more(path: Path) -> None:
+    """It does not know the file in front of the database, and may have given an address to somebody else."""
+    with opened(path) as journal:
+        journal.write(record(2, ipv4=record(1).ipv4))
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("DELETE FROM fact")
+    recent_of(path).write_bytes(write_lines(record(1), record(3)))
+    with opened(path) as journal:
+        assert [written.id for written in journal.list_records()] == [2, 3]
+
+
+def test_a_number_that_an_older_build_has_given_away_stays_with_its_new_owner(path: Path) -> None:
+    with opened(path) as journal:
+        journal.write(record(2))
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("DELETE FROM fact")
+    recent_of(path).write_bytes(write_lines(msgspec.structs.replace(record(3), id=EndpointId(2))))
+    with opened(path) as journal:
+        assert journal.list_records() == [record(2)]
+
+
+def test_whoever_only_reads_leaves_the_files_to_the_agent_that_runs(path: Path) -> None:
+    with opened(path) as journal:
+        journal.write(record(1))
+        before = path.read_bytes(), recent_of(path).read_bytes()
+        reader = SqliteJournal(path)
+        assert reader.list_records() == [record(1)]
+        reader.close(folds=False)
+        assert (path.read_bytes(), recent_of(path).read_bytes()) == before
+        journal.write(record(2))
+        assert len(journal.list_records()) == 2
+
+
+def test_a_record_that_the_database_refuses_keeps_no_other_one_out(path: Path) -> None:
+    with opened(path) as journal:
+        journal.write(record(1))
+        journal.fold()
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("UPDATE endpoint SET ipv4 = ? WHERE id = 1", (record(2).ipv4,))
+        journal.write(record(2))
+        journal.write(record(3))
+        journal.remove([EndpointId(1)])
+    assert list(list_rows(path)) == [3]
 
 
 def test_records_are_replaced_by_id_and_listed_oldest_first(journal: SqliteJournal) -> None:
@@ -118,7 +273,7 @@ def test_records_are_replaced_by_id_and_listed_oldest_first(journal: SqliteJourn
         journal.write(record(endpoint_id))
     journal.write(record(9, Phase.LIVE, identity=IdentityId(5)))
     found = journal.list_records()
-    assert [one.id for one in found] == [2, 9, 10]
+    assert [written.id for written in found] == [2, 9, 10]
     assert (found[1].phase, found[1].identity) == (Phase.LIVE, 5)
 
 
@@ -127,7 +282,7 @@ def test_removal_ignores_what_is_absent(journal: SqliteJournal) -> None:
         journal.write(record(endpoint_id))
     journal.remove([EndpointId(1), EndpointId(3), EndpointId(77)])
     journal.remove([])
-    assert [one.id for one in journal.list_records()] == [2]
+    assert [written.id for written in journal.list_records()] == [2]
 
 
 def test_numbers_are_never_given_twice(path: Path) -> None:
@@ -154,14 +309,16 @@ CONFLICTS: list[tuple[str, EndpointRecord]] = [
 ]
 
 
-@pytest.mark.parametrize("second", [one[1] for one in CONFLICTS], ids=[one[0] for one in CONFLICTS])
+@pytest.mark.parametrize(
+    "second", [conflict[1] for conflict in CONFLICTS], ids=[conflict[0] for conflict in CONFLICTS]
+)
 def test_what_must_be_unique_is_refused_as_a_bug(
     journal: SqliteJournal, second: EndpointRecord
 ) -> None:
     journal.write(record(1))
     with pytest.raises(Bug, match="write record 2"):
         journal.write(second)
-    assert [one.id for one in journal.list_records()] == [1]
+    assert [written.id for written in journal.list_records()] == [1]
     journal.write(record(3))
 
 
@@ -208,7 +365,7 @@ def test_threads_share_one_journal(journal: SqliteJournal) -> None:
     for thread in threads:
         thread.join()
     assert not errors
-    assert [one.id for one in journal.list_records()] == list(range(2, 101, 2))
+    assert [written.id for written in journal.list_records()] == list(range(2, 101, 2))
 
 
 # Files that cannot be used. (id, error, words, how the file is made from a good journal)
@@ -253,7 +410,7 @@ UNUSABLE: list[tuple[type[Exception], str, str, Callable[[Path], None]]] = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "words", "advice", "spoil"), UNUSABLE, ids=[one[3].__name__ for one in UNUSABLE]
+    ("kind", "words", "advice", "spoil"), UNUSABLE, ids=[fields[3].__name__ for fields in UNUSABLE]
 )
 def test_a_file_that_cannot_be_used_is_refused_and_left_alone(
     path: Path, kind: type[StorageFailure], words: str, advice: str, spoil: Callable[[Path], None]
@@ -278,6 +435,7 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
 
 def test_a_record_that_cannot_be_read_is_named(journal: SqliteJournal, path: Path) -> None:
     journal.write(record(7))
+    journal.fold()
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("UPDATE endpoint SET record = '{\"id\": 7}'")
     with pytest.raises(StorageFailure, match="read record 7"):
@@ -289,11 +447,15 @@ def test_a_journal_that_somebody_holds_fails_in_time_and_works_again(
 ) -> None:
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
+        journal.write(record(1))
         begin_s = time.monotonic()
-        with pytest.raises(StorageFailure, match="locked"):
-            journal.write(record(1))
-        assert time.monotonic() - begin_s < 30
-    journal.write(record(1))
+        for change in (journal.fold, lambda: journal.remove([EndpointId(1)])):
+            with pytest.raises(StorageFailure, match="locked"):
+                change()
+        assert time.monotonic() - begin_s < 60
+        assert [written.id for written in journal.list_records()] == [1]
+    journal.fold()
+    assert set(list_rows(path)) == {1}
 
 
 ADDITION = "ALTER TABLE endpoint ADD COLUMN note TEXT NOT NULL DEFAULT 'old';"
@@ -346,6 +508,7 @@ FIRST_RELEASE = (
 
 def test_records_of_the_first_release_are_read(journal: SqliteJournal, path: Path) -> None:
     journal.write(record(1, ipv4="10.0.0.2"))
+    journal.fold()
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("UPDATE endpoint SET record = ?", (FIRST_RELEASE,))
     [found] = journal.list_records()
@@ -377,7 +540,7 @@ with locked_state_directory(state):
         try:
             journal.write(record(number))
         except StorageFailure as error:
-            assert "full" in error.message, error.message
+            assert "No space" in error.message, error.message
             assert "free space" in error.hint
             failures += 1
     assert failures, "the disk never filled"
@@ -472,7 +635,7 @@ def test_kill_9_loses_nothing_that_was_acknowledged_and_gives_no_number_twice(pa
         expected |= {number for verb, number in said if verb == "wrote"}
         expected -= {number for verb, number in said if verb == "removed"}
         with opened(path) as journal:
-            found = {int(one.id) for one in journal.list_records()}
+            found = {int(written.id) for written in journal.list_records()}
             following = journal.next_endpoint_id()
         # The operation in flight may have reached the disk without having been acknowledged.
         assert len(found ^ expected) <= 1, found ^ expected
@@ -517,9 +680,20 @@ class JournalMachine(RuleBasedStateMachine):
             del self.records[number]
 
     @rule()
+    def fold(self) -> None:
+        self.journal.fold()
+
+    @rule()
     def reopen(self) -> None:
         self.journal.close()
         self.journal = SqliteJournal(self.path)
+
+    @rule()
+    def come_back_after_a_kill(self) -> None:
+        with opened_beside(self.path) as other:
+            assert other.list_records() == self.journal.list_records()
+            # Numbers that were given and never written may be given again.
+            assert other.next_endpoint_id() > max(self.records, default=0)
 
     @invariant()
     def the_records_are_those_of_the_model(self) -> None:
@@ -528,8 +702,8 @@ class JournalMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.journal.close()
-        for one in self.directory.glob(f"{self.path.name}*"):
-            one.unlink()
+        for file in self.directory.glob(f"{self.path.name}*"):
+            file.unlink()
         self.directory.rmdir()
 
 

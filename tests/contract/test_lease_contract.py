@@ -146,7 +146,7 @@ def test_of_many_one_gets_the_duty(store: Store, other: Store) -> None:
             return None
 
     with ThreadPoolExecutor(20) as threads:
-        got = [one for one in threads.map(try_it, range(20)) if one is not None]
+        got = [table for table in threads.map(try_it, range(20)) if table is not None]
     assert len(got) == 1
     assert leases_of(store).holders() == {"duty": got[0].holder}
 

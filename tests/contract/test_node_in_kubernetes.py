@@ -22,7 +22,7 @@ from podwire.model.store.kinds import CILIUM_CLUSTERWIDE_POLICY, NETWORK_POLICY,
 from podwire.store.kubernetes.api.kubeconfig import load_kubeconfig
 from podwire.store.kubernetes.store import KubernetesStore
 from tests.contract import api_rig
-from tests.waiting import wait_for
+from tests.waiting import ask_until
 
 RIGHTS: Final = Path(__file__).resolve().parents[2] / "deploy" / "manifest" / "30-rights.yaml"
 RBAC: Final = "/apis/rbac.authorization.k8s.io/v1"
@@ -101,7 +101,7 @@ def test_ranges_and_address_are_the_core_nodes(server: ApiServer, store: Kuberne
 
 def find_events(server: ApiServer, namespace: str, reason: str) -> list[dict[str, Any]]:
     found = server.client.get(f"/api/v1/namespaces/{namespace}/events")["items"]
-    return [one for one in found if one["reason"] == reason]
+    return [item for item in found if item["reason"] == reason]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def say_unavailable(server: ApiServer, status: str) -> None:
 
 def read_conditions(server: ApiServer) -> dict[str, str]:
     found = server.client.get(NODE)["status"].get("conditions", ())
-    return {one["type"]: one["status"] for one in found}
+    return {item["type"]: item["status"] for item in found}
 
 
 def count_writes(server: ApiServer) -> int:
@@ -176,8 +176,8 @@ def test_the_network_is_called_available_once_it_is_there(
         say_unavailable(server, status)
         condition.network_is_there()
     expected = {"NetworkUnavailable": "False", "MemoryPressure": "False"}
-    wait_for(lambda: read_conditions(server) == expected, "the condition", DEADLINE_S)
-    wait_for(lambda: not condition.is_running, "the end of the duty", DEADLINE_S)
+    ask_until(lambda: read_conditions(server) == expected, "the condition", DEADLINE_S)
+    ask_until(lambda: not condition.is_running, "the end of the duty", DEADLINE_S)
     assert count_writes(server) - before == 1
 
 
@@ -189,7 +189,7 @@ def test_a_condition_that_is_not_there_is_not_made(
     condition = NetworkCondition(store, "n1", store.put_condition)
     condition.start()
     condition.network_is_there()
-    wait_for(lambda: condition._follower.is_whole, "the first look", DEADLINE_S)
+    ask_until(lambda: condition.follower.is_whole, "the first look", DEADLINE_S)
     condition.stop()
     assert count_writes(server) == before
     assert read_conditions(server) == {"MemoryPressure": "False"}

@@ -12,7 +12,7 @@ from podwire.lab.kubernetes.api_server import ApiServer
 from tests.contract import api_rig, kubernetes_rig
 from tests.contract.node_lives import Agent, Cluster
 from tests.unit.test_cluster_planner import ips
-from tests.waiting import wait_for
+from tests.waiting import ask_until
 
 RANGE: Final = "10.244.5.0/24"
 
@@ -38,7 +38,7 @@ def test_a_range_passes_to_a_new_node_while_the_old_agent_still_runs(
     cluster.add_node("old", RANGE)
     cluster.add_node("peer", "10.244.6.0/24")
     peer, old = cluster.start("peer"), cluster.start("old")
-    wait_for(lambda: peer.sends_to(RANGE) == "old", "the old node")
+    ask_until(lambda: peer.sends_to(RANGE) == "old", "the old node")
     running = old.attach(1)
     assert running
 
@@ -46,16 +46,16 @@ def test_a_range_passes_to_a_new_node_while_the_old_agent_still_runs(
     cluster.add_node("new", RANGE)
     began_s = time.monotonic()
     new = cluster.start("new")
-    wait_for(new.gives, "an address on the new node")
-    wait_for(lambda: peer.sends_to(RANGE) == "new", "the peer to follow")
+    ask_until(new.gives, "an address on the new node")
+    ask_until(lambda: peer.sends_to(RANGE) == "new", "the peer to follow")
     taken_s = time.monotonic() - began_s
     record_property("followed_s", taken_s)
     print(f"served and followed after {taken_s:.2f} s")
-    wait_for(lambda: not old.gives(), "the old node to give nothing")
-    told = wait_for(lambda: cluster.events("old", "PodCIDRContested"), "the Event")
+    ask_until(lambda: not old.gives(), "the old node to give nothing")
+    told = ask_until(lambda: cluster.events("old", "PodCIDRContested"), "the Event")
     assert "node old" in told[0]
     assert "node new" in told[0]
-    assert new.health.ready or not [one for one in new.health.checks() if not one.ok]
+    assert new.health.ready or not [check for check in new.health.checks() if not check.ok]
     # What ran goes on running: only nothing new is given.
     assert old.ipam.find_owner(ips(running)[0]) == 1
 
@@ -67,24 +67,24 @@ def test_of_two_nodes_with_one_range_the_first_serves_and_the_other_when_the_con
     cluster.add_node("second", RANGE)
     cluster.add_node("peer", "10.244.6.0/24")
     peer, first = cluster.start("peer"), cluster.start("first")
-    wait_for(lambda: peer.sends_to(RANGE) == "first", "the first node")
+    ask_until(lambda: peer.sends_to(RANGE) == "first", "the first node")
     second = cluster.start("second")
     assert not second.gives()
-    wait_for(lambda: cluster.events("second", "PodCIDRContested"), "the Event")
+    ask_until(lambda: cluster.events("second", "PodCIDRContested"), "the Event")
     assert first.attach(1)
     # The first node is made anew with a range of its own; nobody restarts an agent.
     cluster.delete_node("first")
-    wait_for(lambda: not first.gives(), "the first node to give nothing")
+    ask_until(lambda: not first.gives(), "the first node to give nothing")
     cluster.add_node("first", "10.244.7.0/24")
-    address = wait_for(first.gives, "an address of the first node")
+    address = ask_until(first.gives, "an address of the first node")
     assert address.startswith("10.244.7.")
-    assert wait_for(second.gives, "an address of the second node").startswith("10.244.5.")
-    wait_for(
+    assert ask_until(second.gives, "an address of the second node").startswith("10.244.5.")
+    ask_until(
         lambda: (peer.sends_to(RANGE), peer.sends_to("10.244.7.0/24")) == ("second", "first"),
         "the peer to follow",
     )
-    said = wait_for(lambda: cluster.events("first", "PodCIDRsChanged"), "what is told of its pods")
-    assert any("start them again" in one or "is gone" in one for one in said)
+    said = ask_until(lambda: cluster.events("first", "PodCIDRsChanged"), "what is told of its pods")
+    assert any("start them again" in text or "is gone" in text for text in said)
 
 
 def test_core_nodes_of_others_are_read_only_for_a_contest(cluster: Cluster) -> None:
@@ -92,13 +92,13 @@ def test_core_nodes_of_others_are_read_only_for_a_contest(cluster: Cluster) -> N
     cluster.add_node("one", RANGE)
     cluster.add_node("two", "10.244.6.0/24")
     one, two = cluster.start("one"), cluster.start("two")
-    wait_for(lambda: two.sends_to(RANGE) == "one", "one")
-    wait_for(lambda: one.sends_to("10.244.6.0/24") == "two", "two")
+    ask_until(lambda: two.sends_to(RANGE) == "one", "one")
+    ask_until(lambda: one.sends_to("10.244.6.0/24") == "two", "two")
     assert count_reads(cluster, before) == []
     cluster.add_node("three", RANGE)
     three = cluster.start("three")
-    wait_for(lambda: not three.gives(), "the contest")
-    wait_for(lambda: len(count_reads(cluster, before)) >= 6, "the reads of three agents")
+    ask_until(lambda: not three.gives(), "the contest")
+    ask_until(lambda: len(count_reads(cluster, before)) >= 6, "the reads of three agents")
     read = count_reads(cluster, before)
     assert sorted(read) == 3 * ["one"] + 3 * ["three"]
 
@@ -131,18 +131,18 @@ def test_what_a_node_publishes_goes_with_its_core_node_and_comes_with_the_next(
 ) -> None:
     cluster.add_node("n", RANGE)
     agent = cluster.start("n")
-    first = wait_for(lambda: find_owner(agent), "the publication")
+    first = ask_until(lambda: find_owner(agent), "the publication")
     assert first == cluster.server.client.get("/api/v1/nodes/n")["metadata"]["uid"]
     cluster.delete_node("n")
-    wait_for(lambda: not agent.gives(), "the end of the core Node")
+    ask_until(lambda: not agent.gives(), "the end of the core Node")
     # As the garbage collector does, which this API server has no controller for.
     cluster.server.client.delete("/apis/podwire.io/v1/nodes/n")
-    wait_for(
-        lambda: any("no core Node n" in one.message for one in agent.health.checks()), "status"
+    ask_until(
+        lambda: any("no core Node n" in check.message for check in agent.health.checks()), "status"
     )
     assert agent.store.get(node_key("n")) is None
     cluster.add_node("n", RANGE)
-    assert wait_for(lambda: find_owner(agent), "the publication") != first
+    assert ask_until(lambda: find_owner(agent), "the publication") != first
     assert agent.gives()
 
 
@@ -154,8 +154,8 @@ def test_what_somebody_else_does_to_a_publication_is_put_right(
     cluster.add_node("n", RANGE)
     agent, client = cluster.start("n"), cluster.server.client
     path = f"/apis/podwire.io/v1/{kind}/n"
-    wait_for(lambda: client.answers(path), "the publication")
-    wait_for(lambda: find_owner(agent), "its owner")
+    ask_until(lambda: client.answers(path), "the publication")
+    ask_until(lambda: find_owner(agent), "its owner")
     before = client.get(path)
     if how == "deleted":
         client.delete(path)
@@ -170,6 +170,6 @@ def test_what_somebody_else_does_to_a_publication_is_put_right(
         now = client.get(path)
         changed = now["metadata"]["resourceVersion"] != before["metadata"]["resourceVersion"]
         names = ("instance", "podCIDRs") if kind == "nodes" else ("endpoints", "bases")
-        return changed and all(now["spec"].get(one) == before["spec"].get(one) for one in names)
+        return changed and all(now["spec"].get(name) == before["spec"].get(name) for name in names)
 
-    wait_for(is_right, "the publication to be right again")
+    ask_until(is_right, "the publication to be right again")

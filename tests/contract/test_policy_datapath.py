@@ -144,7 +144,7 @@ def test_removed_slots_are_gone_and_may_be_removed_again(world: World) -> None:
 
 def test_cidrs_are_exactly_what_was_written_last(world: World) -> None:
     first, second, third = (
-        ipaddress.ip_network(one) for one in ("0.0.0.0/0", "10.0.0.0/8", "2001:db8::/32")
+        ipaddress.ip_network(text) for text in ("0.0.0.0/0", "10.0.0.0/8", "2001:db8::/32")
     )
     number = CIDR_IDENTITY_FIRST
     for wanted in ({first: number, third: number + 2}, {first: number, second: number + 1}, {}):

@@ -18,7 +18,6 @@ from podwire.agent.duties.unreadable import Reading
 from podwire.control.documents.damage import read_object, stand_in
 from podwire.control.endpoint.policies import PolicyObjects
 from podwire.control.kubernetes.own_pods import OwnPods
-from podwire.control.policy.engine import Numbers, PolicyEngine
 from podwire.control.policy.labels_match import matches, parse_label_set
 from podwire.lab.kubernetes import programs
 from podwire.lab.kubernetes.api_server import ApiServer, Shape
@@ -33,7 +32,7 @@ from podwire.store.kubernetes.api.resources import selectors_of_node
 from podwire.store.kubernetes.store import KubernetesStore
 from tests.contract import api_rig, kubernetes_rig
 from tests.contract.stores import until
-from tests.fakes.policy import FakePolicyDatapath
+from tests.fakes.policy import make_engine
 
 NODE: Final = "n1"
 NAMESPACE: Final = "fresh"
@@ -52,8 +51,8 @@ class Pods:
         self.own = own
 
     def on_lists(self, lists: Sequence[KindList]) -> None:
-        for one in lists:
-            self.own.replace(one.objects)
+        for listed in lists:
+            self.own.replace(listed.objects)
 
     def on_events(self, events: Sequence[StoreEvent], _revisions: Revisions) -> None:
         for event in events:
@@ -69,13 +68,7 @@ class Policies:
 
     def __init__(self, own: OwnPods, late_s: float) -> None:
         self.own, self.late_s = own, late_s
-        self.engine = PolicyEngine(
-            datapath=FakePolicyDatapath(),
-            rows=lambda _ids, _values: [],
-            numbers=Numbers(),
-            remember=lambda _numbers: None,
-            cidrs={},
-        )
+        self.engine = make_engine()
         self.objects = PolicyObjects(self.engine)
         self.turn = threading.Lock()
         self.gate = threading.Event()
@@ -83,8 +76,8 @@ class Policies:
         self.gate.set()
 
     def on_lists(self, lists: Sequence[KindList]) -> None:
-        for one in lists:
-            self.objects.replace(one.kind, one.objects)
+        for listed in lists:
+            self.objects.replace(listed.kind, listed.objects)
 
     def on_events(self, events: Sequence[StoreEvent], revisions: Revisions) -> None:
         if events:
@@ -105,7 +98,7 @@ class Policies:
         found = parse_label_set(sort_labels(labels))
         with self.turn:
             self.engine.apply()
-            return any(matches(one.subject, found) for one in self.engine.list_policies())
+            return any(matches(policy.subject, found) for policy in self.engine.list_policies())
 
 
 @pytest.fixture(scope="module")

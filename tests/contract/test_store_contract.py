@@ -163,7 +163,7 @@ def test_a_patch_changes_what_it_names(
         else:
             assert _describe(changed) == {**_describe(made), **wanted}
             assert changed.revision > made.revision
-            assert [one.object for one in place.take(watch, 1)] == [changed]
+            assert [event.object for event in place.take(watch, 1)] == [changed]
 
 
 def _describe(stored: StoredObject) -> dict[str, Any]:
@@ -210,8 +210,8 @@ def test_patches_of_several_writers_lose_nothing(
                 )
                 for number, (name, value) in enumerate(wanted.items())
             ]
-        for one in patches:
-            one.result()
+        for patch in patches:
+            patch.result()
     finally:
         other.close()
     found = store.get(made.key)
@@ -227,7 +227,7 @@ def test_patches_are_written_together(store: Store, place: Place) -> None:
         store.patch(place.key("a"), two)
         store.patch(place.key("b"), two)
     found = place.policies()
-    assert [value_of(one) for one in found] == ["2", "2"]
+    assert [value_of(stored) for stored in found] == ["2", "2"]
 
     def patch_one_that_is_not_there() -> None:
         with store.together():
@@ -239,7 +239,7 @@ def test_patches_are_written_together(store: Store, place: Place) -> None:
     if store.promises.together_max > 1:
         assert place.policies() == found
     else:
-        assert [value_of(one) for one in place.policies()] == ["3", "2"]
+        assert [value_of(policy) for policy in place.policies()] == ["3", "2"]
 
 
 def test_a_delete_gives_what_was_there(store: Store, place: Place) -> None:
@@ -265,14 +265,14 @@ def test_lists_are_of_a_kind_or_a_namespace_in_order(store: Store, place: Place)
         last = store.create(place.policy(name, namespace=spaces[namespace]))
     workload = store.create(place.workload("w"))
     found, revision = store.list(POLICIES)
-    names = [(one.key.namespace, one.key.name) for one in found]
+    names = [(stored.key.namespace, stored.key.name) for stored in found]
     assert names == sorted(names)
-    assert sum(one.key.namespace in spaces.values() for one in found) == 5
-    assert {one.key.kind for one in found} == {POLICIES}
+    assert sum(stored.key.namespace in spaces.values() for stored in found) == 5
+    assert {stored.key.kind for stored in found} == {POLICIES}
     assert revision >= last.revision
-    assert [one.key.name for one in place.policies(spaces["b"])] == ["x", "z"]
+    assert [policy.key.name for policy in place.policies(spaces["b"])] == ["x", "z"]
     assert workload in store.list(WORKLOADS, "")[0]
-    assert not [one for one in store.list(POOLS)[0] if place.is_here(one)]
+    assert not [stored for stored in store.list(POOLS)[0] if place.is_here(stored)]
 
 
 def test_a_list_may_be_asked_for_that_is_not_older_than_a_revision(
@@ -380,7 +380,7 @@ def test_a_watch_of_kinds_sees_no_other_kind(store: Store, place: Place) -> None
         store.create(place.policy("a"))
         store.create(place.workload("w"))
         last = store.create(place.pool("p"))
-        assert {one.object.key.kind for one in place.take(watch, 2)} == set(kinds)
+        assert {event.object.key.kind for event in place.take(watch, 2)} == set(kinds)
         assert place.more(watch) == []
         assert watch.revisions.keys() == set(kinds)
         if store.promises.one_order:
@@ -395,10 +395,10 @@ def test_a_watch_begins_at_a_revision_of_each_kind(store: Store, place: Place) -
     store.create(place.workload("w"))
     store.create(place.pool("p"))
     with store.watch({WORKLOADS: earlier[WORKLOADS], POOLS: now_at(store, POOLS)}) as watch:
-        assert [one.object.key.kind for one in place.take(watch, 1)] == [WORKLOADS]
+        assert [event.object.key.kind for event in place.take(watch, 1)] == [WORKLOADS]
         assert place.more(watch) == []
         second = store.create(place.pool("q"))
-        assert [one.object for one in place.take(watch, 1)] == [second]
+        assert [event.object for event in place.take(watch, 1)] == [second]
         assert watch.revisions[POOLS] >= second.revision
 
 
@@ -411,7 +411,7 @@ def test_a_watch_of_kinds_keeps_the_order_of_changes_where_that_is_promised(
         for number in range(5):
             store.create(place.workload(f"w{number}"))
             store.create(place.pool(f"p{number}"))
-        kinds = [one.object.key.kind for one in place.take(watch, 10)]
+        kinds = [event.object.key.kind for event in place.take(watch, 10)]
     assert kinds == [WORKLOADS, POOLS] * 5
 
 
@@ -533,8 +533,8 @@ def test_twenty_threads_lose_no_count(store: Store, place: Place) -> None:
                     continue
 
     with ThreadPoolExecutor(20) as threads:
-        for one in [threads.submit(count) for _ in range(20)]:
-            one.result()
+        for attempt in [threads.submit(count) for _ in range(20)]:
+            attempt.result()
     assert value_of(store.get(place.key("counter"))) == "100"
 
 
@@ -548,14 +548,14 @@ def test_a_watch_misses_nothing_of_twenty_threads(store: Store, place: Place) ->
     with place.watch() as watch, ThreadPoolExecutor(20) as threads:
         writers = [threads.submit(write, number) for number in range(20)]
         events = place.take(watch, 300)
-        for one in writers:
-            one.result()
+        for writer in writers:
+            writer.result()
     revisions = [event.revision for event in events]
     assert revisions == sorted(set(revisions))
     left = {event.object.key for event in events if not event.deleted} - {
         event.object.key for event in events if event.deleted
     }
-    assert left == {one.key for one in place.policies()}
+    assert left == {policy.key for policy in place.policies()}
 
 
 def test_a_reader_never_sees_half_of_a_list(store: Store, place: Place) -> None:
@@ -576,15 +576,15 @@ def test_a_reader_never_sees_half_of_a_list(store: Store, place: Place) -> None:
         try:
             for _ in range(200):
                 found, revision = store.list(POLICIES, place.namespace)
-                names = [one.key.name for one in found]
+                names = [stored.key.name for stored in found]
                 assert names in (["a"], ["a", "b"], ["a", "b", "c"], ["a", "c"])
-                assert all(one.revision <= revision for one in found)
+                assert all(stored.revision <= revision for stored in found)
                 assert at_revision.setdefault(revision, list(found)) == list(found)
         finally:
             stop.set()
             writing.result(DEADLINE_S)
     ordered = [at_revision[revision] for revision in sorted(at_revision)]
-    newest = [max(one.revision for one in found) for found in ordered if len(found) > 1]
+    newest = [max(stored.revision for stored in found) for found in ordered if len(found) > 1]
     assert newest == sorted(newest), "a later list is not of an earlier state"
 
 

@@ -153,7 +153,7 @@ def test_what_is_overtaken_is_not_done_at_all(own_etcd: Etcd, etcd_store: EtcdSt
 
     with pytest.raises(Conflict, match="update networkpolicies default/old"):
         write()
-    assert [one.key.name for one in etcd_store.list("networkpolicies")[0]] == ["old"]
+    assert [stored.key.name for stored in etcd_store.list("networkpolicies")[0]] == ["old"]
 
 
 def test_a_block_that_raises_writes_nothing(etcd_store: EtcdStore) -> None:

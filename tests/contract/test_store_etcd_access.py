@@ -138,7 +138,7 @@ def guarded_etcd(own_etcd: Etcd) -> Etcd:
 
 
 def change_password(etcd: Etcd, password: str) -> None:
-    """Give our user another password; etcd forgets his tokens then."""
+    """Give our user another password; etcd forgets its tokens then."""
     etcd.ask("auth/user/changepw", {"name": USER, "password": password})
 
 

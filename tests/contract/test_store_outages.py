@@ -431,16 +431,16 @@ def members(tmp_path: Path) -> Iterator[list[Etcd]]:
         one.directory.mkdir()
         one.flags += ["--name", f"m{number}", "--initial-cluster", peers]
     with ExitStack() as stack, ThreadPoolExecutor(3) as threads:
-        for one in made:
-            stack.callback(one.stop)
-        for starting in [threads.submit(one.start) for one in made]:
+        for member in made:
+            stack.callback(member.stop)
+        for starting in [threads.submit(member.start) for member in made]:
             starting.result()
         yield made
 
 
 def test_a_member_that_dies_is_survived_and_a_lost_majority_is_told(members: list[Etcd]) -> None:
     with (
-        closing(EtcdStore([one.endpoint for one in members])) as store,
+        closing(EtcdStore([member.endpoint for member in members])) as store,
         store.watch(since(now_at(store))) as watch,
     ):
         lease = store.leases().acquire("duty", "a", 5)
@@ -455,12 +455,12 @@ def test_a_member_that_dies_is_survived_and_a_lost_majority_is_told(members: lis
             store.create(make("lost"))
         assert members[1].endpoint in caught.value.message
         with ThreadPoolExecutor(2) as threads:
-            for starting in [threads.submit(one.start) for one in members[1:]]:
+            for starting in [threads.submit(member.start) for member in members[1:]]:
                 starting.result()
         until(lambda: bool(_try_create(store, written)))
         found: list[StoreEvent] = []
-        names = {one.key.name for one in written}
-        until(lambda: names <= {one.object.key.name for one in _all_of(watch, found)})
+        names = {stored.key.name for stored in written}
+        until(lambda: names <= {heard.object.key.name for heard in _all_of(watch, found)})
         revisions = [event.revision for event in found]
         assert revisions == sorted(set(revisions))
         until(lambda: not lease.lost)

@@ -51,7 +51,7 @@ def test_processes_that_write_at_once_lose_no_count(
 ) -> None:
     before = now_at(store)
     store.create(make("counter"))
-    count = 20 if full else 6
+    count = 20 if full else 4
     children = [
         subprocess.Popen(
             [sys.executable, "-c", PROCESS, back_end, str(tmp_path), "10", str(number)],
@@ -123,7 +123,7 @@ def test_a_killed_writer_loses_nothing_that_was_acknowledged(
             (kept.add if written > 0 else kept.discard)(abs(written))
             number = max(number, abs(written))
         number += 2  # the one that was not acknowledged may be there
-        names = {int(one.key.name[1:]) for one in store.list("networkpolicies")[0]}
+        names = {int(stored.key.name[1:]) for stored in store.list("networkpolicies")[0]}
         assert len(kept - names) <= 1, "only a delete may have been done and not yet said"
         assert all(missing % 3 == 0 for missing in kept - names)
         kept &= names

@@ -76,7 +76,7 @@ def test_lists_and_watches_go_on_beside_what_cannot_be_read(
     written = own_etcd.put(POLICY_KEY.format("b"), value)
     etcd_store.create(make("c"))
     found, _ = etcd_store.list("networkpolicies")
-    assert [(one.key.name, bool(one.fault)) for one in found] == [
+    assert [(stored.key.name, bool(stored.fault)) for stored in found] == [
         ("a", False),
         ("b", True),
         ("c", False),
@@ -84,7 +84,7 @@ def test_lists_and_watches_go_on_beside_what_cannot_be_read(
     assert POLICY_KEY.format("b") in found[1].fault
     assert (found[1].document, found[1].revision) == ({}, written)
     with etcd_store.watch(since(revision, "networkpolicies")) as watch:
-        assert [one.object for one in take(watch, 3)] == list(found)
+        assert [event.object for event in take(watch, 3)] == list(found)
     with pytest.raises(UnreadableObject, match="networkpolicies default/b") as caught:
         etcd_store.get(key("b"))
     assert "podwire apply" in caught.value.hint
@@ -125,14 +125,14 @@ def test_a_key_that_is_no_objects_is_named_as_it_is(
     own_etcd.put(PREFIX + name, (VALUE % "{}").encode())
     etcd_store.create(make("a", namespace=""))
     found, _ = etcd_store.list("networkpolicies")
-    assert {(one.key.name, bool(one.fault)) for one in found} == {
+    assert {(stored.key.name, bool(stored.fault)) for stored in found} == {
         ("a", False),
         (PREFIX + name, True),
     }
-    [foreign] = [one for one in found if one.fault]
+    [foreign] = [stored for stored in found if stored.fault]
     assert f"etcdctl del '{PREFIX}{name}'" in foreign.fault
     with etcd_store.watch(since(revision, "networkpolicies")) as watch:
-        assert {one.object.key for one in take(watch, 2)} == {one.key for one in found}
+        assert {stored.object.key for stored in take(watch, 2)} == {stored.key for stored in found}
 
 
 def test_a_foreign_key_of_another_kind_is_none_of_a_watchs_business(
@@ -142,7 +142,7 @@ def test_a_foreign_key_of_another_kind_is_none_of_a_watchs_business(
     own_etcd.put(PREFIX + "namespaces/x", b"x")
     etcd_store.create(make("a"))
     with etcd_store.watch(since(revision, "ippools", "networkpolicies")) as watch:
-        assert [one.object.key for one in take(watch, 1)] == [key("a")]
+        assert [event.object.key for event in take(watch, 1)] == [key("a")]
 
 
 def test_the_store_in_a_file_goes_on_too(tmp_path: Path) -> None:
@@ -153,7 +153,10 @@ def test_the_store_in_a_file_goes_on_too(tmp_path: Path) -> None:
             other.execute("UPDATE object SET document = 'x' WHERE name = 'b'")
             other.commit()
         found, _ = store.list("networkpolicies")
-        assert [(one.key.name, bool(one.fault)) for one in found] == [("a", False), ("b", True)]
+        assert [(stored.key.name, bool(stored.fault)) for stored in found] == [
+            ("a", False),
+            ("b", True),
+        ]
         with pytest.raises(UnreadableObject):
             store.get(key("b"))
         store.update(make("b", 7, revision=found[1].revision))
@@ -177,16 +180,18 @@ class Mirror:
         self.away = ""
 
     def on_lists(self, lists: Sequence[KindList]) -> None:
-        for one in lists:
-            for name in [name for name in self.objects if name.kind == one.kind]:
+        for listed in lists:
+            for name in [name for name in self.objects if name.kind == listed.kind]:
                 del self.objects[name]
             self.objects.update(
                 (stored.key, stored.document)
-                for stored in one.objects
+                for stored in listed.objects
                 if value_of(stored, Unenforceable) is None
             )
             self.closing = {
-                stored.key for stored in one.objects if value_of(stored, Unenforceable) is not None
+                stored.key
+                for stored in listed.objects
+                if value_of(stored, Unenforceable) is not None
             }
 
     def on_events(self, events: Sequence[StoreEvent], _revisions: Revisions) -> None:

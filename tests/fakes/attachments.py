@@ -49,6 +49,8 @@ class GatedAttachments:
         """Whose labels are not known yet."""
         self.unknown_all = False
         """Nobody's labels are known yet."""
+        self.announced = 0
+        """How often others were told that an endpoint may have come."""
         self.threads: list[str] = []
         """On which thread each operation ran."""
         self.open_all = False
@@ -93,6 +95,9 @@ class GatedAttachments:
         if self.unknown_all or request.key in self.unknown:
             return None
         return self.add(request, namespace, cancelled)
+
+    def announce(self) -> None:
+        self.announced += 1
 
     def delete(self, request: AttachRequest, _namespace: PodNamespace | None, /) -> None:
         # The undo of an ADD calls this inside the ADD's own turn.

@@ -7,10 +7,13 @@ from podwire.model.endpoint import Bandwidth, Device, EndpointRecord
 from podwire.model.errors import ForeignObject, InvalidConfiguration, KernelFailure, PodwireError
 from podwire.model.ids import EndpointId, IfIndex, InterfaceName, device_mac
 from podwire.model.interfaces import (
+    NO_HOST_PORTS,
     EndpointConfig,
     HostPortTable,
+    HostSocket,
     Inventory,
     PodNamespace,
+    PodSocket,
     PresentDevice,
 )
 
@@ -33,6 +36,8 @@ class FakeDatapath:
     fail: dict[str, PodwireError] = field(default_factory=dict)
     reap_blocked: bool = False
     host_ports: HostPortTable = field(default_factory=dict)
+    ended_host_ports: list[tuple[HostSocket, PodSocket]] = field(default_factory=list)
+    """All of which flows were to be forgotten."""
     loopback_out: set[EndpointId] = field(default_factory=set)
     _next_ifindex: int = 1000
 
@@ -93,7 +98,9 @@ class FakeDatapath:
     def shape(self, device: Device, bandwidth: Bandwidth, namespace: PodNamespace | None) -> None:
         self._may_fail("shape")
 
-    def open_endpoint(self, record: EndpointRecord, config: EndpointConfig) -> None:
+    def open_endpoint(
+        self, record: EndpointRecord, config: EndpointConfig, *, is_new: bool = False
+    ) -> None:
         self._may_fail("open_endpoint")
         for address in record.addresses:
             self.addresses[str(address)] = record.id
@@ -106,9 +113,10 @@ class FakeDatapath:
         self._may_fail("let_loopback_out")
         self.loopback_out.add(record.id)
 
-    def write_host_ports(self, wanted: HostPortTable) -> None:
+    def write_host_ports(self, wanted: HostPortTable, ended: HostPortTable = NO_HOST_PORTS) -> None:
         self._may_fail("write_host_ports")
         self.host_ports = dict(wanted)
+        self.ended_host_ports += ended.items()
 
     def close_endpoint(self, record: EndpointRecord) -> None:
         self._may_fail("close_endpoint")

@@ -17,7 +17,7 @@ from podwire.control.attach.steps import Context
 from podwire.control.endpoint.enforce import Enforcer, rows_of
 from podwire.control.endpoint.host_ports import HostPorts, ReservedPort
 from podwire.control.endpoint.policies import PolicyObjects
-from podwire.control.endpoint.queue import BuildQueue
+from podwire.control.endpoint.queue import RegenerationQueue
 from podwire.control.endpoint.regenerate import Regenerator
 from podwire.control.endpoint.table import EndpointTable
 from podwire.control.flows.ring import FlowRing
@@ -169,7 +169,7 @@ class FakeNode:
             cidrs=self.policy_datapath.cidrs,
         )
         self.enforcer = Enforcer(
-            engine, self.table, self.policy_datapath, directories, BuildQueue(), self.clock
+            engine, self.table, self.policy_datapath, directories, RegenerationQueue(), self.clock
         )
         self.policies = PolicyObjects(engine)
         self.identities = IdentityResolver(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from podwire.control.policy.engine import Numbers, PolicyEngine
 from podwire.model.endpoint import EndpointRecord, IPAddress, IPNetwork
 from podwire.model.errors import KernelFailure, PodwireError, PolicyOverflow
 from podwire.model.ids import EndpointId
@@ -212,3 +213,14 @@ def _strength(entry: PolicyEntry) -> tuple[int, int]:
 
 def _numbers(key: PolicyKey) -> tuple[int, ...]:
     return key.identity, key.direction.value, key.protocol, key.port, key.port_bits
+
+
+def make_engine() -> PolicyEngine:
+    """Make an engine of a new node that has no endpoints."""
+    return PolicyEngine(
+        datapath=FakePolicyDatapath(),
+        rows=lambda _ids, _values: [],
+        numbers=Numbers(),
+        remember=lambda _numbers: None,
+        cidrs={},
+    )

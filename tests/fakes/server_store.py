@@ -13,7 +13,7 @@ from typing import Any
 from podwire.control.documents.kinds import decode
 from podwire.control.documents.same import SERVERS_METADATA
 from podwire.model.errors import InvalidRequest
-from podwire.model.store import ObjectKey, Revisions, StoredObject
+from podwire.model.store import Fields, ObjectKey, Revisions, StoredObject
 from podwire.model.store.kinds import kind_of_plural
 from podwire.model.store.promises import Promises
 from podwire.store.documents import encode_document, merge
@@ -85,12 +85,7 @@ class ServerStore(MemoryStore):
             return super().update(made)
 
     def patch(
-        self,
-        key: ObjectKey,
-        changes: Mapping[str, Any],
-        *,
-        revision: int | None = None,
-        uid: str = "",
+        self, key: ObjectKey, changes: Fields, *, revision: int | None = None, uid: str = ""
     ) -> StoredObject:
         with self.changed:
             old = self._objects.get(key)

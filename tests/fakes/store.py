@@ -2,16 +2,23 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 from uuid import uuid4
 
 import msgspec
 
 from podwire.model.closing import Closing
 from podwire.model.errors import Conflict, NotFound, Unavailable
-from podwire.model.store import Compacted, ObjectKey, Revisions, StoredObject, StoreEvent
+from podwire.model.store import (
+    Compacted,
+    Fields,
+    Known,
+    ObjectKey,
+    Revisions,
+    StoredObject,
+    StoreEvent,
+)
 from podwire.model.store.kinds import KINDS
 from podwire.model.store.promises import FULL, Promises
 from podwire.store.documents import merge
@@ -54,7 +61,12 @@ class MemoryStore:
             return self._objects.get(key)
 
     def list(
-        self, kind: str, namespace: str | None = None, *, at_least: int | None = None
+        self,
+        kind: str,
+        namespace: str | None = None,
+        *,
+        at_least: int | None = None,
+        known: Known | None = None,
     ) -> tuple[Sequence[StoredObject], int]:
         with self.changed:
             self._call("list")
@@ -84,12 +96,7 @@ class MemoryStore:
             return self._write(msgspec.structs.replace(new, uid=old.uid, created=old.created))
 
     def patch(
-        self,
-        key: ObjectKey,
-        changes: Mapping[str, Any],
-        *,
-        revision: int | None = None,
-        uid: str = "",
+        self, key: ObjectKey, changes: Fields, *, revision: int | None = None, uid: str = ""
     ) -> StoredObject:
         self._call("patch")
         self.before_update(StoredObject(key=key, document=changes))
@@ -178,6 +185,10 @@ class MemoryWatch(Closing):
         self.revisions = dict(after)
         self.failing: dict[str, str] = {}
         self._closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
     def next(self, timeout_s: float) -> Sequence[StoreEvent]:
         deadline = time.monotonic() + timeout_s

@@ -3,6 +3,7 @@
 import contextlib
 import ipaddress
 import json
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +12,14 @@ from typing import Any, Final
 
 import pytest
 
-from podwire.datapath.device import HostSide, Programs, plan_device
+from podwire.datapath.device import (
+    HostSide,
+    Programs,
+    compare_device,
+    create_device,
+    plan_device,
+    repair_device,
+)
 from podwire.datapath.routes import SourceAddresses
 from podwire.kernel import netns
 from podwire.kernel.fd import Fd
@@ -33,6 +41,7 @@ from tests import leavings
 NODE: Final = "node-1"
 NODE_IPV4: Final = ipaddress.IPv4Address("10.9.0.1")
 NODE_IPV6: Final = ipaddress.IPv6Address("fd99::1")
+PING_DEADLINE_S: Final = 60
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,20 @@ class Namespace:
     def tc(self, *arguments: str) -> list[dict[str, Any]]:
         """Ask tc, in JSON."""
         return _parse(self.run("tc", "-j", *arguments))
+
+
+def pings(
+    namespace: Namespace, address: object, *options: str, deadline_s: int = PING_DEADLINE_S
+) -> bool:
+    """Tell whether an echo request is answered; another goes out each second.
+
+    One by itself is lost on a busy machine: a new device drops what it gets until the kernel's link-watch has run, and
+    neighbours are not asked for while the address to ask with is tentative.
+    """
+    waiting = "-c", "1", "-w", str(deadline_s)
+    text = namespace.run("ping", *waiting, *options, str(address), check=False)
+    # After a slow neighbour discovery the answers to several come together, and ping counts them all.
+    return re.search(r"\b[1-9]\d* received", text) is not None
 
 
 def _parse(text: str) -> list[dict[str, Any]]:
@@ -191,3 +214,38 @@ def make_record(netlink: NetlinkSocket) -> RecordMaker:
         )
 
     return make
+
+
+@dataclass(frozen=True)
+class DeviceRig:
+    """A host, a pod beside it, and what a pair between them is made with."""
+
+    host: Namespace
+    netlink: NetlinkSocket
+    pod: Namespace
+    side: HostSide
+    make_record: RecordMaker
+
+    def create(self, record: EndpointRecord, pod: Namespace | None = None) -> None:
+        """Make the pair of a record, into the pod unless another one is named."""
+        create_device(self.netlink, record, (pod or self.pod).pod, self.side)
+
+    def compare(self, record: EndpointRecord) -> list[str]:
+        """Tell how the host's side of a pair differs from its record."""
+        return compare_device(self.netlink, record, self.side)
+
+    def repair(self, record: EndpointRecord) -> list[str]:
+        """Repair the host's side of a pair; gives what differed."""
+        return repair_device(self.netlink, record, self.side)
+
+
+@pytest.fixture
+def rig(
+    host: Namespace,
+    netlink: NetlinkSocket,
+    pod: Namespace,
+    side: HostSide,
+    make_record: RecordMaker,
+) -> DeviceRig:
+    """Everything that a test of pairs needs."""
+    return DeviceRig(host, netlink, pod, side, make_record)

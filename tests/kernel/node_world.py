@@ -19,7 +19,7 @@ from podwire.kernel.rtnl.link import LinkEnd, create_veth, set_link
 from podwire.kernel.rtnl.route import InterfaceAddress, add_address
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.interfaces import PodNamespace
-from tests import plain_pods
+from tests import kept_programs, plain_pods
 from tests.kernel.conftest import NODE, NODE_IPV4, NODE_IPV6, Namespace, new_namespace
 
 PODS_IPV4 = ipaddress.ip_network("10.77.0.0/24")
@@ -111,7 +111,7 @@ class KernelWorld:
 def bpf_directory(tmp_path: Path) -> Iterator[Path]:
     """Give a directory for pins on a BPF file system of our own."""
     directory = tmp_path / "bpf"
-    directory.mkdir()
+    directory.mkdir(parents=True)
     bpf.mount_bpffs(str(directory))
     try:
         yield directory / "podwire"
@@ -120,10 +120,14 @@ def bpf_directory(tmp_path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def kernel_world(tmp_path: Path) -> Iterator[KernelWorld]:
-    """Be inside a prepared node; everything is gone at the end, also after a failure."""
+def kernel_world(tmp_path: Path, *, fresh: bool = False) -> Iterator[KernelWorld]:
+    """Be inside a prepared node; everything is gone at the end, also after a failure.
+
+    `fresh`: its programs are loaded for it, and nobody else has its maps.
+    """
     with ExitStack() as stack:
-        bpf_dir = stack.enter_context(bpf_directory(tmp_path))
+        plan = make_plan(stack.enter_context(bpf_directory(tmp_path)))
+        loan = None if fresh else stack.enter_context(kept_programs.loan(plan))
         host = stack.enter_context(new_namespace())
         stack.enter_context(netns.namespace(host.fd.fileno()))
         with NetlinkSocket() as netlink:
@@ -134,10 +138,12 @@ def kernel_world(tmp_path: Path) -> Iterator[KernelWorld]:
                     add_address(InterfaceAddress(1, NODE_IPV6, 64)),
                 ]
             )
-        world = KernelWorld(host, make_plan(bpf_dir), stack)
-        stack.callback(remove_everything, bpf_dir)
+        world = KernelWorld(host, plan, stack)
+        stack.callback(remove_everything, plan.bpf_dir)
         stack.callback(world.close)
         world.datapath.prepare()
+        if loan is not None:
+            loan.learn()
         yield world
 
 

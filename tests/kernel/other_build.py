@@ -13,9 +13,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 ROOT = Path(__file__).resolve().parents[2]
+LAST_BUILD: Final = "1c4d882ca8a1ba0323b0cf4a72c4cafee07adeb2"
+"""The build of this layout that nodes come from, and may go back to."""
 ABI_HEADER = ROOT / "bpf" / "include" / "podwire" / "abi.h"
 
 
@@ -90,26 +92,28 @@ def make_build_without_maps(directory: Path, version: int, names: Sequence[str])
 def make_last_layout(directory: Path) -> Build | None:
     """Build the last tree that had the layout before this one, from the repository's history; None without history."""
     version = int(re.search(r"#define PW_ABI_VERSION (\d+)", ABI_HEADER.read_text())[1])  # type: ignore[index]
-    git = ("git", "-c", f"safe.directory={ROOT}")
     search = ("log", "--format=%H", f"-S#define PW_ABI_VERSION {version}", "--", str(ABI_HEADER))
-    found = subprocess.run(
-        [*git, *search], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.split()
-    tree = directory / "last-layout"
-    tree.mkdir()
-    archive = subprocess.run(
-        [*git, "archive", f"{found[-1]}^" if found else "-"],
-        cwd=ROOT,
-        capture_output=True,
-        check=False,
-    )
+    found = _ask_history(*search).stdout.decode().split()
+    return make_earlier(directory, f"{found[-1]}^", version - 1) if found else None
+
+
+def make_earlier(directory: Path, commit: str, version: int) -> Build | None:
+    """Build the tree of a commit, which has this layout; None where the repository's history is not here."""
+    archive = _ask_history("archive", commit)
     if archive.returncode:
         return None
+    tree = directory / commit
+    tree.mkdir()
     subprocess.run(["tar", "-x", "-C", str(tree)], input=archive.stdout, check=True)
     for built in (ROOT / "podwire" / "kernel").glob("*.so"):
         shutil.copy(built, tree / "podwire" / "kernel")
     subprocess.run(["make", "-s", "-C", "bpf"], cwd=tree, check=True)
-    return Build(tree, version - 1)
+    return Build(tree, version)
+
+
+def _ask_history(*question: str) -> subprocess.CompletedProcess[bytes]:
+    git = ("git", "-c", f"safe.directory={ROOT}")
+    return subprocess.run([*git, *question], cwd=ROOT, capture_output=True, check=False)
 
 
 def make_build(directory: Path, version: int, *, oldest_reader: int) -> Build:
@@ -145,8 +149,20 @@ def _count_flows(row: Any) -> int:
     return int(row.conntrack_entries) if hasattr(row, "conntrack_entries") else sum(row.connections)
 
 
+def _program_givers() -> tuple[Any, Any, Any]:
+    """Find what gives a pod's, a tunnel's and the underlay's programs, which older builds have in another module."""
+    try:
+        from podwire.datapath import loading  # noqa: PLC0415 (another build's)
+    except ImportError:
+        from podwire.datapath import node  # noqa: PLC0415
+
+        names = ("_programs_of", "_tunnel_programs_of", "_netdev_program_of")
+        return tuple(getattr(node, name) for name in names)
+    return loading.programs_of, loading.tunnel_programs_of, loading.netdev_program_of
+
+
 def _run(bpf_dir: Path, *, die: bool) -> None:
-    from podwire.datapath import abi, maps, node, upgrade  # noqa: PLC0415 (another build's)
+    from podwire.datapath import abi, maps, upgrade  # noqa: PLC0415 (another build's)
     from podwire.datapath.node import KernelDatapath  # noqa: PLC0415
     from podwire.kernel.netlink import NetlinkSocket  # noqa: PLC0415
     from tests.kernel.node_world import make_plan  # noqa: PLC0415
@@ -156,11 +172,7 @@ def _run(bpf_dir: Path, *, die: bool) -> None:
     with KernelDatapath(make_plan(bpf_dir)) as datapath, NetlinkSocket() as netlink:
         # What restore does device by device.
         loaded = datapath._node.loaded
-        programs = (
-            node._programs_of(loaded),
-            node._tunnel_programs_of(loaded),
-            node._netdev_program_of(loaded),
-        )
+        programs = [give(loaded) for give in _program_givers()]
         upgrade.replace_programs(netlink, datapath.plan.node_name, *programs)
         flows = [
             [flow.instance, flow.direction, str(flow.source), flow.source_port, flow.value.packets]

@@ -13,6 +13,7 @@ STEPS = {
     "device: programs, up, route, neighbour",
     "pod-network: visit, addresses, up, routes",
     "pod-network: have the carrier acted on",
+    "guard, build: four rows of maps",
     "intent: the first write",
     "commit: the second write",
 }
@@ -29,4 +30,4 @@ def test_no_answer_is_left_in_a_socket(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(floor, "_exchange", exchange_and_look)
     samples = floor.measure_floor(ROUNDS, tmp_path)
     assert set(samples) == STEPS
-    assert all(len(one) == ROUNDS and min(one) > 0 for one in samples.values())
+    assert all(len(sample) == ROUNDS and min(sample) > 0 for sample in samples.values())

@@ -4,12 +4,11 @@ import pytest
 
 from podwire.datapath import carrier
 from podwire.datapath.carrier import await_carrier
-from podwire.datapath.device import HostSide, create_device
 from podwire.datapath.pod_net import configure_pod
 from podwire.kernel.netlink import NetlinkSocket, Request
 from podwire.kernel.rtnl.link import is_operating, list_links, read_link
 from podwire.model.errors import Unavailable
-from tests.kernel.conftest import Namespace, RecordMaker
+from tests.kernel.conftest import DeviceRig
 
 PODS = 50
 
@@ -25,27 +24,21 @@ class OlderKernel(NetlinkSocket):
         )
 
 
-def test_a_kernel_that_puts_it_off_is_waited_for(
-    netlink: NetlinkSocket, pod: Namespace, side: HostSide, make_record: RecordMaker
-) -> None:
+def test_a_kernel_that_puts_it_off_is_waited_for(rig: DeviceRig) -> None:
     with OlderKernel() as older:
         for number in range(1, PODS + 1):
-            record = make_record(number, namespace=pod, if_name=f"eth{number}")
-            create_device(netlink, record, pod.pod, side)
-            configure_pod(record, pod.pod)
+            record = rig.make_record(number, namespace=rig.pod, if_name=f"eth{number}")
+            rig.create(record)
+            configure_pod(record, rig.pod.pod)
             await_carrier(older, record.device)
             assert all(is_operating(body) for body in older.dump(list_links(kind="veth")))
 
 
 def test_a_carrier_that_does_not_come_is_refused(
-    netlink: NetlinkSocket,
-    pod: Namespace,
-    side: HostSide,
-    make_record: RecordMaker,
-    monkeypatch: pytest.MonkeyPatch,
+    rig: DeviceRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = make_record(1, namespace=pod)
-    create_device(netlink, record, pod.pod, side)
+    record = rig.make_record(1, namespace=rig.pod)
+    rig.create(record)
     monkeypatch.setattr(carrier, "WAIT_S", 0.05)
     with pytest.raises(Unavailable, match="was not there"):
-        await_carrier(netlink, record.device)
+        await_carrier(rig.netlink, record.device)

@@ -45,7 +45,7 @@ from podwire.model.errors import (
     Unsupported,
 )
 from podwire.model.ids import EndpointId, IfIndex, InterfaceName, device_alias
-from tests.kernel.conftest import NODE, Namespace, RecordMaker, new_namespace
+from tests.kernel.conftest import NODE, DeviceRig, Namespace, new_namespace
 
 
 @pytest.fixture
@@ -60,52 +60,35 @@ def _links(namespace: Namespace) -> set[str]:
 
 
 @pytest.mark.parametrize("families", ["4", "6", "46"])
-def test_a_new_pair_is_as_planned_and_compares_equal(
-    host: Namespace,
-    netlink: NetlinkSocket,
-    pod: Namespace,
-    side: HostSide,
-    make_record: RecordMaker,
-    families: str,
-) -> None:
-    record = make_record(1, namespace=pod, families=families)
-    create_device(netlink, record, pod.pod, side)
-    assert compare_device(netlink, record, side) == []
-    shown = host.ip("link", "show", record.device.host_name)[0]
+def test_a_new_pair_is_as_planned_and_compares_equal(rig: DeviceRig, families: str) -> None:
+    record = rig.make_record(1, namespace=rig.pod, families=families)
+    rig.create(record)
+    assert rig.compare(record) == []
+    shown = rig.host.ip("link", "show", record.device.host_name)[0]
     assert shown["ifalias"] == device_alias(NODE, record.id)
     assert shown["inet6_addr_gen_mode"] == "none"
     assert "UP" in shown["flags"]
-    routes = host.ip("-4", "route", "show", "proto", "199")
-    assert [(one["dst"], one["prefsrc"]) for one in routes] == (
+    routes = rig.host.ip("-4", "route", "show", "proto", "199")
+    assert [(route["dst"], route["prefsrc"]) for route in routes] == (
         [(record.ipv4, "10.9.0.1")] if record.ipv4 else []
     )
-    neighbours = host.ip("neigh", "show", "dev", record.device.host_name)
-    assert {(one["dst"], one["lladdr"], one["state"][0]) for one in neighbours} == {
-        (str(address), record.device.pod_mac, "PERMANENT") for address in record.addresses
-    }
-    assert host.ip("-6", "addr", "show", "dev", record.device.host_name) == []
+    neighbours = rig.host.ip("neigh", "show", "dev", record.device.host_name)
+    assert {
+        (neighbour["dst"], neighbour["lladdr"], neighbour["state"][0]) for neighbour in neighbours
+    } == {(str(address), record.device.pod_mac, "PERMANENT") for address in record.addresses}
+    assert rig.host.ip("-6", "addr", "show", "dev", record.device.host_name) == []
 
 
-def test_without_node_addresses_routes_have_no_source(
-    host: Namespace,
-    netlink: NetlinkSocket,
-    pod: Namespace,
-    side: HostSide,
-    make_record: RecordMaker,
-) -> None:
-    bare = HostSide(NODE, side.programs, SourceAddresses())
-    record = make_record(1, namespace=pod)
-    create_device(netlink, record, pod.pod, bare)
-    assert compare_device(netlink, record, bare) == []
-    assert "prefsrc" not in host.ip("-4", "route", "show", "proto", "199")[0]
+def test_without_node_addresses_routes_have_no_source(rig: DeviceRig) -> None:
+    bare = HostSide(NODE, rig.side.programs, SourceAddresses())
+    record = rig.make_record(1, namespace=rig.pod)
+    create_device(rig.netlink, record, rig.pod.pod, bare)
+    assert compare_device(rig.netlink, record, bare) == []
+    assert "prefsrc" not in rig.host.ip("-4", "route", "show", "proto", "199")[0]
 
 
 def test_programs_sit_on_the_device_before_it_is_up(
-    netlink: NetlinkSocket,
-    pod: Namespace,
-    side: HostSide,
-    make_record: RecordMaker,
-    monkeypatch: pytest.MonkeyPatch,
+    rig: DeviceRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[str] = []
     original = NetlinkSocket.attempt_batch
@@ -115,153 +98,107 @@ def test_programs_sit_on_the_device_before_it_is_up(
         return original(self, batch)
 
     monkeypatch.setattr(NetlinkSocket, "attempt_batch", attempt)
-    create_device(netlink, make_record(1), pod.pod, side)
+    rig.create(rig.make_record(1))
     up = max(position for position, call in enumerate(sent) if call == "change device")
     assert up > sent.index("attach program to_pod")
     assert sent.index("add clsact queue") < sent.index("attach program from_pod")
 
 
-def test_an_interface_name_that_exists_in_the_pod_is_the_requests_fault(
-    host: Namespace,
-    netlink: NetlinkSocket,
-    pod: Namespace,
-    side: HostSide,
-    make_record: RecordMaker,
-) -> None:
-    with NetlinkSocket.open_in(pod.fd.fileno()) as inside:
+def test_an_interface_name_that_exists_in_the_pod_is_the_requests_fault(rig: DeviceRig) -> None:
+    with NetlinkSocket.open_in(rig.pod.fd.fileno()) as inside:
         inside.execute([create_veth(LinkEnd("eth0"), LinkEnd("other"), None)])
     with pytest.raises(InvalidConfiguration, match="interface name exists"):
-        create_device(netlink, make_record(1), pod.pod, side)
-    assert _links(host) == {"lo"}
+        rig.create(rig.make_record(1))
+    assert _links(rig.host) == {"lo"}
 
 
-def test_a_foreign_device_with_our_name_is_left_alone(
-    host: Namespace,
-    netlink: NetlinkSocket,
-    pod: Namespace,
-    side: HostSide,
-    make_record: RecordMaker,
-) -> None:
-    record = make_record(1)
+def test_a_foreign_device_with_our_name_is_left_alone(rig: DeviceRig) -> None:
+    record = rig.make_record(1)
     name = record.device.host_name
-    netlink.execute([create_veth(LinkEnd(name), LinkEnd("theirs"), None)])
-    before = host.ip("link", "show", name)
+    rig.netlink.execute([create_veth(LinkEnd(name), LinkEnd("theirs"), None)])
+    before = rig.host.ip("link", "show", name)
     with pytest.raises(ForeignObject, match=name):
-        create_device(netlink, record, pod.pod, side)
-    assert host.ip("link", "show", name) == before
-    assert _links(pod) == {"lo"}
-    owned, foreign = list_devices(netlink)
+        rig.create(record)
+    assert rig.host.ip("link", "show", name) == before
+    assert _links(rig.pod) == {"lo"}
+    owned, foreign = list_devices(rig.netlink)
     assert (owned, foreign) == ([], [name])
 
 
-def test_a_foreign_device_with_our_index_is_left_alone(
-    host: Namespace,
-    netlink: NetlinkSocket,
-    pod: Namespace,
-    side: HostSide,
-    make_record: RecordMaker,
-) -> None:
-    record = make_record(1)
+def test_a_foreign_device_with_our_index_is_left_alone(rig: DeviceRig) -> None:
+    record = rig.make_record(1)
     stranger = LinkEnd("stranger", record.device.host_ifindex)
-    netlink.execute([create_veth(stranger, LinkEnd("theirs"), None)])
+    rig.netlink.execute([create_veth(stranger, LinkEnd("theirs"), None)])
     with pytest.raises(Unavailable, match="index"):
-        create_device(netlink, record, pod.pod, side)
-    shown = host.ip("link", "show", "stranger")[0]
+        rig.create(record)
+    shown = rig.host.ip("link", "show", "stranger")[0]
     assert "ifalias" not in shown
-    assert host.tc("filter", "show", "dev", "stranger", "ingress") == []
+    assert rig.host.tc("filter", "show", "dev", "stranger", "ingress") == []
     again = plan_device(
-        netlink, record.id, record.device.host_name, InterfaceName("eth0"), mtu=1450
+        rig.netlink, record.id, record.device.host_name, InterfaceName("eth0"), mtu=1450
     )
     assert again.host_ifindex != record.device.host_ifindex
 
 
-def test_an_index_taken_in_the_pod_is_worth_another_try(
-    host: Namespace,
-    netlink: NetlinkSocket,
-    pod: Namespace,
-    side: HostSide,
-    make_record: RecordMaker,
-) -> None:
-    record = make_record(1)
-    with NetlinkSocket.open_in(pod.fd.fileno()) as inside:
+def test_an_index_taken_in_the_pod_is_worth_another_try(rig: DeviceRig) -> None:
+    record = rig.make_record(1)
+    with NetlinkSocket.open_in(rig.pod.fd.fileno()) as inside:
         taken = LinkEnd("taken", record.device.pod_ifindex)
         inside.execute([create_veth(taken, LinkEnd("other"), None)])
     with pytest.raises(Unavailable, match="index"):
-        create_device(netlink, record, pod.pod, side)
-    assert _links(host) == {"lo"}
+        rig.create(record)
+    assert _links(rig.host) == {"lo"}
 
 
 def test_our_own_condemned_device_is_told_apart(
-    netlink: NetlinkSocket,
-    deleting: NetlinkSocket,
-    pod: Namespace,
-    other_pod: Namespace,
-    side: HostSide,
-    make_record: RecordMaker,
+    rig: DeviceRig, deleting: NetlinkSocket, other_pod: Namespace
 ) -> None:
-    first = make_record(1, container="same")
-    create_device(netlink, first, pod.pod, side)
-    second = make_record(2, container="same")
+    first = rig.make_record(1, container="same")
+    rig.create(first)
+    second = rig.make_record(2, container="same")
     with pytest.raises(LeftoverDevice) as alive:
-        create_device(netlink, second, other_pod.pod, side)
+        rig.create(second, other_pod)
     assert (alive.value.owner.endpoint_id, alive.value.condemned) == (first.id, False)
     assert f"of node '{NODE}'" in alive.value.message
     assert alive.value.hint.endswith(f"ip link del {first.device.host_name}")
-    reaper = Reaper(netlink, deleting)
+    reaper = Reaper(rig.netlink, deleting)
     reaper.condemn(first.id, first.device.host_ifindex)
     with pytest.raises(LeftoverDevice) as dying:
-        create_device(netlink, second, other_pod.pod, side)
+        rig.create(second, other_pod)
     assert dying.value.condemned
     assert "ip link" not in dying.value.hint
     assert reaper.reap() == [first.id]
-    create_device(netlink, second, other_pod.pod, side)
+    rig.create(second, other_pod)
 
 
-def test_a_failure_after_birth_leaves_no_device(
-    host: Namespace,
-    netlink: NetlinkSocket,
-    pod: Namespace,
-    side: HostSide,
-    make_record: RecordMaker,
-) -> None:
+def test_a_failure_after_birth_leaves_no_device(rig: DeviceRig) -> None:
     broken = HostSide(
-        NODE, side.programs, SourceAddresses(ipv4=None, ipv6=ipaddress.IPv6Address("fd42::42"))
+        NODE, rig.side.programs, SourceAddresses(ipv4=None, ipv6=ipaddress.IPv6Address("fd42::42"))
     )
     with pytest.raises(KernelFailure, match="add route"):
-        create_device(netlink, make_record(1), pod.pod, broken)
-    assert _links(host) == _links(pod) == {"lo"}
+        create_device(rig.netlink, rig.make_record(1), rig.pod.pod, broken)
+    assert _links(rig.host) == _links(rig.pod) == {"lo"}
 
 
 def test_a_stale_route_of_ours_is_replaced_and_a_foreign_one_is_not(
-    host: Namespace,
-    netlink: NetlinkSocket,
-    pod: Namespace,
-    other_pod: Namespace,
-    side: HostSide,
-    make_record: RecordMaker,
+    rig: DeviceRig, other_pod: Namespace
 ) -> None:
-    first, second = make_record(1), make_record(2)
-    host.run("ip", "route", "add", first.ipv4, "dev", "lo", "proto", "199")
-    host.run("ip", "route", "add", second.ipv4, "dev", "lo", "proto", "static")
-    create_device(netlink, first, pod.pod, side)
-    assert compare_device(netlink, first, side) == []
+    first, second = rig.make_record(1), rig.make_record(2)
+    rig.host.run("ip", "route", "add", first.ipv4, "dev", "lo", "proto", "199")
+    rig.host.run("ip", "route", "add", second.ipv4, "dev", "lo", "proto", "static")
+    rig.create(first)
+    assert rig.compare(first) == []
     with pytest.raises(ForeignObject, match=second.ipv4):
-        create_device(netlink, second, other_pod.pod, side)
+        rig.create(second, other_pod)
     assert _links(other_pod) == {"lo"}
-    assert host.ip("-4", "route", "show", second.ipv4)[0]["dev"] == "lo"
+    assert rig.host.ip("-4", "route", "show", second.ipv4)[0]["dev"] == "lo"
 
 
-def test_ipv6_switched_off_for_new_devices_is_switched_on_for_ours(
-    host: Namespace,
-    netlink: NetlinkSocket,
-    pod: Namespace,
-    side: HostSide,
-    make_record: RecordMaker,
-) -> None:
+def test_ipv6_switched_off_for_new_devices_is_switched_on_for_ours(rig: DeviceRig) -> None:
     write_sysctl("1", "ipv6", "conf", "default", "disable_ipv6")
-    record = make_record(1)
-    create_device(netlink, record, pod.pod, side)
-    assert compare_device(netlink, record, side) == []
+    record = rig.make_record(1)
+    rig.create(record)
+    assert rig.compare(record) == []
 
 
 DAMAGES = [
@@ -292,96 +229,75 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("damage", "named"), DAMAGES)
-def test_damage_is_named_and_repaired(
-    host: Namespace,
-    netlink: NetlinkSocket,
-    pod: Namespace,
-    side: HostSide,
-    make_record: RecordMaker,
-    damage: list[str],
-    named: str,
-) -> None:
-    record = make_record(1)
-    create_device(netlink, record, pod.pod, side)
+def test_damage_is_named_and_repaired(rig: DeviceRig, damage: list[str], named: str) -> None:
+    record = rig.make_record(1)
+    rig.create(record)
     words = {"dev": record.device.host_name, "ipv4": record.ipv4, "ipv6": record.ipv6}
-    host.run(*(part.format(**words) for part in damage))
-    differences = compare_device(netlink, record, side)
+    rig.host.run(*(part.format(**words) for part in damage))
+    differences = rig.compare(record)
     assert any(named.format(**words) in text for text in differences), differences
-    assert repair_device(netlink, record, side) == differences
-    assert compare_device(netlink, record, side) == []
-    assert repair_device(netlink, record, side) == []
+    assert rig.repair(record) == differences
+    assert rig.compare(record) == []
+    assert rig.repair(record) == []
 
 
-def test_other_programs_are_named_and_replaced_in_place(
-    netlink: NetlinkSocket, pod: Namespace, side: HostSide, make_record: RecordMaker
-) -> None:
-    record = make_record(1)
-    create_device(netlink, record, pod.pod, side)
-    old = side.programs
+def test_other_programs_are_named_and_replaced_in_place(rig: DeviceRig) -> None:
+    record = rig.make_record(1)
+    rig.create(record)
+    old = rig.side.programs
     swapped = HostSide(
         NODE,
         type(old)(old.to_pod_fd, old.from_pod_fd, old.to_pod_id, old.from_pod_id),
-        side.sources,
+        rig.side.sources,
     )
-    assert len(compare_device(netlink, record, swapped)) == 2
-    repair_device(netlink, record, swapped)
-    assert compare_device(netlink, record, swapped) == []
+    assert len(compare_device(rig.netlink, record, swapped)) == 2
+    repair_device(rig.netlink, record, swapped)
+    assert compare_device(rig.netlink, record, swapped) == []
 
 
-def test_a_missing_device_is_named_and_not_invented(
-    netlink: NetlinkSocket, side: HostSide, make_record: RecordMaker
-) -> None:
-    record = make_record(1)
-    named = compare_device(netlink, record, side)
+def test_a_missing_device_is_named_and_not_invented(rig: DeviceRig) -> None:
+    record = rig.make_record(1)
+    named = rig.compare(record)
     assert named == [f"host device {record.device.host_name!r} is missing"]
-    assert repair_device(netlink, record, side) == named
-    assert require_owned(netlink, record) is None
+    assert rig.repair(record) == named
+    assert require_owned(rig.netlink, record) is None
 
 
-def test_repair_refuses_a_stranger_at_our_index(
-    netlink: NetlinkSocket, side: HostSide, make_record: RecordMaker
-) -> None:
-    record = make_record(1)
-    netlink.execute(
+def test_repair_refuses_a_stranger_at_our_index(rig: DeviceRig) -> None:
+    record = rig.make_record(1)
+    rig.netlink.execute(
         [create_veth(LinkEnd("stranger", record.device.host_ifindex), LinkEnd("peer"), None)]
     )
     with pytest.raises(ForeignObject, match="stranger"):
-        repair_device(netlink, record, side)
+        rig.repair(record)
 
 
-def test_a_pair_killed_between_birth_and_alias_is_still_known_as_ours(
-    netlink: NetlinkSocket, pod: Namespace, side: HostSide, make_record: RecordMaker
-) -> None:
-    record = make_record(7)
-    create_device(netlink, record, pod.pod, side)
-    netlink.execute([set_link(record.device.host_ifindex, alias="")])
-    owned, foreign = list_devices(netlink)
+def test_a_pair_killed_between_birth_and_alias_is_still_known_as_ours(rig: DeviceRig) -> None:
+    record = rig.make_record(7)
+    rig.create(record)
+    rig.netlink.execute([set_link(record.device.host_ifindex, alias="")])
+    owned, foreign = list_devices(rig.netlink)
     assert foreign == []
-    assert [(one.endpoint_id, one.node_name) for one in owned] == [(record.id, "")]
-    assert repair_device(netlink, record, side) != []
-    assert list_devices(netlink)[0][0].node_name == NODE
+    assert [(found.endpoint_id, found.node_name) for found in owned] == [(record.id, "")]
+    assert rig.repair(record) != []
+    assert list_devices(rig.netlink)[0][0].node_name == NODE
 
 
 def test_reaping_takes_all_condemned_pairs_and_only_those(
-    host: Namespace,
-    netlink: NetlinkSocket,
-    deleting: NetlinkSocket,
-    pod: Namespace,
-    side: HostSide,
-    make_record: RecordMaker,
+    rig: DeviceRig, deleting: NetlinkSocket
 ) -> None:
-    records = [make_record(number, if_name=f"eth{number}") for number in range(1, 6)]
+    records = [rig.make_record(number, if_name=f"eth{number}") for number in range(1, 6)]
     for record in records:
-        create_device(netlink, record, pod.pod, side)
-    reaper = Reaper(netlink, deleting)
+        rig.create(record)
+    reaper = Reaper(rig.netlink, deleting)
     for record in records[:3]:
         reaper.condemn(record.id, record.device.host_ifindex)
     assert len(reaper) == 3
     assert list(reaper.reap()) == [record.id for record in records[:3]]
     assert list(reaper.reap()) == []
     kept = {record.device.host_name for record in records[3:]}
-    assert _links(host) == {"lo", *kept}
-    assert {str(route.destination.network_address) for route in list_pod_routes(netlink)} == {
+    assert _links(rig.host) == {"lo", *kept}
+    assert {str(route.destination.network_address) for route in list_pod_routes(rig.netlink)} == {
         str(address) for record in records[3:] for address in record.addresses
     }
 
@@ -398,33 +314,25 @@ def test_condemning_what_is_gone_or_foreign_touches_nothing_and_reports_it_gone(
 
 
 def test_a_device_that_vanishes_with_its_namespace_is_reported_gone(
-    netlink: NetlinkSocket,
-    deleting: NetlinkSocket,
-    pod: Namespace,
-    side: HostSide,
-    make_record: RecordMaker,
+    rig: DeviceRig, deleting: NetlinkSocket
 ) -> None:
-    record = make_record(1)
-    create_device(netlink, record, pod.pod, side)
-    reaper = Reaper(netlink, deleting)
+    record = rig.make_record(1)
+    rig.create(record)
+    reaper = Reaper(rig.netlink, deleting)
     reaper.condemn(record.id, record.device.host_ifindex)
-    netlink.execute([delete_link(record.device.host_ifindex)])
+    rig.netlink.execute([delete_link(record.device.host_ifindex)])
     assert list(reaper.reap()) == [record.id]
 
 
 def test_a_new_agent_finds_what_an_old_one_condemned(
-    netlink: NetlinkSocket,
-    deleting: NetlinkSocket,
-    pod: Namespace,
-    side: HostSide,
-    make_record: RecordMaker,
+    rig: DeviceRig, deleting: NetlinkSocket
 ) -> None:
-    record = make_record(1)
-    create_device(netlink, record, pod.pod, side)
-    Reaper(netlink, deleting).condemn(record.id, record.device.host_ifindex)
-    found = list_devices(netlink)[0][0]
+    record = rig.make_record(1)
+    rig.create(record)
+    Reaper(rig.netlink, deleting).condemn(record.id, record.device.host_ifindex)
+    found = list_devices(rig.netlink)[0][0]
     assert found.condemned
-    successor = Reaper(netlink, deleting)
+    successor = Reaper(rig.netlink, deleting)
     successor.condemn(found.endpoint_id, found.index)
     assert list(successor.reap()) == [record.id]
 
@@ -435,7 +343,9 @@ def test_an_index_is_never_planned_twice_nor_for_both_ends(netlink: NetlinkSocke
         plan_device(netlink, EndpointId(number), name, name, mtu=1500)
         for number in (1, 2, 3, 1000, 2**30, 2**32 - 1)
     ]
-    indexes = [index for one in devices for index in (one.host_ifindex, one.pod_ifindex)]
+    indexes = [
+        index for planned in devices for index in (planned.host_ifindex, planned.pod_ifindex)
+    ]
     assert len(set(indexes)) == len(indexes)
     assert all(1 << 20 <= index < 1 << 31 for index in indexes)
 
@@ -451,77 +361,55 @@ def test_group_delete_is_refused_quietly_when_nothing_is_condemned(netlink: Netl
     assert [failure.errno for failure in failures if failure is not None] == [errno.ENODEV]
 
 
-def test_a_namespace_that_is_the_hosts_own_is_refused(
-    host: Namespace, netlink: NetlinkSocket, side: HostSide, make_record: RecordMaker
-) -> None:
+def test_a_namespace_that_is_the_hosts_own_is_refused(rig: DeviceRig) -> None:
     with pytest.raises(InvalidEnvironment, match="host's own"):
-        create_device(netlink, make_record(1), host.pod, side)
-    assert _links(host) == {"lo"}
+        rig.create(rig.make_record(1), rig.host)
+    assert _links(rig.host) == {"lo"}
 
 
-def test_an_mtu_that_ipv6_cannot_use_is_the_requests_fault(
-    host: Namespace,
-    netlink: NetlinkSocket,
-    pod: Namespace,
-    side: HostSide,
-    make_record: RecordMaker,
-) -> None:
+def test_an_mtu_that_ipv6_cannot_use_is_the_requests_fault(rig: DeviceRig) -> None:
     with pytest.raises(InvalidConfiguration, match="1280"):
-        create_device(netlink, make_record(1, mtu=1279), pod.pod, side)
-    assert _links(host) == {"lo"}
-    small = make_record(2, namespace=pod, mtu=1279, families="4")
-    create_device(netlink, small, pod.pod, side)
-    configure_pod(small, pod.pod)
-    assert compare_device(netlink, small, side) == compare_pod(small, pod.pod) == []
+        rig.create(rig.make_record(1, mtu=1279))
+    assert _links(rig.host) == {"lo"}
+    small = rig.make_record(2, namespace=rig.pod, mtu=1279, families="4")
+    rig.create(small)
+    configure_pod(small, rig.pod.pod)
+    assert rig.compare(small) == compare_pod(small, rig.pod.pod) == []
 
 
 def test_a_kernel_without_pairs_is_unsupported(
-    netlink: NetlinkSocket,
-    pod: Namespace,
-    side: HostSide,
-    make_record: RecordMaker,
-    monkeypatch: pytest.MonkeyPatch,
+    rig: DeviceRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kind that no kernel knows stands for the one that this kernel lacks."""
     monkeypatch.setattr(device, "create_veth", lambda host, *_: create_link("pwnosuch", host))
     missing = {Feature.VETH: lambda: probe._probe_kind("pwnosuch")}
     monkeypatch.setattr(probe, "_PROBES", missing)
     with pytest.raises(Unsupported, match="Unknown device type"):
-        create_device(netlink, make_record(1), pod.pod, side)
+        rig.create(rig.make_record(1))
 
 
 def test_marking_does_not_wait_for_a_delete_that_runs(
-    netlink: NetlinkSocket,
-    deleting: NetlinkSocket,
-    pod: Namespace,
-    side: HostSide,
-    make_record: RecordMaker,
+    rig: DeviceRig, deleting: NetlinkSocket
 ) -> None:
-    record = make_record(1)
-    create_device(netlink, record, pod.pod, side)
-    reaper = Reaper(netlink, deleting)
+    record = rig.make_record(1)
+    rig.create(record)
+    reaper = Reaper(rig.netlink, deleting)
     with deleting._lock:  # as while a delete waits for the kernel
         reaper.condemn(record.id, record.device.host_ifindex)
     assert list(reaper.reap()) == [record.id]
 
 
-def test_lives_leave_no_descriptor_and_no_object(
-    host: Namespace,
-    netlink: NetlinkSocket,
-    deleting: NetlinkSocket,
-    side: HostSide,
-    make_record: RecordMaker,
-) -> None:
-    reaper = Reaper(netlink, deleting)
-    before = (len(os.listdir("/proc/self/fd")), host.ip("route"), host.ip("-6", "route"))
+def test_lives_leave_no_descriptor_and_no_object(rig: DeviceRig, deleting: NetlinkSocket) -> None:
+    reaper = Reaper(rig.netlink, deleting)
+    before = (len(os.listdir("/proc/self/fd")), rig.host.ip("route"), rig.host.ip("-6", "route"))
     for number in range(1, 21):
         with new_namespace() as pod:
-            record = make_record(number, container="same")
-            create_device(netlink, record, pod.pod, side)
+            record = rig.make_record(number, container="same")
+            rig.create(record, pod)
             configure_pod(record, pod.pod)
-            remove_host_routes(netlink, record)
+            remove_host_routes(rig.netlink, record)
             reaper.condemn(record.id, record.device.host_ifindex)
             assert list(reaper.reap()) == [record.id]
-    assert _links(host) == {"lo"}
-    after = (len(os.listdir("/proc/self/fd")), host.ip("route"), host.ip("-6", "route"))
+    assert _links(rig.host) == {"lo"}
+    after = (len(os.listdir("/proc/self/fd")), rig.host.ip("route"), rig.host.ip("-6", "route"))
     assert after == before

@@ -16,7 +16,7 @@ from podwire.datapath.routes import list_pod_routes, remove_host_routes
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.ids import EndpointId
-from tests.kernel.conftest import Namespace, RecordMaker, new_namespace
+from tests.kernel.conftest import DeviceRig, Namespace, RecordMaker, new_namespace
 
 _CONTAINERS = 6
 
@@ -81,17 +81,14 @@ class _Node:
 
 
 def test_random_lives_leave_nothing(
-    host: Namespace,
-    netlink: NetlinkSocket,
-    side: HostSide,
-    make_record: RecordMaker,
+    rig: DeviceRig,
     seed: int,
     *,
     full: bool,
 ) -> None:
     chance = random.Random(seed)
     with NetlinkSocket() as deleting:
-        node = _Node(netlink, deleting, side, make_record)
+        node = _Node(rig.netlink, deleting, rig.side, rig.make_record)
         try:
             for _ in range(1000 if full else 120):
                 _do_something(node, chance)
@@ -101,9 +98,9 @@ def test_random_lives_leave_nothing(
                 node.remove(container, namespace_first=False)
         node.reap()
     assert node.ending == set()
-    assert list_devices(netlink) == ([], [])
-    assert list_pod_routes(netlink) == []
-    assert [link["ifname"] for link in host.ip("link")] == ["lo"]
+    assert list_devices(rig.netlink) == ([], [])
+    assert list_pod_routes(rig.netlink) == []
+    assert [link["ifname"] for link in rig.host.ip("link")] == ["lo"]
 
 
 def _do_something(node: _Node, chance: random.Random) -> None:

@@ -18,7 +18,7 @@ from podwire.model.cluster import TunnelMode, Way
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.ids import IdentityId
 from podwire.model.interfaces import EndpointConfig
-from tests.kernel.conftest import Namespace, new_namespace
+from tests.kernel.conftest import Namespace, new_namespace, pings
 from tests.kernel.test_cluster_traffic import (  # noqa: F401 - a fixture
     WAYS,
     Node,
@@ -27,17 +27,27 @@ from tests.kernel.test_cluster_traffic import (  # noqa: F401 - a fixture
     facts,
     mac,
     nodes,
-    pings,
     plan_for,
 )
 from tests.kernel.traffic import open_socket
-from tests.packet.frames import ETH_P_IP, ETH_P_IPV6, ethernet, ipv4, ipv6, udp
+from tests.packet.frames import (
+    ETH_P_IP,
+    ETH_P_IPV6,
+    MORE_FRAGMENTS,
+    Segment,
+    ethernet,
+    fragment_header,
+    ipv4,
+    ipv6,
+    udp,
+)
 
 pytestmark = pytest.mark.kernel
 
 PORT = 5353
 TUNNEL_PORT = 8472
 NODE_PORT = 30053
+PLAIN_VXLAN = 0x08
 DEADLINE_S = 60
 NOBODY = 65534
 WORLD = {1: ("198.51.100.1", "fd98::1"), 2: ("198.51.100.2", "fd98::2")}
@@ -284,9 +294,35 @@ def test_a_process_sends_from_the_addresses_of_its_node(pair: Pair, how: str, ve
     assert pair.arrives(send, version)
 
 
+@pytest.mark.parametrize("place", [1, 2])
+@pytest.mark.parametrize("pair", [WAYS[0], WAYS[1], WAYS[3]], ids=str, indirect=True)
+def test_no_process_without_rights_sends_to_a_pod_from_an_address_that_is_not_its_nodes(
+    pair: Pair, place: int
+) -> None:
+    """Of the world, which a rule may name, or of a service, whose answer a pod may await. IPv4 refuses it by itself."""
+    host, target = pair.nodes[place - 1].namespace, pod_address(2, 6)
+
+    def send(text: bytes) -> None:
+        for source in (WORLD[2][1], SERVICE[6]):
+            for how in ("bound", "message"):
+                send_from(host, target, PORT, text, source, how)
+
+    assert not pair.arrives(send, 6)
+    send_from(host, target, PORT, b"own", outer_address(place, 6), "message")
+    assert pair.listeners[6].recv(100) == b"own"
+
+
 # A local pod's address that comes from elsewhere
 
 ASKED, ASKING = 9, 10
+ETH_P_ALL = 3
+OTHER_TABLE = """table inet other {
+    chain forwarded {
+        type filter hook forward priority 0
+        ct state established accept
+    }
+}"""
+"""Has nf_conntrack look at what is forwarded, and so IPv6 put pieces together."""
 
 
 def attach_asker(node: Node) -> tuple[Namespace, EndpointRecord]:
@@ -322,6 +358,35 @@ def set_loose(node: Namespace) -> None:
         node.run("sysctl", "-qw", f"net.ipv4.conf.{device}.rp_filter=0")
 
 
+def cut(source: str, destination: str, segment: Segment, pieces: int) -> list[bytes]:
+    """Make a packet, in one piece or in two."""
+    make = ipv6 if ":" in source else ipv4
+    whole = make(source, destination, segment)
+    if pieces == 1:
+        return [whole]
+    body, half = whole[40 if ":" in source else 20 :], 512
+    first, rest = Segment(segment.protocol, body[:half]), Segment(segment.protocol, body[half:])
+    if ":" in source:
+        headers = (fragment_header(0, more=True), fragment_header(half, more=False))
+        return [
+            ipv6(source, destination, piece, extensions=[(socket.IPPROTO_FRAGMENT, header)])
+            for piece, header in zip((first, rest), headers, strict=True)
+        ]
+    return [
+        ipv4(source, destination, piece, fragment=field)
+        for piece, field in ((first, MORE_FRAGMENTS), (rest, half // 8))
+    ]
+
+
+@contextlib.contextmanager
+def watching(namespace: Namespace) -> Iterator[None]:
+    """Look at every frame, as tcpdump does: what somebody else holds the kernel cuts into copies."""
+    with netns.namespace(namespace.fd.fileno()):
+        watcher = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
+    with watcher:
+        yield
+
+
 @pytest.mark.parametrize("has_table", [True, False], ids=["table", "flushed"])
 @pytest.mark.parametrize("version", [4, 6])
 @pytest.mark.parametrize("place", ["node", "world"])
@@ -329,15 +394,18 @@ def set_loose(node: Namespace) -> None:
 def test_nobody_answers_in_the_place_of_a_local_pod(
     pair: Pair, place: str, version: int, has_table: bool
 ) -> None:
-    """Where the sender is another machine of the underlay, and where it is behind another device of the node."""
+    """Where the sender is another machine of the underlay, and where it is behind another device of the node.
+
+    Pieces that the stack puts together for another table, and cuts again, may not say by which device they came.
+    """
     node = pair.nodes[0]
     set_loose(node.namespace)
     asker, record = attach_asker(node)
     server, client = pod_address(1, version), record.ipv4 if version == 4 else record.ipv6
     if not has_table:
-        node.namespace.run("nft", "flush", "ruleset")
-    make = ipv4 if version == 4 else ipv6
-    forged = make(server, client, udp(PORT, 4000, b"forged"))
+        node.namespace.run("nft", f"flush ruleset\n{OTHER_TABLE}")
+    segment = udp(PORT, 4000, b"forged".ljust(1000))
+    forged = [packet for pieces in (1, 2) for packet in cut(server, client, segment, pieces)]
     attacker, devices = {
         "node": (pair.nodes[1].namespace, ("under", "under")),
         "world": (pair.world, ("out", "eth0")),
@@ -345,14 +413,16 @@ def test_nobody_answers_in_the_place_of_a_local_pod(
     with (
         open_socket(node.pods[ASKED], server, socket.SOCK_DGRAM) as asked,
         open_socket(asker, client, socket.SOCK_DGRAM) as asking,
+        watching(node.namespace),
     ):
         asked.bind((server, PORT))
         asking.bind((client, 4000))
-        for one in (asked, asking):
-            one.settimeout(DEADLINE_S)
+        for pod in (asked, asking):
+            pod.settimeout(DEADLINE_S)
         asking.sendto(b"question", (server, PORT))
         assert asked.recv(100) == b"question"
-        send_frame(attacker, devices[1], frame_to(node.namespace, attacker, devices, forged))
+        for piece in forged:
+            send_frame(attacker, devices[1], frame_to(node.namespace, attacker, devices, piece))
         ask_past(attacker, node, version)
         asked.sendto(b"honest", (client, 4000))
         assert asking.recv(100) == b"honest"
@@ -363,6 +433,45 @@ def ask_past(attacker: Namespace, node: Node, version: int) -> None:
     at_world = "eth0" in attacker.run("ip", "-br", "link")
     address = WORLD[1][version == 6] if at_world else outer_address(1, version)
     assert pings(attacker, address)
+
+
+def tunnel_frame(pair: Pair, inner: bytes, vni: int, flags: int) -> bytes:
+    """Make a frame of the first node's to the second one, as only root of the first one can send it."""
+    outer = pair.chosen.outer
+    one, other = (node.namespace for node in pair.nodes)
+    kind = ETH_P_IPV6 if inner[0] >> 4 == 6 else ETH_P_IP
+    inside = ethernet(mac(2), mac(1), kind, inner)
+    payload = struct.pack("!BBHI", flags, 0, 7 * (flags != PLAIN_VXLAN), vni << 8) + inside
+    make = ipv4 if outer == 4 else ipv6
+    whole = make(outer_address(1, outer), outer_address(2, outer), udp(4000, TUNNEL_PORT, payload))
+    return frame_to(other, one, ("under", "under"), whole)
+
+
+@pytest.mark.parametrize("version", [4, 6])
+@pytest.mark.parametrize(
+    "pair", [Way2(Way.TUNNEL), Way2(Way.TUNNEL, outer=6)], ids=str, indirect=True
+)
+def test_root_of_a_node_speaks_through_the_tunnel_for_its_own_pods_alone(
+    pair: Pair, version: int
+) -> None:
+    """Flags of VXLAN that would set a mark here, or move a checksum, make the packet unreadable."""
+    make = ipv4 if version == 4 else ipv6
+    target = pod_address(2, version)
+    sender = pair.nodes[0].namespace
+
+    def send(source: str, text: bytes, vni: int = 70_001, flags: int = PLAIN_VXLAN) -> None:
+        inner = make(source, target, udp(4000, PORT, text))
+        send_frame(sender, "under", tunnel_frame(pair, inner, vni, flags))
+
+    own = pod_address(1, version)
+    for source in (pod_address(3, version), target, outer_address(2, version), SERVICE[version]):
+        send(source, b"forged")
+    for vni in (0, 1, 3, 255):
+        send(own, b"forged", vni)
+    for flags in (0x88, 0x28, 0x0C, 0x09):
+        send(own, b"forged", flags=flags)
+    send(own, b"honest")
+    assert pair.heard(version, b"honest") == [b"honest"]
 
 
 # Honest packets that look a little like forged ones
@@ -385,7 +494,7 @@ def test_a_pod_whose_address_is_of_another_nodes_range_is_reached_and_reaches(pa
     guest = pair.nodes[0].attach(77, block=2)
     plan = plan_for(2, 1, pair.chosen)
     addresses = [pair.nodes[0].records[77].ipv4, pair.nodes[0].records[77].ipv6]
-    singles = [ipaddress.ip_network(one) for one in addresses]
+    singles = [ipaddress.ip_network(text) for text in addresses]
     routes = [
         replace(route, destination=single)
         for route, single in zip(plan.routes, singles, strict=True)
@@ -419,8 +528,8 @@ def test_a_service_leads_to_local_pods_and_back_to_the_pod_itself(pair: Pair, ve
             open_socket(node.pods[number], SERVICE[version], socket.SOCK_DGRAM) as client,
         ):
             server.bind((pod_address(1, version), PORT))
-            for one in (server, client):
-                one.settimeout(DEADLINE_S)
+            for pod in (server, client):
+                pod.settimeout(DEADLINE_S)
             client.connect((SERVICE[version], 53))
             client.send(b"question")
             text, peer = server.recvfrom(100)

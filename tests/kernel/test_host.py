@@ -180,7 +180,7 @@ def test_a_named_second_card_carries_the_traffic_though_the_default_route_is_els
     address = choose_address("up*", list_device_addresses())
     assert str(address) == "192.0.2.1"
     assert detect_underlay(netlink, address).name == uplink
-    both = {str(one) for one in read_underlay(netlink, address).addresses}
+    both = {str(own) for own in read_underlay(netlink, address).addresses}
     assert both == {"192.0.2.1", "2001:db8::1"}
 
 

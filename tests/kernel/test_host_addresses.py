@@ -70,8 +70,10 @@ class Confined:
             deny_egress=bool(identities),
         )
         wanted = {
-            PolicyKey(one, Direction.EGRESS, UDP, PORT, 16): PolicyEntry(Verdict.ALLOW, 1, one)
-            for one in identities
+            PolicyKey(identity, Direction.EGRESS, UDP, PORT, 16): PolicyEntry(
+                Verdict.ALLOW, 1, identity
+            )
+            for identity in identities
         }
         held = self.world.datapath.policy.read_slot(SLOT)
         gone = [key for key in held if key not in wanted]

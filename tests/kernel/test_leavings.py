@@ -12,15 +12,18 @@ import msgspec
 import pytest
 
 from podwire.kernel import bpf, netns
+from podwire.lab.kubernetes import residue
 from podwire.lab.state import Process, describe_process, is_running
 from podwire.lab.topology import RUN_ROOT
 from tests import leavings, waiting
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = """
-import subprocess, sys, time
+import contextlib, subprocess, sys, time
 from pathlib import Path
 from podwire.kernel import bpf, netns
+from podwire.lab.kubernetes import residue
+from podwire.lab.kubernetes.nodes import cgroups
 from podwire.lab.topology import RUN_ROOT
 from tests import leavings
 
@@ -35,7 +38,13 @@ with leavings.noted(Path(sys.argv[1])):
     mounted = Path(sys.argv[1]) / "bpf"
     mounted.mkdir()
     bpf.mount_bpffs(str(mounted))
-    print(leavings.MARK, inside.pid, outside.pid, flush=True)
+    cluster = leavings.name_cluster("any")
+    residue.directory_of(cluster).mkdir(parents=True)
+    node = residue.namespace_of(cluster, "node1")
+    netns.create_named(node).close()
+    with contextlib.suppress(OSError):  # a container's, that may not be written
+        cgroups.make_tree(node)
+    print(leavings.MARK, cluster, inside.pid, outside.pid, flush=True)
     time.sleep(900)
 """
 
@@ -46,7 +55,7 @@ class Run:
     def __init__(self, process: "subprocess.Popen[str]", temporary: Path) -> None:
         assert process.stdout
         self.process = process
-        self.mark, *pids = process.stdout.readline().split()
+        self.mark, self.cluster, *pids = process.stdout.readline().split()
         self.children = [describe_process(int(pid)) for pid in pids]
         self.mounted = temporary / "bpf"
 
@@ -58,6 +67,7 @@ class Run:
             "pins": Path("/sys/fs/bpf", name).exists(),
             "directory": Path("/run", name).exists(),
             "lab": (RUN_ROOT / f"t{self.mark}-1").exists(),
+            "cluster": len(residue.list_left(self.cluster)) > 1,
             "mount": bpf.is_bpffs(str(self.mounted)),
             "process in the namespace": is_running(self.children[0]),
             "process elsewhere": is_running(self.children[1]),
@@ -84,8 +94,9 @@ def test_what_a_killed_run_left_is_removed_and_nothing_of_one_that_lives(tmp_pat
         removed = leavings.remove_leavings()
         assert not any(killed.left().values()), killed.left()
         assert all(living.left().values()), living.left()
-        assert f"namespace pwt{killed.mark}1" in removed
-        assert not [what for what in removed if living.mark in what]
+        assert not residue.list_left(killed.cluster)
+        assert {f"namespace pwt{killed.mark}1", f"cluster {killed.cluster}"} <= set(removed)
+        assert not [what for what in removed if living.mark in what or living.cluster in what]
     leavings.remove_leavings()
     assert not any(living.left().values())
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.kernel
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[KernelWorld]:
-    with kernel_world(tmp_path) as made:
+    with kernel_world(tmp_path, fresh=True) as made:
         yield made
 
 

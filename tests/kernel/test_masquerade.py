@@ -5,7 +5,6 @@ is ours alone.
 import contextlib
 import errno
 import ipaddress
-import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from podwire.kernel.rtnl.link import LinkEnd, create_veth, set_link
 from podwire.kernel.rtnl.route import InterfaceAddress, Route, add_address, add_route
 from podwire.kernel.sysctl import write_sysctl
 from podwire.model.errors import KernelFailure
-from tests.kernel.conftest import Namespace, new_namespace
+from tests.kernel.conftest import Namespace, new_namespace, pings
 
 
 def _networks(*texts: str) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network]:
@@ -137,8 +136,8 @@ def test_a_packet_meets_one_chain_at_each_place_of_each_hook(tables: Nftables) -
     )
     Masquerade(tables).apply(everything)
     listed = tables.list_json("list table inet podwire")
-    chains = [one["chain"] for one in listed if "chain" in one]
-    places = [(one["hook"], one["prio"]) for one in chains if "hook" in one]
+    chains = [item["chain"] for item in listed if "chain" in item]
+    places = [(chain["hook"], chain["prio"]) for chain in chains if "hook" in chain]
     assert sorted(places) == sorted(set(places))
     assert [hook for hook, _ in places].count("output") == 1
 
@@ -343,16 +342,10 @@ def test_a_source_of_the_own_range_comes_from_where_its_route_leads(
         with _receiver(world.host, target, 0) as listening, _sender(world.pod, source) as sending:
             port = listening.getsockname()[1]
             world.outside.run(sys.executable, "-c", RAW, source, target, str(port))
-            assert _answers(world.outside, target)
+            assert pings(world.outside, target)
             sending.sendto(b"honest", (target, port))
             seen[is_guarded] = listening.recv(16)
     assert seen == {False: b"forged", True: b"honest"}
-
-
-def _answers(namespace: Namespace, target: str) -> bool:
-    # After a slow neighbour discovery the answers to several echoes come together, and ping counts them all.
-    text = namespace.run("ping", "-c", "1", "-w", "20", target, check=False)
-    return re.search(r"[1-9]\d* received", text) is not None
 
 
 @pytest.mark.parametrize(
@@ -367,9 +360,9 @@ def test_an_address_of_the_own_range_that_lives_elsewhere_and_the_hosts_own_one_
     world.outside.run("ip", "addr", "add", f"{address}/{bits}", "dev", "lo", *nodad)
     world.host.run("ip", "route", "add", f"{address}/{bits}", "via", via)
     own = address.removesuffix("77") + "1"
-    assert _answers(world.host, own)
-    assert _answers(world.pod, own)
-    assert _answers(world.host, address)
+    assert pings(world.host, own)
+    assert pings(world.pod, own)
+    assert pings(world.host, address)
     assert _seen_source(world.outside, address, world.host, own) == address
 
 
@@ -407,5 +400,7 @@ def test_chains_that_drop_forwarded_packets_are_found(tables: Nftables) -> None:
         "add table inet ok\n"
         "add chain inet ok passing { type filter hook forward priority 0; policy accept; }\n"
     )
-    found = [(one.family, one.table, one.name) for one in list_dropping_forward_chains(tables)]
+    found = [
+        (chain.family, chain.table, chain.name) for chain in list_dropping_forward_chains(tables)
+    ]
     assert found == [("ip", "filter", "FORWARD")]

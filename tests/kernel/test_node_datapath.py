@@ -34,7 +34,7 @@ from podwire.model.flow import FlowEvent, Verdict
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import EndpointConfig
 from tests.first_packets import Sender
-from tests.kernel.conftest import NODE_IPV4, NODE_IPV6, Namespace, new_namespace
+from tests.kernel.conftest import NODE_IPV4, NODE_IPV6, new_namespace, pings
 from tests.kernel.node_world import KernelWorld, kernel_world
 from tests.packet import frames
 from tests.plain_pods import OPEN
@@ -49,12 +49,6 @@ ATTACHMENTS = 100
 def world(tmp_path: Path) -> Iterator[KernelWorld]:
     with kernel_world(tmp_path) as made:
         yield made
-
-
-def pings(namespace: Namespace, address: str, *, wait_s: int = 10) -> bool:
-    """Tell whether one echo request is answered."""
-    text = namespace.run("ping", "-c", "1", "-W", str(wait_s), address, check=False)
-    return "1 received" in text
 
 
 def program_ids(world: KernelWorld) -> dict[str, int]:
@@ -228,14 +222,14 @@ def test_nothing_passes_between_guard_and_opening(world: KernelWorld) -> None:
     world.datapath.create_guard(record)
     world.datapath.create_device(record, namespace)
     world.datapath.configure_pod(record, namespace)
-    assert not pings(pod, str(NODE_IPV4), wait_s=1)
-    assert not pings(world.host, record.ipv4, wait_s=1)
+    assert not pings(pod, str(NODE_IPV4), deadline_s=1)
+    assert not pings(world.host, record.ipv4, deadline_s=1)
     world.datapath.open_endpoint(record, OPEN)
     assert pings(pod, str(NODE_IPV4))
     assert pings(world.host, record.ipv4)
     assert pings(world.host, record.ipv6)
     world.datapath.close_endpoint(record)
-    assert not pings(pod, str(NODE_IPV4), wait_s=1)
+    assert not pings(pod, str(NODE_IPV4), deadline_s=1)
 
 
 @contextlib.contextmanager
@@ -385,7 +379,7 @@ def _give_address_away(world: KernelWorld, record: EndpointRecord) -> None:
 
 
 def _deny(world: KernelWorld, record: EndpointRecord) -> None:
-    world.datapath.open_endpoint(record, replace(OPEN, deny_egress=True))
+    world.datapath.open_endpoint(record, msgspec.structs.replace(OPEN, deny_egress=True))
 
 
 def _swap_program(_world: KernelWorld, record: EndpointRecord) -> None:
@@ -430,7 +424,7 @@ def test_every_difference_is_named(
     assert world.datapath.compare_endpoint(record, OPEN, pod.pod) == []
     damage(world, record)
     found = world.datapath.compare_endpoint(record, OPEN, None)
-    assert any(said in one for one in found), found
+    assert any(said in difference for difference in found), found
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from podwire.datapath.abi import DropReason
@@ -66,15 +67,15 @@ class Town:
     def allow(self, *identities: int) -> None:
         """Let exactly these peers in, and have every open flow judged again."""
         wanted = {
-            PolicyKey(one, Direction.INGRESS, 6, PORT, 16): PolicyEntry(ALLOW, 1, one)
-            for one in identities
+            PolicyKey(identity, Direction.INGRESS, 6, PORT, 16): PolicyEntry(ALLOW, 1, identity)
+            for identity in identities
         }
         held = self.world.datapath.policy.read_slot(SLOT)
         self.world.datapath.policy.change_slot(
             SLOT, wanted, [key for key in held if key not in wanted]
         )
         self.revision += 1
-        config = EndpointConfig(**{**vars(CLOSED), "policy_revision": self.revision})
+        config = msgspec.structs.replace(CLOSED, policy_revision=self.revision)
         self.world.datapath.policy.update_endpoints([(self.server, config)])
 
     def denials(self) -> int:
@@ -273,9 +274,7 @@ def test_the_hosts_probe_goes_in_and_its_answers_come_out_of_a_pod_closed_both_w
     town: Town,
 ) -> None:
     town.allow()
-    config = EndpointConfig(
-        **{**vars(CLOSED), "policy_revision": town.revision + 100, "deny_egress": True}
-    )
+    config = msgspec.structs.replace(CLOSED, policy_revision=town.revision + 100, deny_egress=True)
     town.revision += 100
     town.world.datapath.policy.update_endpoints([(town.server, config)])
     assert succeeds(town, "host", town.server.ipv4, PORT)
@@ -294,9 +293,9 @@ def test_a_denial_is_told_with_its_rule(town: Town) -> None:
         found: list[Any] = []
 
         def is_told() -> bool:
-            found.extend(one for one in reader.read() if one.rule == 4711)
+            found.extend(event for event in reader.read() if event.rule == 4711)
             return bool(found)
 
         _wait(is_told)
-    assert [(one.endpoint, one.reason) for one in found][:1] == [(town.server.id, "policy")]
+    assert [(event.endpoint, event.reason) for event in found][:1] == [(town.server.id, "policy")]
     assert read_hits(town.world.datapath.maps)[4711][0] >= 1

@@ -1,15 +1,17 @@
 """Another map layout takes a running node over, and gives it back, while traffic flows."""
 
+import contextlib
 import ipaddress
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from podwire.datapath import abi, conntrack_maps
+from podwire.datapath import abi, conntrack_maps, upgrade
 from podwire.datapath import maps as tables
 from podwire.datapath.node import KernelDatapath
 from podwire.datapath.node_maps import list_nodes
@@ -17,7 +19,7 @@ from podwire.datapath.policy_maps import read_cidrs
 from podwire.datapath.programs import Pins, list_versions, remove_directory
 from podwire.datapath.service_maps import read_services
 from podwire.datapath.upgrade import Conversion, Piece, plan_conversion
-from podwire.kernel import netns
+from podwire.kernel import bpf, netns
 from podwire.kernel.bpf import Member
 from podwire.model.cluster import (
     TUNNEL_DEVICE,
@@ -29,7 +31,7 @@ from podwire.model.cluster import (
     TunnelPlan,
     Way,
 )
-from podwire.model.endpoint import IPNetwork
+from podwire.model.endpoint import EndpointRecord, IPNetwork
 from podwire.model.errors import NewerData
 from podwire.model.ids import IdentityId
 from podwire.model.interfaces import BackEnd, EndpointConfig, Frontend
@@ -42,22 +44,35 @@ from podwire.model.policy import (
     PolicyRows,
     Verdict,
 )
-from tests.kernel.conftest import NODE_IPV4
+from tests.kernel.conftest import NODE_IPV4, pings
 from tests.kernel.node_world import KernelWorld, kernel_world
 from tests.kernel.other_build import (
+    LAST_BUILD,
     Build,
     make_build,
     make_build_without_maps,
+    make_earlier,
     make_last_layout,
 )
 from tests.kernel.test_cluster_traffic import Way2, connect, natively, two_nodes
-from tests.kernel.traffic import PORT, Datagrams, Stream, continuous_traffic
+from tests.kernel.traffic import (
+    PORT,
+    Datagrams,
+    Questions,
+    Stream,
+    continuous_traffic,
+    open_socket,
+)
+from tests.packet.test_collection import Collector
 from tests.plain_pods import OPEN
+from tests.waiting import wait_for
 
 THIS = abi.ABI_VERSION
 NEXT = THIS + 1
 SOME_TRAFFIC_S = 0.3
 UPLINK = "pwtup"
+SERVED = 7100
+"""Port of a service, and of its back end."""
 POLICY_MAPS = ("pw_policy", "pw_cidrs", "pw_hits")
 ROWS: PolicyRows = {
     PolicyKey(2, Direction.EGRESS, 6, 80, 16): PolicyEntry(Verdict.DENY, 5, 1),
@@ -96,7 +111,15 @@ def last_layout(tmp_path_factory: pytest.TempPathFactory) -> Build:
     return build
 
 
-def let_flow(flows: list[Datagrams | Stream]) -> None:
+@pytest.fixture(scope="module")
+def last_build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    build = make_earlier(tmp_path_factory.mktemp("earlier"), LAST_BUILD, THIS)
+    if build is None:
+        pytest.skip("the repository's history is not here")
+    return build
+
+
+def let_flow(flows: Sequence[Datagrams | Stream | Questions]) -> None:
     """Return when every flow has carried something more."""
     before = [flow.sent for flow in flows]
     deadline = time.monotonic() + 60
@@ -125,6 +148,38 @@ def test_the_last_layout_is_taken_over_and_gets_everything_back_under_traffic(
             assert conntrack_keys(world) >= known
             let_flow(flows)
         results = [flow.finish() for flow in flows]
+    assert results == [[] if isinstance(flow, Datagrams) else "" for flow in flows]
+
+
+def test_the_last_build_takes_over_and_gives_back_under_traffic(
+    world: KernelWorld, last_build: Build
+) -> None:
+    """It has the same layout, so its programs go on with the same rows; also where a service translates."""
+    _, first_pod = world.attach(2)
+    second, second_pod = world.attach(3)
+    vips = serve(world, second)
+    ways = [(first_pod, second_pod, str(address)) for address in second.addresses]
+    with (
+        questions_of_closed_pods(world) as asked,
+        continuous_traffic([*ways, (world.host, second_pod, second.ipv6)]) as direct,
+        continuous_traffic(ways, vips, port=SERVED) as translated,
+    ):
+        flows = [*direct, *translated]
+        let_flow([*asked, *flows])
+        for _ in range(2):
+            # Questions come and go.
+            known = {key for key in conntrack_keys(world) if key[2] == socket.IPPROTO_TCP}
+            ours = set(world.program_ids().values())
+            world.datapath.close()
+            older = last_build.prepare_node(world.plan.bpf_dir)
+            assert not ours & set(older["programs"])
+            let_flow([*asked, *flows])
+            world.restart()
+            assert conntrack_keys(world) >= known
+            let_flow([*asked, *flows])
+        unanswered = [questions.finish() for questions in asked]
+        results = [flow.finish() for flow in flows]
+    assert unanswered == [0, 0]
     assert results == [[] if isinstance(flow, Datagrams) else "" for flow in flows]
 
 
@@ -213,7 +268,7 @@ def test_questions_that_wait_for_their_answers_are_carried_over_and_back(
 
     def list_here() -> list[tuple[int, int]]:
         found = conntrack_maps.list_conntrack(world.datapath.maps)
-        return [(one.instance, one.source_port) for one in found]
+        return [(row.instance, row.source_port) for row in found]
 
     assert is_known(list_here())
     world.datapath.close()
@@ -223,46 +278,171 @@ def test_questions_that_wait_for_their_answers_are_carried_over_and_back(
     assert is_known(list_here())
 
 
+@contextlib.contextmanager
+def questions_of_closed_pods(world: KernelWorld) -> Iterator[list[Questions]]:
+    """Let two pods whose doors are closed ask a third one, each over a family: only a question lets its answer in."""
+    third, server = world.attach(22)
+    asked = []
+    try:
+        for number, address in ((20, third.ipv4), (21, third.ipv6)):
+            record, pod = world.attach(number)
+            config = EndpointConfig(policy_revision=2, deny_ingress=True, host_allowed=False)
+            world.datapath.policy.update_endpoints([(record, config)])
+            assert address is not None
+            asked.append(Questions(pod, server, address, PORT))
+        yield asked
+    finally:
+        for questions in asked:
+            questions.finish()
+
+
+def test_no_question_loses_its_answer_where_another_layout_takes_over_and_gives_back(
+    world: KernelWorld, next_build: Build
+) -> None:
+    with questions_of_closed_pods(world) as asked:
+        let_flow(asked)
+        for _ in range(2):
+            world.datapath.close()
+            next_build.prepare_node(world.plan.bpf_dir)
+            let_flow(asked)
+            world.restart()
+            let_flow(asked)
+        unanswered = [questions.finish() for questions in asked]
+    assert unanswered == [0, 0]
+
+
+def test_no_question_loses_its_answer_where_conntrack_is_resized(world: KernelWorld) -> None:
+    with questions_of_closed_pods(world) as asked:
+        for entries in (16_384, 200_000, 4096):
+            world.restart(conntrack_entries=entries)
+            let_flow(asked)
+        unanswered = [questions.finish() for questions in asked]
+    assert unanswered == [0, 0]
+
+
+@pytest.mark.parametrize("version", [4, 6])
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_last_layout_knows_what_waits_for_its_answer(
+    world: KernelWorld,
+    last_layout: Build,
+    version: int,
+    is_killed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was asked before the agent ended, and what was asked between the two agents."""
+    client, pod = world.attach(2)
+    server, server_pod = world.attach(3)
+    config = EndpointConfig(policy_revision=2, deny_ingress=True, host_allowed=False)
+    world.datapath.policy.update_endpoints([(client, config)])
+    address = str(server.ipv4 if version == 4 else server.ipv6)
+    with ExitStack() as stack:
+        serving = stack.enter_context(open_socket(server_pod, address, socket.SOCK_DGRAM))
+        serving.bind((address, PORT))
+        serving.settimeout(60)
+
+        def ask() -> tuple[socket.socket, tuple[str, int]]:
+            asking = stack.enter_context(open_socket(pod, address, socket.SOCK_DGRAM))
+            asking.connect((address, PORT))
+            asking.send(b"?")
+            asking.settimeout(10)
+            return asking, serving.recvfrom(64)[1]
+
+        before = ask()
+        if is_killed:
+            # The kernel closes the descriptors, and nothing else is done.
+            monkeypatch.setattr(upgrade, "hand_flows_over", lambda _loaded: None)
+        settings = stack.enter_context(open_settings(world))
+        world.datapath.close()
+        wait_for(lambda: is_unattended(settings), "the agent to be missed")
+        if is_killed:  # the flag is set before what waits is handed over, in one tick
+            ticks = read_ticks(world)
+            wait_for(lambda: read_ticks(world) > ticks, "the collector to end its tick")
+        between = ask()
+        last_layout.prepare_node(world.plan.bpf_dir)
+        for asking, peer in (before, between):
+            serving.sendto(b"!", peer)
+            assert asking.recv(64) == b"!"
+        # The control: a stranger that was not asked does not come in, though it speaks first.
+        asking = stack.enter_context(open_socket(pod, address, socket.SOCK_DGRAM))
+        asking.sendto(b"?", (address, PORT))
+        peer = serving.recvfrom(64)[1]
+        stranger = stack.enter_context(open_socket(server_pod, address, socket.SOCK_DGRAM))
+        stranger.sendto(b"!", peer)
+        serving.sendto(b"!", peer)
+        asking.settimeout(10)
+        assert asking.recvfrom(64)[1][:2] == (address, PORT)
+
+
+def read_ticks(world: KernelWorld) -> int:
+    """Give how often the collector has run."""
+    timer = bpf.open_any_pinned_map(str(Pins(world.plan.bpf_dir, THIS).maps / "pw_ct_timer"))
+    assert timer is not None
+    try:
+        return Collector(timer).state().ticks
+    finally:
+        timer.close()
+
+
+def open_settings(world: KernelWorld) -> bpf.Map:
+    pins = Pins(world.plan.bpf_dir, THIS)
+    settings = bpf.open_any_pinned_map(str(pins.maps / "pw_settings"))
+    assert settings is not None
+    return settings
+
+
+def is_unattended(settings: bpf.Map) -> bool:
+    raw = settings.lookup(bytes(4))
+    assert raw is not None
+    return bool(abi.Settings.unpack(raw).flags & abi.SettingsFlags.UNATTENDED)
+
+
+def serve(world: KernelWorld, record: EndpointRecord) -> dict[str, str]:
+    """Put a service before a pod, in both families and at two ports; gives its address by the pod's."""
+    vips = {record.ipv4: "10.96.0.10", record.ipv6: "fd96::10"}
+    world.datapath.services.write(
+        {
+            Frontend(ipaddress.ip_address(vip), port, protocol): [
+                BackEnd(ipaddress.ip_address(address), port, protocol)
+            ]
+            for address, vip in vips.items()
+            for protocol in (socket.IPPROTO_TCP, socket.IPPROTO_UDP)
+            for port in (SERVED, SERVED + 1)
+        }
+    )
+    return {str(address): vip for address, vip in vips.items()}
+
+
 @pytest.mark.parametrize("version", [4, 6])
 def test_open_flows_to_services_and_new_ones_survive_another_layout_and_the_way_back(
     world: KernelWorld, next_build: Build, version: int
 ) -> None:
     _, client = world.attach(2)
     record, server = world.attach(3)
-    address = record.ipv4 if version == 4 else record.ipv6
-    vip = "10.96.0.10" if version == 4 else "fd96::10"
-    world.datapath.services.write(
-        {
-            Frontend(ipaddress.ip_address(vip), port, protocol): [
-                BackEnd(ipaddress.ip_address(address), port, protocol)
-            ]
-            for protocol in (socket.IPPROTO_TCP, socket.IPPROTO_UDP)
-            for port in (PORT, PORT + 1)
-        }
-    )
+    address = str(record.ipv4 if version == 4 else record.ipv6)
+    vips = serve(world, record)
     way = (client, server, address)
-    with continuous_traffic([way], {address: vip}) as old:
+    with continuous_traffic([way], vips, port=SERVED) as old:
         let_flow(old)
         world.datapath.close()
         next_build.prepare_node(world.plan.bpf_dir)
         assert list_versions(world.plan.bpf_dir) == [NEXT]
         let_flow(old)
-        with continuous_traffic([way], {address: vip}, port=PORT + 1) as new:
+        with continuous_traffic([way], vips, port=SERVED + 1) as new:
             let_flow([*old, *new])
             world.restart()
             let_flow([*old, *new])
             results = [flow.finish() for flow in (*old, *new)]
     assert results == [[], "", [], ""]
-    assert len(list(read_services(world.datapath.maps))) == 4
+    assert len(list(read_services(world.datapath.maps))) == 8
 
 
 def tunnel_programs(world: KernelWorld) -> list[int]:
     """Give the numbers of the programs on the tunnel device."""
     return [
-        one["options"]["prog"]["id"]
+        filter_["options"]["prog"]["id"]
         for hook in ("ingress", "egress")
-        for one in world.host.tc("filter", "show", "dev", TUNNEL_DEVICE, hook)
-        if "prog" in one.get("options", {})
+        for filter_ in world.host.tc("filter", "show", "dev", TUNNEL_DEVICE, hook)
+        if "prog" in filter_.get("options", {})
     ]
 
 
@@ -287,7 +467,7 @@ def test_another_layout_takes_other_nodes_and_the_tunnel_over(
     assert len(tunnel_programs(world)) == len(before) == 3
     world.restart()
     assert set(tunnel_programs(world)) <= set(world.program_ids().values())
-    assert [(one.number, one.outer) for one in list_nodes(world.datapath.maps)] == [(7, outer)]
+    assert [(node.number, node.outer) for node in list_nodes(world.datapath.maps)] == [(7, outer)]
     settings = tables.read_settings(world.datapath.maps)
     assert (settings.tunnel_port, bool(settings.tunnel_ifindex)) == (8472, True)
     assert world.datapath.apply_cluster(plan) == []
@@ -296,7 +476,11 @@ def test_another_layout_takes_other_nodes_and_the_tunnel_over(
 def netdev_programs(world: KernelWorld) -> list[int]:
     """Give the numbers of the programs at the node's own device."""
     shown = world.host.tc("filter", "show", "dev", UPLINK, "ingress")
-    return [one["options"]["prog"]["id"] for one in shown if "prog" in one.get("options", {})]
+    return [
+        filter_["options"]["prog"]["id"]
+        for filter_ in shown
+        if "prog" in filter_.get("options", {})
+    ]
 
 
 def test_another_layout_takes_the_program_at_the_nodes_device_over(
@@ -386,7 +570,7 @@ def test_a_layout_that_forbids_the_way_back_is_refused_with_both_versions(
     assert f"version {NEXT}" in refusal.value.message
     assert f"version {THIS}" in refusal.value.message
     assert list_versions(world.plan.bpf_dir) == [NEXT]
-    assert "1 received" in pod.run("ping", "-c", "1", "-W", "10", str(NODE_IPV4))
+    assert pings(pod, NODE_IPV4)
 
 
 def test_rows_taken_over_make_room_for_nothing_twice(world: KernelWorld, next_build: Build) -> None:
@@ -531,7 +715,10 @@ def test_rows_are_converted_by_the_names_of_their_fields(
     wanted: bytes,
 ) -> None:
     plan = plan_conversion(
-        [Member(*one) for one in old], len(row), [Member(*one) for one in new], len(wanted)
+        [Member(*member) for member in old],
+        len(row),
+        [Member(*member) for member in new],
+        len(wanted),
     )
     assert plan.apply(row) == wanted
 

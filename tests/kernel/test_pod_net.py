@@ -22,7 +22,7 @@ from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.sysctl import write_sysctl
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import KernelFailure
-from tests.kernel.conftest import NODE_IPV4, NODE_IPV6, Namespace, RecordMaker
+from tests.kernel.conftest import NODE_IPV4, NODE_IPV6, DeviceRig, Namespace, RecordMaker, pings
 
 
 @pytest.fixture
@@ -37,17 +37,11 @@ def record(
 
 
 @pytest.mark.parametrize("families", ["4", "6", "46"])
-def test_a_configured_pod_compares_equal(
-    netlink: NetlinkSocket,
-    pod: Namespace,
-    side: HostSide,
-    make_record: RecordMaker,
-    families: str,
-) -> None:
-    record = make_record(1, namespace=pod, families=families)
-    create_device(netlink, record, pod.pod, side)
-    configure_pod(record, pod.pod)
-    assert compare_pod(record, pod.pod) == []
+def test_a_configured_pod_compares_equal(rig: DeviceRig, families: str) -> None:
+    record = rig.make_record(1, namespace=rig.pod, families=families)
+    rig.create(record)
+    configure_pod(record, rig.pod.pod)
+    assert compare_pod(record, rig.pod.pod) == []
 
 
 def test_iproute2_sees_the_plan(pod: Namespace, record: EndpointRecord) -> None:
@@ -60,19 +54,22 @@ def test_iproute2_sees_the_plan(pod: Namespace, record: EndpointRecord) -> None:
         "UP",
     )
     addresses = [
-        (one["local"], one["prefixlen"], one.get("tentative", False))
-        for one in pod.ip("addr", "show", "eth0")[0]["addr_info"]
+        (address["local"], address["prefixlen"], address.get("tentative", False))
+        for address in pod.ip("addr", "show", "eth0")[0]["addr_info"]
     ]
     assert addresses == [(record.ipv4, 32, False), (record.ipv6, 128, False)]
-    assert [(one["dst"], one.get("gateway")) for one in pod.ip("-4", "route")] == [
+    assert [(route["dst"], route.get("gateway")) for route in pod.ip("-4", "route")] == [
         ("default", "169.254.1.1"),
         ("169.254.1.1", None),
     ]
-    assert {(one["dst"], one.get("gateway")) for one in pod.ip("-6", "route")} == {
+    assert {(route["dst"], route.get("gateway")) for route in pod.ip("-6", "route")} == {
         ("default", "fe80::1"),
         ("fe80::1", None),
     }
-    assert {(one["dst"], one["lladdr"], one["state"][0]) for one in pod.ip("neigh")} == {
+    assert {
+        (neighbour["dst"], neighbour["lladdr"], neighbour["state"][0])
+        for neighbour in pod.ip("neigh")
+    } == {
         ("169.254.1.1", device.host_mac, "PERMANENT"),
         ("fe80::1", device.host_mac, "PERMANENT"),
     }
@@ -83,55 +80,46 @@ def test_host_and_pod_reach_each_other(
     host: Namespace, pod: Namespace, record: EndpointRecord
 ) -> None:
     for address in record.addresses:
-        host.run("ping", "-c1", "-W2", str(address))
-    pod.run("ping", "-c1", "-W2", str(NODE_IPV4))
-    pod.run("ping", "-c1", "-W2", str(NODE_IPV6))
+        assert pings(host, address)
+    assert pings(pod, NODE_IPV4)
+    assert pings(pod, NODE_IPV6)
 
 
-def test_ipv6_switched_off_by_the_runtime_is_switched_on_where_it_is_wanted(
-    netlink: NetlinkSocket, pod: Namespace, side: HostSide, make_record: RecordMaker
-) -> None:
-    with netns.namespace(pod.fd.fileno()):
+def test_ipv6_switched_off_by_the_runtime_is_switched_on_where_it_is_wanted(rig: DeviceRig) -> None:
+    with netns.namespace(rig.pod.fd.fileno()):
         for name in ("default", "all"):
             write_sysctl("1", "ipv6", "conf", name, "disable_ipv6")
-    record = make_record(1, namespace=pod)
-    create_device(netlink, record, pod.pod, side)
-    configure_pod(record, pod.pod)
-    assert compare_pod(record, pod.pod) == []
+    record = rig.make_record(1, namespace=rig.pod)
+    rig.create(record)
+    configure_pod(record, rig.pod.pod)
+    assert compare_pod(record, rig.pod.pod) == []
 
 
-def test_ipv6_switched_off_stays_off_for_a_pod_without_it(
-    netlink: NetlinkSocket, pod: Namespace, side: HostSide, make_record: RecordMaker
-) -> None:
-    with netns.namespace(pod.fd.fileno()):
+def test_ipv6_switched_off_stays_off_for_a_pod_without_it(rig: DeviceRig) -> None:
+    with netns.namespace(rig.pod.fd.fileno()):
         write_sysctl("1", "ipv6", "conf", "default", "disable_ipv6")
-    record = make_record(1, namespace=pod, families="4")
-    create_device(netlink, record, pod.pod, side)
-    configure_pod(record, pod.pod)
-    assert pod.run("sysctl", "-n", "net.ipv6.conf.eth0.disable_ipv6").strip() == "1"
+    record = rig.make_record(1, namespace=rig.pod, families="4")
+    rig.create(record)
+    configure_pod(record, rig.pod.pod)
+    assert rig.pod.run("sysctl", "-n", "net.ipv6.conf.eth0.disable_ipv6").strip() == "1"
 
 
 @pytest.mark.parametrize(("route_mtu", "shown"), [(0, None), (1450, None), (1400, 1400)])
 def test_route_mtu_is_on_the_default_routes_where_it_differs(
-    netlink: NetlinkSocket,
-    pod: Namespace,
-    side: HostSide,
-    make_record: RecordMaker,
-    route_mtu: int,
-    shown: int | None,
+    rig: DeviceRig, route_mtu: int, shown: int | None
 ) -> None:
-    record = make_record(1, namespace=pod)
-    create_device(netlink, record, pod.pod, side)
-    configure_pod(record, pod.pod, route_mtu=route_mtu)
+    record = rig.make_record(1, namespace=rig.pod)
+    rig.create(record)
+    configure_pod(record, rig.pod.pod, route_mtu=route_mtu)
     for family in ("-4", "-6"):
-        default = pod.ip(family, "route", "show", "default")[0]
+        default = rig.pod.ip(family, "route", "show", "default")[0]
         metrics = default.get("metrics", [{}])[0]
         assert metrics.get("mtu") == shown
-    assert compare_pod(record, pod.pod, route_mtu=route_mtu) == []
+    assert compare_pod(record, rig.pod.pod, route_mtu=route_mtu) == []
     if shown is not None:
         assert any(
             "default" in text or "::/0" in text or "0.0.0.0/0" in text
-            for text in compare_pod(record, pod.pod)
+            for text in compare_pod(record, rig.pod.pod)
         )
 
 
@@ -180,14 +168,12 @@ def test_damage_inside_the_pod_is_named(
     assert any(named in text for text in differences), differences
 
 
-def test_an_occupied_address_fails_with_the_kernels_words(
-    netlink: NetlinkSocket, pod: Namespace, side: HostSide, make_record: RecordMaker
-) -> None:
-    record = make_record(1, namespace=pod)
-    create_device(netlink, record, pod.pod, side)
-    configure_pod(record, pod.pod)
+def test_an_occupied_address_fails_with_the_kernels_words(rig: DeviceRig) -> None:
+    record = rig.make_record(1, namespace=rig.pod)
+    rig.create(record)
+    configure_pod(record, rig.pod.pod)
     with pytest.raises(KernelFailure, match="add address"):
-        configure_pod(record, pod.pod)
+        configure_pod(record, rig.pod.pod)
 
 
 @pytest.fixture
@@ -212,9 +198,9 @@ def test_a_second_network_stands_beside_the_first(
     assert compare_pod(second, pod.pod) == []
     for family in ("-4", "-6"):
         defaults = pod.ip(family, "route", "show", "default")
-        assert [one["dev"] for one in defaults] == ["eth0", "net1"]
-        rules = [one for one in pod.ip(family, "rule") if one["priority"] == RULE_PRIORITY]
-        assert [int(one["table"]) for one in rules] == [second.device.pod_ifindex]
+        assert [route["dev"] for route in defaults] == ["eth0", "net1"]
+        rules = [rule for rule in pod.ip(family, "rule") if rule["priority"] == RULE_PRIORITY]
+        assert [int(rule["table"]) for rule in rules] == [second.device.pod_ifindex]
 
 
 def test_each_network_is_left_by_its_own_interface(
@@ -230,7 +216,7 @@ def test_host_reaches_both_networks_of_a_container(
     host: Namespace, record: EndpointRecord, second: EndpointRecord
 ) -> None:
     for address in (*record.addresses, *second.addresses):
-        host.run("ping", "-c1", "-W2", str(address))
+        assert pings(host, address)
 
 
 @pytest.mark.parametrize(
@@ -250,33 +236,28 @@ def test_damage_of_a_second_network_is_named(
     assert any(named in text for text in differences), differences
 
 
-def test_another_plugins_default_route_is_left_alone(
-    netlink: NetlinkSocket, pod: Namespace, side: HostSide, make_record: RecordMaker
-) -> None:
-    pod.run("ip", "link", "set", "lo", "up")
-    pod.run("ip", "route", "add", "default", "dev", "lo", "proto", "static")
-    record = make_record(1, namespace=pod, families="4")
-    create_device(netlink, record, pod.pod, side)
-    configure_pod(record, pod.pod)
-    assert [one["dev"] for one in pod.ip("-4", "route", "show", "default")] == ["lo", "eth0"]
-    assert compare_pod(record, pod.pod) == []
+def test_another_plugins_default_route_is_left_alone(rig: DeviceRig) -> None:
+    rig.pod.run("ip", "link", "set", "lo", "up")
+    rig.pod.run("ip", "route", "add", "default", "dev", "lo", "proto", "static")
+    record = rig.make_record(1, namespace=rig.pod, families="4")
+    rig.create(record)
+    configure_pod(record, rig.pod.pod)
+    assert [route["dev"] for route in rig.pod.ip("-4", "route", "show", "default")] == [
+        "lo",
+        "eth0",
+    ]
+    assert compare_pod(record, rig.pod.pod) == []
 
 
-def test_a_tcp_connection_works_as_soon_as_the_pod_is_configured(
-    host: Namespace,
-    netlink: NetlinkSocket,
-    pod: Namespace,
-    side: HostSide,
-    make_record: RecordMaker,
-) -> None:
+def test_a_tcp_connection_works_as_soon_as_the_pod_is_configured(rig: DeviceRig) -> None:
     """No duplicate address detection, no resolution, no pause: bind and connect at once, both
     families.
     """
-    record = make_record(1, namespace=pod)
-    create_device(netlink, record, pod.pod, side)
-    configure_pod(record, pod.pod)
+    record = rig.make_record(1, namespace=rig.pod)
+    rig.create(record)
+    configure_pod(record, rig.pod.pod)
     for address in record.addresses:
-        with _echo_server(pod, address) as port, socket.socket(_family(address)) as client:
+        with _echo_server(rig.pod, address) as port, socket.socket(_family(address)) as client:
             client.settimeout(20)
             client.connect((str(address), port))
             client.sendall(b"hello")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from podwire.datapath import abi, policy_maps
@@ -302,7 +303,7 @@ def test_random_changes_leave_exactly_what_was_asked_for(
             small_table.change_slot(slot, put, remove)
             rows = {key: one for key, one in present.items() if key not in remove}
             wanted[slot] = {**rows, **put}
-        found = {one: small_table.read_slot(one) for one in small_table.list_slots()}
+        found = {number: small_table.read_slot(number) for number in small_table.list_slots()}
         assert found == wanted, f"seed {seed}"
         assert small_table.used == sum(map(len, wanted.values())), f"seed {seed}"
 
@@ -378,7 +379,7 @@ def test_too_many_cidrs_change_nothing(small_table: PolicyTable) -> None:
     first = networks("10.0.0.0/8", "10.1.0.0/16", "10.2.0.0/16")
     small_table.write_cidrs(first)
     with pytest.raises(PolicyOverflow):
-        small_table.write_cidrs(networks(*(f"192.0.2.{one}/32" for one in range(3))))
+        small_table.write_cidrs(networks(*(f"192.0.2.{number}/32" for number in range(3))))
     small_table.write_cidrs({**first, **networks("10.3.0.0/16", "10.4.0.0/16")})
     with pytest.raises(PolicyOverflow):
         small_table.write_cidrs({**first, **networks("10.5.0.0/16")})
@@ -436,7 +437,7 @@ def test_a_row_whose_policy_differs_is_named(
     record, _ = world.attach(32)
     try:
         world.datapath.policy.update_endpoints([(record, FULL)])
-        wanted = EndpointConfig(**{**vars(FULL), **changes})
+        wanted = msgspec.structs.replace(FULL, **changes)
         [difference] = tables.compare_rows(world.datapath.maps, record, wanted)
         assert named in difference
     finally:

@@ -10,8 +10,8 @@ from typing import Final
 import pytest
 
 from podwire.model.cluster import Way
-from tests.kernel.conftest import Namespace
-from tests.kernel.test_cluster_traffic import Node, Way2, connect, pings, two_nodes
+from tests.kernel.conftest import Namespace, pings
+from tests.kernel.test_cluster_traffic import Node, Way2, connect, two_nodes
 from tests.kernel.traffic import open_socket
 
 pytestmark = pytest.mark.kernel

@@ -284,11 +284,11 @@ def test_route_is_what_iproute2_shows_and_what_we_read_back(
     number = AF_INET if route.destination.version == 4 else AF_INET6
     netlink.execute([add_route(route)])
     found = host.ip(family, "route", "show", "table", str(route.table), "proto", "199")
-    assert [_subset(one, shown) for one in found] == [shown]
+    assert [_subset(present, shown) for present in found] == [shown]
     listed = [read_route(body) for body in netlink.dump(list_routes(number, protocol=199))]
-    assert [(one.destination, one.gateway, one.source, one.mtu) for one in listed] == [
-        (route.destination, route.gateway, route.source, route.mtu)
-    ]
+    assert [
+        (present.destination, present.gateway, present.source, present.mtu) for present in listed
+    ] == [(route.destination, route.gateway, route.source, route.mtu)]
     assert (listed[0].table, listed[0].kind) == (route.table, route.kind)
     with pytest.raises(KernelFailure, match="EEXIST"):
         netlink.execute([add_route(route)])
@@ -333,12 +333,12 @@ def test_source_rule_is_what_iproute2_shows(
     rule = SourceRule(ipaddress.ip_network(network), 1_000_003, 1990, 199)
     family, number = ("-4", AF_INET) if rule.source.version == 4 else ("-6", AF_INET6)
     netlink.execute([add_rule(rule)])
-    shown = [one for one in host.ip(family, "rule") if one["priority"] == 1990]
-    assert [(one["src"], one["table"]) for one in shown] == [
+    shown = [rule for rule in host.ip(family, "rule") if rule["priority"] == 1990]
+    assert [(known["src"], known["table"]) for known in shown] == [
         (str(rule.source.network_address), "1000003")
     ]
     listed = [read_source_rule(body) for body in netlink.dump(list_rules(number))]
-    assert [one for one in listed if one is not None] == [rule]
+    assert [known for known in listed if known is not None] == [rule]
 
 
 @pytest.mark.usefixtures("pair")
@@ -358,15 +358,19 @@ def test_programs_are_attached_replaced_and_read_back(
         ("egress", TO_POD_HOOK, programs.to_pod_id),
     ):
         shown = host.tc("filter", "show", "dev", "pwhost", direction)
-        options = [one["options"] for one in shown if "options" in one]
-        assert [(one["prog"]["id"], one["direct-action"]) for one in options] == [(number, True)]
+        options = [filter_["options"] for filter_ in shown if "options" in filter_]
+        assert [(option["prog"]["id"], option["direct-action"]) for option in options] == [
+            (number, True)
+        ]
         listed = [read_bpf_filter(body) for body in netlink.dump(list_filters(INDEX, hook))]
-        found = [one for one in listed if one is not None]
-        assert [(one.program_id, one.priority, one.handle) for one in found] == [(number, 1, 1)]
+        found = [filter_ for filter_ in listed if filter_ is not None]
+        assert [(filter_.program_id, filter_.priority, filter_.handle) for filter_ in found] == [
+            (number, 1, 1)
+        ]
         assert found[0].direct_action
     netlink.execute([set_bpf_filter(INDEX, FROM_POD_HOOK, programs.to_pod_fd, "from_pod")])
     shown = host.tc("filter", "show", "dev", "pwhost", "ingress")
-    assert [one["options"]["prog"]["id"] for one in shown if "options" in one] == [
+    assert [filter_["options"]["prog"]["id"] for filter_ in shown if "options" in filter_] == [
         programs.to_pod_id
     ]
     netlink.execute([delete_clsact(INDEX)])

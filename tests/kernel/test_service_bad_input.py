@@ -56,7 +56,7 @@ def _spell(shown: Mapping[str, Sequence[str]]) -> Shown:
 
 def named(count: int, first: int = 1) -> list[Mapping[str, Any]]:
     """Give so many ports, each with a name of its own."""
-    return [{"name": f"p{one}", "port": one} for one in range(first, first + count)]
+    return [{"name": f"p{number}", "port": number} for number in range(first, first + count)]
 
 
 OLD, NEW = "2026-01-01T00:00:00Z", "2026-02-01T00:00:00Z"
@@ -76,8 +76,8 @@ CASES: dict[str, Sequence[Step]] = {
         put(service(), vip=[]),
         put(
             slice_of(endpoints=[
-                endpoint(one)
-                for one in (NODE, WORLD, "127.0.0.1", "0.0.0.0", "169.254.1.1", "224.0.0.1", "fd07::1", "x", "")
+                endpoint(address)
+                for address in (NODE, WORLD, "127.0.0.1", "0.0.0.0", "169.254.1.1", "224.0.0.1", "fd07::1", "x", "")
             ]),
             vip=[f"{NODE} 8080", f"{WORLD} 8080"],
         ),
@@ -158,7 +158,7 @@ def test_what_contradicts_itself_leaves_nothing(
 
 
 def test_a_thousand_ports_come_and_go(world: KernelWorld, services: ServiceMaps) -> None:
-    ports = [{"name": f"p{one}", "port": one + 1} for one in range(1, 1001)]
+    ports = [{"name": f"p{number}", "port": number + 1} for number in range(1, 1001)]
     catalogue = Catalogue(Place("n1"))
     for document in (
         service(ports=named(1000)),
@@ -185,7 +185,7 @@ def in_force(world: KernelWorld) -> dict[str, list[str]]:
     """Give who answers at each address and port of the maps; the rows that only refuse are left out."""
     return {
         f"{row.frontend.address} {row.frontend.port}": sorted(
-            f"{one.address} {one.port}" for one in row.back_ends
+            f"{back_end.address} {back_end.port}" for back_end in row.back_ends
         )
         for row in read_services(world.datapath.maps)
         if row.frontend.port
@@ -203,9 +203,9 @@ def sizes(world: KernelWorld) -> tuple[int, int, int]:
 def _sizes_anew(objects: Mapping[Any, StoredObject]) -> tuple[int, int, int]:
     """Give how many rows there would be if these objects had been there from the beginning."""
     fresh = Catalogue(Place("n1"))
-    for one in objects.values():
-        fresh.apply(StoreEvent(one, 1))
+    for added in objects.values():
+        fresh.apply(StoreEvent(added, 1))
     fresh.take_change()
     table = fresh.table()
-    back_ends = {one for ends in table.values() for one in ends}
+    back_ends = {end for ends in table.values() for end in ends}
     return len(table), sum(map(len, table.values())), len(back_ends)

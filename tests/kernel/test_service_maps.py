@@ -14,7 +14,7 @@ from podwire.datapath.maps import read_settings
 from podwire.datapath.rows import read_rows
 from podwire.datapath.service_maps import NUMBERS, ServiceMaps, read_services
 from podwire.model.errors import Exhausted
-from podwire.model.interfaces import BackEnd, Frontend
+from podwire.model.interfaces import Affinity, BackEnd, Frontend
 from tests.kernel.node_world import KernelWorld, kernel_world
 
 pytestmark = pytest.mark.kernel
@@ -93,9 +93,9 @@ def test_the_same_again_writes_nothing(services: ServiceMaps) -> None:
 
 
 def test_of_many_back_ends_one_change_writes_little(services: ServiceMaps) -> None:
-    services.write({frontend(1): [back_end(one) for one in range(1, 101)]})
-    assert services.write({frontend(1): [back_end(one) for one in range(2, 101)]}) <= 4
-    assert services.write({frontend(1): [back_end(one) for one in range(1, 101)]}) <= 4
+    services.write({frontend(1): [back_end(number) for number in range(1, 101)]})
+    assert services.write({frontend(1): [back_end(number) for number in range(2, 101)]}) <= 4
+    assert services.write({frontend(1): [back_end(number) for number in range(1, 101)]}) <= 4
 
 
 def test_a_back_end_keeps_its_number_while_it_serves_and_never_gets_it_back(
@@ -152,7 +152,7 @@ def test_what_has_no_room_changes_nothing(world: KernelWorld, services: ServiceM
     room = world.datapath.maps.pw_services.info.max_entries
     base = int(ipaddress.ip_address("11.0.0.0"))
     lots: Table = {
-        Frontend(ipaddress.ip_address(base + one), 80, TCP): () for one in range(room + 1)
+        Frontend(ipaddress.ip_address(base + number), 80, TCP): () for number in range(room + 1)
     }
     with pytest.raises(Exhausted, match="has room for"):
         services.write(lots)
@@ -182,14 +182,14 @@ def test_a_full_table_is_exchanged_whole_and_without_leaving_what_is_full(
     frontends = [frontend(1, port) for port in range(1, room * 3 // 4 // 250 + 1)]
     for first in (1, 0x10001):
         ends = [
-            BackEnd(ipaddress.ip_address(int(ipaddress.ip_address("11.0.0.0")) + one), 80, TCP)
-            for one in range(first, first + 250)
+            BackEnd(ipaddress.ip_address(int(ipaddress.ip_address("11.0.0.0")) + number), 80, TCP)
+            for number in range(first, first + 250)
         ]
-        services.write({one: ends for one in frontends})
+        services.write({served: ends for served in frontends})
         assert len(numbers(world)) == 250
-    others = {frontend(2, one.port): ends for one in frontends}
+    others = {frontend(2, served.port): ends for served in frontends}
     services.write(others)
-    assert in_force(world) == {one: set(ends) for one in others}
+    assert in_force(world) == {served: set(ends) for served in others}
 
 
 def test_what_the_catalogue_admits_has_room_here(world: KernelWorld) -> None:
@@ -207,10 +207,10 @@ def test_numbers_come_round_and_pass_over_those_in_use(
 ) -> None:
     services.write({frontend(1): [back_end(1)]})
     services._next = NUMBERS - 2
-    table = {frontend(one): [back_end(one)] for one in range(1, 8)}
+    table = {frontend(position): [back_end(position)] for position in range(1, 8)}
     services.write(table)
     services._next = NUMBERS - 2
-    table |= {frontend(one): [back_end(one)] for one in range(8, 12)}
+    table |= {frontend(position): [back_end(position)] for position in range(8, 12)}
     services.write(table)
     assert in_force(world) == {one: set(ends) for one, ends in table.items()}
     used = list(numbers(world).values())
@@ -227,13 +227,13 @@ def affinities(world: KernelWorld) -> dict[Frontend, tuple[int, int, int]]:
 
 
 def test_lists_with_affinity_say_who_is_in_them(world: KernelWorld, services: ServiceMaps) -> None:
-    ends = [back_end(one) for one in range(1, 6)]
+    ends = [back_end(number) for number in range(1, 6)]
     kept = {frontend(1): 60, frontend(2): 60}
     table = {frontend(1): ends, frontend(2): ends[:2], frontend(3): ends}
     services.write(table, kept)
     assert sizes(world) == (3, 10 + 4 + 5, 5)
     first = affinities(world)
-    assert [first[frontend(one)][1] for one in (1, 2, 3)] == [60, 60, 0]
+    assert [first[frontend(number)][1] for number in (1, 2, 3)] == [60, 60, 0]
     assert first[frontend(1)][2] != first[frontend(2)][2]
     services.change({frontend(1): ends[2:]}, [], kept)
     assert sizes(world) == (3, 6 + 4 + 5, 5)
@@ -243,7 +243,7 @@ def test_lists_with_affinity_say_who_is_in_them(world: KernelWorld, services: Se
         if abi.ServiceSlotKey.unpack(key).service == first[frontend(1)][0]
         and abi.ServiceSlotKey.unpack(key).slot & abi.SLOT_OF_MEMBER
     }
-    assert members == {numbers(world)[one] for one in ends[2:]}
+    assert members == {numbers(world)[end] for end in ends[2:]}
     world.restart()
     again = world.datapath.services
     table[frontend(1)] = ends[2:]
@@ -265,6 +265,69 @@ def test_a_list_is_another_one_where_affinity_begins_or_ends(
         assert sizes(world) == (1, 4 if affinity_s else 2, 2)
     assert seen[1] == seen[2]
     assert len(set(seen)) == 4
+
+
+FAILING = {
+    "back-ends": ("pw_back_ends", "update_batch"),
+    "slots": ("pw_service_list", "update_batch"),
+    "frontend": ("pw_services", "update"),
+    "old-slots": ("pw_service_list", "delete_batch"),
+    "old-frontend": ("pw_services", "delete_batch"),
+    "old-back-ends": ("pw_back_ends", "delete_batch"),
+}
+HISTORIES: dict[str, tuple[tuple[Table, Affinity], tuple[Table, Affinity]]] = {
+    "affinity-begins": (
+        ({frontend(1): [back_end(1), back_end(2)], frontend(2): [back_end(2)]}, {}),
+        ({frontend(1): [back_end(1), back_end(3)]}, {frontend(1): 60}),
+    ),
+    "affinity-ends": (
+        ({frontend(1): [back_end(1), back_end(2)], frontend(2): [back_end(2)]}, {frontend(1): 60}),
+        ({frontend(1): [back_end(1), back_end(3)]}, {}),
+    ),
+    "back-ends-go-and-come": (
+        ({frontend(1): [back_end(n) for n in range(1, 5)], frontend(2): []}, {}),
+        ({frontend(1): [back_end(5), back_end(1)]}, {}),
+    ),
+}
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["again", "by-a-new-agent"])
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("fails", FAILING)
+def test_a_change_that_fails_leaves_nothing_once_it_is_carried_out(
+    world: KernelWorld,
+    services: ServiceMaps,
+    monkeypatch: pytest.MonkeyPatch,
+    fails: str,
+    history: str,
+    is_known: bool,
+) -> None:
+    (before, old_affinity), (after, affinity) = HISTORIES[history]
+    services.write(before, old_affinity)
+    name, call = FAILING[fails]
+    with monkeypatch.context() as patched:
+        patched.setattr(getattr(world.datapath.maps, name), call, _break)
+        with pytest.raises(BrokenError):
+            services.write(after, affinity)
+    if not is_known:
+        world.restart()
+    services = world.datapath.services
+    services.write(after, affinity)
+    assert in_force(world) == {one: set(ends) for one, ends in after.items()}
+    kept = {one: affinity_s for one, (_, affinity_s, _) in affinities(world).items() if affinity_s}
+    assert kept == affinity
+    slots = sum(len(ends) * (2 if one in affinity else 1) for one, ends in after.items())
+    assert sizes(world) == (len(after), slots, 2)
+    services.write({})
+    assert sizes(world) == (0, 0, 0)
+
+
+class BrokenError(Exception):
+    """The kernel has refused something."""
+
+
+def _break(*_arguments: object, **_named: object) -> None:
+    raise BrokenError
 
 
 def test_any_change_comes_to_what_is_wanted(world: KernelWorld, services: ServiceMaps) -> None:

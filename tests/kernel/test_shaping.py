@@ -60,7 +60,7 @@ def record(
 
 
 def _kinds(namespace: Namespace, device: str) -> list[str]:
-    return [one["kind"] for one in namespace.tc("qdisc", "show", "dev", device)]
+    return [qdisc["kind"] for qdisc in namespace.tc("qdisc", "show", "dev", device)]
 
 
 def test_limits_are_set_changed_and_lifted_on_a_running_pod(

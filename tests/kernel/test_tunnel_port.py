@@ -38,8 +38,8 @@ def test_a_pod_that_asks_from_the_tunnels_port_is_answered(
     ):
         server.bind((asked, SERVER_PORT))
         resolver.bind((own, TUNNEL_PORT))
-        for one in (server, resolver):
-            one.settimeout(DEADLINE_S)
+        for end in (server, resolver):
+            end.settimeout(DEADLINE_S)
         for _ in range(3):
             resolver.sendto(b"name?", (asked, SERVER_PORT))
             question, peer = server.recvfrom(100)

@@ -1,6 +1,7 @@
 """Traffic that notices every loss: numbered datagrams and a numbered byte stream between two namespaces."""
 
 import contextlib
+import heapq
 import select
 import socket
 import struct
@@ -19,6 +20,7 @@ SO_RCVBUFFORCE = 33
 """asm-generic/socket.h: a buffer beyond the limit for everybody."""
 RECEIVE_BUFFER_BYTES = 8 << 20
 PORT = 7000
+ANSWERS_TAKE_S = (0.005, 0.3)
 
 
 def open_socket(namespace: Namespace, address: str, kind: socket.SocketKind) -> socket.socket:
@@ -38,9 +40,9 @@ class Datagrams:
         self._server.bind((address, port))
         self._client = open_socket(client, address, socket.SOCK_DGRAM)
         self._client.connect((asked or address, port))
-        for one in (self._server, self._client):
+        for end in (self._server, self._client):
             # A thread that waits for its turn loses nothing.
-            one.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, RECEIVE_BUFFER_BYTES)
+            end.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, RECEIVE_BUFFER_BYTES)
         self._stop = threading.Event()
         self.sent = 0
         self.returned: set[int] = set()
@@ -89,10 +91,10 @@ class Datagrams:
             elif time.monotonic() > until_s:
                 break
             select.select([], [], [], 0.01)
-        for one in (self._client, self._server):
+        for end in (self._client, self._server):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
         for thread in self._threads[1:]:
             thread.join()
         return self._lost()
@@ -154,8 +156,11 @@ class Stream:
         if self._stop.is_set():
             return self.error
         self._stop.set()
-        for one in (self._client, self._server):
-            one.settimeout(DRAIN_S)
+        self._await_threads()
+        for end in (self._client, self._server):
+            # Ends what a thread waits for, where nothing passes any more: TCP itself would try for minutes.
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join()
         self._client.close()
@@ -163,6 +168,91 @@ class Stream:
         if not self.error and self.received != self.sent:
             self.error = f"{self.sent - self.received} numbers were lost"
         return self.error
+
+    def _await_threads(self) -> None:
+        """Wait until both have ended, as long as numbers arrive."""
+        came, until_s = -1, 0.0
+        while any(thread.is_alive() for thread in self._threads):
+            if self.received > came:
+                came, until_s = self.received, time.monotonic() + DRAIN_S
+            elif time.monotonic() > until_s:
+                return
+            select.select([], [], [], 0.01)
+
+
+class Questions:
+    """Datagrams from ever new ports, answered at once or after a while: some always wait for their answers."""
+
+    def __init__(self, client: Namespace, server: Namespace, address: str, port: int) -> None:
+        self._client, self._target = client, (address, port)
+        self._server = open_socket(server, address, socket.SOCK_DGRAM)
+        self._server.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, RECEIVE_BUFFER_BYTES)
+        self._server.bind(self._target)
+        self._stop = threading.Event()
+        self._asking: dict[int, socket.socket] = {}
+        self._answered = select.epoll()
+        self.sent = 0
+        self.error = ""
+        self._threads = [threading.Thread(target=run) for run in (self._ask, self._answer)]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self) -> None:
+        try:
+            with netns.namespace(self._client.fd.fileno()):
+                while not self._stop.wait(2 * INTERVAL_S):
+                    family = socket.AF_INET6 if ":" in self._target[0] else socket.AF_INET
+                    one = socket.socket(family, socket.SOCK_DGRAM)
+                    self._asking[one.fileno()] = one
+                    self._answered.register(one, select.EPOLLIN)
+                    one.connect(self._target)
+                    one.send(b"?")
+                    self.sent += 1
+                    self._take_answers(0)
+        except OSError as error:
+            self.error = f"ask {self.sent}: {error}"
+
+    def _answer(self) -> None:
+        held: list[tuple[float, tuple[str, int]]] = []
+        try:
+            while True:
+                self._server.settimeout(max(held[0][0] - time.monotonic(), 0.001) if held else None)
+                with contextlib.suppress(TimeoutError):
+                    data, peer = self._server.recvfrom(64)
+                    if not data:
+                        return
+                    heapq.heappush(held, (time.monotonic() + ANSWERS_TAKE_S[peer[1] % 2], peer))
+                while held and held[0][0] <= time.monotonic():
+                    self._server.sendto(b"!", heapq.heappop(held)[1])
+        except OSError as error:
+            if not self._stop.is_set():
+                self.error = f"answer: {error}"
+
+    def _take_answers(self, timeout_s: float) -> None:
+        for fd, _ in self._answered.poll(timeout_s):
+            with self._asking.pop(fd) as one:
+                one.recv(64)
+
+    def finish(self) -> int | str:
+        """Stop asking, wait for what is under way, and give how many questions were not answered, or what failed."""
+        if self._stop.is_set():
+            return self.error or len(self._asking)
+        self._stop.set()
+        self._threads[0].join()
+        until_s = time.monotonic() + DRAIN_S
+        while self._asking and time.monotonic() < until_s and not self.error:
+            before = len(self._asking)
+            self._take_answers(0.1)
+            if len(self._asking) < before:
+                until_s = time.monotonic() + DRAIN_S
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        self._threads[1].join()
+        for asking in self._asking.values():
+            asking.close()
+        self._answered.close()
+        return self.error or len(self._asking)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,8 @@ Every narrow waist through which the agent changes anything is counted here, bef
 map updates and deletes, pins, nftables, journal writes, and by the interpreter's own audit events every file that is
 made, written (sysctls are files), renamed or removed. At the number in `PWT_CRASH_AT` the process kills itself with
 SIGKILL. Counting begins with the first request of the command in `PWT_CRASH_COMMAND` that comes when the file
-`PWT_CRASH_ARM` is there (START: with the process), and `PWT_CRASH_LOG` gets one line for each point.
+`PWT_CRASH_ARM` is there (START: with the process; FOLD: with a fold of the journal, which counts for no other one), and
+`PWT_CRASH_LOG` gets one line for each point.
 """
 
 import os
@@ -45,18 +46,18 @@ class Fuse:
 
     def __init__(self) -> None:
         self._at = int(os.environ["PWT_CRASH_AT"])
-        self._command = os.environ["PWT_CRASH_COMMAND"]
+        self.command = os.environ["PWT_CRASH_COMMAND"]
         self._lock = threading.Lock()
         self._log_fd = os.open(
             os.environ["PWT_CRASH_LOG"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         )
         self._count = 0
-        self._armed = self._command == "START"
+        self._armed = self.command == "START"
         self._quiet = threading.local()
 
     def arm(self, command: str) -> None:
         """Begin to count with the first request of the wanted command."""
-        if command == self._command and os.path.exists(os.environ["PWT_CRASH_ARM"]):
+        if command == self.command and os.path.exists(os.environ["PWT_CRASH_ARM"]):
             self._armed = True
 
     def point(self, name: str) -> None:
@@ -125,6 +126,10 @@ def install(fuse: Fuse) -> None:
     bpf.Descriptor.pin = fuse.around("pin", bpf.Descriptor.pin)  # type: ignore[method-assign]
     for name in ("write", "remove"):
         setattr(SqliteJournal, name, fuse.around(f"journal {name}", getattr(SqliteJournal, name)))
+    # When it comes is not for a request to say: it has runs of its own.
+    folding = fuse.around("journal fold", SqliteJournal.fold)
+    folded = _arming(fuse, "FOLD", folding) if fuse.command == "FOLD" else fuse.aside(folding)
+    SqliteJournal.fold = folded  # type: ignore[method-assign]
     nft.Nftables.run = fuse.around("nft", nft.Nftables.run)  # type: ignore[method-assign]
     health.AliveFile.refresh = fuse.aside(health.AliveFile.refresh)  # type: ignore[method-assign]
     # What is done because of other nodes is done again in whole at the next start, and at any moment.
@@ -132,13 +137,12 @@ def install(fuse: Fuse) -> None:
     # The test waits at each of its points until nothing happens any more.
     background_writer.LOOK_S = 0.01  # type: ignore[misc]
     for command, method in (("ADD", "add"), ("ADD", "add_at_once"), ("DEL", "delete")):
-        setattr(AttachService, method, _arming(fuse, command, method))
+        call = getattr(AttachService, method)
+        setattr(AttachService, method, _arming(fuse, command, call))
     sys.addaudithook(fuse.watch_files)
 
 
-def _arming(fuse: Fuse, command: str, method: str) -> Callable[..., Any]:
-    call = getattr(AttachService, method)
-
+def _arming(fuse: Fuse, command: str, call: Callable[..., Any]) -> Callable[..., Any]:
     def armed(*arguments: Any) -> Any:
         fuse.arm(command)
         return call(*arguments)

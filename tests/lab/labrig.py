@@ -27,10 +27,11 @@ from podwire.lab.topology import LabShape, NodePlan
 from podwire.model.cluster import TUNNEL_DEVICE
 from podwire.model.errors import NotFound
 from tests import leavings
-from tests.lab.rig import run
+from tests.lab.rig import Outcome, run
 from tests.waiting import wait_for
 
 DEADLINE_S: Final = 120.0
+ATTEMPTS: Final = 5
 _numbers = itertools.count(1)
 
 
@@ -98,12 +99,8 @@ def podwire(*arguments: str) -> Said:
     return Said(code, out.getvalue(), err.getvalue())
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What the launcher gave back."""
-
-    status: int
-    document: Mapping[str, Any]
+class Answer(Outcome):
+    """What the launcher gave back, with the words of an error."""
 
     @property
     def code(self) -> int:
@@ -114,11 +111,6 @@ class Answer:
     def text(self) -> str:
         """Message and details of an error."""
         return f"{self.document.get('msg', '')} {self.document.get('details', '')}"
-
-    @property
-    def addresses(self) -> list[str]:
-        """Addresses of a result from version 0.3.0 on."""
-        return [ip["address"].partition("/")[0] for ip in self.document.get("ips", [])]
 
 
 class Lab:
@@ -148,7 +140,14 @@ class Lab:
         return podwire(*arguments, "--lab", self.name)
 
     def api(self, method: str, path: str, node: str = "node1") -> tuple[int, Any]:
-        """Ask an agent."""
+        """Ask an agent; again, where the machine stood still in the middle of the request."""
+        for _ in range(ATTEMPTS):
+            found = self._ask(method, path, node)
+            if found[0] != 408:
+                break
+        return found
+
+    def _ask(self, method: str, path: str, node: str) -> tuple[int, Any]:
         connection = http.client.HTTPConnection("podwire")
         connection.sock = socket.socket(socket.AF_UNIX)
         try:
@@ -173,11 +172,15 @@ class Lab:
 
     def list_endpoints(self, node: str = "node1") -> list[dict[str, Any]]:
         """Give the endpoints of a node that are not on their way out."""
-        return [one for one in self.get("/endpoint", node) if one["state"] != "disconnecting"]
+        return [
+            endpoint
+            for endpoint in self.get("/endpoint", node)
+            if endpoint["state"] != "disconnecting"
+        ]
 
     def endpoints(self, node: str = "node1") -> dict[str, dict[str, Any]]:
         """Give the same by container id, one for each."""
-        return {one["containerId"]: one for one in self.list_endpoints(node)}
+        return {endpoint["containerId"]: endpoint for endpoint in self.list_endpoints(node)}
 
     def settled(self, node: str = "node1") -> Any:
         """Wait until nothing is on its way out, and the directories, which are written behind an answer, are there."""
@@ -186,8 +189,8 @@ class Lab:
         def is_settled() -> bool:
             there = self.get("/endpoint", node)
             written = set(os.listdir(directories)) if directories.is_dir() else set()
-            return all(one["state"] == "ready" for one in there) and written == {
-                str(one["id"]) for one in there
+            return all(endpoint["state"] == "ready" for endpoint in there) and written == {
+                str(endpoint["id"]) for endpoint in there
             }
 
         return wait_for(is_settled, "the node to settle")
@@ -283,9 +286,13 @@ class Lab:
         return {
             "devices": sorted(link["ifname"] for link in self.devices(node)),
             "routes": sorted(routes),
-            "endpoints": sorted((one["id"], one["state"]) for one in self.get("/endpoint", node)),
-            "addresses": sorted(one["ip"] for one in self.get("/ipam", node)["allocations"]),
-            "resting": [one["resting"] for one in self.get("/ipam", node)["ranges"]],
+            "endpoints": sorted(
+                (endpoint["id"], endpoint["state"]) for endpoint in self.get("/endpoint", node)
+            ),
+            "addresses": sorted(
+                allocation["ip"] for allocation in self.get("/ipam", node)["allocations"]
+            ),
+            "resting": [section["resting"] for section in self.get("/ipam", node)["ranges"]],
             "rows": {
                 name: sorted(row[field] for row in self.get(f"/map/{name}", node)["rows"])
                 for name, field in (
@@ -325,11 +332,11 @@ def leaks(names: Sequence[str], before: Mapping[str, object]) -> dict[str, objec
     """Name what labs with these names left behind, and what changed in our own network namespace."""
     found: dict[str, object] = {}
     prefixes = tuple(f"pw.{name}" for name in names)
-    left = [one for one in os.listdir("/run/netns") if one.startswith(prefixes)]
+    left = [name for name in os.listdir("/run/netns") if name.startswith(prefixes)]
     if left:
         found["namespaces"] = left
     for root in (Path("/run/podwire/lab"), Path("/sys/fs/bpf/podwire/lab")):
-        paths = [one for name in names for one in root.glob(f"{name}*")] if root.is_dir() else []
+        paths = [path for name in names for path in root.glob(f"{name}*")] if root.is_dir() else []
         if paths:
             found[str(root)] = paths
     if processes := _list_processes(names):
@@ -344,9 +351,9 @@ def own_namespace() -> dict[str, object]:
     links = json.loads(run("ip", "-j", "link", "show"))
     tables = run("nft", "list", "tables", check=False).splitlines()
     return {
-        "devices": sorted(one["ifname"] for one in links if one["ifname"].startswith("pw")),
+        "devices": sorted(link["ifname"] for link in links if link["ifname"].startswith("pw")),
         "routes": [run("ip", family, "route", "show", "proto", "199") for family in ("-4", "-6")],
-        "tables": [one for one in tables if one.endswith(" podwire")],
+        "tables": [table for table in tables if table.endswith(" podwire")],
     }
 
 
@@ -369,7 +376,7 @@ def _is_orphan(entry: Path, text: str) -> bool:
     if "podwire.lab.serve" not in text or not _sees_our_names(entry):
         return False
     inode = os.stat(entry / "ns" / "net").st_ino
-    return all(os.stat(one).st_ino != inode for one in Path("/run/netns").iterdir())
+    return all(os.stat(path).st_ino != inode for path in Path("/run/netns").iterdir())
 
 
 def _sees_our_names(entry: Path) -> bool:

@@ -115,6 +115,8 @@ class Api:
                 connection.request(method, f"/v1{resource}", body=body)
                 answer = connection.getresponse()
                 text = answer.read()
+                if answer.status == http.client.REQUEST_TIMEOUT:
+                    raise OSError("this machine stood still in the middle of the request")
             except (http.client.HTTPException, OSError):
                 self.close()
                 if attempt == 2:
@@ -161,8 +163,8 @@ class Attached:
 def cni_arguments(pod: Pod) -> dict[str, Any]:
     """Give what a container runtime without Kubernetes would say of a pod."""
     ports = [
-        {"name": one.name, "protocol": _PROTOCOL_NAMES[one.protocol], "port": one.port}
-        for one in pod.ports
+        {"name": port.name, "protocol": _PROTOCOL_NAMES[port.protocol], "port": port.port}
+        for port in pod.ports
     ]
     labels = [{"key": key, "value": value} for key, value in pod.labels.items()]
     return {"args": {"cni": {"labels": labels, "ports": ports, "ips": [pod.ipv4, pod.ipv6]}}}
@@ -210,7 +212,9 @@ class Scene(Closing):
         assert outcome.ok, outcome.document
         assert outcome.addresses == [pod.ipv4, pod.ipv6], outcome.addresses
         [shown] = [
-            one for one in self.api.must("GET", "/endpoint") if one["containerId"] == namespace
+            endpoint
+            for endpoint in self.api.must("GET", "/endpoint")
+            if endpoint["containerId"] == namespace
         ]
         attached = Attached(
             pod,
@@ -238,8 +242,8 @@ class Scene(Closing):
 
     def write(self, documents: Sequence[Mapping[str, Any]]) -> None:
         """Make the store hold exactly these policies, besides what others wrote."""
-        wanted = {_object_path(one): one for one in documents}
-        for path in [one for one in self._applied if one not in wanted]:
+        wanted = {_object_path(document): document for document in documents}
+        for path in [applied for applied in self._applied if applied not in wanted]:
             self.api.must("DELETE", path)
             del self._applied[path]
         changed = [one for path, one in wanted.items() if self._applied.get(path) != one]
@@ -262,7 +266,7 @@ class Scene(Closing):
 
     def _is_enforced(self, revision: int) -> bool:
         rows = self.api.must("GET", "/endpoint")
-        return all(one["policyRevision"] >= revision and one["state"] == "ready" for one in rows)
+        return all(row["policyRevision"] >= revision and row["state"] == "ready" for row in rows)
 
     # Endpoints
 

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from podwire.model.closing import Closing
 from tests.lab.policy_rig import Place
+from tests.packet.frames import crc32c
 from tests.policy_cases import PROTOCOLS, Flow
 
 DEADLINE_S: Final = 15.0
@@ -175,8 +176,8 @@ class Prober(Closing):
         try:
             self._run()
         finally:
-            for one in opened:
-                self._drop_socket(one)
+            for socket_ in opened:
+                self._drop_socket(socket_)
             self._waiting.clear()
         return later
 
@@ -417,8 +418,8 @@ class Prober(Closing):
 
     def close(self) -> None:
         """Close every socket."""
-        for one in list(self._sockets):
-            self._drop_socket(one)
+        for opened in list(self._sockets):
+            self._drop_socket(opened)
         self._selector.close()
         for feed in self._feeds:
             feed.close()
@@ -444,13 +445,3 @@ def sctp_packet(source_port: int, port: int, chunk: int, tag: int) -> bytes:
     body = struct.pack("!BBHIIHHI", chunk, 0, 20, _SCTP_TAG, 65536, 1, 1, 1)
     head = struct.pack("!HHI", source_port, port, tag)
     return head + struct.pack("<I", crc32c(head + bytes(4) + body)) + body
-
-
-def crc32c(data: bytes) -> int:
-    """Compute the checksum of SCTP (RFC 9260, appendix A)."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
-    return crc ^ 0xFFFFFFFF

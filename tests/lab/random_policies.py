@@ -110,7 +110,7 @@ class Maker:
     def _k8s_peer(self) -> Document:
         if self._chance(0.35):
             cidr = self._random.choice(CIDRS)
-            inside = [one for one in CIDRS if one != cidr and _is_inside(one, cidr)]
+            inside = [smaller for smaller in CIDRS if smaller != cidr and _is_inside(smaller, cidr)]
             excepted = self._random.sample(inside, min(len(inside), self._random.randint(0, 2)))
             return {"ipBlock": {"cidr": cidr, "except": excepted}}
         peer: Document = {}
@@ -182,7 +182,7 @@ class Maker:
         subject = self._cilium_selector() if clusterwide else self._selector(LABELS)
         spec: Document = {"endpointSelector": subject}
         sections = ("ingress", "egress", "ingressDeny", "egressDeny")
-        chosen = [one for one in sections if self._chance(0.45)] or ["ingress"]
+        chosen = [section for section in sections if self._chance(0.45)] or ["ingress"]
         for key in chosen:
             side = "from" if key.startswith("ingress") else "to"
             spec[key] = self._some(lambda side=side: self._cilium_rule(side), 1, 3)
@@ -219,7 +219,10 @@ class Maker:
             wanted = {"matchLabels": {"kind": self._random.choice(("near", "far"))}}
             return {"cidrGroupSelector": wanted, "except": excepted}
         cidr = self._random.choice(CIDRS)
-        return {"cidr": cidr, "except": [one for one in excepted if _is_inside(one, cidr)]}
+        return {
+            "cidr": cidr,
+            "except": [smaller for smaller in excepted if _is_inside(smaller, cidr)],
+        }
 
     def _cilium_port(self) -> Document:
         port: Document = {"protocol": self._random.choice((*PROTOCOLS, "ANY"))}

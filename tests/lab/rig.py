@@ -246,6 +246,10 @@ class Rig(Closing):
 
         wait_for(settled, SETTLE_DEADLINE_S, "the node to settle")
 
+    def is_folded(self) -> bool:
+        """Tell whether the journal's database has all that was written."""
+        return not (self.directory / "state" / "journal.db-recent").stat().st_size
+
     def spooled(self) -> list[str]:
         """Names of the DELs that wait."""
         spool = self.directory / "spool"
@@ -382,13 +386,20 @@ class Rig(Closing):
         ]
 
     def read_journal(self) -> dict[int, dict[str, Any]]:
-        """Read the records with nothing but sqlite."""
+        """Read the records without podwire's code: the database, and behind it the lines that it does not have."""
         path = self.directory / "state" / "journal.db"
         if not path.exists():
             return {}
+        lines = path.with_name("journal.db-recent").read_text(encoding="utf-8").splitlines()
         with contextlib.closing(sqlite3.connect(path)) as connection:
             rows = connection.execute("SELECT id, record FROM endpoint").fetchall()
-        return {number: json.loads(record) for number, record in rows}
+            facts = dict(connection.execute("SELECT name, value FROM fact").fetchall())
+        records = {number: json.loads(record) for number, record in rows}
+        for line in lines:
+            number, _, record = line.partition(" ")
+            if int(number) > int(facts.get("recent-records", 0)):
+                records[json.loads(record)["id"]] = json.loads(record)
+        return records
 
     def assert_consistent(self) -> Present:
         """Fail unless kernel, maps, directories and journal tell the same; gives what is there."""
@@ -422,9 +433,9 @@ class Rig(Closing):
             f"directories {sorted(wanted)}",
         )
         if self.is_running():
-            shown = {one["id"]: one for one in self.get("/endpoint")[1]}
+            shown = {endpoint["id"]: endpoint for endpoint in self.get("/endpoint")[1]}
             assert set(shown) == set(records)
-            assert {one["state"] for one in shown.values()} <= {"ready"}, shown
+            assert {endpoint["state"] for endpoint in shown.values()} <= {"ready"}, shown
             check = self.get("/ipam/check")[1]
             assert check["ok"], check
         return present

@@ -101,8 +101,8 @@ class Talk(Closing):
 
     def close(self) -> None:
         """Close both sides."""
-        for one in self._sides.values():
-            one.close()
+        for side in self._sides.values():
+            side.close()
 
 
 _OTHERS: Final = {"client": "server", "server": "client"}
@@ -192,7 +192,7 @@ class Load:
     def _serve(self, target: str, port: int, family: int) -> None:
         place = self._places[target]
         address = (place.address(family), port)
-        if any(one.getsockname()[:2] == address for one in self._sockets):
+        if any(opened.getsockname()[:2] == address for opened in self._sockets):
             return
         server = place.open_socket(family, socket.SOCK_DGRAM)
         self._sockets.append(server)
@@ -287,7 +287,7 @@ class Load:
             self.failure = error
 
     def _is_waiting(self) -> bool:
-        return any(self.tallies[one.name].unanswered for one in self._kinds if one.is_allowed)
+        return any(self.tallies[kind.name].unanswered for kind in self._kinds if kind.is_allowed)
 
     def _send_until_the_end(self) -> None:
         begin_s = time.monotonic()
@@ -324,8 +324,8 @@ class Load:
 
     def close(self) -> None:
         """Close every socket."""
-        for one in self._sockets:
-            one.close()
+        for opened in self._sockets:
+            opened.close()
         self._selector.close()
 
 

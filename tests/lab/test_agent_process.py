@@ -134,7 +134,7 @@ def test_a_stop_is_clean_and_leaves_the_pods(rig: Rig) -> None:
         before.rows,
         before.addresses,
     )
-    run("ip", "netns", "exec", namespace, "ping", "-c1", "-W10", "169.254.1.1")
+    run("ip", "netns", "exec", namespace, "ping", "-c1", "-w60", "169.254.1.1")
 
 
 def test_a_running_agent_reads_its_file_again(rig: Rig) -> None:

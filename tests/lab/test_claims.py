@@ -39,14 +39,14 @@ def lab() -> Iterator[Lab]:
 
 def known(lab: Lab, node: str) -> set[str]:
     """Give the nodes that a node knows."""
-    return {one["name"] for one in lab.get("/node", node)}
+    return {row["name"] for row in lab.get("/node", node)}
 
 
 def change_settings(node: NodePlan, **settings: str) -> None:
     """Give a node's configuration other values."""
     path = node.directory / "agent.toml"
     lines = path.read_text().splitlines()
-    kept = [one for one in lines if one.partition(" = ")[0] not in settings]
+    kept = [line for line in lines if line.partition(" = ")[0] not in settings]
     path.write_text("\n".join([*kept, *(f"{name} = {value}" for name, value in settings.items())]))
 
 
@@ -66,9 +66,9 @@ def undisturbed(lab: Lab) -> Iterator[None]:
                 lost.append(f"{source} -> {target}, packet {sent[index]}")
 
     pairs = [(0, "a", "b"), (1, "b", "a")]
-    threads = [threading.Thread(target=ask, args=one) for one in pairs]
-    for one in threads:
-        one.start()
+    threads = [threading.Thread(target=ask, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
     try:
         wait_for(lambda: min(sent) > 5, "the flow to begin")
         yield
@@ -76,8 +76,8 @@ def undisturbed(lab: Lab) -> Iterator[None]:
         wait_for(lambda: min(sent) > so_far + 50, "the flow to go on")
     finally:
         ended.set()
-        for one in threads:
-            one.join()
+        for thread in threads:
+            thread.join()
     assert not lost, f"{len(lost)} of {sum(sent)} lost: {lost[:5]}"
 
 
@@ -141,7 +141,9 @@ def test_all_settle_on_the_older_claim_when_both_got_in(lab: Lab) -> None:
         labs.heal(lab.name)
         for node in ("node1", "node2", NEWCOMER):
             said = wait_for(
-                lambda node=node: [one for one in warnings(lab, node) if "overlap" in one],  # type: ignore[misc]
+                lambda node=node: [
+                    warning for warning in warnings(lab, node) if "overlap" in warning
+                ],  # type: ignore[misc]
                 f"{node} to report the two",
                 60,
             )

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.lab
 PODWIRE = str(Path(sys.executable).parent / "podwire")
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z")
 
-BUILDING = ("waiting-to-regenerate", "regenerating")
+BUILDING = ("waiting-for-identity", "waiting-to-regenerate", "regenerating")
 PAIRS_MIN, PAIRS_MAX = 9, 60
 LISTS = (
     "endpoint list",
@@ -68,7 +68,7 @@ def lab(pair_lab: Lab) -> Iterator[Lab]:
 @pytest.fixture(scope="module")
 def web(lab: Lab) -> dict[str, Any]:
     """The endpoint of web."""
-    [found] = [one for one in lab.get("/endpoint") if one["pod"] == "web"]
+    [found] = [endpoint for endpoint in lab.get("/endpoint") if endpoint["pod"] == "web"]
     assert isinstance(found, dict)
     return found
 
@@ -133,7 +133,7 @@ def test_lists_over_all_nodes_say_which_node(lab: Lab, command: str) -> None:
         assert lab.cli("node", "list", "-q").lines == names
         rows = lab.cli("node", "list", "--node", "node2", "-o", "json").document
         assert [(row["seenBy"], row["name"]) for row in rows] == [
-            ("node2", one) for one in ("node2", "node1")
+            ("node2", name) for name in ("node2", "node1")
         ]
         assert lab.cli("node", "list", "--node", "node2").lines[0].startswith("NAME ")
         return
@@ -355,7 +355,7 @@ def test_addresses(lab: Lab, web: dict[str, Any]) -> None:
     assert_failed(lab.cli("ipam", "show", "--ip", "10.244.1.250"), 4, "no endpoint has it")
     assert_failed(lab.cli("ipam", "show", "--ip", "x"), 2)
     ranges = lab.cli("ipam", "show", "-o", "json", "--node", "node1").document
-    assert [one["used"] for one in ranges] == [2, 2]
+    assert [section["used"] for section in ranges] == [2, 2]
 
 
 def test_address_check_and_release(lab: Lab, web: dict[str, Any], tmp_path: Path) -> None:
@@ -649,8 +649,8 @@ def test_the_last_flows_are_those_of_a_first_connection(lab: Lab) -> None:
         }
 
     web = lab.get("/endpoint", "node1")
-    [address] = [one["ipv4"] for one in web if one["pod"] == "web"]
-    passed = {("forwarded", "", one, address) for one in ("egress", "ingress")}
+    [address] = [endpoint["ipv4"] for endpoint in web if endpoint["pod"] == "web"]
+    passed = {("forwarded", "", direction, address) for direction in ("egress", "ingress")}
 
     def is_told() -> bool:
         # Anew each time: an endpoint of which much was told in this second is told of no more.

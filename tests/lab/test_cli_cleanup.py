@@ -91,11 +91,11 @@ def test_cleanup_removes_all_that_carries_our_marks_and_only_that(rig: Rig) -> N
     dry = cleanup(rig)
     assert dry.returncode == 2, dry
     promised = json.loads(dry.stdout)["removed"]
-    kinds = sorted(one.split()[0] for one in promised if not one.startswith("/"))
+    kinds = sorted(removal.split()[0] for removal in promised if not removal.startswith("/"))
     # Each pod has a route in both families, and so has the node's block.
     assert kinds == [*["device"] * 2, "nftables", "pins", *["route"] * 6]
-    files = [Path(one).name for one in promised if one.startswith("/")]
-    assert sorted(one for one in files if not one.endswith(SIDE_FILES)) == before["files"]
+    files = [Path(removal).name for removal in promised if removal.startswith("/")]
+    assert sorted(file for file in files if not file.endswith(SIDE_FILES)) == before["files"]
     assert marks(rig) == before
 
     done = cleanup(rig, "--yes")

@@ -57,7 +57,7 @@ def has_interface(namespace: str) -> bool:
 
 
 def assert_reachable(namespace: str) -> None:
-    run("ip", "netns", "exec", namespace, "ping", "-c1", "-W10", "169.254.1.1")
+    run("ip", "netns", "exec", namespace, "ping", "-c1", "-w60", "169.254.1.1")
 
 
 def provoke(rig: Rig, command: str, namespace: str) -> Outcome:
@@ -130,6 +130,38 @@ def test_add_dies_at_every_point(rig: Rig) -> None:
         assert len(visited) < POINTS_MAX
     assert added.ok, added.document
     assert_all_visited(visited, points, ADD_WAISTS)
+
+
+def test_a_fold_of_the_journal_dies_at_every_point(rig: Rig) -> None:
+    """It follows an ADD's answer, so that the pod lives on whatever becomes of it."""
+    kept = keep_a_pod(rig)
+    namespace = rig.make_pod_namespace()
+    visited: list[str] = []
+    while True:
+        rig.start(crash_at=len(visited) + 1, crash_command="FOLD")
+        rig.settle()
+        wait_for(rig.is_folded, 60, "the journal of the start to be folded")
+        rig.arm()
+        added = rig.cni("ADD", VICTIM, namespace)
+        assert added.ok, added.document
+        wait_for(lambda: rig.is_folded() or not rig.is_running(), 60, "the fold")
+        wait_until_over(rig)
+        rig.arm(False)
+        points = rig.crash_points()
+        if rig.is_running():
+            break
+        visited.append(points[-1])
+        rig.start()
+        assert containers(rig) == {KEPT, VICTIM}
+        assert_reachable(namespace)
+        deleted = rig.cni("DEL", VICTIM, namespace)
+        assert deleted.ok, deleted.document
+        rig.settle()
+        assert containers(rig) == {KEPT}
+        assert_reachable(kept)
+        rig.stop()
+        assert len(visited) < POINTS_MAX
+    assert_all_visited(visited, points, ("journal fold", "os.truncate"))
 
 
 def test_del_dies_at_every_point(rig: Rig) -> None:

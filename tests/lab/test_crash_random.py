@@ -77,8 +77,8 @@ class World:
         self.rig.settle()
         present = self.rig.assert_consistent()
         found = {
-            one["key"]["container_id"]: {one["ipv4"], one["ipv6"]}
-            for one in present.records.values()
+            record["key"]["container_id"]: {record["ipv4"], record["ipv6"]}
+            for record in present.records.values()
         }
         assert found == self.alive
 

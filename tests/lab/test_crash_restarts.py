@@ -135,7 +135,7 @@ def test_twenty_restarts_lose_no_packet_and_reset_no_connection(rig: Rig, tmp_pa
             for path, mark in zip(progress, marks, strict=True):
                 wait_for(partial(is_further, path, mark), 30, "the streams to go on")
             rig.start()
-        sent = [one.assert_no_loss() for one in pings]
+        sent = [ping.assert_no_loss() for ping in pings]
         for sender in senders:
             assert sender.finish() == ""
             assert sender.process.returncode == 0

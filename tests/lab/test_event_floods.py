@@ -1,4 +1,4 @@
-"""Whoever makes a node drop packets as fast as he can hides no other pod's drop, and costs the agent little.
+"""A pod that makes a node drop packets as fast as it can hides no other pod's drop, and costs the agent little.
 
 Events are told up to a number each second for each endpoint; what is beyond it is counted as lost (events.h).
 """

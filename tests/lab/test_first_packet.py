@@ -91,5 +91,5 @@ def test_no_first_packet_is_lost(cidrs: Sequence[str], full: bool) -> None:
                 threads.submit(attach_again_and_again, rig, neighbour, worker, count)
                 for worker in range(SIDE_BY_SIDE)
             ]
-            for one in done:
-                one.result()
+            for probe in done:
+                probe.result()

@@ -57,7 +57,11 @@ def talk_to_itself(lab: Lab, address: str) -> bytes:
     packet = build(address, address, frames.udp(4000, 53))
     [link] = json.loads(run("ip", "-n", namespace, "-j", "link", "show", "eth0"))
     neighbours = json.loads(run("ip", "-n", namespace, "-j", "neigh", "show", "dev", "eth0"))
-    gateway = next(one["lladdr"] for one in neighbours if one["dst"] in ("169.254.1.1", "fe80::1"))
+    gateway = next(
+        neighbour["lladdr"]
+        for neighbour in neighbours
+        if neighbour["dst"] in ("169.254.1.1", "fe80::1")
+    )
     with open_socket(lab, socket.AF_PACKET, socket.SOCK_RAW, 0) as packets:
         packets.bind(("eth0", 0))
         packets.send(frames.ethernet(gateway, link["address"], kind, packet))

@@ -1,4 +1,4 @@
-"""Host ports across nodes, and what policies say behind them: who asks is judged as who it is, whatever NAT did.
+"""Host ports across nodes, and what policies say behind them: a client is judged by its own identity, whatever NAT did.
 
 Two nodes, by the tunnel and natively: the pod that serves is on the first, and everybody asks the first node's address.
 """
@@ -131,7 +131,7 @@ def closed(lab: Lab) -> Iterator[Lab]:
 
 def is_closed(lab: Lab) -> bool:
     """Tell whether the pod's ingress is restricted."""
-    [web] = [one for one in lab.get("/endpoint", "node1") if one["pod"] == "web"]
+    [web] = [endpoint for endpoint in lab.get("/endpoint", "node1") if endpoint["pod"] == "web"]
     return bool(web["policyEnforcement"]["ingress"] == "enabled")
 
 

@@ -44,7 +44,7 @@ def members(archive: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
     for layer in read_json(archive, blob(entry))["layers"]:
         file = archive.extractfile(blob(layer))
         with tarfile.open(fileobj=file) as opened:
-            found |= {one.name.rstrip("/"): one for one in opened}
+            found |= {member.name.rstrip("/"): member for member in opened}
     return found
 
 
@@ -70,7 +70,7 @@ def test_it_has_nothing_that_builds_or_installs(
 ) -> None:
     programs = [path for path in members if path.startswith(("usr/bin/", "usr/sbin/", "bin/"))]
     linked = {path for path in programs if members[path].issym()}  # busybox's applets
-    assert not [one for one in set(programs) - linked if PurePosixPath(one).match(name)]
+    assert not [program for program in set(programs) - linked if PurePosixPath(program).match(name)]
 
 
 def test_python_finds_everything_compiled(members: dict[str, tarfile.TarInfo]) -> None:
@@ -89,4 +89,4 @@ def test_python_finds_everything_compiled(members: dict[str, tarfile.TarInfo]) -
 
 
 def test_it_is_small(members: dict[str, tarfile.TarInfo]) -> None:
-    assert sum(one.size for one in members.values() if one.isfile()) < LIMIT_BYTES
+    assert sum(member.size for member in members.values() if member.isfile()) < LIMIT_BYTES

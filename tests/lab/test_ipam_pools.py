@@ -71,13 +71,13 @@ def test_pods_get_addresses_of_blocks_and_keep_them_over_a_restart(
     rig: Rig, store: SqliteStore
 ) -> None:
     given = [add(rig, f"pod{number}") for number in range(16)]
-    flat = [address for one in given for address in one]
+    flat = [address for pair in given for address in pair]
     assert len(set(flat)) == 32
     assert set(claimed_blocks(store).values()) == {rig.name}
     rig.kill()
     rig.start()
     _, shown = rig.get("/ipam")
-    assert sorted(one["ip"] for one in shown["allocations"]) == sorted(flat)
+    assert sorted(allocation["ip"] for allocation in shown["allocations"]) == sorted(flat)
     after = add(rig, "later")
     assert not set(after) & set(flat)
     rig.settle()
@@ -115,7 +115,7 @@ def test_what_is_exhausted_is_named(tmp_path: Path, store: SqliteStore) -> None:
         outcomes = [
             rig.cni("ADD", f"pod{number}", rig.make_pod_namespace()) for number in range(16)
         ]
-    failed = [one for one in outcomes if not one.ok]
+    failed = [outcome for outcome in outcomes if not outcome.ok]
     assert len(failed) == 1
     assert "maxBlocksPerNode" in str(failed[0])
     assert "pool four" in str(failed[0])
@@ -129,19 +129,19 @@ def test_the_command_line_shows_pools_blocks_and_what_is_borrowed(
 
     def used() -> int:
         return sum(
-            one["used"]
-            for one in cli(rig, "show")
-            if one["name"] == "four" and one["of"] == "cluster"
+            row["used"]
+            for row in cli(rig, "show")
+            if row["name"] == "four" and row["of"] == "cluster"
         )
 
     wait_for(lambda: used() == 2, 30, "both addresses to be shown")
     pools = cli(rig, "show")
-    four = next(one for one in pools if one["name"] == "four" and one["of"] == "cluster")
+    four = next(pool for pool in pools if pool["name"] == "four" and pool["of"] == "cluster")
     assert four["capacity"] == 4 * 16 - 1
-    mine = [one for one in pools if one["of"] == rig.name and one["name"] == "four"]
+    mine = [pool for pool in pools if pool["of"] == rig.name and pool["name"] == "four"]
     assert mine[0]["blocksClaimed"] >= 1
     blocks = cli(rig, "show", "--show-blocks")
-    assert {one["pool"] for one in blocks} == {"four", "six"}
+    assert {block["pool"] for block in blocks} == {"four", "six"}
     assert cli(rig, "show", "--ip", "10.99.0.40")[0]["owner"] == "default/fixed"
     wait_for(lambda: cli(rig, "check")["ok"], 30, "everybody to agree")
 

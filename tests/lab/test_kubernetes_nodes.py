@@ -55,21 +55,21 @@ class KubernetesLab(Lab):
     def objects(self, plural: str) -> dict[str, Mapping[str, Any]]:
         """Give podwire's own objects of a kind, by name."""
         found = self.cluster.client.get(f"{OWN}/{plural}")["items"]
-        return {one["metadata"]["name"]: one for one in found}
+        return {item["metadata"]["name"]: item for item in found}
 
     def events(self, reason: str) -> list[str]:
         """Give what Events of a reason say."""
         found = self.cluster.client.get("/api/v1/namespaces/default/events")["items"]
-        return [one["message"] for one in found if one["reason"] == reason]
+        return [item["message"] for item in found if item["reason"] == reason]
 
     def warns(self, text: str, node: str = "node1") -> bool:
         """Tell whether a node's status says something."""
-        return any(text in one for one in self.get("/status", node)["warnings"])
+        return any(text in warning for warning in self.get("/status", node)["warnings"])
 
     def identity_at(self, address: str, node: str) -> int:
         """Give the identity that a node's programs have for an address; 0 = none of its own."""
         rows = self.get("/map/ipcache?limit=1000", node)["rows"]
-        return next((one["identity"] for one in rows if one["prefix"] == f"{address}/32"), 0)
+        return next((row["identity"] for row in rows if row["prefix"] == f"{address}/32"), 0)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_an_identity_that_is_deleted_by_hand_comes_back_under_its_number(
     assert after["metadata"]["uid"] != before["metadata"]["uid"]
     assert after["spec"] == before["spec"]
     assert lab.identity_at(address, "node2") == number
-    assert [one["identity"] for one in lab.get("/endpoint")] == [number]
+    assert [endpoint["identity"] for endpoint in lab.get("/endpoint")] == [number]
 
 
 class Ghosts:
@@ -203,14 +203,14 @@ def test_a_second_agent_of_a_node_waits_and_the_first_tells_of_it(lab: Kubernete
         with undisturbed(lab):
             said = f"process {second.pid}, waits until this one ends"
             wait_for(lambda: lab.warns(said), "the first to name it")
-            wait_for(lambda: any(said in one for one in lab.events("SecondAgent")), "the Event")
+            wait_for(lambda: any(said in event for event in lab.events("SecondAgent")), "the Event")
             text = (node.directory / "second.log").read_text()
             assert "this one waits until it ends" in text
             assert "another agent of this node" in "\n".join(lab_nodes.read_log(node))
             labs.change_agent(lab.name, "node1", "stop")
             wait_for(lambda: lab_nodes.answers(node), "the second to serve")
             assert not lab.warns("waits until this one ends")
-            assert [one["pod"] for one in lab.get("/endpoint")] == ["a"]
+            assert [endpoint["pod"] for endpoint in lab.get("/endpoint")] == ["a"]
     finally:
         second.terminate()
         second.wait()

@@ -73,7 +73,7 @@ def nothing_left(node_lab: Lab) -> Iterator[None]:
 def lab(node_lab: Lab) -> Iterator[Lab]:
     """The shared node; whatever the test attached is ended."""
     yield node_lab
-    for network in {one["network"] for one in node_lab.endpoints().values()}:
+    for network in {endpoint["network"] for endpoint in node_lab.endpoints().values()}:
         config = {"name": network, "cni.dev/valid-attachments": []}
         assert node_lab.cni("GC", config=config).status == 0
 
@@ -93,14 +93,16 @@ def test_add_answers_in_the_asked_version_with_what_the_pod_really_has(
     else:
         found = [ip["address"] for ip in document["ips"]]
         assert all(("version" in ip) == (version < "1.0.0") for ip in document["ips"])
-        names = [one["name"] for one in document["interfaces"]]
+        names = [interface["name"] for interface in document["interfaces"]]
         assert names == [pod.device, "eth0"]
         assert document["interfaces"][1]["sandbox"] == f"/run/netns/{pod.namespace}"
         assert {ip["interface"] for ip in document["ips"]} == {1}
         assert {route["dst"] for route in document["routes"]} == {"0.0.0.0/0", "::/0"}
     assert found == [f"{pod.ipv4}/32", f"{pod.ipv6}/128"]
     inside = json.loads(pod.ip("-j", "addr", "show", "dev", "eth0"))[0]
-    assert {one["local"] for one in inside["addr_info"] if one["scope"] == "global"} == {
+    assert {
+        address["local"] for address in inside["addr_info"] if address["scope"] == "global"
+    } == {
         pod.ipv4,
         pod.ipv6,
     }
@@ -244,7 +246,7 @@ def test_check_names_what_differs(lab: Lab, what: str) -> None:
 
 def test_check_names_a_mark_that_was_changed(lab: Lab) -> None:
     pod = Pod(lab, "marked")
-    alias = next(one["ifalias"] for one in lab.devices() if one["ifname"] == pod.device)
+    alias = next(device["ifalias"] for device in lab.devices() if device["ifname"] == pod.device)
     pod.node_ip("link", "set", pod.device, "alias", "somebody's")
     answer = pod.check()
     pod.node_ip("link", "set", pod.device, "alias", alias)
@@ -338,7 +340,7 @@ def test_several_networks_in_one_container(lab: Lab) -> None:
     assert len(addresses) == 6
     assert lab.cni("GC", config={"name": "backend", "cni.dev/valid-attachments": []}).status == 0
     lab.settled()
-    left = {one["ifName"] for one in lab.list_endpoints()}
+    left = {endpoint["ifName"] for endpoint in lab.list_endpoints()}
     assert left == {"eth0", "net2"}
     assert first.call("DEL", if_name="net2", config={"name": "storage"}).status == 0
 
@@ -679,8 +681,8 @@ def test_many_at_once_get_addresses_of_their_own(lab: Lab) -> None:
         again = [lab.start_cni("ADD", one, netns) for one, netns in namespaces.items()]
         answers = [finish(process) for process in again]
         assert [answer.status for answer in answers] == [0] * len(answers), answers
-        for one in namespaces:
-            assert lab.cni("DEL", one, "").status == 0
+        for namespace in namespaces:
+            assert lab.cni("DEL", namespace, "").status == 0
 
 
 # The caller goes away

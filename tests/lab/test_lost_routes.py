@@ -53,13 +53,13 @@ def list_routes(rig: Rig, family: str, *selector: str) -> set[str]:
 
 
 def test_routes_of_ours_without_an_owner_go_at_a_start(rig: Rig) -> None:
-    before = {one: list_routes(rig, one) for one in ("-4", "-6")}
+    before = {version: list_routes(rig, version) for version in ("-4", "-6")}
     # An agent that runs may look at its routes between two of these, and remove some before they are counted.
     rig.kill()
     for family, route in UNOWNED:
         run("ip", "-n", rig.name, family, "route", "add", "proto", "199", *route.split())
-    there = {one: list_routes(rig, one) for one in ("-4", "-6")}
-    assert sum(len(there[one] - before[one]) for one in before) == len(UNOWNED)
+    there = {version: list_routes(rig, version) for version in ("-4", "-6")}
+    assert sum(len(there[version] - before[version]) for version in before) == len(UNOWNED)
     rig.start()
-    assert {one: list_routes(rig, one) for one in ("-4", "-6")} == before
+    assert {version: list_routes(rig, version) for version in ("-4", "-6")} == before
     rig.assert_consistent()

@@ -16,7 +16,7 @@ TABLE = ("nft", "-s", "list", "table", "inet", "podwire")
 
 def is_watched(rig: Rig) -> bool:
     """Tell whether the agent has looked at its table since it started."""
-    return any(one["name"] == "tables" for one in rig.get("/status")[1]["checks"])
+    return any(check["name"] == "tables" for check in rig.get("/status")[1]["checks"])
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def shown(rig: Rig) -> str:
 def repairs(rig: Rig) -> int:
     """Read how many repairs the agent counts."""
     text = rig.get("/metrics")[1].decode()
-    lines = [one for one in text.splitlines() if one.startswith("podwire_cluster_repairs_total")]
+    lines = [line for line in text.splitlines() if line.startswith("podwire_cluster_repairs_total")]
     return int(float(lines[0].split()[-1])) if lines else 0
 
 
@@ -66,7 +66,7 @@ def test_a_lost_or_changed_table_is_back_within_two_seconds(rig: Rig, change: st
         nft(rig, change)
         wait_for(lambda: shown(rig) == before, WITHIN_S, "the table to be back")
     assert repairs(rig) > counted
-    [line] = [one for one in rig.log_tail(50).splitlines() if "repaired the rules" in one][-1:]
+    [line] = [text for text in rig.log_tail(50).splitlines() if "repaired the rules" in text][-1:]
     assert "keys=" in line
     assert "nft" in line.partition("keys=")[2], "who did it is named"
 
@@ -86,7 +86,7 @@ def test_tables_of_others_may_change_all_the_time(rig: Rig) -> None:
 def warnings(rig: Rig) -> list[str]:
     """Read what `podwire status` warns of that is about our table."""
     found = rig.get("/status")[1]["warnings"]
-    return [one for one in found if "again and again" in one]
+    return [warning for warning in found if "again and again" in warning]
 
 
 def test_who_takes_the_table_away_all_the_time_is_named_until_it_ends(rig: Rig) -> None:

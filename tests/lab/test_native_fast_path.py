@@ -219,9 +219,9 @@ def _address_of(lab: Lab, node: str, version: int) -> str:
     )
     family = "inet" if version == 4 else "inet6"
     return next(
-        str(one["local"])
-        for one in shown[0]["addr_info"]
-        if one["family"] == family and one["scope"] == "global"
+        str(address["local"])
+        for address in shown[0]["addr_info"]
+        if address["family"] == family and address["scope"] == "global"
     )
 
 

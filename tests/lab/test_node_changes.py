@@ -87,5 +87,5 @@ def test_another_address_of_a_node_is_followed_by_all_others(lab: Lab) -> None:
 
 def outer_address(lab: Lab, node: str, target: str) -> str:
     """Ask a node where it sends tunnel packets for another."""
-    [found] = [one for one in lab.get("/node", node) if one["name"] == target]
+    [found] = [row for row in lab.get("/node", node) if row["name"] == target]
     return str(found["outer"])

@@ -74,7 +74,7 @@ def settled(lab: Lab) -> None:
     names = {node.name for node in lab.state.plan.nodes}
     for node in sorted(names):
         wait_for(
-            lambda node=node: {one["name"] for one in lab.get("/node", node)} == names,  # type: ignore[misc]
+            lambda node=node: {row["name"] for row in lab.get("/node", node)} == names,  # type: ignore[misc]
             f"{node} to see every node",
         )
 
@@ -115,7 +115,7 @@ def lab(cluster: Lab) -> Iterator[Lab]:
 def apply(lab: Lab, tmp_path: Path, *documents: Mapping[str, Any]) -> None:
     """Apply objects, and wait until every node has them in force."""
     path = tmp_path / "objects.json"
-    path.write_text("\n---\n".join(json.dumps(one) for one in documents))
+    path.write_text("\n---\n".join(json.dumps(document) for document in documents))
     said = lab.cli("apply", "-f", str(path))
     assert said.code == 0, said.err
     for node in lab.state.plan.nodes:
@@ -340,7 +340,7 @@ def test_a_node_that_vanishes_while_another_is_away_is_forgotten(tmp_path: Path)
         assert said.code == 0, said.err
         labs.change_agent(lab.name, "node1", "start")
         wait_for(
-            lambda: {one["name"] for one in lab.get("/node", "node1")} == {"node1", "node2"},
+            lambda: {node["name"] for node in lab.get("/node", "node1")} == {"node1", "node2"},
             "node3 to be forgotten",
         )
         routes = run("ip", "-n", lab.node("node1").namespace, "route", "show", "proto", "199")

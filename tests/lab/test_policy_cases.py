@@ -59,7 +59,7 @@ def test_packets_meet_what_the_table_says(scene: Scene, prober: Prober, case: Ca
         for family in case.families
         if flow.exists_in(family)
     )
-    faults = {str(one): found for one in attempts if (found := find_faults(case, one))}
+    faults = {str(attempt): found for attempt in attempts if (found := find_faults(case, attempt))}
     assert not faults, explain(scene, case, attempts, faults)
 
 
@@ -69,9 +69,9 @@ def explain(
     """Show what went wrong, the policies, and what the programs held."""
     ends = {
         name
-        for one in attempts
-        if str(one) in faults
-        for name in (one.flow.source, one.flow.target)
+        for attempt in attempts
+        if str(attempt) in faults
+        for name in (attempt.flow.source, attempt.flow.target)
         if name in PODS
     }
     shown = [line for found in faults.values() for line in found]
@@ -89,8 +89,11 @@ def find_faults(case: Case, attempt: Attempt) -> list[str]:
     policies, groups = decode_case(case)
     decided = evaluate_flow(policies, groups, ask(case, attempt.flow, attempt.family))
     denial = find_denial(decided)
-    named = {(one["kind"], one["namespace"], one["name"]) for one in attempt.event["policies"]}
-    meant = {(one.policy.kind, one.policy.namespace, one.policy.name) for one in denial.rules}
+    named = {
+        (policy["kind"], policy["namespace"], policy["name"])
+        for policy in attempt.event["policies"]
+    }
+    meant = {(rule.policy.kind, rule.policy.namespace, rule.policy.name) for rule in denial.rules}
     if len(meant) == 1 and named != meant:
         return [f"wanted the drop of {meant}: {attempt.told}"]
     return [] if named <= meant else [f"wanted the drop of one of {meant}: {attempt.told}"]
@@ -98,4 +101,4 @@ def find_faults(case: Case, attempt: Attempt) -> list[str]:
 
 def find_denial(decided: FlowDecision) -> Decision:
     """Give the decision that a packet meets first."""
-    return next(one for one in (decided.egress, decided.ingress) if one and not one.passes)
+    return next(half for half in (decided.egress, decided.ingress) if half and not half.passes)

@@ -104,8 +104,8 @@ def assert_failed(said: Said, code: int, *expected: str) -> None:
     assert (said.code, said.out) == (code, ""), said
     first, second = said.err.splitlines()
     assert (first[:7], second[:6]) == ("error: ", "hint: "), said.err
-    for one in expected:
-        assert one in said.err, said.err
+    for part in expected:
+        assert part in said.err, said.err
 
 
 def reach(lab: Lab, source: str, timeout_s: float = REFUSED_AFTER_S) -> list[bool]:
@@ -354,17 +354,23 @@ def test_a_policy_is_listed_by_both_nodes_with_whom_it_selects(closed: Lab) -> N
     assert len(closed.cli("policy", "list", "--node", "node2", "--no-headers").lines) == 1
 
 
+def identity_of(lab: Lab, pod: str) -> int:
+    """Give the number of a pod's labels."""
+    return int(lab.cli("endpoint", "get", pod, "-o", "json").document["identity"])
+
+
 def proxy_identity(lab: Lab) -> int:
     """Give the number of the proxies' labels."""
-    return int(lab.cli("endpoint", "get", "proxy", "-o", "json").document["identity"])
+    return identity_of(lab, "proxy")
 
 
 def test_selectors_tell_whom_they_select_now(closed: Lab) -> None:
-    number = proxy_identity(closed)
+    # One key may get two numbers after a race in which the watch was slow (docs/identity.md).
+    numbers = sorted({identity_of(closed, pod) for pod in ("proxy", "far")})
     rows = closed.cli("policy", "selectors", "--node", "node1", "-o", "json").document
     [row] = [row for row in rows if "app=proxy" in row["selector"]]
-    assert (row["users"], row["identities"]) == (1, [number])
-    assert any(line[-1] == str(number) for line in words(closed.cli("policy", "selectors")))
+    assert (row["users"], row["identities"]) == (1, numbers)
+    assert any(line[-1] == str(numbers[-1]) for line in words(closed.cli("policy", "selectors")))
 
 
 @pytest.mark.parametrize("endpoint", ["db", "default/db", "pod-name:default/db", "ipv4:ADDRESS"])
@@ -540,7 +546,7 @@ def test_endpoint_get_tells_what_is_enforced_in_each_direction(lab: Lab) -> None
     )
     revision = apply(lab, text=egress)
     wait_seen("disabled", "enabled", revision)
-    [told] = [one for one in words(lab.cli("endpoint", "get", "db")) if one[0] == "policyRevision:"]
+    [told] = [row for row in words(lab.cli("endpoint", "get", "db")) if row[0] == "policyRevision:"]
     assert int(told[1]) >= revision
     assert ["in", "disabled,", "out", "enabled"] in [
         line[-5:-1] for line in words(lab.cli("endpoint", "list"))
@@ -559,7 +565,7 @@ def test_pods_of_two_nodes_with_the_same_labels_have_one_identity(lab: Lab) -> N
     ]
     document = lab.cli("identity", "get", str(number), "-o", "json").document
     assert document["endpoints"] == 2
-    assert sorted(one.partition("/")[0] for one in document["endpointIds"]) == ["node1", "node2"]
+    assert sorted(path.partition("/")[0] for path in document["endpointIds"]) == ["node1", "node2"]
     text = lab.cli("identity", "get", str(number)).lines
     assert text[0] == f"identity {number}, cluster, used"
     assert "  cni:app=proxy" in text

@@ -1,4 +1,4 @@
-"""A policy that does not fit: what was in force stays, who needs it is told, and everything recovers.
+"""A policy that does not fit: what was in force stays, people are told, and everything recovers.
 
 The node has room for a handful of entries. What "in force" means is shown by packets, and what "nothing is left" means
 by other tools.
@@ -85,7 +85,9 @@ def assert_flows(scene: Scene, flows: Sequence[Any]) -> None:
     with Prober(scene.places, str(scene.node.directory / "api.sock")) as prober:
         attempts = prober.play((flow, family) for flow in flows for family in (4, 6))
     wanted = {True: Fate.PASSED, False: Fate.DENIED}
-    wrong = [one.told for one in attempts if one.fate is not wanted[one.flow.allowed]]
+    wrong = [
+        attempt.told for attempt in attempts if attempt.fate is not wanted[attempt.flow.allowed]
+    ]
     assert not wrong, "\n".join([*wrong, scene.entries(SUBJECT)])
 
 
@@ -125,7 +127,7 @@ def add(scene: Scene, namespace: str, pod: Pod) -> Outcome:
 def test_what_was_in_force_stays_and_the_endpoint_says_why(scene: Scene) -> None:
     assert_flows(scene, BEFORE)
     log = scene.api.must("GET", f"/endpoint/{scene.pods[SUBJECT].endpoint}/log")
-    causes = [one["cause"] for one in log if one["new"] == "not-ready"]
+    causes = [change["cause"] for change in log if change["new"] == "not-ready"]
     assert "200 new entries" in causes[0]
     assert "NetworkPolicy blue/big" in causes[0]
     wait_for(
@@ -134,7 +136,7 @@ def test_what_was_in_force_stays_and_the_endpoint_says_why(scene: Scene) -> None
     [told] = scene.api.must("GET", "/status")["policy"]["notInForce"]
     assert "NetworkPolicy blue/big" in told
     assert f"of {ROOM} are in use" in told
-    problems = {one["name"]: one["problem"] for one in scene.api.must("GET", "/policy")}
+    problems = {policy["name"]: policy["problem"] for policy in scene.api.must("GET", "/policy")}
     assert "200 new entries" in problems["big"]
 
 
@@ -226,7 +228,7 @@ def test_a_restart_keeps_what_was_in_force_and_recovers_too(scene: Scene) -> Non
 
 def test_the_maps_real_capacity_is_shown(scene: Scene) -> None:
     def shown() -> tuple[int, int]:
-        [row] = [one for one in scene.api.must("GET", "/map") if one["name"] == "policy"]
+        [row] = [table for table in scene.api.must("GET", "/map") if table["name"] == "policy"]
         return row["maxEntries"], row["entries"]
 
     wait_for(lambda: shown() == (ROOM, 1), DEADLINE_S, "the entry of the small policy alone")

@@ -277,7 +277,7 @@ class Run:
         """Take policies away as long as a flow like this one is decided differently without them."""
         kept = list(self.documents)
         for document in self.documents:
-            fewer = [one for one in kept if one is not document]
+            fewer = [other for other in kept if other is not document]
             if self._differs_under(fewer, flow):
                 kept = fewer
         self._differs_under(kept, flow)
@@ -293,7 +293,11 @@ class Run:
         """What was denied was dropped for that reason; the pods' own chatter is the kernel's."""
         after = self.hooks.count_drops()
         dropped = {reason: after[reason] - before.get(reason, 0) for reason in after}
-        dropped = {one: dropped[one] for one in dropped if dropped[one] and one not in CHATTER}
+        dropped = {
+            reason: dropped[reason]
+            for reason in dropped
+            if dropped[reason] and reason not in CHATTER
+        }
         expected = {DropReason.POLICY: denied} if denied else {}
         if dropped != expected:
             self.wrong.append((f"dropped {dropped}, not {expected}", None))

@@ -186,7 +186,9 @@ class Changer:
 
     def __init__(self, scene: Scene, random: Random) -> None:
         self._scene, self._random = scene, random
-        self._policies = {one["metadata"]["name"]: one for one in (CLOSED, DENIALS, SHAPES[0])}
+        self._policies = {
+            shape["metadata"]["name"]: shape for shape in (CLOSED, DENIALS, SHAPES[0])
+        }
         self.count = 0
         scene.enforce(list(self._policies.values()))
 
@@ -213,7 +215,7 @@ class Changer:
         elif kind == 1 and self._policies["shape"] is not OPEN_SHAPE:
             self._toggle(DENIALS)
         else:
-            others = [one for one in SHAPES if one is not self._policies["shape"]]
+            others = [shape for shape in SHAPES if shape is not self._policies["shape"]]
             if "denials" in self._policies:
                 others.append(OPEN_SHAPE)
             self._policies["shape"] = self._random.choice(others)
@@ -261,12 +263,12 @@ def run_under_load(scene: Scene, changer: Changer, act: Callable[[], None]) -> N
         in_force = hooks.read_revision(scene.pods["blue/a"]) - revision
     told = f"{changer.count} changes, {in_force} revisions, {load.echoed_bytes} bytes of TCP"
     print(f"{told}\n{load.describe()}")
-    allowed = [load.tallies[one.name] for one in kinds if one.is_allowed]
-    denied = [load.tallies[one.name] for one in kinds if not one.is_allowed]
-    assert not any(one.unanswered for one in allowed), load.describe()
-    assert not any(one.arrived for one in denied), load.describe()
+    allowed = [load.tallies[kind.name] for kind in kinds if kind.is_allowed]
+    denied = [load.tallies[kind.name] for kind in kinds if not kind.is_allowed]
+    assert not any(tally.unanswered for tally in allowed), load.describe()
+    assert not any(tally.arrived for tally in denied), load.describe()
     assert dropped[DropReason.POLICY] - dropped_before.get(DropReason.POLICY, 0) == sum(
-        one.sent for one in denied
+        tally.sent for tally in denied
     ), "an allowed packet was dropped, or a denied one was not"
     assert load.echoed_bytes > 1_000_000
     assert in_force > changer.count / 10, told
@@ -407,7 +409,7 @@ def test_open_flows_live_on_when_another_rule_takes_over(scene: Scene, protocol:
 
 def test_flows_stop_within_a_second_of_the_change() -> None:
     """Looks at what the tests above measured."""
-    print(f"seconds until each cut: {[round(one, 3) for one in sorted(cuts_s)]}")
+    print(f"seconds until each cut: {[round(cut_s, 3) for cut_s in sorted(cuts_s)]}")
     if not cuts_s:
         pytest.skip("no test that cuts flows ran before this one")
     assert statistics.median(cuts_s) < CUT_S, cuts_s

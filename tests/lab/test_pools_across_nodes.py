@@ -36,9 +36,9 @@ def kept_addresses(lab: Lab, pod: str) -> list[str]:
     blocks = lab.cli("get", "ipblocks", "-o", "json").document["items"]
     return [
         str(ipaddress.ip_address(block["spec"]["kept"][0].partition("-")[0]))
-        for one in labs.find_addresses(lab.state, pod)
+        for address in labs.find_addresses(lab.state, pod)
         for block in blocks
-        if ipaddress.ip_address(one) in ipaddress.ip_network(block["spec"]["cidr"])
+        if ipaddress.ip_address(address) in ipaddress.ip_network(block["spec"]["cidr"])
     ]
 
 
@@ -94,9 +94,9 @@ def test_every_address_of_small_blocks_works_as_a_pods(small_blocks: tuple[Lab, 
     for number in range(3):
         for node in ("node1", "node2"):
             labs.run(lab.name, f"pod{number}-{node}", node)
-    found = [ipaddress.ip_address(one) for pod in lab.state.pods for one in pod.addresses]
+    found = [ipaddress.ip_address(address) for pod in lab.state.pods for address in pod.addresses]
     if length == 30:  # the first and the last ones, too
-        assert {int(one) % 4 for one in found} == {0, 2, 3}
+        assert {int(address) % 4 for address in found} == {0, 2, 3}
     wait_for(lambda: not failures(lab), "everybody to reach everybody", 60)
     labs.remove(lab.name, "pod0-node1")
     labs.run(lab.name, "again", "node1")

@@ -18,6 +18,7 @@ from podwire.control.documents.apply import apply_documents
 from podwire.kernel import netns
 from podwire.lab import etcd, labs, traffic
 from podwire.lab.topology import UNDERLAYS
+from podwire.model.errors import Unavailable
 from podwire.model.store import ObjectKey, Store, StoredObject
 from podwire.store.open import open_store
 from tests.lab.labrig import Lab
@@ -28,6 +29,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
 
 LIAR: Final = "node3"
 OTHERS: Final = ("node1", "node2")
+ATTEMPTS: Final = 5
 _T = TypeVar("_T")
 
 
@@ -55,7 +57,7 @@ class Lie:
             spec["addresses"] = list(self.addresses) or spec["addresses"]
         else:
             spec["sequence"] += 1000
-            spec["others"] = [f"{one}=70000" for one in self.pods]
+            spec["others"] = [f"{pod}=70000" for pod in self.pods]
         return document
 
 
@@ -101,18 +103,21 @@ def lab() -> Iterator[Lab]:
 def identities(lab: Lab, node: str) -> int:
     """Tell how many addresses of other nodes' pods a node knows, its own among them."""
     rows = lab.get("/map/ipcache?limit=1000", node)["rows"]
-    return sum(one["prefix"].endswith("/32") for one in rows)
+    return sum(row["prefix"].endswith("/32") for row in rows)
 
 
 def ask_store(lab: Lab, action: Callable[[Store], _T]) -> _T:
-    """Do something with the lab's etcd, where it is reached."""
+    """Do something with the lab's etcd, where it is reached; again, where a machine stood still meanwhile."""
 
     def ask() -> _T:
         with contextlib.closing(open_store(lab.state.plan.store_url)) as store:
             return action(store)
 
     with netns.open_namespace(netns.named_path(lab.state.plan.underlay_namespace)) as there:
-        return netns.run_in(there.fileno(), ask)
+        for _ in range(ATTEMPTS):
+            with contextlib.suppress(Unavailable):
+                return netns.run_in(there.fileno(), ask)
+    raise AssertionError("the lab's etcd does not answer")
 
 
 def read(store: Store, key: ObjectKey) -> StoredObject:
@@ -130,9 +135,9 @@ def told(lab: Lab, lie: Lie) -> Iterator[None]:
 
     def write(change: Callable[[str, Mapping[str, Any]], dict[str, Any]]) -> None:
         def write_all(store: Store) -> None:
-            for one in truth:
-                now = read(store, one.key)
-                document = change(one.key.kind, one.document)
+            for stored in truth:
+                now = read(store, stored.key)
+                document = change(stored.key.kind, stored.document)
                 store.update(msgspec.structs.replace(now, document=document))
 
         ask_store(lab, write_all)
@@ -149,7 +154,7 @@ def told(lab: Lab, lie: Lie) -> Iterator[None]:
 def blamed(lab: Lab, node: str) -> list[str]:
     """Give what a node's status says about the liar, but that its agent does not live."""
     found = lab.get("/status", node)["warnings"]
-    return [one for one in found if LIAR in one and "no agent is alive" not in one]
+    return [warning for warning in found if LIAR in warning and "no agent is alive" not in warning]
 
 
 def way_to(lab: Lab, node: str, target: str) -> str:
@@ -175,14 +180,16 @@ def test_a_lie_redirects_nobody_and_the_liar_is_named(lab: Lab, lie: Lie) -> Non
             assert way_to(lab, node, lie.target) == before[node]
             assert row_of(lab, node, lie.target) == rows[node]
             said = wait_for(lambda node=node: blamed(lab, node), f"{node} to name {LIAR}")  # type: ignore[misc]
-            assert any(lie.target in one or one_of(lie.ranges, one) for one in said), said
+            assert any(lie.target in warning or one_of(lie.ranges, warning) for warning in said), (
+                said
+            )
         # Whoever says of itself that it is elsewhere is not reached; nobody else loses anything.
         assert_all_is_well(lab, with_liar=not lie.addresses)
 
 
 def one_of(texts: tuple[str, ...], line: str) -> bool:
     """Tell whether a line has one of some texts."""
-    return any(one in line for one in texts)
+    return any(text in line for text in texts)
 
 
 def row_of(lab: Lab, node: str, address: str) -> object:
@@ -191,7 +198,7 @@ def row_of(lab: Lab, node: str, address: str) -> object:
     rows = lab.get("/map/ipcache?limit=1000", node)["rows"]
     wanted = {f"{address}/{length}", "8.0.0.0/8", host(248) + "/29"}
     return sorted(
-        (one["prefix"], one["identity"], one["node"]) for one in rows if one["prefix"] in wanted
+        (row["prefix"], row["identity"], row["node"]) for row in rows if row["prefix"] in wanted
     )
 
 
@@ -204,7 +211,7 @@ def assert_all_is_well(lab: Lab, *, with_liar: bool) -> None:
             assert traffic.ping(namespace, address, timeout_s=5).ok, (source, target, address)
     for node in OTHERS:
         assert traffic.ping(lab.node(node).namespace, host(250), timeout_s=5).ok
-        checks = {one["name"]: one["ok"] for one in lab.get("/status", node)["checks"]}
+        checks = {check["name"]: check["ok"] for check in lab.get("/status", node)["checks"]}
         assert checks["store"], checks
 
 

@@ -72,9 +72,9 @@ def known(lab: Lab, node: str) -> list[tuple[str, int, str, list[str]]]:
     """Give what a node says of the service: address, port, protocol, back ends."""
     return [
         (port["address"], port["port"], port["protocol"], sorted(port["backEnds"]))
-        for one in lab.get("/service", node)
-        if one["translated"]
-        for port in one["ports"]
+        for shown in lab.get("/service", node)
+        if shown["translated"]
+        for port in shown["ports"]
     ]
 
 
@@ -281,8 +281,8 @@ def test_a_pod_keeps_its_back_end_while_there_is_affinity(lab: Lab) -> None:
     for vip in VIPS:
         for udp in (False, True):
             said = [ask(lab, vip, udp=udp) for _ in range(12)]
-            assert all(one.ok for one in said)
-            assert len({one.answer.split()[0] for one in said}) == 1
+            assert all(answer.ok for answer in said)
+            assert len({answer.answer.split()[0] for answer in said}) == 1
     apply(lab, service([("tcp", PORT), ("udp", PORT), ("tcp", EMPTY)]))
     wait_for(lambda: has_affinity(False), "no affinity")
     wait_for(lambda: len({ask(lab, VIPS[0]).answer.split()[0] for _ in range(8)}) == 2, "both")
@@ -378,7 +378,7 @@ def test_a_trace_to_a_service_judges_each_back_end(lab: Lab) -> None:
     restrict(lab, "near")
     said = trace()
     assert (said.code, said.document["verdict"]) == (1, "partly")
-    verdicts = {one["pod"]: one["verdict"] for one in said.document["backEnds"]}
+    verdicts = {back_end["pod"]: back_end["verdict"] for back_end in said.document["backEnds"]}
     assert verdicts == {"default/near": "allowed", "": "denied"}  # the far one is not of this node
     restrict(lab, "client")
     assert (trace().code, trace().document["verdict"]) == (1, "denied")

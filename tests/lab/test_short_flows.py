@@ -68,7 +68,9 @@ def scene() -> Iterator[Scene]:
         with Prober(made.places, str(made.node.directory / "api.sock")) as prober:
             attempts = prober.play((flow, 4) for flow in (*OPEN, *CLOSED))
         wanted = {True: Fate.PASSED, False: Fate.DENIED}
-        assert not [one.told for one in attempts if one.fate is not wanted[one.flow.allowed]]
+        assert not [
+            attempt.told for attempt in attempts if attempt.fate is not wanted[attempt.flow.allowed]
+        ]
         yield made
 
 

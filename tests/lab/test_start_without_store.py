@@ -93,7 +93,7 @@ class World:
         assert status < 300, found
 
     def check(self, name: str) -> dict[str, Any]:
-        [found] = [one for one in self.rig.get("/status")[1]["checks"] if one["name"] == name]
+        [found] = [shown for shown in self.rig.get("/status")[1]["checks"] if shown["name"] == name]
         assert isinstance(found, dict)
         return found
 
@@ -102,8 +102,8 @@ class World:
 
     def close(self) -> None:
         self.free_store()
-        for one in self.listeners:
-            one.close()
+        for listener in self.listeners:
+            listener.close()
 
 
 def _place(namespace: str, address: str) -> Place:

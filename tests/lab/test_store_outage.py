@@ -84,7 +84,7 @@ def agrees(lab: Lab) -> bool:
     for node in NODES:
         if lab.cli("ipam", "check", "--node", node).code:
             return False
-        if any(not one["alive"] for one in lab.get("/node", node)):
+        if any(not row["alive"] for row in lab.get("/node", node)):
             return False
     there = {address for pod in lab.state.pods for address in pod.addresses}
     counts = holders(lab)

@@ -57,7 +57,7 @@ def list_policies(scene: Scene) -> list[dict[str, Any]]:
 
 def wait_for_state(scene: Scene, state: str) -> None:
     def is_there() -> bool:
-        return [one["state"] for one in list_policies(scene)] == [state]
+        return [policy["state"] for policy in list_policies(scene)] == [state]
 
     wait_for(is_there, DEADLINE_S, f"a policy that is {state}")
     scene.wait_enforced(0)
@@ -67,7 +67,7 @@ def play(scene: Scene, flows: str, *, allowed: bool) -> list[Any]:
     with Prober(scene.places, str(scene.node.directory / "api.sock")) as prober:
         attempts = list(prober.play((flow, 4) for flow in parse_flows(flows, allowed=allowed)))
     wanted = Fate.PASSED if allowed else Fate.DENIED
-    wrong = [one.told for one in attempts if one.fate is not wanted]
+    wrong = [attempt.told for attempt in attempts if attempt.fate is not wanted]
     assert not wrong, wrong
     return attempts
 
@@ -85,14 +85,14 @@ def test_packets_stop_and_the_drop_names_the_policy(scene: Scene) -> None:
     wait_for_state(scene, "closed")
     for _ in range(2):
         attempts = play(scene, "b>a:80/tcp a>server:80/tcp client>a:80/tcp", allowed=False)
-        for one in attempts:
-            assert [(told["name"], told["rule"]) for told in one.event["policies"]] == [
+        for attempt in attempts:
+            assert [(told["name"], told["rule"]) for told in attempt.event["policies"]] == [
                 ("odd", "unenforceable")
             ]
         play(scene, "b>c:80/tcp c>server:80/tcp host>a:80/tcp", allowed=True)
         restart(scene)
         wait_for_state(scene, "closed")
-    [warning] = [one for one in scene.api.must("GET", "/status")["warnings"] if "odd" in one]
+    [warning] = [text for text in scene.api.must("GET", "/status")["warnings"] if "odd" in text]
     assert "spec.level is an unknown field" in warning
     assert "podwire delete networkpolicies odd -n blue" in warning
     asked = {"from": "pod:blue/b", "to": "pod:blue/a", "port": "80/tcp"}

@@ -65,7 +65,7 @@ def test_damage_in_the_store_changes_nothing_and_stops_nothing(lab: Lab, tmp_pat
     apply(lab, tmp_path, ingress_from("proxy"))
     holds(lab, "proxy", "db", True)
     holds(lab, "other", "db", False)
-    identity = next(one["identity"] for one in lab.list_endpoints("node2"))
+    identity = next(endpoint["identity"] for endpoint in lab.list_endpoints("node2"))
     damaged = [
         ("networkpolicies/default/db-only-from", "networkpolicies default/db-only-from"),
         (f"identities/_/{identity}", f"identities {identity}"),

@@ -34,6 +34,12 @@ SYN: Final = 0x02
 RST: Final = 0x04
 ACK: Final = 0x10
 
+INIT: Final = 1
+INIT_ACK: Final = 2
+ABORT: Final = 6
+COOKIE_ECHO: Final = 10
+"""Chunks of SCTP."""
+
 BROADCAST: Final = "ff:ff:ff:ff:ff:ff"
 DONT_FRAGMENT: Final = 0x4000
 MORE_FRAGMENTS: Final = 0x2000
@@ -100,11 +106,21 @@ def udp(source: int, destination: int, payload: bytes = b"payload!") -> Segment:
     return Segment(UDP, header + payload, 6)
 
 
-def sctp(source: int, destination: int) -> Segment:
-    """Make an SCTP packet with an INIT chunk (its CRC is nobody's business here)."""
-    return Segment(
-        SCTP, struct.pack("!HHII", source, destination, 0, 0) + b"\1\0\0\x14" + bytes(16)
-    )
+def sctp(source: int, destination: int, chunk: int = INIT, body: bytes = bytes(16)) -> Segment:
+    """Make an SCTP packet with one chunk."""
+    head = struct.pack("!HHI", source, destination, 0)
+    data = struct.pack("!BBH", chunk, 0, 4 + len(body)) + body
+    return Segment(SCTP, head + struct.pack("<I", crc32c(head + bytes(4) + data)) + data)
+
+
+def crc32c(data: bytes) -> int:
+    """Compute the checksum of SCTP (RFC 9260, appendix A)."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
 
 
 def icmp(kind: int, code: int, rest: int = 0, payload: bytes = b"") -> Segment:

@@ -5,9 +5,12 @@ an empty memory; `Outcome` is what a test run came to. Devices are pairs in a na
 runs want an index that exists; nothing is attached to them here.
 """
 
+import contextlib
 import errno
 import functools
 import ipaddress
+import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,13 +22,14 @@ from podwire.datapath.abi import Action, ConfigFlags, Direction, DropReason, Ipc
 from podwire.datapath.maps import mac_bytes, split_metrics_index, to_mapped, to_prefix_key
 from podwire.datapath.policy_maps import pack_key
 from podwire.kernel import bpf, netns
-from podwire.kernel.bpf_object import BpfObject
+from podwire.kernel.bpf_object import BpfObject, MapShape
 from podwire.kernel.bpf_program import Packet, Program
 from podwire.kernel.bpf_ring import RingReader
 from podwire.kernel.fd import Fd
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.rtnl.link import LinkEnd, create_veth
 from podwire.model.policy import PolicyEntry, PolicyKey
+from tests.empty_maps import changed_rows, zero_rows
 from tests.packet import frames
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -40,6 +44,19 @@ NEW_FLOW_RATE: Final = 1 << 20
 GATEWAY_4: Final = "169.254.1.1"
 GATEWAY_6: Final = "fe80::1"
 GSO_BY_FRAGMENTS: Final = 0xFFFF
+FLOOD_TIMES: Final = 2 if "PODWIRE_GUEST" in os.environ else 4
+"""How many times the room for new flows a flood has: an emulated machine needs milliseconds for each packet."""
+FEW_ROWS: Final = {
+    "pw_hits": 4096,
+    "pw_nodes": 256,
+    "pw_node_numbers": 1024,
+    "pw_service_list": 4096,
+    "pw_back_ends": 4096,
+    "pw_affinity": 4096,
+}
+"""Rows that hashes of the rig have room for: to find one empty, each of its buckets is looked at before every test."""
+NODE_ROWS: Final[Mapping[str, int]] = {}
+"""As the programs declare it."""
 ALLOW: Final = ConfigFlags.OPEN | ConfigFlags.HOST_ALLOWED
 ZERO: Final = bytes(4)
 
@@ -174,6 +191,25 @@ class Rig:
     shards: list[bpf.Map]
     new_flows: bpf.Map
     events: RingReader
+    visitor: int = 0
+    """The thread that is in `namespace` anyway."""
+
+    @contextmanager
+    def visited(self) -> Iterator["Rig"]:
+        """Keep the calling thread in the devices' namespace until the block ends: to go there and back for each packet
+        costs more than the packet.
+        """
+        with netns.namespace(self.namespace.fileno()):
+            self.visitor = threading.get_ident()
+            try:
+                yield self
+            finally:
+                self.visitor = 0
+
+    def _visit(self) -> contextlib.AbstractContextManager[None]:
+        if self.visitor == threading.get_ident():
+            return contextlib.nullcontext()
+        return netns.namespace(self.namespace.fileno())
 
     def reset(self) -> None:
         """Put every row back and forget every flow."""
@@ -195,6 +231,7 @@ class Rig:
         ):
             self.maps[name].clear()
         zero_rows(self.maps["pw_metrics"])
+        zero_rows(self.maps["pw_shard_fill"])
         self.maps["pw_strangers"].update(ZERO, bytes(abi.USAGE_VALUE_BYTES))
         for shard in (*self.shards, self.new_flows):
             shard.clear()
@@ -206,7 +243,7 @@ class Rig:
 
     def forget_stack_ports(self) -> None:
         """Forget by which ports pods have asked through the stack; costs more than the rest of `reset`."""
-        zero_rows(self.maps["pw_stack_ports"])
+        zero_rows(self.maps["pw_stack_cells"])
 
     def forget_fragments(self) -> None:
         """Empty every set that has something in it."""
@@ -299,7 +336,7 @@ class Rig:
             gso_segs=gso_segs,
         )
         self.maps["pw_decision"].update(ZERO, bytes(abi.DECISION_BYTES))
-        with netns.namespace(self.namespace.fileno()):
+        with self._visit():
             result = self.programs[hook].run(packet)
         raw = self.maps["pw_decision"].lookup(ZERO)
         assert raw is not None
@@ -321,7 +358,7 @@ class Rig:
     def flood(self, endpoint: Endpoint, packet: bytes, count: int) -> None:
         """Let an endpoint send a packet so often, as fast as the kernel can; it must not be changed on its way."""
         frame = Packet(endpoint.frame(packet), ifindex=endpoint.ifindex)
-        with netns.namespace(self.namespace.fileno()):
+        with self._visit():
             self.programs["from_pod"].run(frame, repeat=count)
 
     def pour(
@@ -329,7 +366,7 @@ class Rig:
     ) -> None:
         """Run a program over many frames at a device, and look at no outcome."""
         program = self.programs[hook]
-        with netns.namespace(self.namespace.fileno()):
+        with self._visit():
             for frame in packets:
                 program.run(Packet(frame, ifindex=ifindex, ingress_ifindex=ingress_ifindex))
 
@@ -361,6 +398,16 @@ class Rig:
         with ExitStack() as stack:
             stack.callback(put_shards, self.maps["pw_conntrack"], self.shards)
             yield replace(self, shards=make_shards(self.maps["pw_conntrack"], rows, stack))
+
+    def tell_shard_room(self, rows: int) -> None:
+        """Tell the programs how many rows a shard has room for, so that they shrink quotas; `reset` takes it back."""
+        behind = abi.CONNTRACK_SHARDS.to_bytes(4, "little")
+        self.maps["pw_shard_fill"].update(behind, rows.to_bytes(4, "little"))
+
+    def shard_fill(self) -> list[int]:
+        """Give how many rows each shard has, by what the programs have counted."""
+        rows = sorted(self.maps["pw_shard_fill"].items())
+        return [int.from_bytes(raw, "little") for _, raw in rows[: abi.CONNTRACK_SHARDS]]
 
     def change_entry(self, key: abi.ConntrackKey, **changes: int) -> None:
         """Rewrite some fields of a remembered flow, in whichever shard it is."""
@@ -443,26 +490,6 @@ def _first_rows() -> Mapping[str, list[tuple[bytes, bytes]]]:
     }
 
 
-def zero_rows(table: bpf.Map) -> None:
-    """Set the rows of an array back to zero."""
-    changed = [(key, bytes(len(value))) for key, value in changed_rows(table)]
-    if changed:
-        table.update_batch(changed)
-
-
-def changed_rows(table: bpf.Map) -> Iterator[tuple[bytes, bytes]]:
-    """Give the rows of an array that are not zero; to look at each of thousands takes an emulated machine its time."""
-    for keys, values in table.batches():
-        key_bytes = table.info.key_size
-        value_bytes = len(values) * key_bytes // max(len(keys), 1)
-        rest = values.lstrip(b"\0")
-        while rest:
-            row = (len(values) - len(rest)) // value_bytes
-            end = (row + 1) * value_bytes
-            yield keys[row * key_bytes :][:key_bytes], values[end - value_bytes : end]
-            rest = values[end:].lstrip(b"\0")
-
-
 def make_shards(outer: bpf.Map, rows: int, stack: ExitStack) -> list[bpf.Map]:
     """Fill every slot of pw_conntrack with a hash of its own, as the loader has to."""
     shards = []
@@ -482,8 +509,13 @@ def make_shards(outer: bpf.Map, rows: int, stack: ExitStack) -> list[bpf.Map]:
 
 def put_shards(outer: bpf.Map, shards: Sequence[bpf.Map]) -> None:
     """Let the programs keep connections in these shards."""
-    for number, shard in enumerate(shards):
-        outer.update_fd(number.to_bytes(4, "little"), shard.fd)
+    # In one call: the kernel waits for who reads the old ones once for each call (6.12) or row (6.1).
+    outer.update_batch(
+        [
+            (number.to_bytes(4, "little"), shard.fd.to_bytes(4, "little"))
+            for number, shard in enumerate(shards)
+        ]
+    )
 
 
 def make_new_flows(outer: bpf.Map, rows: int, stack: ExitStack) -> bpf.Map:
@@ -506,8 +538,12 @@ def load_objects(
     *,
     build: str = ".test",
     constants: Mapping[str, int] | None = None,
+    rows: Mapping[str, int] = NODE_ROWS,
 ) -> tuple[dict[str, Program], dict[str, bpf.Map]]:
-    """Load objects that share their maps; `build` "" = as they are shipped. `stack` gives everything back."""
+    """Load objects that share their maps; `build` "" = as they are shipped. `stack` gives everything back.
+
+    `rows`: for how many rows maps have room that are not to be as large as a node's.
+    """
     programs: dict[str, Program] = {}
     maps: dict[str, bpf.Map] = {}
     for name in names:
@@ -515,6 +551,10 @@ def load_objects(
         if not path.exists():
             raise FileNotFoundError(errno.ENOENT, "run `make -C bpf` first", str(path))
         with BpfObject(path.read_bytes(), name) as opened:
+            for smaller in rows.keys() & set(opened.map_names) - set(maps):
+                maps[smaller] = stack.enter_context(
+                    make_smaller(opened.shape(smaller), rows[smaller])
+                )
             for shared in set(opened.map_names) & set(maps):
                 opened.use_map(shared, maps[shared])
             opened.set_constants(constants or {})
@@ -524,6 +564,18 @@ def load_objects(
             for program in opened.program_names:
                 programs[program] = stack.enter_context(opened.take_program(program))
     return programs, maps
+
+
+def make_smaller(shape: MapShape, rows: int) -> bpf.Map:
+    """Make a map of this shape with room for so many rows."""
+    return bpf.create_map(
+        bpf.MapType(shape.type),
+        shape.name,
+        key_size=shape.key_size,
+        value_size=shape.value_size,
+        max_entries=rows,
+        flags=bpf.CreateFlags(shape.flags),
+    )
 
 
 def make_devices(namespace: Fd) -> None:
@@ -548,12 +600,13 @@ def open_rig(
     shard_rows: int = SHARD_ROWS,
     new_flow_rows: int = NEW_FLOW_ROWS,
     constants: Mapping[str, int] | None = None,
+    rows: Mapping[str, int] = NODE_ROWS,
 ) -> Iterator[Rig]:
-    """Load the programs and make the devices; everything goes at the end."""
+    """Load the programs and make the devices; everything goes at the end. `rows` as in `load_objects`."""
     with ExitStack() as stack:
         namespace = stack.enter_context(netns.open_new())
         make_devices(namespace)
-        programs, maps = load_objects(PROGRAMS, stack, build=build, constants=constants)
+        programs, maps = load_objects(PROGRAMS, stack, build=build, constants=constants, rows=rows)
         shards = make_shards(maps["pw_conntrack"], shard_rows, stack)
         events = stack.enter_context(RingReader(maps["pw_events"], record_bytes=abi.EVENT_BYTES))
         new_flows = make_new_flows(maps["pw_new_flows"], new_flow_rows, stack)

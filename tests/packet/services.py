@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from podwire.datapath import abi
 from podwire.datapath.maps import to_mapped
 from tests.packet import frames
-from tests.packet.frames import Segment, internet_checksum, packet_of, tcp, udp
+from tests.packet.frames import ACK, RST, SYN, Segment, internet_checksum, packet_of, tcp, udp
 from tests.packet.overlay import packet
 from tests.packet.rig import ZERO, Endpoint, Outcome, Rig
 
@@ -21,7 +21,20 @@ VIP_6: Final = "fd96::10"
 PORT: Final = 80
 POD_PORT: Final = 8080
 SOURCE: Final = 41000
-PROTOCOLS: Final = {"tcp": frames.TCP, "udp": frames.UDP}
+PROTOCOLS: Final = {"tcp": frames.TCP, "udp": frames.UDP, "sctp": frames.SCTP}
+ANSWER: Final = {"tcp": SYN | ACK, "udp": 0, "sctp": SYN | ACK}
+"""The flags that a first answer has, as `speak` takes them."""
+_CHUNKS: Final = {
+    SYN: frames.INIT,
+    SYN | ACK: frames.INIT_ACK,
+    ACK: frames.COOKIE_ECHO,
+    RST: frames.ABORT,
+}
+
+
+def pod_port(name: str) -> int:
+    """Give the port of back ends: of SCTP nobody changes any."""
+    return PORT if name == "sctp" else POD_PORT
 
 
 def vip(version: int) -> str:
@@ -39,7 +52,7 @@ class Tuple(NamedTuple):
 
 
 def tuple_of(frame: bytes) -> Tuple:
-    """Read what a frame of TCP or UDP says of itself."""
+    """Read what a frame of TCP, UDP or SCTP says of itself."""
     raw = packet_of(frame)
     at, size, transport = (12, 4, 20) if raw[0] >> 4 == 4 else (8, 16, 40)
     ends = [str(ipaddress.ip_address(raw[at + i * size :][:size])) for i in (0, 1)]
@@ -48,12 +61,15 @@ def tuple_of(frame: bytes) -> Tuple:
 
 
 def is_whole(frame: bytes) -> bool:
-    """Tell whether every checksum of a frame of TCP or UDP is right."""
+    """Tell whether every checksum of a frame of TCP, UDP or SCTP is right."""
     raw = packet_of(frame)
     if raw[0] >> 4 == 4:
         ends, protocol, body = raw[12:20], raw[9], raw[20:]
     else:
         ends, protocol, body = raw[8:40], raw[6], raw[40:]
+    if protocol == frames.SCTP:
+        right = frames.crc32c(body[:8] + bytes(4) + body[12:])
+        return frames.check_frame(frame) == [] and body[8:12] == struct.pack("<I", right)
     pseudo = ends + struct.pack("!II", len(body), protocol)
     return frames.check_frame(frame) == [] and internet_checksum(pseudo + body) == 0
 
@@ -105,7 +121,9 @@ def remove_back_end(rig: Rig, number: int) -> None:
 
 
 def speak(name: str, sport: int, dport: int, flags: int = frames.SYN) -> Segment:
-    """Make a datagram, or a segment of TCP."""
+    """Make a datagram, a segment of TCP, or the chunk of SCTP that means the same."""
+    if name == "sctp":
+        return frames.sctp(sport, dport, _CHUNKS[flags])
     return tcp(sport, dport, flags) if name == "tcp" else udp(sport, dport)
 
 

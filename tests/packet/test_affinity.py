@@ -19,13 +19,13 @@ from tests.packet.services import (
     tuple_of,
     vip,
 )
-from tests.packet.test_collection import collecting, eventually
+from tests.packet.test_collection import collecting, earlier, eventually
 
 pytestmark = pytest.mark.packet
 
 both_families = pytest.mark.parametrize("version", [4, 6])
 both_protocols = pytest.mark.parametrize("name", ["tcp", "udp"])
-AFFINITY_S = 60
+AFFINITY_S = 3600
 TRIES = 24
 NS = 1_000_000_000
 DAY_S = 86_400
@@ -66,7 +66,7 @@ def age(rig: Rig, seconds: float) -> None:
     """Make all of it so much older."""
     now = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     for key, value in rows(rig).items():
-        old = value._replace(last_ns=max(0, now - int(seconds * NS)))
+        old = value._replace(last_ns=earlier(now, seconds))
         rig.maps["pw_affinity"].update(key.pack(), old.pack())
 
 
@@ -180,5 +180,21 @@ def test_what_nobody_has_any_more_is_collected(rig: Rig) -> None:
         assert eventually(lambda: A.instance not in {key.instance for key in rows(rig)})
         assert len(rows(rig)) == 2
         age(rig, DAY_S + 1)
-        is_young = time.clock_gettime(time.CLOCK_BOOTTIME) <= DAY_S + 1
-        assert is_young or eventually(lambda: not rows(rig))
+        assert eventually(lambda: not rows(rig))
+
+
+@pytest.mark.parametrize("is_kept", [True, False], ids=["affinity", "control"])
+def test_who_floods_a_service_by_every_port_takes_nothing_of_other_clients(
+    rig: Rig, is_kept: bool
+) -> None:
+    """A remembers one back end for each service, however many flows it opens; the others keep theirs."""
+    ends = [("198.18.0.1", POD_PORT), ("198.18.0.2", POD_PORT)]
+    affinity = {"affinity_s": AFFINITY_S} if is_kept else {}
+    offer(rig, vip(4), ends, protocol=PROTOCOLS["udp"], **affinity)
+    before = {client.name: chosen(rig, 4, "udp", client) for client in (B, SMALL)}
+    flooded = chosen(rig, 4, "udp", A, first=10_000, count=1200)
+    after = {client.name: chosen(rig, 4, "udp", client, first=4000) for client in (B, SMALL)}
+    sizes = {len(flooded), *map(len, before.values()), *map(len, after.values())}
+    assert sizes == ({1} if is_kept else {2})
+    assert after == before
+    assert len(rows(rig)) == (3 if is_kept else 0)

@@ -150,7 +150,7 @@ def test_who_is_not_yet_published_is_who_his_node_says(
 def test_behind_another_address_the_peer_stays_who_he_was(
     rig: Rig, version: int, a_speaks: bool
 ) -> None:
-    """B is masqueraded as the node, or answers as a service: the address says nothing of him."""
+    """B is masqueraded as the node, or answers as a service: the address says nothing of it."""
     local(rig, BEFORE)
     if a_speaks:
         address = NODE_4 if version == 4 else NODE_6

@@ -88,10 +88,15 @@ def converse(rig: Rig, endpoint: Endpoint, port: int) -> None:
     rig.sent(endpoint, ask)
 
 
+def earlier(time_ns: int, seconds: float) -> int:
+    """Give a time so much earlier as a row has it: modulo 2^64, for it may lie before the machine's start."""
+    return (time_ns - int(seconds * NS)) % (1 << 64)
+
+
 def age(rig: Rig, key: abi.ConntrackKey, seconds: float, *, lifetime_s: int = 5) -> None:
     """Make an entry one that was last used some seconds ago."""
     now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-    rig.change_entry(key, last_seen_ns=max(now - int(seconds * NS), 0), lifetime_s=lifetime_s)
+    rig.change_entry(key, last_seen_ns=earlier(now, seconds), lifetime_s=lifetime_s)
 
 
 def test_what_is_over_goes_and_what_lives_stays(rig: Rig, collector: Collector) -> None:
@@ -112,9 +117,12 @@ def test_an_entry_that_is_used_in_time_stays(rig: Rig, collector: Collector) -> 
     packet = ipv4(A.ipv4, WORLD_4, udp(1000, 53))
     converse(rig, A, 1000)
     key, entry = rig.entry(A)
+    # So long that a machine which stands still between aging the entry and using it does not miss it.
+    lifetime_s = 10_000
     for _ in range(USES):
         # Two of these would be more than its lifetime: each use must have counted.
-        rig.change_entry(key, last_seen_ns=entry.last_seen_ns - 12 * NS, lifetime_s=20)
+        aged_ns = earlier(entry.last_seen_ns, lifetime_s * 0.6)
+        rig.change_entry(key, last_seen_ns=aged_ns, lifetime_s=lifetime_s)
         assert rig.sent(A, packet).action == Action.STACK
         collector.wait_rounds(1)
         assert set(rig.entries(A)) == {key}
@@ -179,7 +187,7 @@ def age_all(rig: Rig, seconds: float) -> None:
     for shard in rig.shards:
         for key, raw in list(shard.items()):
             value = abi.ConntrackValue.unpack(raw)
-            older = value._replace(last_seen_ns=max(value.last_seen_ns - int(seconds * NS), 0))
+            older = value._replace(last_seen_ns=earlier(value.last_seen_ns, seconds))
             with suppress(KernelFailure):  # it has been collected
                 shard.update(key, older.pack(), bpf.Update.EXIST)
 

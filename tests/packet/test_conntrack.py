@@ -1,5 +1,6 @@
 """The memory of flows: whose they are, how many there may be, which way answers go, how long they last."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -188,11 +189,12 @@ def test_connections_spread_over_all_shards(rig: Rig) -> None:
 @pytest.mark.parametrize("rate", [1, 10])
 def test_new_flows_beyond_the_rate_pass_and_are_not_remembered(rig: Rig, rate: int) -> None:
     rig.write_settings(new_flow_rate=rate)
+    began_s = time.monotonic()
     for port in range(300):
         assert rig.sent(A, to_world(udp(10000 + port, 53))).action == Action.STACK
-    row = rig.usage_row(A)
-    assert len(rig.entries(A)) + row.unremembered[Direction.EGRESS] == 300
-    assert row.unremembered[Direction.EGRESS] > 0
+    remembered = len(rig.entries(A))
+    assert remembered <= 2 + rate * (time.monotonic() - began_s + 0.5)
+    assert remembered + rig.usage_row(A).unremembered[Direction.EGRESS] == 300
     # each side of opening has a rate of its own
     assert rig.received(A, from_world(udp(9, 9)), ingress_ifindex=OUTSIDE).action == Action.STACK
     assert any(key.direction == Direction.INGRESS for key in rig.entries(A))
@@ -200,9 +202,10 @@ def test_new_flows_beyond_the_rate_pass_and_are_not_remembered(rig: Rig, rate: i
 
 def test_the_receiver_forgets_what_its_sender_is_not_remembered_for(rig: Rig) -> None:
     rig.write_settings(new_flow_rate=1)
+    began_s = time.monotonic()
     for port in range(100):
         assert rig.sent(A, to_b(udp(10000 + port, 53))).action == Action.PEER
-    assert len(rig.entries(B)) == len(rig.entries(A)) < 5
+    assert len(rig.entries(B)) == len(rig.entries(A)) <= 2.5 + time.monotonic() - began_s
 
 
 def test_an_endpoint_without_a_usage_row_opens_no_flow(rig: Rig) -> None:
@@ -402,9 +405,11 @@ def test_nothing_prolongs_a_closed_connection_that_no_budget_counts(rig: Rig) ->
     open_connection(rig)
     rig.sent(A, to_b(tcp(4000, 80, RST)))
     key, entry = rig.entry(A)
-    rig.change_entry(key, last_seen_ns=entry.last_seen_ns - 9_000_000_000)
+    # Its lifetime is none that a machine which stands still could miss.
+    aged_ns = entry.last_seen_ns - 9_000_000_000
+    rig.change_entry(key, last_seen_ns=aged_ns, lifetime_s=3600)
     assert rig.sent(A, to_b(tcp(4000, 80, ACK))).action == Action.PEER
-    assert rig.entry(A)[1].last_seen_ns == entry.last_seen_ns - 9_000_000_000
+    assert rig.entry(A)[1].last_seen_ns == aged_ns
 
 
 def test_ports_used_again_begin_anew(rig: Rig) -> None:
@@ -422,6 +427,9 @@ def test_ports_used_again_the_other_way_round_replace_what_lingers(rig: Rig) -> 
         key, _ = rig.entry(endpoint)
         assert (key.direction, key.sport, key.dport) == (direction, 80, 4000)
         assert rig.usage(endpoint) == 0
+    # Only the collector deletes rows: a program on another CPU may still hold these.
+    kept = [ConntrackValue.unpack(row) for shard in rig.shards for _, row in shard.items()]
+    assert [bool(value.flags & ConntrackFlags.LEFT) for value in kept] == [True, True]
 
 
 @pytest.mark.parametrize("closing", [(), (FIN | ACK,)], ids=["established", "half-closed"])

@@ -154,4 +154,5 @@ def test_a_flood_is_remembered_no_further_than_its_rate(rig: Rig) -> None:
     for number in range(5000):
         rig.sent(B, ipv4(B.ipv4, WORLD_4, udp(1024 + number, 53)))
     seconds = time.monotonic() - begin
-    assert len(rig.entries(B)) <= 500 * (seconds + 0.5) + 2
+    # The programs read a clock that moves once a tick, of 10 ms at most: their time may be longer by one.
+    assert len(rig.entries(B)) <= 500 * (seconds + 0.5 + 0.01) + 2

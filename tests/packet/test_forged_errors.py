@@ -1,6 +1,6 @@
 """ICMP errors as a way round policy: a pod that nothing lets out or in quotes a flow that is none of theirs.
 
-Each attack is tried over every way between a pod and who it means, in both families, beside what has to pass: the
+Each attack is tried over every way between a pod and its target, in both families, beside what has to pass: the
 errors of the peer itself, and of routers and nodes between them.
 """
 
@@ -83,7 +83,7 @@ def by_tunnel(identity: int) -> Callable[[Rig, bytes], Outcome]:
 
 @dataclass(frozen=True)
 class Place:
-    """Somebody beside A: his address, and the way by which his packets come to A."""
+    """A sender beside A: its address, and the way by which its packets come to A."""
 
     name: str
     address: Callable[[int], str]
@@ -443,7 +443,7 @@ def test_who_stands_between_a_pod_and_its_peer_may_speak_of_what_the_pod_sent(
     kind: tuple[tuple[int, int, int], ...],
     asked: bool,
 ) -> None:
-    """Traceroute, and the discovery of a path's MTU, of the opener and of who answers."""
+    """Traceroute, and the discovery of a path's MTU, of the opener and of the server."""
     ends = A.address(version), between.peer(version)
     sent = packet(*ends, segment(version))
     if not asked:

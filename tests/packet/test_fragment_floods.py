@@ -1,4 +1,4 @@
-"""Somebody who sends first fragments as fast as he can costs nobody else a datagram: each pushes out only his own."""
+"""A sender of first fragments, as fast as it can, costs no other a datagram: each pushes out only its own."""
 
 import itertools
 import struct
@@ -90,7 +90,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Sender:
-    """Somebody, to whom he sends, and the way his packets take."""
+    """A sender, its receiver, and the way of its packets."""
 
     name: str
     source: Callable[[int], str]

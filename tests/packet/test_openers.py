@@ -16,7 +16,7 @@ from tests.packet.rig import SMALL as NEIGHBOUR
 
 pytestmark = pytest.mark.packet
 
-RATE = 16
+RATE = 2
 """So low that even an emulated machine floods faster. An opener keeps three flows at once of it for itself."""
 QUESTIONS = 2
 FLOOD = 60

@@ -8,6 +8,7 @@ from tests.packet.frames import ACK, FIN, MORE_FRAGMENTS, RST, SYN, check_frame,
 from tests.packet.overlay import packet
 from tests.packet.rig import ALLOW, OUTSIDE, SMALL, A, B, Outcome, Rig
 from tests.packet.services import (
+    ANSWER,
     POD_PORT,
     PORT,
     PROTOCOLS,
@@ -16,6 +17,7 @@ from tests.packet.services import (
     ask,
     is_whole,
     offer,
+    pod_port,
     remove_back_end,
     speak,
     tuple_of,
@@ -25,13 +27,15 @@ from tests.packet.services import (
 pytestmark = pytest.mark.packet
 
 both_families = pytest.mark.parametrize("version", [4, 6])
+every_protocol = pytest.mark.parametrize("name", PROTOCOLS)
 both_protocols = pytest.mark.parametrize("name", ["tcp", "udp"])
-ANSWER = {"tcp": SYN | ACK, "udp": 0}
 
 
-def offer_itself(rig: Rig, version: int, name: str, port: int = POD_PORT) -> None:
+def offer_itself(rig: Rig, version: int, name: str, port: int = 0) -> None:
     """Let pod A answer for the service."""
-    offer(rig, vip(version), [(A.address(version), port)], protocol=PROTOCOLS[name])
+    offer(
+        rig, vip(version), [(A.address(version), port or pod_port(name))], protocol=PROTOCOLS[name]
+    )
 
 
 def answer(
@@ -40,15 +44,15 @@ def answer(
     name: str,
     flags: int = SYN | ACK,
     dport: int = SOURCE,
-    sport: int = POD_PORT,
+    sport: int = 0,
 ) -> Outcome:
     """Let pod A answer whom it takes for its client."""
-    segment = speak(name, sport, dport, flags)
+    segment = speak(name, sport or pod_port(name), dport, flags)
     return rig.sent(A, packet(A.address(version), vip(version), segment))
 
 
 @both_families
-@both_protocols
+@every_protocol
 @pytest.mark.parametrize(
     "flags",
     [ConfigFlags(0), ConfigFlags.DENY_EGRESS, ConfigFlags.DENY_INGRESS, ConfigFlags.SHAPED],
@@ -67,7 +71,7 @@ def test_it_gets_its_own_packet_and_its_answer_from_the_service(
             DropReason.NONE,
             Path.LOCAL,
         )
-        assert tuple_of(went.data) == (vip(version), SOURCE, A.address(version), POD_PORT)
+        assert tuple_of(went.data) == (vip(version), SOURCE, A.address(version), pod_port(name))
         came = answer(rig, version, name, ANSWER[name])
         assert (came.action, came.path) == (Action.ANSWER, Path.LOCAL)
         assert tuple_of(came.data) == (vip(version), PORT, A.address(version), SOURCE)
@@ -118,7 +122,7 @@ def test_a_client_with_the_servers_own_port(rig: Rig, version: int, name: str) -
     assert tuple_of(came.data) == (vip(version), PORT, A.address(version), PORT)
 
 
-@both_protocols
+@every_protocol
 def test_several_clients_in_one_pod(rig: Rig, name: str) -> None:
     offer_itself(rig, 4, name)
     for sport in range(2000, 2010):
@@ -129,14 +133,14 @@ def test_several_clients_in_one_pod(rig: Rig, name: str) -> None:
 
 
 @both_families
-@both_protocols
+@every_protocol
 def test_nobody_else_gets_in_by_it(rig: Rig, version: int, name: str) -> None:
-    """Who forges the service's address is judged as the stranger that he is."""
+    """A sender that forges the service's address is judged as the stranger that it is."""
     offer_itself(rig, version, name)
     rig.change(A, flags=ALLOW | ConfigFlags.DENY_INGRESS | ConfigFlags.DENY_EGRESS)
     ask(rig, A, version, name)
     answer(rig, version, name, ANSWER[name])
-    for sport, dport in ((SOURCE, POD_PORT), (PORT, SOURCE)):
+    for sport, dport in ((SOURCE, pod_port(name)), (PORT, SOURCE)):
         for flags in (ACK, SYN, RST):
             segment = speak(name, sport, dport, flags)
             forged = packet(vip(version), A.address(version), segment)
@@ -145,9 +149,10 @@ def test_nobody_else_gets_in_by_it(rig: Rig, version: int, name: str) -> None:
 
 
 @both_families
-def test_an_error_about_it_comes_from_the_service(rig: Rig, version: int) -> None:
-    offer_itself(rig, version, "udp")
-    went = packet_of(ask(rig, A, version, "udp").data)
+@pytest.mark.parametrize("name", ["udp", "sctp"])
+def test_an_error_about_it_comes_from_the_service(rig: Rig, version: int, name: str) -> None:
+    offer_itself(rig, version, name)
+    went = packet_of(ask(rig, A, version, name).data)
     about = frames.icmp(3, 3, 0, went[:28]) if version == 4 else frames.icmpv6(1, 4, 0, went)
     came = rig.sent(A, packet(A.address(version), vip(version), about))
     assert (came.action, came.reason) == (Action.ANSWER, DropReason.NONE)

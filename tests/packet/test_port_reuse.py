@@ -1,6 +1,7 @@
 """A pod uses the ports of a direct connection again, for one that the stack translates to the same peer (rule 14)."""
 
 import ipaddress
+import time
 from typing import Final
 
 import pytest
@@ -15,6 +16,9 @@ from tests.packet.rig import OUTSIDE, TUNNEL, WORLD_4, A, B, Rig
 
 pytestmark = pytest.mark.packet
 
+NS: Final = 1_000_000_000
+STACK_CELLS: Final = 512
+"""As maps.h says: ports that a pod is remembered for."""
 SYN_ACK = SYN | ACK
 VIP: Final = {4: "10.96.0.1", 6: "fd96::1"}
 DIRECT_SYN: Final = tcp(4000, 80, SYN, sequence=1000)
@@ -163,6 +167,70 @@ def test_natively_a_datagram_port_that_asked_through_the_stack_is_left_to_it(
     assert netdev.arrive(rig, back(answer, version)).retval == TC_ACT_UNSPEC
     assert rig.sent(A, out(ask, version)).action == Action.STACK
     assert netdev.arrive(rig, back(answer, version)).retval == TC_ACT_UNSPEC
+
+
+def stop_clock(rig: Rig) -> None:
+    """Let what A has asked be asked just now, however slow this machine is."""
+    soon_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + 60 * NS
+    for key in rig.entries(A):
+        rig.change_entry(key, last_seen_ns=soon_ns)
+
+
+@pytest.mark.parametrize("version", [4, 6])
+@pytest.mark.parametrize("questions", [1, 2])
+def test_natively_an_answer_under_way_is_the_pods_though_it_asks_through_the_stack_meanwhile(
+    rig: Rig, questions: int, version: int
+) -> None:
+    netdev.connect(rig)
+    ask, answer = udp(4000, 53), udp(53, 4000)
+    for _ in range(questions):
+        assert rig.sent(A, out(ask, version)).action == Action.NATIVE
+    assert rig.sent(A, out(ask, version, to=VIP[version])).action == Action.STACK
+    for _ in range(questions):
+        stop_clock(rig)
+        assert netdev.arrive(rig, back(answer, version)).action == Action.PEER
+    assert netdev.arrive(rig, back(answer, version)).retval == TC_ACT_UNSPEC
+
+
+@pytest.mark.parametrize("version", [4, 6])
+def test_natively_an_answer_to_the_port_that_the_stack_chose_is_left_to_it(
+    rig: Rig, version: int
+) -> None:
+    """It gives one of two flows of one tuple another port, which the pod may have used directly before."""
+    netdev.connect(rig)
+    for port in (5000, 5001, 5002):
+        rig.sent(A, out(udp(port, 53), version))
+        assert netdev.arrive(rig, back(udp(53, port), version)).action == Action.PEER
+    rig.sent(A, out(udp(4000, 53), version, to=VIP[version]))
+    # As long as the stack has nothing else for this peer it chooses none.
+    assert netdev.arrive(rig, back(udp(53, 5000), version)).action == Action.PEER
+    assert rig.sent(A, out(udp(4000, 53), version)).action == Action.STACK
+    assert netdev.arrive(rig, back(udp(53, 5001), version)).retval == TC_ACT_UNSPEC
+    assert rig.sent(A, out(udp(5001, 53), version)).action == Action.STACK
+    # The controls: what the pod waits for, another peer, another pod.
+    assert rig.sent(A, out(udp(5002, 53), version)).action == Action.NATIVE
+    stop_clock(rig)
+    assert netdev.arrive(rig, back(udp(53, 5002), version)).action == Action.PEER
+    for pod, peer in ((A, FAR.stranger(version)), (B, FAR.pod(version))):
+        there = packet(pod.address(version), peer, udp(5001, 53))
+        assert rig.sent(pod, there).action == Action.NATIVE
+        for _ in range(2):
+            home = packet(peer, pod.address(version), udp(53, 5001))
+            assert netdev.arrive(rig, home).action == Action.PEER
+
+
+def test_natively_no_pod_forgets_its_ports_for_anothers(rig: Rig) -> None:
+    netdev.connect(rig)
+    rig.sent(A, out(udp(4000, 53), 4, to=VIP[4]))
+    for port in range(1024, 1024 + 4 * STACK_CELLS):
+        rig.sent(B, packet(B.ipv4, VIP[4], udp(port, 53)))
+    assert rig.sent(A, out(udp(4000, 53), 4)).action == Action.STACK
+    # The control: a pod that asks by so many ports forgets the first of its own.
+    fresh = [
+        rig.sent(B, packet(B.ipv4, FAR.pod(4), udp(port, 53))).action
+        for port in range(1024, 1024 + STACK_CELLS)
+    ]
+    assert Action.NATIVE in fresh
 
 
 @pytest.mark.parametrize("version", [4, 6])

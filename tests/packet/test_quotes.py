@@ -106,7 +106,7 @@ def send_and_close(rig: Rig, shape: Shape, version: int) -> bytes:
 
 
 def receive_and_close(rig: Rig, shape: Shape, version: int) -> bytes:
-    """Let somebody outside send A a packet while he may; gives the packet."""
+    """Let a sender outside send A a packet while it may; gives the packet."""
     came = shape(version, SERVER[version], A.address(version))
     assert rig.received(A, came, ingress_ifindex=OUTSIDE).action == Action.STACK
     close(rig)

@@ -5,6 +5,7 @@ random row sets, and prints its seed.
 """
 
 import ipaddress
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -551,7 +552,9 @@ def test_programs_agree_with_a_plain_reading_of_random_rows(
 ) -> None:
     seed = request.config.getoption("--seed")
     chance = random.Random(seed)
-    sets = 10_000 if request.config.getoption("--full") else 1_000
+    # An emulated machine takes the first of those that this one takes.
+    sets = 250 if "PODWIRE_GUEST" in os.environ else 1_000
+    sets = 10_000 if request.config.getoption("--full") else sets
     rig.write_settings(quota=10_000)
     for network, identity in CIDRS.items():
         rig.cidr(network, identity)

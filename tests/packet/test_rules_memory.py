@@ -122,7 +122,7 @@ def test_a_related_error_is_judged_by_the_address_of_the_flow(
     rig: Rig, version: int, direction: Direction
 ) -> None:
     """The router that sends the error is in no CIDR; and it must not decide what the entry is worth from then on. What
-    the pod itself has to say of a packet goes to who sent it.
+    the pod itself has to say of a packet goes to its sender.
     """
     make, world, router = (
         (ipv4, WORLD_4, "203.0.113.1") if version == 4 else (ipv6, WORLD_6, "2001:db8:2::1")

@@ -26,6 +26,7 @@ from tests.packet.rig import (
     Rig,
 )
 from tests.packet.services import (
+    ANSWER,
     POD_PORT,
     PORT,
     PROTOCOLS,
@@ -34,6 +35,7 @@ from tests.packet.services import (
     ask,
     is_whole,
     offer,
+    pod_port,
     remove_back_end,
     speak,
     tuple_of,
@@ -44,33 +46,32 @@ from tests.packet.services import (
 pytestmark = pytest.mark.packet
 
 both_families = pytest.mark.parametrize("version", [4, 6])
+every_protocol = pytest.mark.parametrize("name", PROTOCOLS)
 both_protocols = pytest.mark.parametrize("name", ["tcp", "udp"])
-ANSWER = {"tcp": SYN | ACK, "udp": 0}
 
 
 def offer_b(rig: Rig, version: int, name: str = "tcp") -> None:
     """Let pod B answer for the service."""
-    offer(rig, vip(version), [(B.address(version), POD_PORT)], protocol=PROTOCOLS[name])
+    offer(rig, vip(version), [(B.address(version), pod_port(name))], protocol=PROTOCOLS[name])
 
 
 def answer(
     rig: Rig, version: int, name: str, flags: int = SYN | ACK, dport: int = SOURCE
 ) -> Outcome:
     """Let pod B answer pod A."""
-    return rig.sent(
-        B, packet(B.address(version), A.address(version), speak(name, POD_PORT, dport, flags))
-    )
+    segment = speak(name, pod_port(name), dport, flags)
+    return rig.sent(B, packet(B.address(version), A.address(version), segment))
 
 
 @both_families
-@both_protocols
+@every_protocol
 def test_a_local_back_end_gets_it_and_its_answer_comes_from_the_service(
     rig: Rig, version: int, name: str
 ) -> None:
     offer_b(rig, version, name)
     went = ask(rig, A, version, name)
     assert (went.action, went.reason, went.path) == (Action.PEER, DropReason.NONE, Path.LOCAL)
-    assert tuple_of(went.data) == (A.address(version), SOURCE, B.address(version), POD_PORT)
+    assert tuple_of(went.data) == (A.address(version), SOURCE, B.address(version), pod_port(name))
     came = answer(rig, version, name)
     assert (came.action, came.path) == (Action.PEER, Path.LOCAL)
     assert tuple_of(came.data) == (vip(version), PORT, A.address(version), SOURCE)
@@ -79,16 +80,18 @@ def test_a_local_back_end_gets_it_and_its_answer_comes_from_the_service(
 
 
 @both_families
-@both_protocols
+@every_protocol
 def test_a_back_end_at_another_node_is_reached_through_the_tunnel(
     rig: Rig, version: int, name: str
 ) -> None:
     overlay.connect(rig)
-    offer(rig, vip(version), [(FAR.pod(version), POD_PORT)], protocol=PROTOCOLS[name])
+    offer(rig, vip(version), [(FAR.pod(version), pod_port(name))], protocol=PROTOCOLS[name])
     went = ask(rig, A, version, name)
     assert (went.action, went.path, went.decision.node) == (Action.TUNNEL, Path.TUNNEL, FAR.number)
-    assert tuple_of(went.data) == (A.address(version), SOURCE, FAR.pod(version), POD_PORT)
-    back = packet(FAR.pod(version), A.address(version), speak(name, POD_PORT, SOURCE, SYN | ACK))
+    assert tuple_of(went.data) == (A.address(version), SOURCE, FAR.pod(version), pod_port(name))
+    back = packet(
+        FAR.pod(version), A.address(version), speak(name, pod_port(name), SOURCE, SYN | ACK)
+    )
     came = overlay.arrive(rig, back)
     assert (came.action, came.reason) == (Action.PEER, DropReason.NONE)
     assert tuple_of(came.data) == (vip(version), PORT, A.address(version), SOURCE)
@@ -97,16 +100,18 @@ def test_a_back_end_at_another_node_is_reached_through_the_tunnel(
 
 
 @both_families
-@both_protocols
+@every_protocol
 def test_a_back_end_that_is_reached_natively_past_the_stack(
     rig: Rig, version: int, name: str
 ) -> None:
     netdev.connect(rig)
-    offer(rig, vip(version), [(FAR.pod(version), POD_PORT)], protocol=PROTOCOLS[name])
+    offer(rig, vip(version), [(FAR.pod(version), pod_port(name))], protocol=PROTOCOLS[name])
     went = ask(rig, A, version, name)
     assert (went.action, went.path) == (Action.NATIVE, Path.NATIVE)
-    assert tuple_of(went.data) == (A.address(version), SOURCE, FAR.pod(version), POD_PORT)
-    back = packet(FAR.pod(version), A.address(version), speak(name, POD_PORT, SOURCE, SYN | ACK))
+    assert tuple_of(went.data) == (A.address(version), SOURCE, FAR.pod(version), pod_port(name))
+    back = packet(
+        FAR.pod(version), A.address(version), speak(name, pod_port(name), SOURCE, SYN | ACK)
+    )
     came = netdev.arrive(rig, back)
     assert came.action == Action.PEER
     assert tuple_of(came.data) == (vip(version), PORT, A.address(version), SOURCE)
@@ -182,7 +187,7 @@ def test_without_a_back_end_a_datagram_is_answered_by_port_unreachable(
 
 
 @both_families
-@both_protocols
+@every_protocol
 def test_another_port_of_a_service_is_refused(rig: Rig, version: int, name: str) -> None:
     offer_b(rig, version, name)
     refused = ask(rig, A, version, name, dport=81)
@@ -217,7 +222,7 @@ def test_a_flow_that_the_stack_translates_stays_with_it(rig: Rig) -> None:
 
 
 @both_families
-@both_protocols
+@every_protocol
 def test_who_asked_before_the_service_was_known_is_translated_as_soon_as_it_is(
     rig: Rig, version: int, name: str
 ) -> None:
@@ -228,7 +233,7 @@ def test_who_asked_before_the_service_was_known_is_translated_as_soon_as_it_is(
     assert tuple_of(came.data) == (vip(version), PORT, A.address(version), SOURCE)
 
 
-# An address belongs to who has it, whatever a Service says.
+# An address belongs to its owner, whatever a Service says.
 
 
 @both_families
@@ -301,14 +306,17 @@ def test_other_protocols_to_a_service_are_left_as_they_were(rig: Rig) -> None:
 
 
 @both_families
+@pytest.mark.parametrize("name", ["tcp", "sctp"])
 @pytest.mark.parametrize("named", ["back-end", "somebody-else"])
-def test_an_egress_policy_judges_the_back_end(rig: Rig, version: int, named: str) -> None:
-    offer_b(rig, version)
+def test_an_egress_policy_judges_the_back_end(
+    rig: Rig, version: int, name: str, named: str
+) -> None:
+    offer_b(rig, version, name)
     rig.change(A, slot=1, flags=ALLOW | ConfigFlags.DENY_EGRESS)
     identity = B.identity if named == "back-end" else SMALL.identity
-    key = PolicyKey(identity, Direction.EGRESS, frames.TCP, POD_PORT, 16)
+    key = PolicyKey(identity, Direction.EGRESS, PROTOCOLS[name], pod_port(name), 16)
     rig.rule(1, key, PolicyEntry(Verdict.ALLOW, 1, 41))
-    went = ask(rig, A, version, "tcp")
+    went = ask(rig, A, version, name)
     if named == "back-end":
         assert (went.action, went.decision.destination_identity) == (Action.PEER, B.identity)
     else:
@@ -347,7 +355,7 @@ def kinds(rig: Rig) -> list[int]:
     return sorted(value.kind for value in rig.entries(A).values())
 
 
-@both_protocols
+@every_protocol
 def test_a_flow_has_two_rows_that_count_once(rig: Rig, name: str) -> None:
     offer_b(rig, 4, name)
     ask(rig, A, 4, name)
@@ -431,7 +439,7 @@ def quoted_tuple(frame: bytes, version: int) -> Tuple:
 
 
 @both_families
-@both_protocols
+@every_protocol
 def test_an_error_of_the_back_end_is_about_the_service(rig: Rig, version: int, name: str) -> None:
     offer_b(rig, version, name)
     went = packet_of(ask(rig, A, version, name).data)

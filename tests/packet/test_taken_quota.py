@@ -1,7 +1,7 @@
 """One opener takes all the room that a pod has for connections: nobody else is refused, and what others opened goes on.
 
 The victim may answer and nothing else. The same without the one who takes the room is the control. What others open
-then stays among the new flows, where it lives on under a flood of him who took the room, because what is remembered of
+then stays among the new flows, where it lives on under a flood of whoever took the room, because what is remembered of
 that is bounded (rate.h), and after it was displaced TCP goes on all the same.
 """
 
@@ -19,7 +19,7 @@ from podwire.datapath.abi import (
 )
 from tests.packet.frames import ACK, SYN, Segment, tcp, udp
 from tests.packet.overlay import connect, packet
-from tests.packet.rig import ALLOW, TUNNEL, A, Rig, open_rig
+from tests.packet.rig import ALLOW, FEW_ROWS, FLOOD_TIMES, TUNNEL, A, Rig, open_rig
 from tests.packet.test_openers import (
     FLOODING_FAR_POD,
     FLOODING_POD,
@@ -34,8 +34,8 @@ pytestmark = pytest.mark.packet
 
 QUOTA = 8
 NEW_FLOWS = 512
-RATE = 16
-FLOOD = 4 * NEW_FLOWS
+RATE = 1
+FLOOD = FLOOD_TIMES * NEW_FLOWS
 SYN_ACK = SYN | ACK
 PORTS = itertools.cycle(range(1024, 65_000))
 
@@ -45,18 +45,19 @@ OTHERS = {"a pod": OTHER_POD, "a far pod": OTHER_FAR_POD, "the world": WORLD}
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Rig]:
-    with open_rig(shard_rows=64, new_flow_rows=NEW_FLOWS) as rig:
+    with open_rig(shard_rows=64, new_flow_rows=NEW_FLOWS, rows=FEW_ROWS) as rig:
         yield rig
 
 
 @pytest.fixture
-def rig(small: Rig) -> Rig:
+def rig(small: Rig) -> Iterator[Rig]:
     """Let A answer and nothing else, with room for few connections."""
     small.reset()
     connect(small)
     settle(small, rate=0)
     small.change(A, flags=ALLOW | ConfigFlags.DENY_EGRESS)
-    return small
+    with small.visited():
+        yield small
 
 
 def settle(rig: Rig, *, rate: int) -> None:

@@ -31,7 +31,7 @@ NEAR = Remote(24, "192.0.2.24", 70024)
 
 @dataclass(frozen=True)
 class Client:
-    """Somebody who asks A from the tunnel's port, and how his question comes."""
+    """A client that asks A from the tunnel's port, and how its question comes."""
 
     name: str
     address: Callable[[int], str]

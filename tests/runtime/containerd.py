@@ -110,7 +110,10 @@ class Containerd(Closing):
     def conditions(self) -> dict[str, str]:
         """Give the runtime's conditions: "" = true, else why not."""
         found = self.call("Status").status.conditions
-        return {one.type: "" if one.status else one.message or one.reason for one in found}
+        return {
+            condition.type: "" if condition.status else condition.message or condition.reason
+            for condition in found
+        }
 
     def wait_network_ready(self) -> None:
         """Wait until the runtime has read its network configuration."""
@@ -149,7 +152,7 @@ class Containerd(Closing):
         sandbox_id = self.call("RunPodSandbox", config=config).pod_sandbox_id
         reply = self.call("PodSandboxStatus", pod_sandbox_id=sandbox_id, verbose=True)
         network = reply.status.network
-        others = [one.ip for one in network.additional_ips]
+        others = [extra.ip for extra in network.additional_ips]
         pid = json.loads(reply.info["info"])["pid"]
         return Sandbox(sandbox_id, config, pid, tuple(filter(None, [network.ip, *others])))
 

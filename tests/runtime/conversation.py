@@ -156,5 +156,5 @@ def wait_drop(
         lambda: list_drops(machine, source, target)[before:], 30, f"a drop of {source} -> {target}"
     )
     assert found[-1]["reason"] == "policy", found[-1]
-    assert [one["name"] for one in found[-1]["policies"]] == [by], found[-1]
+    assert [policy["name"] for policy in found[-1]["policies"]] == [by], found[-1]
     return found[-1]

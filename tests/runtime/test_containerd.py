@@ -25,7 +25,7 @@ def test_a_pod_reaches_pods_node_and_world_in_both_families(
     web, client = containerd.run_pod("web"), containerd.run_pod("client")
     containerd.run_container(web, "main", *HTTPD)
     main = containerd.run_container(client, "main", *SLEEP)
-    assert [":" in one for one in web.addresses] == [False, True]
+    assert [":" in text for text in web.addresses] == [False, True]
     for address in web.addresses:
         url = f"http://[{address}]/" if ":" in address else f"http://{address}/"
         wait_for(partial(serves, machine, address), 30, f"{url} to be served")
@@ -70,8 +70,8 @@ def test_every_stop_and_the_removal_succeed_and_leave_nothing(
     assert_nothing_left(machine)
     containerd.remove_pod(sandbox)
     calls = machine.list_calls()
-    assert [one["CNI_COMMAND"] for one in calls] == ["ADD", "DEL", "DEL", "DEL"]
-    assert [bool(one["CNI_NETNS"]) for one in calls] == [True, True, False, False]
+    assert [call["CNI_COMMAND"] for call in calls] == ["ADD", "DEL", "DEL", "DEL"]
+    assert [bool(call["CNI_NETNS"]) for call in calls] == [True, True, False, False]
     assert_nothing_left(machine)
 
 
@@ -81,18 +81,18 @@ def test_a_pod_of_two_networks_has_an_interface_in_each(machine: Machine) -> Non
         containerd.wait_network_ready()
         sandbox, other = containerd.run_pod("web"), containerd.run_pod("other")
         endpoints = {
-            one["ifName"]: one
-            for one in machine.node.get("/endpoint")[1]
-            if one["containerId"] == sandbox.id
+            shown["ifName"]: shown
+            for shown in machine.node.get("/endpoint")[1]
+            if shown["containerId"] == sandbox.id
         }
         assert set(endpoints) == {"eth0", "eth1"}
         for endpoint in endpoints.values():
             for address in endpoint["addresses"]:
                 connect_from(machine, other.pid, address, sandbox.pid)
                 connect_from(machine, machine.node.name, address, sandbox.pid)
-        for one in (sandbox, other):
-            containerd.stop_pod(one)
-            containerd.remove_pod(one)
+        for pod in (sandbox, other):
+            containerd.stop_pod(pod)
+            containerd.remove_pod(pod)
         assert_nothing_left(machine)
 
 
@@ -221,11 +221,11 @@ def test_a_burst_of_pods_at_once_gets_addresses_of_its_own(
     machine: Machine, containerd: Containerd
 ) -> None:
     sandboxes = containerd.run_pods([f"p{number}" for number in range(8)])
-    addresses = [address for one in sandboxes for address in one.addresses]
+    addresses = [address for sandbox in sandboxes for address in sandbox.addresses]
     assert len(set(addresses)) == 16
-    for one in sandboxes:
-        connect_from(machine, sandboxes[0].pid, one.addresses[0], one.pid)
-    for one in sandboxes:
-        containerd.stop_pod(one)
-        containerd.remove_pod(one)
+    for sandbox in sandboxes:
+        connect_from(machine, sandboxes[0].pid, sandbox.addresses[0], sandbox.pid)
+    for sandbox in sandboxes:
+        containerd.stop_pod(sandbox)
+        containerd.remove_pod(sandbox)
     assert_nothing_left(machine)

@@ -60,7 +60,7 @@ def collect(node: Rig, living: list[str] | None) -> Outcome:
     """GC with both keys; None is what CRI-O writes when nothing lives."""
     attachments = None
     if living is not None:
-        attachments = [{"containerID": one, "ifname": "eth0"} for one in living]
+        attachments = [{"containerID": container_id, "ifname": "eth0"} for container_id in living]
     config = {"cni.dev/attachments": attachments, "cni.dev/valid-attachments": attachments}
     return node.cni("GC", config=config, environment=EMPTY)
 
@@ -89,7 +89,7 @@ def test_gc_ends_what_a_lost_del_left_and_nothing_else(node: Rig) -> None:
     assert collect(node, ["c0", "c2"]).ok
     node.settle()
     records = node.assert_consistent().records.values()
-    assert {one["key"]["container_id"] for one in records} == {"c0", "c2"}
+    assert {record["key"]["container_id"] for record in records} == {"c0", "c2"}
     for container in ("c0", "c2"):
         assert check(node, container, *pods[container]).ok
     assert check(node, "c1", *pods["c0"]).document["code"] == 3
@@ -100,7 +100,7 @@ def test_gc_ends_what_a_lost_del_left_and_nothing_else(node: Rig) -> None:
 
 def test_check_names_what_somebody_changed(node: Rig) -> None:
     namespace, result = add(node, "c0", "p0")
-    [address] = [one["address"] for one in result["ips"] if "." in one["address"]]
+    [address] = [ip["address"] for ip in result["ips"] if "." in ip["address"]]
     run("ip", "-n", namespace, "address", "del", address, "dev", "eth0")
     outcome = check(node, "c0", namespace, result)
     assert not outcome.ok

@@ -47,10 +47,10 @@ def test_podman_asks_as_we_were_told(machine: Machine, podman: Podman) -> None:
         "db_1",
     )
     podman.run("rm", "--force", "--time", "0", "db_1")
-    calls = [one for one in machine.list_calls() if one["CNI_COMMAND"] != "VERSION"]
-    assert [one["CNI_COMMAND"] for one in calls] == ["ADD", "DEL"]
+    calls = [call for call in machine.list_calls() if call["CNI_COMMAND"] != "VERSION"]
+    assert [call["CNI_COMMAND"] for call in calls] == ["ADD", "DEL"]
     assert "K8S_POD_NAME=db_1" in calls[0]["CNI_ARGS"]
-    assert all(one["CNI_NETNS"] for one in calls)
+    assert all(call["CNI_NETNS"] for call in calls)
 
 
 def test_stop_and_start_keep_the_container_id_and_give_a_new_life(
@@ -165,5 +165,5 @@ def test_containers_outlive_the_agent_and_can_be_removed_without_it(
     podman.run("rm", "--force", "--time", "0", "web")
     machine.node.start()
     machine.node.settle()
-    assert [one["pod"] for one in machine.node.get("/endpoint")[1]] == ["other"]
+    assert [endpoint["pod"] for endpoint in machine.node.get("/endpoint")[1]] == ["other"]
     machine.node.assert_consistent()

@@ -65,7 +65,7 @@ class Container:
 
 def find(machine: Machine, podman: Podman, name: str) -> Container:
     """Look a container up, by what the agent says."""
-    [endpoint] = [one for one in machine.node.get("/endpoint")[1] if one["pod"] == name]
+    [endpoint] = [shown for shown in machine.node.get("/endpoint")[1] if shown["pod"] == name]
     return Container(podman.pid(name), tuple(endpoint["addresses"]))
 
 
@@ -387,8 +387,10 @@ def test_each_interface_of_a_pod_has_the_policy_of_its_own_network(machine: Mach
         pods = {name: containerd.run_pod(name).pid for name in ("db", "proxy")}
         machine.apply(only_inside("back", "shop"))
         at = {
-            (one["pod"], one["network"]): Container(pods[one["pod"]], tuple(one["addresses"]))
-            for one in machine.node.get("/endpoint")[1]
+            (endpoint["pod"], endpoint["network"]): Container(
+                pods[endpoint["pod"]], tuple(endpoint["addresses"])
+            )
+            for endpoint in machine.node.get("/endpoint")[1]
         }
         front, back_end = at["db", "podwire"], at["db", "back"]
         with serving(machine, front, PORT), serving(machine, back_end, PORT):

@@ -8,7 +8,7 @@ import pytest
 from podwire.control.attach.recipes import RECIPES
 from podwire.control.attach.restore import RestoreReport
 from podwire.control.endpoint.states import State
-from podwire.model.endpoint import AttachmentKey, Phase
+from podwire.model.endpoint import AttachmentKey, Bandwidth, HostPort, Phase
 from podwire.model.errors import (
     Cancelled,
     CannotServe,
@@ -123,11 +123,14 @@ def test_a_failing_undo_is_retried_until_nothing_is_left(node: FakeNode, undo: s
 @pytest.mark.parametrize("steps_done", range(len(RECIPES["veth"]) + 1))
 def test_a_cancelled_add_is_undone_at_the_next_step(node: FakeNode, steps_done: int) -> None:
     asked = iter([False] * steps_done + [True] * 100)
+    every_step = msgspec.structs.replace(
+        request(), bandwidth=Bandwidth(8, 8, 8, 8), host_ports=(HostPort("TCP", 8080, 80),)
+    )
     if steps_done == len(RECIPES["veth"]):
-        node.service.add(request(), NETNS, lambda: next(asked))
+        node.service.add(every_step, NETNS, lambda: next(asked))
         return
     with pytest.raises(Cancelled):
-        node.service.add(request(), NETNS, lambda: next(asked))
+        node.service.add(every_step, NETNS, lambda: next(asked))
     node.service.settle()
     node.assert_empty()
 
@@ -310,6 +313,8 @@ def test_an_add_is_told_of_once_when_it_is_complete(node: FakeNode) -> None:
     seen: list[set[Phase]] = []
     node.table.changed = lambda: seen.append({one.record.phase for one in node.table})
     node.service.add(request(), NETNS)
+    assert seen == []  # its caller waits for the answer, and announces it behind that
+    node.service.announce()
     assert seen == [{Phase.LIVE}]
 
 

@@ -39,7 +39,7 @@ def publish(facts: Any, others: Any, living: Any = ()) -> Any:
 
 
 def standing(everybody: Any, viewer: Any) -> Any:
-    """Give what stands of all but the viewer, as he sees it, and whether his own claims do."""
+    """Give what stands of all but the viewer, as that node sees it, and whether its own claims do."""
     own = next(one for one in everybody if one.name == viewer)
     outcome = settle(own, [one for one in everybody if one.name != viewer])
     stands = {
@@ -134,7 +134,7 @@ def test_neither_order_nor_viewer_matters(nodes: Any, chance: random.Random) -> 
     assert rightful(shuffled) == wanted
     for viewer in nodes:
         seen = standing(shuffled, viewer.name)
-        assert seen <= wanted  # a viewer believes nobody who has something of his own
+        assert seen <= wanted  # a viewer believes no node that claims what is the viewer's own
         mine = everything_claimed(viewer)
         for name, what in wanted - seen:
             assert name != viewer.name

@@ -2,13 +2,14 @@
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from podwire.agent.duties.installer import CHECK, Installer
+from podwire.agent.duties.installer import _LOOK_S, CHECK, Installer
 from podwire.agent.health import Health
 from podwire.cni.directories import RuntimeDirectories
 from podwire.control.installation.conflist import make_conflist
@@ -18,8 +19,10 @@ from podwire.control.installation.steps import (
     uninstall,
 )
 from podwire.kernel.clock import KernelClock
+from podwire.kernel.inotify import DirectoryWaker
 from podwire.model.errors import CannotServe, StorageFailure
-from podwire.model.installation.files import CniFiles, Loopback
+from podwire.model.installation.files import CONFLIST_FILE, CniFiles, Loopback
+from tests.waiting import wait_for, within
 
 DEFAULT = Path("/run/podwire/cni.sock")
 LAUNCHER = b"\x7fELF launcher"
@@ -254,3 +257,39 @@ def test_the_agent_says_what_it_waits_for_and_tells_once_that_all_is_there(
     (real.conf_dir / "00-other.conflist").unlink()
     installer.look()
     assert not any("00-other.conflist" in one for one in health.warnings())
+
+
+def test_what_changes_before_the_watch_begins_is_put_right_too(real: RuntimeDirectories) -> None:
+    network, begun = real.conf_dir / CONFLIST_FILE, threading.Event()
+
+    def watch(*paths: Path) -> DirectoryWaker:
+        network.unlink()
+        begun.set()
+        return DirectoryWaker(*paths)
+
+    installer = Installer(
+        Installation(real, LAUNCHER, DEFAULT),
+        (real.conf_dir, real.bin_dir),
+        status=lambda: None,
+        watch=watch,
+        health=Health(KernelClock()),
+    )
+    installer.start()
+    try:
+        assert begun.wait(_LOOK_S / 2)
+        wait_for(network.exists, "the network", _LOOK_S / 2)
+    finally:
+        installer.stop()
+
+
+def test_a_directory_that_is_made_anew_counts_as_changed(tmp_path: Path) -> None:
+    """Files that came before the new directory was watched are in none of its events."""
+    watched = tmp_path / "net.d"
+    watched.mkdir()
+    waker = DirectoryWaker(watched)
+    watched.rmdir()
+    waker.wait(60.0)
+    watched.mkdir()
+    (watched / "network").touch()
+    within(30.0, lambda: waker.wait(60.0))
+    waker.close()

@@ -211,7 +211,7 @@ def test_a_device_that_cannot_be_repaired_moves_no_policy(node: FakeNode) -> Non
     node.datapath.fail["repair_device"] = KernelFailure(5, "repair device", "pw0")
     node.restorer.regenerator.request(record.id, Level.REWRITE, "test")
     with pytest.raises(KernelFailure):
-        node.restorer.regenerator.build_now(endpoint, Level.REWRITE)
+        node.restorer.regenerator.regenerate_now(endpoint, Level.REWRITE)
     assert 70_000 not in node.enforcer.engine._peers
 
 

@@ -202,6 +202,20 @@ def test_a_restart_serves_what_lives_and_nothing_of_what_was_cut_off(node: FakeN
     assert [record.id for record in node.journal.list_records()] == [old.id]
 
 
+@pytest.mark.parametrize("phase", [Phase.ADDING, Phase.DELETING])
+def test_a_restart_has_flows_forgotten_by_what_was_cut_off(node: FakeNode, phase: Phase) -> None:
+    """Nothing of it is served any more, so nothing but the record tells to whom its ports led."""
+    record = add(node, "web", HostPort("UDP", 53, 54))
+    node.journal.write(msgspec.structs.replace(record, phase=phase))
+    node.datapath.host_ports = {}
+    node.restart()
+    node.service.settle()
+    assert set(node.datapath.ended_host_ports) == {
+        (HostSocket(EACH_ADDRESS[address.version], 17, 53), PodSocket(address, 54))
+        for address in record.addresses
+    }
+
+
 def test_a_record_of_an_older_build_has_none_and_an_older_build_reads_ours(node: FakeNode) -> None:
     class OldRecord(msgspec.Struct):
         id: int

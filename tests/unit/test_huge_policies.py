@@ -6,13 +6,12 @@ from typing import Any, Final
 
 import pytest
 
-from podwire.control.policy.engine import Numbers, PolicyEngine
 from podwire.control.policy.reading import Unenforceable, name_policy, read_policy
 from podwire.control.policy.rule import IdentityFacts
 from podwire.model.ids import EndpointId
 from podwire.model.labels import namespace_labels, sort_labels
 from podwire.model.store import ObjectKey
-from tests.fakes.policy import FakePolicyDatapath
+from tests.fakes.policy import make_engine
 
 RULES: Final = 10_000
 """In half a megabyte; an API server takes three times as much."""
@@ -33,13 +32,7 @@ SHAPES: Final[Mapping[str, Callable[[int], dict[str, Any]]]] = {
 def test_a_huge_policy_is_changed_as_a_whole_in_no_time(
     shape: Callable[[int], dict[str, Any]], is_here: bool
 ) -> None:
-    engine = PolicyEngine(
-        datapath=FakePolicyDatapath(),
-        rows=lambda _ids, _values: [],
-        numbers=Numbers(),
-        remember=lambda _numbers: None,
-        cidrs={},
-    )
+    engine = make_engine()
     if is_here:
         labels = sort_labels(["k8s:app=a7", *namespace_labels("tenant", {})])
         engine.identity_added(IdentityFacts(70000, labels))

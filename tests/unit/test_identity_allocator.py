@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from podwire.control.identity import allocator
 from podwire.control.identity.allocator import (
     SILENCE_S,
     IdentitiesExhausted,
@@ -183,7 +184,9 @@ def same_candidate(space: NumberSpace) -> list[IdentityKey]:
     return [key for key in keys if next(space.candidates(key)) == first][:2]
 
 
-def test_threads_of_one_agent_ask_once_for_a_key() -> None:
+def test_threads_of_one_agent_ask_once_for_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A machine that stands still while one asks would have the others give up.
+    monkeypatch.setattr(allocator, "OTHER_S", 60.0)
     store = MemoryStore()
     one = agent(store)
     store.calls.clear()

@@ -70,7 +70,7 @@ def test_a_released_block_is_claimed_again_with_a_higher_epoch(nodes: Nodes) -> 
     assert block is not None
     assert first.claims.release_block(block)
     wait_until(first, lambda: not first.ipam.own)
-    wait_until(second, lambda: not second.known.count_claimed("p"))
+    wait_until(second, lambda: cidr in second.known.blocks and not second.known.count_claimed("p"))
     add(second, 1)
     assert second.ipam.blocks == {cidr: 2}
 
@@ -224,7 +224,7 @@ def test_the_address_that_stands_for_a_node_is_no_pods(nodes: Nodes) -> None:
     node, other = nodes("n1"), nodes("n2")
     add(node, 1)
     [own] = node.ipam.mine.list_node_addresses()
-    assert str(own) == "10.0.0.0", "what is reserved is left to who asks for it"
+    assert str(own) == "10.0.0.0", "what is reserved is left to pods that ask for it"
     with pytest.raises(AddressUnavailable, match="stands for this node"):
         add(node, 2, str(own))
     assert add(node, 2, "10.0.0.1") == ["10.0.0.1"]

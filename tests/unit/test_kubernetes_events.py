@@ -168,6 +168,46 @@ def test_what_ended_while_nothing_could_be_written_is_told_as_over(*, is_on_its_
     assert [again.message for again in write_all(queue, REPEAT_S)] == ["m"]
 
 
+def test_a_new_event_whose_answer_was_lost_is_there_and_no_warning_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_writer, "AGAIN_S", (0.0, 0.0))
+    there: dict[str, int] = {}
+    said: list[str] = []
+
+    def write(told: EventWrite) -> None:
+        if not told.is_new:
+            there[told.name] += 1
+        elif told.name in there:
+            raise Conflict("create events: exists")
+        else:
+            there[told.name] = 1
+            raise Unavailable("create events: no answer within 3 s")
+
+    with telling(write, said) as teller:
+        teller.tell(NODE, "A", "m")
+        wait_for(lambda: said and not said[-1], "the end of the warning")
+        assert (list(there.values()), teller.written, teller.dropped) == ([2], 1, 0)
+    assert "no answer" in said[0]
+
+
+def test_an_event_without_a_place_leaves_no_warning_of_a_server_that_was_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_writer, "AGAIN_S", (0.0, 0.0))
+    failures = [NotFound("create events: no namespace"), Unavailable("create events: no answer")]
+    said: list[str] = []
+
+    def write(_told: EventWrite) -> None:
+        raise failures.pop()
+
+    with telling(write, said) as teller:
+        teller.tell(NODE, "A", "m")
+        wait_for(lambda: said and not said[-1], "the end of the warning")
+        assert teller.dropped == 1
+    assert "no answer" in said[0]
+
+
 @contextmanager
 def telling(
     write: Callable[[EventWrite], None], said: list[str] | None = None
@@ -203,7 +243,7 @@ def test_whoever_tells_does_not_wait_for_the_server() -> None:
         (FORBIDDEN, REFUSED_MAX - 1, 0),
         (FORBIDDEN, REFUSED_MAX, 1),
         (InvalidRequest("create events: too long"), 1, 1),
-        (Conflict("create events: exists"), 1, 1),
+        (Conflict("create events: exists"), 1, 0),
         (NotFound("create events: no namespace"), 1, 1),
         (Unavailable("create events: no answer"), 10, 0),
         (ValueError("a bug"), 1, 1),

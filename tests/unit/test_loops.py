@@ -119,6 +119,7 @@ class Scene:
     replayed: list[tuple[int, int]] = field(default_factory=list)
     losses: Losses = field(default_factory=Losses)
     tables: Tables = field(default_factory=Tables)
+    settled: list[int] = field(default_factory=list)
 
 
 @pytest.fixture
@@ -135,10 +136,17 @@ def scene(node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     def list_warnings() -> Sequence[str]:
         return list(warnings)
 
+    settled: list[int] = []
+
+    def settle_memory(before_bytes: int) -> int:
+        settled.append(before_bytes)
+        return before_bytes + 1
+
     losses, tables = Losses(), Tables()
     with ThreadPoolExecutor(1) as threads:
         duties = Duties(
             attachments=node.service,
+            journal=node.journal,
             table=node.table,
             regenerator=node.service.context.regenerator,
             flows=node.flows,
@@ -155,10 +163,11 @@ def scene(node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
             watch_tables=tables.open,
             repair_tables=tables.repair,
             repair_pins=list,
+            settle_memory=settle_memory,
             replay=replay,
             threads=threads,
         )
-        yield Scene(node, duties, warnings, replayed, losses, tables)
+        yield Scene(node, duties, warnings, replayed, losses, tables, settled)
 
 
 @contextlib.asynccontextmanager
@@ -184,6 +193,22 @@ async def test_what_has_ended_is_let_go(scene: Scene) -> None:
     async with running(loops.reap, scene.duties):
         await until(lambda: not len(scene.node.table))
     scene.node.assert_empty()
+
+
+async def test_memory_is_settled_again_and_again_from_what_was_left(scene: Scene) -> None:
+    async with running(loops.keep_memory_small, scene.duties):
+        await until(lambda: len(scene.settled) > 2)
+    assert scene.settled[:3] == [0, 1, 2]
+
+
+async def test_what_a_large_list_frees_late_is_given_back_too(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each settlement from the last one leaves a byte more, each from nothing leaves one.
+    monkeypatch.setattr(loops, "MEMORY_SAME_BYTES", 1)
+    async with running(loops.keep_memory_small, scene.duties):
+        await until(lambda: len(scene.settled) > 4)
+    assert scene.settled[:5] == [0, 0, 1, 0, 0]
 
 
 async def end_one(scene: Scene, container: str) -> None:
@@ -226,7 +251,7 @@ async def test_an_endpoint_that_differs_is_repaired(scene: Scene) -> None:
     scene.node.service.add(request(), NETNS)
     [endpoint] = scene.node.table
     scene.node.datapath.routes.clear()
-    async with running(loops.reconcile, scene.duties), running(loops.build, scene.duties):
+    async with running(loops.reconcile, scene.duties), running(loops.regenerate, scene.duties):
         await until(lambda: scene.node.datapath.routes)
         await until(lambda: endpoint.state is State.READY)
     assert any("reconciliation: route to" in entry.cause for entry in endpoint.log)
@@ -241,7 +266,7 @@ async def test_an_endpoint_whose_device_lost_something_is_repaired(
     for container in ("c1", "c2"):
         scene.node.service.add(request(container=container), NETNS)
     first, second = scene.node.table
-    async with running(loops.watch_devices, scene.duties), running(loops.build, scene.duties):
+    async with running(loops.watch_devices, scene.duties), running(loops.regenerate, scene.duties):
         await until(lambda: scene.losses.fileno() >= 0)
         scene.node.datapath.routes.clear()
         scene.losses.has_lost = has_lost
@@ -307,7 +332,7 @@ async def test_what_passes_is_told_while_somebody_follows_who_may_want_it(scene:
     def as_wanted(wanted: list[bool]) -> bool:
         return traced() == wanted
 
-    async with running(loops.build, scene.duties):
+    async with running(loops.regenerate, scene.duties):
         for words, wanted in (
             ({}, [True, True]),
             ({"type": "drop"}, [False, False]),
@@ -329,7 +354,7 @@ async def test_a_build_that_failed_is_retried(scene: Scene) -> None:
 
     scene.node.datapath.fail["repair_device"] = KernelFailure(16, "repair", "x")
     scene.duties.regenerator.request(endpoint.record.id, Level.REWRITE, "test")
-    async with running(loops.build, scene.duties):
+    async with running(loops.regenerate, scene.duties):
         await until(lambda: endpoint.state is State.NOT_READY)
         await until(retried)
 
@@ -376,6 +401,25 @@ async def test_a_warning_of_the_host_comes_and_goes(scene: Scene) -> None:
         await until(lambda: health.warnings() == ["rp_filter is strict"])
         scene.warnings.clear()
         await until(lambda: health.warnings() == [])
+
+
+async def test_a_warning_of_the_host_does_not_outlive_a_look_that_fails(scene: Scene) -> None:
+    """What it told of may be over when the loop that told of it begins anew."""
+    health, failures = scene.duties.health, [KernelFailure(5, "pin", "x")]
+    told: list[str] = []
+
+    def repair_pins() -> Sequence[str]:
+        if not scene.warnings or not failures:
+            return ()
+        told.extend(health.warnings())
+        scene.warnings.clear()
+        raise failures.pop()
+
+    async with running(loops.watch_host, replace(scene.duties, repair_pins=repair_pins)):
+        scene.warnings.append("rp_filter is strict")
+        await until(lambda: not failures)
+        await until(lambda: "rp_filter is strict" not in health.warnings())
+    assert told == ["rp_filter is strict"]
 
 
 async def test_spooled_deletes_are_counted_by_outcome(scene: Scene) -> None:
@@ -472,6 +516,6 @@ async def test_a_device_that_lost_something_while_its_endpoint_is_not_ready_is_r
     scene.node.datapath.routes.clear()
     endpoint.state = State.NOT_READY
     loops.compare(scene.duties, endpoint)
-    async with running(loops.build, scene.duties):
+    async with running(loops.regenerate, scene.duties):
         await until(lambda: scene.node.datapath.routes)
         await until(lambda: endpoint.state is State.READY)

@@ -22,7 +22,7 @@ from podwire.control.policy import reading
 from podwire.control.policy.rule import PolicyRules
 from podwire.model.errors import StorageFailure, Unavailable
 from podwire.model.ids import EndpointId
-from podwire.model.store import ObjectKey, StoredObject
+from podwire.model.store import Known, ObjectKey, StoredObject
 from podwire.store.remembered import RememberedObjects
 from podwire.store.sqlite import SqliteStore
 from podwire.store.sqlite_watch import SqliteWatch
@@ -332,7 +332,12 @@ class Away(SqliteStore):
     is_away = False
 
     def list(
-        self, kind: str, namespace: str | None = None, *, at_least: int | None = None
+        self,
+        kind: str,
+        namespace: str | None = None,
+        *,
+        at_least: int | None = None,
+        known: Known | None = None,
     ) -> tuple[Sequence[StoredObject], int]:
         if self.is_away:
             raise Unavailable("list: the store is away")

@@ -193,7 +193,7 @@ def test_an_endpoint_with_other_labels_gets_a_revision_its_flows_have_not_seen()
 
 def test_flows_judged_under_audit_are_judged_again_when_it_ends() -> None:
     world = make_small_world(allow(80))
-    before, slot = world.engine.revision, world.datapath.rows[EndpointId(1)].slot
+    before, slot = world.engine.generation, world.datapath.rows[EndpointId(1)].slot
     outcome = world.engine.attach(EndpointId(1), FIRST_IDENTITY, renew=True)
     assert outcome.changed.keys() == {1, 2}
     assert world.datapath.rows[EndpointId(1)].policy_revision > before
@@ -209,7 +209,7 @@ def test_an_endpoint_that_is_attached_again_keeps_its_flows() -> None:
 
 def test_rows_that_could_not_be_renewed_are_by_the_next_change() -> None:
     world = make_small_world(allow(80))
-    before = world.engine.revision
+    before = world.engine.generation
     world.datapath.fail["update_endpoints"] = KernelFailure(5, "update map", "pw_config")
     with pytest.raises(KernelFailure):
         world.engine.attach(EndpointId(1), FIRST_IDENTITY, renew=True)
@@ -382,7 +382,7 @@ def test_a_slot_that_somebody_emptied_is_written_again_under_a_new_revision() ->
 def test_numbers_are_never_used_again_after_a_restart() -> None:
     world = make_small_world(allow(80))
     slot = world.datapath.rows[EndpointId(1)].slot
-    revision = world.engine.revision
+    revision = world.engine.generation
     world.restart()
     assert world.datapath.rows[EndpointId(1)].slot == slot
     world.set_policy(POLICIES[0], allow(443))
@@ -415,10 +415,10 @@ def test_the_setting_always_closes_those_whom_no_policy_selects() -> None:
 
 def test_a_thousand_changes_are_one_revision() -> None:
     world = make_small_world()
-    before = world.engine.revision
+    before = world.engine.generation
     for number in range(1000):
         policy = PolicyId("NetworkPolicy", "n", f"many{number}")
         world.set_policy(policy, allow(1 + number))
     world.engine.apply()
-    assert world.engine.revision == before + 1
+    assert world.engine.generation == before + 1
     assert len([one for one in world.datapath.calls if one[0] == "update_endpoints"]) == 1

@@ -229,7 +229,7 @@ def test_each_change_of_a_slot_raises_the_revision_of_the_rows_that_name_it(seed
         for endpoint, (row, entries) in before.items():
             now = world.datapath.rows.get(endpoint)
             if now is not None and (entries != world.read(endpoint, known) or now != row):
-                assert row.policy_revision < now.policy_revision <= world.engine.revision
+                assert row.policy_revision < now.policy_revision <= world.engine.generation
 
 
 @SETTINGS

@@ -12,23 +12,24 @@ from podwire.control.services.catalogue import Catalogue
 from podwire.control.services.choose import Place
 from podwire.control.services.facts import ServiceName
 from podwire.control.services.room import Room
-from podwire.model.interfaces import BackEnd, Frontend
+from podwire.model.interfaces import BackEnd, Frontend, ServiceTable
 from podwire.model.store import StoredObject, StoreEvent
 from tests.unit.service_objects import endpoint, service, slice_of, stored
 
-TCP, UDP = 6, 17
+TCP, UDP, SCTP = 6, 17, 132
 VIP = "10.96.0.10"
 VIP_6 = "fd96::10"
 
 Shown = dict[str, list[str]]
+STACK = "left to the stack"
 
 
-def show(table: Mapping[Frontend, Sequence[BackEnd]]) -> Shown:
+def show(table: ServiceTable) -> Shown:
     """Write a table as `address port/protocol` -> back ends; the rows that only refuse are left out."""
-    names = {TCP: "tcp", UDP: "udp"}
+    names = {TCP: "tcp", UDP: "udp", SCTP: "sctp"}
     return {
         f"{one.address} {one.port}/{names[one.protocol]}": [
-            f"{back.address}:{back.port}" for back in back_ends
+            STACK if back.is_stack else f"{back.address}:{back.port}" for back in back_ends
         ]
         for one, back_ends in table.items()
         if one.port
@@ -57,6 +58,8 @@ NAMED = (
     {"name": "http", "port": 80, "targetPort": "web"},
     {"name": "dns", "port": 53, "protocol": "UDP"},
 )
+
+DIAMETER = {"name": "d", "port": 3868, "protocol": "SCTP"}
 
 CASES: dict[str, tuple[list[Mapping[str, Any]], Shown]] = {
     "one-back-end": ([service(), slice_of(endpoints=[endpoint(A)])], {f"{VIP} 80/tcp": [f"{A}:8080"]}),
@@ -135,12 +138,37 @@ CASES: dict[str, tuple[list[Mapping[str, Any]], Shown]] = {
         [service(sessionAffinity="Cookie"), slice_of(endpoints=[endpoint(A)])],
         {},
     ),
-    "sctp-is-left-to-the-stack": (
+    "sctp-with-the-same-port-at-every-back-end": (
         [
-            service(ports=[{"name": "s", "port": 80, "protocol": "SCTP"}, {"name": "t", "port": 80}]),
-            slice_of(endpoints=[endpoint(A)], ports=[{"name": "t", "port": 1}]),
+            service(addresses=[VIP, VIP_6], externalIPs=["203.0.113.5"], ports=[DIAMETER]),
+            slice_of(endpoints=[endpoint(A), endpoint(B, ready=False)], ports=[DIAMETER]),
+            slice_of(endpoints=[endpoint("fd07::1")], ports=[DIAMETER], number=2, family="IPv6"),
         ],
-        {f"{VIP} 80/tcp": [f"{A}:1"]},
+        {
+            f"{VIP} 3868/sctp": [f"{A}:3868"],
+            f"{VIP_6} 3868/sctp": ["fd07::1:3868"],
+            "203.0.113.5 3868/sctp": [f"{A}:3868"],
+        },
+    ),
+    "sctp-with-another-port-at-one-back-end-is-left-to-the-stack": (
+        [
+            service(addresses=[VIP, VIP_6], externalIPs=["203.0.113.5"], ports=[DIAMETER, {"name": "t", "port": 80}]),
+            slice_of(endpoints=[endpoint(A)], ports=[DIAMETER, {"name": "t", "port": 1}]),
+            slice_of(endpoints=[endpoint(B, ready=False)], ports=[{**DIAMETER, "port": 3869}], number=2),
+        ],
+        {
+            f"{VIP} 3868/sctp": [STACK], f"{VIP_6} 3868/sctp": [STACK], "203.0.113.5 3868/sctp": [STACK],
+            f"{VIP} 80/tcp": [f"{A}:1"], f"{VIP_6} 80/tcp": [], "203.0.113.5 80/tcp": [f"{A}:1"],
+        },
+    ),
+    "sctp-without-back-ends-is-refused": (
+        [service(ports=[DIAMETER]), slice_of(ports=[{**DIAMETER, "port": 3869}])],
+        {f"{VIP} 3868/sctp": []},
+    ),
+    # Nobody but an API server has a range for them: docs/security.md.
+    "a-cluster-address-in-the-world": (
+        [service(addresses=["198.51.100.7"]), slice_of(endpoints=[endpoint(A)])],
+        {"198.51.100.7 80/tcp": [f"{A}:8080"]},
     ),
     "no-ports": ([service(ports=[])], {}),
     "addresses-that-mean-another-host-on-each": (
@@ -299,10 +327,6 @@ def test_an_external_address_takes_no_cluster_address_from_its_service(order: in
 
 
 LEFT: dict[str, tuple[Mapping[str, Any], str]] = {
-    "sctp": (
-        service(ports=[{"name": "a", "port": 80}, {"name": "b", "port": 81, "protocol": "SCTP"}]),
-        "port 81/sctp is left to the stack",
-    ),
     "proxy": (service(ingress=[{"ip": "203.0.113.8", "ipMode": "Proxy"}]), r"203.0.113.8 .*ipMode Proxy"),
     "sources": (
         service(ingress=[{"ip": "203.0.113.8"}], loadBalancerSourceRanges=["192.0.2.0/24"]),
@@ -324,6 +348,39 @@ def test_what_is_left_to_the_stack_is_named(name: str) -> None:
     [view] = catalogue.views()
     assert view.is_translated
     assert re.search(words, view.problem)
+
+
+def test_sctp_is_named_while_a_back_end_has_another_port() -> None:
+    """Whoever it is for; an Event tells where a back end is, and the figures tell everywhere."""
+    other = slice_of(
+        endpoints=[endpoint(B, node="n1")], ports=[{**DIAMETER, "port": 3869}], number=2
+    )
+    catalogue = catalogue_of(
+        service(ports=[DIAMETER]), slice_of(endpoints=[endpoint(A)], ports=[DIAMETER])
+    )
+    name = ServiceName("default", "web")
+    for is_gone, left in ((False, {"sctp": 1}), (True, {}), (False, {"sctp": 1})):
+        catalogue.apply(StoreEvent(stored(other), 1, deleted=is_gone))
+        catalogue.take_change()
+        view = catalogue.view(name)
+        assert view is not None
+        assert view.is_translated == is_gone
+        assert (
+            bool(
+                re.search(
+                    "port 3868/sctp is left to the stack: .* another targetPort", view.problem
+                )
+            )
+            != is_gone
+        )
+        counts = catalogue.count()
+        assert (counts.left, counts.translated) == (left, int(is_gone))
+        told = [
+            one.reason
+            for lacking in catalogue.list_lacking([name])
+            for one in catalogue.left(lacking.name)
+        ]
+        assert told == list(left)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -438,10 +495,12 @@ def _any_document(chance: random.Random) -> Mapping[str, Any]:
             {"name": f"p{one}", "port": one}
             for one in chance.sample([80, 81, 82], chance.randint(0, 3))
         ]
+        ports += [DIAMETER] * chance.randint(0, 1)
         return service(name, list(addresses), ports)
     chosen = chance.sample(range(1, 6), chance.randint(0, 3))
     ends = [endpoint(f"10.7.0.{one}", ready=chance.random() < 0.7) for one in chosen]
     ports = [{"name": f"p{one}", "port": one + 8000} for one in (80, 81)]
+    ports.append({**DIAMETER, "port": chance.choice((3868, 3868, 3869))})
     return slice_of(name, ends, ports, number=chance.randint(1, 2))
 
 
@@ -490,7 +549,7 @@ def crowd(frontends: int, slots: int, *sizes: tuple[str, int, int]) -> Catalogue
 def put(catalogue: Catalogue, name: str, number: int, ports: int, ends: int, **spec: Any) -> None:
     """Make or change one of them: a row for each port and one for the address."""
     named = [{"name": f"p{one}", "port": one} for one in range(1, ports + 1)]
-    addresses = [endpoint(f"10.7.{number}.{one}") for one in range(1, ends + 1)]
+    addresses = [endpoint(f"10.7.{number}.{one}", node="n1") for one in range(1, ends + 1)]
     made = service(name, [f"10.96.1.{number}"], named, **spec)
     for document in (made, slice_of(name, addresses, named)):
         catalogue.apply(StoreEvent(stored(document, f"2026-01-{number:02}T00:00:00Z"), 1))
@@ -507,6 +566,16 @@ def test_who_does_not_fit_keeps_no_older_one_out_and_no_smaller_one() -> None:
     problems = {str(one.name): one.problem for one in catalogue.views()}
     assert problems["default/greedy"] == "there is no room for it beside the older services"
     assert catalogue.room.refused == {ServiceName("default", "greedy")}
+
+
+def test_who_loses_its_room_to_an_older_one_is_told_of() -> None:
+    catalogue = crowd(20, 100, ("old", 4, 2), ("late", 14, 1))
+    assert names(catalogue) == ["default/late", "default/old"]
+    put(catalogue, "old", 1, 6, 2)
+    touched = catalogue.take_change().touched
+    lacking = catalogue.list_lacking(touched)
+    told = {str(one.name): catalogue.left(one.name)[0].reason for one in lacking}
+    assert told == {"default/late": "no-room"}
 
 
 @pytest.mark.parametrize("backwards", [False, True])

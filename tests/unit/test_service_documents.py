@@ -17,7 +17,12 @@ def test_what_is_carried_out_is_accepted() -> None:
     decode(
         service(
             addresses=["10.96.0.10", "fd96::10"],
-            ports=[{"name": "a", "port": 80, "targetPort": "web"}, {"name": "b", "port": 53, "protocol": "UDP"}],
+            ports=[
+                {"name": "a", "port": 80, "targetPort": "web"},
+                {"name": "b", "port": 53, "protocol": "UDP"},
+                {"name": "c", "port": 53, "protocol": "SCTP", "targetPort": 53},
+                {"name": "d", "port": 54, "protocol": "SCTP"},
+            ],
             type="ClusterIP",
             clusterIP="10.96.0.10",
             sessionAffinity="None",
@@ -99,7 +104,18 @@ SERVICES: dict[str, tuple[Change, str]] = {
     ),
     "port-0": (lambda spec: spec.update(ports=[{"port": 0}]), "not from 1 to 65535"),
     "no-port": (lambda spec: spec.update(ports=[{"name": "a"}]), "port is missing"),
-    "sctp": (lambda spec: spec.update(ports=[{"port": 1, "protocol": "SCTP"}]), "not one of TCP"),
+    "protocol": (
+        lambda spec: spec.update(ports=[{"port": 1, "protocol": "DCCP"}]),
+        "not one of TCP",
+    ),
+    "sctp-with-another-port": (
+        lambda spec: spec.update(ports=[{"port": 1, "protocol": "SCTP", "targetPort": 2}]),
+        "targetPort is 2, not the port",
+    ),
+    "sctp-with-a-name": (
+        lambda spec: spec.update(ports=[{"port": 1, "protocol": "SCTP", "targetPort": "s"}]),
+        "no ports of SCTP",
+    ),
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from podwire.control.services.catalogue import Catalogue
 from podwire.control.services.choose import Place
+from podwire.control.services.records import pack_service
 from podwire.control.services.selected import SelectedPods
 from podwire.model.endpoint import IPAddress
 from podwire.model.identity import IdentityFacts, NamedPort
@@ -201,10 +202,9 @@ def test_any_order_comes_to_the_same() -> None:
             if chance.random() < 0.3:
                 world.shown()
         fresh = World(world.known)
-        for document in world.catalogue._services.values():
-            fresh.catalogue._services[document.name] = document
-            fresh.selected.put_service(document)
-        fresh.catalogue._dirty |= fresh.catalogue._services.keys()
+        for one in filter(None, map(world.catalogue._service, world.catalogue._known)):
+            fresh.catalogue._note(one.name).service = pack_service(one)
+            fresh.selected.put_service(one)
         fresh.feed(world)
         assert world.shown() == fresh.shown()
 

@@ -1,4 +1,4 @@
-"""One watch for all duties of an agent: everybody hears everything of his kinds once, and nobody waits for another."""
+"""One watch for all duties of an agent: each listener hears all of its kinds once, and none waits for another."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +19,7 @@ from podwire.model.errors import Bug, PodwireError
 from podwire.model.store import (
     Compacted,
     KindUnavailable,
+    Known,
     ObjectKey,
     Revisions,
     StoredObject,
@@ -39,20 +40,33 @@ class Counting(MemoryStore):
         self.watched: Counter[str] = Counter()
         self.refused: set[str] = set()
         self.failing: dict[str, str] = {}
+        self.made: list[MemoryWatch] = []
+        self.others_open: list[int] = []
+        """How many others were open when a watch was made."""
 
     def list(
-        self, kind: str, namespace: str | None = None, *, at_least: int | None = None
+        self,
+        kind: str,
+        namespace: str | None = None,
+        *,
+        at_least: int | None = None,
+        known: Known | None = None,
     ) -> tuple[Sequence[StoredObject], int]:
         self.lists[kind] += 1
         if kind in self.refused:
             raise KindUnavailable(f"list {kind}: forbidden")
-        return super().list(kind, namespace, at_least=at_least)
+        return super().list(kind, namespace, at_least=at_least, known=known)
 
     def watch(self, after: Revisions) -> MemoryWatch:
         self.watched.update(after.keys())
         watch = super().watch(after)
         watch.failing = self.failing
+        self.others_open.append(self.count_open())
+        self.made.append(watch)
         return watch
+
+    def count_open(self) -> int:
+        return sum(not one.is_closed for one in self.made)
 
 
 class Heard:
@@ -189,6 +203,22 @@ def test_after_a_gap_only_the_kinds_concerned_are_listed_again(
     assert world.store.lists["nodes"] == 2
     assert world.other.names["nodes"] == {"a"}
     assert world.one.names["pools"] == {"b"}
+
+
+def test_the_next_watch_is_open_before_the_last_one_ends(world: World) -> None:
+    """A store over the network goes on with what both follow, and asks for nothing twice."""
+    world.load()
+    world.step()
+    for number in (1, 2):
+        put(world.store, f"missed-{number}", "nodes")
+        world.store.compact()
+        world.step()
+        assert world.other.names["nodes"] >= {f"missed-{number}"}
+        assert world.store.others_open[1:] == [1] * number
+        assert world.store.count_open() == 1
+    for follower in world.followers:
+        follower.stop()
+    assert world.store.count_open() == 0
 
 
 def test_a_kind_that_the_store_refuses_keeps_only_its_followers_waiting(world: World) -> None:

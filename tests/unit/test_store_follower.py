@@ -4,12 +4,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
 import pytest
 
 from podwire.agent.duties import shared_watch
 from podwire.agent.duties.follower import KindList, StoreFollower
 from podwire.model.errors import Bug, PodwireError, Unavailable
-from podwire.model.store import ObjectKey, Revisions, StoredObject, StoreEvent
+from podwire.model.store import Known, ObjectKey, Revisions, StoredObject, StoreEvent
 from tests.fakes.store import MemoryStore
 
 KINDS = ("namespaces", "workloads")
@@ -21,6 +22,7 @@ class Mirror:
     def __init__(self) -> None:
         self.names: dict[str, set[str]] = {}
         self.revisions: list[Revisions] = []
+        self.events: list[StoreEvent] = []
         self.heard: list[str] = []
         self.poison: BaseException | None = None
         self.changed = threading.Condition()
@@ -37,6 +39,7 @@ class Mirror:
             poison, self.poison = (self.poison, None) if events else (None, self.poison)
             if poison is not None:
                 raise poison
+            self.events += events
             for event in events:
                 names = self.names[event.object.key.kind]
                 (names.discard if event.deleted else names.add)(event.object.key.name)
@@ -62,9 +65,9 @@ def both(revision: int) -> Revisions:
     return dict.fromkeys(KINDS, revision)
 
 
-def put(store: MemoryStore, name: str, kind: str = "namespaces") -> None:
+def put(store: MemoryStore, name: str, kind: str = "namespaces") -> StoredObject:
     key = ObjectKey(kind, "", name)
-    store.create(StoredObject(key=key, document={}))
+    return store.create(StoredObject(key=key, document={}))
 
 
 @pytest.fixture
@@ -131,7 +134,12 @@ def test_no_change_comes_that_a_list_holds_already(mirror: Mirror) -> None:
         """Somebody deletes a namespace between the lists of the two kinds."""
 
         def list(
-            self, kind: str, namespace: str | None = None, *, at_least: int | None = None
+            self,
+            kind: str,
+            namespace: str | None = None,
+            *,
+            at_least: int | None = None,
+            known: Known | None = None,
         ) -> tuple[Sequence[StoredObject], int]:
             found = super().list(kind, namespace)
             if kind == "namespaces":
@@ -148,16 +156,41 @@ def test_no_change_comes_that_a_list_holds_already(mirror: Mirror) -> None:
     follower.stop()
 
 
-def test_after_a_compaction_everything_is_listed_again(
+def test_after_a_compaction_what_differs_comes_as_changes(
     store: MemoryStore, mirror: Mirror, follower: StoreFollower
 ) -> None:
+    old = [put(store, name) for name in ("gone", "changed", "same")]
     follower.load()
-    put(store, "a")
+    store.delete(old[0].key)
+    store.update(msgspec.structs.replace(old[1], document={"spec": {"new": True}}))
+    put(store, "added")
     store.compact()
+    put(store, "later")
+    while follower.step(0):
+        pass
+    assert mirror.names["namespaces"] == {"changed", "same", "added", "later"}
+    assert mirror.heard == ["lists", "back"]
+    told = [(event.object.key.name, event.deleted) for event in mirror.events]
+    assert sorted(told) == [("added", False), ("changed", False), ("gone", True), ("later", False)]
+    assert mirror.revisions[-1] == {**mirror.revisions[-1], "namespaces": store.revision_of("")}
+    follower.stop()
+
+
+def test_a_store_that_was_put_back_is_listed_as_a_whole(
+    store: MemoryStore, mirror: Mirror, follower: StoreFollower
+) -> None:
+    for name in ("a", "c"):
+        put(store, name)
+    follower.load()
+    follower.step(0)
+    # Another file of the same name: its revisions are counted anew, so the same one says nothing.
+    store._objects.clear()
+    store.events.clear()
+    store._revision = 0
     put(store, "b")
     while follower.step(0):
         pass
-    assert mirror.names["namespaces"] == {"a", "b"}
+    assert mirror.names["namespaces"] == {"b"}
     assert mirror.heard == ["lists", "back", "lists"]
     follower.stop()
 

@@ -46,7 +46,7 @@ FILES = (
 )
 COMMAND = (
     f"python3 -m pytest {' '.join(FILES)} --tiers packet,kernel"
-    " -q -rA --tb=short --color=no -p no:cacheprovider"
+    " -q -rap --tb=short --color=no -p no:cacheprovider"
 )
 _LINE = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED)\s+(?:\[\d+\] )?((tests/[^:\s]+\.py)\S*)", re.M)
 

@@ -2,11 +2,11 @@
 /* abi.h: every struct and number that the programs share with the agent, and nothing else.
  *
  * podwire/datapath/abi.py is generated from the BTF of these types (scripts/generate-abi); a test fails when it is
- * stale. Change a layout: raise PW_ABI_VERSION, which moves the pins to another directory (docs/restore.md).
- * Addresses are 16 bytes, IPv4 as v4-mapped (::ffff:a.b.c.d). _be = network byte order; everything else is host order.
- * No row says where a packet's headers begin: that is a constant of the programs (pw_link_header_bytes in flow.h), set at
- * the load, so that devices of other link types need no other layout.
- * No implicit padding: every hole is a named field, because map keys are compared byte by byte.
+ * stale. Change a layout: raise PW_ABI_VERSION, which moves the pins to another directory (docs/restore.md). Addresses
+ * are 16 bytes, IPv4 as v4-mapped (::ffff:a.b.c.d). _be = network byte order; everything else is host order. No row
+ * says where a packet's headers begin: that is a constant of the programs (pw_link_header_bytes in flow.h), set at the
+ * load, so that devices of other link types need no other layout. No implicit padding: every hole is a named field,
+ * because map keys are compared byte by byte.
  */
 #ifndef PODWIRE_ABI_H
 #define PODWIRE_ABI_H
@@ -21,6 +21,8 @@
  */
 #define PW_ABI_OLDEST_READER 1
 #define PW_CONNTRACK_SHARDS  64
+/* Of pw_conntrack's rows one in so many is spare: from there on everybody's quota shrinks (shards.h) */
+#define PW_SPARE_PART 4
 
 /* skb->mark between two programs of ours: the sender's one has judged both sides already (rule 7) */
 #define PW_MARK_JUDGED 0x70770001
@@ -200,7 +202,9 @@ enum pw_action {
 };
 
 enum pw_settings_flags {
-	PW_SETTINGS_SERVICES = 1 << 0, /* pw_services has rows: new flows are looked up there */
+	PW_SETTINGS_SERVICES = 1 << 0,	 /* pw_services has rows: new flows are looked up there */
+	PW_SETTINGS_UNATTENDED = 1 << 1, /* new flows go where an earlier build finds them */
+	PW_SETTINGS_MOVING = 1 << 2,	 /* rows of flows are on their way from other hashes */
 };
 
 /* node-wide knobs, one row */
@@ -324,7 +328,7 @@ struct pw_conntrack_value {
 	__be16 nat_sport_be;
 	__be16 nat_dport_be;
 	__u8 nat_addr[16];
-	__u32 tag; /* of the row's own key: who holds a row that was given to another flow sees it */
+	__u32 tag; /* of the row's own key: whoever holds a row that was given to another flow sees it */
 	__u32 charged; /* enum pw_charge: what it counts among at its endpoint */
 	__u32 answer; /* TCP: sequence number of the SYN-ACK, or, while it has not come, of the SYN;
 		       * else when the first answer came, in ms */
@@ -357,8 +361,8 @@ struct pw_service_value {
 	__u8 pad;
 };
 
-/* Set in a slot's number: no place in the list, but what says that the back end of the rest of the number is in it. Lists of
- * services with affinity have such rows; numbers of back ends leave the bit clear.
+/* Set in a slot's number: no place in the list, but what says that the back end of the rest of the number is in it.
+ * Lists of services with affinity have such rows; numbers of back ends leave the bit clear.
  */
 #define PW_SLOT_OF_MEMBER 0x80000000
 
@@ -367,7 +371,7 @@ struct pw_service_slot_key {
 	__u32 slot;
 };
 
-/* How many services with affinity a pod remembers its back ends of. More of them share places: the last one asked has it. */
+/* A pod remembers back ends of so many services with affinity. Where more share a place, the last one asked has it. */
 #define PW_AFFINITY_PLACES 1024
 
 struct pw_affinity_key {
@@ -381,7 +385,7 @@ struct pw_affinity_value {
 	__u32 back_end;
 };
 
-/* `service` is in the value too: read as one word with the back end, it shows that the row is still the one looked for. */
+/* `service` is here too: read as one word with the back end, it shows that the row is still the one looked for. */
 struct pw_service_slot_value {
 	__u32 service;
 	__u32 back_end;
@@ -404,9 +408,7 @@ enum pw_share {
 	PW_SHARE_OTHER_OPENERS = 2, /* that others did, whose addresses may be forged */
 };
 #define PW_OPENER_BUCKETS 32
-/* One part in so many of the quota is for flows that services translate and that are no connections. Each has two rows in
- * pw_conntrack.
- */
+/* One part in so many of the quota is for what services translate and is no connection: two rows of pw_conntrack each */
 #define PW_BRIEF_PART 4
 
 /* key: u32 instance. While this row exists the instance may have conntrack entries; without it they are collected.

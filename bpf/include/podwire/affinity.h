@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/* affinity.h: a service that keeps a pod at the back end that it had last, for some time after its last flow. Every pod has
- * places of its own, so nobody's use of affinity costs another one's (rule 26).
+/* affinity.h: a service that keeps a pod at the back end that it had last, for some time after its last flow. Every pod
+ * has places of its own, so nobody's use of affinity costs another one's (rule 26).
  */
 #ifndef PODWIRE_AFFINITY_H
 #define PODWIRE_AFFINITY_H

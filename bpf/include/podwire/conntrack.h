@@ -10,10 +10,7 @@
 #ifndef PODWIRE_CONNTRACK_H
 #define PODWIRE_CONNTRACK_H
 
-#include <linux/errno.h>
-
-#include <podwire/charge.h>
-#include <podwire/shards.h>
+#include <podwire/room.h>
 #include <podwire/tcp_state.h>
 
 /* What a row says of its own key. A row of pw_new_flows may have been given to another flow since it was found. */
@@ -154,14 +151,15 @@ static __always_inline struct pw_conntrack_value *find_flow(struct pw_flow *flow
 }
 
 /* Counts a connection that is one no longer. A translated flow's rows take room until they are deleted, and count as
- * brief until then: who opens and closes many fills his own part of the table and no more.
+ * brief until then: a pod that opens and closes many fills its own part of the table and no more. So does the row of a
+ * flow that never became a connection.
  */
 static __always_inline void discharge(struct pw_conntrack_value *entry, __u32 instance,
 				      __u32 direction)
 {
 	__u32 charge = entry->kind == PW_CONNTRACK_PLAIN ? PW_CHARGE_NONE : PW_CHARGE_BRIEF;
 
-	if (entry->charged && entry->charged != charge)
+	if (entry->charged == PW_CHARGE_CONNECTION)
 		recharge(entry, bpf_map_lookup_elem(&pw_usage, &instance), direction, charge);
 }
 
@@ -171,27 +169,6 @@ static __always_inline void retire(struct pw_conntrack_value *entry, __u32 insta
 {
 	entry->flags |= PW_CONNTRACK_LEFT;
 	discharge(entry, instance, direction);
-}
-
-/* Inserts a connection where its endpoint has room for one more; 0 = it is there. */
-static __always_inline int insert_connection(const struct pw_conntrack_key *key,
-					     struct pw_conntrack_value *entry,
-					     struct pw_usage_value *usage)
-{
-	__u32 zero = 0, direction = key->direction & 1;
-	const struct pw_settings *settings = bpf_map_lookup_elem(&pw_settings, &zero);
-	void *shard = find_shard(key);
-	int failure; /* not long: before Linux 6.4 a map's functions set the lower half only */
-
-	if (!settings || !shard ||
-	    (__s32)usage->connections[direction] >= (__s32)settings->conntrack_quota)
-		return -E2BIG;
-	entry->flags &= ~(PW_CONNTRACK_NEW | PW_CONNTRACK_UNPROTECTED);
-	entry->charged = PW_CHARGE_CONNECTION;
-	failure = bpf_map_update_elem(shard, key, entry, BPF_NOEXIST);
-	if (!failure)
-		__sync_fetch_and_add(&usage->connections[direction], 1);
-	return failure;
 }
 
 /* Inserts a flow that is no connection yet. What cannot be inserted passes all the same. A row of the same key that is

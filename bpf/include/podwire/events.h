@@ -7,7 +7,7 @@
 
 #include <podwire/flow.h>
 
-/* Events of one endpoint in one second. A flood fills its own share, not the ring, nor the time of who reads it. */
+/* Events of one endpoint in one second. A flood fills its own share, not the ring, nor the time of its reader. */
 #define PW_DROPS_PER_SECOND    200
 #define PW_VERDICTS_PER_SECOND 100
 #define PW_TRACES_PER_SECOND   400 /* verdicts of a watched endpoint included; they may go beyond */

@@ -2,8 +2,9 @@
 /* flow.h: what a program learns about its packet, from the first step to the last.
  *
  * One struct pw_flow for each CPU, too large for the stack: nothing interrupts a program with another one of ours, for
- * they run with bottom halves disabled, and none reads it after a redirect. Every step reads and fills it. A step returns
- * 0 (go on), PW_DONE (the packet is dealt with), or the drop reason that ends the run. Nothing here looks at a packet.
+ * they run with bottom halves disabled, and none reads it after a redirect. Every step reads and fills it. A step
+ * returns 0 (go on), PW_DONE (the packet is dealt with), or the drop reason that ends the run. Nothing here looks at a
+ * packet.
  */
 #ifndef PODWIRE_FLOW_H
 #define PODWIRE_FLOW_H
@@ -39,6 +40,8 @@ enum pw_packet_flags {
 	PW_PACKET_ECHO_REQUEST = 1 << 4,
 	PW_PACKET_ECHO_REPLY = 1 << 5,
 	PW_PACKET_FOREIGN_MAC = 1 << 6, /* the frame is not addressed to the gateway */
+	PW_PACKET_SCTP_INIT = 1 << 7,	/* asks for an association */
+	PW_PACKET_ATOMIC = 1 << 8,	/* whole, behind a fragment header (RFC 6946) */
 };
 
 enum pw_tcp_flags {

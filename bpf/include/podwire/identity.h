@@ -43,8 +43,8 @@ static __always_inline int find_destination(struct pw_flow *flow)
 	return 0;
 }
 
-/* A pod's, as far as anybody knows: what is not a node's, within the cluster. The key is on the stack, as Linux 6.1 wants
- * it to be.
+/* A pod's, as far as anybody knows: what is not a node's, within the cluster. The key is on the stack, as Linux 6.1
+ * wants it to be.
  */
 static __noinline bool is_pod_address(const void *address)
 {
@@ -59,6 +59,12 @@ static __noinline bool is_pod_address(const void *address)
 	       prefix->identity != PW_IDENTITY_HOST;
 }
 
+/* What the stack has put together from pieces it may send whole with IPv6, behind a fragment header. */
+static __always_inline bool was_cut(const struct pw_flow *flow)
+{
+	return flow->flags & (PW_PACKET_FRAGMENT | PW_PACKET_ATOMIC);
+}
+
 /* A packet without a receiving device was made here. Of the kernel's own copies of forwarded fragments not all keep the
  * device, and those have no socket: they are whatever their address says, never the host.
  */
@@ -66,25 +72,26 @@ static __always_inline bool is_from_this_host(struct __sk_buff *skb, const struc
 {
 	if (skb->ingress_ifindex)
 		return false;
-	return !(flow->flags & PW_PACKET_FRAGMENT) || skb->sk;
+	return !was_cut(flow) || skb->sk;
 }
 
-/* The device of the pod that a packet of the stack came from; 0 = another one's, or this host's. Where IPv6 cuts a packet
- * again that it had put together from pieces, it forgets the device, but not the mark that from_pod gives to pieces: the
- * pod's address tells then.
+/* The device of the pod that a packet of the stack came from; 0 = another one's, or this host's. Where IPv6 cuts a
+ * packet again that it had put together from pieces, it forgets the device, but not the mark that from_pod gives to
+ * pieces: the pod's address tells then.
  */
 static __always_inline __u32 sender_device(struct __sk_buff *skb, const struct pw_flow *flow)
 {
 	const struct pw_endpoint_value *endpoint;
 
-	if (skb->ingress_ifindex || !(flow->flags & PW_PACKET_FRAGMENT) ||
+	if (skb->ingress_ifindex || !was_cut(flow) ||
 	    (skb->mark & ~PW_MARK_FOREIGN_BITS) != PW_MARK_POD_PIECE)
 		return skb->ingress_ifindex;
 	endpoint = find_endpoint(flow->key.saddr);
 	return endpoint ? endpoint->ifindex : 0;
 }
 
-/* The identity that a pod's address has now, at `node` if that is not 0; 0 = it is none, or nobody has told us yet whose.
+/* The identity that a pod's address has now, at `node` if that is not 0; 0 = it is none, or nobody has told us yet
+ * whose.
  */
 static __noinline __u32 pod_identity(const void *address, __u32 node)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/* itself.h: a pod that a service has chosen as its own back end. Its packets go back to it at once, and no policy is asked: a
- * pod always reaches itself.
+/* itself.h: a pod that a service has chosen as its own back end. Its packets go back to it at once, and no policy is
+ * asked: a pod always reaches itself.
  */
 #ifndef PODWIRE_ITSELF_H
 #define PODWIRE_ITSELF_H

@@ -32,8 +32,8 @@ static __always_inline volatile __u64 *judgement_of(struct pw_conntrack_value *e
 	return (volatile __u64 *)&entry->policy_revision;
 }
 
-/* Neither opens a connection nor says that one is opened. A SYN-ACK without an entry is left out: nf_conntrack, which has
- * not seen its SYN either, calls it invalid.
+/* Neither opens a connection nor says that one is opened. A SYN-ACK without an entry is left out: nf_conntrack, which
+ * has not seen its SYN either, calls it invalid.
  */
 static __always_inline bool is_midstream(const struct pw_flow *flow)
 {
@@ -94,9 +94,32 @@ static __always_inline __be16 asked_port(const struct pw_flow *flow, const struc
 	return match->port_be;
 }
 
-/* TCP in mid-stream may be the answer of a flow whose entry is lost: what its own direction denies is judged once more
- * as that (rule 3).
+/* Are the rows of flows being moved? */
+static __always_inline bool are_rows_moving(void)
+{
+	__u32 zero = 0;
+	const struct pw_settings *settings = bpf_map_lookup_elem(&pw_settings, &zero);
+
+	return settings && settings->flags & PW_SETTINGS_MOVING;
+}
+
+/* TCP in mid-stream may belong to a flow whose entry is lost (rule 3). A datagram may as long as a new build's rows are
+ * still being filled: the answer to what was asked of the build before comes to programs that do not know the question.
  */
+static __always_inline bool may_answer_lost(const struct pw_flow *flow)
+{
+	switch (flow->key.protocol) {
+	case IPPROTO_TCP:
+		return !opens_tcp(flow->tcp_flags);
+	case IPPROTO_ICMP:
+	case IPPROTO_ICMPV6:
+		return flow->flags & PW_PACKET_ECHO_REPLY && are_rows_moving();
+	default:
+		return are_rows_moving();
+	}
+}
+
+/* What its own direction denies is judged once more as the answer of a flow whose entry is lost. */
 static __always_inline void judge_reversed(const struct pw_flow *flow, struct pw_match *match,
 					   const struct pw_config_value *row,
 					   struct pw_question *question, struct pw_verdict *verdict)
@@ -131,7 +154,7 @@ PW_CHECKED_ALONE int judge_anew(struct __sk_buff *skb, struct pw_flow *flow,
 	    !read_peer_address(skb, flow, match, question.peer_addr))
 		return PW_DROP_INTERNAL;
 	policy_verdict(row, &question, &verdict);
-	if (!entry && flow->key.protocol == IPPROTO_TCP && !opens_tcp(flow->tcp_flags)) {
+	if (!entry && may_answer_lost(flow)) {
 		match->picked_up = is_midstream(flow);
 		if (!verdict.allowed || verdict.said & PW_SAID_AUDIT)
 			judge_reversed(flow, match, row, &question, &verdict);

@@ -8,7 +8,7 @@
  * 3. Each of the PW_CONNTRACK_SHARDS slots of pw_conntrack gets a hash of its own (BPF_F_NO_PREALLOC; key
  *    pw_conntrack_key, value pw_conntrack_value; capacity = conntrack_entries / PW_CONNTRACK_SHARDS), and slot 0 of
  *    pw_new_flows an LRU hash of such rows. A slot that is replaced has its rows copied: they would be forgotten. An
- *    empty slot remembers nothing.
+ *    empty slot remembers nothing. Behind the shards pw_shard_fill says how many rows one of them has room for.
  * 4. conntrack_gc_start is run once by a test run (any frame, repeat 1); running it again is harmless, and is how a
  *    newer collector takes over. From then on collection needs neither the agent nor a pin of the program; it lives as
  *    long as the pin of pw_ct_timer.
@@ -120,9 +120,9 @@ struct {
 	__type(value, __u32);
 } pw_node_numbers SEC(".maps");
 
-/* address, port and protocol of a service -> its list of back ends. Written by the agent, read by from_pod for flows that
- * nobody remembers. An address takes a row more than it has ports. Memory of rows is taken as they come, here and below;
- * the empty tables take 5 MB.
+/* address, port and protocol of a service -> its list of back ends. Written by the agent, read by from_pod for flows
+ * that nobody remembers. An address takes a row more than it has ports. Memory of rows is taken as they come, here and
+ * below; the empty tables take 5 MB.
  */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
@@ -180,6 +180,16 @@ struct {
 	__array(values, struct pw_conntrack_shard);
 } pw_conntrack SEC(".maps");
 
+/* shard -> its rows, and behind the shards how many rows one has room for (0 = unknown). The agent writes the room, the
+ * programs count what they insert, and the collector puts right what it finds otherwise.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, PW_CONNTRACK_SHARDS + 1);
+	__type(key, __u32);
+	__type(value, __u32);
+} pw_shard_fill SEC(".maps");
+
 /* What slot 0 of pw_new_flows holds: tuple -> flow that is no connection yet. Written by the programs; new flows push
  * out new flows and nothing else. No row is ever deleted: its memory would be given to another flow under a reader.
  */
@@ -199,8 +209,8 @@ struct {
 } pw_new_flows SEC(".maps");
 
 /* Where the programs keep what first fragments tell: sets, chosen by what names the datagram, the newest one in front.
- * Each hook has sets of its own, so that the world, whose addresses may be forged, pushes out nothing that pods send; and
- * in a set one source address keeps no more than its share, so that who floods pushes out his own (rule 26): the two
+ * Each hook has sets of its own, so that the world, whose addresses may be forged, pushes out nothing that pods send;
+ * and in a set one source address keeps no more than its share, so that a flood pushes out its own (rule 26): the two
  * addresses of a pod together keep half of a set at most.
  */
 #define PW_FRAGMENT_HOOKS 4 /* from_netdev leaves fragments to the stack */
@@ -236,15 +246,17 @@ struct {
 } pw_fragments SEC(".maps");
 
 /* Cell, chosen by pod, protocol and port -> tag of these, and when a datagram by that port took the stack last
- * (stack_ports.h). Written and read by the programs alone.
+ * (stack_ports.h). Written and read by the programs alone. Numbers of endpoints follow each other, so pods of a node
+ * have cells of their own: a pod that asks by many ports displaces its own marks.
  */
-#define PW_STACK_PORTS 32768
+#define PW_STACK_PODS  256
+#define PW_STACK_CELLS 512 /* of each */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
-	__uint(max_entries, PW_STACK_PORTS);
+	__uint(max_entries, PW_STACK_PODS *PW_STACK_CELLS);
 	__type(key, __u32);
 	__type(value, __u64);
-} pw_stack_ports SEC(".maps");
+} pw_stack_cells SEC(".maps");
 
 /* instance -> how much of the shared things it uses. The row is made and removed by the agent, counted by the programs
  * and the collector.

@@ -22,6 +22,7 @@
 #define PW_TCP_HEADER_BYTES    20
 #define PW_UDP_HEADER_BYTES    8
 #define PW_SCTP_HEADER_BYTES   12
+#define PW_SCTP_INIT	       1
 
 /* Copies a header out of the packet: straight from memory where it lies in the linear part, which is where a kernel
  * puts its own headers. `size` is a constant.
@@ -91,8 +92,8 @@ static __always_inline int read_fragment(const struct pw_extension *extension,
 	if (chain->flags & PW_PACKET_FRAGMENT)
 		return PW_DROP_HEADER;
 	chain->fragment_id = extension->id;
-	if (field & (PW_IPV6_OFFSET | PW_IPV6_MORE_FRAGMENTS))
-		chain->flags |= PW_PACKET_FRAGMENT;
+	chain->flags |= field & (PW_IPV6_OFFSET | PW_IPV6_MORE_FRAGMENTS) ? PW_PACKET_FRAGMENT
+									  : PW_PACKET_ATOMIC;
 	if (field & PW_IPV6_OFFSET)
 		chain->flags |= PW_PACKET_LATER_FRAGMENT;
 	return overwrites_tcp(extension->next, field & PW_IPV6_OFFSET) ? PW_DROP_HEADER : 0;
@@ -266,6 +267,23 @@ static __always_inline int parse_ports(struct __sk_buff *skb, struct pw_flow *fl
 	return 0;
 }
 
+/* INIT is alone in its packet (RFC 9260 3), so the first chunk tells. */
+static __always_inline int parse_sctp(struct __sk_buff *skb, struct pw_flow *flow)
+{
+	int reason = parse_ports(skb, flow, PW_SCTP_HEADER_BYTES);
+	__u8 chunk = 0;
+
+	if (reason || flow->transport_bytes == PW_SCTP_HEADER_BYTES)
+		return reason;
+	/* not by read_header(): Linux 6.1 loses the bound of an offset that is added to */
+	if (bpf_skb_load_bytes(skb, flow->transport_offset + PW_SCTP_HEADER_BYTES, &chunk,
+			       sizeof(chunk)))
+		return PW_DROP_TRUNCATED;
+	if (chunk == PW_SCTP_INIT)
+		flow->flags |= PW_PACKET_SCTP_INIT;
+	return 0;
+}
+
 /* An error that quotes IPv6 with IPv4 in it: it would be looked for among the flows of the other family. */
 static __always_inline bool quotes_mapped_ipv4(struct __sk_buff *skb, const struct pw_flow *flow)
 {
@@ -317,7 +335,7 @@ static __always_inline int parse_transport(struct __sk_buff *skb, struct pw_flow
 	case IPPROTO_UDPLITE:
 		return parse_ports(skb, flow, PW_UDP_HEADER_BYTES);
 	case IPPROTO_SCTP:
-		return parse_ports(skb, flow, PW_SCTP_HEADER_BYTES);
+		return parse_sctp(skb, flow);
 	case IPPROTO_ICMP:
 	case IPPROTO_ICMPV6:
 		return parse_icmp(skb, flow);

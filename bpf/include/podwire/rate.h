@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/* rate.h: how many new flows each second an endpoint is remembered for, and who of its openers has which part of it.
+/* rate.h: how many new flows each second an endpoint is remembered for, and which of its openers has which part of it.
  *
  * Each bucket is one number: until when it is spent at its rate (the generic cell rate algorithm). Half a second may be
  * spent at once. Races only blur the limit.
@@ -32,8 +32,8 @@ static __always_inline bool is_known_opener(__u32 identity)
 	       identity != PW_IDENTITY_UNMANAGED;
 }
 
-/* What one opener leaves to the others when he has spent all that they share. Seeded, so that nobody can choose whose
- * buckets he spends.
+/* What one opener leaves to the others when it has spent all that they share. Seeded, so that nobody can choose whose
+ * buckets it spends.
  */
 static __always_inline bool spend_own(struct pw_usage_value *usage, const struct pw_flow *flow,
 				      __u32 rate)

@@ -20,7 +20,7 @@ static __always_inline bool is_remembered(const struct pw_flow *flow, const stru
 			return false;
 		return !(flow->tcp_flags & PW_TCP_FLAG_SYN) || opens_tcp(flow->tcp_flags);
 	default:
-		return true;
+		return !match->reply;
 	}
 }
 
@@ -56,8 +56,8 @@ static __always_inline bool is_open_connection(const struct pw_conntrack_value *
 	       (entry->tcp_state == PW_TCP_ESTABLISHED || entry->tcp_state == PW_TCP_HALF_CLOSED);
 }
 
-/* What lingers of the reversed tuple goes when a new connection takes its ports: no two entries fit one packet. false = a
- * connection is open there, and stays: anybody can forge the SYN that its other end would never send.
+/* What lingers of the reversed tuple goes when a new connection takes its ports: no two entries fit one packet. false =
+ * a connection is open there, and stays: anybody can forge the SYN that its other end would never send.
  */
 static __always_inline bool retire_reversed(struct pw_conntrack_key *key, __u64 now_ns)
 {
@@ -72,7 +72,8 @@ static __always_inline bool retire_reversed(struct pw_conntrack_key *key, __u64 
 }
 
 /* Without a row in pw_usage the endpoint is just going. What the stack has translated is found by nobody else when its
- * answer comes: it is where nothing is pushed out, if there is room.
+ * answer comes: it is where nothing is pushed out, if there is room. So is every flow while no agent runs, for an
+ * earlier build that may come next knows no other place.
  */
 PW_CHECKED_ALONE int make_entry(struct pw_flow *flow, const struct pw_config_value *row,
 				const struct pw_match *match)
@@ -81,7 +82,7 @@ PW_CHECKED_ALONE int make_entry(struct pw_flow *flow, const struct pw_config_val
 	struct pw_conntrack_value entry;
 	struct pw_settings *settings;
 	struct pw_usage_value *usage;
-	__u32 zero = 0, instance;
+	__u32 zero = 0, instance, charge;
 
 	if (!flow || !row || !match)
 		return PW_DROP_INTERNAL;
@@ -103,7 +104,10 @@ PW_CHECKED_ALONE int make_entry(struct pw_flow *flow, const struct pw_config_val
 	*judgement_of(&entry) =
 		judgement(match->translated ? ~row->policy_revision : row->policy_revision,
 			  match->peer_identity);
-	if (!match->translated || insert_connection(&key, &entry, usage))
+	charge = match->translated			    ? PW_CHARGE_CONNECTION
+		 : settings->flags & PW_SETTINGS_UNATTENDED ? PW_CHARGE_BRIEF
+							    : PW_CHARGE_NONE;
+	if (!charge || insert_connection(&key, &entry, usage, charge))
 		insert_new(&key, &entry);
 	return 0;
 }
@@ -129,7 +133,7 @@ PW_CHECKED_ALONE int protect(const struct pw_flow *flow, const struct pw_match *
 	if (match->reply)
 		reverse_key(&key);
 	copy = *entry;
-	if (!insert_connection(&key, &copy, usage)) {
+	if (!insert_connection(&key, &copy, usage, PW_CHARGE_CONNECTION)) {
 		entry->flags |= PW_CONNTRACK_LEFT;
 	} else if (!(entry->flags & PW_CONNTRACK_UNPROTECTED)) {
 		entry->flags |= PW_CONNTRACK_UNPROTECTED;

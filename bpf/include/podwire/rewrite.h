@@ -2,7 +2,8 @@
 /* rewrite.h: put a back end's address where the pod wrote a service's, and the service's on the way home.
  *
  * Checksums are changed by what changed (RFC 1624), so that whatever a device has summed up or has yet to sum up stays
- * right. A later fragment has addresses only; the checksum that covers them is in the first one.
+ * right. A later fragment has addresses only; the checksum that covers them is in the first one. SCTP's covers ports and
+ * no addresses, and nobody here can sum up a whole packet by CRC32c: its ports stay as they are.
  */
 #ifndef PODWIRE_REWRITE_H
 #define PODWIRE_REWRITE_H
@@ -28,7 +29,7 @@ static __always_inline struct pw_checksum transport_checksum(const struct pw_flo
 {
 	struct pw_checksum checksum = {};
 
-	if (flow->flags & PW_PACKET_LATER_FRAGMENT)
+	if (flow->flags & PW_PACKET_LATER_FRAGMENT || flow->key.protocol == IPPROTO_SCTP)
 		return checksum;
 	checksum.offset = flow->transport_offset + PW_TCP_CHECKSUM_OFFSET;
 	if (flow->key.protocol != IPPROTO_TCP) {
@@ -73,7 +74,9 @@ static __always_inline int replace_ipv6(struct __sk_buff *skb, __u32 at, const v
 				flags | PW_WHOLE_SUM_OF_IPV6) &&
 	    bpf_l4_csum_replace(skb, checksum->offset, 0, difference, flags))
 		return PW_DROP_INTERNAL;
-	return bpf_skb_store_bytes(skb, at, next, sizeof(next), 0) ? PW_DROP_INTERNAL : 0;
+	/* with no other sum that changes against it */
+	flags = checksum->offset ? 0 : BPF_F_RECOMPUTE_CSUM;
+	return bpf_skb_store_bytes(skb, at, next, sizeof(next), flags) ? PW_DROP_INTERNAL : 0;
 }
 
 static __always_inline int replace_port(struct __sk_buff *skb, __u32 at, __be16 to_be,
@@ -193,7 +196,7 @@ static __always_inline __u32 quoted_transport(struct __sk_buff *skb, const struc
 		return quoted + (first & 0xf) * 4;
 	}
 	if (bpf_skb_load_bytes(skb, quoted + offsetof(struct ipv6hdr, nexthdr), &first, 1) ||
-	    (first != IPPROTO_TCP && first != IPPROTO_UDP))
+	    (first != IPPROTO_TCP && first != IPPROTO_UDP && first != IPPROTO_SCTP))
 		return 0;
 	return quoted + sizeof(struct ipv6hdr);
 }

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /* service.h: a pod asks a service, and flow->key becomes the tuple to the back end that answers (rules 14, 15).
  *
- * A flow that a service translates has two rows in pw_conntrack and none in pw_new_flows, which evicts. The one under the
- * tuple as the pod has it (PW_CONNTRACK_SERVICE) only names the other tuple. The one under the tuple as the back end has it
- * (PW_CONNTRACK_OF_BACK_END) is the flow: it is judged, counted and aged, and the first one lives as long as it does.
- * Where the pod is its own back end that row is under the tuple of its answers (PW_CONNTRACK_OF_ITSELF): it sees the service's
- * address as its peer on both sides (rule 15).
- * Nothing here changes the packet: that is left until both sides have judged it.
+ * A flow that a service translates has two rows in pw_conntrack and none in pw_new_flows, which evicts. The one under
+ * the tuple as the pod has it (PW_CONNTRACK_SERVICE) only names the other tuple. The one under the tuple as the back
+ * end has it (PW_CONNTRACK_OF_BACK_END) is the flow: it is judged, counted and aged, and the first one lives as long as
+ * it does. Where the pod is its own back end that row is under the tuple of its answers (PW_CONNTRACK_OF_ITSELF): it
+ * sees the service's address as its peer on both sides (rule 15). Nothing here changes the packet: that is left until
+ * both sides have judged it.
  */
 #ifndef PODWIRE_SERVICE_H
 #define PODWIRE_SERVICE_H
@@ -29,10 +29,11 @@ static __always_inline bool has_services(void)
 	return settings && settings->flags & PW_SETTINGS_SERVICES;
 }
 
-/* What begins a flow. TCP in mid-stream that nobody remembers is the stack's (rule 3). */
+/* What begins a flow. A connection or association in mid-stream that nobody remembers is the stack's (rule 3). */
 static __always_inline bool opens_flow(const struct pw_flow *flow)
 {
-	return flow->key.protocol == IPPROTO_UDP || opens_tcp(flow->tcp_flags);
+	return flow->key.protocol == IPPROTO_UDP || flow->flags & PW_PACKET_SCTP_INIT ||
+	       opens_tcp(flow->tcp_flags);
 }
 
 /* From here on the packet is one to the back end. */
@@ -54,15 +55,15 @@ static __always_inline void take_tuple(struct pw_flow *flow, const struct pw_con
 	flow->key.dport_be = key->dport_be;
 }
 
-/* A back end that is gone takes no datagram any more, and no connection that it has not accepted. */
+/* A back end that is gone takes no datagram any more, and no connection or association that it has not accepted. */
 static __always_inline bool may_go_on(const struct pw_flow *flow,
 				      const struct pw_conntrack_value *translated)
 {
 	__u32 back_end = translated->backend;
 
+	if (!opens_flow(flow))
+		return true;
 	if (flow->key.protocol == IPPROTO_TCP) {
-		if (!opens_tcp(flow->tcp_flags))
-			return true;
 		if (translated->tcp_state == PW_TCP_CLOSED)
 			return false;
 		if (translated->tcp_state > PW_TCP_OPENING)
@@ -80,11 +81,14 @@ static __always_inline bool is_translation_of(const struct pw_flow *flow,
 	       translated->nat_dport_be == flow->key.dport_be;
 }
 
-/* By what was chosen for the flow's first packet. A row whose flow is over goes. */
+/* By what was chosen for the flow's first packet. A row whose flow is over goes; of SCTP the flow, too, because the
+ * next one to that back end has the same tuple.
+ */
 PW_CHECKED_ALONE int recall_back_end(struct pw_flow *flow, __u32 beside)
 {
 	struct pw_conntrack_key key __attribute__((aligned(8)));
 	struct pw_conntrack_value *row, *translated;
+	bool is_its_own;
 
 	if (!flow)
 		return PW_DROP_INTERNAL;
@@ -98,8 +102,11 @@ PW_CHECKED_ALONE int recall_back_end(struct pw_flow *flow, __u32 beside)
 	key.sport_be = row->nat_sport_be;
 	key.dport_be = row->nat_dport_be;
 	translated = find_connection(&key, flow->now_ns);
-	if (!is_translation_of(flow, translated) || !may_go_on(flow, translated)) {
+	is_its_own = is_translation_of(flow, translated);
+	if (!is_its_own || !may_go_on(flow, translated)) {
 		row->flags |= PW_CONNTRACK_LEFT;
+		if (is_its_own && key.protocol == IPPROTO_SCTP)
+			retire(translated, key.instance, PW_EGRESS);
 		return 0;
 	}
 	row->last_seen_ns = flow->now_ns;
@@ -157,7 +164,8 @@ static __always_inline __u32 read_back_end(__u32 service, __u32 slot, struct pw_
 	return back_end->back_end == number ? number : 0;
 }
 
-/* Turns the tuple to a back end into that of its answers, where the pod is the back end: from its port to the service. */
+/* Turns the tuple to a back end into that of its answers, where the pod is the back end: from its port to the service.
+ */
 static __always_inline void turn_to_itself(const struct pw_flow *flow, struct pw_conntrack_key *key)
 {
 	key->sport_be = key->dport_be;
@@ -186,7 +194,8 @@ static __always_inline __be16 any_source_port(void)
 }
 
 /* One try: a back end, and if that does not help, a source port of ours, so that no two flows have one tuple (rule 14).
- * 0 = this is it, else why not.
+ * SCTP keeps its ports: its checksum covers all of the packet but its addresses. 0 = this is it, PW_DONE = it is left to
+ * the stack, else why not.
  */
 PW_CHECKED_ALONE int try_back_end(struct pw_flow *flow, __u32 service, __u32 slot, __u32 own_port)
 {
@@ -199,13 +208,15 @@ PW_CHECKED_ALONE int try_back_end(struct pw_flow *flow, __u32 service, __u32 slo
 	key = flow->key;
 	if (service) {
 		back_end = read_back_end(service, slot, &key);
+		if (back_end && !key.dport_be)
+			return PW_DONE;
 		if (!back_end || is_of_service(key.daddr))
 			return PW_DROP_NO_BACK_END;
 		itself = has_address(&flow->row, key.daddr);
 	}
 	if (itself)
 		turn_to_itself(flow, &key);
-	if (own_port)
+	if (own_port && key.protocol != IPPROTO_SCTP)
 		*(itself ? &key.dport_be : &key.sport_be) = any_source_port();
 	if ((itself && has_same_ports(&key, &flow->key)) || !is_free(&key, flow->now_ns))
 		return PW_DROP_CONNTRACK_FULL;
@@ -213,8 +224,8 @@ PW_CHECKED_ALONE int try_back_end(struct pw_flow *flow, __u32 service, __u32 slo
 	return 0;
 }
 
-/* `service` 0: the pod speaks to a back end itself, where a flow of a service has its ports. `kept`: the slot that leads to
- * the back end of last time, 0 = any will do.
+/* `service` 0: the pod speaks to a back end itself, where a flow of a service has its ports. `kept`: the slot that
+ * leads to the back end of last time, 0 = any will do.
  */
 static __always_inline int pick_back_end(struct pw_flow *flow, __u32 service, __u32 back_ends,
 					 __u32 kept)
@@ -226,15 +237,15 @@ static __always_inline int pick_back_end(struct pw_flow *flow, __u32 service, __
 		__u32 any = back_ends ? (slot + i) % back_ends : 0;
 
 		reason = try_back_end(flow, service, kept ?: any, !service || i >= PW_PICKS / 2);
-		if (!reason)
-			return 0;
+		if (!reason || reason == PW_DONE)
+			return reason;
 		if (reason == PW_DROP_NO_BACK_END)
 			kept = 0;
 	}
 	return reason;
 }
 
-/* No service takes an address from who has it: this host, which serves it itself (NodeLocal DNS, kube-proxy's mode ipvs),
+/* No service takes an address from its owner: this host, which serves it itself (NodeLocal DNS, kube-proxy's mode ipvs),
  * another node, a pod.
  */
 static __always_inline bool is_taken(const struct pw_flow *flow)
@@ -248,8 +259,8 @@ static __always_inline bool is_taken(const struct pw_flow *flow)
 	       prefix->identity != PW_IDENTITY_WORLD;
 }
 
-/* Copies the row of the service that the packet asks. A service that is not known is none (PW_DONE); the other ports of one
- * that is known are refused.
+/* Copies the row of the service that the packet asks. A service that is not known is none (PW_DONE); the other ports of
+ * one that is known are refused.
  */
 PW_CHECKED_ALONE int find_service(const struct pw_flow *flow, struct pw_service_value *service)
 {
@@ -285,7 +296,7 @@ PW_CHECKED_ALONE int choose_back_end(struct pw_flow *flow, __u32 beside)
 	reason = pick_back_end(flow, service.service, service.back_ends, kept);
 	if (!reason && service.affinity_s)
 		keep_affinity(flow, &service);
-	return reason;
+	return reason == PW_DONE ? 0 : reason;
 }
 
 /* What went to the stack and was never answered may have been sent before the service was known. */
@@ -294,8 +305,8 @@ static __always_inline bool is_unanswered(const struct pw_flow *flow,
 {
 	if (flow->here.reply || here->path != PW_PATH_STACK)
 		return false;
-	return flow->key.protocol == IPPROTO_UDP ? !(here->flags & PW_CONNTRACK_REPLIED)
-						 : here->tcp_state == PW_TCP_OPENING;
+	return flow->key.protocol == IPPROTO_TCP ? here->tcp_state == PW_TCP_OPENING
+						 : !(here->flags & PW_CONNTRACK_REPLIED);
 }
 
 /* Most packets have an entry, which tells. */
@@ -329,12 +340,15 @@ static __always_inline int insert_translated(const struct pw_conntrack_key *key,
 					     const struct pw_conntrack_value *entry)
 {
 	struct pw_conntrack_value *old;
-	void *shard = find_shard(key);
+	__u32 number = shard_number(key);
+	void *shard = bpf_map_lookup_elem(&pw_conntrack, &number);
 	int failure;
 
 	if (!shard)
 		return -E2BIG;
 	failure = bpf_map_update_elem(shard, key, entry, BPF_NOEXIST);
+	if (!failure)
+		count_rows(number, 1);
 	if (failure != -EEXIST)
 		return failure;
 	old = bpf_map_lookup_elem(shard, key);
@@ -345,6 +359,17 @@ static __always_inline int insert_translated(const struct pw_conntrack_key *key,
 		 PW_CHARGE_NONE);
 	*old = *entry;
 	return 0;
+}
+
+/* The key as the pod has it. */
+static __always_inline void fill_service_key(const struct pw_flow *flow,
+					     struct pw_conntrack_key *key)
+{
+	*key = flow->key;
+	key->beside = flow->original.beside;
+	copy_address(key->daddr, flow->original.addr);
+	key->sport_be = flow->original.sport_be;
+	key->dport_be = flow->original.dport_be;
 }
 
 /* The row under the tuple as the pod has it. Its flow's other row says how long it lives (conntrack_gc). */
@@ -365,22 +390,29 @@ PW_CHECKED_ALONE int make_service_row(const struct pw_flow *flow)
 	copy_address(entry.nat_addr, flow->key.daddr);
 	entry.nat_sport_be = flow->key.sport_be;
 	entry.nat_dport_be = flow->key.dport_be;
-	key = flow->key;
-	key.beside = original->beside;
-	copy_address(key.daddr, original->addr);
-	key.sport_be = original->sport_be;
-	key.dport_be = original->dport_be;
+	fill_service_key(flow, &key);
 	entry.tag = tag_of(&key);
 	return insert_translated(&key, &entry) ? PW_DROP_CONNTRACK_FULL : 0;
 }
 
-/* Translated flows that are no connections have a budget of their own, so that who is never answered, or opens and closes
- * all the time, fills that. Where it gets short the collector is in a hurry.
+/* Translated flows that are no connections have a budget of their own, so that a pod that is never answered, or opens
+ * and closes all the time, fills that. Where it gets short the collector is in a hurry.
  */
 static __always_inline bool has_room(const struct pw_usage_value *usage, __u32 quota)
 {
 	return (__s32)usage->connections[PW_EGRESS] < (__s32)quota &&
 	       (__s32)usage->brief_flows < (__s32)(quota / PW_BRIEF_PART + 1);
+}
+
+/* What is left of the quota where its two rows would be. `key` is overwritten. */
+static __always_inline __u32 find_quota(const struct pw_flow *flow, struct pw_conntrack_key *key,
+					__u32 quota)
+{
+	__u32 of_flow = shrink_quota(quota, shard_number(&flow->key)), of_service;
+
+	fill_service_key(flow, key);
+	of_service = shrink_quota(quota, shard_number(key));
+	return of_flow < of_service ? of_flow : of_service;
 }
 
 /* The flow itself. Answers could not be translated back without its rows: without room for them there is no flow. */
@@ -401,6 +433,9 @@ PW_CHECKED_ALONE int make_translated(struct pw_flow *flow, const struct pw_match
 		return PW_DROP_INTERNAL;
 	if (!has_room(usage, settings->conntrack_quota))
 		return PW_DROP_CONNTRACK_QUOTA;
+	if (!has_room(usage, find_quota(flow, &key, settings->conntrack_quota)))
+		return PW_DROP_CONNTRACK_FULL;
+	key = flow->key;
 	if (opens_tcp(flow->tcp_flags) && !retire_reversed(&key, flow->now_ns))
 		return PW_DROP_CONNTRACK_FULL;
 	fill_entry(flow, match, &entry);

@@ -105,11 +105,13 @@ static __always_inline __u32 stream_lifetime_s(__u8 protocol)
 }
 
 /* A stream of datagrams: the opener speaks again after it was answered, or the other side does not stop answering. To a
- * service it has to last, as in nf_conntrack: two questions to a resolver from one port are none.
+ * service it has to last, as in nf_conntrack: two questions to a resolver from one port are none. A pod that speaks
+ * SCTP again has an association, and says nothing for half a minute where it has nothing to say.
  */
 static __always_inline void advance_datagrams(struct pw_conntrack_value *entry,
 					      const struct pw_flow *flow, bool reply)
 {
+	bool asks = entry->kind != PW_CONNTRACK_PLAIN && flow->key.protocol != IPPROTO_SCTP;
 	__u32 now_ms = flow->now_ns >> PW_MS_SHIFT;
 
 	if (reply && !(entry->flags & PW_CONNTRACK_REPLIED)) {
@@ -118,7 +120,7 @@ static __always_inline void advance_datagrams(struct pw_conntrack_value *entry,
 		return;
 	}
 	if (!(entry->flags & PW_CONNTRACK_REPLIED) ||
-	    ((reply || entry->kind != PW_CONNTRACK_PLAIN) && now_ms - entry->answer < PW_STREAM_MS))
+	    ((reply || asks) && now_ms - entry->answer < PW_STREAM_MS))
 		return;
 	entry->flags |= PW_CONNTRACK_CONNECTION;
 	entry->lifetime_s = stream_lifetime_s(flow->key.protocol);

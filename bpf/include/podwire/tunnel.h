@@ -67,7 +67,9 @@ static __always_inline int set_tunnel_key(struct __sk_buff *skb, const struct pw
 	return bpf_skb_set_tunnel_key(skb, &key, sizeof(key), flags) ? PW_DROP_INTERNAL : 0;
 }
 
-/* What the host's stack tells a tunnel's packets by from those that a process forges (rule 22). It outlives encapsulation. */
+/* What the host's stack tells a tunnel's packets by from those that a process forges (rule 22). It outlives
+ * encapsulation.
+ */
 static __always_inline void mark_as_tunnelled(struct __sk_buff *skb)
 {
 	__u32 zero = 0;

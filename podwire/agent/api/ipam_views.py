@@ -68,7 +68,7 @@ class BorrowedView(Document, frozen=True, kw_only=True):
 
     ip: str
     node: str
-    """Who has it."""
+    """Its owner."""
     pool: str
     block: str
     block_node: str
@@ -83,7 +83,7 @@ class AllocationView(Document, frozen=True, kw_only=True):
     ip: str
     endpoint: int
     owner: str
-    """Who holds it: namespace/pod."""
+    """Its owner: namespace/pod."""
     state: str
     """`used`, or `ending` while the old device is on its way out."""
 
@@ -122,7 +122,7 @@ class IpamTotals(Document, frozen=True, kw_only=True):
 
 
 def allocation_views(endpoints: Sequence[Endpoint]) -> tuple[AllocationView, ...]:
-    """Show who holds which address; endpoints on their way out hold theirs until the device is
+    """Show the owner of each address; endpoints on their way out hold theirs until the device is
     gone."""
     return tuple(
         AllocationView(

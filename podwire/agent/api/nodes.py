@@ -68,7 +68,7 @@ def count_nodes(api: NodesApi) -> ClusterTotals:
 def _ask_who_lives(store: Store) -> frozenset[str] | None:
     try:
         return list_living_nodes(store.leases())
-    # With the store away it is not known who lives; the nodes are shown all the same.
+    # With the store away it is not known which nodes live; they are shown all the same.
     except PodwireError:
         return None
 

@@ -104,6 +104,8 @@ class ServicePortView(Document, frozen=True, kw_only=True):
     protocol: str
     back_ends: tuple[str, ...]
     """`10.0.0.7:8080`; IPv6 in brackets."""
+    left: bool
+    """This port is left to the stack because of its back ends; the service's problem says why."""
 
 
 class ServiceView(Document, frozen=True, kw_only=True):
@@ -145,7 +147,10 @@ def _view_port(frontend: Frontend, back_ends: Sequence[BackEnd]) -> ServicePortV
         address=str(frontend.address),
         port=frontend.port,
         protocol=_PROTOCOLS[frontend.protocol],
-        back_ends=tuple(map(_write_back_end, back_ends)),
+        back_ends=tuple(
+            _write_back_end(back_end) for back_end in back_ends if not back_end.is_stack
+        ),
+        left=any(back_end.is_stack for back_end in back_ends),
     )
 
 
@@ -197,7 +202,7 @@ def _key_of(kind: str, namespace: str, name: str) -> ObjectKey:
         raise NotFound(error.message, hint=error.hint) from None
 
 
-_PROTOCOLS: Final = {6: "tcp", 17: "udp"}
+_PROTOCOLS: Final = {6: "tcp", 17: "udp", 132: "sctp"}
 _DRY_RUN: Final = Parameter("dryRun", "Only report what would be done.", "boolean")
 _NAMESPACE: Final = Parameter("namespace", "Only objects of this namespace.")
 _DEFAULT: Final = Parameter(

@@ -46,7 +46,7 @@ class PolicyView(Document, frozen=True, kw_only=True):
 
 
 class SelectorView(Document, frozen=True, kw_only=True):
-    """One selector, and whom it selects now."""
+    """One selector, and what it selects now."""
 
     selector: str
     users: int
@@ -103,7 +103,7 @@ def policy_totals(readers: PolicyReaders, config: AgentConfig) -> PolicyTotals:
 
 
 def list_policies(api: Api, _call: Call) -> list[PolicyView]:
-    """Show every policy and whom it selects here."""
+    """Show every policy and what it selects here."""
     readers = api.policy
     with api.turn:
         return _describe_policies(readers)
@@ -176,7 +176,7 @@ def _judged_as(endpoint: Endpoint) -> int:
 
 
 def list_selectors(api: Api, _call: Call) -> list[SelectorView]:
-    """Show the selectors in use and whom they select."""
+    """Show the selectors in use and what they select."""
     with api.turn:
         selectors = api.policy.engine.list_selectors()
     return [

@@ -29,7 +29,7 @@ class PolicyReaders:
     resolver: IdentityResolver
     table: EndpointTable
     identity_at: Callable[[IPAddress], int | None]
-    """Who the programs take an address for that no pod of this node has; None or 0 = in no prefix that they know."""
+    """What the programs know of an address that no pod of this node has; None or 0 = in no prefix that they know."""
     hits: Callable[[], Mapping[int, tuple[int, int]]]
     """Rule -> packets and bytes of what it decided."""
     change_labels: Callable[[EndpointId, list[str]], EndpointRecord]

@@ -86,6 +86,7 @@ class ApiServer:
             for timer in self._silent.values():
                 timer.cancel()
             await runner.cleanup()
+            # Not waited for: a handler that waits for a store that is away would hold up the agent's stop.
             self._threads.shutdown(wait=False, cancel_futures=True)
             with contextlib.suppress(OSError):
                 os.unlink(path)
@@ -102,6 +103,7 @@ class ApiServer:
     def _close_silent(self, connection: RequestHandler) -> None:
         """A connection whose first request's head is not complete in time is told so and closed."""
         del self._silent[connection]
+        # The peer may have left while the timer was due already.
         if connection.transport is None:
             return
         self._api.metrics.count("refused_requests", ("api", "head"))
@@ -203,6 +205,7 @@ class ApiServer:
                     async with asyncio.timeout(FOLLOW_FLUSH_S):
                         await self._woken(wake)
                 wake.clear()
+                # An empty line when nothing came: only a write tells whether the caller is still there.
                 await response.write(_lines(follower.take()) or b"\n")
         except ConnectionResetError:
             pass
@@ -230,6 +233,7 @@ async def serving_metrics(listen: str, metrics: Metrics) -> AsyncIterator[None]:
         text = await asyncio.get_running_loop().run_in_executor(None, metrics.render)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
+    # Anybody who reaches the port may ask, so it takes no body and knows one path.
     application = web.Application(client_max_size=0)
     application.router.add_get("/metrics", answer)
     runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)

@@ -112,9 +112,16 @@ def _trace_service(api: Api, asked: TraceRequest) -> TraceView:
     frontend = next(
         (frontend for frontend in frontends if frontend.address.version == family), None
     )
-    if frontend is not None and known.is_translated:
-        return _trace_back_ends(api, asked, known, known.claims[frontend])
-    if known.is_translated:
+    back_ends = known.claims[frontend] if frontend is not None else ()
+    is_left = not known.is_translated or any(back_end.is_stack for back_end in back_ends)
+    if frontend is None and any(
+        back_end.is_stack for claimed in known.claims.values() for back_end in claimed
+    ):
+        # Only some ports are left: the address is the programs', and they refuse its other ports.
+        is_left = False
+    if frontend is not None and not is_left:
+        return _trace_back_ends(api, asked, known, back_ends)
+    if not is_left:
         return _refuse(api, known, f"it has no port {asked.port}: refused at once")
     address = next(iter(frontends or known.claims)).address
     answer = _trace(api, msgspec.structs.replace(asked, target=f"ip:{address}"))

@@ -26,6 +26,8 @@ from podwire.model.config import AgentConfig
 CHECK: Final = "start"
 CLIENT_DEADLINE_S: Final = 5.0
 """How long one client may take to ask: the next one waits for it no longer."""
+END_LOOK_S: Final = 0.02
+"""How often the thread looks whether it is to end: the start goes on only then, and pods wait for that."""
 
 
 class WaitingApi:
@@ -95,7 +97,9 @@ class _Server(socketserver.ThreadingMixIn, socketserver.BaseServer):
         self.answer = answer
         self._path = path
         self._listener = open_unix_socket(path)
-        self._thread = threading.Thread(target=self.serve_forever, name="api-waiting", daemon=True)
+        self._thread = threading.Thread(
+            target=self.serve_forever, args=(END_LOOK_S,), name="api-waiting", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:

@@ -4,7 +4,7 @@ Made by `agent.cni.socket`, which gets everything else from it: other commands, 
 do not come at once, and requests that would have to wait for the store or for another one of their attachment. All
 kernel work happens in one turn, so one thread is enough (four were measured to be slower). Invariants: a connection
 belongs to this thread or to the loop. While this thread is held up, in the kernel or by the turn, the loop has
-the listener and the line: nobody waits behind a request of somebody else for longer than `LATE_S`.
+the listener and the line: nobody waits for long behind a request of somebody else that takes longer than `LATE_S`.
 """
 
 import asyncio
@@ -24,11 +24,12 @@ from podwire.agent.cni.incoming import FrameReader
 from podwire.agent.cni.received import Caller, Received
 from podwire.model import wire
 from podwire.model.errors import PodwireError
+from podwire.model.right_of_way import RightOfWay
 from podwire.model.wire import Reply
 
 COMMANDS: Final = ("ADD", "DEL")
 LATE_S: Final = 0.1
-"""A request that takes longer holds nobody up."""
+"""A request that takes longer holds nobody up: the loop looks every `socket.RELIEF_LOOK_S`."""
 LINE_MAX: Final = 256
 """Connections that wait for this thread; the loop counts and refuses the others."""
 FRAME_WAIT_MS = 20
@@ -37,7 +38,6 @@ REPLY_WAIT_S: Final = 5.0
 ACCEPT_PAUSE_S: Final = 0.1
 """When the process has no descriptor left."""
 OUT_OF_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
-_PEEK: Final = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 
 _log = logging.getLogger(__name__)
 
@@ -60,18 +60,14 @@ class Visitor(Caller):
     def __init__(self, connection: socket.socket) -> None:
         super().__init__()
         self._connection = connection
+        self._coming = select.poll()
+        self._coming.register(connection.fileno(), select.POLLIN)
         self._answering = threading.Lock()
         """Lets either this thread or the loop answer."""
 
     def has_left(self) -> bool:
         """Tell whether the launcher has closed; one that sends something behind its frame counts as gone, too."""
-        try:
-            self._connection.recv(1, _PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-        return True
+        return bool(self._coming.poll(0))
 
     def answer(self, reply: Reply) -> bool:
         """Send the reply; False when there was one."""
@@ -96,8 +92,10 @@ class AtOnce:
         listener: socket.socket,
         requests: PromptRequests,
         hand_over: Callable[[FrameReader], None],
+        way: RightOfWay,
     ) -> None:
         self._listener = listener
+        self._way = way
         self._requests = requests
         self._take = hand_over
         self._loop = asyncio.get_running_loop()
@@ -199,7 +197,8 @@ class AtOnce:
         received = Received(reader.frame, visitor, reader.descriptors, visitor.answer)
         self._busy_since_s = time.monotonic()
         try:
-            is_done = self._requests.do_at_once(received)
+            with self._way.taken():
+                is_done = self._requests.do_at_once(received)
         finally:
             self._busy_since_s = None
         if is_done:

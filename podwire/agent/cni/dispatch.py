@@ -55,6 +55,10 @@ class Attachments(Protocol):
         """Attach if the store need not be asked; else give None, without having done or waited for anything."""
         ...
 
+    def announce(self) -> None:
+        """Let others hear of what an ADD has made; called behind its answer."""
+        ...
+
     def delete(self, request: AttachRequest, namespace: PodNamespace | None, /) -> None:
         """Detach; changes nothing about an attachment that is younger than the request."""
         ...
@@ -386,12 +390,16 @@ class Dispatcher:
     def _answer_unless_cancelled(
         self, job: Job, result: AttachResult | None
     ) -> AttachResult | None:
-        if result is not None and job.is_unwanted():
-            # Cancelled behind its last step: nobody is going to hear of what was made.
-            self._attachments.delete(job.request, job.namespace)
-            job.refuse_if_cancelled()
-        if result is not None:
+        if result is None:
+            return None
+        try:
+            if job.is_unwanted():
+                # Cancelled behind its last step: nobody is going to hear of what was made.
+                self._attachments.delete(job.request, job.namespace)
+                job.refuse_if_cancelled()
             job.answer(result)
+        finally:
+            self._attachments.announce()
         return result
 
     def _detach(self, job: Job) -> None:

@@ -36,9 +36,15 @@ class FrameReader:
         """Why what came is no frame, when that was found before the connection was handed over."""
         self._buffer = bytearray()
         self._total_bytes = 0
+        self._caller: tuple[int, int] | None = None
 
     def read_caller(self) -> tuple[int, int]:
         """Give process and user id of the caller."""
+        if self._caller is None:
+            self._caller = self._ask_for_caller()
+        return self._caller
+
+    def _ask_for_caller(self) -> tuple[int, int]:
         # The kernel notes these at connect(2) (unix(7)): nothing that the caller sends counts.
         credentials = self.connection.getsockopt(
             socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size

@@ -82,11 +82,13 @@ class CniRequests:
 
             def answer(result: AttachResult | None) -> None:
                 received.answer_at_once(Reply(ReplyStatus.DONE, _encode_result(request, result)))
+                # Here, so that it comes before other threads hear of an ADD: these would take the processor on which
+                # the launcher is about to end.
+                self.metrics.observe_request(frame.command, "ok", monotonic() - begin_s)
+                self._log_done(request, _elapsed_ms(begin_s))
 
             if not self.dispatcher.do_at_once(request, namespace, received.caller, answer):
                 return False
-            self.metrics.observe_request(frame.command, "ok", monotonic() - begin_s)
-            self._log_done(request, _elapsed_ms(begin_s))
         except PodwireError as error:
             received.answer_at_once(self._refuse(frame, error, begin_s))
         except Exception as error:  # the door: whatever it is, the runtime gets an answer
@@ -164,7 +166,7 @@ class CniRequests:
     def _read_namespace(self, received: Received, request: AttachRequest) -> PodNamespace | None:
         """Look at the descriptor; only ADD needs it to be usable."""
         frame, fd = received.frame, received.netns_fd
-        fault = ""
+        fault, inode = "", 0
         # Only ADD needs the namespace. CNI specification, DEL: "Plugins should generally complete a DEL action
         # without error even if some resources are missing"; the namespace often is.
         if fd is None:
@@ -172,7 +174,7 @@ class CniRequests:
         elif not _is_network_namespace(fd):
             fault = "it is not a network namespace"
         # With the node's own namespace for a pod's, addresses and routes of the pod would be set on the node.
-        elif os.fstat(fd).st_ino == self._own_netns:
+        elif (inode := os.fstat(fd).st_ino) == self._own_netns:
             fault = "it is the node's own network namespace"
         if fault and request.command == "ADD":
             raise InvalidEnvironment(
@@ -181,7 +183,7 @@ class CniRequests:
             )
         if fd is None or fault:
             return None
-        return PodNamespace(fd, request.netns_path, os.fstat(fd).st_ino)
+        return PodNamespace(fd, request.netns_path, inode)
 
     def _note_unknown_keys(self, request: AttachRequest) -> None:
         """Say once for each network which keys of its configuration mean nothing to us."""

@@ -16,10 +16,12 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from podwire.agent.cni.at_once import LATE_S, OUT_OF_DESCRIPTORS, AtOnce, PromptRequests
+from podwire.agent.cni.at_once import OUT_OF_DESCRIPTORS, AtOnce, PromptRequests
 from podwire.agent.cni.incoming import FrameReader
 from podwire.agent.cni.received import Caller, Received
+from podwire.agent.ticks import next_tick
 from podwire.cni.errors import encode_error
 from podwire.model import wire
 from podwire.model.errors import (
@@ -27,7 +29,11 @@ from podwire.model.errors import (
     PodwireError,
     Unavailable,
 )
+from podwire.model.right_of_way import RightOfWay
 from podwire.model.wire import Reply, ReplyStatus
+
+RELIEF_LOOK_S: Final = 0.25
+"""Between two looks whether the thread is late, at the moments of the loop's other looks."""
 
 _log = logging.getLogger(__name__)
 
@@ -58,12 +64,14 @@ class CniServer:
         count_refusal: Callable[[str], None] = lambda _limit: None,
         limits: SocketLimits | None = None,
         at_once: PromptRequests | None = None,
+        way: RightOfWay | None = None,
     ) -> None:
         """`count_refusal` is told which limit a connection met. `at_once` answers what need not wait, on a thread
-        that has the listener; None: all requests take their way over the loop.
+        that has the listener, and takes `way` for it; None: all requests take their way over the loop.
         """
         self._answer = answer
         self._at_once = at_once
+        self._way = way or RightOfWay()
         self._count_refusal = count_refusal
         self._limits = limits or SocketLimits()
         self._connections: set[_Connection] = set()
@@ -104,7 +112,7 @@ class CniServer:
             asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener)
             yield
             return
-        thread = AtOnce(listener, self._at_once, self._take)
+        thread = AtOnce(listener, self._at_once, self._take, self._way)
         thread.start()
         relief = asyncio.create_task(self._relieve(thread, self._at_once, listener), name="relief")
         try:
@@ -121,7 +129,7 @@ class CniServer:
         loop = asyncio.get_running_loop()
         is_relieved = False
         while True:
-            await asyncio.sleep(LATE_S)
+            await next_tick(RELIEF_LOOK_S)
             is_late = thread.is_late()
             if is_late:
                 requests.end_late()

@@ -14,7 +14,7 @@ from functools import partial
 from ipaddress import ip_address
 from typing import Any, Final
 
-from podwire.agent.duties.follower import KindList, StoreFollower
+from podwire.agent.duties.follower import FollowingDuty, KindList, StoreFollower
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.duties.unreadable import Reading
 from podwire.agent.duties.worker import Worker
@@ -35,6 +35,7 @@ from podwire.model.interfaces import FactStore
 from podwire.model.store import ObjectKey, Revisions, Store, StoredObject, StoreEvent
 from podwire.model.store.kinds import IP_ADDRESS, IP_BLOCK, IP_POOL, NAMESPACE, NODE
 from podwire.model.store.leases import ADDRESS_DUTY, Lease, list_living_nodes
+from podwire.model.store.packed import unpack
 
 FACT: Final = "ipam-blocks"
 TICK_S: Final = 1.0
@@ -188,7 +189,7 @@ class IpamNews:
         self._known.set_pools(pools, problems)
 
 
-class IpamDuty:
+class IpamDuty(FollowingDuty):
     """Pools and blocks of one node over time; `blocks_changed` is told after blocks were opened or lost."""
 
     def __init__(
@@ -235,15 +236,9 @@ class IpamDuty:
         self._recall(self._written)
         self.follower.load()
 
-    def start(self) -> None:
-        """Start the threads."""
-        self._worker.start()
-        self.follower.start()
-
     def stop(self) -> None:
         """End the threads; blocks stay this node's."""
-        self.follower.stop()
-        self._worker.stop()
+        super().stop()
         if self._lease is not None:
             self._lease.close()
 
@@ -311,7 +306,7 @@ class IpamDuty:
             ]
             text = json.dumps(
                 {
-                    "pools": self.news.pool_documents,
+                    "pools": list(map(unpack, self.news.pool_documents)),
                     "problems": dict(self.known.problems),
                     "labels": dict(self.known.node_labels),
                     "namespaces": {

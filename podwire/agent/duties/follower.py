@@ -15,10 +15,11 @@ from typing import Protocol
 from podwire.agent.duties.keeper import KindList
 from podwire.agent.duties.shared_watch import Change, SharedWatch, choose_delay_s
 from podwire.agent.duties.unreadable import Unreadable
+from podwire.agent.duties.worker import Worker
 from podwire.model.errors import PodwireError, Unavailable
 from podwire.model.store import Revisions, Store, StoredObject, StoreEvent
 
-__all__ = ["KindList", "Listener", "StoreFollower"]
+__all__ = ["FollowingDuty", "KindList", "Listener", "StoreFollower"]
 
 _log = logging.getLogger(__name__)
 
@@ -214,3 +215,21 @@ class StoreFollower:
         else:
             _log.warning("the store is away, and some of it was never read", extra=told)
         return self._is_whole
+
+
+class FollowingDuty:
+    """Base of a duty that is told of changes by its follower, and works on a thread of its own."""
+
+    follower: StoreFollower
+    _worker: Worker
+
+    def start(self) -> None:
+        """Start the threads."""
+        # First: a wake-up before the start is lost, and the follower may tell of something at once.
+        self._worker.start()
+        self.follower.start()
+
+    def stop(self) -> None:
+        """End the threads; what is in force stays."""
+        self.follower.stop()
+        self._worker.stop()

@@ -142,7 +142,7 @@ class IdentityDuty:
     def tick(self) -> None:
         """Do what is due; raises what the store says when it is away, after all that needs no store."""
         held = {
-            # A row has its old number until its build is done, and for as long as that fails.
+            # A row has its old number until its regeneration is done, and for as long as that fails.
             int(number)
             for endpoint in self.table
             for number in (endpoint.record.identity, endpoint.config.identity)

@@ -104,6 +104,8 @@ class Installer:
         # Only now: the directories are there after the first look.
         if self._waker is None:
             self._waker = self._watch(*self._paths)
+            # The watch does not tell what changed between the look and its beginning.
+            return 0.0
         if not self._worker.is_stopping:
             self._waker.wait(_LOOK_S if complete else _RETRY_S)
         return _PAUSE_S

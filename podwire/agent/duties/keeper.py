@@ -35,6 +35,10 @@ class Memory(Protocol):
         """Give the last list of a kind with all changes after it, and its revision; None when there never was one."""
         ...
 
+    def index(self, kind: str) -> dict[ObjectKey, tuple[str, int]]:
+        """Give uid and revision of every object of a kind."""
+        ...
+
     def find(self, key: ObjectKey) -> StoredObject | None:
         """Give one object as it was last; None when it is not there, or cannot be read. Costs the same however many
         there are."""
@@ -60,6 +64,12 @@ class InProcess:
         if kind not in self._objects:
             return None
         return list(self._objects[kind].values()), self._revisions[kind]
+
+    def index(self, kind: str) -> dict[ObjectKey, tuple[str, int]]:
+        return {
+            key: (stored.uid, stored.revision)
+            for key, stored in self._objects.get(kind, {}).items()
+        }
 
     def find(self, key: ObjectKey) -> StoredObject | None:
         return self._objects.get(key.kind, {}).get(key)
@@ -127,6 +137,17 @@ class Keeper:
             return self._unwritten[key.kind].get(key)
         try:
             return self._memory.find(key) or self._seed.get(key)
+        except StorageFailure as error:
+            _log.warning("read what the store said last", extra={"error": error.message})
+            return None
+
+    def index(self, kind: str) -> dict[ObjectKey, tuple[str, int]] | None:
+        """Give uid and revision of every object of a kind as it was last heard; None when that cannot be told."""
+        self.save(at_once=True)
+        if self.has_news:
+            return None
+        try:
+            return self._memory.index(kind)
         except StorageFailure as error:
             _log.warning("read what the store said last", extra={"error": error.message})
             return None

@@ -1,9 +1,9 @@
-"""What the agent does on its own: reap devices, build endpoints, read events, look after the node.
+"""What the agent does on its own: reap devices, regenerate endpoints, read events, look after the node.
 
 `agent.main` runs each loop as a named task of its one task group. A loop only decides when; `control` and `datapath`
 do the work on a thread, because it waits for the kernel. A loop that fails is reported, waits and continues: one
-broken duty must not stop the others, and running pods need none of them. On an idle node a loop wakes a few times a
-second and does nothing.
+broken duty must not stop the others, and running pods need none of them. On an idle node the loops look a few times a
+second whether there is work, all at the same moments (`agent.ticks`).
 """
 
 import asyncio
@@ -11,12 +11,13 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 from podwire.agent.health import ALIVE_REFRESH_S, AliveFile, Health
 from podwire.agent.metrics import Metrics
+from podwire.agent.ticks import next_tick
 from podwire.control.endpoint.queue import Level
 from podwire.control.endpoint.regenerate import Regenerator
 from podwire.control.endpoint.states import State
@@ -33,7 +34,11 @@ REAP_BACKLOG = 64
 """Ended endpoints that are not waited with any longer, whatever else goes on."""
 REAP_AGE_S = 3.0
 REAP_RETRY_S = 2.0
-BUILD_LOOK_S = 0.25
+REGENERATION_LOOK_S = 0.25
+MEMORY_LOOK_S = 10.0
+MEMORY_SAME_BYTES = 1 << 20
+MEMORY_LOOKS_MAX = 6
+FOLD_LOOK_S = 0.5
 SPOOL_LOOK_S = 1.0
 RECONCILE_S = 300.0
 WARNINGS_S = 60.0
@@ -93,11 +98,25 @@ class Attachments(Protocol):
         ...
 
 
+class FoldableJournal(Protocol):
+    """What the loops ask of the journal."""
+
+    @property
+    def behind_at(self) -> int:
+        """The number of the last record that its database does not have; 0 = it has all."""
+        ...
+
+    def fold(self) -> None:
+        """Bring what was written last into the database."""
+        ...
+
+
 @dataclass(frozen=True)
 class Duties:
     """What the loops work on."""
 
     attachments: Attachments
+    journal: FoldableJournal
     table: EndpointTable
     regenerator: Regenerator
     flows: FlowRing
@@ -121,9 +140,13 @@ class Duties:
     """Put the node's own table right; tells what differed."""
     repair_pins: Callable[[], Sequence[str]]
     """Pin again what somebody has unpinned; tells what."""
+    settle_memory: Callable[[int], int]
+    """Give back what was freed, if memory has grown much since the last call; told and tells how much was left."""
     replay: Callable[[], Awaitable[tuple[int, int]]]
     """Carry out spooled DELs: how many were done, how many failed."""
     threads: ThreadPoolExecutor
+    told_of_host: set[str] = field(default_factory=set)
+    """Warnings of the host that stand: a loop that begins anew takes back what is over."""
 
     async def on_thread(self, work: Callable[[], object]) -> object:
         """Run what waits for kernel or disk off the loop."""
@@ -155,14 +178,12 @@ async def supervise(name: str, loop: Loop, duties: Duties) -> None:
 
 
 async def reap(duties: Duties) -> None:
-    """Let go of what has ended, in batches, in a quiet moment, or when it waits too long or is too much.
-
-    What cannot be let go is tried again.
-    """
+    """Let go of what has ended, in batches, in a quiet moment, or when it waits too long or is too much. What cannot be
+    let go is tried again."""
     clock = asyncio.get_running_loop().time
     since_s, seen = clock(), -1
     while True:
-        await asyncio.sleep(REAP_LOOK_S)
+        await next_tick(REAP_LOOK_S)
         taken = duties.requests_taken()
         quiet, seen = taken == seen, taken
         if not duties.backlog():
@@ -178,17 +199,30 @@ async def reap(duties: Duties) -> None:
             await asyncio.sleep(REAP_RETRY_S)
 
 
-async def build(duties: Duties) -> None:
-    """Do the builds that are due: retries, repairs, and what the programs are to tell since followers came or went."""
+async def fold(duties: Duties) -> None:
+    """Bring what was written last into the journal's database, when nothing was for a moment: an ADD would wait for
+    its lock.
+    """
+    seen = 0
+    while True:
+        await next_tick(FOLD_LOOK_S)
+        quiet, seen = duties.journal.behind_at == seen, duties.journal.behind_at
+        if quiet and seen:
+            await duties.on_thread(duties.journal.fold)
+            duties.health.report("fold", ok=True, critical=False)
+
+
+async def regenerate(duties: Duties) -> None:
+    """Regenerate what is due: retries, repairs, and what the programs are to tell since followers came or went."""
     seen: Watch | None = None
     while True:
-        await asyncio.sleep(BUILD_LOOK_S)
+        await next_tick(REGENERATION_LOOK_S)
         if seen != (watch := duties.flows.watch):
             await duties.on_thread(partial(_request_traces, duties))
             seen = watch
         if len(duties.regenerator.queue):
-            await duties.on_thread(partial(_run_builds, duties))
-            duties.health.report("builds", ok=True, critical=False)
+            await duties.on_thread(partial(_run_regenerations, duties))
+            duties.health.report("regenerations", ok=True, critical=False)
 
 
 def _request_traces(duties: Duties) -> None:
@@ -196,11 +230,11 @@ def _request_traces(duties: Duties) -> None:
         duties.regenerator.request_traces("followers of flows changed")
 
 
-def _run_builds(duties: Duties) -> None:
-    """Do all builds that are due."""
+def _run_regenerations(duties: Duties) -> None:
+    """Do all regenerations that are due."""
     done = True
     while done:
-        # One build per turn, so that no ADD waits for a queue of them.
+        # One regeneration per turn, so that no ADD waits for a queue of them.
         with duties.turn:
             done = duties.regenerator.run_due()
 
@@ -222,7 +256,7 @@ async def watch_devices(duties: Duties) -> None:
         while True:
             # Not woken by the kernel's news: each DEL causes some, and the loop would take the interpreter from it.
             # What one command removes is told piece by piece, too: one look serves all of it.
-            await asyncio.sleep(LOSSES_PAUSE_S)
+            await next_tick(LOSSES_PAUSE_S)
             if not news.wait(0):
                 continue
             # Messages that the kernel dropped may have been about any device.
@@ -316,10 +350,10 @@ async def _readable(loop: asyncio.AbstractEventLoop, fd: int) -> None:
 
 
 def compare(duties: Duties, endpoint: Endpoint) -> None:
-    """Compare one endpoint with the kernel; a difference asks for a build."""
+    """Compare one endpoint with the kernel; a difference asks for a regeneration."""
     with duties.turn:
         if endpoint.state in (State.NOT_READY, State.WAITING_TO_REGENERATE):
-            # A build is due anyway, which may be about its policy alone: let it look at the device, too.
+            # A regeneration is due anyway, which may be about its policy alone: let it look at the device, too.
             duties.regenerator.retry(endpoint)
         if endpoint.state is not State.READY:
             return
@@ -372,26 +406,42 @@ def _tell_of_second_agent(duties: Duties, known: str) -> str:
 
 async def watch_host(duties: Duties) -> None:
     """Look now and then for what somebody else changed on this host that breaks pods' traffic."""
-    shown: set[str] = set()
     while True:
         warnings = await duties.on_thread(duties.list_warnings)
         assert isinstance(warnings, Sequence)
         for message in warnings:
-            if message not in shown:
+            if message not in duties.told_of_host:
                 _log.warning("the host obstructs pods", extra={"cause": message})
             duties.health.warn(message, message)
-        for message in shown.difference(warnings):
+        for message in duties.told_of_host.difference(warnings):
             duties.health.warn(message, "")
-        shown = set(warnings)
+        duties.told_of_host.clear()
+        duties.told_of_host.update(warnings)
         await duties.on_thread(partial(_repair_pins, duties))
         duties.health.report("host", ok=True, critical=False)
         await asyncio.sleep(WARNINGS_S)
 
 
+async def keep_memory_small(duties: Duties) -> None:
+    """Give back what thousands of objects left when they were taken in; single changes leave nothing to speak of."""
+    settled_bytes, last_bytes, looks = 0, 0, 0
+    while True:
+        left_bytes = await duties.on_thread(partial(duties.settle_memory, settled_bytes))
+        assert isinstance(left_bytes, int)
+        # What was being taken in at this look is free at a later one, and shows as no growth then: from nothing on
+        # until two looks leave the same. A process whose memory swings for good is looked at no more often.
+        is_same = abs(left_bytes - last_bytes) < MEMORY_SAME_BYTES
+        looks = 0 if is_same else looks + 1
+        settled = is_same or looks >= MEMORY_LOOKS_MAX
+        settled_bytes, last_bytes = left_bytes if settled else 0, left_bytes
+        await asyncio.sleep(MEMORY_LOOK_S)
+        duties.health.report("memory", ok=True, critical=False)
+
+
 async def replay_spool(duties: Duties) -> None:
     """Carry out DELs that launchers wrote down because they found nobody."""
     while True:
-        await asyncio.sleep(SPOOL_LOOK_S)
+        await next_tick(SPOOL_LOOK_S)
         # Also while the agent runs: a launcher may have found nobody and write its DEL a moment after the replay at
         # the start.
         done, failed = await duties.replay()
@@ -403,13 +453,15 @@ async def replay_spool(duties: Duties) -> None:
 
 LOOPS: dict[str, Loop] = {
     "reaper": reap,
-    "builds": build,
+    "fold": fold,
+    "regenerations": regenerate,
     "reconciliation": reconcile,
     "devices": watch_devices,
     _TABLES: watch_tables,
     "alive": stay_alive,
     "host": watch_host,
     "spool": replay_spool,
+    "memory": keep_memory_small,
 }
 """Name of the task -> its loop."""
 

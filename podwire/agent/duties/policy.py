@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from podwire.agent.closed_policies import ClosedPolicies
-from podwire.agent.duties.follower import KindList, StoreFollower
+from podwire.agent.duties.follower import FollowingDuty, KindList, StoreFollower
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.duties.worker import Worker
 from podwire.control.endpoint.enforce import Enforcer
@@ -47,7 +47,7 @@ class _News:
 
 
 @dataclass
-class PolicyDuty:
+class PolicyDuty(FollowingDuty):
     """Policies of one node over time."""
 
     store: Store
@@ -104,16 +104,6 @@ class PolicyDuty:
         self.enforcer.queue_identity_change(change)
         self._worker.wake()
 
-    def start(self) -> None:
-        """Start the threads."""
-        self._worker.start()
-        self.follower.start()
-
-    def stop(self) -> None:
-        """End the threads; what is in force stays."""
-        self.follower.stop()
-        self._worker.stop()
-
     def on_lists(self, lists: Sequence[KindList]) -> None:
         """Take whole lists, on the follower's thread."""
         # Lists carry no revision: the call of `on_events` that follows has them, and remembered objects have none.
@@ -156,7 +146,7 @@ class PolicyDuty:
             return news
 
     def _do(self, news: Sequence[_News]) -> None:
-        """Bring news into force. An endpoint that cannot follow is tried again by the queue of builds, not here."""
+        """Bring news into force. An endpoint that cannot follow is tried again by the regenerator, not here."""
         is_released = not self._was_complete and self.enforcer.is_complete()
         is_change = any(piece.lists or piece.events for piece in news)
         if is_change or self._is_held or self.enforcer.has_heard or is_released:
@@ -191,12 +181,12 @@ class PolicyDuty:
             self._uncollected_since_s = time.monotonic()
 
     def _release(self) -> None:
-        """Build what had to wait for the first word of the store."""
+        """Regenerate what had to wait for the first word of the store."""
         if self._was_complete or not self.enforcer.is_complete():
             return
         self._was_complete = True
         for endpoint in self.enforcer.table:
-            # It could not be built while not all policies were known, because one of them may deny.
+            # It could not be regenerated while not all policies were known, because one of them may deny.
             if endpoint.state is State.NOT_READY:
                 self.enforcer.retry(endpoint, "the store was heard")
 

@@ -19,9 +19,11 @@ from podwire.agent.duties.keeper import SAVE_S, InProcess, Keeper, KindList, Mem
 from podwire.agent.duties.unreadable import AS_STORED, Reading, Unreadable
 from podwire.agent.duties.worker import Worker
 from podwire.model.errors import PodwireError, Unavailable
+from podwire.model.right_of_way import RightOfWay
 from podwire.model.store import (
     Compacted,
     KindUnavailable,
+    Known,
     Revisions,
     Store,
     StoredObject,
@@ -72,9 +74,11 @@ class SharedWatch:
         *,
         name: str = "store-watch",
         reading: Reading = AS_STORED,
+        way: RightOfWay | None = None,
     ) -> None:
         self._name = name
         self._store = store
+        self._way = way or RightOfWay()
         self._keeper = Keeper(memory or InProcess())
         self.unreadable = Unreadable(name, self._keeper.find, reading)
         self._followers: tuple[Follower, ...] = ()
@@ -83,7 +87,11 @@ class SharedWatch:
         self._lists: dict[str, KindList] = {}
         """Of kinds that did not change since they were listed: a follower that joins at the start needs no other."""
         self._revisions: dict[str, int] = {}
+        self._gaps: set[str] = set()
+        """Kinds of which changes were missed: followers have all that came before."""
         self._watch: Watch | None = None
+        self._former: Watch | None = None
+        """Ends when the next one is open: what both follow, a store over the network need not ask for anew."""
         self._failures = 0
         self._worker = Worker(name, self._work, self._fail, interrupt=self._drop_watch)
 
@@ -149,6 +157,9 @@ class SharedWatch:
         if due:
             self._list(due)
             return True
+        if self._gaps:
+            self._close_gaps()
+            return True
         if not self._revisions:
             self._worker.pause(timeout_s)
             return False
@@ -156,6 +167,7 @@ class SharedWatch:
         if watch is None:
             # From the revisions of the lists on, so that nothing between list and watch is missed.
             watch = self._watch = self._store.watch(self._revisions)
+            self._drop_former()
         # `leave` may have dropped the watch just before this one was opened: nothing would end its `next`.
         if self._worker.is_stopping:
             self._drop_watch()
@@ -208,6 +220,7 @@ class SharedWatch:
                 fresh[kind] = self._list_kind(kind)
             except KindUnavailable as error:
                 refused[kind] = error
+        self._gaps -= wanted.keys()
         self.unreadable.show()
         if fresh:
             self._continue_from({kind: kind_list.revision for kind, kind_list in fresh.items()})
@@ -242,17 +255,62 @@ class SharedWatch:
 
     def _list_kind(self, kind: str) -> KindList:
         objects, revision = self._store.list(kind)
-        return KindList(kind, self.unreadable.sift_list(kind, objects), revision)
+        sifted = self.unreadable.sift_list(kind, self._way.pace(objects))
+        return KindList(kind, sifted, revision)
 
     def _continue_from(self, listed: Revisions) -> None:
         """Watch from these lists on, and all other kinds from where they were."""
-        self._drop_watch()
+        self._retire_watch()
         self._revisions = {**self._revisions, **listed}
+
+    # Gaps
+
+    def _close_gaps(self) -> None:
+        """List the kinds of which changes were missed, and tell what has become different meanwhile as changes.
+
+        Nearly all of a large cluster is as it was: what did not change costs nobody anything.
+        """
+        for kind in tuple(self._gaps):
+            known = self._keeper.index(kind)
+            listed = None if known is None else self._list_what_differs(kind, known)
+            self._gaps.discard(kind)
+            if listed is None:
+                for follower in self._followers:
+                    if kind in follower.kinds:
+                        follower.lack()
+                continue
+            events, revision = listed
+            self._continue_from({kind: revision})
+            self._tell(events, {})
+
+    def _list_what_differs(self, kind: str, known: Known) -> tuple[list[StoreEvent], int] | None:
+        """Give what is not as `known` any more, and the revision of the kind; None where that says nothing."""
+        try:
+            objects, revision = self._store.list(kind, known=known)
+        except KindUnavailable:
+            return None  # the followers ask again, and tell whom it concerns
+        # A store that was put back to an older state counts its revisions again from there: the same one may be of
+        # something else now.
+        if revision < self._revisions.get(kind, 0):
+            return None
+        gone = {*known, *(key for key in self.unreadable.faults if key.kind == kind)}
+        changed: list[StoreEvent] = []
+        for stored in self._way.pace(objects):
+            gone.discard(stored.key)
+            if known.get(stored.key) != (stored.uid, stored.revision):
+                changed.append(StoreEvent(stored, stored.revision))
+        for key in sorted(gone):
+            last = self._keeper.find(key) or StoredObject(key=key)
+            changed.append(StoreEvent(last, revision, deleted=True))
+        return changed, revision
 
     # Changes
 
     def _hand_over(self, events: Sequence[StoreEvent], watch: Watch) -> None:
         self._revisions = {**self._revisions, **watch.revisions}
+        self._tell(events, watch.failing)
+
+    def _tell(self, events: Sequence[StoreEvent], failing: Mapping[str, str]) -> None:
         # A list that was kept for followers to come is not the newest any more.
         for kind in {event.object.key.kind for event in events}:
             self._lists.pop(kind, None)
@@ -260,7 +318,7 @@ class SharedWatch:
         changes = [(event, self._read(event)) for event in events]
         if events:
             self.unreadable.show()
-        failures, failing = _Failures(), watch.failing
+        failures = _Failures()
         for follower in self._followers:
             failures.guard(follower, partial(self._tell_changes, follower, changes, failing))
         if any(event.object.key in self.unreadable for event in events):
@@ -291,13 +349,10 @@ class SharedWatch:
     def _forget(self, watch: Watch, kinds: Iterable[str]) -> None:
         """Have kinds listed again whose changes are not known any more."""
         self._revisions = {**self._revisions, **watch.revisions}
-        self._drop_watch()
-        gone = set(kinds)
-        for kind in gone:
+        self._retire_watch()
+        self._gaps.update(kinds)
+        for kind in self._gaps:
             self._lists.pop(kind, None)
-        for follower in self._followers:
-            if gone.intersection(follower.kinds):
-                follower.lack()
 
     def _give_up(self) -> None:
         """What was handed over is in doubt: list everything again."""
@@ -311,10 +366,23 @@ class SharedWatch:
             for follower in self._followers:
                 follower.note_away(error)
 
+    def _retire_watch(self) -> None:
+        """Have the next step open a watch in the place of this one."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            self._drop_former()
+            self._former = watch
+
     def _drop_watch(self) -> None:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
+        self._drop_former()
+
+    def _drop_former(self) -> None:
+        former, self._former = self._former, None
+        if former is not None:
+            former.close()
 
 
 def choose_delay_s(failures: int) -> float:

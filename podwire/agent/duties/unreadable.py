@@ -6,7 +6,7 @@ what it could select, and every other object counts as absent. No other object i
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -81,7 +81,7 @@ class Unreadable:
     def __contains__(self, key: ObjectKey) -> bool:
         return key in self._bad
 
-    def sift_list(self, kind: str, objects: Sequence[StoredObject]) -> list[StoredObject]:
+    def sift_list(self, kind: str, objects: Iterable[StoredObject]) -> list[StoredObject]:
         """Put what was last read in the place of what cannot be read now."""
         good: list[StoredObject] = []
         bad: dict[ObjectKey, StoredObject] = {}

@@ -11,15 +11,15 @@ from podwire.control.attach.steps import Step
 
 RECIPES: Mapping[str, tuple[Step, ...]] = {
     # The guard row comes before the device, so that no packet ever meets a device without a row that drops it; the
-    # build comes after all of that, so that the first packet that passes meets the whole policy; the host's ports come
-    # last, so that whoever asks one meets a pod that answers.
+    # regeneration comes after all of that, so that the first packet that passes meets the whole policy; the host's
+    # ports come last, so that whoever asks one meets a pod that answers.
     "veth": (
         steps.GUARD,
         steps.DEVICE,
         steps.POD_NETWORK,
         steps.SHAPING,
         steps.IDENTITY,
-        steps.BUILD,
+        steps.REGENERATION,
         steps.HOST_PORTS,
     ),
 }

@@ -112,7 +112,7 @@ class Restorer:
             report.ended += 1
 
     def _adopt(self, records: Sequence[EndpointRecord], report: RestoreReport) -> None:
-        # All of them before the first is built: a slot that any row names is in use.
+        # All of them before the first is regenerated: a slot that any row names is in use.
         for record in records:
             config = self.datapath.read_config(record)
             endpoint = self.table.get(record.id)
@@ -122,7 +122,7 @@ class Restorer:
             endpoint = self.table.get(record.id)
             assert endpoint is not None
             try:
-                self.regenerator.build_now(endpoint, Level.REWRITE)
+                self.regenerator.regenerate_now(endpoint, Level.REWRITE)
             except PodwireError as error:
                 _log.warning(
                     "restore endpoint failed; what was in force stays, it is retried",

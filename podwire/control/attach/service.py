@@ -9,7 +9,7 @@ kernel has forgotten it.
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -109,6 +109,10 @@ class AttachService:
                 return None
             self.observe("ADD", "resolve", (self.clock.boottime_ns() - begin_ns) / 1e6)
             return self._attach(request, there, identity, addresses, cancelled)
+
+    def announce(self) -> None:
+        """Let others hear of an endpoint that came: behind the answer of its ADD, because it wakes their threads."""
+        self.table.changed()
 
     def delete(self, request: AttachRequest, _namespace: PodNamespace | None = None) -> None:
         """Detach; success when nothing is there. Older than the attachment it names, it changes nothing."""
@@ -340,10 +344,13 @@ class AttachService:
         self, endpoint: Endpoint, namespace: PodNamespace, cancelled: Callable[[], bool]
     ) -> None:
         """Do the recipe and commit; on any failure, a cancellation included, take back what was begun."""
-        context = replace(self.context, namespace=namespace)
+        base = self.context
+        context = Context(base.datapath, base.regenerator, base.host_ports, namespace)
         begun: list[Step] = []
         try:
             for step in RECIPES[self.mode]:
+                if not step.is_needed(endpoint.record):
+                    continue
                 if cancelled():
                     raise Cancelled(
                         f"attach {endpoint.record.key}: the caller went away or a DEL overtook it",
@@ -361,7 +368,7 @@ class AttachService:
     def _commit(self, endpoint: Endpoint) -> None:
         record = msgspec.structs.replace(endpoint.record, phase=Phase.LIVE)
         self.journal.write(record)
-        self.table.replace_record(record)
+        self.table.replace_record(record, quietly=True)
 
     def _take_back(self, endpoint: Endpoint, begun: Sequence[Step], error: BaseException) -> None:
         """Undo a failed ADD. Raised from here, a second failure would hide the first: it is logged instead."""

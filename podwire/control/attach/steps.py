@@ -37,13 +37,18 @@ class Context:
         return self.namespace
 
 
+def _is_of_every_pod(_record: EndpointRecord) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Step:
-    """One step: its name in logs and timings, what it does, and what takes it back."""
+    """One step: its name in logs and timings, what it does, what takes it back, and which pods need it."""
 
     name: str
     do: Callable[[Context, Endpoint], None]
     undo: Callable[[Context, EndpointRecord], None] | None = None
+    is_needed: Callable[[EndpointRecord], bool] = _is_of_every_pod
 
 
 def _create_guard(context: Context, endpoint: Endpoint) -> None:
@@ -71,19 +76,25 @@ def _configure_pod(context: Context, endpoint: Endpoint) -> None:
     context.datapath.configure_pod(endpoint.record, context.required_namespace())
 
 
+def _has_bandwidth(record: EndpointRecord) -> bool:
+    return record.bandwidth != Bandwidth()
+
+
 def _shape(context: Context, endpoint: Endpoint) -> None:
-    if endpoint.record.bandwidth != Bandwidth():
-        context.datapath.shape(
-            endpoint.record.device, endpoint.record.bandwidth, context.required_namespace()
-        )
+    record = endpoint.record
+    context.datapath.shape(record.device, record.bandwidth, context.required_namespace())
 
 
 def _resolve_identity(_context: Context, endpoint: Endpoint) -> None:
     endpoint.report(IdentityResolved())
 
 
-def _build(context: Context, endpoint: Endpoint) -> None:
-    context.regenerator.build_new(endpoint)
+def _regenerate(context: Context, endpoint: Endpoint) -> None:
+    context.regenerator.regenerate_new(endpoint)
+
+
+def _has_host_ports(record: EndpointRecord) -> bool:
+    return bool(record.host_ports)
 
 
 def _serve_host_ports(context: Context, endpoint: Endpoint) -> None:
@@ -98,17 +109,18 @@ GUARD = Step("guard", _create_guard, _close)
 DEVICE = Step("device", _create_device, _condemn_device)
 POD_NETWORK = Step("pod-network", _configure_pod)
 """Has no undo: everything it makes dies with the device."""
-SHAPING = Step("shaping", _shape)
+SHAPING = Step("shaping", _shape, is_needed=_has_bandwidth)
 """Has no undo: queues die with the device."""
 IDENTITY = Step("identity", _resolve_identity)
-BUILD = Step("build", _build, _close)
-HOST_PORTS = Step("host-ports", _serve_host_ports, _withdraw_host_ports)
+REGENERATION = Step("build", _regenerate, _close)
+"""Its name is a label of the metric `operation_step_seconds`, so it stays as it was first given."""
+HOST_PORTS = Step("host-ports", _serve_host_ports, _withdraw_host_ports, _has_host_ports)
 
 
 def undo_steps(steps: Sequence[Step], context: Context, record: EndpointRecord) -> bool:
     """Take steps back, last first; True when all of it is done. A failing undo is logged and stops no other."""
     complete = True
-    # Backwards: the undo of BUILD takes the rows away first, and a device without a row passes nothing.
+    # Backwards: the undo of REGENERATION takes the rows away first, and a device without a row passes nothing.
     for step in reversed(steps):
         if step.undo is None:
             continue

@@ -63,7 +63,7 @@ class ClaimRefused(Conflict):
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Who holds a node's lease, as its text says."""
+    """The holder of a node's lease, as its text says."""
 
     instance: str = ""
     address: str = ""
@@ -285,7 +285,7 @@ class NodePublisher:
     ) -> dict[Claimed, int]:
         """Give all that is claimed its numbers; what this life has numbered keeps them."""
         new = [claimed for claimed in everything_claimed(facts) if claimed not in self.claims]
-        # Who lives is asked only when it matters: it is one more request to the store.
+        # Asked only when it matters whether a node lives: it is one more request to the store.
         is_contested = any(address in new for facts in others for address in facts.addresses)
         living = self._list_living(others) if is_contested else frozenset[str]()
         return {**number_claims(new, {**before, **self.claims}, others, living), **self.claims}

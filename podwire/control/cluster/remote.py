@@ -1,6 +1,6 @@
 """Pods of other nodes: which publication counts for an address, and the rows of the ipcache that follow from it.
 
-Owned by `agent.duties.cluster.duty`. Every thread that enters it holds that duty's lock: `cluster-watch` hands in
+Owned by `agent.duties.cluster.duty`. Every thread that enters it holds that duty's lock: `store-watch` hands in
 publications, `cluster` asks for rows, `cluster-publish` names this node's own pods, and the API reads problems. Only
 the gauge `cluster_pods` reads `count` without it. Several sources may say something of an address; the first of these
 counts: a pod of this node; a node's own address; the newest publication of the node in whose range the address is;

@@ -162,6 +162,7 @@ def put_object(
         if wanted in (None, ""):
             return _apply(store, draft, dry_run=dry_run)
         stored = look_at(store, key)
+        # Compared as text: a resourceVersion is opaque to clients (Kubernetes, "Resource versions"), ours are numbers.
         revision = stored.revision if stored is not None else 0
         if str(wanted) != str(revision):
             is_at = f"at revision {revision}" if stored is not None else "no longer there"
@@ -225,6 +226,7 @@ def _apply(
             return Applied(draft.key, action, before, draft)
         if stored is None:
             return Applied(draft.key, action, None, store.create(draft))
+        # With the uid and revision of what was compared: whatever others write meanwhile makes this write a Conflict.
         replaced = StoredObject(
             key=draft.key,
             uid=stored.uid,

@@ -7,6 +7,8 @@ kept. Invariant: what is found readable here makes no decoder raise.
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import msgspec
+
 from podwire.control.cluster.facts import decode_node, is_published
 from podwire.control.cluster.published import decode_endpoints
 from podwire.control.documents.pools import decode_pool
@@ -20,12 +22,18 @@ from podwire.model.errors import InvalidRequest
 from podwire.model.store import ReadableObject, StoredObject
 from podwire.model.store.kinds import (
     CIDR_GROUP,
+    ENDPOINT_SLICE,
     IP_ADDRESS,
     IP_BLOCK,
     IP_POOL,
     NODE,
     NODE_ENDPOINTS,
+    SERVICE,
 )
+from podwire.model.store.packed import pack
+
+_MANY: Final = (SERVICE.plural, ENDPOINT_SLICE.plural)
+"""Kinds of which there may be ten thousand, and that have no value here."""
 
 
 def read_object(stored: StoredObject) -> tuple[StoredObject, str]:
@@ -42,7 +50,12 @@ def read_object(stored: StoredObject) -> tuple[StoredObject, str]:
     # duties hear of the store.
     except UNEXPECTED as error:
         return stored, f"{type(error).__name__}: {error}"
-    return (stored if value is None else _with_value(stored, value)), ""
+    if value is not None:
+        return _with_value(stored, value), ""
+    if stored.key.kind in _MANY:
+        # Read once, one by one, by whoever follows them: until then a list of ten thousand is short this way.
+        return msgspec.structs.replace(stored, document=pack(stored.document)), ""
+    return stored, ""
 
 
 def stand_in(stored: StoredObject, fault: str) -> StoredObject | None:
@@ -62,7 +75,9 @@ def _with_value(stored: StoredObject, value: object) -> ReadableObject:
         uid=stored.uid,
         revision=stored.revision,
         created=stored.created,
-        document=stored.document,
+        # Everybody reads the value. The document is kept for the next start, and for the few who look for what the
+        # value leaves out.
+        document=pack(stored.document),
         value=value,
     )
 

@@ -25,7 +25,7 @@ from podwire.model.interfaces import RecordWriter
 _log = logging.getLogger(__name__)
 
 
-class Builds(Protocol):
+class Regenerations(Protocol):
     """What a change asks of the regenerator; both are called under the turn."""
 
     def request(self, endpoint_id: EndpointId, level: Level, cause: str) -> None:
@@ -33,7 +33,7 @@ class Builds(Protocol):
         ...
 
     def run_due(self) -> bool:
-        """Make one build that is due; False when there was none."""
+        """Do one regeneration that is due; False when there was none."""
         ...
 
 
@@ -43,7 +43,7 @@ class EndpointChanges:
 
     table: EndpointTable
     journal: RecordWriter
-    builds: Builds
+    regenerations: Regenerations
     resolver: IdentityResolver
     turn: threading.RLock
 
@@ -73,7 +73,7 @@ class EndpointChanges:
                 hint="do it again",
             )
         changed = self._find_living(endpoint_id).record
-        self._build_due()
+        self._regenerate_due()
         return changed
 
     def set_audit(self, endpoint_id: EndpointId, audit: bool | None) -> EndpointRecord:
@@ -86,12 +86,12 @@ class EndpointChanges:
             record = msgspec.structs.replace(endpoint.record, policy_audit=audit)
             self.journal.write(record)
             self.table.replace_record(record)
-            self.builds.request(endpoint_id, Level.POLICY, "policy audit changed")
-        self._build_due()
+            self.regenerations.request(endpoint_id, Level.POLICY, "policy audit changed")
+        self._regenerate_due()
         return record
 
     def change_over(self, record: EndpointRecord, resolution: Resolution, cause: str) -> bool:
-        """Write a new identity and have the datapath built for it; False when the record is another by now."""
+        """Write a new identity and have the datapath regenerated for it; False when the record is another by now."""
         with self.turn:
             endpoint = self.table.get(record.id)
             # The identity was computed from `record` before the turn was taken. If the record changed meanwhile, the
@@ -101,13 +101,13 @@ class EndpointChanges:
             changed = resolution.write_into(record)
             if changed == record:
                 return True
-            # The journal goes first. A restart after this line builds the endpoint with the new identity instead of
-            # going back.
+            # The journal goes first. A restart after this line regenerates the endpoint with the new identity instead
+            # of going back.
             self.journal.write(changed)
             self.table.replace_record(changed)
             if changed.identity != record.identity:
                 cause = f"{cause}: identity {record.identity} -> {changed.identity}"
-                self.builds.request(record.id, Level.POLICY, cause)
+                self.regenerations.request(record.id, Level.POLICY, cause)
         _log.info(
             "the labels of an endpoint changed",
             extra={"endpoint": record.id, "identity": changed.identity, "cause": cause},
@@ -120,9 +120,9 @@ class EndpointChanges:
             raise NotFound(f"{intent} endpoint {endpoint_id}: there is none")
         return endpoint
 
-    def _build_due(self) -> None:
+    def _regenerate_due(self) -> None:
         done = True
         while done:
             # A turn for each: no ADD waits for more than one of them.
             with self.turn:
-                done = self.builds.run_due()
+                done = self.regenerations.run_due()

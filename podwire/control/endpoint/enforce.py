@@ -1,6 +1,6 @@
 """The policy engine as endpoints see it: from known policies and identities to rows and states of endpoints.
 
-Called by the regenerator (one endpoint's build) and by the agent's policy duty (a change of policies or identities),
+Called by the regenerator (one endpoint) and by the agent's policy duty (a change of policies or identities),
 always under the node's turn, except for `queue_identity_change`. Invariant: what an endpoint is said to enforce is
 what its row holds. An endpoint that could not follow is `not-ready`, keeps what was in force, and is tried again.
 """
@@ -10,9 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from podwire.control.endpoint import states
 from podwire.control.endpoint.policies import oldest_revision
-from podwire.control.endpoint.queue import BuildQueue, Level
+from podwire.control.endpoint.queue import Level, RegenerationQueue
 from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.control.identity.known import IdentityChange
 from podwire.control.policy.engine import Failure, Outcome, PolicyEngine, PolicyValues
@@ -26,7 +28,7 @@ from podwire.model.store import Revisions
 _log = logging.getLogger(__name__)
 
 MAY_FOLLOW = frozenset({states.State.READY, states.State.NOT_READY})
-"""States in which a change of policy is a regeneration of its own; in others a build comes anyway."""
+"""States in which a change of policy is a regeneration of its own; in others one comes anyway."""
 
 
 POLICIES_NAMED = 3
@@ -70,15 +72,15 @@ class Enforcer:
     table: EndpointTable
     datapath: PolicyDatapath
     directories: EndpointDirectories
-    queue: BuildQueue
+    queue: RegenerationQueue
     clock: Clock
     revisions: Revisions = field(default_factory=dict)
     """Of each kind of policy, up to which it was taken in; replaced, never changed."""
     failures: tuple[Failure, ...] = ()
     """Identities whose endpoints keep what was in force before, and why."""
     is_complete: Callable[[], bool] = lambda: True
-    """Whether all that policy is made of was heard, in this life or an earlier one. Before, nothing is built, applied
-    or collected: rows stay as they are."""
+    """Whether all that policy is made of was heard, in this life or an earlier one. Before, nothing is regenerated,
+    applied or collected: rows stay as they are."""
     reached: Callable[[Revisions], None] = lambda _revisions: None
     """Told up to which revisions policies were taken in."""
     _heard: deque[IdentityChange] = field(default_factory=deque)
@@ -107,7 +109,7 @@ class Enforcer:
         """Bring what changed into force for every endpoint."""
         self.drain()
         if not self.is_complete():
-            return Outcome(self.engine.revision)
+            return Outcome(self.engine.generation)
         outcome = self.engine.apply()
         self._report(outcome, cause)
         return outcome
@@ -155,7 +157,7 @@ class Enforcer:
         if record.identity_labels:
             facts = IdentityFacts(record.identity, record.identity_labels, record.named_ports)
             self.engine.identity_borne(facts)
-        endpoint.config = replace(
+        endpoint.config = msgspec.structs.replace(
             endpoint.config, audit=base.audit, host_allowed=base.host_allowed, trace=base.trace
         )
         if self.engine.is_pending:
@@ -189,12 +191,12 @@ class Enforcer:
         self.failures = tuple(failure for failure in left if failure.endpoints)
 
     def retry(self, endpoint: Endpoint, cause: str) -> None:
-        """Have an endpoint built as soon as possible that could not be built before."""
+        """Have an endpoint regenerated as soon as possible that could not be regenerated before."""
         self.queue.request(endpoint.record.id, Level.REWRITE, cause, self.clock.boottime_ns())
 
     def compare(self, endpoint: Endpoint) -> list[str]:
         """Name how the slot that an endpoint's row names differs from its policies; empty = it does not. What differs
-        is written again by the endpoint's next build, which is asked for. Raises KernelFailure."""
+        is written again by the endpoint's next regeneration, which is asked for. Raises KernelFailure."""
         identity, slot = endpoint.config.identity, endpoint.config.slot
         if not slot:
             return []
@@ -251,7 +253,7 @@ class Enforcer:
         self._note_success(endpoint_id, cause)
 
     def _note_success(self, endpoint_id: EndpointId, cause: str) -> None:
-        """Make an endpoint ready whose policy is in force; if another build of it is due, ask for that instead."""
+        """Make an endpoint ready whose policy is in force; if its regeneration is due again, ask for that instead."""
         endpoint = self.table.get(endpoint_id)
         if endpoint is None or endpoint.state not in MAY_FOLLOW:
             return
@@ -260,7 +262,7 @@ class Enforcer:
         if is_behind and (is_another or self.queue.owes(endpoint_id)):
             self.queue.request(endpoint_id, Level.POLICY, cause, self.clock.boottime_ns())
         else:
-            self._move(endpoint, cause, states.BuildSucceeded())
+            self._move(endpoint, cause, states.RegenerationSucceeded())
 
     @staticmethod
     def _log_failure(failure: Failure) -> None:
@@ -279,7 +281,7 @@ class Enforcer:
             endpoint = self.table.get(endpoint_id)
             if endpoint is None or endpoint.state is not states.State.READY:
                 continue
-            self._move(endpoint, cause, states.BuildFailed(describe_failure(failure)))
+            self._move(endpoint, cause, states.RegenerationFailed(describe_failure(failure)))
             self.queue.request(
                 endpoint_id, Level.POLICY, "retry after failure", self.clock.boottime_ns()
             )
@@ -287,5 +289,5 @@ class Enforcer:
     @staticmethod
     def _move(endpoint: Endpoint, cause: str, end: states.Event) -> None:
         """Log the regeneration that has just been done, as the states it went through."""
-        for event in (states.RegenerationRequested(cause), states.BuildStarted(), end):
+        for event in (states.RegenerationRequested(cause), states.RegenerationStarted(), end):
             endpoint.report(event)

@@ -69,7 +69,7 @@ class HostPorts:
     def withdraw(self, record: EndpointRecord) -> None:
         """Lead the ports of an ended endpoint nowhere, or back to an older sandbox of its pod."""
         if record.host_ports:
-            self.datapath.write_host_ports(in_force(self._list_living()))
+            self.datapath.write_host_ports(in_force(self._list_living()), dict(translate(record)))
 
     def _list_living(self) -> list[EndpointRecord]:
         # A restart finds endpoints whose ADD was cut off in the table as well: those are ended next.

@@ -1,8 +1,8 @@
-"""Which endpoint is built next: one serial queue per endpoint, coalesced triggers, back-off after failures.
+"""Which endpoint is regenerated next: one serial queue per endpoint, coalesced triggers, back-off after failures.
 
-Pure: time is a parameter, builders call `take` and report `finish`. `control.endpoint.regenerate` is the only user. A
-trigger that arrives while its endpoint is being built starts another build afterwards; it is never lost and never
-doubled.
+Pure: time is a parameter, callers use `take` and report `finish`. `control.endpoint.regenerate` is the only user. A
+trigger that arrives while its endpoint is being regenerated starts another regeneration afterwards. It is never lost
+and never doubled.
 """
 
 import enum
@@ -15,7 +15,7 @@ RETRY_CAP_NS = 60_000_000_000
 
 
 class Level(enum.IntEnum):
-    """How much a build does; a higher level includes the lower ones."""
+    """How much a regeneration does; a higher level includes the lower ones."""
 
     POLICY = 1
     """Map entries of the policy slot only."""
@@ -24,8 +24,8 @@ class Level(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Build:
-    """One build to do: all triggers since the last one, folded."""
+class Regeneration:
+    """One regeneration to do: all triggers since the last one, folded."""
 
     endpoint_id: EndpointId
     level: Level
@@ -39,20 +39,20 @@ class _Waiting:
     due_ns: int
 
 
-class BuildQueue:
-    """Requests in, builds out, in the order of their first trigger; at most `parallel` at once."""
+class RegenerationQueue:
+    """Requests in, regenerations out, in the order of their first trigger; at most `parallel` at once."""
 
     def __init__(self, parallel: int = 1) -> None:
         self._parallel = parallel
         self._waiting: dict[EndpointId, _Waiting] = {}
-        self._running: dict[EndpointId, Build] = {}
+        self._running: dict[EndpointId, Regeneration] = {}
         self._failures: dict[EndpointId, int] = {}
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
 
     def request(self, endpoint_id: EndpointId, level: Level, cause: str, now_ns: int) -> None:
-        """Ask for a build as soon as possible, also when a retry was to come later."""
+        """Ask for a regeneration as soon as possible, also when a retry was to come later."""
         waiting = self._waiting.get(endpoint_id)
         if waiting is None:
             self._waiting[endpoint_id] = _Waiting(level, [cause], now_ns)
@@ -62,39 +62,41 @@ class BuildQueue:
         if cause not in waiting.causes:
             waiting.causes.append(cause)
 
-    def take(self, now_ns: int) -> Build | None:
-        """Give the next build that is due and whose endpoint is not being built; None when there is none."""
-        # One build at a time by default: four workers that did kernel work side by side were measured to be slower
-        # than one.
+    def take(self, now_ns: int) -> Regeneration | None:
+        """Give the next regeneration that is due and whose endpoint has none under way; None when there is none."""
+        # One at a time by default: four workers that did kernel work side by side were measured to be slower than one.
         if len(self._running) >= self._parallel:
             return None
         # A dict keeps the order of insertion, which is the order of the first triggers. A trigger that joins a
-        # waiting build does not move it back.
+        # waiting regeneration does not move it back.
         for endpoint_id, waiting in self._waiting.items():
             if waiting.due_ns <= now_ns and endpoint_id not in self._running:
                 del self._waiting[endpoint_id]
-                build = Build(endpoint_id, waiting.level, tuple(waiting.causes))
-                self._running[endpoint_id] = build
-                return build
+                regeneration = Regeneration(endpoint_id, waiting.level, tuple(waiting.causes))
+                self._running[endpoint_id] = regeneration
+                return regeneration
         return None
 
-    def finish(self, build: Build, *, ok: bool, now_ns: int) -> None:
-        """Report the end of a build. A failed one comes back at its level after 0.5 s, 1 s, 2 s, ... up to 60 s."""
-        self._running.pop(build.endpoint_id, None)
+    def finish(self, regeneration: Regeneration, *, ok: bool, now_ns: int) -> None:
+        """Report the end of one. What failed comes back at its level after 0.5 s, 1 s, 2 s, ... up to 60 s."""
+        self._running.pop(regeneration.endpoint_id, None)
         if ok:
-            self._failures.pop(build.endpoint_id, None)
+            self._failures.pop(regeneration.endpoint_id, None)
             return
-        failures = self._failures[build.endpoint_id] = self._failures.get(build.endpoint_id, 0) + 1
+        failures = self._failures[regeneration.endpoint_id] = (
+            self._failures.get(regeneration.endpoint_id, 0) + 1
+        )
         delay_ns = min(RETRY_CAP_NS, RETRY_BASE_NS << min(failures - 1, 16))
-        # A trigger that came during the build waits already and is due at once. The retry joins it instead of
+        # A trigger that came during the regeneration waits already and is due at once. The retry joins it instead of
         # delaying it.
         waiting = self._waiting.setdefault(
-            build.endpoint_id, _Waiting(build.level, ["retry after failure"], now_ns + delay_ns)
+            regeneration.endpoint_id,
+            _Waiting(regeneration.level, ["retry after failure"], now_ns + delay_ns),
         )
-        waiting.level = max(waiting.level, build.level)
+        waiting.level = max(waiting.level, regeneration.level)
 
     def owes(self, endpoint_id: EndpointId) -> bool:
-        """Tell whether an endpoint is being built or waits for it, a retry included."""
+        """Tell whether an endpoint is being regenerated or waits for it, a retry included."""
         return endpoint_id in self._waiting or endpoint_id in self._running
 
     def forget(self, endpoint_id: EndpointId) -> None:

@@ -1,8 +1,8 @@
 """Bring one endpoint's datapath to its desired state, including its policy, and report to the state machine.
 
-Called inside ADD for the first build and by the agent's build loop for every later one, always under the node's turn.
-A failed build changes nothing in the kernel: what was in force stays, the endpoint becomes `not-ready` and the queue
-tries again.
+Called inside ADD for the first regeneration and by the agent's task `regenerations` for every later one, always under
+the node's turn. One that fails changes nothing in the kernel: what was in force stays, the endpoint becomes
+`not-ready` and the queue tries again.
 """
 
 import logging
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from podwire.control.endpoint import states
 from podwire.control.endpoint.enforce import MAY_FOLLOW, Enforcer
-from podwire.control.endpoint.queue import Build, BuildQueue, Level
+from podwire.control.endpoint.queue import Level, Regeneration, RegenerationQueue
 from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.model.errors import PodwireError
 from podwire.model.ids import EndpointId
@@ -23,7 +23,7 @@ BaseConfig = Callable[[Endpoint], EndpointConfig]
 
 
 class Regenerator:
-    """Builds endpoints one at a time; owns the queue of what is to be built."""
+    """Regenerates endpoints one at a time; owns the queue of those that are due."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Regenerator:
         base: BaseConfig,
         enforcer: Enforcer,
     ) -> None:
-        self.queue: BuildQueue = enforcer.queue
+        self.queue: RegenerationQueue = enforcer.queue
         self.enforcer = enforcer
         self._table = table
         self._datapath = datapath
@@ -44,7 +44,7 @@ class Regenerator:
         self._base = base
 
     def request(self, endpoint_id: EndpointId, level: Level, cause: str) -> None:
-        """Ask for a build; the state shows it at once."""
+        """Ask for a regeneration; the state shows it at once."""
         endpoint = self._table.get(endpoint_id)
         if endpoint is None or endpoint.state in (
             states.State.DISCONNECTING,
@@ -55,9 +55,9 @@ class Regenerator:
         self.queue.request(endpoint_id, level, cause, self._clock.boottime_ns())
 
     def request_traces(self, cause: str) -> None:
-        """Ask for a build of every endpoint whose programs are to tell what passes and do not, or the reverse.
+        """Ask for a regeneration of every endpoint whose programs are to tell what passes and do not, or the reverse.
 
-        In the node's turn. What is being built, or has to be, asks what is wanted when its turn comes.
+        In the node's turn. What is being regenerated, or has to be, asks what is wanted when its turn comes.
         """
         for endpoint in self._table:
             differs = endpoint.config.trace != self._base(endpoint).trace
@@ -65,32 +65,32 @@ class Regenerator:
                 self.request(endpoint.record.id, Level.POLICY, cause)
 
     def run_due(self) -> bool:
-        """Do one build that is due; False when there is none. A failure is logged, kept for people, and retried."""
-        build = self.queue.take(self._clock.boottime_ns())
-        if build is None:
+        """Do one regeneration that is due; False = there is none. A failure is logged, kept for people, and retried."""
+        regeneration = self.queue.take(self._clock.boottime_ns())
+        if regeneration is None:
             return False
-        endpoint = self._table.get(build.endpoint_id)
-        # An endpoint that ended while its build waited needs no retry.
-        ok = endpoint is None or self._try_build(endpoint, build)
-        self.queue.finish(build, ok=ok, now_ns=self._clock.boottime_ns())
+        endpoint = self._table.get(regeneration.endpoint_id)
+        # An endpoint that ended while its regeneration waited needs no retry.
+        ok = endpoint is None or self._try_regenerate(endpoint, regeneration)
+        self.queue.finish(regeneration, ok=ok, now_ns=self._clock.boottime_ns())
         return True
 
     def retry(self, endpoint: Endpoint) -> None:
-        """Put a build that failed outside the queue into it."""
+        """Put a regeneration that failed outside the queue into it."""
         self.queue.request(
             endpoint.record.id, Level.REWRITE, "retry after failure", self._clock.boottime_ns()
         )
 
-    def build_new(self, endpoint: Endpoint) -> None:
-        """Do the first build of an endpoint, like `build_now`.
+    def regenerate_new(self, endpoint: Endpoint) -> None:
+        """Do the first regeneration of an endpoint, like `regenerate_now`.
 
         It needs no more than POLICY, because its device was made with the current programs a moment ago. Its row is
         not asked for, because a moment ago it was given the guard.
         """
-        self._build(endpoint, lambda: None)
+        self._regenerate(endpoint)
 
-    def build_now(self, endpoint: Endpoint, level: Level) -> None:
-        """Do one build in the caller's turn; raises what made it fail."""
+    def regenerate_now(self, endpoint: Endpoint, level: Level) -> None:
+        """Do one regeneration in the caller's turn; raises what made it fail."""
 
         def look() -> EndpointConfig | None:
             if level >= Level.REWRITE:
@@ -98,42 +98,44 @@ class Regenerator:
                 self._datapath.repair_device(endpoint.record)
             return self._datapath.read_config(endpoint.record)
 
-        self._build(endpoint, look)
+        self._regenerate(endpoint, look)
 
-    def _build(self, endpoint: Endpoint, look: Callable[[], EndpointConfig | None]) -> None:
-        """Do one build; `look` gives what the row holds, None = only the guard."""
-        endpoint.report(states.BuildStarted())
+    def _regenerate(
+        self, endpoint: Endpoint, look: Callable[[], EndpointConfig | None] | None = None
+    ) -> None:
+        """Do one; `look` gives what the row holds, None = only the guard. Without it the endpoint is new."""
+        endpoint.report(states.RegenerationStarted())
         config = endpoint.config
         try:
-            row = look()
+            row = look() if look else None
             # The policy is written before the row that names it. The row's one write switches from the old policy to
             # the new one.
             config = self.enforcer.attach(endpoint, self._base(endpoint), row)
-            self._datapath.open_endpoint(endpoint.record, config)
+            self._datapath.open_endpoint(endpoint.record, config, is_new=look is None)
         except PodwireError as error:
             endpoint.config = self._read_row(endpoint)
-            endpoint.report(states.BuildFailed(error.message))
+            endpoint.report(states.RegenerationFailed(error.message))
             self._directories.keep_failure(endpoint.record, config, error.message)
             raise
         # After the row, never before: what the directory shows is in force.
         self._directories.publish(endpoint.record, config)
         endpoint.config = config
         self.enforcer.realized(endpoint)
-        endpoint.report(states.BuildSucceeded())
+        endpoint.report(states.RegenerationSucceeded())
 
     def _read_row(self, endpoint: Endpoint) -> EndpointConfig:
-        """Give what is really in force: a build can fail when half of it is done."""
+        """Give what is really in force: a regeneration can fail when half of it is done."""
         try:
             return self._datapath.read_config(endpoint.record) or EndpointConfig()
         except PodwireError:
             return endpoint.config
 
-    def _try_build(self, endpoint: Endpoint, build: Build) -> bool:
+    def _try_regenerate(self, endpoint: Endpoint, regeneration: Regeneration) -> bool:
         if endpoint.state in MAY_FOLLOW:
             # A retry may come when a change of policy has already put right what failed.
-            endpoint.report(states.RegenerationRequested(", ".join(build.causes)))
+            endpoint.report(states.RegenerationRequested(", ".join(regeneration.causes)))
         try:
-            self.build_now(endpoint, build.level)
+            self.regenerate_now(endpoint, regeneration.level)
         except PodwireError as error:
             _log.warning(
                 "regenerate endpoint failed; the datapath before it stays in force",

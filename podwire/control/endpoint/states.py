@@ -20,7 +20,7 @@ class State(enum.Enum):
     WAITING_FOR_IDENTITY = "waiting-for-identity"
     """Its labels have no number yet: the guard row still drops everything."""
     WAITING_TO_REGENERATE = "waiting-to-regenerate"
-    """A build is asked for and has not begun; what was in force stays in force."""
+    """A regeneration is asked for and has not begun; what was in force stays in force."""
     REGENERATING = "regenerating"
     READY = "ready"
     NOT_READY = "not-ready"
@@ -47,21 +47,21 @@ class RegenerationRequested:
 
 
 @dataclass(frozen=True)
-class BuildStarted:
-    """A builder took the endpoint up."""
+class RegenerationStarted:
+    """The regenerator took the endpoint up."""
 
-    cause: str = "build started"
+    cause: str = "regeneration started"
 
 
 @dataclass(frozen=True)
-class BuildSucceeded:
+class RegenerationSucceeded:
     """The kernel holds the desired state."""
 
-    cause: str = "build succeeded"
+    cause: str = "regeneration succeeded"
 
 
 @dataclass(frozen=True)
-class BuildFailed:
+class RegenerationFailed:
     """The kernel still holds the state before; `cause` is the error."""
 
     cause: str
@@ -83,7 +83,7 @@ class DeviceGone:
 
 @dataclass(frozen=True)
 class Invalidated:
-    """The endpoint cannot be brought to its desired state by any build."""
+    """The endpoint cannot be brought to its desired state by any regeneration."""
 
     cause: str
 
@@ -91,9 +91,9 @@ class Invalidated:
 Event = (
     IdentityResolved
     | RegenerationRequested
-    | BuildStarted
-    | BuildSucceeded
-    | BuildFailed
+    | RegenerationStarted
+    | RegenerationSucceeded
+    | RegenerationFailed
     | DisconnectAccepted
     | DeviceGone
     | Invalidated
@@ -102,25 +102,25 @@ Event = (
 _S = State
 
 TRANSITIONS: Mapping[tuple[State, type[Event]], State] = {
-    (_S.RESTORING, BuildStarted): _S.REGENERATING,
-    # Restoring ends with a build of its own, so a trigger before it asks for nothing more.
+    (_S.RESTORING, RegenerationStarted): _S.REGENERATING,
+    # Restoring ends with a regeneration of its own, so a trigger before it asks for nothing more.
     (_S.RESTORING, RegenerationRequested): _S.RESTORING,
     (_S.RESTORING, IdentityResolved): _S.RESTORING,
     (_S.RESTORING, DisconnectAccepted): _S.DISCONNECTING,
     (_S.RESTORING, Invalidated): _S.INVALID,
     (_S.WAITING_FOR_IDENTITY, IdentityResolved): _S.WAITING_TO_REGENERATE,
-    # Nothing can be built without an identity; the build that follows it takes in what the trigger meant.
+    # Nothing is regenerated without an identity; the regeneration that follows takes in what the trigger meant.
     (_S.WAITING_FOR_IDENTITY, RegenerationRequested): _S.WAITING_FOR_IDENTITY,
     (_S.WAITING_FOR_IDENTITY, DisconnectAccepted): _S.DISCONNECTING,
     (_S.WAITING_FOR_IDENTITY, Invalidated): _S.INVALID,
-    (_S.WAITING_TO_REGENERATE, BuildStarted): _S.REGENERATING,
+    (_S.WAITING_TO_REGENERATE, RegenerationStarted): _S.REGENERATING,
     (_S.WAITING_TO_REGENERATE, RegenerationRequested): _S.WAITING_TO_REGENERATE,
     (_S.WAITING_TO_REGENERATE, IdentityResolved): _S.WAITING_TO_REGENERATE,
     (_S.WAITING_TO_REGENERATE, DisconnectAccepted): _S.DISCONNECTING,
     (_S.WAITING_TO_REGENERATE, Invalidated): _S.INVALID,
-    (_S.REGENERATING, BuildSucceeded): _S.READY,
-    (_S.REGENERATING, BuildFailed): _S.NOT_READY,
-    # A trigger during a build stays in the queue and starts the next one; the state tells of the running one.
+    (_S.REGENERATING, RegenerationSucceeded): _S.READY,
+    (_S.REGENERATING, RegenerationFailed): _S.NOT_READY,
+    # A trigger during a regeneration stays in the queue and starts the next one; the state tells of the running one.
     (_S.REGENERATING, RegenerationRequested): _S.REGENERATING,
     (_S.REGENERATING, IdentityResolved): _S.REGENERATING,
     (_S.REGENERATING, DisconnectAccepted): _S.DISCONNECTING,

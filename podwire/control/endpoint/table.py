@@ -8,7 +8,8 @@ After a restart the journal is authoritative.
 import ipaddress
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from podwire.control.endpoint.states import ENDING, Event, State, next_state
 from podwire.model.endpoint import AttachmentKey, EndpointRecord, IPAddress
@@ -20,8 +21,7 @@ from podwire.model.store import Revisions
 LOG_ENTRIES = 256
 
 
-@dataclass(frozen=True)
-class LogEntry:
+class LogEntry(msgspec.Struct, frozen=True):
     """One line of an endpoint's log: when (CLOCK_BOOTTIME), from where to where, why."""
 
     boottime_ns: int
@@ -36,7 +36,7 @@ class Endpoint:
     def __init__(self, record: EndpointRecord, state: State, clock: Clock, *, cause: str) -> None:
         self.record = record
         self.config = EndpointConfig()
-        """What the datapath was last told; the default until the first build."""
+        """What the datapath was last told; the default until the first regeneration."""
         self.realized_revisions: Revisions = {}
         """Of each kind of policy: up to which it is in force here."""
         self.policy_error = ""
@@ -91,10 +91,11 @@ class EndpointTable:
         for address in record.addresses:
             self._by_address[address] = record.id
 
-    def replace_record(self, record: EndpointRecord) -> None:
-        """Give an endpoint another record with the same id, key and addresses."""
+    def replace_record(self, record: EndpointRecord, *, quietly: bool = False) -> None:
+        """Give an endpoint another record with the same id, key and addresses; `quietly`: the caller tells of it."""
         self._by_id[record.id].record = record
-        self.changed()
+        if not quietly:
+            self.changed()
 
     def discard(self, endpoint_id: EndpointId) -> None:
         """Forget an endpoint and the index entries that still lead to it."""

@@ -132,7 +132,7 @@ class FlowMaker:
         )
 
     def _find_service(self, event: FlowEvent) -> FlowService | UnsetType:
-        """Name whom the sender asked: before a translation, or where the asked one refused or the stack translates."""
+        """Name the service that the sender asked, if any; before a translation it is the destination itself."""
         if event.protocol not in _WITH_PORTS or event.direction != _EGRESS:
             return UNSET
         asked = (event.destination, event.destination_port)

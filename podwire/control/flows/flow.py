@@ -14,7 +14,7 @@ class FlowService(msgspec.Struct, frozen=True):
     namespace: str
     name: str
     port: int
-    """The service's own, not that of who answers."""
+    """The service's own, not that of the back end."""
 
 
 class FlowEnd(msgspec.Struct, frozen=True, rename="camel"):

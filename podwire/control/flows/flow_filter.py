@@ -81,6 +81,7 @@ def _end(text: str) -> Callable[[FlowEnd], bool]:
         network = ipaddress.ip_network(text)
     except ValueError:
         namespace, slash, pod = text.rpartition("/")
+        # No address and no label, so a name: a name of Kubernetes has no "=", and no ":" as addresses of IPv6 do.
         return lambda end: end.pod == pod and (not slash or end.namespace == namespace)
     return lambda end: bool(end.ip) and ipaddress.ip_address(end.ip) in network
 

@@ -114,6 +114,7 @@ class FlowRing:
         self._change_watch()
 
     def _change_watch(self) -> None:
+        # One assignment of a frozen value: a thread that reads it meanwhile has the old or the new one, no mixture.
         wanted = [follower.wanted for follower in self._followers if follower.wanted.passes]
         self.watch = Watch(
             any(filter_.endpoint is None for filter_ in wanted),

@@ -31,7 +31,7 @@ SILENCE_S: Final = 30 * 60.0
 GIVEN_S: Final = 10 * 60.0
 """How long a number counts as used after it was given: longer than any ADD takes to write it into its record."""
 OTHER_S: Final = 0.5
-"""How long one call waits for another one about the same key, so that its caller can look who still wants it."""
+"""How long one call waits for another one about the same key, so that its caller can look again."""
 ATTEMPTS: Final = 16
 """How often one number is looked at again because somebody else changed it at the same moment."""
 

@@ -147,7 +147,7 @@ def carry_out(store: Store, decisions: Iterable[Decision], now: datetime) -> dic
 def collect(
     store: Store, collector: Collector, *, now: datetime, monotonic_s: float
 ) -> dict[Move, int]:
-    """Read identities, then who uses what, and carry out what the collector decides. Raises Unavailable.
+    """Read identities, then which of them are used, and carry out what the collector decides. Raises Unavailable.
 
     If one node's publication cannot be read, nothing is collected, because the node may use any number.
     """

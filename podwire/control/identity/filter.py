@@ -79,7 +79,8 @@ class LabelFilter:
         self._includes = includes
         self._excludes = excludes
         self._only_included = only_included
-        self._decided: dict[tuple[str, str], bool] = {}
+        self._decided: dict[str, bool] = {}
+        """By source and key as a label has them."""
 
     @classmethod
     def parse(cls, patterns: Iterable[str] = ()) -> Self:
@@ -109,13 +110,13 @@ class LabelFilter:
         return tuple(label for label in labels if self._is_chosen(label))
 
     def _is_chosen(self, label: str) -> bool:
-        name = split_label(label)[:2]
+        name = label.partition("=")[0]
         decided = self._decided.get(name)
         if decided is None:
             if len(self._decided) >= REMEMBERED_KEYS:
                 # Keys come from the labels of pods, so their number has no bound of its own.
                 self._decided.clear()
-            decided = self._decided[name] = self._decide(*name)
+            decided = self._decided[name] = self._decide(*split_label(label)[:2])
         return decided
 
     def _decide(self, source: str, key: str) -> bool:

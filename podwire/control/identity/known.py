@@ -20,7 +20,7 @@ IDENTITIES: Final = "identities"
 API_VERSION: Final = f"{OWN_PREFIX}/v1"
 HASH_LABEL: Final = f"{OWN_PREFIX}/key-hash"
 UNUSED_SINCE: Final = f"{OWN_PREFIX}/unused-since"
-"""Annotation, the mark: nobody used the number at this time (RFC 3339). Who wants it takes the mark away first."""
+"""Annotation, the mark: the number was not in use at this time (RFC 3339). A node that wants it takes the mark away."""
 RESTING_SINCE: Final = f"{OWN_PREFIX}/resting-since"
 """Annotation: the identity was given up at this time; the object is kept only so that no other key gets its number."""
 

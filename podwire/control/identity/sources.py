@@ -96,6 +96,8 @@ class LabelSources:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._namespaces: dict[str, dict[str, str]] = {}
+        self._spelled: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {}
+        """Labels of namespaces as their pods have them, and of which dictionary they were made."""
         self._workloads: dict[ObjectKey, Workload] = {}
         self._in_order: tuple[Workload, ...] = ()
         self._listed: set[str] = set()
@@ -120,9 +122,8 @@ class LabelSources:
         # Labels of a namespace come from its object alone. An attachment that could bring them would choose its own
         # policies.
         kept = [label for label in own if not is_namespace_label(label)]
-        extra = dict(
-            pair for workload in self._fitting(kept, namespace) for pair in workload.labels
-        )
+        fitting = self._fitting(kept, namespace)
+        extra = dict(pair for workload in fitting for pair in workload.labels)
         if extra:
             names = {(SOURCE_CNI, key) for key in extra}
             kept = [label for label in kept if split_label(label)[:2] not in names]
@@ -130,9 +131,19 @@ class LabelSources:
             (
                 *kept,
                 *(f"{SOURCE_CNI}:{key}={value}" for key, value in extra.items()),
-                *namespace_labels(namespace, self._namespaces.get(namespace, {})),
+                *self._labels_of_namespace(namespace),
             )
         )
+
+    def _labels_of_namespace(self, namespace: str) -> tuple[str, ...]:
+        labels = self._namespaces.get(namespace)
+        if labels is None:
+            return namespace_labels(namespace, {})
+        found = self._spelled.get(namespace)
+        # By identity, because a namespace that changes gets another dictionary.
+        if found is None or found[0] is not labels:
+            found = self._spelled[namespace] = labels, namespace_labels(namespace, labels)
+        return found[1]
 
     def workload_of(self, own: Iterable[str], namespace: str, key: str) -> str:
         """Name the Workload object that gives a container the label `key`; "" when none does."""

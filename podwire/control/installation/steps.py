@@ -48,6 +48,7 @@ class Installation:
         if files.loopback is Loopback.MISSING:
             self.directories.link_loopback()
             written.append(LOOPBACK_FILE)
+        # Last: a runtime calls what a network names as soon as it finds the network, and counts its node as ready.
         wanted = make_conflist(self.socket)
         if files.conflist != wanted and serves():
             self.directories.write_conflist(wanted)
@@ -74,6 +75,7 @@ class Installation:
 def uninstall(directories: CniDirectories) -> list[str]:
     """Remove what is ours; tells which files are gone. Done twice it removes nothing."""
     files, removed = directories.read(), []
+    # First: once the network is gone no runtime calls what goes next.
     if files.conflist is not None:
         directories.remove_conflist()
         removed.append(CONFLIST_FILE)

@@ -111,7 +111,7 @@ class OwnBlocks:
         if own is not None and own.fifo.is_assignable(address):
             own.fifo.release(address, identity)
             if own.fifo.is_excluded(address):
-                self.exclude(own)  # from now on it can be kept for who asks for it
+                self.exclude(own)  # from now on it can be kept for a pod that asks for it
 
     def find(self, address: IPAddress) -> OwnBlock | None:
         """Give the block that an address is in."""

@@ -98,7 +98,7 @@ class PoolIpam:
         self._before_open = before_open
         """Told of all blocks there are going to be, before the first address of a new one is given."""
         self._claiming = threading.Lock()
-        """One claim of a block at a time: those who wait meanwhile find it full of free addresses."""
+        """One claim of a block at a time: ADDs that wait meanwhile find it full of free addresses."""
 
     # What attachments ask
 

@@ -95,7 +95,7 @@ class Pool:
     max_blocks_per_node: int = 0
     """0 = no limit."""
     reserved: tuple[AddressRange, ...] = ()
-    """Given only to who asks for the very address."""
+    """Given only to a pod that asks for the very address."""
     use: str = PODS
     disabled: bool = False
     """Nothing new is given; what was given stays."""

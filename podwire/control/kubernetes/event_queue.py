@@ -139,6 +139,13 @@ class EventQueue:
             if is_gone:
                 known.write = replace(known.write, is_new=True)
 
+    def is_there(self, write: EventWrite) -> None:
+        """Note that a new Event is there already: an answer was lost on its way. What is known now is still written."""
+        known = self._series.get((write.about, write.reason))
+        if known is not None:
+            self.failed(write)
+            known.write = replace(known.write, is_new=False)
+
     def refused(self, write: EventWrite) -> None:
         """Note that the API server will not have an Event, which may be for the moment only."""
         known = self._series.get((write.about, write.reason))

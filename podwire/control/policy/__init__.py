@@ -1,1 +1,1 @@
-"""Policy: from documents to who may talk to whom, and to the entries that programs look up."""
+"""Policy: from documents to what pods may talk to, and to the entries that programs look up."""

@@ -76,7 +76,7 @@ class PolicyEngine:
         self._counters = Counters(replace(numbers, slot=free_slot), remember)
         self._rules = RuleNumbers(self._counters.rule)
         self._setting_rule = self._rules.number(SETTING)
-        self._revision = self._counters.revision.take()
+        self._generation = self._counters.generation.take()
         self._peers = LabelIndex()
         self._locals = LabelIndex()
         self._cidrs = CidrTable(cidrs)
@@ -155,10 +155,10 @@ class PolicyEngine:
         subject = self._subjects.find(identity) or self._begin(identity)
         if subject.failure is not None:
             raise subject.failure
-        outcome = Outcome(self._revision, failed=self._subjects.failures())
+        outcome = Outcome(self._generation, failed=self._subjects.failures())
         former = self._subjects.of_endpoint(endpoint_id)
         if former is not None and (renew or former is not subject):
-            # Its flows were judged under other things: the row needs a revision that none of them has seen.
+            # Its flows were judged under other things: the row needs a generation that none of them has seen.
             outcome = self._renew(subject)
         self._subjects.expect(endpoint_id, subject)
         return outcome
@@ -184,7 +184,7 @@ class PolicyEngine:
         subject = self._subjects.get(identity)
         missing, superfluous = self._slots.compare(subject)
         if subject.is_unsure or not (missing or superfluous):
-            return Outcome(self._revision, failed=self._subjects.failures())
+            return Outcome(self._generation, failed=self._subjects.failures())
         self._slots.change(subject, missing, superfluous)
         return self._renew(subject)
 
@@ -198,26 +198,26 @@ class PolicyEngine:
         )
 
     def apply(self) -> Outcome:
-        """Bring all that is pending into force as one revision; nothing pending, nothing behind: nothing is done.
+        """Bring all that is pending into force as one generation; nothing pending, nothing behind: nothing is done.
         Raises StorageFailure when `remember` does, before anything is done."""
         if not self.is_pending:
-            return Outcome(self._revision)
+            return Outcome(self._generation)
         self._prepare_numbers()
-        self._revision = self._counters.revision.take()
+        self._generation = self._counters.generation.take()
         behind = set(self._subjects.behind)
         self._may_have_waste = True
         churned = self._change_identities()
         self._change_enforcement()
         self._take_adopted()
         self._retire_strangers()
-        self._slots.finish_flips(self._subjects.behind, self._revision)
+        self._slots.finish_flips(self._subjects.behind, self._generation)
         fresh = self._admit_cidrs(churned)
         self._change_groups()
         changed_policies = self._change_policies()
         changed = self._realize(churned, fresh)
         self._report_held()
         return Outcome(
-            self._revision,
+            self._generation,
             changed,
             self._subjects.failures(changed_policies),
             tuple(
@@ -241,20 +241,20 @@ class PolicyEngine:
         if prefixes:
             self._prepare_numbers()
             gone = self._mapped.remove(prefixes)
-            self._revision = self._counters.revision.take()
+            self._generation = self._counters.generation.take()
             changed = self._realize(gone, frozenset())
         if self._rules.have_gone and not self._subjects.behind:
             self._datapath.forget_hits(self._rules.numbers())
             self._rules.have_gone = False
         self._may_have_waste = False
-        return Outcome(self._revision, changed, self._subjects.failures())
+        return Outcome(self._generation, changed, self._subjects.failures())
 
     # Views
 
     @property
-    def revision(self) -> int:
-        """Revision of the policies in force."""
-        return self._revision
+    def generation(self) -> int:
+        """The last generation that was given to rows."""
+        return self._generation
 
     def config_for(self, identity: int) -> PolicyValues:
         """Give what rows of an attached identity hold, or must hold when they are written now. NotFound."""
@@ -300,7 +300,7 @@ class PolicyEngine:
         """Reserve all numbers that a change can take, so that a full disk is met before it begins."""
         self._counters.rule.prepare(self._pending.count_rules())
         self._counters.slot.prepare(len(self._subjects) + len(self._adopted.rows) + 1)
-        self._counters.revision.prepare(2)
+        self._counters.generation.prepare(2)
 
     def _change_identities(self) -> set[int]:
         """Learn and forget identities; gives those that came or went."""
@@ -408,7 +408,7 @@ class PolicyEngine:
             raise NotFound(f"compile policies of identity {subject.number}: it is not known")
         wanted = subject.wanted(self._enforcement, self._setting_rule)
         realize = partial(
-            self._slots.realize, subject, wanted, self._revision, churned=churned, fresh=fresh
+            self._slots.realize, subject, wanted, self._generation, churned=churned, fresh=fresh
         )
         try:
             return realize()
@@ -428,15 +428,15 @@ class PolicyEngine:
         return self._slots.collect()
 
     def _renew(self, subject: Subject) -> Outcome:
-        """Give the rows of a subject's endpoints a revision under which no flow was judged yet."""
-        self._revision = self._counters.revision.take()
+        """Give the rows of a subject's endpoints a generation under which no flow was judged yet."""
+        self._generation = self._counters.generation.take()
         try:
-            self._slots.flip(subject, self._revision)
+            self._slots.flip(subject, self._generation)
         except PodwireError as error:
             self._subjects.fall_behind(subject, error)
             raise
         changed = dict.fromkeys(sorted(subject.live), subject.values)
-        return Outcome(self._revision, changed, self._subjects.failures())
+        return Outcome(self._generation, changed, self._subjects.failures())
 
     def _report_held(self) -> None:
         """Let the subjects of policies that had to wait be behind."""
@@ -469,7 +469,7 @@ class PolicyEngine:
         if self._held is not None and self._pending.concerns(facts):
             raise self._held
         subject = self._subjects.make(facts)
-        subject.values = subject.target = PolicyValues(identity, revision=self._revision)
+        subject.values = subject.target = PolicyValues(identity, generation=self._generation)
         self._build(subject)
         self._subjects.touched.discard(subject)
         try:

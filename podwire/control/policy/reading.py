@@ -44,7 +44,7 @@ UNEXPECTED: Final = (TypeError, ValueError, AttributeError, LookupError, Recursi
 
 Rules = tuple[PolicyRules, ...]
 Subjects = tuple[tuple[LabelSelector, frozenset[Direction]], ...]
-"""Whom a policy selects, and in which directions it may deny what others allow."""
+"""What a policy selects, and in which directions it may deny what others allow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class Unenforceable:
     """A policy that cannot be enforced whole, and what it closes in place of what it says."""
 
     rules: Rules
-    """They close both directions of whom the policy selects, as far as that can be told."""
+    """They close both directions of what the policy selects, as far as that can be told."""
     closes: str
-    """Whom, for people."""
+    """What it selects, for people."""
     reason: str
     """What is wrong with the document."""
 
@@ -113,7 +113,7 @@ def _read_subjects(key: ObjectKey, document: Mapping[str, Any]) -> Subjects | No
 
 
 def _close_everything(policy: PolicyId) -> tuple[Subjects, str]:
-    # Nobody knows whom it selects, so it closes everybody whom it could.
+    # What it selects is unknown, so it closes everything that it could select.
     denying: frozenset[Direction] = frozenset() if policy.kind == KIND_K8S else frozenset(Direction)
     if not policy.namespace:
         return ((LabelSelector(), denying),), "all pods of all namespaces"

@@ -11,6 +11,7 @@ from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.identity import RESERVED_LABELS, IdentityFacts, NamedPort, Reserved
 from podwire.model.labels import Operator
 from podwire.model.policy import Direction, Verdict
+from podwire.model.store import spell_name
 
 __all__ = [
     "ALL_PORTS",
@@ -82,7 +83,7 @@ class LabelSelector:
 class CidrSelector:
     """Addresses inside `cidr` and outside every `exceptions`.
 
-    `everybody`: also pods and nodes (NetworkPolicy's ipBlock); else only who is outside the cluster.
+    `everybody`: also pods and nodes (NetworkPolicy's ipBlock); else only what is outside the cluster.
     """
 
     cidr: IPNetwork
@@ -131,11 +132,7 @@ class PolicyId:
     name: str
 
     def __str__(self) -> str:
-        return (
-            f"{self.kind} {self.namespace}/{self.name}"
-            if self.namespace
-            else f"{self.kind} {self.name}"
-        )
+        return spell_name(self.kind, self.namespace, self.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ def decode_cilium_policy(
 def read_cilium_subjects(
     document: Mapping[str, Any], namespace: str
 ) -> tuple[tuple[LabelSelector, frozenset[Direction]], ...] | None:
-    """Give whom a policy of `namespace` ("" = clusterwide) selects, whatever is wrong with the rest, each with the
+    """Give what a policy of `namespace` ("" = clusterwide) selects, whatever is wrong with the rest, each with the
     directions in which it may deny what others allow; None where it cannot be told."""
     faults = Faults()
     top = root(document, faults)

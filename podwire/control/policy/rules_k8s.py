@@ -80,7 +80,7 @@ def decode_network_policy(
 def read_network_subjects(
     document: Mapping[str, Any], namespace: str
 ) -> tuple[LabelSelector, ...] | None:
-    """Give whom a NetworkPolicy of `namespace` selects, whatever is wrong with its rules; None: nobody can tell."""
+    """Give what a NetworkPolicy of `namespace` selects, whatever is wrong with its rules; None: that cannot be told."""
     faults = Faults()
     spec = root(document, faults).child("spec")
     if not isinstance(spec.value, Mapping):

@@ -1,1 +1,1 @@
-"""Services: what pods ask for, and who answers."""
+"""Services: the addresses that pods ask, and the back ends that answer."""

@@ -19,16 +19,31 @@ from podwire.control.services.facts import (
     decode_service,
     decode_slice,
 )
+from podwire.control.services.reading import Left
+from podwire.control.services.records import (
+    NOTHING,
+    Claimed,
+    Claims,
+    pack_claims,
+    pack_frontend,
+    pack_service,
+    pack_slice,
+    read_slice_service,
+    unpack_claims,
+    unpack_frontend,
+    unpack_service,
+    unpack_slice,
+)
 from podwire.control.services.room import Need, Room
+from podwire.control.services.sctp import is_translated, keeps_port, list_left_ports, stack_of
 from podwire.control.services.selected import SelectedPods
-from podwire.model.endpoint import IPAddress, IPNetwork
+from podwire.model.endpoint import IPNetwork
 from podwire.model.interfaces import Affinity, BackEnd, Frontend, ServiceTable
 from podwire.model.store import ObjectKey, StoredObject, StoreEvent
 from podwire.model.store.kinds import ENDPOINT_SLICE, SERVICE
 
 KINDS: Final = (SERVICE.plural, ENDPOINT_SLICE.plural)
-
-Claims = Mapping[Frontend, tuple[BackEnd, ...]]
+NO_ROOM: Final = Left("no-room", "there is no room for it beside the older services")
 
 
 @dataclass(frozen=True)
@@ -66,17 +81,43 @@ class ServiceView:
     problem: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Claimed:
-    """What one service claims, as old as the claims, because objects may have gone since."""
+@dataclass(slots=True)
+class _Known:
+    """What is known of one service, in records: there may be ten thousand (`control.services.records`)."""
 
-    claims: Claims
-    created: str
-    external: tuple[IPAddress, ...]
-    affinity_s: int
+    name: ServiceName
+    service: bytes = b""
+    claims: bytes = b""
+    slices: tuple[str, ...] = ()
+    """Under which its slices are kept."""
 
 
-_NOTHING: Final = _Claimed({}, "", (), 0)
+class ClaimTable(Mapping[Frontend, Sequence[BackEnd]]):
+    """Some frontends with those who answer; read from the claims of their holders when it is asked for."""
+
+    def __init__(self, keys: Collection[bytes], find: Callable[[bytes], bytes]) -> None:
+        self._keys = keys
+        self._find = find
+        self._last: tuple[bytes, Claims] = b"", {}
+        """The claims that were read last: those of one service are asked for in a row."""
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[Frontend]:
+        return map(unpack_frontend, self._keys)
+
+    def __contains__(self, frontend: object) -> bool:
+        return isinstance(frontend, Frontend) and pack_frontend(frontend) in self._keys
+
+    def __getitem__(self, frontend: Frontend) -> Sequence[BackEnd]:
+        key = pack_frontend(frontend)
+        if key not in self._keys:
+            raise KeyError(frontend)
+        record = self._find(key)
+        if record is not self._last[0]:
+            self._last = record, unpack_claims(record).claims
+        return self._last[1][frontend]
 
 
 @dataclass
@@ -90,24 +131,33 @@ class Catalogue:
     selected: SelectedPods | None = None
     """Pods that services choose by labels; None where a controller writes EndpointSlices of them."""
     room: Room = field(default_factory=Room)
-    _services: dict[ServiceName, ServiceFacts] = field(default_factory=dict)
-    _slices: dict[ServiceName, dict[ObjectKey, SliceFacts]] = field(default_factory=dict)
-    _slice_owner: dict[ObjectKey, ServiceName] = field(default_factory=dict)
-    _claimed: dict[ServiceName, _Claimed] = field(default_factory=dict)
-    _claimants: dict[Frontend, tuple[ServiceName, ...]] = field(default_factory=dict)
-    """The first one has it."""
+    _known: dict[ServiceName, _Known] = field(default_factory=dict)
+    _slices: dict[str, bytes] = field(default_factory=dict)
+    """By namespace and name."""
+    _claimants: dict[bytes, ServiceName | tuple[ServiceName, ...]] = field(default_factory=dict)
+    """By frontend who claims it, where there are several in a line: the first one has it."""
+    _affinity_s: dict[ServiceName, int] = field(default_factory=dict)
+    """Of those services whose claims have any."""
+    _left: dict[ServiceName, tuple[Left, ...]] = field(default_factory=dict)
+    """Of those services of which something is left to the stack, whoever answers."""
+    _left_ports: dict[ServiceName, tuple[Left, ...]] = field(default_factory=dict)
+    """Of those some of whose ports are, because of the back ends that answer."""
+    _totals: Counter[str] = field(default_factory=Counter)
     _dirty: set[ServiceName] = field(default_factory=set)
 
     def replace(self, kind: str, objects: Sequence[StoredObject]) -> None:
         """Take in a whole list of one of KINDS."""
         if kind == SERVICE.plural:
-            given = {stored.key for stored in objects}
-            for name in list(self._services):
-                if (key := ObjectKey(kind, name.namespace, name.name)) not in given:
-                    self._forget(key)
+            given = {(stored.key.namespace, stored.key.name) for stored in objects}
+            for name in list(self._known):
+                if (name.namespace, name.name) not in given:
+                    self._forget_service(name)
         else:
-            self._dirty |= self._slices.keys()
-            self._slices, self._slice_owner = {}, {}
+            for known in self._known.values():
+                if known.slices:
+                    known.slices = ()
+                    self._dirty.add(known.name)
+            self._slices = {}
         for stored in objects:
             self._take_in(stored)
 
@@ -115,7 +165,7 @@ class Catalogue:
         """Take in that this node is elsewhere: other hints are for it."""
         if place != self.place:
             self.place = place
-            self._dirty |= self._services.keys()
+            self._dirty |= self._known.keys()
 
     def apply(self, event: StoreEvent) -> None:
         """Take in one change."""
@@ -130,181 +180,247 @@ class Catalogue:
             self._dirty |= change(self.selected)
 
     def _take_in(self, stored: StoredObject) -> None:
-        if stored.key.kind == SERVICE.plural:
-            service = decode_service(stored, self.pods)
-            if service is None:
-                self._forget(stored.key)
-                return
-            self._services[service.name] = service
-            self._dirty.add(service.name)
-            if self.selected is not None:
-                self.selected.put_service(service)
+        if stored.key.kind != SERVICE.plural:
+            self._take_slice(stored)
             return
+        service = decode_service(stored, self.pods)
+        if service is None:
+            self._forget(stored.key)
+            return
+        known = self._note(service.name)
+        self._totals["known"] += not known.service
+        known.service = pack_service(service)
+        if service.left:
+            self._left[known.name] = service.left
+        else:
+            self._left.pop(known.name, None)
+        if self.selected is not None:
+            self.selected.put_service(service)
+
+    def _take_slice(self, stored: StoredObject) -> None:
         self._forget(stored.key)
         slice_ = decode_slice(stored)
         if slice_ is not None:
-            self._slices.setdefault(slice_.service, {})[stored.key] = slice_
-            self._slice_owner[stored.key] = slice_.service
-            self._dirty.add(slice_.service)
+            known, key = self._note(slice_.service), _slice_key(stored.key)
+            self._slices[key] = pack_slice(slice_)
+            known.slices = (*known.slices, key)
+
+    def _note(self, name: ServiceName) -> _Known:
+        """Give what is known of a service of which something is new."""
+        known = self._known.get(name)
+        if known is None:
+            known = self._known[name] = _Known(name)
+        self._dirty.add(known.name)
+        return known
 
     def _forget(self, key: ObjectKey) -> None:
         if key.kind == SERVICE.plural:
-            name = ServiceName(key.namespace, key.name)
-            if self._services.pop(name, None) is not None:
-                self._dirty.add(name)
-                if self.selected is not None:
-                    self.selected.remove_service(name)
+            self._forget_service(ServiceName(key.namespace, key.name))
             return
-        owner = self._slice_owner.pop(key, None)
-        if owner is not None:
-            self._slices[owner].pop(key)
-            if not self._slices[owner]:
-                del self._slices[owner]
-            self._dirty.add(owner)
+        record = self._slices.pop(_slice_key(key), None)
+        if record is not None:
+            known = self._note(read_slice_service(key.namespace, record))
+            known.slices = tuple(slice_ for slice_ in known.slices if slice_ != _slice_key(key))
+
+    def _forget_service(self, name: ServiceName) -> None:
+        known = self._known.get(name)
+        if known is None or not known.service:
+            return
+        known.service = b""
+        self._dirty.add(known.name)
+        self._totals["known"] -= 1
+        self._left.pop(name, None)
+        if self.selected is not None:
+            self.selected.remove_service(name)
 
     def take_change(self) -> ServiceChange:
         """Give what follows from all that was taken in since the last call."""
         dirty, self._dirty = self._dirty, set()
-        touched: set[Frontend] = set()
-        for name, new in self._claim_all(dirty).items():
-            old = self._claimed.get(name, _NOTHING)
-            # Made anew it is younger, and what it claims may be another's now.
-            is_renewed = (old.created, old.external, old.affinity_s) != (
-                new.created,
-                new.external,
-                new.affinity_s,
-            )
-            changed = {
-                frontend
-                for frontend in (*old.claims, *new.claims)
-                if is_renewed or old.claims.get(frontend) != new.claims.get(frontend)
-            }
-            if new.claims:
-                self._claimed[name] = new
-            else:
-                self._claimed.pop(name, None)
-            for frontend in changed:
-                self._stand_in_line(frontend, name, wanted=frontend in new.claims)
-            touched |= changed
-        put, gone = self._settle(touched)
-        return ServiceChange(put, gone, self.affinity(put), dirty)
+        touched: dict[bytes, None] = {}
+        claims = self._claim_all(dirty)
+        for name, record in claims.items():
+            touched |= dict.fromkeys(self._exchange(self._known[name], record))
+        for known in [self._known[name] for name in dirty]:
+            if not (known.service or known.slices or known.claims):
+                del self._known[known.name]
+        put = self._table_of({key: None for key in touched if key in self._claimants})
+        gone = [unpack_frontend(key) for key in touched if key not in self._claimants]
+        return ServiceChange(put, gone, self.affinity(put), dirty | claims.keys())
 
-    def _claim_all(self, dirty: Iterable[ServiceName]) -> Mapping[ServiceName, _Claimed]:
+    def _exchange(self, known: _Known, record: bytes) -> Sequence[bytes]:
+        """Put the claims of a service in the place of those before; gives the frontends that this is about."""
+        if record == known.claims:
+            return ()
+        old, new = unpack_claims(known.claims), unpack_claims(record)
+        known.claims = record
+        self._totals["translated"] += is_translated(new.claims) - is_translated(old.claims)
+        self._totals["back ends"] += _count_back_ends(new) - _count_back_ends(old)
+        if new.affinity_s:
+            self._affinity_s[known.name] = new.affinity_s
+        else:
+            self._affinity_s.pop(known.name, None)
+        if left := list_left_ports(new.claims):
+            self._left_ports[known.name] = left
+        else:
+            self._left_ports.pop(known.name, None)
+        # Made anew it is younger, and what it claims may be another's now.
+        is_renewed = (old.created, old.external, old.affinity_s) != (
+            new.created,
+            new.external,
+            new.affinity_s,
+        )
+        changed = [
+            frontend
+            for frontend in {**old.claims, **new.claims}
+            if is_renewed or old.claims.get(frontend) != new.claims.get(frontend)
+        ]
+        for frontend in changed:
+            self._stand_in_line(frontend, known.name, wanted=frontend in new.claims)
+        return [pack_frontend(frontend) for frontend in changed]
+
+    def _claim_all(self, dirty: Iterable[ServiceName]) -> Mapping[ServiceName, bytes]:
         """Compute what these claim, and what others do who get or lose room by it."""
-        wanted = {name: self._claim(name) for name in dirty}
-        for name, new in wanted.items():
+        wanted: dict[ServiceName, bytes] = {}
+        for name in dirty:
+            new = self._claim(name)
             # With affinity each back end has two rows (datapath.service_maps).
-            slots = sum(map(len, new.claims.values())) * (2 if new.affinity_s else 1)
+            slots = _count_back_ends(new) * (2 if new.affinity_s else 1)
             need = Need(new.created, len(new.claims), slots) if new.claims else None
             self.room.weigh(name, need)
-        wanted |= {name: self._claim(name) for name in self.room.settle() if name not in wanted}
-        return wanted | dict.fromkeys(self.room.refused & wanted.keys(), _NOTHING)
+            wanted[name] = pack_claims(new)
+        for name in self.room.settle():
+            if name not in wanted:
+                wanted[name] = pack_claims(self._claim(name))
+        return wanted | dict.fromkeys(self.room.refused & wanted.keys(), b"")
 
     def _stand_in_line(self, frontend: Frontend, name: ServiceName, *, wanted: bool) -> None:
-        line = [claimant for claimant in self._claimants.get(frontend, ()) if claimant != name]
+        key = pack_frontend(frontend)
+        line = [claimant for claimant in self._line(key) if claimant != name]
         if wanted:
-            line = sorted((*line, name), key=lambda claimant: self._rank(claimant, frontend))
-        if line:
-            self._claimants[frontend] = tuple(line)
+            line.append(name)
+        if len(line) > 1:
+            line.sort(key=lambda claimant: self._rank(claimant, frontend))
+            self._claimants[key] = tuple(line)
+        elif line:
+            self._claimants[key] = line[0]
         else:
-            self._claimants.pop(frontend, None)
+            self._claimants.pop(key, None)
+
+    def _line(self, key: bytes) -> tuple[ServiceName, ...]:
+        claimants = self._claimants.get(key, ())
+        return claimants if isinstance(claimants, tuple) else (claimants,)
 
     def _rank(self, name: ServiceName, frontend: Frontend) -> tuple[bool, str, ServiceName]:
-        claimed = self._claimed[name]
+        claimed = unpack_claims(self._known[name].claims)
         return frontend.address in claimed.external, claimed.created, name
-
-    def _settle(self, touched: Iterable[Frontend]) -> tuple[ServiceTable, list[Frontend]]:
-        put: dict[Frontend, Sequence[BackEnd]] = {}
-        gone: list[Frontend] = []
-        for frontend in touched:
-            holder = self.holder(frontend)
-            if holder is None:
-                gone.append(frontend)
-            else:
-                put[frontend] = self._claimed[holder].claims[frontend]
-        return put, gone
 
     def holder(self, frontend: Frontend) -> ServiceName | None:
         """Say whose an address and port are; from any thread."""
-        line = self._claimants.get(frontend)
-        return line[0] if line else None
+        return next(iter(self._line(pack_frontend(frontend))), None)
 
     def table(self) -> ServiceTable:
-        """Give everything that is translated; after `take_change`."""
-        return {
-            frontend: self._claimed[line[0]].claims[frontend]
-            for frontend, line in self._claimants.items()
-        }
+        """Give everything that is translated; after `take_change`, and until the next one."""
+        return self._table_of(self._claimants)
+
+    def _table_of(self, keys: Collection[bytes]) -> ServiceTable:
+        return ClaimTable(keys, lambda key: self._known[self._line(key)[0]].claims)
 
     def affinity(self, table: ServiceTable) -> Affinity:
         """Give for how long pods keep their back ends, of a part of `table`; after `take_change`."""
-        kept = {one: self._claimed[self._claimants[one][0]].affinity_s for one in table if one.port}
-        return {one: affinity_s for one, affinity_s in kept.items() if affinity_s}
+        if not self._affinity_s:
+            return {}
+        kept = {
+            frontend: self._affinity_s.get(self._line(pack_frontend(frontend))[0], 0)
+            for frontend in table
+            if frontend.port
+        }
+        return {frontend: affinity_s for frontend, affinity_s in kept.items() if affinity_s}
 
     def views(self) -> Iterator[ServiceView]:
         """Show every service, by name; after `take_change`."""
-        for _, service in sorted(self._services.items()):
-            yield self._view(service)
+        for name in sorted(self._known):
+            if (service := self._service(name)) is not None:
+                yield self._view(service)
 
     def view(self, name: ServiceName) -> ServiceView | None:
         """Show one service; None: there is none."""
-        service = self._services.get(name)
+        service = self._service(name)
         return self._view(service) if service is not None else None
+
+    def _service(self, name: ServiceName) -> ServiceFacts | None:
+        known = self._known.get(name)
+        if known is None or not known.service:
+            return None
+        return unpack_service(known.name, known.service)
 
     def _view(self, service: ServiceFacts) -> ServiceView:
         name = service.name
-        claims = self._claimed.get(name, _NOTHING).claims
+        claims = unpack_claims(self._known[name].claims).claims
         others = {
             str(holder)
             for frontend in claims
             if (holder := self.holder(frontend)) not in (None, name)
         }
-        problems = [left.message for left in service.left]
+        problems = [left.message for left in self.left(name)]
         if others:
             problems.append(f"an address or port is that of {', '.join(sorted(others))}")
-        if name in self.room.refused:
-            problems.append("there is no room for it beside the older services")
         shown = claims or self._resolve(service)
-        return ServiceView(name, shown, bool(claims), "; ".join(problems))
+        return ServiceView(name, shown, is_translated(claims), "; ".join(problems))
 
     def count(self) -> ServiceCounts:
         """Count what there is; from any thread."""
-        known, claimed = list(self._services.values()), list(self._claimed.values())
-        left = Counter(reason for one in known for reason in {left.reason for left in one.left})
-        if self.room.refused:
-            left["no-room"] = len(self.room.refused)
-        return ServiceCounts(
-            translated=len(claimed),
-            left=left,
-            known=len(known),
-            frontends=len(self._claimants),
-            back_ends=sum(len(ends) for one in claimed for ends in one.claims.values()),
+        left = Counter(
+            reason
+            for name in {*list(self._left), *list(self._left_ports)}
+            for reason in {why.reason for why in self.left(name)}
         )
+        if self.room.refused:
+            left[NO_ROOM.reason] = len(self.room.refused)
+        return ServiceCounts(
+            translated=self._totals["translated"],
+            left=left,
+            known=self._totals["known"],
+            frontends=len(self._claimants),
+            back_ends=self._totals["back ends"],
+        )
+
+    def left(self, name: ServiceName) -> tuple[Left, ...]:
+        """Say what of a service is left to the stack; after `take_change`, from any thread."""
+        no_room = (NO_ROOM,) if name in self.room.refused else ()
+        return (*self._left.get(name, ()), *self._left_ports.get(name, ()), *no_room)
 
     def list_lacking(self, names: Iterable[ServiceName]) -> Iterator[ServiceFacts]:
         """Give those of which something is left to the stack, and of which this node has a back end."""
         for name in names:
-            service = self._services.get(name)
-            if service is not None and service.left and self._has_local_back_end(name):
+            if not self.left(name) or not self._has_local_back_end(name):
+                continue
+            service = self._service(name)
+            if service is not None:
                 yield service
 
     def _has_local_back_end(self, name: ServiceName) -> bool:
-        slices = self._slices.get(name, {}).values()
         return any(
-            endpoint.node == self.place.node for slice_ in slices for endpoint in slice_.endpoints
+            endpoint.node == self.place.node
+            for slice_ in self._slices_of(name)
+            for endpoint in slice_.endpoints
         )
 
-    def _claim(self, name: ServiceName) -> _Claimed:
-        service = self._services.get(name)
+    def _slices_of(self, name: ServiceName) -> list[SliceFacts]:
+        known = self._known.get(name)
+        keys = known.slices if known is not None else ()
+        return [unpack_slice(name.namespace, self._slices[key]) for key in keys]
+
+    def _claim(self, name: ServiceName) -> Claimed:
+        service = self._service(name)
         if service is None or service.is_left:
-            return _NOTHING
+            return NOTHING
         claims = self._resolve(service)
         if not claims:
-            return _NOTHING
-        return _Claimed(claims, service.created, service.external, service.affinity_s)
+            return NOTHING
+        return Claimed(claims, service.created, service.external, service.affinity_s)
 
     def _resolve(self, service: ServiceFacts) -> Claims:
-        slices = list(self._slices.get(service.name, {}).values())
+        slices = self._slices_of(service.name)
         if self.selected is not None:
             slices += self.selected.slices(service)
         claims: dict[Frontend, tuple[BackEnd, ...]] = {}
@@ -313,18 +429,29 @@ class Catalogue:
             service.addresses, choose_local if service.is_local_only else choose_near
         )
         for port in service.ports:
+            may_translate = keeps_port(port, slices)
             chosen: dict[
                 object, tuple[BackEnd, ...]
             ] = {}  # one list for all addresses that share it
             for address, choose in choosing.items():
                 key = address.version, choose
-                if key not in chosen:
+                if key not in chosen and not may_translate:
+                    chosen[key] = (stack_of(address.version, port.protocol),)
+                elif key not in chosen:
                     listed = _list_back_ends(slices, (port.name, port.protocol), address.version)
                     chosen[key] = _in_order(choose(listed, self.place))
                 claims[Frontend(address, port.port, port.protocol)] = chosen[key]
         if service.ports:
             claims |= {Frontend(address): () for address in service.addresses}
         return claims
+
+
+def _slice_key(key: ObjectKey) -> str:
+    return f"{key.namespace}/{key.name}"
+
+
+def _count_back_ends(claimed: Claimed) -> int:
+    return sum(map(len, claimed.claims.values()))
 
 
 def _in_order(back_ends: Iterable[BackEnd]) -> tuple[BackEnd, ...]:

@@ -139,6 +139,8 @@ def _check_service_port(port: Node, count: int, seen: set[tuple[int | None, str]
     if not port.child("port").present:
         port.child("port").wrong("is missing")
     _check_target(port.child("targetPort"))
+    if protocol == "SCTP":
+        _check_same_port(port.child("targetPort"), number)
     if (number, protocol) in seen:
         port.wrong("is there twice")
     seen.add((number, protocol))
@@ -152,6 +154,13 @@ def _check_target(target: Node) -> None:
             target.wrong(f"is {shown(target.value)}, not a port's name")
     elif target.present:
         target.integer(1, 65535)
+
+
+def _check_same_port(target: Node, number: int | None) -> None:
+    if target.present and target.value != number:
+        target.wrong(
+            f"is {shown(target.value)}, not the port: the programs change no ports of SCTP"
+        )
 
 
 def _check_protocol(port: Node) -> str:

@@ -7,11 +7,11 @@ translated that is not understood whole: such a service says why it is left to t
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Final
 
 from podwire.control.services.external import read_external
 from podwire.control.services.reading import (
+    PORT_MAX,
     Left,
     is_back_end_address,
     items_of,
@@ -23,14 +23,15 @@ from podwire.control.services.reading import (
 )
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.store import StoredObject
+from podwire.model.store.packed import unpack
 
 SERVICE_NAME_LABEL: Final = "kubernetes.io/service-name"
 """On a slice: the service that it is of."""
 OTHER_PROXY_LABEL: Final = "service.kubernetes.io/service-proxy-name"
 HEADLESS_LABEL: Final = "service.kubernetes.io/headless"
-PROTOCOLS: Final[Mapping[str, int]] = {"TCP": 6, "UDP": 17}
+SCTP: Final = 132
+PROTOCOLS: Final[Mapping[str, int]] = {"TCP": 6, "UDP": 17, "SCTP": SCTP}
 """Those that are translated."""
-SCTP: Final = "SCTP"
 SAME_NODE: Final = "PreferSameNode"
 """Of trafficDistribution."""
 _FAMILIES: Final = {"IPv4": 4, "IPv6": 6}
@@ -38,8 +39,6 @@ CLIENT_IP: Final = "ClientIP"
 AFFINITY_S: Final = 10_800
 AFFINITY_MAX_S: Final = 86_400
 """Kubernetes' own default and limit of timeoutSeconds."""
-KINDS_OF_ENDPOINTS: Final = 20_000
-"""Of which one object each is kept: a few for each node."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -81,7 +80,7 @@ class ServiceFacts:
     is_left: bool = False
     """Whether it is left to the stack as a whole."""
     left: tuple[Left, ...] = ()
-    """What of it is left to the stack, and why."""
+    """What of it is left to the stack whoever its back ends are, and why."""
     uid: str = ""
     selector: tuple[tuple[str, str], ...] = ()
     """The labels of its pods; (): EndpointSlices alone say who answers."""
@@ -91,15 +90,15 @@ class ServiceFacts:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What is said of a back end beside its address; one object for all of which the same is said."""
+    """What is said of a back end beside its address."""
 
     is_ready: bool
     is_draining: bool
     """Terminating, and still serving."""
     node: str
-    for_nodes: frozenset[str]
+    for_nodes: frozenset[str] = frozenset()
     """The nodes whose pods it should answer; empty: no hint says."""
-    for_zones: frozenset[str]
+    for_zones: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,8 @@ class SliceFacts:
 
 def decode_service(stored: StoredObject, pods: Sequence[IPNetwork] = ()) -> ServiceFacts | None:
     """Read a Service; None for one that is ignored. `pods`: the ranges of all pods, as far as they are known."""
-    metadata, spec = members_of(stored.document, "metadata"), members_of(stored.document, "spec")
+    document = unpack(stored.document)
+    metadata, spec = members_of(document, "metadata"), members_of(document, "spec")
     if OTHER_PROXY_LABEL in members_of(metadata, "labels") or spec.get("type") == "ExternalName":
         return None
     texts = texts_of(spec, "clusterIPs") or [text_of(spec, "clusterIP")]
@@ -126,7 +126,7 @@ def decode_service(stored: StoredObject, pods: Sequence[IPNetwork] = ()) -> Serv
     addresses = tuple(
         address for address in read if address and is_back_end_address(address, address.version)
     )
-    external, left = read_external(stored.document, pods)
+    external, left = read_external(document, pods)
     whole = tuple(_find_reasons(spec))
     return ServiceFacts(
         name=ServiceName(stored.key.namespace, stored.key.name),
@@ -137,7 +137,7 @@ def decode_service(stored: StoredObject, pods: Sequence[IPNetwork] = ()) -> Serv
         external=tuple(address for address in external if address not in addresses),
         affinity_s=_read_affinity(spec),
         is_left=bool(whole),
-        left=(*whole, *_read_sctp_ports(spec), *left),
+        left=(*whole, *left),
         uid=stored.uid,
         selector=_read_selector(spec),
         prefers_node=spec.get("trafficDistribution") == SAME_NODE,
@@ -174,21 +174,14 @@ def _read_ports(spec: Mapping[str, Any]) -> Iterator[ServicePort]:
 
 def _read_target(port: Mapping[str, Any]) -> int | str:
     target = port.get("targetPort")
-    return target if isinstance(target, int | str) and not isinstance(target, bool) else 0
-
-
-def _read_sctp_ports(spec: Mapping[str, Any]) -> Iterator[Left]:
-    for port in items_of(spec, "ports"):
-        if port.get("protocol") == SCTP and (number := read_port(port)):
-            yield Left(
-                "sctp",
-                f"port {number}/sctp is left to the stack: the programs translate TCP and UDP",
-            )
+    if isinstance(target, int) and not isinstance(target, bool):
+        return target if 0 < target <= PORT_MAX else 0
+    return target if isinstance(target, str) else 0
 
 
 def decode_slice(stored: StoredObject) -> SliceFacts | None:
     """Read an EndpointSlice; None for one that is ignored."""
-    document = stored.document
+    document = unpack(stored.document)
     labels = members_of(members_of(document, "metadata"), "labels")
     name = labels.get(SERVICE_NAME_LABEL)
     family = _FAMILIES.get(str(document.get("addressType")))
@@ -221,7 +214,7 @@ def _read_slice_ports(document: Mapping[str, Any]) -> Iterator[tuple[tuple[str, 
 
 def _read_endpoint(endpoint: Mapping[str, Any]) -> Endpoint:
     conditions, hints = members_of(endpoint, "conditions"), members_of(endpoint, "hints")
-    return make_endpoint(
+    return Endpoint(
         conditions.get("ready") is not False,
         conditions.get("serving") is not False and conditions.get("terminating") is True,
         text_of(endpoint, "nodeName"),
@@ -232,15 +225,3 @@ def _read_endpoint(endpoint: Mapping[str, Any]) -> Endpoint:
 
 def _read_hints(hints: Mapping[str, Any], name: str) -> frozenset[str]:
     return frozenset(text_of(hint, "name") for hint in items_of(hints, name)) - {""}
-
-
-@lru_cache(KINDS_OF_ENDPOINTS)
-def make_endpoint(
-    is_ready: bool,
-    is_draining: bool,
-    node: str,
-    for_nodes: frozenset[str] = frozenset(),
-    for_zones: frozenset[str] = frozenset(),
-) -> Endpoint:
-    """Give the one object of which the same is said: there are a hundred thousand back ends, and few nodes."""
-    return Endpoint(is_ready, is_draining, node, for_nodes, for_zones)

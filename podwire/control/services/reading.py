@@ -21,7 +21,7 @@ class Left:
 
 
 _BROADCAST: Final = ipaddress.IPv4Address("255.255.255.255")
-_PORT_MAX: Final = 65535
+PORT_MAX: Final = 65535
 
 
 def is_back_end_address(address: IPAddress, family: int) -> bool:
@@ -52,7 +52,7 @@ def read_port(port: Mapping[str, Any]) -> int:
     number = port.get("port")
     if not isinstance(number, int) or isinstance(number, bool):
         return 0
-    return number if 0 < number <= _PORT_MAX else 0
+    return number if 0 < number <= PORT_MAX else 0
 
 
 def members_of(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -27,7 +27,7 @@ class Need:
 
 @dataclass
 class Room:
-    """What services need, and who goes without."""
+    """What services need, and which of them get none."""
 
     frontends: int = FRONTENDS
     slots: int = SLOTS

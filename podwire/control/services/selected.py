@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from podwire.control.services.facts import (
+    Endpoint,
     ServiceFacts,
     ServiceName,
     ServicePort,
     SliceFacts,
-    make_endpoint,
 )
 from podwire.model.endpoint import IPAddress
 from podwire.model.identity import IdentityFacts
@@ -116,7 +116,7 @@ class SelectedPods:
                 (_ELSEWHERE, addresses - self._own),
             ):
                 hints = frozenset({node} if service.prefers_node else ())
-                endpoint = make_endpoint(True, False, node, hints)
+                endpoint = Endpoint(True, False, node, hints)
                 if here:
                     yield SliceFacts(service.name, ports, tuple(here), (endpoint,) * len(here))
 

@@ -5,6 +5,7 @@ Builders give `Request`s for `kernel.netlink.NetlinkSocket`; readers turn bodies
 include/uapi/linux/{rtnetlink,if_link}.h.
 """
 
+import functools
 import struct
 from dataclasses import dataclass
 from typing import Final
@@ -29,6 +30,8 @@ RTM_NEWLINK: Final = 16
 RTM_DELLINK: Final = 17
 RTM_GETLINK: Final = 18
 RTM_SETLINK: Final = 19
+MACS_REMEMBERED: Final = 256
+"""An ADD writes those of its pair into several messages."""
 IFF_UP: Final = 1
 IFF_LOWER_UP: Final = 1 << 16
 _IFLA_ADDRESS: Final = 1
@@ -265,6 +268,7 @@ def read_settings(body: bytes, kind: str) -> Attributes | None:
     return parse_attributes(info.get(_IFLA_INFO_DATA, b""))
 
 
+@functools.lru_cache(MACS_REMEMBERED)
 def parse_mac(text: str) -> bytes:
     """Decode `aa:bb:cc:dd:ee:ff`; ValueError for anything else."""
     raw = bytes.fromhex(text.replace(":", ""))

@@ -48,7 +48,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class User:
-    """Somebody whom the API server knows by a token."""
+    """A user that the API server knows by a token."""
 
     name: str
     groups: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ class ApiServer:
 
     @property
     def ca(self) -> Path:
-        """The certificate of who signed its own."""
+        """The certificate of the authority that signed its own."""
         return self.authority.certificate
 
     @property
@@ -148,7 +148,7 @@ class ApiServer:
         self.server.thaw()
 
     def compact(self) -> None:
-        """Let etcd forget all revisions but the present one: who resumes an older watch is told 410."""
+        """Let etcd forget all revisions but the present one: a client that resumes an older watch is told 410."""
         status = self._ask_etcd("kv/range", {"key": "AA=="})
         revision = status["header"]["revision"]
         self._ask_etcd("kv/compaction", {"revision": revision, "physical": True})

@@ -44,6 +44,14 @@ def list_namespaces(name: str) -> list[str]:
     ]
 
 
+def list_names() -> Sequence[str]:
+    """Name the clusters of which anything is there."""
+    namespaces = (name.split(".") for name in netns.list_named())
+    marked = (path.name.split(".") for top in _list_tops() for path in top.glob(f"{PREFIX}.*.*"))
+    names = {words[1] for words in (*namespaces, *marked) if words[0] == PREFIX and len(words) > 2}
+    return sorted(names | {path.name for path in RUN_ROOT.glob("*/")})
+
+
 def save_settings(directory: Path) -> None:
     """Note what kubelets will change, unless an earlier rig that was killed has noted it."""
     path = directory / _SETTINGS_FILE
@@ -95,6 +103,8 @@ def remove(name: str) -> None:
 
 def _list_cgroup_names(name: str) -> Sequence[str]:
     """Name the cgroups by what is there: the namespace of a node may be gone while they are not."""
-    tops = [CGROUPS, *CGROUPS.glob("*/")]
-    names = {path.name for top in tops for path in top.glob(f"{PREFIX}.{name}.*")}
-    return sorted(names)
+    return sorted({path.name for top in _list_tops() for path in top.glob(f"{PREFIX}.{name}.*")})
+
+
+def _list_tops() -> Sequence[Path]:
+    return [CGROUPS, *CGROUPS.glob("*/")]

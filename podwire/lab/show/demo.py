@@ -18,6 +18,7 @@ from podwire.lab import state as states
 from podwire.lab.show.drops import send_forged, wait_for_drop
 from podwire.lab.show.policy import show_policy
 from podwire.lab.show.report import Report, say
+from podwire.lab.show.service import show_service
 from podwire.lab.state import LabState, Pod
 from podwire.lab.topology import LabShape
 
@@ -42,6 +43,8 @@ def main() -> int:
         _show_spoofing(pods, report)
         say("a policy: only the proxy may reach web; the client is none")
         show_policy(LAB, pods, report.add)
+        say("a Service without Kubernetes: one address for web and remote")
+        show_service(LAB, pods, report.add)
         _show_restarts(pods, report)
         _show_detach(report)
     _show_nothing_left(report)
@@ -52,13 +55,13 @@ def main() -> int:
 def _attach_pods(report: Report) -> dict[str, Pod]:
     say("three pods, each attached by executing the CNI plugin")
     pods, times_ms = {}, []
-    for name, node, ports in (
-        ("web", "node1", ("80/tcp", "80/udp")),
-        ("client", "node1", ()),
-        ("remote", "node2", ("80/tcp", "80/udp")),
+    for name, node, part, ports in (
+        ("web", "node1", "shop", ("80/tcp", "80/udp")),
+        ("client", "node1", "street", ()),
+        ("remote", "node2", "shop", ("80/tcp", "80/udp")),
     ):
         begin = time.perf_counter()
-        pods[name] = labs.run(LAB, name, node, labels={"app": name}, serve=ports)
+        pods[name] = labs.run(LAB, name, node, labels={"app": name, "part": part}, serve=ports)
         times_ms.append((time.perf_counter() - begin) * 1e3)
         print(f"    {name} on {node}: {', '.join(pods[name].addresses)}", flush=True)
     report.add("pods by CNI ADD", True, f"{len(pods)} pods, fastest {min(times_ms):.0f} ms")

@@ -2,7 +2,7 @@
 
 The dataclass fields below are the one table: file key, environment name, flag, help and
 docs/configuration.md come from it. `model.config.sources` fills it, `agent.main` hands the groups
-to who needs them. A key whose capability this build lacks is known, and refused at any value that
+to the parts that need them. A key whose capability this build lacks is known, and refused at any value that
 would ask for the capability. Values only; nothing here reads the world.
 """
 

@@ -27,7 +27,7 @@ _ADDRESS = re.compile(r"[0-9A-Fa-f:.]+")
 
 @dataclass(frozen=True, slots=True)
 class ObjectName:
-    """Who a document says it is."""
+    """The kind, name and namespace that a document gives itself."""
 
     namespace: str
     name: str

@@ -23,7 +23,7 @@ _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 class Faults:
     """The faults of one document so far: bounded, so that a document made of faults costs no more than a good one.
 
-    `mentions` takes what the document names without being at fault, for those who want to know.
+    `mentions` takes what the document names without being at fault, for callers that want to know.
     """
 
     def __init__(self, mentions: list[Any] | None = None) -> None:

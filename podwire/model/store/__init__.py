@@ -23,11 +23,20 @@ from podwire.model.store.promises import Promises
 
 _T = TypeVar("_T")
 
+Fields = Mapping[str, Any]
+"""Of a document, or a part of one: what is to be changed."""
 Revisions = Mapping[str, int]
 """By kind: a revision of that kind."""
+Known = Mapping["ObjectKey", tuple[str, int]]
+"""What somebody has of a kind: uid and revision, by key. An object that still has both is as it was."""
 RunHelper = Callable[[Sequence[str], Mapping[str, str], float], bytes]
 """Runs a program that gives credentials: arguments (the first is the program), environment, seconds it may take. Gives
 what it wrote to stdout. Raises Unavailable, with the end of its stderr, when it fails or takes too long."""
+
+
+def spell_name(kind: str, namespace: str, name: str) -> str:
+    """Name an object for people; `namespace` "" = cluster-wide."""
+    return f"{kind} {namespace}/{name}" if namespace else f"{kind} {name}"
 
 
 class ObjectKey(msgspec.Struct, frozen=True, order=True):
@@ -38,11 +47,7 @@ class ObjectKey(msgspec.Struct, frozen=True, order=True):
     name: str
 
     def __str__(self) -> str:
-        return (
-            f"{self.kind} {self.namespace}/{self.name}"
-            if self.namespace
-            else f"{self.kind} {self.name}"
-        )
+        return spell_name(self.kind, self.namespace, self.name)
 
 
 class StoredObject(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,12 +174,17 @@ class Store(Protocol):
         ...
 
     def list(
-        self, kind: str, namespace: str | None = None, *, at_least: int | None = None
+        self,
+        kind: str,
+        namespace: str | None = None,
+        *,
+        at_least: int | None = None,
+        known: Known | None = None,
     ) -> tuple[Sequence[StoredObject], int]:
         """Give all objects of a kind (of one namespace), by namespace and name, and the revision of the kind they are
         of: all of one moment. `at_least` None: as they are now. Else a state of that revision or any newer one will do
         (0: any), which may cost the store less. A store that was put back to an older state gives what it has.
-        KindUnavailable."""
+        Objects that are as `known` may come without their document: whoever asks has it. KindUnavailable."""
         ...
 
     def create(self, new: StoredObject) -> StoredObject:
@@ -188,12 +198,7 @@ class Store(Protocol):
         ...
 
     def patch(
-        self,
-        key: ObjectKey,
-        changes: Mapping[str, Any],
-        *,
-        revision: int | None = None,
-        uid: str = "",
+        self, key: ObjectKey, changes: Fields, *, revision: int | None = None, uid: str = ""
     ) -> StoredObject:
         """Change single fields, under the preconditions that are given, and leave all others as they are, whoever
         writes them meanwhile: a merge patch (RFC 7386), in which None takes a field away and a list is replaced whole.

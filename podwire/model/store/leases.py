@@ -19,7 +19,7 @@ ADDRESS_DUTY: Final = "duty/addresses"
 
 @dataclass(frozen=True)
 class LeaseChange:
-    """Who holds a name from now on; `holder` "": nobody, because the holder gave it up or vanished."""
+    """The holder of a name from now on; `holder` "": none, because the last one gave it up or vanished."""
 
     name: str
     holder: str
@@ -35,7 +35,7 @@ class Lease(Protocol):
 
     @property
     def holder(self) -> str:
-        """By whom."""
+        """The process that holds it."""
         ...
 
     @property
@@ -57,7 +57,7 @@ class Lease(Protocol):
 
 
 class LeaseWatch(Protocol):
-    """Who has which names: first all that live, then every change. One thread reads it; any may close it."""
+    """The holders of names: first all that live, then every change. One thread reads it; any may close it."""
 
     @property
     def holders(self) -> Mapping[str, str]:
@@ -99,7 +99,7 @@ class Leases(Protocol):
         ...
 
     def watch(self, prefix: str = "") -> LeaseWatch:
-        """Watch who comes and who vanishes, of names that begin with `prefix`."""
+        """Watch holders come and vanish, of names that begin with `prefix`."""
         ...
 
 

@@ -91,6 +91,7 @@ def make_context(access: StoreAccess) -> ssl.SSLContext:
     """Load the certificates; InvalidConfiguration names the file that is at fault."""
     what, path = "certificate authorities", access.ca
     try:
+        # Without a file, the authorities that the system trusts: a client's certificate alone still asks for TLS.
         context = ssl.create_default_context(cafile=access.ca or None)
         if access.cert:
             what, path = "client certificate and key", f"{access.cert}, {access.key}"

@@ -183,7 +183,7 @@ class EtcdLeases:
         return read_holders(self._cluster, prefix)[0]
 
     def watch(self, prefix: str = "") -> "EtcdLeaseWatch":
-        """Watch who comes and who vanishes."""
+        """Watch holders come and vanish."""
         made = EtcdLeaseWatch(self._cluster, prefix, self._forget, idle_s=self._idle_s)
         with self._lock:
             self._open.add(made)

@@ -41,7 +41,7 @@ _METADATA_LIST: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8
 
 @dataclass
 class _Waiter:
-    """Who waits for one resource."""
+    """The watches that wait for one resource."""
 
     look: asyncio.Event = field(default_factory=asyncio.Event)
     is_made: bool = False
@@ -49,7 +49,7 @@ class _Waiter:
 
 
 class Definitions:
-    """Who waits for which CRD. All calls on the loop's thread."""
+    """The watches that wait for CRDs. All calls on the loop's thread."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

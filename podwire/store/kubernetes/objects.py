@@ -11,11 +11,11 @@ from typing import Any, Final
 import msgspec
 
 from podwire.model.errors import InvalidRequest
-from podwire.model.store import ObjectKey, StoredObject
+from podwire.model.store import Known, ObjectKey, StoredObject
 from podwire.model.store.kinds import ENDPOINT_SLICE, NAMESPACE, SERVICE
 from podwire.store.documents import encode_document
 from podwire.store.kubernetes.api.resources import CONFIG_MAPS, CORE_NODES, PODS, Resource
-from podwire.store.kubernetes.api.wire import decode_header
+from podwire.store.kubernetes.api.wire import ObjectMeta, decode_header
 
 _OF_SERVER: Final = (
     "uid",
@@ -258,10 +258,22 @@ _decode_whole: Final = msgspec.json.Decoder(dict[str, Any]).decode
 _UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError)
 
 
-def decode_object(resource: Resource, raw: msgspec.Raw | bytes) -> StoredObject:
-    """Read an object; one that cannot be read has a `fault` and no document. StorageFailure never: the rest goes on."""
+def decode_key(resource: Resource, raw: msgspec.Raw | bytes) -> ObjectKey:
+    """Read whose object it is."""
+    return _make_key(resource, decode_header(raw).metadata)
+
+
+def decode_object(
+    resource: Resource, raw: msgspec.Raw | bytes, known: Known | None = None
+) -> StoredObject:
+    """Read an object; one that cannot be read has a `fault` and no document. StorageFailure never: the rest goes on.
+
+    One that is as `known` has no document either.
+    """
     meta = decode_header(raw).metadata
-    key = ObjectKey(resource.kind, meta.namespace if resource.namespaced else "", meta.name)
+    key = _make_key(resource, meta)
+    if known and known.get(key) == (meta.uid, int(meta.resource_version or 0)):
+        return StoredObject(key=key, uid=meta.uid, revision=int(meta.resource_version))
     try:
         document, fault = _decode_document(resource, raw), ""
     except _UNDECODABLE as error:
@@ -326,6 +338,10 @@ def split_status(
         if not kept:
             del main["metadata"]
     return main, status
+
+
+def _make_key(resource: Resource, meta: ObjectMeta) -> ObjectKey:
+    return ObjectKey(resource.kind, meta.namespace if resource.namespaced else "", meta.name)
 
 
 def _decode_document(resource: Resource, raw: msgspec.Raw | bytes) -> dict[str, Any]:

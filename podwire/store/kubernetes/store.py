@@ -8,14 +8,25 @@ Invariant: the revision of an object is its resourceVersion.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from operator import itemgetter
 from typing import Any, Final
 from urllib.parse import quote
 
 import msgspec
 
 from podwire.model.errors import Conflict, InvalidRequest, PodwireError, Unavailable
-from podwire.model.store import ObjectKey, Revisions, RunHelper, StoredObject, UnreadableObject
+from podwire.model.store import (
+    Fields,
+    Known,
+    ObjectKey,
+    Revisions,
+    RunHelper,
+    StoredObject,
+    UnreadableObject,
+)
 from podwire.model.store.events import EventWrite
+from podwire.model.store.packed import LazyList
 from podwire.model.store.promises import FULL, Promises
 from podwire.store.documents import changed, exists, made_anew, none_there
 from podwire.store.kubernetes.api.access import Access
@@ -38,6 +49,7 @@ from podwire.store.kubernetes.api.resources import (
 from podwire.store.kubernetes.event_documents import EVENTS, encode_event, encode_event_again
 from podwire.store.kubernetes.listing import list_pages, read_newest
 from podwire.store.kubernetes.objects import (
+    decode_key,
     decode_object,
     encode_object,
     encode_patch,
@@ -61,9 +73,9 @@ STRICT: Final = {"fieldValidation": "Strict"}
 class KubernetesStore:
     """Objects of the API server that `access` names.
 
-    One that is away now is no error: each call asks anew. `selectors` narrow what is listed and watched. `name`, the
-    node's, is what the server's audit log and Events say of who asks. Raises InvalidConfiguration for files that cannot
-    be used.
+    One that is away now is no error: each call asks anew. `selectors` narrow what is listed and watched. The server's
+    audit log and Events show `name`, the node's, as the client. Raises InvalidConfiguration for files that cannot be
+    used.
     """
 
     def __init__(
@@ -103,7 +115,12 @@ class KubernetesStore:
         return found
 
     def list(
-        self, kind: str, namespace: str | None = None, *, at_least: int | None = None
+        self,
+        kind: str,
+        namespace: str | None = None,
+        *,
+        at_least: int | None = None,
+        known: Known | None = None,
     ) -> tuple[Sequence[StoredObject], int]:
         """Give all objects of a kind (of one namespace), by namespace and name, and the kind's revision."""
         resource = find_resource(kind)
@@ -117,11 +134,10 @@ class KubernetesStore:
                 return [], 0
             raise self._client.explain(refused) from None
         self._hub.note(kind, revision)
-        objects = (decode_object(resource, item) for item in found)
-        chosen = (
-            stored for stored in objects if namespace is None or stored.key.namespace == namespace
-        )
-        return sorted(chosen, key=lambda stored: stored.key), revision
+        keyed = ((decode_key(resource, item), item) for item in found)
+        chosen = (pair for pair in keyed if namespace is None or pair[0].namespace == namespace)
+        items = [item for _, item in sorted(chosen, key=itemgetter(0))]
+        return LazyList(items, partial(decode_object, resource, known=known)), revision
 
     def read_newest(self, kinds: Sequence[str]) -> dict[str, int]:
         """Give, for each kind, the highest revision that any of its objects has now; 0 when there are none."""
@@ -173,12 +189,7 @@ class KubernetesStore:
         return self._patch_status(made, wanted) if wanted else made
 
     def patch(
-        self,
-        key: ObjectKey,
-        changes: Mapping[str, Any],
-        *,
-        revision: int | None = None,
-        uid: str = "",
+        self, key: ObjectKey, changes: Fields, *, revision: int | None = None, uid: str = ""
     ) -> StoredObject:
         """Change single fields of an object and leave all others; None takes one away."""
         resource = _find_writable("patch", key)

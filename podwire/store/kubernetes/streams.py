@@ -42,7 +42,7 @@ AGAIN_CAP_S: Final = 1.0
 
 
 class Reader(Protocol):
-    """Who is handed changes. Called under the hub's lock: must not call the hub."""
+    """The receiver of changes. Called under the hub's lock: must not call the hub."""
 
     def heard(self, kind: str) -> int:
         """Give the revision up to which this was handed everything of a kind."""
@@ -128,7 +128,11 @@ class Stream:
         after = reader.heard(kind)
         self.readers.append(reader)
         self._is_doubtful |= is_new
-        if self._running is None or is_new or after < self._first:
+        # It is new, or all its readers were compacted: where they were the server does not know the kind any more.
+        if self._running is None:
+            self._begin_at(after)
+            return
+        if is_new or after < self._first:
             self._begin_at(min(after, self._heard))
             return
         reader.hand(kind, tuple(self._window), self._heard)

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class Contested(Protocol):
-    """Who has contests; it hears how they are decided."""
+    """The part that has contests; it hears how they are decided."""
 
     def list_undecided(self) -> Sequence[NodeFacts]:
         """Give the nodes whose core Nodes have to be read."""

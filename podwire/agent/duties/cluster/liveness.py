@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class Lives:
-    """Who lives. `changed` is called on the thread, with no lock held."""
+    """The nodes that live. `changed` is called on the thread, with no lock held."""
 
     def __init__(self, store: Store, changed: Callable[[], None]) -> None:
         self._store = store
@@ -72,7 +72,7 @@ class Lives:
 
     def _follow(self) -> float:
         leases = self._store.leases()
-        if leases is None:  # nobody knows who lives, and that does not change
+        if leases is None:  # which nodes live is unknown, and stays so
             return FOREVER_S
         with leases.watch(NODE) as watch:
             with self._lock:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from podwire.agent.duties.follower import KindList, StoreFollower
+from podwire.agent.duties.follower import FollowingDuty, KindList, StoreFollower
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.duties.worker import FOREVER_S, Worker
 from podwire.agent.metrics import Gauge
@@ -62,7 +62,7 @@ class PodSource(Protocol):
 
 
 @dataclass
-class ServiceDuty:
+class ServiceDuty(FollowingDuty):
     """Services of one node over time."""
 
     store: Store
@@ -95,16 +95,6 @@ class ServiceDuty:
         self._kinds = (*KINDS, CORE_NODE.plural) if self.has_core_nodes else KINDS
         self.follower = StoreFollower("services", self.store, self._kinds, self, shared=self.shared)
         self._worker = Worker("services", self._round, self._failed)
-
-    def start(self) -> None:
-        """Start the threads."""
-        self._worker.start()
-        self.follower.start()
-
-    def stop(self) -> None:
-        """End the threads; what is in force stays."""
-        self.follower.stop()
-        self._worker.stop()
 
     def views(self) -> list[ServiceView]:
         """Show what is known, from any thread."""
@@ -245,19 +235,22 @@ class ServiceDuty:
     def _tell(self, touched: Collection[ServiceName]) -> None:
         """Tell at services what of them is left to the stack: the nodes of their back ends do, once for each thing."""
         with self._reading:
-            lacking = {service.name: service for service in self.catalogue.list_lacking(touched)}
+            lacking = {
+                service.name: (service.uid, self.catalogue.left(service.name))
+                for service in self.catalogue.list_lacking(touched)
+            }
         for name in touched:
-            service = lacking.get(name)
-            if service is None:
+            uid, left = lacking.get(name, ("", ()))
+            if not left:
                 self._told.pop(name, None)
-            elif self._told.get(name) != service.left:
-                self._told[name] = service.left
-                if all(left.reason == PROXY_MODE for left in service.left):
+            elif self._told.get(name) != left:
+                self._told[name] = left
+                if all(port.reason == PROXY_MODE for port in left):
                     continue  # as somebody has wanted it
                 key = ObjectKey(SERVICE.plural, name.namespace, name.name)
-                said = "; ".join(left.message for left in service.left)
+                said = "; ".join(port.message for port in left)
                 hint = "kube-proxy serves it, behind the egress policies of pods"
-                self.events.tell(Subject(key, service.uid), NOT_TRANSLATED, f"{said}; {hint}")
+                self.events.tell(Subject(key, uid), NOT_TRANSLATED, f"{said}; {hint}")
 
     def _gather_pods(self) -> bool:
         """Have services know the pods that they choose; False: nobody knows yet which there are. Nobody collects any

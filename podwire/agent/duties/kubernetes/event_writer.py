@@ -147,7 +147,13 @@ class EventTeller:
                     else self._queue.failed(write, is_gone=True)
                 )
             )
+            # The server answers again, and perhaps nothing else is to be written for long.
+            self._warn(WARNING, "")
         except (InvalidRequest, Conflict) as error:
+            # The name is this process's own, so an Event that has it was made by a write whose answer was lost.
+            if write.is_new and isinstance(error, Conflict):
+                self._settle(lambda: self._queue.is_there(write))
+                return
             self._settle(lambda: self._queue.drop(write))
             self._say(error)
         except KindUnavailable as error:
@@ -216,8 +222,8 @@ def open_events(
     stack: ExitStack,
     wait_for: WaitFor,
 ) -> tuple[Events, WaitFor]:
-    """Have what is wrong told at the core Node, from the start on; gives who tells Events, and who hears what the start
-    waits for. `write` None: the store has no Events."""
+    """Have what is wrong told at the core Node, from the start on; gives the writer of Events, and what is called with
+    all that the start waits for. `write` None: the store has no Events."""
     if write is None:
         return NoEvents(), wait_for
     teller = EventTeller(write, node_name, secrets.token_hex(8), health.warn)

@@ -1,6 +1,6 @@
 """Ask for the newest policies and namespaces when own pods are seen, on a thread of its own: no ADD asks.
 
-Made by `agent.duties.identity` where there are Pod objects. `control.kubernetes.freshness` decides who waits for what.
+Made by `agent.duties.identity` where there are Pod objects; `control.kubernetes.freshness` decides what pods wait for.
 Invariants: one question for all pods of a moment, and none while no new pod is seen. One that fails holds up nobody.
 """
 

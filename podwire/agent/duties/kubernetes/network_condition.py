@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
-from podwire.agent.duties.follower import KindList, StoreFollower
+from podwire.agent.duties.follower import FollowingDuty, KindList, StoreFollower
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.duties.worker import FOREVER_S, Worker
 from podwire.control.kubernetes.core_node import (
@@ -27,7 +27,7 @@ AGAIN_MAX_S: Final = 30.0
 _log = logging.getLogger(__name__)
 
 
-class NetworkCondition:
+class NetworkCondition(FollowingDuty):
     """Sets the condition NetworkUnavailable of the own core Node to False, once, when pods have a network here.
 
     Cloud providers set it to True when they make a Node, and pods wait for that. `write` replaces a condition of a Node
@@ -44,23 +44,13 @@ class NetworkCondition:
         self._store = store
         self._node_name = node_name
         self._write = write
-        self._follower = StoreFollower("core-node", store, (CORE_NODE.plural,), self, shared=shared)
+        self.follower = StoreFollower("core-node", store, (CORE_NODE.plural,), self, shared=shared)
         self._is_there = False
         """Whether a runtime can attach pods here."""
         self._is_asked = False
         """Whether the Node says that it has no network."""
         self._pause_s = AGAIN_S
         self._worker = Worker("core-node", self._work, self._fail)
-
-    def start(self) -> None:
-        """Begin to look."""
-        self._follower.start()
-        self._worker.start()
-
-    def stop(self) -> None:
-        """End; the condition stays as it is."""
-        self._worker.stop()
-        self._follower.stop()
 
     @property
     def is_running(self) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from podwire.agent.duties.address_source import OwnCoreNode
-from podwire.agent.duties.follower import KindList, StoreFollower
+from podwire.agent.duties.follower import FollowingDuty, KindList, StoreFollower
 from podwire.agent.duties.kubernetes.start import RANGES_FACT
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.duties.worker import FOREVER_S, Worker
@@ -52,7 +52,7 @@ class ServedRanges:
     """Hears that this node publishes itself under another core Node, or under none."""
 
 
-class RangeKeeper:
+class RangeKeeper(FollowingDuty):
     """The thread that serves what the core Node says. `warn` hears what people should know."""
 
     def __init__(
@@ -78,20 +78,10 @@ class RangeKeeper:
         self._node: CoreNode | None = None
         self._is_heard = False
         self._strays = served.strays()
-        self._follower = StoreFollower(
+        self.follower = StoreFollower(
             "core-ranges", store, (CORE_NODE.plural,), self, shared=shared
         )
         self._worker = Worker("node-ranges", self._step, self._fail)
-
-    def start(self) -> None:
-        """Begin to follow."""
-        self._follower.start()
-        self._worker.start()
-
-    def stop(self) -> None:
-        """End; the ranges stay as they are."""
-        self._worker.stop()
-        self._follower.stop()
 
     # Listener of the store
 

@@ -1,1 +1,1 @@
-"""Checks of addresses: whether those who should know of one agree about whose it is."""
+"""Checks of addresses: whether all parts that should know of one agree about its owner."""

@@ -22,7 +22,7 @@ class ClusterView:
     """What one node knows of all, taken as close together as can be."""
 
     node: str
-    """Who looks."""
+    """The node that looks."""
     living: Collection[str]
     """Nodes that have an object or a lease."""
     pools: Mapping[str, Pool]

@@ -50,7 +50,7 @@ class Claims:
 
     @property
     def node(self) -> str:
-        """For whom claims are made."""
+        """The node for which claims are made."""
         return self.known.node
 
     def count_own(self, pool: str) -> int:
@@ -225,7 +225,7 @@ class Claims:
             raise _refuse(
                 address, f"it is not known whose block {cidr} is: its object is not a block"
             )
-        # Nobody's block has no owner who could give the address, and a kept address not even the owner gives without
+        # A block without a node has no owner to give the address, and a kept address not even the owner gives without
         # an object.
         if not block.node or block.keeps(address):
             return

@@ -27,7 +27,7 @@ class Failure:
 class Outcome:
     """What one `apply` did."""
 
-    revision: int
+    generation: int
     changed: Mapping[EndpointId, PolicyValues] = field(default_factory=dict)
     """Endpoints whose rows were rewritten, with what they hold now."""
     failed: tuple[Failure, ...] = ()

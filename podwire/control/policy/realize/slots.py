@@ -3,7 +3,7 @@
 Called by the engine. A change that only opens or only closes (in each direction) is made in place. Entries are put
 longest prefix first and removed shortest first, so that a packet's entry in one family changes once, and changes of
 several families all move its verdict the same way. Any other change is written under a new number, and then all rows
-are switched to it. Rows of endpoints, with a new revision, always come after entries. Invariant: a slot that any row
+are switched to it. Rows of endpoints, with a new generation, always come after entries. Invariant: a slot that any row
 may name is neither deleted nor partly filled.
 """
 
@@ -125,13 +125,13 @@ class Slots:
         self,
         subject: Subject,
         wanted: PolicyValues,
-        revision: int,
+        generation: int,
         *,
         churned: Collection[int] = frozenset(),
         fresh: Collection[int] = frozenset(),
     ) -> bool:
         """Bring a subject to what it wants; False when it has it already. `churned`: identities that came or went with
-        this revision; `fresh`: identities of CIDRs that came into the map with it. Raises PolicyOverflow (nothing was
+        this generation; `fresh`: identities of CIDRs that came into the map with it. Raises PolicyOverflow (nothing was
         written), KernelFailure; what was in force for each endpoint stays in force."""
         plan = self._plan(subject, wanted, churned, fresh)
         has_rows = bool(plan.steps)
@@ -148,7 +148,7 @@ class Slots:
                 self.change(subject, plan.list_put(), plan.list_removed())
         _settle(subject)
         subject.target = replace(wanted, slot=subject.slot)
-        self.flip(subject, revision)
+        self.flip(subject, generation)
         return True
 
     def extend(self, subject: Subject, prefixes: Iterable[tuple[Prefix, Prefix | None]]) -> None:
@@ -188,15 +188,15 @@ class Slots:
             subject.is_unsure = True
             raise
 
-    def flip(self, subject: Subject, revision: int) -> None:
+    def flip(self, subject: Subject, generation: int) -> None:
         """Rewrite the rows of all live endpoints to the subject's target; after that nobody names a former slot."""
-        values = subject.target = replace(subject.target, revision=revision)
+        values = subject.target = replace(subject.target, generation=generation)
         try:
             if subject.live:
                 self.datapath.update_endpoints(self.rows(sorted(subject.live), values))
         except PodwireError:
             # Some rows were rewritten and others not. 0 stands for the slot in force, whose rows still have the old
-            # revision.
+            # generation.
             if not subject.lingering:
                 subject.lingering.append(0)
             raise
@@ -205,13 +205,13 @@ class Slots:
         self.retired.update(slot for slot in subject.lingering if slot)
         subject.lingering.clear()
 
-    def finish_flips(self, behind: Iterable[Subject], revision: int) -> None:
+    def finish_flips(self, behind: Iterable[Subject], generation: int) -> None:
         """Try again to rewrite rows that a former change could not: CIDRs can only be added to slots that are known."""
         for subject in [
             subject for subject in behind if subject.lingering and not subject.is_unsure
         ]:
             try:
-                self.flip(subject, revision)
+                self.flip(subject, generation)
             except PodwireError as error:
                 subject.failure = error
 

@@ -57,7 +57,7 @@ class _CidrSelection(Selection):
 
 
 Delta = tuple[Selection, tuple[int, ...], tuple[int, ...]]
-"""A selection, who came, who went."""
+"""A selection, what came to it, what left it."""
 
 
 class CidrTable:

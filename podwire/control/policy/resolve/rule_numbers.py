@@ -49,6 +49,7 @@ class Numbers:
     slot: int = 1
     rule: int = 1
     revision: int = 1
+    """Of generations: the journal has had it under this name before they were called so."""
 
 
 class Counters:
@@ -58,10 +59,10 @@ class Counters:
         self._remember = remember
         self.slot = Counter(first.slot, lambda limit: self._reserve(slot=limit))
         self.rule = Counter(first.rule, lambda limit: self._reserve(rule=limit))
-        self.revision = Counter(first.revision, lambda limit: self._reserve(revision=limit))
+        self.generation = Counter(first.revision, lambda limit: self._reserve(revision=limit))
 
     def _reserve(self, **limit: int) -> None:
-        now = Numbers(self.slot.limit, self.rule.limit, self.revision.limit)
+        now = Numbers(self.slot.limit, self.rule.limit, self.generation.limit)
         self._remember(replace(now, **limit))
 
 

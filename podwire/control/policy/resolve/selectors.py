@@ -25,7 +25,7 @@ NOBODY: Final[frozenset[int]] = frozenset()
 
 
 class Selection:
-    """One selector in use: whom it selects now, and who uses it."""
+    """One selector in use: the identities that it selects now, and the rules that use it."""
 
     __slots__ = ("filed", "members", "selector", "users")
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Final, Self
 
+import msgspec
+
 from podwire.control.policy.oracle import Enforcement
 from podwire.control.policy.resolve.compile import Block, Blocks, Term, pack_key, unpack
 from podwire.control.policy.resolve.repository import Part, PartChange, RuleInUse
@@ -38,7 +40,7 @@ class PolicyValues:
 
     identity: int
     slot: int = 0
-    revision: int = 0
+    generation: int = 0
     deny_egress: bool = False
     deny_ingress: bool = False
     default_rule_egress: int = 0
@@ -48,11 +50,11 @@ class PolicyValues:
 
     def fill(self, config: EndpointConfig) -> EndpointConfig:
         """Give `config` with these values; what policy does not decide (audit, host_allowed, trace) stays."""
-        return replace(
+        return msgspec.structs.replace(
             config,
             identity=self.identity,
             slot=self.slot,
-            policy_revision=self.revision,
+            policy_revision=self.generation,
             deny_egress=self.deny_egress,
             deny_ingress=self.deny_ingress,
             default_rule_egress=self.default_rule_egress,
@@ -67,7 +69,7 @@ class PolicyValues:
         return cls(
             identity=config.identity,
             slot=config.slot,
-            revision=config.policy_revision,
+            generation=config.policy_revision,
             deny_egress=config.deny_egress,
             deny_ingress=config.deny_ingress,
             default_rule_egress=config.default_rule_egress,
@@ -122,8 +124,8 @@ class Subject:
         return tuple(dict.fromkeys(part.policy for part in self.parts))
 
     def wanted(self, enforcement: Enforcement, setting_rule: int) -> PolicyValues:
-        """Give what rows must hold; slot and revision are those in force. `setting_rule`: the number of a denial by the
-        setting alone."""
+        """Give what rows must hold; slot and generation are those in force. `setting_rule`: the number of a denial by
+        the setting alone."""
         always = enforcement is Enforcement.ALWAYS
         # As in Cilium: an endpoint whose labels are not known yet is closed by default.
         always |= enforcement is Enforcement.DEFAULT and self.number == Reserved.INIT

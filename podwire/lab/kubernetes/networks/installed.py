@@ -57,7 +57,7 @@ class Podwire:
         self.manifest = manifest
         self.settings = dict(settings or {})
         """What agent.toml says beside what the manifest lets it say."""
-        self._past_services = past_services
+        self.past_services = past_services
         """Agents reach the API server by its own address, as they must without kube-proxy."""
         documents = [
             document for document in yaml.safe_load_all(manifest.read_text("utf-8")) if document
@@ -111,7 +111,7 @@ class Podwire:
         data["agent.toml"] += "".join(
             f"{key} = {json.dumps(value)}\n" for key, value in self.settings.items()
         )
-        if self._past_services:
+        if self.past_services:
             api = cluster.control.api.shape
             data |= {"k8s-service-host": api.address, "k8s-service-port": str(api.port)}
         return {**self._config_map, "data": data}

@@ -48,6 +48,7 @@ def read_cpu_s(name: str) -> float:
     """Read how long the processors have worked for a node, its own programs and its pods."""
     for path in CGROUPS.glob(f"*/{name}/cpuacct.usage"):
         return int(path.read_text()) / 1e9
+    # cgroup2 has no cpuacct: cpu.stat counts microseconds instead of nanoseconds.
     usage = (CGROUPS / name / "cpu.stat").read_text().split()
     return int(usage[usage.index("usage_usec") + 1]) / 1e6
 

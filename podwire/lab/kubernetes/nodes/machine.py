@@ -145,6 +145,7 @@ class Machine:
 
     def path(self, inside: str) -> Path:
         """Give the path by which we see one of the node's own files."""
+        # proc(5): /proc/PID/root shows the file system as the process sees it, its mounts included.
         return Path(f"/proc/{self._keeper.pid}/root{inside}")
 
     def run(self, *command: str, input_bytes: bytes = b"", timeout_s: float = 120.0) -> str:
@@ -183,7 +184,7 @@ def find_obstacle() -> str:
 
 
 def end_inhabitants(namespaces: Sequence[str], cgroups: Sequence[str]) -> None:
-    """End every process in these network namespaces and cgroups; who is asked first has the chance to end well."""
+    """End every process in these network namespaces and cgroups; first by SIGTERM, so that they can end well."""
     end_all(_list_in_namespaces(namespaces))
     deadline = time.monotonic() + _END_DEADLINE_S
     while True:
@@ -193,6 +194,7 @@ def end_inhabitants(namespaces: Sequence[str], cgroups: Sequence[str]) -> None:
         if time.monotonic() > deadline:
             numbers = ", ".join(str(process.pid) for process in left)
             raise Unavailable(f"end the processes of {', '.join(namespaces)}: {numbers} are left")
+        # In rounds: what was listed may have started others before it ended.
         for process in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)

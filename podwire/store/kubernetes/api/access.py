@@ -1,4 +1,4 @@
-"""How the API server is reached: its address, whom it is trusted by, and what this client shows it.
+"""How the API server is reached: its address, the authority that it is trusted by, and the credentials it is shown.
 
 Made by `store.open` from the settings: in a pod from what kubelet puts there, else from a kubeconfig
 (`store.kubernetes.api.kubeconfig`). Reads files and opens no connection. Never keeps or shows a secret beyond its use:
@@ -69,7 +69,7 @@ class User:
 
 @dataclass(frozen=True)
 class Access:
-    """One API server, and who asks it."""
+    """One API server, and the credentials that it is shown."""
 
     server: str
     """`https://HOST[:PORT]`, perhaps with a path, without a final slash."""
@@ -85,7 +85,7 @@ class Access:
 
     @property
     def host(self) -> str:
-        """The server's host, for those who must keep the way to it open."""
+        """The server's host, for parts that must keep the way to it open."""
         rest = self.server.partition("://")[2].partition("/")[0]
         return rest.partition("]")[0][1:] if rest.startswith("[") else rest.partition(":")[0]
 

@@ -33,8 +33,10 @@ DEADLINE_S: Final = 5.0
 """Of one request, whatever it takes: waiting for an overloaded server and a new token included."""
 AGAIN_BASE_S: Final = 0.1
 AGAIN_CAP_S: Final = 2.0
-HUNG_S: Final = 1.0
-"""After a request without an answer others are refused for so long: each would wait for its whole deadline."""
+HUNG_S: Final = 0.2
+"""After a request without an answer others are refused for so long, and while the next one finds out whether the server
+answers again: each would wait for its whole deadline. Not longer, because a start that waits for the server must serve
+within a second of its return."""
 JSON: Final = "application/json"
 MERGE_PATCH: Final = "application/merge-patch+json"
 STRATEGIC_PATCH: Final = "application/strategic-merge-patch+json"
@@ -66,7 +68,7 @@ class Request:
 
 
 class Client:
-    """Asks one API server. `name`: of whom the server's audit log says that it asks."""
+    """Asks one API server. `name`: the client as the server's audit log shows it."""
 
     def __init__(
         self,

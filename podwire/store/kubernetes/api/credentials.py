@@ -107,7 +107,7 @@ class Credentials:
         return Shown(self._token, self._context)
 
     def refused(self, shown: Shown) -> bool:
-        """Hear that the server does not know who asks; tells whether asking again may do."""
+        """Hear that the server refused the credentials; tells whether asking again may do."""
         if shown.token != self._token or shown.context is not self._context:
             return True
         user, before = self._access.user, self._token

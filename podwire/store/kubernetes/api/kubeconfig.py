@@ -1,4 +1,4 @@
-"""A kubeconfig: the file that tells kubectl, and here the agent, where the API server is and who asks.
+"""A kubeconfig: the file that tells kubectl, and here the agent, where the API server is and the credentials to show.
 
 Used by `store.open`. Pure but for reading the file. Invariant: a field that changes who asks, or whom the server is
 trusted by, is either honoured or refused by name; none is passed over in silence.

@@ -1,0 +1,132 @@
+"""Programs and maps of nodes that were, for the next node of this process.
+
+Most tests of nodes ask what programs do, not how they are loaded: that takes half of such a test's processor time, and
+half a minute for each node under emulation. Here the descriptors of what a node has loaded are kept when it goes, and
+pinned where the next one looks, with empty maps: it starts as an agent does that finds what its predecessor left. Tests
+of loading itself ask for a node of their own (`kernel_world(..., fresh=True)`).
+"""
+
+import atexit
+import contextlib
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from podwire.datapath import abi
+from podwire.datapath.loading import OBJECTS
+from podwire.datapath.plan import NodePlan
+from podwire.datapath.programs import Capacities, Pins
+from podwire.datapath.templates import read_template
+from podwire.kernel import bpf
+from podwire.kernel.bpf_program import Program, open_pinned_program
+from tests.empty_maps import clear
+
+SETS_MAX: Final = 6
+"""A process keeps no more: one has some 30 MB of the kernel's memory."""
+
+
+@dataclass
+class KeptSet:
+    """What one node has loaded. Owner of the descriptors."""
+
+    template_id: str
+    capacities: Capacities
+    maps: dict[str, bpf.Map]
+    programs: dict[str, Program]
+    is_lent: bool = True
+    free_s: float = 0.0
+    """From when on nothing runs its programs, where it is not lent."""
+
+    def lay_out(self, directory: Path) -> None:
+        """Empty the maps, and pin everything where a node with this directory looks."""
+        for map_ in self.maps.values():
+            clear(map_)
+        pins = Pins(directory, abi.ABI_VERSION)
+        home = pins.programs / self.template_id
+        for made in (pins.maps, home):
+            made.mkdir(parents=True)
+        for name, map_ in self.maps.items():
+            map_.pin(str(pins.maps / name))
+        for name, program in self.programs.items():
+            program.pin(str(home / name))
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for opened in (*self.maps.values(), *self.programs.values()):
+            opened.close()
+
+
+_kept: list[KeptSet] = []
+
+
+@dataclass
+class Loan:
+    """What one node is lent, or leaves to the next ones."""
+
+    directory: Path
+    template_id: str
+    capacities: Capacities
+    lent: KeptSet | None
+
+    def learn(self) -> None:
+        """Keep what the node has loaded, which has begun now, if nothing was lent to it."""
+        if self.lent is None and len(_kept) < SETS_MAX:
+            self.lent = _open_set(self.directory, self.template_id, self.capacities)
+            if self.lent is not None:
+                _kept.append(self.lent)
+
+
+@contextlib.contextmanager
+def loan(plan: NodePlan, *, rest_s: float = 0.0) -> Iterator[Loan]:
+    """Lend a node its programs from before its start, when its pins are not there yet, until it is gone.
+
+    `rest_s`: how long its devices may live on behind the block, whose programs write into the maps.
+    """
+    template_id = read_template(plan.object_dir, OBJECTS, plan.constants).id
+    found = _find(template_id, plan.capacities)
+    made = Loan(plan.bpf_dir, template_id, plan.capacities, found)
+    if found is not None:
+        found.is_lent = True
+        found.lay_out(plan.bpf_dir)
+    try:
+        yield made
+    finally:
+        if made.lent is not None:
+            made.lent.is_lent, made.lent.free_s = False, time.monotonic() + rest_s
+
+
+def _find(template_id: str, capacities: Capacities) -> KeptSet | None:
+    now_s = time.monotonic()
+    wanted = template_id, capacities
+    free = [kept for kept in _kept if not kept.is_lent and kept.free_s <= now_s]
+    return next((kept for kept in free if (kept.template_id, kept.capacities) == wanted), None)
+
+
+def _open_set(directory: Path, template_id: str, capacities: Capacities) -> KeptSet | None:
+    """Open what is pinned in a node's directory; None when the node has other programs."""
+    pins = Pins(directory, abi.ABI_VERSION)
+    home = pins.programs / template_id
+    if not home.is_dir():
+        return None
+    with ExitStack() as undo:
+        programs, maps = {}, {}
+        for path in sorted(home.iterdir()):
+            program = open_pinned_program(str(path))
+            assert program is not None
+            programs[path.name] = undo.enter_context(program)
+        for path in sorted(pins.maps.iterdir()):
+            map_ = bpf.open_any_pinned_map(str(path))
+            assert map_ is not None
+            maps[path.name] = undo.enter_context(map_)
+        undo.pop_all()
+    return KeptSet(template_id, capacities, maps, programs)
+
+
+@atexit.register
+def close_all() -> None:
+    """Let go of everything that is kept."""
+    while _kept:
+        _kept.pop().close()

@@ -629,15 +629,19 @@ def monitoring(lab: Lab, *arguments: str) -> Iterator[list[str]]:
             reader.join()
 
 
-def provoke(lab: Lab, lines: Sequence[str], wanted: str) -> str:
-    """Connect from both pods until a line with these words is there, and give it."""
+def provoke(lab: Lab, lines: Sequence[str], source: str) -> str:
+    """Connect from both pods until a line tells of `source` speaking to db, and give it.
+
+    db's answers have lines too: one that is repeated for a connection from before the policy.
+    """
 
     def found() -> str:
         for pod in ("proxy", "other"):
             reach(lab, pod)
-        return next((line for line in lines if wanted in line), "")
+        told = (line for line in lines if "-> default/db" in line.partition(source)[2])
+        return next(told, "")
 
-    return str(wait_for(found, f"a line of the monitor with {wanted!r}"))
+    return str(wait_for(found, f"a line of the monitor with {source!r}"))
 
 
 def test_monitor_names_the_policy_of_a_drop(closed: Lab) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import functools
 import ipaddress
+import mmap
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,6 +56,10 @@ FEW_ROWS: Final = {
     "pw_affinity": 4096,
 }
 """Rows that hashes of the rig have room for: to find one empty, each of its buckets is looked at before every test."""
+SHARED_WITH_KERNEL: Final = frozenset({"pw_stack_cells"})
+"""Arrays so long that tests empty them as memory: to read their rows takes an emulated kernel a quarter of a second."""
+MMAPABLE: Final = 1 << 10
+"""BPF_F_MMAPABLE of linux/bpf.h. Programs reach rows of such an array as those of any other."""
 NODE_ROWS: Final[Mapping[str, int]] = {}
 """As the programs declare it."""
 ALLOW: Final = ConfigFlags.OPEN | ConfigFlags.HOST_ALLOWED
@@ -242,8 +247,11 @@ class Rig:
             pass
 
     def forget_stack_ports(self) -> None:
-        """Forget by which ports pods have asked through the stack; costs more than the rest of `reset`."""
-        zero_rows(self.maps["pw_stack_cells"])
+        """Forget by which ports pods have asked through the stack."""
+        table = self.maps["pw_stack_cells"]
+        size_bytes = table.info.max_entries * table.info.value_size
+        with mmap.mmap(table.fd, size_bytes) as cells:
+            cells.write(bytes(size_bytes))
 
     def forget_fragments(self) -> None:
         """Empty every set that has something in it."""
@@ -551,10 +559,8 @@ def load_objects(
         if not path.exists():
             raise FileNotFoundError(errno.ENOENT, "run `make -C bpf` first", str(path))
         with BpfObject(path.read_bytes(), name) as opened:
-            for smaller in rows.keys() & set(opened.map_names) - set(maps):
-                maps[smaller] = stack.enter_context(
-                    make_smaller(opened.shape(smaller), rows[smaller])
-                )
+            for made in (rows.keys() | SHARED_WITH_KERNEL) & set(opened.map_names) - set(maps):
+                maps[made] = stack.enter_context(make_like(opened.shape(made), rows.get(made)))
             for shared in set(opened.map_names) & set(maps):
                 opened.use_map(shared, maps[shared])
             opened.set_constants(constants or {})
@@ -566,15 +572,16 @@ def load_objects(
     return programs, maps
 
 
-def make_smaller(shape: MapShape, rows: int) -> bpf.Map:
-    """Make a map of this shape with room for so many rows."""
+def make_like(shape: MapShape, rows: int | None) -> bpf.Map:
+    """Make a map of this shape, with room for so many rows where that is said."""
+    flags = shape.flags | (MMAPABLE if shape.name in SHARED_WITH_KERNEL else 0)
     return bpf.create_map(
         bpf.MapType(shape.type),
         shape.name,
         key_size=shape.key_size,
         value_size=shape.value_size,
-        max_entries=rows,
-        flags=bpf.CreateFlags(shape.flags),
+        max_entries=rows or shape.max_entries,
+        flags=bpf.CreateFlags(flags),
     )
 
 

@@ -232,9 +232,7 @@ class Stream:
         self._note_open(life)
         while True:
             try:
-                await self._hub.definitions.wait_for(
-                    self._resource, partial(self._note_open, life)
-                )
+                await self._hub.definitions.wait_for(self._resource, partial(self._note_open, life))
                 break
             except (Refused, Unavailable) as error:
                 told = self._hub.client.explain(error) if isinstance(error, Refused) else error

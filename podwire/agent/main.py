@@ -51,7 +51,9 @@ from podwire.model.errors import (
     StorageFailure,
 )
 from podwire.model.request import AttachRequest
+from podwire.model.store import Store
 from podwire.model.wire import SPOOL_DIRECTORY, Frame
+from podwire.store.open import end_calls
 
 if TYPE_CHECKING:
     from podwire.agent.api.waiting import WaitingApi
@@ -65,6 +67,8 @@ EXIT_OF: Mapping[type[PodwireError], int] = {
 """Exit code of a start that failed, by the nearest class of its error."""
 STOP_DEADLINE_S = 10.0
 """How long requests may still run after SIGTERM; then ADDs are cancelled and undone."""
+STORE_DEADLINE_S = 1.5
+"""How long after SIGTERM the store may still be waited for: what the agent gives up in it takes milliseconds."""
 THREADS = 2
 
 _log = logging.getLogger(__name__)
@@ -190,9 +194,18 @@ async def serve(node: Node, read_again: Callable[[], Settled]) -> None:
                 for name, run in loops.LOOPS.items()
             ]
             await stop.wait()
+            _limit_waiting(node.store)
             for task in running:
                 task.cancel()
     _log.info("stopped; pods keep running", extra={"count": len(node.table)})
+
+
+def _limit_waiting(store: Store) -> None:
+    """Let no duty that is stopped from here on wait for long for a store that does not answer."""
+    # Not on the loop: the stops of the duties block it. A store that is closed by then has nobody waiting.
+    timer = threading.Timer(STORE_DEADLINE_S, end_calls, (store,))
+    timer.daemon = True
+    timer.start()
 
 
 def _start_duties(node: Node, stack: AsyncExitStack) -> None:

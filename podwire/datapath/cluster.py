@@ -440,10 +440,8 @@ def _describe_tunnel(
 
 
 def _classic_gateway(route: HostRoute) -> IPAddress:
-    """Give a next hop of the peer's own: its tunnel address, or the first of its range, as nothing is asked of it.
-
-    With IPv6 a link-local one: the kernel refuses any that another route leads to by another device.
-    """
+    """Give a next hop of the peer's own: its tunnel address, or the first of its range, as nothing is asked of it."""
+    # With IPv6 a link-local one: the kernel refuses any that another route leads to by another device.
     if route.destination.version == 6:
         return _CLASSIC_GATEWAYS_IPV6 + route.peer
     return route.via or route.destination.network_address

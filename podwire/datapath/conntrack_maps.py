@@ -63,20 +63,20 @@ def open_new_flows(maps: NodeMaps) -> bpf.Map:
     return new_flows
 
 
-def list_conntrack(maps: NodeMaps, instance: EndpointId | None = None) -> Iterator[ConntrackRow]:
+def list_conntrack(maps: NodeMaps, endpoint_id: EndpointId | None = None) -> Iterator[ConntrackRow]:
     """Walk the remembered flows, of one endpoint or of all. Slow: reads every shard."""
     with open_new_flows(maps) as rows:
-        yield from _list_rows(rows, instance)
+        yield from _list_rows(rows, endpoint_id)
     for shard in open_conntrack_shards(maps):
-        yield from _list_rows(shard, instance)
+        yield from _list_rows(shard, endpoint_id)
 
 
-def _list_rows(rows: bpf.Map, instance: EndpointId | None) -> Iterator[ConntrackRow]:
-    wanted = b"" if instance is None else instance.to_bytes(4, "little")
+def _list_rows(rows: bpf.Map, endpoint_id: EndpointId | None) -> Iterator[ConntrackRow]:
+    wanted = b"" if endpoint_id is None else endpoint_id.to_bytes(4, "little")
     # The programs' clock: bpf_ktime_get_ns() reads CLOCK_MONOTONIC.
     now_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     for raw_key, raw in rows.items():
-        # The key begins with the instance. Comparing bytes leaves most rows of a full table undecoded.
+        # The key begins with the endpoint's number. Comparing bytes leaves most rows of a full table undecoded.
         if not raw_key.startswith(wanted):
             continue
         key, value = abi.ConntrackKey.unpack(raw_key), abi.ConntrackValue.unpack(raw)
@@ -144,12 +144,12 @@ def find_pressure(maps: NodeMaps) -> list[HostWarning]:
             )
         )
     quota = read_settings(maps).conntrack_quota
-    for instance, usage in used:
+    for endpoint_id, usage in used:
         for direction, who in ((abi.Direction.EGRESS, "it"), (abi.Direction.INGRESS, "others")):
             if usage.connections[direction] >= NEAR * quota:
                 warnings.append(
                     HostWarning(
-                        f"endpoint {instance} has {usage.connections[direction]} of {quota} connections that {who}"
+                        f"endpoint {endpoint_id} has {usage.connections[direction]} of {quota} connections that {who}"
                         " may have opened; beyond that they are not protected from a flood",
                         "raise conntrack_quota, or look who opens them with 'podwire bpf ct list'",
                     )
@@ -158,8 +158,8 @@ def find_pressure(maps: NodeMaps) -> list[HostWarning]:
         if usage.brief_flows >= NEAR * brief:
             warnings.append(
                 HostWarning(
-                    f"endpoint {instance} has {usage.brief_flows} of {brief} flows to services that are new, unanswered"
-                    " or just closed; beyond that new ones are dropped",
+                    f"endpoint {endpoint_id} has {usage.brief_flows} of {brief} flows to services that are new,"
+                    " unanswered or just closed; beyond that new ones are dropped",
                     "raise conntrack_quota, or look what it asks with 'podwire bpf ct list'",
                 )
             )
@@ -168,6 +168,8 @@ def find_pressure(maps: NodeMaps) -> list[HostWarning]:
 
 def _name_largest(used: Iterable[tuple[EndpointId, abi.UsageValue]]) -> str:
     """Say which endpoints have most flows."""
-    flows = {instance: sum(usage.connections) + usage.brief_flows for instance, usage in used}
-    largest = sorted(flows, key=lambda instance: (-flows[instance], instance))[:LARGEST_NAMED]
-    return ", ".join(f"endpoint {instance} has {flows[instance]}" for instance in largest)
+    flows = {endpoint_id: sum(usage.connections) + usage.brief_flows for endpoint_id, usage in used}
+    largest = sorted(flows, key=lambda endpoint_id: (-flows[endpoint_id], endpoint_id))[
+        :LARGEST_NAMED
+    ]
+    return ", ".join(f"endpoint {endpoint_id} has {flows[endpoint_id]}" for endpoint_id in largest)

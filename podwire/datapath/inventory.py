@@ -44,7 +44,7 @@ from podwire.model.interfaces import Inventory, PresentDevice
 class _Keep:
     """What the records account for."""
 
-    instances: set[EndpointId] = field(default_factory=set)
+    endpoint_ids: set[EndpointId] = field(default_factory=set)
     indexes: set[IfIndex] = field(default_factory=set)
     addresses: set[str] = field(default_factory=set)
     devices: set[tuple[EndpointId, IfIndex]] = field(default_factory=set)
@@ -53,7 +53,7 @@ class _Keep:
     def of(cls, records: Iterable[EndpointRecord]) -> "_Keep":
         keep = cls()
         for record in records:
-            keep.instances.add(record.id)
+            keep.endpoint_ids.add(record.id)
             keep.indexes.add(record.device.host_ifindex)
             keep.addresses.update(str(address) for address in record.addresses)
             keep.devices.add((record.id, record.device.host_ifindex))
@@ -68,7 +68,7 @@ def read_inventory(netlink: NetlinkSocket, maps: NodeMaps, node_name: str) -> In
         devices=[PresentDevice(device.endpoint_id, device.name, device.index) for device in mine],
         config_ifindexes=[index for index, _ in rows.list_config(maps)],
         endpoint_addresses=[str(address) for address, _ in rows.list_endpoints(maps)],
-        usage_instances=[instance for instance, _ in rows.list_usage(maps)],
+        usage_ids=[endpoint_id for endpoint_id, _ in rows.list_usage(maps)],
         host_routes=[_destination(route) for route in _routes_to(netlink, mine)],
         foreign_names=foreign,
     )
@@ -131,17 +131,15 @@ def _remove_rows(maps: NodeMaps, inventory: Inventory, keep: _Keep) -> list[str]
     lost = [
         address
         for address, row in rows.list_endpoints(maps)
-        if str(address) not in keep.addresses or row.instance not in keep.instances
+        if str(address) not in keep.addresses or row.instance not in keep.endpoint_ids
     ]
     maps.pw_endpoints.delete_batch(rows.to_mapped(address) for address in lost)
     removed += [f"row of address {address}" for address in lost]
-    instances = [
-        endpoint_id
-        for endpoint_id in inventory.usage_instances
-        if endpoint_id not in keep.instances
+    unused = [
+        endpoint_id for endpoint_id in inventory.usage_ids if endpoint_id not in keep.endpoint_ids
     ]
-    maps.pw_usage.delete_batch(endpoint_id.to_bytes(4, "little") for endpoint_id in instances)
-    return removed + [f"quota of endpoint {endpoint_id}" for endpoint_id in instances]
+    maps.pw_usage.delete_batch(endpoint_id.to_bytes(4, "little") for endpoint_id in unused)
+    return removed + [f"quota of endpoint {endpoint_id}" for endpoint_id in unused]
 
 
 def _remove_devices(netlink: NetlinkSocket, owned: Sequence[OwnedDevice], keep: _Keep) -> list[str]:

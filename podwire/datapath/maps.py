@@ -2,7 +2,7 @@
 
 Called by `datapath.node`, `datapath.inventory` and the readers behind `podwire bpf ... list`. Never opens a pin (that
 is `datapath.programs`). Invariant: addresses are v4-mapped bytes only inside this module and `abi`. A row of a live
-endpoint is changed in place under its lock and never replaced, and a row that belongs to another instance is never
+endpoint is changed in place under its lock and never replaced, and a row that belongs to another endpoint is never
 removed. As thread-safe as the kernel's maps: two writers of one endpoint must take turns, which the caller's lock
 ensures.
 """
@@ -68,7 +68,8 @@ def mac_bytes(mac: str) -> bytes:
     return bytes.fromhex(mac.replace(":", ""))
 
 
-def _u32(number: int) -> bytes:
+def u32(number: int) -> bytes:
+    """Give a number as keys and values have it."""
     return number.to_bytes(4, "little")
 
 
@@ -168,7 +169,9 @@ def config_row(record: EndpointRecord, config: EndpointConfig | None) -> abi.Con
 
 
 def _config_flags(record: EndpointRecord, config: EndpointConfig) -> int:
-    """Numbers, because an ADD computes them: each operation on an IntFlag looks its result up in the enumeration."""
+    """Compute the flags of a row in `pw_config`."""
+    # Plain numbers, because every ADD computes them: each operation on an IntFlag looks its result up in the
+    # enumeration.
     return (
         _OPEN
         | _DENY_EGRESS * config.deny_egress
@@ -215,17 +218,17 @@ def endpoint_row(record: EndpointRecord) -> abi.EndpointValue:
 
 
 def write_guard(maps: NodeMaps, record: EndpointRecord) -> None:
-    """Write the row under which a device passes nothing, and let the instance have conntrack."""
+    """Write the row under which a device passes nothing, and let the endpoint have conntrack."""
     ensure_usage(maps, record.id)
     row = config_row(record, None).pack()
     # Under its lock and in place: a plain update recycles the old element at once, and a program that still holds it
     # sees another endpoint's row (148 of 22.7 million runs; with the lock none of 19.7 million).
-    maps.pw_config.update(_u32(record.device.host_ifindex), row, bpf.Update.LOCK)
+    maps.pw_config.update(u32(record.device.host_ifindex), row, bpf.Update.LOCK)
 
 
-def ensure_usage(maps: NodeMaps, instance: EndpointId) -> None:
-    """Make the instance's row in `pw_usage` if there is none; a present one counts on."""
-    maps.pw_usage.add(_u32(instance), bytes(abi.USAGE_VALUE_BYTES))
+def ensure_usage(maps: NodeMaps, endpoint_id: EndpointId) -> None:
+    """Make the endpoint's row in `pw_usage` if there is none; a present one counts on."""
+    maps.pw_usage.add(u32(endpoint_id), bytes(abi.USAGE_VALUE_BYTES))
 
 
 def write_endpoint(
@@ -244,38 +247,38 @@ def write_endpoint(
             maps.pw_endpoints.update(key, row)
     # EXIST: a policy change that comes after the DEL must not bring the row of a device back that is gone.
     maps.pw_config.update(
-        _u32(record.device.host_ifindex), config_row(record, config).pack(), bpf.Update.LOCK
+        u32(record.device.host_ifindex), config_row(record, config).pack(), bpf.Update.LOCK
     )
 
 
 def change_endpoint(maps: NodeMaps, record: EndpointRecord, config: EndpointConfig) -> None:
     """Turn the configuration row of a live endpoint over, in place; KernelFailure (ENOENT) where it has none."""
     maps.pw_config.update(
-        _u32(record.device.host_ifindex),
+        u32(record.device.host_ifindex),
         config_row(record, config).pack(),
         bpf.Update.LOCK | bpf.Update.EXIST,
     )
 
 
 def remove_endpoint(maps: NodeMaps, record: EndpointRecord) -> None:
-    """Take every row of this instance away; rows that a successor has under the same key stay."""
+    """Take every row of this endpoint away; rows that a successor has under the same key stay."""
     row = read_config(maps, record.device.host_ifindex)
     if row is not None and row.instance == record.id:
         # Shut first: a program that has found the row before it goes passes nothing either.
-        key = _u32(record.device.host_ifindex)
+        key = u32(record.device.host_ifindex)
         maps.pw_config.update(key, config_row(record, None).pack(), bpf.Update.LOCK)
         maps.pw_config.delete(key)
     for address in record.addresses:
         endpoint = read_endpoint(maps, address)
         if endpoint is not None and endpoint.instance == record.id:
             maps.pw_endpoints.delete(to_mapped(address))
-    maps.pw_usage.delete(_u32(record.id))
+    maps.pw_usage.delete(u32(record.id))
 
 
 def read_config(maps: NodeMaps, ifindex: IfIndex) -> abi.ConfigValue | None:
     """Read a device's row."""
     # With the lock, or the copy may be half of the old row and half of the new one.
-    raw = maps.pw_config.lookup(_u32(ifindex), bpf.Update.LOCK)
+    raw = maps.pw_config.lookup(u32(ifindex), bpf.Update.LOCK)
     return None if raw is None else abi.ConfigValue.unpack(raw)
 
 
@@ -298,7 +301,7 @@ def list_endpoints(maps: NodeMaps) -> Iterator[tuple[IPAddress, abi.EndpointValu
 
 
 def list_usage(maps: NodeMaps) -> Iterator[tuple[EndpointId, abi.UsageValue]]:
-    """Walk what each instance uses."""
+    """Walk what each endpoint uses."""
     for key, row in maps.pw_usage.items():
         yield EndpointId(int.from_bytes(key, "little")), abi.UsageValue.unpack(row)
 
@@ -311,7 +314,7 @@ def compare_rows(maps: NodeMaps, record: EndpointRecord, config: EndpointConfig)
     for address in record.addresses:
         row = read_endpoint(maps, address)
         differences += _compare_row(f"row of address {address}", row, endpoint_row(record))
-    if maps.pw_usage.lookup(_u32(record.id)) is None:
+    if maps.pw_usage.lookup(u32(record.id)) is None:
         differences.append(f"conntrack quota row of endpoint {record.id} is missing")
     return differences
 
@@ -374,7 +377,7 @@ def write_settings(
     if native_ifindex is not None:
         new = new._replace(native_ifindex=native_ifindex)
     if new != old:
-        maps.pw_settings.update(_u32(0), new.pack())
+        maps.pw_settings.update(u32(0), new.pack())
     return new != old
 
 
@@ -383,7 +386,7 @@ def write_settings_flag(maps: NodeMaps, flag: abi.SettingsFlags, *, wanted: bool
     old = read_settings(maps)
     flags = old.flags | flag if wanted else old.flags & ~flag
     if flags != old.flags:
-        maps.pw_settings.update(_u32(0), old._replace(flags=flags).pack())
+        maps.pw_settings.update(u32(0), old._replace(flags=flags).pack())
 
 
 def _choose_mark() -> int:
@@ -396,7 +399,7 @@ def _choose_mark() -> int:
 
 def read_settings(maps: NodeMaps) -> abi.Settings:
     """Read the node's knobs; all zero before they were written for the first time."""
-    raw = maps.pw_settings.lookup(_u32(0))
+    raw = maps.pw_settings.lookup(u32(0))
     if raw is None:
         raise Bug("read settings: the array has no element 0")
     return abi.Settings.unpack(raw)

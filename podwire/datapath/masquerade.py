@@ -38,10 +38,11 @@ _FAMILIES: Final = ((4, "ip", "ipv4_addr"), (6, "ip6", "ipv6_addr"))
 
 
 def _run_for_kernel(tables: Nftables, text: str) -> None:
-    """Apply the table. A kernel that lacks an expression says no more than that something is not there."""
+    """Apply the table; the failure of a kernel that lacks an expression names the modules."""
     try:
         tables.run(text)
     except KernelFailure as failure:
+        # A kernel that lacks an expression says no more than that something is not there.
         if failure.errno not in (errno.ENOENT, errno.EOPNOTSUPP):
             raise
         failure.hint = (
@@ -94,7 +95,8 @@ class _Table:
         self.rules: dict[str, list[str]] = {name: [] for name in _HOOKS}
 
     def match(self, name: str, kind: str, networks: Sequence[str]) -> str:
-        """Give what matches any of the networks. One is compared with, because looking it up in a set takes longer."""
+        """Give what matches any of the networks."""
+        # One network is compared with: looking it up in a set takes longer.
         if len(networks) == 1:
             return networks[0]
         self.parts += [
@@ -161,9 +163,9 @@ def _translate_leaving(plan: MasqueradePlan, table: _Table) -> None:
 
 
 def _ports_beside(tunnel_port: int) -> str:
-    """Give where the sources of datagrams are taken from: what comes to the tunnel's port is not tracked, so an answer
-    to it would find no way back: of ports taken from all, one flow in 64,512 never got an answer.
-    """
+    """Give where the sources of datagrams are taken from: the larger range of ports beside the tunnel's."""
+    # What comes to the tunnel's port is not tracked, so an answer to it would find no way back: of ports taken from
+    # all, one flow in 64,512 never got an answer.
     above = PORT_MAX - tunnel_port, f"{max(tunnel_port + 1, PORT_LEAST)}-{PORT_MAX}"
     below = tunnel_port - PORT_LEAST, f"{PORT_LEAST}-{tunnel_port - 1}"
     return max(above, below)[1]

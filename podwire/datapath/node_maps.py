@@ -19,15 +19,10 @@ from podwire.datapath.maps import (
     mac_bytes,
     to_mapped,
     to_prefix_key,
+    u32,
 )
 from podwire.model.cluster import Peer, Prefix, TunnelMode, Way
 from podwire.model.endpoint import IPAddress, IPNetwork
-
-
-def u32(number: int) -> bytes:
-    """Give a number as keys and values have it."""
-    return number.to_bytes(4, "little")
-
 
 Hops = Mapping[tuple[int, int], IPAddress]
 """Next hops of natively reached nodes: (number of the peer, IP version) -> address."""

@@ -27,10 +27,8 @@ LEAST_CONNECTIONS: Final = 65_536
 
 
 def entries_for(memory_bytes: int) -> int:
-    """Compute how many connections a machine's memory is good for: 1,048,576 from 8 GB on.
-
-    Compared with 7.5 GiB, because a machine of 8 GB never shows all of it.
-    """
+    """Compute how many connections a machine's memory is good for: 1,048,576 from 8 GB on."""
+    # Compared with 7.5 GiB, because a machine of 8 GB never shows all of it.
     share = MOST_CONNECTIONS * memory_bytes // (15 << 29)
     return min(max(share, LEAST_CONNECTIONS), MOST_CONNECTIONS)
 

@@ -95,12 +95,10 @@ class FamilyPlan:
 
     @property
     def local_route(self) -> Route | None:
-        """The route that makes an IPv6 address the pod's own, until the kernel's is there.
-
-        The kernel makes one in a work of its own, some time after the address, also where no duplicates are looked for
-        (net/ipv6/addrconf.c:addrconf_dad_start). What comes in before that is dropped, and the first packet after an
-        ADD was lost.
-        """
+        """The route that makes an IPv6 address the pod's own, until the kernel's is there."""
+        # The kernel makes one in a work of its own, some time after the address, also where no duplicates are looked
+        # for (net/ipv6/addrconf.c:addrconf_dad_start). What comes in before that is dropped, and the first packet
+        # after an ADD was lost.
         if self.ip.version == 4:
             return None
         # With a lifetime, so that the kernel's own route remains in the end, and goes with the address.
@@ -268,9 +266,8 @@ def _set_up(netlink: NetlinkSocket, record: EndpointRecord, route_mtu: int) -> N
 def _plan_set_up(
     record: EndpointRecord, _namespace_fd: int = 0, *, route_mtu: int = 0
 ) -> list[Request]:
-    """Set addresses before the device is up, so that it never runs without them; set routes last, _ROUTES of each
-    family.
-    """
+    """List what sets a pod's side up, in order: addresses, the device, then routes, _ROUTES of each family."""
+    # Addresses before the device is up, so that it never runs without them.
     device = record.device
     families = [plan_family(device, address, route_mtu=route_mtu) for address in record.addresses]
     local_routes = [route for family in families if (route := family.local_route) is not None]
@@ -325,7 +322,8 @@ def _compare_routes(netlink: NetlinkSocket, family: FamilyPlan) -> list[str]:
 
 
 def _same_route(route: Route, wanted: Route) -> bool:
-    """Compare what matters; the kernel drops or adds the on-link flag as it likes."""
+    """Compare two routes by all that we set, but for the on-link flag."""
+    # The kernel drops or adds the on-link flag as it likes.
     return (
         route.destination,
         route.index,

@@ -117,10 +117,8 @@ class LoadedPrograms:
         return self.programs[name]
 
     def repair_pins(self, pins: Pins) -> list[str]:
-        """Pin again what somebody has unpinned; names it.
-
-        Without its pins a map lives as long as a program uses it, but the next agent would not find it.
-        """
+        """Pin again what somebody has unpinned; names it."""
+        # Without its pins a map lives as long as a program uses it, but the next agent would not find it.
         kept = {pins.maps / name: getattr(self.maps, name) for name in self.maps.names()}
         kept |= {
             pins.programs / self.template_id / name: program
@@ -165,10 +163,8 @@ def ensure_bpffs(directory: Path) -> None:
 
 @contextlib.contextmanager
 def locked_pins(directory: Path) -> Iterator[None]:
-    """Hold the directory of pins; Conflict when another agent does: it would remove every pod that it knows nothing of.
-
-    A lock on the directory itself, because a bpf file system takes no files; the kernel frees it when the holder dies.
-    """
+    """Hold the directory of pins; Conflict when another agent does."""
+    # Of two agents, each would remove every pod that only the other one knows.
     with _file_errors("lock directory", directory):
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -333,5 +333,6 @@ def ensure_node_routes(
 
 
 def _stands_in_the_way(route: Route, wanted: Route) -> bool:
-    """A weaker route may stay beside ours; of equal ones the kernel takes the older, or both."""
+    """Tell whether a route of somebody else keeps ours from being taken."""
+    # A weaker route may stay beside ours; of equal ones the kernel takes the older, or both.
     return route.protocol != ROUTE_PROTOCOL and route.metric <= wanted.metric

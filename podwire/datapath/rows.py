@@ -153,8 +153,8 @@ def _settings(maps: NodeMaps) -> Iterator[Row]:
 
 
 def _usage(maps: NodeMaps) -> Iterator[Row]:
-    for instance, value in typed.list_usage(maps):
-        yield {"endpoint": int(instance), **_plain(value._asdict())}
+    for endpoint_id, value in typed.list_usage(maps):
+        yield {"endpoint": int(endpoint_id), **_plain(value._asdict())}
 
 
 _READERS: Mapping[str, tuple[str, Callable[[NodeMaps], Iterator[Row]]]] = {

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from podwire.datapath import abi
-from podwire.datapath.maps import NodeMaps, from_mapped, to_mapped, write_settings_flag
+from podwire.datapath.maps import NodeMaps, from_mapped, to_mapped, u32, write_settings_flag
 from podwire.datapath.service_image import (
     SLOT_BYTES,
     BackEndNumbers,
@@ -229,7 +229,7 @@ class ServiceMaps:
                 return number
 
     def _is_back_end(self, number: int) -> bool:
-        return self._maps.pw_back_ends.lookup(_u32(number)) is not None
+        return self._maps.pw_back_ends.lookup(u32(number)) is not None
 
     def _add_back_ends(self, fresh: Iterable[BackEnd]) -> None:
         numbered = {back_end: self._take_number() for back_end in fresh}
@@ -239,7 +239,7 @@ class ServiceMaps:
         self._maps.pw_back_ends.update_batch(
             [
                 (
-                    _u32(number),
+                    u32(number),
                     abi.BackEndValue(
                         number, 0, to_mapped(back_end.address), back_end.port, back_end.protocol
                     ).pack(),
@@ -263,11 +263,11 @@ class ServiceMaps:
     def _remove_unused(self) -> int:
         """Remove back ends that stand in no slot any more: their flows of datagrams end with that."""
         gone, self._idle = self._idle, set()
-        rows = {number: self._maps.pw_back_ends.lookup(_u32(number)) for number in gone}
+        rows = {number: self._maps.pw_back_ends.lookup(u32(number)) for number in gone}
         self._back_ends.remove(
             _back_end(abi.BackEndValue.unpack(raw)) for raw in rows.values() if raw is not None
         )
-        self._maps.pw_back_ends.delete_batch([_u32(number) for number in gone])
+        self._maps.pw_back_ends.delete_batch([u32(number) for number in gone])
         return len(gone)
 
     def _write_list(self, frontend: Frontend, numbers: Sequence[int], affinity_s: int) -> int:
@@ -405,7 +405,3 @@ def _slot(service: int, slot: int) -> bytes:
 
 def _slot_value(service: int, back_end: int) -> bytes:
     return abi.ServiceSlotValue(service, back_end).pack()
-
-
-def _u32(number: int) -> bytes:
-    return number.to_bytes(4, "little")

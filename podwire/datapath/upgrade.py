@@ -282,10 +282,8 @@ def _carry_flows(old: bpf.Map, new: bpf.Map) -> int:
 
 @contextlib.contextmanager
 def _answers_believed(maps: NodeMaps) -> Iterator[None]:
-    """Let datagrams in that would be allowed as answers, while rows of what was asked may still be missing.
-
-    A question of the last moment has its row in the old hashes only, and its answer may be faster than the copy.
-    """
+    """Let datagrams in that would be allowed as answers, while rows of what was asked may still be missing."""
+    # A question of the last moment has its row in the old hashes only, and its answer may be faster than the copy.
     tables.write_settings_flag(maps, abi.SettingsFlags.MOVING, wanted=True)
     try:
         yield
@@ -312,7 +310,8 @@ def attend(loaded: LoadedPrograms) -> None:
 
 
 def start_timer(loaded: LoadedPrograms, program: str) -> None:
-    """Run a program that arms a timer; again where the kernel has no memory at hand: it does not look for any."""
+    """Run a program that arms a timer; again where the kernel has no memory at hand."""
+    # A program allocates without waiting: where no memory is free at that moment it fails, and none is looked for.
     failure = 0
     for _ in range(_TIMER_ATTEMPTS):
         failure = loaded.programs[program].run(Packet(_ANY_FRAME)).retval
@@ -388,16 +387,16 @@ def recount_usage(maps: NodeMaps) -> None:
             connections[flow.instance, flow.direction] += 1
         elif flow.value.charged == abi.Charge.BRIEF:
             brief[flow.instance] += 1
-    for instance, row in list_usage(maps):
+    for endpoint_id, row in list_usage(maps):
         fresh = row._replace(
             connections=(
-                connections[instance, abi.Direction.EGRESS],
-                connections[instance, abi.Direction.INGRESS],
+                connections[endpoint_id, abi.Direction.EGRESS],
+                connections[endpoint_id, abi.Direction.INGRESS],
             ),
-            brief_flows=brief[instance],
+            brief_flows=brief[endpoint_id],
         )
         if row != fresh:
-            maps.pw_usage.update(instance.to_bytes(4, "little"), fresh.pack())
+            maps.pw_usage.update(endpoint_id.to_bytes(4, "little"), fresh.pack())
 
 
 def take_over(directory: Path, maps: NodeMaps, swap_programs: Callable[[], int]) -> list[int]:

@@ -453,17 +453,6 @@ def mount_bpffs(path: str) -> None:
         raise fail("mount a bpf file system on", path)
 
 
-def unpin(path: str) -> bool:
-    """Remove a pin; False if there was none."""
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise KernelFailure(error.errno or errno.EIO, "unpin", path) from error
-    return True
-
-
 MEMBARRIER_QUERY: Final = 0
 MEMBARRIER_GLOBAL: Final = 1
 

@@ -12,8 +12,8 @@ ContainerId = NewType("ContainerId", str)
 NetworkName = NewType("NetworkName", str)
 InterfaceName = NewType("InterfaceName", str)
 EndpointId = NewType("EndpointId", int)
-"""Number of an endpoint on its node, 1 .. 2^32-1; also the datapath's *instance*: never used
-twice on a node.
+"""Number of an endpoint on its node, 1 .. 2^32-1; never used twice on a node.
+In keys and values of BPF maps it is the field `instance`, a name that an upgrade finds in the maps of older builds.
 """
 IdentityId = NewType("IdentityId", int)
 IfIndex = NewType("IfIndex", int)

@@ -120,7 +120,7 @@ class Inventory:
     """Keys of the map `pw_config`."""
     endpoint_addresses: Sequence[str] = ()
     """Keys of the map `pw_endpoints`, in the shortest text form."""
-    usage_instances: Sequence[EndpointId] = ()
+    usage_ids: Sequence[EndpointId] = ()
     host_routes: Sequence[str] = ()
     """Destinations of routes with our protocol number that lead to pod devices."""
     foreign_names: Sequence[InterfaceName] = field(default=())

@@ -22,6 +22,8 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
         self._closed = False
+        self._ends_calls = False
+        self._waited_for: set[Future[Any]] = set()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -29,15 +31,14 @@ class LoopThread:
     def start(self, work: Coroutine[Any, Any, _T]) -> "Future[_T]":
         """Begin a coroutine; Unavailable when the loop is closed."""
         with self._lock:
-            if self._closed:
-                # A coroutine that is never started warns when it is collected, and tests turn warnings into errors.
-                work.close()
-                raise Unavailable("use store: it is closed")
-            return asyncio.run_coroutine_threadsafe(work, self.loop)
+            return self._start(work, self._closed)
 
-    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Wait for a coroutine; Unavailable when the loop is closed, also while it waits."""
-        future = self.start(work)
+    def run(self, work: Coroutine[Any, Any, _T], *, is_last: bool = False) -> _T:
+        """Wait for a coroutine; Unavailable when the loop is closed, also while it waits. `is_last`: even after
+        `end_calls`."""
+        with self._lock:
+            future = self._start(work, self._closed or (self._ends_calls and not is_last))
+            self._waited_for.add(future)
         try:
             return future.result()
         except CancelledError:
@@ -45,6 +46,17 @@ class LoopThread:
         except BaseException:
             future.cancel()
             raise
+        finally:
+            with self._lock:
+                self._waited_for.discard(future)
+
+    def end_calls(self) -> None:
+        """Have callers wait no longer, as when the store is closed, and let no more wait; what was started goes on."""
+        with self._lock:
+            self._ends_calls = True
+            waited_for = tuple(self._waited_for)
+        for future in waited_for:
+            future.cancel()
 
     def close(self) -> None:
         """End what runs and the thread; the second time do nothing."""
@@ -55,6 +67,13 @@ class LoopThread:
         # `stop` is not thread-safe by itself: a loop that sleeps in its selector would not notice it.
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
+
+    def _start(self, work: Coroutine[Any, Any, _T], is_refused: bool) -> "Future[_T]":
+        if is_refused:
+            # A coroutine that is never started warns when it is collected, and tests turn warnings into errors.
+            work.close()
+            raise Unavailable("use store: it is closed")
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)

@@ -130,6 +130,16 @@ def find_event_writer(store: Store) -> Callable[[EventWrite], None] | None:
     return write
 
 
+def end_calls(store: Store) -> None:
+    """Have whoever waits for a store on the network hear Unavailable at once, and whoever asks it from now on.
+
+    For an agent that ends: each of its threads would otherwise wait for an answer that may not come. A file answers.
+    """
+    end: Callable[[], None] | None = getattr(store, "end_calls", None)
+    if end is not None:
+        end()
+
+
 def describe_clock(store: Store) -> str:
     """Say that this host's clock and that of the store's server differ; "" when they do not, or nobody can tell."""
     ahead_s: float = getattr(store, "clock_ahead_s", 0.0)

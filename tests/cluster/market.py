@@ -112,7 +112,7 @@ class Market:
         }
         self.networks = {name: pods.network_of(cluster, pod) for name, pod in self.pods.items()}
         for stall in STALLS:
-            stack.callback(_serve(cluster, stall.name, stall.node, self.networks[stall.name]).stop)
+            stack.callback(serve(cluster, stall.name, stall.node, self.networks[stall.name]).stop)
         self.services = {offer.name: _create(cluster, offer) for offer in self.offers}
         self._fd = stack.enter_context(netns.open_namespace(self.networks["client"]))
         self.wait_for_back_ends()
@@ -303,7 +303,7 @@ def _start(cluster: Cluster) -> Mapping[str, Mapping[str, Any]]:
     return {pod["metadata"]["name"]: pod for pod in found}
 
 
-def _serve(cluster: Cluster, name: str, node: str, network: str) -> Daemon:
+def serve(cluster: Cluster, name: str, node: str, network: str) -> Daemon:
     """Start a server that names itself, in a pod's network."""
     ports = [f"{port}/{protocol}" for port in (FIRST, SECOND) for protocol in PROTOCOLS]
     server = Daemon(

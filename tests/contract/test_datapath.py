@@ -82,7 +82,7 @@ def assert_nothing_left(world: World) -> None:
     assert not inventory.devices
     assert not inventory.config_ifindexes
     assert not inventory.endpoint_addresses
-    assert not inventory.usage_instances
+    assert not inventory.usage_ids
     assert not inventory.host_routes
 
 

@@ -20,6 +20,7 @@ from typing import Final
 from podwire.datapath.abi import DropReason
 from podwire.datapath.maps import read_metrics
 from podwire.kernel import netns
+from podwire.kernel.sysctl import write_sysctl
 from podwire.model.cluster import Way
 from podwire.model.interfaces import EndpointConfig
 from podwire.model.policy import Direction, PolicyEntry, PolicyKey, Verdict
@@ -137,6 +138,14 @@ def _route(namespace: Namespace, four: str, six: str) -> None:
     namespace.run("ip", "-6", "route", "add", "default", "via", six)
 
 
+def _write_sysctls(namespace: Namespace, *settings: str) -> None:
+    """Change settings of a namespace's network; guests have no program for that."""
+    with netns.namespace(namespace.fd.fileno()):
+        for setting in settings:
+            path, _, value = setting.partition("=")
+            write_sysctl(value, *path.split("/"))
+
+
 def _connect_world(node: Namespace, stack: ExitStack) -> dict[str, Namespace]:
     """Join node, first router, second router and world to a chain."""
     names = ("router1", "router2", "world")
@@ -144,7 +153,7 @@ def _connect_world(node: Namespace, stack: ExitStack) -> dict[str, Namespace]:
     chain = [node, *routers.values()]
     for namespace in chain[1:]:
         namespace.run("ip", "link", "set", "lo", "up")
-        namespace.run("sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1")
+        _write_sysctls(namespace, "ipv4/ip_forward=1", "ipv6/conf/all/forwarding=1")
     for at, (four, six) in enumerate(
         (("10.60.0.%d/24", "fd60::%d/64"), ("10.61.0.%d/24", "fd61::%d/64"))
     ):
@@ -175,9 +184,7 @@ def make_town(path: Path, way: Way2) -> Iterator[Town]:
         places |= {"host": nodes[0].namespace, "node": nodes[1].namespace}
         places |= _connect_world(nodes[0].namespace, stack)
         for namespace in places.values():
-            namespace.run(
-                *("sysctl", "-qw", "net.ipv4.icmp_ratelimit=0", "net.ipv6.icmp.ratelimit=0")
-            )
+            _write_sysctls(namespace, "ipv4/icmp_ratelimit=0", "ipv6/icmp/ratelimit=0")
         town = Town(way, nodes, places)
         for version in (4, 6):
             for name in ("near", "far", "host", "node", "world"):

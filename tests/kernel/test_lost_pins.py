@@ -8,7 +8,6 @@ import pytest
 
 from podwire.datapath import abi, conntrack_maps
 from podwire.datapath.programs import Pins
-from podwire.kernel import bpf
 from podwire.model.endpoint import EndpointRecord
 from tests.kernel.conftest import NODE_IPV4
 from tests.kernel.node_world import KernelWorld, kernel_world
@@ -103,7 +102,7 @@ def test_a_single_lost_pin_is_put_back_by_the_next_agent(world: KernelWorld, nam
     record, _ = world.attach(2)
     known, ids = connect(world, record), map_ids(world)
     world.datapath.close()
-    assert bpf.unpin(str(pins_of(world).maps / name))
+    (pins_of(world).maps / name).unlink()
     world.restart()
     assert map_ids(world) == ids
     assert flows_of(world, record) >= known

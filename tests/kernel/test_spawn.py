@@ -56,13 +56,18 @@ def test_missing_program_is_named() -> None:
 
 def test_deadline_ends_the_child_and_its_children(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    began = time.monotonic()
-    with pytest.raises(KernelFailure) as caught:
-        run(["sh", "-c", f"sleep 60 & echo $! > {pid_file}; wait"], timeout_s=3)
-    assert caught.value.errno == errno.ETIMEDOUT
-    assert time.monotonic() - began < 30
-    grandchild = int(pid_file.read_text(encoding="ascii"))
-    _wait_until_gone(grandchild)
+    grandchild = ""
+    # A machine that stands still may end the shell before it has begun; with more time it begins.
+    for timeout_s in (1, 10, 60):
+        began = time.monotonic()
+        with pytest.raises(KernelFailure) as caught:
+            run(["sh", "-c", f"sleep 600 & echo $! > {pid_file}; wait"], timeout_s=timeout_s)
+        assert caught.value.errno == errno.ETIMEDOUT
+        assert time.monotonic() - began < 300
+        grandchild = pid_file.read_text(encoding="ascii") if pid_file.exists() else ""
+        if grandchild:
+            break
+    _wait_until_gone(int(grandchild))
 
 
 def _wait_until_gone(pid: int) -> None:

@@ -45,7 +45,7 @@ def test_the_api_answers_as_soon_as_launchers_are_answered(rig: Rig) -> None:
             return tried.connect_ex(str(rig.directory / name)) == 0
 
     rig.start(wait=False)
-    wait_for(lambda: connects("cni.sock"), 60, "the launchers' socket")
+    wait_for(lambda: connects("cni.sock"), 120, "the launchers' socket")
     assert connects("api.sock")
     status, ready = rig.get("/healthz")
     assert (status, ready["ready"]) == (200, True)
@@ -150,11 +150,11 @@ def test_a_running_agent_reads_its_file_again(rig: Rig) -> None:
         return {key: shown[key]["value"] for key in ("log_level", "mtu", "masquerade")}
 
     wanted = {"log_level": "debug", "mtu": 0, "masquerade": False}
-    wait_for(lambda: settings() == wanted, 30, "the settings to be read")
-    wait_for(lambda: "changed settings need a restart" in rig.log_tail(), 30, "the warning")
+    wait_for(lambda: settings() == wanted, 120, "the settings to be read")
+    wait_for(lambda: "changed settings need a restart" in rig.log_tail(), 120, "the warning")
     config.write_text("nonsense = \n")
     rig.agent.send_signal(1)
-    wait_for(lambda: "reload settings failed" in rig.log_tail(), 30, "the refusal")
+    wait_for(lambda: "reload settings failed" in rig.log_tail(), 120, "the refusal")
     assert settings() == wanted
 
 
@@ -167,7 +167,7 @@ def test_masquerade_is_switched_while_the_agent_runs(rig: Rig) -> None:
     for value in (True, False, True):
         body = json.dumps({"masquerade": value}).encode()
         assert rig.ask("PATCH", "/config", body)[0] == 200
-        wait_for(lambda value=value: masquerades(rig) is value, 30, f"masquerade to be {value}")  # type: ignore[misc]
+        wait_for(lambda value=value: masquerades(rig) is value, 120, f"masquerade to be {value}")  # type: ignore[misc]
 
 
 def test_metrics_are_served_on_a_tcp_address() -> None:
@@ -205,7 +205,7 @@ def test_an_exhausted_range_is_told_by_add_status_and_metrics() -> None:
         rig.assert_consistent()
         assert rig.cni("DEL", "c1").ok
         rig.settle()
-        wait_for(lambda: rig.cni("STATUS").ok, 30, "an address to be free")
+        wait_for(lambda: rig.cni("STATUS").ok, 120, "an address to be free")
 
 
 def test_a_spoofed_packet_is_seen_as_a_flow(rig: Rig) -> None:
@@ -228,7 +228,7 @@ def test_a_spoofed_packet_is_seen_as_a_flow(rig: Rig) -> None:
             for flow in flows
         )
 
-    wait_for(dropped, 30, "the flow")
+    wait_for(dropped, 120, "the flow")
     assert 'podwire_drops_total{hook="from_pod",reason="source-address"}' in (
         rig.get("/metrics")[1].decode()
     )
@@ -289,13 +289,13 @@ def test_a_full_disk_fails_add_and_not_del(small_disk: Path) -> None:
             outcome = rig.cni("ADD", "c2", refused)
         assert outcome.document["code"] == 5
         assert "free space" in outcome.document["details"]
-        wait_for(lambda: rig.get("/healthz")[0] == 503, 30, "the agent to be told unhealthy")
+        wait_for(lambda: rig.get("/healthz")[0] == 503, 120, "the agent to be told unhealthy")
         assert rig.cni("DEL", "c1", kept).ok
         assert "eth0" not in run("ip", "-n", refused, "-br", "link")
         ballast.unlink()
         rig.settle()
         assert rig.cni("ADD", "c2", refused).ok
-        wait_for(lambda: rig.get("/healthz")[0] == 200, 30, "the agent to be healthy again")
+        wait_for(lambda: rig.get("/healthz")[0] == 200, 120, "the agent to be healthy again")
         assert len(rig.look().devices) == 1
 
 

@@ -175,6 +175,6 @@ def test_an_open_connection_ends_with_the_policy_that_closes_it(lab: Lab) -> Non
         talker.send(b"?")
         with pytest.raises(TimeoutError):
             talker.recv(512)
-        assert count_drops(lab) > before
+        wait_for(partial(has_dropped_more, lab, before), "the question to be dropped")
         assert lab.cli("delete", "networkpolicy", "default/friends-only").code == 0
         wait_for(lambda: not is_closed(lab), "the policy to be out of force")

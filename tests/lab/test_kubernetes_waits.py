@@ -33,6 +33,14 @@ SERVES_S: Final = 1.0
 PATIENCE_S: Final = 400.0
 """One attempt must be in time: during the others the machine may have stood still."""
 
+ENDS_S: Final = 3.0
+"""So soon an agent ends whose API server does not answer; in one of some tries, as the machine may stand still."""
+ENDS_TRIES: Final = 3
+ENDS_AT_ONCE_S: Final = 1.0
+"""An agent that ends sooner waited for no answer, and shows nothing."""
+ENDS_AFTER_S: Final = 0.2
+"""By then its request waits for an answer."""
+
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[KubernetesLab]:
@@ -188,3 +196,36 @@ def restart(lab: KubernetesLab, **settings: object) -> None:
     labs.change_agent(lab.name, NODE, "stop")
     lab.cluster.write_config(lab.node(), {name: str(value) for name, value in settings.items()})
     labs.change_agent(lab.name, NODE, "start")
+
+
+def find_published(lab: KubernetesLab) -> object:
+    """Give what the node says of its pods."""
+    return lab.objects("nodeendpoints").get(NODE, {}).get("spec")
+
+
+def test_an_agent_ends_soon_while_the_api_server_does_not_answer(
+    lab: KubernetesLab, record_property: Any
+) -> None:
+    taken_s: list[float] = []
+    for number in range(ENDS_TRIES):
+        restart(lab)
+        pod = f"ends{number}"
+        before = find_published(lab)
+        lab.run(pod, NODE)
+        wait_for(lambda before=before: find_published(lab) != before, "its publication")  # type: ignore[misc]
+        lab.cluster.api.freeze()
+        try:
+            labs.remove(lab.name, pod)  # which is to be published, and cannot be
+            time.sleep(ENDS_AFTER_S)
+            began_s = time.monotonic()
+            labs.change_agent(lab.name, NODE, "stop")
+            taken_s.append(time.monotonic() - began_s)
+        finally:
+            lab.cluster.api.thaw()
+        if ENDS_AT_ONCE_S < taken_s[-1] < ENDS_S:
+            break
+    labs.change_agent(lab.name, NODE, "start")
+    record_property("taken_s", taken_s)
+    print("from SIGTERM to the end, s:", *(f"{wait_s:.3f}" for wait_s in taken_s))
+    waited_s = [wait_s for wait_s in taken_s if wait_s > ENDS_AT_ONCE_S]
+    assert not waited_s or min(waited_s) < ENDS_S, taken_s

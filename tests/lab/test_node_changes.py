@@ -1,7 +1,7 @@
 """What changes at one node is in force at the others within a second of it."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -15,13 +15,20 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 
 OTHERS = ("node1", "node2")
 WITHIN_S = 1.0
+ROUNDS = 8
+"""How often it is tried again as long as the machine is too busy for all changes of a round."""
 DEAD_CONNECTION_S = 0.6
 """How long the kernel takes at least to find out that nothing of a connection arrives."""
 
 
-def assert_ordinarily(took_s: list[float], within_s: float) -> None:
+def assert_ordinarily(change: Callable[[], list[float]], within_s: float) -> None:
     """Fail when all but one took longer: what waits for a timer does so each time, a busy machine does not."""
-    assert sorted(took_s)[1] < within_s, f"seconds of each: {took_s}"
+    took_s: list[float] = []
+    for _ in range(ROUNDS):
+        took_s += change()
+        if sorted(took_s)[1] < within_s:
+            return
+    raise AssertionError(f"seconds of each: {took_s}")
 
 
 def route_mtu(lab: Lab, node: str, target: NodePlan) -> int:
@@ -49,17 +56,21 @@ def lab() -> Iterator[Lab]:
 def test_the_mtu_of_a_nodes_underlay_is_followed_by_all_others(lab: Lab) -> None:
     """etcd is not told either that the node's link carries less: its answers must arrive all the same."""
     target = lab.node("node3")
-    took_s: list[float] = []
-    for mtu in (1400, 1500, 1300, 1290, 1500):
-        begin_s = time.monotonic()
-        run("ip", "-n", target.namespace, "link", "set", UPLINK, "mtu", str(mtu))
-        for one in OTHERS:
-            wait_for(
-                lambda one=one, mtu=mtu: route_mtu(lab, one, target) == mtu - 50,  # type: ignore[misc]
-                f"{one} to have a route for {mtu}",
-            )
-        took_s.append(time.monotonic() - begin_s)
-    assert_ordinarily(took_s, WITHIN_S)
+
+    def change() -> list[float]:
+        took_s: list[float] = []
+        for mtu in (1400, 1500, 1300, 1290, 1500):
+            begin_s = time.monotonic()
+            run("ip", "-n", target.namespace, "link", "set", UPLINK, "mtu", str(mtu))
+            for one in OTHERS:
+                wait_for(
+                    lambda one=one, mtu=mtu: route_mtu(lab, one, target) == mtu - 50,  # type: ignore[misc]
+                    f"{one} to have a route for {mtu}",
+                )
+            took_s.append(time.monotonic() - begin_s)
+        return took_s
+
+    assert_ordinarily(change, WITHIN_S)
 
 
 def test_another_address_of_a_node_is_followed_by_all_others(lab: Lab) -> None:
@@ -69,20 +80,23 @@ def test_another_address_of_a_node_is_followed_by_all_others(lab: Lab) -> None:
     after = before.replace(target.addresses[0], "192.0.2.99")
     keep = f"net.ipv4.conf.{UPLINK}.promote_secondaries=1"  # else the new address goes with the old one
     run("ip", "netns", "exec", target.namespace, "sysctl", "-qw", keep)
-    took_s: list[float] = []
-    for _ in range(6):
-        begin_s = time.monotonic()
-        run("ip", "-n", target.namespace, "addr", "add", after, "dev", UPLINK)
-        run("ip", "-n", target.namespace, "addr", "del", before, "dev", UPLINK)
-        wanted = after.partition("/")[0]
-        for one in OTHERS:
-            wait_for(
-                lambda one=one, wanted=wanted: outer_address(lab, one, "node3") == wanted,  # type: ignore[misc]
-                f"{one} to send to {wanted}",
-            )
-        took_s.append(time.monotonic() - begin_s)
-        before, after = after, before
-    assert_ordinarily(took_s, DEAD_CONNECTION_S)
+
+    def change() -> list[float]:
+        took_s: list[float] = []
+        for old, new in [(before, after), (after, before)] * 3:
+            begin_s = time.monotonic()
+            run("ip", "-n", target.namespace, "addr", "add", new, "dev", UPLINK)
+            run("ip", "-n", target.namespace, "addr", "del", old, "dev", UPLINK)
+            wanted = new.partition("/")[0]
+            for one in OTHERS:
+                wait_for(
+                    lambda one=one, wanted=wanted: outer_address(lab, one, "node3") == wanted,  # type: ignore[misc]
+                    f"{one} to send to {wanted}",
+                )
+            took_s.append(time.monotonic() - begin_s)
+        return took_s
+
+    assert_ordinarily(change, DEAD_CONNECTION_S)
 
 
 def outer_address(lab: Lab, node: str, target: str) -> str:

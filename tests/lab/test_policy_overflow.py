@@ -21,7 +21,7 @@ ROOM: Final = 64
 PLENTY: Final = 4096
 TRY_AGAIN_LATER: Final = 102
 """The CNI error code of a policy that does not fit."""
-DEADLINE_S: Final = 30.0
+DEADLINE_S: Final = 120.0
 SUBJECT: Final = "blue/a"
 
 Document = dict[str, Any]

@@ -400,10 +400,18 @@ def test_the_command_line_shows_services(lab: Lab) -> None:
     assert f"{VIPS[1]} 80/udp" in shown
     assert lab.cli("service", "get", "none", "--node", "node1").code == 4
     assert f"{VIPS[0]}" in lab.cli("bpf", "service", "list", "--node", "node1").out
-    figures = dict(re.findall(r"^(podwire_service\S+) ([0-9.]+)$", lab.metrics("node1"), re.M))
-    assert figures['podwire_services{by="podwire"}'] == "1.0"
-    assert figures["podwire_service_frontends"] == "8.0"  # with a row that refuses for each address
-    assert figures["podwire_service_back_ends"] == "8.0"
+    wanted = {
+        'podwire_services{by="podwire"}': "1.0",
+        "podwire_service_frontends": "8.0",  # with a row that refuses for each address
+        "podwire_service_back_ends": "8.0",
+    }
+
+    def are_counted() -> bool:
+        """The figures are noted behind the rows."""
+        figures = re.findall(r"^(podwire_service\S+) ([0-9.]+)$", lab.metrics("node1"), re.M)
+        return wanted.items() <= dict(figures).items()
+
+    wait_for(are_counted, f"{wanted}")
 
 
 def test_services_are_in_force_while_the_agent_is_away_and_after_it_comes_back(lab: Lab) -> None:

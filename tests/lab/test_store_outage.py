@@ -21,7 +21,7 @@ from tests.waiting import wait_for
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
 
 OUTAGE_S, OUTAGE_FULL_S = 8.0, 60.0
-AGREES_AGAIN_S = 30.0
+AGREES_AGAIN_S = 120.0
 NODES = ("node1", "node2", "node3")
 
 

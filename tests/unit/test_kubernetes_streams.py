@@ -8,10 +8,11 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from podwire.model.errors import PodwireError
+from podwire.model.errors import PodwireError, Unavailable
 from podwire.model.store import Compacted
+from podwire.store.kubernetes import definitions
 from podwire.store.kubernetes.api.client import Client, Request
-from podwire.store.kubernetes.api.refusals import Refused
+from podwire.store.kubernetes.api.refusals import NOT_FOUND, Refused
 from podwire.store.kubernetes.api.wire import EXPIRED, Status
 from podwire.store.kubernetes.streams import Hub
 from podwire.store.kubernetes.watch import KubernetesWatch
@@ -19,6 +20,7 @@ from podwire.store.loop import LoopThread
 from tests.waiting import DEADLINE_S, wait_for
 
 KIND = "networkpolicies"
+OPTIONAL_KIND = "ciliumnetworkpolicies"
 
 
 class ForgetfulClient:
@@ -68,3 +70,51 @@ def test_a_forgotten_kind_is_watched_from_the_new_list_on_while_the_former_watch
     former.close()
     assert client.asked == [7, 500]
     listed.close()
+
+
+class ClientWithoutDefinition:
+    """Does not know the resource that it is asked for; answers nothing while it `is_away`."""
+
+    def __init__(self) -> None:
+        self.is_away = False
+        self.asked = 0
+
+    @asynccontextmanager
+    async def stream(self, request: Request) -> AsyncIterator[AsyncIterator[bytes]]:
+        await self.call(request)
+        yield _silence()
+
+    async def call(self, request: Request) -> bytes:
+        self.asked += 1
+        if self.is_away:
+            raise Unavailable("away")
+        raise Refused(request.intent, Status(code=NOT_FOUND, message="not found"))
+
+    def explain(self, refused: Refused) -> PodwireError:
+        return PodwireError(str(refused))
+
+
+def test_a_kind_without_definition_can_be_followed_again_after_an_outage(
+    thread: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOOK_S", "LOOK_UNWATCHED_S"):
+        monkeypatch.setattr(definitions, name, 0.02)
+    client = ClientWithoutDefinition()
+    hub = Hub(thread, cast("Client", client), {})
+    with KubernetesWatch({OPTIONAL_KIND: 0}, hub.detach) as watch:
+        hub.attach(watch, {OPTIONAL_KIND: 0})
+        watch.wait_until_open(DEADLINE_S)
+        assert watch.next(0) == ()
+        client.is_away = True
+        wait_for(lambda: not follows(watch), "the failure")
+        client.is_away = False
+        wait_for(lambda: follows(watch), "its end")
+    assert client.asked > 2
+
+
+def follows(watch: KubernetesWatch) -> bool:
+    try:
+        watch.next(0)
+    except Unavailable:
+        return False
+    return True

@@ -226,3 +226,13 @@ def test_ranges_of_a_setting_stay_whatever_the_core_node_says() -> None:
     wait_for(lambda: world.core.why_silent, "its end")
     assert (world.ranges, world.withheld) == (networks(OLD), "")
     world.keeper.stop()
+
+
+def test_a_node_that_can_be_read_again_is_no_longer_warned_of(world: World) -> None:
+    world.put(podCIDRs=[OLD])
+    world.keeper.start()
+    wait_for(lambda: world.core.uid, "the core Node")
+    world.change(podCIDRs=["nonsense"])
+    wait_for(lambda: "nonsense" in world.warnings.get(WARNING, ""), "the warning")
+    world.change(podCIDRs=[OLD])
+    wait_for(lambda: not world.warnings[WARNING], "its end")

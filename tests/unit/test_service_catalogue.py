@@ -612,3 +612,22 @@ def test_who_grows_beyond_the_room_goes_and_nobody_else() -> None:
     assert not change.put
     assert {str(one.address) for one in change.gone} == {"10.96.1.2"}
     assert names(catalogue) == ["default/old"]
+
+
+def of(namespace: str, document: dict[str, Any]) -> dict[str, Any]:
+    """Put a document into another namespace."""
+    return {**document, "metadata": {**document["metadata"], "namespace": namespace}}
+
+
+@pytest.mark.parametrize("ports", [1, 18])
+def test_an_old_service_that_grows_takes_no_room_of_other_namespaces(ports: int) -> None:
+    catalogue = crowd(20, 100, ("young", 4, 1))
+    ends = [endpoint(f"10.8.0.{number}") for number in range(1, 98 if ports == 1 else 3)]
+    named = [{"name": f"p{number}", "port": number} for number in range(1, ports + 1)]
+    for name, address in (("old", "10.96.2.1"), ("grown", "10.96.2.2")):
+        some = named if name == "grown" else named[:1]
+        for document in (service(name, [address], some), slice_of(name, ends, some)):
+            event = StoreEvent(stored(of("tenant", document), "2025-01-01T00:00:00Z"), 1)
+            catalogue.apply(event)
+    assert "default/young" in names(catalogue)
+    assert {one.namespace for one in catalogue.room.refused} == {"tenant"}

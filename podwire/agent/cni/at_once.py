@@ -154,7 +154,8 @@ class AtOnce:
             yield self._line.popleft()
 
     def _gather(self) -> None:
-        """Accept who is there, so that nobody whose request is for the loop waits here; wait when there is nothing."""
+        """Accept all that are there; wait when there is nothing."""
+        # All, before the first is carried out: one whose request is for the loop would wait for those in front of it.
         wait_ms = 0 if self._line else None
         while self._poll.poll(wait_ms) and not self._is_stopping and len(self._line) < LINE_MAX:
             wait_ms = 0

@@ -39,7 +39,8 @@ class ChainedPortmap:
         return bool(request.port_mappings and request.key and self.leaves_host_ports(request.key))
 
     def end(self, request: AttachRequest, frame: Frame, mount_fd: int | None) -> None:
-        """Call portmap's DEL. A failure is told and keeps nobody: a runtime would repeat the DEL for ever."""
+        """Call portmap's DEL; a failure is only logged."""
+        # Raised, it would fail our DEL, and a runtime repeats a failed DEL for ever.
         network = {
             "cniVersion": _VERSION,
             "name": request.network,

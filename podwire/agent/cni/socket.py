@@ -314,7 +314,8 @@ class _Connection:
         self._deliver(self, error)
 
     def _read(self) -> None:
-        """Read until there is nothing more, so that an end behind the frame is seen with it."""
+        """Read until there is nothing more."""
+        # Not only the frame: an end of file right behind it says that its launcher is gone.
         is_whole = self._reader.frame is not None
         while True:
             try:

@@ -63,7 +63,7 @@ class Restorer:
         known = [device.endpoint_id for device in inventory.devices]
         # The kernel may know an id that the journal lost. An id is never used twice: rows, pins and counters are
         # found by it.
-        self.journal.skip_ids(max([*known, *inventory.usage_instances], default=EndpointId(0)))
+        self.journal.skip_ids(max([*known, *inventory.usage_ids], default=EndpointId(0)))
         present = {device.endpoint_id: device for device in inventory.devices}
         living = [record for record in records if _is_alive(record, present)]
         # Every address is held before anything is removed or adopted, those of dead endpoints included: they stay in

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from podwire.control.cluster.reading import EPOCH_MAX, Fields
 from podwire.model.cluster import DEFAULT_TUNNEL_PORT, NodeFacts, TunnelMode
+from podwire.model.documents.lenient import members_of
 from podwire.model.documents.reader import Faults
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.identity import CLUSTER_LAST
@@ -58,18 +59,18 @@ def tunnel_mac(node_name: str) -> str:
 def encode_node(facts: NodeFacts, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Write a node's document; what somebody else has put into `before` stays: labels, annotations, unknown fields."""
     before = before or {}
-    metadata = dict(_members(before, "metadata"))
+    metadata = dict(members_of(before, "metadata"))
     if "labels" in metadata:
-        labels = _members(metadata, "labels")
+        labels = members_of(metadata, "labels")
         metadata["labels"] = {key: label for key, label in labels.items() if isinstance(label, str)}
     annotations = {
-        **_members(metadata, "annotations"),
+        **members_of(metadata, "annotations"),
         ADDRESSES_ANNOTATION: ",".join(map(str, facts.addresses)),
         CIDRS_ANNOTATION: ",".join(map(str, (*facts.pod_cidrs, *facts.blocks))),
         MTU_ANNOTATION: str(facts.underlay_mtu_bytes),
     }
     spec = {
-        **_members(before, "spec"),
+        **members_of(before, "spec"),
         "instance": facts.instance,
         "epoch": facts.epoch,
         "addresses": _texts(facts.addresses),
@@ -104,18 +105,12 @@ def own_by_core_node(name: str, uid: str) -> dict[str, Any]:
 
 
 def _find_core_uid(document: Mapping[str, Any]) -> str:
-    owners = _members(document, "metadata").get("ownerReferences")
+    owners = members_of(document, "metadata").get("ownerReferences")
     for owner in owners if isinstance(owners, list) else ():
         if isinstance(owner, Mapping) and CORE_OWNER.items() <= owner.items():
             uid = owner.get("uid")
             return uid if isinstance(uid, str) else ""
     return ""
-
-
-def _members(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Give an object's members; none where something else wrote what is no object."""
-    members = document.get(name)
-    return members if isinstance(members, Mapping) else {}
 
 
 def is_published(document: Mapping[str, Any]) -> bool:

@@ -24,6 +24,7 @@ from podwire.control.ipam.pools import (
     find_overlaps,
 )
 from podwire.model.documents.fields import read_cidr, read_expression, read_label_map
+from podwire.model.documents.lenient import read_address
 from podwire.model.documents.reader import Faults, Node, root, shown
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import Fault, InvalidRequest
@@ -269,7 +270,7 @@ def _read_range(node: Node) -> AddressRange | None:
         if network is None:
             return None
         return AddressRange(network.network_address, network.broadcast_address)
-    ends = [_read_address(end.strip()) for end in (first, last)]
+    ends = [read_address(end.strip()) for end in (first, last)]
     if ends[0] is None or ends[1] is None or ends[0].version != ends[1].version:
         node.wrong(f"is {shown(text)}, not a range (address, address-address or CIDR)")
         return None
@@ -277,10 +278,3 @@ def _read_range(node: Node) -> AddressRange | None:
         node.wrong(f"is {shown(text)}: it ends before it begins")
         return None
     return AddressRange(ends[0], ends[1])
-
-
-def _read_address(text: str) -> IPAddress | None:
-    try:
-        return ipaddress.ip_address(text)
-    except ValueError:
-        return None

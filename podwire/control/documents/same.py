@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from podwire.control.documents.kinds import decode
+from podwire.model.documents.lenient import members_of
 from podwire.model.errors import InvalidRequest
 from podwire.model.store import StoredObject
 from podwire.model.store.kinds import NETWORK_POLICY
@@ -48,12 +49,12 @@ def leave_out_additions(stored: StoredObject, draft: StoredObject) -> StoredObje
 
 def keep_additions(there: StoredObject, draft: StoredObject) -> dict[str, Any]:
     """Give a draft's document with what a server, or another tool, has for itself in the object that it replaces."""
-    before = _members(there.document, "metadata")
+    before = members_of(there.document, "metadata")
     others = {name: before[name] for name in SERVERS_METADATA if name in before}
     metadata = {**others, **draft.document["metadata"]}
     tools = {
         name: value
-        for name, value in _members(before, "annotations").items()
+        for name, value in members_of(before, "annotations").items()
         if str(name).startswith(TOOLS)
     }
     if tools:
@@ -75,11 +76,6 @@ def _read_own(stored: StoredObject) -> Document | None:
     }
     rest = {name: value for name, value in metadata.items() if name != "annotations"}
     return {**own, "metadata": {**rest, "annotations": annotations} if annotations else rest}
-
-
-def _members(document: Document, name: str) -> Document:
-    value = document.get(name)
-    return value if isinstance(value, Mapping) else {}
 
 
 def _fill(document: Document) -> Any:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from podwire.control.ipam.pools import AddressRange
+from podwire.model.documents.lenient import text_of
 from podwire.model.endpoint import AttachmentKey, IPAddress, IPNetwork
 from podwire.model.ids import ContainerId, InterfaceName, NetworkName
 from podwire.model.store import ObjectKey, StoredObject, value_of
@@ -165,7 +166,7 @@ def decode_block(stored: StoredObject) -> Block | None:
         return None
     if not isinstance(spec.get("node"), str):
         return None  # nobody's block has the name "": one without is damaged, and may be somebody's
-    return Block(cidr, _text(spec, "pool"), _text(spec, "node"), epoch, kept, stored)
+    return Block(cidr, text_of(spec, "pool"), text_of(spec, "node"), epoch, kept, stored)
 
 
 def decode_claimed(stored: StoredObject) -> ClaimedAddress | None:
@@ -182,11 +183,11 @@ def decode_claimed(stored: StoredObject) -> ClaimedAddress | None:
     if address_key(address) != stored.key:
         return None
     key = AttachmentKey(
-        NetworkName(_text(handle, "network")),
-        ContainerId(_text(handle, "containerID")),
-        InterfaceName(_text(handle, "interface")),
+        NetworkName(text_of(handle, "network")),
+        ContainerId(text_of(handle, "containerID")),
+        InterfaceName(text_of(handle, "interface")),
     )
-    return ClaimedAddress(address, _text(spec, "pool"), _text(spec, "node"), key, stored)
+    return ClaimedAddress(address, text_of(spec, "pool"), text_of(spec, "node"), key, stored)
 
 
 def released(block: Block) -> Block:
@@ -201,11 +202,6 @@ def _document(kind: str, api_version: str, name: str, spec: dict[str, Any]) -> d
 def _spec(stored: StoredObject) -> Mapping[str, Any]:
     spec = stored.document.get("spec")
     return spec if isinstance(spec, Mapping) else {}
-
-
-def _text(values: Mapping[str, Any], name: str) -> str:
-    value = values.get(name)
-    return value if isinstance(value, str) else ""
 
 
 def _is_inside(part: AddressRange, cidr: IPNetwork) -> bool:

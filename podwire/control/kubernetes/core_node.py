@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from podwire.model.documents.lenient import members_of
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import InvalidConfiguration
 from podwire.model.store import ObjectKey, StoredObject
@@ -42,8 +43,8 @@ def core_node_key(name: str) -> ObjectKey:
 
 def decode_core_node(stored: StoredObject) -> CoreNode:
     """Read a core Node; InvalidConfiguration when one of its ranges is no CIDR."""
-    spec = _members(stored.document, "spec")
-    status = _members(stored.document, "status")
+    spec = members_of(stored.document, "spec")
+    status = members_of(stored.document, "status")
     # An old API server knows the singular only.
     texts = _items(spec, "podCIDRs") or [spec.get("podCIDR")]
     return CoreNode(
@@ -72,7 +73,7 @@ def decode_core_node(stored: StoredObject) -> CoreNode:
 
 def read_zone(stored: StoredObject) -> str:
     """Give the zone of a core Node, whatever is wrong with the rest of it."""
-    zone = _members(_members(stored.document, "metadata"), "labels").get(ZONE_LABEL)
+    zone = members_of(members_of(stored.document, "metadata"), "labels").get(ZONE_LABEL)
     return zone if isinstance(zone, str) else ""
 
 
@@ -103,11 +104,6 @@ def _read_address(text: object) -> IPAddress | None:
         return ipaddress.ip_address(str(text))
     except ValueError:
         return None
-
-
-def _members(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = holder.get(name)
-    return value if isinstance(value, Mapping) else {}
 
 
 def _items(holder: Mapping[str, Any], name: str) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
+from podwire.model.documents.lenient import items_of, members_of
 from podwire.model.labels import (
     OWN_PREFIX,
     SOURCE_K8S,
@@ -53,8 +54,8 @@ class PodFacts(msgspec.Struct, frozen=True):
 
 def decode_pod(stored: StoredObject) -> PodFacts:
     """Read a Pod; what has another form than Kubernetes gives it is left out."""
-    metadata = _members(stored.document, "metadata")
-    spec = _members(stored.document, "spec")
+    metadata = members_of(stored.document, "metadata")
+    spec = members_of(stored.document, "spec")
     annotations = _texts(metadata, "annotations")
     account = spec.get("serviceAccountName")
     return PodFacts(
@@ -87,10 +88,10 @@ def _read_ports(spec: Mapping[str, Any]) -> tuple[NamedPort, ...]:
         container
         # An init container with restartPolicy Always (a sidecar) serves as long as the pod runs.
         for member in ("containers", "initContainers")
-        for container in _items(spec, member)
+        for container in items_of(spec, member)
         if member == "containers" or container.get("restartPolicy") == "Always"
     ]
-    ports = [port for container in containers for port in _items(container, "ports")]
+    ports = [port for container in containers for port in items_of(container, "ports")]
     readable = (_read_port(port) for port in ports)
     return tuple(
         sorted({port for port in readable if port is not None}, key=lambda port: port.name)
@@ -107,19 +108,9 @@ def _read_port(port: Mapping[str, Any]) -> NamedPort | None:
     return NamedPort(name, number, protocol)
 
 
-def _members(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = holder.get(name)
-    return value if isinstance(value, Mapping) else {}
-
-
-def _items(holder: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    value = holder.get(name)
-    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
-
-
 def _texts(holder: Mapping[str, Any], name: str) -> dict[str, str]:
     return {
         key: value
-        for key, value in _members(holder, name).items()
+        for key, value in members_of(holder, name).items()
         if isinstance(key, str) and isinstance(value, str)
     }

@@ -8,15 +8,8 @@ import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from podwire.control.services.reading import (
-    Left,
-    is_back_end_address,
-    items_of,
-    members_of,
-    read_address,
-    text_of,
-    texts_of,
-)
+from podwire.control.services.reading import Left, is_back_end_address
+from podwire.model.documents.lenient import items_of, members_of, read_address, text_of, texts_of
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.networks import is_within
 

@@ -10,17 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from podwire.control.services.external import read_external
-from podwire.control.services.reading import (
-    PORT_MAX,
-    Left,
-    is_back_end_address,
-    items_of,
-    members_of,
-    read_address,
-    read_port,
-    text_of,
-    texts_of,
-)
+from podwire.control.services.reading import PORT_MAX, Left, is_back_end_address, read_port
+from podwire.model.documents.lenient import items_of, members_of, read_address, text_of, texts_of
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.store import StoredObject
 from podwire.model.store.packed import unpack
@@ -198,18 +189,10 @@ def decode_slice(stored: StoredObject) -> SliceFacts | None:
     ]
     return SliceFacts(
         ServiceName(stored.key.namespace, name),
-        dict(_read_slice_ports(document)),
+        {(port.name, port.protocol): port.port for port in _read_ports(document)},
         tuple(address for address, _ in found),
         tuple(endpoint for _, endpoint in found),
     )
-
-
-def _read_slice_ports(document: Mapping[str, Any]) -> Iterator[tuple[tuple[str, int], int]]:
-    for port in items_of(document, "ports"):
-        protocol = PROTOCOLS.get(str(port.get("protocol") or "TCP"))
-        number = read_port(port)
-        if protocol is not None and number:
-            yield (text_of(port, "name"), protocol), number
 
 
 def _read_endpoint(endpoint: Mapping[str, Any]) -> Endpoint:

@@ -39,41 +39,9 @@ def is_back_end_address(address: IPAddress, family: int) -> bool:
     )
 
 
-def read_address(text: str) -> IPAddress | None:
-    """Read an address; None for what is none."""
-    try:
-        return ipaddress.ip_address(text)
-    except ValueError:
-        return None
-
-
 def read_port(port: Mapping[str, Any]) -> int:
     """Give its number; 0 = it has none."""
     number = port.get("port")
     if not isinstance(number, int) or isinstance(number, bool):
         return 0
     return number if 0 < number <= PORT_MAX else 0
-
-
-def members_of(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Give an object inside another."""
-    value = holder.get(name)
-    return value if isinstance(value, Mapping) else {}
-
-
-def items_of(holder: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    """Give a list of objects."""
-    value = holder.get(name)
-    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
-
-
-def texts_of(holder: Mapping[str, Any], name: str) -> list[str]:
-    """Give a list of texts."""
-    value = holder.get(name)
-    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
-
-
-def text_of(holder: Mapping[str, Any], name: str) -> str:
-    """Give a text; "" where there is none."""
-    value = holder.get(name)
-    return value if isinstance(value, str) else ""

@@ -1,7 +1,8 @@
-"""Which services fit into the rows that the programs have: the older ones, whatever the younger ones ask for.
+"""Which services fit into the rows that the programs have: of namespaces that take little, then the older.
 
-Called by `control.services.catalogue`. Pure. Invariant: what one service needs keeps no older one out, and as soon as
-everything fits, nobody is left out. While everything fits, a change costs what it touches.
+Called by `control.services.catalogue`. Pure. Invariant: what one service needs keeps no older one of its namespace out,
+nor a service with which another namespace takes less in all; as soon as everything fits, nobody is left out. While
+everything fits, a change costs what it touches.
 """
 
 from collections.abc import Iterator
@@ -52,7 +53,7 @@ class Room:
         self._used = frontends, slots
 
     def settle(self) -> frozenset[ServiceName]:
-        """Give room to the older ones; gives those for whom something has changed by that."""
+        """Give room to those who come first; gives those for whom something has changed by that."""
         before = self._refused
         frontends, slots = self._used
         fits = frontends <= self.frontends and slots <= self.slots
@@ -61,8 +62,25 @@ class Room:
 
     def _find_refused(self) -> Iterator[ServiceName]:
         frontends, slots = self.frontends, self.slots
-        for name, need in sorted(self._needs.items(), key=lambda one: (one[1].created, one[0])):
+        for name, need in self._in_order():
             if need.frontends > frontends or need.slots > slots:
                 yield name
             else:
                 frontends, slots = frontends - need.frontends, slots - need.slots
+
+    def _in_order(self) -> list[tuple[ServiceName, Need]]:
+        """Give all in the order in which they get room: by what their namespace takes up to each of them.
+
+        By age alone a tenant could let an old service of his grow, and take the room of everybody's younger ones.
+        """
+        by_age = sorted(self._needs.items(), key=lambda one: (one[1].created, one[0]))
+        taken: dict[str, tuple[int, int]] = {}
+        share: dict[ServiceName, float] = {}
+        for name, need in by_age:
+            frontends, slots = taken.get(name.namespace, (0, 0))
+            taken[name.namespace] = frontends, slots = (
+                frontends + need.frontends,
+                slots + need.slots,
+            )
+            share[name] = max(frontends / self.frontends, slots / self.slots)
+        return sorted(by_age, key=lambda one: share[one[0]])

@@ -40,7 +40,7 @@ class Cluster:
     def close(self) -> None:
         """Close the connections, and end what runs."""
         try:
-            self.thread.run(self.gateway.close())
+            self.thread.run(self.gateway.close(), is_last=True)
         except PodwireError:
             return
         self.thread.close()

@@ -194,6 +194,14 @@ class EtcdStore:
         """Give the store's leases."""
         return self._leases
 
+    def end_calls(self) -> None:
+        """Have nobody wait for etcd any longer; see `store.open.end_calls`."""
+        self._cluster.thread.end_calls()
+        with self._watches_lock:
+            watches = tuple(self._watches)
+        for watch in watches:
+            watch.stop_waiting()
+
     def close(self) -> None:
         """Close the connections and all watches; names that are held run out."""
         self._leases.close()

@@ -64,6 +64,12 @@ class KeyWatch:
         with self._changed:
             self._changed.wait_for(lambda: self._is_settled or self._closed, timeout_s)
 
+    def stop_waiting(self) -> None:
+        """Have `wait_until_open` return."""
+        with self._changed:
+            self._is_settled = True
+            self._changed.notify_all()
+
     def take(self, timeout_s: float) -> Batch | None:
         """Give the oldest changes, waiting for them; None when none came, or it is closed.
 
@@ -258,6 +264,10 @@ class EtcdWatch(Closing):
     def wait_until_open(self, timeout_s: float) -> None:
         """Return when the stream is open, or it is known that it cannot be."""
         self._keys.wait_until_open(timeout_s)
+
+    def stop_waiting(self) -> None:
+        """Have `wait_until_open` return."""
+        self._keys.stop_waiting()
 
     def next(self, timeout_s: float) -> Sequence[StoreEvent]:
         """Give what has happened; see `model.store.Watch`."""

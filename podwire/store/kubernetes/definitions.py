@@ -8,6 +8,7 @@ noticed.
 import asyncio
 import contextlib
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -57,13 +58,17 @@ class Definitions:
         self._following: asyncio.Task[None] | None = None
         self._is_watched = True
 
-    async def wait_for(self, resource: Resource) -> None:
-        """Return when the API server serves a resource. Raises Refused and Unavailable, as a list of it would."""
+    async def wait_for(self, resource: Resource, absent: Callable[[], None]) -> None:
+        """Return when the API server serves a resource. Raises Refused and Unavailable, as a list of it would.
+
+        `absent` is called each time the server has said that it does not: then nothing is wrong.
+        """
         waiter = self._waiting.setdefault(resource.full_name, _Waiter())
         if self._following is None:
             self._following = asyncio.create_task(self._follow(), name="watch CRDs")
         try:
             while not await self._is_served(resource):
+                absent()
                 wait_s = LOOK_S if self._is_watched else LOOK_UNWATCHED_S
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(wait_s * random.uniform(0.5, 1.0)):

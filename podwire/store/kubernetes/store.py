@@ -282,12 +282,18 @@ class KubernetesStore:
         """Give none: with Kubernetes nobody needs to know who lives for packets to pass (docs/store.md)."""
         return
 
+    def end_calls(self) -> None:
+        """Have nobody wait for the API server any longer; see `store.open.end_calls`."""
+        self._thread.end_calls()
+        for watch in tuple(self._watches):
+            watch.stop_waiting()
+
     def close(self) -> None:
         """Close the connections and all watches."""
         for watch in tuple(self._watches):
             watch.close()
         with suppress(PodwireError):
-            self._thread.run(self._client.close())
+            self._thread.run(self._client.close(), is_last=True)
         self._thread.close()
 
     def _forget(self, watch: KubernetesWatch) -> None:

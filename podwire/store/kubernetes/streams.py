@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Final, Protocol
 
 from podwire.model.errors import PodwireError, Unavailable
@@ -231,7 +232,7 @@ class Stream:
         self._note_open(life)
         while True:
             try:
-                await self._hub.definitions.wait_for(self._resource)
+                await self._hub.definitions.wait_for(self._resource, partial(self._note_open, life))
                 break
             except (Refused, Unavailable) as error:
                 told = self._hub.client.explain(error) if isinstance(error, Refused) else error

@@ -58,6 +58,12 @@ class KubernetesWatch(Closing):
                 timeout_s,
             )
 
+    def stop_waiting(self) -> None:
+        """Have `wait_until_open` return."""
+        with self._changed:
+            self._settled.update(self._heard)
+            self._changed.notify_all()
+
     def next(self, timeout_s: float) -> Sequence[StoreEvent]:
         """Give what has happened; see `model.store.Watch`."""
         end_s = time.monotonic() + timeout_s

@@ -77,6 +77,8 @@ class RangeKeeper(FollowingDuty):
             core.why_silent = ""
         self._node: CoreNode | None = None
         self._is_heard = False
+        self._is_misread = False
+        """Whether the Node's last version could not be read, and a warning says so."""
         self._strays = served.strays()
         self.follower = StoreFollower(
             "core-ranges", store, (CORE_NODE.plural,), self, shared=shared
@@ -107,9 +109,11 @@ class RangeKeeper(FollowingDuty):
             node = None if stored is None else decode_core_node(stored)
         except PodwireError as error:
             self._warn(WARNING, error.told)
+            self._is_misread = True
             return
-        if not self._is_heard or node != self._node:
-            self._node, self._is_heard = node, True
+        # One that is as before again is brought into force, too: that takes the warning back.
+        if not self._is_heard or self._is_misread or node != self._node:
+            self._node, self._is_heard, self._is_misread = node, True, False
             self._worker.wake()
 
     # The thread

@@ -103,16 +103,20 @@ def test_a_host_port_is_served_on_its_node_alone_until_the_pod_ends(cluster: Clu
 def test_a_policy_cuts_and_the_drop_names_it(cluster: Cluster, network: Podwire) -> None:
     web = start_web(cluster, 2)
     client = start_client(cluster)
-    assert all(answers(client, address) for address in addresses_of(web))
+    for address in addresses_of(web):
+        wait_for(lambda address=address: answers(client, address), "an answer")  # type: ignore[misc]
     cluster.apply(ONLY_PROXY)
-    for pod, address in zip(web, addresses_of(web), strict=True):
-        wait_for(lambda address=address: not answers(client, address), "the cut")  # type: ignore[misc]
-        said = network.run(
-            cluster, pod["spec"]["nodeName"], "observe", "--verdict", "dropped", "-o", "jsonl"
-        )
+
+    def is_named(node: str, address: str) -> bool:
+        """An answer that is only late is no cut, and a drop is told a little later."""
+        if answers(client, address):
+            return False
+        said = network.run(cluster, node, "observe", "--verdict", "dropped", "-o", "jsonl")
         drops = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-        named = {one["name"] for drop in drops for one in drop.get("policies", ())}
-        assert named == {POLICY}, said
+        return {one["name"] for drop in drops for one in drop.get("policies", ())} == {POLICY}
+
+    for pod, address in zip(web, addresses_of(web), strict=True):
+        wait_for(partial(is_named, pod["spec"]["nodeName"], address), "a drop by the policy")
     cluster.kubectl("label", "pod", "client", "app=proxy", "--overwrite")
     for address in addresses_of(web):
         wait_for(lambda address=address: answers(client, address), "the way of a proxy")  # type: ignore[misc]
@@ -153,7 +157,7 @@ def test_pods_go_on_without_the_api(cluster: Cluster, network: Podwire) -> None:
                 "the agent's successor",
             )
         assert not any(answers(client, address) for address in addresses_of(web))
-        assert answers(client, leaving["status"]["podIP"])
+        wait_for(lambda: answers(client, leaving["status"]["podIP"]), "an answer")
         detach_by_hand(cluster, leaving)
     finally:
         cluster.control.api.start()
@@ -391,7 +395,7 @@ def test_a_policy_that_cannot_be_enforced_whole_closes_what_it_could_select(
 ) -> None:
     client = start_client(cluster)
     closed, beside = two_pods
-    assert answers(client, closed)
+    wait_for(lambda: answers(client, closed), "an answer")
     cluster.apply(
         {
             "apiVersion": "networking.k8s.io/v1",
@@ -401,7 +405,7 @@ def test_a_policy_that_cannot_be_enforced_whole_closes_what_it_could_select(
         }
     )
     wait_for(lambda: not answers(client, closed), "the cut")
-    assert answers(client, beside)
+    wait_for(lambda: answers(client, beside), "an answer of the pod beside")
     (pod,) = cluster.list_pods(CLOSED)
     node = pod["spec"]["nodeName"]
     listed = json.loads(network.run(cluster, node, "policy", "list", "-o", "json"))

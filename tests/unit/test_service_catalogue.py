@@ -564,7 +564,7 @@ def test_who_does_not_fit_keeps_no_older_one_out_and_no_smaller_one() -> None:
     catalogue = crowd(20, 100, ("old", 4, 2), ("greedy", 18, 1), ("small", 3, 1))
     assert names(catalogue) == ["default/old", "default/small"]
     problems = {str(one.name): one.problem for one in catalogue.views()}
-    assert problems["default/greedy"] == "there is no room for it beside the older services"
+    assert problems["default/greedy"] == "there is no room for it beside the other services"
     assert catalogue.room.refused == {ServiceName("default", "greedy")}
 
 

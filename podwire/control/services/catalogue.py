@@ -43,7 +43,7 @@ from podwire.model.store import ObjectKey, StoredObject, StoreEvent
 from podwire.model.store.kinds import ENDPOINT_SLICE, SERVICE
 
 KINDS: Final = (SERVICE.plural, ENDPOINT_SLICE.plural)
-NO_ROOM: Final = Left("no-room", "there is no room for it beside the older services")
+NO_ROOM: Final = Left("no-room", "there is no room for it beside the other services")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, Final
 from podwire.kernel import netns
 from podwire.lab.state import read_state
 
-DEADLINE_S: Final = 5.0
+DEADLINE_S: Final = 20.0
 
 
 def wait_for_drop(

@@ -288,6 +288,6 @@ def _describe_refused(refused: Sequence[ServiceName]) -> str:
     named = ", ".join(map(str, refused[:REFUSED_NAMED]))
     more = f" and {len(refused) - REFUSED_NAMED} more" if len(refused) > REFUSED_NAMED else ""
     return (
-        f"there is no room for services {named}{more} beside the older ones, so they are left to the stack:"
+        f"there is no room for services {named}{more} beside the others, so they are left to the stack:"
         " delete services or ports that nobody needs"
     )

@@ -35,7 +35,18 @@ class Agents:
         if newest:
             wait_for(lambda: self._has_enforced(max(newest), addresses), "the policies")
         else:
-            wait_for(lambda: not any(ask(path, "/policy") for path in self.sockets), "no policy")
+            wait_for(lambda: self._has_none_in_force(addresses), "no policy")
+
+    def _has_none_in_force(self, addresses: Collection[str]) -> bool:
+        """Policies that an agent knows no more may be in force for a moment still."""
+        if any(ask(path, "/policy") for path in self.sockets):
+            return False
+        rows = [row for path in self.sockets for row in ask(path, "/endpoint")]
+        return all(
+            row["state"] == "ready" and set(row["policyEnforcement"].values()) == {"disabled"}
+            for row in rows
+            if row["ipv4"] in addresses
+        )
 
     def delete_policies(self, namespaces: Collection[str]) -> None:
         """Delete all policies of some namespaces."""

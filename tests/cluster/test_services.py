@@ -179,7 +179,7 @@ def test_hosts_are_served_by_kube_proxy_alone(market: Market, ground: tuple[str,
 
 ROLLING: Final = "rolling"
 REPLICAS: Final = 4
-DRAIN_S: Final = 3
+DRAIN_S: Final = 10
 """So long a pod answers after it is told to end: what is on its way to it arrives."""
 
 

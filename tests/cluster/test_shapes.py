@@ -68,6 +68,11 @@ def reach(shaped: Cluster, web: list[Mapping[str, Any]], *, timeout_s: float) ->
     ]
 
 
+def wait_until_served(shaped: Cluster, web: Pods) -> None:
+    """Wait until all are answered: pods are Ready before their server listens, and refuse until then."""
+    wait_for(lambda: all(reach(shaped, web, timeout_s=60)), "every answer")
+
+
 def installed(shaped: Cluster) -> Podwire:
     if not isinstance(shaped.network, Podwire):
         pytest.skip("only with podwire as it is installed")
@@ -77,7 +82,7 @@ def installed(shaped: Cluster) -> Podwire:
 def test_pods_of_all_nodes_reach_each_other(shaped: Cluster, web: Pods) -> None:
     families = {"6" if ":" in one else "4" for pod in web for one in addresses_of(pod)}
     assert families == set(shaped.shape.families)
-    assert all(reach(shaped, web, timeout_s=60))
+    wait_until_served(shaped, web)
     for pod in web:
         for address in addresses_of(pod):
             url = f"http://[{address}]/" if ":" in address else f"http://{address}/"
@@ -87,7 +92,7 @@ def test_pods_of_all_nodes_reach_each_other(shaped: Cluster, web: Pods) -> None:
 
 def test_a_policy_closes_both_families(shaped: Cluster, web: Pods) -> None:
     installed(shaped)
-    assert all(reach(shaped, web, timeout_s=60))
+    wait_until_served(shaped, web)
     shaped.apply(CLOSED)
     wait_for(lambda: not any(reach(shaped, web, timeout_s=1)), "the cut")
     shaped.kubectl("delete", "networkpolicy", "closed")

@@ -24,7 +24,7 @@ from tests.policy_cases import NAMESPACES, OUTSIDE, PODS, Pod
 
 POD_CIDRS: Final = ("10.244.1.0/24", "fd10:244:0:1::/64")
 HOSTS_OUTSIDE: Final = ("client", "server")
-ENFORCED_DEADLINE_S: Final = 30.0
+ENFORCED_DEADLINE_S: Final = 120.0
 _NODE_PLACES: Final = {
     "client": ("198.51.100.1/24", "2001:db8:51::1/64"),
     "server": ("203.0.113.1/24", "2001:db8:113::1/64"),

@@ -392,6 +392,7 @@ class Rig(Closing):
             return {}
         lines = path.with_name("journal.db-recent").read_text(encoding="utf-8").splitlines()
         with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute("BEGIN")  # one view for both: the agent may fold the lines meanwhile
             rows = connection.execute("SELECT id, record FROM endpoint").fetchall()
             facts = dict(connection.execute("SELECT name, value FROM fact").fetchall())
         records = {number: json.loads(record) for number, record in rows}

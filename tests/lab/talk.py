@@ -22,8 +22,8 @@ from tests.lab.policy_rig import Place
 
 TICK_S: Final = 0.005
 OPEN_DEADLINE_S: Final = 60.0
-ANSWER_DEADLINE_S: Final = 15.0
-RESUME_DEADLINE_S: Final = 30.0
+ANSWER_DEADLINE_S: Final = 60.0
+RESUME_DEADLINE_S: Final = 90.0
 SHORTLY_S: Final = 0.05
 _MESSAGE: Final = struct.Struct("!IQ")
 _KINDS: Final = {"tcp": socket.SOCK_STREAM, "udp": socket.SOCK_DGRAM}

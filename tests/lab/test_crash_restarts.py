@@ -51,7 +51,7 @@ class Inside:
         """Ask it to end (by its input, or by a signal) and give what it wrote."""
         if number is not None:
             self.process.send_signal(number)
-        output, _ = self.process.communicate(timeout=30)
+        output, _ = self.process.communicate(timeout=120)
         return output
 
     def __enter__(self) -> Self:
@@ -133,7 +133,7 @@ def test_twenty_restarts_lose_no_packet_and_reset_no_connection(rig: Rig, tmp_pa
             else:
                 assert rig.stop() == 0
             for path, mark in zip(progress, marks, strict=True):
-                wait_for(partial(is_further, path, mark), 30, "the streams to go on")
+                wait_for(partial(is_further, path, mark), 120, "the streams to go on")
             rig.start()
         sent = [ping.assert_no_loss() for ping in pings]
         for sender in senders:

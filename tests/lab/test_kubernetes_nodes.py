@@ -204,9 +204,16 @@ def test_a_second_agent_of_a_node_waits_and_the_first_tells_of_it(lab: Kubernete
             said = f"process {second.pid}, waits until this one ends"
             wait_for(lambda: lab.warns(said), "the first to name it")
             wait_for(lambda: any(said in event for event in lab.events("SecondAgent")), "the Event")
-            text = (node.directory / "second.log").read_text()
-            assert "this one waits until it ends" in text
-            assert "another agent of this node" in "\n".join(lab_nodes.read_log(node))
+            wait_for(
+                lambda: (
+                    "this one waits until it ends" in (node.directory / "second.log").read_text()
+                ),
+                "the second to say so",
+            )
+            wait_for(
+                lambda: "another agent of this node" in "\n".join(lab_nodes.read_log(node)),
+                "the first one's log",
+            )
             labs.change_agent(lab.name, "node1", "stop")
             wait_for(lambda: lab_nodes.answers(node), "the second to serve")
             assert not lab.warns("waits until this one ends")
@@ -269,7 +276,7 @@ def test_a_pattern_of_cards_beats_internal_ips_and_these_beat_the_default_route(
     with second_cards(lab):
         restart(lab)
         wait_for(lambda: published(lab) == here, "the InternalIPs")
-        assert traffic.ping(source, target, timeout_s=60).ok
+        wait_for(lambda: traffic.ping(source, target, timeout_s=5).ok, "the way by the first cards")
         restart(lab, node_interface="data*")
         wait_for(lambda: published(lab) == other, "the addresses of the second cards")
         # What is left of the first cards does not carry it.

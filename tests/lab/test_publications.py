@@ -208,11 +208,26 @@ def assert_all_is_well(lab: Lab, *, with_liar: bool) -> None:
     for source, target in (("a", "b"), ("b", "a"), *to_liar):
         namespace, _ = labs.locate(lab.state, source)
         for address in labs.find_addresses(lab.state, target):
-            assert traffic.ping(namespace, address, timeout_s=5).ok, (source, target, address)
+            wait_for(
+                lambda namespace=namespace, address=address: (  # type: ignore[misc]
+                    traffic.ping(namespace, address, timeout_s=5).ok
+                ),
+                f"an echo of {target} at {address} for {source}",
+            )
     for node in OTHERS:
-        assert traffic.ping(lab.node(node).namespace, host(250), timeout_s=5).ok
-        checks = {check["name"]: check["ok"] for check in lab.get("/status", node)["checks"]}
-        assert checks["store"], checks
+        wait_for(
+            lambda node=node: (  # type: ignore[misc]
+                traffic.ping(lab.node(node).namespace, host(250), timeout_s=5).ok
+            ),
+            f"an echo of the link for {node}",
+        )
+        wait_for(lambda node=node: is_followed(lab, node), f"{node} to follow the store")  # type: ignore[misc]
+
+
+def is_followed(lab: Lab, node: str) -> bool:
+    """Tell whether a node says that it follows the store."""
+    checks = {check["name"]: check["ok"] for check in lab.get("/status", node)["checks"]}
+    return bool(checks["store"])
 
 
 def test_a_pool_that_comes_later_makes_what_was_refused_right(lab: Lab) -> None:

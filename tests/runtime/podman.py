@@ -51,6 +51,15 @@ class Podman(Closing):
 
     def run(self, *words: str) -> str:
         """Run one podman command; its failure is the test's."""
+        try:
+            return self._run(*words)
+        except AssertionError as error:
+            # Podman waits 5 s for what it has killed; a busy machine may take longer. Asked again, it cleans up.
+            if "did not die within timeout" not in str(error):
+                raise
+            return self._run(*words)
+
+    def _run(self, *words: str) -> str:
         return self.machine.run(*self._words, *words, timeout_s=COMMAND_DEADLINE_S).strip()
 
     def start_container(
@@ -65,13 +74,7 @@ class Podman(Closing):
 
     def stop_container(self, name: str) -> None:
         """Kill a container and wait until podman has taken its network away."""
-        try:
-            self.run("stop", "--time", "0", name)
-        except AssertionError as error:
-            # Podman waits 5 s for what it has killed; a busy machine may take longer. Asked again, it cleans up.
-            if "did not die within timeout" not in str(error):
-                raise
-            self.run("stop", "--time", "0", name)
+        self.run("stop", "--time", "0", name)
 
     def inspect(self, name: str) -> Any:
         """Give everything that podman knows of a container."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 import pytest
 
 from podwire.agent.duties.follower import KindList, StoreFollower
-from podwire.agent.duties.kubernetes.freshness import open_freshness
+from podwire.agent.duties.kubernetes.freshness import MOMENT_S, open_freshness
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.duties.unreadable import Reading
 from podwire.control.documents.damage import read_object, stand_in
@@ -244,14 +244,17 @@ def test_without_the_question_pods_are_attached_without_it(
 def test_questions_are_few_and_none_is_asked_by_an_add(server: ApiServer, tmp_path: Path) -> None:
     with node(tmp_path, server, late_s=0.0, asks=True) as made:
         before = len(server.read_audit())
+        begin_s = time.monotonic()
         with ThreadPoolExecutor(8) as threads:
             uids = list(threads.map(lambda number: start(server, f"p{number}"), range(30)))
         until(lambda: all(made.own.freshness.is_fresh(uid) for uid in uids))
-        asked = len(_questions(server, before))
-        assert 0 < asked < 15
+        # One for the pods of each moment, however long the machine takes to make them.
+        at_most = 3 + (time.monotonic() - begin_s) / MOMENT_S
+        until(lambda: bool(_questions(server, before)))
         for number, uid in enumerate(uids):
             assert made.add(f"p{number}", uid)[0]
-        assert len(_questions(server, before)) == asked
+        # An ADD that asks would ask for each pod. The server may write its log behind its answers.
+        assert len(_questions(server, before)) <= at_most
 
 
 def _questions(server: ApiServer, before: int) -> list[str]:

@@ -866,6 +866,19 @@ def drain(events: NetlinkEvents) -> None:
         pass
 
 
+def is_once_quiet(events: NetlinkEvents, act: Callable[[], object]) -> bool:
+    """Tell whether something makes no news, at the third try at the latest.
+
+    A carrier's change is told by a work of the kernel, a second later or on a busy machine still later, but once.
+    """
+    for _ in range(3):
+        drain(events)
+        act()
+        if not events.wait(0.05):
+            return True
+    return False
+
+
 @pytest.mark.parametrize("change", EVENTS)
 def test_a_change_on_the_way_to_other_nodes_is_told(world: KernelWorld, change: Damage) -> None:
     world.datapath.apply_cluster(make_cluster(1))
@@ -877,22 +890,28 @@ def test_a_change_on_the_way_to_other_nodes_is_told(world: KernelWorld, change: 
 
 def test_pods_and_passing_routes_are_no_news(world: KernelWorld) -> None:
     world.datapath.apply_cluster(make_cluster(1))
-    with watch_links() as events:
-        drain(events)
-        record, _ = world.attach(7)
+    numbers = iter(range(7, 10))
+
+    def come_and_go() -> None:
+        number = next(numbers)
+        record, _ = world.attach(number)
         world.detach(record)
         world.datapath.reap_devices()
-        world.host.run("ip", "route", "add", "192.0.2.0/24", "dev", UNDERLAY)
-        assert not events.wait(0.05)
+        world.host.run("ip", "route", "add", f"192.0.{number}.0/24", "dev", UNDERLAY)
+
+    with watch_links() as events:
+        assert is_once_quiet(events, come_and_go)
 
 
 def test_a_pass_without_changes_makes_no_news(world: KernelWorld) -> None:
     plan = make_cluster(2)
     world.datapath.apply_cluster(plan)
-    with watch_links() as events:
-        drain(events)
+
+    def look() -> None:
         assert world.datapath.apply_cluster(plan) == []
-        assert not events.wait(0.05)
+
+    with watch_links() as events:
+        assert is_once_quiet(events, look)
 
 
 # Many, and the end

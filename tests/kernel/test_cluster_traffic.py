@@ -423,6 +423,8 @@ def test_a_device_that_was_deleted_and_made_again_carries_native_packets_again(
         node.namespace.run("ip", "link", "set", "under", "up")
     connect(nodes, chosen)
     stream = Stream(pods[0], pods[1], "10.77.2.9", 7000)
+    # Its threads may not have had their turn yet, and a stream without data is hardly any packets.
+    wait_for(lambda: stream.received >= 4096 or stream.error, "numbers")
     assert stream.finish() == ""
     for node in nodes:
         assert passes(node, abi.Hook.FROM_NETDEV, abi.Path.NATIVE) >= 3

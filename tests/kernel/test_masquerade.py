@@ -211,6 +211,14 @@ def world(host: Namespace, netlink: NetlinkSocket, pod: Namespace) -> Iterator[W
                 )
             ]
         )
+        # A new device drops what it gets until the kernel's link-watch has run, and a neighbour is not asked for while
+        # the link-local address is tentative: each test sends its datagrams once.
+        for one, addresses in (
+            (host, ("10.244.1.2", "fd00:244:1::2", "192.0.2.2", "2001:db8::2", "203.0.113.9")),
+            (pod, ("192.0.2.1", "2001:db8::1", "192.0.2.2", "2001:db8::2")),
+            (outside, ("192.0.2.1", "2001:db8::1", "10.244.1.2", "fd00:244:1::2")),
+        ):
+            assert all(pings(one, address) for address in addresses)
         yield World(host, pod, outside)
 
 

@@ -22,9 +22,9 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 PORT = 5432
 BACK_S = 60.0
 FOLLOWS_S = 40.0
+"""The store is tried again after at most 8 s, and each try waits for the lock up to 10 s."""
 PASSES_S, REFUSED_S = 10.0, 0.3
 """How long an answer is waited for where one must come, and where none may."""
-"""The store is tried again after at most 8 s, and each try waits for the lock up to 10 s."""
 TRY_LATER = 11
 
 

@@ -1,4 +1,4 @@
-"""Which services fit into the rows that the programs have: of namespaces that take little, then the older.
+"""Which services get the rows that the programs have: first those of namespaces that take little, then the older ones.
 
 Called by `control.services.catalogue`. Pure. Invariant: what one service needs keeps no older one of its namespace out,
 nor a service with which another namespace takes less in all; as soon as everything fits, nobody is left out. While

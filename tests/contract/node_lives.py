@@ -161,7 +161,8 @@ class Cluster:
         return [
             item["message"]
             for item in found
-            if item["involvedObject"]["name"] == name and item["reason"] == reason
+            # Events of others, with other reasons, may be about something that has no name.
+            if item["reason"] == reason and item["involvedObject"]["name"] == name
         ]
 
     def close(self) -> None:

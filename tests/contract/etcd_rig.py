@@ -1,25 +1,23 @@
 """A real etcd on the loopback, with an own directory: started, killed, stopped for a while, started again."""
 
 import base64
-import contextlib
 import json
 import os
-import random
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from podwire.lab import ports
 from podwire.lab.state import describe_process, freeze_process
 
 PROGRAM = "etcd"
@@ -27,24 +25,12 @@ MISSING = "no program 'etcd': apt-get install etcd-server"
 ENDPOINT_VARIABLE = "PODWIRE_TEST_ETCD"
 """Where processes that tests start find the endpoint."""
 DEADLINE_S = 180.0
-PORTS = (20_000, 32_000)
-"""Below those that clients get (net.ipv4.ip_local_port_range)."""
 
 
 def require() -> None:
     """Skip the test where there is no etcd to start."""
     if shutil.which(PROGRAM) is None:
         pytest.skip(MISSING)
-
-
-def free_port() -> int:
-    """Give a port of the loopback that nobody uses now, and that the kernel gives to no client while a server rests."""
-    while True:
-        port = random.randrange(*PORTS)
-        with closing(socket.socket()) as one, contextlib.suppress(OSError):
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            one.bind(("127.0.0.1", port))
-            return port
 
 
 class Etcd:
@@ -57,7 +43,7 @@ class Etcd:
         self.context: ssl.SSLContext | None = None
         """How this rig asks it, when it wants TLS."""
         self.token = ""
-        self.client_port, self.peer_port = free_port(), free_port()
+        self.client_port, self.peer_port = ports.claim(), ports.claim()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

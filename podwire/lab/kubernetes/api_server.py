@@ -7,9 +7,7 @@ made silent (`freeze`), absent (`kill`) or forgetful (`compact`).
 
 import contextlib
 import json
-import random
 import secrets
-import socket
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from podwire.kernel import netns
+from podwire.lab import ports
 from podwire.lab.kubernetes import programs
 from podwire.lab.kubernetes.certificates import Authority
 from podwire.lab.kubernetes.client import ApiClient
@@ -26,8 +25,6 @@ ADMIN: Final = "admin"
 ADMINS: Final = "system:masters"
 SERVICE_CIDR: Final = "10.96.0.0/16"
 SERVICE_ADDRESS: Final = "10.96.0.1"
-_PORTS: Final = (20_000, 32_000)
-"""Below those that clients get (net.ipv4.ip_local_port_range)."""
 _LOOPBACK: Final = "127.0.0.1"
 _AUDIT_POLICY: Final = {
     "apiVersion": "audit.k8s.io/v1",
@@ -35,15 +32,6 @@ _AUDIT_POLICY: Final = {
     "omitStages": ["RequestReceived"],
     "rules": [{"level": "Metadata"}],
 }
-
-
-def free_port() -> int:
-    """Give a port of the loopback that nobody uses now, and that the kernel gives to no client."""
-    while True:
-        port = random.randrange(*_PORTS)
-        with contextlib.closing(socket.socket()) as probe, contextlib.suppress(OSError):
-            probe.bind((_LOOPBACK, port))
-            return port
 
 
 @dataclass(frozen=True)
@@ -83,11 +71,11 @@ class ApiServer:
         paths = programs.find(programs.API_SERVER)
         self.directory = directory
         self.shape = shape
-        self.port = shape.port or free_port()
+        self.port = shape.port or ports.claim()
         self.users = {user.name: user for user in (User(ADMIN, (ADMINS,)), *users)}
         self.authority = Authority(directory / "pki")
         self.audit_log = directory / "audit.log"
-        self._etcd_port, peer_port = free_port(), free_port()
+        self._etcd_port, peer_port = ports.claim(), ports.claim()
         place = Place(network=shape.network)
         self.etcd = Daemon(
             "etcd", self._etcd_command(peer_port), directory / "etcd.log", place=place

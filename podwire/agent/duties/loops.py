@@ -252,8 +252,7 @@ async def watch_devices(duties: Duties) -> None:
     """Look at endpoints whose devices lost a filter, a queue or a route: without its programs a pod has no policy."""
     touched: set[int] = set()
     news = duties.watch_devices(touched.add)
-    # The first round looks at all endpoints: the kernel tells only of what happens after the socket was opened, and a
-    # device may have lost something since the restore, or while this loop waited to begin anew.
+    # The first round looks at all endpoints: the kernel tells only of losses after the socket was opened.
     everything = True
     try:
         while True:
@@ -319,8 +318,7 @@ def _repair_tables(duties: Duties, strangers: Iterable[str]) -> bool:
 
 
 def _repair_pins(duties: Duties) -> None:
-    lost = duties.repair_pins()
-    if lost:
+    if lost := duties.repair_pins():
         facts = {"cause": lost[0], "count": len(lost)}
         _log.warning("put pins back that somebody had removed", extra=facts)
 

@@ -1,8 +1,11 @@
 """What the store in etcd makes of what others wrote there, and of what is too large or written together."""
 
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +23,7 @@ from podwire.model.store import ObjectKey, StoredObject
 from podwire.store.etcd.store import EtcdStore
 from podwire.store.open import open_store
 from tests.contract.etcd_rig import Etcd, started
-from tests.contract.stores import key, make, now_at, until
+from tests.contract.stores import DEADLINE_S, key, make, now_at, until
 
 FORMAT_KEY = "/podwire/v1/format"
 OBJECT_KEY = "/podwire/v1/objects/networkpolicies/default/{}"
@@ -66,6 +69,31 @@ def test_a_lease_whose_key_somebody_deleted_is_there_again(
         until(lambda: etcd_store.leases().holders("node/") == {"node/a": "me"})
         until(lambda: not lease.lost)
     assert etcd_store.leases().holders("node/") == {}
+
+
+def test_a_lease_that_is_closed_while_it_is_claimed_anew_is_given_up(
+    own_etcd: Etcd, etcd_store: EtcdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, written, goes_on = etcd_store._cluster, threading.Event(), threading.Event()
+    transact = cluster.transact
+
+    async def transact_slowly(*requests: Any) -> Any:
+        answer = await transact(*requests)
+        written.set()
+        goes_on.wait(DEADLINE_S)
+        return answer
+
+    lease = etcd_store.leases().acquire("node/a", "me", 2)
+    monkeypatch.setattr(cluster, "transact", transact_slowly)
+    own_etcd.ask("lease/revoke", {"ID": lease._number})
+    assert written.wait(DEADLINE_S)
+    with ThreadPoolExecutor(1) as threads:
+        closing_it = threads.submit(lease.close)
+        time.sleep(0.2)
+        goes_on.set()
+        closing_it.result(DEADLINE_S)
+    assert etcd_store.leases().holders("node/") == {}
+    assert lease.lost
 
 
 def test_a_lease_whose_key_somebody_else_took_meanwhile_is_lost(

@@ -267,7 +267,7 @@ async def test_an_endpoint_whose_device_lost_something_is_repaired(
         scene.node.service.add(request(container=container), NETNS)
     first, second = scene.node.table
     async with running(loops.watch_devices, scene.duties), running(loops.regenerate, scene.duties):
-        await until(lambda: scene.losses.fileno() >= 0)
+        await until(scene.duties.health.checks)  # the round that looks at all endpoints
         scene.node.datapath.routes.clear()
         scene.losses.has_lost = has_lost
         scene.losses.lose(first.record.device.host_ifindex)
@@ -278,6 +278,15 @@ async def test_an_endpoint_whose_device_lost_something_is_repaired(
         else:
             assert not any("reconciliation" in entry.cause for entry in second.log)
     assert scene.losses.closed == 1
+
+
+async def test_what_a_device_lost_before_anybody_listened_is_repaired(scene: Scene) -> None:
+    scene.node.service.add(request(), NETNS)
+    [endpoint] = scene.node.table
+    scene.node.datapath.routes.clear()
+    async with running(loops.watch_devices, scene.duties), running(loops.regenerate, scene.duties):
+        await until(lambda: scene.node.datapath.routes)
+        await until(lambda: endpoint.state is State.READY)
 
 
 async def test_a_changed_table_is_put_right_and_who_may_have_done_it_is_told(

@@ -252,19 +252,22 @@ async def watch_devices(duties: Duties) -> None:
     """Look at endpoints whose devices lost a filter, a queue or a route: without its programs a pod has no policy."""
     touched: set[int] = set()
     news = duties.watch_devices(touched.add)
+    # The first round looks at all endpoints: the kernel tells only of losses after the socket was opened.
+    everything = True
     try:
         while True:
             # Not woken by the kernel's news: each DEL causes some, and the loop would take the interpreter from it.
             # What one command removes is told piece by piece, too: one look serves all of it.
             await next_tick(LOSSES_PAUSE_S)
-            if not news.wait(0):
+            if not news.wait(0) and not everything:
                 continue
             # Messages that the kernel dropped may have been about any device.
-            indexes, everything = set(touched), news.take_lost()
+            indexes, everything = set(touched), news.take_lost() or everything
             touched.clear()
             for endpoint in duties.table:
                 if everything or endpoint.record.device.host_ifindex in indexes:
                     await duties.on_thread(partial(compare, duties, endpoint))
+            everything = False
             duties.health.report("devices", ok=True, critical=False)
     finally:
         news.close()
@@ -315,8 +318,7 @@ def _repair_tables(duties: Duties, strangers: Iterable[str]) -> bool:
 
 
 def _repair_pins(duties: Duties) -> None:
-    lost = duties.repair_pins()
-    if lost:
+    if lost := duties.repair_pins():
         facts = {"cause": lost[0], "count": len(lost)}
         _log.warning("put pins back that somebody had removed", extra=facts)
 

@@ -10,7 +10,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Final
 
 from podwire.model.closing import Closing
@@ -55,30 +54,47 @@ class EtcdLease:
         self._number = 0
         self._until_s = 0.0
         self._renewals = 0
-        self._keeping: Future[None] | None = None
+        self._closed = False
+        self._keeping: asyncio.Task[None]
+        self._is_stopped = False
 
     @property
     def lost(self) -> bool:
         """Whether another may hold it."""
-        return bool(self.taken_by) or _now_s() >= self._until_s
+        return self._closed or bool(self.taken_by) or _now_s() >= self._until_s
 
     def open(self) -> None:
         """Take it, and keep it alive from now on."""
-        self._cluster.run(self._claim())
-        self._keeping = self._cluster.thread.start(self._keep())
+        self._cluster.run(self._begin())
 
     def close(self) -> None:
-        """Give it up at once."""
-        self.let_go()
-        self._until_s = 0.0
+        """Give it up at once; what keeps it alive has ended when this returns."""
+        self._closed = True
         self._forget(self)
+        self.let_go()
         with contextlib.suppress(PodwireError):
-            self._cluster.run(self._revoke(self._number))
+            self._cluster.run(self._give_up())
 
     def let_go(self) -> None:
         """Keep it alive no longer; it runs out."""
-        if self._keeping is not None:
+        with contextlib.suppress(Unavailable):  # the loop is closed: its tasks have ended
+            self._cluster.thread.start(self._stop_keeping())
+
+    async def _begin(self) -> None:
+        await self._claim()
+        self._keeping = asyncio.create_task(self._keep(), name=f"lease {self.name}")
+
+    async def _stop_keeping(self) -> None:
+        if not self._is_stopped:
+            # Only once: a second cancellation would interrupt `_claim` where it takes back what it was granted.
+            self._is_stopped = True
             self._keeping.cancel()
+        await asyncio.wait([self._keeping])
+
+    async def _give_up(self) -> None:
+        # A renewal that is under way may write the key again, with a new lease: which one it is, is known at its end.
+        await self._stop_keeping()
+        await self._revoke(self._number)
 
     async def _keep(self) -> None:
         # Three signs of life in one time to live, so that one may be lost.

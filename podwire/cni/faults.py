@@ -29,6 +29,7 @@ _BY_CODE: Final[tuple[type[InvalidRequest], ...]] = (
 
 NAMED_IN_MESSAGE: Final = 5
 KEPT_OF_EACH_KIND: Final = 32
+_PROTOCOLS: Final = ("TCP", "UDP", "SCTP")
 
 
 class _Never:
@@ -94,6 +95,13 @@ class Faults:
             )
             return ""
         return text
+
+    def read_protocol(self, value: Any, path: str) -> str:
+        """Give a protocol that has ports, in capitals; absent and null are TCP."""
+        protocol = self.read_text(value, path).upper() or "TCP"
+        if protocol not in _PROTOCOLS:
+            self.wrong(path, f"is {shown(protocol)}, not one of {', '.join(_PROTOCOLS)}")
+        return protocol
 
     def read_integer(self, value: Any, path: str, *, low: int, high: int) -> int | None:
         """Give a whole number from `low` to `high`; None when it is absent, null or at fault."""

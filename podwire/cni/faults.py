@@ -8,6 +8,7 @@ one.
 from typing import Any, Final
 
 from podwire.model.documents.reader import list_faults, shown
+from podwire.model.endpoint import PROTOCOLS
 from podwire.model.errors import (
     Fault,
     IncompatibleVersion,
@@ -29,7 +30,6 @@ _BY_CODE: Final[tuple[type[InvalidRequest], ...]] = (
 
 NAMED_IN_MESSAGE: Final = 5
 KEPT_OF_EACH_KIND: Final = 32
-_PROTOCOLS: Final = ("TCP", "UDP", "SCTP")
 
 
 class _Never:
@@ -99,8 +99,8 @@ class Faults:
     def read_protocol(self, value: Any, path: str) -> str:
         """Give a protocol that has ports, in capitals; absent and null are TCP."""
         protocol = self.read_text(value, path).upper() or "TCP"
-        if protocol not in _PROTOCOLS:
-            self.wrong(path, f"is {shown(protocol)}, not one of {', '.join(_PROTOCOLS)}")
+        if protocol not in PROTOCOLS:
+            self.wrong(path, f"is {shown(protocol)}, not one of {', '.join(PROTOCOLS)}")
         return protocol
 
     def read_integer(self, value: Any, path: str, *, low: int, high: int) -> int | None:

@@ -166,7 +166,7 @@ def _set_loopback_up(namespace_fd: int) -> None:
     done = spawn.run(
         ["ip", "link", "set", "lo", "up"],
         place=spawn.Place(network_fd=namespace_fd),
-        timeout_s=10,
+        timeout_s=CALL_TIMEOUT_S,
     )
     if done.status:
         raise Unavailable(f"set lo up: {done.stderr.decode().strip()}")

@@ -20,7 +20,7 @@ from podwire.model.errors import Conflict, InvalidRequest
 
 TIMEOUT_S: Final = 3.0
 _PORT_DIGITS: Final = 5
-_READY_TIMEOUT_S: Final = 15.0
+_READY_TIMEOUT_S: Final = 60.0
 _REPLY_MAX_BYTES: Final = 4096
 _DATAGRAM_MAX_BYTES: Final = 65_535
 _LARGE_ECHO_TRIES: Final = 3

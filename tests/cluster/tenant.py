@@ -53,7 +53,7 @@ class Tenant:
         return {
             str(event["involvedObject"]["name"])
             for event in events
-            if event["reason"] == NOT_TRANSLATED
+            if event.get("reason") == NOT_TRANSLATED
         }
 
     def leave(self) -> None:

@@ -133,7 +133,7 @@ def test_a_port_that_is_another_one_behind_is_left_to_the_stack_and_named(
 
     def find() -> list[Mapping[str, Any]]:
         events = signals.cluster.client.get(path)["items"]
-        return [one for one in events if one["reason"] == NOT_TRANSLATED]
+        return [one for one in events if one.get("reason") == NOT_TRANSLATED]
 
     told = wait_for(find, f"an Event {NOT_TRANSLATED}")
     assert {one["involvedObject"]["name"] for one in told} == {"moved"}

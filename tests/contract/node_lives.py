@@ -162,7 +162,7 @@ class Cluster:
             item["message"]
             for item in found
             # Events of others, with other reasons, may be about something that has no name.
-            if item["reason"] == reason and item["involvedObject"]["name"] == name
+            if item.get("reason") == reason and item["involvedObject"]["name"] == name
         ]
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -94,6 +95,8 @@ def install(server: ApiServer) -> None:
         return False
 
     ask_until(refuses, "the policies to be in force")
+    for plural in KINDS:
+        ask_until(partial(admin.answers, f"{OWN}/{plural}"), f"{plural} to be served")
 
 
 def token_of(server: ApiServer, pod: str | None) -> ApiClient:

@@ -101,7 +101,7 @@ def test_ranges_and_address_are_the_core_nodes(server: ApiServer, store: Kuberne
 
 def find_events(server: ApiServer, namespace: str, reason: str) -> list[dict[str, Any]]:
     found = server.client.get(f"/api/v1/namespaces/{namespace}/events")["items"]
-    return [item for item in found if item["reason"] == reason]
+    return [item for item in found if item.get("reason") == reason]
 
 
 @pytest.mark.parametrize(

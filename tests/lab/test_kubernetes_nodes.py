@@ -60,7 +60,7 @@ class KubernetesLab(Lab):
     def events(self, reason: str) -> list[str]:
         """Give what Events of a reason say."""
         found = self.cluster.client.get("/api/v1/namespaces/default/events")["items"]
-        return [item["message"] for item in found if item["reason"] == reason]
+        return [item["message"] for item in found if item.get("reason") == reason]
 
     def warns(self, text: str, node: str = "node1") -> bool:
         """Tell whether a node's status says something."""

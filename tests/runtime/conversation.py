@@ -110,8 +110,8 @@ class Conversation:
         self.say()
         self._socket.settimeout(within_s)
         with contextlib.suppress(TimeoutError):
-            while self._echoed < self._sent:
-                self._echoed += len(self._socket.recv(4096))
+            while self._echoed < self._sent and (data := self._socket.recv(4096)):
+                self._echoed += len(data)
         return self._echoed == self._sent
 
     def is_silent(self) -> bool:

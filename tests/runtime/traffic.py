@@ -56,7 +56,7 @@ def serves(machine: Machine, address: str, port: int = 80, place: str = "") -> b
     """Tell whether a web server answers the node (or another place)."""
     try:
         return b"served" in ask_http(machine, place or machine.node.name, address, port)
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):
         return False
 
 

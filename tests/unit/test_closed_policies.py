@@ -1,8 +1,11 @@
 """What people are told of policies that close: status, Events at the policies of nodes whose pods they close."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from podwire.agent.closed_policies import REASON, ClosedPolicies
 from podwire.agent.health import SHOWN_MAX
@@ -50,8 +53,14 @@ class Bench:
         self.closed.tell()
 
 
-def test_a_closed_policy_is_told_where_it_closes_pods(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    with made.node:
+        yield made
+
+
+def test_a_closed_policy_is_told_where_it_closes_pods(bench: Bench) -> None:
     bench.put("a", unknown=1)
     assert not bench.told.events, "it closes no pod of this node"
     bench.node.service.add(request(labels=("k8s:app=web",)), NETNS)
@@ -74,8 +83,7 @@ def test_a_closed_policy_is_told_where_it_closes_pods(tmp_path: Path) -> None:
     assert not bench.told.warnings
 
 
-def test_many_are_counted(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+def test_many_are_counted(bench: Bench) -> None:
     for number in range(20):
         bench.put(f"p{number:02}", unknown=1)
     assert len(bench.told.warnings) == SHOWN_MAX + 1

@@ -298,6 +298,8 @@ def test_contradictions_are_shown_with_both_names() -> None:
 def test_a_node_whose_agent_lives_no_more_is_named_and_keeps_its_ways() -> None:
     with Rig().running() as rig:
         lease = rig.store.leases().acquire("node/n2", "n2", 15)
+        # Two threads hear of the lease and of the node.
+        wait_for(lambda: "n2" in (rig.duty._lives._living or ()), "the lease to be heard of")
         rig.publish_peer(make(2))
         wait_for(lambda: rig.peers() == ["n2"])
         assert not any("no agent is alive" in one for one in rig.health.warnings())

@@ -3,6 +3,7 @@
 import array
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -396,6 +397,7 @@ async def test_without_descriptors_the_door_waits_and_goes_on(
     async with Door(tmp_path / "cni.sock").serving(limits) as door:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.setblocking(False)
+            gc.collect()  # what others dropped would be closed at some moment, and give its number away
             next_fd = os.dup(0)
             os.close(next_fd)
             resource.setrlimit(resource.RLIMIT_NOFILE, (next_fd, hard))

@@ -387,9 +387,12 @@ def collection(
 
 
 async def test_a_del_waits_only_so_long_for_an_undo(hasty: Bench) -> None:
-    await hasty.start_running(hasty.request("ADD"))
+    add, _ = await hasty.start_running(hasty.request("ADD"))
     with pytest.raises(Unavailable, match="has not ended"):
         await hasty.start(hasty.request("DEL"))
+    hasty.attachments.open_gates()
+    with pytest.raises((Cancelled, Unavailable)):
+        await add
 
 
 async def test_an_add_that_does_not_end_in_time_is_answered_and_taken_back(hasty: Bench) -> None:
@@ -504,6 +507,7 @@ async def test_closing_lets_work_end_and_takes_nothing_more(tmp_path: Path) -> N
 async def test_closing_cancels_the_adds_that_do_not_end(tmp_path: Path) -> None:
     bench = Bench(tmp_path, steps=3)
     add, operation = await bench.start_running(bench.request("ADD"))
+    await until(operation.waiting.is_set)  # from here on `is_cancelled` is that of the operation
     closing = asyncio.create_task(bench.dispatcher.close(0))
     await until(operation.is_cancelled)
     operation.gate.release(2)

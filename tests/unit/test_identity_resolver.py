@@ -168,7 +168,7 @@ def test_nothing_is_resolved_before_workloads_are_known() -> None:
 
 def test_an_add_waits_for_the_store_and_goes_on_when_it_is_back() -> None:
     store = MemoryStore()
-    agent = synced(store, wait_s=20)
+    agent = synced(store, wait_s=120)
     store.away = True
     found: list[Resolution] = []
     thread = threading.Thread(target=lambda: found.append(agent.resolve(app="web")))
@@ -176,7 +176,7 @@ def test_an_add_waits_for_the_store_and_goes_on_when_it_is_back() -> None:
     wait_for(lambda: agent.allocator.counts.waits, "the ADD to wait")
     store.away = False
     agent.resolver.store_came_back()
-    thread.join(10)
+    thread.join(60)
     assert len(found) == 1
 
 

@@ -116,6 +116,8 @@ class World:
         self.ranges, self.strays = networks(OLD), networks()
         self.withheld, self.told, self.failures = "", threading.Event(), 0
         self.warnings: dict[str, str] = {}
+        self.warned: list[str] = []
+        """Everything that was ever warned of: some of it is over after a second."""
         self.keeper = RangeKeeper(
             store=self.store,
             node_name="n1",
@@ -129,8 +131,12 @@ class World:
                 tell=self.told.set,
             ),
             core=self.core,
-            warn=self.warnings.__setitem__,
+            warn=self.warn,
         )
+
+    def warn(self, name: str, message: str) -> None:
+        self.warnings[name] = message
+        self.warned.append(message)
 
     def serve(self, ranges: tuple[IPNetwork, ...]) -> None:
         if self.failures:
@@ -170,7 +176,7 @@ def test_a_node_made_anew_serves_its_other_ranges_without_a_restart(world: World
     assert "no core Node n1" in (world.core.why_silent or "")
     world.put()
     wait_for(lambda: "has no podCIDR" in world.withheld, "the new Node")
-    assert "--allocate-node-cidrs" in world.warnings[WARNING]
+    wait_for(lambda: "--allocate-node-cidrs" in world.warnings[WARNING], "what is said of it")
     assert world.core.uid != first
     assert world.core.why_silent is None
     world.change(podCIDRs=[NEW])
@@ -197,7 +203,7 @@ def test_what_fails_is_said_and_tried_again(world: World) -> None:
     world.failures = 1
     world.put(podCIDRs=[NEW])
     world.keeper.start()
-    wait_for(lambda: "add route" in world.warnings.get(WARNING, ""), "the failure")
+    wait_for(lambda: any("add route" in one for one in world.warned), "the failure")
     wait_for(lambda: world.ranges == networks(NEW), "the second try")
 
 
@@ -206,7 +212,7 @@ def test_nothing_is_published_before_the_core_node_was_heard_of(world: World) ->
     world.put(podCIDRs=[OLD])
     world.keeper.start()
     wait_for(lambda: world.core.why_silent is None, "the core Node")
-    assert world.told.is_set()
+    wait_for(world.told.is_set, "those who publish to be told")
 
 
 def test_what_an_earlier_life_knew_serves_while_the_api_server_is_away() -> None:

@@ -375,7 +375,7 @@ def test_before_the_first_word_of_the_store_nothing_is_built_or_collected(
     away.is_away = False
     bench.wait_for("a")
     bench.node.service.add(request(container="new", labels=(WEB,), at_ns=10**9), NETNS)
-    assert bench.reports[-1] == ""
+    wait_for(lambda: bench.reports[-1] == "")
 
 
 def _is_here(endpoint: Endpoint) -> bool:

@@ -20,6 +20,7 @@ from podwire.store.remembered import LAYOUT, RememberedObjects
 from podwire.store.sqlite import SqliteStore
 from tests.fakes.store import MemoryStore, since
 from tests.unit.test_store_follower import KINDS, Mirror, put
+from tests.waiting import DEADLINE_S
 
 URL = "sqlite:///x/store.db"
 
@@ -186,7 +187,7 @@ def test_changes_are_kept_without_a_proper_stop(memory: RememberedObjects) -> No
 
     with mirror.changed:
         # The follower tells of each quiet second.
-        assert mirror.changed.wait_for(is_kept, 10)
+        assert mirror.changed.wait_for(is_kept, DEADLINE_S)
     follower.stop()
 
 

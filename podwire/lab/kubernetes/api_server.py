@@ -160,8 +160,9 @@ class ApiServer:
         """Read what was asked, finished or begun (watches are in it twice), by one user or by all."""
         if not self.audit_log.exists():
             return []
-        lines = self.audit_log.read_text(errors="replace").splitlines()
-        events = [json.loads(line) for line in lines if line.endswith("}")]
+        # The last line may be half written.
+        whole, _, _ = self.audit_log.read_text(errors="replace").rpartition("\n")
+        events = [json.loads(line) for line in whole.splitlines() if line.endswith("}")]
         return [event for event in events if user in (None, event["user"].get("username"))]
 
     def _is_ready(self) -> bool:

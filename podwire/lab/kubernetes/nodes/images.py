@@ -9,6 +9,7 @@ import io
 import json
 import platform
 import tarfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -55,9 +56,12 @@ def write_layout(path: Path, references: Sequence[str]) -> None:
         "index.json": json.dumps(index).encode(),
         **{f"blobs/sha256/{_hash(blob)}": blob for blob in (layer, config, manifest)},
     }
-    with tarfile.open(path, "w") as archive:
+    # By rename: nodes are started at the same time, and one would import what another has half written.
+    temporary = path.with_name(f".{path.name}.{threading.get_ident()}")
+    with tarfile.open(temporary, "w") as archive:
         for name, data in files.items():
             _add_file(archive, name, data)
+    temporary.rename(path)
 
 
 def _make_layer() -> bytes:

@@ -25,7 +25,7 @@ from podwire.agent.metrics import Metrics
 from podwire.control.cluster.publish import NodePublisher
 from podwire.control.cluster.reach import ClusterSettings
 from podwire.control.endpoint.enforce import Enforcer, rows_of
-from podwire.control.endpoint.host_ports import EACH_ADDRESS, PROTOCOLS, ReservedPort
+from podwire.control.endpoint.host_ports import EACH_ADDRESS, ReservedPort
 from podwire.control.endpoint.policies import PolicyObjects
 from podwire.control.endpoint.queue import RegenerationQueue
 from podwire.control.endpoint.table import Endpoint, EndpointTable
@@ -47,6 +47,7 @@ from podwire.datapath.policy_maps import read_cidrs
 from podwire.journal.background_writer import BackgroundWriter
 from podwire.model.cluster import TunnelMode
 from podwire.model.config import AgentConfig
+from podwire.model.endpoint import PROTOCOLS
 from podwire.model.identity import IdentityFacts
 from podwire.model.ids import IdentityId
 from podwire.model.interfaces import Clock, EndpointConfig, HostSocket

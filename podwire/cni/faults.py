@@ -8,6 +8,7 @@ one.
 from typing import Any, Final
 
 from podwire.model.documents.reader import list_faults, shown
+from podwire.model.endpoint import PROTOCOLS
 from podwire.model.errors import (
     Fault,
     IncompatibleVersion,
@@ -94,6 +95,13 @@ class Faults:
             )
             return ""
         return text
+
+    def read_protocol(self, value: Any, path: str) -> str:
+        """Give a protocol that has ports, in capitals; absent and null are TCP."""
+        protocol = self.read_text(value, path).upper() or "TCP"
+        if protocol not in PROTOCOLS:
+            self.wrong(path, f"is {shown(protocol)}, not one of {', '.join(PROTOCOLS)}")
+        return protocol
 
     def read_integer(self, value: Any, path: str, *, low: int, high: int) -> int | None:
         """Give a whole number from `low` to `high`; None when it is absent, null or at fault."""

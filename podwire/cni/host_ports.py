@@ -15,7 +15,6 @@ from podwire.model.endpoint import HostPort, IPAddress
 
 HOST_PORTS_MAX: Final = 1024
 _PATH: Final = "runtimeConfig.portMappings"
-_PROTOCOLS: Final = ("TCP", "UDP", "SCTP")
 _LOOPBACK_IPV6: Final = ipaddress.IPv6Address("::1")
 
 
@@ -60,10 +59,7 @@ def _read_one(entry: dict[str, Any], place: str, faults: Faults) -> HostPort | N
     )
     if entry.get("containerport") is None:
         faults.wrong(f"{place}.containerPort", "is missing")
-    protocol = faults.read_text(entry.get("protocol"), f"{place}.protocol").upper() or "TCP"
-    if protocol not in _PROTOCOLS:
-        message = f"is {shown(protocol)}, not one of {', '.join(_PROTOCOLS)}"
-        faults.wrong(f"{place}.protocol", message)
+    protocol = faults.read_protocol(entry.get("protocol"), f"{place}.protocol")
     host_ip = _read_host_ip(entry.get("hostip"), f"{place}.hostIP", faults)
     return HostPort(protocol, host_port, pod_port or 0, host_ip)
 

@@ -25,7 +25,6 @@ BURST_MAX_BITS: Final = ((1 << 32) - 1) * 8
 POOLS_MAX: Final = 64
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
-_PROTOCOLS: Final = ("TCP", "UDP", "SCTP")
 _PORT_NAME = re.compile(r"(?=.*[a-z])[a-z0-9](?:[a-z0-9-]{0,13}[a-z0-9])?")
 _UNBUILT_CAPABILITIES: Final = {
     "ipRanges": "pods get addresses from the node's CIDRs; do not declare the capability",
@@ -113,15 +112,12 @@ def read_ports(value: Any, faults: Faults) -> tuple[NamedPort, ...]:
         place = f"args.cni.ports[{index}]"
         entry = faults.read_object(item, place)
         name = faults.read_text(entry.get("name"), f"{place}.name")
-        protocol = faults.read_text(entry.get("protocol"), f"{place}.protocol").upper() or "TCP"
         port = faults.read_integer(entry.get("port"), f"{place}.port", low=1, high=65_535)
         if entry.get("port") is None:
             faults.wrong(f"{place}.port", "is missing")
         if not _PORT_NAME.fullmatch(name):
             faults.wrong(f"{place}.name", f"is {shown(name)}, not a port name")
-        if protocol not in _PROTOCOLS:
-            message = f"is {shown(protocol)}, not one of {', '.join(_PROTOCOLS)}"
-            faults.wrong(f"{place}.protocol", message)
+        protocol = faults.read_protocol(entry.get("protocol"), f"{place}.protocol")
         made = NamedPort(name, port or 0, protocol)
         if ports.setdefault((name, protocol), made) != made:
             faults.wrong(place, f"gives {shown(name)} a second number")

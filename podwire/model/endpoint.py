@@ -6,6 +6,8 @@
 import enum
 import functools
 import ipaddress
+from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 
@@ -21,6 +23,9 @@ from podwire.model.ids import (
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
+PROTOCOLS: Final[Mapping[str, int]] = {"TCP": 6, "UDP": 17, "SCTP": 132}
+"""Those that have ports, as CNI and Kubernetes write them: their numbers in IP headers."""
+PROTOCOL_NAMES: Final[Mapping[int, str]] = {number: name for name, number in PROTOCOLS.items()}
 _ADDRESSES_REMEMBERED = 4096
 """Texts of addresses that were read lately: an ADD asks for the same ones again and again."""
 

@@ -22,7 +22,6 @@ class PodwireError(Exception):
     """Base of all expected failures. `kind` is the stable word that logs, REST and CNI map from."""
 
     kind = "internal"
-    retryable = False
 
     def __init__(self, message: str, *, hint: str = "", faults: tuple[Fault, ...] = ()) -> None:
         super().__init__(message)
@@ -88,7 +87,6 @@ class Exhausted(PodwireError):
     """No address is left (CNI code 100)."""
 
     kind = "exhausted"
-    retryable = True
 
 
 class AddressUnavailable(PodwireError):
@@ -113,7 +111,6 @@ class Unavailable(PodwireError):
     """Not now: overload, a store or an agent that is away (CNI code 11)."""
 
     kind = "unavailable"
-    retryable = True
 
 
 class Cancelled(Unavailable):
@@ -126,14 +123,12 @@ class CannotServe(PodwireError):
     """STATUS: an ADD would fail now; running pods are unaffected (CNI code 50)."""
 
     kind = "cannot-serve"
-    retryable = True
 
 
 class Impaired(PodwireError):
     """STATUS: an ADD would fail now and running pods may be impaired (CNI code 51)."""
 
     kind = "impaired"
-    retryable = True
 
 
 class CheckFailed(PodwireError):

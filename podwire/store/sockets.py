@@ -104,6 +104,13 @@ class Sockets:
         return count
 
 
+def is_of_old_connection(error: Exception) -> bool:
+    """Tell whether a new connection may do: the server may have restarted, or this host have another address."""
+    return isinstance(
+        error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError
+    ) and not isinstance(error, aiohttp.ClientConnectorError)
+
+
 def _is_here(family: int, place: Any) -> bool:
     """Tell whether this host has an address: nothing else can be bound."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

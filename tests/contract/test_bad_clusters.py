@@ -6,7 +6,7 @@ import base64
 import copy
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -32,11 +32,12 @@ from podwire.store.kubernetes.store import KubernetesStore
 from podwire.store.open import describe_clock, find_event_writer
 from tests.contract import api_rig, https_rig, kubernetes_rig
 from tests.contract.node_lives import Agent, Cluster
-from tests.contract.test_node_in_kubernetes import AGENT, PATHS, RIGHTS
+from tests.contract.test_node_in_kubernetes import AGENT, PATHS, give_rights
 from tests.fakes.node import FakeClock
 from tests.unit.test_cluster_duty import Facts
-from tests.waiting import ask_until
+from tests.waiting import DEADLINE_S, ask_until
 
+EVENT_S: Final = 2 * event_queue.REPEAT_S + DEADLINE_S
 DEFINITION: Final = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/nodes.podwire.io"
 ROLE: Final = f"{PATHS['ClusterRole']}/podwire-agent"
 ADMISSION: Final = "/apis/admissionregistration.k8s.io/v1"
@@ -53,9 +54,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
     """An API server with the CRDs and the manifest's rights."""
     with api_rig.started(tmp_path_factory.mktemp("bad"), [User(AGENT)]) as made:
         kubernetes_rig.install_crds(made)
-        for document in yaml.safe_load_all(RIGHTS.read_text(encoding="utf-8")):
-            if document["kind"] in PATHS:
-                made.client.create(PATHS[document["kind"]], document)
+        give_rights(made)
         yield made
 
 
@@ -98,6 +97,8 @@ def lack_a_verb(server: ApiServer) -> Callable[[], object]:
         if rule["apiGroups"] == ["podwire.io"] and "nodes" in rule["resources"]:
             rule["verbs"].remove("create")
     server.client.patch(ROLE, {"rules": less["rules"]})
+    # An agent that is faster than the news writes what it has to, and nothing is wrong.
+    ask_until(lambda: not can_write(server.client_of(AGENT)), "the role")
     return lambda: server.client.patch(ROLE, {"rules": role["rules"]})
 
 
@@ -134,15 +135,16 @@ def have_a_dead_webhook(server: ApiServer) -> Callable[[], object]:
         "timeoutSeconds": 1,
     }
     server.client.create(path, {"metadata": {"name": "dead"}, "webhooks": [hook]})
+    ask_until(lambda: not can_write(server.client), "the webhook")
     return lambda: server.client.delete(f"{path}/dead")
 
 
-def can_write(server: ApiServer) -> bool:
+def can_write(client: ApiClient) -> bool:
     """Tell whether a Node of podwire's could be written."""
     trial = {"metadata": {"name": "trial"}, "spec": {}}
     kind = {"apiVersion": "podwire.io/v1", "kind": "Node"}
     try:
-        server.client.create("/apis/podwire.io/v1/nodes?dryRun=All", {**kind, **trial})
+        client.create("/apis/podwire.io/v1/nodes?dryRun=All", {**kind, **trial})
     except Refused:
         return False
     return True
@@ -164,7 +166,7 @@ def have_a_webhook_that_rejects(server: ApiServer) -> Callable[[], object]:
     }
     server.client.create(path, {"metadata": {"name": "rejects"}, "webhooks": [hook]})
     stack.callback(server.client.delete, f"{path}/rejects")
-    ask_until(lambda: not can_write(server), "the webhook")
+    ask_until(lambda: not can_write(server.client), "the webhook")
     return stack.close
 
 
@@ -187,7 +189,7 @@ def have_a_policy_that_rejects(server: ApiServer) -> Callable[[], object]:
         server.client.delete(f"{bindings}/rejects")
         server.client.delete(f"{policies}/rejects")
 
-    ask_until(lambda: not can_write(server), "the policy")
+    ask_until(lambda: not can_write(server.client), "the policy")
     return repair
 
 
@@ -219,11 +221,20 @@ FAULTS: Final = {
 }
 
 
+def is_told(cluster: Cluster, texts: Sequence[str]) -> bool:
+    """Tell whether an Event says all this."""
+    told = cluster.events("n1", "NotPublished")
+    return any(all(text in message for text in texts) for message in told)
+
+
 def is_published(agent: Agent) -> bool:
-    return all(
-        agent.store.get(key) is not None
-        for key in (node_key(agent.name), endpoints_key(agent.name))
-    )
+    try:
+        return all(
+            agent.store.get(key) is not None
+            for key in (node_key(agent.name), endpoints_key(agent.name))
+        )
+    except Unavailable:  # also where the machine stands still for longer than a request may take
+        return False
 
 
 def said(agent: Agent) -> str:
@@ -245,8 +256,9 @@ def test_it_is_named_with_what_to_do_and_nothing_is_lost(
         for text in fault.said:
             ask_until(lambda text=text: text in said(agent), f"{text!r} in status")  # type: ignore[misc]
             assert text in logged(caplog)
-        told = ask_until(lambda: cluster.events("n1", "NotPublished"), "the Event")
-        assert all(text in told[0] for text in fault.said), told
+        # What was wrong first may have been something else: a server that has just taken a change in. It is told again
+        # a minute later.
+        ask_until(lambda: is_told(cluster, fault.said), f"an Event that says {fault.said}", EVENT_S)
         # Addresses do not depend on what can be published.
         assert agent.gives()
     finally:
@@ -344,7 +356,13 @@ def test_an_api_server_that_does_not_serve_is_named_and_nothing_is_lost(
     ask_until(lambda: not said(agent), "status to be good again")
     told = ask_until(lambda: cluster.events("n1", "NotPublished"), "the Event")
     # What was wrong last: one that is started anew does not answer at first, and then knows no roles yet.
-    causes = (*expected, "is the API server running", "forbidden")
+    causes = (
+        *expected,
+        "is the API server running",
+        "forbidden",
+        "has too much to do",
+        "see the log",
+    )
     assert any(text in told[0] for text in causes), told
     ask_until(lambda: not cannot_tell(agent), "the end of the warning")
 
@@ -415,8 +433,7 @@ def test_a_token_of_a_running_agent_that_is_refused_is_named_and_a_new_one_is_ta
     ask_until(lambda: cannot_tell(agent), "an Event that cannot be written")
     token.write_text(sign(cluster.server, account, -1, 1.5), encoding="utf-8")
     ask_until(lambda: not said(agent), "status to be good again")
-    told = ask_until(lambda: cluster.events("n1", "NotPublished"), "the Event")
-    assert all(text in told[0] for text in expected), told
+    ask_until(lambda: is_told(cluster, expected), f"an Event that says {expected}", EVENT_S)
 
 
 def cannot_read(agent: Agent) -> bool:

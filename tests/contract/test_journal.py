@@ -35,6 +35,7 @@ from podwire.model.ids import (
     NetworkName,
 )
 from tests import leavings
+from tests.waiting import DEADLINE_S
 
 
 def record(endpoint_id: int, phase: Phase = Phase.ADDING, **changes: object) -> EndpointRecord:
@@ -607,7 +608,7 @@ def run_writer(path: Path, lines_wanted: int) -> list[tuple[str, int]]:
     output = b""
     try:
         while output.count(b"\n") < lines_wanted:
-            ready, _, _ = select.select([child.stdout], [], [], 30)
+            ready, _, _ = select.select([child.stdout], [], [], DEADLINE_S)
             assert ready, "the writer stopped"
             chunk = os.read(child.stdout.fileno(), 65536)
             assert chunk, f"the writer ended: {child.wait()}"

@@ -496,7 +496,6 @@ def test_a_revision_that_the_store_never_had_is_compacted_where_that_is_promised
         pytest.raises(Compacted, match=f"after revision {revision}") as caught,
     ):
         watch.next(DEADLINE_S)
-    assert caught.value.retryable
     assert caught.value.kinds == {POLICIES}
 
 

@@ -89,7 +89,6 @@ def test_a_store_that_is_away_says_so_and_works_when_it_is_back(world: World) ->
     ):
         with pytest.raises(Unavailable) as caught:
             write()
-        assert caught.value.retryable
         assert caught.value.hint
     world.back()
     assert world.store.get(made.key) == made

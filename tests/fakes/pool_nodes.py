@@ -16,6 +16,7 @@ from podwire.control.ipam.pool_cache import PoolCache
 from podwire.model.endpoint import AttachmentKey
 from podwire.model.ids import ContainerId, EndpointId, IdentityId, InterfaceName, NetworkName
 from podwire.model.store import Store
+from tests.waiting import DEADLINE_S
 
 WAIT_S: Final = 30.0
 
@@ -111,7 +112,7 @@ def add(
 def wait_until(node: "PoolNode | Ticking", condition: object) -> None:
     """Wait for something to be heard."""
     assert callable(condition)
-    until_s = time.monotonic() + WAIT_S
+    until_s = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < until_s, "not heard in time"
         with node.ipam.lock:

@@ -6,6 +6,8 @@ from bench import nf_conntrack
 from bench.contestants import compile_c
 from bench.exchanges import Town, read_outcome
 from bench.plain_nodes import plain_node
+from podwire.kernel import netns
+from tests.kernel.conftest import Namespace, pings
 
 LAB = "plaintrack"
 NAMESPACES = Path("/run/netns")
@@ -15,6 +17,10 @@ PER_S, SECONDS = 50, 2
 def test_each_flow_has_an_entry(tmp_path: Path) -> None:
     tool = compile_c("exchanges", tmp_path)
     with plain_node(LAB, 3) as (node, pods):
+        for namespace, _ in pods[1:]:
+            # A new device drops what it gets until the kernel has acted on its carrier, and nothing is asked twice.
+            with netns.open_namespace(netns.named_path(namespace)) as fd:
+                assert pings(Namespace(namespace, fd), pods[0][1])
         town = Town([namespace for namespace, _ in pods[1:]], pods[:1])
         rates = {"udp_per_s": PER_S, "tcp_per_s": PER_S}
         with town.start(tool, seconds=SECONDS, at_most_s=120, **rates) as running:

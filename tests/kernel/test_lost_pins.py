@@ -1,6 +1,7 @@
 """Somebody removes the pins of a node: programs stay attached, and a map without pin loses its timer."""
 
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,19 +33,23 @@ def map_ids(world: KernelWorld) -> dict[str, int]:
     return {name: getattr(maps, name).info.id for name in maps.names()}
 
 
-def flows_of(world: KernelWorld, record: EndpointRecord) -> set[tuple[str, int]]:
+Flow = tuple[int, str, int]
+
+
+def flows_of(world: KernelWorld, record: EndpointRecord) -> set[Flow]:
     return {
-        (flow.direction.name, flow.source_port)
+        (flow.protocol, flow.direction.name, flow.source_port)
         for flow in conntrack_maps.list_conntrack(world.datapath.maps, record.id)
     }
 
 
-def connect(world: KernelWorld, first: EndpointRecord) -> set[tuple[str, int]]:
-    """Give an endpoint a connection that its end alone would close; gives what is remembered of it."""
+def connect(world: KernelWorld, first: EndpointRecord) -> set[Flow]:
+    """Give an endpoint flows; gives those that are remembered for minutes. A connection is closed here, and is
+    forgotten ten seconds later, which a slow machine may take for what comes next."""
     pod = world.pods[first.netns_cookie]
     with continuous_traffic([(pod, world.host, str(NODE_IPV4))]) as flows:
         wait_for(lambda: all(flow.sent > 50 for flow in flows), "traffic")
-        known = flows_of(world, first)
+        known = {flow for flow in flows_of(world, first) if flow[0] == socket.IPPROTO_UDP}
     assert known
     return known
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podwire.agent.config_reload import FOUND, LiveConfig
-from podwire.model.config import RELOADABLE, SETTINGS
+from podwire.model.config import SETTINGS
 from podwire.model.config.help import help_text, markdown
 from podwire.model.config.settings import show
 from podwire.model.config.sources import Settled, parse_arguments, settle
@@ -45,7 +45,7 @@ def test_defaults_are_those_of_the_contract() -> None:
     assert config.report.flow_ring == 4096
     assert config.policy.identity_wait_s == 10
     reloadable = {"log_level", "masquerade", "policy_enforcement", "policy_entries"}
-    assert reloadable == RELOADABLE
+    assert reloadable == {key for key, row in SETTINGS.items() if row.reloadable}
 
 
 @pytest.mark.parametrize(

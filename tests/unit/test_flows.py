@@ -179,7 +179,7 @@ def test_a_slow_follower_loses_flows_and_is_told_how_many() -> None:
     assert ring.dropped_for_followers == 5
     ring.leave(slow)
     ring.leave(quick)
-    assert ring.followers == 0
+    assert not ring._followers
 
 
 def test_a_follower_is_woken_only_for_what_it_wants() -> None:

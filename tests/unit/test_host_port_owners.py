@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from podwire.control.endpoint.host_ports import EACH_ADDRESS, PROTOCOLS, ReservedPort, in_force
-from podwire.model.endpoint import EndpointRecord, HostPort, Phase
+from podwire.control.endpoint.host_ports import EACH_ADDRESS, ReservedPort, in_force
+from podwire.model.endpoint import PROTOCOLS, EndpointRecord, HostPort, Phase
 from podwire.model.errors import InvalidConfiguration, KernelFailure, StorageFailure
 from podwire.model.interfaces import HostSocket, PodNamespace, PodSocket
 from tests.fakes.node import FakeNode

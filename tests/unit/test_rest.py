@@ -550,11 +550,11 @@ async def test_a_follower_gets_past_and_new_flows_and_is_forgotten_when_it_goes(
     served.api.flows.append(make_flow(length_bytes=1))
     async with following(served, "&last=1") as reader:
         assert (await read_flow(reader))["bytes"] == 1
-        assert served.api.flows.followers == 1
+        assert len(served.api.flows._followers) == 1
         served.api.flows.append(make_flow(length_bytes=2))
         assert (await read_flow(reader))["bytes"] == 2
     async with asyncio.timeout(60):
-        while served.api.flows.followers:
+        while served.api.flows._followers:
             served.api.flows.append(make_flow())
             await asyncio.sleep(0)
 
@@ -578,7 +578,7 @@ async def test_a_stopping_agent_ends_its_followers(tmp_path: Path, node: FakeNod
     async with asyncio.timeout(60):
         await reader.read()
     writer.close()
-    assert api.flows.followers == 0
+    assert not api.flows._followers
 
 
 async def test_the_description_covers_every_operation_and_its_types(served: Served) -> None:

@@ -246,8 +246,8 @@ struct {
 } pw_fragments SEC(".maps");
 
 /* Cell, chosen by pod, protocol and port -> tag of these, and when a datagram by that port took the stack last
- * (stack_ports.h). Written and read by the programs alone. Numbers of endpoints follow each other, so pods of a node
- * have cells of their own: a pod that asks by many ports displaces its own marks.
+ * (stack_ports.h). Written and read by the programs alone. Only pods whose endpoint ids differ by a multiple of
+ * PW_STACK_PODS share cells: a pod that asks by many ports displaces its own marks, and those of such pods.
  */
 #define PW_STACK_PODS  256
 #define PW_STACK_CELLS 512 /* of each */

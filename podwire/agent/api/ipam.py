@@ -116,7 +116,7 @@ def _published(api: IpamApi) -> dict[str, Collection[IPAddress]]:
             except InvalidRequest:
                 continue
     except Unavailable:
-        pass
+        pass  # what this node knows by itself is worth showing while the store is away
     addresses[api.config.current.node.node_name] = _held(api)
     return addresses
 
@@ -256,6 +256,7 @@ def _release_claimed(api: IpamApi, address: IPAddress) -> bool:
         )
     if is_own and all(claimed.address != address for claimed in api.pools.list_unheld()):
         return False
+    # Only the object that was judged above: meanwhile another node may have claimed the address.
     api.store.delete(stored.key, revision=stored.revision, uid=stored.uid)
     return True
 

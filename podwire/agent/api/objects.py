@@ -14,6 +14,7 @@ from podwire.agent.api.shared import Document
 from podwire.control.documents.apply import Applied, apply_documents, delete_object, put_object
 from podwire.control.documents.kinds import make_key, show_document
 from podwire.control.services.catalogue import ServiceView as KnownService
+from podwire.model.endpoint import PROTOCOL_NAMES
 from podwire.model.errors import InvalidRequest, NotFound
 from podwire.model.interfaces import BackEnd, Frontend
 from podwire.model.store import ObjectKey, Store, StoredObject
@@ -146,7 +147,7 @@ def _view_port(frontend: Frontend, back_ends: Sequence[BackEnd]) -> ServicePortV
     return ServicePortView(
         address=str(frontend.address),
         port=frontend.port,
-        protocol=_PROTOCOLS[frontend.protocol],
+        protocol=PROTOCOL_NAMES[frontend.protocol].lower(),
         back_ends=tuple(
             _write_back_end(back_end) for back_end in back_ends if not back_end.is_stack
         ),
@@ -199,10 +200,10 @@ def _key_of(kind: str, namespace: str, name: str) -> ObjectKey:
     try:
         return make_key(kind, namespace, name)
     except InvalidRequest as error:
+        # The words come from the path: what cannot name an object is a path that does not exist.
         raise NotFound(error.message, hint=error.hint) from None
 
 
-_PROTOCOLS: Final = {6: "tcp", 17: "udp", 132: "sctp"}
 _DRY_RUN: Final = Parameter("dryRun", "Only report what would be done.", "boolean")
 _NAMESPACE: Final = Parameter("namespace", "Only objects of this namespace.")
 _DEFAULT: Final = Parameter(

@@ -257,6 +257,7 @@ def get_endpoint_log(api: Api, call: Call) -> list[views.LogEntryView]:
 def get_endpoint_health(api: Api, call: Call) -> views.EndpointHealth:
     """Compare an endpoint with the kernel."""
     endpoint = _endpoint(api, call)
+    # Without the turn a change that is half made would look like a difference.
     with api.turn:
         differences = [
             *api.datapath.compare_endpoint(endpoint.record, endpoint.config, None),

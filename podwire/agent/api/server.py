@@ -277,6 +277,7 @@ async def _read_body(request: web.Request, route: Route) -> Any:
         raise web.HTTPRequestTimeout from None
     try:
         return msgspec.json.decode(raw, type=route.body)
+    # msgspec raises the last one for a document that is nested too deeply.
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         message, _, where = str(error).partition(" - at `$")
         fault = Fault(where.strip("`.") or "body", message)
@@ -313,6 +314,7 @@ _MEANT = {"integer": "a whole number from 0 to 999999999", "boolean": "true or f
 
 def _read_parameter(kind: str, text: str) -> Any:
     if kind == "integer":
+        # By itself isdigit takes digits of other scripts, and "²", which int() refuses.
         return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
     if kind == "boolean":
         return {"1": True, "true": True, "0": False, "false": False}.get(text)

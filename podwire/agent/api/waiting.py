@@ -115,6 +115,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.BaseServer):
     def get_request(self) -> tuple[socket.socket, str]:
         client, _ = self._listener.accept()
         client.settimeout(CLIENT_DEADLINE_S)
+        # The standard library wants an address, and a client of a unix socket has none.
         return client, "unix"
 
     def shutdown_request(self, request: Any) -> None:
@@ -132,6 +133,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
+        # The real API takes over the socket's name: a connection that was kept would go on asking this one.
         self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(body)

@@ -64,10 +64,6 @@ class Job:
         if self.caller.gone:
             self.cancel("the caller went away")
 
-    def is_cancelled(self) -> bool:
-        """Tell whether it is to end."""
-        return bool(self.cancel_cause)
-
     def is_unwanted(self) -> bool:
         """Tell whether it is to end, or its caller has left, for a thread that hears of no leave."""
         if not self.cancel_cause and self.caller.has_left():

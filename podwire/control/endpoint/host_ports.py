@@ -13,12 +13,10 @@ from typing import Final
 
 from podwire.control.endpoint.table import EndpointTable
 from podwire.model.documents.reader import list_faults
-from podwire.model.endpoint import EndpointRecord, IPAddress, Phase
+from podwire.model.endpoint import PROTOCOL_NAMES, PROTOCOLS, EndpointRecord, IPAddress, Phase
 from podwire.model.errors import Fault, InvalidConfiguration
 from podwire.model.interfaces import Datapath, HostPortTable, HostSocket, PodSocket
 
-PROTOCOLS: Final = {"TCP": 6, "UDP": 17, "SCTP": 132}
-_NAMES: Final = {number: name for name, number in PROTOCOLS.items()}
 EACH_ADDRESS: Final[Mapping[int, IPAddress]] = {
     4: ipaddress.IPv4Address("0.0.0.0"),
     6: ipaddress.IPv6Address("::"),
@@ -147,4 +145,4 @@ def _is_asked_by_loopback(socket: HostSocket) -> bool:
 
 def _name(socket: HostSocket) -> str:
     where = "" if socket.address.is_unspecified else f" of {socket.address}"
-    return f"{_NAMES[socket.protocol]} port {socket.port}{where}"
+    return f"{PROTOCOL_NAMES[socket.protocol]} port {socket.port}{where}"

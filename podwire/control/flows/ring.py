@@ -78,11 +78,6 @@ class FlowRing:
     def __len__(self) -> int:
         return len(self._flows)
 
-    @property
-    def followers(self) -> int:
-        """How many follow now."""
-        return len(self._followers)
-
     def append(self, flow: Flow) -> None:
         """Keep a flow, unless it is a trace, and offer it to every follower."""
         if flow.type != "trace":

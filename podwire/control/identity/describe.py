@@ -6,9 +6,8 @@ Called by the API's views. Pure; field names become those of the API.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from podwire.control.identity.key import PROTOCOL_NAMES
 from podwire.control.identity.known import KnownIdentities, KnownIdentity
-from podwire.model.endpoint import EndpointRecord
+from podwire.model.endpoint import PROTOCOL_NAMES, EndpointRecord
 from podwire.model.identity import CLUSTER_FIRST, RESERVED_LABELS, IdentityFacts
 from podwire.model.labels import SOURCE_RESERVED
 

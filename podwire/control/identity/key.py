@@ -11,15 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from podwire.control.identity.filter import LabelFilter
+from podwire.model.endpoint import PROTOCOL_NAMES, PROTOCOLS
 from podwire.model.errors import InvalidRequest
 from podwire.model.identity import CLUSTER_FIRST, CLUSTER_LAST, IdentityFacts, NamedPort
 from podwire.model.labels import join_labels, parse_labels
 from podwire.model.request import NamedPort as RequestedPort
 
-PROTOCOL_NUMBERS: Final[Mapping[str, int]] = {"TCP": 6, "UDP": 17, "SCTP": 132}
-PROTOCOL_NAMES: Final[Mapping[int, str]] = {
-    number: name for name, number in PROTOCOL_NUMBERS.items()
-}
 HASH_DIGITS: Final = 32
 CANDIDATES_MAX: Final = 64
 """With half of all numbers in use, all of these being taken is as likely as guessing a 64-bit number."""
@@ -81,7 +78,7 @@ def make_key(
 def convert_ports(ports: Iterable[RequestedPort]) -> tuple[NamedPort, ...]:
     """Give a request's named ports in the form of identities, sorted."""
     return tuple(
-        sorted({NamedPort(port.name, PROTOCOL_NUMBERS[port.protocol], port.port) for port in ports})
+        sorted({NamedPort(port.name, PROTOCOLS[port.protocol], port.port) for port in ports})
     )
 
 
@@ -106,7 +103,7 @@ def read_spec(document: Mapping[str, Any]) -> IdentityKey:
         raise InvalidRequest("read identity: spec.labels is not a list of labels")
     try:
         named = {
-            NamedPort(str(port["name"]), PROTOCOL_NUMBERS[port["protocol"]], int(port["port"]))
+            NamedPort(str(port["name"]), PROTOCOLS[port["protocol"]], int(port["port"]))
             for port in ports
         }
     except (KeyError, TypeError, ValueError) as error:

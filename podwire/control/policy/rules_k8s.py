@@ -13,9 +13,7 @@ from podwire.control.policy.mentions import LabelMention, Mention
 from podwire.control.policy.rule import (
     ALL_PORTS,
     ANY_SOURCE,
-    SCTP,
     TCP,
-    UDP,
     CidrSelector,
     LabelSelector,
     PeerSelector,
@@ -36,7 +34,7 @@ from podwire.model.documents.fields import (
     read_label_map,
 )
 from podwire.model.documents.reader import Faults, Node, join_path, root, shown
-from podwire.model.endpoint import IPNetwork
+from podwire.model.endpoint import PROTOCOLS, IPNetwork
 from podwire.model.errors import Bug
 from podwire.model.ids import DEFAULT_NAMESPACE
 from podwire.model.labels import (
@@ -51,7 +49,6 @@ from podwire.model.policy import Direction, Verdict
 
 KIND: Final = "NetworkPolicy"
 API_VERSIONS: Final = ("networking.k8s.io/v1",)
-PROTOCOLS: Final[Mapping[str, int]] = {"TCP": TCP, "UDP": UDP, "SCTP": SCTP}
 HINT: Final = "see docs/policy.md for what a NetworkPolicy may say; nothing was changed"
 NAME_IS_NO_LABEL: Final = (
     "is the workload's name, which is not part of its identity: give it a label (object Workload)"

@@ -11,14 +11,13 @@ from typing import Any, Final
 from podwire.control.services.facts import (
     AFFINITY_MAX_S,
     CLIENT_IP,
-    PROTOCOLS,
     SAME_NODE,
     SERVICE_NAME_LABEL,
 )
 from podwire.control.services.reading import is_back_end_address
 from podwire.model.documents.fields import is_port_name, read_label_map
 from podwire.model.documents.reader import Faults, Node, root, shown
-from podwire.model.endpoint import IPAddress
+from podwire.model.endpoint import PROTOCOLS, IPAddress
 from podwire.model.labels import NAME_KEY, NAMESPACE_KEY
 
 HINT: Final = "nothing was changed; see docs/services.md"

@@ -12,7 +12,7 @@ from typing import Any, Final
 from podwire.control.services.external import read_external
 from podwire.control.services.reading import PORT_MAX, Left, is_back_end_address, read_port
 from podwire.model.documents.lenient import items_of, members_of, read_address, text_of, texts_of
-from podwire.model.endpoint import IPAddress, IPNetwork
+from podwire.model.endpoint import PROTOCOLS, IPAddress, IPNetwork
 from podwire.model.store import StoredObject
 from podwire.model.store.packed import unpack
 
@@ -20,9 +20,6 @@ SERVICE_NAME_LABEL: Final = "kubernetes.io/service-name"
 """On a slice: the service that it is of."""
 OTHER_PROXY_LABEL: Final = "service.kubernetes.io/service-proxy-name"
 HEADLESS_LABEL: Final = "service.kubernetes.io/headless"
-SCTP: Final = 132
-PROTOCOLS: Final[Mapping[str, int]] = {"TCP": 6, "UDP": 17, "SCTP": SCTP}
-"""Those that are translated."""
 SAME_NODE: Final = "PreferSameNode"
 """Of trafficDistribution."""
 _FAMILIES: Final = {"IPv4": 4, "IPv6": 6}

@@ -7,16 +7,17 @@ the stack as its only back end: one that is not known is refused.
 import ipaddress
 from collections.abc import Iterable, Sequence
 
-from podwire.control.services.facts import SCTP, ServicePort, SliceFacts
+from podwire.control.services.facts import ServicePort, SliceFacts
 from podwire.control.services.reading import Left
 from podwire.control.services.records import Claims
+from podwire.model.endpoint import PROTOCOLS
 from podwire.model.interfaces import BackEnd
 
 
 def keeps_port(port: ServicePort, slices: Iterable[SliceFacts]) -> bool:
     """Tell whether a port can be translated. All back ends of both families count, ready or not, so that it does not
     come and go with who answers."""
-    return port.protocol != SCTP or all(
+    return port.protocol != PROTOCOLS["SCTP"] or all(
         slice_.ports.get((port.name, port.protocol), port.port) == port.port
         for slice_ in slices
         if slice_.addresses

@@ -38,7 +38,6 @@ _IFLA_ADDRESS: Final = 1
 _IFLA_IFNAME: Final = 3
 _IFLA_MTU: Final = 4
 _IFLA_LINK: Final = 5
-_IFLA_QDISC: Final = 6
 _IFLA_MASTER: Final = 10
 _IFLA_TXQLEN: Final = 13
 _IFLA_OPERSTATE: Final = 16
@@ -96,7 +95,6 @@ class Link:
     carrier: bool
     peer_index: int
     master: int
-    queue_discipline: str
     queue_length: int
     addr_gen_mode: int | None
 
@@ -243,7 +241,6 @@ def read_link(body: bytes) -> Link:
         # For a veth the kernel reports the other end here, even though that index belongs to another namespace.
         peer_index=read_u32(attributes, _IFLA_LINK),
         master=read_u32(attributes, _IFLA_MASTER),
-        queue_discipline=read_text(attributes, _IFLA_QDISC),
         queue_length=read_u32(attributes, _IFLA_TXQLEN),
         addr_gen_mode=mode[0] if mode else None,
     )

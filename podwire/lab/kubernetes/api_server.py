@@ -166,7 +166,8 @@ class ApiServer:
         return [event for event in events if user in (None, event["user"].get("username"))]
 
     def _is_ready(self) -> bool:
-        return self.client.answers("/readyz")
+        # Beside what makes it ready it makes the first namespaces; this one comes last.
+        return self.client.answers("/readyz") and self.client.answers("/api/v1/namespaces/default")
 
     def _etcd_answers(self) -> bool:
         try:

@@ -359,7 +359,6 @@ GROUP_OF = {row.key: group for group, _, row in _rows()}
 SETTINGS = {row.key: row for _, _, row in _rows()}
 """Every setting by key, in the order of the documentation."""
 GROUP_TITLES = {group: (kind.__doc__ or "").rstrip(".") for group, kind, _ in _rows()}
-RELOADABLE = frozenset(key for key, row in SETTINGS.items() if row.reloadable)
 
 
 def find_contradictions(config: AgentConfig) -> list[Fault]:

@@ -27,7 +27,7 @@ from podwire.model.errors import (
 from podwire.store.etcd import wire
 from podwire.store.etcd.access import StoreAccess, make_context, read_password
 from podwire.store.etcd.wire import Body
-from podwire.store.sockets import Sockets
+from podwire.store.sockets import Sockets, is_of_old_connection
 
 DEADLINE_S: Final = 5.0
 """Of one request, whatever it takes: failing over and a new login included."""
@@ -116,7 +116,7 @@ class Gateway:
             is_doubtful |= not isinstance(failure, aiohttp.ClientConnectorError)
             # A kept connection ends without a word when etcd restarts. The endpoint gets one more chance, with a new
             # one.
-            if endpoint not in tried and _is_of_old_connection(failure):
+            if endpoint not in tried and is_of_old_connection(failure):
                 waiting.appendleft(endpoint)
             tried[endpoint] = failure
         raise self._give_up(path, tried)
@@ -287,13 +287,6 @@ def _read_failure(raw: bytes, status: int, endpoint: str) -> Refused:
         text = raw[:200].decode(errors="replace").strip()
         return Refused(wire.UNAVAILABLE, f"no etcd of 3.4 or newer: HTTP {status} {text}", endpoint)
     return Refused(failure.code, failure.message or failure.error, endpoint)
-
-
-def _is_of_old_connection(error: Exception) -> bool:
-    """Tell whether a new connection may do: etcd may have restarted, or this host have another address."""
-    return isinstance(
-        error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError
-    ) and not isinstance(error, aiohttp.ClientConnectorError)
 
 
 def _tell(error: Exception) -> str:

@@ -23,9 +23,9 @@ from podwire.control.kubernetes.core_node import read_zone
 from podwire.control.services.catalogue import KINDS, Catalogue, ServiceView
 from podwire.control.services.choose import Place
 from podwire.control.services.external import PROXY_MODE
-from podwire.control.services.facts import PROTOCOLS, ServiceName
+from podwire.control.services.facts import ServiceName
 from podwire.control.services.reading import Left
-from podwire.model.endpoint import IPAddress
+from podwire.model.endpoint import PROTOCOLS, IPAddress
 from podwire.model.errors import PodwireError
 from podwire.model.ids import IdentityId
 from podwire.model.interfaces import Frontend, ServiceDatapath

@@ -27,7 +27,7 @@ from podwire.store.kubernetes.api.access import Access
 from podwire.store.kubernetes.api.credentials import Credentials, Shown
 from podwire.store.kubernetes.api.refusals import UNAUTHORIZED, Intent, Refused, explain
 from podwire.store.kubernetes.api.wire import read_status
-from podwire.store.sockets import Sockets
+from podwire.store.sockets import Sockets, is_of_old_connection
 
 DEADLINE_S: Final = 5.0
 """Of one request, whatever it takes: waiting for an overloaded server and a new token included."""
@@ -161,7 +161,7 @@ class Client:
                 delay_s = min(delay_s * 2, AGAIN_CAP_S)
             except (aiohttp.ClientError, OSError) as error:
                 # A server that was restarted has forgotten the connection: once is enough to find out.
-                if not (is_new and request.is_read and _is_of_old_connection(error)):
+                if not (is_new and request.is_read and is_of_old_connection(error)):
                     raise self._broken(request, error) from error
                 is_new = False
 
@@ -269,12 +269,6 @@ class Client:
 def _retry_after_s(headers: Mapping[str, str]) -> float:
     text = headers.get("Retry-After", "")
     return float(text) if text.isascii() and text.isdigit() else 0.0
-
-
-def _is_of_old_connection(error: Exception) -> bool:
-    return isinstance(
-        error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError
-    ) and not isinstance(error, aiohttp.ClientConnectorError)
 
 
 def _tell(error: Exception) -> str:

@@ -108,6 +108,7 @@ class Credentials:
 
     def refused(self, shown: Shown) -> bool:
         """Hear that the server refused the credentials; tells whether asking again may do."""
+        # Another request was refused before this one, and newer credentials are here since.
         if shown.token != self._token or shown.context is not self._context:
             return True
         user, before = self._access.user, self._token
@@ -145,6 +146,7 @@ class Credentials:
         if self._asking is None:
             self._asking = asyncio.get_running_loop().run_in_executor(self._threads, self._run)
             self._asking.add_done_callback(self._take)
+        # Unlike `await`, this does not cancel the question when one of those who wait for it leaves.
         await asyncio.wait({self._asking})
         if self._failed is not None:
             raise self._failed[1]

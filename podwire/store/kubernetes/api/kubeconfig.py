@@ -133,6 +133,7 @@ class _Reader:
         if not command:
             raise _wrong(self._path, f"{place}.command", "is missing", "name a program")
         return Plugin(
+            # As kubectl does: a bare name is looked for in PATH, any other path begins where the kubeconfig is.
             command=self._resolve(command) if "/" in command else command,
             arguments=tuple(str(argument) for argument in _list(spec.get("args"))),
             environment={

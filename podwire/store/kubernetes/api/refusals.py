@@ -87,6 +87,7 @@ class Refused(Exception):
     @property
     def is_without_resource(self) -> bool:
         """Whether the API server does not know the resource: there is no such CRD, or not in this version."""
+        # For a path that it does not serve the API server answers without `details`, which would name an object.
         return self.code == NOT_FOUND and not self.status.subject.name
 
 
@@ -180,6 +181,8 @@ def _explain_passing(refused: Refused, message: str) -> PodwireError:
 
 
 def _is_admission(message: str) -> bool:
+    # The answer has no reason of its own for either: webhooks and admission policies are known by the words that the
+    # API server puts in front of theirs.
     return "admission webhook" in message or "denied request" in message
 
 
@@ -198,4 +201,5 @@ def _is_of_new_crd(refused: Refused) -> bool:
 
 
 def _is_too_large(refused: Refused) -> bool:
+    # The limit of etcd, below that of the API server, comes as a failure of the server with etcd's words.
     return refused.code == TOO_LARGE or "request is too large" in refused.status.message

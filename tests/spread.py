@@ -86,6 +86,9 @@ class Spreading(LoadScopeScheduling):  # type: ignore[misc]
         return group_of(nodeid)
 
     def _reschedule(self, node: WorkerController) -> None:
+        # Of two workers that were replaced at a time, the first one that has collected has work given to all.
+        if node not in self.registered_collections:
+            return
         # A worker needs to know its next test before it runs one. Whoever has two is busy; a group more in its queue
         # would wait there while others idle.
         if self._pending_of(self.assigned_work[node]) < 2:

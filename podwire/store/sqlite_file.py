@@ -97,12 +97,16 @@ class StoreFile:
             check_same_thread=False,
             isolation_level=None,
         )
-        # With a write-ahead log, NORMAL may lose the last commits when the power fails. A write that has returned
-        # must be on disk.
-        connection.execute("PRAGMA synchronous = FULL")
-        # Without a limit the log keeps the size that one long reader once made it grow to.
-        connection.execute(f"PRAGMA journal_size_limit = {JOURNAL_LIMIT_BYTES}")
-        connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+        try:
+            # With a write-ahead log, NORMAL may lose the last commits when the power fails. A write that has
+            # returned must be on disk.
+            connection.execute("PRAGMA synchronous = FULL")
+            # Without a limit the log keeps the size that one long reader once made it grow to.
+            connection.execute(f"PRAGMA journal_size_limit = {JOURNAL_LIMIT_BYTES}")
+            connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
     def check_same(self) -> None:

@@ -44,7 +44,7 @@ def mntns(tmp_path: Path) -> Iterator[Path]:
         yield Path(f"/proc/{process.pid}/ns/mnt")
     finally:
         process.stdin.close()
-        process.wait(10)
+        process.wait(120)
         process.stdout.close()
 
 
@@ -57,7 +57,7 @@ def helper(*arguments: str, fds: tuple[int, ...] = ()) -> subprocess.CompletedPr
         text=True,
         check=False,
         pass_fds=fds,
-        timeout=30,
+        timeout=120,
     )
 
 

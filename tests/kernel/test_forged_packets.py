@@ -291,7 +291,8 @@ def test_a_process_sends_from_the_addresses_of_its_node(pair: Pair, how: str, ve
     def send(text: bytes) -> None:
         send_from(host, pod_address(2, version), PORT, text, own, how)
 
-    assert pair.arrives(send, version)
+    # On another CPU the honest one, which comes another way, may overtake it.
+    assert any(pair.arrives(send, version) for _ in range(3))
 
 
 @pytest.mark.parametrize("place", [1, 2])

@@ -301,8 +301,12 @@ def test_no_router_advertisement_reaches_a_pod(world: KernelWorld) -> None:
     assert pod.ip("-6", "route") == before
     # The same without the program, so that it is known what the advertisement would have done.
     world.host.run("tc", "filter", "del", "dev", record.device.host_name, "egress")
-    advertise_router(record, "ff02::1")
-    wait_for(lambda: pod.ip("-6", "route") != before, "a route by the advertisement")
+
+    def has_learnt() -> bool:
+        advertise_router(record, "ff02::1")
+        return pod.ip("-6", "route") != before
+
+    wait_for(has_learnt, "a route by the advertisement", pause_s=0.1)
 
 
 def test_a_spoofed_packet_is_dropped_counted_and_told(world: KernelWorld) -> None:

@@ -20,6 +20,8 @@ SO_RCVBUFFORCE = 33
 """asm-generic/socket.h: a buffer beyond the limit for everybody."""
 RECEIVE_BUFFER_BYTES = 8 << 20
 PORT = 7000
+WAITING_MAX = 250
+"""Questions at once: each has a descriptor, and who answers may stand still while another thread asks on."""
 ANSWERS_TAKE_S = (0.005, 0.3)
 
 
@@ -201,6 +203,9 @@ class Questions:
         try:
             with netns.namespace(self._client.fd.fileno()):
                 while not self._stop.wait(2 * INTERVAL_S):
+                    if len(self._asking) >= WAITING_MAX:
+                        self._take_answers(0.1)
+                        continue
                     family = socket.AF_INET6 if ":" in self._target[0] else socket.AF_INET
                     one = socket.socket(family, socket.SOCK_DGRAM)
                     self._asking[one.fileno()] = one

@@ -24,7 +24,7 @@ from tests.fakes.node import FakeNode
 from tests.fakes.store import MemoryStore
 from tests.unit.test_attach_service import NETNS, request
 
-BUSY_S = 6.0
+BUSY_S = 12.0
 NEW_ADDS = 8
 
 

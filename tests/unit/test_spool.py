@@ -21,6 +21,7 @@ from podwire.model.errors import PodwireError, StorageFailure, Unavailable
 from podwire.model.ids import ContainerId, InterfaceName, NetworkName
 from podwire.model.request import AttachRequest
 from podwire.model.wire import Frame
+from tests.unit.test_store_sqlite import list_descriptors
 
 BOOT_ID = "0c6f9a7e-6a55-4b6c-9a9c-3e0a1c7f0001"
 
@@ -189,7 +190,9 @@ def test_what_cannot_be_read_is_moved_aside_with_its_reason(
     name = put(directory, frame("bad", 1))
     BAD[case](directory, name)
     put(directory, frame("good", 2))
+    before = list_descriptors()
     assert keys(spool.read()) == ["good"]
+    assert list_descriptors() == before
     assert os.listdir(directory / BAD_DIRECTORY) == [name]
     (line,) = [line for line in caplog.records if line.message == "moved a spooled request aside"]
     assert line.__dict__["path"] == name

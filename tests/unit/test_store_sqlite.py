@@ -147,8 +147,10 @@ def test_a_file_that_cannot_be_used_is_named_and_stays_as_it_is(path: Path, name
     spoil, kind, message, hint = BAD_FILES[name]
     spoil(path)
     before = path.read_bytes() if path.is_file() else None
+    descriptors = list_descriptors()
     with pytest.raises(kind) as caught:
         SqliteStore(path)
+    assert list_descriptors() == descriptors
     assert isinstance(caught.value, StorageFailure | NewerData)
     assert str(path) in caught.value.message
     assert message in caught.value.message

@@ -200,13 +200,17 @@ class Spool:
         # O_NONBLOCK: whatever it is, opening it must not wait.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         fd = os.open(self._directory / name, flags)
-        with open(fd, "rb") as file:
+        try:
             status = os.fstat(fd)
             # A record is an order to delete a pod: it counts only where root wrote it.
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                 raise UndecodableRequest("read a spooled request: it is not a file of podwire")
-            # One byte more than a frame may have, so that a file that is too long is recognised.
-            return file.read(wire.FRAME_MAX_BYTES + 1)
+            # Not the file's to close: open() refuses what is a directory, and leaves the descriptor open.
+            with open(fd, "rb", closefd=False) as file:
+                # One byte more than a frame may have, so that a file that is too long is recognised.
+                return file.read(wire.FRAME_MAX_BYTES + 1)
+        finally:
+            os.close(fd)
 
     def _move_aside(self, name: str, reason: str) -> None:
         bad = self._directory / BAD_DIRECTORY

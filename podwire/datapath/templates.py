@@ -4,6 +4,7 @@ Called by `datapath.programs`. Never touches the kernel. Invariant: two template
 and the same constants, so what was verified under an id once need not be verified again.
 """
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ class Template:
     """Values of `const volatile` variables. In each object only those that it declares are set."""
     abi_version: int = abi.ABI_VERSION
 
-    @property
+    @functools.cached_property
     def id(self) -> str:
         """Name of the template: hash of layout version, objects and constants."""
         digest = hashlib.sha256(f"abi {self.abi_version}\n".encode())

@@ -29,6 +29,7 @@ from podwire.datapath.conntrack_maps import list_conntrack, open_new_flows, open
 from podwire.datapath.device import Programs, list_devices
 from podwire.datapath.maps import NodeMaps, list_usage
 from podwire.datapath.native import NetdevProgram, list_attached, replace_attached
+from podwire.datapath.policy_maps import wait_for_programs
 from podwire.datapath.programs import (
     PULSE_START,
     Capacities,
@@ -330,6 +331,7 @@ def hand_flows_over(loaded: LoadedPrograms) -> None:
     try:
         # In this order: what is asked while the program runs is where it should be, too.
         tables.write_settings_flag(loaded.maps, abi.SettingsFlags.UNATTENDED, wanted=True)
+        wait_for_programs()
         loaded.programs[_HAND_OVER].run(Packet(_ANY_FRAME))
     except KernelFailure as failure:
         _log.warning("could not hand new flows over", extra={"error": failure.message})
@@ -414,6 +416,8 @@ def take_over(directory: Path, maps: NodeMaps, swap_programs: Callable[[], int])
             flows = old.carry_conntrack(maps)
             with _answers_believed(maps):
                 devices = swap_programs()
+                # A replaced program may still run on another CPU, and remember its flow behind the copy's back.
+                wait_for_programs()
                 flows += old.carry_conntrack(maps)
         # Only now: until the last device was swapped, an agent that is killed can do all of it again, or go back.
         remove_version(Pins(directory, version))

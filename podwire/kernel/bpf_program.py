@@ -8,7 +8,7 @@ raises ResourceWarning. Thread-safe.
 import errno
 import os
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from podwire.kernel._libbpf import ffi, lib
 from podwire.kernel.bpf import Descriptor, fail
@@ -32,8 +32,7 @@ class ProgramInfo:
     load_time_ns: int
 
 
-@dataclass(frozen=True)
-class Packet:
+class Packet(NamedTuple):
     """Input of a test run: a frame, and the fields of `__sk_buff` that one may choose."""
 
     data: bytes
@@ -48,8 +47,7 @@ class Packet:
     cb: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
 
 
-@dataclass(frozen=True)
-class RunResult:
+class RunResult(NamedTuple):
     """Outcome of a test run: return value (tc: TC_ACT_*), packet, mark, ns for one run."""
 
     retval: int

@@ -161,6 +161,7 @@ def started(directory: Path, flags: Sequence[str] = ()) -> Iterator[Etcd]:
         yield server
     finally:
         server.stop()
+        ports.release(server.client_port, server.peer_port)
 
 
 def _encode(raw: bytes) -> str:

@@ -305,12 +305,26 @@ class Lab:
         }
 
     @contextlib.contextmanager
-    def nothing_left(self, node: str = "node1") -> Iterator[None]:
-        """Fail unless the node looks afterwards as it looked before, as soon as what was ended is gone."""
+    def nothing_left(self, node: str = "node1", *, foreign_devices: int = 0) -> Iterator[None]:
+        """Fail unless the node looks afterwards as it looked before, as soon as what was ended is gone.
+
+        `foreign_devices`: how many have a name like ours and are none.
+        """
         self.settled(node)
-        before = self.look(node)
+        before: dict[str, Any] = {}
+
+        def is_complete() -> bool:
+            """Tell whether devices and rows are those of the endpoints: they go behind the answer of a DEL."""
+            before.update(self.look(node))
+            numbers = sorted(endpoint_id for endpoint_id, _ in before["endpoints"])
+            rows = before["rows"]
+            return rows["usage"] == numbers and (
+                len(before["devices"]) - foreign_devices == len(rows["config"]) == len(numbers)
+            )
+
+        wait_for(is_complete, "what earlier tests ended to be gone")
         yield
-        after: dict[str, object] = {}
+        after: dict[str, Any] = {}
 
         def same() -> bool:
             after.update(self.look(node))
@@ -319,7 +333,7 @@ class Lab:
         try:
             wait_for(same, "nothing to be left")
         except AssertionError:
-            assert after == before
+            raise AssertionError(f"before: {before}\nafter: {after}") from None
 
 
 def finish(process: "subprocess.Popen[bytes]") -> Answer:

@@ -601,7 +601,7 @@ def test_a_foreign_device_with_our_name_is_left_alone(lab: Lab) -> None:
     node = lab.node().namespace
     run("ip", "-n", node, "link", "add", name, "type", "bridge")
     try:
-        with lab.nothing_left():
+        with lab.nothing_left(foreign_devices=1):
             answer = lab.cni("ADD", "foreign", lab.namespace())
             assert answer.code == 110, answer.document
             assert name in answer.text

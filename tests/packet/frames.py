@@ -4,6 +4,7 @@ Used by the packet tests alone. Addresses and MACs are text, ports and lengths n
 and shares nothing with the programs, so that it can judge what they write: `check_frame` finds wrong checksums.
 """
 
+import functools
 import ipaddress
 import struct
 from collections.abc import Sequence
@@ -61,15 +62,28 @@ def internet_checksum(data: bytes) -> int:
     """Compute the checksum of RFC 1071."""
     if len(data) % 2:
         data += b"\0"
-    total: int = sum(struct.unpack(f"!{len(data) // 2}H", data))
-    while total >> 16:
-        total = (total & 0xFFFF) + (total >> 16)
+    # The words of a number, added with each carry added in again, are its rest by 0xFFFF, from 1 to 0xFFFF.
+    number = int.from_bytes(data, "big")
+    total = (number - 1) % 0xFFFF + 1 if number else 0
     return ~total & 0xFFFF
 
 
+@functools.lru_cache(maxsize=1024)
 def mac(text: str) -> bytes:
     """Read a MAC."""
     return bytes.fromhex(text.replace(":", ""))
+
+
+@functools.lru_cache(maxsize=1024)
+def packed_4(text: str) -> bytes:
+    """Read an IPv4 address."""
+    return ipaddress.IPv4Address(text).packed
+
+
+@functools.lru_cache(maxsize=1024)
+def packed_6(text: str) -> bytes:
+    """Read an IPv6 address."""
+    return ipaddress.IPv6Address(text).packed
 
 
 def ethernet(destination: str, source: str, ethertype: int, payload: bytes) -> bytes:
@@ -117,10 +131,15 @@ def crc32c(data: bytes) -> int:
     """Compute the checksum of SCTP (RFC 9260, appendix A)."""
     crc = 0xFFFFFFFF
     for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+        crc = (crc >> 8) ^ _crc_row(crc & 0xFF ^ byte)
     return crc ^ 0xFFFFFFFF
+
+
+@functools.cache
+def _crc_row(crc: int) -> int:
+    for _ in range(8):
+        crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+    return crc
 
 
 def icmp(kind: int, code: int, rest: int = 0, payload: bytes = b"") -> Segment:
@@ -144,7 +163,7 @@ def neighbour(
     kind: int, target: str, *, option_mac: str = "", option: int = 1, flags: int = 0
 ) -> Segment:
     """Make a neighbour solicitation (135) or advertisement (136)."""
-    body = ipaddress.IPv6Address(target).packed
+    body = packed_6(target)
     if option_mac:
         body += struct.pack("!BB", option, 1) + mac(option_mac)
     return icmpv6(kind, 0, flags << 24, body)
@@ -182,7 +201,7 @@ def ipv4(  # noqa: PLR0913 - each is a field of the header
     total: int | None = None,
 ) -> bytes:
     """Make an IPv4 packet. `fragment` is the whole field: flags and offset in units of eight bytes."""
-    ends = ipaddress.IPv4Address(source).packed, ipaddress.IPv4Address(destination).packed
+    ends = packed_4(source), packed_4(destination)
     body = _sealed(segment, *ends)
     words = header_words or 5 + len(options) // 4
     length = 20 + len(options) + len(body) if total is None else total
@@ -214,7 +233,7 @@ def ipv6(
     payload_bytes: int | None = None,
 ) -> bytes:
     """Make an IPv6 packet. `extensions` are (protocol, header whose first byte is overwritten with the next one)."""
-    ends = ipaddress.IPv6Address(source).packed, ipaddress.IPv6Address(destination).packed
+    ends = packed_6(source), packed_6(destination)
     body = _sealed(segment, *ends)
     following = segment.protocol
     for protocol, header in reversed(extensions):
@@ -252,9 +271,9 @@ def arp(
     return (
         struct.pack("!HHBBH", *kind, operation)
         + mac(sender_mac)
-        + ipaddress.IPv4Address(sender_ip).packed
+        + packed_4(sender_ip)
         + mac(target_mac)
-        + ipaddress.IPv4Address(target_ip).packed
+        + packed_4(target_ip)
     )
 
 

@@ -4,6 +4,7 @@ Used by the packet tests of the overlay. `connect` writes the rows; `arrive` han
 key that it came with, `enter` hands one of the stack to `to_overlay`.
 """
 
+import functools
 import ipaddress
 from dataclasses import dataclass
 from typing import Final
@@ -15,7 +16,7 @@ from podwire.model import policy
 from podwire.model.policy import PolicyEntry, PolicyKey, Verdict
 from tests.packet import frames
 from tests.packet.frames import Segment, ethernet, ipv4, ipv6
-from tests.packet.rig import ALLOW, QUOTA, TUNNEL, ZERO, A, Endpoint, Outcome, Rig
+from tests.packet.rig import ALLOW, QUOTA, TUNNEL, A, Endpoint, Outcome, Rig
 
 MTU: Final = 1450
 TUNNELLED: Final = IpcacheFlags.TUNNEL
@@ -63,10 +64,15 @@ OLD: Final = Remote(23, "192.0.2.23", 70023, classic=True)
 REMOTES: Final = (FAR, FAR_6, OLD)
 
 
+@functools.lru_cache(maxsize=1024)
+def prefix_row(network: str, *fields: int) -> tuple[bytes, bytes]:
+    """Make a row of the ipcache: identity, node, flags, mtu."""
+    return to_prefix_key(ipaddress.ip_network(network)), abi.IpcacheValue(*fields).pack()
+
+
 def write_prefix(rig: Rig, network: str, *fields: int) -> None:
-    """Write a row of the ipcache: identity, node, flags, mtu."""
-    key = to_prefix_key(ipaddress.ip_network(network))
-    rig.maps["pw_ipcache"].update(key, abi.IpcacheValue(*fields).pack())
+    """Write a row of the ipcache."""
+    rig.maps["pw_ipcache"].update(*prefix_row(network, *fields))
 
 
 def remove_prefix(rig: Rig, network: str) -> None:
@@ -100,19 +106,29 @@ def remove_node(rig: Rig, remote: Remote) -> None:
 
 def write_ways(rig: Rig, remote: Remote, flags: IpcacheFlags = TUNNELLED) -> None:
     """Write how a node's pods are reached."""
+    rig.maps["pw_ipcache"].update_batch(ways(remote, flags))
+
+
+@functools.lru_cache(maxsize=1024)
+def ways(remote: Remote, flags: IpcacheFlags = TUNNELLED) -> list[tuple[bytes, bytes]]:
+    """Make the rows of the ipcache that say how a node's pods are reached."""
+    rows = []
     for version in (4, 6):
         fields = remote.number, flags, remote.mtu
-        write_prefix(rig, remote.block(version), Identity.UNMANAGED, *fields)
-        write_prefix(rig, remote.pod(version), remote.identity, *fields)
         node_address = remote.number, flags | IpcacheFlags.NODE_ADDRESS, remote.mtu
-        write_prefix(rig, remote.address(version), Identity.REMOTE_NODE, *node_address)
+        rows += [
+            prefix_row(remote.block(version), Identity.UNMANAGED, *fields),
+            prefix_row(remote.pod(version), remote.identity, *fields),
+            prefix_row(remote.address(version), Identity.REMOTE_NODE, *node_address),
+        ]
+    return rows
 
 
 def connect(rig: Rig, *, quota: int = QUOTA) -> None:
     """Give the node its tunnel and tell it of the others."""
     for remote in REMOTES:
         write_node(rig, remote)
-        write_ways(rig, remote)
+    rig.maps["pw_ipcache"].update_batch([row for remote in REMOTES for row in ways(remote)])
     rig.write_settings(quota=quota, tunnel_ifindex=TUNNEL)
 
 
@@ -131,8 +147,14 @@ def frame_of(inner: bytes, *, source: str = FAR.mac, destination: str = OWN_MAC)
 
 def choose_tunnel(rig: Rig, *, vni: int, outer: str) -> None:
     """Say with which outer header frames come from now on."""
-    address = to_mapped(ipaddress.ip_address(outer))
-    rig.maps["pw_tunnel_key"].update(ZERO, abi.TunnelEnd(vni, address).pack())
+    end = tunnel_end(vni, outer)
+    rig.tunnel_key[: len(end)] = end
+
+
+@functools.lru_cache(maxsize=1024)
+def tunnel_end(vni: int, outer: str) -> bytes:
+    """Make the row of an outer header."""
+    return abi.TunnelEnd(vni, to_mapped(ipaddress.ip_address(outer))).pack()
 
 
 def arrive_frame(rig: Rig, frame: bytes, *, vni: int, outer: str, mark: int = 0) -> Outcome:

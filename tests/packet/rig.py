@@ -56,8 +56,10 @@ FEW_ROWS: Final = {
     "pw_affinity": 4096,
 }
 """Rows that hashes of the rig have room for: to find one empty, each of its buckets is looked at before every test."""
-SHARED_WITH_KERNEL: Final = frozenset({"pw_stack_cells"})
-"""Arrays so long that tests empty them as memory: to read their rows takes an emulated kernel a quarter of a second."""
+SHARED_WITH_KERNEL: Final = frozenset({"pw_stack_cells", "pw_decision", "pw_tunnel_key"})
+"""Arrays that tests read and write as memory: they are asked for each packet, or so long that to read their rows takes
+an emulated kernel a quarter of a second.
+"""
 MMAPABLE: Final = 1 << 10
 """BPF_F_MMAPABLE of linux/bpf.h. Programs reach rows of such an array as those of any other."""
 NODE_ROWS: Final[Mapping[str, int]] = {}
@@ -116,11 +118,9 @@ class Endpoint:
     def frame(self, packet: bytes, **ends: str) -> bytes:
         """Frame a packet as this pod sends it to its gateway; `source` and `destination` are MACs."""
         ethertype = frames.ETH_P_IPV6 if packet[0] >> 4 == 6 else frames.ETH_P_IP
+        source, destination = ends.get("source"), ends.get("destination")
         return frames.ethernet(
-            ends.get("destination", self.host_mac),
-            ends.get("source", self.pod_mac),
-            ethertype,
-            packet,
+            destination or self.host_mac, source or self.pod_mac, ethertype, packet
         )
 
     def frame_in(self, packet: bytes) -> bytes:
@@ -196,8 +196,14 @@ class Rig:
     shards: list[bpf.Map]
     new_flows: bpf.Map
     events: RingReader
+    decision: mmap.mmap
+    """Memory of pw_decision."""
+    tunnel_key: mmap.mmap
+    """Memory of pw_tunnel_key."""
     visitor: int = 0
     """The thread that is in `namespace` anyway."""
+    counts: bool = False
+    """Whether this test has asked for metrics that begin with it."""
 
     @contextmanager
     def visited(self) -> Iterator["Rig"]:
@@ -235,7 +241,7 @@ class Rig:
             "pw_affinity",
         ):
             self.maps[name].clear()
-        zero_rows(self.maps["pw_metrics"])
+        self.counts = False
         zero_rows(self.maps["pw_shard_fill"])
         self.maps["pw_strangers"].update(ZERO, bytes(abi.USAGE_VALUE_BYTES))
         for shard in (*self.shards, self.new_flows):
@@ -245,6 +251,11 @@ class Rig:
             self.maps[name].update_batch(rows)
         while self.events.take()[0]:
             pass
+
+    def forget_metrics(self) -> None:
+        """Let `metrics` count from now on. Few tests ask, and to empty the map takes as long as the rest of a reset."""
+        zero_rows(self.maps["pw_metrics"])
+        self.counts = True
 
     def forget_stack_ports(self) -> None:
         """Forget by which ports pods have asked through the stack."""
@@ -343,12 +354,10 @@ class Rig:
             gso_size=gso_size,
             gso_segs=gso_segs,
         )
-        self.maps["pw_decision"].update(ZERO, bytes(abi.DECISION_BYTES))
+        self.decision[: abi.DECISION_BYTES] = bytes(abi.DECISION_BYTES)
         with self._visit():
             result = self.programs[hook].run(packet)
-        raw = self.maps["pw_decision"].lookup(ZERO)
-        assert raw is not None
-        decision = abi.Decision.unpack(raw)
+        decision = abi.Decision.unpack(self.decision[: abi.DECISION_BYTES])
         return Outcome(
             Action(decision.action),
             DropReason(decision.reason),
@@ -447,7 +456,8 @@ class Rig:
         return abi.UsageValue.unpack(raw)
 
     def metrics(self) -> dict[tuple[abi.Hook, DropReason, abi.Path], tuple[int, int]]:
-        """Give (packets, bytes) of each outcome, summed over the CPUs."""
+        """Give (packets, bytes) of each outcome since `forget_metrics`, summed over the CPUs."""
+        assert self.counts, "call forget_metrics first"
         table = self.maps["pw_metrics"]
         found = {}
         for raw, values in changed_rows(table):
@@ -470,6 +480,7 @@ class Rig:
             taken += list(abi.Event.unpack_all(data))
 
 
+@functools.lru_cache(maxsize=1024)
 def config_row(endpoint: Endpoint) -> tuple[bytes, bytes]:
     """Make an endpoint's row in `pw_config`."""
     return endpoint.ifindex.to_bytes(4, "little"), endpoint.row().pack()
@@ -617,7 +628,11 @@ def open_rig(
         shards = make_shards(maps["pw_conntrack"], shard_rows, stack)
         events = stack.enter_context(RingReader(maps["pw_events"], record_bytes=abi.EVENT_BYTES))
         new_flows = make_new_flows(maps["pw_new_flows"], new_flow_rows, stack)
-        yield Rig(namespace, programs, maps, shards, new_flows, events)
+        decision, tunnel_key = (
+            stack.enter_context(mmap.mmap(maps[name].fd, mmap.PAGESIZE))
+            for name in ("pw_decision", "pw_tunnel_key")
+        )
+        yield Rig(namespace, programs, maps, shards, new_flows, events, decision, tunnel_key)
 
 
 def egress(instance: int) -> tuple[int, Direction]:

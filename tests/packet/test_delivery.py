@@ -120,6 +120,7 @@ def test_a_frame_for_no_one_is_not_changed(rig: Rig) -> None:
 
 
 def test_drops_and_passes_are_counted_with_their_bytes(rig: Rig) -> None:
+    rig.forget_metrics()
     packet = packet_to(B, 4)
     for _ in range(3):
         rig.sent(A, packet)

@@ -76,6 +76,7 @@ def test_a_guard_tells_what_it_drops(rig: Rig) -> None:
 
 
 def test_a_device_that_is_nobodys_is_only_counted(rig: Rig) -> None:
+    rig.forget_metrics()
     rig.run("from_pod", OUTSIDE, A.frame(ipv4(A.ipv4, WORLD_4, udp(1, 2))))
     assert not rig.take_events()
     assert (Hook.FROM_POD, DropReason.NO_ENDPOINT, Path.NONE) in rig.metrics()
@@ -120,6 +121,7 @@ def test_what_audit_lets_pass_is_told_without_watching(rig: Rig) -> None:
 
 
 def test_a_flood_of_drops_is_told_in_part_and_the_rest_counted(rig: Rig) -> None:
+    rig.forget_metrics()
     packet = ipv4(B.ipv4, WORLD_4, udp(1, 2))
     sent = FLOOD
     begin = time.monotonic()

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -42,8 +43,12 @@ def services(rig: Rig) -> None:
 
 def ask(rig: Rig, endpoint: Endpoint, sport: int) -> DropReason:
     """Send a datagram to the service by a port."""
-    sent = packet(endpoint.ipv4, vip(4), speak("udp", sport, PORT))
-    return rig.sent(endpoint, sent).reason
+    return rig.sent(endpoint, question(endpoint, sport)).reason
+
+
+def question(endpoint: Endpoint, sport: int) -> bytes:
+    """Make a datagram to the service by a port."""
+    return packet(endpoint.ipv4, vip(4), speak("udp", sport, PORT))
 
 
 def flood(
@@ -51,10 +56,10 @@ def flood(
 ) -> Counter[DropReason]:
     """Let pods ask at once, each by so many ports: one device is one pod after the other."""
     reasons: Counter[DropReason] = Counter()
+    flooders = [replace(SMALL, instance=instance) for instance in instances]
     for sport in range(first, first + flows):
-        for instance in instances:
-            flooder = rig.change(SMALL, instance=instance)
-            reasons[ask(rig, flooder, sport)] += 1
+        sent = question(SMALL, sport)
+        reasons.update(rig.sent(rig.write(flooder), sent).reason for flooder in flooders)
     return reasons
 
 

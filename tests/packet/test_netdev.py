@@ -79,6 +79,7 @@ RECORD_ROUTE = bytes([7, 7, 4, 0, 0, 0, 0, 0])
 
 @pytest.fixture(autouse=True)
 def _connected(rig: Rig) -> None:
+    rig.forget_metrics()
     connect(rig)
 
 

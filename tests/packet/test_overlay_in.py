@@ -80,6 +80,7 @@ def _connected(rig: Rig) -> None:
 @pytest.mark.parametrize("version", [4, 6])
 @pytest.mark.parametrize("remote", [FAR, FAR_6], ids=["outer-ipv4", "outer-ipv6"])
 def test_a_local_pod_gets_what_a_remote_one_sends(rig: Rig, remote: Remote, version: int) -> None:
+    rig.forget_metrics()
     inner = to(A, udp(4000, 53), version, remote=remote)
     outcome = arrive(rig, inner, vni=remote.identity, outer=remote.outer, mark=7)
     assert (outcome.action, outcome.path) == (Action.PEER, Path.TUNNEL)
@@ -309,6 +310,7 @@ def test_a_pods_neighbours_are_not_on_other_nodes(rig: Rig) -> None:
 
 
 def test_a_flood_of_forged_packets_is_counted_and_told_in_measure(rig: Rig) -> None:
+    rig.forget_metrics()
     told: Counter[int] = Counter()
     sent = 0
     # Until the machine let enough of them through within one second.

@@ -77,6 +77,7 @@ def back(remote: Remote, segment: Segment, version: int = 4) -> bytes:
 def test_a_remote_pod_gets_the_packet_through_the_tunnel(
     rig: Rig, remote: Remote, version: int
 ) -> None:
+    rig.forget_metrics()
     outcome = rig.sent(A, to(remote, udp(4000, 53), version), mark=7)
     assert (outcome.action, outcome.path) == (Action.TUNNEL, Path.TUNNEL)
     assert (outcome.retval, outcome.mark) == (TC_ACT_REDIRECT, 0)

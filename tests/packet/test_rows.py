@@ -40,6 +40,7 @@ def passed(rig: Rig, wanted: DropReason) -> int:
 
 
 def test_a_row_that_is_rewritten_is_never_seen_in_halves(rig: Rig) -> None:
+    rig.forget_metrics()
     other = Other(**{**vars(A), "ipv4": B.ipv4, "ipv6": B.ipv6})
     frame = A.frame(ipv6(A.ipv6, WORLD_6, udp(4000, 53)))
     both = (DropReason.NONE, DropReason.SOURCE_MAC)
@@ -64,6 +65,7 @@ def test_a_row_that_is_rewritten_is_never_seen_in_halves(rig: Rig) -> None:
 
 def test_a_row_that_was_given_to_another_device_is_refused(rig: Rig) -> None:
     """A plain write of another device's row into this one's place is what recycled memory looks like."""
+    rig.forget_metrics()
     frame = A.frame(ipv4(A.ipv4, WORLD_4, udp(4000, 53)))
     assert rig.run("from_pod", A.ifindex, frame).action == Action.STACK
     recycled = replace(A, ifindex=B.ifindex)

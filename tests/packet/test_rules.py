@@ -4,6 +4,7 @@ The tables say it case by case; the last test asks the programs and a plain read
 random row sets, and prints its seed.
 """
 
+import functools
 import ipaddress
 import os
 import random
@@ -478,6 +479,7 @@ PORTS: Final = (0, 80, 81, 443, 8000, 0x0D00, 65535)
 COMPARED_PROTOCOLS: Final = (frames.TCP, frames.UDP, frames.SCTP, 50)
 
 
+@functools.cache
 def cidr_of(peer: str) -> int:
     """Give the identity of the longest prefix around an address, 0 = none."""
     address = ipaddress.ip_address(peer)

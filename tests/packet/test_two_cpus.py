@@ -112,6 +112,7 @@ def passed(rig: Rig, hook: Hook) -> int:
 
 def test_a_flow_that_takes_the_place_of_a_denied_one_keeps_its_own_judgement(one_hash: Rig) -> None:
     rig = one_hash
+    rig.forget_metrics()
     denied = {
         port: Packet(
             A.frame_in(ipv4(WORLD_4, A.ipv4, tcp(80, port, SYN))),

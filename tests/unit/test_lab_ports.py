@@ -22,15 +22,14 @@ sys.stdin.read()
 @pytest.fixture
 def four(monkeypatch: pytest.MonkeyPatch) -> Iterator[range]:
     """Let only four ports be given out: a repetition then shows at once."""
-    claimed: list[socket.socket] = []
+    claimed: dict[int, socket.socket] = {}
     monkeypatch.setattr(ports, "_claims", claimed)
     first = ports.claim()
-    claimed.pop().close()
+    ports.release(first)
     found = range(first, first + 4)
     monkeypatch.setattr(ports, "_RANGE", found)
     yield found
-    for held in claimed:
-        held.close()
+    ports.release(*list(claimed))
 
 
 def test_a_port_is_given_once(four: range) -> None:
@@ -40,6 +39,15 @@ def test_a_port_is_given_once(four: range) -> None:
             given.append(ports.claim())
     assert given
     assert len(set(given)) == len(given) <= len(four)
+
+
+def test_a_released_port_is_given_again(four: range) -> None:
+    given: list[int] = []
+    with contextlib.suppress(OSError):
+        while True:
+            given.append(ports.claim())
+    ports.release(given[0], given[0])
+    assert ports.claim() == given[0]
 
 
 def test_a_port_that_another_process_was_given_is_taken_while_it_runs(four: range) -> None:

@@ -75,11 +75,9 @@ class ApiServer:
         self.users = {user.name: user for user in (User(ADMIN, (ADMINS,)), *users)}
         self.authority = Authority(directory / "pki")
         self.audit_log = directory / "audit.log"
-        self._etcd_port, peer_port = ports.claim(), ports.claim()
+        self._etcd_port, self._peer_port = ports.claim(), ports.claim()
         place = Place(network=shape.network)
-        self.etcd = Daemon(
-            "etcd", self._etcd_command(peer_port), directory / "etcd.log", place=place
-        )
+        self.etcd = Daemon("etcd", self._etcd_command(), directory / "etcd.log", place=place)
         self.server = Daemon(
             "kube-apiserver",
             self._command(paths["kube-apiserver"]),
@@ -102,6 +100,10 @@ class ApiServer:
     def admin_token(self) -> str:
         """The token of the user who may do anything."""
         return self.users[ADMIN].token
+
+    def release_ports(self) -> None:
+        """Let other servers have its ports: it is not started again."""
+        ports.release(self.port, self._etcd_port, self._peer_port)
 
     def client_of(self, user: str) -> ApiClient:
         """Give a way in for one of the users."""
@@ -192,8 +194,8 @@ class ApiServer:
     def _etcd_url(self) -> str:
         return f"http://{_LOOPBACK}:{self._etcd_port}"
 
-    def _etcd_command(self, peer_port: int) -> list[str]:
-        peers = f"http://{_LOOPBACK}:{peer_port}"
+    def _etcd_command(self) -> list[str]:
+        peers = f"http://{_LOOPBACK}:{self._peer_port}"
         return [
             *(self.shape.etcd or programs.find_etcd(), "--name", "one"),
             *("--data-dir", str(self.directory / "etcd")),
@@ -278,3 +280,4 @@ def started(
         yield server
     finally:
         server.stop()
+        server.release_ports()

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from podwire import __version__
 from podwire.agent.api import shared as views
 from podwire.agent.api.ipam import ROUTES_IPAM, range_views
@@ -279,9 +281,8 @@ def get_endpoint_labels(api: Api, call: Call) -> views.LabelsView:
 def list_identities(api: Api, _call: Call) -> list[views.IdentityView]:
     """Show the identities that exist."""
     known = api.policy.resolver.allocator.known
-    return views.identity_views(
-        describe_identities(known, [endpoint.record for endpoint in api.table])
-    )
+    described = describe_identities(known, [endpoint.record for endpoint in api.table])
+    return msgspec.convert(described, list[views.IdentityView], from_attributes=True)
 
 
 def get_identity(api: Api, call: Call) -> views.IdentityView:

@@ -16,8 +16,7 @@ from podwire.control.cluster.state import ClusterTotals
 from podwire.control.endpoint.policies import oldest_revision
 from podwire.control.endpoint.table import Endpoint
 from podwire.control.flows.enrich import format_time_ns
-from podwire.control.identity.describe import IdentityDescription
-from podwire.model.config import GROUP_OF, SETTINGS, AgentConfig
+from podwire.model.config import SETTINGS, AgentConfig
 from podwire.model.endpoint import HostPort
 from podwire.model.interfaces import EndpointConfig
 
@@ -313,10 +312,7 @@ def endpoint_view(endpoint: Endpoint) -> EndpointView:
         policy_revision=oldest_revision(endpoint.realized_revisions),
         policy_revisions=dict(endpoint.realized_revisions),
         policy_enforcement=enforcement_of(endpoint.config),
-        bandwidth=BandwidthView(
-            to_pod_bits_per_s=record.bandwidth.to_pod_bits_per_s,
-            from_pod_bits_per_s=record.bandwidth.from_pod_bits_per_s,
-        ),
+        bandwidth=msgspec.convert(record.bandwidth, BandwidthView, from_attributes=True),
         host_ports=tuple(map(_host_port_view, record.host_ports)),
         cni_version=record.cni_version,
     )
@@ -350,22 +346,6 @@ def endpoint_totals(endpoints: Iterable[Endpoint]) -> EndpointTotals:
     return EndpointTotals(total=counts.total(), by_state=dict(sorted(counts.items())))
 
 
-def identity_views(described: Iterable[IdentityDescription]) -> list[IdentityView]:
-    """Show identities."""
-    return [
-        IdentityView(
-            id=identity.id,
-            labels=identity.labels,
-            named_ports=identity.named_ports,
-            source=identity.source,
-            state=identity.state,
-            endpoints=identity.endpoints,
-            endpoint_ids=identity.endpoint_ids,
-        )
-        for identity in described
-    ]
-
-
 def config_view(config: AgentConfig, sources: Mapping[str, str]) -> ConfigView:
     """Show every setting with its source."""
     return ConfigView(
@@ -376,7 +356,6 @@ def config_view(config: AgentConfig, sources: Mapping[str, str]) -> ConfigView:
                 reloadable=row.reloadable,
             )
             for key, row in SETTINGS.items()
-            if key in GROUP_OF
         }
     )
 

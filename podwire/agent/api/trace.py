@@ -4,7 +4,7 @@ A row of `agent.api.policies`'s table. The parties are resolved here, because on
 """
 
 import ipaddress
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -234,8 +234,8 @@ def _trace(api: Api, asked: TraceRequest) -> TraceView:
     )
     return TraceView(
         verdict=answer["verdict"],
-        ingress=_half(answer["ingress"]),
-        egress=_half(answer["egress"]),
+        ingress=msgspec.convert(answer["ingress"], TraceHalf),
+        egress=msgspec.convert(answer["egress"], TraceHalf),
         why=(*_name_not_in_force(readers.table, asked), *answer["why"]),
         revision=answer["revision"],
         known_ends=sum(party.endpoint and party.address is not None for party in (source, target)),
@@ -261,10 +261,6 @@ def _name_not_in_force(table: EndpointTable, asked: TraceRequest) -> Iterator[st
             endpoint = table.get_by_address(rest)
         if endpoint is not None and endpoint.policy_error:
             yield f"not in force for {text}, which keeps its earlier policy: {endpoint.policy_error}"
-
-
-def _half(answer: Mapping[str, str]) -> TraceHalf:
-    return TraceHalf(verdict=answer["verdict"], policy=answer["policy"], rule=answer["rule"])
 
 
 def _read_end(

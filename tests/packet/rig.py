@@ -197,7 +197,7 @@ class Rig:
     new_flows: bpf.Map
     events: RingReader
     decision: mmap.mmap
-    """Memory of pw_decision."""
+    """Memory of pw_decision; of nothing where programs are as they are shipped."""
     tunnel_key: mmap.mmap
     """Memory of pw_tunnel_key."""
     visitor: int = 0
@@ -629,7 +629,7 @@ def open_rig(
         events = stack.enter_context(RingReader(maps["pw_events"], record_bytes=abi.EVENT_BYTES))
         new_flows = make_new_flows(maps["pw_new_flows"], new_flow_rows, stack)
         decision, tunnel_key = (
-            stack.enter_context(mmap.mmap(maps[name].fd, mmap.PAGESIZE))
+            stack.enter_context(mmap.mmap(maps[name].fd if name in maps else -1, mmap.PAGESIZE))
             for name in ("pw_decision", "pw_tunnel_key")
         )
         yield Rig(namespace, programs, maps, shards, new_flows, events, decision, tunnel_key)

@@ -73,9 +73,10 @@ def test_a_lost_or_changed_table_is_back_within_two_seconds(rig: Rig, change: st
         wait_for(lambda: shown(rig) == before, DEADLINE_S, "the table to be back")
         took_s.append(time.monotonic() - begun_s)
     assert repairs(rig) > counted
-    [line] = [text for text in rig.log_tail(50).splitlines() if "repaired the rules" in text][-1:]
-    assert "keys=" in line
-    assert "nft" in line.partition("keys=")[2], "who did it is named"
+    lines = [text for text in rig.log_tail(50).splitlines() if "repaired the rules" in text]
+    named = [line.partition("keys=")[2] for line in lines]
+    # Not by each: a change that comes while the agent looks again is found before its news is read.
+    assert any("nft" in names for names in named), f"who did it is named: {lines}"
 
 
 def test_tables_of_others_may_change_all_the_time(rig: Rig) -> None:

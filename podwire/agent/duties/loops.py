@@ -67,7 +67,6 @@ class EventSource(Protocol):
 
     def read(self) -> list[FlowEvent]:
         """Give the events that are there, up to one buffer full."""
-        ...
 
 
 class KernelChanges(Protocol):
@@ -77,11 +76,9 @@ class KernelChanges(Protocol):
 
     def wait(self, timeout_s: float) -> bool:
         """Take what was told; False when that was nothing."""
-        ...
 
     def take_lost(self) -> bool:
         """Tell, once, whether something was not told for want of room."""
-        ...
 
     def close(self) -> None: ...
 
@@ -91,11 +88,9 @@ class Attachments(Protocol):
 
     def settle(self) -> int:
         """Let go of what has ended; tells how many were forgotten."""
-        ...
 
     def status(self) -> None:
         """Raise what CNI STATUS would answer."""
-        ...
 
 
 class FoldableJournal(Protocol):
@@ -104,11 +99,9 @@ class FoldableJournal(Protocol):
     @property
     def behind_at(self) -> int:
         """The number of the last record that its database does not have; 0 = it has all."""
-        ...
 
     def fold(self) -> None:
         """Bring what was written last into the database."""
-        ...
 
 
 @dataclass(frozen=True)

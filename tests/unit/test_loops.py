@@ -76,6 +76,7 @@ class Tables:
         self._fd = -1
         self.differences: list[str] = []
         self.looks = 0
+        self.meanwhile: Callable[[], None] = lambda: None
 
     def open(self, told: Callable[[str], None]) -> "Tables":
         self._told = told
@@ -89,6 +90,7 @@ class Tables:
 
     def repair(self) -> list[str]:
         self.looks += 1
+        self.meanwhile()
         found, self.differences = self.differences, []
         return found
 
@@ -97,6 +99,8 @@ class Tables:
 
     def wait(self, timeout_s: float) -> bool:
         assert timeout_s == 0
+        if not self._names:
+            return False
         os.eventfd_read(self._fd)
         while self._names:
             self._told(self._names.pop())
@@ -301,6 +305,20 @@ async def test_a_changed_table_is_put_right_and_who_may_have_done_it_is_told(
         await until(lambda: caplog.records)
     [line] = caplog.records
     assert line.__dict__["cause"] == "it is missing"
+    assert line.__dict__["keys"] == ["nft"]
+
+
+async def test_a_change_that_is_found_before_its_news_has_a_name_and_is_followed_by_a_look(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    def change_once() -> None:
+        scene.tables.meanwhile = lambda: None
+        scene.tables.change("nft", "it is missing")
+
+    scene.tables.meanwhile = change_once
+    async with running(loops.watch_tables, scene.duties):
+        await until(lambda: scene.tables.looks == 2)
+    [line] = caplog.records
     assert line.__dict__["keys"] == ["nft"]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from podwire.agent.health import ALIVE_REFRESH_S, AliveFile, Health
 from podwire.agent.metrics import Metrics
@@ -58,6 +58,7 @@ RESTART_CAP_S = 60.0
 _TABLES = "tables"
 _SECOND_AGENT = "second-agent"
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 class EventSource(Protocol):
@@ -148,7 +149,7 @@ class Duties:
     told_of_host: set[str] = field(default_factory=set)
     """Warnings of the host that stand: a loop that begins anew takes back what is over."""
 
-    async def on_thread(self, work: Callable[[], object]) -> object:
+    async def on_thread(self, work: Callable[[], _T]) -> _T:
         """Run what waits for kernel or disk off the loop."""
         return await asyncio.get_running_loop().run_in_executor(self.threads, work)
 
@@ -287,8 +288,7 @@ async def watch_tables(duties: Duties) -> None:
         while True:
             # Once before the first wait: the kernel tells only of what happens after the socket was opened.
             differences = await duties.on_thread(duties.repair_tables)
-            # A change made during the look may be repaired before its news is read: who made it is known only now, and
-            # it may have been followed by another.
+            # What was changed during the look may be repaired before its news is read, which names who did it.
             looks_again = bool(differences) and news.wait(0)
             if differences:
                 _tell_of_repairs(duties, differences, strangers)
@@ -312,10 +312,8 @@ async def watch_tables(duties: Duties) -> None:
 def _tell_of_repairs(duties: Duties, differences: Sequence[str], strangers: Iterable[str]) -> None:
     """Log and count what was repaired in the node's table. `strangers`: processes that wrote since the last look."""
     for difference in differences:
-        _log.warning(
-            "repaired the rules of nftables",
-            extra={"cause": difference, "keys": sorted(filter(None, strangers))},
-        )
+        facts = {"cause": difference, "keys": sorted(filter(None, strangers))}
+        _log.warning("repaired the rules of nftables", extra=facts)
     duties.metrics.count("cluster_repairs", by=len(differences))
 
 

@@ -10,9 +10,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from podwire.agent import measured
-from podwire.agent.api.nodes import NodeReaders
-from podwire.agent.api.policy_readers import PolicyReaders
-from podwire.agent.api.routes import Api, BuildFacts, MapReaders
+from podwire.agent.api.context import Api, BuildFacts, MapReaders, NodeReaders, PolicyReaders
 from podwire.agent.cni.chained_portmap import ChainedPortmap
 from podwire.agent.cni.dispatch import Dispatcher
 from podwire.agent.duties.installer import Installer

@@ -114,17 +114,15 @@ class ServiceDuty(FollowingDuty):
                 ("reason",),
                 lambda: {(reason,): float(number) for reason, number in count().left.items()},
             ),
-            Gauge(
+            Gauge.single(
                 "service_frontends",
                 "Addresses and ports of services that the programs know",
-                (),
-                lambda: {(): float(count().frontends)},
+                lambda: count().frontends,
             ),
-            Gauge(
+            Gauge.single(
                 "service_back_ends",
                 "Back ends in all lists of services",
-                (),
-                lambda: {(): float(count().back_ends)},
+                lambda: count().back_ends,
             ),
         ]
 

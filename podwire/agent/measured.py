@@ -42,19 +42,15 @@ class MeasuredJournal(SqliteJournal):
         health.report("journal", ok=True)
 
     def write(self, record: EndpointRecord) -> None:
-        """Insert or replace the record with this id."""
         self._watched(super().write, record)
 
     def remove(self, endpoint_ids: Iterable[EndpointId]) -> None:
-        """Forget records."""
         self._watched(super().remove, endpoint_ids)
 
     def fold(self) -> None:
-        """Bring what was written last into the database."""
         self._watched(super().fold)
 
     def write_fact(self, name: str, value: str) -> None:
-        """Remember a fact about the node."""
         self._watched(super().write_fact, name, value)
 
     def _watched(self, write: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:

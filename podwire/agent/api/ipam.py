@@ -55,7 +55,6 @@ def range_views(api: Api) -> tuple[RangeView, ...]:
 
 
 def get_ipam(api: Api, _call: Call) -> IpamView:
-    """Show pools, ranges and addresses."""
     pools: tuple[PoolView, ...] = ()
     borrowed: tuple[BorrowedView, ...] = ()
     if api.pools is not None:

@@ -47,7 +47,6 @@ class ObjectList(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 def list_objects(api: Api, call: Call) -> ObjectList:
-    """Show all objects of a kind, or those of one namespace."""
     kind = _kind(call)
     namespace = call.query.get("namespace")
     objects, revision = api.store.list(kind.plural, namespace if kind.namespaced else None)
@@ -58,7 +57,6 @@ def list_objects(api: Api, call: Call) -> ObjectList:
 
 
 def get_object(api: Api, call: Call) -> dict[str, Any]:
-    """Show one object."""
     key = _key(call)
     stored = api.store.get(key)
     if stored is None:
@@ -73,7 +71,6 @@ def put_one(api: Api, call: Call) -> dict[str, Any]:
 
 
 def delete_one(api: Api, call: Call) -> AppliedView:
-    """Delete one object."""
     return _view(delete_object(api.store, _key(call), dry_run=_is_dry(call)), dry=_is_dry(call))
 
 

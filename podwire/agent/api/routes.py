@@ -108,7 +108,6 @@ def get_healthz(api: Api, _call: Call) -> views.HealthView:
 
 
 def get_status(api: Api, _call: Call) -> views.StatusView:
-    """Show the agent as a whole."""
     config = api.config.current
     return views.StatusView(
         ready=api.health.ready,
@@ -144,7 +143,6 @@ def get_status(api: Api, _call: Call) -> views.StatusView:
 
 
 def get_config(api: Api, _call: Call) -> views.ConfigView:
-    """Show the settings in force."""
     return views.config_view(api.config.current, api.config.sources)
 
 
@@ -155,12 +153,10 @@ def patch_config(api: Api, call: Call) -> views.ConfigView:
 
 
 def list_endpoints(api: Api, _call: Call) -> list[views.EndpointView]:
-    """Show every endpoint."""
     return [views.endpoint_view(endpoint) for endpoint in api.table]
 
 
 def get_endpoint(api: Api, call: Call) -> views.EndpointView:
-    """Show one endpoint."""
     return views.endpoint_view(_endpoint(api, call))
 
 
@@ -172,7 +168,6 @@ def delete_endpoint(api: Api, call: Call) -> None:
 
 
 def get_endpoint_log(api: Api, call: Call) -> list[views.LogEntryView]:
-    """Show an endpoint's transitions."""
     return views.endpoint_log_view(_endpoint(api, call), api.wall_offset_ns())
 
 
@@ -194,19 +189,16 @@ def get_endpoint_health(api: Api, call: Call) -> views.EndpointHealth:
 
 
 def get_endpoint_labels(api: Api, call: Call) -> views.LabelsView:
-    """Show an endpoint's labels."""
     return views.LabelsView(labels=_endpoint(api, call).record.labels)
 
 
 def list_identities(api: Api, _call: Call) -> list[views.IdentityView]:
-    """Show the identities that exist."""
     known = api.policy.resolver.allocator.known
     described = describe_identities(known, [endpoint.record for endpoint in api.table])
     return msgspec.convert(described, list[views.IdentityView], from_attributes=True)
 
 
 def get_identity(api: Api, call: Call) -> views.IdentityView:
-    """Show one identity."""
     text = call.params["id"]
     for identity in list_identities(api, call):
         if str(identity.id) == text:
@@ -217,19 +209,16 @@ def get_identity(api: Api, call: Call) -> views.IdentityView:
 
 
 def list_maps(api: Api, _call: Call) -> list[views.MapView]:
-    """Show the maps that can be read."""
     return [views.MapView(**row) for row in api.maps.describe()]
 
 
 def get_map(api: Api, call: Call) -> views.MapRows:
-    """Show the rows of a map."""
     limit = min(call.query.get("limit", MAP_ROWS_MAX), MAP_ROWS_MAX)
     rows, truncated = api.maps.rows(call.params["name"], limit)
     return views.MapRows(name=call.params["name"], rows=tuple(rows), truncated=truncated)
 
 
 def get_openapi(_api: Api, _call: Call) -> dict[str, Any]:
-    """Describe the API."""
     return describe(ROUTES, __version__)
 
 

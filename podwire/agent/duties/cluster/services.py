@@ -96,7 +96,6 @@ class ServiceDuty(FollowingDuty):
         )
 
     def gauges(self) -> list[Gauge]:
-        """Give the figures that are looked up at each scrape."""
         count = self.catalogue.count
         return [
             Gauge(
@@ -171,11 +170,9 @@ class ServiceDuty(FollowingDuty):
             self.catalogue.move(Place(self.catalogue.place.node, read_zone(node)))
 
     def on_away(self, error: PodwireError) -> None:
-        """Let `podwire status` tell."""
         self._complain("store", error.told)
 
     def on_back(self) -> None:
-        """Let `podwire status` tell."""
         self._complain("store", "")
 
     def _complain(self, about: str, what: str) -> None:

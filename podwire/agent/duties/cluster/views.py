@@ -65,7 +65,6 @@ class ClusterViews:
         return lost_ranges
 
     def gauges(self) -> list[Gauge]:
-        """Give the figures that are looked up at each scrape."""
         state, lives = self._state, self._lives
         return [
             Gauge.single("cluster_nodes", "Other nodes known", lambda: len(state.facts)),

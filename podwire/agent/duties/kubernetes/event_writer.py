@@ -81,7 +81,6 @@ class EventTeller:
         return self._queue.dropped
 
     def gauges(self) -> list[Gauge]:
-        """Give the figures that are looked up at each scrape."""
         return [
             Gauge.single(
                 "kubernetes_events_written",

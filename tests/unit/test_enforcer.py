@@ -54,7 +54,7 @@ def allow(node: FakeNode, *ports: int, app: str = "web") -> None:
 
 def add(node: FakeNode, container: str = "c1", label: str = WEB) -> Endpoint:
     node.service.add(request(container=container, labels=(label,)), NETNS)
-    [endpoint] = [one for one in node.table if one.record.key.container_id == container]
+    [endpoint] = [live for live in node.table if live.record.key.container_id == container]
     return endpoint
 
 

@@ -248,8 +248,8 @@ def make_api(node: Node, pump: EventPump) -> Api:
 def _node_readers(node: Node) -> NodeReaders:
     datapath = node.datapath
     return NodeReaders(
-        list_nodes=node.cluster.list_nodes,
-        totals=node.cluster.totals,
+        list_nodes=lambda: node.cluster.views.list_nodes(node.cluster.own),
+        totals=node.cluster.views.totals,
         addresses=datapath.node_addresses,
         pod_mtu=lambda: datapath.mtu,
         list_encrypted=lambda: list_encrypted(datapath.maps),

@@ -36,25 +36,20 @@ class Objects(Protocol):
 
     def list(self, kind: Kind, namespace: str) -> Sequence[Document]:
         """Give all objects of a kind (of one namespace)."""
-        ...
 
     def get(self, kind: Kind, namespace: str, name: str) -> Document:
         """Give one object; CliError when there is none."""
-        ...
 
     def apply(
         self, documents: Sequence[Document], namespace: str, *, dry_run: bool
     ) -> Sequence[Row]:
         """Make objects so; gives kind, namespace, name and action of each, with `before` and `after` if it is dry."""
-        ...
 
     def delete(self, kind: Kind, namespace: str, name: str, *, dry_run: bool) -> Row:
         """Delete one object; gives kind, namespace, name and action."""
-        ...
 
     def label_patterns(self) -> Sequence[str]:
         """Give the setting `identity_label_filter`; nothing where no agent tells of one."""
-        ...
 
 
 class AgentObjects:

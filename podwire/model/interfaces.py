@@ -22,11 +22,9 @@ class Clock(Protocol):
 
     def boottime_ns(self) -> int:
         """Give CLOCK_BOOTTIME in nanoseconds."""
-        ...
 
     def boot_id(self) -> str:
         """Give the kernel's boot id."""
-        ...
 
 
 class Journal(Protocol):
@@ -35,23 +33,18 @@ class Journal(Protocol):
 
     def next_endpoint_id(self) -> EndpointId:
         """Give a number that no record of this node ever had, across restarts."""
-        ...
 
     def skip_ids(self, up_to: EndpointId) -> None:
         """Never give a number up to `up_to`: the kernel still knows something by it."""
-        ...
 
     def write(self, record: EndpointRecord) -> None:
         """Insert or replace the record with this id."""
-        ...
 
     def remove(self, endpoint_ids: Iterable[EndpointId]) -> None:
         """Forget records, all in one transaction; absent ones are ignored."""
-        ...
 
     def list_records(self) -> Sequence[EndpointRecord]:
         """Give every record, oldest id first."""
-        ...
 
 
 class RecordWriter(Protocol):
@@ -59,7 +52,6 @@ class RecordWriter(Protocol):
 
     def write(self, record: EndpointRecord) -> None:
         """Insert or replace the record with this id."""
-        ...
 
 
 class FactStore(Protocol):
@@ -67,11 +59,9 @@ class FactStore(Protocol):
 
     def write_fact(self, name: str, value: str) -> None:
         """Remember a fact in the place of what was known under the name."""
-        ...
 
     def read_fact(self, name: str) -> str:
         """Give a fact, "" when there is none of the name."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -135,19 +125,15 @@ class EndpointDirectories(Protocol):
 
     def publish(self, record: EndpointRecord, config: EndpointConfig) -> None:
         """Write `<id>_next/` and swap it for `<id>/`."""
-        ...
 
     def keep_failure(self, record: EndpointRecord, config: EndpointConfig, cause: str) -> None:
         """Leave what a failed build wanted in `<id>_next_fail/`, with the cause."""
-        ...
 
     def remove(self, endpoint_id: EndpointId) -> None:
         """Remove every directory of the endpoint."""
-        ...
 
     def prune(self, keep: Iterable[EndpointId]) -> None:
         """Remove the directories of all other endpoints."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,28 +171,22 @@ class Datapath(Protocol):
         pod_mac: str,
     ) -> Device:
         """Choose indexes and MACs of a pair that does not exist yet (mtu 0 = the node's, pod_mac "" = derived)."""
-        ...
 
     def create_guard(self, record: EndpointRecord) -> None:
         """Write the row that drops everything, under the index the device is going to have."""
-        ...
 
     def create_device(self, record: EndpointRecord, namespace: PodNamespace) -> None:
         """Make the pair, the peer directly inside `namespace`, with mark, programs, host routes and neighbours."""
-        ...
 
     def repair_device(self, record: EndpointRecord) -> None:
         """Put right what differs on the host's side of an existing pair: the node's current programs (replaced in
         place, no packet lost), routes, neighbours. Cheap when nothing differs."""
-        ...
 
     def configure_pod(self, record: EndpointRecord, namespace: PodNamespace) -> None:
         """Give the pod's side its addresses, gateway, routes, neighbours and sysctls, and set it up."""
-        ...
 
     def shape(self, device: Device, bandwidth: Bandwidth, namespace: PodNamespace | None) -> None:
         """Set the limits of both directions, or remove them where they are 0."""
-        ...
 
     def open_endpoint(
         self, record: EndpointRecord, config: EndpointConfig, *, is_new: bool = False
@@ -214,54 +194,43 @@ class Datapath(Protocol):
         """Publish the endpoint's addresses and turn its guard row into `config`, in place. `is_new`: `create_guard` was
         called a moment ago.
         """
-        ...
 
     def read_config(self, record: EndpointRecord) -> EndpointConfig | None:
         """Give what the endpoint's row holds; None when there is none, or only the guard."""
-        ...
 
     def let_loopback_out(self, record: EndpointRecord) -> None:
         """Let what this host sends from 127.0.0.1 leave by the pod's device, where it gets another source."""
-        ...
 
     def write_host_ports(self, wanted: HostPortTable, ended: HostPortTable = NO_HOST_PORTS) -> None:
         """Lead exactly these ports of the host to pods. What is there already costs nothing. `ended`: what some
         endpoint had, perhaps in an earlier life of the agent; the kernel is to forget flows by it, and has done so
         before `reap_devices` tells that the endpoint's device is gone."""
-        ...
 
     def close_endpoint(self, record: EndpointRecord) -> None:
         """Take every row of the endpoint out of the maps: from here on its device passes nothing."""
-        ...
 
     def remove_routes(self, record: EndpointRecord) -> None:
         """Take the host's routes and neighbours of the endpoint away."""
-        ...
 
     def condemn_device(self, record: EndpointRecord) -> None:
         """Hand the pair to the reaper; returns at once. Only a device with our mark and this endpoint's number is
         touched; one that is absent (or foreign) is reported gone by the next `reap_devices`."""
-        ...
 
     def reap_devices(self) -> Sequence[EndpointId]:
         """Delete what is condemned, in one batch, and tell whose devices are really gone now."""
-        ...
 
     def compare_endpoint(
         self, record: EndpointRecord, config: EndpointConfig, namespace: PodNamespace | None
     ) -> Sequence[str]:
         """Name every difference between the record and the kernel; empty = they agree. Changes nothing."""
-        ...
 
     def read_inventory(self) -> Inventory:
         """List what the kernel holds of ours."""
-        ...
 
     def remove_leftovers(
         self, inventory: Inventory, keep: Iterable[EndpointRecord]
     ) -> Sequence[str]:
         """Remove what `inventory` has and no record in `keep` accounts for; name what was removed."""
-        ...
 
 
 class PolicyDatapath(Protocol):
@@ -272,35 +241,27 @@ class PolicyDatapath(Protocol):
 
     def write_slot(self, slot: int, rows: PolicyRows) -> None:
         """Fill a slot that no endpoint's row names yet. Overflow is found before anything is written."""
-        ...
 
     def change_slot(self, slot: int, put: PolicyRows, remove: Iterable[PolicyKey]) -> None:
         """Change a slot in place, `put` before `remove`. Overflow is found before anything is written."""
-        ...
 
     def remove_slots(self, slots: Iterable[int]) -> None:
         """Delete every entry of slots that no row names any more, after the fence of datapath.md rule 17."""
-        ...
 
     def read_slot(self, slot: int) -> PolicyRows:
         """Give what a slot holds, for restore, CHECK and people."""
-        ...
 
     def list_slots(self) -> Sequence[int]:
         """Give the numbers of all slots that have entries."""
-        ...
 
     def write_cidrs(self, identities: Mapping[IPNetwork, int]) -> None:
         """Make the map of CIDRs hold exactly these; what is missing is written before what is too much goes."""
-        ...
 
     def forget_hits(self, keep: Iterable[int]) -> None:
         """Drop the counts of rules that are not in `keep`."""
-        ...
 
     def update_endpoints(self, rows: Iterable[tuple[EndpointRecord, EndpointConfig]]) -> None:
         """Turn the rows of live endpoints over, each in place under its lock."""
-        ...
 
 
 class ClusterDatapath(Protocol):
@@ -309,19 +270,16 @@ class ClusterDatapath(Protocol):
 
     def read_underlay(self) -> Underlay:
         """Look at the device that carries this node's traffic. Raises Unavailable when there is none."""
-        ...
 
     def apply_cluster(self, plan: ClusterPlan) -> Sequence[str]:
         """Make tunnel device, programs on it, routes, peers and ipcache be what `plan` says; name everything that
         differed. The same plan again repairs, and gives () when nothing was touched. Raises ForeignObject, changing
         nothing, when somebody else's device has the tunnel's port or name."""
-        ...
 
     def change_prefixes(
         self, put: Mapping[IPNetwork, Prefix], remove: Iterable[IPNetwork] = ()
     ) -> None:
         """Change single rows of the ipcache between two plans, `put` before `remove`. The next plan has them too."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,10 +319,8 @@ class ServiceDatapath(Protocol):
 
     def write(self, wanted: ServiceTable, affinity: Affinity = NO_AFFINITY) -> int:
         """Translate exactly these; gives how many rows were written or deleted."""
-        ...
 
     def change(
         self, put: ServiceTable, gone: Iterable[Frontend], affinity: Affinity = NO_AFFINITY
     ) -> int:
         """Translate `put` so, and `gone` no more; gives how many rows were written or deleted."""
-        ...

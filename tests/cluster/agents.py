@@ -31,7 +31,7 @@ class Agents:
             self._cluster.apply(*documents)
         listed = self._cluster.client.get(f"{POLICIES}/{KIND}")
         # That of the list is beyond what was deleted, too, but agents hear of a revision by a change alone.
-        newest = [int(one["metadata"]["resourceVersion"]) for one in listed["items"]]
+        newest = [int(item["metadata"]["resourceVersion"]) for item in listed["items"]]
         if newest:
             wait_for(lambda: self._has_enforced(max(newest), addresses), "the policies")
         else:

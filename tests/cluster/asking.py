@@ -66,7 +66,7 @@ class Outcome:
     @property
     def policies(self) -> list[tuple[str, str]]:
         """Those that the drop names."""
-        return [(one["namespace"], one["name"]) for one in self.event["policies"]]
+        return [(policy["namespace"], policy["name"]) for policy in self.event["policies"]]
 
     def __str__(self) -> str:
         keys = ("reason", "direction", "from", "to", "originalTo", "policies")

@@ -61,13 +61,13 @@ def _look(cluster: Cluster, network: Podwire, node: Node) -> dict[str, Any]:
         "pods": pods,
         "sandboxes": list_sandboxes(node),
         "endpoints": {
-            one["containerId"]: sorted(filter(None, (one["ipv4"], one["ipv6"])))
-            for one in network.list_endpoints(cluster, node.name)
+            endpoint["containerId"]: sorted(filter(None, (endpoint["ipv4"], endpoint["ipv6"])))
+            for endpoint in network.list_endpoints(cluster, node.name)
         },
-        "used": [one["used"] for one in ask("ipam", "show")],
+        "used": [usage["used"] for usage in ask("ipam", "show")],
         "faults": ask("ipam", "check")["faults"],
         "devices": devices.count("alias podwire:"),
-        "rows": sorted(one["address"] for one in ask("bpf", "endpoint", "list")),
+        "rows": sorted(row["address"] for row in ask("bpf", "endpoint", "list")),
     }
 
 

@@ -67,8 +67,8 @@ class Echoes(Closing):
         """End all."""
         self._stop.set()
         self._thread.join()
-        for one in self._sockets:
-            one.close()
+        for asking in self._sockets:
+            asking.close()
         self._selector.close()
 
 

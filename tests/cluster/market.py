@@ -107,7 +107,7 @@ class Market:
         self.offers = list(OFFERS)
         self.pods = _start(cluster)
         self.addresses = {
-            name: {_family(one["ip"]): str(one["ip"]) for one in pod["status"]["podIPs"]}
+            name: {_family(pod_ip["ip"]): str(pod_ip["ip"]) for pod_ip in pod["status"]["podIPs"]}
             for name, pod in self.pods.items()
         }
         self.networks = {name: pods.network_of(cluster, pod) for name, pod in self.pods.items()}
@@ -133,7 +133,10 @@ class Market:
 
     def cluster_ips(self, name: str) -> Mapping[str, str]:
         """Give the addresses of a service, by family."""
-        return {_family(one): one for one in self.services[name]["spec"]["clusterIPs"]}
+        return {
+            _family(cluster_ip): cluster_ip
+            for cluster_ip in self.services[name]["spec"]["clusterIPs"]
+        }
 
     def wait_for_back_ends(self) -> None:
         """Wait until the programs of the client's node have what the table says."""
@@ -168,7 +171,7 @@ class Market:
     def play(self, policies: Sequence[Mapping[str, Any]]) -> list[str]:
         """Have these policies in force alone, ask every service, and name what is not as the oracle says."""
         self.enforce(policies)
-        rules = [decode_network_policy(one) for one in policies]
+        rules = [decode_network_policy(policy) for policy in policies]
         expected = dict(self._list_questions())
         with Asker(self._fd.fileno(), self.agents.sockets) as asker:
             outcomes = asker.ask(expected)
@@ -221,8 +224,10 @@ class Market:
             return "" if outcome.fate is Fate.ANSWERED else "the oracle allows it"
         if outcome.fate is Fate.ANSWERED:
             return "the oracle denies it"
-        denial = next(one for one in (decided.egress, decided.ingress) if one and not one.passes)
-        meant = {(one.policy.namespace, one.policy.name) for one in denial.rules}
+        denial = next(
+            part for part in (decided.egress, decided.ingress) if part and not part.passes
+        )
+        meant = {(rule.policy.namespace, rule.policy.name) for rule in denial.rules}
         return "" if set(outcome.policies) <= meant else f"one of {meant} denies it"
 
     def _who(self, outcome: Outcome) -> str:
@@ -261,7 +266,7 @@ class Market:
         return _target_port(self._offer_of(target), name)
 
     def _offer_of(self, target: Target) -> Offer:
-        return next(one for one in self.offers if target.address in self._addresses_of(one))
+        return next(offer for offer in self.offers if target.address in self._addresses_of(offer))
 
     def _name_of(self, target: Target) -> str:
         name = "kubernetes" if target.address == SERVICE_ADDRESS else self._offer_of(target).name

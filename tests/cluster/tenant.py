@@ -40,7 +40,7 @@ class Tenant:
     def _find_told(self) -> list[str]:
         left = [self._list_left(path) for path in self._sockets]
         told = self._list_told()
-        return sorted(told) if all(one == told for one in left) else []
+        return sorted(told) if all(names == told for names in left) else []
 
     def _list_left(self, path: str) -> set[str] | None:
         """List what an agent leaves to the stack; None while it does not know all."""

@@ -208,7 +208,9 @@ def test_who_is_named_by_address_gets_in_where_addresses_are_kept(exposed: Expos
     cidr = f"{clusters.WORLD_ADDRESSES['4']}/32"
     enforce(exposed, closed(ipBlock={"cidr": cidr}))
     doors = [
-        one for one in exposed.doors if POLICY_OF[one.service] == "Local" and ":" not in one.address
+        door
+        for door in exposed.doors
+        if POLICY_OF[door.service] == "Local" and ":" not in door.address
     ]
     assert len(doors) == 2
     exposed.wait_until_open({"world": exposed.cluster.world}, doors)
@@ -219,5 +221,5 @@ def test_who_is_named_by_address_gets_in_where_addresses_are_kept(exposed: Expos
 def test_the_own_node_gets_in_as_documented(exposed: Exposed) -> None:
     enforce(exposed, closed())
     own = exposed.cluster.nodes[0]
-    doors = [one for one in exposed.doors if one.address in own.machine.plan.addresses]
+    doors = [door for door in exposed.doors if door.address in own.machine.plan.addresses]
     exposed.wait_until_open({"own node": own.machine.plan.namespace}, doors)

@@ -101,7 +101,7 @@ def test_a_host_port_is_served_on_its_node_alone_until_the_pod_ends(cluster: Clu
     cluster.apply(web)
     cluster.wait_for_pods(1, selector="app=web")
     nodes = {name: cluster.node(name).machine.plan for name in ("node1", "node2")}
-    here, there = (one.address for one in nodes.values())
+    here, there = (node.address for node in nodes.values())
     client = start_client(cluster, "node2")
     for network in (nodes["node2"].namespace, client):
         wait_for(partial(is_served, network, here, HOST_PORT), "the port to be served")
@@ -127,7 +127,7 @@ def test_a_policy_cuts_and_the_drop_names_it(cluster: Cluster, network: Podwire)
         words = ("observe", "--verdict", "dropped", "--to", address, "-o", "jsonl")
         said = network.run(cluster, node, *words)
         drops = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-        return {one["name"] for drop in drops for one in drop.get("policies", ())} == {POLICY}
+        return {policy["name"] for drop in drops for policy in drop.get("policies", ())} == {POLICY}
 
     for pod, address in zip(web, addresses_of(web), strict=True):
         wait_for(partial(is_named, pod["spec"]["nodeName"], address), "a drop by the policy")
@@ -229,7 +229,7 @@ def detach_by_hand(cluster: Cluster, pod: Mapping[str, Any]) -> None:
             listed: list[Mapping[str, Any]] = request(socket, "GET", "/endpoint")
         except CliError:  # it is starting
             return []
-        return [one for one in listed if one["ipv4"] == address]
+        return [item for item in listed if item["ipv4"] == address]
 
     (endpoint,) = wait_for(find, f"the endpoint of {address}")
     machine.run(
@@ -426,7 +426,7 @@ def test_a_policy_that_cannot_be_enforced_whole_closes_what_it_could_select(
 
     def list_states() -> list[tuple[str, str]]:
         listed = json.loads(network.run(cluster, node, "policy", "list", "-o", "json"))
-        return [(one["name"], one["state"]) for one in listed]
+        return [(item["name"], item["state"]) for item in listed]
 
     wait_for(lambda: list_states() == [("odd", "closed")], "the policy to be listed")
     whole = "odd cannot be enforced whole"
@@ -521,6 +521,6 @@ def test_the_last_step_of_the_documentation_leaves_nothing_in_force(
     there = network.list_left(cluster)
     for node in cluster.nodes:
         for sign in SIGNS:
-            assert any(one.startswith(f"{node.name}: {sign}") for one in there), (sign, there)
+            assert any(line.startswith(f"{node.name}: {sign}") for line in there), (sign, there)
     network.remove(cluster)
     assert not network.list_left(cluster)

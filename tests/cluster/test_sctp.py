@@ -49,7 +49,7 @@ class Signals:
         found = [
             one for one in shown["rows"] if (one["address"], one["port"], one["protocol"]) == key
         ]
-        return [str(one) for row in found for one in row["back_ends"]]
+        return [str(back_end) for row in found for back_end in row["back_ends"]]
 
     def voice(self, name: str, family: int) -> Voice:
         """Let a pod speak."""
@@ -77,7 +77,7 @@ def signals(shaped: Cluster) -> Iterator[Signals]:
             shaped,
             {name: pods.network_of(shaped, pod) for name, pod in found.items()},
             {
-                name: [str(one["ip"]) for one in pod["status"]["podIPs"]]
+                name: [str(pod_ip["ip"]) for pod_ip in pod["status"]["podIPs"]]
                 for name, pod in found.items()
             },
             {name: create(shaped, name) for name in TARGETS},
@@ -133,10 +133,10 @@ def test_a_port_that_is_another_one_behind_is_left_to_the_stack_and_named(
 
     def find() -> list[Mapping[str, Any]]:
         events = signals.cluster.client.get(path)["items"]
-        return [one for one in events if one.get("reason") == NOT_TRANSLATED]
+        return [event for event in events if event.get("reason") == NOT_TRANSLATED]
 
     told = wait_for(find, f"an Event {NOT_TRANSLATED}")
-    assert {one["involvedObject"]["name"] for one in told} == {"moved"}
+    assert {event["involvedObject"]["name"] for event in told} == {"moved"}
     assert f"port {PORT}/sctp is left to the stack" in told[0]["message"]
 
 
@@ -155,10 +155,10 @@ def test_an_egress_policy_names_the_pods_behind_the_service(signals: Signals) ->
             client.say(signals.services["near"][0], SOURCE, PORT, INIT)
             said = network.run(cluster, PLACES["client"], *words)
             drops = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-            return [one for one in drops if one["protocol"] == "sctp"]
+            return [drop for drop in drops if drop["protocol"] == "sctp"]
 
         drops = wait_for(is_told, "a drop of what was for the pod behind")
-    assert {one["reason"] for one in drops} == {"policy"}
+    assert {drop["reason"] for drop in drops} == {"policy"}
 
 
 def to_app(app: str) -> Mapping[str, Any]:

@@ -54,16 +54,16 @@ def web(shaped: Cluster) -> Any:
 
 
 def addresses_of(pod: Mapping[str, Any]) -> list[str]:
-    return [str(one["ip"]) for one in pod["status"]["podIPs"]]
+    return [str(pod_ip["ip"]) for pod_ip in pod["status"]["podIPs"]]
 
 
 def reach(shaped: Cluster, web: list[Mapping[str, Any]], *, timeout_s: float) -> list[bool]:
     """Connect from every pod to every address of every pod."""
     return [
-        traffic.connect(pods.network_of(shaped, one), address, 80, timeout_s=timeout_s).ok
-        for one in web
+        traffic.connect(pods.network_of(shaped, pod), address, 80, timeout_s=timeout_s).ok
+        for pod in web
         for other in web
-        if one is not other
+        if pod is not other
         for address in addresses_of(other)
     ]
 
@@ -232,7 +232,7 @@ def test_the_rig_says_what_is_there(shaped: Cluster) -> None:
 
 def test_what_a_killed_rig_left_is_removed(shaped: Cluster) -> None:
     name = leavings.name_cluster("killed")
-    before = {one: (Path("/proc/sys") / one).read_text() for one in residue.KUBELET_CHANGES}
+    before = {path: (Path("/proc/sys") / path).read_text() for path in residue.KUBELET_CHANGES}
     up = [sys.executable, "-m", "podwire.lab.kubernetes", "up", "ptp"]
     rig = subprocess.Popen(up, env={**os.environ, "PWK_CLUSTER": name})
     kubelet_log = residue.directory_of(name) / "node1" / "kubelet.log"

@@ -85,8 +85,8 @@ class Stage:
     def take_back(self) -> None:
         """Delete all services of the tenant; their slices go with them."""
         for kind in ("services", "endpointslices"):
-            for one in self.tenant.get(path_of(kind))["items"]:
-                self.tenant.delete(f"{path_of(kind)}/{one['metadata']['name']}")
+            for item in self.tenant.get(path_of(kind))["items"]:
+                self.tenant.delete(f"{path_of(kind)}/{item['metadata']['name']}")
 
     def who_answers(
         self, networks: Mapping[str, str], doors: Collection[Door], timeout_s: float = 2
@@ -204,12 +204,12 @@ def set_up(shaped: Cluster, stack: ExitStack) -> Stage:
     }
     made = shaped.client.create(path_of("services", VICTIM), service)
     addresses = {name: by_family(pod["status"]["podIPs"]) for name, pod in running.items()}
-    vips = {family_of(one): str(one) for one in made["spec"]["clusterIPs"]}
+    vips = {family_of(cluster_ip): str(cluster_ip) for cluster_ip in made["spec"]["clusterIPs"]}
     return Stage(shaped, tenant, networks, addresses, vips)
 
 
 def by_family(listed: Sequence[Mapping[str, str]]) -> Mapping[str, str]:
-    return {family_of(one["ip"]): one["ip"] for one in listed}
+    return {family_of(item["ip"]): item["ip"] for item in listed}
 
 
 def family_of(address: str) -> str:
@@ -291,7 +291,7 @@ def test_no_service_leads_a_pod_where_its_policy_does_not(clean: Stage) -> None:
         "world": (clusters.WORLD_ADDRESSES, FIRST),
     }
     for node in clean.cluster.nodes:
-        addresses = {family_of(one): one for one in node.machine.plan.addresses}
+        addresses = {family_of(address): address for address in node.machine.plan.addresses}
         goals[node.name] = addresses, KUBELET
     made = {name: clean.offer(name, *goal) for name, goal in goals.items()}
     doors = {name: doors_of(clean, service) for name, service in made.items()}
@@ -309,7 +309,7 @@ def test_a_tenant_gets_nothing_that_goes_to_an_address_of_others(clean: Stage) -
     others = {"near": clean.addresses["near"], "far": clean.addresses["far"], "web": clean.vips}
     for listened, number in ((PORT, 0), (FIRST, 1)):
         ports = [{"name": "p", "protocol": "TCP", "port": listened}]
-        wanted = [address for one in others.values() for address in one.values()]
+        wanted = [address for other in others.values() for address in other.values()]
         spec: dict[str, Any] = {"externalIPs": [*wanted, *external(number)], "ports": ports}
         clean.offer(f"others-{listened}", clean.addresses["mallory"], **spec)
         friend = {"friend": clean.networks["friend"]}
@@ -340,7 +340,7 @@ def test_a_tenant_may_write_no_more_than_is_said_here(stage: Stage) -> None:
     assert refusals == [403] * len(patches)
     nowhere = ("127.0.0.1", "::1", "169.254.1.1", "fe80::1", "0.0.0.0", "224.0.0.1")
     path = path_of("endpointslices")
-    found = [refusal(stage.tenant.create, path, slice_of("bad", one)) for one in nowhere]
+    found = [refusal(stage.tenant.create, path, slice_of("bad", address)) for address in nowhere]
     assert found == [422] * len(nowhere)
 
 

@@ -62,7 +62,8 @@ class Town:
         for attempt in self._prober.play((flow, 4) for flow in flows):
             decided = evaluate_flow(rules, [], self._ask(attempt.flow))
             denial = next(
-                (one for one in (decided.egress, decided.ingress) if one and not one.passes), None
+                (part for part in (decided.egress, decided.ingress) if part and not part.passes),
+                None,
             )
             faults += _find_faults(attempt, denial)
         return faults
@@ -91,8 +92,8 @@ def _find_faults(attempt: Attempt, denial: Decision | None) -> list[str]:
         return [f"wanted {wanted}: {attempt.told}"]
     if denial is None:
         return []
-    named = {(one["namespace"], one["name"]) for one in attempt.event["policies"]}
-    meant = {(one.policy.namespace, one.policy.name) for one in denial.rules}
+    named = {(policy["namespace"], policy["name"]) for policy in attempt.event["policies"]}
+    meant = {(rule.policy.namespace, rule.policy.name) for rule in denial.rules}
     return [] if named <= meant else [f"wanted the drop of one of {meant}: {attempt.told}"]
 
 
@@ -102,8 +103,8 @@ def _describe(pod: Pod, node: str) -> dict[str, Any]:
     )
     (container,) = document["spec"]["containers"]
     container["ports"] = [
-        {"name": one.name, "protocol": _PROTOCOLS[one.protocol], "containerPort": one.port}
-        for one in pod.ports
+        {"name": port.name, "protocol": _PROTOCOLS[port.protocol], "containerPort": port.port}
+        for port in pod.ports
     ]
     return document
 

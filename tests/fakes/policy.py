@@ -154,7 +154,7 @@ class FakePolicyDatapath:
         return (*families, ANY_IDENTITY)
 
     def _find_cidr(self, address: IPAddress) -> int | None:
-        around = [one for one in self.cidrs if _contains(one, address)]
+        around = [cidr for cidr in self.cidrs if _contains(cidr, address)]
         return self.cidrs[max(around, key=lambda one: one.prefixlen)] if around else None
 
     def _longest(self, slot: int, identity: int, packet: Packet) -> PolicyEntry | None:

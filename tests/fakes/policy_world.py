@@ -87,7 +87,7 @@ def make_requirement(random: Random) -> Requirement:
     operator = random.choice(tuple(Operator))
     values: tuple[str, ...] = ()
     if operator in (Operator.IN, Operator.NOT_IN):
-        others = [one.partition("=")[2] for one in LABELS if one.startswith(key)]
+        others = [label.partition("=")[2] for label in LABELS if label.startswith(key)]
         values = tuple(sorted({value, random.choice(others)}))
     return Requirement(source, key, operator, values)
 
@@ -101,11 +101,11 @@ def make_label_selector(random: Random) -> LabelSelector:
 def make_exceptions(random: Random, cidr: IPNetwork) -> tuple[IPNetwork, ...]:
     """Draw exceptions inside a CIDR."""
     inside = [
-        one
-        for one in NETWORKS
-        if one.version == cidr.version
-        and one.prefixlen > cidr.prefixlen
-        and one.network_address in cidr
+        network
+        for network in NETWORKS
+        if network.version == cidr.version
+        and network.prefixlen > cidr.prefixlen
+        and network.network_address in cidr
     ]
     return tuple(random.sample(inside, min(len(inside), random.choice((0, 0, 1, 2)))))
 
@@ -149,8 +149,8 @@ def make_rule(random: Random, path: str) -> Rule:
     direction = random.choice(tuple(Direction))
     peers = tuple(make_peer(random) for _ in range(random.choice((0, 1, 1, 1, 2, 3))))
     ports = tuple(make_port(random) for _ in range(random.choice((0, 1, 1, 2, 3))))
-    if direction is Direction.EGRESS and any(isinstance(one, CidrSelector) for one in peers):
-        ports = tuple(replace(one, name="", protocol=TCP) if one.name else one for one in ports)
+    if direction is Direction.EGRESS and any(isinstance(peer, CidrSelector) for peer in peers):
+        ports = tuple(replace(port, name="", protocol=TCP) if port.name else port for port in ports)
     verdict = random.choice((Verdict.ALLOW, Verdict.ALLOW, Verdict.DENY))
     tier = random.choice((TIER_DEFAULT, TIER_DEFAULT, TIER_DEFAULT + 1, TIER_DEFAULT - 1))
     return Rule(direction, verdict, peers, ports, path, tier)
@@ -162,7 +162,7 @@ def make_policy(random: Random, policy: PolicyId) -> tuple[PolicyRules, ...]:
         PolicyRules(
             policy,
             make_label_selector(random),
-            frozenset(one for one in Direction if random.random() < 0.6),
+            frozenset(direction for direction in Direction if random.random() < 0.6),
             tuple(
                 make_rule(random, f"specs[{part}].rules[{n}]")
                 for n in range(random.choice((0, 1, 2, 3)))
@@ -246,7 +246,10 @@ class World:
         self, endpoints: Sequence[EndpointId], values: PolicyValues
     ) -> list[tuple[EndpointRecord, EndpointConfig]]:
         """Give endpoints' rows with new values, as the agent does."""
-        return [(make_record(one), values.fill(self.datapath.rows[one])) for one in endpoints]
+        return [
+            (make_record(endpoint), values.fill(self.datapath.rows[endpoint]))
+            for endpoint in endpoints
+        ]
 
     def restart(self) -> Outcome:
         """Come back as another process, with all that is known, and adopt the endpoints."""

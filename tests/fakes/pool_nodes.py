@@ -99,14 +99,14 @@ def add(
     wish = Wish(
         key=key_of(f"{node.known.node}-{owner}"),
         identity=IdentityId(identity),
-        wanted=tuple(ip_address(one) for one in wanted),
+        wanted=tuple(ip_address(address) for address in wanted),
         pools=pools,
         namespace=namespace,
     )
     with node.ipam.reserved(wish) as addresses:
         addresses.fill(lambda: False, WAIT_S)
         found = addresses.take(EndpointId(owner))
-    return [str(one) for one in found if one is not None]
+    return [str(entry) for entry in found if entry is not None]
 
 
 def wait_until(node: "PoolNode | Ticking", condition: object) -> None:
@@ -121,8 +121,8 @@ def wait_until(node: "PoolNode | Ticking", condition: object) -> None:
 
 def claimed_blocks(store: Store) -> dict[str, str]:
     """Give block -> node of what is claimed."""
-    found = [decode_block(one) for one in store.list("ipblocks")[0]]
-    return {str(one.cidr): one.node for one in found if one is not None and one.node}
+    found = [decode_block(stored) for stored in store.list("ipblocks")[0]]
+    return {str(entry.cidr): entry.node for entry in found if entry is not None and entry.node}
 
 
 class Facts:

@@ -50,8 +50,8 @@ class ServerStore(MemoryStore):
         return watch
 
     def close(self) -> None:
-        for one in self._open:
-            one.close()
+        for watch in self._open:
+            watch.close()
 
     @property
     def promises(self) -> Promises:

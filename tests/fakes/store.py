@@ -27,7 +27,7 @@ from tests.fakes.leases import MemoryLeases
 
 def since(revision: int, *kinds: str) -> Revisions:
     """Say from where to watch some kinds of a store that has one count for all; all that there are by default."""
-    return dict.fromkeys(kinds or [one.plural for one in KINDS], revision)
+    return dict.fromkeys(kinds or [kind.plural for kind in KINDS], revision)
 
 
 class MemoryStore:
@@ -134,7 +134,7 @@ class MemoryStore:
     def compact(self) -> None:
         """Forget all changes so far."""
         with self.changed:
-            kinds = {one.object.key.kind for one in self.events}
+            kinds = {event.object.key.kind for event in self.events}
             self.compacted.update((kind, self.revision_of(kind)) for kind in kinds)
             self.events.clear()
             self.changed.notify_all()
@@ -197,7 +197,7 @@ class MemoryWatch(Closing):
                 if self._store.away:
                     raise Unavailable("watch: the store is away")
                 self._check()
-                wanted = [one for one in self._store.events if self._is_news(one)]
+                wanted = [event for event in self._store.events if self._is_news(event)]
                 for kind, at in self.revisions.items():
                     self.revisions[kind] = max(at, self._store.revision_of(kind))
                 left_s = deadline - time.monotonic()

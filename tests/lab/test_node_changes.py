@@ -46,8 +46,8 @@ def lab() -> Iterator[Lab]:
     etcd.require_program()
     lab = Lab(nodes=3, families="4", routing="overlay", store="etcd")
     try:
-        for one in OTHERS:
-            wait_for(lambda one=one: route_mtu(lab, one, lab.node("node3")) == 1450, "routes")  # type: ignore[misc]
+        for other in OTHERS:
+            wait_for(lambda other=other: route_mtu(lab, other, lab.node("node3")) == 1450, "routes")  # type: ignore[misc]
         yield lab
     finally:
         lab.close()
@@ -62,10 +62,10 @@ def test_the_mtu_of_a_nodes_underlay_is_followed_by_all_others(lab: Lab) -> None
         for mtu in (1400, 1500, 1300, 1290, 1500):
             begin_s = time.monotonic()
             run("ip", "-n", target.namespace, "link", "set", UPLINK, "mtu", str(mtu))
-            for one in OTHERS:
+            for other in OTHERS:
                 wait_for(
-                    lambda one=one, mtu=mtu: route_mtu(lab, one, target) == mtu - 50,  # type: ignore[misc]
-                    f"{one} to have a route for {mtu}",
+                    lambda other=other, mtu=mtu: route_mtu(lab, other, target) == mtu - 50,  # type: ignore[misc]
+                    f"{other} to have a route for {mtu}",
                 )
             took_s.append(time.monotonic() - begin_s)
         return took_s
@@ -88,10 +88,10 @@ def test_another_address_of_a_node_is_followed_by_all_others(lab: Lab) -> None:
             run("ip", "-n", target.namespace, "addr", "add", new, "dev", UPLINK)
             run("ip", "-n", target.namespace, "addr", "del", old, "dev", UPLINK)
             wanted = new.partition("/")[0]
-            for one in OTHERS:
+            for other in OTHERS:
                 wait_for(
-                    lambda one=one, wanted=wanted: outer_address(lab, one, "node3") == wanted,  # type: ignore[misc]
-                    f"{one} to send to {wanted}",
+                    lambda other=other, wanted=wanted: outer_address(lab, other, "node3") == wanted,  # type: ignore[misc]
+                    f"{other} to send to {wanted}",
                 )
             took_s.append(time.monotonic() - begin_s)
         return took_s

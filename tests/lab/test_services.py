@@ -119,7 +119,7 @@ def test_an_external_address_is_translated_and_its_other_ports_are_not_refused(l
     def are_offered() -> bool:
         """A service may be heard of before its slices, and refuses until then."""
         found = rows(lab, "node1")
-        return len(found) == 6 and all(found.get((one, PORT, "tcp")) for one in EXTERNAL)
+        return len(found) == 6 and all(found.get((address, PORT, "tcp")) for address in EXTERNAL)
 
     wait_for(are_offered, "rows of the external addresses")
     for address in EXTERNAL:

@@ -329,8 +329,8 @@ class Rig:
         for key, raw in table.items():
             counters = [abi.Counter.unpack(value) for value in table.split_cpus(raw)]
             found[int.from_bytes(key, "little")] = (
-                sum(one.packets for one in counters),
-                sum(one.bytes_ for one in counters),
+                sum(counter.packets for counter in counters),
+                sum(counter.bytes_ for counter in counters),
             )
         return found
 
@@ -465,8 +465,8 @@ class Rig:
             counters = [abi.Counter.unpack(value) for value in table.split_cpus(values)]
             where = abi.Hook(hook), DropReason(reason), abi.Path(path)
             found[where] = (
-                sum(one.packets for one in counters),
-                sum(one.bytes_ for one in counters),
+                sum(counter.packets for counter in counters),
+                sum(counter.bytes_ for counter in counters),
             )
         return found
 
@@ -503,9 +503,9 @@ def _first_rows() -> Mapping[str, list[tuple[bytes, bytes]]]:
             (to_prefix_key(ipaddress.ip_network(network)), value.pack())
             for network, value in IPCACHE.items()
         ],
-        "pw_usage": [(one.instance.to_bytes(4, "little"), usage) for one in ENDPOINTS],
-        "pw_config": [config_row(one) for one in ENDPOINTS],
-        "pw_endpoints": [row for one in ENDPOINTS for row in address_rows(one)],
+        "pw_usage": [(endpoint.instance.to_bytes(4, "little"), usage) for endpoint in ENDPOINTS],
+        "pw_config": [config_row(endpoint) for endpoint in ENDPOINTS],
+        "pw_endpoints": [row for endpoint in ENDPOINTS for row in address_rows(endpoint)],
     }
 
 

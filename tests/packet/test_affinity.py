@@ -39,7 +39,7 @@ def many_flows(rig: Rig) -> None:
 
 def offer_both(rig: Rig, version: int, name: str, **changes: int) -> None:
     """Let two pods answer, the first as number 100."""
-    ends = [(one.address(version), POD_PORT) for one in (B, SMALL)]
+    ends = [(pod.address(version), POD_PORT) for pod in (B, SMALL)]
     changes = {"affinity_s": AFFINITY_S, **changes}
     offer(rig, vip(version), ends, protocol=PROTOCOLS[name], **changes)
 
@@ -108,8 +108,8 @@ def test_it_ends_some_time_after_the_last_flow(rig: Rig, version: int) -> None:
 def test_a_back_end_that_goes_is_forgotten_and_does_not_come_back(rig: Rig, name: str) -> None:
     offer_both(rig, 4, name)
     [kept] = chosen(rig, 4, name, count=3)
-    [gone] = [one for one in (B, SMALL) if one.ipv4 == kept]
-    [left] = [one for one in (B, SMALL) if one.ipv4 != kept]
+    [gone] = [pod for pod in (B, SMALL) if pod.ipv4 == kept]
+    [left] = [pod for pod in (B, SMALL) if pod.ipv4 != kept]
     # It is in no list any more, though somewhere else it still is a back end.
     number = 100 if gone is B else 101
     rig.maps["pw_service_list"].clear()

@@ -33,7 +33,8 @@ TIMESTAMP = icmp(13, 0, 5)
 def rows_of(verdict: Verdict, number: int) -> PolicyRows:
     """Give the rows of a slot: what decides about the world, and many that have to go with it."""
     rows = {
-        PolicyKey(10_000 + one, Direction.EGRESS): PolicyEntry(verdict, 1, 1) for one in range(ROWS)
+        PolicyKey(10_000 + index, Direction.EGRESS): PolicyEntry(verdict, 1, 1)
+        for index in range(ROWS)
     }
     decides = PolicyKey(2, Direction.EGRESS, frames.ICMP)
     return {decides: PolicyEntry(verdict, 5, number), **rows}

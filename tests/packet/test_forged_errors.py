@@ -193,7 +193,7 @@ def assert_denied(rig: Rig, outcome: Outcome, *, source: str, destination: str) 
     assert (outcome.action, outcome.reason) == (Action.DROP, DropReason.POLICY)
     [told] = [event for event in rig.take_events() if event.kind == EventKind.DROP]
     ends = [ipaddress.ip_address(raw) for raw in (told.saddr, told.daddr)]
-    shown = [str(getattr(one, "ipv4_mapped", None) or one) for one in ends]
+    shown = [str(getattr(end, "ipv4_mapped", None) or end) for end in ends]
     assert shown == [source, destination]
 
 

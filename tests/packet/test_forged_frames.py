@@ -135,7 +135,7 @@ PORTS: Final = struct.pack("!HH", 4000, SERVICE_PORT)
 
 def forged_segments(version: int, from_80: Iterable[str] = FLAGS) -> dict[str, Segment]:
     """Give what a pod may not send whose policy allows TCP to port 80; `from_80`: what it sends from there."""
-    found = {f"protocol {one}": raw(one, PORTS + bytes(36)) for one in PORTLESS}
+    found = {f"protocol {protocol}": raw(protocol, PORTS + bytes(36)) for protocol in PORTLESS}
     found |= {f"{name} from 80": tcp(SERVICE_PORT, 22, FLAGS[name]) for name in from_80}
     found |= {f"{name} from 4000": tcp(4000, 22, flags) for name, flags in FLAGS.items()}
     found["udp"] = udp(4000, SERVICE_PORT)
@@ -321,7 +321,7 @@ def forged_pieces(version: int, to: str) -> dict[str, tuple[int, Sequence[bytes]
 def test_no_piece_changes_what_was_judged(rig: Rig, version: int) -> None:
     for where in ("local", "tunnel", "native", "world", "service"):
         for name, (passing, pieces) in forged_pieces(version, DESTINATIONS[where](version)).items():
-            outcomes = [rig.sent(A, one).action in PASSES for one in pieces]
+            outcomes = [rig.sent(A, piece).action in PASSES for piece in pieces]
             assert outcomes == [at < passing for at in range(len(pieces))], (where, name)
 
 

@@ -175,10 +175,10 @@ def forged_segments(version: int) -> Iterator[bytes]:
     begin = BEHIND_4 if version == 4 else BEHIND_6
     kinds = (TCP_4, FRAGMENTS, TCP_6, DATAGRAMS)
     shapes = itertools.product(kinds, (0, NEEDS_CSUM), (104, 504), (8, 20))
-    packets = [one for protocol in (TCP, UDP) for one in pieces_of(version, protocol)]
+    packets = [piece for protocol in (TCP, UDP) for piece in pieces_of(version, protocol)]
     for kind, sums, size, header_bytes in shapes:
-        for one in packets:
-            yield headed(kind, sums, size, begin + header_bytes, A.frame(one), begin)
+        for packet in packets:
+            yield headed(kind, sums, size, begin + header_bytes, A.frame(packet), begin)
 
 
 def take_all(packets: socket.socket) -> list[bytes]:

@@ -368,7 +368,7 @@ def test_the_answer_to_what_the_stack_translated_goes_back_through_it(
     assert (translated.action, translated.path) == (Action.STACK, Path.STACK)
     restored = rig.received(A, packet(vip, own, answer), ingress_ifindex=TUNNEL)
     assert restored.action == Action.STACK
-    [memory] = [one for one in rig.entries(A).values() if one.flags & TRANSLATED]
+    [memory] = [entry for entry in rig.entries(A).values() if entry.flags & TRANSLATED]
     assert (memory.packets, memory.path) == ((1, 1), Path.STACK)
 
 
@@ -391,4 +391,4 @@ def test_only_what_was_translated_is_remembered_so(rig: Rig) -> None:
     enter(rig, to(FAR, udp(1, 2)), ingress_ifindex=OUTSIDE)
     enter(rig, to(FAR, udp(1, 2)))
     assert len(rig.entries()) == 2
-    assert not any(one.flags & TRANSLATED for one in rig.entries().values())
+    assert not any(entry.flags & TRANSLATED for entry in rig.entries().values())

@@ -172,7 +172,7 @@ def test_all_pieces_come_back(rig: Rig) -> None:
     first = frames.ipv4(A.ipv4, vip(4), frames.Segment(17, body[:1008]), fragment=MORE_FRAGMENTS)
     later = frames.ipv4(A.ipv4, vip(4), frames.Segment(17, body[1008:]), fragment=1008 // 8)
     went = [rig.sent(A, piece) for piece in (first, later)]
-    assert [one.action for one in went] == [Action.ANSWER, Action.ANSWER]
+    assert [result.action for result in went] == [Action.ANSWER, Action.ANSWER]
     assert check_frame(went[1].data) == []
     joined = packet_of(went[0].data)[20:] + packet_of(went[1].data)[20:]
     assert joined == frames.ipv4(vip(4), A.ipv4, frames.udp(SOURCE, POD_PORT, bytes(2000)))[20:]

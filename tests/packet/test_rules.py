@@ -80,8 +80,8 @@ def row(
 
 
 def fill(rig: Rig, rows: Sequence[Row], slot: int = SLOT) -> None:
-    for one in rows:
-        rig.rule(slot, one.key, one.entry, one.flags)
+    for row in rows:
+        rig.rule(slot, row.key, row.entry, row.flags)
 
 
 def segment_of(protocol: int, port: int) -> frames.Segment:
@@ -408,7 +408,7 @@ def test_to_the_host_the_rows_are_asked_as_for_anybody(rig: Rig) -> None:
 
 @pytest.mark.parametrize("version", [4, 6])
 def test_a_pod_always_reaches_itself(rig: Rig, version: int) -> None:
-    fill(rig, [row(0, DENY, 1, direction=one) for one in Direction])
+    fill(rig, [row(0, DENY, 1, direction=direction) for direction in Direction])
     closed = rig.change(A, slot=SLOT, flags=CLOSED & ~ConfigFlags.HOST_ALLOWED)
     make = ipv4 if version == 4 else ipv6
     own = A.address(version)
@@ -421,7 +421,7 @@ def test_a_pod_always_reaches_itself(rig: Rig, version: int) -> None:
 
 def test_a_pod_reaches_itself_through_the_hosts_translation_and_is_answered(rig: Rig) -> None:
     """As behind kube-proxy: it comes back from another address, through its own device."""
-    fill(rig, [row(0, DENY, 1, direction=one) for one in Direction])
+    fill(rig, [row(0, DENY, 1, direction=direction) for direction in Direction])
     rig.change(A, slot=SLOT, flags=CLOSED & ~ConfigFlags.HOST_ALLOWED)
     ask_self = ipv4(NODE_4, A.ipv4, tcp(50000, 80, SYN))
     answer = ipv4(A.ipv4, NODE_4, tcp(80, 50000, SYN | ACK))
@@ -506,7 +506,7 @@ def evaluate(rows: Sequence[Row], question: Question, flags: ConfigFlags) -> tup
         families += [local | world] if local else []
     found: list[tuple[int, bool, int, Row]] = []
     for place, identity in enumerate([*families, ANY_IDENTITY]):
-        covering = [one for one in rows if covers(one.key, identity, question)]
+        covering = [row for row in rows if covers(row.key, identity, question)]
         if covering:
             best = max(covering, key=lambda one: (one.key.protocol > 0, one.key.port_bits))
             denied = best.entry.verdict == DENY
@@ -519,7 +519,7 @@ def evaluate(rows: Sequence[Row], question: Question, flags: ConfigFlags) -> tup
 
 
 def draw_rows(chance: random.Random) -> list[Row]:
-    local = [one | world for one in CIDRS.values() for world in (0, CIDR_WORLD_BIT)]
+    local = [cidr | world for cidr in CIDRS.values() for world in (0, CIDR_WORLD_BIT)]
     identities = [ANY_IDENTITY, *sorted(set(OUTWARDS.values())), *local]
     rows: dict[PolicyKey, Row] = {}
     for rule in range(1, chance.randint(1, 25)):

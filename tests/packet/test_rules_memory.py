@@ -231,7 +231,8 @@ def test_what_no_rule_decided_counts_for_none(rig: Rig) -> None:
 
 def told(events: Sequence[Event]) -> list[tuple[EventKind, int, int, int, int]]:
     return [
-        (EventKind(one.kind), one.instance, one.direction, one.rule, one.reason) for one in events
+        (EventKind(event.kind), event.instance, event.direction, event.rule, event.reason)
+        for event in events
     ]
 
 
@@ -260,7 +261,7 @@ def test_both_slots_of_a_local_flow_tell_each_its_own(rig: Rig) -> None:
         (EventKind.POLICY, A.instance, EGRESS, 1, DropReason.NONE),
         (EventKind.POLICY, B.instance, INGRESS, 2, DropReason.NONE),
     ]
-    assert [one.policy_revision for one in events] == [6, 9]
+    assert [event.policy_revision for event in events] == [6, 9]
 
 
 def test_a_slot_tells_also_where_the_other_end_has_none(rig: Rig) -> None:
@@ -303,7 +304,7 @@ def test_a_flood_of_verdicts_does_not_hide_the_drops(rig: Rig) -> None:
         rig.sent(A, ipv4(A.ipv4, REMOTE_POD_4, udp(4000, 53)))
     events = rig.take_events()
     seconds = time.monotonic() - begin
-    kinds = [one.kind for one in events]
+    kinds = [event.kind for event in events]
     assert kinds.count(EventKind.DROP) == TOLERATED_DROPS_PER_SECOND
     assert kinds.count(EventKind.POLICY) <= TOLERATED_VERDICTS_PER_SECOND * (seconds + 2)
     assert events[-1].rule == 900

@@ -123,7 +123,7 @@ def test_an_association_is_a_connection_as_soon_as_both_have_spoken(rig: Rig) ->
     ask(rig, A, 4, "sctp", flags=ACK)
     usage = rig.usage_row(A)
     assert (usage.connections, usage.brief_flows) == ((1, 0), 0)
-    [flow] = [one for one in rig.entries(A).values() if one.kind == ConntrackKind.OF_BACK_END]
+    [flow] = [entry for entry in rig.entries(A).values() if entry.kind == ConntrackKind.OF_BACK_END]
     assert flow.lifetime_s == 600
 
 
@@ -157,7 +157,7 @@ def test_a_back_end_that_is_spoken_to_directly_is_not_taken(rig: Rig, version: i
     refused = ask(rig, A, version, "sctp")
     assert (refused.action, refused.reason) == (Action.DROP, DropReason.CONNTRACK_FULL)
     assert tuple_of(answer(rig, version).data).source == B.address(version)
-    both = [(one.address(version), PORT) for one in (B, SMALL)]
+    both = [(pod.address(version), PORT) for pod in (B, SMALL)]
     offer(rig, vip(version), both, first=200, protocol=frames.SCTP)
     assert tuple_of(ask(rig, A, version, "sctp").data) == (
         A.address(version),
@@ -181,7 +181,7 @@ def test_nobody_begins_directly_what_a_service_has_begun(rig: Rig, version: int)
 @both_families
 def test_a_pod_with_the_servers_own_port_does_not_answer_itself(rig: Rig, version: int) -> None:
     """Both ways would have one tuple."""
-    both = [(one.address(version), PORT) for one in (A, B)]
+    both = [(pod.address(version), PORT) for pod in (A, B)]
     offer(rig, vip(version), both[:1], protocol=frames.SCTP)
     assert say(rig, version, INIT, sport=PORT).reason == DropReason.CONNTRACK_FULL
     assert say(rig, version, INIT).action == Action.ANSWER
@@ -194,7 +194,7 @@ def test_a_pod_with_the_servers_own_port_does_not_answer_itself(rig: Rig, versio
 
 
 def test_all_pieces_of_a_packet_go_to_one_back_end(rig: Rig) -> None:
-    both = [(one.ipv4, PORT) for one in (B, SMALL)]
+    both = [(pod.ipv4, PORT) for pod in (B, SMALL)]
     offer(rig, vip(4), both, protocol=frames.SCTP)
     first = ask(rig, A, 4, "sctp")
     target = tuple_of(first.data).destination
@@ -207,7 +207,7 @@ def test_all_pieces_of_a_packet_go_to_one_back_end(rig: Rig) -> None:
         )
     ]
     went = [rig.sent(A, piece) for piece in pieces]
-    assert [one.reason for one in went] == [DropReason.NONE] * 2
-    assert {tuple_of(one.data).destination for one in went} == {target}
-    assert all(check_frame(one.data) == [] for one in went)
-    assert b"".join(packet_of(one.data)[20:] for one in went) == whole.data
+    assert [result.reason for result in went] == [DropReason.NONE] * 2
+    assert {tuple_of(result.data).destination for result in went} == {target}
+    assert all(check_frame(result.data) == [] for result in went)
+    assert b"".join(packet_of(result.data)[20:] for result in went) == whole.data

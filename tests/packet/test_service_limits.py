@@ -184,7 +184,9 @@ def test_a_flow_without_room_for_both_rows_leaves_nothing_that_counts(rig: Rig, 
     rig.write_settings(quota=4000)
     offer_b(rig, 4, name)
     with rig.smaller_shards(1) as small:
-        outcomes = Counter(ask(small, A, 4, name, sport=1000 + one).reason for one in range(200))
+        outcomes = Counter(
+            ask(small, A, 4, name, sport=1000 + index).reason for index in range(200)
+        )
         whole = [
             key
             for key, value in small.entries(A).items()
@@ -324,10 +326,12 @@ def test_a_flood_hurts_neither_other_clients_of_the_service_nor_other_services(
     offer(rig, OTHER_VIP, [(B.ipv4, 9)], protocol=PROTOCOLS["udp"], service=20, first=300)
     with rig.smaller_shards(16) as small:
         exchange(small, 7)
-        flooded = Counter(ask(small, A, 4, "udp", sport=1000 + one).reason for one in range(FLOOD))
+        flooded = Counter(
+            ask(small, A, 4, "udp", sport=1000 + index).reason for index in range(FLOOD)
+        )
         others = Counter(
-            small.sent(SMALL, packet(SMALL.ipv4, address, speak("udp", 2000 + one, PORT))).reason
-            for one in range(20)
+            small.sent(SMALL, packet(SMALL.ipv4, address, speak("udp", 2000 + index, PORT))).reason
+            for index in range(20)
             for address in (vip(4), OTHER_VIP)
         )
         # Its own open flow goes on, too.

@@ -158,7 +158,7 @@ def test_datagrams_leave_a_back_end_that_is_gone_at_once(rig: Rig, version: int)
 def test_every_back_end_gets_a_part(rig: Rig) -> None:
     offer(rig, vip(4), [(B.ipv4, POD_PORT), (SMALL.ipv4, POD_PORT)], protocol=frames.UDP)
     chosen = [tuple_of(ask(rig, A, 4, "udp", sport=port).data) for port in range(2000, 2020)]
-    assert {one.destination for one in chosen} == {B.ipv4, SMALL.ipv4}
+    assert {row.destination for row in chosen} == {B.ipv4, SMALL.ipv4}
 
 
 @both_families
@@ -490,8 +490,8 @@ def test_all_pieces_of_a_datagram_go_to_one_back_end(rig: Rig) -> None:
     )
     later = frames.ipv4(A.ipv4, vip(4), frames.Segment(17, body[1008:]), fragment=1008 // 8)
     went = [rig.sent(A, piece) for piece in (first, later)]
-    assert [one.action for one in went] == [Action.PEER, Action.PEER]
-    chosen = {tuple_of(one.data).destination for one in went}
+    assert [result.action for result in went] == [Action.PEER, Action.PEER]
+    chosen = {tuple_of(result.data).destination for result in went}
     assert len(chosen) == 1
     assert check_frame(went[1].data) == []
     joined = packet_of(went[0].data)[20:] + packet_of(went[1].data)[20:]

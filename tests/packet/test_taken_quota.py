@@ -132,7 +132,7 @@ def test_others_open_flows_and_keep_them(rig: Rig, taking: str, other: str, vers
         for key, value in rig.entries(A).items()
         if key.sport == opened.port
     ]
-    assert [bool(one) for one in waiting] == [is_taken]
+    assert [bool(flag) for flag in waiting] == [is_taken]
     if is_taken:
         # He who took the room floods, too, at a rate that the memory of new flows is made for.
         settle(rig, rate=RATE)

@@ -64,7 +64,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             match = re.fullmatch(pattern, parts.path)
             if match is None or route.method != self.command:
                 continue
-            kinds = {one.name: one.kind for one in route.query}
+            kinds = {parameter.name: parameter.kind for parameter in route.query}
             query = {
                 name: value == "1" if kinds[name] == "boolean" else value
                 for name, value in parse_qsl(parts.query)

@@ -22,7 +22,7 @@ def service(
         "kind": "Service",
         "metadata": {"name": name, "namespace": "default", "labels": dict(labels or {})},
         "spec": {"clusterIPs": list(addresses), "ports": [dict(port) for port in ports], **spec},
-        "status": {"loadBalancer": {"ingress": [dict(one) for one in ingress]}},
+        "status": {"loadBalancer": {"ingress": [dict(point) for point in ingress]}},
     }
 
 
@@ -64,7 +64,7 @@ def slice_of(
         },
         "addressType": family,
         "ports": [dict(port) for port in ports],
-        "endpoints": [dict(one) for one in endpoints],
+        "endpoints": [dict(endpoint) for endpoint in endpoints],
     }
 
 

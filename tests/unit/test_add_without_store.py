@@ -82,9 +82,9 @@ async def test_adds_of_new_labels_leave_threads_for_the_others(bench: Bench) -> 
     assert time.monotonic() - begin_s < BUSY_S / 2
     await bench.submit(request(container="again", labels=("cni:app=old",), at_ns=200))
     assert time.monotonic() - begin_s < BUSY_S / 2
-    assert not any(one.done() for one in adds)
+    assert not any(add.done() for add in adds)
     failures = await asyncio.gather(*adds, return_exceptions=True)
-    assert {type(one) for one in failures} == {Unavailable}
+    assert {type(failure) for failure in failures} == {Unavailable}
     assert time.monotonic() - begin_s < 4 * BUSY_S
     await bench.dispatcher.close(30.0)
 
@@ -99,7 +99,7 @@ async def test_adds_of_the_same_new_labels_fail_together(bench: Bench) -> None:
         ),
         return_exceptions=True,
     )
-    assert {type(one) for one in failures} == {Unavailable}
+    assert {type(failure) for failure in failures} == {Unavailable}
     assert time.monotonic() - begin_s < 4 * BUSY_S
     await bench.dispatcher.close(30.0)
 

@@ -71,8 +71,10 @@ def test_a_second_apply_of_the_same_file_says_unchanged(document: Any, of_tool: 
     if of_tool:
         store.update(annotated(first.after))
     before = store.get(first.key)
-    assert [one.action for one in apply_documents(store, [document])] == [UNCHANGED]
-    assert [one.action for one in apply_documents(store, [document], dry_run=True)] == [UNCHANGED]
+    assert [applied.action for applied in apply_documents(store, [document])] == [UNCHANGED]
+    assert [applied.action for applied in apply_documents(store, [document], dry_run=True)] == [
+        UNCHANGED
+    ]
     assert store.get(first.key) == before
 
 
@@ -102,8 +104,8 @@ def test_what_somebody_changed_is_a_difference(make: Any, change: Any, back: boo
     store, other = make(), changed(POLICY, change)
     old, new = (other, POLICY) if back else (POLICY, other)
     [first] = apply_documents(store, [old])
-    assert [one.action for one in apply_documents(store, [new])] == [CONFIGURED]
-    assert [one.action for one in apply_documents(store, [new])] == [UNCHANGED]
+    assert [applied.action for applied in apply_documents(store, [new])] == [CONFIGURED]
+    assert [applied.action for applied in apply_documents(store, [new])] == [UNCHANGED]
     stored = store.get(first.key)
     assert stored is not None
     if make is MemoryStore:
@@ -145,7 +147,7 @@ def test_an_object_that_nobody_could_have_applied_is_replaced() -> None:
     assert first.after is not None
     broken = {**POLICY, "spec": {"podSelector": 7}}
     store.update(StoredObject(key=first.key, revision=first.after.revision, document=broken))
-    assert [one.action for one in apply_documents(store, [POLICY])] == [CONFIGURED]
+    assert [applied.action for applied in apply_documents(store, [POLICY])] == [CONFIGURED]
     found = store.get(first.key)
     assert found is not None
     assert found.document == POLICY

@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from podwire.control.attach.recipes import RECIPES
 from podwire.control.attach.restore import RestoreReport
+from podwire.control.attach.steps import RECIPES
 from podwire.control.endpoint.states import State
 from podwire.model.endpoint import AttachmentKey, Bandwidth, HostPort, Phase
 from podwire.model.errors import (
@@ -311,7 +311,7 @@ def test_numbers_that_the_kernel_knows_are_not_given_again_when_the_journal_is_l
 
 def test_an_add_is_told_of_once_when_it_is_complete(node: FakeNode) -> None:
     seen: list[set[Phase]] = []
-    node.table.changed = lambda: seen.append({one.record.phase for one in node.table})
+    node.table.changed = lambda: seen.append({live.record.phase for live in node.table})
     node.service.add(request(), NETNS)
     assert seen == []  # its caller waits for the answer, and announces it behind that
     node.service.announce()

@@ -38,7 +38,7 @@ def test_the_median_lies_in_its_interval_and_among_the_samples(samples: list[flo
 
 def test_pairs_are_resampled_together() -> None:
     drifting = [float(2**number) for number in range(20)]
-    found = ratio_of([3 * one for one in drifting], drifting, sum)
+    found = ratio_of([3 * value for value in drifting], drifting, sum)
     assert (found.value, found.low, found.high) == pytest.approx((3.0, 3.0, 3.0))
 
 
@@ -89,7 +89,7 @@ def test_a_bar_may_divide_one_series_by_another(
 ) -> None:
     monkeypatch.setattr(summary, "RESULTS", tmp_path)
     (tmp_path / "programs.json").write_text(json.dumps({"summary": {}, "raw": raw}))
-    assert [one["value"] for one in find_figures(OVER)] == pytest.approx(found)
+    assert [figure["value"] for figure in find_figures(OVER)] == pytest.approx(found)
 
 
 @pytest.mark.parametrize("bar", BARS, ids=[bar.what for bar in BARS])

@@ -76,7 +76,7 @@ LISTED_BY = {
     "path", [path for path in LEAVES if path.endswith(" list")] + ["podwire get"]
 )
 def test_every_list_can_be_watched_go_without_headers_and_be_narrowed(path: str) -> None:
-    options = {name for one in LEAVES[path].params for name in one.opts}
+    options = {name for parameter in LEAVES[path].params for name in parameter.opts}
     assert {"-w", "--no-headers"} <= options
     by = LISTED_BY.get(path, "")
     assert ("n" in by) == ("-n" in options) == ("-A" in options)
@@ -92,19 +92,19 @@ def test_one_namespace_and_all_of_them_exclude_each_other(path: str) -> None:
 
 @pytest.mark.parametrize("path", LEAVES)
 def test_every_command_has_every_form_and_names_its_agent(path: str) -> None:
-    options = {name for one in LEAVES[path].params for name in one.opts}
+    options = {name for parameter in LEAVES[path].params for name in parameter.opts}
     if path in WITHOUT_FORMS:
         assert "--output" not in options
         return
     assert {"-o", "-q", "--agent", "--lab", "--node"} <= options
-    [form] = [one for one in LEAVES[path].params if one.name == "output"]
+    [form] = [parameter for parameter in LEAVES[path].params if parameter.name == "output"]
     assert isinstance(form.type, click.Choice)
     assert list(form.type.choices) == ["table", "wide", "name", "json", "yaml", "jsonl"]
 
 
 @pytest.mark.parametrize("path", [path for path in LEAVES if path.endswith(" list")])
 def test_lists_have_their_options(path: str) -> None:
-    options = {name for one in LEAVES[path].params for name in one.opts}
+    options = {name for parameter in LEAVES[path].params for name in parameter.opts}
     assert {"-w", "--no-headers"} <= options
 
 

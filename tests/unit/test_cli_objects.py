@@ -135,7 +135,7 @@ def test_apply_tells_what_became_of_each_object(shell: Shell) -> None:
     ]
     shell.write("a.yaml", network_policy("a", "shop", ingress=[]), cidr_group())
     done = shell.run("apply -f FILES/a.yaml -o json")
-    assert [one["action"] for one in done.json] == ["configured", "unchanged"]
+    assert [applied["action"] for applied in done.json] == ["configured", "unchanged"]
     assert shell.run("apply -f FILES/a.yaml -o name").lines == [
         ["networkpolicies/shop/a"],
         ["ciliumcidrgroups/office"],
@@ -347,7 +347,7 @@ def test_the_json_of_a_list_is_a_list_that_apply_takes_back(filled: Shell) -> No
         path = filled.directory / "back.yaml"
         path.write_text(filled.run(f"get netpol -o {form}").out)
         back = filled.run("apply -f FILES/back.yaml -o json")
-        assert [one["action"] for one in back.json] == ["unchanged"] * 3
+        assert [applied["action"] for applied in back.json] == ["unchanged"] * 3
     assert filled.revision == revision
     assert filled.run("get identity -o json").json["items"] == []
 
@@ -412,7 +412,7 @@ def test_diff_shows_what_apply_would_change_and_changes_nothing(filled: Shell) -
     assert "+kind: CiliumCIDRGroup" in lines
     assert "shop/red" not in done.out
     assert filled.run("diff -f FILES/new.yaml -q") == Done(1, "", "")
-    assert [one["action"] for one in filled.run("diff -f FILES/new.yaml -o json").json] == [
+    assert [applied["action"] for applied in filled.run("diff -f FILES/new.yaml -o json").json] == [
         "configured",
         "created",
     ]

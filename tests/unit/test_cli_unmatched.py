@@ -107,7 +107,7 @@ def test_what_nothing_has_is_found_with_its_path(
 ) -> None:
     mentions = find_mentions(document)
     found = find_unmatched(mentions, LabelFilter.parse(patterns), {"office"})
-    assert [one.path for one in found] == paths
+    assert [entry.path for entry in found] == paths
 
 
 class Agent:

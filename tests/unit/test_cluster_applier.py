@@ -82,7 +82,7 @@ class Hand:
 
     @property
     def warnings(self) -> list[str]:
-        return [one for one in self.rig.health.warnings() if one.startswith("cluster:")]
+        return [warning for warning in self.rig.health.warnings() if warning.startswith("cluster:")]
 
 
 @pytest.fixture

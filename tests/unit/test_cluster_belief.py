@@ -175,7 +175,7 @@ def test_a_lying_address_takes_no_range_of_others_away() -> None:
 def test_nodes_may_be_anywhere_else(address: str) -> None:
     wide = ClusterSettings("overlay", nets("10.244.0.0/16", "192.0.0.0/8", "fd00::/48"))
     planned = planned_with(make(2, addresses=ips(address)), settings=wide)
-    assert [one.name for one in planned.plan.peers] == ["n2"]
+    assert [peer.name for peer in planned.plan.peers] == ["n2"]
 
 
 UNSET_CASES = [
@@ -232,14 +232,14 @@ def test_a_borrowed_address_is_believed_in_cluster_cidrs_and_pools_alone() -> No
     pods.view(View(OWN, planned_with(make(2), make(3))))
     said = dict.fromkeys(ips("10.244.200.9", "10.99.0.9", "10.98.0.9"), IdentityId(300))
     pods.update(pods.put(Publication("n2", 1, 1, said), "u"))
-    assert {str(one) for one in pods.rows} == {"10.244.200.9/32"}
+    assert {str(row) for row in pods.rows} == {"10.244.200.9/32"}
     changes = pods.view(View(OWN, planned_with(make(2), make(3), grants=POOLS)))
-    assert {str(one) for one in changes.put} == {"10.99.0.9/32"}
-    assert {str(one) for one in pods.routes} == {"10.244.200.9", "10.99.0.9"}
+    assert {str(address) for address in changes.put} == {"10.99.0.9/32"}
+    assert {str(route) for route in pods.routes} == {"10.244.200.9", "10.99.0.9"}
     [problem] = pods.problems
     assert "10.98.0.9" in problem.message
     changes = pods.view(View(OWN, planned_with(make(2), make(3))))
-    assert {str(one) for one in changes.remove} == {"10.99.0.9/32"}
+    assert {str(address) for address in changes.remove} == {"10.99.0.9/32"}
 
 
 def test_a_lying_address_in_the_own_range_takes_no_borrowed_one_away() -> None:
@@ -252,7 +252,7 @@ def test_a_lying_address_in_the_own_range_takes_no_borrowed_one_away() -> None:
     for peers in ((make(2),), (make(2), liar)):
         planned = planned_with(*peers, own=own, grants=POOLS)
         pods.view(View(own, planned))
-        assert [str(one) for one in pods.rows] == ["10.99.1.60/32"]
+        assert [str(row) for row in pods.rows] == ["10.99.1.60/32"]
         assert not pods.problems
     assert "node n3 has address 10.99.1.60, which is in a pod range of node n1" in messages(planned)
 

@@ -40,8 +40,8 @@ def publish(facts: Any, others: Any, living: Any = ()) -> Any:
 
 def standing(everybody: Any, viewer: Any) -> Any:
     """Give what stands of all but the viewer, as that node sees it, and whether its own claims do."""
-    own = next(one for one in everybody if one.name == viewer)
-    outcome = settle(own, [one for one in everybody if one.name != viewer])
+    own = next(facts for facts in everybody if facts.name == viewer)
+    outcome = settle(own, [facts for facts in everybody if facts.name != viewer])
     stands = {
         (name, what)
         for found in (outcome.ranges, outcome.addresses)
@@ -77,7 +77,7 @@ def test_who_keeps_a_range(first: Any, second: Any, wanted: Any) -> None:
     nodes = [make_node(name, nets(text), (), number) for name, text, number in (first, second)]
     assert {name for name, _ in rightful(nodes)} == set(wanted)
     outcome = settle(OUTSIDER, nodes)
-    said = [one.message for one in outcome.problems]
+    said = [problem.message for problem in outcome.problems]
     assert len(said) == (len(wanted) == 1)
     assert all(f"{wanted} has the older claim and keeps it" in one for one in said)
 
@@ -116,7 +116,7 @@ def clusters(draw: Any) -> Any:
     for name in "abcde"[: draw(st.integers(1, 5))]:
         ranges = draw(st.lists(st.sampled_from(RANGES), max_size=3, unique=True))
         split = draw(st.integers(0, len(ranges)))
-        by_family = {one.version: one for one in draw(st.lists(st.sampled_from(ADDRESSES)))}
+        by_family = {drawn.version: drawn for drawn in draw(st.lists(st.sampled_from(ADDRESSES)))}
         facts = dataclasses.replace(
             make_node(name, ranges[:split], by_family.values()),
             blocks={one: draw(st.integers(0, 3)) for one in ranges[split:]},
@@ -156,7 +156,9 @@ def test_never_two_and_always_one(nodes: Any) -> None:
             if (facts.name, what) in stands:
                 continue
             problems = settle(OUTSIDER, nodes).problems
-            assert any(facts.name in one.nodes and len(one.nodes) > 1 for one in problems)
+            assert any(
+                facts.name in problem.nodes and len(problem.nodes) > 1 for problem in problems
+            )
 
 
 NEWCOMERS = st.lists(
@@ -175,10 +177,10 @@ def test_an_established_claim_never_loses_to_a_later_one(newcomers: Any, names: 
     there: list[Any] = []
     for name, (ranges, addresses) in zip(names, newcomers, strict=False):
         before = rightful(there)
-        living = {one.name for one in there}
+        living = {facts.name for facts in there}
         there.append(publish(make_node(name, ranges, addresses), there, living))
         assert before <= rightful(there)
-        again = [publish(one, [o for o in there if o is not one], living) for one in there]
+        again = [publish(facts, [o for o in there if o is not facts], living) for facts in there]
         assert rightful(again) == rightful(there)
 
 

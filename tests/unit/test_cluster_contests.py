@@ -187,7 +187,9 @@ def test_this_node_gives_nothing_of_a_range_that_another_has_and_serves_again_wh
     with rig.running():
         assert "holder" in why[0]  # before anybody could ask for an address
         wait_for(
-            lambda: any(one.name == "node-claims" and not one.ok for one in rig.health.checks()),
+            lambda: any(
+                check.name == "node-claims" and not check.ok for check in rig.health.checks()
+            ),
             "status",
         )
         store.delete(node_key("holder"))
@@ -231,7 +233,8 @@ def test_nothing_is_published_without_a_core_node() -> None:
     rig.duty.own_ranges = lambda: silent
     with rig.running():
         wait_for(
-            lambda: any("no core Node n1" in one.message for one in rig.health.checks()), "status"
+            lambda: any("no core Node n1" in check.message for check in rig.health.checks()),
+            "status",
         )
         assert store.get(node_key("n1")) is None
         rig.duty.own_ranges = lambda: replace(ranges, core_uid="u1")

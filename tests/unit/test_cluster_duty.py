@@ -184,7 +184,7 @@ class Rig:
             self.store.update(StoredObject(key=key, revision=stored.revision, document=document))
 
     def peers(self) -> Any:
-        return [] if self.kernel.plan is None else [one.name for one in self.kernel.plan.peers]
+        return [] if self.kernel.plan is None else [peer.name for peer in self.kernel.plan.peers]
 
     def said(self) -> Any:
         stored = self.store.get(endpoints_key("n1"))
@@ -280,19 +280,21 @@ def test_what_could_not_be_applied_is_tried_again_and_shown() -> None:
     rig = Rig()
     rig.kernel.failing = True
     with rig.running():
-        assert any("cluster: add route" in one for one in rig.health.warnings())
+        assert any("cluster: add route" in warning for warning in rig.health.warnings())
         rig.kernel.failing = False
         wait_for(lambda: rig.kernel.applied)
-        wait_for(lambda: not any("cluster:" in one for one in rig.health.warnings()))
+        wait_for(lambda: not any("cluster:" in warning for warning in rig.health.warnings()))
 
 
 def test_contradictions_are_shown_with_both_names() -> None:
     with Rig().running() as rig:
         rig.publish_peer(make(2))
         rig.publish_peer(make(3, pod_cidrs=make(2).pod_cidrs))
-        wait_for(lambda: any("n2" in one and "n3" in one for one in rig.health.warnings()))
+        wait_for(
+            lambda: any("n2" in warning and "n3" in warning for warning in rig.health.warnings())
+        )
         rig.store.delete(node_key("n3"))
-        wait_for(lambda: not any("n3" in one for one in rig.health.warnings()))
+        wait_for(lambda: not any("n3" in warning for warning in rig.health.warnings()))
 
 
 def test_a_node_whose_agent_lives_no_more_is_named_and_keeps_its_ways() -> None:
@@ -302,34 +304,44 @@ def test_a_node_whose_agent_lives_no_more_is_named_and_keeps_its_ways() -> None:
         wait_for(lambda: "n2" in (rig.duty._lives._living or ()), "the lease to be heard of")
         rig.publish_peer(make(2))
         wait_for(lambda: rig.peers() == ["n2"])
-        assert not any("no agent is alive" in one for one in rig.health.warnings())
+        assert not any("no agent is alive" in warning for warning in rig.health.warnings())
         rig.store.leases().vanish("node/n2")
         wait_for(
-            lambda: any("no agent is alive on node n2" in one for one in rig.health.warnings())
+            lambda: any(
+                "no agent is alive on node n2" in warning for warning in rig.health.warnings()
+            )
         )
         wait_for(lambda: b"podwire_cluster_nodes_dead 1.0" in rig.metrics.render())
         assert rig.peers() == ["n2"]
         lease.close()
         rig.store.leases().acquire("node/n2", "n2", 15)
-        wait_for(lambda: not any("no agent is alive" in one for one in rig.health.warnings()))
+        wait_for(
+            lambda: not any("no agent is alive" in warning for warning in rig.health.warnings())
+        )
         rig.store.leases().vanish("node/n2")
         wait_for(
-            lambda: any("no agent is alive on node n2" in one for one in rig.health.warnings())
+            lambda: any(
+                "no agent is alive on node n2" in warning for warning in rig.health.warnings()
+            )
         )
         rig.store.delete(node_key("n2"))
-        wait_for(lambda: not any("n2" in one for one in rig.health.warnings()))
+        wait_for(lambda: not any("n2" in warning for warning in rig.health.warnings()))
 
 
 def test_while_the_store_is_away_nobody_is_said_to_be_dead() -> None:
     with Rig().running() as rig:
         rig.publish_peer(make(2))
         wait_for(
-            lambda: any("no agent is alive on node n2" in one for one in rig.health.warnings())
+            lambda: any(
+                "no agent is alive on node n2" in warning for warning in rig.health.warnings()
+            )
         )
         rig.store.leases().away = True
         with rig.store.leases().changed:
             rig.store.leases().changed.notify_all()
-        wait_for(lambda: not any("no agent is alive" in one for one in rig.health.warnings()))
+        wait_for(
+            lambda: not any("no agent is alive" in warning for warning in rig.health.warnings())
+        )
 
 
 def test_an_unreadable_node_is_named_and_left_out() -> None:
@@ -337,7 +349,11 @@ def test_an_unreadable_node_is_named_and_left_out() -> None:
         document = encode_node(make(2))
         document["spec"]["addresses"] = ["nonsense"]
         rig.store.create(StoredObject(key=node_key("n2"), document=document))
-        wait_for(lambda: any("n2" in one and "nonsense" in one for one in rig.health.warnings()))
+        wait_for(
+            lambda: any(
+                "n2" in warning and "nonsense" in warning for warning in rig.health.warnings()
+            )
+        )
         rig.publish_peer(make(3))
         wait_for(lambda: rig.peers() == ["n3"])
 
@@ -412,7 +428,7 @@ def publish_while_the_kernel_fails() -> float:
         for number in range(1, 4):
             rig.publish_peer(make(2, epoch=number))
             wait_for(
-                lambda number=number: [one.epoch for one in rig.duty.list_others()] == [number]
+                lambda number=number: [other.epoch for other in rig.duty.list_others()] == [number]
             )
             wait_for(lambda: 1 in tries)
             rig.news.change()
@@ -455,7 +471,7 @@ def test_native_routing_needs_no_tunnel() -> None:
     with rig.running():
         assert isinstance(rig.kernel.plan, ClusterPlan)
         assert rig.kernel.plan.tunnel is None
-        assert {one.way for one in rig.kernel.plan.routes} == {Way.NATIVE}
+        assert {route.way for route in rig.kernel.plan.routes} == {Way.NATIVE}
 
 
 def test_a_full_disk_does_not_keep_the_others_away() -> None:
@@ -464,7 +480,9 @@ def test_a_full_disk_does_not_keep_the_others_away() -> None:
     with rig.running():
         rig.publish_peer(make(2))
         wait_for(lambda: rig.peers() == ["n2"], "the plan")
-        assert any("the disk is full" in one for one in rig.health.warnings())
+        assert any("the disk is full" in warning for warning in rig.health.warnings())
         disk.has_room = True
         wait_for(lambda: GRANTS_FACT in disk, "the fact")
-        wait_for(lambda: not any("disk" in one for one in rig.health.warnings()), "the warning")
+        wait_for(
+            lambda: not any("disk" in warning for warning in rig.health.warnings()), "the warning"
+        )

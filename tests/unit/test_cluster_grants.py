@@ -69,12 +69,14 @@ class Watched:
         """What of n2 is believed, outside of its range in the cluster."""
         plan = self.state.plan
         return {
-            str(one) for one in plan.prefixes if one.version == 4 and str(one).startswith("10.99.")
+            str(prefix)
+            for prefix in plan.prefixes
+            if prefix.version == 4 and str(prefix).startswith("10.99.")
         }
 
     @property
     def said(self) -> str:
-        return " | ".join(one.message for one in self.state.problems)
+        return " | ".join(problem.message for problem in self.state.problems)
 
 
 PEER = make(2, blocks={BLOCK: 1})
@@ -149,7 +151,10 @@ def test_what_is_not_published_any_more_does_not_come_back() -> None:
 
 def test_a_batch_in_which_a_pool_goes_first_brings_nothing_in() -> None:
     watched = Watched().lists([], [], [POOL])
-    for event in (StoreEvent(POOL, 1, deleted=True), *(StoreEvent(one, 2) for one in PUBLISHED)):
+    for event in (
+        StoreEvent(POOL, 1, deleted=True),
+        *(StoreEvent(publication, 2) for publication in PUBLISHED),
+    ):
         watched.state.apply(event)
     assert watched.advance().has == set()
 

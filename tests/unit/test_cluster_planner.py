@@ -65,11 +65,11 @@ def row(planned: Any, text: Any) -> Any:
 
 
 def routes(planned: Any) -> Any:
-    return {str(one.destination): one for one in planned.plan.routes}
+    return {str(route.destination): route for route in planned.plan.routes}
 
 
 def messages(planned: Any) -> Any:
-    return " | ".join(one.message for one in planned.problems)
+    return " | ".join(problem.message for problem in planned.problems)
 
 
 def test_a_peer_over_the_overlay() -> None:
@@ -296,7 +296,7 @@ def test_underlay_too_small(mtu: Any, families: Any, whose: Any) -> None:
         assert f"n{1 if whose == 'own' else 2}" in messages(planned)
         assert str(mtu) in messages(planned)
     if whose == "own" and planned.plan.tunnel is not None:
-        assert {one.version for one in planned.plan.tunnel.addresses} == families
+        assert {address.version for address in planned.plan.tunnel.addresses} == families
 
 
 def test_another_port_is_named_and_not_used() -> None:
@@ -367,7 +367,7 @@ def clusters(draw: Any) -> Any:
         ranges = draw(st.lists(st.sampled_from(RANGES), max_size=3, unique=True))
         split = draw(st.integers(0, len(ranges)))
         by_family = {
-            one.version: one for one in draw(st.lists(st.sampled_from(ADDRESSES), max_size=2))
+            drawn.version: drawn for drawn in draw(st.lists(st.sampled_from(ADDRESSES), max_size=2))
         }
         peers.append(
             NodeFacts(
@@ -395,7 +395,7 @@ SETTINGS = st.sampled_from([OVERLAY, NATIVE, AUTO])
 
 @given(clusters(), SETTINGS, st.randoms(use_true_random=False))
 def test_the_order_of_nodes_does_not_matter(peers: Any, settings: Any, chance: Any) -> None:
-    numbers = NodeNumbers().extend(one.name for one in peers)
+    numbers = NodeNumbers().extend(peer.name for peer in peers)
     planned = plan(*peers, settings=settings, numbers=numbers)
     chance.shuffle(peers)
     assert plan(*peers, settings=settings, numbers=numbers) == planned
@@ -422,10 +422,10 @@ def find_concerned(gone: Any, rest: Any) -> list[str]:
     concerned, todo = [gone], [gone]
     while todo:
         first = todo.pop()
-        found = [one for one in rest if one not in concerned and touches(first, one)]
+        found = [peer for peer in rest if peer not in concerned and touches(first, peer)]
         concerned += found
         todo += found
-    return [one.name for one in concerned]
+    return [peer.name for peer in concerned]
 
 
 def chain(*links: Any) -> Any:
@@ -453,9 +453,9 @@ def test_a_node_that_goes_takes_only_its_own_rows(peers: Any, settings: Any, ind
     if len(peers) < 2:
         return
     gone = peers[index % len(peers)]
-    rest = [one for one in peers if one is not gone]
+    rest = [peer for peer in peers if peer is not gone]
     concerned = find_concerned(gone, rest)
-    numbers = NodeNumbers().extend(one.name for one in peers)
+    numbers = NodeNumbers().extend(peer.name for peer in peers)
     before = plan(*peers, settings=settings, numbers=numbers)
     after = plan(*rest, settings=settings, numbers=numbers)
     for one in rest:
@@ -480,7 +480,7 @@ def test_what_several_claim_leads_to_one_and_ours_to_none(peers: Any, settings: 
         for other in peers:
             for network, _ in claimed_ranges(other) if other is not winner else ():
                 if overlap(network, route.destination):
-                    assert any(other.name in one.nodes for one in planned.problems)
+                    assert any(other.name in problem.nodes for problem in planned.problems)
     for one, other in itertools.combinations(planned.plan.routes, 2):
         assert one.peer == other.peer or not overlap(one.destination, other.destination)
     outers = [peer.outer for peer in planned.plan.peers]
@@ -510,7 +510,7 @@ def many(count: Any) -> Any:
 def test_five_thousand_nodes_are_planned_in_linear_time(same: Any) -> None:
     peers = many(5000)
     if same:
-        peers = [dataclasses.replace(one, pod_cidrs=peers[0].pod_cidrs) for one in peers]
+        peers = [dataclasses.replace(peer, pod_cidrs=peers[0].pod_cidrs) for peer in peers]
     random.Random(5).shuffle(peers)
     numbers = plan(*peers).numbers
     begin = time.process_time()

@@ -134,7 +134,7 @@ def published(store: Any, name: Any = "n1") -> Any:
 
 
 def writes(store: Any) -> Any:
-    return [one for one in store.calls if one in ("create", "update")]
+    return [call for call in store.calls if call in ("create", "update")]
 
 
 def test_a_node_is_written_only_when_it_would_say_something_else() -> None:
@@ -248,9 +248,9 @@ def test_pods_are_published_in_a_new_epoch_by_every_life() -> None:
         for identities in (pods(a=300), pods(b=301)):
             publisher.write(identities, make(1).pod_cidrs)
             seen.append(decode_endpoints(stored(store)))
-    assert [one.order for one in seen] == sorted(one.order for one in seen)
-    assert len({one.order for one in seen}) == 4
-    assert [one.epoch for one in seen] == [1, 1, 2, 2]
+    assert [entry.order for entry in seen] == sorted(entry.order for entry in seen)
+    assert len({entry.order for entry in seen}) == 4
+    assert [entry.epoch for entry in seen] == [1, 1, 2, 2]
     assert seen[-1].identities == pods(b=301)
 
 

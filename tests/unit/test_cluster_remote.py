@@ -38,7 +38,7 @@ def says(node: Any, epoch: Any = 1, sequence: Any = 1, **pods: Any) -> Any:
 def filled(view: Any, *publications: Any) -> Any:
     pods = RemotePods()
     pods.view(view)
-    pods.update(pods.replace((one, "u") for one in publications))
+    pods.update(pods.replace((publication, "u") for publication in publications))
     return pods
 
 
@@ -65,7 +65,7 @@ def test_news_change_only_what_they_are_about() -> None:
     pods = filled(view_of(make(2)), says("n2", a10_244_2_5=300, a10_244_2_6=301))
     news = says("n2", sequence=2, a10_244_2_5=300, a10_244_2_6=302, a10_244_2_7=303)
     changes = pods.update(pods.put(news, "u"))
-    assert {str(one) for one in changes.put} == {"10.244.2.6/32", "10.244.2.7/32"}
+    assert {str(address) for address in changes.put} == {"10.244.2.6/32", "10.244.2.7/32"}
     assert not changes.remove
     assert not pods.update(pods.put(news, "u"))
 
@@ -136,7 +136,9 @@ def test_an_address_of_two_nodes(publications: Any, wanted: Any) -> None:
         found = row(pods, str(address))
         assert found == UNMANAGED if wanted is None else found.identity == wanted
         assert str(address) in pods.problems[0].message
-        assert set(pods.problems[0].nodes) >= {one.node for one in publications} - {"n3"}
+        assert set(pods.problems[0].nodes) >= {publication.node for publication in publications} - {
+            "n3"
+        }
     for one in publications[1:]:
         pods.update(pods.remove(one.node))
     assert row(pods, str(address)).identity == 300
@@ -208,7 +210,7 @@ def test_a_pod_in_another_nodes_own_range_is_refused(comes_late: Any) -> None:
     assert row(pods, "10.244.2.6") is None
     assert pods.routes == {}
     assert len(pods.problems) == 2
-    assert all("it is in the pod range of node n2" in one.message for one in pods.problems)
+    assert all("it is in the pod range of node n2" in problem.message for problem in pods.problems)
 
 
 def test_a_node_that_is_not_reached_is_not_believed() -> None:
@@ -272,7 +274,7 @@ def test_step_by_step_gives_what_all_at_once_gives(steps: Any) -> None:
             del kernel[network]
         fresh = RemotePods()
         fresh.set_own_pods(own)
-        fresh.replace((one, "u") for one in published.values())
+        fresh.replace((publication, "u") for publication in published.values())
         fresh.view(view)
         assert kernel == pods.rows == fresh.rows
         assert pods.routes == fresh.routes
@@ -284,16 +286,16 @@ def test_a_hundred_thousand_pods_are_taken_in_within_seconds() -> None:
     view = view_of(*peers)
     publications = [
         Publication(
-            one.name,
+            peer.name,
             1,
             1,
-            {one.pod_cidrs[0][offset]: IdentityId(offset) for offset in range(2, 22)},
+            {peer.pod_cidrs[0][offset]: IdentityId(offset) for offset in range(2, 22)},
         )
-        for one in peers
+        for peer in peers
     ]
     pods = RemotePods()
     begin = time.process_time()
-    pods.replace((one, "u") for one in publications)
+    pods.replace((publication, "u") for publication in publications)
     pods.view(view)
     took_s = time.process_time() - begin
     assert len(pods.rows) == 100_000

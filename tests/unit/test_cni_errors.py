@@ -41,21 +41,25 @@ NUMBERS = {
 def list_error_classes(base: type[PodwireError] = PodwireError) -> Iterator[type[PodwireError]]:
     """Give every error class of the model."""
     yield base
-    for one in base.__subclasses__():
-        yield from list_error_classes(one)
+    for subclass in base.__subclasses__():
+        yield from list_error_classes(subclass)
 
 
 def test_every_kind_of_error_has_its_number() -> None:
-    kinds = {one.kind for one in list_error_classes() if one.__module__ == errors.__name__}
+    kinds = {
+        error_class.kind
+        for error_class in list_error_classes()
+        if error_class.__module__ == errors.__name__
+    }
     assert kinds == set(NUMBERS)
     assert dict(CODES) == NUMBERS
 
 
 def test_every_class_of_the_program_has_a_code() -> None:
-    for one in list_error_classes():
-        if one.__module__.startswith(("podwire.lab.", "podwire.cni.launcher")):
+    for error_class in list_error_classes():
+        if error_class.__module__.startswith(("podwire.lab.", "podwire.cni.launcher")):
             continue  # says what a launcher answered, and never becomes an answer itself
-        assert one.kind in CODES, one
+        assert error_class.kind in CODES, error_class
 
 
 def make(kind: type[PodwireError]) -> PodwireError:
@@ -64,7 +68,11 @@ def make(kind: type[PodwireError]) -> PodwireError:
 
 @pytest.mark.parametrize(
     "kind",
-    [one for one in list_error_classes() if one.__module__ == errors.__name__],
+    [
+        error_class
+        for error_class in list_error_classes()
+        if error_class.__module__ == errors.__name__
+    ],
     ids=lambda kind: kind.kind,
 )
 def test_an_error_is_written_with_version_code_and_message(kind: type[PodwireError]) -> None:

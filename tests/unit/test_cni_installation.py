@@ -193,7 +193,7 @@ def test_networks_that_a_runtime_reads_first_are_named(
 ) -> None:
     installation.install(serves=always)
     (real.conf_dir / name).write_text("{}")
-    assert any(name in one for one in find_obstacles(real.read())) is named
+    assert any(name in obstacle for obstacle in find_obstacles(real.read())) is named
 
 
 def test_what_a_killed_installer_left_is_written_over(
@@ -253,10 +253,10 @@ def test_the_agent_says_what_it_waits_for_and_tells_once_that_all_is_there(
     assert told == ["installed"]
     (real.conf_dir / "00-other.conflist").write_text("{}")
     installer.look()
-    assert any("00-other.conflist" in one for one in health.warnings())
+    assert any("00-other.conflist" in warning for warning in health.warnings())
     (real.conf_dir / "00-other.conflist").unlink()
     installer.look()
-    assert not any("00-other.conflist" in one for one in health.warnings())
+    assert not any("00-other.conflist" in warning for warning in health.warnings())
 
 
 def test_what_changes_before_the_watch_begins_is_put_right_too(real: RuntimeDirectories) -> None:

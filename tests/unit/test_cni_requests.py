@@ -146,7 +146,7 @@ async def test_the_thread_of_an_add_answers_it(bench: Bench, netns: str, is_take
         return is_taken
 
     said.append(await bench.answer("ADD", netns, answer_at_once))
-    assert [json.loads(one.body)["cniVersion"] for one in said if one] == ["0.4.0"]
+    assert [json.loads(reply.body)["cniVersion"] for reply in said if reply] == ["0.4.0"]
     assert threads[0].startswith("attach")
 
 

@@ -93,8 +93,8 @@ def test_names_are_those_of_the_command_line(kind: Kind) -> None:
     )
     assert set(kind.short_names) <= set(names.get("shortNames", ()))
     assert spec["scope"] == ("Namespaced" if kind.namespaced else "Cluster")
-    assert [one["name"] for one in spec["versions"]] == [
-        one.removeprefix(f"{OWN_GROUP}/") for one in kind.api_versions
+    assert [version["name"] for version in spec["versions"]] == [
+        api_version.removeprefix(f"{OWN_GROUP}/") for api_version in kind.api_versions
     ]
 
 

@@ -33,7 +33,11 @@ UNINSTALL: Final = read("podwire-uninstall.yaml")
 
 
 def the(kind: str, name: str, documents: list[dict[str, Any]] = DOCUMENTS) -> dict[str, Any]:
-    (found,) = (one for one in documents if one["kind"] == kind and one["metadata"]["name"] == name)
+    (found,) = (
+        document
+        for document in documents
+        if document["kind"] == kind and document["metadata"]["name"] == name
+    )
     return found
 
 
@@ -55,7 +59,11 @@ def test_the_files_are_current() -> None:
 
 
 def test_all_crds_are_in_it() -> None:
-    there = {one["metadata"]["name"] for one in DOCUMENTS if one["kind"].endswith("Definition")}
+    there = {
+        document["metadata"]["name"]
+        for document in DOCUMENTS
+        if document["kind"].endswith("Definition")
+    }
     files = ROOT.glob("deploy/crds/*.yaml")
     assert there == {yaml.safe_load(path.read_text("utf-8"))["metadata"]["name"] for path in files}
 
@@ -75,13 +83,13 @@ def test_its_settings_are_settings() -> None:
     settings = tomllib.loads(SETTINGS_MAP["data"]["agent.toml"])
     assert settings == {"store": "kubernetes", "cni_install": True}
     variables = {
-        one["name"].removeprefix(ENVIRONMENT_PREFIX).lower()
-        for one in CONTAINER["env"]
-        if one["name"].startswith(ENVIRONMENT_PREFIX)
+        variable["name"].removeprefix(ENVIRONMENT_PREFIX).lower()
+        for variable in CONTAINER["env"]
+        if variable["name"].startswith(ENVIRONMENT_PREFIX)
     }
     assert variables == {"node_name", "cluster_cidrs"}
     assert {*settings, *variables} <= set(SETTINGS)
-    (name,) = (one for one in CONTAINER["env"] if one["name"] == "PODWIRE_NODE_NAME")
+    (name,) = (variable for variable in CONTAINER["env"] if variable["name"] == "PODWIRE_NODE_NAME")
     assert name["valueFrom"]["fieldRef"]["fieldPath"] == "spec.nodeName"
 
 
@@ -95,8 +103,8 @@ def test_the_api_server_may_be_reached_past_its_service() -> None:
 
 
 def test_what_the_agent_keeps_outlives_its_pod() -> None:
-    mounts = {one["mountPath"]: one for one in CONTAINER["volumeMounts"]}
-    hosts = {one["name"]: one.get("hostPath", {}).get("path") for one in POD["volumes"]}
+    mounts = {volume_mount["mountPath"]: volume_mount for volume_mount in CONTAINER["volumeMounts"]}
+    hosts = {volume["name"]: volume.get("hostPath", {}).get("path") for volume in POD["volumes"]}
     defaults = AgentConfig()
     kept = (
         *(defaults.files.run_dir, defaults.files.state_dir, defaults.files.bpf_dir.parent),

@@ -54,7 +54,7 @@ def allow(node: FakeNode, *ports: int, app: str = "web") -> None:
 
 def add(node: FakeNode, container: str = "c1", label: str = WEB) -> Endpoint:
     node.service.add(request(container=container, labels=(label,)), NETNS)
-    [endpoint] = [one for one in node.table if one.record.key.container_id == container]
+    [endpoint] = [live for live in node.table if live.record.key.container_id == container]
     return endpoint
 
 
@@ -77,7 +77,7 @@ def build(node: FakeNode) -> None:
 
 def set_base(node: FakeNode, **changes: Any) -> None:
     """Say what the programs are told beside policy."""
-    node.restorer.regenerator._base = lambda _endpoint: EndpointConfig(**changes)
+    node.restorer.regenerator.base = lambda _endpoint: EndpointConfig(**changes)
 
 
 class RecordedRows(dict[IfIndex, EndpointConfig | None]):

@@ -305,7 +305,7 @@ def test_a_resting_number_serves_its_own_key_and_no_other() -> None:
     assert late.number(rival) != number
     assert late.number(own) == number
     assert is_clean(store, number)
-    assert [one.number for one in late.known.facts()] == [70_000, 70_001]
+    assert [fact.number for fact in late.known.facts()] == [70_000, 70_001]
 
 
 def test_exhaustion_has_an_error_of_its_own_and_is_counted() -> None:
@@ -341,7 +341,7 @@ def test_a_restarted_agent_keeps_its_numbers_without_the_store() -> None:
     restarted = Agent(store)
     restarted.allocator.adopt(number, WEB)
     assert restarted.number(WEB) == number
-    assert [one.number for one in restarted.known.facts()] == [number]
+    assert [fact.number for fact in restarted.known.facts()] == [number]
 
 
 def test_a_number_in_use_that_is_missing_is_made_again_under_the_same_number() -> None:
@@ -521,7 +521,7 @@ def allocate(one: Agent, key: IdentityKey) -> None:
 
 def collect(store: MemoryStore, agents: list[Agent], what: str, number: int) -> None:
     """Do what the collector may: nothing to a number that an agent uses, and each stage after the one before."""
-    if any(number in one.known.in_use for one in agents):
+    if any(number in agent.known.in_use for agent in agents):
         return
     try:
         if what == "mark":
@@ -538,9 +538,9 @@ def collect(store: MemoryStore, agents: list[Agent], what: str, number: int) -> 
 
 def check_meanings(store: MemoryStore, agents: list[Agent]) -> None:
     meanings: dict[int, IdentityKey] = {}
-    for one in agents:
-        for number in one.known.in_use:
-            known = one.known.get(number)
+    for agent in agents:
+        for number in agent.known.in_use:
+            known = agent.known.get(number)
             assert known is not None
             assert meanings.setdefault(number, known.key) == known.key
     for stored in store.list("identities")[0]:

@@ -294,7 +294,7 @@ def test_an_unused_number_is_collected_in_the_end(node: Node) -> None:
     assert node.allocator.known.facts() == []
     assert node.store.get(object_key(number)) is not None  # it rests
     assert node.add(1).identity == number
-    assert [one.number for one in node.allocator.known.facts()] == [number]
+    assert [fact.number for fact in node.allocator.known.facts()] == [number]
 
 
 def test_one_agent_collects_and_another_follows_when_it_ends(tmp_path: Path) -> None:
@@ -325,15 +325,15 @@ def test_two_agents_on_one_file_agree(tmp_path: Path) -> None:
         for store, name in zip(stores, ("n1", "n2"), strict=True)
     ]
     try:
-        numbers = [one.add(1, app="web").identity for one in nodes]
+        numbers = [node.add(1, app="web").identity for node in nodes]
         assert len(set(numbers)) == 1
         for one in nodes:
             one.tick()
         assert [stored.key.name for stored in stores[0].list(NODES)[0]] == ["n1", "n2"]
         nodes[1].add(2, app="db")
         nodes[0].hear()
-        assert {one.number for one in nodes[0].allocator.known.facts()} == {
-            one.number for one in nodes[1].allocator.known.facts()
+        assert {fact.number for fact in nodes[0].allocator.known.facts()} == {
+            fact.number for fact in nodes[1].allocator.known.facts()
         }
     finally:
         for one in nodes:

@@ -228,7 +228,7 @@ def test_a_workloads_label_replaces_the_networks_and_the_later_name_wins() -> No
     put_workload(store, "b", "*", role="two")
     put_workload(store, "a", "*", role="one", extra="x", **{"podwire.io/name": "forged"})
     labels = synced(store).resolve("web", role="zero").labels
-    assert [one for one in labels if one.startswith("cni:")] == [
+    assert [label for label in labels if label.startswith("cni:")] == [
         "cni:extra=x",
         "cni:podwire.io/name=web",
         "cni:podwire.io/network=net",
@@ -249,7 +249,7 @@ def test_a_change_of_a_namespaces_labels_affects_its_endpoints_only() -> None:
     agent.sync()
     doubt = agent.feed.take_doubt()
     assert doubt.change == SourceChange(frozenset({"prod"}))
-    [changed] = agent.resolver.affected([one for one in records if doubt.may_touch(one)])
+    [changed] = agent.resolver.affected([record for record in records if doubt.may_touch(record)])
     assert changed is records[1]
     old = changed.identity
     resolved = agent.resolver.resolve_again(changed)
@@ -412,7 +412,7 @@ CHANGES: list[tuple[str, list[str], list[str]]] = [
 )
 def test_labels_are_changed_by_hand(changes: list[str], expected: list[str]) -> None:
     own = bring("web", app="web")
-    kept = [one for one in own if one != "cni:app=web"]
+    kept = [label for label in own if label != "cni:app=web"]
     wanted = {*kept, *(f"cni:{one}" for one in expected)}
     assert set(change_own_labels(own, changes, lambda _key: "")) == wanted
 
@@ -466,7 +466,9 @@ def test_identities_are_described_with_who_has_them() -> None:
     record = make_record(7, agent.resolver.resolve(bring("web"), [HTTP], "default"))
     idle = agent.resolve(app="idle")
     agent.allocator._claim(300, IdentityKey(("cni:app=fixed",)))
-    rows = {one.id: one for one in describe_identities(agent.allocator.known, [record])}
+    rows = {
+        identity.id: identity for identity in describe_identities(agent.allocator.known, [record])
+    }
     assert rows[1].labels == ("reserved:host",)
     assert rows[1].source == "reserved"
     assert rows[300].source == "fixed"

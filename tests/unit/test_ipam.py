@@ -20,9 +20,11 @@ def take(ipam: NodeIpam, owner: int, identity: int = 0, *wanted: str) -> list[st
     """Allocate for an endpoint and give its addresses as text."""
     found = ipam.take(
         EndpointId(owner),
-        Wish(identity=IdentityId(identity), wanted=tuple(ip_address(one) for one in wanted)),
+        Wish(
+            identity=IdentityId(identity), wanted=tuple(ip_address(address) for address in wanted)
+        ),
     )
-    return [str(one) for one in found if one is not None]
+    return [str(entry) for entry in found if entry is not None]
 
 
 def release(ipam: NodeIpam, *owners: int) -> None:
@@ -69,7 +71,7 @@ def test_every_other_address_of_a_range_is_given_once(cidr: str) -> None:
 
 def test_only_the_first_range_of_a_family_has_the_nodes_own_address() -> None:
     ipam = NodeIpam(["10.0.0.4/30", "fd00::/126", "10.0.1.4/32", "fd00::8/128"])
-    shown = [(str(one.node_address), one.capacity) for one in ipam.usage()]
+    shown = [(str(usage.node_address), usage.capacity) for usage in ipam.usage()]
     assert shown == [("10.0.0.5", 3), ("fd00::1", 3), ("None", 1), ("None", 1)]
 
 
@@ -217,7 +219,7 @@ def test_a_fixed_address_that_cannot_be_given_takes_nothing(wanted: list[str], w
 
 def adopt(ipam: NodeIpam, owner: int, *addresses: str, quarantined: bool = False) -> None:
     """Adopt text addresses for an endpoint."""
-    parsed = [ip_address(one) for one in addresses]
+    parsed = [ip_address(address) for address in addresses]
     ipam.adopt(EndpointId(owner), parsed, quarantined=quarantined)
 
 

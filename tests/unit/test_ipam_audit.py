@@ -4,7 +4,7 @@ from ipaddress import ip_address, ip_network
 
 import pytest
 
-from podwire.control.ipam.audit.cluster import ClusterView, find_cluster_faults
+from podwire.control.ipam.audit import ClusterView, find_cluster_faults
 from podwire.control.ipam.documents import Block, ClaimedAddress
 from podwire.control.ipam.pools import Pool
 from tests.fakes.pool_nodes import key_of
@@ -27,11 +27,11 @@ def view(
     return ClusterView(
         node="n1",
         living={"n1", "n2"},
-        pools={one.name: one for one in pools},
+        pools={pool.name: pool for pool in pools},
         blocks=blocks,
         claimed=[ClaimedAddress(ip_address(one), "p", node, key_of(1)) for one, node in claimed],
-        published={"n2": [ip_address(one) for one in others]},
-        held=[ip_address(one) for one in held],
+        published={"n2": [ip_address(other) for other in others]},
+        held=[ip_address(address) for address in held],
     )
 
 
@@ -76,11 +76,11 @@ WRONG: list[tuple[str, ClusterView, str, str, bool]] = [
 
 @pytest.mark.parametrize(
     ("seen", "address", "words", "releasable"),
-    [one[1:] for one in WRONG],
-    ids=[one[0] for one in WRONG],
+    [case[1:] for case in WRONG],
+    ids=[case[0] for case in WRONG],
 )
 def test_what_is_wrong_is_named(
     seen: ClusterView, address: str, words: str, releasable: bool
 ) -> None:
-    found = [one for one in find_cluster_faults(seen) if one.address == address]
-    assert any(words in one.problem and one.releasable is releasable for one in found), found
+    found = [fault for fault in find_cluster_faults(seen) if fault.address == address]
+    assert any(words in entry.problem and entry.releasable is releasable for entry in found), found

@@ -39,7 +39,7 @@ def test_a_pod_gets_an_address_of_each_family_that_has_a_pool(nodes: Nodes) -> N
     assert ip_address(ipv4) in ip_network("10.0.0.0/16")
     assert ip_address(ipv6) in ip_network("fd00::/64")
     assert set(claimed_blocks(nodes.store).values()) == {"n1"}
-    assert sorted(one.prefixlen for one in node.ipam.blocks) == [26, 122]
+    assert sorted(block.prefixlen for block in node.ipam.blocks) == [26, 122]
 
 
 def test_add_and_del_write_nothing_while_a_block_has_free_addresses(nodes: Nodes) -> None:
@@ -132,7 +132,7 @@ def test_a_node_without_a_block_borrows_what_owners_never_give(nodes: Nodes) -> 
     assert not set(given) & set(borrowed)
     with pytest.raises(Exhausted):
         add(owner, 99)
-    [one, *_] = [decode_claimed(one) for one in nodes.store.list("ipaddresses")[0]]
+    [one, *_] = [decode_claimed(stored) for stored in nodes.store.list("ipaddresses")[0]]
     assert one is not None
     assert one.node == "n2"
     assert one.key.if_name == "eth0"
@@ -176,7 +176,7 @@ def test_reserved_addresses_are_only_given_to_who_asks(nodes: Nodes) -> None:
     apply(nodes.store, pool_document("p", "10.0.0.0/26", reserved=["10.0.0.2-10.0.0.50"]))
     node, other = nodes("n1"), nodes("n2")
     given = {add(node, number)[0] for number in range(1, 9)}
-    assert all(int(one.rpartition(".")[2]) > 50 for one in given)
+    assert all(int(address.rpartition(".")[2]) > 50 for address in given)
     assert add(node, 20, "10.0.0.7") == ["10.0.0.7"]
     assert add(other, 21, "10.0.0.8") == ["10.0.0.8"]
     with pytest.raises(AddressUnavailable, match="node n1 has it"):
@@ -278,7 +278,7 @@ def test_what_a_pool_reserves_later_holds_in_blocks_that_exist(nodes: Nodes) -> 
         add(other, 2, running)
     node.ipam.release(EndpointId(1))
     [(block, kept)] = node.ipam.mine.list_outdated()
-    assert any(one.contains(ip_address(running)) for one in kept)
+    assert any(cidr.contains(ip_address(running)) for cidr in kept)
 
 
 def test_what_a_pool_reserves_no_longer_is_given_again(nodes: Nodes) -> None:

@@ -176,8 +176,8 @@ def test_remembered_blocks_that_overlap_are_one_until_the_store_is_heard(
     assert ticking.ipam.list_lacks() == []
     assert len(ticking.ipam.usage()) == len(opened)
     told = " ".join(ticking.reports)
-    for one in set(blocks) - set(opened):
-        assert f"block {one} of pool p is left out" in told
+    for block in set(blocks) - set(opened):
+        assert f"block {block} of pool p is left out" in told
     store.away = False
     apply(store, pool_document("p", "10.0.0.0/24", blockSize=28))
     ticking.hear_and_work()
@@ -290,7 +290,7 @@ def test_a_node_keeps_the_range_that_a_pool_gave_it() -> None:
     )
     facts = Facts()
     first = take_ranges("n1", store, facts)
-    assert [one.prefixlen for one in first] == [24, 122]
+    assert [cidr.prefixlen for cidr in first] == [24, 122]
     assert list(take_ranges("n1", store, Facts())) == list(first)
     assert not set(take_ranges("n2", store, Facts())) & set(first)
     store.away = True
@@ -305,8 +305,8 @@ def test_a_node_keeps_its_range_while_what_gave_it_cannot_be_read(kind: str) -> 
     apply(store, pool_document("n4", "10.0.0.0/16", use="nodes", blockSize=24))
     facts = Facts()
     first = list(take_ranges("n1", store, facts))
-    for one in store.list(kind)[0]:
-        store.update(replace(one, document={"metadata": {"name": one.key.name}, "spec": "x"}))
+    for stored in store.list(kind)[0]:
+        store.update(replace(stored, document={"metadata": {"name": stored.key.name}, "spec": "x"}))
     assert list(take_ranges("n1", store, facts)) == first
     assert len(store.list("ipblocks")[0]) == 1
     store.away = True

@@ -158,7 +158,9 @@ class AddressMachine(RuleBasedStateMachine):
         held = self.list_held()
         for usage in self.ipam.usage():
             inside = {
-                one for one in held if one.version == usage.cidr.version and one in usage.cidr
+                address
+                for address in held
+                if address.version == usage.cidr.version and address in usage.cidr
             }
             assert (usage.held, usage.capacity) == (len(inside), usage.held + usage.free)
         waiting = sum(len(self.held[owner]) for owner in self.quarantined)

@@ -39,7 +39,7 @@ GOOD: list[tuple[str, str, Mapping[str, Any], Mapping[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("cidr", "spec", "expected"), [one[1:] for one in GOOD], ids=[one[0] for one in GOOD]
+    ("cidr", "spec", "expected"), [case[1:] for case in GOOD], ids=[case[0] for case in GOOD]
 )
 def test_a_good_pool_is_read(
     cidr: str, spec: Mapping[str, Any], expected: Mapping[str, Any]
@@ -81,7 +81,7 @@ BAD: list[tuple[str, str, Mapping[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(
-    ("cidr", "spec", "paths"), [one[1:] for one in BAD], ids=[one[0] for one in BAD]
+    ("cidr", "spec", "paths"), [case[1:] for case in BAD], ids=[case[0] for case in BAD]
 )
 def test_every_fault_of_a_bad_pool_is_named(
     cidr: str, spec: Mapping[str, Any], paths: list[str]
@@ -190,14 +190,14 @@ CHOICES: list[tuple[str, NamespaceFacts, list[str], list[str]]] = [
 
 @pytest.mark.parametrize(
     ("namespace", "named", "expected"),
-    [one[1:] for one in CHOICES],
-    ids=[one[0] for one in CHOICES],
+    [choice[1:] for choice in CHOICES],
+    ids=[choice[0] for choice in CHOICES],
 )
 def test_pods_get_the_pools_that_are_meant_for_them(
     namespace: NamespaceFacts, named: list[str], expected: list[str]
 ) -> None:
     found = choose_pools(POOLS, node_labels=NODE, namespace=namespace, named=named)
-    assert [one.name for one in found] == expected
+    assert [entry.name for entry in found] == expected
 
 
 @pytest.mark.parametrize(

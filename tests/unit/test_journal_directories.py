@@ -18,7 +18,7 @@ SEVEN = EndpointId(7)
 
 def list_tree(root: Path) -> set[str]:
     """Give the names of everything below `root`."""
-    return {str(one.relative_to(root)) for one in root.rglob("*")}
+    return {str(path.relative_to(root)) for path in root.rglob("*")}
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_removal_takes_every_trace_and_may_be_repeated(
     directories.publish(record(70), EndpointConfig())
     directories.remove(SEVEN)
     directories.remove(SEVEN)
-    assert {one.name for one in (tmp_path / "endpoints").iterdir()} == {"70"}
+    assert {path.name for path in (tmp_path / "endpoints").iterdir()} == {"70"}
 
 
 def test_pruning_keeps_living_endpoints_alone(directories: RunDirectories, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_pruning_keeps_living_endpoints_alone(directories: RunDirectories, tmp_p
     (root / "a file").touch()
     (root / "link").symlink_to(tmp_path)
     directories.prune([SEVEN])
-    assert {one.name for one in root.iterdir()} == {"7"}
+    assert {path.name for path in root.iterdir()} == {"7"}
     assert tmp_path.exists()
 
 

@@ -83,7 +83,7 @@ def test_paths_begin_where_the_kubeconfig_is(tmp_path: Path) -> None:
 
 
 def test_certificates_may_stand_in_the_kubeconfig(tmp_path: Path, pair: tuple[str, str]) -> None:
-    certificate, key = (base64.b64encode(one.encode()).decode() for one in pair)
+    certificate, key = (base64.b64encode(half.encode()).decode() for half in pair)
     user = {"client-certificate-data": certificate, "client-key-data": key}
     cluster = {"certificate-authority-data": certificate, "tls-server-name": "kubernetes"}
     access = load_kubeconfig(write_config(tmp_path, user, cluster))
@@ -237,7 +237,7 @@ def test_a_plugin_is_asked_when_what_it_gave_expires() -> None:
         plugin = Plugin("get-token", ("a",), {"A": "1"}, V1, wants_cluster=True)
         credentials = Credentials(access_with(User(plugin=plugin)), run)
         several = await asyncio.gather(*(credentials.show() for _ in range(5)))
-        told = [*{one.token for one in several}]
+        told = [*{access.token for access in several}]
         shown = await credentials.show()
         told += [shown.token, (await credentials.show()).token]
         assert credentials.refused(shown)

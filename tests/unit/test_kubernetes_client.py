@@ -200,7 +200,7 @@ def test_lists_are_whole(
         answers, lambda client: list_pages(client, NODES, EVERYTHING, None)
     )
     assert (len(found), revision) == (count, 7)
-    assert [dict(one.query) for one in asked] == queries
+    assert [dict(question.query) for question in asked] == queries
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_server_that_is_behind_is_asked_for_what_there_is() -> None:
     _, asked = ask(
         [behind, body(PAGES["one"])], lambda client: list_pages(client, NODES, EVERYTHING, None, 5)
     )
-    assert [dict(one.query).get("resourceVersion") for one in asked] == ["5", None]
+    assert [dict(question.query).get("resourceVersion") for question in asked] == ["5", None]
 
 
 def test_what_is_no_api_server_is_named() -> None:

@@ -49,7 +49,7 @@ def test_paths(kind: str, path: str) -> None:
 
 def test_every_kind_is_a_resource() -> None:
     assert {kind.plural for kind in KINDS} <= RESOURCES.keys()
-    assert [one.full_name for one in RESOURCES.values() if one.is_read_only] == [
+    assert [resource.full_name for resource in RESOURCES.values() if resource.is_read_only] == [
         "namespaces",
         "services",
         "endpointslices.discovery.k8s.io",

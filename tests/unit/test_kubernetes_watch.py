@@ -22,7 +22,7 @@ def reader(**after: int) -> KubernetesWatch:
 
 
 def revisions(events: Sequence[StoreEvent]) -> list[int]:
-    return [one.revision for one in events]
+    return [event.revision for event in events]
 
 
 def test_what_is_known_already_is_left_out() -> None:

@@ -37,4 +37,4 @@ def test_no_thread_of_a_frozen_process_goes_on() -> None:
 def states(pid: int) -> set[str]:
     """Give the states that the threads of a process are in."""
     threads = Path(f"/proc/{pid}/task").iterdir()
-    return {(one / "stat").read_text().rpartition(")")[2].split()[0] for one in threads}
+    return {(thread / "stat").read_text().rpartition(")")[2].split()[0] for thread in threads}

@@ -55,8 +55,8 @@ class Losses:
     def wait(self, timeout_s: float) -> bool:
         assert timeout_s == 0
         lost, self._lost = self._lost, []
-        for one in lost:
-            self._told(one)
+        for task in lost:
+            self._told(task)
         return bool(lost)
 
     def take_lost(self) -> bool:
@@ -76,6 +76,7 @@ class Tables:
         self._fd = -1
         self.differences: list[str] = []
         self.looks = 0
+        self.meanwhile: Callable[[], None] = lambda: None
 
     def open(self, told: Callable[[str], None]) -> "Tables":
         self._told = told
@@ -89,6 +90,7 @@ class Tables:
 
     def repair(self) -> list[str]:
         self.looks += 1
+        self.meanwhile()
         found, self.differences = self.differences, []
         return found
 
@@ -97,6 +99,8 @@ class Tables:
 
     def wait(self, timeout_s: float) -> bool:
         assert timeout_s == 0
+        if not self._names:
+            return False
         os.eventfd_read(self._fd)
         while self._names:
             self._told(self._names.pop())
@@ -304,6 +308,20 @@ async def test_a_changed_table_is_put_right_and_who_may_have_done_it_is_told(
     assert line.__dict__["keys"] == ["nft"]
 
 
+async def test_a_change_that_is_found_before_its_news_has_a_name_and_is_followed_by_a_look(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    def change_once() -> None:
+        scene.tables.meanwhile = lambda: None
+        scene.tables.change("nft", "it is missing")
+
+    scene.tables.meanwhile = change_once
+    async with running(loops.watch_tables, scene.duties):
+        await until(lambda: scene.tables.looks == 2)
+    [line] = caplog.records
+    assert line.__dict__["keys"] == ["nft"]
+
+
 async def test_who_changes_the_table_again_and_again_is_warned_of_until_it_stops(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,7 +331,7 @@ async def test_who_changes_the_table_again_and_again_is_warned_of_until_it_stops
 
     def contest() -> bool:
         scene.tables.change("firewall", "it is missing")
-        return any("firewall" in one for one in health.warnings())
+        return any("firewall" in warning for warning in health.warnings())
 
     async with running(loops.watch_tables, scene.duties):
         await until(lambda: scene.tables.looks == 1)
@@ -389,7 +407,7 @@ async def test_the_file_alive_follows_what_status_would_say(scene: Scene, tmp_pa
         await until(alive.exists)
         answering.exhausted = True
         await until(lambda: not alive.exists())
-        await until(lambda: any("no address left" in one for one in health.warnings()))
+        await until(lambda: any("no address left" in warning for warning in health.warnings()))
         answering.exhausted = False
         await until(alive.exists)
 
@@ -398,7 +416,9 @@ async def test_an_agent_that_waits_for_this_ones_end_is_named(scene: Scene) -> N
     waiting = ["4711"]
     duties = replace(scene.duties, find_second_agent=lambda: "".join(waiting))
     async with running(loops.stay_alive, duties):
-        await until(lambda: any("process 4711, waits" in one for one in duties.health.warnings()))
+        await until(
+            lambda: any("process 4711, waits" in warning for warning in duties.health.warnings())
+        )
         waiting.clear()
         await until(lambda: not duties.health.warnings())
 
@@ -498,6 +518,7 @@ async def test_events_become_flows_and_losses_are_counted() -> None:
         name_rule=lambda _number: None,
         labels_of=lambda _number: (),
         wall_offset_ns=lambda: 0,
+        name_service=lambda _address, _port, _protocol: None,
     )
     pump = EventPump(ring, maker, flows)
     pump.start()

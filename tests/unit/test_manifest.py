@@ -57,7 +57,7 @@ TAKEN: dict[str, tuple[str, list[Any]]] = {
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_is_taken_means_what_was_written(name: str) -> None:
     text, expected = TAKEN[name]
-    assert [one.document for one in load_manifests(text.encode(), "f")] == expected
+    assert [manifest.document for manifest in load_manifests(text.encode(), "f")] == expected
 
 
 def bomb(levels: int) -> str:
@@ -249,15 +249,17 @@ def without_merge_keys(value: Any) -> Any:
     )
 )
 def test_what_is_written_is_read_again_as_it_was(documents: list[dict[str, Any]]) -> None:
-    documents = [without_merge_keys(one) for one in documents]
+    documents = [without_merge_keys(document) for document in documents]
     text = dump(documents)
-    assert [one.document for one in load_manifests(text.encode(), "f")] == documents
+    assert [manifest.document for manifest in load_manifests(text.encode(), "f")] == documents
 
 
 @given(text=st.text(st.sampled_from("ab:-?&*!|>{}[]#%'\"\\ \n\t,~<0"), max_size=60))
 def test_no_text_breaks_the_loader(text: str) -> None:
     with contextlib.suppress(InvalidRequest):
-        assert all(isinstance(one.document, dict) for one in load_manifests(text.encode(), "f"))
+        assert all(
+            isinstance(manifest.document, dict) for manifest in load_manifests(text.encode(), "f")
+        )
 
 
 def test_two_thousand_policies_are_read_in_linear_time() -> None:

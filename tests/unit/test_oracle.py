@@ -418,7 +418,8 @@ def test_the_order_of_everything_is_without_effect(
 ) -> None:
     before = evaluate(policies, groups, asked, mode)
     other = [
-        replace(one, rules=tuple(shuffled.sample(one.rules, len(one.rules)))) for one in policies
+        replace(policy, rules=tuple(shuffled.sample(policy.rules, len(policy.rules))))
+        for policy in policies
     ]
     shuffled.shuffle(other)
     after = evaluate(other, groups[::-1], asked, mode)

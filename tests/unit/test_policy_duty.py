@@ -71,12 +71,12 @@ class Bench:
 
     def names(self) -> set[str]:
         """Name the policies in force."""
-        return {one.policy.name for one in self.node.enforcer.engine.list_policies()}
+        return {policy.policy.name for policy in self.node.enforcer.engine.list_policies()}
 
     def closed(self) -> set[str]:
         """Name the policies that close in place of what they say."""
         found = self.node.enforcer.engine.list_policies()
-        return {one.policy.name for one in found if one.closed_because}
+        return {entry.policy.name for entry in found if entry.closed_because}
 
     def wait_for(self, *names: str) -> None:
         wait_for(lambda: self.names() == set(names) and not self.node.enforcer.engine.is_pending)
@@ -223,7 +223,7 @@ def test_what_the_store_itself_cannot_read_leaves_the_last_one_in_force_and_othe
     running.duty.follower.list_again()
     running.put(network_policy("b"))
     running.wait_for("a", "b")
-    wait_for(lambda: [one.name for one in running.node.policies.problems] == ["a"])
+    wait_for(lambda: [problem.name for problem in running.node.policies.problems] == ["a"])
     running.store.update(whole)
     wait_for(lambda: not running.node.policies.problems)
     assert running.names() == {"a", "b"}
@@ -251,7 +251,7 @@ def test_a_watch_that_fails_is_opened_again_and_nothing_is_missed(
     running.put(network_policy("b"))
     running.wait_for("a", "b")
     wait_for(lambda: running.reports[-1] == "")
-    assert any(str(error) in one for one in running.reports)
+    assert any(str(error) in report for report in running.reports)
     assert len(running.store._watches) <= 2  # of policies and of identities
 
 

@@ -421,4 +421,4 @@ def test_a_thousand_changes_are_one_revision() -> None:
         world.set_policy(policy, allow(1 + number))
     world.engine.apply()
     assert world.engine.generation == before + 1
-    assert len([one for one in world.datapath.calls if one[0] == "update_endpoints"]) == 1
+    assert len([call for call in world.datapath.calls if call[0] == "update_endpoints"]) == 1

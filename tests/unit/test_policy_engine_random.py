@@ -164,9 +164,9 @@ class Witness:
     def __init__(self, world: World, packets: list[Packet]) -> None:
         self._world = world
         asked = [(endpoint, packet) for endpoint in world.endpoints for packet in packets]
-        self._seen = {one: [world.decide(*one)] for one in asked}
+        self._seen = {question: [world.decide(*question)] for question in asked}
         self._under_way: dict[Asked, set[tuple[EndpointConfig, tuple[int, ...]]]] = {}
-        self._late: dict[Asked, set[Verdict]] = {one: set() for one in asked}
+        self._late: dict[Asked, set[Verdict]] = {question: set() for question in asked}
         world.datapath.watch = self.look
         world.datapath.fence = self._under_way.clear
 

@@ -109,7 +109,7 @@ def test_a_name_of_a_port_selects_who_has_it() -> None:
         index.add_identity(one)
     index.remove_identity(100)
     assert selection.members == {
-        one.number for one in facts[1:] if any(port.name == "http" for port in one.named_ports)
+        fact.number for fact in facts[1:] if any(port.name == "http" for port in fact.named_ports)
     }
 
 
@@ -126,7 +126,7 @@ def find(table: CidrTable, address: ipaddress.IPv4Address | ipaddress.IPv6Addres
 
 
 def table_networks(table: CidrTable) -> list[IPNetwork]:
-    return [one for one in NETWORKS if one in table]
+    return [network for network in NETWORKS if network in table]
 
 
 @SETTINGS
@@ -176,8 +176,8 @@ def is_selected(
         cidrs = (selector.cidr,)
     elif selector.name in groups:
         cidrs = groups[selector.name].cidrs
-    inside = any(address in one for one in cidrs)
-    return inside and not any(address in one for one in selector.exceptions)
+    inside = any(address in cidr for cidr in cidrs)
+    return inside and not any(address in exception for exception in selector.exceptions)
 
 
 def test_numbers_of_prefixes_stay_and_are_not_given_again() -> None:

@@ -120,7 +120,7 @@ def test_a_file_that_is_locked_is_a_failure_and_not_begun_anew(path: Path) -> No
 @pytest.mark.parametrize("damage", ["no database", "half", "another layout", "another store"])
 def test_a_file_that_cannot_be_used_is_begun_anew(path: Path, damage: str) -> None:
     with RememberedObjects(path, URL) as memory:
-        memory.save({"namespaces": ([make(f"n{one}") for one in range(200)], 1)}, ())
+        memory.save({"namespaces": ([make(f"n{index}") for index in range(200)], 1)}, ())
     if damage == "no database":
         path.write_bytes(b"x" * 5000)
     elif damage == "half":
@@ -183,7 +183,7 @@ def test_changes_are_kept_without_a_proper_stop(memory: RememberedObjects) -> No
 
     def is_kept() -> bool:
         found = memory.load("namespaces")
-        return found is not None and [one.key.name for one in found[0]] == ["a"]
+        return found is not None and [stored.key.name for stored in found[0]] == ["a"]
 
     with mirror.changed:
         # The follower tells of each quiet second.
@@ -271,7 +271,7 @@ def test_what_cannot_be_kept_is_kept_later(
     follower.stop()
     found = memory.load("namespaces")
     assert found is not None
-    assert [one.key.name for one in found[0]] == ["a", "b"]
+    assert [stored.key.name for stored in found[0]] == ["a", "b"]
 
 
 def test_a_memory_that_cannot_be_read_is_none(
@@ -321,11 +321,11 @@ def test_a_store_that_is_locked_is_opened_when_it_is_free(
             with pytest.raises(Unavailable, match="locked"):
                 store.list("namespaces")
         locked.close()
-        assert [one.key.name for one in store.list("namespaces")[0]] == ["a"]
+        assert [stored.key.name for stored in store.list("namespaces")[0]] == ["a"]
         with store.together():
             store.create(make("b"))
         watch = store.watch(since(0, "namespaces"))
-        assert [one.object.key.name for one in watch.next(0)] == ["a", "b"]
+        assert [event.object.key.name for event in watch.next(0)] == ["a", "b"]
         assert store.get(make("b").key) is not None
         store.delete(make("b").key)
 

@@ -357,7 +357,7 @@ async def test_ipam_shows_ranges_and_who_has_what(served: Served) -> None:
     served.node.service.add(request(pod="web"), NETNS)
     shown = (await served.get("/ipam")).json
     assert shown["mode"] == "node"
-    assert [one["owner"] for one in shown["allocations"]] == ["default/web"] * 2
+    assert [allocation["owner"] for allocation in shown["allocations"]] == ["default/web"] * 2
     assert [one["capacity"] - one["free"] for one in shown["ranges"]] == [1, 1]
 
 

@@ -172,9 +172,9 @@ def test_every_version_of_a_result_is_read_back_without_inventing(
 ) -> None:
     back = decode_result(version, json.loads(encode_result(version, result)))
     assert set(back.interfaces) <= {
-        msgspec.structs.replace(one, mtu=back_mtu)
-        for one in result.interfaces
-        for back_mtu in (0, one.mtu)
+        msgspec.structs.replace(interface, mtu=mtu)
+        for interface in result.interfaces
+        for mtu in (0, interface.mtu)
     }
     assert {ip.address for ip in back.ips} <= {ip.address for ip in result.ips}
     assert {route.destination for route in back.routes} <= {r.destination for r in result.routes}

@@ -226,12 +226,12 @@ def test_each_spec_becomes_a_rule_set_of_its_own_with_paths_that_say_which() -> 
     document = read(cnp("endpointSelector: {}\ningress: [{}]\ningressDeny: [{}]"))
     document["specs"] = [read("{endpointSelector: {}, egress: [{}, {}]}"), document["spec"]]
     found = decode_cilium_policy(document)
-    assert [[rule.path for rule in one.rules] for one in found] == [
+    assert [[rule.path for rule in entry.rules] for entry in found] == [
         ["spec.ingress[0]", "spec.ingressDeny[0]"],
         ["specs[0].egress[0]", "specs[0].egress[1]"],
         ["specs[1].ingress[0]", "specs[1].ingressDeny[0]"],
     ]
-    assert {one.policy for one in found} == {PolicyId("CiliumNetworkPolicy", "blue", "p")}
+    assert {entry.policy for entry in found} == {PolicyId("CiliumNetworkPolicy", "blue", "p")}
     assert [rule.verdict for rule in found[0].rules] == [Verdict.ALLOW, Verdict.DENY]
 
 

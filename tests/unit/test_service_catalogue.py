@@ -284,10 +284,10 @@ def test_what_is_translated(name: str, backwards: bool) -> None:
 
 
 def test_a_thousand_ports() -> None:
-    ports = [{"name": f"p{one}", "port": one} for one in range(1, 1001)]
-    targets = [{"name": f"p{one}", "port": one + 1} for one in range(1, 1001)]
+    ports = [{"name": f"p{index}", "port": index} for index in range(1, 1001)]
+    targets = [{"name": f"p{index}", "port": index + 1} for index in range(1, 1001)]
     shown = translated(service(ports=ports), slice_of(endpoints=[endpoint(A)], ports=targets))
-    assert shown == {f"{VIP} {one}/tcp": [f"{A}:{one + 1}"] for one in range(1, 1001)}
+    assert shown == {f"{VIP} {index}/tcp": [f"{A}:{index + 1}"] for index in range(1, 1001)}
 
 
 def test_every_address_refuses_its_other_ports() -> None:
@@ -299,7 +299,7 @@ def test_every_address_refuses_its_other_ports() -> None:
 
 def test_the_other_ports_of_an_external_address_are_not_refused() -> None:
     catalogue = catalogue_of(service(externalIPs=["203.0.113.5"], ingress=[{"ip": "203.0.113.6"}]))
-    refusing = [one.address for one in catalogue.take_change().put if not one.port]
+    refusing = [row.address for row in catalogue.take_change().put if not row.port]
     assert refusing == [ipaddress.ip_address(VIP)]
 
 
@@ -427,14 +427,14 @@ def test_a_service_made_anew_with_another_address_leaves_nothing() -> None:
     catalogue.apply(StoreEvent(stored(service()), 2, deleted=True))
     catalogue.apply(StoreEvent(stored(service(addresses=["10.96.0.11"])), 3))
     change = catalogue.take_change()
-    assert {str(one.address) for one in change.gone} == {VIP}
+    assert {str(row.address) for row in change.gone} == {VIP}
     assert show(change.put) == {"10.96.0.11 80/tcp": [f"{A}:8080"]}
 
 
 def test_one_slice_touches_its_own_service_alone() -> None:
     catalogue = catalogue_of(
-        *(service(f"s{one}", [f"10.96.1.{one}"]) for one in range(100)),
-        *(slice_of(f"s{one}", [endpoint(A)]) for one in range(100)),
+        *(service(f"s{index}", [f"10.96.1.{index}"]) for index in range(100)),
+        *(slice_of(f"s{index}", [endpoint(A)]) for index in range(100)),
     )
     catalogue.take_change()
     catalogue.apply(StoreEvent(stored(slice_of("s7", [endpoint(B)])), 9))
@@ -498,7 +498,7 @@ def _any_document(chance: random.Random) -> Mapping[str, Any]:
         ports += [DIAMETER] * chance.randint(0, 1)
         return service(name, list(addresses), ports)
     chosen = chance.sample(range(1, 6), chance.randint(0, 3))
-    ends = [endpoint(f"10.7.0.{one}", ready=chance.random() < 0.7) for one in chosen]
+    ends = [endpoint(f"10.7.0.{last}", ready=chance.random() < 0.7) for last in chosen]
     ports = [{"name": f"p{one}", "port": one + 8000} for one in (80, 81)]
     ports.append({**DIAMETER, "port": chance.choice((3868, 3868, 3869))})
     return slice_of(name, ends, ports, number=chance.randint(1, 2))
@@ -548,8 +548,8 @@ def crowd(frontends: int, slots: int, *sizes: tuple[str, int, int]) -> Catalogue
 
 def put(catalogue: Catalogue, name: str, number: int, ports: int, ends: int, **spec: Any) -> None:
     """Make or change one of them: a row for each port and one for the address."""
-    named = [{"name": f"p{one}", "port": one} for one in range(1, ports + 1)]
-    addresses = [endpoint(f"10.7.{number}.{one}", node="n1") for one in range(1, ends + 1)]
+    named = [{"name": f"p{index}", "port": index} for index in range(1, ports + 1)]
+    addresses = [endpoint(f"10.7.{number}.{index}", node="n1") for index in range(1, ends + 1)]
     made = service(name, [f"10.96.1.{number}"], named, **spec)
     for document in (made, slice_of(name, addresses, named)):
         catalogue.apply(StoreEvent(stored(document, f"2026-01-{number:02}T00:00:00Z"), 1))
@@ -557,13 +557,13 @@ def put(catalogue: Catalogue, name: str, number: int, ports: int, ends: int, **s
 
 def names(catalogue: Catalogue) -> list[str]:
     catalogue.take_change()
-    return [str(one.name) for one in catalogue.views() if one.is_translated]
+    return [str(view.name) for view in catalogue.views() if view.is_translated]
 
 
 def test_who_does_not_fit_keeps_no_older_one_out_and_no_smaller_one() -> None:
     catalogue = crowd(20, 100, ("old", 4, 2), ("greedy", 18, 1), ("small", 3, 1))
     assert names(catalogue) == ["default/old", "default/small"]
-    problems = {str(one.name): one.problem for one in catalogue.views()}
+    problems = {str(view.name): view.problem for view in catalogue.views()}
     assert problems["default/greedy"] == "there is no room for it beside the other services"
     assert catalogue.room.refused == {ServiceName("default", "greedy")}
 
@@ -574,7 +574,7 @@ def test_who_loses_its_room_to_an_older_one_is_told_of() -> None:
     put(catalogue, "old", 1, 6, 2)
     touched = catalogue.take_change().touched
     lacking = catalogue.list_lacking(touched)
-    told = {str(one.name): catalogue.left(one.name)[0].reason for one in lacking}
+    told = {str(refused.name): catalogue.left(refused.name)[0].reason for refused in lacking}
     assert told == {"default/late": "no-room"}
 
 
@@ -599,8 +599,8 @@ def test_room_that_is_given_back_goes_to_who_waits() -> None:
     assert names(catalogue) == ["default/old"]
     catalogue.apply(StoreEvent(stored(service("old"), "2026-01-01T00:00:00Z"), 2, deleted=True))
     change = catalogue.take_change()
-    assert {str(one.address) for one in change.put} == {"10.96.1.2"}
-    assert {str(one.address) for one in change.gone} == {"10.96.1.1"}
+    assert {str(row.address) for row in change.put} == {"10.96.1.2"}
+    assert {str(row.address) for row in change.gone} == {"10.96.1.1"}
     assert names(catalogue) == ["default/young"]
 
 
@@ -610,7 +610,7 @@ def test_who_grows_beyond_the_room_goes_and_nobody_else() -> None:
     put(catalogue, "young", 2, 16, 1)
     change = catalogue.take_change()
     assert not change.put
-    assert {str(one.address) for one in change.gone} == {"10.96.1.2"}
+    assert {str(row.address) for row in change.gone} == {"10.96.1.2"}
     assert names(catalogue) == ["default/old"]
 
 

@@ -24,23 +24,23 @@ def test_numbers_of_back_ends_are_those_that_were_put(most: int, steps: int) -> 
     chance = random.Random(5)
     numbers, wanted = BackEndNumbers(), dict[BackEnd, int]()
     for step in range(1, steps):
-        one = any_back_end(chance, most)
+        back_end = any_back_end(chance, most)
         # Grows to most of what there may be, and shrinks to little again.
         if chance.random() < (0.75 if step < steps // 2 else 0.25):
-            numbers.put(one, step)
-            wanted[one] = step
+            numbers.put(back_end, step)
+            wanted[back_end] = step
         else:
-            numbers.remove([one])
-            wanted.pop(one, None)
-        assert numbers.find(one) == wanted.get(one, 0)
+            numbers.remove([back_end])
+            wanted.pop(back_end, None)
+        assert numbers.find(back_end) == wanted.get(back_end, 0)
         assert len(numbers) == len(wanted)
     assert sorted(numbers) == sorted(wanted.values())
-    assert {one: numbers.find(one) for one in wanted} == wanted
+    assert {back_end: numbers.find(back_end) for back_end in wanted} == wanted
     gone = list(wanted)[::2]
     numbers.remove(gone)
-    wanted = {one: number for one, number in wanted.items() if one not in set(gone)}
-    assert not any(one in numbers for one in gone)
-    assert {one: numbers.find(one) for one in wanted} == wanted
+    wanted = {back_end: number for back_end, number in wanted.items() if back_end not in set(gone)}
+    assert not any(back_end in numbers for back_end in gone)
+    assert {back_end: numbers.find(back_end) for back_end in wanted} == wanted
 
 
 def test_lists_are_those_that_were_put() -> None:

@@ -63,7 +63,7 @@ def test_a_service_is_read_as_it_was_written(document: Mapping[str, Any]) -> Non
         ("IPv4", []),
         ("IPv4", [endpoint("10.7.0.1", node="n1"), endpoint("10.7.0.2", ready=False)]),
         ("IPv6", [endpoint("fd07::1", serving=True, terminating=True, zones=["z2", "z1"])]),
-        ("IPv4", [endpoint(f"10.7.0.{one}", nodes=[f"n{one % 3}"]) for one in range(1, 99)]),
+        ("IPv4", [endpoint(f"10.7.0.{index}", nodes=[f"n{index % 3}"]) for index in range(1, 99)]),
     ],
 )
 def test_a_slice_is_read_as_it_was_written(family: str, endpoints: Any) -> None:
@@ -82,8 +82,8 @@ def test_a_slice_is_read_as_it_was_written(family: str, endpoints: Any) -> None:
 
 def test_claims_are_read_as_they_were_written() -> None:
     chance = random.Random(3)
-    four = [BackEnd(address(f"10.7.0.{one}"), 8000 + one, 6) for one in range(1, 9)]
-    six = [BackEnd(address(f"fd07::{one}"), 53, 17) for one in range(1, 9)]
+    four = [BackEnd(address(f"10.7.0.{index}"), 8000 + index, 6) for index in range(1, 9)]
+    six = [BackEnd(address(f"fd07::{index}"), 53, 17) for index in range(1, 9)]
     for _ in range(30):
         shared = tuple(chance.sample(four, chance.randint(0, 8)))
         claims = {
@@ -123,8 +123,8 @@ def take(catalogue: Catalogue, number: int) -> None:
     """Have the catalogue take a service whose back ends are on as many nodes."""
     name = f"service-{number}"
     ends = [
-        endpoint(f"10.7.{number % 250}.{one}", node=f"node-{(number + one) % 200}", ready=True)
-        for one in range(1, BACK_ENDS + 1)
+        endpoint(f"10.7.{number % 250}.{index}", node=f"node-{(number + index) % 200}", ready=True)
+        for index in range(1, BACK_ENDS + 1)
     ]
     vip = f"10.96.{number // 250}.{number % 250 + 1}"
     for document in (service(name, [vip]), slice_of(name, ends)):

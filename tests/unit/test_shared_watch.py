@@ -66,7 +66,7 @@ class Counting(MemoryStore):
         return watch
 
     def count_open(self) -> int:
-        return sum(not one.is_closed for one in self.made)
+        return sum(not watch.is_closed for watch in self.made)
 
 
 class Heard:

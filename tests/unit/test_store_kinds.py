@@ -30,7 +30,7 @@ BEFORE = {
 
 
 def test_keys_already_stored_stay_as_they_are() -> None:
-    assert {one.plural for one in KINDS} - {
+    assert {kind.plural for kind in KINDS} - {
         "nodes.core",
         "pods",
         "services",
@@ -80,7 +80,7 @@ async def test_both_live_side_by_side_over_the_api(served: Served) -> None:
         ("nodes", OURS), ("nodes.podwire.io", OURS), ("pwn", OURS), ("nodes.core", CORE), ("node.core", CORE)
     ):  # fmt: skip
         listed = (await served.get(f"/object/{word}")).json["items"]
-        assert [one["spec"] for one in listed] == [wanted.document["spec"]]
+        assert [item["spec"] for item in listed] == [wanted.document["spec"]]
         assert (await served.get(f"/object/{word}/a")).json["spec"] == wanted.document["spec"]
     refused = await served.ask("DELETE", "/v1/object/nodes.core/a", b"")
     assert (refused.status, "belongs to Kubernetes" in str(refused.json)) == (409, True)

@@ -35,7 +35,7 @@ def test_work_is_done_on_the_loops_own_thread(loop: LoopThread) -> None:
         assert (loop.run(name_of_thread()), other.run(name_of_thread())) == ("one", "other")
         with ThreadPoolExecutor(4) as threads:
             asked = [threads.submit(loop.run, name_of_thread()) for _ in range(20)]
-            assert {one.result(DEADLINE_S) for one in asked} == {"one"}
+            assert {future.result(DEADLINE_S) for future in asked} == {"one"}
     finally:
         other.close()
     assert loop.run(name_of_thread()) == "one", "each ends alone"

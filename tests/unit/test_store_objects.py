@@ -366,7 +366,7 @@ def test_a_bad_document_is_refused_with_field_and_reason(name: str) -> None:
     change(document)
     with pytest.raises(InvalidRequest) as caught:
         decode(document)
-    found = [(one.path, one.message) for one in caught.value.faults]
+    found = [(fault.path, fault.message) for fault in caught.value.faults]
     assert any(where == path and message in what for where, what in found), found
     assert len(found) == len(set(found)), "each fault is said once"
     assert caught.value.hint
@@ -382,7 +382,7 @@ def test_all_faults_of_a_document_are_named_at_once() -> None:
     document = network_policy("Bad", ingress=[{"ports": [{"port": 0}]}]) | {"extra": 1}
     with pytest.raises(InvalidRequest) as caught:
         decode(document)
-    assert {one.path for one in caught.value.faults} == {
+    assert {fault.path for fault in caught.value.faults} == {
         "metadata.name",
         "extra",
         "spec.ingress[0].ports[0].port",
@@ -404,12 +404,12 @@ def test_two_thousand_documents_are_read_in_linear_time() -> None:
 
 
 def actions(done: list[applying.Applied]) -> list[tuple[str, str]]:
-    return [(str(one.key), one.action) for one in done]
+    return [(str(applied.key), applied.action) for applied in done]
 
 
 def test_objects_are_created_configured_or_left_alone(store: SqliteStore) -> None:
     first = [network_policy("a"), network_policy("b"), cidr_group()]
-    assert [one.action for one in apply_documents(store, first)] == ["created"] * 3
+    assert [applied.action for applied in apply_documents(store, first)] == ["created"] * 3
     changed = network_policy("b", ingress=[])
     done = apply_documents(store, [network_policy("a"), changed, cidr_group()])
     assert [one.action for one in done] == ["unchanged", "configured", "unchanged"]
@@ -424,10 +424,10 @@ def test_objects_are_created_configured_or_left_alone(store: SqliteStore) -> Non
 def test_what_is_shown_can_be_applied_again_and_changes_nothing(store: SqliteStore) -> None:
     documents = {key: document for document, key in GOOD.values()}
     apply_documents(store, [*documents.values()])
-    shown = [show_document(one) for kind in KINDS for one in store.list(kind.plural)[0]]
+    shown = [show_document(stored) for kind in KINDS for stored in store.list(kind.plural)[0]]
     assert all(one["metadata"]["uid"] for one in shown)
     revision = revision_of(store)
-    assert {one.action for one in apply_documents(store, shown)} == {"unchanged"}
+    assert {applied.action for applied in apply_documents(store, shown)} == {"unchanged"}
     assert revision_of(store) == revision
 
 
@@ -440,7 +440,7 @@ def test_with_one_fault_nothing_is_written_and_every_fault_is_named(store: Sqlit
     ]
     with pytest.raises(InvalidRequest, match="3 faults") as caught:
         apply_documents(store, documents)
-    assert [one.path for one in caught.value.faults] == [
+    assert [fault.path for fault in caught.value.faults] == [
         "documents[1].spec.ingress[0].ports[0].port",
         "documents[2]",
         "documents[3].spec.labels",
@@ -462,7 +462,7 @@ def test_a_policy_of_a_namespace_that_does_not_exist_is_refused(store: SqliteSto
     documents = [network_policy("a"), network_policy("b", "shop"), cilium_policy("c", "shop")]
     with pytest.raises(InvalidRequest) as caught:
         apply_documents(store, documents)
-    assert [one.path for one in caught.value.faults] == [
+    assert [fault.path for fault in caught.value.faults] == [
         "documents[1].metadata.namespace",
         "documents[2].metadata.namespace",
     ]
@@ -477,7 +477,10 @@ def test_a_namespace_may_come_in_the_same_set_and_is_written_first(store: Sqlite
         ("namespaces shop", "created"),
     ]
     with store.watch(since(0)) as watch:
-        assert [one.object.key.kind for one in watch.next(0)] == ["namespaces", "networkpolicies"]
+        assert [event.object.key.kind for event in watch.next(0)] == [
+            "namespaces",
+            "networkpolicies",
+        ]
     assert actions(apply_documents(store, [network_policy("c", "shop")])) == [
         ("networkpolicies shop/c", "created")
     ]
@@ -491,7 +494,7 @@ def test_a_dry_run_checks_everything_and_writes_nothing(store: SqliteStore) -> N
         namespace_object("shop"),
     ]
     done = apply_documents(store, documents, dry_run=True)
-    assert [one.action for one in done] == ["configured", "created", "created"]
+    assert [applied.action for applied in done] == ["configured", "created", "created"]
     assert revision_of(store) == 1
     with pytest.raises(InvalidRequest):
         apply_documents(store, [network_policy("B")], dry_run=True)
@@ -524,7 +527,7 @@ def test_a_store_that_fails_half_way_has_written_nothing(tmp_path: Path) -> None
         with pytest.raises(StorageFailure, match="disk is full"):
             apply_documents(store, documents)
         assert revision_of(store) == 0
-        assert [one.action for one in apply_documents(store, documents[:1])] == ["created"]
+        assert [applied.action for applied in apply_documents(store, documents[:1])] == ["created"]
 
 
 # ------------------------------------------------------------------ one object
@@ -606,7 +609,7 @@ def test_a_document_that_is_wrong_in_itself_can_still_be_deleted() -> None:
     assert identify(network_policy(ingress=7)).name == "web"
     with pytest.raises(InvalidRequest) as caught:
         identify_all([network_policy(), network_policy("Bad"), {"kind": "x"}])
-    assert {one.path for one in caught.value.faults} == {
+    assert {fault.path for fault in caught.value.faults} == {
         "documents[1].metadata.name",
         "documents[2].apiVersion",
     }

@@ -74,19 +74,22 @@ async def test_a_dry_run_answers_and_writes_nothing(served: Served) -> None:
 async def test_apply_writes_all_and_says_what_became_of_each(served: Served) -> None:
     documents = [network_policy("a", "shop"), namespace_object("shop"), network_policy("b", None)]
     done = (await ask(served, "POST", "/apply?namespace=shop", documents)).json
-    assert [(one["kind"], one["namespace"], one["name"], one["action"]) for one in done] == [
+    assert [
+        (applied["kind"], applied["namespace"], applied["name"], applied["action"])
+        for applied in done
+    ] == [
         ("networkpolicies", "shop", "a", "created"),
         ("namespaces", "", "shop", "created"),
         ("networkpolicies", "shop", "b", "created"),
     ]
-    assert all(one["before"] is None and one["after"] is None for one in done)
+    assert all(applied["before"] is None and applied["after"] is None for applied in done)
 
 
 async def test_apply_with_faults_names_every_one_and_writes_nothing(served: Served) -> None:
     documents = [network_policy(), network_policy("b", ingress=[{"ports": [{"port": 0}]}]), 7]
     answer = await ask(served, "POST", "/apply", documents)
     assert answer.status == 400
-    assert [one["path"] for one in answer.json["error"]["faults"]] == [
+    assert [fault["path"] for fault in answer.json["error"]["faults"]] == [
         "documents[1].spec.ingress[0].ports[0].port",
         "documents[2]",
     ]

@@ -51,8 +51,8 @@ def make(name: str, value: object = 0, revision: int = 0) -> StoredObject:
 
 def run_sql(path: Path, *statements: str) -> None:
     with contextlib.closing(sqlite3.connect(path)) as connection:
-        for one in statements:
-            connection.execute(one)
+        for statement in statements:
+            connection.execute(statement)
         connection.commit()
 
 
@@ -170,7 +170,7 @@ def test_an_object_that_cannot_be_read_does_not_hide_the_others(
     store.create(make("a"))
     good = store.create(make("b"))
     run_sql(store._file.path, f"UPDATE object SET document = {found} WHERE name = 'a'")
-    assert [bool(one.fault) for one in store.list("workloads")[0]] == [True, False]
+    assert [bool(stored.fault) for stored in store.list("workloads")[0]] == [True, False]
     with pytest.raises(StorageFailure, match="read workloads a: something else has changed"):
         store.get(ObjectKey("workloads", "", "a"))
     assert store.get(good.key) == good
@@ -341,7 +341,7 @@ def test_what_is_written_together_is_seen_together_and_in_order(store: SqliteSto
             assert watch.next(0) == ()
             assert store.list("workloads") == ([], 0)
         assert [event.revision for event in watch.next(5)] == [1, 2, 3]
-    assert [one.key.name for one in store.list("workloads")[0]] == ["b"]
+    assert [stored.key.name for stored in store.list("workloads")[0]] == ["b"]
 
 
 def test_of_what_raises_together_nothing_stays(store: SqliteStore) -> None:
@@ -353,7 +353,7 @@ def test_of_what_raises_together_nothing_stays(store: SqliteStore) -> None:
     write("a")
     with pytest.raises(Conflict):
         write("b", "c", "a")
-    assert [one.key.name for one in store.list("workloads")[0]] == ["a"]
+    assert [stored.key.name for stored in store.list("workloads")[0]] == ["a"]
     assert store.create(make("c")).revision == 2
     with pytest.raises(KeyboardInterrupt):
         _interrupt(store)
@@ -374,8 +374,8 @@ def test_other_writers_wait_for_what_is_written_together(path: Path, store: Sqli
             ]
             for number in range(50):
                 store.create(make(f"a{number}"))
-            assert not any(one.done() for one in waiting)
-        assert {one.result(20).revision for one in waiting} == {51, 52}
+            assert not any(future.done() for future in waiting)
+        assert {future.result(20).revision for future in waiting} == {51, 52}
 
 
 # ------------------------------------------------------------------ how long it remembers

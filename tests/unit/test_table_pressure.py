@@ -33,7 +33,7 @@ def make_maps(held: int, flows: tuple[int, ...], quota: int = 1 << 20) -> Any:
     settings = abi.Settings.unpack(bytes(abi.SETTINGS_BYTES))._replace(conntrack_quota=quota)
     return SimpleNamespace(
         pw_shard_fill=Rows(*(rows.to_bytes(4, "little") for rows in (*fill, ROOM))),
-        pw_usage=Rows(*(nothing._replace(connections=(one, 0)).pack() for one in flows)),
+        pw_usage=Rows(*(nothing._replace(connections=(flow, 0)).pack() for flow in flows)),
         pw_settings=Rows(settings.pack()),
     )
 

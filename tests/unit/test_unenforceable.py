@@ -133,7 +133,7 @@ def test_what_the_store_itself_cannot_read_closes_its_namespace_or_everything() 
 
 
 def list_bad() -> list[BadDocument]:
-    return [one for one in bad_documents.CASES if one not in bad_documents.GROUPS]
+    return [case for case in bad_documents.CASES if case not in bad_documents.GROUPS]
 
 
 @pytest.mark.parametrize("case", list_bad(), ids=lambda case: case.id)

@@ -27,12 +27,10 @@ class ObjectsApi(Protocol):
     @property
     def store(self) -> Store:
         """The cluster's objects."""
-        ...
 
     @property
     def services(self) -> Callable[[], Sequence[KnownService]] | None:
         """Gives every service; None where they are left to the stack."""
-        ...
 
 
 class AppliedView(msgspec.Struct, frozen=True, kw_only=True):

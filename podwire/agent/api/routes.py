@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from podwire import __version__
 from podwire.agent.api import shared as views
 from podwire.agent.api.ipam import ROUTES_IPAM, range_views
@@ -33,7 +31,7 @@ from podwire.control.flows.enrich import format_time_ns
 from podwire.control.flows.flow import Flow
 from podwire.control.flows.flow_filter import FILTER_WORDS, FlowFilter, parse_filter
 from podwire.control.flows.ring import FlowRing
-from podwire.control.identity.describe import describe_identities
+from podwire.control.identity.describe import IdentityView, describe_identities
 from podwire.control.ipam.interface import Ipam
 from podwire.control.ipam.pool import PoolIpam
 from podwire.control.services.catalogue import ServiceView
@@ -278,14 +276,13 @@ def get_endpoint_labels(api: Api, call: Call) -> views.LabelsView:
     return views.LabelsView(labels=_endpoint(api, call).record.labels)
 
 
-def list_identities(api: Api, _call: Call) -> list[views.IdentityView]:
+def list_identities(api: Api, _call: Call) -> list[IdentityView]:
     """Show the identities that exist."""
     known = api.policy.resolver.allocator.known
-    described = describe_identities(known, [endpoint.record for endpoint in api.table])
-    return msgspec.convert(described, list[views.IdentityView], from_attributes=True)
+    return describe_identities(known, [endpoint.record for endpoint in api.table])
 
 
-def get_identity(api: Api, call: Call) -> views.IdentityView:
+def get_identity(api: Api, call: Call) -> IdentityView:
     """Show one identity."""
     text = call.params["id"]
     for identity in list_identities(api, call):
@@ -383,8 +380,8 @@ ROUTES: tuple[Route, ...] = (
     ),
     *ROUTES_POLICY,
     *ROUTES_OBJECTS,
-    Route("GET", "/identity", "All identities", list_identities, list[views.IdentityView]),
-    Route("GET", "/identity/{id}", "One identity", get_identity, views.IdentityView, errors=(404,)),
+    Route("GET", "/identity", "All identities", list_identities, list[IdentityView]),
+    Route("GET", "/identity/{id}", "One identity", get_identity, IdentityView, errors=(404,)),
     *ROUTES_IPAM,
     Route("GET", "/map", "Maps of the datapath", list_maps, list[views.MapView], blocking=True),
     Route(

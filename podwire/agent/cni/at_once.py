@@ -47,11 +47,9 @@ class PromptRequests(Protocol):
 
     def do_at_once(self, received: Received, /) -> bool:
         """Carry a request out, answer it and close its descriptors; or False, and nothing is done: it has to wait."""
-        ...
 
     def end_late(self) -> None:
         """Tell a request that is being carried out, and its caller, that its time is over, when it is. On the loop."""
-        ...
 
 
 class Visitor(Caller):

@@ -43,7 +43,6 @@ class Attachments(Protocol):
         /,
     ) -> AttachResult:
         """Attach; looks at `cancelled` between steps and then takes everything back."""
-        ...
 
     def add_at_once(
         self,
@@ -53,27 +52,21 @@ class Attachments(Protocol):
         /,
     ) -> AttachResult | None:
         """Attach if the store need not be asked; else give None, without having done or waited for anything."""
-        ...
 
     def announce(self) -> None:
         """Let others hear of what an ADD has made; called behind its answer."""
-        ...
 
     def delete(self, request: AttachRequest, namespace: PodNamespace | None, /) -> None:
         """Detach; changes nothing about an attachment that is younger than the request."""
-        ...
 
     def check(self, request: AttachRequest, namespace: PodNamespace | None, /) -> None:
         """Compare; CheckFailed names every difference."""
-        ...
 
     def collect(self, request: AttachRequest, /) -> None:
         """Detach what GC's list does not name."""
-        ...
 
     def status(self) -> None:
         """Tell whether an ADD would succeed now."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,6 @@ class Metrics(Protocol):
 
     def observe_request(self, command: str, outcome: str, seconds: float) -> None:
         """Count one request: `outcome` is `ok` or the kind of the error."""
-        ...
 
 
 @dataclass(eq=False)

@@ -29,20 +29,16 @@ class Listener(Protocol):
 
     def on_lists(self, lists: Sequence[KindList], /) -> None:
         """Take whole lists in the place of all that was known of their kinds."""
-        ...
 
     def on_events(self, events: Sequence[StoreEvent], revisions: Revisions, /) -> None:
         """Take changes; everything of each kind up to its revision was handed over with them. Called at each answer of
         the store, also when there are none: the store is there, and has nothing newer."""
-        ...
 
     def on_away(self, error: PodwireError, /) -> None:
         """Hear that the store cannot be followed now, at each failed try; what is known stays."""
-        ...
 
     def on_back(self) -> None:
         """Hear that the store is there (again), after everything was listed or the watch has answered."""
-        ...
 
 
 class StoreFollower:

@@ -33,16 +33,13 @@ class Memory(Protocol):
 
     def load(self, kind: str) -> tuple[Sequence[StoredObject], int] | None:
         """Give the last list of a kind with all changes after it, and its revision; None when there never was one."""
-        ...
 
     def index(self, kind: str) -> dict[ObjectKey, tuple[str, int]]:
         """Give uid and revision of every object of a kind."""
-        ...
 
     def find(self, key: ObjectKey) -> StoredObject | None:
         """Give one object as it was last; None when it is not there, or cannot be read. Costs the same however many
         there are."""
-        ...
 
     def save(
         self,
@@ -50,7 +47,6 @@ class Memory(Protocol):
         changes: Iterable[StoreEvent],
     ) -> None:
         """Keep whole lists, then changes, all or nothing."""
-        ...
 
 
 class InProcess:

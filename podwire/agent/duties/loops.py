@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from podwire.agent.health import ALIVE_REFRESH_S, AliveFile, Health
 from podwire.agent.metrics import Metrics
@@ -58,6 +58,7 @@ RESTART_CAP_S = 60.0
 _TABLES = "tables"
 _SECOND_AGENT = "second-agent"
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 class EventSource(Protocol):
@@ -67,7 +68,6 @@ class EventSource(Protocol):
 
     def read(self) -> list[FlowEvent]:
         """Give the events that are there, up to one buffer full."""
-        ...
 
 
 class KernelChanges(Protocol):
@@ -77,11 +77,9 @@ class KernelChanges(Protocol):
 
     def wait(self, timeout_s: float) -> bool:
         """Take what was told; False when that was nothing."""
-        ...
 
     def take_lost(self) -> bool:
         """Tell, once, whether something was not told for want of room."""
-        ...
 
     def close(self) -> None: ...
 
@@ -91,11 +89,9 @@ class Attachments(Protocol):
 
     def settle(self) -> int:
         """Let go of what has ended; tells how many were forgotten."""
-        ...
 
     def status(self) -> None:
         """Raise what CNI STATUS would answer."""
-        ...
 
 
 class FoldableJournal(Protocol):
@@ -104,11 +100,9 @@ class FoldableJournal(Protocol):
     @property
     def behind_at(self) -> int:
         """The number of the last record that its database does not have; 0 = it has all."""
-        ...
 
     def fold(self) -> None:
         """Bring what was written last into the database."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -148,7 +142,7 @@ class Duties:
     told_of_host: set[str] = field(default_factory=set)
     """Warnings of the host that stand: a loop that begins anew takes back what is over."""
 
-    async def on_thread(self, work: Callable[[], object]) -> object:
+    async def on_thread(self, work: Callable[[], _T]) -> _T:
         """Run what waits for kernel or disk off the loop."""
         return await asyncio.get_running_loop().run_in_executor(self.threads, work)
 
@@ -286,7 +280,11 @@ async def watch_tables(duties: Duties) -> None:
     try:
         while True:
             # Once before the first wait: the kernel tells only of what happens after the socket was opened.
-            if await duties.on_thread(partial(_repair_tables, duties, strangers)):
+            differences = await duties.on_thread(duties.repair_tables)
+            # What was changed during the look may be repaired before its news is read, which names who did it.
+            looks_again = bool(differences) and news.wait(0)
+            if differences:
+                _tell_of_repairs(duties, differences, strangers)
                 in_a_row = loop.time() < calm_at_s
                 pause_s = min(TABLES_PAUSE_CAP_S, pause_s * 2) if in_a_row else TABLES_PAUSE_S
                 calm_at_s = loop.time() + TABLES_CALM_S
@@ -294,7 +292,7 @@ async def watch_tables(duties: Duties) -> None:
                     duties.health.warn(_TABLES, _contested(strangers))
             strangers.clear()
             duties.health.report(_TABLES, ok=True, critical=False)
-            while not await _is_readable(loop, news.fileno(), calm_at_s):
+            while not looks_again and not await _is_readable(loop, news.fileno(), calm_at_s):
                 duties.health.warn(_TABLES, "")
                 pause_s, calm_at_s = TABLES_PAUSE_S, 0.0
             await asyncio.sleep(pause_s)
@@ -304,17 +302,12 @@ async def watch_tables(duties: Duties) -> None:
         news.close()
 
 
-def _repair_tables(duties: Duties, strangers: Iterable[str]) -> bool:
-    """Repair the node's table; tells whether it differed. `strangers`: processes that wrote since the last look."""
-    differences = duties.repair_tables()
+def _tell_of_repairs(duties: Duties, differences: Sequence[str], strangers: Iterable[str]) -> None:
+    """Log and count what was repaired in the node's table. `strangers`: processes that wrote since the last look."""
     for difference in differences:
-        _log.warning(
-            "repaired the rules of nftables",
-            extra={"cause": difference, "keys": sorted(filter(None, strangers))},
-        )
-    if differences:
-        duties.metrics.count("cluster_repairs", by=len(differences))
-    return bool(differences)
+        facts = {"cause": difference, "keys": sorted(filter(None, strangers))}
+        _log.warning("repaired the rules of nftables", extra=facts)
+    duties.metrics.count("cluster_repairs", by=len(differences))
 
 
 def _repair_pins(duties: Duties) -> None:

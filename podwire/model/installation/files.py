@@ -40,28 +40,21 @@ class CniDirectories(Protocol):
 
     def read(self) -> CniFiles:
         """Look at both; a directory that does not exist is empty."""
-        ...
 
     def write_launcher(self, program: bytes) -> None:
         """Put the program there in one step: a runtime finds the old one or the new one, whole."""
-        ...
 
     def write_conflist(self, text: bytes) -> None:
         """Put the network there in one step."""
-        ...
 
     def link_loopback(self) -> None:
         """Let `loopback` lead to the launcher."""
-        ...
 
     def remove_conflist(self) -> None:
         """Take the network away; absent is fine."""
-        ...
 
     def remove_loopback(self) -> None:
         """Take our link away; absent is fine."""
-        ...
 
     def remove_launcher(self) -> None:
         """Take the program away; absent is fine."""
-        ...

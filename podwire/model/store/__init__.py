@@ -119,22 +119,18 @@ class Watch(Protocol):
     def revisions(self) -> Revisions:
         """Up to which revision of each kind everything was given: from here another watch goes on. Grows without a
         change, too, when the store says that there was none."""
-        ...
 
     @property
     def failing(self) -> Mapping[str, str]:
         """Kinds that cannot be followed now while others can, and why; nothing of them is lost. As of the last `next`;
         when no kind can be followed, `next` raises Unavailable instead."""
-        ...
 
     def next(self, timeout_s: float) -> Sequence[StoreEvent]:
         """Give what has happened, waiting up to `timeout_s` for the first; () when nothing came. Raises Compacted,
         Unavailable (call again later: nothing is lost)."""
-        ...
 
     def close(self) -> None:
         """Stop watching; a waiting `next` on another thread returns ()."""
-        ...
 
     def __enter__(self) -> Self: ...
 
@@ -146,15 +142,12 @@ class Waker(Protocol):
 
     def wait(self, timeout_s: float) -> None:
         """Return at a change since the last call, at `wake`, or after `timeout_s`."""
-        ...
 
     def wake(self) -> None:
         """End `wait` on another thread, or the next one; after `close` do nothing."""
-        ...
 
     def close(self) -> None:
         """Give descriptors back. Nobody may be waiting."""
-        ...
 
 
 OpenWaker = Callable[[Path], Waker]
@@ -167,11 +160,9 @@ class Store(Protocol):
     @property
     def promises(self) -> Promises:
         """What this back end does beyond what every one does."""
-        ...
 
     def get(self, key: ObjectKey) -> StoredObject | None:
         """Give one object; None when there is none. UnreadableObject when what is there is none."""
-        ...
 
     def list(
         self,
@@ -185,17 +176,14 @@ class Store(Protocol):
         of: all of one moment. `at_least` None: as they are now. Else a state of that revision or any newer one will do
         (0: any), which may cost the store less. A store that was put back to an older state gives what it has.
         Objects that are as `known` may come without their document: whoever asks has it. KindUnavailable."""
-        ...
 
     def create(self, new: StoredObject) -> StoredObject:
         """Write an object that must not exist (else Conflict); gives it with uid, revision and time."""
-        ...
 
     def update(self, new: StoredObject) -> StoredObject:
         """Replace an object whose revision must still be `new.revision` (else Conflict; NotFound). Uid and time of
         creation stay what they are, whatever `new` says. One that cannot be read may be replaced too. One that would
         not change may keep its revision."""
-        ...
 
     def patch(
         self, key: ObjectKey, changes: Fields, *, revision: int | None = None, uid: str = ""
@@ -203,31 +191,25 @@ class Store(Protocol):
         """Change single fields, under the preconditions that are given, and leave all others as they are, whoever
         writes them meanwhile: a merge patch (RFC 7386), in which None takes a field away and a list is replaced whole.
         Nothing is written when it would change nothing. NotFound, Conflict; UnreadableObject of what is none."""
-        ...
 
     def delete(self, key: ObjectKey, *, revision: int | None = None, uid: str = "") -> StoredObject:
         """Remove an object, under the preconditions that are given; gives what was there. NotFound, Conflict."""
-        ...
 
     def together(self) -> AbstractContextManager[None]:
         """Let the writes of this thread in the block take effect together at its end, and none when the block raises: a
         hint, which a back end follows for `Promises.together_max` writes at a time. Reads in the block may see what was
         there before, each object is written once, and what the writes give may have its revision only after the block.
         Conflict may come at its end. Others may have to wait: be quick."""
-        ...
 
     def watch(self, after: Revisions) -> Watch:
         """Watch changes of the kinds named, of each after a revision that `list` or another watch gave of it. Costs the
         store one watch for each kind at most."""
-        ...
 
     def leases(self) -> Leases | None:
         """Give the store's leases, the same each time; None of one that has none, where nobody knows who lives."""
-        ...
 
     def close(self) -> None:
         """Close what is open, watches and leases too; names that are held run out."""
-        ...
 
 
 def value_of(stored: StoredObject, wanted: type[_T]) -> _T | None:

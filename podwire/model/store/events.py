@@ -51,7 +51,6 @@ class Events(Protocol):
 
         The same reason at the same object again only raises the count of one Event, written once a minute at most.
         """
-        ...
 
 
 class NoEvents:

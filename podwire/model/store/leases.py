@@ -31,12 +31,10 @@ class Lease(Protocol):
     @property
     def name(self) -> str:
         """What is held."""
-        ...
 
     @property
     def holder(self) -> str:
         """The process that holds it."""
-        ...
 
     @property
     def lost(self) -> bool:
@@ -44,16 +42,13 @@ class Lease(Protocol):
 
         After an outage of the store it is taken back automatically, and this is False again, unless another was faster.
         """
-        ...
 
     @property
     def taken_by(self) -> str:
         """The holder that took it, "" while nobody did. Once taken, it is lost for good."""
-        ...
 
     def close(self) -> None:
         """Give it up at once. While the store is away, it expires instead."""
-        ...
 
 
 class LeaseWatch(Protocol):
@@ -62,21 +57,17 @@ class LeaseWatch(Protocol):
     @property
     def holders(self) -> Mapping[str, str]:
         """What `next` has given so far, put together: name -> holder."""
-        ...
 
     @property
     def is_listed(self) -> bool:
         """Whether all living holders were given once: then a name that is not in `holders` has no living holder."""
-        ...
 
     def next(self, timeout_s: float) -> Sequence[LeaseChange]:
         """Give what has changed, waiting up to `timeout_s` for the first; () when nothing did. Raises Unavailable:
         call again later; afterwards come the differences to what was given before."""
-        ...
 
     def close(self) -> None:
         """Stop watching; a waiting `next` on another thread returns ()."""
-        ...
 
     def __enter__(self) -> Self: ...
 
@@ -92,15 +83,12 @@ class Leases(Protocol):
         What this `holder` has, of a life before this one, is taken over at once. Back ends may round the time up, to
         whole seconds and at least two.
         """
-        ...
 
     def holders(self, prefix: str = "") -> Mapping[str, str]:
         """Give the holders that live, of names that begin with `prefix`: name -> holder."""
-        ...
 
     def watch(self, prefix: str = "") -> LeaseWatch:
         """Watch holders come and vanish, of names that begin with `prefix`."""
-        ...
 
 
 def list_living_nodes(leases: Leases | None) -> frozenset[str] | None:

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from podwire.agent.duties.cluster.publisher import DEBOUNCE_S
 from podwire.agent.duties.worker import Worker
@@ -18,10 +18,13 @@ from podwire.agent.metrics import Metrics
 from podwire.control.cluster.backoff import RETRY_CAP_S, Backoff
 from podwire.control.cluster.planner import NodeNumbers
 from podwire.control.cluster.remote import Changes
-from podwire.control.cluster.state import ClusterState, OwnNode
+from podwire.control.cluster.state import OwnNode
 from podwire.model.cluster import ClusterPlan
 from podwire.model.errors import PodwireError
 from podwire.model.interfaces import ClusterDatapath
+
+if TYPE_CHECKING:
+    from podwire.agent.duties.cluster.duty import ClusterDuty
 
 RECONCILE_S: Final = 30.0
 LOOK_AGAIN_S: Final = 1.0
@@ -44,60 +47,12 @@ class KernelNews(Protocol):
     def close(self) -> None: ...
 
 
-class PlannedNode(Protocol):
-    """The node whose kernel is changed; it hears what became of a plan."""
-
-    @property
-    def lock(self) -> threading.Lock:
-        """Held around `state`."""
-        ...
-
-    @property
-    def state(self) -> ClusterState:
-        """What is known of other nodes, and the plan that follows."""
-        ...
-
-    @property
-    def own(self) -> OwnNode | None:
-        """This node; None before it was looked at."""
-        ...
-
-    def look_at_self(self) -> OwnNode:
-        """Read this node's own facts. Raises KernelFailure."""
-        ...
-
-    def own_changed(self, own: OwnNode) -> None:
-        """Hear what this node is now."""
-        ...
-
-    def save_numbers(self) -> None:
-        """Keep the numbers of nodes across restarts."""
-        ...
-
-    def report(self, name: str, message: str, *, critical: bool = False) -> None:
-        """Hear whether something works; "" = it does."""
-        ...
-
-    def observe(self, step: str, begin_s: float) -> None:
-        """Measure one step since `begin_s`."""
-        ...
-
-    def show_problems(self) -> None:
-        """Show what is wrong between nodes."""
-        ...
-
-    @property
-    def pods_moved(self) -> Callable[[], None]:
-        """Hears that pods of other nodes are others, and the kernel has them."""
-        ...
-
-
 class Applier:
     """The thread that plans and applies."""
 
     def __init__(
         self,
-        duty: PlannedNode,
+        duty: "ClusterDuty",
         datapath: ClusterDatapath,
         turn: threading.RLock,
         metrics: Metrics,

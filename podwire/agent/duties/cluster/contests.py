@@ -8,8 +8,7 @@ publishes something else. While it cannot be read, the older claim stands (`cont
 import logging
 import random
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from podwire.agent.duties.worker import FOREVER_S, Worker
 from podwire.control.cluster.backoff import Backoff
@@ -18,25 +17,16 @@ from podwire.model.cluster import Granted, NodeFacts
 from podwire.model.errors import InvalidConfiguration, PodwireError
 from podwire.model.store import Store
 
+if TYPE_CHECKING:
+    from podwire.agent.duties.cluster.duty import ClusterDuty
+
 _log = logging.getLogger(__name__)
-
-
-class Contested(Protocol):
-    """The part that has contests; it hears how they are decided."""
-
-    def list_undecided(self) -> Sequence[NodeFacts]:
-        """Give the nodes whose core Nodes have to be read."""
-        ...
-
-    def decide(self, facts: NodeFacts, granted: Granted) -> None:
-        """Take what a core Node says."""
-        ...
 
 
 class Contests:
     """The thread that reads core Nodes."""
 
-    def __init__(self, store: Store, duty: Contested) -> None:
+    def __init__(self, store: Store, duty: "ClusterDuty") -> None:
         self._store = store
         self._duty = duty
         self._backoff = Backoff()

@@ -32,7 +32,7 @@ from podwire.control.cluster.ownership import everything_claimed
 from podwire.control.cluster.planner import NodeNumbers
 from podwire.control.cluster.publish import NodePublisher
 from podwire.control.cluster.reach import ClusterSettings
-from podwire.control.cluster.state import KINDS, ClusterState, ClusterTotals, KnownNode, OwnNode
+from podwire.control.cluster.state import KINDS, ClusterState, OwnNode
 from podwire.control.endpoint.table import EndpointTable
 from podwire.model.cluster import Granted, NodeFacts, TunnelMode, Underlay
 from podwire.model.endpoint import IPAddress, IPNetwork
@@ -100,6 +100,7 @@ class ClusterDuty:
     shared: SharedWatch | None = None
     """The agent's watch of the store, where there is one for all duties."""
     own: OwnNode | None = None
+    """None before this node was looked at."""
     range_lost: Callable[[str], None] = lambda _why: None
     """Hears why this node must not give out addresses of its ranges, "" when it may: another node has them."""
     pods_moved: Callable[[], None] = lambda: None
@@ -124,6 +125,7 @@ class ClusterDuty:
         )
         self._store_addresses = StoreAddresses(options.store_hosts, self.ranges_changed)
         self.lock = threading.Lock()
+        """Held around `state`."""
         self.follower = StoreFollower(
             "cluster-watch",
             self.store,
@@ -138,8 +140,8 @@ class ClusterDuty:
         )
         self._contests = Contests(self.store, self) if options.has_core_nodes else None
         self._lives = Lives(self.store, self.show_problems)
-        self._views = ClusterViews(self.state, self.lock, self._lives, options.settings.routing)
-        self.metrics.look_up(self._views.gauges())
+        self.views = ClusterViews(self.state, self.lock, self._lives, options.settings.routing)
+        self.metrics.look_up(self.views.gauges())
 
     # Life
 
@@ -267,14 +269,6 @@ class ClusterDuty:
         with self.lock:
             self.state.pods.drop_news()
 
-    def list_nodes(self) -> list[KnownNode]:
-        """Give every node that has published itself, this one first."""
-        return self._views.list_nodes(self.own)
-
-    def totals(self) -> ClusterTotals:
-        """Count what is known."""
-        return self._views.totals()
-
     # What the threads share
 
     def look_at_self(self) -> OwnNode:
@@ -361,7 +355,7 @@ class ClusterDuty:
 
     def show_problems(self) -> None:
         """Have what is wrong between nodes in `podwire status`."""
-        self.range_lost(self._views.show_problems(self.health))
+        self.range_lost(self.views.show_problems(self.health))
         if self._contests is not None:
             self._contests.look()
 

@@ -11,8 +11,8 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
 from podwire.agent.duties.worker import Worker
 from podwire.control.cluster.backoff import Backoff
@@ -31,6 +31,9 @@ from podwire.model.ids import IdentityId
 from podwire.model.interfaces import FactStore
 from podwire.model.store import Store
 
+if TYPE_CHECKING:
+    from podwire.agent.duties.cluster.duty import ClusterDuty
+
 INSTANCE_FACT: Final = "node-instance"
 """Random, chosen once: tells this machine from another of its name."""
 DEBOUNCE_S: Final = 0.02
@@ -45,53 +48,12 @@ _log = logging.getLogger(__name__)
 Pods = Mapping[IPAddress, IdentityId]
 
 
-class ThisNode(Protocol):
-    """The node that is published; it hears what became of the publication."""
-
-    @property
-    def own(self) -> OwnNode | None:
-        """This node; None before it was looked at."""
-        ...
-
-    def list_pods(self) -> Pods:
-        """Give the identity of every address of its pods."""
-        ...
-
-    def set_own_pods(self, addresses: Pods) -> None:
-        """Hear what is about to be published."""
-        ...
-
-    def list_others(self) -> Iterable[NodeFacts]:
-        """Give what other nodes say of themselves."""
-        ...
-
-    def claims_changed(self) -> None:
-        """Hear that something claimed has its number now."""
-        ...
-
-    def why_silent(self) -> str | None:
-        """Say why nothing is to be published now: "" = it is not known yet what. None: nothing is in the way."""
-        ...
-
-    def take_overwritten(self) -> bool:
-        """Tell, once, whether somebody else has changed or deleted what was published."""
-        ...
-
-    def report(self, name: str, message: str, *, critical: bool = False) -> None:
-        """Hear whether something works; "" = it does."""
-        ...
-
-    def observe(self, step: str, begin_s: float) -> None:
-        """Measure one step since `begin_s`."""
-        ...
-
-
 class Publisher:
     """The thread that publishes this node and its pods."""
 
     def __init__(
         self,
-        duty: ThisNode,
+        duty: "ClusterDuty",
         store: Store,
         node: NodePublisher,
         address: IPAddress | None,

@@ -10,10 +10,11 @@ import ipaddress
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
+from podwire.agent.duties.cluster.duty import ClusterDuty
 from podwire.agent.duties.follower import FollowingDuty, KindList, StoreFollower
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.duties.worker import FOREVER_S, Worker
@@ -25,7 +26,7 @@ from podwire.control.services.choose import Place
 from podwire.control.services.external import PROXY_MODE
 from podwire.control.services.facts import ServiceName
 from podwire.control.services.reading import Left
-from podwire.model.endpoint import PROTOCOLS, IPAddress
+from podwire.model.endpoint import PROTOCOLS
 from podwire.model.errors import PodwireError
 from podwire.model.ids import IdentityId
 from podwire.model.interfaces import Frontend, ServiceDatapath
@@ -38,27 +39,6 @@ NOT_TRANSLATED: Final = "ServiceNotTranslated"
 """Reason of Events."""
 REFUSED_NAMED: Final = 5
 """Of services without room, in a message."""
-
-
-class PodSource(Protocol):
-    """Who knows which pods there are (`agent.duties.cluster.duty`)."""
-
-    @property
-    def knows_pods(self) -> bool:
-        """Whether other nodes' pods were heard of."""
-        ...
-
-    def list_pods(self) -> Mapping[IPAddress, IdentityId]:
-        """Give the identity of every address of this node's pods."""
-        ...
-
-    def take_other_pods(self) -> tuple[bool, Mapping[IPAddress, IdentityId | None]]:
-        """Give what is new of other nodes' pods, or (True, all of them)."""
-        ...
-
-    def drop_other_pods(self) -> None:
-        """Collect no news until they are asked for again."""
-        ...
 
 
 @dataclass
@@ -77,7 +57,7 @@ class ServiceDuty(FollowingDuty):
     has_core_nodes: bool = False
     """Whether the store is Kubernetes, where this node's core Node says in which zone it is."""
     events: Events = field(default_factory=NoEvents)
-    pods: PodSource | None = None
+    pods: ClusterDuty | None = None
     """For services that choose pods by labels; None where a controller writes EndpointSlices of them."""
     _reading: threading.Lock = field(default_factory=threading.Lock)
     """Held while the catalogue is read or changed."""

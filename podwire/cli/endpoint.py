@@ -227,7 +227,7 @@ _COLUMNS = [
 
 def paint_state(state: str) -> str:
     """Write a state in its colour."""
-    code = {"ready": GREEN, "not-ready": RED, "invalid": RED}.get(state, YELLOW)
+    code = {"ready": GREEN, "not-ready": RED}.get(state, YELLOW)
     return colour(state, code)
 
 

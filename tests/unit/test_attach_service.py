@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from podwire.control.attach.recipes import RECIPES
 from podwire.control.attach.restore import RestoreReport
+from podwire.control.attach.steps import RECIPES
 from podwire.control.endpoint.states import State
 from podwire.model.endpoint import AttachmentKey, Bandwidth, HostPort, Phase
 from podwire.model.errors import (

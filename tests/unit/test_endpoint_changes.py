@@ -24,7 +24,7 @@ class Bench:
         self.node.service.add(request(), NETNS)
         [self.endpoint] = self.node.table
         self.regenerator = self.node.service.context.regenerator
-        self.regenerator._base = _base
+        self.regenerator.base = _base
         self.turn = threading.RLock()
         self.changes = EndpointChanges(
             self.node.table, self.node.journal, self.regenerator, self.node.identities, self.turn

@@ -78,7 +78,7 @@ def build(node: FakeNode) -> None:
 
 def set_base(node: FakeNode, **changes: Any) -> None:
     """Say what the programs are told beside policy."""
-    node.restorer.regenerator._base = lambda _endpoint: EndpointConfig(**changes)
+    node.restorer.regenerator.base = lambda _endpoint: EndpointConfig(**changes)
 
 
 class RecordedRows(dict[IfIndex, EndpointConfig | None]):

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,19 +15,17 @@ from podwire.control.flows.enrich import FlowMaker, format_time_ns
 from podwire.control.flows.flow import Flow, FlowEnd, FlowPolicy, FlowService
 from podwire.control.flows.flow_filter import FlowFilter, parse_filter
 from podwire.control.flows.ring import FOLLOWER_QUEUE_FLOWS, FlowRing
+from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import UndecodableRequest
 from podwire.model.flow import FlowEvent, Verdict
 from podwire.model.ids import EndpointId, IdentityId, IfIndex
+from tests.fakes.records import make_record
 
 EVERYTHING = FlowFilter()
 
 
-@dataclass(frozen=True)
-class Named:
-    id: int
-    namespace: str = "shop"
-    pod: str = "web"
-    labels: tuple[str, ...] = ("cni:app=web",)
+def make_endpoint(number: int, pod: str) -> EndpointRecord:
+    return make_record(number, namespace="shop", pod=pod, labels=(f"cni:app={pod}",))
 
 
 def make_event(**changes: object) -> FlowEvent:
@@ -62,8 +59,8 @@ ASKED = {("10.96.0.10", 80, "tcp"): FlowService("shop", "web", 80)}
 def make_flow(**changes: object) -> Flow:
     maker = FlowMaker(
         "n1",
-        by_address={"10.0.0.8": Named(8, pod="db", labels=("cni:app=db",))}.get,
-        by_id={7: Named(7)}.get,
+        by_address={"10.0.0.8": make_endpoint(8, "db")}.get,
+        by_id={7: make_endpoint(7, "web")}.get,
         name_rule={5: FlowPolicy("NetworkPolicy", "shop", "only-web", "ingress[0]")}.get,
         labels_of=lambda identity: ("reserved:world=",) if identity == 2 else (),
         wall_offset_ns=lambda: 1_767_225_600_000_000_000,

@@ -4,7 +4,7 @@ from ipaddress import ip_address, ip_network
 
 import pytest
 
-from podwire.control.ipam.audit.cluster import ClusterView, find_cluster_faults
+from podwire.control.ipam.audit import ClusterView, find_cluster_faults
 from podwire.control.ipam.documents import Block, ClaimedAddress
 from podwire.control.ipam.pools import Pool
 from tests.fakes.pool_nodes import key_of

@@ -518,6 +518,7 @@ async def test_events_become_flows_and_losses_are_counted() -> None:
         name_rule=lambda _number: None,
         labels_of=lambda _number: (),
         wall_offset_ns=lambda: 0,
+        name_service=lambda _address, _port, _protocol: None,
     )
     pump = EventPump(ring, maker, flows)
     pump.start()

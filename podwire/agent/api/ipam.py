@@ -22,8 +22,12 @@ from podwire.agent.api.openapi import Call, Route
 from podwire.control.cluster.published import decode_endpoints
 from podwire.control.documents.pool_counts import count_pools
 from podwire.control.documents.pools import decode_pools
-from podwire.control.ipam.audit.cluster import ClusterView, find_cluster_faults
-from podwire.control.ipam.audit.node import AddressFault, find_address_faults
+from podwire.control.ipam.audit import (
+    AddressFault,
+    ClusterView,
+    find_address_faults,
+    find_cluster_faults,
+)
 from podwire.control.ipam.documents import (
     Block,
     ClaimedAddress,

@@ -9,8 +9,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from podwire import __version__
 from podwire.agent.api import shared as views
 from podwire.agent.api.context import Api
@@ -24,7 +22,7 @@ from podwire.control.endpoint.find import find_endpoint
 from podwire.control.endpoint.states import State
 from podwire.control.endpoint.table import Endpoint
 from podwire.control.flows.flow import Flow
-from podwire.control.identity.describe import describe_identities
+from podwire.control.identity.describe import IdentityView, describe_identities
 from podwire.model import errors
 
 MAP_ROWS_MAX = 10_000
@@ -192,13 +190,12 @@ def get_endpoint_labels(api: Api, call: Call) -> views.LabelsView:
     return views.LabelsView(labels=_endpoint(api, call).record.labels)
 
 
-def list_identities(api: Api, _call: Call) -> list[views.IdentityView]:
+def list_identities(api: Api, _call: Call) -> list[IdentityView]:
     known = api.policy.resolver.allocator.known
-    described = describe_identities(known, [endpoint.record for endpoint in api.table])
-    return msgspec.convert(described, list[views.IdentityView], from_attributes=True)
+    return describe_identities(known, [endpoint.record for endpoint in api.table])
 
 
-def get_identity(api: Api, call: Call) -> views.IdentityView:
+def get_identity(api: Api, call: Call) -> IdentityView:
     text = call.params["id"]
     for identity in list_identities(api, call):
         if str(identity.id) == text:
@@ -292,8 +289,8 @@ ROUTES: tuple[Route, ...] = (
     ),
     *ROUTES_POLICY,
     *ROUTES_OBJECTS,
-    Route("GET", "/identity", "All identities", list_identities, list[views.IdentityView]),
-    Route("GET", "/identity/{id}", "One identity", get_identity, views.IdentityView, errors=(404,)),
+    Route("GET", "/identity", "All identities", list_identities, list[IdentityView]),
+    Route("GET", "/identity/{id}", "One identity", get_identity, IdentityView, errors=(404,)),
     *ROUTES_IPAM,
     Route("GET", "/map", "Maps of the datapath", list_maps, list[views.MapView], blocking=True),
     Route(

@@ -131,22 +131,6 @@ class LabelsView(Document, frozen=True, kw_only=True):
     labels: tuple[str, ...]
 
 
-class IdentityView(Document, frozen=True, kw_only=True):
-    """One identity."""
-
-    id: int
-    labels: tuple[str, ...]
-    named_ports: tuple[str, ...]
-    """`name:protocol/port`."""
-    source: str
-    """`reserved`, `fixed` or `cluster`."""
-    state: str
-    """`used` (here), `known`, `marked` (it goes soon) or `missing` (used here, not in the store)."""
-    endpoints: int
-    """Endpoints of this node that have it."""
-    endpoint_ids: tuple[int, ...]
-
-
 class StoreView(Document, frozen=True, kw_only=True):
     """The store of objects."""
 

@@ -9,12 +9,11 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from podwire.control.attach.recipes import RECIPES
-from podwire.control.attach.steps import DEVICE, Context, Step, undo_steps
+from podwire.control.attach.steps import DEVICE, RECIPES, Context, Step, undo_steps
 from podwire.control.endpoint.states import DeviceGone, DisconnectAccepted
 from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.control.ipam.interface import Ipam
@@ -33,27 +32,19 @@ class _Ending:
     device_gone: bool = False
 
 
+@dataclass(kw_only=True)
 class Endings:
     """Endpoints between DEL and the moment when nothing of them is left."""
 
-    def __init__(
-        self,
-        *,
-        table: EndpointTable,
-        journal: Journal,
-        ipam: Ipam,
-        context: Context,
-        directories: EndpointDirectories,
-    ) -> None:
-        self._table = table
-        self._journal = journal
-        self._ipam = ipam
-        self._context = context
-        self._directories = directories
-        self._endings: dict[EndpointId, _Ending] = {}
-        self._reaping = threading.Lock()
-        self._reaped: deque[EndpointId] = deque()
-        """Endpoints whose devices are gone, noted by `reap` and taken by `settle`."""
+    table: EndpointTable
+    journal: Journal
+    ipam: Ipam
+    context: Context
+    directories: EndpointDirectories
+    _endings: dict[EndpointId, _Ending] = field(default_factory=dict)
+    _reaping: threading.Lock = field(default_factory=threading.Lock)
+    _reaped: deque[EndpointId] = field(default_factory=deque)
+    """Endpoints whose devices are gone, noted by `reap` and taken by `settle`."""
 
     def __len__(self) -> int:
         return len(self._endings)
@@ -69,15 +60,15 @@ class Endings:
         record = msgspec.structs.replace(endpoint.record, phase=Phase.DELETING)
         # The record says `DELETING` before anything is undone. After a kill from here on, the next start ends the
         # endpoint instead of adopting half of it.
-        self._table.replace_record(record)
+        self.table.replace_record(record)
         unwritten = self._write(record)
-        self._context.regenerator.queue.forget(record.id)
+        self.context.regenerator.queue.forget(record.id)
         # The address stays held until the device is gone. Given out now, it could get packets that are meant for its
         # last owner.
-        self._ipam.quarantine(record.id)
+        self.ipam.quarantine(record.id)
         done = RECIPES[record.device.kind] if steps is None else steps
-        undone = undo_steps(done, self._context, record)
-        self._directories.remove(record.id)
+        undone = undo_steps(done, self.context, record)
+        self.directories.remove(record.id)
         # A failed ADD that never reached the step DEVICE has no device that a reaper could report as gone.
         self._endings[record.id] = _Ending(record, undone, device_gone=DEVICE not in done)
         if unwritten is not None:
@@ -88,15 +79,13 @@ class Endings:
         """Delete condemned devices in one batch and note whose are gone. Needs no turn: it waits for the kernel."""
         # Two threads must not delete the same devices at once, and the second one needs what the first one found.
         with self._reaping:
-            self._reaped.extend(self._context.datapath.reap_devices())
+            self._reaped.extend(self.context.datapath.reap_devices())
 
     def settle(self, *, reap: bool = True) -> int:
         """Retry what failed, reap unless the caller just did, forget what is gone; tells how many that were."""
         for endpoint_id, ending in self._endings.items():
             if not ending.undone:
-                undone = undo_steps(
-                    RECIPES[ending.record.device.kind], self._context, ending.record
-                )
+                undone = undo_steps(RECIPES[ending.record.device.kind], self.context, ending.record)
                 self._endings[endpoint_id] = replace(ending, undone=undone)
         if reap:
             # When another thread is at it, this waits for it, and then has its findings too.
@@ -115,7 +104,7 @@ class Endings:
 
     def _write(self, record: EndpointRecord) -> StorageFailure | None:
         try:
-            self._journal.write(record)
+            self.journal.write(record)
         except StorageFailure as failure:
             return failure
         return None
@@ -131,7 +120,7 @@ class Endings:
         if not endpoint_ids:
             return 0
         try:
-            self._journal.remove(endpoint_ids)
+            self.journal.remove(endpoint_ids)
         except StorageFailure as failure:
             # A record on disk still names the addresses. They stay held here, because a restart would hold them
             # again.
@@ -139,9 +128,9 @@ class Endings:
             return 0
         for endpoint_id in endpoint_ids:
             del self._endings[endpoint_id]
-            self._ipam.release(endpoint_id)
-            endpoint = self._table.get(endpoint_id)
+            self.ipam.release(endpoint_id)
+            endpoint = self.table.get(endpoint_id)
             if endpoint is not None:
                 endpoint.report(DeviceGone())
-            self._table.discard(endpoint_id)
+            self.table.discard(endpoint_id)
         return len(endpoint_ids)

@@ -15,10 +15,8 @@ from functools import partial
 import msgspec
 
 from podwire.control.attach.ending import Endings
-from podwire.control.attach.recipes import RECIPES
-from podwire.control.attach.result import describe_attachment
-from podwire.control.attach.steps import Context, Step
-from podwire.control.endpoint.check import compare_with_result
+from podwire.control.attach.result import compare_with_result, describe_attachment
+from podwire.control.attach.steps import RECIPES, Context, Step
 from podwire.control.endpoint.states import State
 from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.control.identity.key import convert_ports

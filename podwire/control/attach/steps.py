@@ -1,4 +1,4 @@
-"""The steps of an attachment, each with its one undo.
+"""The steps of an attachment, each with its one undo, and the recipes: which steps an attachment takes, in which order.
 
 ADD runs the steps of its recipe in order. A failed ADD, DEL, GC and restore undo them backwards with the same
 functions. An undo is idempotent: "already gone" is success. Steps change the kernel through `Datapath` only. The
@@ -7,7 +7,7 @@ complete.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from podwire.control.endpoint.host_ports import HostPorts
@@ -115,6 +115,15 @@ IDENTITY = Step("identity", _resolve_identity)
 REGENERATION = Step("build", _regenerate, _close)
 """Its name is a label of the metric `operation_step_seconds`, so it stays as it was first given."""
 HOST_PORTS = Step("host-ports", _serve_host_ports, _withdraw_host_ports, _has_host_ports)
+
+RECIPES: Mapping[str, tuple[Step, ...]] = {
+    # The guard row comes before the device, so that no packet ever meets a device without a row that drops it; the
+    # regeneration comes after all of that, so that the first packet that passes meets the whole policy; the host's
+    # ports come last, so that whoever asks one meets a pod that answers.
+    "veth": (GUARD, DEVICE, POD_NETWORK, SHAPING, IDENTITY, REGENERATION, HOST_PORTS),
+}
+"""By mode, the device's kind, which the record has. A capability that changes what is done to an attachment adds a row
+or a step here, never a branch inside a step."""
 
 
 def undo_steps(steps: Sequence[Step], context: Context, record: EndpointRecord) -> bool:

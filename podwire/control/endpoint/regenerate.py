@@ -7,6 +7,7 @@ the node's turn. One that fails changes nothing in the kernel: what was in force
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from podwire.control.endpoint import states
 from podwire.control.endpoint.enforce import MAY_FOLLOW, Enforcer
@@ -22,63 +23,55 @@ BaseConfig = Callable[[Endpoint], EndpointConfig]
 """What the datapath should be told of an endpoint now, but for its policy."""
 
 
+@dataclass(kw_only=True)
 class Regenerator:
     """Regenerates endpoints one at a time; owns the queue of those that are due."""
 
-    def __init__(
-        self,
-        *,
-        table: EndpointTable,
-        datapath: Datapath,
-        directories: EndpointDirectories,
-        clock: Clock,
-        base: BaseConfig,
-        enforcer: Enforcer,
-    ) -> None:
-        self.queue: RegenerationQueue = enforcer.queue
-        self.enforcer = enforcer
-        self._table = table
-        self._datapath = datapath
-        self._directories = directories
-        self._clock = clock
-        self._base = base
+    table: EndpointTable
+    datapath: Datapath
+    directories: EndpointDirectories
+    clock: Clock
+    base: BaseConfig
+    enforcer: Enforcer
+
+    @property
+    def queue(self) -> RegenerationQueue:
+        """Those that are due."""
+        return self.enforcer.queue
 
     def request(self, endpoint_id: EndpointId, level: Level, cause: str) -> None:
         """Ask for a regeneration; the state shows it at once."""
-        endpoint = self._table.get(endpoint_id)
-        if endpoint is None or endpoint.state in (
-            states.State.DISCONNECTING,
-            states.State.INVALID,
-        ):
+        endpoint = self.table.get(endpoint_id)
+        if endpoint is None or endpoint.state is states.State.DISCONNECTING:
             return
         endpoint.report(states.RegenerationRequested(cause))
-        self.queue.request(endpoint_id, level, cause, self._clock.boottime_ns())
+        self.queue.request(endpoint_id, level, cause, self.clock.boottime_ns())
 
     def request_traces(self, cause: str) -> None:
         """Ask for a regeneration of every endpoint whose programs are to tell what passes and do not, or the reverse.
 
         In the node's turn. What is being regenerated, or has to be, asks what is wanted when its turn comes.
         """
-        for endpoint in self._table:
-            differs = endpoint.config.trace != self._base(endpoint).trace
+        for endpoint in self.table:
+            differs = endpoint.config.trace != self.base(endpoint).trace
             if differs and endpoint.state is states.State.READY:
                 self.request(endpoint.record.id, Level.POLICY, cause)
 
     def run_due(self) -> bool:
         """Do one regeneration that is due; False = there is none. A failure is logged, kept for people, and retried."""
-        regeneration = self.queue.take(self._clock.boottime_ns())
+        regeneration = self.queue.take(self.clock.boottime_ns())
         if regeneration is None:
             return False
-        endpoint = self._table.get(regeneration.endpoint_id)
+        endpoint = self.table.get(regeneration.endpoint_id)
         # An endpoint that ended while its regeneration waited needs no retry.
         ok = endpoint is None or self._try_regenerate(endpoint, regeneration)
-        self.queue.finish(regeneration, ok=ok, now_ns=self._clock.boottime_ns())
+        self.queue.finish(regeneration, ok=ok, now_ns=self.clock.boottime_ns())
         return True
 
     def retry(self, endpoint: Endpoint) -> None:
         """Put a regeneration that failed outside the queue into it."""
         self.queue.request(
-            endpoint.record.id, Level.REWRITE, "retry after failure", self._clock.boottime_ns()
+            endpoint.record.id, Level.REWRITE, "retry after failure", self.clock.boottime_ns()
         )
 
     def regenerate_new(self, endpoint: Endpoint) -> None:
@@ -95,8 +88,8 @@ class Regenerator:
         def look() -> EndpointConfig | None:
             if level >= Level.REWRITE:
                 # First: a device that cannot be repaired must not move the policies of others.
-                self._datapath.repair_device(endpoint.record)
-            return self._datapath.read_config(endpoint.record)
+                self.datapath.repair_device(endpoint.record)
+            return self.datapath.read_config(endpoint.record)
 
         self._regenerate(endpoint, look)
 
@@ -110,15 +103,15 @@ class Regenerator:
             row = look() if look else None
             # The policy is written before the row that names it. The row's one write switches from the old policy to
             # the new one.
-            config = self.enforcer.attach(endpoint, self._base(endpoint), row)
-            self._datapath.open_endpoint(endpoint.record, config, is_new=look is None)
+            config = self.enforcer.attach(endpoint, self.base(endpoint), row)
+            self.datapath.open_endpoint(endpoint.record, config, is_new=look is None)
         except PodwireError as error:
             endpoint.config = self._read_row(endpoint)
             endpoint.report(states.RegenerationFailed(error.message))
-            self._directories.keep_failure(endpoint.record, config, error.message)
+            self.directories.keep_failure(endpoint.record, config, error.message)
             raise
         # After the row, never before: what the directory shows is in force.
-        self._directories.publish(endpoint.record, config)
+        self.directories.publish(endpoint.record, config)
         endpoint.config = config
         self.enforcer.realized(endpoint)
         endpoint.report(states.RegenerationSucceeded())
@@ -126,7 +119,7 @@ class Regenerator:
     def _read_row(self, endpoint: Endpoint) -> EndpointConfig:
         """Give what is really in force: a regeneration can fail when half of it is done."""
         try:
-            return self._datapath.read_config(endpoint.record) or EndpointConfig()
+            return self.datapath.read_config(endpoint.record) or EndpointConfig()
         except PodwireError:
             return endpoint.config
 

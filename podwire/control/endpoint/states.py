@@ -28,8 +28,6 @@ class State(enum.Enum):
     DISCONNECTING = "disconnecting"
     """DEL was accepted: nothing passes any more, the device and addresses are on their way out."""
     DISCONNECTED = "disconnected"
-    INVALID = "invalid"
-    """Its record and the node no longer fit together; only DEL or GC lead out."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +79,6 @@ class DeviceGone:
     cause: str = "device gone"
 
 
-@dataclass(frozen=True)
-class Invalidated:
-    """The endpoint cannot be brought to its desired state by any regeneration."""
-
-    cause: str
-
-
 Event = (
     IdentityResolved
     | RegenerationRequested
@@ -96,7 +87,6 @@ Event = (
     | RegenerationFailed
     | DisconnectAccepted
     | DeviceGone
-    | Invalidated
 )
 
 _S = State
@@ -107,37 +97,30 @@ TRANSITIONS: Mapping[tuple[State, type[Event]], State] = {
     (_S.RESTORING, RegenerationRequested): _S.RESTORING,
     (_S.RESTORING, IdentityResolved): _S.RESTORING,
     (_S.RESTORING, DisconnectAccepted): _S.DISCONNECTING,
-    (_S.RESTORING, Invalidated): _S.INVALID,
     (_S.WAITING_FOR_IDENTITY, IdentityResolved): _S.WAITING_TO_REGENERATE,
     # Nothing is regenerated without an identity; the regeneration that follows takes in what the trigger meant.
     (_S.WAITING_FOR_IDENTITY, RegenerationRequested): _S.WAITING_FOR_IDENTITY,
     (_S.WAITING_FOR_IDENTITY, DisconnectAccepted): _S.DISCONNECTING,
-    (_S.WAITING_FOR_IDENTITY, Invalidated): _S.INVALID,
     (_S.WAITING_TO_REGENERATE, RegenerationStarted): _S.REGENERATING,
     (_S.WAITING_TO_REGENERATE, RegenerationRequested): _S.WAITING_TO_REGENERATE,
     (_S.WAITING_TO_REGENERATE, IdentityResolved): _S.WAITING_TO_REGENERATE,
     (_S.WAITING_TO_REGENERATE, DisconnectAccepted): _S.DISCONNECTING,
-    (_S.WAITING_TO_REGENERATE, Invalidated): _S.INVALID,
     (_S.REGENERATING, RegenerationSucceeded): _S.READY,
     (_S.REGENERATING, RegenerationFailed): _S.NOT_READY,
     # A trigger during a regeneration stays in the queue and starts the next one; the state tells of the running one.
     (_S.REGENERATING, RegenerationRequested): _S.REGENERATING,
     (_S.REGENERATING, IdentityResolved): _S.REGENERATING,
     (_S.REGENERATING, DisconnectAccepted): _S.DISCONNECTING,
-    (_S.REGENERATING, Invalidated): _S.INVALID,
     (_S.READY, RegenerationRequested): _S.WAITING_TO_REGENERATE,
     (_S.READY, IdentityResolved): _S.WAITING_TO_REGENERATE,
     (_S.READY, DisconnectAccepted): _S.DISCONNECTING,
-    (_S.READY, Invalidated): _S.INVALID,
     (_S.NOT_READY, RegenerationRequested): _S.WAITING_TO_REGENERATE,
     (_S.NOT_READY, IdentityResolved): _S.WAITING_TO_REGENERATE,
     (_S.NOT_READY, DisconnectAccepted): _S.DISCONNECTING,
-    (_S.NOT_READY, Invalidated): _S.INVALID,
     # Runtimes repeat DEL, and GC may name an endpoint whose DEL was accepted. Nothing else leads out but the device's
     # end.
     (_S.DISCONNECTING, DisconnectAccepted): _S.DISCONNECTING,
     (_S.DISCONNECTING, DeviceGone): _S.DISCONNECTED,
-    (_S.INVALID, DisconnectAccepted): _S.DISCONNECTING,
 }
 
 ENDING = frozenset({State.DISCONNECTING, State.DISCONNECTED})

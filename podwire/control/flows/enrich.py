@@ -6,11 +6,12 @@ address and the time are asked of arguments.
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
 
 from msgspec import UNSET, UnsetType
 
 from podwire.control.flows.flow import Flow, FlowEnd, FlowPolicy, FlowService
+from podwire.model.endpoint import EndpointRecord
 from podwire.model.flow import FlowEvent
 
 ETHERTYPE_ARP = 0x0806
@@ -19,32 +20,8 @@ _EGRESS = "egress"
 _WITH_PORTS = frozenset({"tcp", "udp", "sctp"})
 
 
-class NamedEndpoint(Protocol):
-    """What a flow tells of an endpoint."""
-
-    @property
-    def id(self) -> int:
-        """Its number."""
-        ...
-
-    @property
-    def namespace(self) -> str:
-        """Namespace of its pod."""
-        ...
-
-    @property
-    def pod(self) -> str:
-        """Name of its pod."""
-        ...
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Its canonical labels."""
-        ...
-
-
-FindByAddress = Callable[[str], NamedEndpoint | None]
-FindById = Callable[[int], NamedEndpoint | None]
+FindByAddress = Callable[[str], EndpointRecord | None]
+FindById = Callable[[int], EndpointRecord | None]
 NameRule = Callable[[int], FlowPolicy | None]
 NameService = Callable[[str, int, str], FlowService | None]
 """Whose an address, port and protocol (`tcp`, `udp`) are."""
@@ -52,39 +29,29 @@ FindLabels = Callable[[int], tuple[str, ...]]
 """Labels of an identity, () for one that nobody knows."""
 
 
+@dataclass(frozen=True)
 class FlowMaker:
     """Turns events of one node into flows."""
 
-    def __init__(
-        self,
-        node: str,
-        *,
-        by_address: FindByAddress,
-        by_id: FindById,
-        name_rule: NameRule,
-        labels_of: FindLabels,
-        wall_offset_ns: Callable[[], int],
-        name_service: NameService = lambda _address, _port, _protocol: None,
-    ) -> None:
-        self._node = node
-        self._by_address = by_address
-        self._by_id = by_id
-        self._name_rule = name_rule
-        self._labels_of = labels_of
-        self._wall_offset_ns = wall_offset_ns
-        self._name_service = name_service
+    node: str
+    by_address: FindByAddress
+    by_id: FindById
+    name_rule: NameRule
+    labels_of: FindLabels
+    wall_offset_ns: Callable[[], int]
+    name_service: NameService
 
     def make(self, event: FlowEvent) -> Flow:
         """Describe an event. The end at whose hook it happened is known by number, the other by
         address."""
-        own = self._by_id(event.endpoint)
+        own = self.by_id(event.endpoint)
         has_ports = event.protocol in _WITH_PORTS
         source = own if event.direction == _EGRESS else self._find(event.source)
         destination = self._find(event.destination) if event.direction == _EGRESS else own
-        policy = self._name_rule(event.rule) if event.rule else None
+        policy = self.name_rule(event.rule) if event.rule else None
         return Flow(
-            time=format_time_ns(event.boottime_ns + self._wall_offset_ns()),
-            node=self._node,
+            time=format_time_ns(event.boottime_ns + self.wall_offset_ns()),
+            node=self.node,
             type=event.kind,
             verdict=event.verdict.value,
             reason=event.reason,
@@ -111,14 +78,14 @@ class FlowMaker:
 
     def _end(
         self,
-        endpoint: NamedEndpoint | None,
+        endpoint: EndpointRecord | None,
         identity: int,
         ip: str,
         port: int,
         service: FlowService | UnsetType = UNSET,
     ) -> FlowEnd:
         if endpoint is None:
-            labels = self._labels_of(identity)
+            labels = self.labels_of(identity)
             return FlowEnd(identity=identity, labels=labels, ip=ip, port=port, service=service)
         return FlowEnd(
             endpoint.id,
@@ -138,15 +105,15 @@ class FlowMaker:
         asked = (event.destination, event.destination_port)
         if event.original_destination:
             asked = (event.original_destination, event.original_port)
-        return self._name_service(*asked, event.protocol) or UNSET
+        return self.name_service(*asked, event.protocol) or UNSET
 
     def _original(self, event: FlowEvent) -> FlowEnd | UnsetType:
         if not event.original_destination:
             return UNSET
         return FlowEnd(ip=event.original_destination, port=event.original_port)
 
-    def _find(self, address: str) -> NamedEndpoint | None:
-        return self._by_address(address) if address else None
+    def _find(self, address: str) -> EndpointRecord | None:
+        return self.by_address(address) if address else None
 
 
 def format_time_ns(unix_ns: int) -> str:

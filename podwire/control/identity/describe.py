@@ -1,10 +1,11 @@
 """Identities as people see them: what a number stands for, where it comes from, which endpoints have it.
 
-Called by the API's views. Pure; field names become those of the API.
+Called by the API, which answers with what is described here as it stands. Pure.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 from podwire.control.identity.known import KnownIdentities, KnownIdentity
 from podwire.model.endpoint import PROTOCOL_NAMES, EndpointRecord
@@ -12,8 +13,7 @@ from podwire.model.identity import CLUSTER_FIRST, RESERVED_LABELS, IdentityFacts
 from podwire.model.labels import SOURCE_RESERVED
 
 
-@dataclass(frozen=True, slots=True)
-class IdentityDescription:
+class IdentityView(msgspec.Struct, frozen=True, rename="camel"):
     """One identity."""
 
     id: int
@@ -31,7 +31,7 @@ class IdentityDescription:
 
 def describe_identities(
     known: KnownIdentities, records: Iterable[EndpointRecord]
-) -> list[IdentityDescription]:
+) -> list[IdentityView]:
     """Describe the reserved identities and all that are known, lowest number first."""
     holders: dict[int, list[int]] = {}
     for record in records:
@@ -54,7 +54,7 @@ def describe_identities(
 
 def _describe(
     facts: IdentityFacts, source: str, state: str, holders: dict[int, list[int]]
-) -> IdentityDescription:
+) -> IdentityView:
     ids = tuple(sorted(holders.get(facts.number, ())))
     ports = tuple(
         f"{port.name}:{PROTOCOL_NAMES.get(port.protocol, port.protocol)}/{port.port}"
@@ -65,7 +65,7 @@ def _describe(
         label.removesuffix("=") if label.startswith(f"{SOURCE_RESERVED}:") else label
         for label in facts.labels
     )
-    return IdentityDescription(facts.number, labels, ports, source, state, len(ids), ids)
+    return IdentityView(facts.number, labels, ports, source, state, len(ids), ids)
 
 
 def _state(known: KnownIdentity | None, is_held: bool) -> str:

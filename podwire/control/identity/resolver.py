@@ -16,7 +16,7 @@ import msgspec
 from podwire.control.identity.allocator import IdentitiesExhausted, IdentityAllocator
 from podwire.control.identity.filter import LabelFilter
 from podwire.control.identity.key import IdentityKey, make_key
-from podwire.control.identity.sources import NAMESPACES, LabelSources, SourceChange
+from podwire.control.identity.sources import NAMESPACES, LabelSources
 from podwire.control.kubernetes.own_pods import NoPods, PodLabels
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Cancelled, Conflict, StorageFailure, Unavailable
@@ -126,17 +126,11 @@ class IdentityResolver:
             key = IdentityKey(record.identity_labels, record.named_ports)
             self.allocator.adopt(record.identity, key)
 
-    def affected(
-        self, records: Iterable[EndpointRecord], change: SourceChange | None = None
-    ) -> list[EndpointRecord]:
-        """Give the endpoints that are not what they should be, after a change of labels or (None) after anything."""
+    def affected(self, records: Iterable[EndpointRecord]) -> list[EndpointRecord]:
+        """Give the endpoints that are not what they should be."""
         if not self.sources.is_complete:
             return []
-        return [
-            record
-            for record in records
-            if (change is None or change.may_touch(record)) and self._is_stale(record)
-        ]
+        return [record for record in records if self._is_stale(record)]
 
     def resolve_again(self, record: EndpointRecord) -> Resolution:
         """Resolve an endpoint that has an identity already, without waiting; raises Unavailable.

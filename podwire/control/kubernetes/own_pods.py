@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -35,20 +35,6 @@ _HASH: Final = re.compile(r"[0-9a-f]{32}")
 
 PodName = tuple[str, str]
 """Namespace and name."""
-
-
-class PodLabels(Protocol):
-    """Gives requests and endpoints what Pod objects say; see `OwnPods` for what the methods promise."""
-
-    def has(self, record: EndpointRecord) -> bool: ...
-
-    def own_labels(self, record: EndpointRecord) -> tuple[str, ...]: ...
-
-    def complete_at_once(self, request: AttachRequest) -> AttachRequest | None: ...
-
-    def complete(
-        self, request: AttachRequest, cancelled: Callable[[], bool] = lambda: False
-    ) -> AttachRequest: ...
 
 
 class NoPods:
@@ -239,6 +225,10 @@ class OwnPods:
         # the API server gives it one with dashes (RFC 9562), while kubelet gives a static pod a plain hash.
         is_named_so = request.pod.endswith(f"-{self.node_name}")
         return is_named_so and _HASH.fullmatch(request.pod_uid) is not None
+
+
+PodLabels = OwnPods | NoPods
+"""Gives requests and endpoints what Pod objects say."""
 
 
 def _name_of(stored: StoredObject) -> PodName:

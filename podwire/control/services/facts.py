@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+
 from podwire.control.services.external import read_external
 from podwire.control.services.reading import PORT_MAX, Left, is_back_end_address, read_port
 from podwire.model.documents.lenient import items_of, members_of, read_address, text_of, texts_of
@@ -40,8 +42,7 @@ class ServiceName:
         return f"{self.namespace}/{self.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class ServicePort:
+class ServicePort(msgspec.Struct, array_like=True, frozen=True):
     """One port that is asked for."""
 
     name: str
@@ -76,8 +77,7 @@ class ServiceFacts:
     """trafficDistribution PreferSameNode, for pods that are chosen by labels; in EndpointSlices hints say it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
+class Endpoint(msgspec.Struct, array_like=True, frozen=True):
     """What is said of a back end beside its address."""
 
     is_ready: bool

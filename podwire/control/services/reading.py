@@ -5,14 +5,14 @@ Used by the other modules of `control.services`. Pure.
 
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from podwire.model.endpoint import IPAddress
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
+class Left(msgspec.Struct, array_like=True, frozen=True):
     """Something that is left to the stack."""
 
     reason: str

@@ -31,7 +31,7 @@ _PORT: Final = struct.Struct("!H")
 _FRONTEND_TAIL: Final = struct.Struct("!HB")
 """Behind the address: port, protocol."""
 _BYTES_OF: Final = {4: 4, 6: 16}
-_encode: Final = msgspec.msgpack.Encoder().encode
+_encode: Final = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +47,16 @@ class Claimed:
 NOTHING: Final = Claimed({}, "", (), 0)
 
 
-class _Port(msgspec.Struct, array_like=True, frozen=True):
-    name: str
-    port: int
-    protocol: int
-    target: int | str
-
-
-class _Left(msgspec.Struct, array_like=True, frozen=True):
-    reason: str
-    message: str
-
-
 class _Service(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
     created: str
     addresses: tuple[bytes, ...]
-    ports: tuple[_Port, ...]
+    ports: tuple[ServicePort, ...]
     uid: str = ""
     is_local_only: bool = False
     external: tuple[bytes, ...] = ()
     affinity_s: int = 0
     is_left: bool = False
-    left: tuple[_Left, ...] = ()
+    left: tuple[Left, ...] = ()
     selector: tuple[tuple[str, str], ...] = ()
     prefers_node: bool = False
 
@@ -77,11 +65,7 @@ class _Group(msgspec.Struct, array_like=True, frozen=True):
     """Back ends of which the same is said."""
 
     addresses: bytes
-    is_ready: bool
-    is_draining: bool
-    node: str
-    for_nodes: tuple[str, ...] = ()
-    for_zones: tuple[str, ...] = ()
+    endpoint: Endpoint
 
 
 class _Slice(msgspec.Struct, array_like=True, frozen=True):
@@ -114,15 +98,13 @@ def pack_service(facts: ServiceFacts) -> bytes:
         _Service(
             created=facts.created,
             addresses=_pack(facts.addresses),
-            ports=tuple(
-                _Port(port.name, port.port, port.protocol, port.target) for port in facts.ports
-            ),
+            ports=facts.ports,
             uid=facts.uid,
             is_local_only=facts.is_local_only,
             external=_pack(facts.external),
             affinity_s=facts.affinity_s,
             is_left=facts.is_left,
-            left=tuple(_Left(left.reason, left.message) for left in facts.left),
+            left=facts.left,
             selector=facts.selector,
             prefers_node=facts.prefers_node,
         )
@@ -136,15 +118,13 @@ def unpack_service(name: ServiceName, record: bytes) -> ServiceFacts:
         name=name,
         created=row.created,
         addresses=_unpack(row.addresses),
-        ports=tuple(
-            ServicePort(port.name, port.port, port.protocol, port.target) for port in row.ports
-        ),
+        ports=row.ports,
         uid=row.uid,
         is_local_only=row.is_local_only,
         external=_unpack(row.external),
         affinity_s=row.affinity_s,
         is_left=row.is_left,
-        left=tuple(Left(left.reason, left.message) for left in row.left),
+        left=row.left,
         selector=row.selector,
         prefers_node=row.prefers_node,
     )
@@ -155,17 +135,7 @@ def pack_slice(facts: SliceFacts) -> bytes:
     groups: dict[Endpoint, list[bytes]] = {}
     for address, endpoint in zip(facts.addresses, facts.endpoints, strict=True):
         groups.setdefault(endpoint, []).append(address.packed)
-    rows = tuple(
-        _Group(
-            b"".join(addresses),
-            endpoint.is_ready,
-            endpoint.is_draining,
-            endpoint.node,
-            tuple(sorted(endpoint.for_nodes)),
-            tuple(sorted(endpoint.for_zones)),
-        )
-        for endpoint, addresses in groups.items()
-    )
+    rows = tuple(_Group(b"".join(addresses), endpoint) for endpoint, addresses in groups.items())
     ports = tuple((name, protocol, number) for (name, protocol), number in facts.ports.items())
     family = facts.addresses[0].version if facts.addresses else 4
     return _encode(_Slice(facts.service.name, ports, family, rows))
@@ -177,16 +147,9 @@ def unpack_slice(namespace: str, record: bytes) -> SliceFacts:
     addresses: list[IPAddress] = []
     endpoints: list[Endpoint] = []
     for group in row.groups:
-        endpoint = Endpoint(
-            group.is_ready,
-            group.is_draining,
-            group.node,
-            frozenset(group.for_nodes),
-            frozenset(group.for_zones),
-        )
         here = _unpack(_cut(group.addresses, _BYTES_OF[row.family]))
         addresses += here
-        endpoints += [endpoint] * len(here)
+        endpoints += [group.endpoint] * len(here)
     return SliceFacts(
         ServiceName(namespace, row.service),
         {(name, protocol): number for name, protocol, number in row.ports},

@@ -6,7 +6,7 @@ except for `stale`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
 from typing import Final, Self
 
@@ -50,37 +50,23 @@ class PolicyValues:
 
     def fill(self, config: EndpointConfig) -> EndpointConfig:
         """Give `config` with these values; what policy does not decide (audit, host_allowed, trace) stays."""
-        return msgspec.structs.replace(
-            config,
-            identity=self.identity,
-            slot=self.slot,
-            policy_revision=self.generation,
-            deny_egress=self.deny_egress,
-            deny_ingress=self.deny_ingress,
-            default_rule_egress=self.default_rule_egress,
-            default_rule_ingress=self.default_rule_ingress,
-            cidr_egress=self.cidr_egress,
-            cidr_ingress=self.cidr_ingress,
-        )
+        same = {name: getattr(self, name) for name in _NAMED_AS_IN_ROWS}
+        return msgspec.structs.replace(config, policy_revision=self.generation, **same)
 
     @classmethod
     def read(cls, config: EndpointConfig) -> Self:
         """Give what policy decided about a row."""
-        return cls(
-            identity=config.identity,
-            slot=config.slot,
-            generation=config.policy_revision,
-            deny_egress=config.deny_egress,
-            deny_ingress=config.deny_ingress,
-            default_rule_egress=config.default_rule_egress,
-            default_rule_ingress=config.default_rule_ingress,
-            cidr_egress=config.cidr_egress,
-            cidr_ingress=config.cidr_ingress,
-        )
+        same = {name: getattr(config, name) for name in _NAMED_AS_IN_ROWS}
+        return cls(generation=config.policy_revision, **same)
 
     def is_closed(self, direction: Direction) -> bool:
         """Tell whether what no entry covers is denied."""
         return self.deny_ingress if direction is Direction.INGRESS else self.deny_egress
+
+
+_NAMED_AS_IN_ROWS: Final = tuple(
+    field.name for field in fields(PolicyValues) if field.name != "generation"
+)
 
 
 class Subject:

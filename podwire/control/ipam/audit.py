@@ -1,20 +1,74 @@
-"""Check whether blocks, claimed addresses and published pods agree in the whole cluster.
+"""Check whether all parts that should know of an address agree about its owner: on this node, and in the whole cluster.
 
-Called by the API (`podwire ipam check`) with IPAM mode `pool`. Pure: what the store says is an argument. A node
-publishes some time after its ADDs and DELs, so only what is wrong both before and after that counts as a fault. An
-address is releasable when its object belongs to this node and no endpoint has the address, or when it belongs to a
-node that is gone.
+Called by the API (`podwire ipam check`). Pure: memory, journal and kernel are arguments, taken at one moment under the
+node's turn; so is what the store says, with IPAM mode `pool`. A node publishes some time after its ADDs and DELs, so
+only what is wrong both before and after that counts as a fault in the cluster. An address is releasable when only the
+allocator's memory knows it, when its object belongs to this node and no endpoint has the address, or when its object
+belongs to a node that is gone.
 """
 
 import ipaddress
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from podwire.control.ipam.audit.node import AddressFault
 from podwire.control.ipam.documents import Block, ClaimedAddress
+from podwire.control.ipam.interface import Holding
 from podwire.control.ipam.pools import Pool
-from podwire.model.endpoint import IPAddress, IPNetwork
+from podwire.model.endpoint import EndpointRecord, IPAddress, IPNetwork, Phase
+from podwire.model.ids import EndpointId
 from podwire.model.networks import overlap
+
+
+@dataclass(frozen=True)
+class AddressFault:
+    """One address that they do not agree about."""
+
+    address: str
+    problem: str
+    releasable: bool = False
+
+
+def find_address_faults(
+    holdings: Mapping[EndpointId, Holding],
+    records: Iterable[EndpointRecord],
+    kernel_addresses: Collection[str],
+) -> list[AddressFault]:
+    """Name every disagreement, ordered by address.
+
+    What is being made or ended may have rows or none; the rows of a live endpoint must be there.
+    """
+    by_id = {record.id: record for record in records}
+    held = {
+        str(address): owner for owner, holding in holdings.items() for address in holding.addresses
+    }
+    delivered = frozenset(kernel_addresses)
+    recorded, faults = _index(by_id.values())
+    for address, owner in held.items():
+        if owner not in by_id:
+            faults.append(AddressFault(address, f"held for {owner}, no such endpoint", True))
+    for address, owner in recorded.items():
+        if held.get(address) != owner:
+            faults.append(AddressFault(address, f"endpoint {owner} has it, but it is not held"))
+        # An endpoint that is being made has no rows yet, and one that ends has none any more. Both are in order.
+        if by_id[owner].phase is Phase.LIVE and address not in delivered:
+            problem = f"endpoint {owner} has it, but the datapath does not deliver it"
+            faults.append(AddressFault(address, problem))
+    for address in delivered:
+        if address not in recorded:
+            faults.append(AddressFault(address, "the datapath delivers it, but no endpoint has it"))
+    return sorted(faults, key=lambda fault: (":" in fault.address, fault.address))
+
+
+def _index(records: Iterable[EndpointRecord]) -> tuple[dict[str, EndpointId], list[AddressFault]]:
+    """Give which endpoint has which address, and those that two have."""
+    recorded: dict[str, EndpointId] = {}
+    faults = []
+    for record in records:
+        for address in map(str, record.addresses):
+            other = recorded.setdefault(address, record.id)
+            if other != record.id:
+                faults.append(AddressFault(address, f"endpoints {other} and {record.id} have it"))
+    return recorded, faults
 
 
 @dataclass(frozen=True)

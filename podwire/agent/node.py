@@ -73,14 +73,7 @@ from podwire.model.ids import IdentityId
 from podwire.model.interfaces import HostPortTable
 from podwire.model.right_of_way import RightOfWay
 from podwire.model.store import Store
-from podwire.model.store.events import Events
-from podwire.store.open import (
-    ClusterAccess,
-    StoreAccess,
-    find_event_writer,
-    list_hosts,
-    open_store,
-)
+from podwire.store.open import ClusterAccess, StoreAccess, find_event_writer, list_hosts, open_store
 
 WaitFor = Callable[[str, str], None]
 """Hears what the start waits for, and what to do."""
@@ -120,7 +113,6 @@ class Node:
     health: Health
     metrics: Metrics
     flows: FlowRing
-    events: Events
     started_boottime_ns: int
 
     @property
@@ -426,7 +418,6 @@ def _compose(opened: Opened, clock: KernelClock) -> Node:  # size: the object gr
         health=health,
         metrics=metrics,
         flows=flows,
-        events=opened.events,
         started_boottime_ns=clock.process_start_ns(),
     )
 

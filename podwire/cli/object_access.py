@@ -15,12 +15,7 @@ from podwire.cli import client
 from podwire.cli.client import EXIT_NOT_FOUND, EXIT_UNREACHABLE, EXIT_USAGE, CliError, segment
 from podwire.cli.options import Agent, Common
 from podwire.cli.output import Row
-from podwire.model.store.kinds import (
-    CILIUM_CLUSTERWIDE_POLICY,
-    CILIUM_POLICY,
-    NETWORK_POLICY,
-    Kind,
-)
+from podwire.model.store.kinds import CILIUM_CLUSTERWIDE_POLICY, CILIUM_POLICY, NETWORK_POLICY, Kind
 
 if TYPE_CHECKING:
     from podwire.control.documents.apply import Applied

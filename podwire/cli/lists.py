@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from podwire.cli import client
 from podwire.cli.client import EXIT_UNREACHABLE, CliError
 from podwire.cli.options import Agent, Common
 from podwire.cli.output import Column, Row, Style, key, show_document, show_rows
@@ -41,6 +42,12 @@ def ask_all(
     if not answers:
         raise failure
     return answers, failure
+
+
+def get_rows(agent: Agent, resource: str) -> list[Row]:
+    """Ask an agent for a list."""
+    rows: list[Row] = client.request(agent.socket, "GET", resource)
+    return rows
 
 
 def marked(agent: Agent, rows: Sequence[Row]) -> list[Row]:

@@ -59,33 +59,28 @@ class AgentObjects:
         self._agents = list(agents)
 
     def list(self, kind: Kind, namespace: str) -> Sequence[Document]:
-        """Give all objects of a kind (of one namespace)."""
         query = f"?namespace={segment(namespace)}" if namespace else ""
         objects: Sequence[Document] = self._ask("GET", f"/object/{kind.plural}{query}")["items"]
         return objects
 
     def get(self, kind: Kind, namespace: str, name: str) -> Document:
-        """Give one object; CliError when there is none."""
         document: Document = self._ask("GET", _resource(kind, namespace, name))
         return document
 
     def apply(
         self, documents: Sequence[Document], namespace: str, *, dry_run: bool
     ) -> Sequence[Row]:
-        """Make objects so."""
         namespace = f"&namespace={segment(namespace)}" if namespace else ""
         resource = f"/apply?dryRun={int(dry_run)}{namespace}"
         done: Sequence[Row] = self._ask("POST", resource, documents)
         return done
 
     def delete(self, kind: Kind, namespace: str, name: str, *, dry_run: bool) -> Row:
-        """Delete one object."""
         resource = f"{_resource(kind, namespace, name)}?dryRun={int(dry_run)}"
         done: Row = self._ask("DELETE", resource)
         return done
 
     def label_patterns(self) -> Sequence[str]:
-        """Give the setting `identity_label_filter` of the agent."""
         patterns: Sequence[str] = self._ask("GET", "/config")["settings"]["identity_label_filter"][
             "value"
         ]
@@ -112,14 +107,12 @@ class StoreObjects:
         self._store = store
 
     def list(self, kind: Kind, namespace: str) -> Sequence[Document]:
-        """Give all objects of a kind (of one namespace)."""
         from podwire.control.documents.kinds import show_document  # noqa: PLC0415 (start-up time)
 
         objects, _ = self._store.list(kind.plural, namespace or None)
         return [show_document(stored) for stored in objects]
 
     def get(self, kind: Kind, namespace: str, name: str) -> Document:
-        """Give one object; CliError when there is none."""
         from podwire.control.documents.kinds import make_key, show_document  # noqa: PLC0415
 
         key = make_key(kind.plural, namespace, name)
@@ -133,14 +126,12 @@ class StoreObjects:
     def apply(
         self, documents: Sequence[Document], namespace: str, *, dry_run: bool
     ) -> Sequence[Row]:
-        """Make objects so."""
         from podwire.control.documents.apply import apply_documents  # noqa: PLC0415
 
         done = apply_documents(self._store, documents, namespace=namespace, dry_run=dry_run)
         return [_make_row(applied) for applied in done]
 
     def delete(self, kind: Kind, namespace: str, name: str, *, dry_run: bool) -> Row:
-        """Delete one object."""
         from podwire.control.documents.apply import delete_object  # noqa: PLC0415
         from podwire.control.documents.kinds import make_key  # noqa: PLC0415
 

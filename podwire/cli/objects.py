@@ -35,6 +35,19 @@ def with_store(command: _F) -> _F:
     )(command)
 
 
+def from_files(*, required: bool) -> Callable[[_F], _F]:
+    """Add the option that names files of documents."""
+    return click.option(
+        "-f",
+        "--file",
+        "files",
+        multiple=True,
+        required=required,
+        metavar="FILE",
+        help="YAML or JSON, a directory of such files, or - for stdin.",
+    )
+
+
 def in_namespace(command: _F) -> _F:
     """Add the option that chooses a namespace."""
     return click.option("-n", "--namespace", metavar="NS", help="The namespace.")(command)

@@ -14,7 +14,7 @@ from typing import Final
 
 from podwire.datapath import abi, routes
 from podwire.datapath import maps as tables
-from podwire.datapath.host import detect_underlay, list_host_networks
+from podwire.datapath.host import detect_underlay, list_host_networks, list_usable_addresses
 from podwire.datapath.maps import NodeMaps, RowChanges, Rows
 from podwire.datapath.masquerade import Masquerade
 from podwire.datapath.native import (
@@ -54,8 +54,6 @@ from podwire.kernel.rtnl.route import (
     InterfaceAddress,
     Route,
     host_network,
-    list_addresses,
-    read_address,
 )
 from podwire.model.cluster import (
     ClusterPlan,
@@ -209,9 +207,9 @@ class OtherNodes:
         if plan.tunnel is None:
             differences += remove_tunnel(self._netlink, own.node_name)
         differences += [
-            *_name_rows("prefix {} in the ipcache", prefixes, _prefix_name),
-            *_name_rows("address {} of another node", numbers, _address_name),
-            *_name_rows("number {} of another node", nodes, _number_name),
+            *_name_rows("prefix {} in the ipcache", prefixes, tables.from_prefix_key),
+            *_name_rows("address {} of another node", numbers, tables.from_mapped),
+            *_name_rows("number {} of another node", nodes, tables.from_u32),
             *name_differences("route to {}", map(str, changed.put), map(str, changed.removed)),
         ]
         # Raised at the very end: one route of somebody else's must not keep all other nodes from being reached.
@@ -363,12 +361,7 @@ class OtherNodes:
 def read_underlay(netlink: NetlinkSocket, node_address: IPAddress | None) -> Underlay:
     """Look at the device that carries the node's traffic. Raises Unavailable when there is none."""
     device = detect_underlay(netlink, node_address)
-    present = [read_address(body) for body in netlink.dump(list_addresses())]
-    everywhere = [
-        address
-        for address in present
-        if not (address.address.is_loopback or address.address.is_link_local)
-    ]
+    everywhere = list_usable_addresses(netlink)
     usable = [address for address in everywhere if address.index == device.index]
     chosen: dict[int, IPAddress] = {}
     for address in usable:
@@ -482,17 +475,6 @@ def _refuse_foreign(foreign: Sequence[Route], differences: Sequence[str]) -> Non
     )
 
 
-def _name_rows(what: str, changes: RowChanges, name: Callable[[bytes], str]) -> list[str]:
-    return name_differences(what, map(name, changes.put), map(name, changes.removed))
-
-
-def _prefix_name(key: bytes) -> str:
-    return str(tables.from_prefix_key(key))
-
-
-def _address_name(key: bytes) -> str:
-    return str(tables.from_mapped(key))
-
-
-def _number_name(key: bytes) -> str:
-    return str(int.from_bytes(key, "little"))
+def _name_rows(what: str, changes: RowChanges, read: Callable[[bytes], object]) -> list[str]:
+    put, removed = ((str(read(key)) for key in keys) for keys in (changes.put, changes.removed))
+    return name_differences(what, put, removed)

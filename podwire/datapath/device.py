@@ -412,20 +412,27 @@ def _compare_programs(netlink: NetlinkSocket, device: Device, programs: Programs
         ("from_pod", FROM_POD_HOOK, programs.from_pod_id),
         ("to_pod", TO_POD_HOOK, programs.to_pod_id),
     ):
-        filters = [
-            attached
-            for body in netlink.dump(list_filters(device.host_ifindex, hook))
-            if (attached := read_bpf_filter(body)) is not None
-            and (attached.priority, attached.handle) == (FILTER_PRIORITY, FILTER_HANDLE)
-        ]
-        if not filters:
+        present = list_attached_programs(netlink, device.host_ifindex, hook)
+        if not present:
             differences.append(f"program {name} is not attached to {device.host_name!r}")
-        elif filters[0].program_id != wanted:
+        elif present[0] != wanted:
             differences.append(
-                f"program {name} of {device.host_name!r} is number {filters[0].program_id},"
-                f" wanted {wanted}"
+                f"program {name} of {device.host_name!r} is number {present[0]}, wanted {wanted}"
             )
     return differences
+
+
+def list_attached_programs(
+    netlink: NetlinkSocket, index: int, hook: int, handle: int = FILTER_HANDLE
+) -> list[int]:
+    """List the numbers of the programs that a hook has where podwire's stand."""
+    filters = (read_bpf_filter(body) for body in netlink.dump(list_filters(index, hook)))
+    return [
+        attached.program_id
+        for attached in filters
+        if attached is not None
+        and (attached.priority, attached.handle) == (FILTER_PRIORITY, handle)
+    ]
 
 
 def _explain(

@@ -9,6 +9,7 @@ where accept_ra is 2.
 import contextlib
 import errno
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +28,7 @@ from podwire.kernel.rtnl.route import (
     ROUTE_LOCAL,
     TABLE_LOCAL,
     TABLE_MAIN,
+    InterfaceAddress,
     Route,
     list_addresses,
     read_address,
@@ -210,11 +212,21 @@ def list_device_addresses() -> list[tuple[str, IPAddress]]:
     """List the addresses of this host that others can use, with their devices, in the kernel's order of devices."""
     with NetlinkSocket() as netlink:
         names = {link.index: link.name for link in _list_links(netlink)}
-        present = [read_address(body) for body in netlink.dump(list_addresses())]
+        present = list_usable_addresses(netlink)
     return [
-        (names[found.index], found.address)
-        for found in sorted(present, key=lambda found: found.index)
-        if found.index in names and not (found.address.is_loopback or found.address.is_link_local)
+        (names[address.index], address.address)
+        for address in sorted(present, key=attrgetter("index"))
+        if address.index in names
+    ]
+
+
+def list_usable_addresses(netlink: NetlinkSocket) -> list[InterfaceAddress]:
+    """List the addresses of this host that others can use."""
+    present = [read_address(body) for body in netlink.dump(list_addresses())]
+    return [
+        address
+        for address in present
+        if not (address.address.is_loopback or address.address.is_link_local)
     ]
 
 

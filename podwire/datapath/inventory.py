@@ -35,7 +35,6 @@ from podwire.kernel.nft import Nftables
 from podwire.kernel.rtnl.link import delete_group, delete_link, set_link
 from podwire.kernel.rtnl.route import Route
 from podwire.model.endpoint import EndpointRecord
-from podwire.model.errors import KernelFailure
 from podwire.model.ids import NFT_TABLE, EndpointId, IfIndex
 from podwire.model.interfaces import Inventory, PresentDevice
 
@@ -151,24 +150,18 @@ def _remove_devices(netlink: NetlinkSocket, owned: Sequence[OwnedDevice], keep: 
         return []
     # By group: the kernel waits for one grace period of RCU at each request to delete, whatever the request names
     # (decisions/0003). A device that died in between with its pod's namespace is no failure.
-    for failure in netlink.attempt(
-        [set_link(device.index, name=device.name, group=CONDEMNED_GROUP) for device in unwanted]
-    ):
-        _raise_unless_gone(failure)
+    netlink.execute(
+        [set_link(device.index, name=device.name, group=CONDEMNED_GROUP) for device in unwanted],
+        tolerated=(errno.ENODEV,),
+    )
     # A device that a record is waiting to have reaped goes as well: that is what it waits for.
-    _raise_unless_gone(netlink.attempt([delete_group(CONDEMNED_GROUP)])[0])
+    netlink.execute([delete_group(CONDEMNED_GROUP)], tolerated=(errno.ENODEV,))
     return [f"device {device.name} of endpoint {device.endpoint_id}" for device in unwanted]
-
-
-def _raise_unless_gone(failure: KernelFailure | None) -> None:
-    if failure is not None and failure.errno != errno.ENODEV:
-        raise failure
 
 
 def _remove_tunnels(netlink: NetlinkSocket) -> list[str]:
     ours = [tunnel.link for tunnel in list_tunnels(netlink) if tunnel.node_name is not None]
-    for failure in netlink.attempt([delete_link(link.index) for link in ours]):
-        _raise_unless_gone(failure)
+    netlink.execute([delete_link(link.index) for link in ours], tolerated=(errno.ENODEV,))
     return [f"tunnel device {link.name}" for link in ours]
 
 

@@ -12,7 +12,7 @@ import ipaddress
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Final, Self
+from typing import Final, Self, TypedDict, Unpack
 
 from podwire.datapath import abi
 from podwire.kernel import bpf
@@ -25,15 +25,18 @@ MAPPED_PREFIX: Final = bytes(10) + b"\xff\xff"
 MAPPED_PREFIX_BITS: Final = 96
 MARKS_OF_OTHERS: Final = 0xC000
 """Bits of a packet's mark that kube-proxy (0x4000) and kubelet (0x8000) act on."""
+# Plain numbers, because every ADD computes with them: each operation on an IntFlag looks its result up in the
+# enumeration.
 _OPEN: Final = abi.ConfigFlags.OPEN.value
-_DENY_EGRESS: Final = abi.ConfigFlags.DENY_EGRESS.value
-_DENY_INGRESS: Final = abi.ConfigFlags.DENY_INGRESS.value
 _SHAPED: Final = abi.ConfigFlags.SHAPED.value
-_AUDIT: Final = abi.ConfigFlags.AUDIT.value
-_HOST_ALLOWED: Final = abi.ConfigFlags.HOST_ALLOWED.value
-_CIDR_EGRESS: Final = abi.ConfigFlags.CIDR_EGRESS.value
-_CIDR_INGRESS: Final = abi.ConfigFlags.CIDR_INGRESS.value
-_TRACE: Final = abi.ConfigFlags.TRACE.value
+_FLAGS: Final = {
+    name: abi.ConfigFlags[name.upper()].value
+    for name in (
+        *("deny_egress", "deny_ingress", "audit", "host_allowed"),
+        *("cidr_egress", "cidr_ingress", "trace"),
+    )
+}
+"""Fields of an EndpointConfig that are flags of its row."""
 
 
 def to_mapped(address: IPAddress) -> bytes:
@@ -71,6 +74,11 @@ def mac_bytes(mac: str) -> bytes:
 def u32(number: int) -> bytes:
     """Give a number as keys and values have it."""
     return number.to_bytes(4, "little")
+
+
+def from_u32(raw: bytes) -> int:
+    """Read such a number."""
+    return int.from_bytes(raw, "little")
 
 
 @dataclass(frozen=True)
@@ -170,19 +178,10 @@ def config_row(record: EndpointRecord, config: EndpointConfig | None) -> abi.Con
 
 def _config_flags(record: EndpointRecord, config: EndpointConfig) -> int:
     """Compute the flags of a row in `pw_config`."""
-    # Plain numbers, because every ADD computes them: each operation on an IntFlag looks its result up in the
-    # enumeration.
-    return (
-        _OPEN
-        | _DENY_EGRESS * config.deny_egress
-        | _DENY_INGRESS * config.deny_ingress
-        | _SHAPED * (record.bandwidth.to_pod_bits_per_s > 0)
-        | _AUDIT * config.audit
-        | _HOST_ALLOWED * config.host_allowed
-        | _CIDR_EGRESS * config.cidr_egress
-        | _CIDR_INGRESS * config.cidr_ingress
-        | _TRACE * config.trace
-    )
+    flags: int = _OPEN | _SHAPED * (record.bandwidth.to_pod_bits_per_s > 0)
+    for name, flag in _FLAGS.items():
+        flags |= flag * getattr(config, name)
+    return flags
 
 
 def read_endpoint_config(maps: NodeMaps, record: EndpointRecord) -> EndpointConfig | None:
@@ -194,15 +193,9 @@ def read_endpoint_config(maps: NodeMaps, record: EndpointRecord) -> EndpointConf
         identity=row.identity,
         slot=row.slot,
         policy_revision=row.policy_revision,
-        deny_egress=bool(row.flags & abi.ConfigFlags.DENY_EGRESS),
-        deny_ingress=bool(row.flags & abi.ConfigFlags.DENY_INGRESS),
         default_rule_egress=row.default_rule_egress,
         default_rule_ingress=row.default_rule_ingress,
-        cidr_egress=bool(row.flags & abi.ConfigFlags.CIDR_EGRESS),
-        cidr_ingress=bool(row.flags & abi.ConfigFlags.CIDR_INGRESS),
-        audit=bool(row.flags & abi.ConfigFlags.AUDIT),
-        host_allowed=bool(row.flags & abi.ConfigFlags.HOST_ALLOWED),
-        trace=bool(row.flags & abi.ConfigFlags.TRACE),
+        **{name: bool(row.flags & flag) for name, flag in _FLAGS.items()},
     )
 
 
@@ -291,7 +284,7 @@ def read_endpoint(maps: NodeMaps, address: IPAddress) -> abi.EndpointValue | Non
 def list_config(maps: NodeMaps) -> Iterator[tuple[IfIndex, abi.ConfigValue]]:
     """Walk the configuration rows."""
     for key, row in maps.pw_config.items(bpf.Update.LOCK):
-        yield IfIndex(int.from_bytes(key, "little")), abi.ConfigValue.unpack(row)
+        yield IfIndex(from_u32(key)), abi.ConfigValue.unpack(row)
 
 
 def list_endpoints(maps: NodeMaps) -> Iterator[tuple[IPAddress, abi.EndpointValue]]:
@@ -303,7 +296,7 @@ def list_endpoints(maps: NodeMaps) -> Iterator[tuple[IPAddress, abi.EndpointValu
 def list_usage(maps: NodeMaps) -> Iterator[tuple[EndpointId, abi.UsageValue]]:
     """Walk what each endpoint uses."""
     for key, row in maps.pw_usage.items():
-        yield EndpointId(int.from_bytes(key, "little")), abi.UsageValue.unpack(row)
+        yield EndpointId(from_u32(key)), abi.UsageValue.unpack(row)
 
 
 def compare_rows(maps: NodeMaps, record: EndpointRecord, config: EndpointConfig) -> list[str]:
@@ -346,16 +339,18 @@ def flag_names(kind: type[enum.IntFlag], value: int) -> list[str]:
     return [str(flag.name).lower().replace("_", "-") for flag in kind if value & flag]
 
 
-def write_settings(
-    maps: NodeMaps,
-    *,
-    conntrack_quota: int | None = None,
-    tunnel_port: int | None = None,
-    tunnel_ifindex: int | None = None,
-    native_ifindex: int | None = None,
-    new_flow_rate: int | None = None,
-) -> bool:
-    """Write the node's knobs, None = as it is; tells whether any was another one.
+class Knobs(TypedDict, total=False):
+    """What is written of the node's knobs; those that are left out stay as they are."""
+
+    conntrack_quota: int
+    tunnel_port: int
+    tunnel_ifindex: int
+    native_ifindex: int
+    new_flow_rate: int
+
+
+def write_settings(maps: NodeMaps, **knobs: Unpack[Knobs]) -> bool:
+    """Write some of the node's knobs; tells whether any was another one.
 
     Hash seed and tunnel mark are chosen once: live entries are found under the one, packets leave with the other.
     """
@@ -365,17 +360,8 @@ def write_settings(
         # one shard with tuples of their choice.
         hash_seed=old.hash_seed or secrets.randbelow(2**32 - 1) + 1,
         tunnel_mark=old.tunnel_mark or _choose_mark(),
+        **knobs,
     )
-    if conntrack_quota is not None:
-        new = new._replace(conntrack_quota=conntrack_quota)
-    if new_flow_rate is not None:
-        new = new._replace(new_flow_rate=new_flow_rate)
-    if tunnel_port is not None:
-        new = new._replace(tunnel_port=tunnel_port)
-    if tunnel_ifindex is not None:
-        new = new._replace(tunnel_ifindex=tunnel_ifindex)
-    if native_ifindex is not None:
-        new = new._replace(native_ifindex=native_ifindex)
     if new != old:
         maps.pw_settings.update(u32(0), new.pack())
     return new != old
@@ -475,15 +461,12 @@ def read_metrics(maps: NodeMaps) -> list[MetricRow]:
         # The array has a counter for every hook, reason and path; most have never counted.
         if not any(raw):
             continue
-        hook, reason, path = split_metrics_index(int.from_bytes(key, "little"))
-        counters = [abi.Counter.unpack(cpu) for cpu in maps.pw_metrics.split_cpus(raw)]
-        rows.append(
-            MetricRow(
-                hook=hook,
-                reason=reason,
-                path=path,
-                packets=sum(counter.packets for counter in counters),
-                size_bytes=sum(counter.bytes_ for counter in counters),
-            )
-        )
+        index = split_metrics_index(from_u32(key))
+        rows.append(MetricRow(*index, *sum_counters(maps.pw_metrics, raw)))
     return sorted(rows, key=lambda row: (row.hook, row.reason, row.path))
+
+
+def sum_counters(counters: bpf.Map, raw: bytes) -> tuple[int, int]:
+    """Give the packets and the bytes that all CPUs have counted in one row."""
+    rows = [abi.Counter.unpack(cpu) for cpu in counters.split_cpus(raw)]
+    return sum(row.packets for row in rows), sum(row.bytes_ for row in rows)

@@ -33,7 +33,7 @@ from podwire.kernel.rtnl.tc import (
     set_bpf_filter,
 )
 from podwire.kernel.xfrm import has_policies
-from podwire.model.errors import KernelFailure, StorageFailure
+from podwire.model.errors import StorageFailure
 from podwire.model.ids import NETDEV_FILTER_HANDLE, NETDEV_FILTER_PRIORITY
 
 PROGRAM: Final = "from_netdev"
@@ -158,12 +158,7 @@ def _is_head_of_ours(body: bytes) -> bool:
 
 def _dump_filters(netlink: NetlinkSocket, index: int, hook: int = FROM_POD_HOOK) -> Sequence[bytes]:
     """Give what a hook of the device holds; nothing where it has no hooks, or is gone."""
-    try:
-        return list(netlink.dump(list_filters(index, hook)))
-    except KernelFailure as failure:
-        if failure.errno in _GONE:
-            return ()
-        raise
+    return netlink.dump(list_filters(index, hook), absent=_GONE)
 
 
 def _are_used_by_others(netlink: NetlinkSocket, index: int) -> bool:
@@ -271,9 +266,7 @@ def remove_attached(netlink: NetlinkSocket, indexes: Iterable[int], hooks: OwnHo
             removed.append(f"clsact queue of device index {index} was too much")
             requests.append(delete_clsact(index))
             freed.append(index)
-    for failure in netlink.attempt(requests):
-        if failure is not None and failure.errno not in _GONE:
-            raise failure
+    netlink.execute(requests, tolerated=_GONE)
     hooks.forget(freed)
     return removed
 

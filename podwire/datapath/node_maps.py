@@ -16,6 +16,7 @@ from podwire.datapath.maps import (
     Rows,
     from_mapped,
     from_prefix_key,
+    from_u32,
     mac_bytes,
     to_mapped,
     to_prefix_key,
@@ -84,7 +85,7 @@ def list_nodes(maps: NodeMaps) -> Iterator[NodeRow]:
     for key, row in maps.pw_nodes.items():
         value = abi.NodeValue.unpack(row)
         yield NodeRow(
-            int.from_bytes(key, "little"),
+            from_u32(key),
             from_mapped(value.addr),
             value.mtu,
             value.flags,
@@ -98,7 +99,7 @@ def list_nodes(maps: NodeMaps) -> Iterator[NodeRow]:
 def list_node_numbers(maps: NodeMaps) -> Iterator[tuple[IPAddress, int]]:
     """Walk the outer addresses of other nodes."""
     for key, row in maps.pw_node_numbers.items():
-        yield from_mapped(key), int.from_bytes(row, "little")
+        yield from_mapped(key), from_u32(row)
 
 
 def prefix_rows(

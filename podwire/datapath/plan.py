@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Final
 
 from podwire.datapath import abi
-from podwire.datapath.maps import IpcacheEntry
+from podwire.datapath.host import list_usable_addresses
+from podwire.datapath.maps import IpcacheEntry, Knobs
 from podwire.datapath.masquerade import MasqueradePlan
 from podwire.datapath.programs import Capacities
 from podwire.datapath.routes import SourceAddresses
 from podwire.kernel.netlink import NetlinkSocket
-from podwire.kernel.rtnl.route import list_addresses, read_address
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.installation.shipped import OBJECT_DIRECTORY
 
@@ -78,7 +78,7 @@ class NodePlan:
         return self.conntrack_quota or self.capacities.conntrack_entries // 16
 
     @property
-    def flow_limits(self) -> dict[str, int]:
+    def flow_limits(self) -> Knobs:
         """What one endpoint may have of the memory of flows, as the node's knobs name it."""
         return {
             "conntrack_quota": self.own_conntrack_quota,
@@ -140,12 +140,7 @@ def compute_ipcache(plan: NodePlan, host_networks: Iterable[IPNetwork]) -> list[
 
 def list_own_addresses(netlink: NetlinkSocket) -> list[tuple[int, IPAddress]]:
     """List the addresses of this host that others can use: (device index, address)."""
-    addresses = [read_address(body) for body in netlink.dump(list_addresses())]
-    return [
-        (address.index, address.address)
-        for address in addresses
-        if not (address.address.is_loopback or address.address.is_link_local)
-    ]
+    return [(address.index, address.address) for address in list_usable_addresses(netlink)]
 
 
 def choose_sources(

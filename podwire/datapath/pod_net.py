@@ -15,6 +15,7 @@ import errno
 import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final
 
 from podwire.datapath.differences import list_differences
@@ -324,18 +325,5 @@ def _compare_routes(netlink: NetlinkSocket, family: FamilyPlan) -> list[str]:
 def _same_route(route: Route, wanted: Route) -> bool:
     """Compare two routes by all that we set, but for the on-link flag."""
     # The kernel drops or adds the on-link flag as it likes.
-    return (
-        route.destination,
-        route.index,
-        route.gateway,
-        route.table,
-        route.metric,
-        route.mtu,
-    ) == (
-        wanted.destination,
-        wanted.index,
-        wanted.gateway,
-        wanted.table,
-        wanted.metric,
-        wanted.mtu,
-    )
+    compared = attrgetter("destination", "index", "gateway", "table", "metric", "mtu")
+    return bool(compared(route) == compared(wanted))

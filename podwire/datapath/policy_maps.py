@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from podwire.datapath import abi
-from podwire.datapath.maps import NodeMaps, change_endpoint, from_prefix_key, to_prefix_key
+from podwire.datapath.maps import (
+    NodeMaps,
+    change_endpoint,
+    from_prefix_key,
+    sum_counters,
+    to_prefix_key,
+)
 from podwire.kernel import bpf
 from podwire.model.endpoint import EndpointRecord, IPNetwork
 from podwire.model.errors import Bug, PolicyOverflow
@@ -271,11 +277,7 @@ def read_hits(maps: NodeMaps) -> dict[int, tuple[int, int]]:
 
     A flow's first packet is judged, and each packet that is denied; what passes on an open flow is counted there.
     """
-    hits = {}
-    for key, raw in maps.pw_hits.items():
-        counters = [abi.Counter.unpack(cpu) for cpu in maps.pw_hits.split_cpus(raw)]
-        hits[int.from_bytes(key, "little")] = (
-            sum(counter.packets for counter in counters),
-            sum(counter.bytes_ for counter in counters),
-        )
-    return hits
+    return {
+        int.from_bytes(key, "little"): sum_counters(maps.pw_hits, raw)
+        for key, raw in maps.pw_hits.items()
+    }

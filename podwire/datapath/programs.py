@@ -257,8 +257,7 @@ def _other_layouts(pins: Pins) -> list[int]:
     """List other layouts that have pins here. The programs in use are theirs then, and so are the maps of these: a map
     of maps has the same shape in each layout, whatever the rows in it are.
     """
-    own = pins.root.name.removeprefix(ABI_DIRECTORY_PREFIX)
-    return [version for version in list_versions(pins.root.parent) if str(version) != own]
+    return [version for version in list_versions(pins.directory) if version != pins.version]
 
 
 def _restore_pins(pins: Pins, shapes: Mapping[str, MapShape], programs: Iterable[Program]) -> None:

@@ -38,10 +38,8 @@ class Reaper:
         owner = None if body is None else read_owner(read_link(body))
         if owner is not None and owner.endpoint_id == endpoint_id:
             marking = set_link(index, name=owner.name, group=CONDEMNED_GROUP)
-            failure = self._netlink.attempt([marking])[0]
             # The pod's namespace, and the pair with it, may vanish at any moment.
-            if failure is not None and failure.errno != errno.ENODEV:
-                raise failure
+            self._netlink.execute([marking], tolerated=(errno.ENODEV,))
         self._condemned[endpoint_id] = index
 
     def reap(self) -> Sequence[EndpointId]:
@@ -54,9 +52,7 @@ class Reaper:
             return ()
         # One group delete costs one RCU grace period (28 ms for 20 devices); each by itself costs 23-31 ms
         # (decisions/0003).
-        failure = self._deleting.attempt([delete_group(CONDEMNED_GROUP)])[0]
-        if failure is not None and failure.errno != errno.ENODEV:
-            raise failure
+        self._deleting.execute([delete_group(CONDEMNED_GROUP)], tolerated=(errno.ENODEV,))
         gone = [
             endpoint_id
             for endpoint_id, index in waiting.items()

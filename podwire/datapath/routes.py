@@ -34,7 +34,7 @@ from podwire.kernel.rtnl.route import (
     set_neighbour,
 )
 from podwire.model.endpoint import EndpointRecord, IPAddress, IPNetwork
-from podwire.model.errors import ForeignObject, KernelFailure
+from podwire.model.errors import ForeignObject
 from podwire.model.ids import ROUTE_PROTOCOL
 
 _GONE = (errno.ESRCH, errno.ENODEV, errno.ENOENT)
@@ -98,9 +98,7 @@ def remove_host_routes(netlink: NetlinkSocket, record: EndpointRecord) -> None:
     # Without a source, which may have changed since: what is not given is not compared. The device is: the address
     # may belong to a successor already.
     unwanted = [delete_route(route) for route in compute_routes(record, SourceAddresses())]
-    for failure in netlink.attempt(unwanted):
-        if failure is not None and failure.errno not in _GONE:
-            raise failure
+    netlink.execute(unwanted, tolerated=_GONE)
 
 
 def compare_host_routes(
@@ -175,9 +173,7 @@ def list_pod_routes(netlink: NetlinkSocket) -> list[Route]:
 def remove_routes(netlink: NetlinkSocket, routes: Iterable[Route]) -> None:
     """Remove routes of ours by value; absent ones are success."""
     ours = [delete_route(route) for route in routes if route.protocol == ROUTE_PROTOCOL]
-    for failure in netlink.attempt(ours):
-        if failure is not None and failure.errno not in _GONE:
-            raise failure
+    netlink.execute(ours, tolerated=_GONE)
 
 
 def compute_block_routes(blocks: Iterable[IPNetwork]) -> list[Route]:
@@ -218,18 +214,10 @@ def dump_routes(
 ) -> list[Route]:
     """List routes; a table that does not exist has none. With `defaults_only` the many others are not decoded."""
     request = list_routes(family, table=table, protocol=protocol, index=index, kind=kind)
-    try:
-        return [
-            read_route(body)
-            for body in netlink.dump(request)
-            if not defaults_only or is_default(body)
-        ]
-    except KernelFailure as failure:
-        # ENOENT: with strict checking, a dump of a table that does not exist is an error
-        # (net/ipv4/fib_frontend.c:inet_dump_fib).
-        if failure.errno in _GONE:
-            return []
-        raise
+    # ENOENT: with strict checking, a dump of a table that does not exist is an error
+    # (net/ipv4/fib_frontend.c:inet_dump_fib).
+    bodies = netlink.dump(request, absent=_GONE)
+    return [read_route(body) for body in bodies if not defaults_only or is_default(body)]
 
 
 def list_foreign_ways(netlink: NetlinkSocket) -> tuple[set[IPNetwork], set[IPAddress]]:

@@ -200,25 +200,16 @@ def describe_maps(maps: NodeMaps, fills: Mapping[str, tuple[int, int]] | None = 
         }
         for name, (own_name, _) in _READERS.items()
         for own_map in [getattr(maps, own_name)]
-        for entries, capacity in [
-            known.get(name) or (_count(maps, own_name), _capacity(maps, own_name))
-        ]
+        for entries, capacity in [known.get(name) or _measure(maps, own_map)]
     ]
 
 
-def _capacity(maps: NodeMaps, own_name: str) -> int:
-    if own_name == "pw_conntrack":
-        return conntrack_maps.conntrack_capacity(maps)
-    own_map: bpf.Map = getattr(maps, own_name)
-    return own_map.info.max_entries
-
-
-def _count(maps: NodeMaps, own_name: str) -> int:
-    if own_name == "pw_conntrack":
+def _measure(maps: NodeMaps, own_map: bpf.Map) -> tuple[int, int]:
+    """Give how many rows a map has, and how many it may have."""
+    if own_map is maps.pw_conntrack:
         # A map of maps shows its slots, not the rows in them.
-        return conntrack_maps.count_conntrack(maps)
-    own_map: bpf.Map = getattr(maps, own_name)
-    return len(list(own_map.keys()))
+        return conntrack_maps.count_conntrack(maps), conntrack_maps.conntrack_capacity(maps)
+    return len(list(own_map.keys())), own_map.info.max_entries
 
 
 def _plain(fields: Mapping[str, Any], kind: str = "") -> Row:

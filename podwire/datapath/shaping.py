@@ -22,7 +22,6 @@ from podwire.kernel.rtnl.tc import (
     set_token_bucket,
 )
 from podwire.model.endpoint import Bandwidth, Device
-from podwire.model.errors import KernelFailure
 from podwire.model.ids import IfIndex
 from podwire.model.interfaces import PodNamespace
 
@@ -65,11 +64,17 @@ def compute_bucket(rate_bits_per_s: int, burst_bits: int, mtu: int) -> TokenBuck
     return TokenBucket(rate, burst, limit)
 
 
+def _compute_buckets(
+    device: Device, bandwidth: Bandwidth
+) -> tuple[TokenBucket | None, TokenBucket | None]:
+    to_pod = compute_bucket(bandwidth.to_pod_bits_per_s, bandwidth.to_pod_burst_bits, device.mtu)
+    return to_pod, compute_bucket(
+        bandwidth.from_pod_bits_per_s, bandwidth.from_pod_burst_bits, device.mtu
+    )
+
+
 def shape_device(
-    netlink: NetlinkSocket,
-    device: Device,
-    bandwidth: Bandwidth,
-    namespace: PodNamespace | None,
+    netlink: NetlinkSocket, device: Device, bandwidth: Bandwidth, namespace: PodNamespace | None
 ) -> None:
     """Set, change or remove the limits of both directions; without a namespace only that of the
     host device.
@@ -77,31 +82,22 @@ def shape_device(
     Raises KernelFailure when a limit cannot be set; a limit that is to go and is not there is
     success.
     """
-    to_pod = compute_bucket(bandwidth.to_pod_bits_per_s, bandwidth.to_pod_burst_bits, device.mtu)
+    to_pod, from_pod = _compute_buckets(device, bandwidth)
     _apply(netlink, device.host_ifindex, to_pod)
     if namespace is None:
         return
-    from_pod = compute_bucket(
-        bandwidth.from_pod_bits_per_s, bandwidth.from_pod_burst_bits, device.mtu
-    )
     # A netlink socket belongs for ever to the namespace in which it was opened, so this thread need not stay there.
     with NetlinkSocket.open_in(namespace.fd) as inside:
         _apply(inside, device.pod_ifindex, from_pod)
 
 
 def compare_shaping(
-    netlink: NetlinkSocket,
-    device: Device,
-    bandwidth: Bandwidth,
-    namespace: PodNamespace | None,
+    netlink: NetlinkSocket, device: Device, bandwidth: Bandwidth, namespace: PodNamespace | None
 ) -> list[str]:
     """Name what differs between the limits wanted and those in force."""
-    to_pod = compute_bucket(bandwidth.to_pod_bits_per_s, bandwidth.to_pod_burst_bits, device.mtu)
+    to_pod, from_pod = _compute_buckets(device, bandwidth)
     differences = _compare(netlink, device.host_ifindex, to_pod, "to the pod")
     if namespace is not None:
-        from_pod = compute_bucket(
-            bandwidth.from_pod_bits_per_s, bandwidth.from_pod_burst_bits, device.mtu
-        )
         with NetlinkSocket.open_in(namespace.fd) as inside:
             differences += _compare(inside, device.pod_ifindex, from_pod, "from the pod")
     return differences
@@ -114,9 +110,7 @@ def _apply(netlink: NetlinkSocket, index: IfIndex, wanted: TokenBucket | None) -
             unknown = failure.errno in (errno.ENOENT, errno.EOPNOTSUPP)
             raise explain_failure(failure, Feature.TOKEN_BUCKET) if unknown else failure
     elif _find_bucket(netlink, index) is not None:
-        failure = netlink.attempt([delete_token_bucket(index)])[0]
-        if failure is not None and failure.errno not in _GONE:
-            raise failure
+        netlink.execute([delete_token_bucket(index)], tolerated=_GONE)
 
 
 def _compare(
@@ -139,13 +133,7 @@ def _compare(
 
 
 def _find_bucket(netlink: NetlinkSocket, index: IfIndex) -> QueueDiscipline | None:
-    try:
-        bodies = netlink.dump(list_queues(index))
-    except KernelFailure as failure:
-        if failure.errno in _GONE:
-            return None
-        raise
-    for body in bodies:
+    for body in netlink.dump(list_queues(index), absent=_GONE):
         queue = read_queue(body)
         if (queue.index, queue.kind, queue.handle) == (index, "tbf", SHAPER_HANDLE):
             return queue

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from podwire.datapath.device import LIVE_GROUP
+from podwire.datapath.device import LIVE_GROUP, list_attached_programs
 from podwire.datapath.differences import list_differences
 from podwire.kernel.netlink import NetlinkSocket, Request
 from podwire.kernel.probe import Feature, explain_failure
@@ -42,8 +42,6 @@ from podwire.kernel.rtnl.tc import (
     FROM_POD_HOOK,
     TO_POD_HOOK,
     add_clsact,
-    list_filters,
-    read_bpf_filter,
     set_bpf_filter,
 )
 from podwire.kernel.rtnl.vxlan import (
@@ -65,7 +63,6 @@ from podwire.model.errors import ForeignObject, KernelFailure, Unsupported
 from podwire.model.ids import (
     ALIAS_PREFIX,
     FILTER_HANDLE,
-    FILTER_PRIORITY,
     GATEWAY_IPV4,
     GATEWAY_IPV6,
     MARK_FILTER_HANDLE,
@@ -257,9 +254,7 @@ def remove_tunnel(netlink: NetlinkSocket, node_name: str) -> list[str]:
 
 
 def _remove(netlink: NetlinkSocket, links: Sequence[Link]) -> list[str]:
-    for failure in netlink.attempt([delete_link(link.index) for link in links]):
-        if failure is not None and failure.errno not in _GONE:
-            raise failure
+    netlink.execute([delete_link(link.index) for link in links], tolerated=_GONE)
     return [f"tunnel device {link.name!r} is there, wanted none" for link in links]
 
 
@@ -317,12 +312,7 @@ def _repair_programs(netlink: NetlinkSocket, index: int, side: TunnelSide) -> li
     hooks = side.programs.hooks(is_flow_based=side.plan.mode is TunnelMode.FLOW)
     for wanted in hooks:
         number = wanted.program_id
-        present = [
-            attached.program_id
-            for body in netlink.dump(list_filters(index, wanted.hook))
-            if (attached := read_bpf_filter(body)) is not None
-            and (attached.priority, attached.handle) == (FILTER_PRIORITY, wanted.handle)
-        ]
+        present = list_attached_programs(netlink, index, wanted.hook, wanted.handle)
         if present != [number]:
             state = f"number {present[0]}, wanted {number}" if present else "not attached"
             differences.append(f"program {wanted.name} of {TUNNEL_DEVICE!r} is {state}")
@@ -452,9 +442,7 @@ def _apply(
 ) -> list[str]:
     """Send what is missing, then what is too much; name both."""
     netlink.execute(list(put.values()))
-    for failure in netlink.attempt(list(remove.values())):
-        if failure is not None and failure.errno not in _GONE:
-            raise failure
+    netlink.execute(list(remove.values()), tolerated=_GONE)
     return name_differences(what, put, remove)
 
 

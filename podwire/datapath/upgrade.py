@@ -26,7 +26,7 @@ from typing import Final
 from podwire.datapath import abi
 from podwire.datapath import maps as tables
 from podwire.datapath.conntrack_maps import list_conntrack, open_new_flows, open_shards
-from podwire.datapath.device import Programs, list_devices
+from podwire.datapath.device import Programs, list_attached_programs, list_devices
 from podwire.datapath.maps import NodeMaps, list_usage
 from podwire.datapath.native import NetdevProgram, list_attached, replace_attached
 from podwire.datapath.policy_maps import wait_for_programs
@@ -47,12 +47,10 @@ from podwire.kernel.rtnl.tc import (
     FROM_POD_HOOK,
     TO_POD_HOOK,
     add_clsact,
-    list_filters,
-    read_bpf_filter,
     set_bpf_filter,
 )
 from podwire.model.errors import KernelFailure, NewerData, Unsupported
-from podwire.model.ids import FILTER_HANDLE, EndpointId, IfIndex
+from podwire.model.ids import EndpointId, IfIndex
 
 _log = logging.getLogger(__name__)
 
@@ -436,16 +434,11 @@ def open_attached(netlink: NetlinkSocket, node_name: str, opened: ExitStack) -> 
     tunnel = find_tunnel(netlink, node_name)
     if tunnel is not None:
         indexes.append(IfIndex(tunnel.link.index))
-    filters = [
-        read_bpf_filter(body)
+    numbers = {
+        number
         for index in indexes
         for hook in (FROM_POD_HOOK, TO_POD_HOOK)
-        for body in netlink.dump(list_filters(index, hook))
-    ]
-    numbers = {
-        filter_.program_id
-        for filter_ in filters
-        if filter_ is not None and filter_.handle == FILTER_HANDLE
+        for number in list_attached_programs(netlink, index, hook)
     }
     # By the number that the filter shows: these programs may have no pin any more.
     programs = (open_program_by_id(number) for number in sorted(numbers))

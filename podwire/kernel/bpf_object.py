@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -69,24 +69,21 @@ class BpfObject(Closing):
         )
         if self._object == ffi.NULL:
             raise bpf.fail("open object", name, detail=_first_line(_messages()))
-        self._maps = {_text(lib.bpf_map__name(handle)): handle for handle in self._walk_maps()}
+        self._maps = self._list(lib.bpf_object__next_map, lib.bpf_map__name)
         # libbpf forgets the declaration of inner maps at the load.
         self._shapes = {name: _shape(handle) for name, handle in self._maps.items()}
-        self._programs = {
-            _text(lib.bpf_program__name(program)): program for program in self._walk_programs()
-        }
+        self._programs = self._list(lib.bpf_object__next_program, lib.bpf_program__name)
 
-    def _walk_maps(self) -> Iterator[object]:
-        handle = lib.bpf_object__next_map(self._object, ffi.NULL)
+    def _list(
+        self, following: Callable[..., object], name_of: Callable[[object], object]
+    ) -> dict[str, object]:
+        """List handles by name, of which `following` gives the one after another, NULL at the end."""
+        handles = {}
+        handle = following(self._object, ffi.NULL)
         while handle != ffi.NULL:
-            yield handle
-            handle = lib.bpf_object__next_map(self._object, handle)
-
-    def _walk_programs(self) -> Iterator[object]:
-        handle = lib.bpf_object__next_program(self._object, ffi.NULL)
-        while handle != ffi.NULL:
-            yield handle
-            handle = lib.bpf_object__next_program(self._object, handle)
+            handles[_text(name_of(handle))] = handle
+            handle = following(self._object, handle)
+        return handles
 
     def close(self) -> None:
         """Free the object and every map and program that nobody took out or pinned."""

@@ -117,9 +117,7 @@ def delete_flows(netlink: NetlinkSocket, flows: Iterable[TrackedFlow]) -> None:
         )
         for flow in flows
     ]
-    for failure in netlink.attempt(requests):
-        if failure is not None and failure.errno != errno.ENOENT:
-            raise failure
+    netlink.execute(requests, tolerated=(errno.ENOENT,))
 
 
 def _read(head: tuple[int, ...], attributes: Attributes) -> TrackedFlow:

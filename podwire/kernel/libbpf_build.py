@@ -15,22 +15,16 @@ from pathlib import Path
 from cffi import FFI
 
 # size: two thirds of this file are C, which belongs to one translation unit
-DECLARATIONS = """
+TYPES = """
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-struct bpf_object;
-struct bpf_map;
-struct bpf_program;
-struct ring_buffer;
-
 struct pw_map_info {
     u32 type, id, key_size, value_size, max_entries, map_flags;
-    u32 btf_id, btf_key_type, btf_value_type;
     char name[16];
 };
 struct pw_prog_info {
-    u32 type, id, verified_insns, xlated_bytes;
+    u32 type, id, verified_insns;
     unsigned char tag[8];
     char name[16];
     u64 load_time_ns;
@@ -43,6 +37,14 @@ struct pw_run {
     const char *ctx_in;  u32 ctx_size_in;
     u32 repeat, retval, duration_ns;
 };
+"""
+"""Both Python and the C below know these."""
+
+DECLARATIONS = """
+struct bpf_object;
+struct bpf_map;
+struct bpf_program;
+struct ring_buffer;
 struct pw_drain { ...; };
 
 void pw_messages_reset(void);
@@ -65,7 +67,6 @@ struct bpf_map *bpf_map__inner_map(struct bpf_map *map);
 u32 pw_map_type(const struct bpf_map *map);
 char *pw_map_memory(struct bpf_map *map, size_t *size);
 const char *bpf_program__name(const struct bpf_program *program);
-const char *bpf_program__section_name(const struct bpf_program *program);
 int bpf_program__fd(const struct bpf_program *program);
 int pw_find_variable(struct bpf_object *o, const char *section, const char *name,
                      u32 *offset, u32 *size);
@@ -112,7 +113,7 @@ void *malloc(size_t size);
 void free(void *memory);
 """
 
-SOURCE = r"""
+INCLUDES = """
 #include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -127,10 +128,9 @@ SOURCE = r"""
 #include <bpf/bpf.h>
 #include <bpf/btf.h>
 #include <bpf/libbpf.h>
+"""
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
+SOURCE = r"""
 /* What libbpf said on this thread since the last reset. The first lines name the cause. */
 static __thread char messages[8192];
 static __thread size_t messages_used;
@@ -356,18 +356,6 @@ static int pw_delete_batch(int fd, const void *keys, u32 *count)
     return bpf_map_delete_batch(fd, keys, count, &opts);
 }
 
-struct pw_map_info {
-    u32 type, id, key_size, value_size, max_entries, map_flags;
-    u32 btf_id, btf_key_type, btf_value_type;
-    char name[16];
-};
-struct pw_prog_info {
-    u32 type, id, verified_insns, xlated_bytes;
-    unsigned char tag[8];
-    char name[16];
-    u64 load_time_ns;
-};
-
 static int pw_map_info(int fd, struct pw_map_info *out)
 {
     struct bpf_map_info info = {};
@@ -382,9 +370,6 @@ static int pw_map_info(int fd, struct pw_map_info *out)
     out->value_size = info.value_size;
     out->max_entries = info.max_entries;
     out->map_flags = info.map_flags;
-    out->btf_id = info.btf_id;
-    out->btf_key_type = info.btf_key_type_id;
-    out->btf_value_type = info.btf_value_type_id;
     memcpy(out->name, info.name, sizeof(out->name));
     return 0;
 }
@@ -400,7 +385,6 @@ static int pw_prog_info(int fd, struct pw_prog_info *out)
     out->type = info.type;
     out->id = info.id;
     out->verified_insns = info.verified_insns;
-    out->xlated_bytes = info.xlated_prog_len;
     memcpy(out->tag, info.tag, sizeof(out->tag));
     memcpy(out->name, info.name, sizeof(out->name));
     out->load_time_ns = info.load_time;
@@ -419,15 +403,6 @@ static int pw_prog_maps(int fd, u32 *ids, u32 room)
     err = bpf_obj_get_info_by_fd(fd, &info, &length);
     return err ? err : (int)info.nr_map_ids;
 }
-
-struct pw_run {
-    const char *data_in; u32 data_size_in;
-    char *data_out;      u32 data_size_out;
-    u32 use_skb, mark, ingress_ifindex, ifindex, gso_size, gso_segs, wire_len, priority;
-    u32 cb[5];
-    const char *ctx_in;  u32 ctx_size_in;
-    u32 repeat, retval, duration_ns;
-};
 
 /* BPF_PROG_TEST_RUN. With use_skb the fields of __sk_buff that one may choose go in and out. */
 static int pw_run(int fd, struct pw_run *run)
@@ -549,10 +524,10 @@ static int pw_membarrier(int command) { return (int)syscall(SYS_membarrier, comm
 """
 
 ffibuilder = FFI()
-ffibuilder.cdef(DECLARATIONS)
+ffibuilder.cdef(TYPES + DECLARATIONS)
 ffibuilder.set_source(
     "podwire.kernel._libbpf",
-    SOURCE,
+    INCLUDES + TYPES + SOURCE,
     libraries=["bpf"],
     extra_compile_args=["-O2", "-Wall", "-Wextra", "-Wno-unused-parameter"],
     py_limited_api=True,

@@ -12,7 +12,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -219,10 +219,10 @@ class NetlinkSocket(Closing):
         """Close the socket."""
         self._socket.close()
 
-    def execute(self, requests: Sequence[Request]) -> None:
-        """Send the requests at once; raise the first failure, after all of them were tried."""
+    def execute(self, requests: Sequence[Request], tolerated: Collection[int] = ()) -> None:
+        """Send the requests at once; raise the first failure whose errno is not `tolerated`, after all were tried."""
         for failure in self.attempt(requests):
-            if failure is not None:
+            if failure is not None and failure.errno not in tolerated:
                 raise failure
 
     def attempt(self, requests: Sequence[Request]) -> list[KernelFailure | None]:
@@ -249,13 +249,19 @@ class NetlinkSocket(Closing):
                 return ()
             return self._read_results(batch.requests(), first & 0xFFFFFFFF, data)
 
-    def dump(self, request: Request) -> list[bytes]:
-        """Give the bodies of every message of a dump; one that the kernel calls inconsistent is
-        taken again.
+    def dump(self, request: Request, absent: Collection[int] = ()) -> list[bytes]:
+        """Give the bodies of every message of a dump; one that the kernel calls inconsistent is taken again.
+
+        `absent`: errnos that say that there is nothing to list.
         """
         with self._lock:
             for _ in range(_DUMP_TRIES):
-                bodies = self._dump_once(request)
+                try:
+                    bodies = self._dump_once(request)
+                except KernelFailure as failure:
+                    if failure.errno in absent:
+                        return []
+                    raise
                 if bodies is not None:
                     return bodies
         raise KernelFailure(

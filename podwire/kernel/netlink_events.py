@@ -17,6 +17,8 @@ from collections.abc import Callable
 from typing import Final
 
 from podwire.kernel.netlink import split_messages
+from podwire.kernel.rtnl.route import RTA_OIF, RTM_DELROUTE, RTM_NEWROUTE
+from podwire.kernel.rtnl.tc import RTM_DELQDISC, RTM_DELTFILTER
 from podwire.kernel.wake_up import WakeUp
 from podwire.model.closing import Closing
 from podwire.model.errors import KernelFailure
@@ -33,12 +35,6 @@ NETLINK_NETFILTER: Final = 12
 # include/uapi/linux/netfilter/nfnetlink.h, nf_tables.h: what ends a commit, whatever was in it
 GROUP_TABLES: Final = 1 << (7 - 1)
 COMMITTED: Final = 10 << 8 | 15
-# include/uapi/linux/rtnetlink.h
-_RTM_NEWROUTE: Final = 24
-_RTM_DELROUTE: Final = 25
-_RTM_DELQDISC: Final = 37
-_RTM_DELTFILTER: Final = 45
-_RTA_OIF: Final = 4
 _MESSAGE_TYPE_AT: Final = 4
 """In struct nlmsghdr, which is where a filter of a netlink socket begins to read."""
 _INDEX_AT: Final = 16 + 4
@@ -189,8 +185,8 @@ def _ignore_devices(first_index: int) -> bytes:
     high_bits = _high_bits(first_index)
     return _assemble(
         (_LOAD_HALF, 0, 0, _MESSAGE_TYPE_AT),
-        (_IF_EQUAL, 3, 0, socket.htons(_RTM_NEWROUTE)),  # true: the attributes
-        (_IF_EQUAL, 2, 0, socket.htons(_RTM_DELROUTE)),
+        (_IF_EQUAL, 3, 0, socket.htons(RTM_NEWROUTE)),  # true: the attributes
+        (_IF_EQUAL, 2, 0, socket.htons(RTM_DELROUTE)),
         (_LOAD_WORD, 0, 0, _INDEX_AT),
         (_IF_ANY_BIT, 8, 7, high_bits),  # true: nothing, false: everything
         *_load_device_of_route(unknown=3),  # unknown: everything
@@ -205,9 +201,9 @@ def _keep_losses(first_index: int) -> bytes:
     high_bits = _high_bits(first_index)
     return _assemble(
         (_LOAD_HALF, 0, 0, _MESSAGE_TYPE_AT),
-        (_IF_EQUAL, 4, 0, socket.htons(_RTM_DELROUTE)),  # true: the attributes
-        (_IF_EQUAL, 1, 0, socket.htons(_RTM_DELTFILTER)),
-        (_IF_EQUAL, 0, 10, socket.htons(_RTM_DELQDISC)),  # false: nothing
+        (_IF_EQUAL, 4, 0, socket.htons(RTM_DELROUTE)),  # true: the attributes
+        (_IF_EQUAL, 1, 0, socket.htons(RTM_DELTFILTER)),
+        (_IF_EQUAL, 0, 10, socket.htons(RTM_DELQDISC)),  # false: nothing
         (_LOAD_WORD, 0, 0, _INDEX_AT),
         (_IF_ANY_BIT, 7, 8, high_bits),  # true: everything, false: nothing
         *_load_device_of_route(unknown=4),  # unknown: nothing
@@ -231,7 +227,7 @@ def _load_device_of_route(unknown: int) -> tuple[tuple[int, int, int, int], ...]
     """Give six instructions that load the index of a route's device; `unknown`: where to jump, from the fourth on."""
     return (
         (_LOAD, 0, 0, _ROUTE_ATTRIBUTES_AT),
-        (_LOAD_X, 0, 0, _RTA_OIF),
+        (_LOAD_X, 0, 0, RTA_OIF),
         (_LOAD_WORD, 0, 0, _FIND_ATTRIBUTE),
         (_IF_EQUAL, unknown, 0, 0),
         (_TO_X, 0, 0, 0),

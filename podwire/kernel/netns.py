@@ -120,6 +120,12 @@ def run_in(fd: int, action: Callable[[], _T]) -> _T:
     return run_on_thread(lambda: set_namespace(fd, CLONE_NEWNET), action)
 
 
+def run_at(path: str, action: Callable[[], _T]) -> _T:
+    """Do the same inside the namespace that a path leads to, such as that of `named_path`."""
+    with open_namespace(path) as fd:
+        return run_in(fd.fileno(), action)
+
+
 def open_new() -> Fd:
     """Make a namespace without a name; it lives as long as the descriptor or a socket inside it."""
     # On a thread of its own: unshare(2) moves only its caller, which ends there instead of having to come back.
@@ -131,7 +137,7 @@ def create_named(name: str) -> Fd:
 
     The caller owns the descriptor.
     """
-    path = _named_path(name)
+    path = Path(named_path(name))
     _prepare_directory()
     try:
         # O_EXCL makes the file a lock: of two makers of one name only one goes on to mount over it.
@@ -148,7 +154,7 @@ def create_named(name: str) -> Fd:
 
 def delete_named(name: str) -> None:
     """Take the name away; the namespace ends with its last user. A missing one is success."""
-    path = _named_path(name)
+    path = Path(named_path(name))
     try:
         # Detached, because processes that have the mount open would make a plain unmount fail with EBUSY.
         call_libc("umount2", str(path), os.fsencode(path), _MNT_DETACH)
@@ -167,16 +173,10 @@ def list_named() -> list[str]:
 
 
 def named_path(name: str) -> str:
-    """Give the path under which a named namespace can be opened, as a runtime hands it to a
-    plugin.
-    """
-    return str(_named_path(name))
-
-
-def _named_path(name: str) -> Path:
+    """Give the path under which a named namespace can be opened, as a runtime hands it to a plugin."""
     if not name or name in (".", "..") or "/" in name or "\0" in name:
         raise InvalidConfiguration(f"name namespace {name!r}: must be one path component")
-    return NAMED_DIRECTORY / name
+    return str(NAMED_DIRECTORY / name)
 
 
 def _prepare_directory() -> None:

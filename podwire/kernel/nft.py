@@ -21,6 +21,13 @@ _LIBRARY: Final = "libnftables.so.1"
 _OUTPUT_JSON: Final = 1 << 4
 _COMMAND: Final = "nft"
 _TIMEOUT_S: Final = 30.0
+_SAID: Final = {
+    errno.ENOENT: "No such file or directory",
+    errno.EEXIST: "File exists",
+    errno.EPERM: "Operation not permitted",
+    errno.EBUSY: "Device or resource busy",
+    errno.EOPNOTSUPP: "not supported",
+}
 
 
 class Nftables(Closing):
@@ -119,24 +126,7 @@ def _call_command(commands: str, *, as_json: bool) -> str:
 def _failure(commands: str, text: str) -> KernelFailure:
     first = next((line for line in text.splitlines() if line.strip()), "no reason given")
     # libnftables gives its caller -1 and a text; the errno exists in that text only.
-    number = next(
-        (
-            number
-            for number in (errno.ENOENT, errno.EEXIST, errno.EPERM, errno.EBUSY, errno.EOPNOTSUPP)
-            if _strerror(number) in text
-        ),
-        errno.EINVAL,
-    )
+    number = next((number for number, said in _SAID.items() if said in text), errno.EINVAL)
     return KernelFailure(
         number, "apply nftables commands", commands.strip().splitlines()[0], detail=first.strip()
     )
-
-
-def _strerror(number: int) -> str:
-    return {
-        errno.ENOENT: "No such file or directory",
-        errno.EEXIST: "File exists",
-        errno.EPERM: "Operation not permitted",
-        errno.EBUSY: "Device or resource busy",
-        errno.EOPNOTSUPP: "not supported",
-    }[number]

@@ -69,6 +69,14 @@ def changed(verb: str, key: ObjectKey, revision: int, expected: int) -> Conflict
     )
 
 
-def made_anew(verb: str, key: ObjectKey) -> Conflict:
-    """Make the error of an object that has a successor of the same name."""
-    return Conflict(f"{verb} {key}: it was deleted and made anew", hint="read it again and repeat")
+def find_conflict(
+    verb: str, key: ObjectKey, present: tuple[str, int], uid: str, revision: int | None
+) -> Conflict | None:
+    """Find why what is present (its uid and revision) is not what a caller means, by `uid` ("": any) and `revision`."""
+    if uid and present[0] != uid:
+        return Conflict(
+            f"{verb} {key}: it was deleted and made anew", hint="read it again and repeat"
+        )
+    if revision is not None and present[1] != revision:
+        return changed(verb, key, present[1], revision)
+    return None

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -22,7 +22,7 @@ from podwire.model.closing import Closing
 from podwire.model.errors import StorageFailure
 from podwire.model.store import ObjectKey, StoredObject, StoreEvent
 from podwire.model.store.packed import encode_any
-from podwire.store.sqlite_file import CACHE_KIB, OBJECT_TABLE
+from podwire.store.sqlite_file import CACHE_KIB, OBJECT_TABLE, READ_ROWS, Row, read_object
 
 FILE_NAME: Final = "remembered.db"
 """Below the state directory."""
@@ -38,7 +38,6 @@ CREATE TABLE listed (kind TEXT PRIMARY KEY, revision INTEGER NOT NULL) WITHOUT R
 """
 
 _log = logging.getLogger(__name__)
-_decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class RememberedObjects(Closing):
@@ -60,11 +59,9 @@ class RememberedObjects(Closing):
             if listed is None:
                 return None
             rows = self._connection.execute(
-                "SELECT namespace, name, uid, created, revision, document FROM object"
-                " WHERE kind = ? ORDER BY namespace, name",
-                (kind,),
+                f"{READ_ROWS} WHERE kind = ? ORDER BY namespace, name", (kind,)
             ).fetchall()
-            return [_make(kind, row) for row in rows], listed[0]
+            return [_make(row) for row in rows], listed[0]
 
     def index(self, kind: str) -> dict[ObjectKey, tuple[str, int]]:
         """Give uid and revision of every object of a kind."""
@@ -81,11 +78,10 @@ class RememberedObjects(Closing):
         """Give one object as it was said last; None when there is none, or it cannot be read."""
         with self._lock, self._reported("read"):
             row = self._connection.execute(
-                "SELECT namespace, name, uid, created, revision, document FROM object"
-                " WHERE kind = ? AND namespace = ? AND name = ?",
+                f"{READ_ROWS} WHERE kind = ? AND namespace = ? AND name = ?",
                 (key.kind, key.namespace, key.name),
             ).fetchone()
-        made = None if row is None else _make(key.kind, row)
+        made = None if row is None else _make(row)
         return None if made is None or made.fault else made
 
     def save(
@@ -193,8 +189,6 @@ class _Unusable(Exception):
 _INSERT: Final = "INSERT OR REPLACE INTO object VALUES (?, ?, ?, ?, ?, ?, ?)"
 _DELETE: Final = "DELETE FROM object WHERE kind = ? AND namespace = ? AND name = ?"
 
-Row = tuple[str, str, str, str, str, int, bytes]
-
 
 def _row(stored: StoredObject) -> Row:
     key = stored.key
@@ -202,17 +196,11 @@ def _row(stored: StoredObject) -> Row:
     return key.kind, key.namespace, key.name, stored.uid, stored.created, stored.revision, document
 
 
-def _make(kind: str, row: Sequence[Any]) -> StoredObject:
+def _make(row: Row) -> StoredObject:
     """Read an object back; one that cannot be read has a `fault`."""
-    namespace, name, uid, created, revision, document = row
-    key = ObjectKey(kind, namespace, name)
-    try:
-        decoded = _decode(document)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError) as error:
+    made = read_object(row, "remembered")
+    if made.fault:
         _log.warning(
-            "read what the store said last", extra={"object": str(key), "error": str(error)}
+            "read what the store said last", extra={"object": str(made.key), "error": made.fault}
         )
-        return StoredObject(
-            key=key, uid=uid, created=created, revision=revision, fault=f"remembered: {error}"
-        )
-    return StoredObject(key=key, uid=uid, created=created, revision=revision, document=decoded)
+    return made

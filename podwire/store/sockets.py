@@ -33,6 +33,7 @@ class Sockets:
         self._unheard_ms = unheard_ms
         self._probe_s = probe_s
         self._made: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._session: aiohttp.ClientSession | None = None
 
     def make(self, address: aiohttp.AddrInfoType) -> socket.socket:
         """Open a socket.
@@ -56,21 +57,29 @@ class Sockets:
         self._made.add(made)
         return made
 
-    def open_session(self) -> aiohttp.ClientSession:
-        """Open a session whose connections use these sockets. Called on the loop."""
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                # aiohttp's default of 100 connections would let streams, which never end, starve requests.
-                limit=0,
-                limit_per_host=0,
-                keepalive_timeout=60.0,
-                socket_factory=self.make,
-            ),
-            # aiohttp's default ends everything after five minutes, watches included. Deadlines are set where requests
-            # are made.
-            timeout=aiohttp.ClientTimeout(total=None),
-            auto_decompress=False,
-        )
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """The session whose connections use these sockets, opened when it is first asked for. On the loop."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(
+                    # aiohttp's default of 100 connections would let streams, which never end, starve requests.
+                    limit=0,
+                    limit_per_host=0,
+                    keepalive_timeout=60.0,
+                    socket_factory=self.make,
+                ),
+                # aiohttp's default ends everything after five minutes, watches included. Deadlines are set where
+                # requests are made.
+                timeout=aiohttp.ClientTimeout(total=None),
+                auto_decompress=False,
+            )
+        return self._session
+
+    async def close_session(self) -> None:
+        """Close the session and its connections."""
+        if self._session is not None:
+            await self._session.close()
 
     async def end_all(self) -> None:
         """End what is open, and return when the loop has closed it.
@@ -85,6 +94,12 @@ class Sockets:
                 with contextlib.suppress(OSError):  # not connected yet, or not any more
                     server.shutdown(socket.SHUT_RDWR)
             await asyncio.sleep(_ENDING_LOOK_S)
+
+    async def leave_old_addresses(self) -> None:
+        """Have requests take new connections after this host got another address, at once."""
+        if self.drop_homeless():
+            for _ in range(2):  # the loop hears of the ends, and takes them out of its pool
+                await asyncio.sleep(0)
 
     def drop_homeless(self) -> int:
         """End the connections from addresses that this host has no more; gives how many. Takes some 10 us."""

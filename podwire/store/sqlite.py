@@ -12,10 +12,9 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
-
-import msgspec
+from typing import Final
 
 from podwire.database import transaction
 from podwire.model.errors import Unavailable
@@ -30,16 +29,9 @@ from podwire.model.store import (
 )
 from podwire.model.store.packed import LazyList
 from podwire.model.store.promises import FULL, Promises
-from podwire.store.documents import (
-    changed,
-    encode_document,
-    exists,
-    made_anew,
-    merge,
-    none_there,
-)
+from podwire.store.documents import encode_document, exists, find_conflict, merge, none_there
 from podwire.store.leases_sqlite import SqliteLeases
-from podwire.store.sqlite_file import open_file
+from podwire.store.sqlite_file import READ_ROWS, Row, open_file, read_object
 from podwire.store.sqlite_watch import SqliteWatch, ThreadWaker
 
 CHANGES_KEPT: Final = 20_000
@@ -47,13 +39,8 @@ CHANGES_KEPT: Final = 20_000
 BUSY_TIMEOUT_S: Final = 10.0
 """How long a write waits for those of other processes; one takes milliseconds."""
 
-_READ = "SELECT kind, namespace, name, uid, created, revision, document FROM object"
 _ONE = "kind = ? AND namespace = ? AND name = ?"
 _LOG = "INSERT INTO change VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
-
-_decode = msgspec.json.Decoder(dict[str, Any]).decode
-
-Row = tuple[str, str, str, str, str, int, bytes]
 
 
 class SqliteStore:
@@ -79,6 +66,8 @@ class SqliteStore:
         opened_file = open_file(path, busy_timeout_s=wait_s, create=create)
         self._file = replace(opened_file, busy_timeout_s=busy_timeout_s)
         self._open_waker = open_waker
+        blame = f"something else has changed store {str(path)!r}"
+        self._make = partial(read_object, blame=blame)
         self._now = now
         self._changes_kept = changes_kept
         # Two connections: with a write-ahead log (sqlite, "WAL") readers do not wait for the writer, but one
@@ -103,7 +92,7 @@ class SqliteStore:
         """Give one object; None when there is none."""
         with self._read_lock, self._file.reported("read"):
             self._file.check_same()
-            row = self._reader.execute(f"{_READ} WHERE {_ONE}", _columns(key)).fetchone()
+            row = self._reader.execute(f"{READ_ROWS} WHERE {_ONE}", _columns(key)).fetchone()
         if row is None:
             return None
         stored = self._make(row)
@@ -132,7 +121,7 @@ class SqliteStore:
             try:
                 [revision] = self._reader.execute("SELECT revision FROM state").fetchone()
                 rows = self._reader.execute(
-                    f"{_READ} {chosen} ORDER BY namespace, name", parameters
+                    f"{READ_ROWS} {chosen} ORDER BY namespace, name", parameters
                 ).fetchall()
             finally:
                 if self._reader.in_transaction:
@@ -274,7 +263,7 @@ class SqliteStore:
         return self._make(row)
 
     def _find(self, connection: sqlite3.Connection, key: ObjectKey) -> Row | None:
-        row: Row | None = connection.execute(f"{_READ} WHERE {_ONE}", _columns(key)).fetchone()
+        row: Row | None = connection.execute(f"{READ_ROWS} WHERE {_ONE}", _columns(key)).fetchone()
         return row
 
     def _expect(
@@ -289,10 +278,8 @@ class SqliteStore:
         row = self._find(connection, key)
         if row is None:
             raise none_there(verb, key)
-        if uid and row[3] != uid:
-            raise made_anew(verb, key)
-        if revision is not None and row[5] != revision:
-            raise changed(verb, key, row[5], revision)
+        if conflict := find_conflict(verb, key, (row[3], row[5]), uid, revision):
+            raise conflict
         return row
 
     def _log(
@@ -304,16 +291,6 @@ class SqliteStore:
         connection.execute(
             "DELETE FROM change WHERE revision <= ?", (revision - self._changes_kept,)
         )
-
-    def _make(self, row: Sequence[Any]) -> StoredObject:
-        kind, namespace, name, uid, created, revision, document = row
-        key = ObjectKey(kind, namespace, name)
-        try:
-            decoded = _decode(document)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError) as error:
-            fault = f"something else has changed store {str(self._file.path)!r}: {error}"
-            return StoredObject(key=key, uid=uid, revision=revision, created=created, fault=fault)
-        return StoredObject(key=key, uid=uid, revision=revision, created=created, document=decoded)
 
 
 def _columns(key: ObjectKey) -> tuple[str, str, str]:

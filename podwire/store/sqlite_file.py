@@ -11,14 +11,17 @@ import os
 import sqlite3
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import msgspec
 
 from podwire.database import Layout
 from podwire.model.errors import StorageFailure, Unavailable
+from podwire.model.store import ObjectKey, StoredObject
 
 FILE_MODE: Final = 0o600
 REVISION_SUFFIX: Final = ".rev"
@@ -71,6 +74,24 @@ STEPS: Final = (
     """,
 )
 """Step n makes layout n + 1 of layout n. Released steps are never changed, only followed by another."""
+
+
+Row = tuple[str, str, str, str, str, int, bytes]
+READ_ROWS: Final = "SELECT kind, namespace, name, uid, created, revision, document FROM object"
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def read_object(row: Sequence[Any], blame: str) -> StoredObject:
+    """Make the object of a row; one that cannot be read has a `fault`, which begins with `blame`."""
+    kind, namespace, name, uid, created, revision, document = row
+    key = ObjectKey(kind, namespace, name)
+    try:
+        decoded, fault = _decode(document), ""
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError) as error:
+        decoded, fault = {}, f"{blame}: {error}"
+    return StoredObject(
+        key=key, uid=uid, revision=revision, created=created, document=decoded, fault=fault
+    )
 
 
 @dataclass(frozen=True)

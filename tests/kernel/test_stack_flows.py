@@ -5,7 +5,7 @@ import ipaddress
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
@@ -178,11 +178,11 @@ class Held(NetlinkSocket):
         self.go_on = threading.Event()
         self.lists = 0
 
-    def dump(self, request: Request) -> list[bytes]:
+    def dump(self, request: Request, absent: Collection[int] = ()) -> list[bytes]:
         self.lists += 1
         self.listing.set()
         assert self.go_on.wait(60)
-        return super().dump(request)
+        return super().dump(request, absent)
 
 
 def test_an_add_goes_on_and_the_reaper_waits(town: Namespace) -> None:

@@ -13,7 +13,7 @@ NOTED = '{"boot_id": "b", "devices": {"7": true}}'
 class NoDevices:
     """A kernel in which nothing has hooks."""
 
-    def dump(self, _request: Any) -> Any:
+    def dump(self, _request: Any, absent: Any = ()) -> Any:
         return ()
 
 

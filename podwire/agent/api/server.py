@@ -22,8 +22,9 @@ import msgspec
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from podwire.agent.api.context import Api
 from podwire.agent.api.openapi import PATH_PARTS, PREFIX, Call, Parameter, Route
-from podwire.agent.api.routes import ROUTES, Api, error_answer, make_refusal
+from podwire.agent.api.routes import ROUTES, error_answer, make_refusal
 from podwire.agent.metrics import CONTENT_TYPE, Metrics
 from podwire.control.flows.flow import Flow
 from podwire.control.flows.flow_filter import FlowFilter

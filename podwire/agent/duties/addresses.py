@@ -97,7 +97,6 @@ class IpamNews:
         return [stored.document for _, stored in sorted(self._pools.items())]
 
     def on_lists(self, lists: Sequence[KindList]) -> None:
-        """Take whole lists."""
         touched = set()
         for kind_list in lists:
             if kind_list.kind == IP_POOL.plural:
@@ -118,7 +117,6 @@ class IpamNews:
         self._changed(self._ipam.sync(touched))
 
     def on_events(self, events: Sequence[StoreEvent], _revisions: Revisions) -> None:
-        """Take changes."""
         if not events:
             return
         touched, is_about_pools = self._learn_claimed(events), False
@@ -142,11 +140,9 @@ class IpamNews:
         self._changed(self._ipam.sync(touched))
 
     def on_away(self, error: PodwireError) -> None:
-        """Let `podwire status` tell."""
         self._report(error.message)
 
     def on_back(self) -> None:
-        """Let `podwire status` tell."""
         self._report("")
 
     def _take_node(self, stored: StoredObject, *, gone: bool) -> bool:

@@ -220,7 +220,6 @@ class FollowingDuty:
     _worker: Worker
 
     def start(self) -> None:
-        """Start the threads."""
         # First: a wake-up before the start is lost, and the follower may tell of something at once.
         self._worker.start()
         self.follower.start()

@@ -53,13 +53,11 @@ class IdentityNews:
     feed: IdentityFeed
 
     def on_lists(self, lists: Sequence[KindList]) -> None:
-        """Take whole lists."""
         for kind_list in lists:
             self.feed.replace(kind_list.kind, kind_list.objects, kind_list.revision)
             self._reach({kind_list.kind: kind_list.revision})
 
     def on_events(self, events: Sequence[StoreEvent], revisions: Revisions) -> None:
-        """Take changes."""
         self.feed.heard()
         for event in events:
             self.feed.apply(event)
@@ -176,7 +174,6 @@ class IdentityDuty:
                 )
 
     def start(self) -> None:
-        """Start the threads."""
         if self._freshness is not None:
             self._freshness.start()
         self._worker.start()

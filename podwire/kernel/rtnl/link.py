@@ -95,7 +95,6 @@ class Link:
     carrier: bool
     peer_index: int
     master: int
-    queue_length: int
     addr_gen_mode: int | None
 
 
@@ -241,7 +240,6 @@ def read_link(body: bytes) -> Link:
         # For a veth the kernel reports the other end here, even though that index belongs to another namespace.
         peer_index=read_u32(attributes, _IFLA_LINK),
         master=read_u32(attributes, _IFLA_MASTER),
-        queue_length=read_u32(attributes, _IFLA_TXQLEN),
         addr_gen_mode=mode[0] if mode else None,
     )
 

@@ -66,7 +66,7 @@ _IFA_ADDRESS: Final = 1
 _IFA_LOCAL: Final = 2
 _IFA_FLAGS: Final = 8
 _RTA_DST: Final = 1
-_RTA_OIF: Final = 4
+RTA_OIF: Final = 4
 _RTA_GATEWAY: Final = 5
 _RTA_PRIORITY: Final = 6
 _RTA_PREFSRC: Final = 7
@@ -78,6 +78,7 @@ _RTA_EXPIRES: Final = 23
 _RTAX_MTU: Final = 2
 NDA_DST: Final = 1
 NDA_LLADDR: Final = 2
+NDA_IFINDEX: Final = 8
 _FRA_SRC: Final = 2
 _FRA_PRIORITY: Final = 6
 _FRA_TABLE: Final = 15
@@ -226,7 +227,7 @@ def list_routes(
     if table:
         body += attribute_u32(_RTA_TABLE, table)
     if index:
-        body += attribute_u32(_RTA_OIF, index)
+        body += attribute_u32(RTA_OIF, index)
     return Request(RTM_GETROUTE, 0, body, "list routes", f"family {family}")
 
 
@@ -242,7 +243,7 @@ def read_route(body: bytes) -> Route:
     metrics = parse_attributes(attributes.get(_RTA_METRICS, b""))
     return Route(
         destination=_read_network(family, bits, attributes.get(_RTA_DST)),
-        index=read_u32(attributes, _RTA_OIF),
+        index=read_u32(attributes, RTA_OIF),
         gateway=_read_optional_ip(attributes, _RTA_GATEWAY),
         source=_read_optional_ip(attributes, _RTA_PREFSRC),
         # The header has eight bits for the table; larger numbers are in the attribute only.
@@ -291,7 +292,7 @@ def list_neighbours(index: int = 0) -> Request:
     body = NDMSG.pack(0, 0, 0, 0, 0)
     if index:
         # A strict dump refuses an index in the header (net/core/neighbour.c:neigh_valid_dump_req).
-        body += attribute_u32(_NDA_IFINDEX, index)
+        body += attribute_u32(NDA_IFINDEX, index)
     return Request(RTM_GETNEIGH, 0, body, "list neighbours", str(index))
 
 
@@ -380,7 +381,7 @@ def _route_body(route: Route) -> bytes:
     if route.source is not None:
         parts.append(attribute(_RTA_PREFSRC, route.source.packed))
     for kind, value in (
-        (_RTA_OIF, route.index),
+        (RTA_OIF, route.index),
         (_RTA_PRIORITY, route.metric),
         (_RTA_TABLE, route.table if route.table > 255 else 0),
         (_RTA_EXPIRES, route.lifetime_s),
@@ -444,6 +445,3 @@ def _read_network(family: int, bits: int, raw: bytes | None) -> IPNetwork:
     if isinstance(address, ipaddress.IPv4Address):
         return ipaddress.IPv4Network((address, bits), strict=False)
     return ipaddress.IPv6Network((address, bits), strict=False)
-
-
-_NDA_IFINDEX: Final = 8

@@ -84,7 +84,6 @@ class QueueDiscipline:
     parent: int
     rate_bytes_per_s: int = 0
     limit_bytes: int = 0
-    burst_ticks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +239,7 @@ def read_queue(body: bytes) -> QueueDiscipline:
     raw = options.get(_TCA_TBF_PARMS, b"")
     if len(raw) < _TBF_QOPT.size:
         raise malformed(f"token bucket of {len(raw)} bytes")
-    rate, _, limit, ticks, _ = _TBF_QOPT.unpack_from(raw)
+    rate, _, limit, _, _ = _TBF_QOPT.unpack_from(raw)
     rate64 = options.get(_TCA_TBF_RATE64)
     if rate64 is not None and len(rate64) != 8:
         raise malformed(f"rate of {len(rate64)} bytes")
@@ -251,5 +250,4 @@ def read_queue(body: bytes) -> QueueDiscipline:
         parent=parent,
         rate_bytes_per_s=struct.unpack("=Q", rate64)[0] if rate64 else _RATESPEC.unpack(rate)[5],
         limit_bytes=limit,
-        burst_ticks=ticks,
     )

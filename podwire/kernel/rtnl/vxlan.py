@@ -29,6 +29,7 @@ from podwire.kernel.rtnl.link import (
 )
 from podwire.kernel.rtnl.route import (
     NDA_DST,
+    NDA_IFINDEX,
     NDA_LLADDR,
     NDMSG,
     NEIGHBOUR_PERMANENT,
@@ -45,7 +46,6 @@ _IFLA_LEARNING: Final = 7
 _IFLA_PORT: Final = 15
 _IFLA_LOCAL6: Final = 17
 _IFLA_COLLECT_METADATA: Final = 25
-_NDA_IFINDEX: Final = 8
 _AF_BRIDGE: Final = 7
 _NUD_NOARP: Final = 0x40
 _NTF_SELF: Final = 0x02
@@ -130,7 +130,7 @@ def delete_forwarding(unwanted: ForwardingEntry) -> Request:
 
 def list_forwarding(index: int) -> Request:
     """Ask for the entries of one device."""
-    body = NDMSG.pack(_AF_BRIDGE, 0, 0, 0, 0) + attribute_u32(_NDA_IFINDEX, index)
+    body = NDMSG.pack(_AF_BRIDGE, 0, 0, 0, 0) + attribute_u32(NDA_IFINDEX, index)
     return Request(RTM_GETNEIGH, 0, body, "list forwarding entries of device", f"index {index}")
 
 

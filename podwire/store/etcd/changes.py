@@ -13,7 +13,7 @@ import msgspec
 
 from podwire.model.errors import PodwireError, StorageFailure
 from podwire.model.store import ObjectKey, StoredObject
-from podwire.store.documents import changed, exists, made_anew, none_there
+from podwire.store.documents import changed, exists, find_conflict, none_there
 from podwire.store.etcd import wire
 from podwire.store.etcd.cluster import Cluster
 from podwire.store.etcd.keys import decode_object, decode_value, object_key
@@ -81,10 +81,8 @@ def check_found(
     if pair is None:
         raise none_there(verb, key)
     old = decode_object(pair)
-    if uid and old.uid != uid:
-        raise made_anew(verb, key)
-    if revision is not None and old.revision != revision:
-        raise changed(verb, key, old.revision, revision)
+    if conflict := find_conflict(verb, key, (old.uid, old.revision), uid, revision):
+        raise conflict
     return old
 
 

@@ -77,7 +77,6 @@ class Gateway:
         self._deadline_s = deadline_s
         self._current = 0
         self._sockets = Sockets()
-        self._session: aiohttp.ClientSession | None = None
         self._context: ssl.SSLContext | None = None
         self._token = ""
         self._login = asyncio.Lock()
@@ -90,7 +89,7 @@ class Gateway:
 
     async def call(self, path: str, body: Body, answer: type[_T]) -> tuple[_T, bool]:
         """Ask; gives the answer, and whether an attempt before may have been carried out unheard."""
-        await self._leave_old_addresses()
+        await self._sockets.leave_old_addresses()
         raw = _encode(body)
         now_s = asyncio.get_running_loop().time
         end_s = now_s() + self._deadline_s
@@ -124,7 +123,7 @@ class Gateway:
     @contextlib.asynccontextmanager
     async def stream(self, path: str, body: Body) -> AsyncIterator[AsyncIterator[bytes]]:
         """Ask for a stream of messages, each the JSON of one; one endpoint is tried."""
-        await self._leave_old_addresses()
+        await self._sockets.leave_old_addresses()
         endpoint = self._in_order()[0]
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -144,8 +143,7 @@ class Gateway:
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._session is not None:
-            await self._session.close()
+        await self._sockets.close_session()
 
     def forget_login(self) -> None:
         """Log in anew before the next request."""
@@ -176,12 +174,6 @@ class Gateway:
             )
         return Unavailable(f"{place}: {error.reason}", hint="see the log of etcd")
 
-    async def _leave_old_addresses(self) -> None:
-        """Have requests take new connections after this host got another address, at once."""
-        if self._sockets.drop_homeless():
-            for _ in range(2):  # the loop hears of the ends, and takes them out of its pool
-                await asyncio.sleep(0)
-
     async def _ask(self, endpoint: str, path: str, raw: bytes) -> bytes:
         response = await self._post(endpoint, path, raw)
         async with response:
@@ -203,7 +195,7 @@ class Gateway:
         self, endpoint: str, path: str, raw: bytes, token: str
     ) -> aiohttp.ClientResponse:
         scheme = "https" if self._access.is_encrypted else "http"
-        response = await self._open().post(
+        response = await self._sockets.session.post(
             f"{scheme}://{endpoint}/v3/{path}",
             data=raw if len(raw) < _LARGE_BYTES else io.BytesIO(raw),
             headers={"Authorization": token} if token else {},
@@ -247,11 +239,6 @@ class Gateway:
             f"log in to etcd at {error.endpoint} as user {self._access.user!r}: {error.reason}",
             hint=f"see etcd_user, and the password in {self._access.password_file}",
         )
-
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = self._sockets.open_session()
-        return self._session
 
     def _open_context(self) -> ssl.SSLContext | bool:
         if self._access.is_encrypted and self._context is None:

@@ -28,7 +28,7 @@ from podwire.model.store import (
 from podwire.model.store.events import EventWrite
 from podwire.model.store.packed import LazyList
 from podwire.model.store.promises import FULL, Promises
-from podwire.store.documents import changed, exists, made_anew, none_there
+from podwire.store.documents import exists, find_conflict, none_there
 from podwire.store.kubernetes.api.access import Access
 from podwire.store.kubernetes.api.client import (
     DEADLINE_S,
@@ -238,16 +238,15 @@ class KubernetesStore:
         """Remove an object, under the preconditions that are given; gives what was there. NotFound, Conflict."""
         resource = _find_writable("delete", key)
         for attempt in range(CHANGE_ATTEMPTS):
-            found = self._read("delete", key)
-            if found is None:
+            present = self._read("delete", key)
+            if present is None:
                 raise none_there("delete", key)
-            if uid and found.uid != uid:
-                raise made_anew("delete", key)
-            if revision is not None and found.revision != revision:
-                raise changed("delete", key, found.revision, revision)
+            seen = present.uid, present.revision
+            if conflict := find_conflict("delete", key, seen, uid, revision):
+                raise conflict
             # Preconditions on both: somebody may delete the object and make another of its name between read and
             # delete.
-            required = {"uid": found.uid, "resourceVersion": str(found.revision)}
+            required = {"uid": present.uid, "resourceVersion": str(present.revision)}
             request = Request(
                 _intend("delete", resource, key),
                 "DELETE",
@@ -260,7 +259,7 @@ class KubernetesStore:
                 if refused.code == CONFLICT and attempt < CHANGE_ATTEMPTS - 1:
                     continue
                 raise self._explain_write(refused, key, revision, uid) from None
-            return found
+            return present
         raise AssertionError("the last attempt returns or raises")
 
     @contextmanager
@@ -372,14 +371,11 @@ class KubernetesStore:
         self, verb: str, key: ObjectKey, revision: int | None, uid: str
     ) -> PodwireError:
         """Say what is there in the place of what was expected."""
-        found = self._read(verb, key)
-        if found is None:
+        present = self._read(verb, key)
+        if present is None:
             return none_there(verb, key)
-        if uid and found.uid != uid:
-            return made_anew(verb, key)
-        if revision is not None and found.revision != revision:
-            return changed(verb, key, found.revision, revision)
-        return Conflict(
+        conflict = find_conflict(verb, key, (present.uid, present.revision), uid, revision)
+        return conflict or Conflict(
             f"{verb} {key}: others change it all the time", hint="read it again and repeat"
         )
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 from podwire.model.errors import PodwireError, Unavailable
 from podwire.model.store import Revisions, StoreEvent
@@ -31,6 +31,7 @@ from podwire.store.kubernetes.api.wire import decode_event, decode_header, read_
 from podwire.store.kubernetes.definitions import Definitions
 from podwire.store.kubernetes.listing import read_revision
 from podwire.store.kubernetes.objects import decode_object
+from podwire.store.kubernetes.watch import KubernetesWatch
 from podwire.store.loop import LoopThread
 
 IDLE_S: Final = 100.0
@@ -40,26 +41,6 @@ LASTS_S: Final = (300, 600)
 WINDOW: Final = 1_000
 """Changes kept for readers that join."""
 AGAIN_CAP_S: Final = 1.0
-
-
-class Reader(Protocol):
-    """The receiver of changes. Called under the hub's lock: must not call the hub."""
-
-    def heard(self, kind: str) -> int:
-        """Give the revision up to which this was handed everything of a kind."""
-        ...
-
-    def hand(self, kind: str, events: Sequence[StoreEvent], revision: int) -> None:
-        """Take changes, perhaps some that are known already, and the revision up to which they are all."""
-        ...
-
-    def fail(self, kind: str, error: PodwireError | None) -> None:
-        """Hear that a kind cannot be followed now, or (None) that it can."""
-        ...
-
-    def compact(self, kind: str, reason: str) -> None:
-        """Hear that changes of a kind may have been missed."""
-        ...
 
 
 class Hub:
@@ -86,7 +67,7 @@ class Hub:
         if revision > self._newest.get(kind, 0):
             self._newest[kind] = revision
 
-    def attach(self, reader: Reader, after: Revisions) -> None:
+    def attach(self, reader: KubernetesWatch, after: Revisions) -> None:
         """Hand a reader all changes of some kinds, of each after a revision."""
         with self.lock:
             for kind, revision in after.items():
@@ -95,7 +76,7 @@ class Hub:
                     stream = self._streams[kind] = Stream(self, find_resource(kind), revision)
                 stream.join(reader, is_new=revision > self._newest.get(kind, 0))
 
-    def detach(self, reader: Reader) -> None:
+    def detach(self, reader: KubernetesWatch) -> None:
         """Hand a reader nothing more; a stream that nobody reads ends."""
         with self.lock:
             for kind, stream in tuple(self._streams.items()):
@@ -109,7 +90,7 @@ class Stream:
     """What comes of one kind after the revision `first`. Everything but `_run` happens under the hub's lock."""
 
     def __init__(self, hub: Hub, resource: Resource, first: int) -> None:
-        self.readers: list[Reader] = []
+        self.readers: list[KubernetesWatch] = []
         self._hub = hub
         self._resource = resource
         self._first = first
@@ -123,7 +104,7 @@ class Stream:
         self._life = 0
         self._running: Future[None] | None = None
 
-    def join(self, reader: Reader, *, is_new: bool) -> None:
+    def join(self, reader: KubernetesWatch, *, is_new: bool) -> None:
         """Take a reader in. `is_new`: it has a revision that the server has never named."""
         kind = self._resource.kind
         after = reader.heard(kind)
@@ -140,7 +121,7 @@ class Stream:
         if self._is_open or self._error is not None:
             reader.fail(kind, self._error)
 
-    def leave(self, reader: Reader) -> None:
+    def leave(self, reader: KubernetesWatch) -> None:
         """Let a reader go."""
         self.readers = [other for other in self.readers if other is not reader]
 

@@ -22,7 +22,10 @@ Batch = tuple[str, Sequence[StoreEvent], int]
 
 
 class KubernetesWatch(Closing):
-    """Implements `model.store.Watch`, and `store.kubernetes.streams.Reader`."""
+    """Implements `model.store.Watch`, filled by streams.
+
+    They call `heard`, `hand`, `fail` and `compact` under the hub's lock, so none of these may call the hub.
+    """
 
     def __init__(self, after: Revisions, forget: "Callable[[KubernetesWatch], None]") -> None:
         self._revisions = dict(after)
@@ -92,10 +95,11 @@ class KubernetesWatch(Closing):
         self._forget(self)
 
     def heard(self, kind: str) -> int:
-        """See `store.kubernetes.streams.Reader`, as for all that follows."""
+        """Give the revision up to which this was handed everything of a kind."""
         return self._heard[kind]
 
     def hand(self, kind: str, events: Sequence[StoreEvent], revision: int) -> None:
+        """Take changes, perhaps some that are known already, and the revision up to which they are all."""
         with self._changed:
             # A stream that begins again for another reader hands over what this one knows already.
             if self._closed or kind in self._compacted or revision <= self._heard[kind]:
@@ -110,6 +114,7 @@ class KubernetesWatch(Closing):
             self._changed.notify_all()
 
     def fail(self, kind: str, error: PodwireError | None) -> None:
+        """Hear that a kind cannot be followed now, or (None) that it can."""
         with self._changed:
             self._settled.add(kind)
             if error is None:
@@ -121,6 +126,7 @@ class KubernetesWatch(Closing):
             self._changed.notify_all()
 
     def compact(self, kind: str, reason: str) -> None:
+        """Hear that changes of a kind may have been missed."""
         with self._changed:
             self._compacted[kind] = reason
             self._changed.notify_all()

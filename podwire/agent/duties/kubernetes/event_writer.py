@@ -81,22 +81,20 @@ class EventTeller:
         return self._queue.dropped
 
     def gauges(self) -> list[Gauge]:
-        """Give the figures that are looked up at each scrape."""
-        written: Gauge = Gauge(
-            "kubernetes_events_written",
-            "Writes of Events at objects of Kubernetes",
-            (),
-            lambda: {(): float(self.written)},
-            counter=True,
-        )
-        dropped = Gauge(
-            "kubernetes_events_dropped",
-            "Events at objects of Kubernetes that were given up: too many at a time, or refused",
-            (),
-            lambda: {(): float(self.dropped)},
-            counter=True,
-        )
-        return [written, dropped]
+        return [
+            Gauge.single(
+                "kubernetes_events_written",
+                "Writes of Events at objects of Kubernetes",
+                lambda: self.written,
+                counter=True,
+            ),
+            Gauge.single(
+                "kubernetes_events_dropped",
+                "Events at objects of Kubernetes that were given up: too many at a time, or refused",
+                lambda: self.dropped,
+                counter=True,
+            ),
+        ]
 
     def tell(self, about: Subject, reason: str, message: str, *, settle_s: float = 0.0) -> None:
         """Have an Event written; see `model.store.events.Events`. `settle_s`: not before so long, as it may be over."""

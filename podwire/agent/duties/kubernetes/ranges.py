@@ -93,7 +93,6 @@ class RangeKeeper(FollowingDuty):
         self._hear(next((stored for stored in found if stored.key.name == self._node_name), None))
 
     def on_events(self, events: Sequence[StoreEvent], _revisions: Revisions) -> None:
-        """Take changes of it."""
         for event in events:
             if event.object.key.name == self._node_name:
                 self._hear(None if event.deleted else event.object)

@@ -83,7 +83,6 @@ class Client:
         self._credentials = Credentials(access, run_helper)
         self._agent = f"podwire/{__version__}" + (f" ({name})" if name else "")
         self._sockets = Sockets(_UNHEARD_MS, probe_s=_PROBE_S)
-        self._session: aiohttp.ClientSession | None = None
         self._hung: Unavailable | None = None
         self._try_at_s = 0.0
         self._answered_at_s = 0.0
@@ -99,7 +98,7 @@ class Client:
         deadline_s = self.deadline_s * request.patience
         now_s = asyncio.get_running_loop().time()
         self._refuse_while_hung(now_s)
-        await self._leave_old_addresses()
+        await self._sockets.leave_old_addresses()
         try:
             async with asyncio.timeout(deadline_s):
                 done = await self._ask_until(request, now_s + deadline_s)
@@ -114,7 +113,7 @@ class Client:
     @contextlib.asynccontextmanager
     async def stream(self, request: Request) -> AsyncIterator[AsyncIterator[bytes]]:
         """Ask for lines that come one by one. The deadline is that of the first byte of the answer."""
-        await self._leave_old_addresses()
+        await self._sockets.leave_old_addresses()
         try:
             async with asyncio.timeout(self.deadline_s):
                 response = await self._authorized(request)
@@ -134,8 +133,7 @@ class Client:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         self._credentials.close()
-        if self._session is not None:
-            await self._session.close()
+        await self._sockets.close_session()
         await self._sockets.end_all()
 
     def explain(self, refused: Refused) -> PodwireError:
@@ -190,7 +188,7 @@ class Client:
         }
         if request.body is not None:
             headers["Content-Type"] = request.content_type
-        response = await self._open().request(
+        response = await self._sockets.session.request(
             request.method,
             # Encoded already: yarl would decode what need not be encoded, and a `continue` token must come back byte
             # by byte.
@@ -214,17 +212,6 @@ class Client:
         with contextlib.suppress(TypeError, ValueError):
             told = parsedate_to_datetime(headers.get("Date", ""))
             self.clock_ahead_s = time.time() - told.timestamp()
-
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = self._sockets.open_session()
-        return self._session
-
-    async def _leave_old_addresses(self) -> None:
-        """Have requests take new connections after this host got another address, at once."""
-        if self._sockets.drop_homeless():
-            for _ in range(2):  # the loop hears of the ends, and takes them out of its pool
-                await asyncio.sleep(0)
 
     def _refuse_while_hung(self, now_s: float) -> None:
         """Let one request at a time find out whether a server that hung answers again."""

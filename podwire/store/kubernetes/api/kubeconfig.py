@@ -57,14 +57,14 @@ class _Reader:
         self._environment = environment
 
     def read(self) -> Access:
-        name = self._text(self._document, "current-context", "")
+        name = self._text(self._document, "current-context")
         if not name:
             raise _wrong(
                 self._path, "current-context", "is missing", "kubectl config use-context NAME"
             )
         context = self._find("contexts", "context", name)
-        cluster_name = self._text(context, "cluster", "")
-        user_name = self._text(context, "user", "")
+        cluster_name = self._text(context, "cluster")
+        user_name = self._text(context, "user")
         cluster = self._find("clusters", "cluster", cluster_name)
         user = self._find("users", "user", user_name) if user_name else {}
         self._refuse_fields(cluster, _NOT_OF_CLUSTER, f"clusters[{cluster_name}]")
@@ -74,13 +74,13 @@ class _Reader:
             server=server,
             who=f"as user {user_name!r} of {self._path}",
             ca=self._pem(cluster, "certificate-authority"),
-            server_name=self._text(cluster, "tls-server-name", ""),
+            server_name=self._text(cluster, "tls-server-name"),
             is_insecure=_is_true(cluster.get("insecure-skip-tls-verify")),
             user=self._read_user(user, f"users[{user_name}]"),
         )
 
     def _read_server(self, cluster: Mapping[str, Any], place: str) -> str:
-        server = self._text(cluster, "server", "").rstrip("/")
+        server = self._text(cluster, "server").rstrip("/")
         parts = urlsplit(server)
         if parts.scheme not in ("https", "http") or not parts.hostname:
             raise _wrong(
@@ -103,8 +103,8 @@ class _Reader:
             raise _wrong(
                 self._path, place, "has a certificate or a key without the other", "give both"
             )
-        token_file = self._text(user, "tokenFile", "")
-        token = "" if token_file else self._text(user, "token", "")
+        token_file = self._text(user, "tokenFile")
+        token = "" if token_file else self._text(user, "token")
         plugin = self._read_plugin(user.get("exec"), f"{place}.exec")
         if plugin is not None and (token or token_file or certificate):
             raise _wrong(self._path, place, "has exec beside other credentials", "keep one")
@@ -114,7 +114,7 @@ class _Reader:
         if value is None:
             return None
         spec = value if isinstance(value, Mapping) else {}
-        version = self._text(spec, "apiVersion", "")
+        version = self._text(spec, "apiVersion")
         if version not in EXEC_VERSIONS:
             raise _wrong(
                 self._path,
@@ -122,14 +122,14 @@ class _Reader:
                 f"is {version!r}",
                 f"one of {', '.join(EXEC_VERSIONS)} is understood",
             )
-        if self._text(spec, "interactiveMode", "") == "Always":
+        if self._text(spec, "interactiveMode") == "Always":
             raise _wrong(
                 self._path,
                 f"{place}.interactiveMode",
                 "is 'Always': nobody is there to answer",
                 "use credentials that a program can get alone",
             )
-        command = self._text(spec, "command", "")
+        command = self._text(spec, "command")
         if not command:
             raise _wrong(self._path, f"{place}.command", "is missing", "name a program")
         return Plugin(
@@ -146,7 +146,7 @@ class _Reader:
             },
             api_version=version,
             wants_cluster=_is_true(spec.get("provideClusterInfo")),
-            install_hint=self._text(spec, "installHint", ""),
+            install_hint=self._text(spec, "installHint"),
         )
 
     def _find(self, plural: str, singular: str, name: str) -> Mapping[str, Any]:
@@ -164,11 +164,11 @@ class _Reader:
             if found.get(name):
                 raise _wrong(self._path, f"{place}.{name}", "is not supported", hint)
 
-    def _pem(self, found: Mapping[str, Any], name: str) -> Pem:
+    def _pem(self, members: Mapping[str, Any], name: str) -> Pem:
         """Read a file's path or, which comes first, the text itself in base64."""
-        encoded = self._text(found, f"{name}-data", "")
+        encoded = self._text(members, f"{name}-data")
         if not encoded:
-            return Pem(self._resolve(self._text(found, name, "")))
+            return Pem(self._resolve(self._text(members, name)))
         try:
             return Pem(text=base64.b64decode(encoded, validate=True).decode())
         except (binascii.Error, UnicodeDecodeError, ValueError):
@@ -180,13 +180,12 @@ class _Reader:
         """Give a path; relative ones begin where the kubeconfig is."""
         return str(self._path.absolute().parent / text) if text else ""
 
-    def _text(self, found: Mapping[str, Any], name: str, default: str) -> str:
-        value = found.get(name, default)
-        if value is None:
-            return default
-        if not isinstance(value, str):
+    def _text(self, members: Mapping[str, Any], name: str) -> str:
+        """Give a member that is text; "" where it is absent or null."""
+        value = members.get(name)
+        if value is not None and not isinstance(value, str):
             raise _wrong(self._path, name, f"is {value!r}, not text", "quote it")
-        return value
+        return value or ""
 
 
 def _wrong(path: Path, field: str, message: str, hint: str) -> InvalidConfiguration:

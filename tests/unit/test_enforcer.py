@@ -17,7 +17,6 @@ from podwire.control.endpoint.table import Endpoint
 from podwire.control.policy.labels_match import make_selector
 from podwire.control.policy.rule import (
     TCP,
-    IdentityFacts,
     LabelSelector,
     PolicyId,
     PolicyRules,
@@ -27,6 +26,7 @@ from podwire.control.policy.rule import (
 )
 from podwire.journal.records import SqliteJournal
 from podwire.model.errors import CheckFailed, KernelFailure, PodwireError, StorageFailure
+from podwire.model.identity import IdentityFacts
 from podwire.model.ids import EndpointId, IfIndex
 from podwire.model.interfaces import EndpointConfig
 from podwire.model.labels import Operator

@@ -19,6 +19,7 @@ from podwire.control.cluster.published import Publication, decode_endpoints
 from podwire.control.cluster.reach import ClusterSettings
 from podwire.control.cluster.remote import Changes, RemotePods, View
 from podwire.model.cluster import Claimed, ClusterPlan, Granted, NodeFacts, Underlay
+from podwire.model.documents.lenient import members_of
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import InvalidRequest
 from podwire.model.store import StoredObject, StoreEvent
@@ -287,8 +288,7 @@ class ClusterState:
             return True
         if event.object.key.kind != NODE.plural:
             return False
-        spec = event.object.document.get("spec")
-        return not isinstance(spec, Mapping) or spec.get("instance") != self._instance
+        return members_of(event.object.document, "spec").get("instance") != self._instance
 
     def _read_node(self, stored: StoredObject) -> None:
         if not is_published(stored.document):

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from podwire.model.documents.lenient import items_of, members_of
+from podwire.model.documents.lenient import items_of, members_of, text_of
 from podwire.model.labels import (
     OWN_PREFIX,
     SOURCE_K8S,
@@ -57,14 +57,13 @@ def decode_pod(stored: StoredObject) -> PodFacts:
     metadata = members_of(stored.document, "metadata")
     spec = members_of(stored.document, "spec")
     annotations = _texts(metadata, "annotations")
-    account = spec.get("serviceAccountName")
     return PodFacts(
         namespace=stored.key.namespace,
         name=stored.key.name,
         uid=stored.uid,
         mirrored_uid=annotations.get(MIRROR_ANNOTATION, ""),
         labels=_read_labels(
-            metadata, account if isinstance(account, str) and account else DEFAULT_SERVICE_ACCOUNT
+            metadata, text_of(spec, "serviceAccountName") or DEFAULT_SERVICE_ACCOUNT
         ),
         ports=_read_ports(spec),
         annotations=annotations,

@@ -11,13 +11,13 @@ from podwire.control.policy.oracle import Enforcement
 from podwire.control.policy.resolve.cidrs import CidrTable
 from podwire.control.policy.rule import (
     CidrGroup,
-    IdentityFacts,
     LabelSelector,
     PeerSelector,
     PolicyId,
     PolicyRules,
 )
 from podwire.model.endpoint import IPNetwork
+from podwire.model.identity import IdentityFacts
 
 
 @dataclass

@@ -9,13 +9,13 @@ transaction is begun by hand.
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+
+import msgspec
 
 from podwire.model.errors import NewerData, StorageFailure
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True):
     """What one kind of file has inside, and what a person can do about a file that cannot be used."""
 
     name: str

@@ -9,8 +9,9 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from podwire.model.errors import PodwireError
 from podwire.model.interfaces import Clock
@@ -21,8 +22,7 @@ SHOWN_MAX = 8
 """So many warnings of one kind are named one by one in `podwire status`."""
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(msgspec.Struct, frozen=True):
     """The last known state of one thing."""
 
     name: str

@@ -5,10 +5,12 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
 from typing import ParamSpec
+
+import msgspec
 
 from podwire import __version__
 from podwire.agent.health import Health
@@ -64,8 +66,7 @@ class MeasuredJournal(SqliteJournal):
         self._health.report("journal", ok=True)
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(msgspec.Struct, frozen=True):
     """What the looked-up figures look at."""
 
     table: EndpointTable

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from podwire.model.errors import PodwireError
 
 if TYPE_CHECKING:
@@ -65,8 +67,7 @@ class _Buckets:
         return pairs
 
 
-@dataclass(frozen=True)
-class Gauge:
+class Gauge(msgspec.Struct, frozen=True):
     """One figure that is looked up at each scrape: values by label values."""
 
     name: str

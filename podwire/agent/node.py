@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -84,8 +83,7 @@ GROWTH_BYTES: Final = 4 << 20
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Node(Opened):
+class Node(Opened, frozen=True):
     """One agent's parts, opened and restored, before anybody can ask for anything."""
 
     clock: KernelClock

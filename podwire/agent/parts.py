@@ -7,7 +7,6 @@ starts nothing; only services that are left to the stack are taken out of the ma
 import ipaddress
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -69,8 +68,7 @@ def report_to(health: Health, name: str) -> Callable[[str], None]:
     return report
 
 
-@dataclass(frozen=True)
-class Opened:
+class Opened(msgspec.Struct, frozen=True):
     """What is opened before the parts are put together."""
 
     live: LiveConfig

@@ -6,8 +6,9 @@ CONVENTIONS, CNI_ARGS.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from podwire.cni.faults import Faults
 from podwire.model.documents.reader import shown
@@ -36,15 +37,14 @@ _IGNORE_UNKNOWN: Final = "ignoreunknown"
 _TRUTH: Final = {"1": True, "true": True, "0": False, "false": False, "": False}
 
 
-@dataclass(frozen=True)
-class Environment:
+class Environment(msgspec.Struct, frozen=True):
     """What the environment of a call says."""
 
     command: str = ""
     container_id: str = ""
     if_name: str = ""
     netns_path: str = ""
-    args: Mapping[str, str] = field(default_factory=dict)
+    args: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Known arguments with a value."""
 
 

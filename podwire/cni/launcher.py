@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -50,8 +49,7 @@ class AttachFailed(PodwireError):
         return code if isinstance(code, int) else 0
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """What a launcher's process would have left: exit status and the bytes of both streams."""
 
     exit_status: int
@@ -68,21 +66,18 @@ class _Trouble(enum.Enum):
     UNREACHABLE = "it cannot be reached"
 
 
-@dataclass(frozen=True)
-class _NoReply:
+class _NoReply(msgspec.Struct, frozen=True):
     trouble: _Trouble
     errno: int = 0
 
 
-@dataclass(frozen=True)
-class _Config:
+class _Config(msgspec.Struct, frozen=True):
     socket: str = wire.DEFAULT_SOCKET
     agent_wait_s: int = wire.AGENT_WAIT_DEFAULT_S
     cni_version: str = _NEWEST_VERSION
 
 
-@dataclass(frozen=True)
-class _Patience:
+class _Patience(msgspec.Struct, frozen=True):
     """Times of CLOCK_MONOTONIC in seconds; 0 = do not wait at all, None = without an end."""
 
     absent_until_s: float
@@ -91,8 +86,7 @@ class _Patience:
     reply_until_s: float | None = None
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(msgspec.Struct, frozen=True):
     """One call while it runs: its frame, the descriptors that go with it, what the config says."""
 
     frame: Frame

@@ -9,8 +9,10 @@ agent, what its predecessor knew of other nodes stays in force.
 import ipaddress
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
+
+from msgspec.structs import replace
 
 from podwire.datapath import abi, routes
 from podwire.datapath import maps as tables

@@ -5,8 +5,9 @@ Called by `datapath.rows`, `datapath.upgrade` and `datapath.node`. Never writes 
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.datapath import abi
 from podwire.datapath.host import HostWarning
@@ -22,8 +23,7 @@ LARGEST_NAMED: Final = 5
 NS_PER_S: Final = 1_000_000_000
 
 
-@dataclass(frozen=True)
-class ConntrackRow:
+class ConntrackRow(msgspec.Struct, frozen=True):
     """One remembered flow of one endpoint, seen in the direction it began."""
 
     instance: EndpointId

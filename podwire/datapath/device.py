@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Final
 
+import msgspec
+
 from podwire.datapath.differences import list_differences
 from podwire.datapath.encoded import EncodedPlan
 from podwire.datapath.routes import (
@@ -85,8 +87,7 @@ _QUEUES: Final = 1
 _MAC_MARK: Final = device_mac(EndpointId(1), 1)[:5]
 
 
-@dataclass(frozen=True)
-class Programs:
+class Programs(msgspec.Struct, frozen=True):
     """The two programs of a pod's device: descriptors to attach, and the kernel's numbers to
     recognise them by.
     """
@@ -121,8 +122,7 @@ class HostSide:
         return EncodedPlan(partial(_plan_furnishing, self), self.node_name)
 
 
-@dataclass(frozen=True)
-class OwnedDevice:
+class OwnedDevice(msgspec.Struct, frozen=True):
     """A host device with our mark."""
 
     endpoint_id: EndpointId

@@ -7,7 +7,6 @@ when a shape is first met; where it is not so, the function is asked each time.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -27,8 +26,7 @@ _STAND_IN_DESCRIPTOR: Final = 0x46E1B82D
 """Values that stand for an endpoint's own: no two of them, and nothing else in a message, have the same bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Template:
+class _Template(msgspec.Struct, frozen=True):
     data: bytes
     starts: Sequence[int]
     places: Sequence[Sequence[slice]]

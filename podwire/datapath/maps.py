@@ -11,8 +11,9 @@ import enum
 import ipaddress
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
 from typing import Final, Self, TypedDict, Unpack
+
+import msgspec
 
 from podwire.datapath import abi
 from podwire.kernel import bpf
@@ -81,8 +82,7 @@ def from_u32(raw: bytes) -> int:
     return int.from_bytes(raw, "little")
 
 
-@dataclass(frozen=True)
-class IpcacheEntry:
+class IpcacheEntry(msgspec.Struct, frozen=True):
     """What is known of a prefix: its identity, its node, and how it is reached."""
 
     network: IPNetwork
@@ -92,8 +92,7 @@ class IpcacheEntry:
     mtu: int = 0
 
 
-@dataclass(frozen=True)
-class MetricRow:
+class MetricRow(msgspec.Struct, frozen=True):
     """Packets of one outcome at one hook, summed over the CPUs. `reason` NONE = passed.
 
     Numbers, not enums: after a return to an older build the map may hold what it has no name for.
@@ -106,8 +105,7 @@ class MetricRow:
     size_bytes: int
 
 
-@dataclass(frozen=True)
-class NodeMaps:
+class NodeMaps(msgspec.Struct, frozen=True):
     """The open maps of a node. Owner of their descriptors; closing them takes nothing out of the kernel."""
 
     pw_config: bpf.Map
@@ -135,7 +133,7 @@ class NodeMaps:
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """Names of the maps the agent itself uses."""
-        return tuple(field.name for field in fields(cls))
+        return cls.__struct_fields__
 
     @classmethod
     def from_opened(cls, opened: Mapping[str, bpf.Map]) -> Self:
@@ -405,8 +403,7 @@ def ipcache_rows(entries: Iterable[IpcacheEntry]) -> Rows:
     }
 
 
-@dataclass(frozen=True)
-class RowChanges:
+class RowChanges(msgspec.Struct, frozen=True):
     """Keys of a map whose rows were missing or wrong, and keys of surplus rows."""
 
     put: tuple[bytes, ...]

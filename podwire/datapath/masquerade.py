@@ -13,8 +13,9 @@ import json
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from podwire.datapath import host_ports
 from podwire.datapath.maps import MARKS_OF_OTHERS
@@ -52,8 +53,7 @@ def _run_for_kernel(tables: Nftables, text: str) -> None:
         raise
 
 
-@dataclass(frozen=True)
-class MasqueradePlan:
+class MasqueradePlan(msgspec.Struct, frozen=True):
     """What the table must do. Networks of both families mixed; order and overlaps do not matter."""
 
     pod_cidrs: Sequence[IPNetwork]
@@ -387,8 +387,7 @@ class Masquerade:
             return []
 
 
-@dataclass(frozen=True)
-class DroppingChain:
+class DroppingChain(msgspec.Struct, frozen=True):
     """A chain of somebody else that drops forwarded packets unless a rule accepts them."""
 
     family: str

@@ -10,7 +10,6 @@ stay.
 import errno
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -44,8 +43,7 @@ _NO_MAC: Final = "00:00:00:00:00:00"
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class NetdevProgram:
+class NetdevProgram(msgspec.Struct, frozen=True):
     """The program: descriptor to attach, and number to recognise it by."""
 
     fd: int

@@ -7,8 +7,9 @@ numbers.
 
 import ipaddress
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.datapath import abi
 from podwire.datapath.maps import (
@@ -60,8 +61,7 @@ def node_number_rows(peers: Iterable[Peer]) -> Rows:
     }
 
 
-@dataclass(frozen=True)
-class NodeRow:
+class NodeRow(msgspec.Struct, frozen=True):
     """Another node as the programs know it."""
 
     number: int

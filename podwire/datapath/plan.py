@@ -8,9 +8,10 @@ blocks are marked as such, so that an address nobody has is refused instead of b
 import ipaddress
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from podwire.datapath import abi
 from podwire.datapath.host import list_usable_addresses
@@ -37,8 +38,7 @@ def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodePlan:
+class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     """One node as its datapath needs to know it. Addresses and networks of both families mixed."""
 
     node_name: str
@@ -64,7 +64,7 @@ class NodePlan:
     """Of one endpoint, for each side of opening; 0 = a sixteenth of all."""
     policy_entries: int = 131_072
     """Rows of all policy slots together; about 160 bytes of kernel memory each, taken as they come."""
-    constants: dict[str, int] = field(default_factory=dict)
+    constants: dict[str, int] = msgspec.field(default_factory=dict)
     """Feature set of the programs: values of their `const volatile` variables."""
 
     @property

@@ -14,9 +14,10 @@ replies would leave through the first interface and be dropped there as spoofed.
 import errno
 import ipaddress
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final
+
+import msgspec
 
 from podwire.datapath.differences import list_differences
 from podwire.datapath.encoded import EncodedPlan
@@ -68,8 +69,7 @@ _GATEWAY: Final[dict[int, IPAddress]] = {
 _GATEWAY_NETWORK: Final = {version: host_network(gateway) for version, gateway in _GATEWAY.items()}
 
 
-@dataclass(frozen=True)
-class FamilyPlan:
+class FamilyPlan(msgspec.Struct, frozen=True):
     """What one family of one attachment needs in the pod; what few need is computed when it is asked for."""
 
     device: Device

@@ -8,8 +8,9 @@ between leaves the count too high, never too low, and repeating the operation co
 
 import ipaddress
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.datapath import abi
 from podwire.datapath.maps import (
@@ -36,8 +37,7 @@ _MAPPED_NETWORK: Final = ipaddress.IPv6Network("::ffff:0:0/96")
 _ALL_MAPPED: Final = to_prefix_key(_MAPPED_NETWORK)
 
 
-@dataclass(frozen=True)
-class EntryRow:
+class EntryRow(msgspec.Struct, frozen=True):
     """One row of `pw_policy`, for people."""
 
     slot: int

@@ -14,9 +14,10 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from podwire.datapath import abi
 from podwire.datapath.maps import NodeMaps
@@ -39,8 +40,7 @@ _FILLING_PREFIX: Final = "filling-"
 """A bpf file system refuses names with a dot."""
 
 
-@dataclass(frozen=True)
-class Pins:
+class Pins(msgspec.Struct, frozen=True):
     """Where one layout version has its pins."""
 
     directory: Path
@@ -62,8 +62,7 @@ class Pins:
         return self.root / "programs"
 
 
-@dataclass(frozen=True)
-class Capacities:
+class Capacities(msgspec.Struct, frozen=True):
     """Sizes of maps that the settings choose."""
 
     conntrack_entries: int
@@ -93,8 +92,7 @@ class Capacities:
         return self.new_flow_entries if outer == "pw_new_flows" else self.shard_entries
 
 
-@dataclass(frozen=True)
-class LoadedPrograms:
+class LoadedPrograms(msgspec.Struct, frozen=True):
     """The programs of one template and the maps they use. Owner of the descriptors."""
 
     template_id: str

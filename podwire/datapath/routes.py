@@ -9,7 +9,8 @@ resolution is needed.
 import errno
 import ipaddress
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from podwire.kernel.netlink import NetlinkSocket, Request
 from podwire.kernel.rtnl.route import (
@@ -42,8 +43,7 @@ _BLOCK_METRIC = 4_000_000_000
 """Weaker than any route to the same prefix, e.g. one that a cloud or a routing daemon installs."""
 
 
-@dataclass(frozen=True)
-class SourceAddresses:
+class SourceAddresses(msgspec.Struct, frozen=True):
     """The node's own address per family: what host processes use towards pods; None = leave it
     to the kernel.
     """
@@ -256,8 +256,7 @@ def is_to_node(route: Route) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class RouteChanges:
+class RouteChanges(msgspec.Struct, frozen=True):
     """What `ensure_node_routes` did: destinations that were missing or wrong, too many, or somebody else's."""
 
     put: tuple[IPNetwork, ...] = ()

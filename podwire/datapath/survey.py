@@ -5,8 +5,9 @@ For `podwire doctor` and `podwire cleanup`. Looking changes nothing. A finding s
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from podwire.datapath import host
 from podwire.datapath.device import list_devices
@@ -38,8 +39,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(msgspec.Struct, frozen=True):
     """One thing that was looked at. `level` is `ok`, `warning` or `failure`."""
 
     check: str

@@ -10,8 +10,9 @@ import errno
 import ipaddress
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.datapath.device import LIVE_GROUP, list_attached_programs
 from podwire.datapath.differences import list_differences
@@ -82,8 +83,7 @@ _ALIAS: Final = re.compile(rf"{ALIAS_PREFIX}:(?P<node>[^:]+):tunnel")
 _GONE: Final = (errno.ENODEV, errno.ENOENT, errno.ESRCH, errno.EADDRNOTAVAIL)
 
 
-@dataclass(frozen=True)
-class TunnelHook:
+class TunnelHook(msgspec.Struct, frozen=True):
     """Where one program of a tunnel device goes."""
 
     hook: int
@@ -97,8 +97,7 @@ class TunnelHook:
         return set_bpf_filter(index, self.hook, self.fd, self.name, handle=self.handle)
 
 
-@dataclass(frozen=True)
-class TunnelPrograms:
+class TunnelPrograms(msgspec.Struct, frozen=True):
     """The programs of a tunnel device: descriptor to attach each by, and number to recognise it by."""
 
     from_overlay: tuple[int, int]
@@ -114,8 +113,7 @@ class TunnelPrograms:
         return (incoming, out, mark) if is_flow_based else (out, mark)
 
 
-@dataclass(frozen=True)
-class TunnelSide:
+class TunnelSide(msgspec.Struct, frozen=True):
     """What the tunnel device shall be. `peers`: neighbours and forwarding of a classic one; their index is ignored."""
 
     plan: TunnelPlan
@@ -144,8 +142,7 @@ class TunnelSide:
         return tuple((GATEWAYS[version], GATEWAY_MAC) for version in sorted(self.families))
 
 
-@dataclass(frozen=True)
-class FoundTunnel:
+class FoundTunnel(msgspec.Struct, frozen=True):
     """A VXLAN device of this namespace. `node_name`: whose it is, "" = born and never marked, None = not ours."""
 
     link: Link

@@ -19,9 +19,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from podwire.datapath import abi
 from podwire.datapath import maps as tables
@@ -81,8 +82,7 @@ _MAPS_OF_FLOWS: Final = ("pw_conntrack", "pw_new_flows")
 """Maps of maps: the inner maps in their slots are carried. Layout 2 and older ones have connections only."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """Bytes that go from one place of the old row to one of the new."""
 
     source: int
@@ -90,8 +90,7 @@ class Piece:
     size: int
 
 
-@dataclass(frozen=True)
-class Conversion:
+class Conversion(msgspec.Struct, frozen=True):
     """How rows of one layout become rows of another."""
 
     size: int

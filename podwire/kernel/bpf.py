@@ -12,8 +12,9 @@ import errno
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.kernel._libbpf import ffi, lib
 from podwire.model.closing import Closing
@@ -60,8 +61,7 @@ class CreateFlags(enum.IntFlag):
     NO_PREALLOC = 1
 
 
-@dataclass(frozen=True)
-class MapInfo:
+class MapInfo(msgspec.Struct, frozen=True):
     """What the kernel says about a map.
 
     Sizes in bytes; of per-CPU maps, the size of one CPU's value.
@@ -419,8 +419,7 @@ def create_like(existing: Map, name: str, *, max_entries: int) -> Map:
     return Map(fd, name=name)
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(msgspec.Struct, frozen=True):
     """A named part of a row, as the kernel knows it from the map's BTF. In bytes."""
 
     name: str

@@ -11,8 +11,9 @@ import fcntl
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.kernel import bpf
 from podwire.kernel._libbpf import ffi, lib
@@ -38,8 +39,7 @@ class VerifierFailure(KernelFailure):
         self.log = log
 
 
-@dataclass(frozen=True)
-class MapShape:
+class MapShape(msgspec.Struct, frozen=True):
     """How an object declares a map. Sizes in bytes."""
 
     name: str

@@ -7,8 +7,9 @@ raises ResourceWarning. Thread-safe.
 
 import errno
 import os
-from dataclasses import dataclass
 from typing import Final, NamedTuple
+
+import msgspec
 
 from podwire.kernel._libbpf import ffi, lib
 from podwire.kernel.bpf import Descriptor, fail
@@ -20,8 +21,7 @@ _MAPS_MAX: Final = 64
 """MAX_USED_MAPS of Linux."""
 
 
-@dataclass(frozen=True)
-class ProgramInfo:
+class ProgramInfo(msgspec.Struct, frozen=True):
     """What the kernel says about a loaded program. `tag` is the hash of its instructions."""
 
     type: int

@@ -8,8 +8,9 @@ import errno
 import ipaddress
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.kernel.netlink import (
     NLA_F_NESTED,
@@ -50,8 +51,7 @@ _TRANSLATED: Final = 1 << 4 | 1 << 5
 """IPS_SRC_NAT, IPS_DST_NAT."""
 
 
-@dataclass(frozen=True)
-class TrackedFlow:
+class TrackedFlow(msgspec.Struct, frozen=True):
     """One flow: at which port it was asked, the address that answers it, and what names it to the kernel."""
 
     family: int

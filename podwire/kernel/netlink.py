@@ -13,8 +13,9 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final, Self
+
+import msgspec
 
 from podwire.kernel import netns
 from podwire.model.closing import Closing
@@ -64,8 +65,7 @@ _DUMP_TRIES: Final = 10
 Attributes = dict[int, bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """One message to the kernel; `call` and `target` are what an error says was tried on what.
 
     `target` becomes text only then: most requests succeed, and addresses take their time.
@@ -78,8 +78,7 @@ class Request:
     target: object
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedBatch:
+class EncodedBatch(msgspec.Struct, frozen=True):
     """Requests in the bytes that are sent; `requests` makes them as they are, for the one case that some fail."""
 
     data: bytearray

@@ -7,7 +7,6 @@ namespace, so the same addresses serve every lab of a machine and nothing is cha
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -78,8 +77,7 @@ class LabShape(msgspec.Struct, frozen=True, kw_only=True):
         return self.underlay or self.families
 
 
-@dataclass(frozen=True)
-class NodePlan:
+class NodePlan(msgspec.Struct, frozen=True):
     """One node: a network namespace with a real agent."""
 
     lab: str
@@ -112,8 +110,7 @@ class NodePlan:
         return tuple(str(ipaddress.ip_interface(text).ip) for text in self.underlay)
 
 
-@dataclass(frozen=True)
-class LabPlan:
+class LabPlan(msgspec.Struct, frozen=True):
     """A whole lab."""
 
     name: str

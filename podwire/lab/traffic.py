@@ -11,8 +11,9 @@ import struct
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.kernel import netns, spawn
 from podwire.lab.state import Pod, Server, describe_process
@@ -29,8 +30,7 @@ _ICMP_FILTER: Final = 1
 """Of <linux/icmp.h>; ICMP6_FILTER of <linux/icmpv6.h> has the same number."""
 
 
-@dataclass(frozen=True)
-class Attempt:
+class Attempt(msgspec.Struct, frozen=True):
     """One connection: what came back, or why nothing did."""
 
     ok: bool

@@ -6,8 +6,9 @@
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.ids import IdentityId
@@ -41,8 +42,7 @@ Claimed = IPAddress | IPNetwork
 """What a node can have and no other: an address on the underlay, a range of pods."""
 
 
-@dataclass(frozen=True)
-class Granted:
+class Granted(msgspec.Struct, frozen=True):
     """What Kubernetes itself says that a node's pods have. It is read where two nodes claim one range."""
 
     ranges: tuple[IPNetwork, ...] = ()
@@ -51,8 +51,7 @@ class Granted:
     """When the core Node was made, RFC 3339."""
 
 
-@dataclass(frozen=True)
-class NodeFacts:
+class NodeFacts(msgspec.Struct, frozen=True):
     """What a node publishes. It is written only when one of these changes: it has no heartbeat."""
 
     name: str
@@ -70,11 +69,11 @@ class NodeFacts:
     tunnel_mode: TunnelMode = TunnelMode.FLOW
     tunnel_port: int = DEFAULT_TUNNEL_PORT
     underlay_mtu_bytes: int = 1500
-    blocks: Mapping[IPNetwork, int] = field(default_factory=dict)
+    blocks: Mapping[IPNetwork, int] = msgspec.field(default_factory=dict)
     """Claimed blocks of pools, with the epoch of the claim."""
     holds: tuple[IdentityId, ...] = ()
     """Identities in use that no NodeEndpoints of it names."""
-    claims: Mapping[Claimed, int] = field(default_factory=dict)
+    claims: Mapping[Claimed, int] = msgspec.field(default_factory=dict)
     """Numbers of its addresses and ranges, in the order in which nodes of the cluster have claimed theirs."""
     core_uid: str = ""
     """UID of the core Node that owns the publication: it goes when that Node does. "" without Kubernetes."""
@@ -82,8 +81,7 @@ class NodeFacts:
     """Never published: what was read for a contest. None: nothing was."""
 
 
-@dataclass(frozen=True)
-class Surroundings:
+class Surroundings(msgspec.Struct, frozen=True):
     """What this host reaches without any other node's help: no other node's pods may have it."""
 
     own: frozenset[IPAddress] = frozenset()
@@ -96,8 +94,7 @@ class Surroundings:
     """Where the store answers."""
 
 
-@dataclass(frozen=True)
-class Underlay:
+class Underlay(msgspec.Struct, frozen=True):
     """What this node's kernel says of the way to other nodes."""
 
     addresses: tuple[IPAddress, ...]
@@ -109,8 +106,7 @@ class Underlay:
     around: Surroundings = Surroundings()
 
 
-@dataclass(frozen=True)
-class TunnelPlan:
+class TunnelPlan(msgspec.Struct, frozen=True):
     """The tunnel device."""
 
     mode: TunnelMode
@@ -123,8 +119,7 @@ class TunnelPlan:
     """Outer source address. The outer family of a node is that of its peers' `outer`."""
 
 
-@dataclass(frozen=True)
-class Peer:
+class Peer(msgspec.Struct, frozen=True):
     """Another node as the programs know it."""
 
     number: int
@@ -140,8 +135,7 @@ class Peer:
     """Every address that a tunnel packet of it may come from."""
 
 
-@dataclass(frozen=True)
-class Prefix:
+class Prefix(msgspec.Struct, frozen=True):
     """One row of the ipcache that is about another node."""
 
     identity: IdentityId
@@ -153,8 +147,7 @@ class Prefix:
     is_node_address: bool = False
 
 
-@dataclass(frozen=True)
-class HostRoute:
+class HostRoute(msgspec.Struct, frozen=True):
     """A route of the kernel to another node's pods, for this host's own processes and for the stack's paths."""
 
     destination: IPNetwork
@@ -168,13 +161,12 @@ class HostRoute:
     """Number of the peer; the classic tunnel device needs it for its neighbour and FDB entries."""
 
 
-@dataclass(frozen=True)
-class ClusterPlan:
+class ClusterPlan(msgspec.Struct, frozen=True):
     """All that the kernel shall hold because of other nodes; what is of ours and not in here goes."""
 
     tunnel: TunnelPlan | None = None
     peers: tuple[Peer, ...] = ()
-    prefixes: Mapping[IPNetwork, Prefix] = field(default_factory=dict)
+    prefixes: Mapping[IPNetwork, Prefix] = msgspec.field(default_factory=dict)
     routes: tuple[HostRoute, ...] = ()
     pod_mtu_bytes: int = 0
     """MTU of new pod devices, 0 = the underlay's."""

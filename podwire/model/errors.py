@@ -5,11 +5,11 @@ A message is the failed intent in lower case with its values; the hint is the ne
 """
 
 import errno as errno_names
-from dataclasses import dataclass
+
+import msgspec
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(msgspec.Struct, frozen=True):
     """One thing wrong with an input: where (a path like `args.cni.ips[1]`) and what."""
 
     path: str

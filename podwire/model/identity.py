@@ -5,8 +5,9 @@ Made by `control.identity`, read by `control.policy` and the doors. Values only.
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 # Numbers from 256 to below CLUSTER_FIRST are for people who fix them by hand: nobody allocates them.
 CLUSTER_FIRST: Final = 65536
@@ -36,8 +37,7 @@ RESERVED_LABELS: Final[Mapping[int, tuple[str, ...]]] = {
 """Canonical labels of the reserved identities."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class NamedPort:
+class NamedPort(msgspec.Struct, frozen=True, order=True):
     """A port that a pod gives a name."""
 
     name: str
@@ -45,8 +45,7 @@ class NamedPort:
     port: int
 
 
-@dataclass(frozen=True, slots=True)
-class IdentityFacts:
+class IdentityFacts(msgspec.Struct, frozen=True):
     """What policy needs to know of one identity: its canonical labels (`source:key=value`, sorted) and named ports."""
 
     number: int

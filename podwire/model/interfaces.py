@@ -5,7 +5,6 @@ synchronous. `create_*` and `open_*` change the world; `remove_*` are idempotent
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, Protocol
 
@@ -57,8 +56,7 @@ class FactStore(Protocol):
         """Give a fact, "" when there is none of the name."""
 
 
-@dataclass(frozen=True)
-class PodNamespace:
+class PodNamespace(msgspec.Struct, frozen=True):
     """An open network namespace of a pod: the descriptor the launcher sent, or one opened from the path."""
 
     fd: int
@@ -85,8 +83,7 @@ class EndpointConfig(msgspec.Struct, frozen=True):
     trace: bool = False
 
 
-@dataclass(frozen=True)
-class PresentDevice:
+class PresentDevice(msgspec.Struct, frozen=True):
     """A host device found in the kernel under our mark."""
 
     endpoint_id: EndpointId
@@ -94,8 +91,7 @@ class PresentDevice:
     host_ifindex: IfIndex
 
 
-@dataclass(frozen=True)
-class Inventory:
+class Inventory(msgspec.Struct, frozen=True):
     """What the kernel holds of ours on this node."""
 
     devices: Sequence[PresentDevice] = ()
@@ -106,7 +102,7 @@ class Inventory:
     usage_ids: Sequence[EndpointId] = ()
     host_routes: Sequence[str] = ()
     """Destinations of routes with our protocol number that lead to pod devices."""
-    foreign_names: Sequence[InterfaceName] = field(default=())
+    foreign_names: Sequence[InterfaceName] = msgspec.field(default=())
     """Devices that have a name of podwire's form and no mark of podwire: never touched."""
 
 
@@ -129,8 +125,7 @@ class EndpointDirectories(Protocol):
         """Remove the directories of all other endpoints."""
 
 
-@dataclass(frozen=True, slots=True)
-class HostSocket:
+class HostSocket(msgspec.Struct, frozen=True):
     """A port of this host: at one of its addresses, or at each of a family (0.0.0.0, ::)."""
 
     address: IPAddress
@@ -138,8 +133,7 @@ class HostSocket:
     port: int
 
 
-@dataclass(frozen=True, slots=True)
-class PodSocket:
+class PodSocket(msgspec.Struct, frozen=True):
     """What a port of this host leads to."""
 
     address: IPAddress
@@ -275,8 +269,7 @@ class ClusterDatapath(Protocol):
         """Change single rows of the ipcache between two plans, `put` before `remove`. The next plan has them too."""
 
 
-@dataclass(frozen=True, slots=True)
-class Frontend:
+class Frontend(msgspec.Struct, frozen=True):
     """An address and port that pods ask. Port and protocol 0: the address itself, whose other ports are refused."""
 
     address: IPAddress
@@ -284,8 +277,7 @@ class Frontend:
     protocol: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class BackEnd:
+class BackEnd(msgspec.Struct, frozen=True):
     """Who answers: an address and port, of the frontend's family and protocol. Port 0: nobody of ours does, for what is
     sent to the frontend is left to the stack; it is alone in its list."""
 

@@ -4,8 +4,9 @@ Made by `control.policy`, written by `datapath.policy_maps`. Values only.
 """
 
 import enum
-from dataclasses import dataclass
 from typing import Final, NamedTuple
+
+import msgspec
 
 ANY_IDENTITY: Final = 0
 """In an entry: whoever the peer is."""
@@ -46,8 +47,7 @@ class PolicyKey(NamedTuple):
     port_bits: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyEntry:
+class PolicyEntry(msgspec.Struct, frozen=True):
     """What is said about what a key covers. Of two that cover a packet the higher precedence wins, then deny."""
 
     verdict: Verdict

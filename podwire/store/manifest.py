@@ -10,11 +10,12 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import msgspec
 import ryaml
 import yaml
+from msgspec.structs import replace
 
 from podwire.model.errors import Fault, InvalidRequest
 
@@ -38,8 +39,7 @@ _HARMLESS: Final = frozenset({int, bool, type(None)})
 _PARSER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(msgspec.Struct, frozen=True):
     """One object of a file, as it was written."""
 
     document: dict[str, Any]

@@ -13,7 +13,6 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -94,13 +93,12 @@ def read_object(row: Sequence[Any], blame: str) -> StoredObject:
     )
 
 
-@dataclass(frozen=True)
-class StoreFile:
+class StoreFile(msgspec.Struct, frozen=True):
     """Which file is meant, and how long its locks are waited for."""
 
     path: Path
     busy_timeout_s: float
-    identity: tuple[int, int] = field(default=(0, 0))
+    identity: tuple[int, int] = msgspec.field(default=(0, 0))
     """Device and inode that were opened."""
 
     @property

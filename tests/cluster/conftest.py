@@ -6,10 +6,10 @@ differs in all that may differ, services by the programs included. `--full` rais
 
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Final
 
 import pytest
+from msgspec.structs import replace
 
 from podwire.lab.kubernetes import cluster as clusters
 from podwire.lab.kubernetes import programs, residue

@@ -8,13 +8,14 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import yaml
+from msgspec.structs import replace
 
 from podwire.agent.duties.kubernetes import event_writer
 from podwire.agent.duties.kubernetes.event_writer import open_events

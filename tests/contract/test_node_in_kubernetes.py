@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from ipaddress import ip_address, ip_network
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, Final
 
 import pytest
 import yaml
+from msgspec.structs import replace
 
 from podwire.agent.duties.kubernetes.network_condition import NetworkCondition
 from podwire.agent.duties.kubernetes.start import Start

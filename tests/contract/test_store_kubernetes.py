@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
@@ -256,7 +257,7 @@ def test_a_connection_that_died_in_silence_is_opened_anew(
     server: ApiServer, access: Access, open_store: Open
 ) -> None:
     with Proxy(f"127.0.0.1:{server.port}") as proxy:
-        through = replace(access, server=f"https://{proxy.endpoint}")
+        through = msgspec.structs.replace(access, server=f"https://{proxy.endpoint}")
         store = open_store(to=through, idle_s=1.0)
         with watch_workloads(store) as watch:
             proxy.become(STALLED)
@@ -271,7 +272,7 @@ def test_a_write_whose_answer_is_lost_is_not_sent_again(
     server: ApiServer, access: Access, open_store: Open, store: KubernetesStore
 ) -> None:
     with Proxy(f"127.0.0.1:{server.port}") as proxy:
-        through = open_store(to=replace(access, server=f"https://{proxy.endpoint}"))
+        through = open_store(to=msgspec.structs.replace(access, server=f"https://{proxy.endpoint}"))
         through.list("workloads")
         proxy.become("deaf")
         with pytest.raises(Unavailable):
@@ -284,7 +285,7 @@ def test_a_write_whose_answer_is_lost_is_not_sent_again(
 
 def as_agent(server: ApiServer, access: Access, token: str | None = None) -> Access:
     user = replace(access.user, token=server.users[AGENT].token if token is None else token)
-    return replace(access, user=user, who="as user 'agent'")
+    return msgspec.structs.replace(access, user=user, who="as user 'agent'")
 
 
 def grant(server: ApiServer, rules: list[dict[str, Any]]) -> None:
@@ -346,7 +347,9 @@ def test_an_expired_token_is_replaced_by_what_its_file_says(
     path = tmp_path / "token"
     path.write_text("expired")
     user = replace(access.user, token="", token_file=str(path))
-    store = open_store(to=replace(access, user=user, who=f"with the token in {path}"))
+    store = open_store(
+        to=msgspec.structs.replace(access, user=user, who=f"with the token in {path}")
+    )
     with pytest.raises(Unavailable, match=f"credentials with the token in {path}") as caught:
         store.list("workloads")
     assert "expired" in caught.value.hint
@@ -366,7 +369,7 @@ def test_client_certificates_are_shown(server: ApiServer, open_store: Open, tmp_
 def test_an_untrusted_server_is_told_nothing(
     server: ApiServer, access: Access, open_store: Open
 ) -> None:
-    store = open_store(to=replace(access, ca=type(access.ca)()), name="distrustful")
+    store = open_store(to=msgspec.structs.replace(access, ca=type(access.ca)()), name="distrustful")
     with pytest.raises(Unavailable, match="its certificate is not trusted") as caught:
         store.list("workloads")
     assert "certificate-authority" in caught.value.hint
@@ -538,7 +541,7 @@ def test_writers_of_two_versions_keep_each_others_fields(
     found = store.get(key)
     assert found is not None
     assert found.document["spec"]["whatComesNext"] == 7
-    document = encode_node(replace(facts, epoch=2), found.document)
+    document = encode_node(msgspec.structs.replace(facts, epoch=2), found.document)
     written = store.update(
         StoredObject(key=key, uid=found.uid, revision=found.revision, document=document)
     )

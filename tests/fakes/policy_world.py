@@ -5,9 +5,11 @@ Every draw comes from the generator that is handed in, so a printed seed gives t
 
 import ipaddress
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from typing import Final
+
+from msgspec.structs import replace
 
 from podwire.control.policy import oracle
 from podwire.control.policy.engine import PolicyEngine

@@ -6,8 +6,9 @@ import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from podwire.datapath.inventory import remove_everything
 from podwire.datapath.native import OwnHooks
@@ -73,7 +74,7 @@ class KernelWorld:
     def restart(self, **changes: object) -> None:
         """Be another agent process: nothing is remembered but the kernel and what was written down."""
         self.datapath.close()
-        self.plan = replace(self.plan, **changes)  # type: ignore[arg-type]
+        self.plan = replace(self.plan, **changes)
         self.datapath = self._make_datapath()
         self.datapath.prepare()
 

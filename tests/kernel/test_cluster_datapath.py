@@ -6,12 +6,12 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from podwire.datapath import abi
 from podwire.datapath import maps as tables
@@ -516,7 +516,7 @@ def tunnel_link(world: KernelWorld) -> dict[str, Any]:
 
 def _with_tunnel(plan: ClusterPlan, **changes: object) -> ClusterPlan:
     assert plan.tunnel is not None
-    return replace(plan, tunnel=replace(plan.tunnel, **changes))  # type: ignore[arg-type]
+    return replace(plan, tunnel=replace(plan.tunnel, **changes))
 
 
 def test_mtu_and_address_change_in_place(world: KernelWorld) -> None:

@@ -5,11 +5,12 @@ import ipaddress
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from podwire.datapath import abi
 from podwire.datapath import maps as tables

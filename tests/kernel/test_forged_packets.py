@@ -8,9 +8,10 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
+from msgspec.structs import replace
 
 from podwire.datapath.conntrack_maps import list_conntrack
 from podwire.kernel import netns

@@ -8,9 +8,10 @@ import ipaddress
 import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
+from msgspec.structs import replace
 
 from podwire.datapath.masquerade import (
     KERNEL_MODULES,

@@ -10,11 +10,11 @@ import struct
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from podwire.datapath import abi, conntrack_maps
 from podwire.datapath import maps as tables

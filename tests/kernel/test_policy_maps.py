@@ -4,10 +4,10 @@ import ipaddress
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from podwire.datapath import abi, policy_maps
 from podwire.datapath import maps as tables

@@ -3,10 +3,10 @@
 import ipaddress
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from podwire.control.services.room import FRONTENDS, SLOTS
 from podwire.datapath import abi

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, field, replace
 from random import Random
 
+import msgspec
 import pytest
 
 from podwire.control.policy.oracle import (
@@ -227,7 +228,7 @@ class Run:
         if wanted is self.subject.settings.enforcement:
             return
         self.scene.api.must("PATCH", "/config", {"policy_enforcement": wanted.value})
-        self.subject.settings = replace(self.subject.settings, enforcement=wanted)
+        self.subject.settings = msgspec.structs.replace(self.subject.settings, enforcement=wanted)
 
     def _restart(self) -> None:
         """End the agent, as its service manager does or by force; what it left in the kernel is taken over."""
@@ -235,7 +236,9 @@ class Run:
         self.subject.random.choice((node.stop, node.kill))()
         node.start()
         # What was set through the API is forgotten.
-        self.subject.settings = replace(self.subject.settings, enforcement=Enforcement.DEFAULT)
+        self.subject.settings = msgspec.structs.replace(
+            self.subject.settings, enforcement=Enforcement.DEFAULT
+        )
         self.restarts += 1
 
     def _ask_again(self) -> None:

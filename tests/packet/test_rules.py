@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import msgspec
 import pytest
 
 from podwire.datapath import abi
@@ -120,7 +121,7 @@ def deny(one: Row, precedence: int = 100) -> Row:
 
 
 def high(one: Row, precedence: int = 200) -> Row:
-    return replace(one, entry=replace(one.entry, precedence=precedence))
+    return replace(one, entry=msgspec.structs.replace(one.entry, precedence=precedence))
 
 
 @pytest.mark.parametrize(

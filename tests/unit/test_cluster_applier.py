@@ -1,9 +1,9 @@
 """What the applier asks of a kernel that refuses a plan, and when: the clock is moved by hand, no thread runs."""
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import pytest
 
 from podwire.agent.duties.cluster.applier import Applier
@@ -78,7 +78,7 @@ class Hand:
         self.rig.publish_pods("n2", 1, {"10.250.0.5": 300})
 
     def _moved(self) -> None:
-        self.kernel.underlay = dataclasses.replace(UNDERLAY, mtu_bytes=1400)
+        self.kernel.underlay = msgspec.structs.replace(UNDERLAY, mtu_bytes=1400)
 
     @property
     def warnings(self) -> list[str]:

@@ -1,9 +1,9 @@
 """What a node is believed to have: each lie is refused with what to do, and no honest publication is."""
 
-import dataclasses
 import ipaddress
 from typing import Any
 
+import msgspec
 import pytest
 
 from podwire.control.cluster.belief import Grants
@@ -195,7 +195,7 @@ UNSET_CASES = [
 def test_without_cluster_cidrs_only_what_is_near_the_own_range(
     own: Any, network: str, is_believed: bool
 ) -> None:
-    own = dataclasses.replace(own, tunnel_addresses=())
+    own = msgspec.structs.replace(own, tunnel_addresses=())
     planned = planned_with(with_ranges(network), settings=UNSET, own=own)
     assert (network in routes(planned)) is is_believed
     assert (messages(planned) == "") is is_believed

@@ -1,6 +1,5 @@
 """Who keeps what two nodes claim: the older claim, on every node alike, and for as long as it is published."""
 
-import dataclasses
 import ipaddress
 import random
 from typing import Any
@@ -29,13 +28,13 @@ def make_node(name: Any, ranges: Any = (), addresses: Any = (), number: Any = No
     facts = NodeFacts(name, "i", 1, tuple(addresses), tuple(ranges))
     if number is None:
         return facts
-    return dataclasses.replace(facts, claims=dict.fromkeys(everything_claimed(facts), number))
+    return msgspec.structs.replace(facts, claims=dict.fromkeys(everything_claimed(facts), number))
 
 
 def publish(facts: Any, others: Any, living: Any = ()) -> Any:
     """Give the facts as a node publishes them that has read what others say."""
     numbers = number_claims(everything_claimed(facts), dict(facts.claims), others, set(living))
-    return dataclasses.replace(facts, claims=numbers)
+    return msgspec.structs.replace(facts, claims=numbers)
 
 
 def standing(everybody: Any, viewer: Any) -> Any:
@@ -84,16 +83,16 @@ def test_who_keeps_a_range(first: Any, second: Any, wanted: Any) -> None:
 
 def test_a_block_goes_to_the_higher_epoch_whatever_the_numbers() -> None:
     block = nets("10.250.0.0/26")[0]
-    old = dataclasses.replace(make_node("b"), blocks={block: 1}, claims={block: 1})
-    new = dataclasses.replace(make_node("c"), blocks={block: 2}, claims={block: 9})
+    old = msgspec.structs.replace(make_node("b"), blocks={block: 1}, claims={block: 1})
+    new = msgspec.structs.replace(make_node("c"), blocks={block: 2}, claims={block: 9})
     assert rightful([old, new]) == {("c", block)}
 
 
 def test_a_block_that_has_fallen_takes_nothing_from_a_third() -> None:
     """b < c by epoch, c < d by number, d < b by number: whoever is first out of a circle is out of it."""
     block = nets("10.250.0.0/26")[0]
-    b = dataclasses.replace(make_node("b"), blocks={block: 1}, claims={block: 1})
-    c = dataclasses.replace(make_node("c"), blocks={block: 2}, claims={block: 9})
+    b = msgspec.structs.replace(make_node("b"), blocks={block: 1}, claims={block: 1})
+    c = msgspec.structs.replace(make_node("c"), blocks={block: 2}, claims={block: 9})
     d = make_node("d", nets("10.250.0.0/24"), (), 5)
     assert {name for name, _ in rightful([b, c, d])} == {"d"}
 
@@ -117,12 +116,12 @@ def clusters(draw: Any) -> Any:
         ranges = draw(st.lists(st.sampled_from(RANGES), max_size=3, unique=True))
         split = draw(st.integers(0, len(ranges)))
         by_family = {drawn.version: drawn for drawn in draw(st.lists(st.sampled_from(ADDRESSES)))}
-        facts = dataclasses.replace(
+        facts = msgspec.structs.replace(
             make_node(name, ranges[:split], by_family.values()),
             blocks={one: draw(st.integers(0, 3)) for one in ranges[split:]},
         )
         claims = {one: draw(st.integers(-1, 4)) for one in everything_claimed(facts)}
-        nodes.append(dataclasses.replace(facts, claims=claims))
+        nodes.append(msgspec.structs.replace(facts, claims=claims))
     return nodes
 
 
@@ -358,7 +357,7 @@ def test_a_node_of_an_older_version_was_there_first() -> None:
     started(store, make(2))
     stored = store.get(node_key("n2"))
     assert stored is not None
-    document = encode_node(dataclasses.replace(decode_node(stored), claims={}))
+    document = encode_node(msgspec.structs.replace(decode_node(stored), claims={}))
     store.update(msgspec.structs.replace(stored, document=document))
     with pytest.raises(ClaimRefused):
         started(store, make(3, pod_cidrs=nets("10.244.2.0/24")))

@@ -1,11 +1,11 @@
 """Two nodes claim one range in Kubernetes: what their core Nodes say decides, whoever came first, whatever is said."""
 
 import itertools
-from dataclasses import replace
 from ipaddress import ip_address, ip_network
 from typing import Any, Final
 
 import pytest
+from msgspec.structs import replace
 
 from podwire.control.cluster.facts import decode_node, encode_node, node_key
 from podwire.control.cluster.ownership import describe_lost, settle

@@ -1,7 +1,6 @@
 """The duty as it runs: what it publishes, what it applies, and what it leaves alone while the store is away."""
 
 import contextlib
-import dataclasses
 import ipaddress
 import re
 import statistics
@@ -9,6 +8,7 @@ import threading
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from podwire.agent.duties.cluster.duty import GRANTS_FACT, ClusterDuty, ClusterOptions, OwnRanges
@@ -361,7 +361,7 @@ def test_an_unreadable_node_is_named_and_left_out() -> None:
 def test_the_underlay_is_followed() -> None:
     with Rig().running() as rig:
         wait_for(lambda: rig.store.get(node_key("n1")) is not None)
-        rig.kernel.underlay = dataclasses.replace(UNDERLAY, mtu_bytes=1400)
+        rig.kernel.underlay = msgspec.structs.replace(UNDERLAY, mtu_bytes=1400)
         rig.news.change()
         wait_for(lambda: decode_node(rig.store.get(node_key("n1"))).underlay_mtu_bytes == 1400)
         wait_for(lambda: rig.kernel.plan.pod_mtu_bytes == 1350)
@@ -376,7 +376,7 @@ def test_changes_one_after_another_are_each_acted_on_at_once() -> None:
         took_s = []
         for mtu in range(1400, 1410):
             begin_s = time.monotonic()
-            rig.kernel.underlay = dataclasses.replace(UNDERLAY, mtu_bytes=mtu)
+            rig.kernel.underlay = msgspec.structs.replace(UNDERLAY, mtu_bytes=mtu)
             rig.news.change()
             wait_for(lambda mtu=mtu: published_mtu(rig) == mtu)
             took_s.append(time.monotonic() - begin_s)

@@ -1,12 +1,12 @@
 """What a node's kernel shall hold because of others: each rule of the planner, and what holds for every cluster."""
 
-import dataclasses
 import ipaddress
 import itertools
 import random
 import time
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -38,7 +38,7 @@ def make(number: Any, **changes: Any) -> Any:
         tunnel_addresses=ips(f"10.244.{number}.1", f"fd00:0:0:{number:x}::1"),
         tunnel_mac=tunnel_mac(f"n{number}"),
     )
-    return dataclasses.replace(facts, **changes)
+    return msgspec.structs.replace(facts, **changes)
 
 
 OWN = make(1)
@@ -182,7 +182,7 @@ def test_a_node_without_underlay_says_so_once() -> None:
 
 def numbered(facts: Any, number: Any) -> Any:
     """Give facts whose claims all have one number."""
-    return dataclasses.replace(facts, claims=dict.fromkeys(everything_claimed(facts), number))
+    return msgspec.structs.replace(facts, claims=dict.fromkeys(everything_claimed(facts), number))
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def clusters(draw: Any) -> Any:
         )
         claimed = everything_claimed(peers[-1])
         claims = draw(st.dictionaries(st.sampled_from(claimed), NUMBERS)) if claimed else {}
-        peers[-1] = dataclasses.replace(peers[-1], claims=claims)
+        peers[-1] = msgspec.structs.replace(peers[-1], claims=claims)
     return peers
 
 
@@ -510,7 +510,7 @@ def many(count: Any) -> Any:
 def test_five_thousand_nodes_are_planned_in_linear_time(same: Any) -> None:
     peers = many(5000)
     if same:
-        peers = [dataclasses.replace(peer, pod_cidrs=peers[0].pod_cidrs) for peer in peers]
+        peers = [msgspec.structs.replace(peer, pod_cidrs=peers[0].pod_cidrs) for peer in peers]
     random.Random(5).shuffle(peers)
     numbers = plan(*peers).numbers
     begin = time.process_time()

@@ -1,10 +1,10 @@
 """Whose word about a pod's address counts, and that news change only what they are about."""
 
-import dataclasses
 import ipaddress
 import time
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -199,7 +199,7 @@ def test_a_pod_of_ours_takes_its_address_back() -> None:
 def test_a_pod_in_another_nodes_own_range_is_refused(comes_late: Any) -> None:
     """n3 says that it has pods in the range that is n2's by the older claim: only those of n2 are reached."""
     intruder = make(3, pod_cidrs=nets("10.244.2.0/24"), tunnel_addresses=(), claims={})
-    intruder = dataclasses.replace(intruder, claims=dict.fromkeys(intruder.pod_cidrs, 2))
+    intruder = msgspec.structs.replace(intruder, claims=dict.fromkeys(intruder.pod_cidrs, 2))
     said = (says("n2", a10_244_2_5=300), says("n3", a10_244_2_5=301, a10_244_2_6=302))
     if comes_late:
         pods = filled(view_of(intruder), *said)

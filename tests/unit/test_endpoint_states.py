@@ -1,10 +1,10 @@
 """The transition table: every pair of state and event is either in it or refused, and the picture in the docs is it."""
 
-import dataclasses
 import itertools
 import typing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from podwire.control.endpoint import states
@@ -17,8 +17,8 @@ TREE = Path(__file__).parents[2] / "docs" / "tree.md"
 def make(event: type) -> states.Event:
     values = {
         field.name: "test"
-        for field in dataclasses.fields(event)
-        if field.default is dataclasses.MISSING
+        for field in msgspec.structs.fields(event)
+        if field.default is msgspec.NODEFAULT
     }
     made: states.Event = event(**values)
     return made

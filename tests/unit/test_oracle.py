@@ -1,7 +1,6 @@
 """The oracle beyond the tables: settings, precedence, what it says for whom, and laws that hold for all policies."""
 
 import re
-from dataclasses import replace
 from ipaddress import ip_address, ip_network
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from podwire.control.policy.labels_match import LabelSet, make_selector, matches
 from podwire.control.policy.oracle import (

@@ -1,9 +1,9 @@
 """The engine, case by case: how changes are written, what fails how, and what endpoints are told."""
 
-from dataclasses import replace
 from typing import Final
 
 import pytest
+from msgspec.structs import replace
 
 from podwire.control.policy.labels_match import make_selector
 from podwire.control.policy.oracle import Enforcement

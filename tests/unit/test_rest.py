@@ -8,12 +8,13 @@ import socket
 import stat
 import threading
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from podwire.agent.api import routes as rest
 from podwire.agent.api import server as api_socket

@@ -5,11 +5,11 @@ import ipaddress
 import random
 import tracemalloc
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from podwire.control.documents.damage import read_object
 from podwire.control.services.catalogue import Catalogue

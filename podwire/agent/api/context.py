@@ -6,8 +6,9 @@ Made by `agent.assemble`, handed to every handler as `Api`. Nothing is decided h
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from podwire.agent.config_reload import LiveConfig
 from podwire.agent.health import Health
@@ -31,8 +32,7 @@ from podwire.model.interfaces import Clock, Datapath, Journal
 from podwire.model.store import Store
 
 
-@dataclass(frozen=True)
-class PolicyReaders:
+class PolicyReaders(msgspec.Struct, frozen=True):
     """What the handlers look at."""
 
     enforcer: Enforcer
@@ -55,8 +55,7 @@ class PolicyReaders:
         return self.enforcer.engine
 
 
-@dataclass(frozen=True)
-class NodeReaders:
+class NodeReaders(msgspec.Struct, frozen=True):
     """What is known of other nodes."""
 
     list_nodes: Callable[[], Sequence[KnownNode]]
@@ -69,24 +68,21 @@ class NodeReaders:
     """Addresses of the nodes whose rows in the kernel say that what goes there has to be encrypted."""
 
 
-@dataclass(frozen=True)
-class MapReaders:
+class MapReaders(msgspec.Struct, frozen=True):
     """How the maps of the datapath are shown; handed in because only `agent.node` opens the datapath."""
 
     describe: Callable[[], list[dict[str, Any]]]
     rows: Callable[[str, int], tuple[list[dict[str, Any]], bool]]
 
 
-@dataclass(frozen=True)
-class BuildFacts:
+class BuildFacts(msgspec.Struct, frozen=True):
     """What does not change while the agent runs."""
 
     template: str
     abi_version: int
 
 
-@dataclass(frozen=True)
-class Api:
+class Api(msgspec.Struct, frozen=True):
     """Everything the handlers look at."""
 
     config: LiveConfig

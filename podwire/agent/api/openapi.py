@@ -7,7 +7,6 @@ encode the answers, so it always agrees with what is sent. Pure.
 import http
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -18,8 +17,7 @@ PREFIX = "/v1"
 _PLACEHOLDER = re.compile(r"\{(?P<name>[a-z]+)\}")
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(msgspec.Struct, frozen=True):
     """One query parameter."""
 
     name: str
@@ -27,17 +25,15 @@ class Parameter:
     kind: Literal["string", "integer", "boolean"] = "string"
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """One request, taken apart and checked against its route."""
 
-    params: Mapping[str, str] = field(default_factory=dict)
-    query: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, str] = msgspec.field(default_factory=dict)
+    query: Mapping[str, Any] = msgspec.field(default_factory=dict)
     body: Any = None
 
 
-@dataclass(frozen=True)
-class Route:
+class Route(msgspec.Struct, frozen=True):
     """One operation. `handler` gets the API's context and a Call and returns a value of `answer`."""
 
     method: Literal["GET", "POST", "PUT", "PATCH", "DELETE"]

@@ -10,8 +10,9 @@ runtime's files, with what the runtime says of the ports (docs/decisions/0010). 
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.model.endpoint import AttachmentKey
 from podwire.model.request import AttachRequest
@@ -27,8 +28,7 @@ Run = Callable[[str, Mapping[str, str], bytes, int | None], str]
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ChainedPortmap:
+class ChainedPortmap(msgspec.Struct, frozen=True):
     """`leaves_host_ports` tells of a living attachment whether a chained plugin may serve its ports."""
 
     leaves_host_ports: Callable[[AttachmentKey], bool]

@@ -12,7 +12,6 @@ import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Protocol
@@ -69,8 +68,7 @@ class Attachments(Protocol):
         """Tell whether an ADD would succeed now."""
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True):
     """How much is taken on at once, and how long anything may last."""
 
     threads: int = 4

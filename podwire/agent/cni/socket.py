@@ -14,9 +14,10 @@ import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from podwire.agent.cni.at_once import OUT_OF_DESCRIPTORS, AtOnce, PromptRequests
 from podwire.agent.cni.incoming import FrameReader
@@ -34,8 +35,7 @@ RELIEF_LOOK_S: Final = 0.25
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class SocketLimits:
+class SocketLimits(msgspec.Struct, frozen=True):
     """What one door takes on."""
 
     connections_max: int = 1024

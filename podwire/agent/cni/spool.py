@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from podwire.model import wire
 from podwire.model.endpoint import AttachmentKey
 from podwire.model.errors import PodwireError, StorageFailure, UndecodableRequest
@@ -33,8 +35,7 @@ RETRY_CAP_NS: Final = 60_000_000_000
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class SpooledDelete:
+class SpooledDelete(msgspec.Struct, frozen=True):
     """A DEL that waits: the record's name, and the request it holds."""
 
     name: str

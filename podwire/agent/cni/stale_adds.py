@@ -8,8 +8,9 @@ too many ADDs, never too few. Forgetting what is older than any launcher lives h
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.model.endpoint import AttachmentKey
 from podwire.model.ids import ContainerId, InterfaceName, NetworkName
@@ -62,8 +63,7 @@ class TakenDeletes:
             yield key
 
 
-@dataclass(frozen=True)
-class _List:
+class _List(msgspec.Struct, frozen=True):
     started_ns: int
     valid: frozenset[tuple[ContainerId, InterfaceName]]
 

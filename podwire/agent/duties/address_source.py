@@ -5,9 +5,11 @@ Called by `agent.node` before the datapath is opened, because the datapath must 
 
 import json
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from ipaddress import ip_network
 from typing import Protocol
+
+import msgspec
 
 from podwire.agent.duties.addresses import HOST_NAME_LABEL, IpamDuty, read_labels
 from podwire.agent.duties.cluster.duty import OwnRanges
@@ -50,14 +52,13 @@ class BlockListener(Protocol):
         """Hear that blocks were opened or lost."""
 
 
-@dataclass(frozen=True)
-class Addresses:
+class Addresses(msgspec.Struct, frozen=True):
     """The source of addresses, and the duty that looks after it."""
 
     ipam: Ipam
     duty: IpamDuty | None = None
     """With IPAM mode `pool`."""
-    core: OwnCoreNode = field(default_factory=OwnCoreNode)
+    core: OwnCoreNode = msgspec.field(default_factory=OwnCoreNode)
     """With the store `kubernetes`."""
 
     @property

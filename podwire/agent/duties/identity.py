@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Final
 
+import msgspec
+
 from podwire.agent.duties.follower import KindList, StoreFollower
 from podwire.agent.duties.kubernetes.freshness import open_freshness
 from podwire.agent.duties.shared_watch import SharedWatch
@@ -46,8 +48,7 @@ DUTY_TTL_S: Final = 30.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class IdentityNews:
+class IdentityNews(msgspec.Struct, frozen=True):
     """Hands what the store says to the feed. The policy duty reports a store that is away."""
 
     feed: IdentityFeed

@@ -7,8 +7,9 @@ Used by `agent.duties.shared_watch`, on one thread. Decides when what is new is 
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, Protocol
+
+import msgspec
 
 from podwire.model.errors import StorageFailure
 from podwire.model.store import ObjectKey, StoredObject, StoreEvent
@@ -19,8 +20,7 @@ SAVE_S: Final = 1.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class KindList:
+class KindList(msgspec.Struct, frozen=True):
     """All objects of one kind, as of a revision of the kind."""
 
     kind: str

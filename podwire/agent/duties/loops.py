@@ -11,9 +11,10 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
+
+import msgspec
 
 from podwire.agent.health import ALIVE_REFRESH_S, AliveFile, Health
 from podwire.agent.metrics import Metrics
@@ -105,8 +106,7 @@ class FoldableJournal(Protocol):
         """Bring what was written last into the database."""
 
 
-@dataclass(frozen=True)
-class Duties:
+class Duties(msgspec.Struct, frozen=True):
     """What the loops work on."""
 
     attachments: Attachments
@@ -139,7 +139,7 @@ class Duties:
     replay: Callable[[], Awaitable[tuple[int, int]]]
     """Carry out spooled DELs: how many were done, how many failed."""
     threads: ThreadPoolExecutor
-    told_of_host: set[str] = field(default_factory=set)
+    told_of_host: set[str] = msgspec.field(default_factory=set)
     """Warnings of the host that stand: a loop that begins anew takes back what is over."""
 
     async def on_thread(self, work: Callable[[], _T]) -> _T:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from podwire.agent.closed_policies import ClosedPolicies
 from podwire.agent.duties.follower import FollowingDuty, KindList, StoreFollower
 from podwire.agent.duties.shared_watch import SharedWatch
@@ -37,13 +39,12 @@ LIST_AGAIN_S: Final = 30.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _News:
+class _News(msgspec.Struct, frozen=True):
     """What the follower's thread hands over: whole lists, or changes; and the revisions of the kinds after them."""
 
     lists: Sequence[KindList] = ()
     events: Sequence[StoreEvent] = ()
-    revisions: Revisions = field(default_factory=dict)
+    revisions: Revisions = msgspec.field(default_factory=dict)
 
 
 @dataclass

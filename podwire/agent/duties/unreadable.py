@@ -7,8 +7,9 @@ what it could select, and every other object counts as absent. No other object i
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.agent.health import WarningList
 from podwire.control.policy.reading import Unenforceable
@@ -43,8 +44,7 @@ def advise(key: ObjectKey) -> str:
     return f"Correct it, or delete it{then}: podwire delete {key.kind} {key.name}{where}"
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(msgspec.Struct, frozen=True):
     """How a watch reads objects, and what becomes of one that cannot be read."""
 
     read: Read = read_as_stored

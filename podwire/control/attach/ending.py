@@ -9,9 +9,10 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
+from msgspec.structs import replace
 
 from podwire.control.attach.steps import DEVICE, RECIPES, Context, Step, undo_steps
 from podwire.control.endpoint.states import DeviceGone, DisconnectAccepted
@@ -25,8 +26,7 @@ from podwire.model.interfaces import EndpointDirectories, Journal
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Ending:
+class _Ending(msgspec.Struct, frozen=True):
     record: EndpointRecord
     undone: bool
     device_gone: bool = False

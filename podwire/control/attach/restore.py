@@ -10,6 +10,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from podwire.control.attach.ending import Endings
 from podwire.control.endpoint.queue import Level
 from podwire.control.endpoint.regenerate import Regenerator
@@ -42,8 +44,7 @@ class RestoreReport:
     removed: Sequence[str] = field(default=())
 
 
-@dataclass(frozen=True)
-class Restorer:
+class Restorer(msgspec.Struct, frozen=True):
     """Everything restore works on."""
 
     journal: Journal

@@ -9,7 +9,6 @@ kernel has forgotten it.
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -50,8 +49,7 @@ def _observe_nothing(_op: str, _step: str, _ms: float) -> None:
     """Time nothing."""
 
 
-@dataclass(frozen=True)
-class AttachService:
+class AttachService(msgspec.Struct, frozen=True):
     """The attachments of one node."""
 
     journal: Journal

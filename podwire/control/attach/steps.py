@@ -8,7 +8,8 @@ complete.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from podwire.control.endpoint.host_ports import HostPorts
 from podwire.control.endpoint.regenerate import Regenerator
@@ -21,8 +22,7 @@ from podwire.model.interfaces import Datapath, PodNamespace
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Context:
+class Context(msgspec.Struct, frozen=True):
     """What a step may use. `namespace` is there on ADD only: no undo needs the pod's namespace."""
 
     datapath: Datapath
@@ -41,8 +41,7 @@ def _is_of_every_pod(_record: EndpointRecord) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(msgspec.Struct, frozen=True):
     """One step: its name in logs and timings, what it does, what takes it back, and which pods need it."""
 
     name: str

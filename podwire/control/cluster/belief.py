@@ -6,12 +6,16 @@ anything in that node's name. So nothing is believed that would divert this host
 Invariant: what pods may have and what nodes may have is disjoint, so neither kind of publication can take the other's.
 """
 
+import dataclasses
 import ipaddress
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from podwire.control.cluster.facts import NEVER_PODS
 from podwire.control.cluster.ownership import Problem, claimed_ranges
@@ -33,13 +37,12 @@ NAMED_MAX: Final = 3
 """So many refused ranges of one node are named one by one."""
 
 
-@dataclass(frozen=True)
-class Grants:
+class Grants(msgspec.Struct, frozen=True):
     """Ranges that somebody above the nodes gives to pods: they may be on a link of this host's."""
 
     pools: tuple[IPNetwork, ...] = ()
     """To pods of any node."""
-    of_node: Mapping[str, frozenset[IPNetwork]] = field(default_factory=dict)
+    of_node: Mapping[str, frozenset[IPNetwork]] = msgspec.field(default_factory=dict)
     """To pods of one node alone, by its name."""
 
     def to(self, node: str) -> Iterator[IPNetwork]:
@@ -195,7 +198,7 @@ def believe_nodes(
         for address in facts.addresses
         if not any(address in cidr for cidr in belief.own_ranges)  # else it would take pods' away
     }
-    belief = replace(belief, nodes=addresses)
+    belief = dataclasses.replace(belief, nodes=addresses)
     believed = [_believe_ranges(belief, facts, refused[facts.name]) for facts in screened]
     return belief, believed, {_describe(name, found) for name, found in refused.items() if found}
 

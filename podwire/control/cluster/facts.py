@@ -10,8 +10,9 @@ import hashlib
 import ipaddress
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
+
+from msgspec.structs import replace
 
 from podwire.control.cluster.reading import EPOCH_MAX, Fields
 from podwire.model.cluster import DEFAULT_TUNNEL_PORT, NodeFacts, TunnelMode

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network
 from typing import Final
 
+import msgspec
+
 from podwire.control.cluster.reading import EPOCH_MAX
 from podwire.model.cluster import Claimed, NodeFacts
 from podwire.model.endpoint import IPAddress, IPNetwork
@@ -31,8 +33,7 @@ _DENIED: Final = 1
 """What Kubernetes says of a claim to a range; the lower, the stronger."""
 
 
-@dataclass(frozen=True, order=True)
-class Problem:
+class Problem(msgspec.Struct, frozen=True, order=True):
     """Something between nodes that a person must put right; both parties are named."""
 
     nodes: tuple[str, ...]
@@ -40,8 +41,7 @@ class Problem:
     message: str
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(msgspec.Struct, frozen=True):
     """What one node says that it has."""
 
     node: str
@@ -208,8 +208,7 @@ def _describe_inside(address: IPAddress, other: str, own: NodeFacts) -> Problem:
     )
 
 
-@dataclass(frozen=True)
-class _Range:
+class _Range(msgspec.Struct, frozen=True):
     """A claim to a range."""
 
     claim: Claim

@@ -8,8 +8,10 @@ nodes claim is sent to both.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from podwire.control.cluster.belief import Belief, Grants, believe_nodes
 from podwire.control.cluster.ownership import (
@@ -52,11 +54,10 @@ UNMANAGED: Final = Prefix(IdentityId(Reserved.UNMANAGED), 0, None)
 REMOTE_NODE: Final = IdentityId(Reserved.REMOTE_NODE)
 
 
-@dataclass(frozen=True)
-class NodeNumbers:
+class NodeNumbers(msgspec.Struct, frozen=True):
     """This node's numbers of the others."""
 
-    of: Mapping[str, int] = field(default_factory=dict)
+    of: Mapping[str, int] = msgspec.field(default_factory=dict)
     next: int = 1
 
     def extend(self, names: Iterable[str]) -> "NodeNumbers":
@@ -78,8 +79,7 @@ class NodeNumbers:
         )
 
 
-@dataclass(frozen=True)
-class Planned:
+class Planned(msgspec.Struct, frozen=True):
     """A plan without the rows of single pods, and what was found on the way."""
 
     plan: ClusterPlan
@@ -91,7 +91,7 @@ class Planned:
     """By name: what is believed of what the other nodes say of themselves."""
     belief: Belief
     """By which it was decided."""
-    cidr_owners: Mapping[tuple[int, int, int], str] = field(default_factory=dict)
+    cidr_owners: Mapping[tuple[int, int, int], str] = msgspec.field(default_factory=dict)
     """The owner of each valid range, by `ownership.network_key`; blocks are lent, so they are not here."""
     lost: str = ""
     """What of this node is another's; "" = nothing. Blocks follow the store by themselves."""

@@ -7,10 +7,11 @@ quarter of one where a running pod's identity has changed, as long as EARLY_MAX 
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from podwire.control.cluster.backoff import Backoff
 from podwire.control.cluster.belief import Belief, believe_nodes

@@ -9,8 +9,9 @@ same.
 import ipaddress
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
+
+import msgspec
 
 from podwire.control.cluster.facts import own_by_core_node
 from podwire.control.cluster.reading import EPOCH_MAX, Fields
@@ -27,8 +28,7 @@ _ADDRESS_OF: Final[Mapping[int, Callable[[int], IPAddress]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Publication:
+class Publication(msgspec.Struct, frozen=True):
     """What one node says of its pods."""
 
     node: str
@@ -36,7 +36,7 @@ class Publication:
     """One more at each start of its agent."""
     sequence: int
     """One more at each write."""
-    identities: Mapping[IPAddress, IdentityId] = field(default_factory=dict)
+    identities: Mapping[IPAddress, IdentityId] = msgspec.field(default_factory=dict)
 
     @property
     def order(self) -> tuple[int, int]:

@@ -7,8 +7,9 @@ the smallest size that its family requires gets through. Where there is no way, 
 import functools
 import ipaddress
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.control.cluster.facts import tunnel_mac
 from podwire.control.cluster.ownership import Outcome, Problem, claimed_ranges
@@ -37,16 +38,14 @@ class Routing:
     AUTO: Final = "auto"
 
 
-@dataclass(frozen=True)
-class ClusterSettings:
+class ClusterSettings(msgspec.Struct, frozen=True):
     """What this node's configuration says of the cluster."""
 
     routing: str = Routing.AUTO
     cluster_cidrs: tuple[IPNetwork, ...] = ()
 
 
-@dataclass(frozen=True)
-class Reach:
+class Reach(msgspec.Struct, frozen=True):
     """Another node, and how its pods are reached from here."""
 
     peer: Peer
@@ -65,8 +64,7 @@ class Reach:
         return Prefix(identity, self.peer.number, way, mtu, is_node)
 
 
-@dataclass(frozen=True)
-class Context:
+class Context(msgspec.Struct, frozen=True):
     """What the way to every node depends on."""
 
     own: NodeFacts

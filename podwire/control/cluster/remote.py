@@ -11,8 +11,9 @@ the publications and the last plan say, so an address that no node publishes any
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
+
+import msgspec
 
 from podwire.control.cluster.ownership import UNNUMBERED, Problem, claimed_ranges, network_key
 from podwire.control.cluster.planner import UNMANAGED, Planned, route_to_pod
@@ -25,8 +26,7 @@ from podwire.model.ids import IdentityId
 _NOBODY: Final = NodeFacts("", "", 0, ())
 
 
-@dataclass(frozen=True)
-class View:
+class View(msgspec.Struct, frozen=True):
     """What of the nodes decides about their pods."""
 
     own: NodeFacts
@@ -38,11 +38,10 @@ class View:
         return self.planned.facts
 
 
-@dataclass(frozen=True)
-class Changes:
+class Changes(msgspec.Struct, frozen=True):
     """Rows that are others than before."""
 
-    put: Mapping[IPNetwork, Prefix] = field(default_factory=dict)
+    put: Mapping[IPNetwork, Prefix] = msgspec.field(default_factory=dict)
     remove: Collection[IPNetwork] = ()
     routes_changed: bool = False
     """Single pods need other routes: a whole plan is to be applied."""

@@ -7,9 +7,9 @@ listed once. What cannot be read is left out and reported.
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
 
 import msgspec
+from msgspec.structs import replace
 
 from podwire.control.cluster.facts import decode_node, is_published, same_for_peers
 from podwire.control.cluster.grants import PoolGrants
@@ -29,16 +29,14 @@ KINDS = (NODE.plural, NODE_ENDPOINTS.plural, IP_POOL.plural)
 """Pools after the others: what they are asked for is known then."""
 
 
-@dataclass(frozen=True)
-class OwnNode:
+class OwnNode(msgspec.Struct, frozen=True):
     """What this node knows of itself."""
 
     facts: NodeFacts
     underlay: Underlay
 
 
-@dataclass(frozen=True)
-class KnownNode:
+class KnownNode(msgspec.Struct, frozen=True):
     """A node as people see it."""
 
     facts: NodeFacts

@@ -7,8 +7,9 @@ set with one fault in it changes nothing, and what was there before stays in for
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
+
+import msgspec
 
 from podwire.control.documents.kinds import (
     decode,
@@ -36,8 +37,7 @@ _T = TypeVar("_T")
 _ORDER: Final[Mapping[str, int]] = {kind.plural: index for index, kind in enumerate(KINDS)}
 
 
-@dataclass(frozen=True)
-class Applied:
+class Applied(msgspec.Struct, frozen=True):
     """What became of one object, or would with `dry_run`."""
 
     key: ObjectKey

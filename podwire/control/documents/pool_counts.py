@@ -5,15 +5,15 @@ node has it. Invariant: capacity = used + free, everywhere.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from podwire.control.ipam.documents import Block
 from podwire.control.ipam.pools import Pool, find_pool
 from podwire.model.endpoint import IPAddress, IPNetwork
 
 
-@dataclass(frozen=True, slots=True)
-class Count:
+class Count(msgspec.Struct, frozen=True):
     """How full something is."""
 
     blocks: int
@@ -31,8 +31,7 @@ class Count:
         return self.capacity - self.used
 
 
-@dataclass(frozen=True, slots=True)
-class PoolCount:
+class PoolCount(msgspec.Struct, frozen=True):
     """One pool, and every node that has something of it."""
 
     whole: Count

@@ -8,7 +8,6 @@ because a DEL may have come since the caller saw it.
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -37,8 +36,7 @@ class Regenerations(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class EndpointChanges:
+class EndpointChanges(msgspec.Struct, frozen=True):
     """Changes of the endpoints of one node."""
 
     table: EndpointTable

@@ -8,9 +8,10 @@ what its row holds. An endpoint that could not follow is `not-ready`, keeps what
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
+from msgspec.structs import replace
 
 from podwire.control.endpoint import states
 from podwire.control.endpoint.policies import oldest_revision

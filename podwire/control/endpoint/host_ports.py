@@ -8,8 +8,9 @@ older one lives, the older one has it again. Called under the node's turn.
 
 import ipaddress
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.control.endpoint.table import EndpointTable
 from podwire.model.documents.reader import list_faults
@@ -27,16 +28,14 @@ _NAMED_IN_MESSAGE: Final = 5
 _PATH: Final = "runtimeConfig.portMappings"
 
 
-@dataclass(frozen=True)
-class ReservedPort:
+class ReservedPort(msgspec.Struct, frozen=True):
     """A port that no pod may have, and what this host needs it for."""
 
     socket: HostSocket
     why: str
 
 
-@dataclass(frozen=True)
-class HostPorts:
+class HostPorts(msgspec.Struct, frozen=True):
     """The ports of this host that lead to pods."""
 
     table: EndpointTable

@@ -7,9 +7,10 @@ enforced whole, or stands as it was last read, or closes whom it could select; `
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
+
+import msgspec
 
 from podwire.control.policy import reading
 from podwire.control.policy.engine import PolicyEngine
@@ -33,8 +34,7 @@ POLICY_KINDS: Final = (*reading.POLICY_KINDS, GROUPS)
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ClosedPolicy:
+class ClosedPolicy(msgspec.Struct, frozen=True):
     """A policy that closes in place of what it says."""
 
     uid: str

@@ -8,6 +8,8 @@ and never doubled.
 import enum
 from dataclasses import dataclass
 
+import msgspec
+
 from podwire.model.ids import EndpointId
 
 RETRY_BASE_NS = 500_000_000
@@ -23,8 +25,7 @@ class Level(enum.IntEnum):
     """The endpoint's rows are written again and its programs attached again."""
 
 
-@dataclass(frozen=True)
-class Regeneration:
+class Regeneration(msgspec.Struct, frozen=True):
     """One regeneration to do: all triggers since the last one, folded."""
 
     endpoint_id: EndpointId

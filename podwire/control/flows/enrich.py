@@ -6,8 +6,8 @@ address and the time are asked of arguments.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from podwire.control.flows.flow import Flow, FlowEnd, FlowPolicy, FlowService
@@ -29,8 +29,7 @@ FindLabels = Callable[[int], tuple[str, ...]]
 """Labels of an identity, () for one that nobody knows."""
 
 
-@dataclass(frozen=True)
-class FlowMaker:
+class FlowMaker(msgspec.Struct, frozen=True):
     """Turns events of one node into flows."""
 
     node: str

@@ -7,7 +7,8 @@ conditions must hold. Pure; every fault of a filter is reported at once.
 import ipaddress
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from podwire.control.flows.flow import PROTOCOLS, Flow, FlowEnd
 from podwire.model.errors import Fault, UndecodableRequest
@@ -25,11 +26,10 @@ _DURATION = re.compile(r"(?P<count>[0-9]{1,9})(?P<unit>[smhd])")
 _TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]+)?Z")
 
 
-@dataclass(frozen=True)
-class FlowFilter:
+class FlowFilter(msgspec.Struct, frozen=True):
     """Conditions that must all hold; none = every flow."""
 
-    conditions: tuple[Condition, ...] = field(default=())
+    conditions: tuple[Condition, ...] = msgspec.field(default=())
     passes: bool = True
     """Whether a packet that passed could be wanted: only then the programs have to tell of any."""
     endpoint: int | None = None

@@ -7,7 +7,6 @@ except for `watch`.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
@@ -49,8 +48,7 @@ class Follower:
         return taken
 
 
-@dataclass(frozen=True)
-class Watch:
+class Watch(msgspec.Struct, frozen=True):
     """The endpoints of which somebody wants to see also what passes."""
 
     everything: bool = False

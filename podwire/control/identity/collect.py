@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
 
+import msgspec
+
 from podwire.control.cluster.published import decode_endpoints
 from podwire.control.identity.key import NumberSpace
 from podwire.control.identity.known import (
@@ -48,8 +50,7 @@ class Move(enum.Enum):
     DELETE = "delete"
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """One thing to do about one number, based on the state it was seen in."""
 
     move: Move

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from podwire.control.identity.bound_pods import BoundPods
 from podwire.control.identity.known import IDENTITIES, IdentityChange
 from podwire.control.identity.resolver import IdentityResolver
@@ -21,11 +23,10 @@ from podwire.model.store.kinds import POD
 KINDS: Final = (IDENTITIES, NAMESPACES, WORKLOADS)
 
 
-@dataclass(frozen=True, slots=True)
-class Doubt:
+class Doubt(msgspec.Struct, frozen=True):
     """Which endpoints may not be what they should be any more."""
 
-    change: SourceChange = field(default_factory=SourceChange)
+    change: SourceChange = msgspec.field(default_factory=SourceChange)
     everybody: bool = False
     """After a list, or when a number of this node means something else now."""
 

@@ -9,8 +9,9 @@ network are always part of an identity; the workload's own name never is.
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final, Self
+
+import msgspec
 
 from podwire.model.errors import Fault, InvalidConfiguration
 from podwire.model.labels import (
@@ -55,8 +56,7 @@ _ALWAYS: Final = frozenset({(SOURCE_K8S, NAMESPACE_KEY), (SOURCE_CNI, NETWORK_KE
 _NEVER: Final = (SOURCE_CNI, NAME_KEY)
 
 
-@dataclass(frozen=True)
-class _Pattern:
+class _Pattern(msgspec.Struct, frozen=True):
     """One entry of the list; `source` "" matches every source."""
 
     source: str

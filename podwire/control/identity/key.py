@@ -7,8 +7,9 @@ keys have different texts, because no label contains a `;` or a line end.
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final
+
+import msgspec
 
 from podwire.control.identity.filter import LabelFilter
 from podwire.model.endpoint import PROTOCOL_NAMES, PROTOCOLS
@@ -22,8 +23,7 @@ CANDIDATES_MAX: Final = 64
 """With half of all numbers in use, all of these being taken is as likely as guessing a 64-bit number."""
 
 
-@dataclass(frozen=True, slots=True)
-class IdentityKey:
+class IdentityKey(msgspec.Struct, frozen=True):
     """What must be equal for two endpoints to have one number. Both parts are sorted and without duplicates."""
 
     labels: tuple[str, ...]
@@ -45,12 +45,11 @@ class IdentityKey:
         return IdentityFacts(number, self.labels, self.named_ports)
 
 
-@dataclass(frozen=True)
-class NumberSpace:
+class NumberSpace(msgspec.Struct, frozen=True):
     """The numbers that may be allocated."""
 
     first: int = CLUSTER_FIRST
-    size: int = field(default=CLUSTER_LAST - CLUSTER_FIRST + 1)
+    size: int = msgspec.field(default=CLUSTER_LAST - CLUSTER_FIRST + 1)
 
     def __contains__(self, number: object) -> bool:
         return isinstance(number, int) and self.first <= number < self.first + self.size

@@ -7,8 +7,9 @@ number that is in use here is never forgotten, only found to be missing.
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.control.identity.key import HASH_DIGITS, IdentityKey, read_spec, write_spec
 from podwire.model.documents.lenient import members_of
@@ -26,8 +27,7 @@ RESTING_SINCE: Final = f"{OWN_PREFIX}/resting-since"
 """Annotation: the identity was given up at this time; the object is kept only so that no other key gets its number."""
 
 
-@dataclass(frozen=True, slots=True)
-class KnownIdentity:
+class KnownIdentity(msgspec.Struct, frozen=True):
     """One number and what it means."""
 
     number: int
@@ -45,8 +45,7 @@ class KnownIdentity:
         return self.revision > 0
 
 
-@dataclass(frozen=True, slots=True)
-class IdentityChange:
+class IdentityChange(msgspec.Struct, frozen=True):
     """What policy must know: identities that are new or mean something else now, and numbers that are gone."""
 
     added: tuple[IdentityFacts, ...] = ()

@@ -29,8 +29,7 @@ LOOK_S: Final = 0.1
 """How often a waiting ADD looks for the store and for its caller."""
 
 
-@dataclass(frozen=True, slots=True)
-class Resolution:
+class Resolution(msgspec.Struct, frozen=True):
     """What an endpoint is: all its labels, and the number of those that make its identity."""
 
     number: IdentityId

@@ -8,7 +8,6 @@ those of its namespace. Only podwire gives labels of podwire.io.
 import fnmatch
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -57,8 +56,7 @@ class Workload(msgspec.Struct, frozen=True):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SourceChange:
+class SourceChange(msgspec.Struct, frozen=True):
     """What changed: endpoints of these namespaces and pods, and of every namespace when Workloads did."""
 
     namespaces: frozenset[str] = frozenset()

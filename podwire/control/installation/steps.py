@@ -6,9 +6,10 @@ replaced nor removed.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from podwire.control.installation.conflist import make_conflist
 from podwire.model.installation.files import (
@@ -27,8 +28,7 @@ FOREIGN: Final = "foreign"
 """Somebody else's plugin, which does just as well."""
 
 
-@dataclass(frozen=True)
-class Installation:
+class Installation(msgspec.Struct, frozen=True):
     """What an agent wants in the two directories."""
 
     directories: CniDirectories

@@ -9,7 +9,8 @@ belongs to a node that is gone.
 
 import ipaddress
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from podwire.control.ipam.documents import Block, ClaimedAddress
 from podwire.control.ipam.interface import Holding
@@ -19,8 +20,7 @@ from podwire.model.ids import EndpointId
 from podwire.model.networks import overlap
 
 
-@dataclass(frozen=True)
-class AddressFault:
+class AddressFault(msgspec.Struct, frozen=True):
     """One address that they do not agree about."""
 
     address: str
@@ -71,8 +71,7 @@ def _index(records: Iterable[EndpointRecord]) -> tuple[dict[str, EndpointId], li
     return recorded, faults
 
 
-@dataclass(frozen=True)
-class ClusterView:
+class ClusterView(msgspec.Struct, frozen=True):
     """What one node knows of all, taken as close together as can be."""
 
     node: str

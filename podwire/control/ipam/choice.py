@@ -5,7 +5,8 @@ the same moment.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from podwire.control.ipam.blocks import OwnBlocks
 from podwire.control.ipam.interface import Wish
@@ -16,8 +17,7 @@ from podwire.model.errors import AddressUnavailable, Exhausted
 from podwire.model.ids import EndpointId
 
 
-@dataclass(frozen=True)
-class Lack:
+class Lack(msgspec.Struct, frozen=True):
     """What the store is to be asked for, so that a wish can be granted."""
 
     address: IPAddress | None = None
@@ -25,8 +25,7 @@ class Lack:
     why: str = ""
 
 
-@dataclass(frozen=True)
-class AddressChoice:
+class AddressChoice(msgspec.Struct, frozen=True):
     """Chooses among the addresses of one node."""
 
     known: PoolCache

@@ -7,8 +7,10 @@ back the same. Nothing of a document that cannot be read is used.
 
 import ipaddress
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Final
+
+import msgspec
+from msgspec.structs import replace
 
 from podwire.control.ipam.pools import AddressRange
 from podwire.model.documents.lenient import members_of, text_of
@@ -21,8 +23,7 @@ KEPT_SHARE: Final = 16
 """One address in this many of a block is kept for claims of single addresses, which other nodes make too."""
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(msgspec.Struct, frozen=True):
     """One block. `node` "": nobody's; the object stays, so that the next claim has a higher epoch."""
 
     cidr: IPNetwork
@@ -48,8 +49,7 @@ class Block:
         return [address for range_ in self.kept for address in addresses_of(range_)]
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimedAddress:
+class ClaimedAddress(msgspec.Struct, frozen=True):
     """One address that an object claims: borrowed, or asked for."""
 
     address: IPAddress

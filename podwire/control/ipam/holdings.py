@@ -5,7 +5,8 @@ holder, and an endpoint gets its addresses once.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from podwire.control.ipam.interface import Holding
 from podwire.model.endpoint import IPAddress

@@ -7,9 +7,10 @@ may take long is done in `Reservation.fill`, before the turn is taken.
 import ipaddress
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
 from typing import Final, Protocol
+
+import msgspec
 
 from podwire.model.endpoint import AttachmentKey, IPAddress, IPNetwork
 from podwire.model.ids import EndpointId, IdentityId
@@ -20,8 +21,7 @@ NO_IDENTITY: Final = IdentityId(0)
 Given = tuple[IPv4Address | None, IPv6Address | None]
 
 
-@dataclass(frozen=True)
-class Wish:
+class Wish(msgspec.Struct, frozen=True):
     """What one attachment asks for."""
 
     key: AttachmentKey | None = None
@@ -34,8 +34,7 @@ class Wish:
     namespace: str = ""
 
 
-@dataclass(frozen=True)
-class CidrUsage:
+class CidrUsage(msgspec.Struct, frozen=True):
     """How full one CIDR is: `capacity` = `held` + `free`; `quarantined` held ones wait for their device to go."""
 
     cidr: IPNetwork
@@ -48,8 +47,7 @@ class CidrUsage:
     pool: str = ""
 
 
-@dataclass(frozen=True)
-class Holding:
+class Holding(msgspec.Struct, frozen=True):
     """The addresses of one endpoint."""
 
     owner: EndpointId

@@ -6,8 +6,9 @@ its range from a pool keeps the range for as long as it has its name, with or wi
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.control.ipam.claiming.claims import Claims
 from podwire.control.ipam.documents import decode_block
@@ -23,8 +24,7 @@ ATTEMPTS: Final = 10
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class RangeFacts:
+class RangeFacts(msgspec.Struct, frozen=True):
     """What the store says now: all that a node's ranges depend on."""
 
     pools: Mapping[str, Pool]

@@ -7,8 +7,9 @@ pool is cut into blocks of one size, so two blocks of one pool never overlap.
 import ipaddress
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import InvalidConfiguration
@@ -25,8 +26,7 @@ NODES: Final = "nodes"
 Labels = Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Requirement:
+class Requirement(msgspec.Struct, frozen=True):
     """One condition on labels: `operator` is In, NotIn, Exists or DoesNotExist, as in Kubernetes."""
 
     key: str
@@ -55,8 +55,7 @@ def selects(selector: Selector, labels: Labels) -> bool:
     return all(requirement.holds(labels) for requirement in selector)
 
 
-@dataclass(frozen=True, slots=True)
-class AddressRange:
+class AddressRange(msgspec.Struct, frozen=True):
     """From one address to another, both inclusive, of one family."""
 
     first: IPAddress
@@ -80,8 +79,7 @@ class AddressRange:
         return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
 
 
-@dataclass(frozen=True, slots=True)
-class Pool:
+class Pool(msgspec.Struct, frozen=True):
     """One IPPool."""
 
     name: str
@@ -132,11 +130,10 @@ class Pool:
         return any(range_.contains(address) for range_ in self.reserved)
 
 
-@dataclass(frozen=True, slots=True)
-class NamespaceFacts:
+class NamespaceFacts(msgspec.Struct, frozen=True):
     """What pools look at in a namespace."""
 
-    labels: Labels = field(default_factory=dict)
+    labels: Labels = msgspec.field(default_factory=dict)
     pools: tuple[str, ...] = ()
     """Those that its annotation names."""
 

@@ -5,8 +5,9 @@ watches its own core Node only; another one is read once, for a contest.
 """
 
 import ipaddress
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.model.documents.lenient import items_of, members_of, read_address, text_of, texts_of
 from podwire.model.endpoint import IPAddress, IPNetwork
@@ -19,8 +20,7 @@ NETWORK_UNAVAILABLE: Final = "NetworkUnavailable"
 ZONE_LABEL: Final = "topology.kubernetes.io/zone"
 
 
-@dataclass(frozen=True, slots=True)
-class CoreNode:
+class CoreNode(msgspec.Struct, frozen=True):
     """One Node of the core group."""
 
     name: str

@@ -8,8 +8,10 @@ All series together are written no faster than the bucket allows. What does not 
 import hashlib
 import math
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
+
+from msgspec.structs import replace
 
 from podwire.model.store.events import EventWrite, Subject
 

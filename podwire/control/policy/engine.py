@@ -7,9 +7,10 @@ either the verdict before a change or the one after it, never a third.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final
+
+from msgspec.structs import replace
 
 from podwire.control.policy.oracle import Enforcement, RuleName
 from podwire.control.policy.realize.adopted import Adopted

@@ -7,8 +7,9 @@ policies, rules or groups.
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.control.policy.labels_match import (
     describe_requirement,
@@ -71,8 +72,7 @@ class Basis(enum.StrEnum):
     """A process of this host reaches its pods."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(msgspec.Struct, frozen=True):
     """What is not policy and decides with it."""
 
     enforcement: Enforcement = Enforcement.DEFAULT
@@ -83,8 +83,7 @@ class Settings:
 DEFAULT_SETTINGS: Final = Settings()
 
 
-@dataclass(frozen=True, slots=True)
-class Party:
+class Party(msgspec.Struct, frozen=True):
     """One side of a flow. `endpoint`: policies hold for it. `address` None: unknown, then no CIDR matches it."""
 
     facts: IdentityFacts
@@ -92,8 +91,7 @@ class Party:
     endpoint: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(msgspec.Struct, frozen=True):
     """One direction of one flow, seen from `subject`. `port`: the destination's; of ICMP type << 8 | code; else 0."""
 
     subject: Party
@@ -108,8 +106,7 @@ class Question:
         return self.subject.address is not None and self.subject.address == self.peer.address
 
 
-@dataclass(frozen=True, slots=True)
-class RuleName:
+class RuleName(msgspec.Struct, frozen=True):
     """Which rule of which policy."""
 
     policy: PolicyId
@@ -119,8 +116,7 @@ class RuleName:
         return f"{self.policy} {self.path}"
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """What was decided, and why. `verdict` is the policies' own; audit lets a denied packet pass all the same."""
 
     verdict: Verdict
@@ -143,8 +139,7 @@ class Decision:
         return self.rules[0] if self.rules else None
 
 
-@dataclass(frozen=True, slots=True)
-class FlowDecision:
+class FlowDecision(msgspec.Struct, frozen=True):
     """Both ends of a flow; None where no policy holds for that end."""
 
     egress: Decision | None

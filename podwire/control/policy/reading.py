@@ -6,8 +6,9 @@ it is the same on every node, whatever that node saw before.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from podwire.control.policy.labels_match import make_selector
 from podwire.control.policy.rule import (
@@ -41,8 +42,7 @@ Subjects = tuple[tuple[LabelSelector, frozenset[Direction]], ...]
 """What a policy selects, and in which directions it may deny what others allow."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unenforceable:
+class Unenforceable(msgspec.Struct, frozen=True):
     """A policy that cannot be enforced whole, and what it closes in place of what it says."""
 
     rules: Rules

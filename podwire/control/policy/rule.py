@@ -4,8 +4,9 @@
 selector cache. Nothing here knows which pods exist.
 """
 
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.model.endpoint import IPNetwork
 from podwire.model.labels import Operator
@@ -30,8 +31,7 @@ ICMP: Final = 1
 ICMPV6: Final = 58
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Requirement:
+class Requirement(msgspec.Struct, frozen=True, order=True):
     """One condition on labels. `source` "any" matches every source but `reserved`."""
 
     source: str
@@ -41,16 +41,14 @@ class Requirement:
     """Sorted, without duplicates."""
 
 
-@dataclass(frozen=True, slots=True)
-class LabelSelector:
+class LabelSelector(msgspec.Struct, frozen=True):
     """Every identity whose labels fulfil all requirements (sorted); none = every identity of any kind, also of
     addresses that nobody knows."""
 
     requirements: tuple[Requirement, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class CidrSelector:
+class CidrSelector(msgspec.Struct, frozen=True):
     """Addresses inside `cidr` and outside every `exceptions`.
 
     `everybody`: also pods and nodes (NetworkPolicy's ipBlock); else only what is outside the cluster.
@@ -61,8 +59,7 @@ class CidrSelector:
     everybody: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CidrGroupSelector:
+class CidrGroupSelector(msgspec.Struct, frozen=True):
     """The addresses of CiliumCIDRGroup objects, by name or by their labels, less `exceptions`. What they hold changes
     without the rule: the resolver and the oracle are given the groups."""
 
@@ -74,8 +71,7 @@ class CidrGroupSelector:
 PeerSelector = LabelSelector | CidrSelector | CidrGroupSelector
 
 
-@dataclass(frozen=True, slots=True)
-class PortMatch:
+class PortMatch(msgspec.Struct, frozen=True):
     """What is asked for: a protocol, and of it all ports, a range, a name, or an ICMP type.
 
     `protocol` 0 = every protocol, ICMP included. `first` to `last`: inclusive; both 0 = all ports. `name`: a named
@@ -93,8 +89,7 @@ class PortMatch:
 ALL_PORTS: Final = (PortMatch(),)
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyId:
+class PolicyId(msgspec.Struct, frozen=True):
     """Which object a rule is from. `kind` as in the object; `namespace` "" for cluster-wide kinds."""
 
     kind: str
@@ -105,8 +100,7 @@ class PolicyId:
         return spell_name(self.kind, self.namespace, self.name)
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(msgspec.Struct, frozen=True):
     """One entry of a policy's list: these peers, these ports, this verdict. Peers and ports are both alternatives
     ("or"); an empty `peers` matches nobody, an empty `ports` nothing."""
 
@@ -119,8 +113,7 @@ class Rule:
     precedence: int = TIER_DEFAULT
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyRules:
+class PolicyRules(msgspec.Struct, frozen=True):
     """One rule set with one subject: a NetworkPolicy, or one spec of a CiliumNetworkPolicy.
 
     `default_deny`: directions in which a selected endpoint is closed but for what rules allow.
@@ -139,8 +132,7 @@ class PolicyRules:
         return UNENFORCEABLE_PATH if self.closed_because else DEFAULT_DENY_PATH
 
 
-@dataclass(frozen=True, slots=True)
-class CidrGroup:
+class CidrGroup(msgspec.Struct, frozen=True):
     """A CiliumCIDRGroup."""
 
     name: str
@@ -149,8 +141,7 @@ class CidrGroup:
     cidrs: tuple[IPNetwork, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LabelMention:
+class LabelMention(msgspec.Struct, frozen=True):
     """A label by which a policy selects endpoints, and where it says so. Whether any can have it the filter knows."""
 
     path: str
@@ -158,8 +149,7 @@ class LabelMention:
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class GroupMention:
+class GroupMention(msgspec.Struct, frozen=True):
     """A CiliumCIDRGroup that a policy names, and where. Whether there is one the store knows."""
 
     path: str

@@ -6,8 +6,9 @@ of rules.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from podwire.control.policy.cilium.peers import Scope, read_peers, read_subject
 from podwire.control.policy.cilium.ports import read_ports
@@ -41,8 +42,7 @@ _REFUSED_IN_SPEC: Final = {
 _DEFAULT_DENY_KEYS: Final = {"ingress": Direction.INGRESS, "egress": Direction.EGRESS}
 
 
-@dataclass(frozen=True, slots=True)
-class _Section:
+class _Section(msgspec.Struct, frozen=True):
     """One of the four lists of a spec."""
 
     key: str

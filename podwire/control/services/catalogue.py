@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from podwire.control.services.choose import Candidate, Place, choose_local, choose_near
 from podwire.control.services.facts import (
     ServiceFacts,
@@ -46,8 +48,7 @@ KINDS: Final = (SERVICE.plural, ENDPOINT_SLICE.plural)
 NO_ROOM: Final = Left("no-room", "there is no room for it beside the other services")
 
 
-@dataclass(frozen=True)
-class ServiceChange:
+class ServiceChange(msgspec.Struct, frozen=True):
     """What is to be translated from now on, beside what is already."""
 
     put: ServiceTable
@@ -58,8 +59,7 @@ class ServiceChange:
     """The services that were computed anew."""
 
 
-@dataclass(frozen=True)
-class ServiceCounts:
+class ServiceCounts(msgspec.Struct, frozen=True):
     """How many there are, for metrics."""
 
     translated: int
@@ -71,8 +71,7 @@ class ServiceCounts:
     """In all lists together."""
 
 
-@dataclass(frozen=True)
-class ServiceView:
+class ServiceView(msgspec.Struct, frozen=True):
     """One service as this node knows it, for people."""
 
     name: ServiceName

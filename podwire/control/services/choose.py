@@ -5,7 +5,8 @@ those of this node may answer and there is none.
 """
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 from podwire.control.services.facts import Endpoint
 from podwire.model.interfaces import BackEnd
@@ -13,8 +14,7 @@ from podwire.model.interfaces import BackEnd
 Candidate = tuple[BackEnd, Endpoint]
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """Where the pods are that ask."""
 
     node: str

@@ -6,7 +6,6 @@ translated that is not understood whole: such a service says why it is left to t
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -31,8 +30,7 @@ AFFINITY_MAX_S: Final = 86_400
 """Kubernetes' own default and limit of timeoutSeconds."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class ServiceName:
+class ServiceName(msgspec.Struct, frozen=True, order=True):
     """Which service."""
 
     namespace: str
@@ -52,8 +50,7 @@ class ServicePort(msgspec.Struct, array_like=True, frozen=True):
     """At the pods, where they are chosen by labels: a number, a port's name, or 0 = the same."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceFacts:
+class ServiceFacts(msgspec.Struct, frozen=True):
     """One Service with addresses of the cluster."""
 
     name: ServiceName
@@ -89,8 +86,7 @@ class Endpoint(msgspec.Struct, array_like=True, frozen=True):
     for_zones: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class SliceFacts:
+class SliceFacts(msgspec.Struct, frozen=True):
     """One EndpointSlice."""
 
     service: ServiceName

@@ -8,7 +8,6 @@ bytes.
 import ipaddress
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import msgspec
@@ -34,8 +33,7 @@ _BYTES_OF: Final = {4: 4, 6: 16}
 _encode: Final = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
-@dataclass(frozen=True, slots=True)
-class Claimed:
+class Claimed(msgspec.Struct, frozen=True):
     """What one service claims, as old as the claims, because objects may have gone since."""
 
     claims: Claims

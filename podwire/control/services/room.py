@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from podwire.control.services.facts import ServiceName
 
 FRONTENDS: Final = 61_440
@@ -16,8 +18,7 @@ SLOTS: Final = 122_880
 """As many as the maps have rows (maps.h), but for a sixteenth: while a list changes both forms of it are there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(msgspec.Struct, frozen=True):
     """What one service takes."""
 
     created: str

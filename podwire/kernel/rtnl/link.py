@@ -7,8 +7,9 @@ include/uapi/linux/{rtnetlink,if_link}.h.
 
 import functools
 import struct
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.kernel.netlink import (
     NLM_F_CREATE,
@@ -61,8 +62,7 @@ _IFINFO: Final = struct.Struct("=BxHiII")
 """ifinfomsg: family, device type, index, flags, mask of flags to change."""
 
 
-@dataclass(frozen=True, slots=True)
-class LinkEnd:
+class LinkEnd(msgspec.Struct, frozen=True):
     """One end of a pair to be made.
 
     `mtu` in bytes; `index` is chosen by the caller; 0 = the kernel's default.
@@ -77,8 +77,7 @@ class LinkEnd:
     """Transmit and receive queues. The default is one per CPU, each with files in sysfs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(msgspec.Struct, frozen=True):
     """A device as the kernel reports it.
 
     `peer_index` is the other end's index in its own namespace.

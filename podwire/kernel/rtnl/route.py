@@ -8,8 +8,9 @@ include/uapi/linux/{rtnetlink,if_addr,neighbour,fib_rules}.h.
 import functools
 import ipaddress
 import struct
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.kernel.netlink import (
     NLM_F_CREATE,
@@ -98,8 +99,7 @@ NDMSG: Final = struct.Struct("=BxxxiHBB")
 """ndmsg: family, index, state, flags, type."""
 
 
-@dataclass(frozen=True, slots=True)
-class InterfaceAddress:
+class InterfaceAddress(msgspec.Struct, frozen=True):
     """An address on a device, with its prefix length."""
 
     index: int
@@ -112,8 +112,7 @@ class InterfaceAddress:
         return ipaddress.ip_network((self.address, self.prefix_bits), strict=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(msgspec.Struct, frozen=True):
     """A route.
 
     `metric` 0 is IPv4's default; IPv6's is IPV6_DEFAULT_METRIC, also where 0 is asked for. With `lifetime_s` the kernel
@@ -133,8 +132,7 @@ class Route:
     lifetime_s: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Neighbour:
+class Neighbour(msgspec.Struct, frozen=True):
     """A neighbour entry; `permanent` ones are never asked for on the wire."""
 
     index: int
@@ -143,8 +141,7 @@ class Neighbour:
     permanent: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class SourceRule:
+class SourceRule(msgspec.Struct, frozen=True):
     """A policy rule: what has this source address looks into `table` first."""
 
     source: IPNetwork

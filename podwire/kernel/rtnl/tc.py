@@ -6,8 +6,9 @@ include/uapi/linux/{rtnetlink,pkt_sched,pkt_cls}.h.
 """
 
 import struct
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.kernel.netlink import (
     NLM_F_CREATE,
@@ -63,8 +64,7 @@ _TBF_QOPT: Final = struct.Struct("=12s12sIII")
 """tc_tbf_qopt: rate, peak rate, limit in bytes, buffer in ticks, mtu."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenBucket:
+class TokenBucket(msgspec.Struct, frozen=True):
     """A token bucket: sustained rate, bytes that may pass at once, bytes that may wait."""
 
     rate_bytes_per_s: int
@@ -72,8 +72,7 @@ class TokenBucket:
     limit_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class QueueDiscipline:
+class QueueDiscipline(msgspec.Struct, frozen=True):
     """A queue discipline as the kernel reports it; `bucket` only for kind `tbf` (its burst is not
     reported in bytes).
     """
@@ -86,8 +85,7 @@ class QueueDiscipline:
     limit_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class BpfFilter:
+class BpfFilter(msgspec.Struct, frozen=True):
     """A cls_bpf filter as the kernel reports it; `hook` is FROM_POD_HOOK or TO_POD_HOOK."""
 
     index: int

@@ -6,8 +6,9 @@ what was asked for. Attributes and structures: include/uapi/linux/{if_link,neigh
 
 import ipaddress
 import struct
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.kernel.netlink import (
     NLM_F_CREATE,
@@ -51,8 +52,7 @@ _NUD_NOARP: Final = 0x40
 _NTF_SELF: Final = 0x02
 
 
-@dataclass(frozen=True, slots=True)
-class Vxlan:
+class Vxlan(msgspec.Struct, frozen=True):
     """Settings of a VXLAN device: flow-based (each packet says its own VNI and receiver), or of one VNI."""
 
     port: int
@@ -64,8 +64,7 @@ class Vxlan:
     learning: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardingEntry:
+class ForwardingEntry(msgspec.Struct, frozen=True):
     """Frames to `mac` go to the VXLAN endpoint `destination`. Never expires."""
 
     index: int

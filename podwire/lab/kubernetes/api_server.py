@@ -10,9 +10,10 @@ import json
 import secrets
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from podwire.kernel import netns
 from podwire.lab import ports
@@ -34,17 +35,15 @@ _AUDIT_POLICY: Final = {
 }
 
 
-@dataclass(frozen=True)
-class User:
+class User(msgspec.Struct, frozen=True):
     """A user that the API server knows by a token."""
 
     name: str
     groups: tuple[str, ...] = ()
-    token: str = field(default_factory=lambda: secrets.token_hex(16))
+    token: str = msgspec.field(default_factory=lambda: secrets.token_hex(16))
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(msgspec.Struct, frozen=True):
     """Where the API server is reached, and what else it is told."""
 
     address: str = _LOOPBACK

@@ -5,9 +5,10 @@ organizations of its subject, its user is the common name, as Kubernetes reads t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from podwire.kernel import spawn
 from podwire.model.errors import Unavailable
@@ -31,8 +32,7 @@ keyUsage = critical, {usage}
 """
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(msgspec.Struct, frozen=True):
     """A certificate and its key, as files."""
 
     certificate: Path

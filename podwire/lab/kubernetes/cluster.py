@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import msgspec
 import yaml
 
 from podwire.kernel import netns, spawn
@@ -46,8 +46,7 @@ Progress = Callable[[str], None]
 _Found = TypeVar("_Found")
 
 
-@dataclass(frozen=True)
-class ClusterShape:
+class ClusterShape(msgspec.Struct, frozen=True):
     """What a cluster is like."""
 
     nodes: int = 2
@@ -64,8 +63,7 @@ class ClusterShape:
     """Directories that are empty on the nodes, such as the checkout."""
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(msgspec.Struct, frozen=True):
     """One node with its programs."""
 
     machine: Machine

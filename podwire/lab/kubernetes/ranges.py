@@ -1,16 +1,16 @@
 """The ranges of a cluster, for each family: where its nodes are, what pods and what services get."""
 
 import ipaddress
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.lab.kubernetes.api_server import SERVICE_CIDR
 
 _FIRST_HOST: Final = 10
 
 
-@dataclass(frozen=True)
-class Ranges:
+class Ranges(msgspec.Struct, frozen=True):
     """Those of one family."""
 
     underlay: ipaddress.IPv4Network | ipaddress.IPv6Network

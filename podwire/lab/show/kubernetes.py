@@ -14,6 +14,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
+
 from podwire.lab import traffic
 from podwire.lab.kubernetes import cluster as clusters
 from podwire.lab.kubernetes import pods, residue
@@ -40,8 +42,7 @@ _ONLY_PROXY: Final = {
 }
 
 
-@dataclass(frozen=True)
-class _Pods:
+class _Pods(msgspec.Struct, frozen=True):
     """What the demo looks at: a client, and web servers on both nodes."""
 
     client: str

@@ -6,9 +6,10 @@ Used by the CLI, the demo and tests. Only connections that are meant to work are
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import permutations
 from typing import Final
+
+import msgspec
 
 from podwire.lab import state as states
 from podwire.lab import traffic
@@ -32,8 +33,7 @@ _TRIED: Final = (
 )
 
 
-@dataclass(frozen=True)
-class CheckedPair:
+class CheckedPair(msgspec.Struct, frozen=True):
     """One cell of the connectivity matrix. `size_bytes`: of what was sent, 0 = a short question."""
 
     source: str

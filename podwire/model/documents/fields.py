@@ -7,8 +7,9 @@ Kubernetes gives the field; what does not keep it is noted as a fault of the val
 import ipaddress
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.model.documents.reader import Node, shown
 from podwire.model.endpoint import IPNetwork
@@ -25,8 +26,7 @@ _PREFIX_LENGTH = re.compile(r"0|[1-9][0-9]{0,2}")
 _ADDRESS = re.compile(r"[0-9A-Fa-f:.]+")
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectName:
+class ObjectName(msgspec.Struct, frozen=True):
     """The kind, name and namespace that a document gives itself."""
 
     namespace: str

@@ -8,8 +8,9 @@ Kubernetes; an empty list is different from both.
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from podwire.model.errors import Fault, InvalidRequest
 
@@ -64,8 +65,7 @@ def list_faults(
     return "; ".join(named)
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(msgspec.Struct, frozen=True):
     """One value of a document, where it stands, and where its faults go."""
 
     value: Any

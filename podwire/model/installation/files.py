@@ -3,9 +3,10 @@
 Values of `control.installation`, read and written by `cni.directories`.
 """
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Protocol
+
+import msgspec
 
 from podwire.model.wire import CNI_PROGRAM
 
@@ -24,8 +25,7 @@ class Loopback(Enum):
     FOREIGN = "foreign"
 
 
-@dataclass(frozen=True)
-class CniFiles:
+class CniFiles(msgspec.Struct, frozen=True):
     """What both directories hold; None = the file is not there."""
 
     launcher: bytes | None = None

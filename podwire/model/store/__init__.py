@@ -11,7 +11,6 @@ kind; two changes may share one only when they were written together. Revisions 
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
@@ -76,8 +75,7 @@ class ReadableObject(StoredObject, frozen=True, kw_only=True):
     value: Any = None
 
 
-@dataclass(frozen=True)
-class StoreEvent:
+class StoreEvent(msgspec.Struct, frozen=True):
     """One change, and the revision of its kind after it. `deleted`: `object` is what was there last."""
 
     object: StoredObject

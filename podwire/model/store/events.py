@@ -4,14 +4,14 @@
 `Events.tell`: it returns at once, whatever becomes of the Event. With another store than Kubernetes nobody listens.
 """
 
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from podwire.model.store import ObjectKey
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(msgspec.Struct, frozen=True):
     """The object that an Event is about."""
 
     key: ObjectKey
@@ -19,8 +19,7 @@ class Subject:
     """"" where it is not known: then the Event is found by the object's name alone."""
 
 
-@dataclass(frozen=True)
-class EventWrite:
+class EventWrite(msgspec.Struct, frozen=True):
     """One write of one Event."""
 
     name: str

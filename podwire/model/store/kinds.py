@@ -7,14 +7,14 @@ the plural name in keys, which never changes: agents of two versions share a sto
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 CORE: Final = "core"
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(msgspec.Struct, frozen=True):
     """One kind of object."""
 
     name: str

@@ -7,8 +7,9 @@ Invariant: while one holder's lease is not lost, no other holder has that name.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, Protocol, Self
+
+import msgspec
 
 NODE: Final = "node/"
 """Before the name of a node. The holder is JSON: `instance` and `address`."""
@@ -17,8 +18,7 @@ ADDRESS_DUTY: Final = "duty/addresses"
 """What one agent does for the whole cluster. A name for each: holders in one agent must not take it from each other."""
 
 
-@dataclass(frozen=True)
-class LeaseChange:
+class LeaseChange(msgspec.Struct, frozen=True):
     """The holder of a name from now on; `holder` "": none, because the last one gave it up or vanished."""
 
     name: str

@@ -4,12 +4,12 @@ Given by `Store.promises`, the same each time. Everything that is not here holds
 for where they are needed: `Store.leases` gives None where there are none.
 """
 
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 
-@dataclass(frozen=True)
-class Promises:
+
+class Promises(msgspec.Struct, frozen=True):
     """What a back end does beyond what every back end does."""
 
     one_order: bool

@@ -7,9 +7,10 @@ read from its file whenever etcd asks for one, so that a new password is used at
 import re
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final, Self
+
+import msgspec
 
 from podwire.model.config import StoreSettings
 from podwire.model.errors import InvalidConfiguration
@@ -21,8 +22,7 @@ _ENDPOINT: Final = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class StoreAccess:
+class StoreAccess(msgspec.Struct, frozen=True):
     """What the settings `etcd_*` say; empty: not given. All but `user` are paths of files."""
 
     ca: str = ""
@@ -50,7 +50,7 @@ class StoreAccess:
 
 def read_environment(environment: Mapping[str, str]) -> StoreAccess:
     """Take what the variables say that an agent knows too: `PODWIRE_ETCD_CA` and the others."""
-    names = {field.name: f"PODWIRE_ETCD_{field.name.upper()}" for field in fields(StoreAccess)}
+    names = {name: f"PODWIRE_ETCD_{name.upper()}" for name in StoreAccess.__struct_fields__}
     return StoreAccess(**{field: environment.get(name, "") for field, name in names.items()})
 
 

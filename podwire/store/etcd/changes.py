@@ -6,7 +6,6 @@ another's.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -25,8 +24,7 @@ PART_MAX_BYTES: Final = 1_200_000
 """Of values in one transaction: etcd's limit is 1.5 MiB a request, keys and conditions included."""
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(msgspec.Struct, frozen=True):
     """One write. `made` gets its revision when it is committed; `expected` is what the key must be at, 0: not there."""
 
     verb: str

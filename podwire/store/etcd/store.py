@@ -10,10 +10,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from podwire.model.errors import Conflict, PodwireError, Unavailable
 from podwire.model.store import Fields, Known, ObjectKey, Revisions, StoredObject, UnreadableObject

@@ -7,13 +7,13 @@ Invariant: the revision of an object is its resourceVersion.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, Final
 from urllib.parse import quote
 
 import msgspec
+from msgspec.structs import replace
 
 from podwire.model.errors import Conflict, InvalidRequest, PodwireError, Unavailable
 from podwire.model.store import (

@@ -11,11 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from podwire.agent.duties.cluster.applier import Applier, KernelNews
 from podwire.agent.duties.cluster.contests import Contests
@@ -49,12 +50,11 @@ GRANTS_FACT: Final = "pool-grants"
 _NOWHERE: Final = Underlay((), (), 0, 1500)
 
 
-@dataclass(frozen=True)
-class OwnRanges:
+class OwnRanges(msgspec.Struct, frozen=True):
     """Which addresses this node's pods have, and which of them stand for the node itself."""
 
     pod_cidrs: tuple[IPNetwork, ...] = ()
-    blocks: Mapping[IPNetwork, int] = field(default_factory=dict)
+    blocks: Mapping[IPNetwork, int] = msgspec.field(default_factory=dict)
     """Claimed ones of pools, with the epochs of the claims."""
     tunnel_addresses: tuple[IPAddress, ...] = ()
     """At most one per family."""
@@ -64,8 +64,7 @@ class OwnRanges:
     """Why this node publishes nothing now: it has no core Node, or "" = was not heard of one yet. None: it does."""
 
 
-@dataclass(frozen=True)
-class ClusterOptions:
+class ClusterOptions(msgspec.Struct, frozen=True):
     """What the configuration says of this node among the others."""
 
     node_name: str

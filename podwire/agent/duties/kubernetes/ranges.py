@@ -9,8 +9,9 @@ end, and what is wrong with these is said. While the API server is away nothing 
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.agent.duties.address_source import OwnCoreNode
 from podwire.agent.duties.follower import FollowingDuty, KindList, StoreFollower
@@ -35,8 +36,7 @@ SHOWN_MAX: Final = 5
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ServedRanges:
+class ServedRanges(msgspec.Struct, frozen=True):
     """How this node gives addresses."""
 
     is_given: bool

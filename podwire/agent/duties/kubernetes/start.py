@@ -12,8 +12,9 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final, TypeVar
+
+import msgspec
 
 from podwire.control.kubernetes.cluster_ranges import (
     KUBEADM_KEY,
@@ -42,8 +43,7 @@ _Found = TypeVar("_Found")
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(msgspec.Struct, frozen=True):
     """A start that may have to wait; `wait_for` hears what is missing, and a hint."""
 
     store: Store

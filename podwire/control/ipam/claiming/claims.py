@@ -13,8 +13,9 @@ import contextlib
 import hashlib
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from podwire.control.ipam.documents import (
     Block,

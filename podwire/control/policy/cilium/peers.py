@@ -5,9 +5,10 @@ they name a `reserved:` label themselves. A list that is present and empty selec
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from ipaddress import ip_network
 from typing import Final
+
+import msgspec
 
 from podwire.control.policy.labels_match import make_selector
 from podwire.control.policy.rule import (
@@ -88,8 +89,7 @@ _REFUSED_ENTITIES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Scope:
+class Scope(msgspec.Struct, frozen=True):
     """Where a policy holds: its namespace, "" = the whole cluster."""
 
     namespace: str

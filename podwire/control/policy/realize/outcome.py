@@ -4,7 +4,8 @@ Made by the engine, read by `control.endpoint` and the API. Values only.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from podwire.control.policy.resolve.subject import PolicyValues
 from podwire.control.policy.rule import PolicyId
@@ -12,8 +13,7 @@ from podwire.model.errors import PodwireError
 from podwire.model.ids import EndpointId
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(msgspec.Struct, frozen=True):
     """One identity that could not be brought to its policies; what was in force for it stays in force."""
 
     identity: int
@@ -23,12 +23,11 @@ class Failure:
     """The policies that select it, those that changed in this `apply` first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """What one `apply` did."""
 
     generation: int
-    changed: Mapping[EndpointId, PolicyValues] = field(default_factory=dict)
+    changed: Mapping[EndpointId, PolicyValues] = msgspec.field(default_factory=dict)
     """Endpoints whose rows were rewritten, with what they hold now."""
     failed: tuple[Failure, ...] = ()
     """All identities that are behind now, also those that failed before and did again."""

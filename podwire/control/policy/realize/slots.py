@@ -8,9 +8,12 @@ may name is neither deleted nor partly filled.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from podwire.control.policy.resolve.cidrs import Prefix
 from podwire.control.policy.resolve.compile import Block, find_entry, length, unpack
@@ -45,8 +48,7 @@ class Push(IntFlag):
     BOTH = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(msgspec.Struct, frozen=True):
     """From one family of entries to another."""
 
     put: tuple[tuple[int, PolicyEntry], ...]

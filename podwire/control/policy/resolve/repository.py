@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from podwire.control.policy.resolve.cidrs import CidrTable
 from podwire.control.policy.resolve.compile import Term, resolve_port
 from podwire.control.policy.resolve.rule_numbers import RuleNumbers
@@ -92,8 +94,7 @@ class Part:
         return (self.subject, self.default_path) == (written.subject, written.default_path)
 
 
-@dataclass(frozen=True, slots=True)
-class PartChange:
+class PartChange(msgspec.Struct, frozen=True):
     """What happened to one part. `part` has what is so now; `is_gone`: it is not in force any more."""
 
     part: Part

@@ -7,8 +7,10 @@ used.
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from podwire.control.policy.oracle import RuleName
 from podwire.control.policy.rule import DEFAULT_DENY_PATH, PolicyId
@@ -42,8 +44,7 @@ class Counter:
         return self._next - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Numbers:
+class Numbers(msgspec.Struct, frozen=True):
     """Numbers from which on nothing was ever used on this node: kept by the agent across restarts."""
 
     slot: int = 1

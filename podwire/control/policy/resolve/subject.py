@@ -6,11 +6,11 @@ except for `stale`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
 from typing import Final, Self
 
 import msgspec
+from msgspec.structs import replace
 
 from podwire.control.policy.oracle import Enforcement
 from podwire.control.policy.resolve.compile import Block, Blocks, Term, pack_key, unpack
@@ -35,8 +35,7 @@ NamedPortsOf = Callable[[int], tuple[NamedPort, ...]]
 Families = dict[int, Block]
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyValues:
+class PolicyValues(msgspec.Struct, frozen=True):
     """What policy decides about the row of every endpoint of one identity."""
 
     identity: int
@@ -66,7 +65,7 @@ class PolicyValues:
 
 
 _NAMED_AS_IN_ROWS: Final = tuple(
-    field.name for field in fields(PolicyValues) if field.name != "generation"
+    name for name in PolicyValues.__struct_fields__ if name != "generation"
 )
 
 

@@ -11,10 +11,10 @@ import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import yaml
 
 from podwire.kernel import netns
@@ -43,8 +43,7 @@ _PATHS: Final = {
 """What of the manifest the API server is given, and where."""
 
 
-@dataclass(frozen=True)
-class BareCluster:
+class BareCluster(msgspec.Struct, frozen=True):
     """A lab with an API server; `raised` makes one."""
 
     plan: LabPlan

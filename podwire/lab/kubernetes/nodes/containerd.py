@@ -3,8 +3,9 @@
 Used for the nodes of the cluster, and by tests that speak to a containerd alone.
 """
 
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.lab.kubernetes.nodes.images import PAUSE_IMAGE
 
@@ -39,8 +40,7 @@ disabled_plugins = ["io.containerd.snapshotter.v1.aufs", "io.containerd.snapshot
 """
 
 
-@dataclass(frozen=True)
-class ContainerdSettings:
+class ContainerdSettings(msgspec.Struct, frozen=True):
     """Where a containerd has its files, and where it finds networks."""
 
     root: str

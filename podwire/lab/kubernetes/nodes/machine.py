@@ -11,10 +11,11 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from podwire.kernel import netns
 from podwire.lab.kubernetes.daemon import LOOK_S, Daemon, Place
@@ -80,8 +81,7 @@ mount -n -t overlay overlay -o lowerdir=/etc,upperdir=/tmp/upper,workdir=/tmp/wo
 """
 
 
-@dataclass(frozen=True)
-class MachinePlan:
+class MachinePlan(msgspec.Struct, frozen=True):
     """One node as planned: `directory` is its own, `shared` that of the whole cluster."""
 
     name: str

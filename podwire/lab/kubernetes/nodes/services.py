@@ -8,9 +8,10 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from podwire.lab import traffic
 from podwire.lab.kubernetes import programs
@@ -83,8 +84,7 @@ def _proxy_settings(machine: Machine, kubeconfig: Path, options: "Options") -> d
     }
 
 
-@dataclass(frozen=True)
-class Access:
+class Access(msgspec.Struct, frozen=True):
     """How the programs of a node reach the API server: kubeconfigs, and the authority that they trust."""
 
     kubelet: Path
@@ -92,8 +92,7 @@ class Access:
     ca: Path
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(msgspec.Struct, frozen=True):
     """What is the same on all nodes of a cluster."""
 
     proxy_mode: str

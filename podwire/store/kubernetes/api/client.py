@@ -13,11 +13,11 @@ import random
 import ssl
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Final
 
 import aiohttp
+import msgspec
 import yarl
 
 from podwire import __version__
@@ -47,8 +47,7 @@ _UNHEARD_MS: Final = 15_000
 _PROBE_S: Final = 10
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """One request."""
 
     intent: Intent

@@ -9,7 +9,6 @@ import asyncio
 import ssl
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -45,8 +44,7 @@ class ExecCredential(msgspec.Struct, frozen=True, rename="camel"):
     status: ExecStatus | None = None
 
 
-@dataclass(frozen=True)
-class Shown:
+class Shown(msgspec.Struct, frozen=True):
     """What a request shows."""
 
     token: str

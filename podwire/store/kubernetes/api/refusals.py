@@ -5,8 +5,9 @@ CRDs, expired credentials and webhooks that say no can be put right while the ag
 are tried again.
 """
 
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from podwire.model.errors import Conflict, InvalidRequest, NotFound, PodwireError, Unavailable
 from podwire.model.store import KindUnavailable
@@ -27,8 +28,7 @@ _ALREADY_EXISTS: Final = "AlreadyExists"
 _STRICT: Final = "strict decoding error"
 
 
-@dataclass(frozen=True)
-class Intent:
+class Intent(msgspec.Struct, frozen=True):
     """What a request is for, in the words of RBAC."""
 
     verb: str

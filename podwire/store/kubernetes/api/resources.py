@@ -6,9 +6,10 @@ Invariant: one kind is one resource in one version, the first that podwire write
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import quote, urlencode
+
+import msgspec
 
 from podwire.model.errors import InvalidRequest
 from podwire.model.store import ObjectKey
@@ -30,8 +31,7 @@ _SEGMENT: Final = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._:@-]{1,253}")
 """What may stand between two slashes of a path. No name that the API server accepts has anything else."""
 
 
-@dataclass(frozen=True)
-class Resource:
+class Resource(msgspec.Struct, frozen=True):
     """One resource of the API."""
 
     kind: str
@@ -45,7 +45,7 @@ class Resource:
     namespaced: bool
     is_read_only: bool = False
     """Made and deleted by Kubernetes and by people, never by us."""
-    status_of_annotations: Mapping[str, str] = field(default_factory=dict)
+    status_of_annotations: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Annotations that are kept as fields of the status, which has permissions of its own: name -> field."""
 
     @property
@@ -86,8 +86,7 @@ class Resource:
         return all(_SEGMENT.fullmatch(segment) for segment in (key.name, key.namespace or "-"))
 
 
-@dataclass(frozen=True)
-class Selector:
+class Selector(msgspec.Struct, frozen=True):
     """Which objects of a kind are listed and watched."""
 
     fields: str = ""

@@ -14,12 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from podwire.cli import client
-from podwire.cli.client import (
-    EXIT_CONFLICT,
-    EXIT_NOT_SO,
-    EXIT_UNREACHABLE,
-    CliError,
-)
+from podwire.cli.client import EXIT_CONFLICT, EXIT_NOT_SO, EXIT_UNREACHABLE, CliError
 from podwire.cli.options import Common, common, read_agent_settings
 from podwire.cli.output import GREEN, RED, colour, show_one
 from podwire.model.installation.files import CONFLIST_FILE, LAUNCHER_FILE

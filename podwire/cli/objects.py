@@ -15,12 +15,7 @@ from podwire.cli.lists import show_watched
 from podwire.cli.object_access import Document, open_objects
 from podwire.cli.options import Common, common, listing
 from podwire.cli.output import Column, show_document, show_one
-from podwire.model.store.kinds import (
-    KINDS,
-    Kind,
-    find_kind,
-    kind_of_document,
-)
+from podwire.model.store.kinds import KINDS, Kind, find_kind, kind_of_document
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T")

@@ -62,8 +62,7 @@ _REFUSALS = {
 
 
 def error_answer(error: BaseException) -> tuple[int, views.ErrorBody]:
-    """Give status and body of a failed request. What is no PodwireError is a bug: it is logged
-    here."""
+    """Give status and body of a failed request. What is no PodwireError is a bug: it is logged here."""
     if not isinstance(error, errors.PodwireError):
         _log.error("an API request failed", extra={"error": repr(error)}, exc_info=error)
         error = errors.Bug(f"serve the request: {error!r}", hint="see the agent's log")

@@ -24,11 +24,8 @@ from podwire.control.ipam.claiming.demand import BlockDemand
 from podwire.control.ipam.claiming.orphans import OrphanCollector, give_back
 from podwire.control.ipam.documents import Block, decode_block, decode_claimed, encode_block
 from podwire.control.ipam.pool import PoolIpam
-from podwire.control.ipam.pools import (
-    POOLS_ANNOTATION,
-    NamespaceFacts,
-    read_pool_names,
-)
+from podwire.control.ipam.pools import POOLS_ANNOTATION, NamespaceFacts, read_pool_names
+from podwire.model.documents.lenient import members_of
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import Conflict, PodwireError
 from podwire.model.interfaces import FactStore
@@ -154,7 +151,7 @@ class IpamNews:
             self._ranges[name] = fixed_ranges(stored)
             self._known.node_addresses[name] = own_addresses(stored)
         if name == self._known.node:
-            self._set_labels({} if gone else _labels(stored.document))
+            self._set_labels({} if gone else read_labels(stored.document))
         return before != self._ranges.get(name, ())
 
     def _learn_claimed(self, events: Sequence[StoreEvent]) -> set[IPAddress]:
@@ -368,15 +365,16 @@ def _as_stored(kind: str, document: Mapping[str, Any]) -> StoredObject:
     return StoredObject(key=ObjectKey(kind, "", document["metadata"]["name"]), document=document)
 
 
-def _labels(document: Mapping[str, Any]) -> dict[str, str]:
+def read_labels(document: Mapping[str, Any]) -> dict[str, str]:
+    """Give the labels of a Node or a Namespace."""
     return _texts(document, "labels")
 
 
 def _texts(document: Mapping[str, Any], field: str) -> dict[str, str]:
-    texts = (document.get("metadata") or {}).get(field) or {}
+    texts = members_of(members_of(document, "metadata"), field)
     return {key: value for key, value in texts.items() if isinstance(value, str)}
 
 
 def _read_namespace(document: Mapping[str, Any]) -> NamespaceFacts:
     names = read_pool_names(_texts(document, "annotations").get(POOLS_ANNOTATION, ""))
-    return NamespaceFacts(_labels(document), names)
+    return NamespaceFacts(read_labels(document), names)

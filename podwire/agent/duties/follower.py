@@ -228,3 +228,9 @@ class FollowingDuty:
         """End the threads; what is in force stays."""
         self.follower.stop()
         self._worker.stop()
+
+    def on_away(self, error: PodwireError) -> None:
+        """Go on with what is known."""
+
+    def on_back(self) -> None:
+        """Go on."""

@@ -64,11 +64,9 @@ class EventTeller:
         node: str,
         nonce: str,
         warn: Callable[[str, str], None] = lambda _key, _message: None,
-        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._write = write
         self._warn = warn
-        self._now_s = now_s
         self._queue = EventQueue(node, nonce)
         self._lock = threading.Lock()
         self._worker = Worker("events", self._work)
@@ -100,7 +98,7 @@ class EventTeller:
         """Have an Event written; see `model.store.events.Events`. `settle_s`: not before so long, as it may be over."""
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         with self._lock:
-            self._queue.tell(about, reason, message, now, ready_s=self._now_s() + settle_s)
+            self._queue.tell(about, reason, message, now, ready_s=time.monotonic() + settle_s)
             # Nearly no agent has anything to tell: the thread is made by the first Event.
             if not self._is_closed:
                 self._worker.start()
@@ -119,8 +117,8 @@ class EventTeller:
 
     def _work(self) -> float:
         with self._lock:
-            wait_s = self._queue.due_in(self._now_s())
-            write = self._queue.take(self._now_s()) if wait_s == 0 else None
+            wait_s = self._queue.due_in(time.monotonic())
+            write = self._queue.take(time.monotonic()) if wait_s == 0 else None
         if write is not None:
             self._try(write)
         return FOREVER_S if wait_s is None else wait_s
@@ -162,7 +160,7 @@ class EventTeller:
             self._fail(error)
         else:
             self.written += 1
-            self._settle(lambda: self._queue.written(write, self._now_s()))
+            self._settle(lambda: self._queue.written(write, time.monotonic()))
             self._warn(WARNING, "")
 
     def _settle(self, change: Callable[[], None]) -> None:

@@ -68,12 +68,6 @@ class NetworkCondition(FollowingDuty):
     def on_events(self, events: Sequence[StoreEvent], _revisions: Revisions) -> None:
         self._look(event.object for event in events if not event.deleted)
 
-    def on_away(self, _error: PodwireError) -> None:
-        """Wait."""
-
-    def on_back(self) -> None:
-        """Go on."""
-
     def _look(self, nodes: Iterable[StoredObject]) -> None:
         for node in map(decode_core_node, nodes):
             if node.is_called_unavailable:

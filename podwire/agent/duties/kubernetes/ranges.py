@@ -97,12 +97,6 @@ class RangeKeeper(FollowingDuty):
             if event.object.key.name == self._node_name:
                 self._hear(None if event.deleted else event.object)
 
-    def on_away(self, _error: PodwireError) -> None:
-        """Go on with what is known."""
-
-    def on_back(self) -> None:
-        """Go on."""
-
     def _hear(self, stored: StoredObject | None) -> None:
         try:
             node = None if stored is None else decode_core_node(stored)

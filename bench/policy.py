@@ -14,13 +14,13 @@ from typing import Final
 
 from bench import results_file
 from bench.stats import median_of
-from podwire.control.policy.engine import Numbers, PolicyEngine, PolicyValues
+from podwire.control.policy.engine import PolicyEngine
 from podwire.control.policy.labels_match import make_selector
+from podwire.control.policy.resolve.rule_numbers import Numbers
+from podwire.control.policy.resolve.subject import PolicyValues
 from podwire.control.policy.rule import (
     TCP,
-    IdentityFacts,
     LabelSelector,
-    Operator,
     PolicyId,
     PolicyRules,
     PortMatch,
@@ -28,9 +28,10 @@ from podwire.control.policy.rule import (
     Rule,
 )
 from podwire.model.endpoint import EndpointRecord, IPNetwork
+from podwire.model.identity import IdentityFacts
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import EndpointConfig
-from podwire.model.labels import NAMESPACE_KEY, namespace_labels
+from podwire.model.labels import NAMESPACE_KEY, Operator, namespace_labels
 from podwire.model.policy import Direction, PolicyKey, PolicyRows, Verdict
 from tests.fakes.records import make_record
 

@@ -4,15 +4,13 @@
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
 
 from podwire.agent import measured
-from podwire.agent.api.nodes import NodeReaders
-from podwire.agent.api.policy_readers import PolicyReaders
-from podwire.agent.api.routes import Api, BuildFacts, MapReaders
+from podwire.agent.api.context import Api, BuildFacts, MapReaders, NodeReaders, PolicyReaders
 from podwire.agent.cni.chained_portmap import ChainedPortmap
 from podwire.agent.cni.dispatch import Dispatcher
 from podwire.agent.duties.installer import Installer
@@ -28,9 +26,8 @@ from podwire.control.flows.flow import FlowPolicy, FlowService
 from podwire.control.installation.steps import Installation
 from podwire.control.ipam.node import NodeIpam
 from podwire.datapath import abi, changes, rows, runtime
-from podwire.datapath.flow_events import EventReader, hook_name, path_name, reason_name
-from podwire.datapath.maps import find_identity, list_usage, read_metrics
-from podwire.datapath.node import KernelDatapath
+from podwire.datapath.flow_events import EventReader
+from podwire.datapath.maps import find_identity
 from podwire.datapath.node_maps import list_encrypted
 from podwire.datapath.policy_maps import read_hits
 from podwire.journal.lock import find_waiting_agent
@@ -207,14 +204,10 @@ def make_api(node: Node, pump: EventPump) -> Api:
                 flows=node.flows,
                 events_lost=lambda: pump.lost,
                 health=node.health,
-                packets=lambda: _count_packets(datapath),
-                flow_usage=lambda: _list_flow_usage(datapath),
-                policies=lambda: len(node.policies.objects.rules),
-                policy_problems=lambda: len(node.policies.objects.problems),
-                policies_closed=lambda: len(node.policies.objects.closed),
-                policy_revision=lambda: node.regenerator.enforcer.revision,
+                datapath=datapath,
+                objects=node.policies.objects,
+                enforcer=node.regenerator.enforcer,
                 identities=node.resolver.allocator,
-                maps=datapath.describe_maps,
                 started_unix_s=time.time(),
             )
         )
@@ -279,21 +272,3 @@ def _deletion(record: EndpointRecord, clock: Clock) -> AttachRequest:
         key=record.key,
         started_boottime_ns=clock.boottime_ns(),
     )
-
-
-def _count_packets(datapath: KernelDatapath) -> Iterator[measured.PacketCount]:
-    for row in read_metrics(datapath.maps):
-        reason = reason_name(row.reason) if row.reason else ""
-        yield measured.PacketCount(hook_name(row.hook), reason, path_name(row.path), row.packets)
-
-
-def _list_flow_usage(datapath: KernelDatapath) -> Iterator[measured.FlowUsage]:
-    for number, row in list_usage(datapath.maps):
-        for side in abi.Direction:
-            yield measured.FlowUsage(
-                endpoint=number,
-                direction=side.name.lower(),
-                connections=row.connections[side],
-                unremembered=row.unremembered[side],
-                unprotected=row.unprotected[side],
-            )

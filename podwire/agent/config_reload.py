@@ -30,15 +30,11 @@ def read_settings(parsed: Arguments) -> Settled:
 
 
 class LiveConfig:
-    """Settings of a running agent. `appliers` say what a changed key sets in motion.
-
-    `found`: what node and cluster say in the place of keys that no source sets.
-    """
+    """Settings of a running agent. `found`: what node and cluster say in the place of keys that no source sets."""
 
     def __init__(
         self,
         settled: Settled,
-        appliers: Mapping[str, Apply] | None = None,
         found: Mapping[str, object] | None = None,
     ) -> None:
         self._lock = threading.Lock()
@@ -46,7 +42,8 @@ class LiveConfig:
         sources = {**settled.sources, **dict.fromkeys(self._found, FOUND)}
         config = settled.config.replace(self._found)
         self._settled = Settled(config, sources, settled.warnings)
-        self._appliers = dict(appliers or {})
+        self._appliers: dict[str, Apply] = {}
+        """What a changed key sets in motion."""
 
     @property
     def current(self) -> AgentConfig:
@@ -63,8 +60,7 @@ class LiveConfig:
         self._appliers[key] = apply
 
     def patch(self, changes: Mapping[str, Any]) -> None:
-        """Apply values that an API caller named; InvalidConfiguration names every fault and changes
-        nothing."""
+        """Apply values that an API caller named; InvalidConfiguration names every fault and changes nothing."""
         faults: list[Fault] = []
         values: dict[str, object] = {}
         for key, raw in changes.items():

@@ -144,8 +144,7 @@ class AliveFile:
         return ""
 
     def write(self) -> None:
-        """Write boot id and deadline (CLOCK_BOOTTIME in ms). Readers find the old line or the new
-        one, never a part."""
+        """Write boot id and deadline (CLOCK_BOOTTIME in ms). Readers find the old line or the new one, never a part."""
         deadline_ms = self._clock.boottime_ns() // 1_000_000 + self._grace_s * 1000
         temporary = self._path.with_name(f".{ALIVE_FILE}.tmp")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

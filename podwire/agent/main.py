@@ -43,13 +43,7 @@ from podwire.model import log
 from podwire.model.config import AgentConfig
 from podwire.model.config.help import help_text
 from podwire.model.config.sources import Settled, parse_arguments
-from podwire.model.errors import (
-    Bug,
-    Conflict,
-    InvalidConfiguration,
-    PodwireError,
-    StorageFailure,
-)
+from podwire.model.errors import Bug, Conflict, InvalidConfiguration, PodwireError, StorageFailure
 from podwire.model.request import AttachRequest
 from podwire.model.store import Store
 from podwire.model.wire import SPOOL_DIRECTORY, Frame

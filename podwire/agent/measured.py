@@ -4,47 +4,32 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 from podwire import __version__
 from podwire.agent.health import Health
 from podwire.agent.metrics import Gauge, Metrics
+from podwire.control.endpoint.enforce import Enforcer
+from podwire.control.endpoint.policies import PolicyObjects
 from podwire.control.endpoint.states import State
 from podwire.control.endpoint.table import EndpointTable
 from podwire.control.flows.ring import FlowRing
 from podwire.control.identity.allocator import IdentityAllocator
 from podwire.control.ipam.interface import Ipam
+from podwire.datapath.abi import Direction, UsageValue
+from podwire.datapath.flow_events import hook_name, path_name, reason_name
+from podwire.datapath.maps import list_usage, read_metrics
+from podwire.datapath.node import KernelDatapath
 from podwire.journal.records import SqliteJournal
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import StorageFailure
 from podwire.model.ids import EndpointId
 
 _P = ParamSpec("_P")
-
-
-@dataclass(frozen=True)
-class PacketCount:
-    """Packets of one outcome at one hook; `reason` is empty for those that passed."""
-
-    hook: str
-    reason: str
-    path: str
-    packets: int
-
-
-@dataclass(frozen=True)
-class FlowUsage:
-    """What the memory of flows holds of one endpoint's side: `egress` is what it opened, `ingress` what others did."""
-
-    endpoint: EndpointId
-    direction: str
-    connections: int
-    unremembered: int
-    unprotected: int
 
 
 class MeasuredJournal(SqliteJournal):
@@ -57,19 +42,15 @@ class MeasuredJournal(SqliteJournal):
         health.report("journal", ok=True)
 
     def write(self, record: EndpointRecord) -> None:
-        """Insert or replace the record with this id."""
         self._watched(super().write, record)
 
     def remove(self, endpoint_ids: Iterable[EndpointId]) -> None:
-        """Forget records."""
         self._watched(super().remove, endpoint_ids)
 
     def fold(self) -> None:
-        """Bring what was written last into the database."""
         self._watched(super().fold)
 
     def write_fact(self, name: str, value: str) -> None:
-        """Remember a fact about the node."""
         self._watched(super().write_fact, name, value)
 
     def _watched(self, write: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -93,14 +74,10 @@ class Measured:
     flows: FlowRing
     events_lost: Callable[[], int]
     health: Health
-    packets: Callable[[], Iterable[PacketCount]]
-    flow_usage: Callable[[], Iterable[FlowUsage]]
-    policies: Callable[[], int]
-    policy_problems: Callable[[], int]
-    policies_closed: Callable[[], int]
-    policy_revision: Callable[[], int]
+    datapath: KernelDatapath
+    objects: PolicyObjects
+    enforcer: Enforcer
     identities: IdentityAllocator
-    maps: Callable[[], Iterable[Mapping[str, Any]]]
     started_unix_s: float
 
 
@@ -116,9 +93,11 @@ def list_gauges(measured: Measured) -> list[Gauge]:
 def _list_flow_gauges(measured: Measured) -> list[Gauge]:
     """Give what nears or passes a limit of the memory of flows. An endpoint's number is never given to another one."""
 
-    def read(figure: Callable[[FlowUsage], int]) -> dict[tuple[str, ...], float]:
+    def read(figure: Callable[[UsageValue], Sequence[int]]) -> dict[tuple[str, ...], float]:
         return {
-            (str(row.endpoint), row.direction): float(figure(row)) for row in measured.flow_usage()
+            (str(number), side.name.lower()): float(figure(row)[side])
+            for number, row in list_usage(measured.datapath.maps)
+            for side in Direction
         }
 
     labels = ("endpoint", "direction")
@@ -150,37 +129,32 @@ def _list_flow_gauges(measured: Measured) -> list[Gauge]:
 
 def _list_policy_gauges(measured: Measured) -> list[Gauge]:
     return [
-        Gauge("policies", "Policies in force", (), lambda: {(): float(measured.policies())}),
-        Gauge(
+        Gauge.single("policies", "Policies in force", lambda: len(measured.objects.rules)),
+        Gauge.single(
             "policies_not_in_force",
             "Policies whose newest version could not be read or cannot be enforced whole, and"
             " identities whose policies could not be written",
-            (),
-            lambda: {(): float(measured.policy_problems() + _count_unwritten(measured))},
+            lambda: len(measured.objects.problems) + _count_unwritten(measured),
         ),
-        Gauge(
+        Gauge.single(
             "policies_closed",
             "Policies that cannot be enforced whole and close whom they select",
-            (),
-            lambda: {(): float(measured.policies_closed())},
+            lambda: len(measured.objects.closed),
         ),
-        Gauge(
+        Gauge.single(
             "policy_revision",
             "Revision of the store up to which policies were taken in",
-            (),
-            lambda: {(): float(measured.policy_revision())},
+            lambda: measured.enforcer.revision,
         ),
-        Gauge(
+        Gauge.single(
             "endpoints_behind",
             "Endpoints that enforce an older revision, because the newer one failed",
-            (),
-            lambda: {(): float(_count_behind(measured))},
+            lambda: _count_behind(measured),
         ),
-        Gauge(
+        Gauge.single(
             "identities",
             "Identities that the agent knows, without the reserved ones",
-            (),
-            lambda: {(): float(len(measured.identities.known))},
+            lambda: len(measured.identities.known),
         ),
         Gauge(
             "identity_events",
@@ -205,21 +179,17 @@ def _count_unwritten(measured: Measured) -> int:
 def _list_node_gauges(measured: Measured) -> list[Gauge]:  # size: one table
     return [
         Gauge("build_info", "Version of the agent", ("version",), lambda: {(__version__,): 1.0}),
-        Gauge(
+        Gauge.single(
             "start_time_seconds",
             "Unix time of the agent's start",
-            (),
-            lambda: {(): measured.started_unix_s},
+            lambda: measured.started_unix_s,
         ),
-        Gauge(
-            "ready", "1 while the agent is ready", (), lambda: {(): float(measured.health.ready)}
-        ),
+        Gauge.single("ready", "1 while the agent is ready", lambda: measured.health.ready),
         Gauge("endpoints", "Endpoints by state", ("state",), lambda: _by_state(measured.table)),
-        Gauge(
+        Gauge.single(
             "reaper_backlog",
             "Endpoints that ended and whose device is not gone yet",
-            (),
-            lambda: {(): float(measured.backlog())},
+            measured.backlog,
         ),
         Gauge(
             "ipam_addresses",
@@ -227,45 +197,43 @@ def _list_node_gauges(measured: Measured) -> list[Gauge]:  # size: one table
             ("cidr", "state"),
             lambda: _addresses(measured.ipam),
         ),
-        Gauge(
+        Gauge.single(
             "events_lost",
             "Events of the programs that the ring had no room for",
-            (),
-            lambda: {(): float(measured.events_lost())},
+            measured.events_lost,
             counter=True,
         ),
-        Gauge(
+        Gauge.single(
             "flows_dropped",
             "Flows that a follower did not fetch in time",
-            (),
-            lambda: {(): float(measured.flows.dropped_for_followers)},
+            lambda: measured.flows.dropped_for_followers,
             counter=True,
         ),
         Gauge(
             "drops",
             "Packets dropped, by reason and hook",
             ("reason", "hook"),
-            lambda: _packets(measured.packets(), dropped=True),
+            lambda: _packets(measured, dropped=True),
             counter=True,
         ),
         Gauge(
             "forwarded_packets",
             "Packets passed on, by path and hook",
             ("path", "hook"),
-            lambda: _packets(measured.packets(), dropped=False),
+            lambda: _packets(measured, dropped=False),
             counter=True,
         ),
         Gauge(
             "map_entries",
             "Entries of a BPF map",
             ("map",),
-            lambda: {(str(row["name"]),): float(row["entries"]) for row in measured.maps()},
+            lambda: _maps(measured.datapath, "entries"),
         ),
         Gauge(
             "map_capacity",
             "Entries that a BPF map has room for",
             ("map",),
-            lambda: {(str(row["name"]),): float(row["max_entries"]) for row in measured.maps()},
+            lambda: _maps(measured.datapath, "max_entries"),
         ),
     ]
 
@@ -285,10 +253,14 @@ def _addresses(ipam: Ipam) -> dict[tuple[str, ...], float]:
     return samples
 
 
-def _packets(counts: Iterable[PacketCount], *, dropped: bool) -> dict[tuple[str, ...], float]:
+def _maps(datapath: KernelDatapath, figure: str) -> dict[tuple[str, ...], float]:
+    return {(str(row["name"]),): float(row[figure]) for row in datapath.describe_maps()}
+
+
+def _packets(measured: Measured, *, dropped: bool) -> dict[tuple[str, ...], float]:
     samples: dict[tuple[str, ...], float] = {}
-    for count in counts:
-        if bool(count.reason) is dropped:
-            key = (count.reason if dropped else count.path, count.hook)
-            samples[key] = samples.get(key, 0) + count.packets
+    for row in read_metrics(measured.datapath.maps):
+        if bool(row.reason) is dropped:
+            key = (reason_name(row.reason) if dropped else path_name(row.path), hook_name(row.hook))
+            samples[key] = samples.get(key, 0) + row.packets
     return samples

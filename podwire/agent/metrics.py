@@ -75,6 +75,13 @@ class Gauge:
     read: Callable[[], Mapping[tuple[str, ...], float]]
     counter: bool = False
 
+    @classmethod
+    def single(
+        cls, name: str, about: str, read: Callable[[], float], *, counter: bool = False
+    ) -> "Gauge":
+        """Give a figure that has one value and no labels."""
+        return cls(name, about, (), lambda: {(): float(read())}, counter)
+
 
 class Metrics:
     """Counters and histograms of one agent, and the figures it looks up."""

@@ -15,7 +15,7 @@ from typing import Final
 
 from podwire.agent import measured
 from podwire.agent.config_reload import LiveConfig
-from podwire.agent.duties.address_source import Addresses, open_addresses
+from podwire.agent.duties.address_source import open_addresses
 from podwire.agent.duties.cluster.duty import ClusterDuty
 from podwire.agent.duties.cluster.publisher import refuse_contested, take_name
 from podwire.agent.duties.cluster.services import ServiceDuty
@@ -73,14 +73,7 @@ from podwire.model.ids import IdentityId
 from podwire.model.interfaces import HostPortTable
 from podwire.model.right_of_way import RightOfWay
 from podwire.model.store import Store
-from podwire.model.store.events import Events
-from podwire.store.open import (
-    ClusterAccess,
-    StoreAccess,
-    find_event_writer,
-    list_hosts,
-    open_store,
-)
+from podwire.store.open import ClusterAccess, StoreAccess, find_event_writer, list_hosts, open_store
 
 WaitFor = Callable[[str, str], None]
 """Hears what the start waits for, and what to do."""
@@ -92,19 +85,14 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Node:
+class Node(Opened):
     """One agent's parts, opened and restored, before anybody can ask for anything."""
 
-    live: LiveConfig
     clock: KernelClock
-    journal: measured.MeasuredJournal
-    datapath: KernelDatapath
     table: EndpointTable
     ipam: Ipam
-    addresses: Addresses
     endings: Endings
     regenerator: Regenerator
-    store: Store
     policies: PolicyDuty
     identities: IdentityDuty
     resolver: IdentityResolver
@@ -115,12 +103,7 @@ class Node:
     attachments: AttachService
     directories: BackgroundWriter
     turn: threading.RLock
-    way: RightOfWay
-    """Taken by requests; what nobody waits for gives it."""
-    health: Health
-    metrics: Metrics
     flows: FlowRing
-    events: Events
     started_boottime_ns: int
 
     @property
@@ -403,16 +386,11 @@ def _compose(opened: Opened, clock: KernelClock) -> Node:  # size: the object gr
         named=cluster.named_identities,
     )
     return Node(
-        live=live,
-        clock=clock,
-        journal=journal,
-        datapath=datapath,
+        **vars(opened) | {"clock": clock},
         table=table,
         ipam=ipam,
-        addresses=opened.addresses,
         endings=endings,
         regenerator=regenerator,
-        store=store,
         policies=policies,
         identities=identities,
         resolver=resolver,
@@ -422,11 +400,7 @@ def _compose(opened: Opened, clock: KernelClock) -> Node:  # size: the object gr
         attachments=attachments,
         directories=directories,
         turn=turn,
-        way=opened.way,
-        health=health,
-        metrics=metrics,
         flows=flows,
-        events=opened.events,
         started_boottime_ns=clock.process_start_ns(),
     )
 

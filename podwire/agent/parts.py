@@ -36,8 +36,9 @@ from podwire.control.identity.known import KnownIdentities
 from podwire.control.identity.resolver import IdentityResolver
 from podwire.control.identity.sources import LabelSources
 from podwire.control.kubernetes.own_pods import NoPods, OwnPods
-from podwire.control.policy.engine import Numbers, PolicyEngine
+from podwire.control.policy.engine import PolicyEngine
 from podwire.control.policy.oracle import Enforcement
+from podwire.control.policy.resolve.rule_numbers import Numbers
 from podwire.control.services.catalogue import Catalogue
 from podwire.control.services.choose import Place
 from podwire.control.services.selected import SelectedPods

@@ -6,8 +6,9 @@ are left to this node's own publisher.
 
 import logging
 from contextlib import ExitStack
+from functools import partial
 
-from podwire.agent.duties.cluster.duty import PUBLISHED
+from podwire.agent.duties.cluster.duty import is_published_by
 from podwire.agent.duties.shared_watch import SharedWatch
 from podwire.agent.duties.unreadable import Reading
 from podwire.agent.health import Health
@@ -15,7 +16,7 @@ from podwire.control.documents.damage import read_object, stand_in
 from podwire.model.config import AgentConfig
 from podwire.model.errors import StorageFailure
 from podwire.model.right_of_way import RightOfWay
-from podwire.model.store import Store, StoredObject
+from podwire.model.store import Store
 from podwire.store.remembered import FILE_NAME, RememberedObjects
 
 _log = logging.getLogger(__name__)
@@ -25,10 +26,7 @@ def open_watch(
     config: AgentConfig, store: Store, health: Health, stack: ExitStack, way: RightOfWay
 ) -> SharedWatch:
     """Make the watch; nothing is listed before somebody joins it. `stack` closes the file."""
-
-    def is_own(stored: StoredObject) -> bool:
-        return stored.key.kind in PUBLISHED and stored.key.name == config.node.node_name
-
+    is_own = partial(is_published_by, config.node.node_name)
     reading = Reading(read_object, stand_in, health.warn, is_own)
     return SharedWatch(store, _open_memory(config, stack), reading=reading, way=way)
 

@@ -12,26 +12,24 @@ import click
 
 from podwire.cli.client import EXIT_NOT_FOUND, EXIT_NOT_SO, EXIT_USAGE, CliError
 from podwire.cli.object_access import Objects, open_objects
-from podwire.cli.objects import in_namespace, read_kind, read_name, with_store
+from podwire.cli.objects import from_files, in_namespace, read_kind, read_name, with_store
 from podwire.cli.options import Common, common, table
-from podwire.cli.output import GREEN, RED, Column, Row, colour, key, show_document, show_rows
+from podwire.cli.output import (
+    GREEN,
+    RED,
+    Column,
+    Row,
+    colour,
+    fields,
+    key,
+    show_document,
+    show_rows,
+)
 
 if TYPE_CHECKING:
     from podwire.store.manifest import Manifest
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def _from_files(*, required: bool) -> Callable[[_F], _F]:
-    return click.option(
-        "-f",
-        "--file",
-        "files",
-        multiple=True,
-        required=required,
-        metavar="FILE",
-        help="YAML or JSON, a directory of such files, or - for stdin.",
-    )
 
 
 def _dry_run(command: _F) -> _F:
@@ -41,7 +39,7 @@ def _dry_run(command: _F) -> _F:
 
 
 @click.command(epilog="Example: podwire apply -f policies.yaml --dry-run")
-@_from_files(required=True)
+@from_files(required=True)
 @_dry_run
 @in_namespace
 @with_store
@@ -77,7 +75,7 @@ def _warn(opts: Common, manifests: "Sequence[Manifest]", objects: Objects, names
 
 
 @click.command(epilog="Example: podwire diff -f policies.yaml")
-@_from_files(required=True)
+@from_files(required=True)
 @in_namespace
 @with_store
 @common
@@ -97,7 +95,7 @@ def diff(opts: Common, files: tuple[str, ...], namespace: str | None, store: str
 @click.command(epilog="Example: podwire delete networkpolicy web -n default")
 @click.argument("kind", metavar="[KIND", required=False)
 @click.argument("names", metavar="NAME...]", nargs=-1)
-@_from_files(required=False)
+@from_files(required=False)
 @_dry_run
 @in_namespace
 @with_store
@@ -213,9 +211,7 @@ def _result(row: Row) -> str:
 
 
 _COLUMNS = (
-    Column("KIND", key("kind")),
-    Column("NAMESPACE", key("namespace")),
-    Column("NAME", key("name")),
+    *fields("kind", "namespace", "name"),
     Column("RESULT", _result),
     Column("REVISION", key("revision"), wide=True),
 )

@@ -7,43 +7,41 @@ from podwire.cli.lists import NODE, show_list
 from podwire.cli.options import Agent, Common, common, listing
 from podwire.cli.output import Column, Row, cell, key
 
-_ABOUT = {
-    "endpoint": "Addresses of this node's pods and their devices.",
-    "config": "What the programs know of each device.",
-    "ipcache": "Prefixes, their identities and nodes.",
-    "ct": "Remembered flows (conntrack).",
-    "policy": "What the rules of each slot say about an identity, protocol and port.",
-    "cidrs": "Prefixes that rules name, and the identities they have there.",
-    "hits": "How often each rule decided about a new flow, or denied a packet.",
-    "metrics": "Packets and bytes by hook, reason of a drop, and path.",
-    "nodes": "Other nodes, and the addresses their tunnel packets come from.",
-    "service": "Addresses of services, and the back ends that answer for them.",
-    "settings": "What holds for the whole node.",
-    "usage": "Remembered flows per endpoint, for its quota.",
-}
-_LABELS = {
-    "endpoint": ("address",),
-    "config": ("ifindex",),
-    "ipcache": ("prefix",),
+_MAPS = {
+    "endpoint": ("Addresses of this node's pods and their devices.", ("address",)),
+    "config": ("What the programs know of each device.", ("ifindex",)),
+    "ipcache": ("Prefixes, their identities and nodes.", ("prefix",)),
     "ct": (
-        "endpoint",
-        "direction",
-        "protocol",
-        "source",
-        "source_port",
-        "destination",
-        "destination_port",
+        "Remembered flows (conntrack).",
+        (
+            "endpoint",
+            "direction",
+            "protocol",
+            "source",
+            "source_port",
+            "destination",
+            "destination_port",
+        ),
     ),
-    "policy": ("slot", "identity", "direction", "protocol", "port"),
-    "cidrs": ("prefix",),
-    "hits": ("rule",),
-    "metrics": ("hook", "reason", "path"),
-    "nodes": ("node",),
-    "service": ("address", "port", "protocol"),
-    "settings": (),
-    "usage": ("endpoint",),
+    "policy": (
+        "What the rules of each slot say about an identity, protocol and port.",
+        ("slot", "identity", "direction", "protocol", "port"),
+    ),
+    "cidrs": ("Prefixes that rules name, and the identities they have there.", ("prefix",)),
+    "hits": ("How often each rule decided about a new flow, or denied a packet.", ("rule",)),
+    "metrics": (
+        "Packets and bytes by hook, reason of a drop, and path.",
+        ("hook", "reason", "path"),
+    ),
+    "nodes": ("Other nodes, and the addresses their tunnel packets come from.", ("node",)),
+    "service": (
+        "Addresses of services, and the back ends that answer for them.",
+        ("address", "port", "protocol"),
+    ),
+    "settings": ("What holds for the whole node.", ()),
+    "usage": ("Remembered flows per endpoint, for its quota.", ("endpoint",)),
 }
-"""Fields that tell a row from the others of its map."""
+"""What a map has, and the fields that tell a row of it from the others."""
 
 
 @click.group(epilog="Example: podwire bpf metrics list")
@@ -52,7 +50,7 @@ def bpf() -> None:
 
 
 def _add(noun: str) -> None:
-    @click.group(noun, help=_ABOUT[noun], epilog=f"Example: podwire bpf {noun} list")
+    @click.group(noun, help=_MAPS[noun][0], epilog=f"Example: podwire bpf {noun} list")
     def group() -> None:
         pass
 
@@ -96,8 +94,8 @@ def _header(field: str) -> str:
 
 
 def _name(noun: str, row: Row) -> str:
-    return " ".join(cell(row[field]) for field in _LABELS[noun]) or noun
+    return " ".join(cell(row[field]) for field in _MAPS[noun][1]) or noun
 
 
-for _noun in _ABOUT:
+for _noun in _MAPS:
     _add(_noun)

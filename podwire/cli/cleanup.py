@@ -4,17 +4,15 @@ It needs no agent, and refuses to work while one runs. The settings of the agent
 the command reads them exactly as the agent does.
 """
 
-import os
 import shutil
-import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import click
 
 from podwire.cli.client import EXIT_USAGE, CliError
-from podwire.cli.options import Common, common
+from podwire.cli.options import Common, common, read_agent_settings
 from podwire.cli.output import show_one
 from podwire.model.config import AgentConfig, FileSettings
 
@@ -44,7 +42,7 @@ def cleanup(
     """
     from podwire.lab import labs  # noqa: PLC0415 (start-up time)
 
-    agent = _read_settings(config, settings) if everything else AgentConfig()
+    agent = read_agent_settings(config, settings) if everything else AgentConfig()
     if (config or settings) and not everything:
         given = ("--config", *settings)[config is None]
         raise CliError(EXIT_USAGE, f"{given}: no node of this machine is meant", "say --all, too")
@@ -63,15 +61,6 @@ def cleanup(
     show_one(document, opts.style, lambda: lines)
     if removed and not yes:
         raise CliError(EXIT_USAGE, "nothing was removed", "say --yes to do it")
-
-
-def _read_settings(config: str | None, settings: Iterable[str]) -> AgentConfig:
-    from podwire.model.config.files import settle_from_file  # noqa: PLC0415
-    from podwire.model.config.sources import parse_arguments  # noqa: PLC0415
-
-    parsed = parse_arguments(tuple(settings))
-    parsed.config = Path(config) if config is not None else None
-    return settle_from_file(parsed, os.environ, socket.gethostname()).config
 
 
 def _survey_own_node(files: FileSettings) -> list[str]:

@@ -38,11 +38,9 @@ class CliError(Exception):
         self.hint = hint
 
 
-def request(
-    path: str, method: str, resource: str, body: Any = None, timeout_s: float = _TIMEOUT_S
-) -> Any:
+def request(path: str, method: str, resource: str, body: Any = None) -> Any:
     """Do one request on the agent's socket at `path`; gives the decoded body, text if it is not JSON."""
-    with _open(path, timeout_s) as connection:
+    with _open(path) as connection:
         reader = _send(connection, path, method, resource, body)
         with reader:
             status, headers = _read_head(reader, path)
@@ -63,7 +61,7 @@ def stream(path: str, resource: str, query: Mapping[str, Any]) -> Iterator[Any]:
     if wanted:
         resource += "?" + urlencode(wanted, quote_via=quote)
     with (
-        _open(path, _TIMEOUT_S) as connection,
+        _open(path) as connection,
         _send(connection, path, "GET", resource, None) as reader,
     ):
         status, headers = _read_head(reader, path)
@@ -85,10 +83,10 @@ def segment(text: str) -> str:
     return quote(text, safe=":")
 
 
-def _open(path: str, timeout_s: float) -> socket.socket:
+def _open(path: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.settimeout(timeout_s)
+        connection.settimeout(_TIMEOUT_S)
         connection.connect(path)
     except OSError as error:
         connection.close()

@@ -6,8 +6,6 @@ socket are.
 
 import functools
 import json
-import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from podwire.cli import client
-from podwire.cli.client import (
-    EXIT_CONFLICT,
-    EXIT_NOT_SO,
-    EXIT_UNREACHABLE,
-    CliError,
-)
-from podwire.cli.options import Common, common
+from podwire.cli.client import EXIT_CONFLICT, EXIT_NOT_SO, EXIT_UNREACHABLE, CliError
+from podwire.cli.options import Common, common, read_agent_settings
 from podwire.cli.output import GREEN, RED, colour, show_one
 from podwire.model.installation.files import CONFLIST_FILE, LAUNCHER_FILE
 
@@ -63,14 +56,9 @@ def _placed(command: _F) -> _F:
 
 
 def _find_place(conf_dir: str | None, bin_dir: str | None, config: str | None) -> Place:
-    from podwire.model.config.files import settle_from_file  # noqa: PLC0415 (start-up time)
-    from podwire.model.config.sources import parse_arguments  # noqa: PLC0415
-
     flags = [("--cni-conf-dir", conf_dir), ("--cni-bin-dir", bin_dir)]
     given = tuple(word for name, value in flags if value is not None for word in (name, value))
-    parsed = parse_arguments(given)
-    parsed.config = Path(config) if config is not None else None
-    settings = settle_from_file(parsed, os.environ, socket.gethostname()).config
+    settings = read_agent_settings(config, given)
     files = settings.files
     return Place(
         settings.cni.cni_conf_dir, settings.cni.cni_bin_dir, files.cni_socket, files.api_socket

@@ -15,7 +15,7 @@ from podwire.cli.client import (
     CliError,
     segment,
 )
-from podwire.cli.lists import show_list
+from podwire.cli.lists import get_rows, show_list
 from podwire.cli.options import Agent, Common, common, listing, namespaced, selecting, table
 from podwire.cli.output import (
     GREEN,
@@ -25,6 +25,7 @@ from podwire.cli.output import (
     Row,
     cell,
     colour,
+    fields,
     key,
     show_one,
     show_rows,
@@ -52,10 +53,9 @@ def list_endpoints(opts: Common, namespace: str | None, selector: str | None) ->
     wanted = read_selector(selector or "")
 
     def read(agent: Agent) -> list[Row]:
-        rows: list[Row] = client.request(agent.socket, "GET", "/endpoint")
         return [
             row
-            for row in rows
+            for row in get_rows(agent, "/endpoint")
             if (not namespace or row["namespace"] == namespace)
             and matches(wanted, row.get("labels") or ())
         ]
@@ -150,7 +150,7 @@ def _lookup(agent: Agent, text: str) -> list[Row]:
             if error.exit_code != EXIT_NOT_FOUND:
                 raise
     # A container id may consist of digits only.
-    rows: list[Row] = client.request(agent.socket, "GET", "/endpoint")
+    rows = get_rows(agent, "/endpoint")
     address = _normal_address(text)
     if address is not None:
         return [row for row in rows if address in row["addresses"]]
@@ -214,14 +214,11 @@ _COLUMNS = [
     Column("ID", key("id")),
     Column("POD", lambda row: f"{row['namespace']}/{row['pod']}"),
     Column("STATE", lambda row: paint_state(row["state"])),
-    Column("IPV4", key("ipv4")),
-    Column("IPV6", key("ipv6")),
-    Column("IDENTITY", key("identity")),
+    *fields("ipv4", "ipv6", "identity"),
     Column("ENFORCED", lambda row: _enforcement(row["policyEnforcement"])),
     Column("INTERFACE", key("hostInterface")),
     Column("IN POD", key("ifName"), wide=True),
-    Column("NETWORK", key("network"), wide=True),
-    Column("MTU", key("mtu"), wide=True),
+    *fields("network", "mtu", wide=True),
     Column("REVISION", key("policyRevision"), wide=True),
     Column("LABELS", key("labels"), wide=True),
     Column("CONTAINER", lambda row: row["containerId"][:12], wide=True),

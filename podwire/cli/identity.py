@@ -8,9 +8,9 @@ import click
 from podwire.cli import client
 from podwire.cli.client import EXIT_NOT_FOUND, CliError, segment
 from podwire.cli.endpoint import matches, read_selector
-from podwire.cli.lists import ask_all, show_list
+from podwire.cli.lists import ask_all, get_rows, show_list
 from podwire.cli.options import Agent, Common, common, listing, namespaced, selecting
-from podwire.cli.output import Column, Row, key, show_one
+from podwire.cli.output import Column, Row, fields, key, show_one
 from podwire.model.labels import NAMESPACE_KEY, SOURCE_K8S
 
 
@@ -31,8 +31,7 @@ def list_identities(opts: Common, namespace: str | None, selector: str | None) -
         wanted.append((f"{SOURCE_K8S}:{NAMESPACE_KEY}", namespace, False))
 
     def read(agent: Agent) -> list[Row]:
-        rows = client.request(agent.socket, "GET", "/identity")
-        return [row for row in rows if matches(wanted, row["labels"])]
+        return [row for row in get_rows(agent, "/identity") if matches(wanted, row["labels"])]
 
     show_list(opts, read, _COLUMNS, lambda row: str(row["id"]))
 
@@ -78,12 +77,9 @@ def _merge(answers: Sequence[tuple[Agent, Row]]) -> dict[str, Any]:
 
 
 _COLUMNS = [
-    Column("ID", key("id")),
-    Column("LABELS", key("labels")),
-    Column("ENDPOINTS", key("endpoints")),
+    *fields("id", "labels", "endpoints"),
     Column("PORTS", key("namedPorts"), wide=True),
-    Column("SOURCE", key("source"), wide=True),
-    Column("STATE", key("state"), wide=True),
+    *fields("source", "state", wide=True),
     Column("ENDPOINT IDS", key("endpointIds"), wide=True),
 ]
 

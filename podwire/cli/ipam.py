@@ -10,7 +10,7 @@ from podwire.cli import client
 from podwire.cli.client import EXIT_NOT_FOUND, EXIT_NOT_SO, EXIT_USAGE, CliError, segment
 from podwire.cli.lists import NODE, ask_all, marked, show_list, show_watched
 from podwire.cli.options import Agent, Common, common, listing
-from podwire.cli.output import Column, Row, count, key, show_one
+from podwire.cli.output import Column, Row, count, fields, key, show_one
 
 
 @click.group(epilog="Example: podwire ipam show")
@@ -146,8 +146,7 @@ _RANGE_COLUMNS = [
 ]
 _POOL_COLUMNS = [
     Column("POOL", key("name")),
-    Column("CIDR", key("cidr")),
-    Column("OF", key("of")),
+    *fields("cidr", "of"),
     Column("BLOCKS", count("blocksClaimed")),
     Column("CAPACITY", count("capacity")),
     Column("USED", count("used")),
@@ -158,16 +157,13 @@ _POOL_COLUMNS = [
 _BORROWED_COLUMNS = [
     Column("ADDRESS", key("ip")),
     Column("BY", key("node")),
-    Column("POOL", key("pool")),
-    Column("BLOCK", key("block")),
+    *fields("pool", "block"),
     Column("BLOCK OF", key("blockNode")),
     Column("HANDLE", key("handle")),
 ]
 _HELD_COLUMNS = [
     Column("ADDRESS", key("ip")),
-    Column("ENDPOINT", key("endpoint")),
-    Column("OWNER", key("owner")),
-    Column("STATE", key("state")),
+    *fields("endpoint", "owner", "state"),
 ]
 
 

@@ -25,6 +25,7 @@ from podwire.cli.output import (
     Row,
     Style,
     colour,
+    fields,
     key,
     show_document,
     show_one,
@@ -311,10 +312,7 @@ def check(opts: Common) -> None:
         for pair in matrix.check(choose(opts.lab))
     ]
     columns = [
-        Column("FROM", key("from")),
-        Column("TO", key("to")),
-        Column("ADDRESS", key("address")),
-        Column("PROTOCOL", key("protocol")),
+        *fields("from", "to", "address", "protocol"),
         Column("BYTES", lambda row: str(row["bytes"] or "-")),
         Column("RESULT", lambda row: colour("ok", GREEN) if row["ok"] else colour("failed", RED)),
         Column("MS", lambda row: f"{row['ms']:.1f}"),
@@ -393,12 +391,7 @@ def _describe(document: dict[str, Any]) -> Iterator[str]:
 @common
 def list_(opts: Common) -> None:
     """List the labs of this machine."""
-    columns = [
-        Column("NAME", key("name")),
-        Column("NODES", key("nodes")),
-        Column("FAMILIES", key("families")),
-        Column("PODS", key("pods")),
-    ]
+    columns = fields("name", "nodes", "families", "pods")
     show_watched(opts, _read_labs, columns, lambda row: str(row["name"]))
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from podwire.cli import client
 from podwire.cli.client import EXIT_UNREACHABLE, CliError
 from podwire.cli.options import Agent, Common
 from podwire.cli.output import Column, Row, Style, key, show_document, show_rows
@@ -43,6 +44,12 @@ def ask_all(
     return answers, failure
 
 
+def get_rows(agent: Agent, resource: str) -> list[Row]:
+    """Ask an agent for a list."""
+    rows: list[Row] = client.request(agent.socket, "GET", resource)
+    return rows
+
+
 def marked(agent: Agent, rows: Sequence[Row]) -> list[Row]:
     """Say of each row which node of the lab it is from."""
     return [{NODE: agent.node, **row} for row in rows] if agent.node else list(rows)
@@ -53,19 +60,14 @@ def show_list(
     read: Callable[[Agent], Sequence[Row]],
     columns: Sequence[Column],
     name: Callable[[Row], str],
-    *,
-    identify: Callable[[Row], object] | None = None,
 ) -> None:
-    """Show what `read` gives of every agent; with `--watch` go on with what changes.
-
-    `identify` tells which rows are the same thing at two times; by default the name and the node do.
-    """
+    """Show what `read` gives of every agent; with `--watch` go on with what changes."""
 
     def rows() -> tuple[list[Row], CliError | None]:
         answers, failure = ask_all(opts, read)
         return [row for agent, part in answers for row in marked(agent, part)], failure
 
-    show_watched(opts, rows, columns, name, identify=identify)
+    show_watched(opts, rows, columns, name)
 
 
 def show_watched(
@@ -76,7 +78,10 @@ def show_watched(
     *,
     identify: Callable[[Row], object] | None = None,
 ) -> None:
-    """Show rows once, or with `--watch` again whenever one is new, changed or gone."""
+    """Show rows once, or with `--watch` again whenever one is new, changed or gone.
+
+    `identify` tells which rows are the same thing at two times; by default the name and the node do.
+    """
     rows, failure = read()
     shown = with_node_column(opts, rows, columns)
     if not opts.watch:

@@ -4,11 +4,10 @@ from typing import Final
 
 import click
 
-from podwire.cli import client
 from podwire.cli.client import CliError
-from podwire.cli.lists import ask_all, show_watched
-from podwire.cli.options import Agent, Common, common, listing
-from podwire.cli.output import Column, Row, key
+from podwire.cli.lists import ask_all, get_rows, show_watched
+from podwire.cli.options import Common, common, listing
+from podwire.cli.output import Column, Row, fields, key
 
 SEEN_BY: Final = "seenBy"
 """The node of a lab whose agent says a row."""
@@ -28,12 +27,8 @@ def list_nodes(opts: Common) -> None:
     In a lab every node says how it reaches the others; with --node only that one does.
     """
 
-    def ask(agent: Agent) -> list[Row]:
-        rows: list[Row] = client.request(agent.socket, "GET", "/node")
-        return rows
-
     def read() -> tuple[list[Row], CliError | None]:
-        answers, failure = ask_all(opts, ask)
+        answers, failure = ask_all(opts, lambda agent: get_rows(agent, "/node"))
         rows = [
             {SEEN_BY: agent.node, **row} if agent.node else row
             for agent, seen in answers
@@ -52,8 +47,7 @@ def list_nodes(opts: Common) -> None:
         Column("MTU", key("mtu")),
         Column("OUTER", key("outer"), wide=True),
         Column("ENCRYPTED", lambda row: "yes" if row.get("encrypted") else "no", wide=True),
-        Column("EPOCH", key("epoch"), wide=True),
-        Column("KERNEL", key("kernel"), wide=True),
+        *fields("epoch", "kernel", wide=True),
         Column("BOOT", key("bootId"), wide=True),
     ]
     show_watched(opts, read, columns, lambda row: _name(row) if several else str(row["name"]))

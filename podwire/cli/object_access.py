@@ -9,18 +9,13 @@ import contextlib
 import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from podwire.cli import client
 from podwire.cli.client import EXIT_NOT_FOUND, EXIT_UNREACHABLE, EXIT_USAGE, CliError, segment
 from podwire.cli.options import Agent, Common
 from podwire.cli.output import Row
-from podwire.model.store.kinds import (
-    CILIUM_CLUSTERWIDE_POLICY,
-    CILIUM_POLICY,
-    NETWORK_POLICY,
-    Kind,
-)
+from podwire.model.store.kinds import CILIUM_CLUSTERWIDE_POLICY, CILIUM_POLICY, NETWORK_POLICY, Kind
 
 if TYPE_CHECKING:
     from podwire.control.documents.apply import Applied
@@ -31,29 +26,8 @@ Document = dict[str, Any]
 POLICY_KINDS = (NETWORK_POLICY, CILIUM_POLICY, CILIUM_CLUSTERWIDE_POLICY)
 
 
-class Objects(Protocol):
-    """The objects, wherever they are."""
-
-    def list(self, kind: Kind, namespace: str) -> Sequence[Document]:
-        """Give all objects of a kind (of one namespace)."""
-
-    def get(self, kind: Kind, namespace: str, name: str) -> Document:
-        """Give one object; CliError when there is none."""
-
-    def apply(
-        self, documents: Sequence[Document], namespace: str, *, dry_run: bool
-    ) -> Sequence[Row]:
-        """Make objects so; gives kind, namespace, name and action of each, with `before` and `after` if it is dry."""
-
-    def delete(self, kind: Kind, namespace: str, name: str, *, dry_run: bool) -> Row:
-        """Delete one object; gives kind, namespace, name and action."""
-
-    def label_patterns(self) -> Sequence[str]:
-        """Give the setting `identity_label_filter`; nothing where no agent tells of one."""
-
-
 class AgentObjects:
-    """Objects by way of an agent."""
+    """Objects by way of an agent. Of each operation `StoreObjects` gives the same."""
 
     def __init__(self, agents: Sequence[Agent]) -> None:
         self._agents = list(agents)
@@ -72,20 +46,20 @@ class AgentObjects:
     def apply(
         self, documents: Sequence[Document], namespace: str, *, dry_run: bool
     ) -> Sequence[Row]:
-        """Make objects so."""
+        """Make objects so; gives kind, namespace, name and action of each, with `before` and `after` if it is dry."""
         namespace = f"&namespace={segment(namespace)}" if namespace else ""
         resource = f"/apply?dryRun={int(dry_run)}{namespace}"
         done: Sequence[Row] = self._ask("POST", resource, documents)
         return done
 
     def delete(self, kind: Kind, namespace: str, name: str, *, dry_run: bool) -> Row:
-        """Delete one object."""
+        """Delete one object; gives kind, namespace, name and action."""
         resource = f"{_resource(kind, namespace, name)}?dryRun={int(dry_run)}"
         done: Row = self._ask("DELETE", resource)
         return done
 
     def label_patterns(self) -> Sequence[str]:
-        """Give the setting `identity_label_filter` of the agent."""
+        """Give the setting `identity_label_filter`."""
         patterns: Sequence[str] = self._ask("GET", "/config")["settings"]["identity_label_filter"][
             "value"
         ]
@@ -112,14 +86,12 @@ class StoreObjects:
         self._store = store
 
     def list(self, kind: Kind, namespace: str) -> Sequence[Document]:
-        """Give all objects of a kind (of one namespace)."""
         from podwire.control.documents.kinds import show_document  # noqa: PLC0415 (start-up time)
 
         objects, _ = self._store.list(kind.plural, namespace or None)
         return [show_document(stored) for stored in objects]
 
     def get(self, kind: Kind, namespace: str, name: str) -> Document:
-        """Give one object; CliError when there is none."""
         from podwire.control.documents.kinds import make_key, show_document  # noqa: PLC0415
 
         key = make_key(kind.plural, namespace, name)
@@ -133,14 +105,12 @@ class StoreObjects:
     def apply(
         self, documents: Sequence[Document], namespace: str, *, dry_run: bool
     ) -> Sequence[Row]:
-        """Make objects so."""
         from podwire.control.documents.apply import apply_documents  # noqa: PLC0415
 
         done = apply_documents(self._store, documents, namespace=namespace, dry_run=dry_run)
         return [_make_row(applied) for applied in done]
 
     def delete(self, kind: Kind, namespace: str, name: str, *, dry_run: bool) -> Row:
-        """Delete one object."""
         from podwire.control.documents.apply import delete_object  # noqa: PLC0415
         from podwire.control.documents.kinds import make_key  # noqa: PLC0415
 
@@ -150,6 +120,10 @@ class StoreObjects:
     def label_patterns(self) -> Sequence[str]:
         """Give no patterns: agents have their own, and a store knows of none."""
         return ()
+
+
+Objects = AgentObjects | StoreObjects
+"""The objects, wherever they are."""
 
 
 def _make_row(done: "Applied") -> Row:

@@ -15,12 +15,7 @@ from podwire.cli.lists import show_watched
 from podwire.cli.object_access import Document, open_objects
 from podwire.cli.options import Common, common, listing
 from podwire.cli.output import Column, show_document, show_one
-from podwire.model.store.kinds import (
-    KINDS,
-    Kind,
-    find_kind,
-    kind_of_document,
-)
+from podwire.model.store.kinds import KINDS, Kind, find_kind, kind_of_document
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T")
@@ -33,6 +28,19 @@ def with_store(command: _F) -> _F:
         metavar="URL",
         help="The store itself, without an agent: sqlite:///PATH, etcd://HOST:PORT or kubernetes.",
     )(command)
+
+
+def from_files(*, required: bool) -> Callable[[_F], _F]:
+    """Add the option that names files of documents."""
+    return click.option(
+        "-f",
+        "--file",
+        "files",
+        multiple=True,
+        required=required,
+        metavar="FILE",
+        help="YAML or JSON, a directory of such files, or - for stdin.",
+    )
 
 
 def in_namespace(command: _F) -> _F:

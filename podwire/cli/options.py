@@ -6,15 +6,19 @@ agent, or the only lab if the machine has no agent.
 
 import functools
 import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from podwire.cli.client import EXIT_NOT_FOUND, EXIT_USAGE, CliError
 from podwire.cli.output import FORMATS, Style
+
+if TYPE_CHECKING:
+    from podwire.model.config import AgentConfig
 
 DEFAULT_SOCKET = "/run/podwire/api.sock"
 LAB_ROOT = Path("/run/podwire/lab")
@@ -138,6 +142,16 @@ def find_agents(agent: str | None, lab: str | None, node: str | None) -> list[Ag
             "podwire lab up --name LAB, or name another with --lab",
         )
     return _lab_agents(lab, node)
+
+
+def read_agent_settings(config: str | None, flags: Sequence[str]) -> "AgentConfig":
+    """Read the settings of this machine's agent as it does: from the file, the environment and flags."""
+    from podwire.model.config.files import settle_from_file  # noqa: PLC0415 (start-up time)
+    from podwire.model.config.sources import parse_arguments  # noqa: PLC0415
+
+    parsed = parse_arguments(flags)
+    parsed.config = Path(config) if config is not None else None
+    return settle_from_file(parsed, os.environ, socket.gethostname()).config
 
 
 def _agent_of_machine(node: str | None) -> Agent:

@@ -65,6 +65,11 @@ def key(name: str) -> Callable[[Row], Any]:
     return lambda row: row.get(name)
 
 
+def fields(*names: str, wide: bool = False) -> list[Column]:
+    """Give the columns of fields that are shown as they are, each under its own name."""
+    return [Column(name.upper(), key(name), wide) for name in names]
+
+
 def show_rows(
     rows: Sequence[Row], columns: Sequence[Column], style: Style, name: Callable[[Row], str]
 ) -> None:

@@ -11,11 +11,11 @@ import click
 from podwire.cli import client
 from podwire.cli.client import EXIT_NOT_SO, EXIT_USAGE, CliError
 from podwire.cli.endpoint import Requirement, find_endpoint, matches, read_selector
-from podwire.cli.lists import ask_all, show_list
+from podwire.cli.lists import ask_all, get_rows, show_list
 from podwire.cli.object_access import POLICY_KINDS, AgentObjects, Document
-from podwire.cli.objects import name_object, select
+from podwire.cli.objects import from_files, name_object, select, validate_files
 from podwire.cli.options import Agent, Common, common, listing, namespaced, selecting
-from podwire.cli.output import Column, Row, key, show_one
+from podwire.cli.output import Column, Row, fields, key, show_one
 from podwire.cli.trace import trace_flow
 from podwire.model.store.kinds import CIDR_GROUP, find_kind
 
@@ -43,7 +43,7 @@ def list_policies(opts: Common, namespace: str | None, selector: str | None) -> 
     wanted = read_selector(selector or "")
 
     def read(agent: Agent) -> list[Row]:
-        rows = _get(agent, "/policy")
+        rows = get_rows(agent, "/policy")
         if namespace:
             rows = [row for row in rows if row["namespace"] == namespace]
         if wanted:
@@ -92,7 +92,7 @@ def selectors(opts: Common) -> None:
     """List the selectors that policies use, with the identities each one selects now."""
     show_list(
         opts,
-        lambda agent: _get(agent, "/policy/selectors"),
+        lambda agent: get_rows(agent, "/policy/selectors"),
         _SELECTOR_COLUMNS,
         lambda row: str(row["selector"]),
     )
@@ -119,7 +119,7 @@ def entries(
     def read(agent: Agent) -> list[Row]:
         return [
             row
-            for row in _get(agent, f"/policy/entries{query}")
+            for row in get_rows(agent, f"/policy/entries{query}")
             if (not namespace or f" {namespace}/" in row["policy"])
             and matches(wanted, row["labels"])
         ]
@@ -241,7 +241,7 @@ def _behind(agent: Agent, revision: int, kind: str) -> list[str]:
         by_kind = row.get(name_by_kind, {})  # an older agent has one revision for all kinds
         return int(by_kind[kind] if kind in by_kind else row[name])
 
-    rows = _get(agent, "/endpoint")
+    rows = get_rows(agent, "/endpoint")
     behind = [
         f"{row['namespace']}/{row['pod']}"
         for row in rows
@@ -254,27 +254,12 @@ def _behind(agent: Agent, revision: int, kind: str) -> list[str]:
 
 
 @policy.command(epilog="Example: podwire policy validate -f policies.yaml")
-@click.option(
-    "-f",
-    "--file",
-    "files",
-    required=True,
-    multiple=True,
-    metavar="FILE",
-    help="A file, or - for stdin.",
-)
+@from_files(required=True)
 @common
 def validate(opts: Common, files: tuple[str, ...]) -> None:
     """Check policies without an agent: exit code 6 with every fault when one would be refused."""
-    from podwire.cli.objects import validate_files  # noqa: PLC0415 (start-up time)
-
     names = validate_files(files, warned=not opts.style.quiet)
     show_one({"valid": names}, opts.style, lambda: [f"{name} is valid" for name in names])
-
-
-def _get(agent: Agent, resource: str) -> list[Row]:
-    rows: list[Row] = client.request(agent.socket, "GET", resource)
-    return rows
 
 
 def _policy_name(row: Row) -> str:
@@ -286,30 +271,18 @@ def _yes(field: str) -> Any:
 
 
 _POLICY_COLUMNS = [
-    Column("KIND", key("kind")),
-    Column("NAMESPACE", key("namespace")),
-    Column("NAME", key("name")),
-    Column("RULES", key("rules")),
-    Column("ENDPOINTS", key("endpoints")),
+    *fields("kind", "namespace", "name", "rules", "endpoints"),
     Column("INGRESS", _yes("ingress")),
     Column("EGRESS", _yes("egress")),
     Column("STATE", lambda row: row.get("state", "")),  # an older agent does not say
     Column("PROBLEM", key("problem")),
 ]
 _SELECTOR_COLUMNS = [
-    Column("SELECTOR", key("selector")),
-    Column("USERS", key("users")),
+    *fields("selector", "users"),
     Column("IDENTITIES", lambda row: ",".join(map(str, row["identities"])) or "-"),
 ]
 _ENTRY_COLUMNS = [
-    Column("SLOT", key("slot")),
-    Column("DIRECTION", key("direction")),
-    Column("PEER", key("peer")),
+    *fields("slot", "direction", "peer"),
     Column("LABELS", lambda row: ",".join(row["labels"]), wide=True),
-    Column("PROTOCOL", key("protocol")),
-    Column("PORTS", key("ports")),
-    Column("VERDICT", key("verdict")),
-    Column("POLICY", key("policy")),
-    Column("RULE", key("rule")),
-    Column("HITS", key("hits")),
+    *fields("protocol", "ports", "verdict", "policy", "rule", "hits"),
 ]

@@ -5,12 +5,11 @@ from typing import Any
 
 import click
 
-from podwire.cli import client
 from podwire.cli.client import EXIT_NOT_FOUND, CliError
-from podwire.cli.lists import ask_all, show_list
+from podwire.cli.lists import ask_all, get_rows, show_list
 from podwire.cli.objects import in_namespace, read_name
 from podwire.cli.options import Agent, Common, common, listing, namespaced
-from podwire.cli.output import Column, Row, key, show_one
+from podwire.cli.output import Column, Row, fields, key, show_one
 from podwire.model.store.kinds import SERVICE
 
 
@@ -27,7 +26,7 @@ def list_services(opts: Common, namespace: str | None) -> None:
     """List the services that the agents know; none where `translate_services` leaves them to the stack."""
 
     def read(agent: Agent) -> list[Row]:
-        return [row for row in _ask(agent) if namespace in (None, row["namespace"])]
+        return [row for row in get_rows(agent, "/service") if namespace in (None, row["namespace"])]
 
     show_list(opts, read, _COLUMNS, _name)
 
@@ -41,7 +40,9 @@ def get_service(opts: Common, name: str, namespace: str | None) -> None:
     wanted = read_name(SERVICE, name, namespace)
 
     def read(agent: Agent) -> list[Row]:
-        return [row for row in _ask(agent) if (row["namespace"], row["name"]) == wanted]
+        return [
+            row for row in get_rows(agent, "/service") if (row["namespace"], row["name"]) == wanted
+        ]
 
     answers, failure = ask_all(opts, read)
     found = [row for _, rows in answers for row in rows]
@@ -54,11 +55,6 @@ def get_service(opts: Common, name: str, namespace: str | None) -> None:
     show_one(found[0], opts.style, lambda: _describe(found[0]), _name(found[0]))
     if failure is not None:
         raise failure
-
-
-def _ask(agent: Agent) -> list[Row]:
-    rows: list[Row] = client.request(agent.socket, "GET", "/service")
-    return rows
 
 
 def _name(row: Row) -> str:
@@ -98,8 +94,7 @@ def _describe(row: dict[str, Any]) -> Iterator[str]:
 
 
 _COLUMNS = [
-    Column("NAMESPACE", key("namespace")),
-    Column("NAME", key("name")),
+    *fields("namespace", "name"),
     Column("ADDRESSES", _addresses),
     Column("PORTS", _ports),
     Column("BACK ENDS", _count),

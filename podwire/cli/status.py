@@ -19,6 +19,7 @@ from podwire.cli.output import (
     Row,
     cell,
     colour,
+    fields,
     key,
     readable_count,
     show_one,
@@ -124,9 +125,7 @@ def config(opts: Common) -> None:
         return [{"key": name, **entry} for name, entry in settings.items()]
 
     columns = [
-        Column("KEY", key("key")),
-        Column("VALUE", key("value")),
-        Column("SOURCE", key("source")),
+        *fields("key", "value", "source"),
         Column("RELOADABLE", key("reloadable"), wide=True),
     ]
     show_list(opts, read, columns, lambda row: f"{row['key']}={cell(row['value'])}")

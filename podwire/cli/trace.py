@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from podwire.cli import client
 from podwire.cli.client import EXIT_NOT_FOUND, CliError
-from podwire.cli.lists import ask_all
+from podwire.cli.lists import ask_all, get_rows
 from podwire.cli.options import Agent, Common
 from podwire.cli.output import Row
 
@@ -51,7 +51,7 @@ def _trace_between(opts: Common, source: str, target: str, port: str) -> Row | N
     """Trace between pods of two nodes; None when they are not that."""
     if not (source.startswith(_POD) and target.startswith(_POD)):
         return None
-    answers, _ = ask_all(opts, lambda agent: client.request(agent.socket, "GET", "/endpoint"))
+    answers, _ = ask_all(opts, lambda agent: get_rows(agent, "/endpoint"))
     ends = [_find_pod(answers, text.removeprefix(_POD)) for text in (source, target)]
     if ends[0] is None or ends[1] is None:
         return None

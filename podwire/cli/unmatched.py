@@ -16,7 +16,7 @@ from podwire.cli.documents import find_place
 from podwire.cli.object_access import POLICY_KINDS, Objects
 from podwire.control.documents.kinds import decode
 from podwire.control.identity.filter import LabelFilter
-from podwire.control.policy.mentions import GroupMention, Mention
+from podwire.control.policy.rule import GroupMention, Mention
 from podwire.control.policy.unmatched import find_mentions, find_unmatched
 from podwire.model.errors import InvalidRequest
 from podwire.model.store import ObjectKey

@@ -11,7 +11,6 @@ from typing import Final
 
 from podwire.cni.faults import Faults
 from podwire.model.documents.reader import shown
-from podwire.model.errors import InvalidEnvironment
 from podwire.model.ids import interface_name_fault, is_valid_container_id
 
 COMMANDS: Final = ("ADD", "DEL", "CHECK", "GC", "STATUS")
@@ -53,8 +52,7 @@ def read_environment(env: Mapping[str, str], faults: Faults) -> Environment:
     """Read and check the CNI_* variables that the command uses."""
     command = env.get("CNI_COMMAND", "")
     if command not in COMMANDS:
-        message = f"is {shown(command)}, not one of {', '.join(COMMANDS)}"
-        faults.note(InvalidEnvironment, "CNI_COMMAND", message)
+        faults.wrong("CNI_COMMAND", f"is {shown(command)}, not one of {', '.join(COMMANDS)}")
     if command not in WITH_ATTACHMENT:
         return Environment(command)
     container_id = _read_container_id(env.get("CNI_CONTAINERID", ""), faults)
@@ -70,33 +68,33 @@ def read_environment(env: Mapping[str, str], faults: Faults) -> Environment:
 def _read_container_id(text: str, faults: Faults) -> str:
     path = "CNI_CONTAINERID"
     if not text:
-        faults.note(InvalidEnvironment, path, "is missing")
+        faults.wrong(path, "is missing")
     elif not is_valid_container_id(text) or len(text) > NAME_MAX_BYTES:
         message = (
             f"is {shown(text)}: it must begin with a letter or digit, go on with those, '_', '.' or '-',"
             f" and have at most {NAME_MAX_BYTES} bytes"
         )
-        faults.note(InvalidEnvironment, path, message)
+        faults.wrong(path, message)
     return text
 
 
 def _read_if_name(text: str, faults: Faults) -> str:
     path = "CNI_IFNAME"
     if not text:
-        faults.note(InvalidEnvironment, path, "is missing")
+        faults.wrong(path, "is missing")
     elif fault := interface_name_fault(text):
-        faults.note(InvalidEnvironment, path, f"is {shown(text)}: it {fault}")
+        faults.wrong(path, f"is {shown(text)}: it {fault}")
     elif text in _TAKEN_NAMES:
-        faults.note(InvalidEnvironment, path, f"is {text!r}, which every namespace has already")
+        faults.wrong(path, f"is {text!r}, which every namespace has already")
     return text
 
 
 def _check_netns_path(path: str, command: str, faults: Faults) -> None:
     if not path:
-        faults.note(InvalidEnvironment, "CNI_NETNS", f"is missing; {command} needs it")
+        faults.wrong("CNI_NETNS", f"is missing; {command} needs it")
     elif "\0" in path or len(path.encode(errors="surrogateescape")) > PATH_MAX_BYTES:
         message = f"is {shown(path)}: no path has a NUL byte or more than {PATH_MAX_BYTES} bytes"
-        faults.note(InvalidEnvironment, "CNI_NETNS", message)
+        faults.wrong("CNI_NETNS", message)
 
 
 def _read_args(text: str, container_id: str, faults: Faults) -> Mapping[str, str]:
@@ -105,19 +103,23 @@ def _read_args(text: str, container_id: str, faults: Faults) -> Mapping[str, str
     for pair in filter(None, text.split(";")):
         key, equals, value = pair.partition("=")
         if not equals or not key:
-            _fault(faults, f"has {shown(pair)}, which is not KEY=VALUE")
+            faults.wrong("CNI_ARGS", f"has {shown(pair)}, which is not KEY=VALUE")
         # podman and containerd write the pairs in any order, so neither the first nor the last one can be meant.
         elif args.setdefault(key, value) != value:
-            _fault(faults, f"gives {shown(key)} two different values")
+            faults.wrong("CNI_ARGS", f"gives {shown(key)} two different values")
     ignore_unknown = _read_ignore_unknown(args, faults)
     known = {key: value for key, value in args.items() if key in KNOWN_ARGS and value}
     # CNI conventions, CNI_ARGS: unknown keys are an error unless IgnoreUnknown says otherwise.
     if not ignore_unknown:
         for key in sorted(args.keys() - KNOWN_ARGS):
-            _fault(faults, f"has the unknown key {shown(key)}, and IgnoreUnknown is not true")
+            faults.wrong(
+                "CNI_ARGS", f"has the unknown key {shown(key)}, and IgnoreUnknown is not true"
+            )
     infra = known.get("K8S_POD_INFRA_CONTAINER_ID", container_id)
     if infra != container_id:
-        _fault(faults, f"names container {shown(infra)}, CNI_CONTAINERID {shown(container_id)}")
+        faults.wrong(
+            "CNI_ARGS", f"names container {shown(infra)}, CNI_CONTAINERID {shown(container_id)}"
+        )
     return known
 
 
@@ -127,10 +129,6 @@ def _read_ignore_unknown(args: dict[str, str], faults: Faults) -> bool:
     for key in [key for key in args if key.lower() == _IGNORE_UNKNOWN]:
         value = args.pop(key)
         if value.lower() not in _TRUTH:
-            _fault(faults, f"says {key}={value[:16]!a}; it must be 1, true, 0 or false")
+            faults.wrong("CNI_ARGS", f"says {key}={value[:16]!a}; it must be 1, true, 0 or false")
         truth = truth or _TRUTH.get(value.lower(), False)
     return truth
-
-
-def _fault(faults: Faults, message: str) -> None:
-    faults.note(InvalidEnvironment, "CNI_ARGS", message)

@@ -51,7 +51,6 @@ class RuntimeDirectories:
         self.bin_dir = bin_dir
 
     def read(self) -> CniFiles:
-        """Look at both directories."""
         with _failing_as("read", self.bin_dir):
             return CniFiles(
                 launcher=_read(self.bin_dir / LAUNCHER_FILE),
@@ -61,11 +60,9 @@ class RuntimeDirectories:
             )
 
     def write_launcher(self, program: bytes) -> None:
-        """Put the launcher there."""
         _write(self.bin_dir / LAUNCHER_FILE, program, _PROGRAM_MODE)
 
     def write_conflist(self, text: bytes) -> None:
-        """Put the network there."""
         _write(self.conf_dir / CONFLIST_FILE, text, _NETWORK_MODE)
 
     def link_loopback(self) -> None:
@@ -75,7 +72,6 @@ class RuntimeDirectories:
             temporary.symlink_to(LAUNCHER_FILE)
 
     def remove_conflist(self) -> None:
-        """Take the network away."""
         _remove(self.conf_dir / CONFLIST_FILE)
 
     def remove_loopback(self) -> None:
@@ -84,7 +80,6 @@ class RuntimeDirectories:
             _remove(self.bin_dir / LOOPBACK_FILE)
 
     def remove_launcher(self) -> None:
-        """Take the launcher away."""
         _remove(self.bin_dir / LAUNCHER_FILE)
 
     def _read_loopback(self) -> Loopback:

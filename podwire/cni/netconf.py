@@ -36,7 +36,6 @@ from podwire.model.endpoint import AttachmentKey
 from podwire.model.errors import (
     Bug,
     IncompatibleVersion,
-    InvalidConfiguration,
     InvalidRequest,
     UndecodableRequest,
 )
@@ -191,7 +190,7 @@ def _read_version(config: dict[str, Any], command: str, faults: Faults) -> str:
     version = faults.read_text(config.get("cniVersion"), "cniVersion")
     if not version:
         if config.get("cniVersion") in (None, ""):
-            faults.note(InvalidConfiguration, "cniVersion", f"is missing; {newest} is the newest")
+            faults.wrong("cniVersion", f"is missing; {newest} is the newest")
         return newest
     if version not in SUPPORTED_CNI_VERSIONS:
         message = f"is {shown(version)}; supported are {', '.join(SUPPORTED_CNI_VERSIONS)}"
@@ -208,13 +207,13 @@ def _read_version(config: dict[str, Any], command: str, faults: Faults) -> str:
 def _read_network(config: dict[str, Any], faults: Faults) -> NetworkName:
     network = faults.read_text(config.get("name"), "name")
     if config.get("name") in (None, ""):
-        faults.note(InvalidConfiguration, "name", "is missing: it must name the network")
+        faults.wrong("name", "is missing: it must name the network")
     elif network and (not is_valid_network_name(network) or len(network) > NAME_MAX_BYTES):
         message = (
             f"is {shown(network)}: it must begin with a letter or digit, go on with those, '_', '.' or '-',"
             f" and have at most {NAME_MAX_BYTES} bytes"
         )
-        faults.note(InvalidConfiguration, "name", message)
+        faults.wrong("name", message)
     return NetworkName(network)
 
 
@@ -229,9 +228,9 @@ def _read_settings(request: AttachRequest, config: dict[str, Any], faults: Fault
     """Add what the configuration says of every pod of its network."""
     kind = faults.read_text(config.get("type"), "type")
     if config.get("type") in (None, ""):
-        faults.note(InvalidConfiguration, "type", "is missing: it must name the plugin")
+        faults.wrong("type", "is missing: it must name the plugin")
     elif "/" in kind:
-        faults.note(InvalidConfiguration, "type", f"is {shown(kind)}: a name, not a path")
+        faults.wrong("type", f"is {shown(kind)}: a name, not a path")
     refuse_unbuilt(config, faults)
     return msgspec.structs.replace(
         request, mtu=read_mtu(config, faults), log_level=read_log_level(config, faults)
@@ -298,7 +297,7 @@ def _read_prev_result(config: dict[str, Any], version: str, faults: Faults) -> A
     """Read what the runtime remembers of ADD. Source: CNI specification 1.1.0, CHECK: it must be there."""
     raw = faults.read_object(config.get("prevResult"), "prevResult")
     if config.get("prevResult") is None:
-        faults.note(InvalidConfiguration, "prevResult", "is missing; CHECK needs it")
+        faults.wrong("prevResult", "is missing; CHECK needs it")
     try:
         return decode_result(version, raw)
     except InvalidRequest as error:
@@ -320,7 +319,7 @@ def _read_valid_attachments(
     first, *others = lists.values()
     # Where a runtime writes both keys, neither of two different lists can be trusted.
     if any(set(other) != set(first) for other in others):
-        faults.note(InvalidConfiguration, " and ".join(lists), "name different attachments")
+        faults.wrong(" and ".join(lists), "name different attachments")
     return first
 
 
@@ -334,10 +333,8 @@ def _read_attachments(
         container_id = faults.read_text(entry.get("containerid"), f"{place}.containerID")
         if_name = faults.read_text(entry.get("ifname"), f"{place}.ifname")
         if not is_valid_container_id(container_id):
-            message = f"is {shown(container_id)}, not a container id"
-            faults.note(InvalidConfiguration, f"{place}.containerID", message)
+            faults.wrong(f"{place}.containerID", f"is {shown(container_id)}, not a container id")
         if fault := interface_name_fault(if_name):
-            message = f"is {shown(if_name)}: it {fault}"
-            faults.note(InvalidConfiguration, f"{place}.ifname", message)
+            faults.wrong(f"{place}.ifname", f"is {shown(if_name)}: it {fault}")
         valid.append((ContainerId(container_id), InterfaceName(if_name)))
     return tuple(valid)

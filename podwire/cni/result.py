@@ -11,13 +11,7 @@ import msgspec
 
 from podwire.model.endpoint import IPAddress
 from podwire.model.errors import InvalidConfiguration, UndecodableRequest
-from podwire.model.request import (
-    AttachedAddress,
-    AttachedRoute,
-    AttachResult,
-    Dns,
-    Interface,
-)
+from podwire.model.request import AttachedAddress, AttachedRoute, AttachResult, Dns, Interface
 from podwire.model.wire import SUPPORTED_CNI_VERSIONS
 
 _OLD_SHAPE: Final = ("0.1.0", "0.2.0")

@@ -12,7 +12,7 @@ from podwire.cni.faults import Faults
 from podwire.cni.labels import PORTS_MAX
 from podwire.model.documents.reader import shown
 from podwire.model.endpoint import Bandwidth
-from podwire.model.errors import InvalidConfiguration, UnsupportedField
+from podwire.model.errors import UnsupportedField
 from podwire.model.request import NamedPort
 
 MTU_MIN: Final = 576
@@ -52,7 +52,7 @@ def read_mtu(config: dict[str, Any], faults: Faults) -> int:
     """Read the device's MTU in bytes; 0 = the node's."""
     mtu = faults.read_integer(config.get("mtu"), "mtu", low=0, high=MTU_MAX) or 0
     if 0 < mtu < MTU_MIN:
-        faults.note(InvalidConfiguration, "mtu", f"is {mtu}, not 0 or from {MTU_MIN} to {MTU_MAX}")
+        faults.wrong("mtu", f"is {mtu}, not 0 or from {MTU_MIN} to {MTU_MAX}")
         return 0
     return mtu
 
@@ -61,8 +61,7 @@ def read_log_level(config: dict[str, Any], faults: Faults) -> str:
     """Read `log-level`; "" when it is not given."""
     level = faults.read_text(config.get("log-level"), "log-level").lower()
     if level and level not in LOG_LEVELS:
-        message = f"is {shown(level)}, not one of {', '.join(LOG_LEVELS)}"
-        faults.note(InvalidConfiguration, "log-level", message)
+        faults.wrong("log-level", f"is {shown(level)}, not one of {', '.join(LOG_LEVELS)}")
         return ""
     return level
 
@@ -97,11 +96,9 @@ def read_bandwidth(value: Any, faults: Faults) -> Bandwidth:
         ("egress", bandwidth.from_pod_bits_per_s, bandwidth.from_pod_burst_bits),
     ):
         if burst and not raw.get(f"{direction}rate"):
-            message = f"is given without {direction}Rate"
-            faults.note(InvalidConfiguration, f"{path}.{direction}Burst", message)
+            faults.wrong(f"{path}.{direction}Burst", f"is given without {direction}Rate")
         if rate and rate < 8:
-            message = f"is {rate}: less than one byte per second"
-            faults.note(InvalidConfiguration, f"{path}.{direction}Rate", message)
+            faults.wrong(f"{path}.{direction}Rate", f"is {rate}: less than one byte per second")
     return bandwidth
 
 

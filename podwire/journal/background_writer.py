@@ -43,19 +43,15 @@ class BackgroundWriter:
         self._thread.join()
 
     def publish(self, record: EndpointRecord, config: EndpointConfig) -> None:
-        """Write `<id>_next/` and swap it for `<id>/`."""
         self._line.put(partial(self._directories.publish, record, config))
 
     def keep_failure(self, record: EndpointRecord, config: EndpointConfig, cause: str) -> None:
-        """Leave what a failed build wanted in `<id>_next_fail/`, with the cause."""
         self._line.put(partial(self._directories.keep_failure, record, config, cause))
 
     def remove(self, endpoint_id: EndpointId) -> None:
-        """Remove every directory of the endpoint."""
         self._line.put(partial(self._directories.remove, endpoint_id))
 
     def prune(self, keep: Iterable[EndpointId]) -> None:
-        """Remove the directories of all other endpoints."""
         self._line.put(partial(self._directories.prune, tuple(keep)))
 
     def _run(self) -> None:

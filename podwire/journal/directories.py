@@ -31,7 +31,6 @@ class RunDirectories:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def publish(self, record: EndpointRecord, config: EndpointConfig) -> None:
-        """Write `<id>_next/` and swap it for `<id>/`."""
         target, following = self._path(record.id), self._path(record.id, "_next")
         _write(following, record, config)
         old = self._path(record.id, "_old")
@@ -44,14 +43,12 @@ class RunDirectories:
         _remove(self._path(record.id, "_next_fail"))
 
     def keep_failure(self, record: EndpointRecord, config: EndpointConfig, cause: str) -> None:
-        """Leave what a failed build wanted in `<id>_next_fail/`, with the cause."""
         failed = self._path(record.id, "_next_fail")
         _remove(failed)
         _write(failed, record, config)
         (failed / "cause.txt").write_text(cause + "\n", encoding="utf-8")
 
     def remove(self, endpoint_id: EndpointId) -> None:
-        """Remove every directory of the endpoint."""
         for suffix in _SUFFIXES:
             _remove(self._path(endpoint_id, suffix))
 

@@ -114,7 +114,6 @@ class SqliteJournal:
             self._last_id = max(self._last_id, up_to)
 
     def write(self, record: EndpointRecord) -> None:
-        """Insert or replace the record with this id."""
         blob = self._encode(record)
         with self._lock, self._reported("write"):
             if taken := self._find_taken(record):
@@ -161,7 +160,6 @@ class SqliteJournal:
                 self._connection.execute("PRAGMA synchronous = NORMAL")
 
     def read_fact(self, name: str) -> str:
-        """Give a fact; "" when there is none."""
         with self._lock, self._reported("read"):
             return self._read_fact(name)
 

@@ -59,9 +59,7 @@ def host_device_name(container_id: ContainerId, if_name: InterfaceName) -> Inter
 
 
 def device_mac(endpoint_id: EndpointId, side: int) -> str:
-    """Give the MAC of one side of a pair (0 = pod, 1 = host): locally administered, from the
-    endpoint's number.
-    """
+    """Give the MAC of one side of a pair (0 = pod, 1 = host): locally administered, from the endpoint's number."""
     if side not in (0, 1):
         raise ValueError(f"side must be 0 (pod) or 1 (host), not {side!r}")
     # 0x0A and 0x0E: locally administered and unicast. Ids are never used twice, so neither are MACs, and no neighbour
@@ -82,16 +80,12 @@ def parse_device_alias(alias: str) -> tuple[str, EndpointId] | None:
 
 
 def is_valid_container_id(text: str) -> bool:
-    """Tell whether `text` may name a container (CNI specification 1.1.0, "Parameters":
-    CNI_CONTAINERID).
-    """
+    """Tell whether `text` may name a container (CNI specification 1.1.0, "Parameters": CNI_CONTAINERID)."""
     return _CONTAINER_ID.fullmatch(text) is not None
 
 
 def is_valid_network_name(text: str) -> bool:
-    """Tell whether `text` may name a network (CNI specification 1.1.0, "Configuration format":
-    name).
-    """
+    """Tell whether `text` may name a network (CNI specification 1.1.0, "Configuration format": name)."""
     return _NETWORK_NAME.fullmatch(text) is not None
 
 

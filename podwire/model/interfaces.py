@@ -47,13 +47,6 @@ class Journal(Protocol):
         """Give every record, oldest id first."""
 
 
-class RecordWriter(Protocol):
-    """The part of the journal that keeps a changed endpoint."""
-
-    def write(self, record: EndpointRecord) -> None:
-        """Insert or replace the record with this id."""
-
-
 class FactStore(Protocol):
     """Facts about the node, each a text under a name, that outlive this process."""
 

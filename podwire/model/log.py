@@ -95,8 +95,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(level: str, form: str, stream: TextIO | None = None) -> logging.Handler:
-    """Send the lines of podwire to `stream` (stderr) in `form`; replaces what was configured
-    before."""
+    """Send the lines of podwire to `stream` (stderr) in `form`; replaces what was configured before."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     for name in (ROOT_LOGGER, "asyncio", "aiohttp"):

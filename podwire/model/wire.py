@@ -14,12 +14,7 @@ from typing import Final
 
 import msgspec
 
-from podwire.model.errors import (
-    InvalidEnvironment,
-    PodwireError,
-    Unavailable,
-    UndecodableRequest,
-)
+from podwire.model.errors import InvalidEnvironment, PodwireError, Unavailable, UndecodableRequest
 
 MAJOR: Final = 1
 MINOR: Final = 0

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from podwire.control.policy.oracle import Party, Question, evaluate_flow
-from podwire.control.policy.rule import TCP, UDP, IdentityFacts, NamedPort, Reserved
+from podwire.control.policy.rule import TCP, UDP
 from podwire.control.policy.rules_k8s import decode_network_policy
 from podwire.kernel import netns
 from podwire.lab.kubernetes import pods
 from podwire.lab.kubernetes.api_server import SERVICE_ADDRESS
 from podwire.lab.kubernetes.cluster import Cluster
 from podwire.lab.kubernetes.daemon import Daemon, Place
-from podwire.model.identity import RESERVED_LABELS
+from podwire.model.identity import RESERVED_LABELS, IdentityFacts, NamedPort, Reserved
 from podwire.model.labels import namespace_labels, sort_labels
 from podwire.model.policy import Direction
 from tests.cluster.agents import Agents, ask

@@ -17,9 +17,8 @@ from podwire.agent.duties.unreadable import Reading
 from podwire.control.documents.damage import read_object, stand_in
 from podwire.control.endpoint.policies import POLICY_KINDS, PolicyObjects
 from podwire.control.policy.oracle import Party, Question, evaluate
-from podwire.control.policy.rule import IdentityFacts
 from podwire.model.errors import PodwireError, Unavailable
-from podwire.model.identity import RESERVED_LABELS, Reserved
+from podwire.model.identity import RESERVED_LABELS, IdentityFacts, Reserved
 from podwire.model.labels import namespace_labels, sort_labels
 from podwire.model.policy import Direction, Verdict
 from podwire.model.store import ObjectKey, Revisions, Store, StoredObject, StoreEvent

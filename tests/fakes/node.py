@@ -28,7 +28,8 @@ from podwire.control.identity.known import KnownIdentities
 from podwire.control.identity.resolver import IdentityResolver
 from podwire.control.identity.sources import LabelSources
 from podwire.control.ipam.node import NodeIpam
-from podwire.control.policy.engine import Numbers, PolicyEngine
+from podwire.control.policy.engine import PolicyEngine
+from podwire.control.policy.resolve.rule_numbers import Numbers
 from podwire.journal.directories import RunDirectories
 from podwire.journal.records import SqliteJournal
 from podwire.model.endpoint import EndpointRecord

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from podwire.control.policy.engine import Numbers, PolicyEngine
+from podwire.control.policy.engine import PolicyEngine
+from podwire.control.policy.resolve.rule_numbers import Numbers
 from podwire.model.endpoint import EndpointRecord, IPAddress, IPNetwork
 from podwire.model.errors import KernelFailure, PodwireError, PolicyOverflow
 from podwire.model.ids import EndpointId

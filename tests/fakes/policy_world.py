@@ -10,20 +10,21 @@ from random import Random
 from typing import Final
 
 from podwire.control.policy import oracle
-from podwire.control.policy.engine import Enforcement, Numbers, Outcome, PolicyEngine, PolicyValues
+from podwire.control.policy.engine import PolicyEngine
 from podwire.control.policy.labels_match import make_selector
+from podwire.control.policy.oracle import Enforcement
+from podwire.control.policy.realize.outcome import Outcome
+from podwire.control.policy.resolve.rule_numbers import Numbers
+from podwire.control.policy.resolve.subject import PolicyValues
 from podwire.control.policy.rule import (
     ICMP,
-    RESERVED_LABELS,
     TCP,
     TIER_DEFAULT,
     UDP,
     CidrGroup,
     CidrGroupSelector,
     CidrSelector,
-    IdentityFacts,
     LabelSelector,
-    NamedPort,
     PeerSelector,
     PolicyId,
     PolicyRules,
@@ -32,6 +33,7 @@ from podwire.control.policy.rule import (
     Rule,
 )
 from podwire.model.endpoint import EndpointRecord, IPNetwork
+from podwire.model.identity import RESERVED_LABELS, IdentityFacts, NamedPort
 from podwire.model.ids import (
     EndpointId,
 )

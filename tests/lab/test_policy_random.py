@@ -22,13 +22,14 @@ from podwire.control.policy.oracle import (
     Settings,
     evaluate_flow,
 )
-from podwire.control.policy.rule import CidrGroup, IdentityFacts, PolicyRules, Reserved
-from podwire.control.policy.rules_cilium import KIND_GROUP, decode_cidr_group, decode_cilium_policy
-from podwire.control.policy.rules_k8s import KIND, decode_network_policy
+from podwire.control.policy.rule import CidrGroup, PolicyRules
+from podwire.control.policy.rules_cilium import decode_cidr_group, decode_cilium_policy
+from podwire.control.policy.rules_k8s import decode_network_policy
 from podwire.datapath.abi import DropReason
-from podwire.model.identity import RESERVED_LABELS
+from podwire.model.identity import RESERVED_LABELS, IdentityFacts, Reserved
 from podwire.model.labels import namespace_labels, sort_labels
 from podwire.model.policy import Direction
+from podwire.model.store.kinds import CIDR_GROUP, NETWORK_POLICY
 from tests.lab.hooks import Hooks, Wire, open_hooks
 from tests.lab.policy_rig import Scene, open_scene
 from tests.lab.random_policies import LABELS, PORTS, Document, Maker
@@ -72,9 +73,9 @@ class Subject:
         """Take in what is in force now."""
         self.policies, self.groups = [], []
         for document in documents:
-            if document["kind"] == KIND:
+            if document["kind"] == NETWORK_POLICY.name:
                 self.policies.append(decode_network_policy(document))
-            elif document["kind"] == KIND_GROUP:
+            elif document["kind"] == CIDR_GROUP.name:
                 self.groups.append(decode_cidr_group(document))
             else:
                 self.policies.extend(decode_cilium_policy(document))

@@ -24,18 +24,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from podwire.control.policy.rule import (
-    ICMP,
-    ICMPV6,
-    SCTP,
-    TCP,
-    UDP,
-    IdentityFacts,
-    NamedPort,
-    Reserved,
-)
+from podwire.control.policy.rule import ICMP, ICMPV6, SCTP, TCP, UDP
 from podwire.model.endpoint import IPAddress
-from podwire.model.identity import RESERVED_LABELS
+from podwire.model.identity import RESERVED_LABELS, IdentityFacts, NamedPort, Reserved
 from podwire.model.labels import namespace_labels, sort_labels
 
 HOME: Final = "blue"

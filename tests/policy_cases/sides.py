@@ -6,10 +6,12 @@ from typing import Any, Final
 import yaml
 
 from podwire.control.policy.oracle import Party, Question
-from podwire.control.policy.rule import CidrGroup, IdentityFacts, PolicyRules
-from podwire.control.policy.rules_cilium import KIND_GROUP, decode_cidr_group, decode_cilium_policy
-from podwire.control.policy.rules_k8s import KIND, decode_network_policy
+from podwire.control.policy.rule import CidrGroup, PolicyRules
+from podwire.control.policy.rules_cilium import decode_cidr_group, decode_cilium_policy
+from podwire.control.policy.rules_k8s import decode_network_policy
+from podwire.model.identity import IdentityFacts
 from podwire.model.policy import Direction
+from podwire.model.store.kinds import CIDR_GROUP, NETWORK_POLICY
 from tests.policy_cases import OUTSIDE, PODS, Case, Flow, address_of
 
 FIRST_IDENTITY: Final = 70000
@@ -21,9 +23,9 @@ def decode_case(case: Case) -> tuple[list[PolicyRules], list[CidrGroup]]:
     groups: list[CidrGroup] = []
     for text in case.documents:
         document: Mapping[str, Any] = yaml.load(text, yaml.CSafeLoader)
-        if document["kind"] == KIND:
+        if document["kind"] == NETWORK_POLICY.name:
             policies.append(decode_network_policy(document))
-        elif document["kind"] == KIND_GROUP:
+        elif document["kind"] == CIDR_GROUP.name:
             groups.append(decode_cidr_group(document))
         else:
             policies.extend(decode_cilium_policy(document))

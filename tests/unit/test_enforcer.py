@@ -1,6 +1,7 @@
 """What endpoints are told of policy: audit that ends, failures, damage, and what is left over."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -16,7 +17,6 @@ from podwire.control.endpoint.table import Endpoint
 from podwire.control.policy.labels_match import make_selector
 from podwire.control.policy.rule import (
     TCP,
-    IdentityFacts,
     LabelSelector,
     PolicyId,
     PolicyRules,
@@ -26,6 +26,7 @@ from podwire.control.policy.rule import (
 )
 from podwire.journal.records import SqliteJournal
 from podwire.model.errors import CheckFailed, KernelFailure, PodwireError, StorageFailure
+from podwire.model.identity import IdentityFacts
 from podwire.model.ids import EndpointId, IfIndex
 from podwire.model.interfaces import EndpointConfig
 from podwire.model.labels import Operator
@@ -267,14 +268,10 @@ def unwritten(node: FakeNode, unreadable: int = 0) -> float:
         flows=node.flows,
         events_lost=lambda: 0,
         health=nothing,
-        packets=lambda: (),
-        flow_usage=lambda: (),
-        policies=lambda: 0,
-        policy_problems=lambda: unreadable,
-        policies_closed=lambda: 0,
-        policy_revision=lambda: 0,
+        datapath=nothing,
+        objects=cast(Any, SimpleNamespace(problems=range(unreadable))),
+        enforcer=node.enforcer,
         identities=node.identities.allocator,
-        maps=lambda: (),
         started_unix_s=0.0,
     )
     [gauge] = [one for one in list_gauges(measured) if one.name == "policies_not_in_force"]

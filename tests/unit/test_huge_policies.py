@@ -7,7 +7,7 @@ from typing import Any, Final
 import pytest
 
 from podwire.control.policy.reading import Unenforceable, name_policy, read_policy
-from podwire.control.policy.rule import IdentityFacts
+from podwire.model.identity import IdentityFacts
 from podwire.model.ids import EndpointId
 from podwire.model.labels import namespace_labels, sort_labels
 from podwire.model.store import ObjectKey

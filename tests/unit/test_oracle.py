@@ -31,9 +31,7 @@ from podwire.control.policy.rule import (
     CidrGroup,
     CidrGroupSelector,
     CidrSelector,
-    IdentityFacts,
     LabelSelector,
-    NamedPort,
     PeerSelector,
     PolicyId,
     PolicyRules,
@@ -44,6 +42,7 @@ from podwire.control.policy.rule import (
 from podwire.control.policy.rules_cilium import decode_cilium_policy
 from podwire.control.policy.rules_k8s import decode_network_policy
 from podwire.control.policy.trace import trace
+from podwire.model.identity import IdentityFacts, NamedPort
 from podwire.model.labels import Operator
 from podwire.model.policy import Direction, Verdict
 from tests.policy_cases import cnp, np

@@ -2,7 +2,7 @@
 
 import pytest
 
-from podwire.control.policy.rule import Reserved
+from podwire.model.identity import Reserved
 from podwire.model.ids import EndpointId
 from podwire.model.policy import Direction, Verdict
 from tests.fakes.policy import Packet

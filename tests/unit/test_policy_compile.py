@@ -17,7 +17,8 @@ from podwire.control.policy.resolve.compile import (
     split_range,
     unpack,
 )
-from podwire.control.policy.rule import ICMP, TCP, UDP, NamedPort, PortMatch
+from podwire.control.policy.rule import ICMP, TCP, UDP, PortMatch
+from podwire.model.identity import NamedPort
 from podwire.model.policy import Direction, PolicyEntry, PolicyKey, Verdict
 
 PORTS: Final = st.integers(0, 65535)

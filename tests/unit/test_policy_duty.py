@@ -149,15 +149,15 @@ def test_an_object_that_cannot_be_read_is_named_and_the_others_come_in(
 
 
 def _fail_for(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception) -> "Callable[[], None]":
-    kind, decode = reading._DECODERS[NETPOL]
+    readers = reading._READERS[NETPOL]
     failing = True
 
     def decode_or_fail(document: Any) -> tuple[PolicyRules, ...]:
         if failing and document["metadata"]["name"] == name:
             raise error
-        return decode(document)
+        return readers.rules(document)
 
-    monkeypatch.setitem(reading._DECODERS, NETPOL, (kind, decode_or_fail))
+    monkeypatch.setitem(reading._READERS, NETPOL, readers._replace(rules=decode_or_fail))
 
     def heal() -> None:
         nonlocal failing

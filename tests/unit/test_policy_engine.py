@@ -5,12 +5,11 @@ from typing import Final
 
 import pytest
 
-from podwire.control.policy.engine import Enforcement
 from podwire.control.policy.labels_match import make_selector
+from podwire.control.policy.oracle import Enforcement
 from podwire.control.policy.rule import (
     TCP,
     CidrSelector,
-    IdentityFacts,
     LabelSelector,
     PolicyId,
     PolicyRules,
@@ -19,6 +18,7 @@ from podwire.control.policy.rule import (
     Rule,
 )
 from podwire.model.errors import KernelFailure, NotFound, PolicyOverflow
+from podwire.model.identity import IdentityFacts
 from podwire.model.ids import EndpointId
 from podwire.model.labels import Operator
 from podwire.model.policy import Direction, Verdict

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from podwire.control.policy.engine import Enforcement
+from podwire.control.policy.oracle import Enforcement
 from podwire.control.policy.resolve import subject
 from podwire.control.policy.rule import (
     PolicyId,

@@ -14,11 +14,11 @@ from podwire.control.policy.rule import (
     CidrGroup,
     CidrGroupSelector,
     CidrSelector,
-    IdentityFacts,
     LabelSelector,
     Requirement,
 )
 from podwire.model.endpoint import IPNetwork
+from podwire.model.identity import IdentityFacts
 from podwire.model.labels import Operator
 from podwire.model.policy import CIDR_IDENTITY_FIRST, CIDR_WORLD_BIT
 from tests.fakes.policy_world import (

@@ -17,8 +17,7 @@ import pytest
 
 from podwire.agent.api import routes as rest
 from podwire.agent.api import server as api_socket
-from podwire.agent.api.nodes import NodeReaders
-from podwire.agent.api.policy_readers import PolicyReaders
+from podwire.agent.api.context import Api, BuildFacts, MapReaders, NodeReaders, PolicyReaders
 from podwire.agent.api.server import ApiServer
 from podwire.agent.config_reload import LiveConfig
 from podwire.agent.health import Health
@@ -53,13 +52,13 @@ PEER = KnownNode(
 )
 
 
-def make_api(node: FakeNode) -> rest.Api:
+def make_api(node: FakeNode) -> Api:
     def detach(record: EndpointRecord) -> None:
         node.service.delete(request("DEL", record.key.container_id, at_ns=10**18))
 
     health = Health(node.clock)
     health.report("journal", ok=True)
-    return rest.Api(
+    return Api(
         config=LiveConfig(settle(host_name="h", text=TEXT, file_name="f")),
         table=node.table,
         ipam=node.ipam,
@@ -70,7 +69,7 @@ def make_api(node: FakeNode) -> rest.Api:
         metrics=Metrics(),
         clock=node.clock,
         turn=threading.RLock(),
-        maps=rest.MapReaders(
+        maps=MapReaders(
             describe=lambda: [{"name": "config", "type": "hash", "max_entries": 8, "entries": 1}],
             rows=read_rows,
         ),
@@ -85,7 +84,7 @@ def make_api(node: FakeNode) -> rest.Api:
             change_labels=refuse_labels,
             set_audit=refuse_audit,
         ),
-        facts=rest.BuildFacts("abc", 1),
+        facts=BuildFacts("abc", 1),
         nodes=NodeReaders(
             list_nodes=lambda: [PEER],
             totals=lambda: ClusterTotals(routing="auto", nodes=1, reached=1, pods=3, heard=True),
@@ -120,7 +119,7 @@ class Answer:
 @dataclass
 class Served:
     path: Path
-    api: rest.Api
+    api: Api
     node: FakeNode
 
     async def send(self, raw: bytes) -> Answer:

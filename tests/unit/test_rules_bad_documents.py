@@ -10,23 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podwire.control.policy.rules_cilium import (
-    KIND,
-    KIND_CLUSTERWIDE,
-    KIND_GROUP,
     decode_cidr_group,
     decode_cilium_policy,
 )
 from podwire.control.policy.rules_k8s import decode_network_policy
 from podwire.model.documents.reader import FAULTS_KEPT
 from podwire.model.errors import InvalidRequest
+from podwire.model.store.kinds import CIDR_GROUP, CILIUM_CLUSTERWIDE_POLICY, CILIUM_POLICY
 from tests.policy_cases import BadDocument, cilium_policy, cnp, network_policy, np
 from tests.policy_cases.bad_documents import CASES
 
 Decoder = Callable[[Any], object]
 CILIUM_KINDS: Mapping[str, Decoder] = {
-    KIND: decode_cilium_policy,
-    KIND_CLUSTERWIDE: decode_cilium_policy,
-    KIND_GROUP: decode_cidr_group,
+    CILIUM_POLICY.name: decode_cilium_policy,
+    CILIUM_CLUSTERWIDE_POLICY.name: decode_cilium_policy,
+    CIDR_GROUP.name: decode_cidr_group,
 }
 DECODERS: tuple[Decoder, ...] = (decode_network_policy, decode_cilium_policy, decode_cidr_group)
 

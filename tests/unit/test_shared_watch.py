@@ -297,8 +297,9 @@ def count_decoders(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for kind, decoder in tuple(damage._DECODERS.items()):
         if kind not in reading.POLICY_KINDS:
             monkeypatch.setitem(damage._DECODERS, kind, count(kind, decoder))
-    for kind, (name, decode_policy) in tuple(reading._DECODERS.items()):
-        monkeypatch.setitem(reading._DECODERS, kind, (name, count(kind, decode_policy)))
+    for kind, readers in tuple(reading._READERS.items()):
+        counted = readers._replace(rules=count(kind, readers.rules))
+        monkeypatch.setitem(reading._READERS, kind, counted)
     return decoded
 
 

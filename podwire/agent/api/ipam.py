@@ -5,10 +5,9 @@ have. While the store is away, they show what this node knows. All handlers run 
 """
 
 import ipaddress
-import threading
 from collections.abc import Collection, Iterable, Mapping
-from typing import Protocol
 
+from podwire.agent.api.context import Api
 from podwire.agent.api.ipam_views import (
     BorrowedView,
     IpamCheck,
@@ -20,11 +19,9 @@ from podwire.agent.api.ipam_views import (
     allocation_views,
 )
 from podwire.agent.api.openapi import Call, Route
-from podwire.agent.config_reload import LiveConfig
 from podwire.control.cluster.published import decode_endpoints
 from podwire.control.documents.pool_counts import count_pools
 from podwire.control.documents.pools import decode_pools
-from podwire.control.endpoint.table import EndpointTable
 from podwire.control.ipam.audit import (
     AddressFault,
     ClusterView,
@@ -38,45 +35,14 @@ from podwire.control.ipam.documents import (
     decode_block,
     decode_claimed,
 )
-from podwire.control.ipam.interface import Ipam
 from podwire.control.ipam.pool import PoolIpam
 from podwire.model.endpoint import IPAddress
 from podwire.model.errors import Conflict, InvalidRequest, NotFound, Unavailable, UndecodableRequest
-from podwire.model.interfaces import Datapath, Journal
-from podwire.model.store import Store
 from podwire.model.store.kinds import IP_ADDRESS, IP_BLOCK, IP_POOL, NODE, NODE_ENDPOINTS
 from podwire.model.store.leases import list_living_nodes
 
 
-class IpamApi(Protocol):
-    """What the handlers need of the API's context."""
-
-    @property
-    def config(self) -> LiveConfig: ...
-
-    @property
-    def table(self) -> EndpointTable: ...
-
-    @property
-    def ipam(self) -> Ipam: ...
-
-    @property
-    def pools(self) -> PoolIpam | None: ...
-
-    @property
-    def journal(self) -> Journal: ...
-
-    @property
-    def datapath(self) -> Datapath: ...
-
-    @property
-    def store(self) -> Store: ...
-
-    @property
-    def turn(self) -> threading.RLock: ...
-
-
-def range_views(api: IpamApi) -> tuple[RangeView, ...]:
+def range_views(api: Api) -> tuple[RangeView, ...]:
     """Show how full this node's ranges are."""
     return tuple(
         RangeView(
@@ -92,8 +58,7 @@ def range_views(api: IpamApi) -> tuple[RangeView, ...]:
     )
 
 
-def get_ipam(api: IpamApi, _call: Call) -> IpamView:
-    """Show pools, ranges and addresses."""
+def get_ipam(api: Api, _call: Call) -> IpamView:
     pools: tuple[PoolView, ...] = ()
     borrowed: tuple[BorrowedView, ...] = ()
     if api.pools is not None:
@@ -110,7 +75,7 @@ def get_ipam(api: IpamApi, _call: Call) -> IpamView:
     )
 
 
-def _published(api: IpamApi) -> dict[str, Collection[IPAddress]]:
+def _published(api: Api) -> dict[str, Collection[IPAddress]]:
     """Give what nodes say of their pods; this node's own addresses as they are now."""
     addresses: dict[str, Collection[IPAddress]] = {}
     try:
@@ -125,7 +90,7 @@ def _published(api: IpamApi) -> dict[str, Collection[IPAddress]]:
     return addresses
 
 
-def _held(api: IpamApi) -> frozenset[IPAddress]:
+def _held(api: Api) -> frozenset[IPAddress]:
     return frozenset(address for held in api.ipam.holders().values() for address in held.addresses)
 
 
@@ -180,7 +145,7 @@ def _borrowed_views(ipam: PoolIpam, claimed: Iterable[ClaimedAddress]) -> Iterab
         )
 
 
-def check_ipam(api: IpamApi, _call: Call) -> IpamCheck:
+def check_ipam(api: Api, _call: Call) -> IpamCheck:
     """Compare what memory, journal and kernel say of addresses; with pools, what all nodes and the store say too."""
     with api.turn:
         holdings = api.ipam.holders()
@@ -209,7 +174,7 @@ def check_ipam(api: IpamApi, _call: Call) -> IpamCheck:
     )
 
 
-def _view_cluster(api: IpamApi, ipam: PoolIpam) -> ClusterView:
+def _view_cluster(api: Api, ipam: PoolIpam) -> ClusterView:
     """Read all of the store that is about addresses: the check must not trust what it looks for faults in."""
     blocks = map(decode_block, api.store.list(IP_BLOCK.plural)[0])
     claimed = map(decode_claimed, api.store.list(IP_ADDRESS.plural)[0])
@@ -224,7 +189,7 @@ def _view_cluster(api: IpamApi, ipam: PoolIpam) -> ClusterView:
     )
 
 
-def release_address(api: IpamApi, call: Call) -> None:
+def release_address(api: Api, call: Call) -> None:
     """Release an address that no endpoint has; Conflict where an endpoint has it."""
     try:
         address = ipaddress.ip_address(call.params["ip"])
@@ -244,7 +209,7 @@ def release_address(api: IpamApi, call: Call) -> None:
         raise NotFound(f"release {address}: no endpoint holds it", hint="see `podwire ipam show`")
 
 
-def _release_claimed(api: IpamApi, address: IPAddress) -> bool:
+def _release_claimed(api: Api, address: IPAddress) -> bool:
     """Delete the object that claims an address, unless a node that lives may have an endpoint with it."""
     if api.pools is None:
         return False
@@ -265,7 +230,7 @@ def _release_claimed(api: IpamApi, address: IPAddress) -> bool:
     return True
 
 
-def _living(api: IpamApi) -> frozenset[str]:
+def _living(api: Api) -> frozenset[str]:
     """Name the nodes that have an object or a living lease."""
     named = frozenset(stored.key.name for stored in api.store.list(NODE.plural)[0])
     return named | (list_living_nodes(api.store.leases()) or frozenset())

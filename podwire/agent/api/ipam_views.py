@@ -122,8 +122,7 @@ class IpamTotals(Document, frozen=True, kw_only=True):
 
 
 def allocation_views(endpoints: Sequence[Endpoint]) -> tuple[AllocationView, ...]:
-    """Show the owner of each address; endpoints on their way out hold theirs until the device is
-    gone."""
+    """Show the owner of each address; endpoints on their way out hold theirs until the device is gone."""
     return tuple(
         AllocationView(
             ip=str(address),

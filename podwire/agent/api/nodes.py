@@ -4,53 +4,19 @@ Routed by `agent.api.routes`, on a thread, because it asks the store which nodes
 """
 
 import platform
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from msgspec import structs
 
+from podwire.agent.api.context import Api
 from podwire.agent.api.openapi import Call
 from podwire.agent.api.shared import NodeView
-from podwire.agent.config_reload import LiveConfig
 from podwire.control.cluster.state import ClusterTotals, KnownNode
 from podwire.model.errors import PodwireError
-from podwire.model.interfaces import Clock
 from podwire.model.store import Store
 from podwire.model.store.leases import list_living_nodes
 
 
-@dataclass(frozen=True)
-class NodeReaders:
-    """What is known of other nodes."""
-
-    list_nodes: Callable[[], Sequence[KnownNode]]
-    totals: Callable[[], ClusterTotals]
-    addresses: tuple[str, ...]
-    """That this host uses towards its pods."""
-    pod_mtu: Callable[[], int]
-    """Of new pods, in bytes: it follows the other nodes."""
-    list_encrypted: Callable[[], frozenset[str]] = frozenset
-    """Addresses of the nodes whose rows in the kernel say that what goes there has to be encrypted."""
-
-
-class NodesApi(Protocol):
-    """What these handlers look at."""
-
-    @property
-    def config(self) -> LiveConfig: ...
-
-    @property
-    def clock(self) -> Clock: ...
-
-    @property
-    def store(self) -> Store: ...
-
-    @property
-    def nodes(self) -> NodeReaders: ...
-
-
-def list_nodes(api: NodesApi, _call: Call) -> list[NodeView]:
+def list_nodes(api: Api, _call: Call) -> list[NodeView]:
     """Show the nodes that this one knows, itself first."""
     alive = _ask_who_lives(api.store)
     known = {known.facts.name: known for known in api.nodes.list_nodes()}
@@ -60,7 +26,7 @@ def list_nodes(api: NodesApi, _call: Call) -> list[NodeView]:
     return [_view_own(api, own), *others]
 
 
-def count_nodes(api: NodesApi) -> ClusterTotals:
+def count_nodes(api: Api) -> ClusterTotals:
     """Count other nodes, and those that the kernel's rows have as encrypted."""
     return structs.replace(api.nodes.totals(), encrypted=len(api.nodes.list_encrypted()))
 
@@ -73,7 +39,7 @@ def _ask_who_lives(store: Store) -> frozenset[str] | None:
         return None
 
 
-def _view_own(api: NodesApi, known: KnownNode | None) -> NodeView:
+def _view_own(api: Api, known: KnownNode | None) -> NodeView:
     node = api.config.current.node
     ranges = node.node_cidrs if known is None else (*known.facts.pod_cidrs, *known.facts.blocks)
     published = () if known is None else known.facts.addresses

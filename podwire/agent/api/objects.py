@@ -4,11 +4,12 @@
 block on the store's disk, so all of them run on a thread.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 
+from podwire.agent.api.context import Api
 from podwire.agent.api.openapi import Call, Parameter, Route
 from podwire.agent.api.shared import Document
 from podwire.control.documents.apply import Applied, apply_documents, delete_object, put_object
@@ -17,20 +18,8 @@ from podwire.control.services.catalogue import ServiceView as KnownService
 from podwire.model.endpoint import PROTOCOL_NAMES
 from podwire.model.errors import InvalidRequest, NotFound
 from podwire.model.interfaces import BackEnd, Frontend
-from podwire.model.store import ObjectKey, Store, StoredObject
+from podwire.model.store import ObjectKey, StoredObject
 from podwire.model.store.kinds import Kind, kind_of_plural
-
-
-class ObjectsApi(Protocol):
-    """What the handlers need of the API's context."""
-
-    @property
-    def store(self) -> Store:
-        """The cluster's objects."""
-
-    @property
-    def services(self) -> Callable[[], Sequence[KnownService]] | None:
-        """Gives every service; None where they are left to the stack."""
 
 
 class AppliedView(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,8 +46,7 @@ class ObjectList(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     items: list[dict[str, Any]]
 
 
-def list_objects(api: ObjectsApi, call: Call) -> ObjectList:
-    """Show all objects of a kind, or those of one namespace."""
+def list_objects(api: Api, call: Call) -> ObjectList:
     kind = _kind(call)
     namespace = call.query.get("namespace")
     objects, revision = api.store.list(kind.plural, namespace if kind.namespaced else None)
@@ -68,8 +56,7 @@ def list_objects(api: ObjectsApi, call: Call) -> ObjectList:
     )
 
 
-def get_object(api: ObjectsApi, call: Call) -> dict[str, Any]:
-    """Show one object."""
+def get_object(api: Api, call: Call) -> dict[str, Any]:
     key = _key(call)
     stored = api.store.get(key)
     if stored is None:
@@ -77,18 +64,17 @@ def get_object(api: ObjectsApi, call: Call) -> dict[str, Any]:
     return show_document(stored)
 
 
-def put_one(api: ObjectsApi, call: Call) -> dict[str, Any]:
+def put_one(api: Api, call: Call) -> dict[str, Any]:
     """Make one object so, and show it."""
     done = put_object(api.store, _key(call), call.body, dry_run=_is_dry(call))
     return show_document(_after(done))
 
 
-def delete_one(api: ObjectsApi, call: Call) -> AppliedView:
-    """Delete one object."""
+def delete_one(api: Api, call: Call) -> AppliedView:
     return _view(delete_object(api.store, _key(call), dry_run=_is_dry(call)), dry=_is_dry(call))
 
 
-def apply_all(api: ObjectsApi, call: Call) -> list[AppliedView]:
+def apply_all(api: Api, call: Call) -> list[AppliedView]:
     """Make many objects so: all are checked before the first is written."""
     namespace, dry = str(call.query.get("namespace", "")), _is_dry(call)
     done = apply_documents(api.store, call.body, namespace=namespace, dry_run=dry)
@@ -119,7 +105,7 @@ class ServiceView(Document, frozen=True, kw_only=True):
     """Why it is left to the stack, or who else has an address of it; empty when nothing is wrong."""
 
 
-def list_services(api: ObjectsApi, _call: Call) -> list[ServiceView]:
+def list_services(api: Api, _call: Call) -> list[ServiceView]:
     """Show every service that this node knows."""
     read = api.services
     return [] if read is None else [_view_service(known) for known in read()]

@@ -6,8 +6,8 @@ These are rows of `agent.api.routes`'s table. The handlers decide nothing; they 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
+from podwire.agent.api.context import Api, PolicyReaders
 from podwire.agent.api.openapi import Call, Parameter, Route
-from podwire.agent.api.policy_readers import Api, PolicyReaders
 from podwire.agent.api.shared import Document, EndpointView, LabelsView, PolicyTotals, endpoint_view
 from podwire.agent.api.trace import PROTOCOLS, TraceRequest, TraceView, trace_flow
 from podwire.control.endpoint.enforce import describe_failure

@@ -6,39 +6,24 @@ things up and ask `control` to act; they decide nothing. This is the only module
 
 import logging
 import os
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from podwire import __version__
 from podwire.agent.api import shared as views
+from podwire.agent.api.context import Api
 from podwire.agent.api.ipam import ROUTES_IPAM, range_views
 from podwire.agent.api.ipam_views import IpamTotals
-from podwire.agent.api.nodes import NodeReaders, count_nodes, list_nodes
+from podwire.agent.api.nodes import count_nodes, list_nodes
 from podwire.agent.api.objects import ROUTES_OBJECTS
 from podwire.agent.api.openapi import Call, Parameter, Route, describe
 from podwire.agent.api.policies import ROUTES_POLICY, policy_totals
-from podwire.agent.api.policy_readers import PolicyReaders
-from podwire.agent.config_reload import LiveConfig
-from podwire.agent.health import Health
-from podwire.agent.metrics import Metrics
 from podwire.control.endpoint.find import find_endpoint
 from podwire.control.endpoint.states import State
-from podwire.control.endpoint.table import Endpoint, EndpointTable
-from podwire.control.flows.enrich import format_time_ns
+from podwire.control.endpoint.table import Endpoint
 from podwire.control.flows.flow import Flow
-from podwire.control.flows.flow_filter import FILTER_WORDS, FlowFilter, parse_filter
-from podwire.control.flows.ring import FlowRing
 from podwire.control.identity.describe import IdentityView, describe_identities
-from podwire.control.ipam.interface import Ipam
-from podwire.control.ipam.pool import PoolIpam
-from podwire.control.services.catalogue import ServiceView
 from podwire.model import errors
-from podwire.model.endpoint import EndpointRecord
-from podwire.model.interfaces import Clock, Datapath, Journal
-from podwire.model.store import Store
 
 MAP_ROWS_MAX = 10_000
 """Rows of one map in one answer; the rest is left out and the answer says so."""
@@ -76,74 +61,8 @@ _REFUSALS = {
 }
 
 
-@dataclass(frozen=True)
-class MapReaders:
-    """How the maps of the datapath are shown; handed in because only `agent.node` opens the
-    datapath."""
-
-    describe: Callable[[], list[dict[str, Any]]]
-    rows: Callable[[str, int], tuple[list[dict[str, Any]], bool]]
-
-
-@dataclass(frozen=True)
-class BuildFacts:
-    """What does not change while the agent runs."""
-
-    template: str
-    abi_version: int
-
-
-@dataclass(frozen=True)
-class Api:
-    """Everything the handlers look at."""
-
-    config: LiveConfig
-    table: EndpointTable
-    ipam: Ipam
-    journal: Journal
-    datapath: Datapath
-    flows: FlowRing
-    health: Health
-    metrics: Metrics
-    clock: Clock
-    turn: threading.RLock
-    maps: MapReaders
-    store: Store
-    policy: PolicyReaders
-    facts: BuildFacts
-    nodes: NodeReaders
-    detach: Callable[[EndpointRecord], None]
-    """End an attachment as a DEL of its own would; blocks."""
-    started_boottime_ns: int
-    pools: PoolIpam | None = None
-    """With IPAM mode `pool`."""
-    services: Callable[[], Sequence[ServiceView]] | None = None
-    """None where services are left to the stack."""
-
-    def wall_offset_ns(self) -> int:
-        """Give what to add to CLOCK_BOOTTIME for Unix time, now."""
-        # Computed anew each time: the wall clock may be set while the agent runs.
-        return time.time_ns() - self.clock.boottime_ns()
-
-    def format_boottime(self, boottime_ns: int) -> str:
-        """Write a CLOCK_BOOTTIME as RFC 3339."""
-        return format_time_ns(boottime_ns + self.wall_offset_ns())
-
-    def read_flow_query(self, query: Mapping[str, Any]) -> tuple[int, FlowFilter]:
-        """Give how many past flows are wanted, and which. With neither `last` nor `since` nor
-        `follow`: all."""
-        words = {name: str(query[name]) for name in FILTER_WORDS if name in query}
-        wanted = parse_filter(
-            words, format_ago=lambda seconds: format_time_ns(time.time_ns() - seconds * 10**9)
-        )
-        everything = not query.get("follow") or "since" in words
-        last = query.get("last", len(self.flows) if everything else 0)
-        return int(last), wanted
-
-
 def error_answer(error: BaseException) -> tuple[int, views.ErrorBody]:
-    """Give status and body of a failed request. What is no PodwireError is a bug: it is logged
-    here."""
+    """Give status and body of a failed request. What is no PodwireError is a bug: it is logged here."""
     if not isinstance(error, errors.PodwireError):
         _log.error("an API request failed", extra={"error": repr(error)}, exc_info=error)
         error = errors.Bug(f"serve the request: {error!r}", hint="see the agent's log")
@@ -186,7 +105,6 @@ def get_healthz(api: Api, _call: Call) -> views.HealthView:
 
 
 def get_status(api: Api, _call: Call) -> views.StatusView:
-    """Show the agent as a whole."""
     config = api.config.current
     return views.StatusView(
         ready=api.health.ready,
@@ -222,7 +140,6 @@ def get_status(api: Api, _call: Call) -> views.StatusView:
 
 
 def get_config(api: Api, _call: Call) -> views.ConfigView:
-    """Show the settings in force."""
     return views.config_view(api.config.current, api.config.sources)
 
 
@@ -233,12 +150,10 @@ def patch_config(api: Api, call: Call) -> views.ConfigView:
 
 
 def list_endpoints(api: Api, _call: Call) -> list[views.EndpointView]:
-    """Show every endpoint."""
     return [views.endpoint_view(endpoint) for endpoint in api.table]
 
 
 def get_endpoint(api: Api, call: Call) -> views.EndpointView:
-    """Show one endpoint."""
     return views.endpoint_view(_endpoint(api, call))
 
 
@@ -250,7 +165,6 @@ def delete_endpoint(api: Api, call: Call) -> None:
 
 
 def get_endpoint_log(api: Api, call: Call) -> list[views.LogEntryView]:
-    """Show an endpoint's transitions."""
     return views.endpoint_log_view(_endpoint(api, call), api.wall_offset_ns())
 
 
@@ -272,18 +186,15 @@ def get_endpoint_health(api: Api, call: Call) -> views.EndpointHealth:
 
 
 def get_endpoint_labels(api: Api, call: Call) -> views.LabelsView:
-    """Show an endpoint's labels."""
     return views.LabelsView(labels=_endpoint(api, call).record.labels)
 
 
 def list_identities(api: Api, _call: Call) -> list[IdentityView]:
-    """Show the identities that exist."""
     known = api.policy.resolver.allocator.known
     return describe_identities(known, [endpoint.record for endpoint in api.table])
 
 
 def get_identity(api: Api, call: Call) -> IdentityView:
-    """Show one identity."""
     text = call.params["id"]
     for identity in list_identities(api, call):
         if str(identity.id) == text:
@@ -294,19 +205,16 @@ def get_identity(api: Api, call: Call) -> IdentityView:
 
 
 def list_maps(api: Api, _call: Call) -> list[views.MapView]:
-    """Show the maps that can be read."""
     return [views.MapView(**row) for row in api.maps.describe()]
 
 
 def get_map(api: Api, call: Call) -> views.MapRows:
-    """Show the rows of a map."""
     limit = min(call.query.get("limit", MAP_ROWS_MAX), MAP_ROWS_MAX)
     rows, truncated = api.maps.rows(call.params["name"], limit)
     return views.MapRows(name=call.params["name"], rows=tuple(rows), truncated=truncated)
 
 
 def get_openapi(_api: Api, _call: Call) -> dict[str, Any]:
-    """Describe the API."""
     return describe(ROUTES, __version__)
 
 

@@ -22,8 +22,9 @@ import msgspec
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from podwire.agent.api.context import Api
 from podwire.agent.api.openapi import PATH_PARTS, PREFIX, Call, Parameter, Route
-from podwire.agent.api.routes import ROUTES, Api, error_answer, make_refusal
+from podwire.agent.api.routes import ROUTES, error_answer, make_refusal
 from podwire.agent.metrics import CONTENT_TYPE, Metrics
 from podwire.control.flows.flow import Flow
 from podwire.control.flows.flow_filter import FlowFilter
@@ -61,8 +62,7 @@ class ApiServer:
 
     @contextlib.asynccontextmanager
     async def serving(self, listener: socket.socket, path: Path) -> AsyncIterator[None]:
-        """Serve `listener` until the block ends; then finish what is in flight, briefly, and remove
-        the path."""
+        """Serve `listener` until the block ends; then finish what is in flight, briefly, and remove the path."""
         runner = web.AppRunner(
             self._application(),
             # Without it aiohttp lets a handler run on after its caller has gone.
@@ -169,8 +169,7 @@ class ApiServer:
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def _flows(self, request: web.Request) -> web.StreamResponse:
-        """Send the last flows as JSON lines and, with `follow`, new ones until the caller goes
-        away."""
+        """Send the last flows as JSON lines and, with `follow`, new ones until the caller goes away."""
         route = next(route for route in ROUTES if route.path == "/flows")
         query = _read_query(request, route.query)
         last, wanted = self._api.read_flow_query(query)

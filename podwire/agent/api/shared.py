@@ -270,7 +270,6 @@ def enforcement_of(config: EndpointConfig) -> Enforcement:
 
 
 def endpoint_view(endpoint: Endpoint) -> EndpointView:
-    """Show one endpoint."""
     record = endpoint.record
     device = record.device
     return EndpointView(
@@ -325,7 +324,6 @@ def endpoint_log_view(endpoint: Endpoint, wall_offset_ns: int) -> list[LogEntryV
 
 
 def endpoint_totals(endpoints: Iterable[Endpoint]) -> EndpointTotals:
-    """Count endpoints by state."""
     counts = Counter(endpoint.state.value for endpoint in endpoints)
     return EndpointTotals(total=counts.total(), by_state=dict(sorted(counts.items())))
 

@@ -9,8 +9,8 @@ from typing import Final
 
 import msgspec
 
+from podwire.agent.api.context import Api, PolicyReaders
 from podwire.agent.api.openapi import Call
-from podwire.agent.api.policy_readers import Api, PolicyReaders
 from podwire.agent.api.shared import Document
 from podwire.control.endpoint.find import find_endpoint
 from podwire.control.endpoint.table import Endpoint, EndpointTable

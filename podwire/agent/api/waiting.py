@@ -127,7 +127,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        """Answer one request."""
         status, document = self.server.answer(self.path.partition("?")[0])
         body = msgspec.json.encode(document)
         self.send_response(status)

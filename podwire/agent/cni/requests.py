@@ -13,11 +13,12 @@ import logging
 import os
 from dataclasses import dataclass
 from time import monotonic
-from typing import Final, Protocol
+from typing import Final
 
 from podwire.agent.cni.chained_portmap import ChainedPortmap
 from podwire.agent.cni.dispatch import Dispatcher
 from podwire.agent.cni.received import Received
+from podwire.agent.metrics import Metrics
 from podwire.cni.errors import code_of, encode_error
 from podwire.cni.netconf import decode_request
 from podwire.cni.result import encode_result
@@ -39,13 +40,6 @@ _NS_GET_NSTYPE: Final = 0xB703
 _CLONE_NEWNET: Final = 0x40000000
 
 _log = logging.getLogger(__name__)
-
-
-class Metrics(Protocol):
-    """What is counted (`agent.metrics`)."""
-
-    def observe_request(self, command: str, outcome: str, seconds: float) -> None:
-        """Count one request: `outcome` is `ok` or the kind of the error."""
 
 
 @dataclass(eq=False)

@@ -24,11 +24,7 @@ from podwire.agent.cni.received import Caller, Received
 from podwire.agent.ticks import next_tick
 from podwire.cni.errors import encode_error
 from podwire.model import wire
-from podwire.model.errors import (
-    InvalidEnvironment,
-    PodwireError,
-    Unavailable,
-)
+from podwire.model.errors import InvalidEnvironment, PodwireError, Unavailable
 from podwire.model.right_of_way import RightOfWay
 from podwire.model.wire import Reply, ReplyStatus
 

@@ -4,12 +4,12 @@ Called by `agent.node` before the datapath is opened, because the datapath must 
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_network
 from typing import Protocol
 
-from podwire.agent.duties.addresses import HOST_NAME_LABEL, IpamDuty
+from podwire.agent.duties.addresses import HOST_NAME_LABEL, IpamDuty, read_labels
 from podwire.agent.duties.cluster.duty import OwnRanges
 from podwire.agent.duties.kubernetes.start import RANGES_FACT, Start
 from podwire.agent.duties.shared_watch import SharedWatch
@@ -26,7 +26,7 @@ from podwire.model.config import AgentConfig
 from podwire.model.endpoint import IPNetwork
 from podwire.model.errors import InvalidConfiguration
 from podwire.model.interfaces import FactStore
-from podwire.model.store import Store, StoredObject
+from podwire.model.store import Store
 from podwire.model.store.kinds import IP_BLOCK, IP_POOL, NODE
 
 
@@ -156,7 +156,7 @@ def _look(node: str, store: Store, before: Sequence[IPNetwork]) -> node_ranges.R
     pools = decode_pools(pool_objects)
     own_keys = {block_key(cidr) for cidr in before}
     gave = [*pool_objects, *(block for block in blocks if block.key in own_keys)]
-    labels = next((_labels_of(stored) for stored in nodes if stored.key.name == node), {})
+    labels = next((read_labels(stored.document) for stored in nodes if stored.key.name == node), {})
     return node_ranges.RangeFacts(
         pools=pools,
         problems=find_problems(pools, {stored.key.name: fixed_ranges(stored) for stored in nodes}),
@@ -164,9 +164,3 @@ def _look(node: str, store: Store, before: Sequence[IPNetwork]) -> node_ranges.R
         blocks=blocks,
         faults=[f"{stored.key}: {fault}" for stored in gave if (fault := find_fault(stored))],
     )
-
-
-def _labels_of(stored: StoredObject) -> Mapping[str, str]:
-    metadata = stored.document.get("metadata")
-    labels = metadata.get("labels") if isinstance(metadata, Mapping) else None
-    return labels if isinstance(labels, Mapping) else {}

@@ -24,11 +24,8 @@ from podwire.control.ipam.claiming.demand import BlockDemand
 from podwire.control.ipam.claiming.orphans import OrphanCollector, give_back
 from podwire.control.ipam.documents import Block, decode_block, decode_claimed, encode_block
 from podwire.control.ipam.pool import PoolIpam
-from podwire.control.ipam.pools import (
-    POOLS_ANNOTATION,
-    NamespaceFacts,
-    read_pool_names,
-)
+from podwire.control.ipam.pools import POOLS_ANNOTATION, NamespaceFacts, read_pool_names
+from podwire.model.documents.lenient import members_of
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import Conflict, PodwireError
 from podwire.model.interfaces import FactStore
@@ -97,7 +94,6 @@ class IpamNews:
         return [stored.document for _, stored in sorted(self._pools.items())]
 
     def on_lists(self, lists: Sequence[KindList]) -> None:
-        """Take whole lists."""
         touched = set()
         for kind_list in lists:
             if kind_list.kind == IP_POOL.plural:
@@ -118,7 +114,6 @@ class IpamNews:
         self._changed(self._ipam.sync(touched))
 
     def on_events(self, events: Sequence[StoreEvent], _revisions: Revisions) -> None:
-        """Take changes."""
         if not events:
             return
         touched, is_about_pools = self._learn_claimed(events), False
@@ -142,11 +137,9 @@ class IpamNews:
         self._changed(self._ipam.sync(touched))
 
     def on_away(self, error: PodwireError) -> None:
-        """Let `podwire status` tell."""
         self._report(error.message)
 
     def on_back(self) -> None:
-        """Let `podwire status` tell."""
         self._report("")
 
     def _take_node(self, stored: StoredObject, *, gone: bool) -> bool:
@@ -158,7 +151,7 @@ class IpamNews:
             self._ranges[name] = fixed_ranges(stored)
             self._known.node_addresses[name] = own_addresses(stored)
         if name == self._known.node:
-            self._set_labels({} if gone else _labels(stored.document))
+            self._set_labels({} if gone else read_labels(stored.document))
         return before != self._ranges.get(name, ())
 
     def _learn_claimed(self, events: Sequence[StoreEvent]) -> set[IPAddress]:
@@ -372,15 +365,16 @@ def _as_stored(kind: str, document: Mapping[str, Any]) -> StoredObject:
     return StoredObject(key=ObjectKey(kind, "", document["metadata"]["name"]), document=document)
 
 
-def _labels(document: Mapping[str, Any]) -> dict[str, str]:
+def read_labels(document: Mapping[str, Any]) -> dict[str, str]:
+    """Give the labels of a Node or a Namespace."""
     return _texts(document, "labels")
 
 
 def _texts(document: Mapping[str, Any], field: str) -> dict[str, str]:
-    texts = (document.get("metadata") or {}).get(field) or {}
+    texts = members_of(members_of(document, "metadata"), field)
     return {key: value for key, value in texts.items() if isinstance(value, str)}
 
 
 def _read_namespace(document: Mapping[str, Any]) -> NamespaceFacts:
     names = read_pool_names(_texts(document, "annotations").get(POOLS_ANNOTATION, ""))
-    return NamespaceFacts(_labels(document), names)
+    return NamespaceFacts(read_labels(document), names)

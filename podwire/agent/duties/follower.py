@@ -220,7 +220,6 @@ class FollowingDuty:
     _worker: Worker
 
     def start(self) -> None:
-        """Start the threads."""
         # First: a wake-up before the start is lost, and the follower may tell of something at once.
         self._worker.start()
         self.follower.start()
@@ -229,3 +228,9 @@ class FollowingDuty:
         """End the threads; what is in force stays."""
         self.follower.stop()
         self._worker.stop()
+
+    def on_away(self, error: PodwireError) -> None:
+        """Go on with what is known."""
+
+    def on_back(self) -> None:
+        """Go on."""

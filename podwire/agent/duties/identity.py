@@ -24,7 +24,7 @@ from podwire.control.identity.bound_pods import BoundPods
 from podwire.control.identity.collect import Collector, collect, publish_holds
 from podwire.control.identity.feed import IdentityFeed
 from podwire.control.identity.repair import IdentityRepair
-from podwire.control.installation.conflist import NETWORK
+from podwire.control.installation.steps import NETWORK
 from podwire.control.kubernetes.pod import PodFacts
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Conflict, PodwireError
@@ -53,13 +53,11 @@ class IdentityNews:
     feed: IdentityFeed
 
     def on_lists(self, lists: Sequence[KindList]) -> None:
-        """Take whole lists."""
         for kind_list in lists:
             self.feed.replace(kind_list.kind, kind_list.objects, kind_list.revision)
             self._reach({kind_list.kind: kind_list.revision})
 
     def on_events(self, events: Sequence[StoreEvent], revisions: Revisions) -> None:
-        """Take changes."""
         self.feed.heard()
         for event in events:
             self.feed.apply(event)
@@ -176,7 +174,6 @@ class IdentityDuty:
                 )
 
     def start(self) -> None:
-        """Start the threads."""
         if self._freshness is not None:
             self._freshness.start()
         self._worker.start()

@@ -52,7 +52,6 @@ class Installer:
         self._worker = Worker("installer", self._work, self._fail, interrupt=self._wake)
 
     def start(self) -> None:
-        """Begin."""
         self._worker.start()
 
     def stop(self) -> None:

@@ -117,11 +117,9 @@ class PolicyDuty(FollowingDuty):
             self._hand_over(_News(events=events, revisions=revisions))
 
     def on_away(self, error: PodwireError) -> None:
-        """Let `podwire status` tell."""
         self.report(error.told)
 
     def on_back(self) -> None:
-        """Let `podwire status` tell."""
         self.report("")
 
     def _hand_over(self, news: _News) -> None:

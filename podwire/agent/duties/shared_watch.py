@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from podwire.agent.duties.keeper import SAVE_S, InProcess, Keeper, KindList, Memory
 from podwire.agent.duties.unreadable import AS_STORED, Reading, Unreadable
@@ -31,6 +31,9 @@ from podwire.model.store import (
     Watch,
 )
 
+if TYPE_CHECKING:
+    from podwire.agent.duties.follower import StoreFollower
+
 WATCH_S: Final = 2.0
 """How long one call of a quiet watch lasts."""
 AWAY_BASE_S: Final = 0.5
@@ -40,28 +43,6 @@ Change = tuple[StoreEvent, StoreEvent | None]
 """A change as the store told it, and the same decoded; None where it cannot be read."""
 
 _log = logging.getLogger(__name__)
-
-
-class Follower(Protocol):
-    """Who follows some kinds (`agent.duties.follower`)."""
-
-    name: str
-    kinds: tuple[str, ...]
-
-    @property
-    def again_s(self) -> float | None: ...
-
-    def is_due(self, now_s: float) -> bool: ...
-
-    def take_lists(
-        self, lists: Mapping[str, KindList], unreadable: Sequence[StoredObject]
-    ) -> None: ...
-
-    def take_changes(self, changes: Sequence[Change], failing: Mapping[str, str]) -> None: ...
-
-    def note_away(self, error: PodwireError) -> None: ...
-
-    def lack(self, error: PodwireError | None = None) -> None: ...
 
 
 class SharedWatch:
@@ -81,7 +62,7 @@ class SharedWatch:
         self._way = way or RightOfWay()
         self._keeper = Keeper(memory or InProcess())
         self.unreadable = Unreadable(name, self._keeper.find, reading)
-        self._followers: tuple[Follower, ...] = ()
+        self._followers: tuple[StoreFollower, ...] = ()
         self._telling = threading.RLock()
         """Held while followers are told, so that one that leaves hears nothing afterwards."""
         self._lists: dict[str, KindList] = {}
@@ -100,13 +81,13 @@ class SharedWatch:
         """Up to which revision of each kind everything was handed over."""
         return self._revisions
 
-    def join(self, follower: Follower) -> None:
+    def join(self, follower: "StoreFollower") -> None:
         """Add a follower; it gets lists at the next `load` or `step`."""
         with self._telling:
             if follower not in self._followers:
                 self._followers = (*self._followers, follower)
 
-    def leave(self, follower: Follower) -> None:
+    def leave(self, follower: "StoreFollower") -> None:
         """Tell somebody nothing any more. With the last one the thread ends, at once but for a call of the store that
         runs, and what was heard is kept."""
         with self._telling:
@@ -208,7 +189,7 @@ class SharedWatch:
 
     # Lists
 
-    def _list(self, due: Sequence[Follower]) -> None:
+    def _list(self, due: "Sequence[StoreFollower]") -> None:
         """List the kinds that some followers lack, and hand the lists to every follower of those kinds."""
         wanted = dict.fromkeys(kind for follower in due for kind in follower.kinds)
         fresh: dict[str, KindList] = {}
@@ -241,14 +222,14 @@ class SharedWatch:
             self._lists.clear()
         failures.raise_first()
 
-    def _can_reuse(self, kind: str, due: Sequence[Follower]) -> bool:
+    def _can_reuse(self, kind: str, due: "Sequence[StoreFollower]") -> bool:
         """Tell whether what was listed for others still is the newest that was heard, without doubts about it."""
         has_others = any(
             kind in follower.kinds for follower in self._followers if follower not in due
         )
         return has_others and kind in self._lists
 
-    def _tell_lists(self, follower: Follower, lists: Mapping[str, KindList]) -> None:
+    def _tell_lists(self, follower: "StoreFollower", lists: Mapping[str, KindList]) -> None:
         with self._telling:
             if follower in self._followers:
                 follower.take_lists(lists, self.unreadable.objects)
@@ -334,7 +315,7 @@ class SharedWatch:
         return readable
 
     def _tell_changes(
-        self, follower: Follower, changes: Sequence[Change], failing: Mapping[str, str]
+        self, follower: "StoreFollower", changes: Sequence[Change], failing: Mapping[str, str]
     ) -> None:
         with self._telling:
             if follower in self._followers:
@@ -409,7 +390,7 @@ class _Failures:
     def __init__(self) -> None:
         self._first: Exception | None = None
 
-    def guard(self, follower: Follower, tell: Callable[[], None]) -> None:
+    def guard(self, follower: "StoreFollower", tell: Callable[[], None]) -> None:
         """Tell one follower; if it fails, lists come again."""
         try:
             tell()

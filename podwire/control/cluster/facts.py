@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from podwire.control.cluster.reading import EPOCH_MAX, Fields
 from podwire.model.cluster import DEFAULT_TUNNEL_PORT, NodeFacts, TunnelMode
-from podwire.model.documents.lenient import members_of
+from podwire.model.documents.lenient import items_of, members_of, text_of
 from podwire.model.documents.reader import Faults
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.identity import CLUSTER_LAST
@@ -105,18 +105,14 @@ def own_by_core_node(name: str, uid: str) -> dict[str, Any]:
 
 
 def _find_core_uid(document: Mapping[str, Any]) -> str:
-    owners = members_of(document, "metadata").get("ownerReferences")
-    for owner in owners if isinstance(owners, list) else ():
-        if isinstance(owner, Mapping) and CORE_OWNER.items() <= owner.items():
-            uid = owner.get("uid")
-            return uid if isinstance(uid, str) else ""
-    return ""
+    owners = items_of(members_of(document, "metadata"), "ownerReferences")
+    core = (owner for owner in owners if CORE_OWNER.items() <= owner.items())
+    return text_of(next(core, {}), "uid")
 
 
 def is_published(document: Mapping[str, Any]) -> bool:
     """Tell whether a node's agent has published its facts. An object that only lists identities makes no peer yet."""
-    spec = document.get("spec")
-    return isinstance(spec, Mapping) and bool(spec.get("instance"))
+    return bool(members_of(document, "spec").get("instance"))
 
 
 def decode_node(stored: StoredObject) -> NodeFacts:
@@ -124,7 +120,7 @@ def decode_node(stored: StoredObject) -> NodeFacts:
     if (known := value_of(stored, NodeFacts)) is not None:
         return known
     faults = Faults()
-    spec = Fields(stored.document, "spec", faults)
+    spec = Fields(stored.document, faults)
     # A node of a newer version can say that it must not be talked to without something that this version lacks.
     unknown = sorted(set(spec.texts("requires")) - KNOWN_REQUIREMENTS)
     if unknown:

@@ -26,6 +26,7 @@ from podwire.control.cluster.ownership import (
 )
 from podwire.control.cluster.published import Publication, encode_endpoints, endpoints_key
 from podwire.model.cluster import Claimed, NodeFacts, Surroundings
+from podwire.model.documents.lenient import members_of
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from podwire.model.ids import IdentityId
@@ -250,7 +251,7 @@ class NodePublisher:
         stored: StoredObject | None,
         known: Callable[[], Iterable[NodeFacts]] | None,
     ) -> NodeFacts:
-        spec = _spec_of(stored)
+        spec = members_of(stored.document, "spec") if stored else {}
         epoch = self._choose_epoch(spec)
         numbers = self.claims
         if any(claimed not in numbers for claimed in everything_claimed(facts)):
@@ -352,12 +353,11 @@ class EndpointsPublisher:
         bases: Sequence[IPNetwork],
         core_uid: str,
     ) -> None:
-        spec = _spec_of(stored)
-        known, sequence = spec.get("epoch"), spec.get("sequence")
-        if not isinstance(known, int) or isinstance(known, bool):
+        spec = members_of(stored.document, "spec") if stored else {}
+        theirs, sequence = spec.get("epoch"), spec.get("sequence")
+        if not isinstance(theirs, int) or isinstance(theirs, bool):
             # Nobody knows the epoch of before; it was never above the revision, as each took a write.
-            known = 0 if stored is None else stored.revision
-        theirs = known
+            theirs = 0 if stored is None else stored.revision
         if not self._epoch or theirs > self._epoch:
             self._epoch, self._sequence = theirs + 1, 0
         elif theirs == self._epoch and isinstance(sequence, int):
@@ -391,11 +391,6 @@ def _refusal(mine: Claim, other: Claim, of: NodeFacts, *, is_alive: bool) -> Cla
         hint=f"give one of the two another {setting}; if node {other.node!r} is gone for good:"
         f" podwire delete node {other.node}",
     )
-
-
-def _spec_of(stored: StoredObject | None) -> Mapping[str, Any]:
-    spec = None if stored is None else stored.document.get("spec")
-    return spec if isinstance(spec, Mapping) else {}
 
 
 def _holds_of(spec: Mapping[str, Any]) -> tuple[IdentityId, ...]:

@@ -8,6 +8,8 @@ default value.
 from collections.abc import Mapping
 from typing import Any, Final
 
+import msgspec
+
 from podwire.control.documents.kinds import decode
 from podwire.model.documents.lenient import members_of
 from podwire.model.errors import InvalidRequest
@@ -38,13 +40,7 @@ def leave_out_additions(stored: StoredObject, draft: StoredObject) -> StoredObje
     if there is None or there == stored.document:
         return stored  # nothing was added, so what looks like a default was written
     document = _strip(there, draft.document, _fill(draft.document))
-    return StoredObject(
-        key=stored.key,
-        uid=stored.uid,
-        revision=stored.revision,
-        created=stored.created,
-        document=document,
-    )
+    return msgspec.structs.replace(stored, document=document)
 
 
 def keep_additions(there: StoredObject, draft: StoredObject) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from podwire.control.identity.resolver import IdentityResolver, Resolution
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Conflict, InvalidRequest, NotFound
 from podwire.model.ids import EndpointId
-from podwire.model.interfaces import RecordWriter
+from podwire.model.interfaces import Journal
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class EndpointChanges:
     """Changes of the endpoints of one node."""
 
     table: EndpointTable
-    journal: RecordWriter
+    journal: Journal
     regenerations: Regenerations
     resolver: IdentityResolver
     turn: threading.RLock

@@ -17,7 +17,9 @@ from podwire.control.endpoint.policies import oldest_revision
 from podwire.control.endpoint.queue import Level, RegenerationQueue
 from podwire.control.endpoint.table import Endpoint, EndpointTable
 from podwire.control.identity.known import IdentityChange
-from podwire.control.policy.engine import Failure, Outcome, PolicyEngine, PolicyValues
+from podwire.control.policy.engine import PolicyEngine
+from podwire.control.policy.realize.outcome import Failure, Outcome
+from podwire.control.policy.resolve.subject import PolicyValues
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import NotFound, PolicyOverflow, Unavailable
 from podwire.model.identity import IdentityFacts

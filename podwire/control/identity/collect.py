@@ -23,6 +23,7 @@ from podwire.control.identity.known import (
     annotations,
     decode,
 )
+from podwire.model.documents.lenient import members_of
 from podwire.model.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from podwire.model.store import ObjectKey, Store, StoredObject, UnreadableObject, look_at
 from podwire.model.store.kinds import NODE_ENDPOINTS
@@ -179,8 +180,7 @@ def read_holds(nodes: Sequence[StoredObject]) -> frozenset[int]:
     for node in nodes:
         if node.fault:
             raise InvalidRequest(f"read what node {node.key.name!r} holds: {node.fault}")
-        spec = node.document.get("spec")
-        holds = spec.get("holds") if isinstance(spec, Mapping) else None
+        holds = members_of(node.document, "spec").get("holds")
         if isinstance(holds, list | tuple):
             numbers.update(number for number in holds if isinstance(number, int))
     return frozenset(numbers)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from podwire.control.identity.key import HASH_DIGITS, IdentityKey, read_spec, write_spec
+from podwire.model.documents.lenient import members_of
 from podwire.model.errors import InvalidRequest
 from podwire.model.identity import IdentityFacts
 from podwire.model.labels import OWN_PREFIX
@@ -257,6 +258,4 @@ def decode(stored: StoredObject) -> KnownIdentity | None:
 
 def annotations(stored: StoredObject) -> Mapping[str, str]:
     """Give an object's annotations."""
-    metadata = stored.document.get("metadata")
-    annotations = metadata.get("annotations") if isinstance(metadata, Mapping) else None
-    return annotations if isinstance(annotations, Mapping) else {}
+    return members_of(members_of(stored.document, "metadata"), "annotations")

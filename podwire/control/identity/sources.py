@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from podwire.control.kubernetes.own_pods import PodName
+from podwire.model.documents.lenient import members_of
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.labels import (
     NAME_KEY,
@@ -177,12 +178,10 @@ class LabelSources:
         with self._lock:
             if key.kind == NAMESPACES:
                 return SourceChange() if event.deleted else self._set_namespace(event.object)
-            workloads = {
-                object_key: made
-                for object_key, made in self._workloads.items()
-                if object_key != key
-            }
-            if not event.deleted:
+            workloads = dict(self._workloads)
+            if event.deleted:
+                workloads.pop(key, None)
+            else:
                 workloads[key] = _read_workload(event.object)
             return self._set_workloads(workloads)
 
@@ -226,7 +225,7 @@ class LabelSources:
         ]
 
     def _set_namespace(self, stored: StoredObject) -> SourceChange:
-        name, labels = stored.key.name, _read_labels(stored.document.get("metadata"))
+        name, labels = stored.key.name, _read_labels(members_of(stored.document, "metadata"))
         self._unlisted -= {name}
         before = self._namespaces.get(name)
         if before == labels:
@@ -246,14 +245,11 @@ class LabelSources:
         return SourceChange(workloads=True)
 
 
-def _read_labels(holder: object) -> dict[str, str]:
+def _read_labels(holder: Mapping[str, Any]) -> dict[str, str]:
     """Read `labels` of metadata or a spec; what is no label is left out."""
-    labels = holder.get("labels") if isinstance(holder, Mapping) else None
-    if not isinstance(labels, Mapping):
-        return {}
     return {
         key: value
-        for key, value in labels.items()
+        for key, value in members_of(holder, "labels").items()
         if isinstance(key, str)
         and isinstance(value, str)
         and is_label_key(key)
@@ -262,8 +258,7 @@ def _read_labels(holder: object) -> dict[str, str]:
 
 
 def _read_workload(stored: StoredObject) -> Workload:
-    spec: Any = stored.document.get("spec")
-    spec = spec if isinstance(spec, Mapping) else {}
+    spec = members_of(stored.document, "spec")
     labels = _read_labels(spec)
     return Workload(
         name=stored.key.name,

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from podwire.control.ipam.pools import AddressRange
-from podwire.model.documents.lenient import text_of
+from podwire.model.documents.lenient import members_of, text_of
 from podwire.model.endpoint import AttachmentKey, IPAddress, IPNetwork
 from podwire.model.ids import ContainerId, InterfaceName, NetworkName
 from podwire.model.store import ObjectKey, StoredObject, value_of
-from podwire.model.store.kinds import IP_ADDRESS, IP_BLOCK
+from podwire.model.store.kinds import IP_ADDRESS, IP_BLOCK, Kind
 
 KEPT_SHARE: Final = 16
 """One address in this many of a block is kept for claims of single addresses, which other nodes make too."""
@@ -128,7 +128,7 @@ def encode_block(block: Block) -> dict[str, Any]:
         "epoch": block.epoch,
         "kept": [str(range_) for range_ in block.kept],
     }
-    return _document(IP_BLOCK.name, IP_BLOCK.api_versions[0], block_key(block.cidr).name, spec)
+    return _document(IP_BLOCK, block_key(block.cidr).name, spec)
 
 
 def encode_claimed(claimed: ClaimedAddress) -> dict[str, Any]:
@@ -144,15 +144,14 @@ def encode_claimed(claimed: ClaimedAddress) -> dict[str, Any]:
             "interface": key.if_name,
         },
     }
-    name = address_key(claimed.address).name
-    return _document(IP_ADDRESS.name, IP_ADDRESS.api_versions[0], name, spec)
+    return _document(IP_ADDRESS, address_key(claimed.address).name, spec)
 
 
 def decode_block(stored: StoredObject) -> Block | None:
     """Read a block; None when this is none."""
     if (known := value_of(stored, Block)) is not None:
         return known
-    spec = _spec(stored)
+    spec = members_of(stored.document, "spec")
     try:
         cidr = ipaddress.ip_network(str(spec.get("cidr")))
         epoch = spec.get("epoch", 0)
@@ -173,9 +172,8 @@ def decode_claimed(stored: StoredObject) -> ClaimedAddress | None:
     """Read a claimed address; None when this is none."""
     if (known := value_of(stored, ClaimedAddress)) is not None:
         return known
-    spec = _spec(stored)
-    handle = spec.get("handle")
-    handle = handle if isinstance(handle, Mapping) else {}
+    spec = members_of(stored.document, "spec")
+    handle = members_of(spec, "handle")
     try:
         address = ipaddress.ip_address(str(spec.get("address")))
     except ValueError:
@@ -195,13 +193,14 @@ def released(block: Block) -> Block:
     return replace(block, node="", kept=())
 
 
-def _document(kind: str, api_version: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
-    return {"apiVersion": api_version, "kind": kind, "metadata": {"name": name}, "spec": spec}
+def rewrite(before: StoredObject, document: Mapping[str, Any]) -> StoredObject:
+    """Give the object with another document, to be written only if nobody has written it since."""
+    return StoredObject(key=before.key, uid=before.uid, revision=before.revision, document=document)
 
 
-def _spec(stored: StoredObject) -> Mapping[str, Any]:
-    spec = stored.document.get("spec")
-    return spec if isinstance(spec, Mapping) else {}
+def _document(kind: Kind, name: str, spec: dict[str, Any]) -> dict[str, Any]:
+    header = {"apiVersion": kind.api_versions[0], "kind": kind.name}
+    return {**header, "metadata": {"name": name}, "spec": spec}
 
 
 def _is_inside(part: AddressRange, cidr: IPNetwork) -> bool:

@@ -8,6 +8,7 @@ import ipaddress
 from collections.abc import Mapping
 from typing import Any, Final
 
+from podwire.model.documents.lenient import members_of, text_of
 from podwire.model.endpoint import IPNetwork
 from podwire.model.errors import InvalidConfiguration
 from podwire.model.store import ObjectKey, StoredObject
@@ -19,15 +20,12 @@ _DOCUMENT: Final = "ClusterConfiguration"
 
 def find_configuration(stored: StoredObject | None) -> str:
     """Give the document of kubeadm's ConfigMap; "" when the cluster was not made by kubeadm."""
-    data = stored.document.get("data") if stored is not None else None
-    text = data.get(_DOCUMENT) if isinstance(data, Mapping) else None
-    return text if isinstance(text, str) else ""
+    return text_of(members_of(stored.document, "data"), _DOCUMENT) if stored is not None else ""
 
 
 def decode_pod_subnets(document: Mapping[str, Any]) -> tuple[IPNetwork, ...]:
     """Read networking.podSubnet, one range or one of each family; () when it has none. InvalidConfiguration."""
-    networking = document.get("networking")
-    text = networking.get("podSubnet") if isinstance(networking, Mapping) else None
+    text = members_of(document, "networking").get("podSubnet")
     parts = [part.strip() for part in str(text or "").split(",")]
     try:
         return tuple(ipaddress.ip_network(part) for part in parts if part)

@@ -5,11 +5,10 @@ watches its own core Node only; another one is read once, for a contest.
 """
 
 import ipaddress
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-from podwire.model.documents.lenient import members_of
+from podwire.model.documents.lenient import items_of, members_of, read_address, text_of, texts_of
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import InvalidConfiguration
 from podwire.model.store import ObjectKey, StoredObject
@@ -46,26 +45,23 @@ def decode_core_node(stored: StoredObject) -> CoreNode:
     spec = members_of(stored.document, "spec")
     status = members_of(stored.document, "status")
     # An old API server knows the singular only.
-    texts = _items(spec, "podCIDRs") or [spec.get("podCIDR")]
+    texts = texts_of(spec, "podCIDRs") or [text_of(spec, "podCIDR")]
     return CoreNode(
         name=stored.key.name,
         uid=stored.uid,
-        pod_cidrs=tuple(
-            _read_range(stored.key.name, text) for text in texts if isinstance(text, str) and text
-        ),
+        pod_cidrs=tuple(_read_range(stored.key.name, text) for text in texts if text),
         addresses=tuple(
             address
-            for item in _items(status, "addresses")
-            if isinstance(item, Mapping) and item.get("type") == INTERNAL_IP
-            if (address := _read_address(item.get("address"))) is not None
+            for item in items_of(status, "addresses")
+            if item.get("type") == INTERNAL_IP
+            if (address := read_address(text_of(item, "address"))) is not None
         ),
         is_called_unavailable=any(
-            isinstance(item, Mapping)
-            and item.get("type") == NETWORK_UNAVAILABLE
+            item.get("type") == NETWORK_UNAVAILABLE
             # A condition has three values; Unknown does not mean that the network is there (API conventions, "Typical
             # status properties").
             and item.get("status") != "False"
-            for item in _items(status, "conditions")
+            for item in items_of(status, "conditions")
         ),
         zone=read_zone(stored),
     )
@@ -73,8 +69,7 @@ def decode_core_node(stored: StoredObject) -> CoreNode:
 
 def read_zone(stored: StoredObject) -> str:
     """Give the zone of a core Node, whatever is wrong with the rest of it."""
-    zone = members_of(members_of(stored.document, "metadata"), "labels").get(ZONE_LABEL)
-    return zone if isinstance(zone, str) else ""
+    return text_of(members_of(members_of(stored.document, "metadata"), "labels"), ZONE_LABEL)
 
 
 def network_is_available(now: str) -> dict[str, str]:
@@ -97,15 +92,3 @@ def _read_range(node: str, text: str) -> IPNetwork:
             f"read the ranges of core Node {node!r}: spec.podCIDRs has {text[:80]!r}: {error}",
             hint="kube-controller-manager writes them (--allocate-node-cidrs, --cluster-cidr)",
         ) from error
-
-
-def _read_address(text: object) -> IPAddress | None:
-    try:
-        return ipaddress.ip_address(str(text))
-    except ValueError:
-        return None
-
-
-def _items(holder: Mapping[str, Any], name: str) -> list[Any]:
-    value = holder.get(name)
-    return value if isinstance(value, list) else []

@@ -10,7 +10,8 @@ from typing import Any, Final
 
 import msgspec
 
-from podwire.model.documents.lenient import items_of, members_of
+from podwire.model.documents.fields import PORT_MAX
+from podwire.model.documents.lenient import items_of, members_of, text_of
 from podwire.model.labels import (
     OWN_PREFIX,
     SOURCE_K8S,
@@ -29,7 +30,6 @@ RESERVED_PREFIXES: Final = ("io.kubernetes.", "io.cilium.", f"{OWN_PREFIX}/")
 """Keys that begin so say what only the cluster or podwire may say of a pod."""
 DEFAULT_SERVICE_ACCOUNT: Final = "default"
 _PROTOCOLS: Final = frozenset({"TCP", "UDP", "SCTP"})
-_PORT_MAX: Final = 65535
 
 
 class PodFacts(msgspec.Struct, frozen=True):
@@ -57,14 +57,13 @@ def decode_pod(stored: StoredObject) -> PodFacts:
     metadata = members_of(stored.document, "metadata")
     spec = members_of(stored.document, "spec")
     annotations = _texts(metadata, "annotations")
-    account = spec.get("serviceAccountName")
     return PodFacts(
         namespace=stored.key.namespace,
         name=stored.key.name,
         uid=stored.uid,
         mirrored_uid=annotations.get(MIRROR_ANNOTATION, ""),
         labels=_read_labels(
-            metadata, account if isinstance(account, str) and account else DEFAULT_SERVICE_ACCOUNT
+            metadata, text_of(spec, "serviceAccountName") or DEFAULT_SERVICE_ACCOUNT
         ),
         ports=_read_ports(spec),
         annotations=annotations,
@@ -103,7 +102,7 @@ def _read_port(port: Mapping[str, Any]) -> NamedPort | None:
     protocol = port.get("protocol", "TCP")
     if not (isinstance(name, str) and name and protocol in _PROTOCOLS):
         return None
-    if not (isinstance(number, int) and 0 < number <= _PORT_MAX):
+    if not (isinstance(number, int) and 0 < number <= PORT_MAX):
         return None
     return NamedPort(name, number, protocol)
 

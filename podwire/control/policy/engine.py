@@ -14,7 +14,7 @@ from typing import Any, Final
 from podwire.control.policy.oracle import Enforcement, RuleName
 from podwire.control.policy.realize.adopted import Adopted
 from podwire.control.policy.realize.cidrs_mapped import MappedCidrs
-from podwire.control.policy.realize.outcome import Failure, Outcome
+from podwire.control.policy.realize.outcome import Outcome
 from podwire.control.policy.realize.overflow import explain_overflow
 from podwire.control.policy.realize.slots import EndpointRows, Slots
 from podwire.control.policy.realize.subjects import Subjects
@@ -24,28 +24,13 @@ from podwire.control.policy.resolve.repository import Repository
 from podwire.control.policy.resolve.rule_numbers import Counters, Numbers, RuleNumbers
 from podwire.control.policy.resolve.selectors import LabelIndex
 from podwire.control.policy.resolve.subject import PolicyValues, Subject
-from podwire.control.policy.rule import (
-    RESERVED_LABELS,
-    CidrGroup,
-    IdentityFacts,
-    PolicyId,
-    PolicyRules,
-)
+from podwire.control.policy.rule import CidrGroup, PolicyId, PolicyRules
 from podwire.model.endpoint import IPNetwork
 from podwire.model.errors import NotFound, PodwireError, PolicyOverflow
+from podwire.model.identity import RESERVED_LABELS, IdentityFacts
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import EndpointConfig, PolicyDatapath
 from podwire.model.policy import PolicyKey, PolicyRows
-
-__all__ = [
-    "EndpointRows",
-    "Enforcement",
-    "Failure",
-    "Numbers",
-    "Outcome",
-    "PolicyEngine",
-    "PolicyValues",
-]
 
 SETTING: Final = PolicyId("Setting", "", "policy_enforcement")
 """What closes an endpoint that no policy closes."""

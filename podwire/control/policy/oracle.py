@@ -26,16 +26,15 @@ from podwire.control.policy.rule import (
     CidrGroup,
     CidrGroupSelector,
     CidrSelector,
-    IdentityFacts,
     LabelSelector,
     PeerSelector,
     PolicyId,
     PolicyRules,
     PortMatch,
-    Reserved,
     Rule,
 )
 from podwire.model.endpoint import IPAddress, IPNetwork
+from podwire.model.identity import IdentityFacts, Reserved
 from podwire.model.policy import Direction, Verdict
 
 PROTOCOL_NAMES: Final[Mapping[int, str]] = {

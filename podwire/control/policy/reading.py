@@ -7,35 +7,29 @@ it is the same on every node, whatever that node saw before.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from podwire.control.policy.labels_match import make_selector
 from podwire.control.policy.rule import (
     ALL_PORTS,
     UNENFORCEABLE_PATH,
     LabelSelector,
-    Operator,
     PolicyId,
     PolicyRules,
     Requirement,
     Rule,
 )
-from podwire.control.policy.rules_cilium import (
-    KIND,
-    KIND_CLUSTERWIDE,
-    decode_cilium_policy,
-    read_cilium_subjects,
-)
-from podwire.control.policy.rules_k8s import KIND as KIND_K8S
+from podwire.control.policy.rules_cilium import decode_cilium_policy, read_cilium_subjects
 from podwire.control.policy.rules_k8s import decode_network_policy, read_network_subjects
 from podwire.model.errors import InvalidRequest
-from podwire.model.labels import NAMESPACE_KEY, SOURCE_K8S
+from podwire.model.labels import NAMESPACE_KEY, SOURCE_K8S, Operator
 from podwire.model.policy import Direction, Verdict
 from podwire.model.store import ObjectKey
 from podwire.model.store.kinds import (
     CILIUM_CLUSTERWIDE_POLICY,
     CILIUM_POLICY,
     NETWORK_POLICY,
+    Kind,
 )
 
 REASON_MAX_CHARACTERS: Final = 240
@@ -68,7 +62,7 @@ def read_policy(key: ObjectKey, document: Mapping[str, Any]) -> Rules | Unenforc
     """Read a policy's document. Raises InvalidRequest when it has values of the wrong type: it is not readable, and
     what was last read of it says more."""
     try:
-        return _DECODERS[key.kind][1](document)
+        return _READERS[key.kind].rules(document)
     except InvalidRequest as error:
         if any(fault.is_mistyped for fault in error.faults):
             raise
@@ -80,11 +74,11 @@ def read_policy(key: ObjectKey, document: Mapping[str, Any]) -> Rules | Unenforc
 
 def close_policy(key: ObjectKey, document: Mapping[str, Any], reason: str) -> Unenforceable | None:
     """Give what a policy closes that is not known to say anything else; None for what cannot be a policy's key."""
-    known = _DECODERS.get(key.kind)
+    readers = _READERS.get(key.kind)
     # A foreign key of etcd is shown as an object that has its path for a name.
-    if known is None or "/" in key.name or bool(key.namespace) is (known[0] == KIND_CLUSTERWIDE):
+    if readers is None or "/" in key.name or bool(key.namespace) is not readers.kind.namespaced:
         return None
-    policy = PolicyId(known[0], key.namespace, key.name)
+    policy = name_policy(key)
     subjects = _read_subjects(key, document)
     closes = "the pods that it selects" if subjects else "no pods, because it selects none"
     if subjects is None:
@@ -102,19 +96,20 @@ def close_policy(key: ObjectKey, document: Mapping[str, Any], reason: str) -> Un
 
 def name_policy(key: ObjectKey) -> PolicyId:
     """Give a policy's name as rules carry it."""
-    return PolicyId(_DECODERS[key.kind][0], key.namespace, key.name)
+    return PolicyId(_READERS[key.kind].kind.name, key.namespace, key.name)
 
 
 def _read_subjects(key: ObjectKey, document: Mapping[str, Any]) -> Subjects | None:
     try:
-        return _SUBJECT_READERS[key.kind](document, key.namespace)
+        return _READERS[key.kind].subjects(document, key.namespace)
     except UNEXPECTED:
         return None
 
 
 def _close_everything(policy: PolicyId) -> tuple[Subjects, str]:
     # What it selects is unknown, so it closes everything that it could select.
-    denying: frozenset[Direction] = frozenset() if policy.kind == KIND_K8S else frozenset(Direction)
+    may_deny = policy.kind != NETWORK_POLICY.name
+    denying = frozenset(Direction) if may_deny else frozenset[Direction]()
     if not policy.namespace:
         return ((LabelSelector(), denying),), "all pods of all namespaces"
     own = Requirement(SOURCE_K8S, NAMESPACE_KEY, Operator.IN, (policy.namespace,))
@@ -129,21 +124,31 @@ def _deny(directions: frozenset[Direction]) -> tuple[Rule, ...]:
     )
 
 
+def _read_network_policy(document: Mapping[str, Any]) -> Rules:
+    return (decode_network_policy(document),)
+
+
 def _read_network_subjects(document: Mapping[str, Any], namespace: str) -> Subjects | None:
     subjects = read_network_subjects(document, namespace)
     # A NetworkPolicy can only allow: what others allow would pass with it, too.
     return None if subjects is None else tuple((subject, frozenset()) for subject in subjects)
 
 
-_DECODERS: Final[Mapping[str, tuple[str, Callable[[Mapping[str, Any]], Rules]]]] = {
-    NETWORK_POLICY.plural: (KIND_K8S, lambda document: (decode_network_policy(document),)),
-    CILIUM_POLICY.plural: (KIND, decode_cilium_policy),
-    CILIUM_CLUSTERWIDE_POLICY.plural: (KIND_CLUSTERWIDE, decode_cilium_policy),
+class _Readers(NamedTuple):
+    """What reads the policies of a kind."""
+
+    kind: Kind
+    rules: Callable[[Mapping[str, Any]], Rules]
+    subjects: Callable[[Mapping[str, Any], str], Subjects | None]
+
+
+_READERS: Final[Mapping[str, _Readers]] = {
+    readers.kind.plural: readers
+    for readers in (
+        _Readers(NETWORK_POLICY, _read_network_policy, _read_network_subjects),
+        _Readers(CILIUM_POLICY, decode_cilium_policy, read_cilium_subjects),
+        _Readers(CILIUM_CLUSTERWIDE_POLICY, decode_cilium_policy, read_cilium_subjects),
+    )
 }
-_SUBJECT_READERS: Final[Mapping[str, Callable[[Mapping[str, Any], str], Subjects | None]]] = {
-    NETWORK_POLICY.plural: _read_network_subjects,
-    CILIUM_POLICY.plural: read_cilium_subjects,
-    CILIUM_CLUSTERWIDE_POLICY.plural: read_cilium_subjects,
-}
-POLICY_KINDS: Final = tuple(_DECODERS)
+POLICY_KINDS: Final = tuple(_READERS)
 """Kinds of the store whose objects are policies, beside the groups that these name."""

@@ -7,40 +7,10 @@ selector cache. Nothing here knows which pods exist.
 from dataclasses import dataclass
 from typing import Final
 
-from podwire.model.endpoint import IPAddress, IPNetwork
-from podwire.model.identity import RESERVED_LABELS, IdentityFacts, NamedPort, Reserved
+from podwire.model.endpoint import IPNetwork
 from podwire.model.labels import Operator
 from podwire.model.policy import Direction, Verdict
 from podwire.model.store import spell_name
-
-__all__ = [
-    "ALL_PORTS",
-    "ANY_SOURCE",
-    "DEFAULT_DENY_PATH",
-    "ICMP",
-    "ICMPV6",
-    "RESERVED_LABELS",
-    "SCTP",
-    "TCP",
-    "TIER_DEFAULT",
-    "UDP",
-    "UNENFORCEABLE_PATH",
-    "CidrGroup",
-    "CidrGroupSelector",
-    "CidrSelector",
-    "IPAddress",
-    "IdentityFacts",
-    "LabelSelector",
-    "NamedPort",
-    "Operator",
-    "PeerSelector",
-    "PolicyId",
-    "PolicyRules",
-    "PortMatch",
-    "Requirement",
-    "Reserved",
-    "Rule",
-]
 
 TIER_DEFAULT: Final = 0x4000_0000
 """Precedence of NetworkPolicy and CiliumNetworkPolicy: all of them alike, deny wins among equals. Tiers of other kinds
@@ -177,3 +147,23 @@ class CidrGroup:
     labels: tuple[str, ...]
     """Canonical: `source:key=value`."""
     cidrs: tuple[IPNetwork, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LabelMention:
+    """A label by which a policy selects endpoints, and where it says so. Whether any can have it the filter knows."""
+
+    path: str
+    source: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMention:
+    """A CiliumCIDRGroup that a policy names, and where. Whether there is one the store knows."""
+
+    path: str
+    name: str
+
+
+Mention = LabelMention | GroupMention

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 from podwire.control.policy.cilium.peers import Scope, read_peers, read_subject
 from podwire.control.policy.cilium.ports import read_ports
-from podwire.control.policy.mentions import Mention
 from podwire.control.policy.rule import (
     CidrGroup,
     LabelSelector,
+    Mention,
     PolicyId,
     PolicyRules,
     Rule,
@@ -30,12 +30,8 @@ from podwire.model.documents.reader import Faults, Node, root
 from podwire.model.ids import DEFAULT_NAMESPACE
 from podwire.model.labels import SOURCE_K8S, sort_labels
 from podwire.model.policy import Direction, Verdict
+from podwire.model.store.kinds import CIDR_GROUP, CILIUM_CLUSTERWIDE_POLICY, CILIUM_POLICY, Kind
 
-KIND: Final = "CiliumNetworkPolicy"
-KIND_CLUSTERWIDE: Final = "CiliumClusterwideNetworkPolicy"
-KIND_GROUP: Final = "CiliumCIDRGroup"
-API_VERSIONS: Final = ("cilium.io/v2",)
-GROUP_API_VERSIONS: Final = ("cilium.io/v2", "cilium.io/v2alpha1")
 HINT: Final = "see docs/policy.md for what is enforced and what is refused; nothing was changed"
 
 _REFUSED_IN_SPEC: Final = {
@@ -81,17 +77,22 @@ def decode_cilium_policy(
     faults = Faults(mentions)
     top = root(document, faults)
     rule_sets: list[PolicyRules | None] = []
-    kind = KIND
+    kind = CILIUM_POLICY
     if top.expect_object(("apiVersion", "kind", "metadata", "spec", "specs", "status")):
-        name = read_header(top, api_versions=API_VERSIONS, kinds=(KIND, KIND_CLUSTERWIDE))
-        kind = KIND_CLUSTERWIDE if top.value.get("kind") == KIND_CLUSTERWIDE else KIND
+        name = read_header(
+            top,
+            api_versions=CILIUM_POLICY.api_versions,
+            kinds=(CILIUM_POLICY.name, CILIUM_CLUSTERWIDE_POLICY.name),
+        )
+        if top.value.get("kind") == CILIUM_CLUSTERWIDE_POLICY.name:
+            kind = CILIUM_CLUSTERWIDE_POLICY
         policy = _name_policy(top, name, kind)
         specs = [top.child("spec")] if top.child("spec").present else []
         specs += top.child("specs").items()
         if not specs:
             top.child("spec").wrong("is missing, and so is specs")
         rule_sets = [_read_spec(spec, policy) for spec in specs]
-    faults.raise_if_any(f"decode {describe_object(document, kind)}", hint=HINT)
+    faults.raise_if_any(f"decode {describe_object(document, kind.name)}", hint=HINT)
     return tuple(rules for rules in rule_sets if rules is not None)
 
 
@@ -126,14 +127,14 @@ def _find_denying(spec: Node) -> frozenset[Direction]:
     )
 
 
-def _name_policy(top: Node, name: ObjectName, kind: str) -> PolicyId:
-    if kind == KIND:
-        return PolicyId(kind, name.namespace or DEFAULT_NAMESPACE, name.name)
+def _name_policy(top: Node, name: ObjectName, kind: Kind) -> PolicyId:
+    if kind.namespaced:
+        return PolicyId(kind.name, name.namespace or DEFAULT_NAMESPACE, name.name)
     if name.namespace:
         top.child("metadata").child("namespace").wrong(
             "is set; a clusterwide policy has no namespace"
         )
-    return PolicyId(kind, "", name.name)
+    return PolicyId(kind.name, "", name.name)
 
 
 def _read_spec(spec: Node, policy: PolicyId) -> PolicyRules | None:
@@ -196,14 +197,14 @@ def decode_cidr_group(document: Mapping[str, Any]) -> CidrGroup:
     name = ObjectName("", "")
     cidrs = []
     if top.expect_object(("apiVersion", "kind", "metadata", "spec", "status")):
-        name = read_header(top, api_versions=GROUP_API_VERSIONS, kinds=(KIND_GROUP,))
+        name = read_header(top, api_versions=CIDR_GROUP.api_versions, kinds=(CIDR_GROUP.name,))
         spec = top.child("spec")
         if spec.expect_object(("externalCIDRs",)):
             if not spec.child("externalCIDRs").present:
                 spec.child("externalCIDRs").wrong("is missing (write [] for none)")
             items = spec.child("externalCIDRs").items()
             cidrs = [read_cidr(item, bare_address=True) for item in items]
-    faults.raise_if_any(f"decode {describe_object(document, KIND_GROUP)}", hint=HINT)
+    faults.raise_if_any(f"decode {describe_object(document, CIDR_GROUP.name)}", hint=HINT)
     labels = read_label_map(top.child("metadata").child("labels"))
     return CidrGroup(
         name.name,

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from podwire.control.policy.labels_match import make_selector
-from podwire.control.policy.mentions import LabelMention, Mention
 from podwire.control.policy.rule import (
     ALL_PORTS,
     ANY_SOURCE,
     TCP,
     CidrSelector,
+    LabelMention,
     LabelSelector,
+    Mention,
     PeerSelector,
     PolicyId,
     PolicyRules,
@@ -46,9 +47,8 @@ from podwire.model.labels import (
 )
 from podwire.model.networks import is_within
 from podwire.model.policy import Direction, Verdict
+from podwire.model.store.kinds import NETWORK_POLICY
 
-KIND: Final = "NetworkPolicy"
-API_VERSIONS: Final = ("networking.k8s.io/v1",)
 HINT: Final = "see docs/policy.md for what a NetworkPolicy may say; nothing was changed"
 NAME_IS_NO_LABEL: Final = (
     "is the workload's name, which is not part of its identity: give it a label (object Workload)"
@@ -68,7 +68,7 @@ def decode_network_policy(
     top = root(document, faults)
     known = ("apiVersion", "kind", "metadata", "spec", "status")
     policy = _read_policy(top) if top.expect_object(known) else None
-    faults.raise_if_any(f"decode {describe_object(document, KIND)}", hint=HINT)
+    faults.raise_if_any(f"decode {describe_object(document, NETWORK_POLICY.name)}", hint=HINT)
     if policy is None:
         raise Bug("a NetworkPolicy gave neither rules nor faults")
     return policy
@@ -87,7 +87,7 @@ def read_network_subjects(
 
 
 def _read_policy(top: Node) -> PolicyRules | None:
-    name = read_header(top, api_versions=API_VERSIONS, kinds=(KIND,))
+    name = read_header(top, api_versions=NETWORK_POLICY.api_versions, kinds=(NETWORK_POLICY.name,))
     namespace = name.namespace or DEFAULT_NAMESPACE
     spec = top.child("spec")
     if not spec.expect_object(("podSelector", "policyTypes", "ingress", "egress")):
@@ -101,7 +101,7 @@ def _read_policy(top: Node) -> PolicyRules | None:
         *_read_rules(spec.child("egress"), Direction.EGRESS, "to", own),
     )
     return PolicyRules(
-        PolicyId(KIND, namespace, name.name),
+        PolicyId(NETWORK_POLICY.name, namespace, name.name),
         subject,
         types,
         # As in Kubernetes, a direction that policyTypes does not name is not this policy's business.

@@ -8,13 +8,12 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from podwire.control.identity.filter import SETTING, LabelFilter
-from podwire.control.policy.mentions import GroupMention, LabelMention, Mention
-from podwire.control.policy.rule import ANY_SOURCE
-from podwire.control.policy.rules_cilium import KIND, KIND_CLUSTERWIDE, decode_cilium_policy
-from podwire.control.policy.rules_k8s import KIND as KIND_K8S
+from podwire.control.policy.rule import ANY_SOURCE, GroupMention, LabelMention, Mention
+from podwire.control.policy.rules_cilium import decode_cilium_policy
 from podwire.control.policy.rules_k8s import decode_network_policy
 from podwire.model.errors import Fault
 from podwire.model.labels import SOURCE_CNI, SOURCE_K8S
+from podwire.model.store.kinds import CILIUM_CLUSTERWIDE_POLICY, CILIUM_POLICY, NETWORK_POLICY
 
 _SOURCES_OF_ENDPOINTS: Final = (SOURCE_K8S, SOURCE_CNI)
 
@@ -22,9 +21,9 @@ _SOURCES_OF_ENDPOINTS: Final = (SOURCE_K8S, SOURCE_CNI)
 def find_mentions(document: Mapping[str, Any]) -> list[Mention]:
     """Give what a valid document names, in its order; nothing of what is no policy."""
     mentions: list[Mention] = []
-    if document.get("kind") == KIND_K8S:
+    if document.get("kind") == NETWORK_POLICY.name:
         decode_network_policy(document, mentions)
-    elif document.get("kind") in (KIND, KIND_CLUSTERWIDE):
+    elif document.get("kind") in (CILIUM_POLICY.name, CILIUM_CLUSTERWIDE_POLICY.name):
         decode_cilium_policy(document, mentions)
     return mentions
 

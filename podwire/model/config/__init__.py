@@ -319,7 +319,6 @@ class AgentConfig:
         return self.datapath.translate_services == "on"
 
     def get(self, key: str) -> object:
-        """Give the value of a key."""
         return getattr(getattr(self, GROUP_OF[key]), key)
 
     def replace(self, changes: dict[str, object]) -> "AgentConfig":

@@ -212,8 +212,7 @@ def choice(*words: str) -> Kind:
 
 
 def pattern(name: str, expression: str, wanted: str) -> Kind:
-    """Give the kind of texts that match `expression` as a whole; `wanted` ends the sentence "must
-    be"."""
+    """Give the kind of texts that match `expression` as a whole; `wanted` ends the sentence "must be"."""
     compiled = re.compile(expression)
 
     def read(raw: Any) -> str:

@@ -53,8 +53,7 @@ class Settled:
 
 
 def parse_arguments(arguments: Sequence[str]) -> Arguments:
-    """Take the agent's command line apart: `--key value` or `--key=value`; a boolean may stand
-    alone."""
+    """Take the agent's command line apart: `--key value` or `--key=value`; a boolean may stand alone."""
     parsed = Arguments()
     flags = {row.flag: row for row in SETTINGS.values()}
     rest = list(arguments)

@@ -82,7 +82,6 @@ class Applier:
         self._saved: NodeNumbers | None = None
 
     def start(self, news: KernelNews) -> None:
-        """Start the thread."""
         self._news = news
         self._reconcile_s = self._now() + LOOK_AGAIN_S  # nobody listened since the first plan
         self._worker.start()

@@ -33,11 +33,9 @@ class Contests:
         self._worker = Worker("contests", self._work, self._fail)
 
     def start(self) -> None:
-        """Start the thread."""
         self._worker.start()
 
     def stop(self) -> None:
-        """End the thread."""
         self._worker.stop()
 
     def look(self) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -42,7 +43,7 @@ from podwire.model.interfaces import ClusterDatapath, FactStore
 from podwire.model.store import Revisions, Store, StoredObject, StoreEvent
 from podwire.model.store.kinds import NODE, NODE_ENDPOINTS
 
-PUBLISHED: Final = (NODE.plural, NODE_ENDPOINTS.plural)
+_PUBLISHED: Final = (NODE.plural, NODE_ENDPOINTS.plural)
 NUMBERS_FACT: Final = "node-numbers"
 GRANTS_FACT: Final = "pool-grants"
 _NOWHERE: Final = Underlay((), (), 0, 1500)
@@ -77,9 +78,10 @@ class ClusterOptions:
     has_core_nodes: bool = False
     """Whether the store is Kubernetes, which gives nodes their ranges and is asked when two claim one."""
 
-    def publishes(self, stored: StoredObject) -> bool:
-        """Tell whether this node itself writes an object: it does so again when somebody else has damaged it."""
-        return stored.key.kind in PUBLISHED and stored.key.name == self.node_name
+
+def is_published_by(node_name: str, stored: StoredObject) -> bool:
+    """Tell whether a node itself writes an object: it does so again when somebody else has damaged it."""
+    return stored.key.kind in _PUBLISHED and stored.key.name == node_name
 
 
 @dataclass(eq=False)
@@ -132,7 +134,7 @@ class ClusterDuty:
             KINDS,
             self,
             shared=self.shared,
-            tell_unreadable=options.publishes,
+            tell_unreadable=partial(is_published_by, options.node_name),
         )
         self._applier = Applier(self, self.datapath, self.turn, self.metrics)
         self._publisher = Publisher(
@@ -160,7 +162,6 @@ class ClusterDuty:
             self._applier.step(is_reconciliation=False)
 
     def start(self) -> None:
-        """Start all threads."""
         self._applier.start(self.open_news())
         self._publisher.start()
         self.follower.start()
@@ -199,7 +200,6 @@ class ClusterDuty:
     # Listener of the store
 
     def on_lists(self, lists: Sequence[KindList]) -> None:
-        """Take whole lists."""
         with self.lock:
             for kind_list in lists:
                 self.state.replace(kind_list.kind, kind_list.objects)
@@ -207,7 +207,6 @@ class ClusterDuty:
         self._look(is_overwritten)
 
     def on_events(self, events: Sequence[StoreEvent], _revisions: Revisions) -> None:
-        """Take changes."""
         if not events:
             if self._has_unsaved:
                 self._save_grants()

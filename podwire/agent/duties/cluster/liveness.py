@@ -37,11 +37,9 @@ class Lives:
         )
 
     def start(self) -> None:
-        """Start the thread."""
         self._worker.start()
 
     def stop(self) -> None:
-        """End the thread."""
         self._worker.stop()
 
     def find_dead(self, names: Iterable[str]) -> list[str]:

@@ -71,7 +71,6 @@ class Publisher:
         self._quiet_until_s = 0.0
 
     def start(self) -> None:
-        """Start the thread."""
         self._worker.start()
 
     def stop(self) -> None:

@@ -96,7 +96,6 @@ class ServiceDuty(FollowingDuty):
         )
 
     def gauges(self) -> list[Gauge]:
-        """Give the figures that are looked up at each scrape."""
         count = self.catalogue.count
         return [
             Gauge(
@@ -114,17 +113,15 @@ class ServiceDuty(FollowingDuty):
                 ("reason",),
                 lambda: {(reason,): float(number) for reason, number in count().left.items()},
             ),
-            Gauge(
+            Gauge.single(
                 "service_frontends",
                 "Addresses and ports of services that the programs know",
-                (),
-                lambda: {(): float(count().frontends)},
+                lambda: count().frontends,
             ),
-            Gauge(
+            Gauge.single(
                 "service_back_ends",
                 "Back ends in all lists of services",
-                (),
-                lambda: {(): float(count().back_ends)},
+                lambda: count().back_ends,
             ),
         ]
 
@@ -173,11 +170,9 @@ class ServiceDuty(FollowingDuty):
             self.catalogue.move(Place(self.catalogue.place.node, read_zone(node)))
 
     def on_away(self, error: PodwireError) -> None:
-        """Let `podwire status` tell."""
         self._complain("store", error.told)
 
     def on_back(self) -> None:
-        """Let `podwire status` tell."""
         self._complain("store", "")
 
     def _complain(self, about: str, what: str) -> None:

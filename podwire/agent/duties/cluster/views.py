@@ -5,7 +5,6 @@ applier. Only reads: it shows what the last plan says. Safe from any thread.
 """
 
 import threading
-from collections.abc import Callable, Mapping
 from typing import Final
 
 from podwire.agent.duties.cluster.liveness import Lives
@@ -66,22 +65,22 @@ class ClusterViews:
         return lost_ranges
 
     def gauges(self) -> list[Gauge]:
-        """Give the figures that are looked up at each scrape."""
-
-        def count(what: Callable[[], int]) -> Callable[[], Mapping[tuple[str, ...], float]]:
-            return lambda: {(): float(what())}
-
         state, lives = self._state, self._lives
         return [
-            Gauge("cluster_nodes", "Other nodes known", (), count(lambda: len(state.facts))),
-            Gauge("cluster_nodes_dead", "Other nodes whose agents are not alive", (),
-                  count(lambda: len(lives.find_dead(self._list_names())))),
-            Gauge("cluster_peers", "Other nodes reached", (), count(self._count_peers)),
-            Gauge("cluster_pods", "Addresses of other nodes' pods", (),
-                  count(lambda: state.pods.count)),
-            Gauge("cluster_problems", "Contradictions between nodes", (),
-                  count(lambda: len(state.problems))),
-        ]  # fmt: skip
+            Gauge.single("cluster_nodes", "Other nodes known", lambda: len(state.facts)),
+            Gauge.single(
+                "cluster_nodes_dead",
+                "Other nodes whose agents are not alive",
+                lambda: len(lives.find_dead(self._list_names())),
+            ),
+            Gauge.single("cluster_peers", "Other nodes reached", self._count_peers),
+            Gauge.single(
+                "cluster_pods", "Addresses of other nodes' pods", lambda: state.pods.count
+            ),
+            Gauge.single(
+                "cluster_problems", "Contradictions between nodes", lambda: len(state.problems)
+            ),
+        ]
 
     def _list_names(self) -> tuple[str, ...]:
         with self._lock:

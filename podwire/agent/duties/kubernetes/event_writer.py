@@ -64,11 +64,9 @@ class EventTeller:
         node: str,
         nonce: str,
         warn: Callable[[str, str], None] = lambda _key, _message: None,
-        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._write = write
         self._warn = warn
-        self._now_s = now_s
         self._queue = EventQueue(node, nonce)
         self._lock = threading.Lock()
         self._worker = Worker("events", self._work)
@@ -81,28 +79,26 @@ class EventTeller:
         return self._queue.dropped
 
     def gauges(self) -> list[Gauge]:
-        """Give the figures that are looked up at each scrape."""
-        written: Gauge = Gauge(
-            "kubernetes_events_written",
-            "Writes of Events at objects of Kubernetes",
-            (),
-            lambda: {(): float(self.written)},
-            counter=True,
-        )
-        dropped = Gauge(
-            "kubernetes_events_dropped",
-            "Events at objects of Kubernetes that were given up: too many at a time, or refused",
-            (),
-            lambda: {(): float(self.dropped)},
-            counter=True,
-        )
-        return [written, dropped]
+        return [
+            Gauge.single(
+                "kubernetes_events_written",
+                "Writes of Events at objects of Kubernetes",
+                lambda: self.written,
+                counter=True,
+            ),
+            Gauge.single(
+                "kubernetes_events_dropped",
+                "Events at objects of Kubernetes that were given up: too many at a time, or refused",
+                lambda: self.dropped,
+                counter=True,
+            ),
+        ]
 
     def tell(self, about: Subject, reason: str, message: str, *, settle_s: float = 0.0) -> None:
         """Have an Event written; see `model.store.events.Events`. `settle_s`: not before so long, as it may be over."""
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         with self._lock:
-            self._queue.tell(about, reason, message, now, ready_s=self._now_s() + settle_s)
+            self._queue.tell(about, reason, message, now, ready_s=time.monotonic() + settle_s)
             # Nearly no agent has anything to tell: the thread is made by the first Event.
             if not self._is_closed:
                 self._worker.start()
@@ -121,8 +117,8 @@ class EventTeller:
 
     def _work(self) -> float:
         with self._lock:
-            wait_s = self._queue.due_in(self._now_s())
-            write = self._queue.take(self._now_s()) if wait_s == 0 else None
+            wait_s = self._queue.due_in(time.monotonic())
+            write = self._queue.take(time.monotonic()) if wait_s == 0 else None
         if write is not None:
             self._try(write)
         return FOREVER_S if wait_s is None else wait_s
@@ -164,7 +160,7 @@ class EventTeller:
             self._fail(error)
         else:
             self.written += 1
-            self._settle(lambda: self._queue.written(write, self._now_s()))
+            self._settle(lambda: self._queue.written(write, time.monotonic()))
             self._warn(WARNING, "")
 
     def _settle(self, change: Callable[[], None]) -> None:

@@ -33,7 +33,6 @@ class FreshnessDuty:
         freshness.is_asking, freshness.seen = True, self._worker.wake
 
     def start(self) -> None:
-        """Start the thread."""
         self._worker.start()
 
     def stop(self) -> None:

@@ -63,18 +63,10 @@ class NetworkCondition(FollowingDuty):
         self._worker.wake()
 
     def on_lists(self, lists: Sequence[KindList]) -> None:
-        """Take the Node."""
         self._look(stored for kind_list in lists for stored in kind_list.objects)
 
     def on_events(self, events: Sequence[StoreEvent], _revisions: Revisions) -> None:
-        """Take changes of it."""
         self._look(event.object for event in events if not event.deleted)
-
-    def on_away(self, _error: PodwireError) -> None:
-        """Wait."""
-
-    def on_back(self) -> None:
-        """Go on."""
 
     def _look(self, nodes: Iterable[StoredObject]) -> None:
         for node in map(decode_core_node, nodes):

@@ -93,16 +93,9 @@ class RangeKeeper(FollowingDuty):
         self._hear(next((stored for stored in found if stored.key.name == self._node_name), None))
 
     def on_events(self, events: Sequence[StoreEvent], _revisions: Revisions) -> None:
-        """Take changes of it."""
         for event in events:
             if event.object.key.name == self._node_name:
                 self._hear(None if event.deleted else event.object)
-
-    def on_away(self, _error: PodwireError) -> None:
-        """Go on with what is known."""
-
-    def on_back(self) -> None:
-        """Go on."""
 
     def _hear(self, stored: StoredObject | None) -> None:
         try:

@@ -21,11 +21,7 @@ from podwire.control.kubernetes.cluster_ranges import (
     decode_pod_subnets,
     find_configuration,
 )
-from podwire.control.kubernetes.core_node import (
-    CoreNode,
-    core_node_key,
-    decode_core_node,
-)
+from podwire.control.kubernetes.core_node import CoreNode, core_node_key, decode_core_node
 from podwire.model.config import AgentConfig, find_contradictions
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import PodwireError, Unavailable

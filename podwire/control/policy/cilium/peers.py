@@ -10,11 +10,12 @@ from ipaddress import ip_network
 from typing import Final
 
 from podwire.control.policy.labels_match import make_selector
-from podwire.control.policy.mentions import GroupMention, LabelMention
 from podwire.control.policy.rule import (
     ANY_SOURCE,
     CidrGroupSelector,
     CidrSelector,
+    GroupMention,
+    LabelMention,
     LabelSelector,
     PeerSelector,
     Requirement,

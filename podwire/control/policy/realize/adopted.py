@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from podwire.control.policy.realize.subjects import Subjects
 from podwire.control.policy.resolve.selectors import LabelIndex
 from podwire.control.policy.resolve.subject import PolicyValues, Subject
-from podwire.control.policy.rule import IdentityFacts
 from podwire.model.errors import PodwireError
+from podwire.model.identity import IdentityFacts
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import EndpointConfig, PolicyDatapath
 

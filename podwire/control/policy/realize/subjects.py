@@ -12,8 +12,9 @@ from podwire.control.policy.resolve.compile import Blocks
 from podwire.control.policy.resolve.repository import Part, PartChange
 from podwire.control.policy.resolve.selectors import LabelIndex
 from podwire.control.policy.resolve.subject import Subject
-from podwire.control.policy.rule import IdentityFacts, NamedPort, PolicyId
+from podwire.control.policy.rule import PolicyId
 from podwire.model.errors import NotFound, PodwireError
+from podwire.model.identity import IdentityFacts, NamedPort
 from podwire.model.ids import EndpointId
 
 

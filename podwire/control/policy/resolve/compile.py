@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 from weakref import WeakValueDictionary
 
-from podwire.control.policy.rule import SCTP, TCP, UDP, NamedPort, PortMatch
+from podwire.control.policy.rule import SCTP, TCP, UDP, PortMatch
+from podwire.model.identity import NamedPort
 from podwire.model.policy import Direction, PolicyEntry, PolicyKey
 
 ALL: Final = 0

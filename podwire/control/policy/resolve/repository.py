@@ -12,13 +12,8 @@ from podwire.control.policy.resolve.cidrs import CidrTable
 from podwire.control.policy.resolve.compile import Term, resolve_port
 from podwire.control.policy.resolve.rule_numbers import RuleNumbers
 from podwire.control.policy.resolve.selectors import LabelIndex, Selection
-from podwire.control.policy.rule import (
-    LabelSelector,
-    NamedPort,
-    PolicyId,
-    PolicyRules,
-    Rule,
-)
+from podwire.control.policy.rule import LabelSelector, PolicyId, PolicyRules, Rule
+from podwire.model.identity import NamedPort
 from podwire.model.policy import ANY_IDENTITY, Direction, PolicyEntry
 
 EVERYBODY: Final = LabelSelector()

@@ -10,13 +10,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final, TypeVar
 
 from podwire.control.policy.labels_match import LabelSet, describe_selector, matches
-from podwire.control.policy.rule import (
-    ANY_SOURCE,
-    IdentityFacts,
-    LabelSelector,
-    PeerSelector,
-    Requirement,
-)
+from podwire.control.policy.rule import ANY_SOURCE, LabelSelector, PeerSelector, Requirement
+from podwire.model.identity import IdentityFacts
 from podwire.model.labels import SOURCE_RESERVED, Label, Operator, split_label
 
 _Key = TypeVar("_Key")

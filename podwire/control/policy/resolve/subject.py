@@ -15,8 +15,9 @@ import msgspec
 from podwire.control.policy.oracle import Enforcement
 from podwire.control.policy.resolve.compile import Block, Blocks, Term, pack_key, unpack
 from podwire.control.policy.resolve.repository import Part, PartChange, RuleInUse
-from podwire.control.policy.rule import IdentityFacts, NamedPort, PolicyId, Reserved
+from podwire.control.policy.rule import PolicyId
 from podwire.model.errors import PodwireError
+from podwire.model.identity import IdentityFacts, NamedPort, Reserved
 from podwire.model.ids import EndpointId
 from podwire.model.interfaces import EndpointConfig
 from podwire.model.policy import (

@@ -66,7 +66,9 @@ class Start:
     ) -> IPAddress | None:
         """Give the first InternalIP of the own core Node that this host has, however long it takes; None: it has none
         of them."""
-        texts = self._ask(ADDRESS_FACT, lambda: _read_addresses(self.store, node_name))
+        texts = self._ask(
+            ADDRESS_FACT, lambda: list(map(str, read_core_node(self.store, node_name).addresses))
+        )
         here = {str(address) for _, address in present()}
         address = next((ipaddress.ip_address(text) for text in texts if text in here), None)
         if texts and address is None:
@@ -155,10 +157,6 @@ def _read_ranges(store: Store, node_name: str) -> Sequence[str]:
             ' or ipam = "pool"',
         )
     return [str(cidr) for cidr in node.pod_cidrs]
-
-
-def _read_addresses(store: Store, node_name: str) -> Sequence[str]:
-    return [str(address) for address in read_core_node(store, node_name).addresses]
 
 
 def _read_cluster_cidrs(store: Store, config: AgentConfig) -> Sequence[str]:

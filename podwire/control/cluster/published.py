@@ -90,7 +90,7 @@ def decode_endpoints(stored: StoredObject) -> Publication:
     if (known := value_of(stored, Publication)) is not None:
         return known
     faults = Faults()
-    spec = Fields(stored.document, "spec", faults)
+    spec = Fields(stored.document, faults)
     identities: dict[IPAddress, IdentityId] = {}
     bases = spec.networks("bases")
     text = spec.text("endpoints")

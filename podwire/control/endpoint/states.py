@@ -7,7 +7,8 @@ the table does not have for a state raises IllegalTransition and changes nothing
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from podwire.model.errors import Bug
 
@@ -30,64 +31,47 @@ class State(enum.Enum):
     DISCONNECTED = "disconnected"
 
 
-@dataclass(frozen=True)
-class IdentityResolved:
+class Event(msgspec.Struct, frozen=True):
+    """Something that happened to an endpoint, and why."""
+
+    cause: str
+
+
+class IdentityResolved(Event, frozen=True):
     """The labels have a number (again)."""
 
     cause: str = "identity resolved"
 
 
-@dataclass(frozen=True)
-class RegenerationRequested:
+class RegenerationRequested(Event, frozen=True):
     """Something that the datapath depends on changed."""
 
-    cause: str
 
-
-@dataclass(frozen=True)
-class RegenerationStarted:
+class RegenerationStarted(Event, frozen=True):
     """The regenerator took the endpoint up."""
 
     cause: str = "regeneration started"
 
 
-@dataclass(frozen=True)
-class RegenerationSucceeded:
+class RegenerationSucceeded(Event, frozen=True):
     """The kernel holds the desired state."""
 
     cause: str = "regeneration succeeded"
 
 
-@dataclass(frozen=True)
-class RegenerationFailed:
+class RegenerationFailed(Event, frozen=True):
     """The kernel still holds the state before; `cause` is the error."""
 
-    cause: str
 
-
-@dataclass(frozen=True)
-class DisconnectAccepted:
+class DisconnectAccepted(Event, frozen=True):
     """DEL, GC or a failed ADD: the endpoint ends."""
 
-    cause: str
 
-
-@dataclass(frozen=True)
-class DeviceGone:
+class DeviceGone(Event, frozen=True):
     """The device pair and every row are out of the kernel."""
 
     cause: str = "device gone"
 
-
-Event = (
-    IdentityResolved
-    | RegenerationRequested
-    | RegenerationStarted
-    | RegenerationSucceeded
-    | RegenerationFailed
-    | DisconnectAccepted
-    | DeviceGone
-)
 
 _S = State
 

@@ -150,7 +150,7 @@ def _list_policy_gauges(measured: Measured) -> list[Gauge]:
         Gauge.single(
             "endpoints_behind",
             "Endpoints that enforce an older revision, because the newer one failed",
-            lambda: _count_behind(measured),
+            lambda: sum(endpoint.state is State.NOT_READY for endpoint in measured.table),
         ),
         Gauge.single(
             "identities",
@@ -167,10 +167,6 @@ def _list_policy_gauges(measured: Measured) -> list[Gauge]:
             counter=True,
         ),
     ]
-
-
-def _count_behind(measured: Measured) -> int:
-    return sum(endpoint.state is State.NOT_READY for endpoint in measured.table)
 
 
 def _count_unwritten(measured: Measured) -> int:

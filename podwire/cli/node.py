@@ -54,11 +54,7 @@ def list_nodes(opts: Common) -> None:
 
 
 def _name(row: Row) -> str:
-    return str(row["name"]) if _is_local(row) else f"{row[SEEN_BY]}/{row['name']}"
-
-
-def _is_local(row: Row) -> bool:
-    return "local" in row.get("ways", ())
+    return str(row["name"]) if "local" in row.get("ways", ()) else f"{row[SEEN_BY]}/{row['name']}"
 
 
 def _alive(row: Row) -> str:

@@ -171,7 +171,13 @@ def _show_list(opts: Common, kind: Kind, read: Callable[[], list[Document]]) -> 
         show_document({"apiVersion": "v1", "kind": "List", "items": read()}, opts.style.form)
         return
     columns = [column for column in _COLUMNS if kind.namespaced or column.header != "NAMESPACE"]
-    show_watched(opts, lambda: (read(), None), columns, name_object, identify=_uid)
+    show_watched(
+        opts,
+        lambda: (read(), None),
+        columns,
+        name_object,
+        identify=lambda row: _metadata(row).get("uid"),
+    )
 
 
 def _metadata(document: Document) -> Document:
@@ -181,10 +187,6 @@ def _metadata(document: Document) -> Document:
 
 def _labels(document: Document) -> dict[str, str]:
     return _metadata(document).get("labels") or {}
-
-
-def _uid(document: Document) -> object:
-    return _metadata(document).get("uid")
 
 
 def name_object(document: Document) -> str:

@@ -95,12 +95,8 @@ def _show(opts: Common, query: Mapping[str, Any], agents: Sequence[Agent] | None
 
 def _in_order(flows: Iterator[dict[str, Any]], last: int | None) -> list[dict[str, Any]]:
     """Put what several agents remember in one order, and keep the last of all."""
-    ordered = sorted(flows, key=_time)
+    ordered = sorted(flows, key=lambda flow: str(flow.get("time")))
     return ordered if last is None else ordered[max(0, len(ordered) - last) :]
-
-
-def _time(flow: Mapping[str, Any]) -> str:
-    return str(flow.get("time"))
 
 
 def _merge(agents: Sequence[Agent], query: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

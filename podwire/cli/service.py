@@ -45,14 +45,14 @@ def get_service(opts: Common, name: str, namespace: str | None) -> None:
         ]
 
     answers, failure = ask_all(opts, read)
-    found = [row for _, rows in answers for row in rows]
-    if not found:
+    services = [row for _, rows in answers for row in rows]
+    if not services:
         raise CliError(
             EXIT_NOT_FOUND,
             f"get service {'/'.join(wanted)}: this node knows none",
             "podwire service list; podwire config (translate_services)",
         )
-    show_one(found[0], opts.style, lambda: _describe(found[0]), _name(found[0]))
+    show_one(services[0], opts.style, lambda: _describe(services[0]), _name(services[0]))
     if failure is not None:
         raise failure
 

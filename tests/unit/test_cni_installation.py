@@ -12,10 +12,10 @@ import pytest
 from podwire.agent.duties.installer import _LOOK_S, CHECK, Installer
 from podwire.agent.health import Health
 from podwire.cni.directories import RuntimeDirectories
-from podwire.control.installation.conflist import make_conflist
 from podwire.control.installation.steps import (
     Installation,
     find_obstacles,
+    make_conflist,
     uninstall,
 )
 from podwire.kernel.clock import KernelClock

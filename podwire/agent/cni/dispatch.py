@@ -134,7 +134,7 @@ class Dispatcher:
         }[request.command]
         try:
             if self._lines.is_closed:
-                raise _stopping(job)
+                raise Unavailable(f"{job}: the agent is stopping", hint="call again in a moment")
             return await carry_out(job)
         finally:
             if not job.started:
@@ -401,10 +401,6 @@ class Dispatcher:
         self._attachments.delete(record.request, None)
         # After the DEL: an agent that is killed in between does it once more, which changes nothing.
         self._spool.remove(record)
-
-
-def _stopping(job: Job) -> Unavailable:
-    return Unavailable(f"{job}: the agent is stopping", hint="call again in a moment")
 
 
 def _not_done(job: Job) -> Unavailable:

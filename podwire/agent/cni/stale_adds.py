@@ -88,7 +88,7 @@ class TakenLists:
         new = _List(request.started_boottime_ns, frozenset(request.valid_attachments or ()))
         # Requests may overtake each other on their way: the list of the launcher that started last counts.
         old = self._lists.pop(request.network, new)
-        self._lists[request.network] = max(old, new, key=_started)
+        self._lists[request.network] = max(old, new, key=lambda listed: listed.started_ns)
         for network in [
             network for network, it in self._lists.items() if it.started_ns < now_ns - KEPT_NS
         ]:
@@ -111,7 +111,3 @@ class TakenLists:
             and started_ns < last.started_ns
             and (key.container_id, key.if_name) not in last.valid
         )
-
-
-def _started(listed: _List) -> int:
-    return listed.started_ns

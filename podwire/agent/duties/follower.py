@@ -15,7 +15,7 @@ from typing import Protocol
 from podwire.agent.duties.keeper import KindList
 from podwire.agent.duties.shared_watch import Change, SharedWatch, choose_delay_s
 from podwire.agent.duties.unreadable import Unreadable
-from podwire.agent.duties.worker import Worker
+from podwire.agent.duties.worker import WorkingDuty
 from podwire.model.errors import PodwireError, Unavailable
 from podwire.model.store import Revisions, Store, StoredObject, StoreEvent
 
@@ -213,21 +213,20 @@ class StoreFollower:
         return self._is_whole
 
 
-class FollowingDuty:
+class FollowingDuty(WorkingDuty):
     """Base of a duty that is told of changes by its follower, and works on a thread of its own."""
 
     follower: StoreFollower
-    _worker: Worker
 
     def start(self) -> None:
         # First: a wake-up before the start is lost, and the follower may tell of something at once.
-        self._worker.start()
+        super().start()
         self.follower.start()
 
     def stop(self) -> None:
         """End the threads; what is in force stays."""
         self.follower.stop()
-        self._worker.stop()
+        super().stop()
 
     def on_away(self, error: PodwireError) -> None:
         """Go on with what is known."""

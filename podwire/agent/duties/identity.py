@@ -26,7 +26,7 @@ from podwire.control.identity.bound_pods import BoundPods
 from podwire.control.identity.collect import Collector, collect, publish_holds
 from podwire.control.identity.feed import IdentityFeed
 from podwire.control.identity.repair import IdentityRepair
-from podwire.control.installation.conflist import NETWORK
+from podwire.control.installation.steps import NETWORK
 from podwire.control.kubernetes.pod import PodFacts
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.errors import Conflict, PodwireError

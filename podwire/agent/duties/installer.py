@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from podwire.agent.duties.worker import Worker
+from podwire.agent.duties.worker import Worker, WorkingDuty
 from podwire.agent.health import Health
 from podwire.control.installation.steps import Installation, find_obstacles
 from podwire.model.errors import PodwireError
@@ -27,7 +27,7 @@ _PAUSE_S: Final = 0.2
 _log = logging.getLogger(__name__)
 
 
-class Installer:
+class Installer(WorkingDuty):
     """One runtime's directories. `status` does what CNI STATUS does; `installed` is told once, when all is there."""
 
     def __init__(
@@ -51,12 +51,9 @@ class Installer:
         self._waker: Waker | None = None
         self._worker = Worker("installer", self._work, self._fail, interrupt=self._wake)
 
-    def start(self) -> None:
-        self._worker.start()
-
     def stop(self) -> None:
         """End the thread; the files stay."""
-        self._worker.stop()
+        super().stop()
         if self._waker is not None:
             self._waker.close()
             self._waker = None

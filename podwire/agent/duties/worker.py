@@ -142,3 +142,15 @@ class Worker:
         except Exception:  # the thread's door
             _log.exception("a duty failed at a failure; it goes on", extra={"task": self.name})
             return PAUSE_S
+
+
+class WorkingDuty:
+    """Base of a duty that works on a thread of its own."""
+
+    _worker: Worker
+
+    def start(self) -> None:
+        self._worker.start()
+
+    def stop(self) -> None:
+        self._worker.stop()

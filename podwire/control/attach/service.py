@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
+from msgspec.structs import replace
 
 from podwire.control.attach.ending import Endings
 from podwire.control.attach.result import compare_with_result, describe_attachment
@@ -45,10 +46,6 @@ Observe = Callable[[str, str, float], None]
 """Told of each step: operation, step, milliseconds."""
 
 
-def _observe_nothing(_op: str, _step: str, _ms: float) -> None:
-    """Time nothing."""
-
-
 class AttachService(msgspec.Struct, frozen=True):
     """The attachments of one node."""
 
@@ -65,7 +62,7 @@ class AttachService(msgspec.Struct, frozen=True):
     status_on_exhaustion: bool = True
     address_wait_s: float = 10.0
     """So long, from the launcher's start on, an ADD waits for a block of addresses."""
-    observe: Observe = _observe_nothing
+    observe: Observe = lambda _op, _step, _ms: None
 
     def add(
         self,
@@ -340,8 +337,7 @@ class AttachService(msgspec.Struct, frozen=True):
         self, endpoint: Endpoint, namespace: PodNamespace, cancelled: Callable[[], bool]
     ) -> None:
         """Do the recipe and commit; on any failure, a cancellation included, take back what was begun."""
-        base = self.context
-        context = Context(base.datapath, base.regenerator, base.host_ports, namespace)
+        context = replace(self.context, namespace=namespace)
         begun: list[Step] = []
         try:
             for step in RECIPES[self.mode]:

@@ -121,7 +121,7 @@ def decode_node(stored: StoredObject) -> NodeFacts:
     if (known := value_of(stored, NodeFacts)) is not None:
         return known
     faults = Faults()
-    spec = Fields(stored.document, "spec", faults)
+    spec = Fields(stored.document, faults)
     # A node of a newer version can say that it must not be talked to without something that this version lacks.
     unknown = sorted(set(spec.texts("requires")) - KNOWN_REQUIREMENTS)
     if unknown:

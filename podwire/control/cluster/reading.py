@@ -18,10 +18,10 @@ _T = TypeVar("_T")
 
 
 class Fields:
-    """The fields of the object at `path` of a document, read one by one."""
+    """The fields of a document's spec, read one by one."""
 
-    def __init__(self, document: Mapping[str, Any], path: str, faults: Faults) -> None:
-        self._object = root(document, faults).child(path)
+    def __init__(self, document: Mapping[str, Any], faults: Faults) -> None:
+        self._object = root(document, faults).child("spec")
         if not isinstance(self._object.value, Mapping):
             self._object.wrong(f"is {shown(self._object.value)}, not an object")
 
@@ -49,24 +49,13 @@ class Fields:
         numbers = (item.integer(low, high) for item in self._items(name))
         return tuple(number for number in numbers if number is not None)
 
-    def address(self, name: str) -> IPAddress | None:
-        """Give one address, None when it is absent."""
-        text = self.text(name)
-        return self._convert(name, text, ipaddress.ip_address, "address") if text else None
-
     def addresses(self, name: str) -> tuple[IPAddress, ...]:
         """Give a list of addresses."""
-        addresses = [
-            self._convert(name, text, ipaddress.ip_address, "address") for text in self.texts(name)
-        ]
-        return tuple(address for address in addresses if address is not None)
+        return self._convert_all(name, ipaddress.ip_address, "address")
 
     def networks(self, name: str) -> tuple[IPNetwork, ...]:
         """Give a list of ranges, without bits behind the prefix."""
-        networks = [
-            self._convert(name, text, ipaddress.ip_network, "range") for text in self.texts(name)
-        ]
-        return tuple(network for network in networks if network is not None)
+        return self._convert_all(name, ipaddress.ip_network, "range")
 
     def epochs(self, name: str) -> dict[IPNetwork, int]:
         """Give an object of ranges and the epochs they were claimed in."""
@@ -98,6 +87,10 @@ class Fields:
 
     def _items(self, name: str) -> list[Node]:
         return [_present(item) for item in self._object.child(name).items()]
+
+    def _convert_all(self, name: str, make: Callable[[str], _T], what: str) -> tuple[_T, ...]:
+        values = [self._convert(name, text, make, what) for text in self.texts(name)]
+        return tuple(value for value in values if value is not None)
 
     def _convert(self, name: str, text: str, make: Callable[[str], _T], what: str) -> _T | None:
         try:

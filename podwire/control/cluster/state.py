@@ -85,12 +85,14 @@ class ClusterState:
         self._own_name = own_name
         self._instance = instance
         self._settings = settings
-        self._facts: dict[str, NodeFacts] = {}
+        self.facts: dict[str, NodeFacts] = {}
+        """What other nodes say of themselves, by name."""
         self._unreadable: dict[tuple[str, str], Problem] = {}
         self._listed: set[str] = set()
         self._dirty: set[IPAddress] = set()
         self._own: OwnNode | None = None
-        self._planned: Planned | None = None
+        self.planned: Planned | None = None
+        """What was planned last."""
         self._plan: ClusterPlan | None = None
         self._is_stale = True
 
@@ -100,26 +102,16 @@ class ClusterState:
         return self._listed.issuperset(KINDS)
 
     @property
-    def facts(self) -> Mapping[str, NodeFacts]:
-        """What other nodes say of themselves, by name."""
-        return self._facts
-
-    @property
-    def planned(self) -> Planned | None:
-        """What was planned last."""
-        return self._planned
-
-    @property
     def problems(self) -> list[Problem]:
         """All that people should look at."""
-        planned = self._planned.problems if self._planned else ()
+        planned = self.planned.problems if self.planned else ()
         return [*self._unreadable.values(), *planned, *self.pods.problems]
 
     @property
     def plan(self) -> ClusterPlan:
         """The whole plan, with every pod's row; the same object until something changes."""
         if self._plan is None:
-            planned = self._planned
+            planned = self.planned
             if planned is None:
                 return ClusterPlan()
             rows, single_routes = self.pods.rows, self.pods.routes
@@ -148,10 +140,10 @@ class ClusterState:
             self.own_overwritten = True
         if kind == NODE.plural:
             self._recall_claims(own)
-            before, self._facts = self._facts, {}
+            before, self.facts = self.facts, {}
             for stored in given:
                 self._read_node(stored)
-            self._is_stale = self._is_stale or _differ(before, self._facts)
+            self._is_stale = self._is_stale or _differ(before, self.facts)
         else:
             read = ((self._read_endpoints(stored), stored.uid) for stored in given)
             known = ((publication, uid) for publication, uid in read if publication is not None)
@@ -174,10 +166,10 @@ class ClusterState:
             return
         self._unreadable.pop((key.kind, key.name), None)
         if key.kind == NODE.plural:
-            before = self._facts.pop(key.name, None)
+            before = self.facts.pop(key.name, None)
             if not event.deleted:
                 self._read_node(event.object)
-            after = self._facts.get(key.name)
+            after = self.facts.get(key.name)
             same = before is after or (
                 before is not None and after is not None and same_for_peers(before, after)
             )
@@ -207,9 +199,9 @@ class ClusterState:
     def list_undecided(self) -> list[NodeFacts]:
         """Give the facts of nodes, this one among them, that claim a range that others claim, too, and whose core
         Nodes were not read since they said so."""
-        contested = self._planned.contested if self._planned else frozenset[str]()
+        contested = self.planned.contested if self.planned else frozenset[str]()
         own = {self._own_name: self._own.facts} if self._own else {}
-        facts = {**self._facts, **own}
+        facts = {**self.facts, **own}
         return [
             facts[name]
             for name in sorted(contested & facts.keys())
@@ -232,7 +224,7 @@ class ClusterState:
         planned = plan_cluster(
             self._with_granted(own.facts),
             own.underlay,
-            map(self._with_granted, self._facts.values()),
+            map(self._with_granted, self.facts.values()),
             self._settings,
             self.numbers,
             self.grants.current(),
@@ -244,7 +236,7 @@ class ClusterState:
         }
         self.pods.view(View(own.facts, planned))
         self.pods.update(dirty)
-        self.numbers, self._planned, self._plan = planned.numbers, planned, None
+        self.numbers, self.planned, self._plan = planned.numbers, planned, None
         self._is_stale = False
 
     def _with_granted(self, facts: NodeFacts) -> NodeFacts:
@@ -271,13 +263,13 @@ class ClusterState:
 
     def _list_published(self) -> Iterator[tuple[str, IPNetwork]]:
         """Give all that other nodes publish as theirs or their pods'."""
-        for facts in self._facts.values():
+        for facts in self.facts.values():
             for network, _ in claimed_ranges(facts):
                 yield facts.name, network
-        yield from self.pods.list_strangers(self._facts)
+        yield from self.pods.list_strangers(self.facts)
 
     def _is_published(self, node: str, network: IPNetwork) -> bool:
-        facts = self._facts.get(node)
+        facts = self.facts.get(node)
         is_range = facts is not None and (network in facts.pod_cidrs or network in facts.blocks)
         return is_range or self.pods.is_published(node, network)
 
@@ -292,7 +284,7 @@ class ClusterState:
         if not is_published(stored.document):
             return
         try:
-            self._facts[stored.key.name] = decode_node(stored)
+            self.facts[stored.key.name] = decode_node(stored)
         except InvalidRequest as error:
             self._note_unreadable(stored, error)
 

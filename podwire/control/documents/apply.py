@@ -94,8 +94,7 @@ def decode_all(documents: Sequence[object], *, namespace: str = "") -> list[Stor
         drafts.append(draft)
         if first.setdefault(draft.key, index) != index:
             faults.append(Fault(place, f"is {draft.key} again: documents[{first[draft.key]}]"))
-    if faults:
-        raise _refuse(faults)
+    _raise_if_any(faults)
     return drafts
 
 
@@ -115,8 +114,7 @@ def check_namespaces(store: Store, drafts: Sequence[StoredObject]) -> None:
         for index, stored in enumerate(drafts)
         if stored.key.namespace and stored.key.namespace not in known
     ]
-    if faults:
-        raise _refuse(faults)
+    _raise_if_any(faults)
 
 
 def refuse_namespaces(store: Store, drafts: Sequence[StoredObject]) -> None:
@@ -129,8 +127,7 @@ def refuse_namespaces(store: Store, drafts: Sequence[StoredObject]) -> None:
         for index, draft in enumerate(drafts)
         if draft.key.kind == NAMESPACE.plural and not store.promises.owns_namespaces
     ]
-    if faults:
-        raise _refuse(faults)
+    _raise_if_any(faults)
 
 
 def refuse_pools(store: Store, drafts: Sequence[StoredObject]) -> None:
@@ -139,8 +136,7 @@ def refuse_pools(store: Store, drafts: Sequence[StoredObject]) -> None:
         Fault(_join(f"documents[{index}]", fault.path), fault.message)
         for index, fault in check_pools(store, drafts)
     ]
-    if faults:
-        raise _refuse(faults)
+    _raise_if_any(faults)
 
 
 def put_object(
@@ -205,8 +201,7 @@ def identify_all(documents: Sequence[object], *, namespace: str = "") -> list[Ob
         except InvalidRequest as error:
             place = f"documents[{index}]"
             faults += (Fault(_join(place, fault.path), fault.message) for fault in error.faults)
-    if faults:
-        raise _refuse(faults)
+    _raise_if_any(faults)
     # The reverse of the order of `apply`: a Namespace that still has policies is not deleted.
     return sorted(keys, key=lambda key: -_ORDER[key.kind])
 
@@ -275,9 +270,11 @@ def _join(place: str, path: str) -> str:
     return place + (path if not path or path.startswith("[") else f".{path}")
 
 
-def _refuse(faults: Sequence[Fault]) -> InvalidRequest:
+def _raise_if_any(faults: Sequence[Fault]) -> None:
+    if not faults:
+        return
     what = list_faults(faults) if len(faults) == 1 else f"{len(faults)} faults"
-    return InvalidRequest(
+    raise InvalidRequest(
         f"read the documents: {what}",
         hint="nothing was changed; correct the documents and apply them again",
         faults=tuple(faults[:FAULTS_KEPT]),

@@ -31,57 +31,47 @@ class State(enum.Enum):
     DISCONNECTED = "disconnected"
 
 
-class IdentityResolved(msgspec.Struct, frozen=True):
+class Event(msgspec.Struct, frozen=True):
+    """Something that happened to an endpoint, and why."""
+
+    cause: str
+
+
+class IdentityResolved(Event, frozen=True):
     """The labels have a number (again)."""
 
     cause: str = "identity resolved"
 
 
-class RegenerationRequested(msgspec.Struct, frozen=True):
+class RegenerationRequested(Event, frozen=True):
     """Something that the datapath depends on changed."""
 
-    cause: str
 
-
-class RegenerationStarted(msgspec.Struct, frozen=True):
+class RegenerationStarted(Event, frozen=True):
     """The regenerator took the endpoint up."""
 
     cause: str = "regeneration started"
 
 
-class RegenerationSucceeded(msgspec.Struct, frozen=True):
+class RegenerationSucceeded(Event, frozen=True):
     """The kernel holds the desired state."""
 
     cause: str = "regeneration succeeded"
 
 
-class RegenerationFailed(msgspec.Struct, frozen=True):
+class RegenerationFailed(Event, frozen=True):
     """The kernel still holds the state before; `cause` is the error."""
 
-    cause: str
 
-
-class DisconnectAccepted(msgspec.Struct, frozen=True):
+class DisconnectAccepted(Event, frozen=True):
     """DEL, GC or a failed ADD: the endpoint ends."""
 
-    cause: str
 
-
-class DeviceGone(msgspec.Struct, frozen=True):
+class DeviceGone(Event, frozen=True):
     """The device pair and every row are out of the kernel."""
 
     cause: str = "device gone"
 
-
-Event = (
-    IdentityResolved
-    | RegenerationRequested
-    | RegenerationStarted
-    | RegenerationSucceeded
-    | RegenerationFailed
-    | DisconnectAccepted
-    | DeviceGone
-)
 
 _S = State
 

@@ -62,11 +62,11 @@ class EndpointTable:
 
     def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
         self.changed = changed
+        """Called after an endpoint came, got another record, or went; must be quick."""
         self._by_id: dict[EndpointId, Endpoint] = {}
         self._by_key: dict[AttachmentKey, EndpointId] = {}
         self._by_address: dict[IPAddress, EndpointId] = {}
         self._by_container: dict[ContainerId, set[EndpointId]] = {}
-        """Called after an endpoint came, got another record, or went; must be quick."""
 
     def __iter__(self) -> Iterator[Endpoint]:
         """Go over a snapshot, lowest id first."""

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from podwire.control.flows.flow import PROTOCOLS, Flow, FlowEnd
+from podwire.model.documents.fields import PORT_MAX
 from podwire.model.errors import Fault, UndecodableRequest
 
 Condition = Callable[[Flow], bool]
 
 _PORT = re.compile(r"(?P<port>[0-9]{1,5})(?:/(?P<protocol>[a-z0-9]+))?|(?P<only>[a-z][a-z0-9]*)")
-_PORT_MAX = 65_535
 _VERDICTS = ("forwarded", "dropped", "audit")
 _NOISE = "quiet"
 """The reason of drops that no person asks for: what every pod's kernel sends by itself."""
@@ -134,7 +134,7 @@ def _port(text: str) -> Condition:
     match = _PORT.fullmatch(text.lower())
     protocol = match and (match["protocol"] or match["only"])
     port = int(match["port"]) if match and match["port"] else None
-    if match is None or (protocol and protocol not in PROTOCOLS) or (port or 0) > _PORT_MAX:
+    if match is None or (protocol and protocol not in PROTOCOLS) or (port or 0) > PORT_MAX:
         raise ValueError(f"is {text!r}, not a port like 80, 80/tcp or udp")
 
     def matches(flow: Flow) -> bool:

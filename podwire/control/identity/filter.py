@@ -9,6 +9,7 @@ network are always part of an identity; the workload's own name never is.
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Self
 
 import msgspec
@@ -70,17 +71,15 @@ class _Pattern(msgspec.Struct, frozen=True):
         return -1 if match is None else match.end()
 
 
+@dataclass
 class LabelFilter:
     """Chooses the labels that make an identity."""
 
-    def __init__(
-        self, includes: Sequence[_Pattern], excludes: Sequence[_Pattern], *, only_included: bool
-    ) -> None:
-        self._includes = includes
-        self._excludes = excludes
-        self._only_included = only_included
-        self._decided: dict[str, bool] = {}
-        """By source and key as a label has them."""
+    _includes: Sequence[_Pattern]
+    _excludes: Sequence[_Pattern]
+    _only_included: bool
+    _decided: dict[str, bool] = field(default_factory=dict)
+    """By source and key as a label has them."""
 
     @classmethod
     def parse(cls, patterns: Iterable[str] = ()) -> Self:
@@ -103,7 +102,7 @@ class LabelFilter:
             )
         # The default patterns do not count: only an including pattern of the setting itself makes the list exclusive.
         own_includes = any(not text.startswith("!") for text in given)
-        return cls(includes, excludes, only_included=own_includes)
+        return cls(includes, excludes, own_includes)
 
     def choose(self, labels: Iterable[str]) -> tuple[str, ...]:
         """Give those of canonical labels that make the identity, in their order."""

@@ -176,12 +176,10 @@ class LabelSources:
         with self._lock:
             if key.kind == NAMESPACES:
                 return SourceChange() if event.deleted else self._set_namespace(event.object)
-            workloads = {
-                object_key: made
-                for object_key, made in self._workloads.items()
-                if object_key != key
-            }
-            if not event.deleted:
+            workloads = dict(self._workloads)
+            if event.deleted:
+                workloads.pop(key, None)
+            else:
                 workloads[key] = _read_workload(event.object)
             return self._set_workloads(workloads)
 

@@ -1,17 +1,17 @@
 """Install and uninstall: the steps that are missing, in an order in which no runtime ever finds half of it.
 
-Called by the agent's installer and by `podwire cni`. Invariants: the network comes last and goes first, because it is
-what makes a runtime call the rest; it comes only when an ADD would succeed. A `loopback` of somebody else is neither
-replaced nor removed.
+What the network says that a runtime reads is here, too. Called by the agent's installer and by `podwire cni`.
+Invariants: the network comes last and goes first, because it is what makes a runtime call the rest; it comes only when
+an ADD would succeed. A `loopback` of somebody else is neither replaced nor removed.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from podwire.control.installation.conflist import make_conflist
 from podwire.model.installation.files import (
     CONFLIST_FILE,
     LAUNCHER_FILE,
@@ -20,6 +20,15 @@ from podwire.model.installation.files import (
     CniFiles,
     Loopback,
 )
+
+NETWORK: Final = "podwire"
+"""Never changes: runtimes remember attachments by the network's name."""
+BASE_VERSION: Final = "1.0.0"
+"""What every runtime and every plugin in use speaks. Older runtimes refuse a list that names only 1.1.0."""
+NEWER_VERSION: Final = "1.1.0"
+"""Brings STATUS and GC."""
+DEFAULT_SOCKET: Final = Path("/run/podwire/cni.sock")
+"""Where the launcher looks unasked (launcher/launcher.h)."""
 
 MISSING: Final = "missing"
 DIFFERS: Final = "differs"
@@ -96,6 +105,23 @@ def find_obstacles(files: CniFiles) -> Iterator[str]:
             f"{names} sorts before {CONFLIST_FILE}: runtimes read that network first, and pods get it instead of"
             " podwire's; remove it, or rename it so that it comes later"
         )
+
+
+def make_conflist(socket: Path) -> bytes:
+    """Write the network for an agent at `socket`."""
+    own: dict[str, Any] = {
+        "type": LAUNCHER_FILE,
+        "capabilities": {"bandwidth": True, "ips": True, "mac": True, "portMappings": True},
+    }
+    if socket != DEFAULT_SOCKET:
+        own["socket"] = str(socket)
+    network = {
+        "cniVersion": BASE_VERSION,
+        "cniVersions": [BASE_VERSION, NEWER_VERSION],
+        "name": NETWORK,
+        "plugins": [own],
+    }
+    return json.dumps(network, indent=2).encode() + b"\n"
 
 
 def _compare(there: bytes | None, wanted: bytes) -> str:

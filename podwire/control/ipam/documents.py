@@ -6,7 +6,7 @@ back the same. Nothing of a document that cannot be read is used.
 """
 
 import ipaddress
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -191,6 +191,11 @@ def decode_claimed(stored: StoredObject) -> ClaimedAddress | None:
 def released(block: Block) -> Block:
     """Give a block as nobody's."""
     return replace(block, node="", kept=())
+
+
+def rewrite(before: StoredObject, document: Mapping[str, Any]) -> StoredObject:
+    """Give the object with another document, to be written only if nobody has written it since."""
+    return StoredObject(key=before.key, uid=before.uid, revision=before.revision, document=document)
 
 
 def _document(kind: Kind, name: str, spec: dict[str, Any]) -> dict[str, Any]:

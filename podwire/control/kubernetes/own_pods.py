@@ -102,9 +102,10 @@ class OwnPods:
             changed, self._changed = frozenset(self._changed), set()
             return changed
 
-    def find(self, namespace: str, name: str) -> PodFacts | None:
-        """Give what is known of a pod."""
-        return self._find(namespace, name, "")
+    def find(self, namespace: str, name: str, uid: str = "") -> PodFacts | None:
+        """Give what is known of a pod; `uid`: as its runtime says it, "" where none does."""
+        pod = self._pods.get((namespace, name))
+        return pod if pod is not None and pod.has_uid(uid) else None
 
     def has(self, record: EndpointRecord) -> bool:
         """Tell whether an endpoint belongs to a Pod object: its labels come from there."""
@@ -122,9 +123,9 @@ class OwnPods:
 
     def complete_at_once(self, request: AttachRequest) -> AttachRequest | None:
         """Give a request with the labels and ports of its Pod; None when the pod has not been heard of yet."""
-        if not _names_pod(request):
+        if request.is_plain:
             return request
-        pod = self._find(request.namespace, request.pod, request.pod_uid)
+        pod = self.find(request.namespace, request.pod, request.pod_uid)
         if pod is None or not self.freshness.is_fresh(pod.uid):
             return None
         return _complete(request, pod)
@@ -138,7 +139,7 @@ class OwnPods:
         A pod that the watch does not bring in time is asked for once. Raises Unavailable (CNI code 11: the runtime
         tries again) when there is no such pod, or another one of this name; Cancelled when the caller is gone.
         """
-        if not _names_pod(request):
+        if request.is_plain:
             return request
         pod = self._wait(request, cancelled) or self._ask(request)
         return request if pod is None else _complete(request, pod)
@@ -170,17 +171,13 @@ class OwnPods:
     def _find_of(self, record: EndpointRecord) -> PodFacts | None:
         if record.is_plain:
             return None
-        return self._find(record.namespace, record.pod, record.pod_uid)
-
-    def _find(self, namespace: str, name: str, uid: str) -> PodFacts | None:
-        pod = self._pods.get((namespace, name))
-        return pod if pod is not None and pod.has_uid(uid) else None
+        return self.find(record.namespace, record.pod, record.pod_uid)
 
     def _wait(self, request: AttachRequest, cancelled: Callable[[], bool]) -> PodFacts | None:
         until_s = self.clock() + self.wait_s
         with self._news:
             while True:
-                pod = self._find(request.namespace, request.pod, request.pod_uid)
+                pod = self.find(request.namespace, request.pod, request.pod_uid)
                 left_s = until_s - self.clock()
                 is_fresh = pod is not None and self.freshness.is_fresh(pod.uid)
                 if is_fresh or left_s <= 0:
@@ -238,11 +235,6 @@ def _name_of(stored: StoredObject) -> PodName:
 def _brought(record: EndpointRecord) -> tuple[str, ...]:
     """Give what an endpoint brought itself; records of builds before identities have it among all labels."""
     return record.own_labels or record.labels
-
-
-def _names_pod(request: AttachRequest) -> bool:
-    """Whether the runtime says that this is a pod of Kubernetes."""
-    return not request.is_plain
 
 
 def _complete(request: AttachRequest, pod: PodFacts) -> AttachRequest:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
+from podwire.model.documents.fields import PORT_MAX
 from podwire.model.documents.lenient import items_of, members_of, text_of
 from podwire.model.labels import (
     OWN_PREFIX,
@@ -29,7 +30,6 @@ RESERVED_PREFIXES: Final = ("io.kubernetes.", "io.cilium.", f"{OWN_PREFIX}/")
 """Keys that begin so say what only the cluster or podwire may say of a pod."""
 DEFAULT_SERVICE_ACCOUNT: Final = "default"
 _PROTOCOLS: Final = frozenset({"TCP", "UDP", "SCTP"})
-_PORT_MAX: Final = 65535
 
 
 class PodFacts(msgspec.Struct, frozen=True):
@@ -102,7 +102,7 @@ def _read_port(port: Mapping[str, Any]) -> NamedPort | None:
     protocol = port.get("protocol", "TCP")
     if not (isinstance(name, str) and name and protocol in _PROTOCOLS):
         return None
-    if not (isinstance(number, int) and 0 < number <= _PORT_MAX):
+    if not (isinstance(number, int) and 0 < number <= PORT_MAX):
         return None
     return NamedPort(name, number, protocol)
 

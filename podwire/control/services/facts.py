@@ -11,7 +11,8 @@ from typing import Any, Final
 import msgspec
 
 from podwire.control.services.external import read_external
-from podwire.control.services.reading import PORT_MAX, Left, is_back_end_address, read_port
+from podwire.control.services.reading import Left, is_back_end_address, read_number
+from podwire.model.documents.fields import PORT_MAX
 from podwire.model.documents.lenient import items_of, members_of, read_address, text_of, texts_of
 from podwire.model.endpoint import PROTOCOLS, IPAddress, IPNetwork
 from podwire.model.store import StoredObject
@@ -142,25 +143,20 @@ def _read_affinity(spec: Mapping[str, Any]) -> int:
     if spec.get("sessionAffinity") != CLIENT_IP:
         return 0
     config = members_of(members_of(spec, "sessionAffinityConfig"), "clientIP")
-    timeout_s = config.get("timeoutSeconds")
-    if not isinstance(timeout_s, int) or isinstance(timeout_s, bool):
-        return AFFINITY_S
-    return timeout_s if 0 < timeout_s <= AFFINITY_MAX_S else AFFINITY_S
+    return read_number(config.get("timeoutSeconds"), AFFINITY_MAX_S) or AFFINITY_S
 
 
 def _read_ports(spec: Mapping[str, Any]) -> Iterator[ServicePort]:
     for port in items_of(spec, "ports"):
         protocol = PROTOCOLS.get(str(port.get("protocol") or "TCP"))
-        number = read_port(port)
+        number = read_number(port.get("port"), PORT_MAX)
         if protocol is not None and number:
             yield ServicePort(text_of(port, "name"), number, protocol, _read_target(port))
 
 
 def _read_target(port: Mapping[str, Any]) -> int | str:
     target = port.get("targetPort")
-    if isinstance(target, int) and not isinstance(target, bool):
-        return target if 0 < target <= PORT_MAX else 0
-    return target if isinstance(target, str) else 0
+    return target if isinstance(target, str) else read_number(target, PORT_MAX)
 
 
 def decode_slice(stored: StoredObject) -> SliceFacts | None:

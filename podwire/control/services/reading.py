@@ -4,8 +4,7 @@ Used by the other modules of `control.services`. Pure.
 """
 
 import ipaddress
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -21,7 +20,6 @@ class Left(msgspec.Struct, array_like=True, frozen=True):
 
 
 _BROADCAST: Final = ipaddress.IPv4Address("255.255.255.255")
-PORT_MAX: Final = 65535
 
 
 def is_back_end_address(address: IPAddress, family: int) -> bool:
@@ -39,9 +37,8 @@ def is_back_end_address(address: IPAddress, family: int) -> bool:
     )
 
 
-def read_port(port: Mapping[str, Any]) -> int:
-    """Give its number; 0 = it has none."""
-    number = port.get("port")
-    if not isinstance(number, int) or isinstance(number, bool):
+def read_number(value: object, largest: int) -> int:
+    """Give a whole number from 1 to `largest`; 0 = it is none."""
+    if not isinstance(value, int) or isinstance(value, bool):
         return 0
-    return number if 0 < number <= PORT_MAX else 0
+    return value if 0 < value <= largest else 0

@@ -8,7 +8,7 @@ bytes.
 import ipaddress
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
@@ -25,7 +25,6 @@ from podwire.model.interfaces import BackEnd, Frontend
 
 Claims = Mapping[Frontend, tuple[BackEnd, ...]]
 
-_Record = TypeVar("_Record", bound=msgspec.Struct)
 _PORT: Final = struct.Struct("!H")
 _FRONTEND_TAIL: Final = struct.Struct("!HB")
 """Behind the address: port, protocol."""
@@ -81,13 +80,9 @@ class _Claims(msgspec.Struct, array_like=True, frozen=True):
     """Each list of back ends once, with the frontends that share it."""
 
 
-def _decoder(record: type[_Record]) -> msgspec.msgpack.Decoder[_Record]:
-    return msgspec.msgpack.Decoder(record)
-
-
-_decode_service: Final = _decoder(_Service).decode
-_decode_slice: Final = _decoder(_Slice).decode
-_decode_claims: Final = _decoder(_Claims).decode
+_decode_service: Final = msgspec.msgpack.Decoder(_Service).decode
+_decode_slice: Final = msgspec.msgpack.Decoder(_Slice).decode
+_decode_claims: Final = msgspec.msgpack.Decoder(_Claims).decode
 
 
 def pack_service(facts: ServiceFacts) -> bytes:

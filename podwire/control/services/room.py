@@ -35,12 +35,8 @@ class Room:
     slots: int = SLOTS
     _needs: dict[ServiceName, Need] = field(default_factory=dict)
     _used: tuple[int, int] = 0, 0
-    _refused: frozenset[ServiceName] = frozenset()
-
-    @property
-    def refused(self) -> frozenset[ServiceName]:
-        """Those without room."""
-        return self._refused
+    refused: frozenset[ServiceName] = frozenset()
+    """Those without room."""
 
     def weigh(self, name: ServiceName, need: Need | None) -> None:
         """Take in what a service needs now; None: nothing."""
@@ -55,11 +51,11 @@ class Room:
 
     def settle(self) -> frozenset[ServiceName]:
         """Give room to those who come first; gives those for whom something has changed by that."""
-        before = self._refused
+        before = self.refused
         frontends, slots = self._used
         fits = frontends <= self.frontends and slots <= self.slots
-        self._refused = frozenset() if fits else frozenset(self._find_refused())
-        return before ^ self._refused
+        self.refused = frozenset() if fits else frozenset(self._find_refused())
+        return before ^ self.refused
 
     def _find_refused(self) -> Iterator[ServiceName]:
         frontends, slots = self.frontends, self.slots
@@ -74,7 +70,7 @@ class Room:
 
         By age alone a tenant could let an old service of his grow, and take the room of everybody's younger ones.
         """
-        by_age = sorted(self._needs.items(), key=lambda one: (one[1].created, one[0]))
+        by_age = sorted(self._needs.items(), key=lambda item: (item[1].created, item[0]))
         taken: dict[str, tuple[int, int]] = {}
         share: dict[ServiceName, float] = {}
         for name, need in by_age:
@@ -84,4 +80,4 @@ class Room:
                 slots + need.slots,
             )
             share[name] = max(frontends / self.frontends, slots / self.slots)
-        return sorted(by_age, key=lambda one: share[one[0]])
+        return sorted(by_age, key=lambda item: share[item[0]])

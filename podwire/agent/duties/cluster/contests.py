@@ -10,7 +10,7 @@ import random
 import time
 from typing import TYPE_CHECKING
 
-from podwire.agent.duties.worker import FOREVER_S, Worker
+from podwire.agent.duties.worker import FOREVER_S, Worker, WorkingDuty
 from podwire.control.cluster.backoff import Backoff
 from podwire.control.kubernetes.core_node import core_node_key, decode_core_node
 from podwire.model.cluster import Granted, NodeFacts
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Contests:
+class Contests(WorkingDuty):
     """The thread that reads core Nodes."""
 
     def __init__(self, store: Store, duty: "ClusterDuty") -> None:
@@ -31,12 +31,6 @@ class Contests:
         self._duty = duty
         self._backoff = Backoff()
         self._worker = Worker("contests", self._work, self._fail)
-
-    def start(self) -> None:
-        self._worker.start()
-
-    def stop(self) -> None:
-        self._worker.stop()
 
     def look(self) -> None:
         """Look soon whether something is contested; from any thread, cheap."""

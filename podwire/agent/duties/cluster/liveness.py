@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from podwire.agent.duties.worker import FOREVER_S, Worker
+from podwire.agent.duties.worker import FOREVER_S, Worker, WorkingDuty
 from podwire.model.errors import PodwireError
 from podwire.model.store import Store
 from podwire.model.store.leases import NODE, LeaseWatch
@@ -23,7 +23,7 @@ NAMED_MAX: Final = 5
 _log = logging.getLogger(__name__)
 
 
-class Lives:
+class Lives(WorkingDuty):
     """The nodes that live. `changed` is called on the thread, with no lock held."""
 
     def __init__(self, store: Store, changed: Callable[[], None]) -> None:
@@ -35,12 +35,6 @@ class Lives:
         self._worker = Worker(
             "cluster-lives", self._follow, self._fail, interrupt=self._close_watch
         )
-
-    def start(self) -> None:
-        self._worker.start()
-
-    def stop(self) -> None:
-        self._worker.stop()
 
     def find_dead(self, names: Iterable[str]) -> list[str]:
         """Give those of the names that do not live, sorted; none while that is not known."""

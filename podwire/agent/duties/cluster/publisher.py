@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from podwire.agent.duties.worker import Worker
+from podwire.agent.duties.worker import Worker, WorkingDuty
 from podwire.control.cluster.backoff import Backoff
 from podwire.control.cluster.publish import (
     CHANGE_EVERY_S,
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 Pods = Mapping[IPAddress, IdentityId]
 
 
-class Publisher:
+class Publisher(WorkingDuty):
     """The thread that publishes this node and its pods."""
 
     def __init__(
@@ -70,12 +70,9 @@ class Publisher:
         self._backoff = Backoff()
         self._quiet_until_s = 0.0
 
-    def start(self) -> None:
-        self._worker.start()
-
     def stop(self) -> None:
         """End the thread and give the name up."""
-        self._worker.stop()
+        super().stop()
         try:
             self._node.close()
         except PodwireError as error:

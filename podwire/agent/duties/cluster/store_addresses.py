@@ -46,7 +46,7 @@ class StoreAddresses:
         # Nothing ends a call of the resolver, and a stop must not wait for it.
         self._worker.stop(wait=False)
         with self._telling:
-            self._changed = _tell_nobody
+            self._changed = lambda: None
 
     def _look_up(self) -> float:
         for name in self._names:
@@ -65,7 +65,3 @@ class StoreAddresses:
 
     def _gather(self) -> frozenset[IPAddress]:
         return frozenset(address for several in self._of.values() for address in several)
-
-
-def _tell_nobody() -> None:
-    pass

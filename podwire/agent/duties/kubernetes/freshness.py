@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from podwire.agent.duties.worker import FOREVER_S, Worker
+from podwire.agent.duties.worker import FOREVER_S, Worker, WorkingDuty
 from podwire.control.kubernetes.freshness import Freshness
 from podwire.model.errors import PodwireError
 from podwire.model.store import Revisions, Store
@@ -23,7 +23,7 @@ ReadNewest = Callable[[Sequence[str]], Revisions]
 _log = logging.getLogger(__name__)
 
 
-class FreshnessDuty:
+class FreshnessDuty(WorkingDuty):
     """Asks for one node's pods."""
 
     def __init__(self, freshness: Freshness, read_newest: ReadNewest) -> None:
@@ -32,13 +32,10 @@ class FreshnessDuty:
         self._worker = Worker("freshness", self._work)
         freshness.is_asking, freshness.seen = True, self._worker.wake
 
-    def start(self) -> None:
-        self._worker.start()
-
     def stop(self) -> None:
         """End it; pods wait for nothing more."""
         self._freshness.is_asking = False
-        self._worker.stop()
+        super().stop()
 
     def _work(self) -> float:
         asked = self._freshness.begin()

@@ -89,8 +89,8 @@ class RangeKeeper(FollowingDuty):
 
     def on_lists(self, lists: Sequence[KindList]) -> None:
         """Take the Node, or that there is none."""
-        found = [stored for kind_list in lists for stored in kind_list.objects]
-        self._hear(next((stored for stored in found if stored.key.name == self._node_name), None))
+        nodes = [stored for kind_list in lists for stored in kind_list.objects]
+        self._hear(next((stored for stored in nodes if stored.key.name == self._node_name), None))
 
     def on_events(self, events: Sequence[StoreEvent], _revisions: Revisions) -> None:
         for event in events:

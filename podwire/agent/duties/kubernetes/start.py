@@ -66,15 +66,17 @@ class Start(msgspec.Struct, frozen=True):
     ) -> IPAddress | None:
         """Give the first InternalIP of the own core Node that this host has, however long it takes; None: it has none
         of them."""
-        texts = self._ask(ADDRESS_FACT, lambda: _read_addresses(self.store, node_name))
+        texts = self._ask(
+            ADDRESS_FACT, lambda: list(map(str, read_core_node(self.store, node_name).addresses))
+        )
         here = {str(address) for _, address in present()}
-        found = next((ipaddress.ip_address(text) for text in texts if text in here), None)
-        if texts and found is None:
+        address = next((ipaddress.ip_address(text) for text in texts if text in here), None)
+        if texts and address is None:
             _log.warning(
                 "this host has none of its core Node's InternalIPs; the default route says which address it has",
                 extra={"cause": ", ".join(texts)},
             )
-        return found
+        return address
 
     def wait_for_device(
         self, name_pattern: str, present: Callable[[], Sequence[DeviceAddress]]
@@ -82,9 +84,9 @@ class Start(msgspec.Struct, frozen=True):
         """Give the address of the first device that the pattern names, IPv4 before IPv6, however long it takes."""
 
         def look() -> IPAddress:
-            found = present()
-            if (address := choose_address(name_pattern, found)) is None:
-                names = ", ".join(dict.fromkeys(name for name, _ in found))
+            devices = present()
+            if (address := choose_address(name_pattern, devices)) is None:
+                names = ", ".join(dict.fromkeys(name for name, _ in devices))
                 raise PodwireError(
                     f"find this node's address: no device that node_interface, {name_pattern!r}, names has one",
                     hint=f"devices with an address: {names or 'none'}",
@@ -99,16 +101,16 @@ class Start(msgspec.Struct, frozen=True):
 
         def look_and_remember() -> Sequence[str]:
             try:
-                found = look()
+                texts = look()
             # Only for a server that is away: one that is there and says nothing is waited for.
             except Unavailable as error:
                 if not before:
                     raise
                 _log.warning("the start goes on with what it knew", extra={"cause": error.message})
                 return before
-            if list(found) != list(before):
-                self.facts.write_fact(fact, json.dumps(list(found)))
-            return found
+            if list(texts) != list(before):
+                self.facts.write_fact(fact, json.dumps(list(texts)))
+            return texts
 
         return self._wait(look_and_remember)
 
@@ -157,22 +159,18 @@ def _read_ranges(store: Store, node_name: str) -> Sequence[str]:
     return [str(cidr) for cidr in node.pod_cidrs]
 
 
-def _read_addresses(store: Store, node_name: str) -> Sequence[str]:
-    return [str(address) for address in read_core_node(store, node_name).addresses]
-
-
 def _read_cluster_cidrs(store: Store, config: AgentConfig) -> Sequence[str]:
     """Give what kubeadm was told; PodwireError says why that cannot be used."""
     text = find_configuration(store.get(KUBEADM_KEY))
     name = f"{KUBEADM_KEY.namespace}/{KUBEADM_KEY.name}"
-    found = decode_pod_subnets(load_manifests(text.encode(), name)[0].document) if text else ()
-    if not found:
+    ranges = decode_pod_subnets(load_manifests(text.encode(), name)[0].document) if text else ()
+    if not ranges:
         raise PodwireError(
             f"know the ranges of all pods: cluster_cidrs is empty, and ConfigMap {name} says none",
             hint=SET_IT,
         )
-    faults = find_contradictions(config.replace({"cluster_cidrs": found}))
+    faults = find_contradictions(config.replace({"cluster_cidrs": ranges}))
     if faults:
         told = "; ".join(f"{fault.path} {fault.message}" for fault in faults)
         raise PodwireError(f"use the ranges that ConfigMap {name} says: {told}", hint=SET_IT)
-    return [str(cidr) for cidr in found]
+    return [str(cidr) for cidr in ranges]

@@ -28,6 +28,7 @@ from podwire.control.ipam.documents import (
     encode_block,
     encode_claimed,
     released,
+    rewrite,
 )
 from podwire.control.ipam.pool_cache import PoolCache
 from podwire.control.ipam.pools import AddressRange, Pool
@@ -111,7 +112,7 @@ class Claims:
         if block.stored is None:
             return False
         try:
-            self.store.update(_stored(block.stored, encode_block(released(block))))
+            self.store.update(rewrite(block.stored, encode_block(released(block))))
         except (Conflict, NotFound):
             return False
         return True
@@ -125,7 +126,7 @@ class Claims:
         if block.stored is not None:
             with contextlib.suppress(Conflict, NotFound):
                 document = encode_block(replace(block, kept=kept))
-                self.store.update(_stored(block.stored, document))
+                self.store.update(rewrite(block.stored, document))
 
     def claim_address(self, address: IPAddress, pool: Pool, key: AttachmentKey) -> ClaimedAddress:
         """Take one address that is in no own block, or that the block keeps. Raises AddressUnavailable, Unavailable."""
@@ -171,11 +172,9 @@ class Claims:
         """Give one address back, unless it was taken over meanwhile. Raises Unavailable."""
         if claimed.stored is None:
             return
-        try:
-            stored = claimed.stored
+        stored = claimed.stored
+        with contextlib.suppress(Conflict, NotFound):
             self.store.delete(stored.key, revision=stored.revision, uid=stored.uid)
-        except (Conflict, NotFound):
-            return
 
     def _candidates(self, pool: Pool) -> Iterator[IPNetwork]:
         """Go through a pool's blocks from this node's own place on, in this node's own order, from where it was left.
@@ -208,7 +207,7 @@ class Claims:
         if before is None or before.stored is None:
             stored = self.store.create(StoredObject(key=block_key(cidr), document=document))
         else:
-            stored = self.store.update(_stored(before.stored, document))
+            stored = self.store.update(rewrite(before.stored, document))
         return replace(block, stored=stored)
 
     def _check_block(self, address: IPAddress, pool: Pool, cidr: IPNetwork) -> None:
@@ -245,7 +244,7 @@ class Claims:
             whose = f"node {before.node} has it for {before.key}" if before else "somebody has it"
             raise _refuse(wanted.address, whose)
         try:
-            stored = self.store.update(_stored(stored, encode_claimed(wanted)))
+            stored = self.store.update(rewrite(stored, encode_claimed(wanted)))
         except (Conflict, NotFound):
             raise _refuse(wanted.address, "another claim was faster") from None
         claimed = replace(wanted, stored=stored)
@@ -281,10 +280,6 @@ class Claims:
     def _is_heard(self, block: Block) -> bool:
         known = self.known.blocks.get(block.cidr)
         return known is not None and known.revision >= block.revision
-
-
-def _stored(before: StoredObject, document: dict[str, object]) -> StoredObject:
-    return StoredObject(key=before.key, uid=before.uid, revision=before.revision, document=document)
 
 
 def _refuse(address: IPAddress, why: str) -> AddressUnavailable:

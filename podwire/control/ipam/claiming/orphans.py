@@ -9,7 +9,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from podwire.control.ipam.documents import decode_block, decode_claimed, encode_block, released
+from podwire.control.ipam.documents import (
+    decode_block,
+    decode_claimed,
+    encode_block,
+    released,
+    rewrite,
+)
 from podwire.model.errors import Conflict, NotFound
 from podwire.model.store import ObjectKey, Store, StoredObject
 from podwire.model.store.kinds import IP_ADDRESS, IP_BLOCK
@@ -66,14 +72,7 @@ def give_back(store: Store, orphan: StoredObject) -> bool:
         block = decode_block(orphan)
         if block is None:
             return False
-        store.update(
-            StoredObject(
-                key=orphan.key,
-                uid=orphan.uid,
-                revision=orphan.revision,
-                document=encode_block(released(block)),
-            )
-        )
+        store.update(rewrite(orphan, encode_block(released(block))))
     except (Conflict, NotFound):
         return False
     return True

@@ -39,15 +39,8 @@ class Pending:
 
     def merge_groups(self, known: Mapping[str, CidrGroup]) -> dict[str, CidrGroup]:
         """Give the groups as they will be after the pending changes."""
-        groups = {
-            **known,
-            **{name: group for name, group in self.groups.items() if group is not None},
-        }
-        return {
-            name: group
-            for name, group in groups.items()
-            if self.groups.get(name, group) is not None
-        }
+        groups = {**known, **self.groups}
+        return {name: group for name, group in groups.items() if group is not None}
 
     def find_networks(
         self, cidrs: CidrTable, groups: Mapping[str, CidrGroup]
